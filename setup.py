@@ -1,0 +1,38 @@
+"""Package metadata becomes an installable tfdist."""
+
+from setuptools import find_packages, setup
+
+PLOT = ["matplotlib>=3.8"]
+DIGITS = ["scikit-learn>=1.4"]
+TEST = ["pytest>=8", "pytest-timeout>=2.3", "ruff>=0.6", "mypy>=1.11", "types-PyYAML"]
+BENCH = ["tf-keras>=2.19", *PLOT]
+
+setup(
+    name="tfdist",
+    version="0.1.0",
+    description="Distributed training for Keras 3 on TensorFlow: one script, any strategy, one launcher.",
+    long_description=open("README.md", encoding="utf-8").read(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["tfdist", "tfdist.*"]),
+    package_data={"tfdist": ["py.typed"]},
+    install_requires=[
+        "absl-py>=2.1",  # flags and app.run of the per-worker scripts
+        "keras>=3.10",
+        "ml_collections>=1.0",  # --config=FILE.py --config.a.b=VALUE
+        "numpy>=1.26",
+        "pyyaml>=6.0",  # cluster specs
+        "tensorboard>=2.19",  # no longer a dependency of TensorFlow 2.21
+        "tensorflow>=2.19",
+        "tensorflow-datasets>=4.9.7",
+    ],
+    extras_require={
+        "digits": DIGITS,
+        "plot": PLOT,
+        "test": [*TEST, *DIGITS],
+        "bench": BENCH,
+        "all": [*DIGITS, *PLOT],
+    },
+    entry_points={"console_scripts": ["tfdist = tfdist.cli:main"]},
+)
