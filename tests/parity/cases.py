@@ -1,0 +1,422 @@
+"""Models and features of Keras become small trainings whose results any number of replicas must share.
+
+Each case takes a strategy and returns named numbers; `runner.py` runs them in a process, `test_parity.py` compares processes.
+"""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+CASES = {}
+GLOBAL_BATCH = 12  # divides by 1, 2 and 3 replicas
+STEPS = 5
+
+
+def case(function=None, *, tolerance: float = 1e-5):
+    """Registers a case. `tolerance` is relative; 1e-5 is float32 rounding over a few steps."""
+    if function is None:
+        return lambda f: case(f, tolerance=tolerance)
+    function.tolerance = tolerance
+    CASES[function.__name__] = function
+    return function
+
+
+class Steps(keras.callbacks.Callback):
+    """Records the logs of every step, as a user's callback would."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.rows.append([float(logs[k]) for k in sorted(logs)])
+
+
+def data(rows=GLOBAL_BATCH * STEPS, features=6, classes=3, seed=0):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(rows, features)).astype("float32")
+    return x, (x @ rng.normal(size=(features, classes))).argmax(1).astype("int32")
+
+
+def dataset(*arrays, batch=GLOBAL_BATCH, **kwargs):
+    return tf.data.Dataset.from_tensor_slices(arrays if len(arrays) > 1 else arrays[0]).batch(batch, **kwargs)
+
+
+def mlp(classes=3, **kwargs):
+    return keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(classes, **kwargs)])
+
+
+CROSSENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def weights(model, prefix="weight"):
+    return {f"{prefix}{i}": w for i, w in enumerate(model.get_weights())}
+
+
+def fitted(model, train, *, watch=True, **kwargs):
+    """Trains and returns history, weights, and the logs of each step if watched."""
+    steps = Steps()
+    callbacks = [*kwargs.pop("callbacks", []), *([steps] if watch else [])]
+    history = model.fit(*train if isinstance(train, tuple) else [train], verbose=0, callbacks=callbacks, **kwargs)
+    result = {f"history/{k}": v for k, v in history.history.items()}
+    result |= weights(model)
+    if watch:
+        result["steps"] = np.array(steps.rows)
+    return result
+
+
+def simple(strategy, optimizer, train=None, model=mlp, epochs=2, loss=CROSSENTROPY, **kwargs):
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        built = model()
+        built.compile(optimizer=optimizer() if callable(optimizer) else optimizer, loss=loss, metrics=["accuracy"])
+    return fitted(built, dataset(*data()) if train is None else train, epochs=epochs, **kwargs)
+
+
+# --- Models ---------------------------------------------------------------------------------------------------------
+@case
+def sequential(strategy):
+    return simple(strategy, lambda: keras.optimizers.SGD(0.1, momentum=0.9))
+
+
+@case
+def unwatched(strategy):
+    return simple(strategy, "adam", watch=False, epochs=3)
+
+
+@case
+def subclassed_and_unbuilt(strategy):
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = keras.layers.Dense(8, "relu"), keras.layers.Dense(3)
+
+        def call(self, x):
+            return self.second(self.first(x))
+
+    return simple(strategy, "adam", model=Model)
+
+
+@case
+def several_inputs_and_outputs_as_dicts(strategy):
+    keras.utils.set_random_seed(1)
+    x, y = data()
+    with strategy.scope():
+        a, b = keras.Input((6,), name="a"), keras.Input((2,), name="b")
+        h = keras.layers.Concatenate()([keras.layers.Dense(5, "tanh")(a), b])
+        model = keras.Model({"a": a, "b": b}, {"label": keras.layers.Dense(3, name="label")(h), "sum": keras.layers.Dense(1, name="sum")(h)})
+        model.compile("adam", {"label": CROSSENTROPY, "sum": "mse"}, metrics={"label": ["accuracy"], "sum": ["mae"]}, loss_weights={"label": 1.0, "sum": 0.3})
+    train = dataset({"a": x, "b": x[:, :2]}, {"label": y, "sum": x.sum(1, keepdims=True)})
+    result = fitted(model, train, epochs=2)
+    predicted = model.predict(train, verbose=0)
+    return result | {f"predict/{k}": v for k, v in predicted.items()}
+
+
+@case
+def several_inputs_and_outputs_as_tuples(strategy):
+    keras.utils.set_random_seed(1)
+    x, y = data()
+    with strategy.scope():
+        a, b = keras.Input((6,)), keras.Input((2,))
+        h = keras.layers.Concatenate()([keras.layers.Dense(5, "tanh")(a), b])
+        model = keras.Model([a, b], [keras.layers.Dense(3)(h), keras.layers.Dense(1)(h)])
+        model.compile("sgd", [CROSSENTROPY, "mse"])
+    return fitted(model, dataset((x, x[:, :2]), (y, x.sum(1, keepdims=True))), epochs=2)
+
+
+@case
+def custom_train_step(strategy):
+    class Model(keras.Model):
+        def train_step(self, batch):
+            x, y = batch
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+            grads = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply_gradients(zip(grads, self.trainable_variables, strict=True))
+            for metric in self.metrics:
+                if metric.name != "loss":
+                    metric.update_state(y, self(x))
+            return {"norm": tf.linalg.global_norm([v.value for v in self.trainable_variables])}
+
+    def model():
+        inputs = keras.Input((6,))
+        return Model(inputs, keras.layers.Dense(3)(keras.layers.Dense(8, "tanh")(inputs)))
+
+    return simple(strategy, "sgd", model=model)
+
+
+@case
+def embedding_with_repeated_ids(strategy):
+    rng = np.random.default_rng(3)
+    train = dataset(rng.integers(0, 5, (60, 4)), rng.integers(0, 3, 60))
+    return simple(
+        strategy, lambda: keras.optimizers.Adam(0.05), train,
+        lambda: keras.Sequential([keras.Input((4,), dtype="int32"), keras.layers.Embedding(7, 3), keras.layers.Flatten(), keras.layers.Dense(3)]),
+    )
+
+
+@case
+def recurrent_with_masking(strategy):
+    """The mask makes every replica's divisor another: the mean must still be that of the whole batch."""
+    rng = np.random.default_rng(4)
+    ids = rng.integers(1, 6, (60, 5)) * (np.arange(5) < rng.integers(1, 6, (60, 1)))
+    train = dataset(ids, rng.integers(0, 4, (60, 5)))
+
+    def model():
+        return keras.Sequential([
+            keras.Input((5,), dtype="int32"), keras.layers.Embedding(6, 4, mask_zero=True),
+            keras.layers.GRU(5, return_sequences=True), keras.layers.Dense(4),
+        ])
+
+    return simple(strategy, "adam", train, model)
+
+
+@case
+def synchronized_batch_normalization(strategy):
+    def model():
+        return keras.Sequential([
+            keras.Input((6,)), keras.layers.Dense(8), keras.layers.BatchNormalization(synchronized=True), keras.layers.ReLU(),
+            keras.layers.Dense(3),
+        ])
+
+    return simple(strategy, "sgd", model=model, validation_data=dataset(*data(20, seed=5)))
+
+
+@case
+def convolution_with_regularization(strategy):
+    rng = np.random.default_rng(6)
+    train = dataset(rng.normal(size=(60, 6, 6, 1)).astype("float32"), rng.integers(0, 3, 60))
+
+    def model():
+        return keras.Sequential([
+            keras.Input((6, 6, 1)), keras.layers.Conv2D(4, 3, activation="relu", kernel_regularizer="l2"),
+            keras.layers.MaxPooling2D(), keras.layers.Flatten(), keras.layers.Dropout(0.0), keras.layers.Dense(3),
+        ])
+
+    return simple(strategy, "adam", train, model)
+
+
+# --- Inputs ---------------------------------------------------------------------------------------------------------
+@case
+def numpy_arrays(strategy):
+    return simple(strategy, "sgd", data(), batch_size=GLOBAL_BATCH, shuffle=True)
+
+
+@case
+def numpy_with_validation_split(strategy):
+    return simple(strategy, "sgd", data(), batch_size=GLOBAL_BATCH, validation_split=0.2)
+
+
+@case
+def py_dataset(strategy):
+    class Batches(keras.utils.PyDataset):
+        def __len__(self):
+            return STEPS
+
+        def __getitem__(self, i):
+            x, y = data()
+            return x[i * GLOBAL_BATCH : (i + 1) * GLOBAL_BATCH], y[i * GLOBAL_BATCH : (i + 1) * GLOBAL_BATCH]
+
+    return simple(strategy, "sgd", Batches())
+
+
+@case
+def generator(strategy):
+    def batches():
+        x, y = data()
+        while True:
+            for i in range(0, len(x), GLOBAL_BATCH):
+                yield x[i : i + GLOBAL_BATCH], y[i : i + GLOBAL_BATCH]
+
+    return simple(strategy, "sgd", batches(), steps_per_epoch=STEPS)
+
+
+@case
+def sample_weight(strategy):
+    w = np.random.default_rng(7).uniform(size=60).astype("float32")
+    return simple(strategy, "sgd", dataset(*data(), w))
+
+
+@case
+def class_weight(strategy):
+    return simple(strategy, "sgd", data(), batch_size=GLOBAL_BATCH, class_weight={0: 0.2, 1: 1.0, 2: 3.0})
+
+
+@case
+def mean_with_sample_weight(strategy):
+    w = np.random.default_rng(7).uniform(size=60).astype("float32")
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="mean_with_sample_weight")
+    return simple(strategy, "sgd", dataset(*data(), w), loss=loss)
+
+
+@case
+def sum_reduction(strategy):
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
+    return simple(strategy, lambda: keras.optimizers.SGD(0.01), loss=loss)
+
+
+@case
+def steps_per_epoch_of_an_endless_data_set(strategy):
+    return simple(strategy, "sgd", dataset(*data()).repeat(), steps_per_epoch=3, epochs=3, watch=False)
+
+
+def _spe(strategy, watch):
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = mlp()
+        model.compile("sgd", CROSSENTROPY, metrics=["accuracy"], steps_per_execution=2)
+    return fitted(model, dataset(*data()), epochs=2, watch=watch)
+
+
+@case
+def steps_per_execution(strategy):
+    return _spe(strategy, True)
+
+
+@case
+def steps_per_execution_unwatched(strategy):
+    return _spe(strategy, False)
+
+
+@case
+def uneven_last_batch(strategy):
+    return simple(strategy, "adam", dataset(*data(GLOBAL_BATCH * 2 + 7)), validation_data=dataset(*data(17, seed=5)))
+
+
+@case
+def last_batch_leaves_replicas_empty(strategy):
+    """One row for two or three replicas, under batch statistics that all replicas share."""
+
+    def model():
+        return keras.Sequential([
+            keras.Input((6,)), keras.layers.Dense(8), keras.layers.BatchNormalization(synchronized=True), keras.layers.Dense(3)
+        ])
+
+    return simple(strategy, "sgd", dataset(*data(GLOBAL_BATCH * 2 + 1)), model, validation_data=dataset(*data(13, seed=5)))
+
+
+# --- Optimizers -----------------------------------------------------------------------------------------------------
+@case
+def clip_by_norm(strategy):
+    return simple(strategy, lambda: keras.optimizers.SGD(0.5, clipnorm=0.05))
+
+
+@case
+def clip_by_global_norm(strategy):
+    return simple(strategy, lambda: keras.optimizers.Adam(0.05, global_clipnorm=0.05))
+
+
+@case
+def clip_by_value(strategy):
+    return simple(strategy, lambda: keras.optimizers.SGD(0.5, clipvalue=0.01))
+
+
+@case
+def gradient_accumulation(strategy):
+    return simple(strategy, lambda: keras.optimizers.Adam(0.05, gradient_accumulation_steps=2, clipnorm=0.1))
+
+
+@case
+def average_of_weights(strategy):
+    return simple(strategy, lambda: keras.optimizers.AdamW(0.05, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2))
+
+
+@case
+def learning_rate_schedule(strategy):
+    return simple(strategy, lambda: keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.5, 8)))
+
+
+@case
+def loss_scaling(strategy):
+    """Scaled so far that the first steps overflow, on a batch whose last row alone is huge: every replica must skip them."""
+    x, y = data()
+    x[GLOBAL_BATCH - 1] *= 1e30
+    return simple(
+        strategy, lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=2.0**60), dataset(x, y), epochs=3
+    )
+
+
+def _mixed(strategy, policy, tolerance_model=mlp):
+    keras.mixed_precision.set_global_policy(policy)
+    try:
+        return simple(strategy, lambda: keras.optimizers.SGD(0.1), model=lambda: mlp(dtype="float32"))
+    finally:
+        keras.mixed_precision.set_global_policy("float32")
+
+
+# Half precision rounds sums over other rows otherwise: 2^-8 for bfloat16, 2^-11 for float16.
+@case(tolerance=2e-2)
+def mixed_bfloat16(strategy):
+    return _mixed(strategy, "mixed_bfloat16")
+
+
+@case(tolerance=4e-3)
+def mixed_float16(strategy):
+    return _mixed(strategy, "mixed_float16")
+
+
+# --- Metrics and callbacks ----------------------------------------------------------------------------------------------
+@case
+def metrics_with_other_than_scalar_state(strategy):
+    keras.utils.set_random_seed(1)
+    x, y = data(GLOBAL_BATCH * STEPS + 5)
+    target = (y == 1).astype("float32")[:, None]
+    with strategy.scope():
+        model = mlp(1, activation="sigmoid")
+        model.compile(
+            "adam", "binary_crossentropy",
+            metrics=["accuracy", keras.metrics.AUC(num_thresholds=50), keras.metrics.Precision(), keras.metrics.Recall(), keras.metrics.TruePositives(),
+             keras.metrics.BinaryIoU(), keras.metrics.F1Score(threshold=0.5), keras.metrics.SensitivityAtSpecificity(0.5),
+             keras.metrics.RootMeanSquaredError(), keras.metrics.R2Score()],
+        )
+    result = fitted(model, dataset(x, target), epochs=2, watch=False, validation_data=dataset(x[:20], target[:20]))
+    return result | {"evaluate": model.evaluate(dataset(x, target), verbose=0)[:3]}
+
+
+@case
+def callbacks_that_decide(strategy):
+    callbacks = [
+        keras.callbacks.EarlyStopping("val_loss", patience=1, min_delta=0.05, restore_best_weights=True),
+        keras.callbacks.ReduceLROnPlateau("loss", patience=0, factor=0.5, min_delta=0.2),
+        keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.9),
+    ]
+    return simple(
+        strategy, lambda: keras.optimizers.SGD(0.5), epochs=12, watch=False, callbacks=callbacks, validation_data=dataset(*data(20, seed=5))
+    )
+
+
+@case
+def evaluate_and_predict(strategy):
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = mlp()
+        model.compile("adam", CROSSENTROPY, metrics=["accuracy"])
+    x, y = data(31)
+    return {
+        "evaluate": model.evaluate(x, y, batch_size=7, verbose=0),
+        "predict arrays": model.predict(x, batch_size=7, verbose=0),
+        "predict data set": model.predict(dataset(x), verbose=0),
+        "predict_on_batch": model.predict_on_batch(x[:5]),
+    }
+
+
+@case
+def on_batch(strategy):
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = mlp()
+        model.compile("adam", CROSSENTROPY, metrics=["accuracy"])
+    x, y = data(31)
+    logs = [model.train_on_batch(x[i : i + 7], y[i : i + 7]) for i in range(0, 31, 7)]
+    return weights(model) | {"train_on_batch": logs, "test_on_batch": model.test_on_batch(x, y)}
+
+
+@case
+def run_eagerly(strategy):
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = mlp()
+        model.compile("sgd", CROSSENTROPY, metrics=["accuracy"], run_eagerly=True)
+    return fitted(model, dataset(*data(GLOBAL_BATCH * 2)), epochs=1)

@@ -1,0 +1,30 @@
+"""A process of one strategy runs cases and writes their numbers to a file: `python runner.py STRATEGY DEVICES OUT [CASE ...]`."""
+
+import pathlib
+import pickle
+import sys
+import traceback
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+
+def main(name: str, devices: str, out: str, *names: str) -> None:
+    import tfdist
+
+    strategy = tfdist.make_strategy(name, devices=None if devices == "-" else devices)
+    import keras
+    from cases import CASES
+
+    results = {}
+    for case in names or CASES:
+        keras.backend.clear_session()
+        try:
+            results[case] = CASES[case](strategy)
+        except Exception:
+            results[case] = traceback.format_exc()
+            print(case, results[case], file=sys.stderr, flush=True)
+    pathlib.Path(out).write_bytes(pickle.dumps(results))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,170 @@
+"""Keras and private TensorFlow names become hooks that hand control to a strategy's engine; no training logic lives here.
+
+A strategy made by tfdist carries an *engine* in its attribute `tfdist_engine`. The public methods of `keras.Model` and
+`keras.optimizers.Optimizer` listed in `MODEL_HOOKS` ask the strategy in charge for its engine, and fall through to Keras where
+there is none: models outside tfdist's strategies are untouched. Everything here was seen to work on Keras 3.10 to 3.15 and is
+held by `tests/unit/test_keras_compat.py`, which fails when an upgrade moves a name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.losses import loss as _loss  # scale_loss_for_distribution has no public name, keras #18624
+from tensorflow.python.eager import context as _context
+
+# Public methods of the public class keras.Model; the engine has a method of the same name, called with
+# (model, keras_method, *args, **kwargs).
+MODEL_HOOKS = (
+    "fit",
+    "evaluate",
+    "predict",
+    "train_on_batch",
+    "test_on_batch",
+    "predict_on_batch",
+    "make_train_function",
+    "make_test_function",
+    "make_predict_function",
+    "get_metrics_result",
+    "save",
+    "save_weights",
+    "export",
+)
+
+_state = threading.local()
+
+
+def engine_of(strategy: tf.distribute.Strategy) -> Any:
+    """The engine of a strategy made by tfdist, else None."""
+    return getattr(strategy, "tfdist_engine", None)
+
+
+def install() -> None:
+    """Hooks Keras; calling it again does nothing."""
+    if hasattr(keras.Model, "_tfdist_hooks"):
+        return
+    keras.Model._tfdist_hooks = MODEL_HOOKS
+    for name in MODEL_HOOKS:
+        _hook_model(name)
+    for optimizer in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
+        _hook_apply(optimizer)
+    for name in ("scale_loss_for_distribution", "unscale_loss_for_distribution", "reduce_weighted_values"):
+        _hook_loss(name)
+
+
+def runtime_initialized() -> bool:
+    """Whether TensorFlow has made its devices, after which they, and the cluster, can no longer be configured."""
+    return _context.context()._initialized
+
+
+def seeded() -> bool:
+    """Whether the user has set TensorFlow's random seed, as `keras.utils.set_random_seed` does."""
+    return _context.global_seed() is not None
+
+
+def _hook_model(name: str) -> None:
+    keras_method = getattr(keras.Model, name)
+
+    @functools.wraps(keras_method)
+    def method(self, *args, **kwargs):
+        engine = engine_of(self.distribute_strategy)
+        if engine is None:
+            return keras_method(self, *args, **kwargs)
+        return getattr(engine, name)(self, keras_method, *args, **kwargs)
+
+    setattr(keras.Model, name, method)
+
+
+def _hook_apply(cls: type) -> None:
+    keras_apply = cls.apply
+
+    @functools.wraps(keras_apply)
+    def apply(self, grads, trainable_variables=None):
+        engine = engine_of(tf.distribute.get_strategy())
+        if engine is None or tf.distribute.in_cross_replica_context() or in_local_update():
+            return keras_apply(self, grads, trainable_variables)
+        return engine.apply(self, keras_apply, grads, trainable_variables)
+
+    cls.apply = apply
+
+
+def _hook_loss(name: str) -> None:
+    keras_function = getattr(_loss, name)
+
+    @functools.wraps(keras_function)
+    def function(*args, **kwargs):
+        engine = engine_of(tf.distribute.get_strategy())
+        if engine is None or tf.distribute.in_cross_replica_context():
+            return keras_function(*args, **kwargs)
+        return getattr(engine, name)(keras_function, *args, **kwargs)
+
+    setattr(_loss, name, function)
+
+
+def combined_weight(sample_weight, mask, dtype, reduction: str):
+    """The weight of each loss value once Keras has merged sample weights and mask."""
+    return _loss.apply_mask(sample_weight, mask, dtype=dtype, reduction=reduction)
+
+
+# --- Optimizer updates without merge_call -----------------------------------------------------------------------------
+def allow_local_updates(strategy: tf.distribute.Strategy) -> None:
+    """Lets `local_update` switch this strategy's merge_call off.
+
+    TensorFlow itself drops merge_call only for XLA on GPUs (`_use_merge_call`), though it is needless wherever every replica
+    computes the same update. With it, a `tf.cond` around an update, as in Keras' gradient accumulation, EMA overwriting and
+    loss scaling, fails: "merge_call called while defining a new graph" (keras #20582).
+    """
+    extended = strategy.extended
+    stock = extended._use_merge_call
+    extended._use_merge_call = lambda: False if in_local_update() else stock()
+
+
+def in_local_update() -> bool:
+    """Whether this thread is inside `local_update`."""
+    return getattr(_state, "local_update", False)
+
+
+@contextlib.contextmanager
+def local_update(optimizer: keras.optimizers.Optimizer, local_replica: int | None) -> Iterator[None]:
+    """Inside, the optimizer takes gradients as already reduced, and updates the variables of this replica only.
+
+    Args:
+        optimizer: The optimizer, whose inner optimizers are treated likewise.
+        local_replica: Index of this replica among those of this process; None in cross-replica context.
+    """
+    chain = []
+    while optimizer is not None:
+        chain.append(optimizer)
+        optimizer = getattr(optimizer, "inner_optimizer", None)
+    _state.local_update = True
+    for each in chain:
+        each._all_reduce_sum_gradients = lambda grads_and_vars: grads_and_vars
+        if local_replica is not None:
+            # Aggregation "only_first_replica" broadcasts through merge_call; every replica counts the same steps anyway.
+            each._iterations.assign_add = functools.partial(_assign_add_local, each._iterations, local_replica)
+    try:
+        yield
+    finally:
+        _state.local_update = False
+        for each in chain:
+            del each._all_reduce_sum_gradients
+            if local_replica is not None:
+                del each._iterations.assign_add
+
+
+def _assign_add_local(variable: keras.Variable, local_replica: int, value) -> None:
+    component = local_component(variable, local_replica)
+    component.assign_add(tf.cast(value, component.dtype))
+
+
+def local_component(variable: keras.Variable, local_replica: int) -> tf.Variable:
+    """The copy of a variable that belongs to one local replica."""
+    value = variable._value  # `.value` would autocast under mixed precision
+    copies = tf.distribute.get_strategy().experimental_local_results(value)
+    return copies[local_replica] if len(copies) > 1 else copies[0]

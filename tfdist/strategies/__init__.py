@@ -1,0 +1,142 @@
+"""A name, a cluster and devices become a `tf.distribute.Strategy` whose Keras 3 models train as on one device."""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import logging
+import os
+from typing import TYPE_CHECKING
+
+from tfdist import flags, preflight, resolvers
+from tfdist.cluster import ClusterSpec
+from tfdist.keras_compat import engine_of, runtime_initialized
+from tfdist.strategies import devices as device_names
+from tfdist.strategies import local
+from tfdist.strategies.multi_worker import COMMUNICATION, multi_worker_mirrored
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+log = logging.getLogger("tfdist")
+
+NAMES = ("auto", "one_device", "mirrored", "central_storage", "multi_worker_mirrored", "tpu")
+
+
+def make_strategy(
+    name: str | None = None,
+    cluster: ClusterSpec | str | os.PathLike | None = None,
+    devices: device_names.Devices = None,
+    *,
+    task: str | None = None,
+    communication: str | None = None,
+    timeout: float = 600.0,
+    start_timeout: float = 120.0,
+    cross_device: str = "auto",
+    threads: int | None = None,
+    tpu: str = "local",
+) -> tf.distribute.Strategy:
+    """Makes the strategy that fits this process; call it first, before any tensor, data set or model.
+
+    What is not given is taken from the command line in scripts that `tfdist.app.run` started, and the cluster from the
+    environment (see `tfdist.resolvers.resolve`).
+
+    Args:
+        name: One of `NAMES`. `auto`, the default: `multi_worker_mirrored` in a cluster of several training tasks, else `mirrored`
+            with several devices, else `one_device`.
+        cluster: The cluster with this task, or the path of a YAML or JSON file that describes it.
+        devices: Devices of this process, see `tfdist.strategies.devices.configure`; a number, names, `"cpu"` or `"gpu"`.
+        task: This task, such as `worker:1`, where `cluster` does not say.
+        communication: `auto`, `ring` or `nccl`: how workers exchange gradients.
+        timeout: Seconds that a worker waits for the others in a step, before it fails.
+        start_timeout: Seconds that a worker waits for the others to appear.
+        cross_device: `auto`, `nccl`, `hierarchical_copy` or `one_device`: how `mirrored` sums over its devices.
+        threads: Threads of an operation, and operations at once; None leaves TensorFlow's choice.
+        tpu: TPU for the strategy `tpu`: a name, a gRPC address, or `local`.
+
+    Returns:
+        A true `tf.distribute.Strategy`.
+
+    Raises:
+        ValueError: An argument or the cluster is wrong, or TensorFlow has started already.
+        TimeoutError: Workers of the cluster did not appear; names them.
+
+    >>> strategy = make_strategy("one_device", devices="cpu")
+    >>> strategy.num_replicas_in_sync
+    1
+    """
+    options = flags.parsed_options()
+    name = _choice("strategy", name or options.get("strategy") or "auto", NAMES)
+    communication = _choice("communication", communication or options.get("communication") or "auto", tuple(COMMUNICATION))
+    _choice("cross_device", cross_device, local.CROSS_DEVICE_NAMES)
+    devices = options.get("devices") if devices is None else devices
+    cluster = resolvers.resolve(cluster or options.get("cluster"), task or options.get("task"))
+    if cluster is not None and cluster.task_type == "evaluator":
+        cluster = None  # it stands beside the training and reads its checkpoints
+    names = device_names.configure(devices, threads)
+    chosen, why = (name, "as asked") if name != "auto" else _choose(cluster, names)
+    log.info("strategy %s on %s: %s", chosen, ", ".join(names), why)
+    if chosen == "multi_worker_mirrored":
+        return _multi_worker(cluster, names, communication, timeout, start_timeout)
+    if cluster is not None and len(cluster.training_tasks) > 1:
+        raise ValueError(
+            f"strategy: {chosen} trains in one process, but {cluster.source} lists {len(cluster.training_tasks)} training tasks; use "
+            "multi_worker_mirrored or auto, or start one process without a cluster."
+        )
+    if chosen == "one_device":
+        return local.one_device(names[0])
+    if chosen == "mirrored":
+        return local.mirrored(names, cross_device)
+    if chosen == "central_storage":
+        return local.central_storage(names)
+    return _tpu(tpu)
+
+
+def is_chief(strategy: tf.distribute.Strategy) -> bool:
+    """Whether this process writes the checkpoints, logs and console of a strategy's training."""
+    engine = engine_of(strategy)
+    return engine is None or engine.placement.is_chief
+
+
+def _choice(option: str, value: str, names: tuple[str, ...]) -> str:
+    if value in names:
+        return value
+    near = difflib.get_close_matches(value, names, 1)
+    raise ValueError(f"{option}: expected one of {', '.join(names)}; received {value!r}{f', did you mean {near[0]!r}?' if near else ''}")
+
+
+def _choose(cluster: ClusterSpec | None, names: list[str]) -> tuple[str, str]:
+    """The strategy for a cluster and devices, and why."""
+    if cluster is not None and len(cluster.training_tasks) > 1:
+        return "multi_worker_mirrored", f"{len(cluster.training_tasks)} training tasks in {cluster.source}"
+    if len(names) > 1:
+        return "mirrored", f"one process with {len(names)} devices"
+    return "one_device", "one process with one device"
+
+
+def _multi_worker(cluster: ClusterSpec | None, names: list[str], communication: str, timeout: float, start_timeout: float):
+    if runtime_initialized():
+        raise device_names.too_late("a cluster")
+    if names[0].startswith("/cpu") and len(names) > 1:
+        raise ValueError(
+            f"devices: multi_worker_mirrored uses one CPU device a worker, received {len(names)}; start more workers on this machine "
+            "instead (tfdist launch --workers N)."
+        )
+    device_names.restrict(names)
+    if cluster is not None:
+        preflight.check(cluster, timeout=start_timeout)
+    return multi_worker_mirrored(cluster, communication, timeout)
+
+
+def _tpu(name: str):
+    import tensorflow as tf
+
+    if name == "local" and not glob.glob("/dev/accel*") and not glob.glob("/dev/vfio/[0-9]*"):
+        raise ValueError(
+            "strategy: tpu needs a TPU, but this machine has none (no /dev/accel*, no /dev/vfio/*). Pass tpu=NAME for a remote one, or "
+            "use the strategy auto."
+        )
+    resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=name)
+    tf.config.experimental_connect_to_cluster(resolver)
+    tf.tpu.experimental.initialize_tpu_system(resolver)
+    return tf.distribute.TPUStrategy(resolver)

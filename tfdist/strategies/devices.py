@@ -1,0 +1,105 @@
+"""What the user calls devices becomes TensorFlow device names, configured before TensorFlow starts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfdist.keras_compat import runtime_initialized
+
+Devices = int | str | Sequence[str] | None
+
+
+def configure(devices: Devices, threads: int | None) -> list[str]:
+    """Makes the devices ready and returns their names, such as `["/gpu:0", "/gpu:1"]`.
+
+    Args:
+        devices: None: all GPUs, else the CPU. A number: so many GPUs, or, on a machine without, logical CPU devices. `"cpu"` or
+            `"gpu"`: all of that kind. Names, as a sequence or separated by commas: these; `"cpu:0,cpu:1"` makes two
+            logical CPU devices.
+        threads: Threads that an operation may use, and operations that run at once; None leaves TensorFlow's choice.
+
+    Raises:
+        ValueError: Names no device of this machine, or TensorFlow has started and cannot be configured any more.
+    """
+    gpus = len(tf.config.list_physical_devices("GPU"))
+    names = parse(devices, gpus)
+    if threads is not None:
+        if threads < 1:
+            raise ValueError(f"threads: expected a positive number, received {threads}")
+        _before_start("threads", tf.config.threading.get_intra_op_parallelism_threads() == threads)
+        tf.config.threading.set_intra_op_parallelism_threads(threads)
+        tf.config.threading.set_inter_op_parallelism_threads(threads)
+    cpus = 1 + max((int(n.rpartition(":")[2]) for n in names if n.startswith("/cpu")), default=0)
+    if cpus > 1:
+        if runtime_initialized():
+            _before_start(f"{cpus} CPU devices", len(tf.config.list_logical_devices("CPU")) >= cpus)
+        else:
+            cpu = tf.config.list_physical_devices("CPU")[0]
+            tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * cpus)
+    return names
+
+
+def parse(devices: Devices, gpus: int) -> list[str]:
+    """Device names from what the user gave, on a machine with so many GPUs.
+
+    >>> parse(None, 0), parse(2, 0), parse(2, 4), parse("gpu", 2)
+    (['/cpu:0'], ['/cpu:0', '/cpu:1'], ['/gpu:0', '/gpu:1'], ['/gpu:0', '/gpu:1'])
+    >>> parse("cpu:0, cpu:1", 0)
+    ['/cpu:0', '/cpu:1']
+    """
+    if isinstance(devices, str) and devices.strip().isdigit():
+        devices = int(devices)
+    if devices is None:
+        devices = "gpu" if gpus else "cpu"
+    if isinstance(devices, int):
+        if devices < 1:
+            raise ValueError(f"devices: expected at least 1, received {devices}")
+        if 0 < gpus < devices:
+            raise ValueError(f'devices: expected at most this machine\'s {gpus} GPUs, received {devices}; name CPU devices, "cpu:0,cpu:1"')
+        return [f"/{'gpu' if gpus else 'cpu'}:{i}" for i in range(devices)]
+    if isinstance(devices, str):
+        kind = devices.strip().lower()
+        if kind == "cpu":
+            return ["/cpu:0"]
+        if kind == "gpu":
+            if not gpus:
+                raise ValueError('devices: received "gpu", but TensorFlow sees no GPU on this machine; use "cpu" or a number')
+            return [f"/gpu:{i}" for i in range(gpus)]
+        devices = devices.split(",")
+    names = [_name(d, gpus) for d in devices]
+    if len(set(names)) < len(names) or not names:
+        raise ValueError(f"devices: expected distinct names, received {list(devices)}")
+    return names
+
+
+def _name(device: str, gpus: int) -> str:
+    match = re.fullmatch(r"/?(?:device:)?(cpu|gpu):(\d+)", device.strip().lower())
+    if not match:
+        raise ValueError(f'devices: expected a number, "cpu", "gpu" or names such as "gpu:0,gpu:1", received {device!r}')
+    if match[1] == "gpu" and int(match[2]) >= gpus:
+        raise ValueError(f"devices: received {device!r}, but TensorFlow sees {gpus} GPUs on this machine")
+    return f"/{match[1]}:{match[2]}"
+
+
+def _before_start(what: str, satisfied: bool) -> None:
+    if runtime_initialized() and not satisfied:
+        raise too_late(what)
+
+
+def too_late(what: str) -> ValueError:
+    """The error for a strategy that is made after TensorFlow started."""
+    return ValueError(
+        f"make_strategy was called too late: {what} cannot be set up once TensorFlow has started. Call it before anything that makes "
+        "a tensor, a data set or a model, and once in a process."
+    )
+
+
+def restrict(names: list[str]) -> None:
+    """Hides the GPUs that are not named, for a strategy that would take all."""
+    gpus = tf.config.list_physical_devices("GPU")
+    wanted = [g for i, g in enumerate(gpus) if f"/gpu:{i}" in names]
+    if wanted != gpus:
+        tf.config.set_visible_devices(wanted, "GPU")

@@ -1,0 +1,64 @@
+"""A cluster of workers becomes one synchronous strategy; the cluster is taken as checked."""
+
+from __future__ import annotations
+
+import random
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.cluster import ClusterSpec
+from tfdist.keras_compat import seeded
+from tfdist.strategies.base import Fed, adopt, by_rows
+from tfdist.train.feed import replica_slices
+from tfdist.train.placement import Placement
+from tfdist.train.sync import Sync
+
+COMMUNICATION = {
+    "auto": tf.distribute.experimental.CommunicationImplementation.AUTO,
+    "ring": tf.distribute.experimental.CommunicationImplementation.RING,
+    "nccl": tf.distribute.experimental.CommunicationImplementation.NCCL,
+}
+
+
+class MultiWorkerMirroredStrategy(Fed, tf.distribute.MultiWorkerMirroredStrategy):
+    """`tf.distribute.MultiWorkerMirroredStrategy` that trains through tfdist's engine.
+
+    In loops of your own, `experimental_distribute_dataset` gives every worker its rows of each global batch, the same rows that
+    `fit` would give it.
+    """
+
+    def experimental_distribute_dataset(self, dataset, options=None):
+        if options is None and by_rows(dataset) and self.tfdist_engine.feed(dataset) is None:
+            place = self.tfdist_engine.placement
+            return self.distribute_datasets_from_function(lambda context: replica_slices(dataset, place))
+        return super().experimental_distribute_dataset(dataset, options)
+
+
+def multi_worker_mirrored(cluster: ClusterSpec | None, communication: str, timeout: float) -> MultiWorkerMirroredStrategy:
+    """A copy of the model on each device of every training task.
+
+    Args:
+        cluster: The cluster with this task; None for a cluster of this process alone.
+        communication: One of `COMMUNICATION`.
+        timeout: Seconds that a collective waits for the other workers.
+    """
+    options = tf.distribute.experimental.CommunicationOptions(implementation=COMMUNICATION[communication], timeout_seconds=timeout)
+    if cluster is None:
+        strategy = MultiWorkerMirroredStrategy(communication_options=options)
+        return adopt(strategy, Placement(local_replicas=strategy.num_replicas_in_sync))
+    cluster.export()
+    strategy = MultiWorkerMirroredStrategy(tf.distribute.cluster_resolver.TFConfigClusterResolver(), options)
+    tasks = tuple(str(t) for t in cluster.training_tasks)
+    placement = Placement(len(tasks), cluster.rank, strategy.num_replicas_in_sync // len(tasks), tasks)
+    adopt(strategy, placement)
+    _share_seed(strategy, placement)
+    return strategy
+
+
+def _share_seed(strategy, placement: Placement) -> None:
+    """Without a seed of the user's, all workers draw the chief's, so that unseeded shuffles give them the same batches."""
+    if not seeded():
+        own = random.SystemRandom().randrange(2**31)
+        keras.utils.set_random_seed(int(Sync(strategy, placement, None).share(np.array([own]))[0, 0]))

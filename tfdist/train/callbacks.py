@@ -1,0 +1,133 @@
+"""Keras callbacks become safe for many workers: one of them writes, and all of them take the same decisions.
+
+Nothing here trains. Every worker runs the same callbacks, so that stopping and learning rates stay equal; what would reach a
+file of the chief's is kept from the others. (`model.save` and `save_weights`, which ModelCheckpoint calls, are kept from them in
+`engine.py`.)
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterable
+
+import keras
+import tensorflow as tf
+
+BackupAndRestore = keras.callbacks.BackupAndRestore
+
+_BATCH_METHODS = {
+    "train": ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end"),
+    "test": ("on_test_batch_begin", "on_test_batch_end"),
+}
+
+
+class TensorBoard(keras.callbacks.TensorBoard):
+    """Keras' TensorBoard callback that only the chief writes, with the speed of training beside its results.
+
+    Each epoch adds, beside Keras' `epoch_*` scalars, `speed/examples_per_second` (all replicas), `speed/step_milliseconds` and
+    `speed/input_wait` (share of the time, 0 to 1, that steps waited for a batch). They need a strategy made by tfdist.
+
+    Args:
+        log_dir: Directory of the logs.
+        per_worker: Whether every worker logs, each to a subdirectory `worker-<rank>`.
+        **kwargs: As for `keras.callbacks.TensorBoard`.
+
+    >>> TensorBoard("logs", write_graph=False).per_worker
+    False
+    """
+
+    def __init__(self, log_dir: str = "logs", *, per_worker: bool = False, **kwargs):
+        super().__init__(log_dir=log_dir, **kwargs)
+        self.per_worker = per_worker
+
+    def on_epoch_begin(self, epoch, logs=None):
+        super().on_epoch_begin(epoch, logs)
+        self._before = self._stats()
+        self._started = time.perf_counter()
+
+    def on_epoch_end(self, epoch, logs=None):
+        super().on_epoch_end(epoch, logs)
+        stats, before = self._stats(), self._before
+        if stats is None or stats["steps"] == before["steps"]:
+            return
+        steps, seconds = stats["steps"] - before["steps"], stats["seconds"] - before["seconds"]
+        with self._train_writer.as_default():
+            tf.summary.scalar("speed/examples_per_second", (stats["examples"] - before["examples"]) / seconds, step=epoch)
+            tf.summary.scalar("speed/step_milliseconds", 1e3 * seconds / steps, step=epoch)
+            tf.summary.scalar("speed/input_wait", (stats["input_seconds"] - before["input_seconds"]) / seconds, step=epoch)
+
+    def _stats(self) -> dict | None:
+        stats = getattr(self.model.train_function, "stats", None)
+        return None if stats is None else dict(vars(stats))
+
+
+def watches(callbacks: Iterable[keras.callbacks.Callback], mode: str) -> bool:
+    """Whether a callback must see the true state after every single batch.
+
+    Args:
+        callbacks: Callbacks as given to Keras.
+        mode: `"train"` or `"test"`.
+    """
+    return any(_watches(c, mode) for c in callbacks)
+
+
+def _watches(callback, mode: str) -> bool:
+    if is_progress_bar(callback):
+        return False
+    if isinstance(callback, keras.callbacks.ModelCheckpoint | keras.callbacks.BackupAndRestore):
+        if not _extends(callback, keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore, mode=mode):
+            return mode == "train" and callback.save_freq != "epoch"
+    if isinstance(callback, keras.callbacks.TensorBoard) and not _extends(callback, keras.callbacks.TensorBoard, mode=mode):
+        return callback.update_freq != "epoch" or callback._should_trace
+    return _extends(callback, keras.callbacks.Callback, mode=mode)
+
+
+def _extends(callback, *bases: type, mode: str) -> bool:
+    """Whether a callback has batch methods that none of the classes `bases` defines."""
+    return any(
+        getattr(getattr(callback, name), "__func__", None) not in [getattr(b, name) for b in bases]
+        for name in _BATCH_METHODS[mode]
+    )
+
+
+def is_progress_bar(callback) -> bool:
+    """Whether a callback is Keras' progress bar."""
+    return isinstance(callback, keras.callbacks.ProgbarLogger)
+
+
+class _OnlyRestore(keras.callbacks.Callback):
+    """The half of BackupAndRestore that every worker needs: reading the chief's backup."""
+
+    def __init__(self, backup: keras.callbacks.BackupAndRestore):
+        super().__init__()
+        self._backup = backup
+
+    def set_model(self, model):
+        super().set_model(model)
+        self._backup.set_model(model)
+
+    def on_train_begin(self, logs=None):
+        self._backup.on_train_begin(logs)
+
+
+def follow(callback: keras.callbacks.Callback, rank: int) -> keras.callbacks.Callback:
+    """A callback as a worker other than the chief runs it."""
+    if isinstance(callback, TensorBoard) and callback.per_worker:
+        callback.log_dir = os.path.join(callback.log_dir, f"worker-{rank}")
+    elif isinstance(callback, keras.callbacks.TensorBoard):
+        callback.log_dir = _scratch_directory()
+    elif isinstance(callback, keras.callbacks.CSVLogger):
+        callback.filename = os.devnull
+    elif isinstance(callback, keras.callbacks.BackupAndRestore):
+        return _OnlyRestore(callback)
+    return callback
+
+
+def _scratch_directory() -> str:
+    path = tempfile.mkdtemp(prefix="tfdist-")
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return path

@@ -1,0 +1,261 @@
+"""Keras' `fit`, `evaluate` and `predict` become runs of the loop in this directory, for the models of one strategy.
+
+The methods named as in `keras_compat.MODEL_HOOKS` are what the hooks call. No step is computed here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.train import gradients, step
+from tfdist.train.callbacks import follow, is_progress_bar, watches
+from tfdist.train.feed import Feed
+from tfdist.train.loop import Predictor, Runner, Watch
+from tfdist.train.placement import Placement
+from tfdist.train.sync import Sync
+
+log = logging.getLogger("tfdist")
+
+
+class Engine:
+    """How the models of one synchronous strategy train.
+
+    Args:
+        strategy: The strategy; gets this object as its `tfdist_engine`.
+        placement: Where this process stands among the replicas.
+        host: Name of this process' CPU device.
+        central: Whether the replicas share one copy of the variables.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy, placement: Placement, host: str, central: bool = False):
+        self._strategy = strategy
+        self.placement = placement
+        self.host = host
+        self._central = central
+        self._syncs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        self._active: Runner | None = None
+        self._kind: str | None = None  # which Keras method is walking over data: "fit", "evaluate" or "predict"
+        self._watches: dict[str, Watch] = {}
+        strategy.tfdist_engine = self
+
+    # --- fit, evaluate, predict -----------------------------------------------------------------------------------
+    def fit(self, model: keras.Model, keras_fit: Callable, *args, **kwargs):
+        call = _bind(keras_fit, model, args, kwargs)
+        self._check(model)
+        callbacks = self._as_member(call, "train")
+        given = {
+            "epochs": call["epochs"],
+            "initial_epoch": call["initial_epoch"],
+            "steps_per_epoch": call["steps_per_epoch"] or -1,
+            "batch_size": call["batch_size"] or -1,
+            "length of the training data": _length(call["x"]),
+            "length of the validation data": _length(call["validation_data"]),
+        }
+        exact, exact_test, progress = self._agree(model, given, callbacks, bool(call["progress"]))
+        self._watches = {
+            "fit": Watch(exact, progress, call["steps_per_epoch"]),
+            "evaluate": Watch(exact_test, False, call["validation_steps"]),
+        }
+        with self._during("fit"):
+            return keras_fit(model, **call["kwargs"])
+
+    def evaluate(self, model: keras.Model, keras_evaluate: Callable, *args, **kwargs):
+        call = _bind(keras_evaluate, model, args, kwargs)
+        if isinstance(call["callbacks"], keras.callbacks.CallbackList):  # the validation of a fit
+            with self._during("evaluate"):
+                return keras_evaluate(model, **call["kwargs"])
+        self._check(model)
+        self._sync(model).settle()
+        callbacks = self._as_member(call, "test")
+        given = {
+            "steps": call["steps"] or -1,
+            "batch_size": call["batch_size"] or -1,
+            "length of the data": _length(call["x"]),
+        }
+        _, exact, progress = self._agree(model, given, callbacks, bool(call["progress"]))
+        self._watches = {"evaluate": Watch(exact, progress, call["steps"])}
+        with self._during("evaluate"):
+            return keras_evaluate(model, **call["kwargs"])
+
+    def predict(self, model: keras.Model, keras_predict: Callable, *args, **kwargs):
+        call = _bind(keras_predict, model, args, kwargs)
+        self._sync(model).settle()
+        self._as_member(call, "predict")
+        with self._during("predict"):
+            return keras_predict(model, **call["kwargs"])
+
+    def train_on_batch(self, model, keras_method, *args, **kwargs):
+        return self._on_batch(model, keras_method, args, kwargs)
+
+    def test_on_batch(self, model, keras_method, *args, **kwargs):
+        return self._on_batch(model, keras_method, args, kwargs)
+
+    def predict_on_batch(self, model, keras_method, x):
+        return keras_method(model, x)
+
+    def _on_batch(self, model, keras_method, args, kwargs):
+        self._check(model)
+        self._watches = {}
+        return keras_method(model, *args, **kwargs)
+
+    # --- What they are made of --------------------------------------------------------------------------------------
+    def make_train_function(self, model: keras.Model, _, force: bool = False):
+        if force or not isinstance(model.train_function, Runner):
+            model.train_function = self._runner(model, model.train_step)
+        self._begin(model.train_function, "fit", verify=True)
+        return model.train_function
+
+    def make_test_function(self, model: keras.Model, _, force: bool = False):
+        if force or not isinstance(model.test_function, Runner):
+            model.test_function = self._runner(model, model.test_step)
+        self._begin(model.test_function, "evaluate", verify="fit" not in self._watches)
+        return model.test_function
+
+    def make_predict_function(self, model: keras.Model, _, force: bool = False):
+        if force or not isinstance(model.predict_function, Predictor):
+            model.predict_function = Predictor(self._strategy, self.placement, self.host, model)
+        return model.predict_function
+
+    def get_metrics_result(self, model: keras.Model, keras_method: Callable):
+        """Keras asks eagerly at the end of each epoch: the place where the replicas' metrics meet."""
+        runner = self._active
+        in_replica = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
+        if not tf.executing_eagerly() or in_replica or runner is None or runner.model is not model:
+            return keras_method(model)
+        return runner.end_epoch()
+
+    def apply(self, optimizer, keras_apply: Callable, grads, variables):
+        return gradients.apply(optimizer, keras_apply, grads, variables, self._central)
+
+    def scale_loss_for_distribution(self, keras_function: Callable, value):
+        return step.scale_loss(keras_function, value)
+
+    def unscale_loss_for_distribution(self, keras_function: Callable, value):
+        return step.unscale_loss(keras_function, value)
+
+    def reduce_weighted_values(self, keras_function: Callable, *args, **kwargs):
+        return step.reduce_weighted_values(keras_function, *args, **kwargs)
+
+    def feed(self, dataset: tf.data.Dataset) -> Feed | None:
+        """The data that Keras walks over; None outside of `fit`, `evaluate` and `predict`."""
+        if self._kind is None:
+            return None
+        return Feed(dataset, self.placement, self.host, symbolic_first=self._kind != "predict")
+
+    def building(self, value: Any, axis) -> bool:
+        """Whether this is Keras asking for the shapes of a batch, inside `fit` or `evaluate`."""
+        return self._kind in ("fit", "evaluate") and axis is None and not isinstance(value, tf.Tensor)
+
+    # --- Files -----------------------------------------------------------------------------------------------------
+    def save(self, model, keras_method, *args, **kwargs):
+        return self._as_chief(model, keras_method, args, kwargs)
+
+    def save_weights(self, model, keras_method, *args, **kwargs):
+        return self._as_chief(model, keras_method, args, kwargs)
+
+    def export(self, model, keras_method, *args, **kwargs):
+        return self._as_chief(model, keras_method, args, kwargs)
+
+    def _as_chief(self, model, keras_method, args, kwargs):
+        if self.placement.is_chief:
+            return keras_method(model, *args, **kwargs)
+        log.debug("%s leaves model.%s to the chief", self.placement.task(self.placement.rank), keras_method.__name__)
+        return None
+
+    # --- Below ------------------------------------------------------------------------------------------------------
+    def _runner(self, model, model_step) -> Runner:
+        return Runner(self._strategy, self.placement, self.host, model, model_step, self._sync(model))
+
+    def _sync(self, model) -> Sync:
+        if model not in self._syncs:
+            self._syncs[model] = Sync(self._strategy, self.placement, model)
+        return self._syncs[model]
+
+    def _begin(self, runner: Runner, kind: str, verify: bool) -> None:
+        runner.begin(self._watches.get(kind, Watch()), verify)
+        self._active = runner
+
+    @contextlib.contextmanager
+    def _during(self, kind: str):
+        outer, active = self._kind, self._active
+        self._kind = kind
+        try:
+            yield
+        finally:
+            self._kind = outer
+            self._active = active if outer else None  # after a validation, the fit's runner again
+
+    def _as_member(self, call: dict, mode: str) -> list:
+        """Leaves console and files to the chief; returns the callbacks as given."""
+        kwargs = call["kwargs"]
+        callbacks = keras.tree.flatten(call["callbacks"]) if call["callbacks"] else []
+        verbose = call["verbose"]
+        call["progress"] = verbose != 0 or any(is_progress_bar(c) for c in callbacks)
+        if not self.placement.is_chief:
+            kwargs["verbose"] = 0
+            kwargs["callbacks"] = [follow(c, self.placement.rank) for c in callbacks if not is_progress_bar(c)]
+        return callbacks
+
+    def _agree(self, model, given: dict[str, float], callbacks: list, progress: bool) -> tuple[bool, bool, bool]:
+        """Makes sure that all workers were called alike, and learns what callbacks anywhere watch.
+
+        Returns:
+            Whether some worker's callback watches training batches, test batches, or shows progress.
+        """
+        wishes = [watches(callbacks, "train"), watches(callbacks, "test"), progress]
+        if self.placement.workers == 1:
+            return tuple(wishes)
+        given = {
+            **given,
+            "steps_per_execution": model.steps_per_execution,
+            "weights of the model": len(model.weights),
+            "parameters of the model": sum(int(np.prod(v.shape)) for v in model.weights if v.shape.rank is not None),
+        }
+        rows = self._sync(model).share(np.array([*wishes, *given.values()], np.float64))
+        for column, name in enumerate(given, start=len(wishes)):
+            for rank in range(1, len(rows)):
+                if rows[rank, column] != rows[0, column]:
+                    raise ValueError(
+                        f"{self.placement.task(rank)} differs from {self.placement.task(0)} in {name}: "
+                        f"{rows[rank, column]:g} against {rows[0, column]:g}. Run the same script with the same arguments "
+                        "in every task."
+                    )
+        return tuple(bool(x) for x in rows[:, : len(wishes)].any(0))
+
+    def _check(self, model: keras.Model) -> None:
+        if self.placement.replicas > 1 and model.jit_compile:
+            raise ValueError(
+                f"compile(jit_compile=True) under {self.placement.replicas} replicas: XLA cannot compile the collectives of a "
+                "step (keras #18716). Pass jit_compile=False, or train on one device."
+            )
+
+
+def _bind(keras_method: Callable, model, args: tuple, kwargs: dict) -> dict[str, Any]:
+    """The arguments of a Keras method by name, defaults filled in; `kwargs` is what to call it with."""
+    bound = inspect.signature(keras_method).bind(model, *args, **kwargs)
+    given = dict(bound.arguments)
+    bound.apply_defaults()
+    call = dict(bound.arguments)
+    extra = given.pop("kwargs", {})
+    given.pop(next(iter(bound.signature.parameters)))
+    return {**call, **extra, "kwargs": {**given, **extra}}
+
+
+def _length(data: Any) -> int:
+    """Batches of a data set or rows of an array, -1 where unknown."""
+    if isinstance(data, tf.data.Dataset):
+        return int(data.cardinality())
+    first = next((x for x in tf.nest.flatten(data) if x is not None), None)
+    try:
+        return len(first) if not isinstance(data, keras.utils.PyDataset) else int(data.num_batches or -1)
+    except TypeError:
+        return -1

@@ -1,0 +1,183 @@
+"""A data set of global batches becomes this worker's rows of each batch; no batch is read before training asks for it.
+
+Every worker walks the same global batches and keeps its own rows. That is exact for whatever tf.data, NumPy, PyDataset or
+generator gives, without TensorFlow's guesses about sharding (tensorflow #56513, #45157), as long as the workers do see the same
+batches: a checksum of each batch travels along, which the loop compares between the workers.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tfdist.train.placement import Placement, share
+
+
+class Batch(NamedTuple):
+    """One step's data on one worker.
+
+    Fields:
+        data: What the model's step takes; rows `[worker_rows, ...]`.
+        rows: Rows in the global batch, int64 scalar; None where `data` is already the replica's own: with one replica, or
+            from a data set that TensorFlow or the user distributed.
+        checksum: Fingerprint of the global batch, float64 scalar; None where none is needed.
+    """
+
+    data: Any
+    rows: Any = None
+    checksum: Any = None
+
+
+class Feed:
+    """What Keras' epoch iterator walks over under a strategy of tfdist.
+
+    Args:
+        dataset: Global batches.
+        placement: Which rows are ours.
+        host: Name of this process' CPU device, where batches are made.
+        symbolic_first: Whether Keras' first `next()` is the one that builds the model from shapes alone. It gets the
+            element spec, so that no batch is lost, and no uneven batch gets in the way of building.
+    """
+
+    def __init__(self, dataset: tf.data.Dataset, placement: Placement, host: str, symbolic_first: bool):
+        self.placement = placement
+        self.host = host
+        self.element_spec = dataset.element_spec
+        self.symbolic_first = symbolic_first
+        self.even = _always_even(dataset.element_spec, placement.replicas)
+        with tf.device(host):
+            if placement.replicas > 1:
+                dataset = dataset.map(lambda *x: _worker_batch(_element(x), placement))
+            else:
+                dataset = dataset.map(lambda *x: Batch(_element(x)))
+            self.dataset = dataset.prefetch(2)
+
+    def __iter__(self) -> FeedIterator:
+        return FeedIterator(self)
+
+
+class FeedIterator:
+    """One pass over a Feed. `iterator` is the tf.data iterator that a graph may draw from."""
+
+    def __init__(self, feed: Feed):
+        self.feed = feed
+        self._iterator = None
+
+    @property
+    def iterator(self):
+        if self._iterator is None:
+            with tf.device(self.feed.host):
+                self._iterator = iter(self.feed.dataset)
+        return self._iterator
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.feed.symbolic_first and self._iterator is None:
+            return tf.nest.map_structure(_symbolic, self.feed.element_spec)
+        return next(self.iterator)
+
+
+def replica_slices(dataset: tf.data.Dataset, placement: Placement) -> tf.data.Dataset:
+    """This worker's rows of each global batch, one element a replica, for loops outside of Keras."""
+
+    def of_replica(replica, *args):
+        data = _element(args)
+        begin, end = share(count_rows(data), replica, 1, placement.replicas, tf.minimum)
+        return _slice(data, begin, end)
+
+    replicas = tf.data.Dataset.range(placement.first_replica, placement.first_replica + placement.local_replicas)
+    return dataset.flat_map(lambda *x: replicas.map(lambda r: of_replica(r, *x)))
+
+
+def batch_of(data: Any, placement: Placement) -> Batch:
+    """This worker's rows of one global batch given as arrays, for `train_on_batch`."""
+    data = tf.nest.map_structure(lambda x: None if x is None else tf.convert_to_tensor(x), data)
+    return _worker_batch(data, placement) if placement.replicas > 1 else Batch(data)
+
+
+def replica_rows(batch: Batch, local_replica, placement: Placement, host: str):
+    """One replica's rows of its worker's batch.
+
+    Args:
+        batch: This worker's batch.
+        local_replica: Index of the replica among this worker's.
+        placement: Numbers of workers and replicas.
+        host: CPU device, where the rows are cut, so that a device gets no row but its own.
+
+    Returns:
+        The rows, `[replica_rows, ...]`.
+    """
+    data = tf.nest.map_structure(lambda x: None if isinstance(x, tf.experimental.Optional) else x, batch.data)
+    if placement.local_replicas == 1 or batch.rows is None:
+        return data
+    with tf.device(host):
+        rows = batch.rows
+        begin, _ = share(rows, placement.first_replica, 1, placement.replicas, tf.minimum)
+        first, last = share(rows, placement.first_replica + local_replica, 1, placement.replicas, tf.minimum)
+        return _slice(data, first - begin, last - begin)
+
+
+def count_rows(data: Any) -> tf.Tensor:
+    """Rows of a batch, int64 scalar."""
+    for x in tf.nest.flatten(data):
+        if isinstance(x, tf.RaggedTensor):
+            return tf.cast(x.nrows(), tf.int64)
+        if isinstance(x, tf.SparseTensor):
+            return x.dense_shape[0]
+        if x is not None and not isinstance(x, tf.experimental.Optional):
+            return tf.shape(x, out_type=tf.int64)[0]
+    raise ValueError("The batch holds no tensor; expected x, (x, y) or (x, y, sample_weight).")
+
+
+def _element(args: tuple) -> Any:
+    # Dataset.map spreads a tuple over the arguments, and passes anything else as the only one.
+    return args if len(args) > 1 else args[0]
+
+
+def _worker_batch(data: Any, placement: Placement) -> Batch:
+    rows = count_rows(data)
+    if placement.workers == 1:
+        return Batch(data, rows)
+    begin, end = share(rows, placement.first_replica, placement.local_replicas, placement.replicas, tf.minimum)
+    return Batch(_slice(data, begin, end), rows, _checksum(data, rows))
+
+
+def _slice(data: Any, begin, end) -> Any:
+    def cut(x):
+        if x is None or isinstance(x, tf.experimental.Optional):
+            return x
+        if isinstance(x, tf.SparseTensor):
+            size = tf.concat([[end - begin], x.dense_shape[1:]], 0)
+            return tf.sparse.slice(x, tf.concat([[begin], tf.zeros_like(x.dense_shape[1:])], 0), size)
+        return x[begin:end]
+
+    return tf.nest.map_structure(cut, data)
+
+
+def _checksum(data: Any, rows) -> tf.Tensor:
+    """A number that differs, in all likelihood, when two workers' global batches do: first and last row, and row count."""
+    total = tf.cast(rows, tf.float64)
+    for place, x in enumerate(tf.nest.flatten(data), start=1):
+        if x is None or isinstance(x, tf.experimental.Optional | tf.SparseTensor | tf.RaggedTensor):
+            continue
+        for part, ends in enumerate((x[:1], x[-1:])):
+            if ends.dtype == tf.string:
+                ends = tf.strings.to_hash_bucket_fast(ends, 65537)
+            value = tf.reduce_sum(tf.cast(ends, tf.float64))
+            total += tf.where(tf.math.is_finite(value), value, 0.0) * (place + 0.37 * part)
+    return total
+
+
+def _always_even(spec: Any, replicas: int) -> bool:
+    """Whether every batch is known to give each replica equally many rows."""
+    if replicas == 1:
+        return True
+    shapes = [s.shape for s in tf.nest.flatten(spec) if isinstance(s, tf.TensorSpec)]
+    return bool(shapes) and all(s.rank and s[0] is not None and s[0] and s[0] % replicas == 0 for s in shapes)
+
+
+def _symbolic(spec):
+    return None if isinstance(spec, tf.OptionalSpec) else spec

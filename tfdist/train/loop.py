@@ -1,0 +1,360 @@
+"""Batches become steps: Keras' `train_function`, `test_function` and `predict_function` under a synchronous strategy.
+
+No collective but the gradients' runs in a step, and no step waits for Python where nobody watches single steps: one call then
+runs as many steps as fit in a fifth of a second, and Keras' next calls find theirs done. Metrics are summed over the replicas
+when somebody looks: at every step for callbacks that watch batches, at agreed steps for a progress bar, at the epoch's end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.train.feed import Batch, FeedIterator, batch_of, count_rows, replica_rows
+from tfdist.train.placement import Placement
+from tfdist.train.step import run_replica
+from tfdist.train.sync import Sync
+
+AHEAD_SECONDS = 0.2  # Work per call: bounds how late Ctrl-C, a heartbeat or the progress bar may be.
+MAX_AHEAD = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Watch:
+    """Who looks at the steps of one `fit` or `evaluate`, the same on every worker.
+
+    Args:
+        exact: A callback watches every step: run them one by one, with the metrics of all replicas after each.
+        progress: A progress bar shows the metrics of all replicas about four times a second.
+        steps: Steps in an epoch where the caller said so.
+    """
+
+    exact: bool = True
+    progress: bool = False
+    steps: int | None = None
+
+
+@dataclasses.dataclass
+class Stats:
+    """What a Runner has done since it was made; callbacks read differences.
+
+    Fields:
+        steps: Steps run.
+        examples: Rows of their global batches.
+        seconds: Wall time of the calls, input included.
+        input_seconds: Time that steps waited for a batch.
+    """
+
+    steps: int = 0
+    examples: int = 0
+    seconds: float = 0.0
+    input_seconds: float = 0.0
+
+
+class _OwnLogs(Exception):
+    """The step returns other values than the model's metrics."""
+
+
+class Runner:
+    """A `train_function` or `test_function`.
+
+    Args:
+        strategy: A synchronous strategy.
+        placement: Numbers of workers and replicas.
+        host: CPU device name.
+        model: The model.
+        step: `model.train_step` or `model.test_step`.
+        sync: The model's collectives between steps.
+    """
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        placement: Placement,
+        host: str,
+        model: keras.Model,
+        step: Callable,
+        sync: Sync,
+    ):
+        self._strategy = strategy
+        self._placement = placement
+        self._host = host
+        self.model = self._model = model
+        self._step = step
+        self._sync = sync
+        self._own_logs = False
+        self._graphs: dict = {}
+        self.stats = Stats()
+        self.begin(Watch())
+
+    # --- One epoch after another ------------------------------------------------------------------------------------
+    def begin(self, watch: Watch, verify: bool = True) -> None:
+        """Starts a `fit` or `evaluate`; with `verify` the workers compare data and weights after its first step."""
+        self.watch = watch
+        self._ahead = 1
+        self._verified = not verify
+        self._begin_epoch()
+
+    def _begin_epoch(self) -> None:
+        self.logs: dict[str, Any] = {}
+        self._calls_done = 0  # Keras calls of this epoch whose steps have run
+        self._calls_served = 0
+        self._steps_done = 0
+        self._checksum = 0.0
+        self._next_look = 1
+        self._last: Any = None
+
+    def end_epoch(self) -> dict[str, np.ndarray]:
+        """Metrics of all replicas for the whole epoch; also puts what the last step returned into its logs."""
+        self._sync.settle()
+        results = self._look()
+        self._begin_epoch()
+        return results
+
+    # --- Keras calls this once every `steps_per_execution` steps -----------------------------------------------------
+    def __call__(self, iterator) -> dict[str, Any]:
+        if self._calls_served == self._calls_done:
+            self._run(iterator)
+        self._calls_served += 1
+        return self.logs
+
+    def _run(self, iterator) -> None:
+        per_call = self._model.steps_per_execution
+        calls = self._plan(per_call)
+        start = time.perf_counter()
+        steps = self._run_steps(iterator, calls * per_call)
+        seconds = time.perf_counter() - start
+        if not steps:
+            raise StopIteration
+        self.stats.steps += steps
+        self.stats.seconds += seconds
+        self._steps_done += steps
+        self._calls_done += -(-steps // per_call)
+        first = not self._verified
+        if not first:  # The first call traces and compiles.
+            fitting = int(steps * AHEAD_SECONDS / max(seconds, 1e-6) / per_call)
+            self._ahead = max(1, min(MAX_AHEAD, 2 * self._ahead, fitting))
+        if self.watch.exact or first or (self.watch.progress and self._calls_done >= self._next_look):
+            if self.watch.exact:
+                self._sync.settle()
+            self._look()
+
+    def _plan(self, per_call: int) -> int:
+        """How many of Keras' calls to run at once."""
+        if self.watch.exact or self._own_logs or not self._verified or self._model.run_eagerly:
+            return 1
+        calls = self._ahead
+        if self.watch.steps:
+            calls = min(calls, -(-self.watch.steps // per_call) - self._calls_done)
+        if self.watch.progress:
+            calls = min(calls, self._next_look - self._calls_done)
+        return max(1, calls)
+
+    def _look(self) -> dict[str, np.ndarray]:
+        """Sums the metrics over the replicas into `logs`, and compares what must be equal on all workers."""
+        first, self._verified = not self._verified, True
+        weights = self._sync.fingerprint() if first and self._placement.workers > 1 else 0.0
+        results, notes = self._sync.metrics(np.array([self._steps_done, self._checksum, weights, self._ahead]))
+        _compare(notes, self._placement)
+        self._next_look = self._calls_done + int(notes[0, 3])  # the chief's pace, so that all look at the same step
+        self.logs.update(self._sync.mean(self._last) if self._own_logs else results)
+        return results
+
+    # --- Graphs ------------------------------------------------------------------------------------------------------
+    def _run_steps(self, iterator, steps: int) -> int:
+        feed = iterator.feed if isinstance(iterator, FeedIterator) else None
+        even = feed is not None and feed.even
+        if feed is None and not isinstance(iterator, tf.distribute.DistributedIterator):
+            return self._run_arrays(iterator, steps)
+        source = iterator.iterator if feed is not None else iterator
+        if not (self._model.run_eagerly or self._own_logs):
+            try:
+                done, examples, waited, checksum = self._graph("loop", even)(
+                    source, tf.constant(steps, tf.int64), tf.constant(self._steps_done, tf.int64)
+                )
+            except _OwnLogs:
+                self._own_logs = True
+            else:
+                self.stats.examples += int(examples)
+                self.stats.input_seconds += float(waited)
+                self._checksum += float(checksum)
+                return int(done)
+        done = 0
+        for _ in range(steps):
+            try:
+                start = time.perf_counter()
+                batch = _as_batch(next(source))
+                self.stats.input_seconds += time.perf_counter() - start
+            except (StopIteration, tf.errors.OutOfRangeError):
+                break
+            self._run_batch(batch, even)
+            self.stats.examples += int(_global_rows(batch))
+            if batch.checksum is not None:
+                self._checksum += float(batch.checksum) * (1 + (self._steps_done + done) % 127)
+            done += 1
+        return done
+
+    def _run_arrays(self, batches, steps: int) -> int:
+        done = 0
+        for data in batches:
+            batch = batch_of(data, self._placement)
+            self._run_batch(batch, False)
+            self.stats.examples += int(_global_rows(batch))
+            done += 1
+            if done == steps:
+                break
+        return done
+
+    def _run_batch(self, batch: Batch, even: bool) -> None:
+        if self._model.run_eagerly:
+            self._last = self._replicas(batch, even)
+        else:
+            self._last = self._graph("batch", even)(batch)
+        self._own_logs = set(self._last) != self._metric_names
+
+    def _graph(self, kind: str, even: bool):
+        if (kind, even) not in self._graphs:
+            body = self._loop if kind == "loop" else self._replicas
+            self._graphs[kind, even] = tf.function(
+                lambda *args: body(*args, even), autograph=False, reduce_retracing=True
+            )
+        return self._graphs[kind, even]
+
+    def _replicas(self, batch: Batch, even: bool):
+        """One step on all replicas; returns each replica's logs."""
+        jit = bool(self._model.jit_compile) and not self._model.run_eagerly
+
+        def on_replica(batch):
+            step = self._step if not jit else tf.function(self._step, jit_compile=True, autograph=False)
+            logs = run_replica(step, self._model, batch, self._placement, self._host, even)
+            self._metric_names = {m for m in self._model.get_metrics_result()}
+            return logs
+
+        return self._strategy.run(on_replica, args=(batch,))
+
+    def _loop(self, iterator, steps, before, even: bool):
+        """Up to `steps` steps, fewer where the data ends.
+
+        Returns:
+            Steps run, rows of their global batches, seconds waited for batches, checksum of the batches.
+        """
+
+        def body(done, examples, waited, checksum, _):
+            start = tf.timestamp()
+            with tf.control_dependencies([start]):
+                optional = iterator.get_next_as_optional()
+                more = optional.has_value()
+            with tf.control_dependencies([more]):
+                waited += tf.timestamp() - start
+
+            def step():
+                batch = _as_batch(optional.get_value())
+                logs = self._replicas(batch, even)
+                if set(logs) != self._metric_names:
+                    raise _OwnLogs
+                if batch.checksum is None:
+                    return _global_rows(batch), zero
+                return _global_rows(batch), batch.checksum * tf.cast(1 + (before + done) % 127, tf.float64)
+
+            new = tf.cond(more, step, lambda: (none, zero))
+            return done + tf.cast(more, tf.int64), examples + new[0], waited, checksum + new[1], more
+
+        none, zero = tf.constant(0, tf.int64), tf.constant(0.0, tf.float64)
+        *totals, _ = tf.while_loop(
+            lambda done, *rest: (done < steps) & rest[-1],
+            body,
+            [none, none, zero, zero, tf.constant(True)],
+            parallel_iterations=1,
+        )
+        return totals
+
+
+class Predictor:
+    """A `predict_function`: rows come back in input order, on every worker."""
+
+    def __init__(self, strategy: tf.distribute.Strategy, placement: Placement, host: str, model: keras.Model):
+        self._strategy = strategy
+        self._placement = placement
+        self._host = host
+        self._model = model
+        self._graph = tf.function(self._predict, autograph=False, reduce_retracing=True)
+
+    def __call__(self, batches: list) -> Any:
+        batches = [b if isinstance(b, Batch) else batch_of(b, self._placement) for b in batches]
+        return self._predict(batches) if self._model.run_eagerly else self._graph(batches)
+
+    def _predict(self, batches: list[Batch]):
+        outputs = [self._strategy.experimental_local_results(self._strategy.run(self._replica, (b,))) for b in batches]
+        return tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *(o[0] for o in outputs))
+
+    def _replica(self, batch: Batch):
+        context = tf.distribute.get_replica_context()
+        place = self._placement
+        if place.replicas == 1:
+            return self._model.predict_step(replica_rows(batch, 0, place, self._host))
+        local = int(tf.get_static_value(context.replica_id_in_sync_group)) % place.local_replicas
+        outputs = self._model.predict_step(replica_rows(batch, local, place, self._host))
+        per = -(-batch.rows // place.replicas)
+
+        def gather(x):
+            if isinstance(x, tf.RaggedTensor | tf.SparseTensor):
+                raise ValueError(
+                    f"predict: expected dense outputs under {place.replicas} replicas, received {type(x).__name__}. Return "
+                    "`output.to_tensor()` (ragged) or `tf.sparse.to_dense(output)` (sparse) from the model."
+                )
+            # Short replicas come last, so padding ends up behind the rows.
+            missing = per - tf.shape(x, out_type=tf.int64)[0]
+            padding = tf.concat([[[0, missing]], tf.zeros([tf.rank(x) - 1, 2], tf.int64)], 0)
+            shape = x.shape
+            rows = context.all_gather(tf.pad(x, padding), axis=0)[: batch.rows]
+            return tf.ensure_shape(rows, [None, *shape[1:]])
+
+        return tf.nest.map_structure(gather, outputs)
+
+
+def _global_rows(batch: Batch):
+    """Rows of the global batch; this worker's own where the data came distributed."""
+    if batch.rows is not None:
+        return batch.rows
+    local = tf.distribute.get_strategy().experimental_local_results
+    firsts = [next(x for x in tf.nest.flatten(batch.data) if x is not None)]
+    return tf.add_n([count_rows(x) for x in local(firsts[0])])
+
+
+def _as_batch(element) -> Batch:
+    return element if isinstance(element, Batch) else Batch(element)
+
+
+def _compare(notes: np.ndarray, placement: Placement) -> None:
+    """Raises where workers differ in what makes N of them equal to one.
+
+    Args:
+        notes: A row a worker: steps, checksum of batches, fingerprint of weights, pace.
+        placement: Names of the workers.
+    """
+    remedies = (
+        ("steps in this epoch", "Give every worker data of the same length, or set steps_per_epoch."),
+        (
+            "global batches",
+            "Every worker must build the same data in the same order, of which tfdist takes its rows: pass a seed to "
+            "shuffle() and to generators, do not shard() by worker, or use tfdist.data.pipeline.",
+        ),
+        (
+            "weights after the first step",
+            "Every worker must start from the same state: build the model in strategy.scope(), and restore backups from a "
+            "directory that all workers reach.",
+        ),
+    )
+    for column, (what, remedy) in enumerate(remedies):
+        for rank in range(1, placement.workers):
+            own, chief = notes[rank, column], notes[0, column]
+            if own != chief and not (np.isnan(own) and np.isnan(chief)):
+                raise ValueError(
+                    f"{placement.task(rank)} differs from {placement.task(0)} in {what}: {own!r} against {chief!r}. {remedy}"
+                )

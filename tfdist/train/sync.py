@@ -1,0 +1,141 @@
+"""State that each replica keeps by itself becomes the state of all, when somebody looks.
+
+Called at the same step on every worker; nothing here runs in the middle of a step. Metrics stay on their replica while steps
+run, and are summed in one collective when they are read. Moving statistics are averaged then too: they are linear in what each
+step adds, so that averaging them late equals averaging them every step.
+"""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.keras_compat import local_component
+from tfdist.train.placement import Placement
+from tfdist.train.step import moving_state
+
+
+class Sync:
+    """The collectives of one model outside of its steps.
+
+    Args:
+        strategy: A synchronous strategy.
+        placement: Numbers of workers and replicas.
+        model: The model.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy, placement: Placement, model: keras.Model):
+        self._strategy = strategy
+        self._placement = placement
+        self._model = model
+        self._functions: dict = {}
+
+    def metrics(self, note: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """Metric results over all replicas.
+
+        Args:
+            note: Float64 numbers of this worker, `[n]`, that travel along.
+
+        Returns:
+            Results by name, and the notes of all workers, `[workers, n]`.
+        """
+        key = ("metrics", tuple(id(v) for v in self._model.metrics_variables))
+        results, notes = self._function(key, self._metrics)(tf.constant(note, tf.float64))
+        return {name: value.numpy() for name, value in results.items()}, notes.numpy()
+
+    def fingerprint(self) -> float:
+        """A number that differs, in all likelihood, between workers whose weights differ."""
+        weights = self._model.trainable_variables
+
+        def total():
+            sums = [tf.reduce_sum(tf.cast(local_component(v, 0), tf.float64)) * (1 + i % 7) for i, v in enumerate(weights)]
+            return tf.add_n(sums)
+
+        return float(self._function(("fingerprint", len(weights)), total)()) if weights else 0.0
+
+    def mean(self, logs) -> dict:
+        """The replicas' mean of what a step returned."""
+        def reduce(logs):
+            context = tf.distribute.get_replica_context()
+            values = [tf.reduce_mean(tf.cast(x, tf.float64)) for x in logs.values()]
+            summed = values if self._placement.replicas == 1 else context.all_reduce("SUM", values)
+            return {k: v / self._placement.replicas for k, v in zip(logs, summed, strict=True)}
+
+        key = ("mean", tuple(logs))
+        out = self._function(key, lambda logs: self._strategy.run(reduce, args=(logs,)))(logs)
+        first = {k: self._strategy.experimental_local_results(v)[0] for k, v in out.items()}
+        return {k: v.numpy() for k, v in first.items()}
+
+    def share(self, row: np.ndarray) -> np.ndarray:
+        """Float64 numbers of all workers, `[workers, n]`, from each worker's own, `[n]`."""
+        def gather(row):
+            return _all_sum(self._row(tf.distribute.get_replica_context().replica_id_in_sync_group, row), self._placement.replicas)
+
+        function = self._function(("share", len(row)), lambda row: self._strategy.run(gather, args=(row,)))
+        rows = self._strategy.experimental_local_results(function(tf.constant(row, tf.float64)))[0]
+        return rows.numpy().reshape(self._placement.workers, -1)
+
+    def _row(self, replica, row):
+        """This worker's numbers in a row of their own among zeros, flat; its first replica speaks for the worker."""
+        place = tf.one_hot(self._placement.rank, self._placement.workers, dtype=tf.float64)
+        speaks = tf.cast(tf.equal(replica, self._placement.first_replica), tf.float64)
+        return tf.reshape(place[:, None] * row[None, :] * speaks, [-1])
+
+    def settle(self) -> None:
+        """Gives every replica the mean of the replicas' moving statistics."""
+        variables = moving_state(self._model)
+        if variables and self._placement.replicas > 1:
+            self._function(("settle", tuple(id(v) for v in variables)), self._settle)()
+
+    def _function(self, key, body):
+        if key not in self._functions:
+            self._functions[key] = tf.function(body, autograph=False)
+        return self._functions[key]
+
+    def _metrics(self, note):
+        variables = self._model.metrics_variables
+
+        def gather():
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            local = _local(replica, self._placement)
+            parts = [_share_of(v, local_component(v, local), replica, self._placement.replicas) for v in variables]
+            parts.append(self._row(replica, note))
+            return _all_sum(tf.concat(parts, 0), self._placement.replicas)
+
+        total = self._strategy.experimental_local_results(self._strategy.run(gather))[0]
+        sizes = [int(np.prod(v.shape)) for v in variables]
+        *flat, notes = tf.split(total, [*sizes, self._placement.workers * note.shape[0]])
+        values = [tf.cast(tf.reshape(f, v.shape), v.dtype) for f, v in zip(flat, variables, strict=True)]
+        with keras.StatelessScope(state_mapping=list(zip(variables, values, strict=True))):
+            results = self._model.get_metrics_result()
+        return tf.nest.map_structure(tf.convert_to_tensor, results), tf.reshape(notes, [self._placement.workers, -1])
+
+    def _settle(self):
+        def average():
+            local = _local(tf.distribute.get_replica_context().replica_id_in_sync_group, self._placement)
+            copies = [local_component(v, local) for v in moving_state(self._model)]
+            flat = tf.concat([tf.reshape(tf.cast(v, tf.float32), [-1]) for v in copies], 0)
+            mean = _all_sum(flat, self._placement.replicas) / self._placement.replicas
+            for v, part in zip(copies, tf.split(mean, [int(np.prod(v.shape)) for v in copies]), strict=True):
+                v.assign(tf.cast(tf.reshape(part, v.shape), v.dtype))
+
+        self._strategy.run(average)
+
+
+def _local(replica, placement: Placement) -> int:
+    return int(tf.get_static_value(replica)) % placement.local_replicas
+
+
+def _all_sum(x, replicas: int):
+    return x if replicas == 1 else tf.distribute.get_replica_context().all_reduce("SUM", x)
+
+
+def _share_of(variable: keras.Variable, component, replica, replicas: int):
+    """What this replica adds to the sum that makes the variable's value over all replicas."""
+    value = tf.reshape(tf.cast(component, tf.float64), [-1])
+    if variable.aggregation == "sum" or replicas == 1:
+        return value
+    if variable.aggregation == "mean":
+        return value / replicas
+    return tf.where(tf.equal(replica, 0), value, tf.zeros_like(value))
