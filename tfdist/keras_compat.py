@@ -17,6 +17,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src.losses import loss as _loss  # scale_loss_for_distribution has no public name, keras #18624
+from tensorflow.python.distribute import distribute_utils as _distribute_utils
 from tensorflow.python.eager import context as _context
 
 # Public methods of the public class keras.Model; the engine has a method of the same name, called with
@@ -52,6 +53,7 @@ def install() -> None:
     keras.Model._tfdist_hooks = MODEL_HOOKS
     for name in MODEL_HOOKS:
         _hook_model(name)
+    _hook_symbolic_build()
     for optimizer in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
         _hook_apply(optimizer)
     for name in ("scale_loss_for_distribution", "unscale_loss_for_distribution", "reduce_weighted_values"):
@@ -79,6 +81,25 @@ def _hook_model(name: str) -> None:
         return getattr(engine, name)(self, keras_method, *args, **kwargs)
 
     setattr(keras.Model, name, method)
+
+
+def _hook_symbolic_build() -> None:
+    keras_method = keras.Model._maybe_symbolic_build
+
+    @functools.wraps(keras_method)
+    def method(self, *args, **kwargs):
+        _state.building = True
+        try:
+            return keras_method(self, *args, **kwargs)
+        finally:
+            _state.building = False
+
+    keras.Model._maybe_symbolic_build = method
+
+
+def building() -> bool:
+    """Whether Keras is reading a batch just to learn its shapes."""
+    return getattr(_state, "building", False)
 
 
 def _hook_apply(cls: type) -> None:
@@ -123,6 +144,37 @@ def allow_local_updates(strategy: tf.distribute.Strategy) -> None:
     extended = strategy.extended
     stock = extended._use_merge_call
     extended._use_merge_call = lambda: False if in_local_update() else stock()
+
+
+def keep_state_per_replica(strategy: tf.distribute.Strategy) -> None:
+    """Gives each replica of a central-storage strategy its own copy of metrics, moving statistics and seeds.
+
+    TensorFlow keeps one copy of every variable there. Of what the replicas then assign, metrics add the copies up instead of
+    the changes, so that all results are wrong, and statistics and seeds raise. Weights and optimizer slots (which Keras
+    colocates with their weight) stay central.
+    """
+    extended = strategy.extended
+    stock = extended._create_variable
+
+    def create(next_creator, **kwargs):
+        synchronized_late = kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ
+        state = not kwargs.get("trainable", True) and kwargs.get("aggregation") == tf.VariableAggregation.NONE
+        if not synchronized_late and (not state or "colocate_with" in kwargs):
+            return stock(next_creator, **kwargs)
+
+        def on_each_device(**kwargs):
+            copies = []
+            for device in extended.worker_devices:
+                with tf.device(device):
+                    copies.append(next_creator(**kwargs))
+                kwargs["initial_value"] = copies[0].numpy()
+            return copies
+
+        return _distribute_utils.create_mirrored_variable(
+            strategy, on_each_device, _distribute_utils.VARIABLE_CLASS_MAPPING, _distribute_utils.VARIABLE_POLICY_MAPPING, **kwargs
+        )
+
+    extended._create_variable = create
 
 
 def in_local_update() -> bool:

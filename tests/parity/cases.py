@@ -177,7 +177,7 @@ def recurrent_with_masking(strategy):
 def synchronized_batch_normalization(strategy):
     def model():
         return keras.Sequential([
-            keras.Input((6,)), keras.layers.Dense(8), keras.layers.BatchNormalization(synchronized=True), keras.layers.ReLU(),
+            keras.Input((6,)), keras.layers.Dense(8, use_bias=False), keras.layers.BatchNormalization(synchronized=True), keras.layers.ReLU(),
             keras.layers.Dense(3),
         ])
 
@@ -291,7 +291,7 @@ def last_batch_leaves_replicas_empty(strategy):
 
     def model():
         return keras.Sequential([
-            keras.Input((6,)), keras.layers.Dense(8), keras.layers.BatchNormalization(synchronized=True), keras.layers.Dense(3)
+            keras.Input((6,)), keras.layers.Dense(8, use_bias=False), keras.layers.BatchNormalization(synchronized=True), keras.layers.Dense(3)
         ])
 
     return simple(strategy, "sgd", dataset(*data(GLOBAL_BATCH * 2 + 1)), model, validation_data=dataset(*data(13, seed=5)))

@@ -22,7 +22,7 @@ class Fed:
 
     def reduce(self, reduce_op, value, axis=None):
         """As in TensorFlow; where Keras averages a whole batch just to learn its shapes, any replica's will do (keras #20585)."""
-        if self.tfdist_engine.building(value, axis):
+        if keras_compat.building():
             return tf.nest.map_structure(lambda v: self.experimental_local_results(v)[0], value)
         return super().reduce(reduce_op, value, axis)
 
@@ -36,8 +36,9 @@ def by_rows(dataset: tf.data.Dataset) -> bool:
 def adopt(strategy: tf.distribute.Strategy, placement: Placement, central: bool = False) -> tf.distribute.Strategy:
     """Hooks Keras and gives the strategy its engine; returns the strategy."""
     keras_compat.install()
-    if not central:
-        keras_compat.allow_local_updates(strategy)
+    keras_compat.allow_local_updates(strategy)
+    if central:
+        keras_compat.keep_state_per_replica(strategy)
     device = tf.DeviceSpec.from_string(strategy.extended.worker_devices[0])
     Engine(strategy, placement, device.replace(device_type="CPU", device_index=0).to_string(), central)
     return strategy

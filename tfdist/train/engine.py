@@ -151,10 +151,6 @@ class Engine:
             return None
         return Feed(dataset, self.placement, self.host, symbolic_first=self._kind != "predict")
 
-    def building(self, value: Any, axis) -> bool:
-        """Whether this is Keras asking for the shapes of a batch, inside `fit` or `evaluate`."""
-        return self._kind in ("fit", "evaluate") and axis is None and not isinstance(value, tf.Tensor)
-
     # --- Files -----------------------------------------------------------------------------------------------------
     def save(self, model, keras_method, *args, **kwargs):
         return self._as_chief(model, keras_method, args, kwargs)
