@@ -281,6 +281,17 @@ def steps_per_execution_unwatched(strategy):
 
 
 @case
+def distributed_by_the_user(strategy):
+    """A data set of replica batches, as in TensorFlow's own guides, whose end is uneven too."""
+
+    def pipeline(context):
+        batch = GLOBAL_BATCH // strategy.num_replicas_in_sync
+        return dataset(*data(GLOBAL_BATCH * 2 + 7), batch=batch).shard(context.num_input_pipelines, context.input_pipeline_id)
+
+    return simple(strategy, "adam", strategy.distribute_datasets_from_function(pipeline), watch=False)
+
+
+@case
 def uneven_last_batch(strategy):
     return simple(strategy, "adam", dataset(*data(GLOBAL_BATCH * 2 + 7)), validation_data=dataset(*data(17, seed=5)))
 
@@ -338,12 +349,12 @@ def loss_scaling(strategy):
     )
 
 
-def _mixed(strategy, policy, tolerance_model=mlp):
-    keras.mixed_precision.set_global_policy(policy)
+def _mixed(strategy, policy):
+    keras.config.set_dtype_policy(policy)
     try:
-        return simple(strategy, lambda: keras.optimizers.SGD(0.1), model=lambda: mlp(dtype="float32"))
+        return simple(strategy, lambda: keras.optimizers.SGD(0.1), model=mlp)
     finally:
-        keras.mixed_precision.set_global_policy("float32")
+        keras.config.set_dtype_policy("float32")
 
 
 # Half precision rounds sums over other rows otherwise: 2^-8 for bfloat16, 2^-11 for float16.

@@ -13,7 +13,7 @@ from tfdist.keras_compat import seeded
 from tfdist.strategies.base import Fed, adopt, by_rows
 from tfdist.train.feed import replica_slices
 from tfdist.train.placement import Placement
-from tfdist.train.sync import Sync
+from tfdist.train.sync import share
 
 COMMUNICATION = {
     "auto": tf.distribute.experimental.CommunicationImplementation.AUTO,
@@ -61,4 +61,4 @@ def _share_seed(strategy, placement: Placement) -> None:
     """Without a seed of the user's, all workers draw the chief's, so that unseeded shuffles give them the same batches."""
     if not seeded():
         own = random.SystemRandom().randrange(2**31)
-        keras.utils.set_random_seed(int(Sync(strategy, placement, None).share(np.array([own]))[0, 0]))
+        keras.utils.set_random_seed(int(share(strategy, placement, np.array([own]))[0, 0]))

@@ -21,7 +21,7 @@ from tfdist.train.callbacks import follow, is_progress_bar, watches
 from tfdist.train.feed import Feed
 from tfdist.train.loop import Predictor, Runner, Watch
 from tfdist.train.placement import Placement
-from tfdist.train.sync import Sync
+from tfdist.train.sync import Sync, share
 
 log = logging.getLogger("tfdist")
 
@@ -51,7 +51,7 @@ class Engine:
     def fit(self, model: keras.Model, keras_fit: Callable, *args, **kwargs):
         call = _bind(keras_fit, model, args, kwargs)
         self._check(model)
-        callbacks = self._as_member(call, "train")
+        callbacks = self._as_member(call)
         given = {
             "epochs": call["epochs"],
             "initial_epoch": call["initial_epoch"],
@@ -62,7 +62,7 @@ class Engine:
         }
         exact, exact_test, progress = self._agree(model, given, callbacks, bool(call["progress"]))
         self._watches = {
-            "fit": Watch(exact, progress, call["steps_per_epoch"]),
+            "fit": Watch(exact, progress, _fewest(call["steps_per_epoch"], keras.config.max_steps_per_epoch())),
             "evaluate": Watch(exact_test, False, call["validation_steps"]),
         }
         with self._during("fit"):
@@ -75,7 +75,7 @@ class Engine:
                 return keras_evaluate(model, **call["kwargs"])
         self._check(model)
         self._sync(model).settle()
-        callbacks = self._as_member(call, "test")
+        callbacks = self._as_member(call)
         given = {
             "steps": call["steps"] or -1,
             "batch_size": call["batch_size"] or -1,
@@ -88,8 +88,10 @@ class Engine:
 
     def predict(self, model: keras.Model, keras_predict: Callable, *args, **kwargs):
         call = _bind(keras_predict, model, args, kwargs)
+        callbacks = self._as_member(call)
+        given = {"steps": call["steps"] or -1, "batch_size": call["batch_size"] or -1, "length of the data": _length(call["x"])}
+        self._agree(model, given, callbacks, False)
         self._sync(model).settle()
-        self._as_member(call, "predict")
         with self._during("predict"):
             return keras_predict(model, **call["kwargs"])
 
@@ -134,7 +136,7 @@ class Engine:
         return runner.end_epoch()
 
     def apply(self, optimizer, keras_apply: Callable, grads, variables):
-        return gradients.apply(optimizer, keras_apply, grads, variables, self._central)
+        return gradients.apply(optimizer, keras_apply, grads, variables, self.placement, self._central)
 
     def scale_loss_for_distribution(self, keras_function: Callable, value):
         return step.scale_loss(keras_function, value)
@@ -190,16 +192,21 @@ class Engine:
             self._kind = outer
             self._active = active if outer else None  # after a validation, the fit's runner again
 
-    def _as_member(self, call: dict, mode: str) -> list:
+    def _as_member(self, call: dict) -> list:
         """Leaves console and files to the chief; returns the callbacks as given."""
         kwargs = call["kwargs"]
-        callbacks = keras.tree.flatten(call["callbacks"]) if call["callbacks"] else []
-        verbose = call["verbose"]
-        call["progress"] = verbose != 0 or any(is_progress_bar(c) for c in callbacks)
+        callbacks = call["callbacks"]
+        listed = isinstance(callbacks, keras.callbacks.CallbackList)
+        callbacks = callbacks.callbacks if listed else keras.tree.flatten(callbacks or [])
+        call["progress"] = call["verbose"] != 0 or any(is_progress_bar(c) for c in callbacks)
         if not self.placement.is_chief:
             kwargs["verbose"] = 0
-            kwargs["callbacks"] = [follow(c, self.placement.rank) for c in callbacks if not is_progress_bar(c)]
-        return callbacks
+            followers = [follow(c, self.placement.rank) for c in callbacks if not is_progress_bar(c)]
+            if listed:
+                kwargs["callbacks"].callbacks[:] = followers
+            else:
+                kwargs["callbacks"] = followers
+        return list(callbacks)
 
     def _agree(self, model, given: dict[str, float], callbacks: list, progress: bool) -> tuple[bool, bool, bool]:
         """Makes sure that all workers were called alike, and learns what callbacks anywhere watch.
@@ -216,7 +223,7 @@ class Engine:
             "weights of the model": len(model.weights),
             "parameters of the model": sum(int(np.prod(v.shape)) for v in model.weights if v.shape.rank is not None),
         }
-        rows = self._sync(model).share(np.array([*wishes, *given.values()], np.float64))
+        rows = share(self._strategy, self.placement, np.array([*wishes, *given.values()], np.float64))
         for column, name in enumerate(given, start=len(wishes)):
             for rank in range(1, len(rows)):
                 if rows[rank, column] != rows[0, column]:
@@ -244,6 +251,10 @@ def _bind(keras_method: Callable, model, args: tuple, kwargs: dict) -> dict[str,
     extra = given.pop("kwargs", {})
     given.pop(next(iter(bound.signature.parameters)))
     return {**call, **extra, "kwargs": {**given, **extra}}
+
+
+def _fewest(*steps: int | None) -> int | None:
+    return min((s for s in steps if s), default=None)
 
 
 def _length(data: Any) -> int:

@@ -14,9 +14,13 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_compat import local_update
+from tfdist.train.placement import Placement
+from tfdist.train.step import local_replica
 
 
-def apply(optimizer: keras.optimizers.Optimizer, keras_apply: Callable, grads: list, variables: list | None, central: bool) -> Any:
+def apply(
+    optimizer: keras.optimizers.Optimizer, keras_apply: Callable, grads: list, variables: list | None, placement: Placement, central: bool
+) -> Any:
     """Sums the gradients over the replicas, then lets Keras apply them; called in replica context.
 
     Args:
@@ -24,6 +28,7 @@ def apply(optimizer: keras.optimizers.Optimizer, keras_apply: Callable, grads: l
         keras_apply: Keras' own `apply`.
         grads: One gradient or None a variable.
         variables: The variables, or None where the optimizer is built.
+        placement: Numbers of workers and replicas.
         central: Whether variables are shared by the replicas (central storage) instead of copied to each.
     """
     context = tf.distribute.get_replica_context()
@@ -36,9 +41,7 @@ def apply(optimizer: keras.optimizers.Optimizer, keras_apply: Callable, grads: l
             )
         if context.num_replicas_in_sync > 1:
             return context.merge_call(_apply_once, args=(optimizer, keras_apply, grads, variables))
-    count = len(context.strategy.extended.worker_devices)
-    local = int(tf.get_static_value(context.replica_id_in_sync_group)) % count
-    with local_update(optimizer, local):
+    with local_update(optimizer, local_replica(placement)):
         return keras_apply(optimizer, grads, variables)
 
 

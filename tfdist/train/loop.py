@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfdist.train.feed import Batch, FeedIterator, batch_of, count_rows, replica_rows
 from tfdist.train.placement import Placement
-from tfdist.train.step import run_replica
+from tfdist.train.step import local_replica, run_replica
 from tfdist.train.sync import Sync
 
 AHEAD_SECONDS = 0.2  # Work per call: bounds how late Ctrl-C, a heartbeat or the progress bar may be.
@@ -194,7 +194,7 @@ class Runner:
             except (StopIteration, tf.errors.OutOfRangeError):
                 break
             self._run_batch(batch, even)
-            self.stats.examples += int(_global_rows(batch))
+            self.stats.examples += int(self._global_rows(batch))
             if batch.checksum is not None:
                 self._checksum += float(batch.checksum) * (1 + (self._steps_done + done) % 127)
             done += 1
@@ -205,7 +205,7 @@ class Runner:
         for data in batches:
             batch = batch_of(data, self._placement)
             self._run_batch(batch, False)
-            self.stats.examples += int(_global_rows(batch))
+            self.stats.examples += int(self._global_rows(batch))
             done += 1
             if done == steps:
                 break
@@ -238,6 +238,13 @@ class Runner:
 
         return self._strategy.run(on_replica, args=(batch,))
 
+    def _global_rows(self, batch: Batch):
+        """Rows of the global batch; this worker's own where the data came distributed."""
+        if batch.rows is not None:
+            return batch.rows
+        first = next(x for x in tf.nest.flatten(batch.data) if x is not None)
+        return tf.add_n([count_rows(x) for x in self._strategy.experimental_local_results(first)])
+
     def _loop(self, iterator, steps, before, even: bool):
         """Up to `steps` steps, fewer where the data ends.
 
@@ -259,8 +266,8 @@ class Runner:
                 if set(logs) != self._metric_names:
                     raise _OwnLogs
                 if batch.checksum is None:
-                    return _global_rows(batch), zero
-                return _global_rows(batch), batch.checksum * tf.cast(1 + (before + done) % 127, tf.float64)
+                    return self._global_rows(batch), zero
+                return self._global_rows(batch), batch.checksum * tf.cast(1 + (before + done) % 127, tf.float64)
 
             new = tf.cond(more, step, lambda: (none, zero))
             return done + tf.cast(more, tf.int64), examples + new[0], waited, checksum + new[1], more
@@ -296,10 +303,9 @@ class Predictor:
     def _replica(self, batch: Batch):
         context = tf.distribute.get_replica_context()
         place = self._placement
+        outputs = self._model.predict_step(replica_rows(batch, local_replica(place), place, self._host))
         if place.replicas == 1:
-            return self._model.predict_step(replica_rows(batch, 0, place, self._host))
-        local = int(tf.get_static_value(context.replica_id_in_sync_group)) % place.local_replicas
-        outputs = self._model.predict_step(replica_rows(batch, local, place, self._host))
+            return outputs
         per = -(-batch.rows // place.replicas)
 
         def gather(x):
@@ -316,15 +322,6 @@ class Predictor:
             return tf.ensure_shape(rows, [None, *shape[1:]])
 
         return tf.nest.map_structure(gather, outputs)
-
-
-def _global_rows(batch: Batch):
-    """Rows of the global batch; this worker's own where the data came distributed."""
-    if batch.rows is not None:
-        return batch.rows
-    local = tf.distribute.get_strategy().experimental_local_results
-    firsts = [next(x for x in tf.nest.flatten(batch.data) if x is not None)]
-    return tf.add_n([count_rows(x) for x in local(firsts[0])])
 
 
 def _as_batch(element) -> Batch:

@@ -42,8 +42,7 @@ def run_replica(step: Callable, model: keras.Model, batch: Batch, placement: Pla
     if placement.replicas == 1:
         return step(replica_rows(batch, 0, placement, host))
     context = tf.distribute.get_replica_context()
-    replica = context.replica_id_in_sync_group
-    local = _local_index(replica, placement)
+    replica, local = context.replica_id_in_sync_group, local_replica(placement)
     data = replica_rows(batch, local, placement, host)
     if even:
         with _weight(None), _own_seeds(model, replica, local):
@@ -55,7 +54,9 @@ def run_replica(step: Callable, model: keras.Model, batch: Batch, placement: Pla
             return step(data)
 
 
-def _local_index(replica, placement: Placement) -> int:
+def local_replica(placement: Placement) -> int:
+    """Index among this process' replicas of the one whose context this is."""
+    replica = tf.distribute.get_replica_context().replica_id_in_sync_group
     return int(tf.get_static_value(replica)) % placement.local_replicas
 
 

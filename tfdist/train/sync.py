@@ -7,13 +7,15 @@ step adds, so that averaging them late equals averaging them every step.
 
 from __future__ import annotations
 
+import weakref
+
 import keras
 import numpy as np
 import tensorflow as tf
 
 from tfdist.keras_compat import local_component
 from tfdist.train.placement import Placement
-from tfdist.train.step import moving_state
+from tfdist.train.step import local_replica, moving_state
 
 
 class Sync:
@@ -28,7 +30,7 @@ class Sync:
     def __init__(self, strategy: tf.distribute.Strategy, placement: Placement, model: keras.Model):
         self._strategy = strategy
         self._placement = placement
-        self._model = model
+        self._model = weakref.proxy(model)  # an Engine keeps a Sync as long as its model lives
         self._functions: dict = {}
 
     def metrics(self, note: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
@@ -56,31 +58,13 @@ class Sync:
 
     def mean(self, logs) -> dict:
         """The replicas' mean of what a step returned."""
+
         def reduce(logs):
-            context = tf.distribute.get_replica_context()
             values = [tf.reduce_mean(tf.cast(x, tf.float64)) for x in logs.values()]
-            summed = values if self._placement.replicas == 1 else context.all_reduce("SUM", values)
-            return {k: v / self._placement.replicas for k, v in zip(logs, summed, strict=True)}
+            return _all_sum(tf.stack(values), self._placement.replicas) / self._placement.replicas
 
-        key = ("mean", tuple(logs))
-        out = self._function(key, lambda logs: self._strategy.run(reduce, args=(logs,)))(logs)
-        first = {k: self._strategy.experimental_local_results(v)[0] for k, v in out.items()}
-        return {k: v.numpy() for k, v in first.items()}
-
-    def share(self, row: np.ndarray) -> np.ndarray:
-        """Float64 numbers of all workers, `[workers, n]`, from each worker's own, `[n]`."""
-        def gather(row):
-            return _all_sum(self._row(tf.distribute.get_replica_context().replica_id_in_sync_group, row), self._placement.replicas)
-
-        function = self._function(("share", len(row)), lambda row: self._strategy.run(gather, args=(row,)))
-        rows = self._strategy.experimental_local_results(function(tf.constant(row, tf.float64)))[0]
-        return rows.numpy().reshape(self._placement.workers, -1)
-
-    def _row(self, replica, row):
-        """This worker's numbers in a row of their own among zeros, flat; its first replica speaks for the worker."""
-        place = tf.one_hot(self._placement.rank, self._placement.workers, dtype=tf.float64)
-        speaks = tf.cast(tf.equal(replica, self._placement.first_replica), tf.float64)
-        return tf.reshape(place[:, None] * row[None, :] * speaks, [-1])
+        means = self._function(("mean", tuple(logs)), lambda logs: self._strategy.run(reduce, args=(logs,)))(logs)
+        return dict(zip(logs, self._strategy.experimental_local_results(means)[0].numpy(), strict=True))
 
     def settle(self) -> None:
         """Gives every replica the mean of the replicas' moving statistics."""
@@ -98,9 +82,9 @@ class Sync:
 
         def gather():
             replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-            local = _local(replica, self._placement)
+            local = local_replica(self._placement)
             parts = [_share_of(v, local_component(v, local), replica, self._placement.replicas) for v in variables]
-            parts.append(self._row(replica, note))
+            parts.append(_row(note, replica, self._placement))
             return _all_sum(tf.concat(parts, 0), self._placement.replicas)
 
         total = self._strategy.experimental_local_results(self._strategy.run(gather))[0]
@@ -113,7 +97,7 @@ class Sync:
 
     def _settle(self):
         def average():
-            local = _local(tf.distribute.get_replica_context().replica_id_in_sync_group, self._placement)
+            local = local_replica(self._placement)
             copies = [local_component(v, local) for v in moving_state(self._model)]
             flat = tf.concat([tf.reshape(tf.cast(v, tf.float32), [-1]) for v in copies], 0)
             mean = _all_sum(flat, self._placement.replicas) / self._placement.replicas
@@ -123,8 +107,23 @@ class Sync:
         self._strategy.run(average)
 
 
-def _local(replica, placement: Placement) -> int:
-    return int(tf.get_static_value(replica)) % placement.local_replicas
+def share(strategy: tf.distribute.Strategy, placement: Placement, row: np.ndarray) -> np.ndarray:
+    """Float64 numbers of all workers, `[workers, n]`, from each worker's own, `[n]`."""
+
+    def gather(row):
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        return _all_sum(_row(row, replica, placement), placement.replicas)
+
+    function = tf.function(lambda row: strategy.run(gather, args=(row,)), autograph=False)
+    rows = strategy.experimental_local_results(function(tf.constant(row, tf.float64)))[0]
+    return rows.numpy().reshape(placement.workers, -1)
+
+
+def _row(row, replica, placement: Placement):
+    """This worker's numbers in a row of their own among zeros, flat; its first replica speaks for the worker."""
+    place = tf.one_hot(placement.rank, placement.workers, dtype=tf.float64)
+    speaks = tf.cast(tf.equal(replica, placement.first_replica), tf.float64)
+    return tf.reshape(place[:, None] * row[None, :] * speaks, [-1])
 
 
 def _all_sum(x, replicas: int):

@@ -1,0 +1,73 @@
+"""N replicas on the same global batches give the numbers of one: every case of `cases.py` under every strategy."""
+
+from __future__ import annotations
+
+import pathlib
+import pickle
+
+import numpy as np
+import pytest
+
+from tests.parity.cases import CASES
+from tests.processes import PYTHON, group, workers
+
+RUNNER = str(pathlib.Path(__file__).with_name("runner.py"))
+SETUPS = {  # name: strategy, devices, processes
+    "mirrored-2": ("mirrored", "2", 1),
+    "mirrored-3": ("mirrored", "3", 1),
+    "central-2": ("central_storage", "2", 1),
+    "workers-2": ("multi_worker_mirrored", "-", 2),
+    "workers-3": ("multi_worker_mirrored", "-", 3),
+}
+# Keras applies a LossScaleOptimizer in a replica only; central storage refuses it.
+REFUSED = {("central-2", "loss_scaling"), ("central-2", "mixed_float16")}
+SECONDS = 500  # for one setup: about 60 on an idle machine of 2 cores
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory):
+    """Results of a setup's processes, a list of {case: numbers}; each setup runs once."""
+    done = {}
+
+    def run(setup: str):
+        if setup not in done:
+            strategy, devices, processes = SETUPS.get(setup, ("one_device", "-", 1))
+            directory = tmp_path_factory.mktemp(setup)
+            command = [PYTHON, RUNNER, strategy, devices, str(directory / "{index}.pickle")]
+            with group(directory) as members:
+                if processes > 1:
+                    workers(members, processes, command)
+                else:
+                    members.start("process", [c.format(index=0) for c in command])
+                members.succeed(SECONDS)
+            done[setup] = [pickle.loads((directory / f"{i}.pickle").read_bytes()) for i in range(processes)]
+        return done[setup]
+
+    return run
+
+
+@pytest.mark.timeout(2 * SECONDS)
+@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize("case", CASES)
+def test_equals_one_replica(run, setup, case):
+    one = run("one")[0][case]
+    assert not isinstance(one, str), one
+    for numbers in (process[case] for process in run(setup)):
+        if (setup, case) in REFUSED:
+            assert "central_storage: a LossScaleOptimizer" in numbers
+            continue
+        assert not isinstance(numbers, str), numbers
+        assert set(numbers) == set(one)
+        for name, expected in one.items():
+            tolerance = CASES[case].tolerance
+            np.testing.assert_allclose(numbers[name], expected, rtol=tolerance, atol=tolerance, err_msg=f"{case}: {name}")
+
+
+@pytest.mark.parametrize("setup", [s for s in SETUPS if s.startswith("workers")])
+@pytest.mark.parametrize("case", CASES)
+def test_workers_report_the_same_history(run, setup, case):
+    chief, *others = (process[case] for process in run(setup))
+    assert not isinstance(chief, str), chief
+    for other in others:
+        for name in (n for n in chief if n.startswith("history/")):
+            np.testing.assert_array_equal(other[name], chief[name], err_msg=f"{case}: {name}")

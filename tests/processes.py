@@ -1,0 +1,84 @@
+"""Commands become bounded processes whose logs a failing test shows; none outlives its `with` block."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+@dataclasses.dataclass
+class Group:
+    """Processes of one test, each in a process group of its own, with a log file."""
+
+    directory: pathlib.Path
+    processes: dict[str, subprocess.Popen] = dataclasses.field(default_factory=dict)
+
+    def start(self, name: str, command: Sequence[str], **environ: str) -> subprocess.Popen:
+        """Starts a command; its output goes to `<name>.log`."""
+        with open(self.directory / f"{name}.log", "w", encoding="utf-8") as log:
+            self.processes[name] = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, env=environment(**environ), start_new_session=True
+            )
+        return self.processes[name]
+
+    def log(self, name: str) -> str:
+        return (self.directory / f"{name}.log").read_text(encoding="utf-8", errors="replace")
+
+    def wait(self, seconds: float) -> dict[str, int]:
+        """Exit codes of all processes; fails with their logs when one is not done in time."""
+        end = time.monotonic() + seconds
+        for name, process in self.processes.items():
+            try:
+                process.wait(max(0.1, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                raise AssertionError(f"{name} is still running after {seconds:g} s\n{self.logs()}") from None
+        return {name: process.returncode for name, process in self.processes.items()}
+
+    def succeed(self, seconds: float) -> None:
+        """Waits for all processes and fails with their logs unless each ended with 0."""
+        codes = self.wait(seconds)
+        assert not any(codes.values()), f"exit codes {codes}\n{self.logs()}"
+
+    def logs(self, characters: int = 4000) -> str:
+        return "\n".join(f"--- {name}.log\n{self.log(name)[-characters:]}" for name in self.processes)
+
+
+@contextlib.contextmanager
+def group(directory: pathlib.Path) -> Iterator[Group]:
+    """A group whose processes, and theirs, are gone when the block ends."""
+    members = Group(directory)
+    try:
+        yield members
+    finally:
+        for process in members.processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(10)
+
+
+def environment(**more: str) -> Mapping[str, str]:
+    """This process' environment without what a launcher or scheduler may have left in it."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("TF_CONFIG", "TFDIST_", "SLURM_", "OMPI_"))}
+    return {**kept, "TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1", **more}
+
+
+def workers(members: Group, count: int, command: Sequence[str], **environ: str) -> None:
+    """Starts a cluster of workers on loopback; `{index}` in the command becomes the worker's index."""
+    from tfdist import ClusterSpec
+
+    spec = ClusterSpec.local(workers=count)
+    for index in range(count):
+        config = spec.for_task("worker", index).to_tf_config()
+        members.start(f"worker-{index}", [c.format(index=index) for c in command], TF_CONFIG=config, **environ)
+
+
+PYTHON = sys.executable

@@ -1,0 +1,167 @@
+"""The command line: quick, without TensorFlow, and clear about mistakes."""
+
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tfdist import cli
+from tfdist.cluster import ClusterSpec
+from tfdist.launch import flags, plan
+from tfdist.launch import main as launch
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch):
+    """An empty directory with one script in it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("print('hello')\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("words", [["--help"], ["launch", "--help"], ["--version"]])
+def test_help_is_quick_and_imports_no_tensorflow(words):
+    code = (
+        "import sys\nfrom tfdist.cli import main\n"
+        f"try:\n    main({words!r})\nexcept SystemExit as end:\n    assert end.code == 0\n"
+        "heavy = {'tensorflow', 'keras', 'numpy', 'absl'} & set(sys.modules)\nassert not heavy, heavy\n"
+    )
+    seconds = []
+    for _ in range(3):  # the best of three: other tests may keep the machine busy
+        started = time.perf_counter()
+        subprocess.run(
+            [sys.executable, "-c", code], check=True, cwd=ROOT, stdout=subprocess.DEVNULL, timeout=60
+        )
+        seconds.append(time.perf_counter() - started)
+    assert min(seconds) < 0.3
+
+
+def test_python_m_tfdist_is_the_same(capsys):
+    run = subprocess.run(
+        [sys.executable, "-m", "tfdist", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert run.returncode == cli.main(["--help"]) == 0
+    assert run.stdout == capsys.readouterr().out
+    assert all(name in run.stdout for name in cli.COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["lanch"], "received 'lanch'. Did you mean `tfdist launch`?"),
+        (["dance"], "expected a command (launch, train), received 'dance'. See `tfdist --help`."),
+    ],
+)
+def test_an_unknown_command(words, message, capsys):
+    assert cli.main(words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_no_command_shows_the_help(capsys):
+    assert cli.main([]) == 2
+    assert "commands:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--workers x -- train.py", "--workers: expected a whole number of at least 0, received 'x'"),
+        ("--workers -1 -- train.py", "--workers: expected a whole number of at least 0, received '-1'"),
+        ("--workers 0 -- train.py", "--workers: expected at least 1 where there is no --chief, received 0"),
+        ("--workers", "--workers: expected one argument"),
+        ("--threads 0 -- train.py", "--threads: expected auto or a whole number of at least 1, received '0'"),
+        ("--grace soon -- train.py", "--grace: expected seconds, 0 or more, received 'soon'"),
+        ("--grace inf -- train.py", "--grace: expected seconds, 0 or more, received 'inf'"),
+        ("--color red -- train.py", "--color: invalid choice: 'red'"),
+        ("--wrokers 2 -- train.py", "received --wrokers; did you mean --workers?"),
+        ("--log_dir=x -- train.py", "received --log_dir=x; did you mean --log-dir?"),
+        ("--learning_rate 1 -- train.py", "the COMMAND's own flags go after `--` and its name"),
+        ("--workers 2 train.py", "expected `--` before the COMMAND, received 'train.py'"),
+        ("--task worker:1 -- train.py", "--task: expected together with --cluster FILE, received alone"),
+        ("--cluster c.yaml --ps 1 -- train.py", "--ps: expected without --cluster, received both"),
+        ("--cluster none.yaml -- train.py", "none.yaml"),
+        ("--log-dir train.py -- train.py", "--log-dir: expected a directory that can be written"),
+        ("--workers 2", "expected a COMMAND after `--`, received none"),
+        ("-- none.py", "expected a Python file, received 'none.py'; there is no such file in"),
+        ("-- python none.py", "expected a Python file, received 'none.py'"),
+        ("-- no-such-program", "can be executed, received 'no-such-program'; check its name"),
+        ("-- ./data.txt", "received './data.txt'; make it executable (chmod +x)"),
+        ("-- -m", "-m: expected a module's name, received nothing"),
+        ("-- -m no_such_package.train", "received -m no_such_package.train; there is no 'no_such_package'"),
+    ],
+)
+def test_a_mistake_is_named_before_anything_starts(words, message, workplace, capsys):
+    (workplace / "data.txt").touch()
+    assert launch.main(words.split()) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("tfdist launch: error: ")
+    assert message in err
+    assert not (workplace / "runs").exists()
+
+
+SHIM = (sys.executable, "-m", "tfdist.launch.shim")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("train.py --lr 1", (*SHIM, "train.py", "--lr", "1")),
+        ("python train.py -x", (*SHIM, "train.py", "-x")),
+        ("python3 train.py", (*SHIM, "train.py")),
+        ("python -m json.tool a", (*SHIM, "-m", "json.tool", "a")),
+        ("-m json.tool a", (*SHIM, "-m", "json.tool", "a")),
+        ("tfdist train --config=a.py", (*SHIM, "-m", "tfdist", "train", "--config=a.py")),
+        ("python -u train.py", (sys.executable, "-u", "train.py")),
+        ("sh -c exit", ("sh", "-c", "exit")),
+    ],
+)
+def test_what_is_executed(words, expected, workplace):
+    assert plan.resolve_command(words.split()) == expected
+
+
+def test_the_commands_own_words_are_left_alone():
+    _, command = flags.parse(["--", "train.py", "--workers", "9", "--", "x"])
+    assert command == ["train.py", "--workers", "9", "--", "x"]
+
+
+@pytest.mark.parametrize(
+    ("cores", "threads", "environ", "expected"),
+    [
+        (8, None, {}, "2"),
+        (2, None, {}, "1"),  # at least one
+        (8, None, {"OMP_NUM_THREADS": "5"}, "5"),  # what the user set stays
+        (8, 3, {"OMP_NUM_THREADS": "5"}, "3"),  # the flag is the nearer word
+    ],
+)
+def test_environment_of_the_tasks(cores, threads, environ, expected, tmp_path):
+    spec = ClusterSpec.local(workers=2, ps=1, chief=True)
+    plans = plan.plan_tasks(
+        spec,
+        spec.tasks,
+        ["x"],
+        environ={"HOME": "/h", "TF_CONFIG": "stale", **environ},
+        log_dir=str(tmp_path),
+        attempt=2,
+        threads=threads,
+        cores=cores,
+    )
+    assert [task.name for task in plans] == ["chief:0", "worker:0", "worker:1", "ps:0"]
+    assert [task.role.value for task in plans] == ["trains", "serves", "serves", "serves"]
+    worker = plans[2]
+    assert worker.environ["OMP_NUM_THREADS"] == expected
+    assert worker.environ["HOME"] == "/h"
+    assert worker.environ["TFDIST_TASK"] == "worker:1"
+    assert worker.environ["TFDIST_ATTEMPT"] == "2"
+    assert worker.environ["TFDIST_LOG_DIR"] == str(tmp_path)
+    assert (
+        worker.environ["TFDIST_ERROR_FILE"]
+        == worker.error_path
+        == os.path.join(tmp_path, "worker-1.error.json")
+    )
+    read = ClusterSpec.from_tf_config(worker.environ["TF_CONFIG"])
+    assert (read.jobs, str(read.task)) == (spec.jobs, "worker:1")

@@ -1,0 +1,61 @@
+"""One short run, from its settings to its summary, on one device."""
+
+import json
+
+import pytest
+
+from tfdist import config
+from tfdist.run import describe, run
+from tfdist.telemetry import read_jsonl
+
+
+@pytest.fixture
+def settings(tmp_path, digits_dir):
+    return config.Run.from_dict(
+        {
+            "name": "short",
+            "strategy": {"name": "one_device", "devices": "cpu"},
+            "data": {"data_dir": str(digits_dir), "train_split": "train[:20%]", "global_batch": 50},
+            "model": {"name": "mlp", "options": {"widths": (16,)}},
+            "train": {"epochs": 2, "schedule": "cosine"},
+            "output": {"dir": str(tmp_path / "run")},
+        }
+    )
+
+
+def test_a_run_leaves_what_it_says(settings, tmp_path, capsys):
+    summary = run(settings)
+    directory = tmp_path / "run"
+    assert json.loads((directory / "summary.json").read_text()) == summary
+    assert config.Run.from_dict(json.loads((directory / "config.json").read_text())).train == settings.train
+    assert [line["step"] for line in read_jsonl(directory / "history.jsonl")] == [0, 1]
+    assert (directory / "model.keras").is_file()
+    assert any((directory / "logs").rglob("events*"))
+    assert summary["examples_per_second"] > 0
+    assert f"tensorboard --logdir {directory / 'logs'}" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="holds a finished run"):
+        run(settings)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "message"),
+    [
+        ("train", "optimizer", "adma", r"train\.optimizer: received 'adma'. Did you mean"),
+        ("model", "name", "cnm", "no such model. Did you mean cnn"),
+        ("data", "eval_split", "validation", "no such split"),
+    ],
+)
+def test_settings_that_fit_nothing_are_named(settings, section, key, value, message):
+    changed = settings.to_dict()
+    changed[section][key] = value
+    with pytest.raises(ValueError, match=message):
+        run(config.Run.from_dict(changed))
+
+
+def test_a_summary_without_training_or_model_can_be_told():
+    summary = {
+        "name": "x", "accuracy": 0.5, "loss": 1.0, "epochs": 3, "examples_per_second": None, "seconds": 2.0,
+        "replicas": 2, "history": "h", "backup": "b", "logs": "l",
+    }  # fmt: skip
+    assert "nothing left to train on 2 replicas" in describe(summary)
+    assert "not saved" in describe(summary)
