@@ -1,4 +1,4 @@
-"""The digits are prepared offline and once; pipelines yield every example, in an order of seed and epoch alone."""
+"""Digits are prepared offline and once; pipelines yield every example, ordered by seed and epoch alone."""
 
 import builtins
 import fcntl

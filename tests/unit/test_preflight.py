@@ -28,7 +28,7 @@ def members(spec):
 
 
 def meet(specs, timeout=LONG, **differences):
-    """Runs `check` for each task at once; returns what each raised. `differences`: option -> value per task."""
+    """Runs `check` for all tasks at once, returns what each raised. `differences`: option -> values."""
     with concurrent.futures.ThreadPoolExecutor(len(specs)) as pool:
         futures = []
         for i, spec in enumerate(specs):

@@ -114,6 +114,14 @@ def _choose(cluster: ClusterSpec | None, names: list[str]) -> tuple[str, str]:
     return "one_device", "one process with one device"
 
 
+def _quiet_tensorflow() -> None:
+    """Keeps TensorFlow's INFO line for every collective off the console, unless its level was set."""
+    import tensorflow as tf
+
+    if tf.get_logger().level == logging.NOTSET:
+        tf.get_logger().setLevel(logging.WARNING)
+
+
 def _multi_worker(cluster: ClusterSpec | None, names: list[str], communication: str, timeout: float, start_timeout: float):
     if runtime_initialized():
         raise device_names.too_late("a cluster")
@@ -122,9 +130,10 @@ def _multi_worker(cluster: ClusterSpec | None, names: list[str], communication: 
             f"devices: multi_worker_mirrored uses one CPU device a worker, received {len(names)}; start more workers on this machine "
             "instead (tfdist launch --workers N)."
         )
+    _quiet_tensorflow()
     device_names.restrict(names)
     if cluster is not None:
-        preflight.check(cluster, timeout=start_timeout)
+        preflight.check(cluster, timeout=start_timeout, attempt=resolvers.attempt())
     return multi_worker_mirrored(cluster, communication, timeout)
 
 

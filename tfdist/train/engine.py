@@ -51,6 +51,8 @@ class Engine:
     def fit(self, model: keras.Model, keras_fit: Callable, *args, **kwargs):
         call = _bind(keras_fit, model, args, kwargs)
         self._check(model)
+        if isinstance(call["x"], tf.data.Dataset):
+            call["kwargs"].setdefault("shuffle", False)  # Keras warns that its default True has no effect on a Dataset
         callbacks = self._as_member(call)
         given = {
             "epochs": call["epochs"],

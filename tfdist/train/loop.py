@@ -90,6 +90,9 @@ class Runner:
         self._sync = sync
         self._own_logs = False
         self._graphs: dict = {}
+        self._pace = 1  # Keras' calls to run at once; equal on all workers, see _look
+        self._paced = False
+        self._fitting = 0  # calls that would fill AHEAD_SECONDS here; 0 until known
         self.stats = Stats()
         self.begin(Watch())
 
@@ -97,17 +100,16 @@ class Runner:
     def begin(self, watch: Watch, verify: bool = True) -> None:
         """Starts a `fit` or `evaluate`; with `verify` the workers compare data and weights after its first step."""
         self.watch = watch
-        self._ahead = 1
         self._verified = not verify
         self._begin_epoch()
 
     def _begin_epoch(self) -> None:
         self.logs: dict[str, Any] = {}
-        self._calls_done = 0  # Keras calls of this epoch whose steps have run
+        self._calls_done = 0  # Keras' calls of this epoch whose steps have run
         self._calls_served = 0
         self._steps_done = 0
         self._checksum = 0.0
-        self._next_look = 1
+        self._next_look = self._pace
         self._last: Any = None
 
     def end_epoch(self) -> dict[str, np.ndarray]:
@@ -136,33 +138,37 @@ class Runner:
         self.stats.seconds += seconds
         self._steps_done += steps
         self._calls_done += -(-steps // per_call)
-        first = not self._verified
-        if not first:  # The first call traces and compiles.
-            fitting = int(steps * AHEAD_SECONDS / max(seconds, 1e-6) / per_call)
-            self._ahead = max(1, min(MAX_AHEAD, 2 * self._ahead, fitting))
-        if self.watch.exact or first or (self.watch.progress and self._calls_done >= self._next_look):
+        if self.stats.steps > steps:  # the first call of all has compiled
+            self._fitting = max(1, int(steps * AHEAD_SECONDS / max(seconds, 1e-6) / per_call))
+        looking = self.watch.progress or not self._paced
+        if self.watch.exact or not self._verified or (looking and self._calls_done >= self._next_look):
             if self.watch.exact:
                 self._sync.settle()
             self._look()
 
     def _plan(self, per_call: int) -> int:
-        """How many of Keras' calls to run at once."""
+        """How many of Keras' calls to run at once: the same on every worker, or their loops' collectives would not meet."""
         if self.watch.exact or self._own_logs or not self._verified or self._model.run_eagerly:
             return 1
-        calls = self._ahead
+        calls = self._pace
         if self.watch.steps:
             calls = min(calls, -(-self.watch.steps // per_call) - self._calls_done)
-        if self.watch.progress:
-            calls = min(calls, self._next_look - self._calls_done)
         return max(1, calls)
 
     def _look(self) -> dict[str, np.ndarray]:
-        """Sums the metrics over the replicas into `logs`, and compares what must be equal on all workers."""
+        """Sums the metrics over the replicas into `logs`, compares what must be equal on all workers, and agrees on the pace.
+
+        The chief's pace counts, and grows at most fourfold from one look to the next.
+        """
         first, self._verified = not self._verified, True
         weights = self._sync.fingerprint() if first and self._placement.workers > 1 else 0.0
-        results, notes = self._sync.metrics(np.array([self._steps_done, self._checksum, weights, self._ahead]))
+        wish = min(MAX_AHEAD, 4 * self._pace, self._fitting) if self._fitting else 0
+        results, notes = self._sync.metrics(np.array([self._steps_done, self._checksum, weights, wish]))
         _compare(notes, self._placement)
-        self._next_look = self._calls_done + int(notes[0, 3])  # the chief's pace, so that all look at the same step
+        if agreed := int(notes[0, 3]):
+            self._paced = agreed < 4 * self._pace or agreed == MAX_AHEAD
+            self._pace = agreed
+        self._next_look = self._calls_done + self._pace
         self.logs.update(self._sync.mean(self._last) if self._own_logs else results)
         return results
 

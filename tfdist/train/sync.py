@@ -7,6 +7,7 @@ step adds, so that averaging them late equals averaging them every step.
 
 from __future__ import annotations
 
+import functools
 import weakref
 
 import keras
@@ -110,13 +111,17 @@ class Sync:
 def share(strategy: tf.distribute.Strategy, placement: Placement, row: np.ndarray) -> np.ndarray:
     """Float64 numbers of all workers, `[workers, n]`, from each worker's own, `[n]`."""
 
+    rows = _gathered(strategy, placement, tf.constant(row, tf.float64))
+    return strategy.experimental_local_results(rows)[0].numpy().reshape(placement.workers, -1)
+
+
+@functools.partial(tf.function, autograph=False)
+def _gathered(strategy, placement, row):
     def gather(row):
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
         return _all_sum(_row(row, replica, placement), placement.replicas)
 
-    function = tf.function(lambda row: strategy.run(gather, args=(row,)), autograph=False)
-    rows = strategy.experimental_local_results(function(tf.constant(row, tf.float64)))[0]
-    return rows.numpy().reshape(placement.workers, -1)
+    return strategy.run(gather, args=(row,))
 
 
 def _row(row, replica, placement: Placement):

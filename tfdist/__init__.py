@@ -1,0 +1,58 @@
+"""Public names become the objects behind them on first use; importing tfdist imports no TensorFlow.
+
+Example:
+    >>> import tfdist
+    >>> tfdist.config.Run().train.epochs
+    8
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from tfdist import app, config, data, flags, models
+    from tfdist.cluster import ClusterSpec
+    from tfdist.strategies import make_strategy
+    from tfdist.train.callbacks import BackupAndRestore, TensorBoard
+
+# Name -> module that defines it, or that it is.
+_HOMES = {
+    "BackupAndRestore": "tfdist.train.callbacks",
+    "ClusterSpec": "tfdist.cluster",
+    "TensorBoard": "tfdist.train.callbacks",
+    "app": "tfdist.app",
+    "config": "tfdist.config",
+    "data": "tfdist.data",
+    "flags": "tfdist.flags",
+    "make_strategy": "tfdist.strategies",
+    "models": "tfdist.models",
+}
+
+__all__ = [
+    "BackupAndRestore",
+    "ClusterSpec",
+    "TensorBoard",
+    "__version__",
+    "app",
+    "config",
+    "data",
+    "flags",
+    "make_strategy",
+    "models",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'tfdist' has no attribute {name!r}; it has {', '.join(sorted(_HOMES))}")
+    module = importlib.import_module(home)
+    value = module if home == f"tfdist.{name}" else getattr(module, name)
+    globals()[name] = value  # asked for once, found like any other name from then on
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(globals().keys() | _HOMES)

@@ -1,0 +1,184 @@
+"""An address `host:port` becomes a socket address or a named fault; what listens there is not known here."""
+
+import errno
+import ipaddress
+import random
+import re
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Lookup = Callable[..., list]  # of the form of socket.getaddrinfo
+
+# Below Linux's range for outgoing connections (32768 to 60999), so that no connection takes a port between
+# our choice and TensorFlow's start; below Kubernetes' node ports (30000 to 32767) too.
+_LOCAL_PORTS = range(20000, 30000)
+
+
+class UnresolvedAddress(ValueError):
+    """Host names without an address on this machine (yet: a pod's name appears when the pod does).
+
+    Args:
+      message: what a user reads.
+      reasons: task -> why its host has no address.
+    """
+
+    def __init__(self, message: str, reasons: Mapping[str, str]):
+        super().__init__(message)
+        self.reasons = reasons
+
+
+def address_problem(address: Any) -> str | None:
+    """What is wrong with an address, as the rest of a sentence; None if nothing is.
+
+    >>> address_problem("10.0.0.1:99999")
+    'has the bad port 99999; use 1 to 65535'
+    """
+    match = isinstance(address, str) and re.fullmatch(r"(\[[\da-fA-F:.%\w]+\]|[^\[\]:/\s]+):(\d+)", address)
+    if not match:
+        return "is not host:port; write 10.0.0.1:2222, name:2222 or [fd00::1]:2222"
+    if not 0 < int(match[2]) < 65536:
+        return f"has the bad port {match[2]}; use 1 to 65535"
+    if match[1] in ("0.0.0.0", "[::]"):
+        return "means every interface, which nobody can connect to; write the machine's own address"
+    return None
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port; IPv6 hosts lose their brackets.
+
+    >>> split_address("[::1]:2222")
+    ('::1', 2222)
+    """
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def resolve_address(address: str, lookup: Lookup = socket.getaddrinfo) -> tuple[socket.AddressFamily, tuple]:
+    """The family and socket address that an address has on this machine, IPv4 first; OSError if it has none.
+
+    >>> resolve_address("127.0.0.1:2222")[1]
+    ('127.0.0.1', 2222)
+    """
+    found = lookup(*split_address(address), type=socket.SOCK_STREAM)
+    family, _, _, _, sockaddr = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+    return family, sockaddr
+
+
+def check_addresses(
+    addresses: Mapping[str, str], own: str | None, source: str, lookup: Lookup = socket.getaddrinfo
+) -> None:
+    """Checks what one machine alone can know of the addresses of several tasks.
+
+    Args:
+      addresses: task -> address.
+      own: the task that is to listen on this machine; None if none is.
+      source: where the addresses came from, for messages.
+      lookup: finds a name's address; default `socket.getaddrinfo`.
+
+    Raises:
+      ValueError: `own` cannot listen at its address, two tasks have one machine and port, or some addresses
+        are loopback and others are not.
+      UnresolvedAddress: a ValueError that names the tasks whose host has no address.
+
+    >>> check_addresses({"worker:0": "127.0.0.1:2222", "worker:1": "127.0.0.1:2223"}, None, "example")
+    """
+    where: dict[str, tuple] = {}
+    reasons: dict[str, str] = {}
+    for task, address in addresses.items():
+        try:
+            family, where[task] = resolve_address(address, lookup)
+        except (OSError, UnicodeError) as error:  # UnicodeError: the name cannot even be encoded
+            reasons[task] = f"{address} does not resolve: {error}"
+            continue
+        if task == own:
+            _check_own(task, address, family, where[task], source)
+    if reasons:
+        raise UnresolvedAddress(
+            f"{source}: on this machine, {'; '.join(f'{task} at {why}' for task, why in reasons.items())}. "
+            "Correct the name, add it to DNS or /etc/hosts, or write the IP address",
+            reasons,
+        )
+    _check_apart(addresses, where, source)
+
+
+def bind_problem(task: str, address: str, error: OSError) -> str:
+    """What a failed bind to a task's address means and what to do about it.
+
+    >>> bind_problem("worker:0", "a:80", OSError(errno.EACCES, "Permission denied"))
+    'this process is worker:0: the port of a:80 needs privileges; choose one above 1023'
+    """
+    if error.errno == errno.EADDRINUSE:
+        fault = (
+            f"the port of {address} is already in use on this machine, by a left-over process, another "
+            "cluster "
+            f"or a second process started as {task}; end that one, or choose another port"
+        )
+    elif error.errno == errno.EACCES:
+        fault = f"the port of {address} needs privileges; choose one above 1023"
+    else:
+        fault = (
+            f"{address} is not an address of this machine ({socket.gethostname()}: {error.strerror}); "
+            "check the task's index and the order of the hosts"
+        )
+    return f"this process is {task}: {fault}"
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """Ports that can be bound now, at random, so that clusters that start together rarely choose the same.
+
+    >>> len(set(free_ports(3)))
+    3
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    ports: list[int] = []
+    for port in random.SystemRandom().sample(_LOCAL_PORTS, len(_LOCAL_PORTS)):
+        if len(ports) == count:
+            return ports
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    continue
+                raise ValueError(
+                    f"host {host!r}: {error.strerror}; give an IP address of this machine"
+                ) from error
+        ports.append(port)
+    raise ValueError(
+        f"host {host!r}: fewer than {count} free ports from {_LOCAL_PORTS[0]} to {_LOCAL_PORTS[-1]}"
+    )
+
+
+def _check_own(task: str, address: str, family: socket.AddressFamily, sockaddr: tuple, source: str) -> None:
+    everywhere = "::" if family == socket.AF_INET6 else "0.0.0.0"
+    # The port on every interface, for there TensorFlow listens, whatever the address says. Bound, not
+    # listened on.
+    for host, port in ((sockaddr[0], 0), (everywhere, sockaddr[1])):
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                raise ValueError(f"{source}: {bind_problem(task, address, error)}") from error
+
+
+def _check_apart(addresses: Mapping[str, str], where: Mapping[str, tuple], source: str) -> None:
+    loopback = [task for task, sockaddr in where.items() if ipaddress.ip_address(sockaddr[0]).is_loopback]
+    if loopback and len(loopback) < len(where):
+        names = ", ".join(f"{task} at {addresses[task]} ({where[task][0]})" for task in loopback)
+        raise ValueError(
+            f"{source}: {names} is loopback, other tasks are not: machines elsewhere cannot connect to it; "
+            "write a real address, or remove the name from the 127.* lines of /etc/hosts"
+        )
+    owners: dict[tuple, str] = {}
+    for task, sockaddr in where.items():
+        # TensorFlow listens on all interfaces, so 127.0.0.1 and 127.0.0.2 are one machine with one set of
+        # ports.
+        other = owners.setdefault(("loopback" if loopback else sockaddr[0], sockaddr[1]), task)
+        if other != task:
+            raise ValueError(
+                f"{source}: {other} at {addresses[other]} and {task} at {addresses[task]} are the same "
+                "machine "
+                f"and port ({sockaddr[0]}:{sockaddr[1]}); give each task its own port"
+            )

@@ -1,0 +1,75 @@
+"""The words after `tfdist` become a call of one command's main(argv); no other command is imported."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import tfdist
+
+
+class Command(NamedTuple):
+    """Where a command lives: a module with `main(argv) -> int | None`, and its line in `tfdist --help`."""
+
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "launch": Command(
+        "tfdist.launch.main", "run a script as a group of processes: workers, chief, evaluator, ps"
+    ),
+    "train": Command("tfdist.run", "train what a config file describes: tfdist train --config=configs/X.py"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one `tfdist` command.
+
+    Args:
+        argv: The words after `tfdist`; default those of this process.
+
+    Returns:
+        The exit code: 0 done, 2 a mistake on the command line, else what the command returned.
+
+    Example:
+        >>> main(["--version"])  # doctest: +ELLIPSIS
+        tfdist ...
+        0
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_help(), end="")
+        return 0 if words else 2
+    if words[0] == "--version":
+        print("tfdist", tfdist.__version__)
+        return 0
+    command = COMMANDS.get(words[0])
+    if command is None:
+        print(f"tfdist: error: {_unknown(words[0])}", file=sys.stderr)
+        return 2
+    return importlib.import_module(command.module).main(words[1:]) or 0
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    parser = argparse.ArgumentParser(
+        prog="tfdist",
+        usage="tfdist [-h] [--version] COMMAND ...",
+        description="Distributed training for Keras 3 on TensorFlow.",
+        epilog="commands:\n" + "\n".join(lines) + "\n\n`tfdist COMMAND --help` explains a command.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="store_true", help="print the version")
+    return parser.format_help()
+
+
+def _unknown(word: str) -> str:
+    nearest = difflib.get_close_matches(word, COMMANDS, n=1)
+    remedy = f"Did you mean `tfdist {nearest[0]}`?" if nearest else "See `tfdist --help`."
+    return f"expected a command ({', '.join(COMMANDS)}), received {word!r}. {remedy}"

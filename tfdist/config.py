@@ -1,0 +1,298 @@
+"""A mapping of settings becomes a Run, every key, type and value checked; nothing is built or read here."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ml_collections import ConfigDict
+
+
+def _at_least(least: int, default: Any) -> Any:
+    return dataclasses.field(default=default, metadata={"at least": least})
+
+
+def _above(bound: float, default: float) -> Any:
+    return dataclasses.field(default=default, metadata={"above": bound})
+
+
+def _one_of(choices: tuple[str, ...], default: str) -> Any:
+    return dataclasses.field(default=default, metadata={"one of": choices})
+
+
+@dataclasses.dataclass(frozen=True)
+class Strategy:
+    """Where training runs; the arguments of `tfdist.make_strategy`.
+
+    Attributes:
+        name: Strategy, such as "mirrored"; "auto" picks one by cluster and devices.
+        cluster: File with the cluster's addresses, YAML or JSON; None: the environment says, or there is this
+            machine alone.
+        task: Which task of that file this process is, "worker:1"; None: the file says.
+        devices: Devices to use, as `make_strategy` takes them, "2", "cpu:2" or "gpu:0,gpu:1"; None: all.
+        communication: How workers reduce gradients.
+        timeout: Longest wait for the other workers, in seconds.
+    """
+
+    name: str = "auto"
+    cluster: str | None = None
+    task: str | None = None
+    devices: str | None = None
+    communication: str = _one_of(("auto", "ring", "nccl"), "auto")
+    timeout: float = _above(0, 600.0)
+
+    def __post_init__(self) -> None:
+        _check(self, "strategy")
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """What to train and evaluate on.
+
+    Attributes:
+        name: TFDS data set.
+        train_split: Split to train on.
+        eval_split: Split to evaluate on, after every epoch and at the end.
+        data_dir: Where TFDS data sets lie prepared; None: where TFDS keeps them.
+        global_batch: Examples per step, of all replicas together.
+        shuffle: Whether to shuffle the training split, anew every epoch.
+        cache: Whether to keep the examples in memory.
+    """
+
+    name: str = "tfdist_digits"
+    train_split: str = "train"
+    eval_split: str = "test"
+    data_dir: str | None = None
+    global_batch: int = _at_least(1, 64)
+    shuffle: bool = True
+    cache: bool = False
+
+    def __post_init__(self) -> None:
+        _check(self, "data")
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """What to train.
+
+    Attributes:
+        name: One of `tfdist.models.MODELS`.
+        options: That model's options, such as {"dropout": 0.1}; shape and classes come from the data.
+    """
+
+    name: str = "cnn"
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check(self, "model")
+
+
+@dataclasses.dataclass(frozen=True)
+class Train:
+    """How to train.
+
+    Attributes:
+        epochs: Passes over the training split.
+        optimizer: A Keras optimizer, such as "adam".
+        learning_rate: Its step size, at the beginning.
+        schedule: "constant", or "cosine": the step size falls to 0 along half a cosine until the last step.
+        precision: Keras' dtype policy.
+        steps_per_execution: Steps per call of the train function; logs and callbacks see every so many steps.
+        seed: Seed of initial weights, dropout and the order of examples.
+    """
+
+    epochs: int = _at_least(1, 8)
+    optimizer: str = "adam"
+    learning_rate: float = _above(0, 1e-3)
+    schedule: str = _one_of(("constant", "cosine"), "constant")
+    precision: str = _one_of(("float32", "mixed_bfloat16", "mixed_float16"), "float32")
+    steps_per_execution: int = _at_least(1, 1)
+    seed: int = _at_least(0, 0)
+
+    def __post_init__(self) -> None:
+        _check(self, "train")
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """What a run leaves behind.
+
+    Attributes:
+        dir: Directory of this run; None: `runs/NAME`, or `runs/NAME-2` and so on after runs that are
+            finished.
+        save_model: Whether to save the trained model.
+    """
+
+    dir: str | None = None
+    save_model: bool = True
+
+    def __post_init__(self) -> None:
+        _check(self, "output")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """All settings of one training run.
+
+    Example:
+        >>> run = Run.from_dict({"name": "mine", "train": {"epochs": 3}})
+        >>> run.train.epochs, run.data.global_batch
+        (3, 64)
+    """
+
+    name: str = "run"
+    strategy: Strategy = dataclasses.field(default_factory=Strategy)
+    data: Data = dataclasses.field(default_factory=Data)
+    model: Model = dataclasses.field(default_factory=Model)
+    train: Train = dataclasses.field(default_factory=Train)
+    output: Output = dataclasses.field(default_factory=Output)
+
+    def __post_init__(self) -> None:
+        _check(self, "")
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> Run:
+        """A Run with these settings and defaults for all others.
+
+        Args:
+            settings: Nested mapping, section to key to value, such as the `to_dict()` of a `ConfigDict`.
+
+        Returns:
+            The Run.
+
+        Raises:
+            ValueError: For an unknown key, naming the nearest known one, and for a value of the wrong type or
+                range.
+
+        Example:
+            >>> Run.from_dict({"train": {"epoch": 3}})
+            Traceback (most recent call last):
+            ValueError: train.epoch: no such key. Did you mean train.epochs?
+        """
+        sections = {key: _section(cls, key, value) for key, value in settings.items()}
+        return cls(**sections)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as nested dicts, which `from_dict` reads back."""
+        return dataclasses.asdict(self)
+
+
+def default() -> ConfigDict:
+    """The defaults as a `ConfigDict`, for the `get_config()` of a config file to change.
+
+    Example:
+        >>> config = default()
+        >>> config.train.epochs = 3
+        >>> Run.from_dict(config.to_dict()).train.epochs
+        3
+    """
+    from ml_collections import ConfigDict, config_dict
+
+    # A mistake in a config file is to be found, and reported with its key, by Run.from_dict alone.
+    config = ConfigDict(Run().to_dict(), type_safe=False)
+    for section, kind in typing.get_type_hints(Run).items():
+        for key, hint in typing.get_type_hints(kind).items() if dataclasses.is_dataclass(kind) else ():
+            if isinstance(hint, types.UnionType):  # lets --config.output.dir=... know its type
+                config[section][key] = config_dict.placeholder(typing.get_args(hint)[0])
+    return config
+
+
+def check_key(key: str) -> None:
+    """Raises ValueError unless this dotted key is one of a Run, or an option of its model.
+
+    Example:
+        >>> check_key("train.epochs"), check_key("model.options.dropout")
+        (None, None)
+        >>> check_key("trian.epochs")
+        Traceback (most recent call last):
+        ValueError: trian: no such key. Did you mean train?
+    """
+    head, _, rest = key.partition(".")
+    section = _hint(Run, head, "")
+    if rest and not dataclasses.is_dataclass(section):
+        raise ValueError(f"{key}: no such key; {head} is a value, not a section. Set {head} itself.")
+    if rest:
+        name, _, inner = rest.partition(".")
+        if inner and "Mapping" not in str(_hint(section, name, head)):
+            raise ValueError(
+                f"{key}: no such key; {head}.{name} is a value, not a section. Set {head}.{name} itself."
+            )
+        _hint(section, name, head)
+
+
+def nearest(name: str, names: typing.Iterable[str], prefix: str = "") -> str:
+    """The remedy for a misspelt name: the nearest, or all there are.
+
+    Example:
+        >>> nearest("epoch", ["epochs", "seed"])
+        'Did you mean epochs?'
+        >>> nearest("x", ["epochs", "seed"])
+        'Expected one of epochs, seed.'
+    """
+    names = sorted(names)
+    close = difflib.get_close_matches(name, names, n=1)
+    return (
+        f"Did you mean {prefix}{close[0]}?"
+        if close
+        else f"Expected one of {', '.join(prefix + n for n in names)}."
+    )
+
+
+def _section(cls: type, key: str, value: Any) -> Any:
+    kind = _hint(cls, key, "")
+    if not dataclasses.is_dataclass(kind):
+        return value
+    if not isinstance(value, Mapping):
+        keys = ", ".join(typing.get_type_hints(kind))
+        raise ValueError(f"{key}: expected a section with keys such as {keys}; received {value!r}.")
+    for name in value:
+        _hint(kind, name, key)
+    return kind(**value)  # type: ignore[operator]
+
+
+def _hint(kind: Any, name: str, path: str) -> Any:
+    """The type of a key; `path` is the key of the section it is in."""
+    hints = typing.get_type_hints(kind)
+    if name not in hints:
+        prefix = f"{path}." if path else ""
+        raise ValueError(f"{prefix}{name}: no such key. {nearest(name, hints, prefix)}")
+    return hints[name]
+
+
+def _check(section: Any, path: str) -> None:
+    """Checks every field of a section against its type and bounds; ints become floats where those are expected."""
+    hints = typing.get_type_hints(type(section))
+    for field in dataclasses.fields(section):
+        key = f"{path}.{field.name}" if path else field.name
+        value = _typed(key, getattr(section, field.name), hints[field.name])
+        object.__setattr__(section, field.name, value)
+        rule = field.metadata
+        if "at least" in rule and value < rule["at least"]:
+            raise ValueError(f"{key}: expected at least {rule['at least']}, received {value!r}.")
+        if "above" in rule and not value > rule["above"]:
+            raise ValueError(f"{key}: expected a number above {rule['above']}, received {value!r}.")
+        if "one of" in rule and value not in rule["one of"]:
+            raise ValueError(f"{key}: received {value!r}. {nearest(value, rule['one of'])}")
+
+
+def _typed(key: str, value: Any, hint: Any) -> Any:
+    if isinstance(hint, types.UnionType):
+        if value is None:
+            return None
+        hint = typing.get_args(hint)[0]
+    kind = typing.get_origin(hint) or hint
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        expected = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}.get(
+            kind, "a mapping"
+        )
+        raise ValueError(
+            f"{key}: expected {expected}, received {value!r}, which is of type {type(value).__name__}."
+        )
+    return dict(value) if kind is Mapping else value

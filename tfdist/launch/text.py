@@ -1,0 +1,110 @@
+"""Text meant for a terminal becomes finished lines, in our colours or none; nothing is written here."""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Mapping
+
+LONGEST_LINE = 1 << 16  # characters; a task that never ends its line must not fill the memory
+
+_COLOURS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)  # readable on dark and light; red is left to errors
+_COLOUR_CODE = re.compile(r"\x1b\[[0-9;:]*m")
+_OTHER_ESCAPE = re.compile(r"\x1b(?:\[[0-9;:?]*(?:[@-ln-~]|$)|\][^\x07\x1b]*(?:\x07|\x1b\\|$)|[^\[\]]|$)")
+# glog's form. 303: libcuda is a stub, that is, there is no GPU driver, which is no error on a CPU machine.
+_CHATTER = re.compile(
+    r"I\d{4} [\d:.]+ +\d+ \S+:\d+\]|WARNING: All log messages before absl::InitializeLog"
+    r"|E\d{4} .*failed call to cuInit.*\(303\)"
+)
+
+
+class Line:
+    r"""A one-line terminal: bytes with carriage returns and backspaces become lines, finished and in the making.
+
+    Example:
+        >>> line = Line()
+        >>> line.feed(b"epoch 1\n1/3 ..\r2/3 .")
+        ['epoch 1']
+        >>> line.text
+        '2/3 .'
+        >>> line.feed(b"\b\b\b\b\b\r3/3 done\r\n"), line.text
+        (['3/3 done'], '')
+    """
+
+    def __init__(self):
+        # surrogateescape: bytes that are no UTF-8 reach the log file unchanged.
+        self._decode = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode
+        self._return = False  # the next text begins the line anew
+        self.text = ""
+
+    def feed(self, data: bytes) -> list[str]:
+        """Takes the next bytes; returns the lines that they finish, without newline."""
+        finished = []
+        for token in re.findall(r"\n|\r|\x08+|[^\n\r\x08]+", self._decode(data)):
+            if token == "\n" or len(self.text) > LONGEST_LINE:
+                finished.append(self.text.rstrip())
+                self.text, self._return = "", False
+            if token == "\r":
+                self._return = True
+            elif token[0] == "\b":
+                self.text = self.text[: -len(token)]
+            elif token != "\n":
+                self.text = token if self._return else self.text + token
+                self._return = False
+        return finished
+
+
+def paint(text: str, index: int, colour: bool) -> str:
+    """Colours a text by a number.
+
+    Example:
+        >>> paint("a", 0, True), paint("a", 0, False)
+        ('\\x1b[36ma\\x1b[0m', 'a')
+    """
+    return f"\x1b[{_COLOURS[index % len(_COLOURS)]}m{text}\x1b[0m" if colour else text
+
+
+def printable(line: str, colour: bool) -> str:
+    r"""Removes what would move the cursor, and unwanted colours; bytes that are no text become "?".
+
+    Example:
+        >>> printable("\x1b[2K\x1b[1mbold\x1b[", True), printable("\x1b[1mbold\x1b[0m", False)
+        ('\x1b[1mbold\x1b[0m', 'bold')
+    """
+    line = _OTHER_ESCAPE.sub("", line).encode("utf-8", "replace").decode("utf-8")
+    if not colour:
+        return _COLOUR_CODE.sub("", line)
+    return line + "\x1b[0m" if "\x1b" in line and not line.endswith("\x1b[0m") else line
+
+
+def is_chatter(line: str) -> bool:
+    """Whether a line only informs; TF_CPP_MIN_LOG_LEVEL does not reach those of TensorFlow's first moments.
+
+    Example:
+        >>> is_chatter("I0000 00:00:1700000000.1 77 port.cc:153] oneDNN is on."), is_chatter("I am")
+        (True, False)
+    """
+    return _CHATTER.match(line) is not None
+
+
+def clip(line: str, width: int) -> str:
+    r"""Cuts a line to `width` columns, not counting colour codes.
+
+    Example:
+        >>> clip("\x1b[1mabc\x1b[0mdef", 4)
+        '\x1b[1mabc\x1b[0md'
+    """
+    pieces, left = [], width
+    for piece in re.split(f"({_COLOUR_CODE.pattern})", line):
+        if not _COLOUR_CODE.fullmatch(piece):
+            piece = piece[:left]
+            left -= len(piece)
+        pieces.append(piece)
+    return "".join(pieces)
+
+
+def wants_colour(choice: str, tty: bool, environ: Mapping[str, str]) -> bool:
+    """Decides whether to colour: "always", "never", or "auto": on a terminal, unless NO_COLOR is set."""
+    if choice != "auto":
+        return choice == "always"
+    return tty and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"

@@ -1,0 +1,363 @@
+"""A Run becomes a trained model, its logs and a summary: the hall joins the rooms and computes nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import runpy
+import statistics
+import sys
+import textwrap
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tfdist import app, config
+
+if TYPE_CHECKING:
+    import keras
+    import tensorflow as tf
+    from ml_collections import ConfigDict
+
+HELP = """\
+usage: tfdist train --config=FILE.py [--config.SECTION.KEY=VALUE ...]
+
+Trains what a config file describes. FILE.py defines get_config(), which returns a changed
+tfdist.config.default(); FILE.py:TEXT passes TEXT to it. Keys and their defaults:
+
+"""
+
+SUMMARY = "summary.json"  # marks a run that is finished
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command `tfdist train`.
+
+    Args:
+        argv: The words after `tfdist train`.
+
+    Returns:
+        0. A wrong flag, key or value ends the process with code 78 and one sentence.
+    """
+    if {"-h", "--help"} & set(argv):
+        print(HELP + textwrap.indent(str(config.default()), "  "), end="")
+        return 0
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("tfdist").setLevel(logging.INFO)
+    app.plainly(lambda: run(parse(argv)))
+    return 0
+
+
+def parse(argv: Sequence[str]) -> config.Run:
+    """Reads a config file and the command line's changes to it.
+
+    Args:
+        argv: The words after `tfdist train`.
+
+    Returns:
+        The Run.
+
+    Raises:
+        ValueError: For a wrong flag, file, key or value.
+    """
+    from absl import flags
+    from ml_collections import config_flags
+
+    words = list(argv)
+    places = [i for i, word in enumerate(words) if re.match(r"--?config(=|$)", word)]
+    if len(places) != 1:
+        raise ValueError(
+            f"--config: expected one config file, such as --config=configs/digits.py; received {len(places)}."
+        )
+    path = words.pop(places[0]).partition("=")[2] or (words.pop(places[0]) if words[places[0] :] else "")
+    for word in words:
+        if key := re.match(r"--?(?:no)?config\.([^=]+)", word):
+            config.check_key(key[1])
+    values = flags.FlagValues()
+    # Unlocked, so that options of a model need not stand in the file; the keys are checked before and after.
+    config_flags.DEFINE_config_dict(
+        "config",
+        _load(path),
+        flag_values=values,
+        sys_argv=["tfdist train", *words],
+        lock_config=False,
+        accept_new_attributes=True,
+    )
+    try:
+        left = values(["tfdist train", *words])[1:]
+    except flags.Error as error:
+        raise ValueError(f"{error}. `tfdist train --help` lists the keys.") from error
+    if left:
+        raise ValueError(f"{left[0]}: expected --config.KEY=VALUE, received this word.")
+    return config.Run.from_dict(values.config.to_dict())
+
+
+def run(settings: config.Run) -> dict[str, Any]:
+    """Trains, evaluates and saves a model as a Run says; every task of a cluster calls it with the same Run.
+
+    A run that was interrupted goes on where its backup was made.
+
+    Args:
+        settings: What to do.
+
+    Returns:
+        The summary, also in `summary.json`: accuracy, loss, epochs, examples_per_second (None when nothing
+        was trained any more), seconds, replicas, strategy, and the paths logs, history, backup and, where it
+        is saved, model.
+
+    Raises:
+        ValueError: For settings that do not fit each other, the data or this machine.
+    """
+    import keras
+
+    import tfdist
+    from tfdist import data, models
+    from tfdist.strategies import is_chief
+    from tfdist.telemetry import JsonlWriter, Telemetry
+
+    started = time.monotonic()
+    where = settings.strategy
+    strategy = tfdist.make_strategy(
+        where.name,
+        cluster=where.cluster,
+        devices=where.devices,
+        task=where.task,
+        communication=where.communication,
+        timeout=where.timeout,
+    )
+    chief = is_chief(strategy)
+    directory = find_directory(settings)
+    train_source = data.load(settings.data.name, settings.data.train_split, settings.data.data_dir)
+    eval_source = data.load(settings.data.name, settings.data.eval_split, settings.data.data_dir)
+    batch, cache, seed = settings.data.global_batch, settings.data.cache, settings.train.seed
+    train = data.pipeline(train_source, batch, seed=seed, shuffle=settings.data.shuffle, cache=cache)
+    test = data.pipeline(eval_source, batch, shuffle=False, cache=cache)
+
+    keras.utils.set_random_seed(seed)
+    keras.config.set_dtype_policy(settings.train.precision)
+    shape, classes = _shapes(train_source)
+    with strategy.scope():
+        model = models.build(
+            settings.model.name, **{"input_shape": shape, "classes": classes, **settings.model.options}
+        )
+        model.compile(
+            optimizer=_optimizer(settings.train, train),
+            loss="sparse_categorical_crossentropy",
+            metrics=["accuracy"],
+            steps_per_execution=settings.train.steps_per_execution,
+        )
+
+    paths = {
+        "logs": directory / "logs",
+        "history": directory / "history.jsonl",
+        "backup": directory / "backup",
+        "model": directory / "model.keras",
+    }
+    if not settings.output.save_model:
+        del paths["model"]
+    journal = None
+    if chief:
+        directory.mkdir(parents=True, exist_ok=True)
+        _write_json(directory / "config.json", settings.to_dict())
+        journal = JsonlWriter(paths["history"])
+    clock = _Clock()
+
+    def begin_epoch(epoch: int, logs: dict) -> None:
+        train.epochs.next = epoch  # after a resume the order goes on too
+        if journal:
+            journal.rewind(epoch)
+        clock.start()
+
+    def end_epoch(epoch: int, logs: dict) -> None:
+        clock.stop()
+        Telemetry([journal] if journal else []).scalars(epoch, {**logs, "seconds": clock.seconds[-1]})
+
+    model.fit(
+        train,
+        epochs=settings.train.epochs,
+        validation_data=test,
+        shuffle=False,  # the pipeline does
+        callbacks=[
+            tfdist.BackupAndRestore(str(paths["backup"])),
+            tfdist.TensorBoard(str(paths["logs"])),
+            keras.callbacks.LambdaCallback(
+                on_epoch_begin=begin_epoch, on_epoch_end=end_epoch, on_test_begin=lambda logs: clock.stop()
+            ),
+        ],
+    )
+    results = model.evaluate(test, verbose=0, return_dict=True)
+    if "model" in paths:
+        model.save(paths["model"])
+
+    summary = {
+        "name": settings.name,
+        **{name: float(value) for name, value in results.items()},
+        "epochs": settings.train.epochs,
+        "examples_per_second": clock.rate(train_source.cardinality),
+        "seconds": time.monotonic() - started,
+        "replicas": strategy.num_replicas_in_sync,
+        "strategy": type(strategy).__name__,
+        **{name: str(path) for name, path in paths.items()},
+    }
+    if chief:
+        _write_json(directory / SUMMARY, summary)
+        print(describe(summary), flush=True)
+    return summary
+
+
+def find_directory(settings: config.Run, root: str | os.PathLike = "runs") -> Path:
+    """Where a run writes: as told, or the first `ROOT/NAME`, `ROOT/NAME-2` ... without a finished run.
+
+    Args:
+        settings: The Run.
+        root: Parent of the directories that nobody named.
+
+    Returns:
+        The directory, which need not exist.
+
+    Raises:
+        ValueError: When the directory it was told holds a finished run.
+    """
+    if settings.output.dir is not None:
+        directory = Path(settings.output.dir)
+        if (directory / SUMMARY).exists():
+            raise ValueError(
+                f"output.dir: {directory} holds a finished run; expected a new directory or one with an interrupted run. "
+                "Name another, or remove it."
+            )
+        return directory
+    number = 1
+    while True:
+        directory = Path(root) / (settings.name if number == 1 else f"{settings.name}-{number}")
+        if not (directory / SUMMARY).exists():
+            return directory
+        number += 1
+
+
+def describe(summary: dict[str, Any]) -> str:
+    """The lines that tell a person how a run ended and where things are.
+
+    Args:
+        summary: What `run` returns.
+
+    Returns:
+        Lines without a final newline.
+    """
+    speed = summary["examples_per_second"]
+    replicas = summary["replicas"]
+    rate = "nothing left to train" if speed is None else f"{speed:,.0f} examples/s"
+    backup = (
+        f"{summary['backup']}" if os.path.isdir(summary["backup"]) else "none any more: training is complete"
+    )
+    lines = [
+        "",
+        f"{summary['name']}: accuracy {summary['accuracy']:.2%}, loss {summary['loss']:.4f} on the evaluation split "
+        f"after {summary['epochs']} epochs",
+        f"  speed    {rate} on {replicas} replica{'s' if replicas > 1 else ''}, {summary['seconds']:.0f} s in all",
+        f"  model    {summary.get('model', 'not saved')}",
+        f"  history  {summary['history']}",
+        f"  backup   {backup}",
+        f"  logs     {summary['logs']}; to look at them: tensorboard --logdir {summary['logs']}",
+    ]
+    return "\n".join(lines)
+
+
+class _Clock:
+    """Training time of each epoch, seconds, validation not included."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._begin: float | None = None
+
+    def start(self) -> None:
+        self._begin = time.perf_counter()
+
+    def stop(self) -> None:
+        """Ends the epoch's time, at its validation or its end, whichever comes first."""
+        if self._begin is not None:
+            self.seconds.append(time.perf_counter() - self._begin)
+            self._begin = None
+
+    def rate(self, examples: int | None) -> float | None:
+        """Examples per second of the median epoch; the first one compiles and counts only if it is alone."""
+        seconds = self.seconds[1:] or self.seconds
+        return examples / statistics.median(seconds) if examples and seconds else None
+
+
+def _load(path: str) -> ConfigDict:
+    """What get_config() in a file returns; the text after a colon, if any, is passed to it."""
+    from ml_collections import ConfigDict
+
+    path, colon, text = path.partition(":")
+    if not os.path.isfile(path):
+        raise ValueError(
+            f"--config={path}: no such file in {os.getcwd()}. Name a Python file that defines get_config()."
+        )
+    try:
+        result = runpy.run_path(path)["get_config"](*([text] if colon else []))
+    except Exception as error:
+        line = traceback.extract_tb(error.__traceback__)[-1]
+        raise ValueError(
+            f"--config={path}: {type(error).__name__} in line {line.lineno} of {line.filename}: {error}"
+        ) from error
+    if not isinstance(result, ConfigDict):
+        raise ValueError(
+            f"--config={path}: expected get_config() to return a changed tfdist.config.default(), received {result!r}."
+        )
+    return result
+
+
+def _shapes(source) -> tuple[tuple[int, ...], int]:
+    spec = source.element_spec
+    if (
+        not isinstance(spec, tuple)
+        or len(spec) != 2
+        or not hasattr(spec[0], "shape")
+        or source.classes is None
+    ):
+        raise ValueError(
+            f"data.name: {source.name} is no data set of inputs with a class each, but of {spec}. Choose one with "
+            "supervised_keys, or write a script with a model of your own (see examples/)."
+        )
+    if None in spec[0].shape:
+        raise ValueError(
+            f"data.name: the inputs of {source.name} have no common shape: {spec[0].shape}. Resize them in a script, with "
+            "tfdist.data.pipeline(transform=...)."
+        )
+    return tuple(spec[0].shape), source.classes
+
+
+def _optimizer(settings: config.Train, train: tf.data.Dataset) -> keras.optimizers.Optimizer:
+    import keras
+
+    kinds = {
+        name.lower(): kind
+        for name, kind in vars(keras.optimizers).items()
+        if isinstance(kind, type) and issubclass(kind, keras.optimizers.Optimizer) and name != "Optimizer"
+    }
+    kind = kinds.get(settings.optimizer.lower())
+    if kind is None:
+        raise ValueError(
+            f"train.optimizer: received {settings.optimizer!r}. {config.nearest(settings.optimizer, kinds)}"
+        )
+    rate: Any = settings.learning_rate
+    if settings.schedule == "cosine":
+        steps = int(train.cardinality())
+        if steps < 0:
+            raise ValueError("train.schedule: 'cosine' needs a data set of known length. Choose 'constant'.")
+        rate = keras.optimizers.schedules.CosineDecay(rate, steps * settings.epochs)
+    return kind(learning_rate=rate)
+
+
+def _write_json(path: Path, value: Any) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
