@@ -19,6 +19,7 @@ setup(
     package_data={"tfdist": ["py.typed"]},
     install_requires=[
         "absl-py>=2.1",  # flags and app.run of the per-worker scripts
+        "importlib_resources>=6.0",  # TFDS imports it when it prepares a data set, but declares it for Python < 3.9 only
         "keras>=3.10",
         "ml_collections>=1.0",  # --config=FILE.py --config.a.b=VALUE
         "numpy>=1.26",

@@ -24,6 +24,7 @@ import os
 import pathlib
 import platform
 import shlex
+import signal
 import statistics
 import sys
 import tempfile
@@ -274,6 +275,7 @@ def _positive(text: str) -> int:
 
 def main(argv: list[str]) -> int:
     args = parse(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that files and processes are cleared up
     os.environ.update(ONE_THREAD | QUIET_CPU)  # for the workers
     about = {
         "Command": f"`{shlex.join(['python', 'benchmarks/fit_overhead.py', *argv])}`",

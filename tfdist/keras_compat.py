@@ -70,6 +70,11 @@ def seeded() -> bool:
     return _context.global_seed() is not None
 
 
+def profiles(callback: keras.callbacks.TensorBoard) -> bool:
+    """Whether Keras' TensorBoard callback was asked to profile some batches."""
+    return callback._should_trace
+
+
 def _hook_model(name: str) -> None:
     keras_method = getattr(keras.Model, name)
 

@@ -25,11 +25,26 @@ def run_python():
     return run
 
 
-@pytest.fixture(scope="session")
-def digits_dir(tmp_path_factory):
-    """A TFDS data_dir with the digits prepared."""
-    from tfdist import data
+@pytest.fixture(scope="session", autouse=True)
+def logical_devices():
+    """Three CPU devices for all tests of this process; TensorFlow takes them only before its start."""
+    tf = sys.modules.get("tensorflow")  # where no test file imports it, nothing is waited for
+    if tf is not None:
+        cpu = tf.config.list_physical_devices("CPU")[0]
+        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 3)
 
-    directory = tmp_path_factory.mktemp("tfds")
-    data.load("tfdist_digits", "test", directory)
-    return directory
+
+@pytest.fixture(scope="session")
+def one_device():
+    """The strategy of one CPU."""
+    import tfdist
+
+    return tfdist.make_strategy("one_device", devices="cpu")
+
+
+@pytest.fixture(scope="session")
+def mirrored():
+    """A strategy of two replicas."""
+    import tfdist
+
+    return tfdist.make_strategy("mirrored", devices="cpu:0,cpu:1")

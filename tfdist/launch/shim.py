@@ -24,6 +24,10 @@ def main() -> None:
         _run(sys.argv[1:])
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)  # a Ctrl-C, passed on by the launcher: where it struck helps nobody
+    except SystemExit as stop:
+        if stop.__cause__ is not None:  # `raise SystemExit(78) from error`: the error was told plainly, the report names it
+            write_error(os.environ.get("TFDIST_ERROR_FILE"), stop.__cause__)
+        raise
     except Exception as error:
         error.__traceback__ = _users_part(error.__traceback__)
         write_error(os.environ.get("TFDIST_ERROR_FILE"), error)

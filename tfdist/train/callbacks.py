@@ -11,11 +11,12 @@ import atexit
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Iterable
 
 import keras
 import tensorflow as tf
+
+from tfdist.keras_compat import profiles
 
 BackupAndRestore = keras.callbacks.BackupAndRestore
 
@@ -44,10 +45,17 @@ class TensorBoard(keras.callbacks.TensorBoard):
         super().__init__(log_dir=log_dir, **kwargs)
         self.per_worker = per_worker
 
+    def on_train_begin(self, logs=None):
+        super().on_train_begin(logs)
+        self._speed_writer = tf.summary.create_file_writer(os.path.join(self.log_dir, "train"), filename_suffix=".speed")
+
+    def on_train_end(self, logs=None):
+        super().on_train_end(logs)
+        self._speed_writer.close()
+
     def on_epoch_begin(self, epoch, logs=None):
         super().on_epoch_begin(epoch, logs)
         self._before = self._stats()
-        self._started = time.perf_counter()
 
     def on_epoch_end(self, epoch, logs=None):
         super().on_epoch_end(epoch, logs)
@@ -55,7 +63,7 @@ class TensorBoard(keras.callbacks.TensorBoard):
         if stats is None or stats["steps"] == before["steps"]:
             return
         steps, seconds = stats["steps"] - before["steps"], stats["seconds"] - before["seconds"]
-        with self._train_writer.as_default():
+        with self._speed_writer.as_default():
             tf.summary.scalar("speed/examples_per_second", (stats["examples"] - before["examples"]) / seconds, step=epoch)
             tf.summary.scalar("speed/step_milliseconds", 1e3 * seconds / steps, step=epoch)
             tf.summary.scalar("speed/input_wait", (stats["input_seconds"] - before["input_seconds"]) / seconds, step=epoch)
@@ -82,7 +90,7 @@ def _watches(callback, mode: str) -> bool:
         if not _extends(callback, keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore, mode=mode):
             return mode == "train" and callback.save_freq != "epoch"
     if isinstance(callback, keras.callbacks.TensorBoard) and not _extends(callback, keras.callbacks.TensorBoard, mode=mode):
-        return callback.update_freq != "epoch" or callback._should_trace
+        return callback.update_freq != "epoch" or profiles(callback)
     return _extends(callback, keras.callbacks.Callback, mode=mode)
 
 

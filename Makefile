@@ -1,0 +1,76 @@
+# `make train` and `make test` are all one needs; both set .venv up first, and again when setup.py has changed.
+
+VERSIONS = 3.13 3.12 3.11 3.10
+COMPAT_VERSIONS = 3.12 3.11 3.10
+# The oldest Keras and TensorFlow that tfdist supports.
+COMPAT = 'keras==3.10.0' 'tensorflow==2.19.*'
+
+BIN = .venv/bin
+PIP_INSTALL = -m pip install -qq --disable-pip-version-check
+PYTEST = -m pytest -q
+
+.PHONY: help train test test-compat lint bench clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make train        train a small network on two local workers"
+	@echo "make test         lint, types, doctests and all tests"
+	@echo "make test-compat  the Keras hooks and parity on the oldest Keras supported"
+	@echo "make lint         lint and types"
+	@echo "make bench        measure what fit costs, write benchmarks/reports"
+	@echo "make clean        remove what these made, but for runs/"
+	@echo "PYTHON=/path/to/python3 chooses the Python of a new environment."
+
+train: .venv/installed-digits
+	$(BIN)/tfdist launch --workers 2 -- tfdist train --config=configs/digits.py
+
+lint: .venv/installed-test
+	$(BIN)/ruff check -q .
+	$(BIN)/mypy
+
+test: .venv/installed-test lint
+	$(BIN)/python $(PYTEST) --doctest-modules tfdist
+	$(BIN)/python $(PYTEST) tests/test_architecture.py tests/unit
+	$(BIN)/python $(PYTEST) tests/cluster
+	$(BIN)/python $(PYTEST) tests/parity
+	$(BIN)/python $(PYTEST) tests/gpu
+
+test-compat: .venv-compat/installed
+	.venv-compat/bin/python $(PYTEST) tests/unit/test_keras_compat.py
+	.venv-compat/bin/python $(PYTEST) tests/parity -k mirrored-2
+
+bench: .venv/installed-bench
+	$(BIN)/python benchmarks/fit_overhead.py
+
+clean:
+	rm -rf .venv .venv-compat build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# One stamp for each of setup.py's extras.
+.venv/installed-%: setup.py | .venv/bin/python
+	@echo "Installing tfdist[$*] into .venv; the first time this takes some minutes: TensorFlow is large."
+	@$(BIN)/python $(PIP_INSTALL) --editable '.[$*]'
+	@touch $@
+
+.venv-compat/installed: setup.py | .venv-compat/bin/python
+	@echo "Installing tfdist[test] with $(COMPAT) into .venv-compat; the first time this takes some minutes."
+	@.venv-compat/bin/python $(PIP_INSTALL) --editable '.[test]' $(COMPAT)
+	@touch $@
+
+.venv/bin/python:
+	$(call new-environment,.venv,$(VERSIONS))
+
+.venv-compat/bin/python:
+	$(call new-environment,.venv-compat,$(COMPAT_VERSIONS))
+
+# $(call new-environment,DIRECTORY,VERSIONS): with the first Python that is one of the versions, and can make environments.
+define new-environment
+	@for python in $(or $(PYTHON),$(addprefix python,$(2)) python3 python); do \
+	  if $$python -c 'import ensurepip, sys; sys.exit("%d.%d" % sys.version_info[:2] not in "$(2)".split())' 2>/dev/null; then \
+	    echo "Making $(1) with $$($$python --version)."; exec $$python -m venv --clear $(1); \
+	  fi; \
+	done; \
+	echo "make: expected Python $(2) with its venv module, found none of it as $(or $(PYTHON),python3.x in PATH)." >&2; \
+	echo "Install one (on Debian and Ubuntu with its python3.x-venv package), or name it: make PYTHON=/path/to/python3.12 ..." >&2; \
+	exit 1
+endef

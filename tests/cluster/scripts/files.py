@@ -1,0 +1,89 @@
+"""Trains with every callback that writes files: `files.py DIRECTORY crash|finish`.
+
+All but the backup goes to a directory of this worker's own, so that whatever a worker other than the chief writes is found there.
+"""
+
+import os
+import pathlib
+import pickle
+import signal
+import sys
+import time
+
+import keras
+import tensorflow as tf
+
+import tfdist
+from tests.parity.cases import CROSSENTROPY, data, dataset, mlp
+from tfdist.strategies import is_chief
+
+CRASH_EPOCH, EPOCHS = 2, 4
+SLOW_STEPS = 150
+
+
+def build(strategy, seed=1):
+    keras.utils.set_random_seed(seed)
+    with strategy.scope():
+        model = mlp()
+        model.compile("adam", CROSSENTROPY, metrics=["accuracy"])
+    return model
+
+
+def slowly(x, y):
+    """What a batch of the worker that is slow has to pass."""
+
+    def wait():
+        time.sleep(0.02)
+        return True
+
+    with tf.control_dependencies([tf.py_function(wait, [], tf.bool)]):
+        return tf.identity(x), y
+
+
+def main(directory: str, stage: str) -> None:
+    strategy = tfdist.make_strategy()
+    rank = 0 if is_chief(strategy) else 1
+    shared = pathlib.Path(directory)
+    own = shared / f"rank-{rank}"
+    epochs = []
+
+    def begin(epoch, logs):
+        if stage == "crash" and epoch == CRASH_EPOCH:
+            os.kill(os.getpid(), signal.SIGKILL)
+        epochs.append(epoch)
+
+    model = build(strategy)
+    history = model.fit(
+        dataset(*data()),
+        epochs=EPOCHS,
+        validation_data=dataset(*data(20, seed=5)),
+        callbacks=[
+            keras.callbacks.ModelCheckpoint(own / "epoch-{epoch}.keras"),
+            keras.callbacks.ModelCheckpoint(own / "step-{batch}.weights.h5", save_weights_only=True, save_freq=2),
+            keras.callbacks.CSVLogger(own / "log.csv" if rank == 0 else own.with_suffix(".csv")),
+            keras.callbacks.TensorBoard(own / "keras", write_images=False),
+            tfdist.TensorBoard(str(own / "chief")),
+            tfdist.TensorBoard(str(shared / "each"), per_worker=True),
+            tfdist.BackupAndRestore(str(shared / "backup")),
+            keras.callbacks.LambdaCallback(on_epoch_begin=begin),
+        ],
+    )
+    model.save(own / "model.keras")
+    model.save_weights(own / "model.weights.h5")
+    model.export(own / "exported", verbose=False)
+
+    steps = dataset(*data(SLOW_STEPS), batch=1).map(slowly if rank else lambda x, y: (x, y))
+    slow = build(strategy)
+    slow.fit(steps, verbose=0)
+    result = {
+        "epochs": epochs,
+        "history": history.history,
+        "weights": model.get_weights(),
+        "slow steps": int(slow.optimizer.iterations.numpy()),
+        "slow weights": slow.get_weights(),
+    }
+    (shared / f"result-{rank}.pickle").write_bytes(pickle.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

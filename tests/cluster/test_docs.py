@@ -1,0 +1,103 @@
+"""Commands of README and docs are run: each block marked `bash run`, in a copy of what a reader has at hand.
+
+The word after `bash` says what becomes of a block: `run`; `run mpirun` where that program is installed; `elsewhere` for
+what needs several machines, a network or minutes. A block `python NAME.py` is a file for the page's commands.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import shutil
+
+import pytest
+import yaml
+
+from tests.processes import PYTHON, ROOT, group
+from tfdist import addresses, resolvers
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(\w+) ?(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
+SECONDS = 180  # for one block; each takes some ten
+
+
+def blocks(page: pathlib.Path, language: str) -> list[tuple[str, str]]:
+    """(words after the language, text) of a page's blocks of code."""
+    return [(words, text) for found, words, text in FENCE.findall(page.read_text(encoding="utf-8")) if found == language]
+
+
+def runnable() -> list:
+    return [
+        pytest.param(page, words.split()[1:], text, id=f"{page.stem}-{number}")
+        for page in PAGES
+        for number, (words, text) in enumerate(blocks(page, "bash"))
+        if words.startswith("run")
+    ]
+
+
+@pytest.fixture(scope="module")
+def environ(tmp_path_factory):
+    """What the commands find: this Python's programs first, and a place for data of their own."""
+    return {
+        "PATH": f"{pathlib.Path(PYTHON).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "TFDS_DATA_DIR": str(tmp_path_factory.mktemp("tfds")),
+        # In a container one is root, and has fewer cores than processes.
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    }
+
+
+@pytest.fixture
+def project(tmp_path):
+    """Examples and configs; the cluster of two workers on ports that are free now."""
+    directory = tmp_path / "project"
+    for name in ("configs", "examples"):
+        shutil.copytree(ROOT / name, directory / name)
+    cluster = directory / "configs" / "clusters" / "local-two.yaml"
+    text = cluster.read_text()
+    for example, port in zip(("2222", "2223"), addresses.free_ports(2), strict=True):
+        text = text.replace(f":{example}", f":{port}")
+    cluster.write_text(text)
+    return directory
+
+
+@pytest.mark.parametrize(("page", "programs", "text"), runnable())
+def test_a_command_of_the_docs(page, programs, text, project, environ, tmp_path):
+    missing = [name for name in programs if shutil.which(name) is None]
+    if missing:
+        pytest.skip(f"{missing[0]} is not installed")
+    for name, code in blocks(page, "python"):
+        if name:
+            (project / name).write_text(code)
+    with group(tmp_path) as members:
+        members.start("block", ["bash", "-euo", "pipefail", "-c", f"cd '{project}'\n{text}"], **environ)
+        members.succeed(SECONDS)
+
+
+def test_every_command_is_marked():
+    for page in PAGES:
+        for words, text in blocks(page, "bash"):
+            assert re.fullmatch(r"run( \w+)?|elsewhere", words), f"{page.name}: {words!r} of\n{text}"
+
+
+def test_links_lead_somewhere():
+    for page in PAGES:
+        for link in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_the_kubernetes_manifest_fits_the_resolver():
+    """A pod's environment, as Kubernetes would make it of the manifest, becomes the worker that the Service can reach."""
+    ((_, text),) = (block for block in blocks(ROOT / "docs" / "clusters.md", "yaml") if block[0] == "kubernetes")
+    service, job = yaml.safe_load_all(text)
+    name, pod = job["metadata"]["name"], job["spec"]["template"]["spec"]
+    given = {entry["name"]: entry["value"] for entry in pod["containers"][0]["env"]}
+    spec = resolvers.from_kubernetes({**given, "JOB_COMPLETION_INDEX": "1", "HOSTNAME": f"{name}-1"})
+    port = service["spec"]["ports"][0]["port"]
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["selector"] == {"job-name": name}
+    assert job["spec"]["completions"] == job["spec"]["parallelism"]
+    assert spec.jobs["worker"] == tuple(f"{name}-{i}.{pod['subdomain']}:{port}" for i in range(job["spec"]["completions"]))

@@ -1,0 +1,159 @@
+"""Two workers train as one: who writes which file, who resumes where, and what mistakes of theirs are named."""
+
+import csv
+import json
+import pickle
+
+import keras
+import numpy as np
+import pytest
+
+from tests.cluster.scripts.files import CRASH_EPOCH, EPOCHS, SLOW_STEPS
+from tests.processes import PYTHON, ROOT, group, workers
+
+SECONDS = 240  # for one cluster: about 25 on an idle machine of 2 cores
+pytestmark = pytest.mark.timeout(3 * SECONDS)
+
+
+def script(name, *arguments):
+    return [PYTHON, "-m", f"tests.cluster.scripts.{name}", *map(str, arguments)]
+
+
+# --- Files, resuming, speed: one job that is killed, and started again --------------------------------------------------
+class Job:
+    """What a job of two workers left, whose first attempt was killed."""
+
+    def __init__(self, directory):
+        self.directory = directory
+        for stage in ("crash", "finish"):
+            logs = directory / stage
+            logs.mkdir()
+            with group(logs) as members:
+                workers(members, 2, script("files", directory, stage), PYTHONPATH=str(ROOT))
+                if stage == "crash":
+                    assert not any(c == 0 for c in members.wait(SECONDS).values()), members.logs()
+                else:
+                    members.succeed(SECONDS)
+                self.logs = [members.log(f"worker-{i}") for i in range(2)]
+        self.results = [pickle.loads((directory / f"result-{i}.pickle").read_bytes()) for i in range(2)]
+
+    def files(self, where):
+        return sorted(str(p.relative_to(self.directory / where)) for p in (self.directory / where).rglob("*") if p.is_file())
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    return Job(tmp_path_factory.mktemp("job"))
+
+
+def test_both_workers_resume_at_the_chiefs_epoch(job):
+    for result in job.results:
+        assert result["epochs"] == list(range(CRASH_EPOCH, EPOCHS))
+    assert job.files("backup") == []  # deleted after success
+
+
+def test_both_workers_report_the_same(job):
+    chief, other = job.results
+    assert set(chief["history"]) == {"loss", "accuracy", "val_loss", "val_accuracy"}
+    assert chief["history"] == other["history"]
+    for key in ("weights", "slow weights"):
+        for a, b in zip(chief[key], other[key], strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_only_the_chief_writes(job):
+    assert not (job.directory / "rank-1").exists() or job.files("rank-1") == []
+    assert not (job.directory / "rank-1.csv").exists()
+
+
+def test_the_chiefs_files_are_whole(job):
+    chief = job.directory / "rank-0"
+    with open(chief / "log.csv", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(r["epoch"]) for r in rows] == [2, 3]
+    np.testing.assert_allclose([float(r["val_loss"]) for r in rows], job.results[0]["history"]["val_loss"], rtol=1e-6)
+    files = job.files("rank-0")
+    assert [f for f in files if f.startswith("epoch-")] == [f"epoch-{i}.keras" for i in range(1, EPOCHS + 1)]
+    assert {"step-2.weights.h5", "step-4.weights.h5"} <= set(files)
+    assert "exported/saved_model.pb" in files
+    for name in ("model.keras", f"epoch-{EPOCHS}.keras", "model.weights.h5"):
+        saved = keras.models.load_model(chief / (name if name.endswith(".keras") else "model.keras"))
+        if name.endswith(".h5"):
+            saved.load_weights(chief / name)
+        for a, b in zip(saved.get_weights(), job.results[0]["weights"], strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("where", ["rank-0/keras/train", "rank-0/keras/validation", "rank-0/chief/train", "each/train", "each/worker-1/train"])
+def test_tensorboard_logs_lie_where_they_should(job, where):
+    assert any("events.out" in f for f in job.files(where))
+
+
+def test_nothing_else_lies_in_the_log_directory_of_all_workers(job):
+    assert {f.split("/")[0] for f in job.files("each")} == {"train", "validation", "worker-1"}
+
+
+def test_one_progress_bar(job):
+    chief, other = job.logs
+    assert f"Epoch {EPOCHS}/{EPOCHS}" in chief
+    assert "Epoch" not in other
+
+
+def test_workers_of_unequal_speed_run_ahead_together(job):
+    assert [r["slow steps"] for r in job.results] == [SLOW_STEPS] * 2
+
+
+# --- Mistakes -----------------------------------------------------------------------------------------------------------
+BATCHES = r"worker:1 differs from worker:0 in global batches: .*pass a seed to shuffle\(\).*do not shard\(\) by worker"
+MISTAKES = {
+    "data_of_its_own": BATCHES,
+    "shuffled_by_itself": BATCHES,
+    "shorter_data": "worker:1 differs from worker:0 in length of the training data: 4 against 5",
+    "other_epochs": "worker:1 differs from worker:0 in epochs: 2 against 1",
+    "other_weights": r"worker:1 differs from worker:0 in weights after the first step.*strategy.scope\(\)",
+    "other_steps_per_execution": "worker:1 differs from worker:0 in steps_per_execution: 2 against 1",
+    "shards": "worker:1 differs from worker:0 in length of the training data: 2 against 3",
+    "shards_without_length": BATCHES,
+    "shorter_generator": "timed out|steps in this epoch",
+}
+
+
+@pytest.fixture(scope="module")
+def mistakes(tmp_path_factory):
+    """Error of each mistake, on each worker; the last one's is what ended the process."""
+    directory = tmp_path_factory.mktemp("mistakes")
+    with group(directory) as members:
+        workers(members, 2, script("mistakes", directory / "{index}.json", *MISTAKES), PYTHONPATH=str(ROOT))
+        codes = members.wait(SECONDS)
+        errors = [json.loads((directory / f"{i}.json").read_text()) for i in range(2)]
+        for i in range(2):
+            assert codes[f"worker-{i}"] != 0, members.logs()
+            errors[i][list(MISTAKES)[-1]] = members.log(f"worker-{i}")
+    return errors
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_workers_that_differ_are_named_with_what_differs(mistakes, mistake):
+    for errors in mistakes:
+        assert errors.get(mistake), f"no error; all: {errors}"
+        with pytest.raises(ValueError, match=MISTAKES[mistake]):
+            raise ValueError(errors[mistake])
+
+
+def test_another_model_on_one_worker_ends_both(tmp_path):
+    with group(tmp_path) as members:
+        workers(members, 2, script("mistakes", tmp_path / "{index}.json", "other_model"), PYTHONPATH=str(ROOT))
+        assert 0 not in members.wait(SECONDS).values(), members.logs()
+        for worker in members.processes:
+            assert "Collective instance" in members.log(worker), members.logs()
+
+
+def test_a_worker_that_never_comes_is_named_in_time(tmp_path):
+    from tfdist import ClusterSpec
+
+    config = ClusterSpec.local(workers=2).for_task("worker", 0).to_tf_config()
+    with group(tmp_path) as members:
+        members.start("worker-0", [PYTHON, "-c", "import tfdist; tfdist.make_strategy(start_timeout=3)"], TF_CONFIG=config)
+        assert members.wait(60)["worker-0"] != 0
+        assert "TimeoutError" in members.log("worker-0") or "PeersAbsent" in members.log("worker-0")
+        assert "worker:1 at 127.0.0.1" in members.log("worker-0")

@@ -1,0 +1,214 @@
+"""The package's imports and names are read, not run, and held against the plan in docs/architecture.md."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import pathlib
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+
+import pytest
+
+import tfdist
+from tfdist import cli
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "tfdist"
+LONGEST = 400  # lines of a file: the time to look for a second purpose
+
+# A room is a set of modules that may import each other; it imports rooms of lower levels, and no others.
+LEVELS = (
+    ({"addresses", "cluster"}, {"config"}, {"telemetry"}, {"keras_compat"}),
+    ({"resolvers"}, {"preflight"}, {"flags", "app"}, {"data"}, {"models"}),
+    ({"train"},),
+    ({"strategies"},),
+    ({"run"},),
+)
+LAUNCH_SEES = {"config", "addresses", "cluster", "resolvers"}
+DOORS = {"__init__", "__main__", "cli"}  # they name rooms, and load what is asked for
+WITHOUT_FRAMEWORKS = {"addresses", "cluster", "config", "resolvers", "preflight", "flags", "app", "launch", *DOORS}
+SEES_ENVIRON = {"cluster", "resolvers", "launch"}
+SEES_PRIVATE_NAMES = {"keras_compat"}
+FRAMEWORKS = {"tensorflow", "tensorflow_datasets", "tf_keras", "keras", "jax", "torch"}
+OUTSIDE = {"tests", "configs", "examples", "benchmarks"}
+
+
+def files(*rooms: str, without: Iterable[str] = ()) -> list[pathlib.Path]:
+    """The package's files; of these rooms, if any are named, and not of those."""
+    found = sorted(PACKAGE.rglob("*.py"))
+    assert found
+    return [path for path in found if room(path) not in without and (not rooms or room(path) in rooms)]
+
+
+def room(path: pathlib.Path) -> str:
+    """The first part of a file's name below the package: "train" for tfdist/train/loop.py."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+@functools.cache
+def nodes(path: pathlib.Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))))
+
+
+def place(path: pathlib.Path, node: ast.AST) -> str:
+    return f"{path.relative_to(ROOT)}:{node.lineno}"
+
+
+def none(hits: Iterable[str]) -> None:
+    """Fails with all the places where a rule is broken."""
+    hits = sorted(set(hits))
+    assert not hits, "\n" + "\n".join(hits)
+
+
+def imports(path: pathlib.Path) -> Iterator[tuple[ast.AST, str]]:
+    """Every import anywhere in a file as a full name: "tfdist.train.loop.Runner", "tensorflow"."""
+    for node in nodes(path):
+        if isinstance(node, ast.Import):
+            yield from ((node, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{place(path, node)}: a relative import; write it out"
+            yield from ((node, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def names(path: pathlib.Path) -> Iterator[tuple[ast.AST, str]]:
+    """Every import, and every name with its attributes: "tf.distribute.Strategy"."""
+    yield from imports(path)
+    yield from ((node, dotted(node)) for node in nodes(path) if isinstance(node, ast.Attribute))
+
+
+def dotted(node: ast.AST) -> str:
+    """A name with its attributes as text; "" for what does not begin with a name."""
+    if isinstance(node, ast.Attribute):
+        head = dotted(node.value)
+        return head and f"{head}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def rooms_used(path: pathlib.Path) -> Iterator[tuple[ast.AST, str]]:
+    """Every room that a file imports, or reaches through the package's lazy names, as in `tfdist.TensorBoard`."""
+    for node, name in names(path):
+        first = f"{name}.".split(".")[1]
+        if name.startswith("tfdist.") and not first.startswith("__"):
+            yield node, tfdist._HOMES.get(first, name).split(".")[1]
+
+
+def allowed(own: str) -> set[str]:
+    """The rooms that a room may import."""
+    if own == "launch":
+        return {own, *LAUNCH_SEES}
+    if own == "__main__":
+        return {"cli"}
+    below: set[str] = set()
+    for level in LEVELS:
+        for members in level:
+            if own in members:
+                return below | members
+        below = below.union(*level)
+    return set()  # cli: it imports a command when that is asked for
+
+
+def test_every_room_has_a_place():
+    planned = set().union(*(members for level in LEVELS for members in level))
+    assert {room(path) for path in files()} == planned | DOORS | {"launch"}
+
+
+def test_every_directory_is_a_package():
+    """Or `pip install .` would leave it out."""
+    none(str(path.parent.relative_to(ROOT)) for path in files() if not (path.parent / "__init__.py").exists())
+
+
+def test_a_room_imports_only_lower_levels():
+    none(
+        f"{place(path, node)}: {room(path)} imports {name}"
+        for path in files(without={"__init__"})  # it lists the public names for type checkers
+        for node, name in rooms_used(path)
+        if name not in allowed(room(path))
+    )
+
+
+def test_commands_and_public_names_exist():
+    for module in [*(command.module for command in cli.COMMANDS.values()), *tfdist._HOMES.values()]:
+        assert importlib.util.find_spec(module), module
+    assert set(tfdist.__all__) == {*tfdist._HOMES, "__version__"}
+
+
+def test_frameworks_stay_in_their_rooms():
+    none(
+        f"{place(path, node)}: imports {name}"
+        for path in files(*WITHOUT_FRAMEWORKS)
+        for node, name in imports(path)
+        if name.split(".")[0] in FRAMEWORKS
+    )
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["import tfdist", "from tfdist import cli; cli.main(['--help'])", "import tfdist.app, tfdist.resolvers, tfdist.preflight"],
+)
+def test_what_loads_no_framework(code):
+    check = f"import sys; found = {FRAMEWORKS!r} & set(sys.modules); assert not found, found"
+    subprocess.run([sys.executable, "-c", f"{code}\n{check}"], check=True, cwd=ROOT, timeout=60, stdout=subprocess.DEVNULL)
+
+
+def test_the_environment_is_read_where_clusters_are_found():
+    banned = {"os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv"}
+    none(f"{place(path, node)}: {name}" for path in files(without=SEES_ENVIRON) for node, name in names(path) if name in banned)
+
+
+def test_private_names_of_frameworks_are_hooks():
+    none(
+        f"{place(path, node)}: {name}"
+        for path in files(without=SEES_PRIVATE_NAMES)
+        for node, name in names(path)
+        if _private(name)
+    )
+
+
+def test_private_attributes_are_our_own():
+    """One with a leading underscore that nothing in its file defines is somebody else's."""
+    none(
+        f"{place(path, node)}: .{node.attr}"
+        for path in files(without=SEES_PRIVATE_NAMES)
+        for own in [set(_defined(path))]
+        for node in nodes(path)
+        if isinstance(node, ast.Attribute) and _hidden(node.attr) and node.attr not in own
+    )
+
+
+def _private(name: str) -> bool:
+    head, *rest = name.split(".")
+    internal = rest[:1] in (["python"], ["src"]) or "__internal__" in rest or any(map(_hidden, rest))
+    return head in {*FRAMEWORKS, "tf", "tfds"} and internal
+
+
+def _hidden(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def _defined(path: pathlib.Path) -> Iterator[str]:
+    for node in nodes(path):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and dotted(node.value) == "self":
+            yield node.attr
+
+
+def test_data_knows_no_strategy():
+    none(f"{place(path, node)}: {name}" for path in files("data") for node, name in names(path) if "tf.distribute" in name)
+
+
+def test_the_package_stands_alone():
+    none(f"{place(path, node)}: {name}" for path in files() for node, name in imports(path) if name.split(".")[0] in OUTSIDE)
+
+
+def test_every_file_is_one_room():
+    for path in files():
+        lines = path.read_text(encoding="utf-8").splitlines()
+        assert len(lines) <= LONGEST, f"{path.relative_to(ROOT)}: {len(lines)} lines"
+        header = (ast.get_docstring(nodes(path)[0]) or "").partition("\n")[0]
+        assert header.endswith(".") or not lines, f"{path.relative_to(ROOT)}: its first line says in a sentence what it does"

@@ -1,0 +1,307 @@
+"""Each hook into Keras and each private name of TensorFlow that tfdist relies on exists, and does what we think it does.
+
+A failure here after an upgrade says which name of `keras_compat.py` to look after.
+"""
+
+import inspect
+import threading
+
+import keras
+import pytest
+import tensorflow as tf
+
+from tests.parity.cases import CROSSENTROPY, data, dataset, mlp
+from tfdist import keras_compat
+
+
+class Recorder:
+    """An engine that notes what it is asked for, and leaves the work to Keras."""
+
+    def __init__(self):
+        self.asked = []
+
+    def __getattr__(self, name):
+        def ask(first, *args, **kwargs):
+            self.asked.append(name)
+            if name in keras_compat.MODEL_HOOKS or name == "apply":
+                keras_method, *args = args
+                return keras_method(first, *args, **kwargs)
+            return first(*args, **kwargs)
+
+        return ask
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _installed():
+    keras_compat.install()
+
+
+@pytest.fixture
+def recorded():
+    """A strategy of TensorFlow's own whose engine is a Recorder."""
+    strategy = tf.distribute.OneDeviceStrategy("/cpu:0")
+    strategy.tfdist_engine = Recorder()
+    return strategy
+
+
+@pytest.fixture
+def two():
+    """TensorFlow's own strategy of two replicas, without an engine; its sums need no collectives, whose keys strategies share."""
+    return tf.distribute.MirroredStrategy(["/cpu:0", "/cpu:1"], tf.distribute.ReductionToOneDevice())
+
+
+def compiled(strategy, optimizer=keras.optimizers.SGD):
+    with strategy.scope():
+        model = mlp()
+        model.compile(optimizer(), CROSSENTROPY, metrics=["accuracy"])
+    return model
+
+
+def use(model, directory):
+    """Calls every hooked method, directly or through Keras."""
+    x, y = data(24)
+    model.fit(dataset(x, y), verbose=0)
+    model.evaluate(x, y, verbose=0)
+    model.predict(x, verbose=0)
+    model.train_on_batch(x, y)
+    model.test_on_batch(x, y)
+    model.predict_on_batch(x)
+    model.save(directory / "model.keras")
+    model.save_weights(directory / "model.weights.h5")
+    model.export(directory / "exported", verbose=False)
+
+
+# --- Public methods of keras.Model ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", keras_compat.MODEL_HOOKS)
+def test_a_public_method_is_wrapped_once(name):
+    method = getattr(keras.Model, name)
+    assert not name.startswith("_")
+    assert method.__code__.co_filename == keras_compat.__file__
+    assert method.__wrapped__.__code__.co_filename != keras_compat.__file__
+    keras_compat.install()
+    assert getattr(keras.Model, name) is method
+
+
+def test_every_hook_reaches_the_engine(recorded, tmp_path):
+    use(compiled(recorded), tmp_path)
+    hooks = {*keras_compat.MODEL_HOOKS, "apply", "scale_loss_for_distribution", "unscale_loss_for_distribution", "reduce_weighted_values"}
+    assert hooks - set(recorded.tfdist_engine.asked) == set()
+
+
+def test_without_an_engine_keras_does_as_ever(two, recorded, tmp_path):
+    for strategy in (tf.distribute.get_strategy(), two):
+        use(compiled(strategy), tmp_path)
+    assert recorded.tfdist_engine.asked == []
+
+
+@pytest.mark.parametrize(
+    ("method", "names"),
+    [
+        ("fit", {"x", "epochs", "initial_epoch", "steps_per_epoch", "batch_size", "validation_data", "validation_steps", "callbacks", "verbose"}),
+        ("evaluate", {"x", "steps", "batch_size", "callbacks", "verbose"}),
+        ("predict", {"x", "steps", "batch_size", "callbacks", "verbose"}),
+        ("make_train_function", {"force"}),
+    ],
+)
+def test_arguments_that_the_engine_reads_have_their_names(method, names):
+    assert names <= set(inspect.signature(inspect.unwrap(getattr(keras.Model, method))).parameters)
+
+
+def test_fit_asks_eagerly_for_the_metrics_of_an_epoch_after_its_last_step(recorded):
+    eager = []
+    recorded.tfdist_engine.get_metrics_result = lambda model, keras_method: eager.append(tf.executing_eagerly()) or keras_method(model)
+    compiled(recorded).fit(dataset(*data(24)), epochs=2, verbose=0)
+    assert sum(eager) == 2
+
+
+def test_fit_takes_the_validation_of_an_epoch_through_evaluate_with_its_callback_list(recorded):
+    given = []
+
+    def evaluate(model, keras_method, *args, **kwargs):
+        given.append(kwargs["callbacks"])
+        return keras_method(model, *args, **kwargs)
+
+    recorded.tfdist_engine.evaluate = evaluate
+    compiled(recorded).fit(dataset(*data(24)), validation_data=dataset(*data(12)), verbose=0)
+    assert [isinstance(c, keras.callbacks.CallbackList) for c in given] == [True]
+
+
+def test_fit_calls_the_train_function_with_the_iterator_of_what_the_strategy_distributes(recorded):
+    """Once a step until it ends, the first element being the one that Keras learns shapes from."""
+    drawn = []
+
+    class Feed:
+        def __iter__(self):
+            return iter([data(12)] * 4)
+
+    def make_train_function(model, keras_method, force=False):
+        def train(iterator):
+            drawn.append(len(next(iterator)[0]))
+            return {"loss": 1.0}
+
+        model.train_function = train
+
+    recorded.tfdist_engine.make_train_function = make_train_function
+    recorded.experimental_distribute_dataset = lambda dataset, options=None: Feed()
+    model = compiled(recorded)
+    model.fit(dataset(*data(36)), verbose=0)
+    assert drawn == [12, 12, 12]
+
+
+# --- Building -----------------------------------------------------------------------------------------------------------
+def test_building_is_seen_while_keras_learns_shapes(recorded):
+    states = []
+
+    class Model(keras.Sequential):
+        def compute_output_spec(self, *args, **kwargs):
+            states.append(keras_compat.building())
+            return super().compute_output_spec(*args, **kwargs)
+
+        def _symbolic_build(self, *args, **kwargs):
+            states.append(keras_compat.building())
+            return super()._symbolic_build(*args, **kwargs)
+
+    with recorded.scope():
+        model = Model([keras.layers.Dense(3)])
+        model.compile("sgd", CROSSENTROPY)
+    model.fit(dataset(*data(24)), verbose=0)
+    assert states
+    assert all(states)
+    assert not keras_compat.building()
+
+
+# --- Losses -----------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["scale_loss_for_distribution", "unscale_loss_for_distribution", "reduce_weighted_values"])
+def test_losses_look_their_functions_up_in_the_module_that_is_hooked(name, recorded):
+    compiled(recorded).evaluate(*data(12), verbose=0)
+    assert name in recorded.tfdist_engine.asked
+
+
+def test_keras_divides_losses_by_replicas(two):
+    """That is what the engine's weights stand in for."""
+    losses = keras_compat._loss
+
+    def replica():
+        values = tf.constant([1.0, 3.0])
+        return losses.reduce_weighted_values(values), losses.unscale_loss_for_distribution(tf.constant(1.0))
+
+    scaled, unscaled = two.run(replica)
+    assert [float(v) for v in two.experimental_local_results(scaled)] == [1.0, 1.0]
+    assert [float(v) for v in two.experimental_local_results(unscaled)] == [2.0, 2.0]
+
+
+def test_a_mask_and_weights_merge_into_one_weight():
+    weight = keras_compat.combined_weight(tf.constant([2.0, 4.0]), tf.constant([True, False]), "float32", "mean_with_sample_weight")
+    assert weight.numpy().tolist() == [2.0, 0.0]
+
+
+# --- Optimizers -------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("accumulate", [None, 2])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_sum_over_replicas_is_left_out_inside_a_local_update(two, accumulate, scaled):
+    """`_all_reduce_sum_gradients` is consulted: with it replaced each replica applies what it is given, once."""
+    keras_compat.allow_local_updates(two)
+    with two.scope():
+        weight = keras.Variable([0.0])
+        optimizer = keras.optimizers.SGD(1.0, gradient_accumulation_steps=accumulate)
+        if scaled:
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=4.0)
+        optimizer.build([weight])
+
+    def replica():
+        local = int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
+        with keras_compat.local_update(optimizer, local):
+            optimizer.apply([tf.constant([4.0 if scaled else 1.0])], [weight])
+
+    step = tf.function(lambda: two.run(replica))
+    for _ in range(2):
+        step()
+    copies = [float(v.numpy()[0]) for v in two.experimental_local_results(weight.value)]
+    assert copies == [-2.0 if accumulate is None else -1.0] * 2
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    assert [int(v.numpy()) for v in two.experimental_local_results(inner._iterations.value)] == [2, 2]
+    assert "_all_reduce_sum_gradients" not in vars(optimizer)
+    assert "assign_add" not in vars(optimizer._iterations)
+
+
+def test_without_the_hook_keras_sums_over_replicas(two):
+    with two.scope():
+        weight = keras.Variable([0.0])
+        optimizer = keras.optimizers.SGD(1.0)
+        optimizer.build([weight])
+    tf.function(lambda: two.run(lambda: optimizer.apply([tf.constant([1.0])], [weight])))()
+    assert float(weight.numpy()[0]) == -2.0
+
+
+def test_merge_call_is_off_inside_a_local_update_only(two):
+    keras_compat.allow_local_updates(two)
+    assert two.extended._use_merge_call()
+    with keras_compat.local_update(keras.optimizers.SGD(), None):
+        assert not two.extended._use_merge_call()
+        others = []
+        thread = threading.Thread(target=lambda: others.append(two.extended._use_merge_call()))
+        thread.start()
+        thread.join()
+        assert others == [True]
+    assert two.extended._use_merge_call()
+
+
+# --- Variables --------------------------------------------------------------------------------------------------------------
+def test_a_replicas_copy_is_not_cast_under_mixed_precision(two):
+    seen = []
+
+    class Layer(keras.layers.Dense):
+        def call(self, inputs):
+            if not tf.distribute.in_cross_replica_context():
+                copy = keras_compat.local_component(self.kernel, len(seen))
+                seen.append((self.kernel.value.dtype, copy.dtype, copy.device[-5:]))
+            return super().call(inputs)
+
+    with two.scope():
+        layer = Layer(1, dtype="mixed_bfloat16")
+        layer.build((None, 2))
+    two.run(lambda: layer(tf.ones((1, 2))))
+    assert seen == [(tf.bfloat16, tf.float32, f"CPU:{replica}") for replica in range(2)]
+
+
+def test_central_storage_keeps_what_replicas_change_by_themselves_apart():
+    strategy = tf.distribute.experimental.CentralStorageStrategy(["/cpu:0", "/cpu:1"], "/cpu:0")
+    keras_compat.keep_state_per_replica(strategy)
+    with strategy.scope():
+        weight = keras.Variable([1.0])
+        metric = keras.metrics.Sum()
+        optimizer = keras.optimizers.Adam()
+        optimizer.build([weight])
+        statistics = keras.Variable([1.0], trainable=False)
+    counts = [len(strategy.experimental_local_results(v.value)) for v in (weight, metric.total, statistics)]
+    assert counts == [1, 2, 2]
+    slots = [v for v in optimizer.variables if tuple(v.shape) == (1,)]
+    assert slots
+    assert all(len(strategy.experimental_local_results(v.value)) == 1 for v in slots)
+
+    def replica():
+        metric.update_state([1.0 + tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32)])
+
+    tf.function(lambda: strategy.run(replica))()
+    assert [float(v) for v in strategy.experimental_local_results(metric.total.value)] == [1.0, 2.0]
+
+
+# --- TensorFlow's state -------------------------------------------------------------------------------------------------------
+def test_a_seed_is_seen():
+    keras.utils.set_random_seed(3)
+    assert keras_compat.seeded()
+    tf.random.set_seed(None)
+    assert not keras_compat.seeded()
+
+
+def test_the_start_of_tensorflow_is_seen(run_python):
+    code = (
+        "from tfdist import keras_compat as k; import tensorflow as tf; tf.config.list_physical_devices();"
+        "print(k.runtime_initialized(), k.seeded()); tf.constant(1); print(k.runtime_initialized())"
+    )
+    assert run_python(code).stdout.split() == ["False", "False", "True"]
+
+
+def test_profiling_is_seen(tmp_path):
+    assert keras_compat.profiles(keras.callbacks.TensorBoard(str(tmp_path), profile_batch=2))
+    assert not keras_compat.profiles(keras.callbacks.TensorBoard(str(tmp_path)))
