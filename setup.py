@@ -1,5 +1,7 @@
 """Package metadata becomes an installable tfdist."""
 
+import pathlib
+
 from setuptools import find_packages, setup
 
 PLOT = ["matplotlib>=3.8"]
@@ -11,7 +13,7 @@ setup(
     name="tfdist",
     version="0.1.0",
     description="Distributed training for Keras 3 on TensorFlow: one script, any strategy, one launcher.",
-    long_description=open("README.md", encoding="utf-8").read(),
+    long_description=pathlib.Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",

@@ -107,7 +107,7 @@ def building() -> bool:
     return getattr(_state, "building", False)
 
 
-def _hook_apply(cls: type) -> None:
+def _hook_apply(cls: Any) -> None:
     keras_apply = cls.apply
 
     @functools.wraps(keras_apply)

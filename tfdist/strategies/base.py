@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import tensorflow as tf
 
 from tfdist import keras_compat
@@ -9,8 +11,10 @@ from tfdist.train.engine import Engine
 from tfdist.train.placement import Placement
 
 
-class Fed:
+class Fed(tf.distribute.Strategy if TYPE_CHECKING else object):  # type: ignore[misc]
     """Mixin before a synchronous `tf.distribute` strategy: gives Keras the engine's view of a data set."""
+
+    tfdist_engine: Engine
 
     def experimental_distribute_dataset(self, dataset, options=None):
         """As in TensorFlow; but Keras' `fit`, `evaluate` and `predict` get tfdist's own feed.

@@ -59,18 +59,18 @@ class TensorBoard(keras.callbacks.TensorBoard):
 
     def on_epoch_end(self, epoch, logs=None):
         super().on_epoch_end(epoch, logs)
-        stats, before = self._stats(), self._before
-        if stats is None or stats["steps"] == before["steps"]:
+        done = {name: value - self._before.get(name, 0) for name, value in self._stats().items()}
+        if not done.get("steps"):
             return
-        steps, seconds = stats["steps"] - before["steps"], stats["seconds"] - before["seconds"]
+        seconds = done["seconds"]
         with self._speed_writer.as_default():
-            tf.summary.scalar("speed/examples_per_second", (stats["examples"] - before["examples"]) / seconds, step=epoch)
-            tf.summary.scalar("speed/step_milliseconds", 1e3 * seconds / steps, step=epoch)
-            tf.summary.scalar("speed/input_wait", (stats["input_seconds"] - before["input_seconds"]) / seconds, step=epoch)
+            tf.summary.scalar("speed/examples_per_second", done["examples"] / seconds, step=epoch)
+            tf.summary.scalar("speed/step_milliseconds", 1e3 * seconds / done["steps"], step=epoch)
+            tf.summary.scalar("speed/input_wait", done["input_seconds"] / seconds, step=epoch)
 
-    def _stats(self) -> dict | None:
+    def _stats(self) -> dict[str, float]:
         stats = getattr(self.model.train_function, "stats", None)
-        return None if stats is None else dict(vars(stats))
+        return {} if stats is None else dict(vars(stats))
 
 
 def watches(callbacks: Iterable[keras.callbacks.Callback], mode: str) -> bool:
@@ -86,10 +86,11 @@ def watches(callbacks: Iterable[keras.callbacks.Callback], mode: str) -> bool:
 def _watches(callback, mode: str) -> bool:
     if is_progress_bar(callback):
         return False
-    if isinstance(callback, keras.callbacks.ModelCheckpoint | keras.callbacks.BackupAndRestore):
-        if not _extends(callback, keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore, mode=mode):
-            return mode == "train" and callback.save_freq != "epoch"
-    if isinstance(callback, keras.callbacks.TensorBoard) and not _extends(callback, keras.callbacks.TensorBoard, mode=mode):
+    saves = keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore
+    if isinstance(callback, saves) and not _extends(callback, *saves, mode=mode):
+        return mode == "train" and callback.save_freq != "epoch"
+    board = keras.callbacks.TensorBoard
+    if isinstance(callback, board) and not _extends(callback, board, mode=mode):
         return callback.update_freq != "epoch" or profiles(callback)
     return _extends(callback, keras.callbacks.Callback, mode=mode)
 

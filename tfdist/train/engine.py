@@ -9,7 +9,7 @@ import contextlib
 import inspect
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from typing import Any
 
 import keras
@@ -216,9 +216,9 @@ class Engine:
         Returns:
             Whether some worker's callback watches training batches, test batches, or shows progress.
         """
-        wishes = [watches(callbacks, "train"), watches(callbacks, "test"), progress]
+        wishes = watches(callbacks, "train"), watches(callbacks, "test"), progress
         if self.placement.workers == 1:
-            return tuple(wishes)
+            return wishes
         given = {
             **given,
             "steps_per_execution": model.steps_per_execution,
@@ -234,7 +234,8 @@ class Engine:
                         f"{rows[rank, column]:g} against {rows[0, column]:g}. Run the same script with the same arguments "
                         "in every task."
                     )
-        return tuple(bool(x) for x in rows[:, : len(wishes)].any(0))
+        exact, exact_test, shown = (bool(max(column)) for column in rows.T[: len(wishes)])
+        return exact, exact_test, shown
 
     def _check(self, model: keras.Model) -> None:
         if self.placement.replicas > 1 and model.jit_compile:
@@ -263,8 +264,7 @@ def _length(data: Any) -> int:
     """Batches of a data set or rows of an array, -1 where unknown."""
     if isinstance(data, tf.data.Dataset):
         return int(data.cardinality())
+    if isinstance(data, keras.utils.PyDataset):
+        return int(data.num_batches or -1)
     first = next((x for x in tf.nest.flatten(data) if x is not None), None)
-    try:
-        return len(first) if not isinstance(data, keras.utils.PyDataset) else int(data.num_batches or -1)
-    except TypeError:
-        return -1
+    return len(first) if isinstance(first, Sized) else -1

@@ -158,16 +158,16 @@ def _slice(data: Any, begin, end) -> Any:
 
 
 def _checksum(data: Any, rows) -> tf.Tensor:
-    """A number that differs, in all likelihood, when two workers' global batches do: first and last row, and row count."""
+    """A number that differs, in all likelihood, when two workers' global batches do: from first row and row count.
+
+    As few operations as will do: it costs every worker time at every step.
+    """
     total = tf.cast(rows, tf.float64)
     for place, x in enumerate(tf.nest.flatten(data), start=1):
         if x is None or isinstance(x, tf.experimental.Optional | tf.SparseTensor | tf.RaggedTensor):
             continue
-        for part, ends in enumerate((x[:1], x[-1:])):
-            if ends.dtype == tf.string:
-                ends = tf.strings.to_hash_bucket_fast(ends, 65537)
-            value = tf.reduce_sum(tf.cast(ends, tf.float64))
-            total += tf.where(tf.math.is_finite(value), value, 0.0) * (place + 0.37 * part)
+        first = tf.strings.to_hash_bucket_fast(x[:1], 65537) if x.dtype == tf.string else x[:1]
+        total += place * tf.reduce_sum(tf.cast(first, tf.float64))
     return total
 
 

@@ -243,7 +243,7 @@ class Runner:
 
     def _graph(self, kind: str, even: bool):
         if (kind, even) not in self._graphs:
-            body = self._loop if kind == "loop" else self._replicas
+            body: Any = self._loop if kind == "loop" else self._replicas
             self._graphs[kind, even] = tf.function(
                 lambda *args: body(*args, even), autograph=False, reduce_retracing=True
             )
