@@ -27,7 +27,10 @@ def run_python():
 
 @pytest.fixture(scope="session", autouse=True)
 def logical_devices():
-    """Three CPU devices for all tests of this process; TensorFlow takes them only before its start."""
+    """Three CPU devices for all tests of this process.
+
+    TensorFlow takes them only before its start: test files make no tensor while they are imported.
+    """
     tf = sys.modules.get("tensorflow")  # where no test file imports it, nothing is waited for
     if tf is not None:
         cpu = tf.config.list_physical_devices("CPU")[0]

@@ -164,7 +164,6 @@ def test_arrays_and_transform():
             {"drop_remainder": True},
             "arrays has 5 examples, which make no batch of global_batch=8",
         ),
-        (tf.data.Dataset.range(3).repeat(), {}, "never ends"),
         (np.zeros(5), {"global_batch": 0}, "global_batch: expected a number of examples"),
         (np.zeros(5), {"global_batch": True}, "global_batch: expected a number of examples"),
         (np.zeros(5), {"shuffle": 0}, "shuffle: expected a number of examples"),
@@ -173,3 +172,8 @@ def test_arrays_and_transform():
 def test_bad_input_is_refused(source, options, message):
     with pytest.raises(ValueError, match=message):
         data.pipeline(source, **{"global_batch": 8, **options})
+
+
+def test_data_without_end_is_refused():
+    with pytest.raises(ValueError, match="never ends"):
+        data.pipeline(tf.data.Dataset.range(3).repeat(), 8)
