@@ -168,7 +168,7 @@ def _checksum(data: Any, rows) -> tf.Tensor:
             continue
         first = tf.strings.to_hash_bucket_fast(x[:1], 65537) if x.dtype == tf.string else x[:1]
         total += place * tf.reduce_sum(tf.cast(first, tf.float64))
-    return total
+    return tf.where(tf.math.is_finite(total), total, tf.cast(rows, tf.float64))
 
 
 def _always_even(spec: Any, replicas: int) -> bool:
