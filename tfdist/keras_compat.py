@@ -133,6 +133,22 @@ def _hook_loss(name: str) -> None:
     setattr(_loss, name, function)
 
 
+def scale_loss_for_distribution(value):
+    """A replica's share of a mean loss, as hooked."""
+    return _loss.scale_loss_for_distribution(value)
+
+
+def layer_state(model: keras.Model) -> list[keras.Variable]:
+    """The variables that layers made as state, not as weights; frozen weights are none (`non_trainable_weights` has both)."""
+    layers = model._flatten_layers()
+    return list({id(v): v for layer in layers for v in layer._non_trainable_variables}.values())
+
+
+def strategy_of(optimizer: keras.optimizers.Optimizer) -> tf.distribute.Strategy:
+    """The strategy in whose scope an optimizer was made."""
+    return optimizer._distribution_strategy
+
+
 def combined_weight(sample_weight, mask, dtype, reduction: str):
     """The weight of each loss value once Keras has merged sample weights and mask."""
     return _loss.apply_mask(sample_weight, mask, dtype=dtype, reduction=reduction)

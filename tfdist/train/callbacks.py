@@ -44,6 +44,7 @@ class TensorBoard(keras.callbacks.TensorBoard):
     def __init__(self, log_dir: str = "logs", *, per_worker: bool = False, **kwargs):
         super().__init__(log_dir=log_dir, **kwargs)
         self.per_worker = per_worker
+        self.root_dir = log_dir
 
     def on_train_begin(self, logs=None):
         super().on_train_begin(logs)
@@ -126,7 +127,7 @@ class _OnlyRestore(keras.callbacks.Callback):
 def follow(callback: keras.callbacks.Callback, rank: int) -> keras.callbacks.Callback:
     """A callback as a worker other than the chief runs it."""
     if isinstance(callback, TensorBoard) and callback.per_worker:
-        callback.log_dir = os.path.join(callback.log_dir, f"worker-{rank}")
+        callback.log_dir = os.path.join(callback.root_dir, f"worker-{rank}")
     elif isinstance(callback, keras.callbacks.TensorBoard):
         callback.log_dir = _scratch_directory()
     elif isinstance(callback, keras.callbacks.CSVLogger):

@@ -16,6 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.keras_compat import strategy_of
 from tfdist.train import gradients, step
 from tfdist.train.callbacks import follow, is_progress_bar, watches
 from tfdist.train.feed import Feed
@@ -109,7 +110,10 @@ class Engine:
     def _on_batch(self, model, keras_method, args, kwargs):
         self._check(model)
         self._watches = {}
-        return keras_method(model, *args, **kwargs)
+        try:
+            return keras_method(model, *args, **kwargs)
+        finally:
+            self._active = None
 
     # --- What they are made of --------------------------------------------------------------------------------------
     def make_train_function(self, model: keras.Model, _, force: bool = False):
@@ -238,6 +242,14 @@ class Engine:
         return exact, exact_test, shown
 
     def _check(self, model: keras.Model) -> None:
+        optimizer = model.optimizer
+        while optimizer is not None:
+            if strategy_of(optimizer) is not self._strategy:
+                raise ValueError(
+                    f"The optimizer {optimizer.name} was made outside of the strategy's scope. Make it, and call compile(), inside "
+                    "`with strategy.scope():`, where the model is made."
+                )
+            optimizer = getattr(optimizer, "inner_optimizer", None)
         if self.placement.replicas > 1 and model.jit_compile:
             raise ValueError(
                 f"compile(jit_compile=True) under {self.placement.replicas} replicas: XLA cannot compile the collectives of a "

@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_compat import combined_weight, local_component
+from tfdist.keras_compat import combined_weight, layer_state, local_component, scale_loss_for_distribution
 from tfdist.train.feed import Batch, count_rows, replica_rows
 from tfdist.train.placement import Placement
 
@@ -80,6 +80,12 @@ def scale_loss(keras_function: Callable, value):
 
 def unscale_loss(keras_function: Callable, value):
     """The inverse of `scale_loss`; 0 for a replica without rows."""
+    replicas = tf.distribute.get_strategy().num_replicas_in_sync
+    if replicas > 1 and value.shape.rank:
+        raise ValueError(
+            f"The loss has shape {value.shape}, expected a scalar: a loss with reduction=None has no mean that {replicas} replicas "
+            'could share. Use the default reduction "sum_over_batch_size".'
+        )
     rows = getattr(_scope, "rows", None)
     if rows is None:
         return keras_function(value)
@@ -96,6 +102,8 @@ def reduce_weighted_values(
     """
     loss = keras_function(values, sample_weight, mask, reduction, dtype)
     replicas = tf.distribute.get_strategy().num_replicas_in_sync
+    if replicas > 1 and tf.convert_to_tensor(values).shape.rank == 0 and reduction not in (None, "none", "sum"):
+        return scale_loss_for_distribution(loss)  # reduced by the user's own function: Keras scales only what it reduces
     masked = mask is not None and reduction in ("sum_over_batch_size", "mean")
     weighted = reduction == "mean_with_sample_weight" and (mask is not None or sample_weight is not None)
     if replicas == 1 or not (masked or weighted):
@@ -120,8 +128,8 @@ def seed_states(model: keras.Model) -> list[keras.Variable]:
 
 
 def moving_state(model: keras.Model) -> list[keras.Variable]:
-    """Weights that a forward pass may change on each replica by itself, such as BatchNormalization's statistics."""
-    return [v for v in model.non_trainable_weights if v.dtype.startswith(("float", "bfloat"))]
+    """What a forward pass may change on each replica by itself, such as BatchNormalization's statistics; no frozen weights."""
+    return [v for v in layer_state(model) if v.dtype.startswith(("float", "bfloat"))]
 
 
 @contextlib.contextmanager

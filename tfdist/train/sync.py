@@ -100,7 +100,7 @@ class Sync:
         def average():
             local = local_replica(self._placement)
             copies = [local_component(v, local) for v in moving_state(self._model)]
-            flat = tf.concat([tf.reshape(tf.cast(v, tf.float32), [-1]) for v in copies], 0)
+            flat = tf.concat([tf.reshape(tf.cast(v, tf.float64), [-1]) for v in copies], 0)
             mean = _all_sum(flat, self._placement.replicas) / self._placement.replicas
             for v, part in zip(copies, tf.split(mean, [int(np.prod(v.shape)) for v in copies]), strict=True):
                 v.assign(tf.cast(tf.reshape(part, v.shape), v.dtype))
