@@ -114,7 +114,7 @@ MISTAKES = {
     "other_steps_per_execution": "worker:1 differs from worker:0 in steps_per_execution: 2 against 1",
     "shards": "worker:1 differs from worker:0 in length of the training data: 2 against 3",
     "shards_without_length": BATCHES,
-    "shorter_generator": "timed out|steps in this epoch",
+    "shorter_generator": "waited too long for worker:",
 }
 
 

@@ -193,3 +193,8 @@ print(isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy), tf.config
 
 def test_the_factory_is_tfdists_own():
     assert tfdist.make_strategy is make_strategy
+
+
+def test_a_number_is_no_cluster():
+    with pytest.raises(ValueError, match="did you mean devices=2"):
+        make_strategy("mirrored", 2)

@@ -65,6 +65,8 @@ def make_strategy(
     >>> strategy.num_replicas_in_sync
     1
     """
+    if isinstance(cluster, int):
+        raise ValueError(f"cluster: expected a ClusterSpec or the path of a file, received {cluster}; did you mean devices={cluster}?")
     options = flags.parsed_options()
     name = _choice("strategy", name or options.get("strategy") or "auto", NAMES)
     communication = _choice("communication", communication or options.get("communication") or "auto", tuple(COMMUNICATION))
