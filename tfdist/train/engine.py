@@ -194,6 +194,13 @@ class Engine:
         self._kind = kind
         try:
             yield
+        except tf.errors.DeadlineExceededError as error:
+            place = self.placement
+            others = ", ".join(place.task(rank) for rank in range(place.workers) if rank != place.rank)
+            raise TimeoutError(
+                f"{place.task(place.rank)} waited too long for {others} in {kind}: a worker hangs, is cut off, or has fewer batches than "
+                f"others. Look at its log; give all workers data of the same length. ({error.message})"
+            ) from error
         finally:
             self._kind = outer
             self._active = active if outer else None  # after a validation, the fit's runner again

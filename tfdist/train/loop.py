@@ -131,15 +131,7 @@ class Runner:
         per_call = self._model.steps_per_execution
         calls = self._plan(per_call)
         start = time.perf_counter()
-        try:
-            steps = self._run_steps(iterator, calls * per_call)
-        except tf.errors.DeadlineExceededError as error:
-            place = self._placement
-            others = ", ".join(place.task(rank) for rank in range(place.workers) if rank != place.rank)
-            raise TimeoutError(
-                f"{place.task(place.rank)} waited too long for {others} after {self._steps_done} steps of this epoch: a worker hangs, is "
-                f"cut off, or has fewer batches than others. Look at its log; give all workers data of the same length. ({error.message})"
-            ) from error
+        steps = self._run_steps(iterator, calls * per_call)
         seconds = time.perf_counter() - start
         if not steps:
             raise StopIteration
