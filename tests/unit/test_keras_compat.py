@@ -305,3 +305,19 @@ def test_the_start_of_tensorflow_is_seen(run_python):
 def test_profiling_is_seen(tmp_path):
     assert keras_compat.profiles(keras.callbacks.TensorBoard(str(tmp_path), profile_batch=2))
     assert not keras_compat.profiles(keras.callbacks.TensorBoard(str(tmp_path)))
+
+
+def test_state_of_layers_is_told_from_frozen_weights():
+    frozen = keras.layers.Dense(2, trainable=False)
+    model = keras.Sequential([keras.Input((3,)), frozen, keras.layers.BatchNormalization()])
+    state = keras_compat.layer_state(model)
+    assert [v.name for v in state] == ["moving_mean", "moving_variance"]
+    assert {id(v) for v in frozen.weights} <= {id(v) for v in model.non_trainable_weights}
+
+
+def test_an_optimizer_knows_the_strategy_of_its_scope():
+    strategy = tf.distribute.OneDeviceStrategy("/cpu:0")
+    with strategy.scope():
+        inside = keras.optimizers.SGD()
+    assert keras_compat.strategy_of(inside) is strategy
+    assert keras_compat.strategy_of(keras.optimizers.SGD()) is not strategy
