@@ -21,8 +21,9 @@ class Fed(tf.distribute.Strategy if TYPE_CHECKING else object):  # type: ignore[
 
         A data set whose auto-shard policy is OFF or FILE is distributed by TensorFlow, as its user has chosen.
         """
-        feed = self.tfdist_engine.feed(dataset) if by_rows(dataset) else None
-        return super().experimental_distribute_dataset(dataset, options) if feed is None else feed
+        if self.tfdist_engine.feeding and by_rows(dataset):
+            return self.tfdist_engine.feed(dataset)
+        return super().experimental_distribute_dataset(dataset, options)
 
     def reduce(self, reduce_op, value, axis=None):
         """As in TensorFlow; where Keras averages a whole batch just to learn its shapes, any replica's will do (keras #20585)."""

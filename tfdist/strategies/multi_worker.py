@@ -33,7 +33,7 @@ class MultiWorkerMirroredStrategy(Fed, tf.distribute.MultiWorkerMirroredStrategy
     """
 
     def experimental_distribute_dataset(self, dataset, options=None):
-        if options is None and by_rows(dataset) and self.tfdist_engine.feed(dataset) is None:
+        if options is None and by_rows(dataset) and not self.tfdist_engine.feeding:
             place = self.tfdist_engine.placement
             return self.distribute_datasets_from_function(lambda context: replica_slices(dataset, place))
         return super().experimental_distribute_dataset(dataset, options)

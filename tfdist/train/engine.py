@@ -153,10 +153,13 @@ class Engine:
     def reduce_weighted_values(self, keras_function: Callable, *args, **kwargs):
         return step.reduce_weighted_values(keras_function, *args, **kwargs)
 
-    def feed(self, dataset: tf.data.Dataset) -> Feed | None:
-        """The data that Keras walks over; None outside of `fit`, `evaluate` and `predict`."""
-        if self._kind is None:
-            return None
+    @property
+    def feeding(self) -> bool:
+        """Whether Keras is in `fit`, `evaluate` or `predict`."""
+        return self._kind is not None
+
+    def feed(self, dataset: tf.data.Dataset) -> Feed:
+        """The data that Keras walks over while `feeding`."""
         return Feed(dataset, self.placement, self.host, symbolic_first=self._kind != "predict")
 
     # --- Files -----------------------------------------------------------------------------------------------------

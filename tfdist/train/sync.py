@@ -69,8 +69,8 @@ class Sync:
 
     def settle(self) -> None:
         """Gives every replica the mean of the replicas' moving statistics."""
-        variables = moving_state(self._model)
-        if variables and self._placement.replicas > 1:
+        variables = moving_state(self._model) if self._placement.replicas > 1 else []
+        if variables:
             self._function(("settle", tuple(id(v) for v in variables)), self._settle)()
 
     def _function(self, key, body):
