@@ -33,6 +33,7 @@ MODEL_HOOKS = (
     "make_test_function",
     "make_predict_function",
     "get_metrics_result",
+    "reset_metrics",
     "save",
     "save_weights",
     "export",

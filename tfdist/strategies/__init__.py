@@ -97,7 +97,7 @@ def make_strategy(
 def is_chief(strategy: tf.distribute.Strategy) -> bool:
     """Whether this process writes the checkpoints, logs and console of a strategy's training."""
     engine = engine_of(strategy)
-    return engine is None or engine.placement.is_chief
+    return engine is None or engine.is_chief
 
 
 def _choice(option: str, value: str, names: tuple[str, ...]) -> str:

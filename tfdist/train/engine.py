@@ -20,6 +20,7 @@ from tfdist.keras_compat import strategy_of
 from tfdist.train import gradients, step
 from tfdist.train.callbacks import follow, is_progress_bar, watches
 from tfdist.train.feed import Feed
+from tfdist.train.hooks import Hooks
 from tfdist.train.loop import Predictor, Runner, Watch
 from tfdist.train.placement import Placement
 from tfdist.train.sync import Sync, share
@@ -27,7 +28,7 @@ from tfdist.train.sync import Sync, share
 log = logging.getLogger("tfdist")
 
 
-class Engine:
+class Engine(Hooks):
     """How the models of one synchronous strategy train.
 
     Args:
@@ -49,8 +50,8 @@ class Engine:
         strategy.tfdist_engine = self
 
     # --- fit, evaluate, predict -----------------------------------------------------------------------------------
-    def fit(self, model: keras.Model, keras_fit: Callable, *args, **kwargs):
-        call = _bind(keras_fit, model, args, kwargs)
+    def fit(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
+        call = _bind(keras_method, model, args, kwargs)
         self._check(model)
         if isinstance(call["x"], tf.data.Dataset):
             call["kwargs"].setdefault("shuffle", False)  # Keras warns that its default True has no effect on a Dataset
@@ -69,13 +70,13 @@ class Engine:
             "evaluate": Watch(exact_test, False, call["validation_steps"]),
         }
         with self._during("fit"):
-            return keras_fit(model, **call["kwargs"])
+            return keras_method(model, **call["kwargs"])
 
-    def evaluate(self, model: keras.Model, keras_evaluate: Callable, *args, **kwargs):
-        call = _bind(keras_evaluate, model, args, kwargs)
+    def evaluate(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
+        call = _bind(keras_method, model, args, kwargs)
         if isinstance(call["callbacks"], keras.callbacks.CallbackList):  # the validation of a fit
             with self._during("evaluate"):
-                return keras_evaluate(model, **call["kwargs"])
+                return keras_method(model, **call["kwargs"])
         self._check(model)
         self._sync(model).settle()
         callbacks = self._as_member(call)
@@ -87,25 +88,22 @@ class Engine:
         _, exact, progress = self._agree(model, given, callbacks, bool(call["progress"]))
         self._watches = {"evaluate": Watch(exact, progress, call["steps"])}
         with self._during("evaluate"):
-            return keras_evaluate(model, **call["kwargs"])
+            return keras_method(model, **call["kwargs"])
 
-    def predict(self, model: keras.Model, keras_predict: Callable, *args, **kwargs):
-        call = _bind(keras_predict, model, args, kwargs)
+    def predict(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
+        call = _bind(keras_method, model, args, kwargs)
         callbacks = self._as_member(call)
         given = {"steps": call["steps"] or -1, "batch_size": call["batch_size"] or -1, "length of the data": _length(call["x"])}
         self._agree(model, given, callbacks, False)
         self._sync(model).settle()
         with self._during("predict"):
-            return keras_predict(model, **call["kwargs"])
+            return keras_method(model, **call["kwargs"])
 
     def train_on_batch(self, model, keras_method, *args, **kwargs):
         return self._on_batch(model, keras_method, args, kwargs)
 
     def test_on_batch(self, model, keras_method, *args, **kwargs):
         return self._on_batch(model, keras_method, args, kwargs)
-
-    def predict_on_batch(self, model, keras_method, x):
-        return keras_method(model, x)
 
     def _on_batch(self, model, keras_method, args, kwargs):
         self._check(model)
@@ -154,12 +152,14 @@ class Engine:
         return step.reduce_weighted_values(keras_function, *args, **kwargs)
 
     @property
-    def feeding(self) -> bool:
-        """Whether Keras is in `fit`, `evaluate` or `predict`."""
+    def is_chief(self) -> bool:  # type: ignore[override]
+        return self.placement.is_chief
+
+    @property
+    def feeding(self) -> bool:  # type: ignore[override]
         return self._kind is not None
 
     def feed(self, dataset: tf.data.Dataset) -> Feed:
-        """The data that Keras walks over while `feeding`."""
         return Feed(dataset, self.placement, self.host, symbolic_first=self._kind != "predict")
 
     # --- Files -----------------------------------------------------------------------------------------------------

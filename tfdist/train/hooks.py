@@ -1,0 +1,59 @@
+"""What an engine is asked by the hooks in `keras_compat.py`: each method here leaves Keras as it is; engines override some."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+
+def _as_keras(self, model: keras.Model, keras_method: Callable, *args, **kwargs) -> Any:
+    return keras_method(model, *args, **kwargs)
+
+
+class Hooks:
+    """The methods named in `keras_compat.MODEL_HOOKS`, called with (model, Keras' own method, its arguments), and the others.
+
+    Attributes:
+        is_chief: Whether this process writes checkpoints, logs and console.
+        feeding: Whether Keras is in `fit`, `evaluate` or `predict`, and gets its data from the method `feed`.
+    """
+
+    is_chief = True
+    feeding = False
+
+    fit = _as_keras
+    evaluate = _as_keras
+    predict = _as_keras
+    train_on_batch = _as_keras
+    test_on_batch = _as_keras
+    predict_on_batch = _as_keras
+    make_train_function = _as_keras
+    make_test_function = _as_keras
+    make_predict_function = _as_keras
+    get_metrics_result = _as_keras
+    reset_metrics = _as_keras
+    save = _as_keras
+    save_weights = _as_keras
+    export = _as_keras
+
+    def feed(self, dataset):
+        """What Keras walks over instead of a `tf.data.Dataset`."""
+        raise NotImplementedError
+
+    def apply(self, optimizer: keras.optimizers.Optimizer, keras_apply: Callable, grads, variables):
+        """`optimizer.apply` in replica context."""
+        return keras_apply(optimizer, grads, variables)
+
+    def scale_loss_for_distribution(self, keras_function: Callable, value):
+        """A replica's share of a mean loss."""
+        return keras_function(value)
+
+    def unscale_loss_for_distribution(self, keras_function: Callable, value):
+        """The inverse of `scale_loss_for_distribution`."""
+        return keras_function(value)
+
+    def reduce_weighted_values(self, keras_function: Callable, *args, **kwargs):
+        """The mean of loss values."""
+        return keras_function(*args, **kwargs)
