@@ -71,6 +71,17 @@ def seeded() -> bool:
     return _context.global_seed() is not None
 
 
+def hide_length(dataset: Any) -> Any:
+    """Makes the length of a distributed data set unknown; returns anything else as it is.
+
+    TensorFlow tells each worker the length of its own part. Keras counts steps by it, so that a worker with a shorter part
+    leaves an epoch in which the others wait for it.
+    """
+    if isinstance(dataset, tf.distribute.DistributedDataset):
+        dataset._cardinality = tf.data.UNKNOWN_CARDINALITY
+    return dataset
+
+
 def profiles(callback: keras.callbacks.TensorBoard) -> bool:
     """Whether Keras' TensorBoard callback was asked to profile some batches."""
     return callback._should_trace

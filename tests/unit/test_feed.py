@@ -160,7 +160,8 @@ def test_a_batch_without_tensors_is_refused():
 
 
 def test_rows_distributed_by_somebody_else_are_left_alone():
-    assert replica_rows(Batch(tf.range(3)), 1, Placement(2, 0, 2), HOST).numpy().tolist() == [0, 1, 2]
+    assert replica_rows(Batch([tf.range(2), tf.range(3)]), 1, Placement(2, 0, 2), HOST).numpy().tolist() == [0, 1, 2]
+    assert replica_rows(Batch(tf.range(3)), 0, Placement(2, 0, 1), HOST).numpy().tolist() == [0, 1, 2]
 
 
 # --- Gradients --------------------------------------------------------------------------------------------------------

@@ -321,3 +321,12 @@ def test_an_optimizer_knows_the_strategy_of_its_scope():
         inside = keras.optimizers.SGD()
     assert keras_compat.strategy_of(inside) is strategy
     assert keras_compat.strategy_of(keras.optimizers.SGD()) is not strategy
+
+
+def test_the_length_of_a_distributed_data_set_can_be_hidden(two):
+    dataset = two.distribute_datasets_from_function(lambda context: tf.data.Dataset.range(4).batch(1))
+    assert dataset.cardinality == 4
+    adapter = keras.src.trainers.data_adapters.get_data_adapter(keras_compat.hide_length(dataset))
+    assert adapter.num_batches is None
+    assert sum(1 for _ in dataset) == 4 // two.num_replicas_in_sync
+    assert keras_compat.hide_length(3) == 3

@@ -8,8 +8,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist import keras_compat
 from tfdist.cluster import ClusterSpec
-from tfdist.keras_compat import seeded
 from tfdist.strategies.base import Fed, adopt, by_rows
 from tfdist.train.feed import replica_slices
 from tfdist.train.placement import Placement
@@ -36,7 +36,11 @@ class MultiWorkerMirroredStrategy(Fed, tf.distribute.MultiWorkerMirroredStrategy
         if options is None and by_rows(dataset) and not self.tfdist_engine.feeding:
             place = self.tfdist_engine.placement
             return self.distribute_datasets_from_function(lambda context: replica_slices(dataset, place))
-        return super().experimental_distribute_dataset(dataset, options)
+        return keras_compat.hide_length(super().experimental_distribute_dataset(dataset, options))
+
+    def distribute_datasets_from_function(self, dataset_fn, options=None):
+        """As in TensorFlow; its length, which may differ between workers, is unknown: training ends where the last one ends."""
+        return keras_compat.hide_length(super().distribute_datasets_from_function(dataset_fn, options))
 
 
 def multi_worker_mirrored(cluster: ClusterSpec | None, communication: str, timeout: float) -> MultiWorkerMirroredStrategy:
@@ -64,6 +68,6 @@ def multi_worker_mirrored(cluster: ClusterSpec | None, communication: str, timeo
 
 def _share_seed(strategy, placement: Placement) -> None:
     """Without a seed of the user's, all workers draw the chief's, so that unseeded shuffles give them the same batches."""
-    if not seeded():
+    if not keras_compat.seeded():
         own = random.SystemRandom().randrange(2**31)
         keras.utils.set_random_seed(int(share(strategy, placement, np.array([own]))[0, 0]))

@@ -20,7 +20,7 @@ class Batch(NamedTuple):
     Fields:
         data: What the model's step takes; rows `[worker_rows, ...]`.
         rows: Rows in the global batch, int64 scalar; None where `data` is already the replica's own: with one replica, or
-            from a data set that TensorFlow or the user distributed.
+            from a data set that TensorFlow or the user distributed; with several local replicas it is then a list of each one's.
         checksum: Fingerprint of the global batch, float64 scalar; None where none is needed.
     """
 
@@ -111,8 +111,10 @@ def replica_rows(batch: Batch, local_replica, placement: Placement, host: str):
         The rows, `[replica_rows, ...]`.
     """
     data = tf.nest.map_structure(lambda x: None if isinstance(x, tf.experimental.Optional) else x, batch.data)
-    if placement.local_replicas == 1 or batch.rows is None:
+    if placement.local_replicas == 1:
         return data
+    if batch.rows is None:
+        return data[local_replica]
     with tf.device(host):
         rows = batch.rows
         begin, _ = share(rows, placement.first_replica, 1, placement.replicas, tf.minimum)

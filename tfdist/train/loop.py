@@ -189,7 +189,7 @@ class Runner:
         for _ in range(steps):
             try:
                 start = time.perf_counter()
-                batch = _as_batch(self._next(source))
+                batch = self._as_batch(self._next(source))
                 self.stats.input_seconds += time.perf_counter() - start
             except (StopIteration, tf.errors.OutOfRangeError):
                 break
@@ -238,7 +238,8 @@ class Runner:
         if self._model.run_eagerly:
             self._last = self._replicas(batch, even)
         else:
-            self._last = self._graph("batch", even)(batch)
+            graph = self._graph("batch", even)
+            self._last = graph.get_concrete_function(_any_rows(batch))(batch)
         self._own_logs = set(self._last) != self._metric_names
 
     def _graph(self, kind: str, even: bool):
@@ -265,8 +266,16 @@ class Runner:
         """Rows of the global batch; this worker's own where the data came distributed."""
         if batch.rows is not None:
             return batch.rows
-        first = next(x for x in tf.nest.flatten(batch.data) if x is not None)
-        return tf.add_n([count_rows(x) for x in self._strategy.experimental_local_results(first)])
+        parts = batch.data if self._placement.local_replicas > 1 else [batch.data]
+        return tf.add_n([count_rows(part) for part in parts])
+
+    def _as_batch(self, element) -> Batch:
+        """What the feed, or the iterator of a distributed data set, gives."""
+        if isinstance(element, Batch):
+            return element
+        count, local = self._placement.local_replicas, self._strategy.experimental_local_results
+        parts = [tf.nest.map_structure(lambda x: local(x)[i], element) for i in range(count)]
+        return Batch(parts if count > 1 else parts[0])
 
     def _loop(self, iterator, following, steps, before, even: bool):
         """Up to `steps` steps, fewer where the data ends.
@@ -286,7 +295,7 @@ class Runner:
         """
 
         def body(done, examples, waited, checksum, following):
-            batch = _as_batch(following.get_value())
+            batch = following.get_value()
             logs = self._replicas(batch, even)
             if set(logs) != self._metric_names:
                 raise _OwnLogs
@@ -307,6 +316,18 @@ class Runner:
             [tf.constant(0, tf.int64), tf.constant(0, tf.int64), zero, zero, following],
             parallel_iterations=1,
         )
+
+
+def _any_rows(batch: Batch) -> Batch:
+    """The spec of a batch with any number of rows.
+
+    A worker that traced anew for a batch of another size, while others do not, would number its collectives otherwise than they.
+    """
+
+    def relaxed(x):
+        return tf.TensorSpec([None, *x.shape[1:]], x.dtype) if isinstance(x, tf.Tensor) and x.shape.rank else x
+
+    return tf.nest.map_structure(relaxed, batch)
 
 
 class Predictor:
@@ -349,10 +370,6 @@ class Predictor:
             return tf.ensure_shape(rows, [None, *shape[1:]])
 
         return tf.nest.map_structure(gather, outputs)
-
-
-def _as_batch(element) -> Batch:
-    return element if isinstance(element, Batch) else Batch(element)
 
 
 def _compare(notes: np.ndarray, placement: Placement) -> None:
