@@ -11,13 +11,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.src.losses import loss as _loss  # scale_loss_for_distribution has no public name, keras #18624
 from tensorflow.python.distribute import distribute_utils as _distribute_utils
+from tensorflow.python.distribute.coordinator import cluster_coordinator as _cluster_coordinator
+from tensorflow.python.distribute.coordinator import coordinator_context as _coordinator_context
+from tensorflow.python.eager import cancellation as _cancellation
 from tensorflow.python.eager import context as _context
 
 # Public methods of the public class keras.Model; the engine has a method of the same name, called with
@@ -33,7 +36,6 @@ MODEL_HOOKS = (
     "make_test_function",
     "make_predict_function",
     "get_metrics_result",
-    "reset_metrics",
     "save",
     "save_weights",
     "export",
@@ -66,9 +68,9 @@ def runtime_initialized() -> bool:
     return _context.context()._initialized
 
 
-def seeded() -> bool:
-    """Whether the user has set TensorFlow's random seed, as `keras.utils.set_random_seed` does."""
-    return _context.global_seed() is not None
+def global_seed() -> int | None:
+    """TensorFlow's random seed, where the user has set it, as `keras.utils.set_random_seed` does."""
+    return _context.global_seed()
 
 
 def hide_length(dataset: Any) -> Any:
@@ -253,3 +255,88 @@ def local_component(variable: keras.Variable, local_replica: int) -> tf.Variable
     value = variable._value  # `.value` would autocast under mixed precision
     copies = tf.distribute.get_strategy().experimental_local_results(value)
     return copies[local_replica] if len(copies) > 1 else copies[0]
+
+
+# --- Parameter servers ------------------------------------------------------------------------------------------------
+def connected() -> bool:
+    """Whether this process has connected to a cluster of TensorFlow servers."""
+    return _context.get_server_def() is not None
+
+
+def keep_metrics_here(strategy: tf.distribute.ParameterServerStrategy, device: str) -> None:
+    """Puts the state of metrics on one device, whose process is its only writer.
+
+    On parameter servers workers add to it at the same time, and lose each other's updates.
+    """
+    extended = strategy.extended
+    stock = extended._create_variable
+
+    def create(next_creator, **kwargs):
+        late = kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ
+        if not late or kwargs.get("aggregation") != tf.VariableAggregation.SUM:
+            return stock(next_creator, **kwargs)
+        with tf.device(device):
+            return next_creator(**kwargs)
+
+    extended._create_variable = create
+
+
+def update_in_place(strategy: tf.distribute.ParameterServerStrategy) -> None:
+    """Lets a strategy with one replica per worker update variables without merge_call, which fails in a `tf.cond` (keras #20582)."""
+    extended = strategy.extended
+    extended._use_merge_call = lambda: False
+    extended._replica_ctx_all_reduce = lambda reduce_op, value, options=None: value
+
+    def update(var, fn, args=(), kwargs=None, group=True):
+        return extended._update(var, fn, args, kwargs or {}, group)
+
+    extended._replica_ctx_update = update
+
+
+def trace_anywhere(strategy: tf.distribute.ParameterServerStrategy) -> None:
+    """Keeps TensorFlow from warning that a step is traced, though not run, outside of `ClusterCoordinator.schedule`."""
+    strategy.extended._allow_run_without_coordinator = True
+
+
+def schedule(coordinator: tf.distribute.coordinator.ClusterCoordinator, function: Callable[[], None]) -> None:
+    """Runs a Python function in the thread of some worker; the public method takes a `tf.function` only."""
+    coordinator._cluster.schedule(function, args=(), kwargs={})
+
+
+def current_worker() -> int:
+    """Index of the worker in whose thread this is; the public function tells it inside of a `tf.function` only."""
+    return _coordinator_context.get_current_dispatch_context().worker_index
+
+
+def is_worker_failure(error: BaseException) -> bool:
+    """Whether TensorFlow takes an error as the loss of a worker, for whose return it waits."""
+    return _cluster_coordinator._is_worker_failure(error)
+
+
+def is_server_failure(error: BaseException) -> bool:
+    """Whether TensorFlow takes an error as the loss of a parameter server."""
+    return _cluster_coordinator._is_ps_failure(error)
+
+
+def cancelable(function: Any) -> tuple[Callable, Callable[[], None]]:
+    """A concrete function as one that can be cancelled from another thread, and what cancels it."""
+    manager = _cancellation.CancellationManager()
+    return manager.get_cancelable_function(function), manager.start_cancel
+
+
+@contextlib.contextmanager
+def replaced_values(variables: list[keras.Variable], values: list[Any]) -> Iterator[None]:
+    """Inside, Keras variables read and assign these objects instead of their `tf.Variable`."""
+    before = [v._value for v in variables]
+    for variable, value in zip(variables, values, strict=True):
+        variable._value = value
+    try:
+        yield
+    finally:
+        for variable, value in zip(variables, before, strict=True):
+            variable._value = value
+
+
+def step_counter(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
+    """What an optimizer counts its calls in; with accumulation, `iterations` is a fraction of it."""
+    return optimizer._iterations

@@ -68,6 +68,6 @@ def multi_worker_mirrored(cluster: ClusterSpec | None, communication: str, timeo
 
 def _share_seed(strategy, placement: Placement) -> None:
     """Without a seed of the user's, all workers draw the chief's, so that unseeded shuffles give them the same batches."""
-    if not keras_compat.seeded():
+    if keras_compat.global_seed() is None:
         own = random.SystemRandom().randrange(2**31)
         keras.utils.set_random_seed(int(share(strategy, placement, np.array([own]))[0, 0]))

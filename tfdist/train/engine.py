@@ -6,7 +6,6 @@ The methods named as in `keras_compat.MODEL_HOOKS` are what the hooks call. No s
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 import weakref
 from collections.abc import Callable, Sized
@@ -16,11 +15,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.keras_compat import strategy_of
 from tfdist.train import gradients, step
 from tfdist.train.callbacks import follow, is_progress_bar, watches
 from tfdist.train.feed import Feed
-from tfdist.train.hooks import Hooks
+from tfdist.train.hooks import Hooks, bind, check_optimizer, fewest
 from tfdist.train.loop import Predictor, Runner, Watch
 from tfdist.train.placement import Placement
 from tfdist.train.sync import Sync, share
@@ -51,7 +49,7 @@ class Engine(Hooks):
 
     # --- fit, evaluate, predict -----------------------------------------------------------------------------------
     def fit(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
-        call = _bind(keras_method, model, args, kwargs)
+        call = bind(keras_method, model, args, kwargs)
         self._check(model)
         if isinstance(call["x"], tf.data.Dataset):
             call["kwargs"].setdefault("shuffle", False)  # Keras warns that its default True has no effect on a Dataset
@@ -66,14 +64,14 @@ class Engine(Hooks):
         }
         exact, exact_test, progress = self._agree(model, given, callbacks, bool(call["progress"]))
         self._watches = {
-            "fit": Watch(exact, progress, _fewest(call["steps_per_epoch"], keras.config.max_steps_per_epoch())),
+            "fit": Watch(exact, progress, fewest(call["steps_per_epoch"], keras.config.max_steps_per_epoch())),
             "evaluate": Watch(exact_test, False, call["validation_steps"]),
         }
         with self._during("fit"):
             return keras_method(model, **call["kwargs"])
 
     def evaluate(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
-        call = _bind(keras_method, model, args, kwargs)
+        call = bind(keras_method, model, args, kwargs)
         if isinstance(call["callbacks"], keras.callbacks.CallbackList):  # the validation of a fit
             with self._during("evaluate"):
                 return keras_method(model, **call["kwargs"])
@@ -91,7 +89,7 @@ class Engine(Hooks):
             return keras_method(model, **call["kwargs"])
 
     def predict(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
-        call = _bind(keras_method, model, args, kwargs)
+        call = bind(keras_method, model, args, kwargs)
         callbacks = self._as_member(call)
         given = {"steps": call["steps"] or -1, "batch_size": call["batch_size"] or -1, "length of the data": _length(call["x"])}
         self._agree(model, given, callbacks, False)
@@ -252,34 +250,12 @@ class Engine(Hooks):
         return exact, exact_test, shown
 
     def _check(self, model: keras.Model) -> None:
-        optimizer = model.optimizer
-        while optimizer is not None:
-            if strategy_of(optimizer) is not self._strategy:
-                raise ValueError(
-                    f"The optimizer {optimizer.name} was made outside of the strategy's scope. Make it, and call compile(), inside "
-                    "`with strategy.scope():`, where the model is made."
-                )
-            optimizer = getattr(optimizer, "inner_optimizer", None)
+        check_optimizer(model, self._strategy)
         if self.placement.replicas > 1 and model.jit_compile:
             raise ValueError(
                 f"compile(jit_compile=True) under {self.placement.replicas} replicas: XLA cannot compile the collectives of a "
                 "step (keras #18716). Pass jit_compile=False, or train on one device."
             )
-
-
-def _bind(keras_method: Callable, model, args: tuple, kwargs: dict) -> dict[str, Any]:
-    """The arguments of a Keras method by name, defaults filled in; `kwargs` is what to call it with."""
-    bound = inspect.signature(keras_method).bind(model, *args, **kwargs)
-    given = dict(bound.arguments)
-    bound.apply_defaults()
-    call = dict(bound.arguments)
-    extra = given.pop("kwargs", {})
-    given.pop(next(iter(bound.signature.parameters)))
-    return {**call, **extra, "kwargs": {**given, **extra}}
-
-
-def _fewest(*steps: int | None) -> int | None:
-    return min((s for s in steps if s), default=None)
 
 
 def _length(data: Any) -> int:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import keras
+
+from tfdist.keras_compat import strategy_of
 
 
 def _as_keras(self, model: keras.Model, keras_method: Callable, *args, **kwargs) -> Any:
@@ -33,7 +36,6 @@ class Hooks:
     make_test_function = _as_keras
     make_predict_function = _as_keras
     get_metrics_result = _as_keras
-    reset_metrics = _as_keras
     save = _as_keras
     save_weights = _as_keras
     export = _as_keras
@@ -57,3 +59,31 @@ class Hooks:
     def reduce_weighted_values(self, keras_function: Callable, *args, **kwargs):
         """The mean of loss values."""
         return keras_function(*args, **kwargs)
+
+
+def bind(keras_method: Callable, model, args: tuple, kwargs: dict) -> dict[str, Any]:
+    """The arguments of a Keras method by name, defaults filled in; `kwargs` is what to call it with."""
+    bound = inspect.signature(keras_method).bind(model, *args, **kwargs)
+    given = dict(bound.arguments)
+    bound.apply_defaults()
+    call = dict(bound.arguments)
+    extra = given.pop("kwargs", {})
+    given.pop(next(iter(bound.signature.parameters)))
+    return {**call, **extra, "kwargs": {**given, **extra}}
+
+
+def fewest(*steps: int | None) -> int | None:
+    """The least of those given."""
+    return min((s for s in steps if s), default=None)
+
+
+def check_optimizer(model: keras.Model, strategy) -> None:
+    """Makes sure that a model was compiled in its strategy's scope."""
+    optimizer = model.optimizer
+    while optimizer is not None:
+        if strategy_of(optimizer) is not strategy:
+            raise ValueError(
+                f"The optimizer {optimizer.name} was made outside of the strategy's scope. Make it, and call compile(), inside "
+                "`with strategy.scope():`, where the model is made."
+            )
+        optimizer = getattr(optimizer, "inner_optimizer", None)

@@ -269,12 +269,11 @@ class Runner:
         parts = batch.data if self._placement.local_replicas > 1 else [batch.data]
         return tf.add_n([count_rows(part) for part in parts])
 
-    def _as_batch(self, element) -> Batch:
-        """What the feed, or the iterator of a distributed data set, gives."""
+    def _as_batch(self, element) -> Batch:  # from the feed, or the iterator of a distributed data set
         if isinstance(element, Batch):
             return element
         count, local = self._placement.local_replicas, self._strategy.experimental_local_results
-        parts = [tf.nest.map_structure(lambda x: local(x)[i], element) for i in range(count)]
+        parts = [tf.nest.map_structure(lambda x, i=i: local(x)[i], element) for i in range(count)]
         return Batch(parts if count > 1 else parts[0])
 
     def _loop(self, iterator, following, steps, before, even: bool):

@@ -1,0 +1,183 @@
+"""Keras' `fit`, `evaluate` and `predict` become work for the workers of a parameter-server cluster; this process computes no step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import keras
+import tensorflow as tf
+
+from tfdist.keras_compat import global_seed
+from tfdist.train import gradients
+from tfdist.train.callbacks import watches
+from tfdist.train.deltas import ticket
+from tfdist.train.hooks import Hooks, bind, check_optimizer, fewest
+from tfdist.train.loop import Watch
+from tfdist.train.placement import Placement
+from tfdist.train.pool import Pool
+from tfdist.train.prediction import RemotePredictor
+from tfdist.train.remote import RemoteRunner
+from tfdist.train.stream import Stream
+
+
+class Coordinator(Hooks):
+    """How the models of one parameter-server strategy train.
+
+    Args:
+        strategy: The strategy; gets this object as its `tfdist_engine`.
+        pool: The workers.
+        host: Device of this process.
+        reading: Who reads `tf.data` input: `workers`, `coordinator`, or `auto`: workers where the data set can move.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy, pool: Pool, host: str, reading: str = "auto"):
+        self._strategy = strategy
+        self._pool = pool
+        self._host = host
+        self._reading = reading
+        self._placement = Placement(local_replicas=strategy.num_replicas_in_sync)
+        self._kind: str | None = None  # which Keras method is walking over data
+        self._by_workers = False
+        self._active: RemoteRunner | None = None
+        self._watches: dict[str, Watch] = {}
+        strategy.tfdist_engine = self
+
+    # --- fit, evaluate, predict -----------------------------------------------------------------------------------
+    def fit(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
+        call = bind(keras_method, model, args, kwargs)
+        self._check(model)
+        callbacks = _listed(call["callbacks"])
+        progress = call["verbose"] != 0
+        steps = fewest(call["steps_per_epoch"], keras.config.max_steps_per_epoch())
+        self._watches = {
+            "fit": Watch(watches(callbacks, "train"), progress, steps),
+            "evaluate": Watch(watches(callbacks, "test"), False, call["validation_steps"]),
+        }
+        if isinstance(call["x"], tf.data.Dataset):
+            call["kwargs"].setdefault("shuffle", False)  # Keras warns that its default True has no effect on a Dataset
+        _check_end("fit", call["x"], steps, "steps_per_epoch")
+        _check_end("fit", call["validation_data"], call["validation_steps"], "validation_steps")
+        with self._during("fit", call["x"]):
+            return keras_method(model, **call["kwargs"])
+
+    def evaluate(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
+        call = bind(keras_method, model, args, kwargs)
+        if not isinstance(call["callbacks"], keras.callbacks.CallbackList):  # else: the validation of a fit
+            self._check(model)
+            self._watches = {"evaluate": Watch(watches(_listed(call["callbacks"]), "test"), call["verbose"] != 0, call["steps"])}
+        _check_end("evaluate", call["x"], call["steps"], "steps")
+        with self._during("evaluate", call["x"]):
+            return keras_method(model, **call["kwargs"])
+
+    def predict(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
+        call = bind(keras_method, model, args, kwargs)
+        self._check(model)
+        _check_end("predict", call["x"], call["steps"], "steps")
+        with self._during("predict", None):
+            return keras_method(model, **call["kwargs"])
+
+    def train_on_batch(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
+        return self._on_batch(model, keras_method, args, kwargs)
+
+    def test_on_batch(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
+        return self._on_batch(model, keras_method, args, kwargs)
+
+    def predict_on_batch(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
+        return self._on_batch(model, keras_method, args, kwargs)
+
+    def _on_batch(self, model, keras_method, args, kwargs):
+        self._check(model)
+        self._watches = {}
+        with self._pool.open():
+            try:
+                return keras_method(model, *args, **kwargs)
+            finally:
+                self._active = None
+
+    # --- What they are made of --------------------------------------------------------------------------------------
+    def make_train_function(self, model: keras.Model, _, force: bool = False):
+        if force or not isinstance(model.train_function, RemoteRunner):
+            model.train_function = self._runner(model, model.train_step)
+        self._begin(model.train_function, "fit")
+        return model.train_function
+
+    def make_test_function(self, model: keras.Model, _, force: bool = False):
+        if force or not isinstance(model.test_function, RemoteRunner):
+            model.test_function = self._runner(model, model.test_step)
+        self._begin(model.test_function, "evaluate")
+        return model.test_function
+
+    def make_predict_function(self, model: keras.Model, _, force: bool = False):
+        if force or not isinstance(model.predict_function, RemotePredictor):
+            model.predict_function = RemotePredictor(self._pool, self._strategy, self._placement, model, self._host)
+        return model.predict_function
+
+    def get_metrics_result(self, model: keras.Model, keras_method: Callable):
+        """Keras asks eagerly at the end of each epoch: the place to wait for the workers."""
+        runner = self._active
+        if not tf.executing_eagerly() or runner is None or runner.model is not model:
+            return keras_method(model)
+        return runner.end_epoch()
+
+    def apply(self, optimizer: keras.optimizers.Optimizer, keras_apply: Callable, grads, variables):
+        with ticket(optimizer):
+            return keras_apply(optimizer, [gradients.merge_duplicates(g) for g in grads], variables)
+
+    @property
+    def feeding(self) -> bool:  # type: ignore[override]
+        return self._kind is not None
+
+    def feed(self, dataset: tf.data.Dataset) -> Stream:
+        return Stream(dataset, self._host, self._by_workers, self._kind != "predict", global_seed())
+
+    # --- Below ------------------------------------------------------------------------------------------------------
+    def _runner(self, model, model_step) -> RemoteRunner:
+        def results():
+            active, self._active = self._active, None
+            try:
+                return model.get_metrics_result()
+            finally:
+                self._active = active
+
+        return RemoteRunner(self._pool, self._strategy, self._placement, model, model_step, results)
+
+    def _begin(self, runner: RemoteRunner, kind: str) -> None:
+        runner.begin(self._watches.get(kind, Watch()))
+        self._active = runner
+
+    @contextlib.contextmanager
+    def _during(self, kind: str, data):
+        outer = self._kind, self._active, self._by_workers
+        self._kind = kind
+        # Keras makes data sets of arrays, whose rows are here, and of generators, which cannot move.
+        self._by_workers = self._reading != "coordinator" and isinstance(data, tf.data.Dataset)
+        with contextlib.nullcontext() if outer[0] else self._pool.open():
+            try:
+                yield
+            finally:
+                self._kind, self._active, self._by_workers = outer
+
+    def _check(self, model: keras.Model) -> None:
+        check_optimizer(model, self._strategy)
+        if model.run_eagerly:
+            raise ValueError(
+                "run_eagerly=True under parameter_server: a step runs on other processes, as a graph. Compile the model without it; to "
+                "debug a step, train with the strategy one_device."
+            )
+        if model.jit_compile:
+            raise ValueError(
+                "compile(jit_compile=True) under parameter_server: XLA cannot compile a step whose variables are on other processes "
+                "(keras #18716). Pass jit_compile=False."
+            )
+
+
+def _listed(callbacks) -> list:
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        return callbacks.callbacks
+    return keras.tree.flatten(callbacks or [])
+
+
+def _check_end(method: str, data, steps: int | None, argument: str) -> None:
+    if isinstance(data, tf.data.Dataset) and not steps and int(data.cardinality()) == tf.data.INFINITE_CARDINALITY:
+        raise ValueError(f"{method}: the data set has no end, expected {argument}. Pass {argument}=..., or leave out repeat().")

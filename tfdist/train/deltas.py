@@ -1,0 +1,126 @@
+"""A traced step's assignments to metrics, seeds and step counts become values that the step returns; nothing is written here.
+
+Workers that add to one variable at the same time lose each other's updates. So a step on a worker starts its metrics at zero
+and returns what it added; the coordinator, the only writer, adds that up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import keras
+import tensorflow as tf
+
+from tfdist.keras_compat import local_update, replaced_values, step_counter
+from tfdist.train.step import seed_states
+
+_trace = threading.local()
+
+# Draws that a step may make from one seed generator before it meets the numbers of the next step.
+_DRAWS = 1024
+
+
+class Cell:
+    """Stands in for a `tf.Variable` while a step is traced.
+
+    Args:
+        initial: Its value at the beginning, any tensor.
+    """
+
+    def __init__(self, initial: tf.Tensor):
+        self._initial = initial
+        self._values: dict[int, tf.Tensor] = {}  # by replica
+        self.shape, self.dtype = initial.shape, initial.dtype
+
+    def total(self) -> tf.Tensor:
+        """The sum over the replicas."""
+        return tf.add_n([self._initial, *(v - self._initial for v in self._values.values())])
+
+    def value(self) -> tf.Tensor:
+        return self._values.get(_replica(), self._initial)
+
+    read_value = value
+
+    def assign(self, value, **_) -> tf.Tensor:
+        self._values[_replica()] = tf.cast(tf.convert_to_tensor(value), self.dtype)
+        return self.value()
+
+    def assign_add(self, value, **_) -> tf.Tensor:
+        return self.assign(self.value() + tf.cast(value, self.dtype))
+
+    def assign_sub(self, value, **_) -> tf.Tensor:
+        return self.assign(self.value() - tf.cast(value, self.dtype))
+
+    def __tf_tensor__(self, dtype=None, name=None) -> tf.Tensor:
+        return self.value() if dtype is None else tf.cast(self.value(), dtype)
+
+    def __getitem__(self, key):
+        return self.value()[key]
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.value(), name)
+
+
+def _operator(name: str):
+    return lambda self, *args: getattr(self.value(), name)(*args)
+
+
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "mod", "neg", "eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(Cell, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+def _replica() -> int:
+    context = tf.distribute.get_replica_context()
+    number = context.replica_id_in_sync_group if context else 0
+    return int(tf.get_static_value(number) or 0)
+
+
+@contextlib.contextmanager
+def collected(model: keras.Model, seeds: tf.Tensor, index: tf.Tensor) -> Iterator[list[tf.Tensor]]:
+    """Traces one step of a model, and gives what it added to each metric variable, and to its step count, as a list.
+
+    Args:
+        model: The model.
+        seeds: States of the model's seed generators at the beginning of the epoch, int64 `[generators, 2]`.
+        index: Number of the step in its epoch, int64 scalar. Each step draws its own random numbers, the same ones when it
+            runs again.
+
+    Yields:
+        A list that is filled when the block ends: one tensor for each of `model.metrics_variables`, then the number of updates
+        by `model.optimizer`, int64 scalar.
+    """
+    metrics, generators = model.metrics_variables, seed_states(model)
+    cells = [Cell(tf.zeros(v.shape, v.dtype)) for v in metrics]
+    shift = tf.stack([tf.zeros_like(index), (index + 1) * _DRAWS])
+    states = [Cell(tf.cast(seeds[i] + shift, v.dtype)) for i, v in enumerate(generators)]
+    added: list[tf.Tensor] = []
+    _trace.graph, _trace.updates, _trace.optimizer = tf.compat.v1.get_default_graph(), tf.zeros((), tf.int64), model.optimizer
+    with replaced_values([*metrics, *generators], [*cells, *states]):
+        yield added
+    added.extend([*(c.total() for c in cells), _trace.updates])
+
+
+def next_seeds(model: keras.Model, steps: int) -> None:
+    """Moves the model's seed generators past the numbers that so many steps drew."""
+    for v in seed_states(model):
+        v.assign(v + tf.cast([0, (steps + 1) * _DRAWS], v.dtype))
+
+
+@contextlib.contextmanager
+def ticket(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
+    """Inside, an optimizer's step count is a number that no other update gets, and counts exactly one.
+
+    Keras reads the count, and writes it back increased by one at the end of the update: workers that update at the same time
+    would count one for two, and with gradient accumulation apply or skip an update twice.
+    """
+    counter = step_counter(optimizer)
+    number = tf.raw_ops.ResourceCountUpTo(resource=counter.value.handle, limit=counter.value.dtype.max, T=counter.value.dtype)
+    same_graph = getattr(_trace, "graph", None) is tf.compat.v1.get_default_graph()
+    if same_graph and optimizer is _trace.optimizer and not _replica():
+        _trace.updates += 1
+    with replaced_values([counter], [Cell(number)]), local_update(optimizer, 0):
+        yield
