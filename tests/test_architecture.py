@@ -22,7 +22,7 @@ LONGEST = 400  # lines of a file: the time to look for a second purpose
 # A room is a set of modules that may import each other; it imports rooms of lower levels, and no others.
 LEVELS = (
     ({"addresses", "cluster"}, {"config"}, {"telemetry"}, {"keras_compat"}),
-    ({"resolvers"}, {"preflight"}, {"flags", "app"}, {"data"}, {"models"}),
+    ({"resolvers"}, {"preflight"}, {"flags", "app"}, {"data"}, {"models"}, {"layers"}),
     ({"train"},),
     ({"strategies"},),
     ({"run"},),

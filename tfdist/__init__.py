@@ -12,20 +12,23 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from tfdist import app, config, data, flags, models
+    from tfdist import app, config, data, flags, layers, models
     from tfdist.cluster import ClusterSpec
     from tfdist.strategies import make_strategy
     from tfdist.train.callbacks import BackupAndRestore, TensorBoard
+    from tfdist.train.pool import ParameterServerLost
 
 # Name -> module that defines it, or that it is.
 _HOMES = {
     "BackupAndRestore": "tfdist.train.callbacks",
     "ClusterSpec": "tfdist.cluster",
+    "ParameterServerLost": "tfdist.train.pool",
     "TensorBoard": "tfdist.train.callbacks",
     "app": "tfdist.app",
     "config": "tfdist.config",
     "data": "tfdist.data",
     "flags": "tfdist.flags",
+    "layers": "tfdist.layers",
     "make_strategy": "tfdist.strategies",
     "models": "tfdist.models",
 }
@@ -33,12 +36,14 @@ _HOMES = {
 __all__ = [
     "BackupAndRestore",
     "ClusterSpec",
+    "ParameterServerLost",
     "TensorBoard",
     "__version__",
     "app",
     "config",
     "data",
     "flags",
+    "layers",
     "make_strategy",
     "models",
 ]

@@ -1,10 +1,14 @@
-"""An address `host:port` becomes a socket address or a named fault; what listens there is not known here."""
+"""An address `host:port` becomes a socket address, a named fault, or whether a gRPC server answers there.
+
+What such a server serves is not known here.
+"""
 
 import errno
 import ipaddress
 import random
 import re
 import socket
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +17,14 @@ Lookup = Callable[..., list]  # of the form of socket.getaddrinfo
 # Below Linux's range for outgoing connections (32768 to 60999), so that no connection takes a port between
 # our choice and TensorFlow's start; below Kubernetes' node ports (30000 to 32767) too.
 _LOCAL_PORTS = range(20000, 30000)
+
+LOOK_S = 3.0  # for a server to answer, which takes it a millisecond where it is not starved
+
+# HTTP/2 (RFC 9113, 3.4): a client says who it is and how it wants it; a frame's header is the length of its payload (3 bytes), its
+# type, its flags and its stream (4 bytes), which is 0 for the connection itself.
+_CLIENT_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+_SETTINGS = 4
+_EMPTY_SETTINGS = bytes([0, 0, 0, _SETTINGS, 0, 0, 0, 0, 0])
 
 
 class UnresolvedAddress(ValueError):
@@ -148,6 +160,72 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     raise ValueError(
         f"host {host!r}: fewer than {count} free ports from {_LOCAL_PORTS[0]} to {_LOCAL_PORTS[-1]}"
     )
+
+
+def answers(address: str, timeout: float) -> bool:
+    """Whether a gRPC server, such as TensorFlow's, answers at an address.
+
+    A stopped process does not: Linux accepts the connection in its name, but nobody speaks.
+
+    Args:
+      address: `host:port`.
+      timeout: seconds for the connection and the answer together; a name server may take its own time before.
+
+    Returns:
+      False where nobody listens, the name has no address, or the answer is none of a gRPC server or too late.
+
+    >>> answers(f"127.0.0.1:{free_ports(1)[0]}", timeout=1)
+    False
+    """
+    greeting = b""
+    try:
+        family, sockaddr = resolve_address(address)
+        limit = time.monotonic() + timeout
+        with socket.socket(family, socket.SOCK_STREAM) as connection:
+            connection.settimeout(timeout)
+            connection.connect(sockaddr)
+            connection.sendall(_CLIENT_PREFACE + _EMPTY_SETTINGS)
+            while len(greeting) < len(_EMPTY_SETTINGS):
+                connection.settimeout(max(limit - time.monotonic(), 0.001))
+                piece = connection.recv(len(_EMPTY_SETTINGS) - len(greeting))
+                if not piece:
+                    return False
+                greeting += piece
+    except OSError:
+        return False
+    # A server speaks first of its settings, which it owes to every client.
+    return greeting[3:5] == bytes([_SETTINGS, 0]) and not any(greeting[5:])
+
+
+class Presence:
+    """How long a gRPC server, looked at again and again, has been away.
+
+    Args:
+      address: `host:port`.
+      look: whether a server answers at an address within so many seconds; default `answers`.
+      clock: seconds that only grow; default `time.monotonic`.
+
+    Attributes:
+      seen: whether it ever answered.
+
+    >>> presence = Presence("a:80", look=lambda address, timeout: True)
+    >>> presence.away(), presence.seen
+    (None, True)
+    """
+
+    def __init__(self, address: str, look: Callable[[str, float], bool] = answers, clock: Callable[[], float] = time.monotonic):
+        self.address, self._look, self._clock = address, look, clock
+        self.seen = False
+        self._since: float | None = clock()
+
+    def away(self) -> float | None:
+        """Looks now; None where it answers, else the seconds since the first look in vain, or since all began where it never did."""
+        if self._look(self.address, LOOK_S):
+            self.seen, self._since = True, None
+            return None
+        if self._since is None:
+            self._since = self._clock()
+        return self._clock() - self._since
 
 
 def _check_own(task: str, address: str, family: socket.AddressFamily, sockaddr: tuple, source: str) -> None:

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import atexit
 import difflib
 import glob
 import logging
 import os
+import sys
 from typing import TYPE_CHECKING
 
 from tfdist import flags, preflight, resolvers
 from tfdist.cluster import ClusterSpec
-from tfdist.keras_compat import engine_of, runtime_initialized
+from tfdist.keras_compat import connected, engine_of, runtime_initialized
 from tfdist.strategies import devices as device_names
 from tfdist.strategies import local
 from tfdist.strategies.multi_worker import COMMUNICATION, multi_worker_mirrored
+from tfdist.strategies.parameter_server import READING, coordinate
+from tfdist.strategies.server import end_servers, serve
+from tfdist.train.evaluator import Evaluator
 
 if TYPE_CHECKING:
     import tensorflow as tf
 
 log = logging.getLogger("tfdist")
 
-NAMES = ("auto", "one_device", "mirrored", "central_storage", "multi_worker_mirrored", "tpu")
+NAMES = ("auto", "one_device", "mirrored", "central_storage", "multi_worker_mirrored", "parameter_server", "tpu")
 
 
 def make_strategy(
@@ -34,6 +39,8 @@ def make_strategy(
     start_timeout: float = 120.0,
     cross_device: str = "auto",
     threads: int | None = None,
+    reading: str = "auto",
+    variable_partitioner: object = None,
     tpu: str = "local",
 ) -> tf.distribute.Strategy:
     """Makes the strategy that fits this process; call it first, before any tensor, data set or model.
@@ -42,16 +49,21 @@ def make_strategy(
     environment (see `tfdist.resolvers.resolve`).
 
     Args:
-        name: One of `NAMES`. `auto`, the default: `multi_worker_mirrored` in a cluster of several training tasks, else `mirrored`
-            with several devices, else `one_device`.
+        name: One of `NAMES`. `auto`, the default: `parameter_server` in a cluster with parameter servers, `multi_worker_mirrored` in
+            one of several training tasks, else `mirrored` with several devices, else `one_device`. Under `parameter_server` this
+            call returns in the chief; in a worker or ps task it serves, and ends the process when the job ends.
         cluster: The cluster with this task, or the path of a YAML or JSON file that describes it.
         devices: Devices of this process, see `tfdist.strategies.devices.configure`; a number, names, `"cpu"` or `"gpu"`.
         task: This task, such as `worker:1`, where `cluster` does not say.
         communication: `auto`, `ring` or `nccl`: how workers exchange gradients.
-        timeout: Seconds that a worker waits for the others in a step, before it fails.
+        timeout: Seconds that a worker waits for the others in a step, before it fails; under `parameter_server` those that the
+            chief waits for a step, and for a worker when none is left.
         start_timeout: Seconds that a worker waits for the others to appear.
         cross_device: `auto`, `nccl`, `hierarchical_copy` or `one_device`: how `mirrored` sums over its devices.
         threads: Threads of an operation, and operations at once; None leaves TensorFlow's choice.
+        reading: Under `parameter_server`, who reads a `tf.data.Dataset` given to `fit` or `evaluate`: `workers`, `coordinator`, or
+            `auto`: the workers, where the data set is more than Python code or arrays of the chief.
+        variable_partitioner: Refused: Keras variables cannot be partitioned; `tfdist.layers.ShardedEmbedding` is.
         tpu: TPU for the strategy `tpu`: a name, a gRPC address, or `local`.
 
     Returns:
@@ -71,15 +83,23 @@ def make_strategy(
     name = _choice("strategy", name or options.get("strategy") or "auto", NAMES)
     communication = _choice("communication", communication or options.get("communication") or "auto", tuple(COMMUNICATION))
     _choice("cross_device", cross_device, local.CROSS_DEVICE_NAMES)
+    _choice("reading", reading, READING)
+    if variable_partitioner is not None:
+        raise ValueError(
+            "variable_partitioner: expected None, as a Keras 3 variable cannot be partitioned. For tables that are too large for one "
+            "parameter server use tfdist.layers.ShardedEmbedding."
+        )
     devices = options.get("devices") if devices is None else devices
     cluster = resolvers.resolve(cluster or options.get("cluster"), task or options.get("task"))
     if cluster is not None and cluster.task_type == "evaluator":
-        cluster = None  # it stands beside the training and reads its checkpoints
+        return _evaluator(cluster, device_names.configure(devices, threads), start_timeout, cross_device)
     names = device_names.configure(devices, threads)
     chosen, why = (name, "as asked") if name != "auto" else _choose(cluster, names)
     log.info("strategy %s on %s: %s", chosen, ", ".join(names), why)
     if chosen == "multi_worker_mirrored":
         return _multi_worker(cluster, names, communication, timeout, start_timeout)
+    if chosen == "parameter_server":
+        return _parameter_server(cluster, reading, timeout, start_timeout)
     if cluster is not None and len(cluster.training_tasks) > 1:
         raise ValueError(
             f"strategy: {chosen} trains in one process, but {cluster.source} lists {len(cluster.training_tasks)} training tasks; use "
@@ -109,6 +129,8 @@ def _choice(option: str, value: str, names: tuple[str, ...]) -> str:
 
 def _choose(cluster: ClusterSpec | None, names: list[str]) -> tuple[str, str]:
     """The strategy for a cluster and devices, and why."""
+    if cluster is not None and "ps" in cluster.jobs:
+        return "parameter_server", f"parameter servers in {cluster.source}"
     if cluster is not None and len(cluster.training_tasks) > 1:
         return "multi_worker_mirrored", f"{len(cluster.training_tasks)} training tasks in {cluster.source}"
     if len(names) > 1:
@@ -137,6 +159,46 @@ def _multi_worker(cluster: ClusterSpec | None, names: list[str], communication: 
     if cluster is not None:
         preflight.check(cluster, timeout=start_timeout, attempt=resolvers.attempt())
     return multi_worker_mirrored(cluster, communication, timeout)
+
+
+def _parameter_server(cluster: ClusterSpec | None, reading: str, timeout: float, start_timeout: float):
+    """In the chief a strategy; in a worker or ps task the end of the process."""
+    have = {job: len(cluster.jobs.get(job, ())) if cluster else 0 for job in ("chief", "worker", "ps")}
+    if cluster is None or not all(have.values()):
+        missing = " and ".join(job for job, count in have.items() if not count)
+        raise ValueError(
+            f"strategy: parameter_server needs a chief, at least one worker and at least one ps; {cluster.source if cluster else 'no cluster'} "
+            f"lists no {missing}. On one machine: tfdist launch --chief --workers 2 --ps 1 -- COMMAND."
+        )
+    if cluster.task is None:
+        raise ValueError(f"{cluster.source}: which task is this process? Pass task=\"chief:0\", or set it in TF_CONFIG.")
+    again = connected()  # a strategy whose parameter server was lost may be followed by another
+    if runtime_initialized() and not again:
+        raise device_names.too_late("a cluster")
+    _quiet_tensorflow()
+    if cluster.task_type != "chief":
+        serve(cluster, start_timeout=start_timeout)
+    if not again:
+        cluster.check_host()
+    strategy = coordinate(cluster, reading, timeout, start_timeout)
+    atexit.register(_farewell, cluster)
+    return strategy
+
+
+def _farewell(cluster: ClusterSpec) -> None:
+    """Ends the servers when this chief has done its work; after an error they stay for the next one."""
+    if getattr(sys, "last_value", None) is None:
+        end_servers(cluster)
+
+
+def _evaluator(cluster: ClusterSpec, names: list[str], start_timeout: float, cross_device: str):
+    """A strategy of this process alone: it stands beside the training, whatever that one's strategy, and reads its checkpoints."""
+    strategy = local.mirrored(names, cross_device) if len(names) > 1 else local.one_device(names[0])
+    chief = cluster.training_tasks[0].address
+    listens = len(cluster.training_tasks) > 1 or "ps" in cluster.jobs
+    log.info("evaluator on %s of the training with the chief at %s", ", ".join(names), chief)
+    Evaluator(strategy, strategy.tfdist_engine, chief, listens, start_timeout)
+    return strategy
 
 
 def _tpu(name: str):

@@ -7,7 +7,7 @@ and returns what it added; the coordinator, the only writer, adds that up.
 from __future__ import annotations
 
 import contextlib
-import threading
+import types
 from collections.abc import Iterator
 
 import keras
@@ -16,7 +16,8 @@ import tensorflow as tf
 from tfdist.keras_compat import local_update, replaced_values, step_counter
 from tfdist.train.step import seed_states
 
-_trace = threading.local()
+# What `collected` is tracing; the thread of a replica, in which TensorFlow runs the step, is another than that which traces.
+_trace = types.SimpleNamespace(graph=None, updates=None, optimizer=None)
 
 # Draws that a step may make from one seed generator before it meets the numbers of the next step.
 _DRAWS = 1024
@@ -119,8 +120,7 @@ def ticket(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
     """
     counter = step_counter(optimizer)
     number = tf.raw_ops.ResourceCountUpTo(resource=counter.value.handle, limit=counter.value.dtype.max, T=counter.value.dtype)
-    same_graph = getattr(_trace, "graph", None) is tf.compat.v1.get_default_graph()
-    if same_graph and optimizer is _trace.optimizer and not _replica():
+    if _trace.graph is tf.compat.v1.get_default_graph() and optimizer is _trace.optimizer and not _replica():
         _trace.updates += 1
     with replaced_values([counter], [Cell(number)]), local_update(optimizer, 0):
         yield

@@ -1,0 +1,117 @@
+"""Trains an embedding on parameter servers and reports where it lies and what it sends: `embedding.py OUT [LAYER [OPTIMIZER]]`.
+
+LAYER is "sharded" (the default) or "keras", OPTIMIZER "sgd" (the default), "adam" or "adagrad". The chief writes the report, JSON, to OUT:
+
+    shards              shapes of the table's weights, in order
+    devices             the task of each, such as "ps:0"
+    table_bytes         size of the table
+    bytes_per_step      what passed the loopback interface in a step, of all processes in this network namespace
+    seconds_per_step    time of a step
+    losses              mean loss of each epoch
+    iterations          the optimizer's count of steps, of STEPS * EPOCHS
+    untouched           whether all rows that occur in no batch are as they were
+    trained             share of the other rows that changed
+    saved_shape         shape of the table in a weights file
+    saved_equal         whether a model with keras.layers.Embedding, in this process alone, reads that file and predicts the same
+"""
+
+import json
+import pathlib
+import sys
+import time
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfdist
+
+ROWS, WIDTH, LENGTH = 200_000, 16, 10
+BATCH, STEPS, EPOCHS = 32, 60, 3
+RATES = {"sgd": 1.0, "adam": 0.01, "adagrad": 0.1}
+
+
+def data():
+    """Of an example's ids half are drawn from few, so that batches repeat them; the label follows from the first."""
+    rng, shape = np.random.default_rng(0), (BATCH * STEPS, LENGTH)
+    ids = np.where(rng.random(shape) < 0.5, rng.integers(0, ROWS, shape), rng.integers(0, 50, shape))
+    return ids.astype("int32"), (ids[:, :1] % 2).astype("float32")
+
+
+def build(layer):
+    inputs = keras.Input((LENGTH,), dtype="int32")
+    return keras.Model(inputs, keras.layers.Dense(1, activation="sigmoid")(keras.layers.Flatten()(layer(inputs))))
+
+
+def loopback_bytes() -> int:
+    """Received by the loopback interface since this network namespace began."""
+    lines = pathlib.Path("/proc/net/dev").read_text(encoding="ascii").splitlines()
+    (received,) = (line.split(":")[1].split()[0] for line in lines if line.strip().startswith("lo:"))
+    return int(received)
+
+
+def task(device: str) -> str:
+    spec = tf.DeviceSpec.from_string(device)
+    return f"{spec.job}:{spec.task}"
+
+
+class Traffic(keras.callbacks.Callback):
+    """Counts in all epochs but the first, in which graphs are made and sent."""
+
+    def __init__(self):
+        super().__init__()
+        self.start = self.end = (0, 0.0)
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.end = loopback_bytes(), time.monotonic()
+        if epoch == 0:
+            self.start = self.end
+
+    def per_step(self):
+        """Bytes and seconds."""
+        return [(end - start) / (STEPS * (EPOCHS - 1)) for start, end in zip(self.start, self.end, strict=True)]
+
+
+def main(out: str, kind: str = "sharded", optimizer: str = "sgd") -> None:
+    strategy = tfdist.make_strategy("parameter_server")
+    x, y = data()
+    keras.utils.set_random_seed(1)
+    embedding = tfdist.layers.ShardedEmbedding if kind == "sharded" else keras.layers.Embedding
+    with strategy.scope():
+        layer = embedding(ROWS, WIDTH)
+        model = build(layer)
+        model.compile(optimizer, "binary_crossentropy")
+        model.optimizer.learning_rate = RATES[optimizer]
+
+    file = pathlib.Path(out).with_suffix(".weights.h5")
+    alone = build(keras.layers.Embedding(ROWS, WIDTH))  # outside of the scope: in this process
+
+    def saved():
+        """The table, through a file."""
+        model.save_weights(file)
+        alone.load_weights(file)
+        return alone.layers[1].get_weights()[0]
+
+    before, traffic = saved(), Traffic()
+    history = model.fit(x, y, batch_size=BATCH, epochs=EPOCHS, verbose=0, callbacks=[traffic])
+    after = saved()
+    changed, used = (before != after).any(1), np.isin(np.arange(ROWS), x)
+    sent, seconds = traffic.per_step()
+    report = {
+        "shards": [list(part.shape) for part in layer.weights],
+        "devices": [task(part.value.device) for part in layer.weights],
+        "table_bytes": before.nbytes,
+        "bytes_per_step": round(sent),
+        "seconds_per_step": seconds,
+        "losses": history.history["loss"],
+        "iterations": int(model.optimizer.iterations.numpy()),
+        "untouched": not bool(changed[~used].any()),
+        "trained": float(changed[used].mean()),
+        "saved_shape": list(after.shape),
+        "saved_equal": bool(np.allclose(alone.predict(x[:64], verbose=0), model.predict(x[:64], verbose=0), atol=1e-6)),
+    }
+    pathlib.Path(out).write_text(json.dumps(report), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,176 @@
+"""A worker or ps task of a parameter-server job becomes a TensorFlow server until the job ends; it computes what others send.
+
+TensorFlow's server never ends by itself, and has no idea of a job. So it watches the chief: a chief that is gone may come back,
+unless it said farewell.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from typing import NoReturn
+
+import tensorflow as tf
+
+from tfdist.addresses import Presence, UnresolvedAddress, answers
+from tfdist.cluster import ClusterSpec, Task
+from tfdist.preflight import PeersAbsent
+
+log = logging.getLogger("tfdist")
+
+POLL_S = 1.0  # between two looks at the chief
+LEAVING_S = 0.1  # the same once it said farewell
+PROGRESS_S = 30.0  # between two lines that say whom we wait for
+# A loop on a worker around an update on a ps blocks a thread of the worker's, and hangs where it has no second one.
+FEWEST_THREADS = 8
+
+# The farewell is a call of a Python function in the server's process, by TensorFlow's name for the first one there.
+_FIRST_FUNCTION = b"pyfunc_0"
+_FAREWELL = b"tfdist: farewell"
+
+_kept: list = []  # what lives as long as the process: TensorFlow cannot take a server down
+
+
+def serve(cluster: ClusterSpec, *, start_timeout: float = 120.0, return_timeout: float = 60.0) -> NoReturn:
+    """Serves as this process's task of a parameter-server job, and ends the process with the job.
+
+    A worker serves the GPUs that this process may see (`tf.config.set_visible_devices`), a ps none.
+
+    Args:
+        cluster: The cluster, with this process's task, a worker or ps.
+        start_timeout: Seconds until a chief that never came is an error, default 120.
+        return_timeout: Seconds that a chief which is gone without a farewell has to come back, default 60.
+
+    Raises:
+        SystemExit: With code 0 when the job has ended; 75, with a line on standard error, when no chief came; 130 after Ctrl-C.
+        ValueError: The cluster has no chief, or this task cannot listen at its address.
+    """
+    me, chief = cluster.task, chief_of(cluster)
+    assert me is not None
+    _check_host(cluster, me)
+    farewell = threading.Event()
+    _kept.append(_listen_for(farewell))
+    _kept.append(tf.distribute.Server(tf.train.ClusterSpec(addresses(cluster)), me.type, me.index, "grpc", _settings(me)))
+    log.info("%s serves at %s, until the chief at %s ends", me, me.address, chief.address)
+    try:
+        log.info("%s ends: %s", me, _stay(me, Presence(chief.address), farewell, start_timeout, return_timeout))
+    except PeersAbsent as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from error
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    raise SystemExit(0)
+
+
+def end_servers(cluster: ClusterSpec, timeout: float = 10.0) -> None:
+    """Tells all workers and ps that this chief ends for good, so that they end as soon as it is gone.
+
+    For the end of a coordinator that has done its work, with its strategy still connected. Without it they wait for another
+    chief. Servers that do not answer, or no longer know this chief, are left to that.
+
+    Args:
+        cluster: The cluster.
+        timeout: Seconds after which the servers that are left are not told, default 10.
+    """
+    limit = time.monotonic() + timeout
+    for task in cluster.tasks:
+        if task.type not in ("worker", "ps") or time.monotonic() > limit or not answers(task.address, timeout=1.0):
+            continue
+        try:
+            with tf.device(f"/job:{task.type}/replica:0/task:{task.index}/device:CPU:0"):
+                tf.raw_ops.PyFunc(input=[tf.constant(_FAREWELL)], token=_FIRST_FUNCTION, Tout=[tf.bool])
+        except (tf.errors.OpError, ValueError) as error:  # ValueError: not connected
+            log.debug("no farewell to %s: %s", task, error)
+
+
+def addresses(cluster: ClusterSpec) -> dict[str, list[str]]:
+    """The jobs that TensorFlow's servers connect to, all but the evaluator."""
+    return {job: list(tasks) for job, tasks in cluster.jobs.items() if job != "evaluator"}
+
+
+def chief_of(cluster: ClusterSpec) -> Task:
+    """The coordinator of a parameter-server job; ValueError where there is none."""
+    first = cluster.tasks[0]
+    if first.type != "chief":
+        raise ValueError(
+            f"{cluster.source}: parameter_server needs a chief, which coordinates; the jobs are {', '.join(cluster.jobs)}. Add the "
+            "job chief with one address (tfdist launch --chief ...)."
+        )
+    return first
+
+
+def _stay(me: Task, chief: Presence, farewell: threading.Event, start_timeout: float, return_timeout: float) -> str:
+    """Waits until the job has ended, and says why it has; PeersAbsent where it never began."""
+    before: float | None = 0.0
+    next_line = PROGRESS_S
+    while True:
+        away = chief.away()
+        if away is None:
+            if before is not None:
+                log.info("%s: the chief at %s is there", me, chief.address)
+            next_line = PROGRESS_S
+        elif farewell.is_set():
+            return f"the chief at {chief.address} has finished"
+        elif chief.seen and away > return_timeout:
+            return f"the chief at {chief.address} is gone, and no other one came within {return_timeout:g} s"
+        elif not chief.seen and away > start_timeout:
+            raise PeersAbsent(
+                f"{me} serves at {me.address}, but no chief answered at {chief.address} within {start_timeout:g} s. Start the chief "
+                "with this cluster, and let this machine connect to it"
+            )
+        elif before is None:
+            log.warning("%s: the chief at %s is gone; waiting %g s for it to come back", me, chief.address, return_timeout)
+        elif away > next_line:
+            log.warning("%s waits for the chief at %s since %.0f s", me, chief.address, away)
+            next_line += PROGRESS_S
+        before = away
+        if farewell.wait(POLL_S):
+            time.sleep(LEAVING_S)
+
+
+def _listen_for(farewell: threading.Event) -> tf.Graph:
+    """Makes the function that `end_servers` calls; it exists as long as the graph does."""
+
+    def receive(*words):
+        if len(words) != 1 or words[0] != _FAREWELL:
+            raise RuntimeError("a tf.py_function or tf.numpy_function of the coordinator's cannot run on a worker or ps")
+        farewell.set()
+        return True
+
+    with tf.Graph().as_default() as graph:
+        token = tf.numpy_function(receive, [tf.constant(b"")], tf.bool).op.get_attr("token")
+    if token != _FIRST_FUNCTION:
+        log.debug("%s is not the first Python function in this process, so that no farewell will be heard", token)
+    return graph
+
+
+def _settings(me: Task) -> tf.compat.v1.ConfigProto:
+    threads = tf.config.threading
+    settings = tf.compat.v1.ConfigProto(
+        intra_op_parallelism_threads=threads.get_intra_op_parallelism_threads(),  # 0: as the environment says
+        inter_op_parallelism_threads=max(
+            FEWEST_THREADS, threads.get_inter_op_parallelism_threads() or os.cpu_count() or 1
+        ),
+    )
+    if me.type == "ps":
+        settings.device_count["GPU"] = 0
+        return settings
+    settings.gpu_options.allow_growth = True
+    seen = [gpu.name.rpartition(":")[2] for gpu in tf.config.get_visible_devices("GPU")]
+    if seen:
+        settings.gpu_options.visible_device_list = ",".join(seen)
+    else:
+        settings.device_count["GPU"] = 0
+    return settings
+
+
+def _check_host(cluster: ClusterSpec, me: Task) -> None:
+    try:
+        cluster.check_host()
+    except UnresolvedAddress as error:
+        if str(me) in error.reasons:
+            raise
+        log.debug("%s", error)  # the names of others may come later, and a dead task's may be gone
