@@ -158,6 +158,22 @@ def embedding_with_repeated_ids(strategy):
 
 
 @case
+def embedding_of_other_lengths_unwatched(strategy):
+    """The sparse gradient has other rows in each step, while several steps run at once."""
+    rng = np.random.default_rng(3)
+    lengths = 1 + np.arange(60) % 4
+    rows = tf.RaggedTensor.from_row_lengths(rng.integers(0, 5, 6 * lengths.sum()), np.repeat(lengths, 6))
+    train = tf.data.Dataset.from_tensor_slices((rows, rng.integers(0, 3, 360))).map(lambda x, y: (tf.convert_to_tensor(x), y)).padded_batch(6)
+
+    def model():
+        return keras.Sequential([
+            keras.Input((None,), dtype="int32"), keras.layers.Embedding(7, 3), keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(3)
+        ])
+
+    return simple(strategy, "sgd", train, model, watch=False)
+
+
+@case
 def recurrent_with_masking(strategy):
     """The mask makes every replica's divisor another: the mean must still be that of the whole batch."""
     rng = np.random.default_rng(4)

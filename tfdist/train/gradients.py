@@ -7,7 +7,9 @@ see what a single replica would see.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -16,6 +18,23 @@ import tensorflow as tf
 from tfdist.keras_compat import local_update
 from tfdist.train.placement import Placement
 from tfdist.train.step import local_replica
+
+
+class NotInLoop(Exception):
+    """A step cannot be the body of a loop, where a collective takes one shape only; it runs by itself."""
+
+
+_loop = types.SimpleNamespace(traced=False)  # seen by the threads in which replicas are traced
+
+
+@contextlib.contextmanager
+def in_loop() -> Iterator[None]:
+    """Inside, what is traced becomes the body of a loop."""
+    _loop.traced = True
+    try:
+        yield
+    finally:
+        _loop.traced = False
 
 
 def apply(
@@ -52,6 +71,8 @@ def sum_over_replicas(context: tf.distribute.ReplicaContext, grads: list) -> lis
     """
     if context.num_replicas_in_sync == 1:
         return grads
+    if _loop.traced and any(isinstance(g, tf.IndexedSlices) and g.indices.shape[0] is None for g in grads):
+        raise NotInLoop  # other rows in each step
     summed = list(grads)
     for dtype in dict.fromkeys(g.dtype for g in grads if g is not None):
         places = [i for i, g in enumerate(grads) if g is not None and g.dtype == dtype]

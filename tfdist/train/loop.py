@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.train.feed import Batch, FeedIterator, batch_of, count_rows, replica_rows
+from tfdist.train.gradients import NotInLoop, in_loop
 from tfdist.train.placement import Placement
 from tfdist.train.step import local_replica, run_replica
 from tfdist.train.sync import Sync
@@ -57,10 +58,6 @@ class Stats:
     input_seconds: float = 0.0
 
 
-class _OwnLogs(Exception):
-    """The step returns other values than the model's metrics."""
-
-
 class Runner:
     """A `train_function` or `test_function`.
 
@@ -85,10 +82,11 @@ class Runner:
         self._strategy = strategy
         self._placement = placement
         self._host = host
-        self.model = self._model = model
+        self.model = model
         self._step = step
         self._sync = sync
         self._own_logs = False
+        self._single = False  # whether steps run one by one, as this model cannot take several in a loop
         self._graphs: dict = {}
         self._pace = 1  # Keras' calls to run at once; equal on all workers, see _look
         self._paced = False
@@ -128,7 +126,7 @@ class Runner:
         return self.logs
 
     def _run(self, iterator) -> None:
-        per_call = self._model.steps_per_execution
+        per_call = self.model.steps_per_execution
         calls = self._plan(per_call)
         start = time.perf_counter()
         steps = self._run_steps(iterator, calls * per_call)
@@ -149,7 +147,7 @@ class Runner:
 
     def _plan(self, per_call: int) -> int:
         """How many of Keras' calls to run at once: the same on every worker, or their loops' collectives would not meet."""
-        if self.watch.exact or self._own_logs or not self._verified or self._model.run_eagerly:
+        if self.watch.exact or self._single or not self._verified or self.model.run_eagerly:
             return 1
         calls = self._pace
         if self.watch.steps:
@@ -180,11 +178,11 @@ class Runner:
         if feed is None and not isinstance(iterator, tf.distribute.DistributedIterator):
             return self._run_arrays(iterator, steps)
         source = iterator.iterator if feed is not None else iterator
-        if feed is not None and not (self._model.run_eagerly or self._own_logs):
+        if feed is not None and not (self.model.run_eagerly or self._single):
             try:
                 return self._run_graph(source, steps, even)
-            except _OwnLogs:
-                self._own_logs = True
+            except NotInLoop:
+                self._single = True
         done = 0
         for _ in range(steps):
             try:
@@ -235,7 +233,7 @@ class Runner:
         return done
 
     def _run_batch(self, batch: Batch, even: bool) -> None:
-        if self._model.run_eagerly:
+        if self.model.run_eagerly:
             self._last = self._replicas(batch, even)
         else:
             graph = self._graph("batch", even)
@@ -252,12 +250,12 @@ class Runner:
 
     def _replicas(self, batch: Batch, even: bool):
         """One step on all replicas; returns each replica's logs."""
-        jit = bool(self._model.jit_compile) and not self._model.run_eagerly
+        jit = bool(self.model.jit_compile) and not self.model.run_eagerly
 
         def on_replica(batch):
             step = self._step if not jit else tf.function(self._step, jit_compile=True, autograph=False)
-            logs = run_replica(step, self._model, batch, self._placement, self._host, even)
-            self._metric_names = set(self._model.get_metrics_result())
+            logs = run_replica(step, self.model, batch, self._placement, self._host, even)
+            self._metric_names = set(self.model.get_metrics_result())
             return logs
 
         return self._strategy.run(on_replica, args=(batch,))
@@ -295,9 +293,10 @@ class Runner:
 
         def body(done, examples, waited, checksum, following):
             batch = following.get_value()
-            logs = self._replicas(batch, even)
+            with in_loop():
+                logs = self._replicas(batch, even)
             if set(logs) != self._metric_names:
-                raise _OwnLogs
+                raise NotInLoop  # values that must be averaged after each step
             if batch.checksum is not None:
                 checksum += batch.checksum * tf.cast(1 + (before + done) % 127, tf.float64)
             following = iterator.get_next_as_optional()
@@ -336,12 +335,12 @@ class Predictor:
         self._strategy = strategy
         self._placement = placement
         self._host = host
-        self._model = model
+        self.model = model
         self._graph = tf.function(self._predict, autograph=False, reduce_retracing=True)
 
     def __call__(self, batches: list) -> Any:
         batches = [b if isinstance(b, Batch) else batch_of(b, self._placement) for b in batches]
-        return self._predict(batches) if self._model.run_eagerly else self._graph(batches)
+        return self._predict(batches) if self.model.run_eagerly else self._graph(batches)
 
     def _predict(self, batches: list[Batch]):
         outputs = [self._strategy.experimental_local_results(self._strategy.run(self._replica, (b,))) for b in batches]
@@ -350,7 +349,7 @@ class Predictor:
     def _replica(self, batch: Batch):
         context = tf.distribute.get_replica_context()
         place = self._placement
-        outputs = self._model.predict_step(replica_rows(batch, local_replica(place), place, self._host))
+        outputs = self.model.predict_step(replica_rows(batch, local_replica(place), place, self._host))
         if place.replicas == 1:
             return outputs
         per = -(-batch.rows // place.replicas)
