@@ -80,6 +80,7 @@ def test_no_command_shows_the_help(capsys):
         ("--color red -- train.py", "--color: invalid choice: 'red'"),
         ("--wrokers 2 -- train.py", "received --wrokers; did you mean --workers?"),
         ("--log_dir=x -- train.py", "received --log_dir=x; did you mean --log-dir?"),
+        ("--allow_remote -- train.py", "received --allow_remote; did you mean --allow-remote?"),
         ("--learning_rate 1 -- train.py", "the COMMAND's own flags go after `--` and its name"),
         ("--workers 2 train.py", "expected `--` before the COMMAND, received 'train.py'"),
         ("--task worker:1 -- train.py", "--task: expected together with --cluster FILE, received alone"),
@@ -127,6 +128,12 @@ def test_what_is_executed(words, expected, workplace):
 def test_the_commands_own_words_are_left_alone():
     _, command = flags.parse(["--", "train.py", "--workers", "9", "--", "x"])
     assert command == ["train.py", "--workers", "9", "--", "x"]
+
+
+def test_tasks_are_cut_off_unless_allowed():
+    assert not flags.parse(["--", "train.py"])[0].allow_remote
+    assert flags.parse(["--allow-remote", "--", "train.py"])[0].allow_remote
+    assert flags.parse(["--cluster", "c.yaml", "--allow-remote", "--", "train.py"])[0].allow_remote  # true there anyway
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,12 @@ _LOST_PEERS = re.compile(
     r"|Connection refused|Connection reset|Socket closed|Broken pipe|[Ff]ailed to connect"
     r"|unhealthy|heartbeat|different incarnation|coordination service|Mutex corrupt"
 )
+# What Python, curl, requests, TensorFlow's file systems, boto and Keras' downloads say where no network is.
+_NO_NETWORK = re.compile(
+    r"name resolution|Name or service not known|No address associated with hostname|NameResolutionError"
+    r"|[Cc]ould(?: not|n't) resolve|[Ff]ailed to resolve|[Nn]etwork is unreachable|urlopen error|URL fetch failure"
+    r"|HTTPS?ConnectionPool|Could not connect to the endpoint|Cannot connect to host"
+)
 _TF_TASK = r"/job:(\w+)/replica:\d+/task:(\d+)"
 _UNHEALTHY = re.compile(rf"(?:unhealthy[^/]*{_TF_TASK}|{_TF_TASK} heartbeat timeout)")
 _SAYS_ERROR = re.compile(r"\berror\b", re.IGNORECASE)
@@ -47,6 +53,9 @@ _EXIT_HINTS = {
     126: "the shell could not execute the command",
     127: "the shell did not find the command",
 }
+_CUT_OFF = (
+    "these tasks are cut off from the network; fetch the data before, or pass --allow-remote to `tfdist launch`"
+)
 
 
 class Kind(enum.Enum):
@@ -123,11 +132,12 @@ class Verdict:
     stopped: tuple[str, ...] = ()
 
 
-def judge(endings: Sequence[Ending]) -> Verdict | None:
+def judge(endings: Sequence[Ending], isolated: bool = False) -> Verdict | None:
     """Finds the root cause among the endings of all tasks of an attempt.
 
     Args:
         endings: One per task.
+        isolated: Whether the tasks were cut off from the network, which may be the root cause's reason.
 
     Returns:
         The verdict, or None where no task failed by itself.
@@ -143,9 +153,12 @@ def judge(endings: Sequence[Ending]) -> Verdict | None:
         return None
     own = [failure for failure in failures if failure.kind in _OF_ITS_OWN]
     cause = own[0] if own else _silent_cause(endings, failures) or failures[0]
+    others = tuple(failure for failure in failures if failure is not cause)
+    if isolated and _NO_NETWORK.search(f"{cause.message}\n{cause.traceback}"):
+        cause = dataclasses.replace(cause, hint=_CUT_OFF)
     return Verdict(
         cause=cause,
-        others=tuple(failure for failure in failures if failure is not cause),
+        others=others,
         stopped=tuple(
             ending.task
             for ending in endings

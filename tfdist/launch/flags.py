@@ -13,8 +13,8 @@ Runs COMMAND once per task of a cluster, each with its own TF_CONFIG.
   tfdist launch --workers 2 -- tfdist train --config=configs/digits.py
   tfdist launch --cluster cluster.yaml --task worker:1 -- train.py      (this task, on this host)
 
-Without --cluster all tasks run on this machine, on free ports. COMMAND is a Python file, -m MODULE,
-`tfdist train`, or any program. Ctrl-C ends all tasks, a second one at once.
+Without --cluster all tasks run on this machine, on free ports, cut off from the network. COMMAND is a Python
+file, -m MODULE, `tfdist train`, or any program. Ctrl-C ends all tasks, a second one at once.
 """
 _EPILOG = """\
 exit code: 0 when all tasks did their work; else that of the task which failed first (128 + signal when one
@@ -126,6 +126,11 @@ def _parser() -> argparse.ArgumentParser:
     local.add_argument("--chief", action="store_true", default=None, help="a chief besides the workers")
     local.add_argument(
         "--evaluator", action="store_true", default=None, help="an evaluator besides the workers"
+    )
+    local.add_argument(
+        "--allow-remote",
+        action="store_true",
+        help="let tasks use the network, and other hosts reach them (as ever with --cluster)",
     )
     written = parser.add_argument_group("a cluster of several hosts")
     written.add_argument("--cluster", metavar="FILE", help="YAML or JSON file: job names and their addresses")

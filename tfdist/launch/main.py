@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from tfdist.cluster import ClusterSpec, Task
 from tfdist.launch.flags import parse
 from tfdist.launch.guard import Guard
+from tfdist.launch.isolation import isolate, warning
 from tfdist.launch.output import Console
 from tfdist.launch.plan import plan_tasks, resolve_command
 from tfdist.launch.report import short_path
@@ -64,6 +65,14 @@ def _launch(argv: Sequence[str]) -> int:
         chatter="TF_CPP_MIN_LOG_LEVEL" in os.environ,  # who sets it chooses
     )
 
+    # Now: the guardian is the first child, the tasks' outputs are the first threads, and free ports are found after it.
+    isolated = False
+    if not flags.cluster and not flags.allow_remote:
+        refusal = isolate()
+        isolated = refusal is None
+        if refusal:
+            console.notice(warning(refusal, colour))
+
     def plan(attempt: int):
         cluster = spec if flags.cluster else _local(flags)
         return plan_tasks(
@@ -86,12 +95,14 @@ def _launch(argv: Sequence[str]) -> int:
             log_dir=log_dir,
             grace=flags.grace,
             evaluator_wait=flags.evaluator_wait,
+            isolated=isolated,
             colour=colour,
         )
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup stays nohup
                 signal.signal(number, supervisor.interrupt)
-        console.notice(f"tfdist: {_listing(names)} on this host; logs in {short_path(log_dir)}")
+        place = "on this host, cut off from the network (--allow-remote lifts that)" if isolated else "on this host"
+        console.notice(f"tfdist: {_listing(names)} {place}; logs in {short_path(log_dir)}")
         return supervisor.run()
 
 

@@ -38,6 +38,7 @@ class Supervisor:
         log_dir: For the report.
         grace: Seconds from the request to end until SIGKILL.
         evaluator_wait: Seconds for the evaluator to finish once training is done.
+        isolated: Whether the tasks are cut off from the network.
         colour: Whether the report may be coloured.
     """
 
@@ -50,15 +51,12 @@ class Supervisor:
         log_dir: str,
         grace: float,
         evaluator_wait: float,
+        isolated: bool = False,
         colour: bool = False,
     ):
         self._plan, self._guard, self._console = plan, guard, console
-        self._log_dir, self._grace, self._evaluator_wait, self._colour = (
-            log_dir,
-            grace,
-            evaluator_wait,
-            colour,
-        )
+        self._log_dir, self._grace, self._evaluator_wait = log_dir, grace, evaluator_wait
+        self._isolated, self._colour = isolated, colour
         self._signals: list[int] = []
 
     def interrupt(self, number: int, frame: object = None) -> None:
@@ -101,7 +99,7 @@ class Supervisor:
             self._watch(group)
         finally:
             self._end(group)
-        return judge([process.ending() for process in group])
+        return judge([process.ending() for process in group], self._isolated)
 
     def _watch(self, group: list[_Process]) -> None:
         """Returns when there is nothing more to wait for."""

@@ -1,0 +1,147 @@
+"""This process comes to a network of its own, which no other host reaches; its file permissions never change.
+
+TensorFlow's servers listen on all interfaces, without authentication, whatever address the cluster gives them. A new
+network namespace of Linux has one interface, a loopback of its own, and children are born into their parent's.
+https://man7.org/linux/man-pages/man7/network_namespaces.7.html
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from os import _exit
+
+CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000  # linux/sched.h
+_SIOCGIFFLAGS, _SIOCSIFFLAGS = 0x8913, 0x8914  # linux/sockios.h
+_IFF_UP = 1  # linux/if.h
+_IFREQ = "16sH22x"  # its name and flags
+
+Unshare = Callable[[int], None]  # of the form of Python 3.12's os.unshare
+
+_WARNING = """\
+WARNING: other hosts may reach these tasks.
+  TensorFlow's servers listen on all network interfaces, without authentication: whoever reaches a task's port can run
+  code in it. A private network would have closed the ports, but was refused:
+    {refusal}
+  remedy: close this host's ports to others with a firewall. Where its network is private, --allow-remote ends this
+  warning."""
+
+
+def isolate(unshare: Unshare | None = None, platform: str = sys.platform) -> str | None:
+    """Moves this process, and all its children to come, to a private network.
+
+    Children that it has already stay where they are. Other programs of this host are out of reach, too.
+
+    Args:
+        unshare: Leaves the namespaces of these flags for new ones; default `os.unshare` or libc's.
+        platform: Default `sys.platform`.
+
+    Returns:
+        None, or what was refused and why; then nothing has changed.
+
+    Example:
+        >>> def refuse(flags):
+        ...     raise PermissionError(1, "Operation not permitted")
+        >>> isolate(refuse, "linux")  # doctest: +ELLIPSIS
+        'unshare(...CLONE_NEWNET): Operation not permitted'
+    """
+    if platform != "linux":
+        return f"only Linux has network namespaces, this is {platform}"
+    # A user namespace lets anybody have a network namespace, and keeps an ordinary user's rights. It would cost root's
+    # over the files of others: root has the right to a network namespace itself, or goes without.
+    flags = CLONE_NEWNET if os.geteuid() == 0 else CLONE_NEWUSER | CLONE_NEWNET
+    refusal = _rehearse(lambda: enter(flags, unshare or _unshare))
+    if refusal is not None:
+        return refusal
+    if len(os.listdir("/proc/self/task")) > 1:
+        return "this process has several threads, and only one would move"
+    enter(flags, unshare or _unshare)
+    return None
+
+
+def enter(flags: int, unshare: Unshare) -> None:
+    """Leaves the namespaces of `flags` for new ones, and makes them fit to work in.
+
+    Args:
+        flags: CLONE_NEWNET, or with CLONE_NEWUSER.
+        unshare: See `isolate`.
+
+    Raises:
+        OSError: A step was refused, its `filename` says which; some steps before it may have been taken.
+    """
+    user, group = os.geteuid(), os.getegid()
+    with _step("unshare(CLONE_NEWUSER | CLONE_NEWNET)" if flags & CLONE_NEWUSER else "unshare(CLONE_NEWNET)"):
+        unshare(flags)
+    if flags & CLONE_NEWUSER:
+        # Each keeps its number. Linux wants setgroups denied before an ordinary user may map a group.
+        for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+            with _step(f"write /proc/self/{name}"), open(f"/proc/self/{name}", "wb", buffering=0) as file:
+                file.write(text.encode())
+    with _step("ioctl(SIOCSIFFLAGS), to bring the loopback interface up"):
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+            answer = fcntl.ioctl(any_socket, _SIOCGIFFLAGS, struct.pack(_IFREQ, b"lo", 0))
+            name, state = struct.unpack(_IFREQ, answer)
+            fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack(_IFREQ, name, state | _IFF_UP))
+    with _step("connect to 127.0.0.1"), socket.create_server(("127.0.0.1", 0)) as server:
+        socket.create_connection(server.getsockname(), timeout=5).close()
+
+
+def _rehearse(act: Callable[[], None]) -> str | None:
+    """Why `act` fails, found out in a child that ends then: who is stuck half-way in a namespace cannot go back."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            act()
+            code = 0
+        except OSError as error:
+            os.write(writing, f"{error.filename}: {error.strerror or error}".encode())
+        finally:
+            _exit(code)
+    os.close(writing)
+    with open(reading, encoding="utf-8") as pipe:
+        said = pipe.read()
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    # A sandbox may answer a system call with a signal.
+    return None if code == 0 else said or f"a child that tried it ended with code {code}"
+
+
+def _unshare(flags: int) -> None:
+    if hasattr(os, "unshare"):  # Python 3.12
+        os.unshare(flags)
+        return
+    import ctypes
+
+    if ctypes.CDLL(None, use_errno=True).unshare(flags) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+@contextlib.contextmanager
+def _step(name: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), name) from error
+
+
+def warning(refusal: str, colour: bool = False) -> str:
+    """What to tell the user where isolation was refused.
+
+    Args:
+        refusal: Of `isolate`.
+        colour: Whether the headline may be red.
+
+    Returns:
+        Several lines, without a newline at the end.
+    """
+    headline, rule, rest = _WARNING.partition("\n")
+    if colour:
+        headline = f"\x1b[1;31m{headline}\x1b[0m"
+    return headline + rule + rest.format(refusal=refusal)
