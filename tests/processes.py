@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -32,6 +33,16 @@ class Group:
 
     def log(self, name: str) -> str:
         return (self.directory / f"{name}.log").read_text(encoding="utf-8", errors="replace")
+
+    def says(self, name: str, pattern: str, seconds: float) -> float:
+        """Waits until a process' output matches a pattern, and returns when it did; fails with all logs otherwise."""
+        end = time.monotonic() + seconds
+        while not re.search(pattern, self.log(name), re.DOTALL):
+            ended = self.processes[name].poll() is not None and not re.search(pattern, self.log(name), re.DOTALL)
+            if ended or time.monotonic() > end:
+                raise AssertionError(f"{name} did not say {pattern!r} within {seconds:g} s\n{self.logs()}")
+            time.sleep(0.05)
+        return time.monotonic()
 
     def wait(self, seconds: float) -> dict[str, int]:
         """Exit codes of all processes; fails with their logs when one is not done in time."""

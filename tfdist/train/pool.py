@@ -10,6 +10,7 @@ import collections
 import contextlib
 import dataclasses
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -83,7 +84,7 @@ class Pool:
         self._turn = 0  # odd while open
         self._lost: set[int] = set()
         self._idle_since: float | None = None
-        self._told: float = 0.0
+        self._asked = 0.0
 
     # --- In the main thread -----------------------------------------------------------------------------------------
     @contextlib.contextmanager
@@ -121,7 +122,8 @@ class Pool:
                     return
                 self.changed.wait(0.5)
                 late = self._late()
-            if late:
+            silent = late or self._idle_since is not None
+            if silent and time.monotonic() - max(self._asked, self._idle_since or 0.0) > PATIENCE_SECONDS / 2:
                 self._ask(late)
         self.drop()
         error, self._error = self._error, None
@@ -147,37 +149,33 @@ class Pool:
             self.changed.notify_all()
 
     # --- Faults -----------------------------------------------------------------------------------------------------
-    def _late(self) -> list[tuple[int, Running]] | None:
-        """Work to ask about, with the lock held; None: nothing to ask."""
+    def _late(self) -> list[tuple[int, Running]]:
+        """Pieces whose workers should be asked, with the lock held."""
         now = time.monotonic()
-        late = [(w, r) for w, r in self._running.items() if not r.abandoned and now - r.since > PATIENCE_SECONDS]
-        idle = bool(self._todo) and not self._running
-        if not idle:
+        if self._running or not self._todo:
             self._idle_since = None
         elif self._idle_since is None:
             self._idle_since = now
-        if late and now - self._told < PATIENCE_SECONDS / 2:
-            return None
-        return late if late or (idle and now - (self._idle_since or now) > PATIENCE_SECONDS / 2) else None
+        return [(w, r) for w, r in self._running.items() if not r.abandoned and now - r.since > PATIENCE_SECONDS]
 
     def _ask(self, late: list[tuple[int, Running]]) -> None:
         """Asks silent tasks whether they are there."""
-        self._told = time.monotonic()
+        self._asked = time.monotonic()
         for server in self._servers:
-            if not answers(server.address, PROBE_SECONDS) and not answers(server.address, 2 * PROBE_SECONDS):
+            if not self._answers(server):
                 self._fail(_lost(server, "it does not answer"))
                 return
         for index, running in late:
             worker, seconds = self.workers[index], time.monotonic() - running.since
-            if not answers(worker.address, PROBE_SECONDS) and not answers(worker.address, 2 * PROBE_SECONDS):
+            if not self._answers(worker):
                 log.warning("%s at %s does not answer; its work is given to others", worker, worker.address)
                 with self.changed:
                     self._give_back(index, running)
                 running.cancel()
             elif seconds > self._timeout:
                 self._fail(TimeoutError(
-                    f"{worker} at {worker.address} has been at work on {len(running.pieces)} pieces for {seconds:.0f} s, more than the "
-                    f"{self._timeout:g} s of make_strategy(timeout=...). Look at its log; set a longer timeout for longer steps."
+                    f"{worker} at {worker.address} has been at work on one piece for {seconds:.0f} s, more than the {self._timeout:g} s of "
+                    "make_strategy(timeout=...). Look at its log; set a longer timeout for longer steps."
                 ))
         if self._idle_since is not None:
             missing = [w for w in self.workers if not answers(w.address, PROBE_SECONDS)]
@@ -186,7 +184,9 @@ class Pool:
             log.warning("no worker is left; waiting for %s (%.0f of %g s)", names, waited, self._timeout)
             if waited > self._timeout:
                 self._fail(TimeoutError(f"No worker is left: {names} did not come back within {self._timeout:g} s. Start them again."))
-            self._idle_since -= 0.0
+
+    def _answers(self, task: Task) -> bool:
+        return answers(task.address, PROBE_SECONDS) or answers(task.address, 2 * PROBE_SECONDS)
 
     def _give_back(self, worker: int, running: Running) -> None:
         if not running.abandoned:
@@ -208,7 +208,7 @@ class Pool:
             try:
                 result = owner.execute(worker, running.pieces, lambda f, *args, running=running: _call(f, args, running))
             except BaseException as error:
-                if self._failed(turn, worker, owner, running, error):
+                if self._failed(turn, worker, running, error):
                     raise tf.errors.UnavailableError(None, None, f"/job:worker/replica:0/task:{worker} was lost: {error}") from error
             else:
                 with self.changed:
@@ -233,39 +233,40 @@ class Pool:
                 self.changed.wait(1.0)
         return None
 
-    def _failed(self, turn: int, worker: int, owner: Owner, running: Running, error: BaseException) -> bool:
+    def _failed(self, turn: int, worker: int, running: Running, error: BaseException) -> bool:
         """Sorts an error in a worker's thread; returns whether TensorFlow is to wait for the worker's return."""
         task = self.workers[worker]
         with self.changed:
             if self._running.get(worker) is running:
                 del self._running[worker]
-            abandoned, closed = running.abandoned, self._turn != turn
             self.changed.notify_all()
-        connection = isinstance(error, tf.errors.OpError) and not isinstance(error, _USER_ERRORS)
-        if connection and not closed:
-            for server in self._servers:
-                if f"/job:ps/replica:0/task:{server.index}" in str(error) and keras_compat.is_server_failure(error):
-                    self._fail(_lost(server, str(error).splitlines()[0]))
-                    return False
-        if abandoned:
+        if running.abandoned:  # its pieces are with others, or not wanted any more
             while self._turn == turn and not answers(task.address, PROBE_SECONDS):
                 time.sleep(0.5)
-            return self._turn == turn and keras_compat.is_worker_failure(error) and not isinstance(error, tf.errors.CancelledError)
-        if keras_compat.is_worker_failure(error) or (connection and not answers(task.address, PROBE_SECONDS)):
-            log.warning("%s at %s was lost; its work is given to others (%s)", task, task.address, str(error).splitlines()[0][:200])
-            with self.changed:
-                self._give_back(worker, running)
-            return True
-        for server in self._servers:
-            if connection and not answers(server.address, PROBE_SECONDS):
-                error = _lost(server, str(error).splitlines()[0])
-                break
+            return False
+        if isinstance(error, tf.errors.OpError) and not isinstance(error, _USER_ERRORS):
+            for server in self._servers:
+                named = keras_compat.is_server_failure(error) and f"/job:ps/replica:0/task:{server.index}" in str(error)
+                if named or not self._answers(server):
+                    self._fail(_lost(server, _reason(error)))
+                    return False
+            if keras_compat.is_worker_failure(error) or not self._answers(task):
+                log.warning("%s at %s was lost; its work is given to others (%s)", task, task.address, _reason(error))
+                with self.changed:
+                    self._give_back(worker, running)
+                return True
         self._fail(error)
         return False
 
 
-# What a user's step raises on a worker; no lost connection looks like these.
+# What a user's step raises; no lost connection looks like these.
 _USER_ERRORS = (tf.errors.OutOfRangeError, tf.errors.ResourceExhaustedError, tf.errors.UnimplementedError)
+
+
+def _reason(error: tf.errors.OpError) -> str:
+    """What gRPC says in an error."""
+    said = re.search(r'grpc_message: ?"([^"]*)', str(error))
+    return said[1] if said else error.message.strip().splitlines()[0]
 
 
 def _call(function, args: tuple, running: Running):

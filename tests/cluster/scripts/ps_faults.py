@@ -8,7 +8,7 @@ import sys
 
 import tfdist
 
-EXAMPLES = 4000
+EXAMPLES = 2400
 BATCH = 4
 
 
