@@ -17,7 +17,7 @@ from tfdist.strategies import devices as device_names
 from tfdist.strategies import local
 from tfdist.strategies.multi_worker import COMMUNICATION, multi_worker_mirrored
 from tfdist.strategies.parameter_server import READING, coordinate
-from tfdist.strategies.server import end_servers, serve
+from tfdist.strategies.server import check_host, end_servers, serve
 from tfdist.train.evaluator import Evaluator
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def make_strategy(
     if chosen == "multi_worker_mirrored":
         return _multi_worker(cluster, names, communication, timeout, start_timeout)
     if chosen == "parameter_server":
-        return _parameter_server(cluster, reading, timeout, start_timeout)
+        return _parameter_server(cluster, names, reading, timeout, start_timeout)
     if cluster is not None and len(cluster.training_tasks) > 1:
         raise ValueError(
             f"strategy: {chosen} trains in one process, but {cluster.source} lists {len(cluster.training_tasks)} training tasks; use "
@@ -161,7 +161,7 @@ def _multi_worker(cluster: ClusterSpec | None, names: list[str], communication: 
     return multi_worker_mirrored(cluster, communication, timeout)
 
 
-def _parameter_server(cluster: ClusterSpec | None, reading: str, timeout: float, start_timeout: float):
+def _parameter_server(cluster: ClusterSpec | None, names: list[str], reading: str, timeout: float, start_timeout: float):
     """In the chief a strategy; in a worker or ps task the end of the process."""
     have = {job: len(cluster.jobs.get(job, ())) if cluster else 0 for job in ("chief", "worker", "ps")}
     if cluster is None or not all(have.values()):
@@ -177,9 +177,10 @@ def _parameter_server(cluster: ClusterSpec | None, reading: str, timeout: float,
         raise device_names.too_late("a cluster")
     _quiet_tensorflow()
     if cluster.task_type != "chief":
+        device_names.restrict(names)
         serve(cluster, start_timeout=start_timeout)
     if not again:
-        cluster.check_host()
+        check_host(cluster, cluster.task)
     strategy = coordinate(cluster, reading, timeout, start_timeout)
     atexit.register(_farewell, cluster)
     return strategy

@@ -50,7 +50,7 @@ def serve(cluster: ClusterSpec, *, start_timeout: float = 120.0, return_timeout:
     """
     me, chief = cluster.task, chief_of(cluster)
     assert me is not None
-    _check_host(cluster, me)
+    check_host(cluster, me)
     farewell = threading.Event()
     _kept.append(_listen_for(farewell))
     _kept.append(tf.distribute.Server(tf.train.ClusterSpec(addresses(cluster)), me.type, me.index, "grpc", _settings(me)))
@@ -167,10 +167,11 @@ def _settings(me: Task) -> tf.compat.v1.ConfigProto:
     return settings
 
 
-def _check_host(cluster: ClusterSpec, me: Task) -> None:
+def check_host(cluster: ClusterSpec, me: Task) -> None:
+    """`ClusterSpec.check_host`, but for names of other tasks, which may come later."""
     try:
         cluster.check_host()
     except UnresolvedAddress as error:
         if str(me) in error.reasons:
             raise
-        log.debug("%s", error)  # the names of others may come later, and a dead task's may be gone
+        log.debug("%s", error)

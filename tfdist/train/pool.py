@@ -35,6 +35,8 @@ class ParameterServerLost(ConnectionError):
     Make a new strategy and model, and `fit` again: `BackupAndRestore` goes on from its last backup.
     """
 
+    exit_code = 75  # starting again may help
+
 
 class Owner(Protocol):
     """Who gives pieces to the pool, and gets their results."""

@@ -138,7 +138,7 @@ def _graph(dataset: tf.data.Dataset) -> bytes | None:
 
 
 def movable(graph: bytes) -> bool:
-    """Whether a data set's graph has a meaning outside of this process: no Python code, and no resources such as variables."""
+    """Whether a data set's graph has a meaning outside of this process: no Python code, no variable, no handle."""
     definition = tf.compat.v1.GraphDef.FromString(graph)
     own = {
         _name(node.input[_OWN_RESOURCES[node.op]])
@@ -146,7 +146,7 @@ def movable(graph: bytes) -> bool:
         if node.op in _OWN_RESOURCES and len(node.input) > _OWN_RESOURCES[node.op]
     }
     for node in _nodes(definition):
-        if "PyFunc" in node.op or node.op.startswith("GeneratorDataset"):
+        if "PyFunc" in node.op or node.op == "VarHandleOp":  # a variable would stay as it is now
             return False
         handle = node.op == "Const" and node.attr["dtype"].type in (tf.resource.as_datatype_enum, tf.variant.as_datatype_enum)
         if handle and node.name not in own:
