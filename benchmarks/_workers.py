@@ -8,11 +8,8 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import itertools
-import multiprocessing.connection
 import os
-import threading
 import time
-import traceback
 from collections.abc import Callable
 
 import numpy as np
@@ -43,13 +40,12 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What one worker process is: a framework of `FRAMEWORKS`, a model, its place, its core, the terminal it prints to."""
+    """What one worker process is: a framework of `FRAMEWORKS`, a model, its place, its core."""
 
     framework: str
     model: Model
     cluster: ClusterSpec
     core: int
-    terminal: str
     timeout: float
 
     @property
@@ -57,27 +53,11 @@ class Job:
         return len(self.cluster.training_tasks)
 
 
-def serve(job: Job, connection: multiprocessing.connection.Connection) -> None:
-    """Sends the model's parameter count, then for each order `(name, steps)` the seconds that its steps took; errors as text."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+def serve(job: Job) -> tuple[int, Callable[[str, int], float]]:
+    """Gives the model's parameter count, and what measures the seconds that so many steps of a measure take."""
     os.sched_setaffinity(0, {job.core})  # before any framework counts cores and makes threads
-    terminal = os.open(job.terminal, os.O_WRONLY | os.O_NOCTTY)
-    for stream in (1, 2):
-        os.dup2(terminal, stream)
-    try:
-        parameters, measures = FRAMEWORKS[job.framework](job)
-        connection.send(parameters)
-        while True:
-            name, steps = connection.recv()
-            connection.send(measures[name](steps))
-    except Exception:
-        connection.send(traceback.format_exc())
-
-
-def _end_with_parent() -> None:
-    """A worker in a collective hears nothing else, however the benchmark ended."""
-    multiprocessing.parent_process().join()
-    os._exit(1)
+    parameters, measures = FRAMEWORKS[job.framework](job)
+    return parameters, lambda name, steps: measures[name](steps)
 
 
 Measures = dict[str, Callable[[int], float]]

@@ -14,23 +14,16 @@ import argparse
 import collections
 import contextlib
 import dataclasses
-import datetime
-import importlib.metadata
 import importlib.util
-import json
-import multiprocessing
-import multiprocessing.connection
 import os
 import pathlib
-import platform
-import shlex
 import signal
 import statistics
 import sys
 import tempfile
-import threading
-import time
 
+from _processes import Processes, ProcessFailed
+from _report import QUIET_CPU, about, positive, row, spread, table, verdict, write
 from _workers import EXAMPLES, Job, Model, serve
 
 from tfdist import ClusterSpec
@@ -69,14 +62,9 @@ SMALL = {"t/a": 1.6, "t/b": 0.95, "t/c": 1.3, "p/t": 0.97}
 BARS = {"cnn": SMALL, "mlp": SMALL, "mlp50": {"t/a": 1.2, "t/b": None, "t/c": None, "p/t": 0.97}}
 
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"), "1")
-QUIET_CPU = {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "2", "GLOO_SOCKET_IFNAME": "lo"}
 
 
-class WorkerFailed(RuntimeError):
-    """A worker raised, died or did not answer in time; the message ends with its output."""
-
-
-class Team:
+class Team(Processes):
     """The processes of one framework on one model, which run when told to.
 
     Args:
@@ -88,68 +76,21 @@ class Team:
     """
 
     def __init__(self, framework: str, model: Model, cores: list[int], logs: pathlib.Path, timeout: float):
-        self.name = f"{framework} on {len(cores)} workers"
-        self._timeout = timeout
-        self._processes: dict = {}  # connection -> process
-        self._logs: dict = {}  # connection -> file of its output
+        super().__init__(f"{framework} on {len(cores)} workers", logs, timeout)
         cluster = ClusterSpec.local(len(cores))
-        context = multiprocessing.get_context("spawn")
-        for rank, core in enumerate(cores):
-            screen, terminal = os.openpty()  # progress bars are drawn as on a person's terminal
-            log = logs / f"{framework}-{len(cores)}-worker-{rank}.log"
-            ours, theirs = context.Pipe()
-            job = Job(framework, model, cluster.for_task("worker", rank), core, os.ttyname(terminal), timeout)
-            process = context.Process(target=serve, args=(job, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            threading.Thread(target=_copy, args=(screen, terminal, log), daemon=True).start()
-            self._processes[ours], self._logs[ours] = process, log
+        self._workers = [
+            self.start(f"{framework}-{len(cores)}-worker-{rank}", serve, Job(framework, model, cluster.for_task("worker", rank), core, timeout))
+            for rank, core in enumerate(cores)
+        ]
 
     def ready(self) -> int:
         """Waits until all workers have built the model; returns its number of parameters."""
-        return max(self._answers("build the model"))
+        return max(self.answers(self._workers, "build the model"))
 
     def measure(self, name: str, steps: int) -> float:
         """Seconds per step of the slowest worker."""
-        for connection in self._processes:
-            with contextlib.suppress(BrokenPipeError):  # a dead worker has left its reason in its answer
-                connection.send((name, steps))
-        return max(self._answers(f"run {steps} steps of {name!r}")) / steps
-
-    def end(self) -> None:
-        """Kills the processes: they hold nothing that is needed."""
-        for process in self._processes.values():
-            process.kill()
-        for process in self._processes.values():
-            process.join(10)
-
-    def _answers(self, task: str) -> list:
-        deadline = time.monotonic() + self._timeout
-        waiting, answers = list(self._processes), []
-        while waiting:
-            ready = multiprocessing.connection.wait(waiting, max(0.0, deadline - time.monotonic()))
-            for connection in ready:
-                waiting.remove(connection)
-                try:
-                    answers.append(connection.recv())
-                except (EOFError, ConnectionResetError):
-                    answers.append(f"process {self._processes[connection].pid} died")
-                if isinstance(answers[-1], str):
-                    raise self._failed(task, answers[-1], [connection])
-            if not ready:
-                raise self._failed(task, f"no answer in {self._timeout:g} s; allow more with --timeout", waiting)
-        return answers
-
-    def _failed(self, task: str, reason: str, connections: list) -> WorkerFailed:
-        outputs = [f"--- {self._logs[c].name}\n{self._logs[c].read_text(errors='replace')[-4000:]}" for c in connections]
-        return WorkerFailed("\n".join([f"{self.name}, asked to {task}: {reason}", *outputs]))
-
-
-def _copy(screen: int, terminal: int, log: pathlib.Path) -> None:
-    """Copies what a worker prints to a file; our end of the terminal stays open, so that reading never fails."""
-    with log.open("wb", buffering=0) as file:
-        while chunk := os.read(screen, 65536):
-            file.write(chunk)
+        self.order(self._workers, name, steps)
+        return max(self.answers(self._workers, f"run {steps} steps of {name!r}")) / steps
 
 
 def measure(model: Model, rounds: int, steps: int, cores: list[int], timeout: float) -> dict:
@@ -170,7 +111,7 @@ def measure(model: Model, rounds: int, steps: int, cores: list[int], timeout: fl
             stack.callback(team.end)
             counts[team.name] = team.ready()
         if len(set(counts.values())) != 1:
-            raise WorkerFailed(f"{model.title}: the frameworks built different models; parameters: {counts}")
+            raise ProcessFailed(f"{model.title}: the frameworks built different models; parameters: {counts}")
         for v in variants.values():  # traces and compiles every variant
             teams[v.framework, v.workers].measure(v.measure, 3)
         for number in range(rounds):
@@ -195,60 +136,42 @@ def judge(results: dict) -> list[dict]:
     return verdicts
 
 
-def report(results: dict, verdicts: list[dict], about: dict) -> str:
+def report(results: dict, verdicts: list[dict], facts: dict) -> str:
     """The Markdown that is printed and written."""
-    lines = ["# What `fit` costs on two workers", "", *(f"- {key}: {value}" for key, value in about.items()), ""]
+    lines = ["# What `fit` costs on two workers", "", *(f"- {key}: {value}" for key, value in facts.items()), ""]
     lines += [f"Synthetic images of 28 x 28 in memory ({EXAMPLES}), Adam, steps_per_execution 1, each worker on a core of its own with",
               "one thread. Medians over the rounds, min..max in brackets; ratios are of speeds within a round."]  # fmt: skip
     for name, result in results.items():
         model, seconds = MODELS[name], result["seconds"]
         lines += ["", f"## {model.title}: {result['parameters']:,} parameters, {model.replica_batch} examples per worker and step", ""]
-        lines += _table("variant", "steps/s", "ms/step", "examples/s")
+        lines += table("variant", "steps/s", "ms/step", "examples/s")
         for key, v in VARIANTS.items():
             label = f"({key}) {v.title}"
             if key in result["skipped"]:
-                lines += _row(label, f"skipped: {result['skipped'][key]}", "", "")
+                lines += row(label, f"skipped: {result['skipped'][key]}", "", "")
                 continue
             rates = [1 / s for s in seconds[key]]
             examples = f"{statistics.median(rates) * model.replica_batch * v.workers:,.0f}" if key not in "gur" else ""
-            lines += _row(label, _spread(rates, ".1f"), f"{1e3 * statistics.median(seconds[key]):.1f}", examples)
-        lines += ["", *_table("ratio", "median", "bar", "")]
-        for verdict in (v for v in verdicts if v["model"] == name):
-            values, bar = verdict["rounds"], verdict["bar"]
-            word = {None: "" if values else "not measured", True: "pass", False: "FAIL"}[verdict["passed"]]
-            lines += _row(verdict["ratio"], _spread(values, ".2f") if values else "", f">= {bar}" if bar else "none", word)
+            lines += row(label, spread(rates, ".1f"), f"{1e3 * statistics.median(seconds[key]):.1f}", examples)
+        lines += ["", *table("ratio", "median", "bar", "")]
+        for each in (v for v in verdicts if v["model"] == name):
+            values, bar = each["rounds"], each["bar"]
+            word = verdict(each["passed"], bool(values))
+            lines += row(each["ratio"], spread(values, ".2f") if values else "", f">= {bar}" if bar else "none", word)
         gradient, local, sync, step = (1e3 * statistics.median(seconds[k]) for k in "gurb")
         lines += ["", f"Parts of a step, ms: forward and backward {gradient:.1f}, update {local - gradient:.1f}, sync {sync:.1f};"]
         lines += [f"together {local + sync:.1f}, where the hand-written loop takes {step:.1f}."]
     return "\n".join(lines) + "\n"
 
 
-def _spread(values: list[float], form: str) -> str:
-    return f"{statistics.median(values):{form}} ({min(values):{form}}..{max(values):{form}})"
-
-
-def _row(label: str, *cells: str) -> list[str]:
-    return [f"| {label:46} | " + " | ".join(f"{cell:>24}" for cell in cells) + " |"]
-
-
-def _table(label: str, *cells: str) -> list[str]:
-    return [*_row(label, *cells), "|---|" + "--:|" * len(cells)]
-
-
-def _versions() -> str:
-    packages = ("tfdist", "tensorflow", "keras", "tf_keras", "torch", "numpy")
-    found = [f"{p} {importlib.metadata.version(p)}" for p in packages if importlib.util.find_spec(p)]
-    return ", ".join([f"Python {platform.python_version()}", *found])
-
-
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: all")
-    parser.add_argument("--rounds", type=_positive, help="rounds over all variants, default 5")
+    parser.add_argument("--rounds", type=positive, help="rounds over all variants, default 5")
     defaults = ", ".join(f"{model.steps} ({name})" for name, model in MODELS.items())
-    parser.add_argument("--steps", type=_positive, help=f"timed steps per variant and round, default: {defaults}")
+    parser.add_argument("--steps", type=positive, help=f"timed steps per variant and round, default: {defaults}")
     parser.add_argument("--cores", type=int, nargs=2, metavar="CORE", help="cores of the two workers, default: the first two")
-    parser.add_argument("--timeout", type=_positive, default=300, help="seconds that any wait may take, default 300")
+    parser.add_argument("--timeout", type=positive, default=300, help="seconds that any wait may take, default 300")
     parser.add_argument("--out", type=pathlib.Path, help="directory of the report, default benchmarks/reports; none with --quick")
     parser.add_argument("--quick", action="store_true", help="smoke run: 1 round of 5 steps, its figures mean nothing")
     args = parser.parse_args(argv)
@@ -266,40 +189,24 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def _positive(text: str) -> int:
-    value = int(text) if text.isdigit() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive whole number, received {text!r}")
-    return value
-
-
 def main(argv: list[str]) -> int:
     args = parse(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that files and processes are cleared up
     os.environ.update(ONE_THREAD | QUIET_CPU)  # for the workers
-    about = {
-        "Command": f"`{shlex.join(['python', 'benchmarks/fit_overhead.py', *argv])}`",
-        "Date": datetime.date.today().isoformat(),
-        "Versions": _versions(),
-        "Machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the start",
-        "Rounds": args.rounds,
-    }
+    facts = about("fit_overhead.py", argv, args.rounds)
     results = {}
     try:
         for name in args.models:
             model = MODELS[name]
             results[name] = measure(model, args.rounds, args.steps or model.steps, args.cores, args.timeout)
-    except WorkerFailed as failure:
+    except ProcessFailed as failure:
         print(f"fit_overhead: {failure}", file=sys.stderr)
         return 2
     verdicts = judge(results)
-    text = report(results, verdicts, about)
+    text = report(results, verdicts, facts)
     print(text)
     if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "fit_overhead.md").write_text(text)
-        document = {"about": about, "bars": verdicts, "models": results}
-        (args.out / "fit_overhead.json").write_text(json.dumps(document, indent=1) + "\n")
+        write(args.out, "fit_overhead", text, {"about": facts, "bars": verdicts, "models": results})
     return int(not args.quick and any(v["passed"] is False for v in verdicts))
 
 

@@ -37,6 +37,7 @@ class Strategy:
         devices: Devices to use, as `make_strategy` takes them, "2", "cpu:2" or "gpu:0,gpu:1"; None: all.
         communication: How workers reduce gradients.
         timeout: Longest wait for the other workers, in seconds.
+        reading: Under parameter_server, who reads the data: "workers", "coordinator" or "auto".
     """
 
     name: str = "auto"
@@ -45,6 +46,7 @@ class Strategy:
     devices: str | None = None
     communication: str = _one_of(("auto", "ring", "nccl"), "auto")
     timeout: float = _above(0, 600.0)
+    reading: str = _one_of(("auto", "workers", "coordinator"), "auto")
 
     def __post_init__(self) -> None:
         _check(self, "strategy")

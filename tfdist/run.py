@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tfdist import app, config
+from tfdist.cluster import ClusterSpec
 
 if TYPE_CHECKING:
     import keras
@@ -99,15 +100,16 @@ def parse(argv: Sequence[str]) -> config.Run:
 def run(settings: config.Run) -> dict[str, Any]:
     """Trains, evaluates and saves a model as a Run says; every task of a cluster calls it with the same Run.
 
-    A run that was interrupted goes on where its backup was made.
+    A run that was interrupted goes on where its backup was made. In a worker or ps task of a parameter-server job it serves,
+    and ends the process.
 
     Args:
         settings: What to do.
 
     Returns:
         The summary, also in `summary.json`: accuracy, loss, epochs, examples_per_second (None when nothing
-        was trained any more), seconds, replicas, strategy, and the paths logs, history, backup and, where it
-        is saved, model.
+        was trained any more), seconds, replicas (under parameter servers: of one worker; with workers and
+        parameter_servers beside it), strategy, and the paths logs, history, backup and, where it is saved, model.
 
     Raises:
         ValueError: For settings that do not fit each other, the data or this machine.
@@ -128,6 +130,7 @@ def run(settings: config.Run) -> dict[str, Any]:
         task=where.task,
         communication=where.communication,
         timeout=where.timeout,
+        reading=where.reading,
     )
     chief = is_chief(strategy)
     directory = find_directory(settings)
@@ -184,6 +187,7 @@ def run(settings: config.Run) -> dict[str, Any]:
         callbacks=[
             tfdist.BackupAndRestore(str(paths["backup"])),
             tfdist.TensorBoard(str(paths["logs"])),
+            *_checkpoints(where, directory),
             keras.callbacks.LambdaCallback(
                 on_epoch_begin=begin_epoch, on_epoch_end=end_epoch, on_test_begin=lambda logs: clock.stop()
             ),
@@ -200,6 +204,7 @@ def run(settings: config.Run) -> dict[str, Any]:
         "examples_per_second": clock.rate(train_source.cardinality),
         "seconds": time.monotonic() - started,
         "replicas": strategy.num_replicas_in_sync,
+        **_tasks(strategy),
         "strategy": type(strategy).__name__,
         **{name: str(path) for name, path in paths.items()},
     }
@@ -207,6 +212,31 @@ def run(settings: config.Run) -> dict[str, Any]:
         _write_json(directory / SUMMARY, summary)
         print(describe(summary), flush=True)
     return summary
+
+
+def _tasks(strategy: tf.distribute.Strategy) -> dict[str, int]:
+    """How many tasks train beside this one under parameter servers; nothing under other strategies."""
+    import tensorflow as tf
+
+    if not isinstance(strategy, tf.distribute.ParameterServerStrategy):
+        return {}
+    devices = [tf.DeviceSpec.from_string(device.name) for device in tf.config.list_logical_devices("CPU")]
+    return {
+        key: len({device.task for device in devices if device.job == job})
+        for key, job in (("workers", "worker"), ("parameter_servers", "ps"))
+    }
+
+
+def _checkpoints(where: config.Strategy, directory: Path) -> list[keras.callbacks.Callback]:
+    """What an evaluator reads, if there is one: the backup, which is gone at the end, may be too quick for it."""
+    import keras
+
+    # An evaluator is listed in a file or TF_CONFIG: all else that describes clusters knows equal workers only.
+    spec = ClusterSpec.from_file(where.cluster) if where.cluster else ClusterSpec.from_environ()
+    if spec is None or "evaluator" not in (*spec.jobs, spec.task_type):
+        return []
+    path = directory / "checkpoints" / "epoch-{epoch:03d}.weights.h5"
+    return [keras.callbacks.ModelCheckpoint(path, save_weights_only=True)]
 
 
 def find_directory(settings: config.Run, root: str | os.PathLike = "runs") -> Path:
@@ -248,7 +278,6 @@ def describe(summary: dict[str, Any]) -> str:
         Lines without a final newline.
     """
     speed = summary["examples_per_second"]
-    replicas = summary["replicas"]
     rate = "nothing left to train" if speed is None else f"{speed:,.0f} examples/s"
     backup = (
         f"{summary['backup']}" if os.path.isdir(summary["backup"]) else "none any more: training is complete"
@@ -257,13 +286,18 @@ def describe(summary: dict[str, Any]) -> str:
         "",
         f"{summary['name']}: accuracy {summary['accuracy']:.2%}, loss {summary['loss']:.4f} on the evaluation split "
         f"after {summary['epochs']} epochs",
-        f"  speed    {rate} on {replicas} replica{'s' if replicas > 1 else ''}, {summary['seconds']:.0f} s in all",
+        f"  speed    {rate} on {_trained_on(summary)}, {summary['seconds']:.0f} s in all",
         f"  model    {summary.get('model', 'not saved')}",
         f"  history  {summary['history']}",
         f"  backup   {backup}",
         f"  logs     {summary['logs']}; to look at them: tensorboard --logdir {summary['logs']}",
     ]
     return "\n".join(lines)
+
+
+def _trained_on(summary: dict[str, Any]) -> str:
+    keys = ("workers", "parameter_servers") if "workers" in summary else ("replicas",)
+    return " and ".join(f"{summary[k]} {k[: None if summary[k] > 1 else -1].replace('_', ' ')}" for k in keys)
 
 
 class _Clock:

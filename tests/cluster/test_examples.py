@@ -1,14 +1,17 @@
-"""The examples run as their headers say: by hand in several processes, and through the launcher."""
+"""The examples and configs run as their headers say: by hand in several processes, and through the launcher."""
 
+import json
 import re
 
 import pytest
 
 from tests.processes import PYTHON, ROOT, group, workers
+from tfdist import ClusterSpec
 
 SECONDS = 240  # for one job: about 20 on an idle machine of 2 cores
 DIGITS = str(ROOT / "examples" / "digits.py")
 LOOP = str(ROOT / "examples" / "custom_loop.py")
+UNDER_SERVERS = ["tfdist", "train", f"--config={ROOT / 'configs' / 'digits_ps.py'}"]
 
 
 @pytest.fixture
@@ -22,8 +25,8 @@ def environ(digits_dir):
     return {"TFDS_DATA_DIR": str(digits_dir), "PYTHONPATH": str(ROOT)}
 
 
-def launch(members, environ, *command):
-    flags = ["--workers", "2", "--log-dir", str(members.directory / "logs"), "--"]
+def launch(members, environ, *command, tasks=("--workers", "2")):
+    flags = [*tasks, "--log-dir", str(members.directory / "logs"), "--"]
     members.start("launch", [PYTHON, "-m", "tfdist", "launch", *flags, *command], **environ)
     members.succeed(SECONDS)
     return members.log("launch")
@@ -55,3 +58,29 @@ def test_a_loop_of_ones_own_equals_fit_on_two_devices(members, environ):
     members.start("loop", [PYTHON, LOOP, "--check", "--epochs", "1", "--devices", "cpu:0,cpu:1"], **environ)
     members.succeed(SECONDS)
     assert "fit agrees" in members.log("loop")
+
+
+def test_digits_under_a_parameter_server_are_learnt_through_the_launcher(members, environ, tmp_path):
+    run = tmp_path / "run"
+    log = launch(members, environ, *UNDER_SERVERS, f"--config.output.dir={run}", tasks=("--chief", "--workers", "2", "--ps", "1"))
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["accuracy"] > 0.96
+    assert "on 2 workers and 1 parameter server, " in log
+    assert (run / "model.keras").is_file()
+    assert any((run / "logs" / "train").glob("*.speed*"))
+    assert not (run / "backup").exists()  # training is complete
+
+
+def test_all_tasks_of_a_parameter_server_job_by_hand_end_with_it(members, environ, tmp_path):
+    spec = ClusterSpec.local(workers=2, ps=1, chief=True)
+    flags = ["--config.train.epochs=1", f"--config.output.dir={tmp_path / 'run'}"]
+    for task in spec.tasks:
+        config = spec.for_task(task.type, task.index).to_tf_config()
+        members.start(str(task).replace(":", "-"), [PYTHON, "-m", *UNDER_SERVERS, *flags], TF_CONFIG=config, **environ)
+    members.succeed(SECONDS)
+    assert "strategy parameter_server" in members.log("worker-1")
+    assert not losses(members.log("worker-1"))
+    assert losses(members.log("chief-0"))
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "config.json", "history.jsonl", "logs", "model.keras", "summary.json"
+    ]  # fmt: skip

@@ -24,6 +24,7 @@ from tfdist.run import find_directory, parse
             {"strategy": {"communication": "rong"}},
             "strategy.communication: received 'rong'. Did you mean ring?",
         ),
+        ({"strategy": {"reading": "worker"}}, "strategy.reading: received 'worker'. Did you mean workers?"),
         ({"model": {"options": 3}}, "model.options: expected a mapping"),
         ({"name": 1}, "name: expected text"),
     ],

@@ -57,5 +57,7 @@ def test_a_summary_without_training_or_model_can_be_told():
         "name": "x", "accuracy": 0.5, "loss": 1.0, "epochs": 3, "examples_per_second": None, "seconds": 2.0,
         "replicas": 2, "history": "h", "backup": "b", "logs": "l",
     }  # fmt: skip
-    assert "nothing left to train on 2 replicas" in describe(summary)
+    assert "nothing left to train on 2 replicas," in describe(summary)
     assert "not saved" in describe(summary)
+    under_servers = {**summary, "replicas": 1, "workers": 2, "parameter_servers": 1}
+    assert "on 2 workers and 1 parameter server," in describe(under_servers)

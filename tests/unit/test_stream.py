@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 from tests.processes import environment
+from tfdist import data
 from tfdist.train import stream
 from tfdist.train.stream import Stream
 
@@ -51,6 +52,7 @@ DATA_SETS = {
     "raced by files": lambda: numbers().interleave(tf.data.Dataset.from_tensors, 4, num_parallel_calls=4, deterministic=False),
     "cached": lambda: numbers().cache().shuffle(40),
     "paired": lambda: tf.data.Dataset.zip((numbers().shuffle(40), numbers().shuffle(40))).map(lambda x, y: tf.stack([x, y])),
+    "a pipeline": lambda: data.pipeline(np.arange(40), 8, seed=5),
     "looked up": lambda: numbers().map(squares().lookup),
 }
 
@@ -103,6 +105,20 @@ def test_orders_follow_from_the_seeds(orders):
     assert iter(make(numbers().shuffle(40), None)).graph != iter(make(numbers().shuffle(40), None)).graph
 
 
+def test_a_pipeline_reads_on_workers_what_it_reads_here(orders):
+    here = DATA_SETS["a pipeline"]()
+    for number in (1, 2):
+        assert orders[0]["a pipeline", 1, number] == [x.tolist() for x in here.as_numpy_iterator()]
+
+
+def test_a_pass_of_the_workers_is_an_epoch_of_the_pipeline():
+    dataset = DATA_SETS["a pipeline"]()
+    dataset.epochs.next = 5
+    one = make(dataset)
+    assert iter(one).graph != iter(one).graph
+    assert dataset.epochs.next == 7
+
+
 def test_two_shuffles_of_one_data_set_draw_their_own_numbers(orders):
     assert any(a != b for a, b in orders[0]["paired", 1, 1])
 
@@ -113,17 +129,18 @@ def test_what_has_an_order_keeps_it(orders):
 
 
 def immovable():
-    variable = tf.Variable(1, dtype=tf.int64)
+    variable, big = tf.Variable(1, dtype=tf.int64), tf.zeros([stream.LARGEST_MOVED // 4, 2])
     return {
         "Python code": numbers().map(lambda x: tf.py_function(lambda v: v, [x], tf.int64)),
         "NumPy code": numbers().map(lambda x: tf.numpy_function(lambda v: v, [x], tf.int64)),
         "a generator": tf.data.Dataset.from_generator(lambda: iter(range(3)), output_signature=tf.TensorSpec((), tf.int32)),
         "a variable": numbers().map(lambda x: x + variable),
-        "much data": tf.data.Dataset.from_tensor_slices(np.zeros((stream.LARGEST_GRAPH // 4, 1), np.float32)),
+        "much data in a map": numbers().map(lambda x: big[x]),
+        "much data": tf.data.Dataset.from_tensor_slices(np.zeros((stream.LARGEST_MOVED // 2, 1), np.float32)),
     }
 
 
-@pytest.mark.parametrize("what", ["Python code", "NumPy code", "a generator", "a variable", "much data"])
+@pytest.mark.parametrize("what", ["Python code", "NumPy code", "a generator", "a variable", "much data in a map", "much data"])
 def test_what_cannot_move_is_read_here(what):
     assert not make(immovable()[what]).by_workers
 

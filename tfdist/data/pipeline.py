@@ -65,7 +65,8 @@ def pipeline(
 
     Returns:
         A `tf.data.Dataset` of batches `[global_batch, ...]`. Its attribute `epochs` (an `Epochs`) says, and
-        lets one set, which epoch the next pass is.
+        lets one set, which epoch the next pass is; `of_epoch(number)` is a data set of one epoch alone, without
+        Python code, so that other processes can read it.
 
     Raises:
         ValueError: For a bad argument, and for a source without a single batch.
@@ -77,45 +78,45 @@ def pipeline(
     """
     source = Source.of(source)
     _check_count("global_batch", global_batch)
-    examples = source.dataset()
-    if cache:
-        examples = examples.cache()
-    epochs = Epochs()
-    if shuffle is not False:
-        examples = _shuffle(examples, _buffer(shuffle, source.cardinality), seed, epochs)
-    if transform is not None:
-        examples = examples.map(transform, num_parallel_calls=tf.data.AUTOTUNE)
-    batches = examples.batch(global_batch, drop_remainder=drop_remainder)
-    if source.cardinality is not None:
-        count = _count(source.name, source.cardinality, global_batch, drop_remainder)
-        batches = batches.apply(tf.data.experimental.assert_cardinality(count))
+    buffer = None if shuffle is False else _buffer(shuffle, source.cardinality)
+    count = None if source.cardinality is None else _count(source.name, source.cardinality, global_batch, drop_remainder)
     options = tf.data.Options()
     options.deterministic = True
     # Stock strategies must cut up batches too: sharding by file would deal out other rows.
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
-    batches = batches.prefetch(prefetch).with_options(options)
+
+    def build(epoch: Callable[[], Any]) -> tf.data.Dataset:
+        examples = source.dataset()
+        if cache:
+            examples = examples.cache()
+        if buffer is not None:
+            examples = _shuffle(examples, buffer, seed, epoch)
+        if transform is not None:
+            examples = examples.map(transform, num_parallel_calls=tf.data.AUTOTUNE)
+        batches = examples.batch(global_batch, drop_remainder=drop_remainder)
+        if count is not None:
+            batches = batches.apply(tf.data.experimental.assert_cardinality(count))
+        return batches.prefetch(prefetch).with_options(options)
+
+    epochs = Epochs()
+    # A counter in Python can be read and set, and is no variable of a strategy.
+    batches = build(lambda: tf.ensure_shape(tf.numpy_function(epochs.take, [], tf.int64), []))
     batches.epochs = epochs
+    batches.of_epoch = lambda number: build(lambda: tf.constant(number, tf.int64))
     return batches
 
 
-def _shuffle(examples: tf.data.Dataset, buffer: int, seed: int, epochs: Epochs) -> tf.data.Dataset:
+def _shuffle(examples: tf.data.Dataset, buffer: int, seed: int, epoch: Callable[[], Any]) -> tf.data.Dataset:
     """Examples in another order at each pass, the same for the same seed and epoch."""
 
-    def one_epoch(epoch: tf.Tensor) -> tf.data.Dataset:
+    def one_epoch(number: tf.Tensor) -> tf.data.Dataset:
         # tf.data mixes TensorFlow's global seed in. Here that is the seed of this function's own graph.
         tf.compat.v1.set_random_seed(1)
-        both = tf.stack([tf.constant(seed, tf.int64), epoch])
+        both = tf.stack([tf.constant(seed, tf.int64), number])
         mixed = tf.random.stateless_uniform([], both, None, None, tf.int64, alg="philox")
         return examples.shuffle(buffer, seed=mixed, reshuffle_each_iteration=False)
 
-    # A counter in Python can be read and set, and is no variable of a strategy.
-    start = tf.data.Dataset.from_tensors(0).map(lambda _: _take(epochs))
-    return start.flat_map(one_epoch)
-
-
-def _take(epochs: Epochs) -> tf.Tensor:
-    epoch = tf.numpy_function(epochs.take, [], tf.int64)
-    return tf.ensure_shape(epoch, [])
+    return tf.data.Dataset.from_tensors(0).map(lambda _: epoch()).flat_map(one_epoch)
 
 
 def _buffer(shuffle: bool | int, cardinality: int | None) -> int:

@@ -1,0 +1,328 @@
+"""Parameter-server clusters on this machine become speed, CPU time and accuracy of tfdist's `fit`, beside tf_keras' under the same.
+
+    python benchmarks/parameter_server.py            # all parts, writes benchmarks/reports/parameter_server.{md,json}
+    python benchmarks/parameter_server.py --quick    # a little of each, writes nothing
+
+Each contender has a cluster of its own: one chief, two workers, one parameter server for the CNN, two for the embedding. All
+processes stay alive while a part is measured, and only those of one contender run at a time. Rounds visit every contender, each
+second round in reverse order; ratios are taken within a round. Everything runs in a private network namespace where the system
+allows it: the bytes on its loopback interface are the benchmark's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import pathlib
+import signal
+import statistics
+import sys
+import tempfile
+
+from _processes import Processes, ProcessFailed
+from _report import QUIET_CPU, about, positive, row, spread, table, verdict, write
+from _tasks import BATCH, LENGTH, ROWS, WIDTH, Job, chief, serve
+
+from tfdist import ClusterSpec
+from tfdist.launch import isolation
+
+# As `tfdist launch` sets them where tasks outnumber the cores; and no word of what killed processes leave behind.
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1", "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning"}
+WORKERS = 2
+PER_EXECUTION = (1, 10, 50)
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """One way to train a model: which framework, which of `_tasks.LAYERS`."""
+
+    title: str
+    framework: str
+    layers: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A model, and how it is measured.
+
+    Args:
+        title: What it is, for the report.
+        servers: Parameter servers.
+        optimizer: Of all contenders.
+        contenders: By the letter that the report has for each.
+        bars: Ratio of speeds -> whether the bars hold for it.
+        steps: Steps that are timed at once; as many go before them as warm-up.
+        per_execution: Values of `steps_per_execution`.
+    """
+
+    title: str
+    servers: int
+    optimizer: str
+    contenders: dict[str, Contender]
+    bars: dict[str, bool]
+    steps: int
+    per_execution: tuple[int, ...] = PER_EXECUTION
+
+
+_EMBEDDINGS = {
+    "s": Contender("tfdist `fit`, ShardedEmbedding", "tfdist", "sharded"),
+    "e": Contender("tfdist `fit`, keras Embedding", "tfdist", "embedding"),
+    "k": Contender("tf_keras `fit`, its Embedding", "tf_keras", "embedding"),
+}
+_CNN = {"t": Contender("tfdist `fit`", "tfdist", "cnn"), "k": Contender("tf_keras `fit`, stock strategy", "tf_keras", "cnn")}
+_TABLE = f"Embedding of {ROWS:,} x {WIDTH}, ids [{BATCH}, {LENGTH}]"
+SPEED = {
+    "cnn": Part("Small CNN, Adam", 1, "adam", _CNN, {"t/k": True}, 300),
+    "embedding": Part(f"{_TABLE}, SGD", 2, "sgd", _EMBEDDINGS, {"s/k": True, "e/k": False}, 60),
+    "embedding_adam": Part(f"{_TABLE}, Adam", 2, "adam", _EMBEDDINGS, {"s/k": False, "e/k": False}, 40, (10,)),
+}
+PARTS = ("cnn", "first_batch", "accuracy", "embedding", "embedding_adam")  # those with the same clusters together
+FIRST_BATCH = {  # how -> framework, title, bar in seconds
+    "arrays": ("tfdist", "tfdist `fit(x, y)`, NumPy arrays", 2.0),
+    "from_tensor_slices": ("tfdist", "tfdist `fit`, tf.data from_tensor_slices", 2.0),
+    "DatasetCreator": ("tf_keras", "tf_keras `fit`, the same on each worker", None),
+}
+MEGABYTES = 100
+
+
+def bar_of(per_execution: int) -> float:
+    """Least ratio of tfdist's speed to tf_keras'."""
+    return 1.2 if per_execution == 10 else 1.0
+
+
+class Cluster(Processes):
+    """The processes of one contender.
+
+    Args:
+        framework: A key of `_tasks.FRAMEWORKS`.
+        servers: Parameter servers; 0: no cluster, one process alone.
+        logs: Directory for their output.
+        timeout: Seconds that any answer may take.
+    """
+
+    def __init__(self, framework: str, servers: int, logs: pathlib.Path, timeout: float):
+        super().__init__(f"{framework} with {servers} parameter servers", logs, timeout)
+        spec = ClusterSpec.local(workers=WORKERS, ps=servers, chief=True) if servers else None
+        for task in spec.tasks if spec else ():
+            if task.type != "chief":
+                job = Job(framework, spec.for_task(task.type, task.index), timeout)
+                self.start(f"{framework}-{servers}-{task.type}-{task.index}", serve, job)
+        job = Job(framework, spec.for_task("chief", 0) if spec else None, timeout)
+        self._chief = self.start(f"{framework}-{servers}-chief", chief, job)
+
+    def ready(self) -> None:
+        """Waits until the chief is connected to all others."""
+        self.answers([self._chief], "connect")
+
+    def measure(self, *words):
+        """What the method of `_tasks.Trainer` named by the first word returns."""
+        self.order([self._chief], *words)
+        return self.answers([self._chief], " ".join(map(str, words[:4])))[0]
+
+
+class Clusters:
+    """Clusters by framework and number of parameter servers, started when they are needed first."""
+
+    def __init__(self, timeout: float):
+        self._timeout = timeout
+        self._stack = contextlib.ExitStack()
+        self._running: dict[tuple[str, int], Cluster] = {}
+        self._logs = pathlib.Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="parameter-server-")))
+
+    def __enter__(self) -> Clusters:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._stack.close()
+
+    def get(self, *keys: tuple[str, int]) -> list[Cluster]:
+        """These clusters, connected; those that a part before had, and this one has not, are ended."""
+        for key in self._running.keys() - set(keys):
+            self._running.pop(key).end()
+        new = [key for key in dict.fromkeys(keys) if key not in self._running]
+        for key in new:
+            self._running[key] = cluster = Cluster(*key, self._logs, self._timeout)
+            self._stack.callback(cluster.end)
+        for key in new:
+            self._running[key].ready()
+        return [self._running[key] for key in keys]
+
+
+def speed(part: Part, clusters: Clusters, rounds: int, steps: int | None) -> dict:
+    """Runs all contenders of a part.
+
+    Returns:
+        Contender letter -> steps_per_execution -> list by round: "steps_per_second", "cpu_milliseconds" of a step, of each
+        process, "bytes" of a step.
+    """
+    found = clusters.get(*((c.framework, part.servers) for c in part.contenders.values()))
+    cells = [(key, c, cluster, n) for (key, c), cluster in zip(part.contenders.items(), found, strict=True) for n in part.per_execution]
+    results: dict = {key: {n: [] for n in part.per_execution} for key in part.contenders}
+
+    def measure(contender: Contender, cluster: Cluster, per_execution: int, count: int) -> dict:
+        # Four executions at least: two for each worker.
+        count = -(-max(count, 2 * WORKERS * per_execution) // per_execution) * per_execution
+        got = cluster.measure("speed", contender.layers, part.optimizer, per_execution, count, cluster.pids)
+        return {
+            "steps_per_second": count / got["seconds"],
+            "cpu_milliseconds": {name: 1e3 * seconds / count for name, seconds in got["cpu"].items()},
+            "bytes": got["bytes"] / count,
+        }
+
+    for _, contender, cluster, n in cells:  # traces and warms up
+        measure(contender, cluster, n, 1)
+    for number in range(rounds):
+        for key, contender, cluster, n in cells if number % 2 == 0 else reversed(cells):
+            results[key][n].append(measure(contender, cluster, n, steps or part.steps))
+        rates = "  ".join(f"{key}{n} {results[key][n][-1]['steps_per_second']:.1f}" for key, _, _, n in cells)
+        print(f"{part.title}, round {number + 1} of {rounds}, steps/s: {rates}", file=sys.stderr, flush=True)
+    return results
+
+
+def first_batch(clusters: Clusters, rounds: int, megabytes: float) -> dict:
+    """Seconds to the first batch of data in memory, each round with a new model: of much data, and of next to none.
+
+    What has no bar takes long, and is measured once.
+    """
+    found = clusters.get(*((framework, 1) for framework, _, _ in FIRST_BATCH.values()))
+    results: dict = {how: {"seconds": [], "of_little": []} for how in FIRST_BATCH}
+    for number in range(rounds):
+        cells = [(how, c) for how, c in zip(FIRST_BATCH, found, strict=True) if number == 0 or FIRST_BATCH[how][2]]
+        for how, cluster in cells if number % 2 == 0 else reversed(cells):
+            results[how]["of_little"].append(cluster.measure("first_batch", how, 0))
+            results[how]["seconds"].append(cluster.measure("first_batch", how, megabytes))
+        print(f"first batch, round {number + 1} of {rounds}: {results}", file=sys.stderr, flush=True)
+    return results
+
+
+def accuracy(clusters: Clusters, seeds: int, epochs: int) -> dict:
+    """Accuracy after as many epochs, by seed: one process, where every step follows the one before, and two workers."""
+    alone, workers = clusters.get(("tfdist", 0), ("tfdist", 1))
+    results: dict = {"synchronous": [], "parameter_server": []}
+    with tempfile.TemporaryDirectory() as data_dir:
+        for seed in range(seeds):
+            for name, cluster in (("synchronous", alone), ("parameter_server", workers)):
+                results[name].append(cluster.measure("accuracy", seed, epochs, data_dir))
+            last = "  ".join(f"{name} {values[-1]:.2%}" for name, values in results.items())
+            print(f"accuracy, seed {seed + 1} of {seeds}: {last}", file=sys.stderr, flush=True)
+    return results
+
+
+def judge(results: dict) -> list[dict]:
+    """Measured against the bars: ratios of speeds within each round, and seconds."""
+    verdicts = []
+    for name in (n for n in SPEED if n in results):
+        for ratio, barred in SPEED[name].bars.items():
+            over, under = (results[name][key] for key in ratio.split("/"))
+            for n in over:
+                rounds = [a["steps_per_second"] / b["steps_per_second"] for a, b in zip(over[n], under[n], strict=True)]
+                median, bar = statistics.median(rounds), bar_of(n) if barred else None
+                passed = None if bar is None else median >= bar
+                verdicts.append(
+                    {"part": name, "what": ratio, "per_execution": n, "bar": bar, "median": median, "rounds": rounds, "passed": passed}
+                )
+    for how, result in results.get("first_batch", {}).items():
+        median, bar = statistics.median(result["seconds"]), FIRST_BATCH[how][2]
+        passed = None if bar is None else median < bar
+        verdicts.append({"part": "first_batch", "what": how, "bar": bar, "median": median, "passed": passed})
+    return verdicts
+
+
+def report(results: dict, verdicts: list[dict], facts: dict) -> str:
+    """The Markdown that is printed and written."""
+    lines = ["# What parameter servers cost, and what they do to accuracy", "", *(f"- {key}: {value}" for key, value in facts.items()), ""]
+    lines += [f"One chief, {WORKERS} workers and the parameter servers, all on this machine, one thread per operation. Synthetic data in",
+              f"memory, {BATCH} examples per step. tf_keras is Keras 2 under TensorFlow's own ParameterServerStrategy, with a",
+              "DatasetCreator. CPU is that of all processes of the job; bytes are those on the loopback interface. Medians over the",
+              "rounds, min..max in brackets; ratios are of speeds within a round."]  # fmt: skip
+    for name, part in SPEED.items():
+        if name not in results:
+            continue
+        servers = f"{part.servers} parameter server{'s' * (part.servers > 1)}"
+        lines += ["", f"## {part.title}; {servers}", ""]
+        lines += table("contender, steps_per_execution", "steps/s", "CPU ms/step", "kB/step")
+        for n in part.per_execution:
+            for key, contender in part.contenders.items():
+                got = results[name][key][n]
+                rates = spread([g["steps_per_second"] for g in got], ".1f")
+                cpu = spread([sum(g["cpu_milliseconds"].values()) for g in got], ".1f")
+                sent = f"{statistics.median(g['bytes'] for g in got) / 1e3:,.1f}"
+                lines += row(f"({key}) {contender.title}, {n}", rates, cpu, sent)
+        lines += ["", *table("ratio, steps_per_execution", "median", "bar", "")]
+        for each in (v for v in verdicts if v["part"] == name):
+            bar = f">= {each['bar']}" if each["bar"] else "none"
+            lines += row(f"{each['what']}, {each['per_execution']}", spread(each["rounds"], ".2f"), bar, verdict(each["passed"], True))
+    if "first_batch" in results:
+        lines += ["", f"## First batch of {MEGABYTES} MB in memory", "", "Seconds from calling `fit` to the end of the first step. The model is",
+                  "built, the step is traced anew. Beside it the same with one batch of data.", ""]  # fmt: skip
+        lines += table("data", "seconds", "one batch alone", "bar", "")
+        for each in (v for v in verdicts if v["part"] == "first_batch"):
+            got = results["first_batch"][each["what"]]
+            bar = f"< {each['bar']:g} s" if each["bar"] else "none"
+            seconds = (spread(got[key], ".2f") for key in ("seconds", "of_little"))
+            lines += row(FIRST_BATCH[each["what"]][1], *seconds, bar, verdict(each["passed"], True))
+    if "accuracy" in results:
+        one, many = (results["accuracy"][key] for key in ("synchronous", "parameter_server"))
+        lost = [100 * (a - b) for a, b in zip(one, many, strict=True)]
+        lines += ["", "## Accuracy after equal epochs", "", f"configs/digits_ps.py, {facts['Epochs']} epochs, {len(one)} seeds; the 297 test images.", ""]
+        lines += table("training", "mean", "min..max")
+        for label, values in (("one process, synchronous", one), (f"{WORKERS} workers, 1 parameter server", many)):
+            lines += row(label, f"{statistics.mean(values):.2%}", f"{min(values):.2%}..{max(values):.2%}")
+        lines += row("lost, percentage points, by seed", f"{statistics.mean(lost):.2f}", f"{min(lost):.2f}..{max(lost):.2f}")
+    return "\n".join(lines) + "\n"
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
+    parser.add_argument("--rounds", type=positive, help="rounds over all contenders, default 3")
+    defaults = ", ".join(f"{part.steps} ({name})" for name, part in SPEED.items())
+    parser.add_argument("--steps", type=positive, help=f"least number of timed steps, default: {defaults}")
+    parser.add_argument("--seeds", type=positive, help="trainings for the accuracy, default 5")
+    parser.add_argument("--epochs", type=positive, help="of each of them, default 10")
+    parser.add_argument("--timeout", type=positive, default=300, help="seconds that any wait may take, default 300")
+    parser.add_argument("--out", type=pathlib.Path, help="directory of the report, default benchmarks/reports; none with --quick")
+    parser.add_argument("--quick", action="store_true", help="smoke run, its figures mean nothing")
+    args = parser.parse_args(argv)
+    args.rounds = args.rounds or (1 if args.quick else 3)
+    args.seeds, args.epochs = args.seeds or (1 if args.quick else 5), args.epochs or (1 if args.quick else 10)
+    if args.quick:
+        args.steps = args.steps or 10
+    elif args.out is None:
+        args.out = pathlib.Path(__file__).parent / "reports"
+    return args
+
+
+def main(argv: list[str]) -> int:
+    args = parse(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that files and processes are cleared up
+    refusal = isolation.isolate()  # before any thread or process
+    if refusal:
+        print(f"{isolation.warning(refusal)}\nBytes on the loopback interface are those of all programs.", file=sys.stderr)
+    os.environ.update(QUIET_CPU | ONE_THREAD)  # for the processes
+    facts = about("parameter_server.py", argv, args.rounds) | {"Epochs": args.epochs}
+    results = {}
+    try:
+        with Clusters(args.timeout) as clusters:
+            for name in (p for p in PARTS if p in args.parts):
+                if name == "first_batch":
+                    results[name] = first_batch(clusters, args.rounds, MEGABYTES)
+                elif name == "accuracy":
+                    results[name] = accuracy(clusters, args.seeds, args.epochs)
+                else:
+                    results[name] = speed(SPEED[name], clusters, args.rounds, args.steps)
+    except ProcessFailed as failure:
+        print(f"parameter_server: {failure}", file=sys.stderr)
+        return 2
+    verdicts = judge(results)
+    text = report(results, verdicts, facts)
+    print(text)
+    if args.out:
+        write(args.out, "parameter_server", text, {"about": facts, "bars": verdicts, "parts": results})
+    return int(not args.quick and any(v["passed"] is False for v in verdicts))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
