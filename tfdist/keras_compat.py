@@ -106,10 +106,13 @@ def _hook_symbolic_build() -> None:
     keras_method = keras.Model._maybe_symbolic_build
 
     @functools.wraps(keras_method)
-    def method(self, *args, **kwargs):
+    def method(self, iterator=None, data_batch=None):
+        if iterator is not None and getattr(iterator._get_iterator(), "symbolic_first", False):
+            # Keras would begin an epoch to learn shapes, in which a PyDataset's own threads read batches ahead that then count twice.
+            iterator, data_batch = None, next(iter(iterator._get_iterator()))
         _state.building = True
         try:
-            return keras_method(self, *args, **kwargs)
+            return keras_method(self, iterator, data_batch)
         finally:
             _state.building = False
 
@@ -127,6 +130,11 @@ def _hook_apply(cls: Any) -> None:
     @functools.wraps(keras_apply)
     def apply(self, grads, trainable_variables=None):
         engine = engine_of(tf.distribute.get_strategy())
+        if engine is None and engine_of(strategy_of(self)) is not None:
+            raise ValueError(
+                f"The model was made outside of the scope of the strategy in which its optimizer {self.name} was made. Make the model, and "
+                "call compile(), inside `with strategy.scope():`."
+            )
         if engine is None or tf.distribute.in_cross_replica_context() or in_local_update():
             return keras_apply(self, grads, trainable_variables)
         return engine.apply(self, keras_apply, grads, trainable_variables)
@@ -257,6 +265,18 @@ def local_component(variable: keras.Variable, local_replica: int) -> tf.Variable
     return copies[local_replica] if len(copies) > 1 else copies[0]
 
 
+def held_bytes(dataset: tf.data.Dataset) -> int:
+    """Bytes of the tensors that a data set holds, as one made of arrays does."""
+    total, left = 0, [dataset]
+    while left:
+        each = left.pop()
+        left.extend(each._inputs())
+        captured = [x for f in each._functions() for x in f.function.captured_inputs]
+        for x in [*getattr(each, "_tensors", ()), *captured]:
+            total += (x.shape.num_elements() or 0) * x.dtype.size
+    return total
+
+
 # --- Parameter servers ------------------------------------------------------------------------------------------------
 def connected() -> bool:
     """Whether this process has connected to a cluster of TensorFlow servers."""
@@ -339,4 +359,21 @@ def replaced_values(variables: list[keras.Variable], values: list[Any]) -> Itera
 
 def step_counter(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
     """What an optimizer counts its calls in; with accumulation, `iterations` is a fraction of it."""
-    return optimizer._iterations
+    return getattr(optimizer, "inner_optimizer", optimizer)._iterations
+
+
+@contextlib.contextmanager
+def accumulating(optimizer: keras.optimizers.Optimizer, stand_in: Callable[[tf.Variable], Any]) -> Iterator[None]:
+    """Inside, an optimizer that sums gradients up between updates does so in stand-ins for its variables, by their method `add`."""
+    sums = [v for v in getattr(optimizer, "_accumulated_gradients", []) if v is not None]
+
+    def add(gradients, accumulators):
+        for gradient, accumulator in zip(gradients, accumulators, strict=True):
+            accumulator.value.add(gradient)
+
+    optimizer._backend_increment_gradient_accumulators = add
+    try:
+        with replaced_values(sums, [stand_in(v.value) for v in sums]):
+            yield
+    finally:
+        del optimizer._backend_increment_gradient_accumulators

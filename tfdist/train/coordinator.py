@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfdist.keras_compat import global_seed
 from tfdist.train import gradients
 from tfdist.train.callbacks import watches
-from tfdist.train.deltas import ticket
+from tfdist.train.deltas import count_updates, ticket
 from tfdist.train.hooks import Hooks, bind, check_optimizer, fewest
 from tfdist.train.loop import Watch
 from tfdist.train.placement import Placement
@@ -120,9 +120,34 @@ class Coordinator(Hooks):
             return keras_method(model)
         return runner.end_epoch()
 
+    def save(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
+        return self._settled(model, keras_method, args, kwargs)
+
+    def save_weights(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
+        return self._settled(model, keras_method, args, kwargs)
+
+    def export(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
+        return self._settled(model, keras_method, args, kwargs)
+
     def apply(self, optimizer: keras.optimizers.Optimizer, keras_apply: Callable, grads, variables):
+        if self._placement.replicas > 1:  # of this worker's, which make one update
+            context = tf.distribute.get_replica_context()
+            grads = gradients.sum_over_replicas(context, list(grads))
+            return context.merge_call(self._apply_once, args=(optimizer, keras_apply, grads, variables))
+        return self._update(optimizer, keras_apply, grads, variables)
+
+    def _apply_once(self, strategy, optimizer, keras_apply, grads, variables):
+        local = strategy.experimental_local_results
+        return self._update(optimizer, keras_apply, [None if g is None else local(g)[0] for g in grads], variables)
+
+    def _update(self, optimizer, keras_apply, grads, variables):
+        grads = [gradients.merge_duplicates(g) for g in grads]
+        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):  # updates, in a tf.cond, through another one
+            count_updates(optimizer, optimizer.check_finite(grads))
+            return keras_apply(optimizer, grads, variables)
+        count_updates(optimizer, True)
         with ticket(optimizer):
-            return keras_apply(optimizer, [gradients.merge_duplicates(g) for g in grads], variables)
+            return keras_apply(optimizer, grads, variables)
 
     @property
     def feeding(self) -> bool:  # type: ignore[override]
@@ -132,6 +157,12 @@ class Coordinator(Hooks):
         return Stream(dataset, self._host, self._by_workers, self._kind != "predict", global_seed())
 
     # --- Below ------------------------------------------------------------------------------------------------------
+    def _settled(self, model, keras_method, args, kwargs):
+        """A file written in the middle of an epoch holds every step that Keras has counted."""
+        if self._active is not None and self._active.model is model:
+            self._active.settle()
+        return keras_method(model, *args, **kwargs)
+
     def _runner(self, model, model_step) -> RemoteRunner:
         def results():
             active, self._active = self._active, None

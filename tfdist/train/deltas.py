@@ -11,9 +11,10 @@ import types
 from collections.abc import Iterator
 
 import keras
+import numpy as np
 import tensorflow as tf
 
-from tfdist.keras_compat import local_update, replaced_values, step_counter
+from tfdist.keras_compat import accumulating, local_update, replaced_values, step_counter
 from tfdist.train.step import seed_states
 
 # What `collected` is tracing; the thread of a replica, in which TensorFlow runs the step, is another than that which traces.
@@ -74,6 +75,52 @@ for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv"
     setattr(Cell, f"__{_name}__", _operator(f"__{_name}__"))
 
 
+class Snapshot(Cell):
+    """Stands in for a `tf.Variable` on a parameter server: one value throughout a step, whatever others write meanwhile.
+
+    Args:
+        variable: The variable, to which assignments go.
+    """
+
+    def __init__(self, variable: tf.Variable):
+        super().__init__(variable.read_value())
+        self._variable = variable
+
+    def assign(self, value, **_) -> tf.Tensor:
+        return self._variable.assign(tf.cast(value, self.dtype))
+
+
+class Accumulator(Cell):
+    """Stands in for a `tf.Variable` on a parameter server: writes what was read, changed, as the change.
+
+    Args:
+        variable: The variable.
+    """
+
+    def __init__(self, variable: tf.Variable):
+        self._variable = variable
+        self._reads: dict[tf.Graph, tf.Tensor] = {}  # a branch of a tf.cond has a graph of its own
+        self.shape, self.dtype = variable.shape, variable.dtype
+
+    def value(self) -> tf.Tensor:
+        graph = tf.compat.v1.get_default_graph()
+        if graph not in self._reads:
+            self._reads[graph] = self._variable.read_value()
+        return self._reads[graph]
+
+    read_value = value
+
+    def assign(self, value, **_) -> tf.Tensor:
+        return self._variable.assign_add(tf.cast(value, self.dtype) - self.value())
+
+    def add(self, gradient) -> None:
+        """Adds without reading."""
+        if isinstance(gradient, tf.IndexedSlices):
+            self._variable.scatter_add(gradient)
+        else:
+            self._variable.assign_add(tf.cast(gradient, self.dtype))
+
+
 def _replica() -> int:
     context = tf.distribute.get_replica_context()
     number = context.replica_id_in_sync_group if context else 0
@@ -100,9 +147,22 @@ def collected(model: keras.Model, seeds: tf.Tensor, index: tf.Tensor) -> Iterato
     states = [Cell(tf.cast(seeds[i] + shift, v.dtype)) for i, v in enumerate(generators)]
     added: list[tf.Tensor] = []
     _trace.graph, _trace.updates, _trace.optimizer = tf.compat.v1.get_default_graph(), tf.zeros((), tf.int64), model.optimizer
-    with replaced_values([*metrics, *generators], [*cells, *states]):
+    scale = _loss_scale(model.optimizer)
+    snapshots = [Snapshot(v.value) for v in scale]  # else a gradient could be scaled by one number, and unscaled by another
+    with replaced_values([*metrics, *generators, *scale], [*cells, *states, *snapshots]):
         yield added
     added.extend([*(c.total() for c in cells), _trace.updates])
+
+
+def _loss_scale(optimizer: keras.optimizers.Optimizer | None) -> list[keras.Variable]:
+    if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or not optimizer.built:
+        return []
+    return [optimizer.step_counter, optimizer.dynamic_scale]
+
+
+def seeds(model: keras.Model) -> tf.Tensor:
+    """States of the model's seed generators, int64 `[generators, 2]`."""
+    return tf.constant(np.reshape([np.asarray(v.numpy(), np.int64) for v in seed_states(model)], [-1, 2]), tf.int64)
 
 
 def next_seeds(model: keras.Model, steps: int) -> None:
@@ -116,11 +176,16 @@ def ticket(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
     """Inside, an optimizer's step count is a number that no other update gets, and counts exactly one.
 
     Keras reads the count, and writes it back increased by one at the end of the update: workers that update at the same time
-    would count one for two, and with gradient accumulation apply or skip an update twice.
+    would count one for two, and with gradient accumulation apply or skip an update twice, or lose gradients.
     """
     counter = step_counter(optimizer)
     number = tf.raw_ops.ResourceCountUpTo(resource=counter.value.handle, limit=counter.value.dtype.max, T=counter.value.dtype)
-    if _trace.graph is tf.compat.v1.get_default_graph() and optimizer is _trace.optimizer and not _replica():
-        _trace.updates += 1
-    with replaced_values([counter], [Cell(number)]), local_update(optimizer, 0):
+    with replaced_values([counter], [Cell(number)]), accumulating(optimizer, Accumulator), local_update(optimizer, 0):
         yield
+
+
+def count_updates(optimizer: keras.optimizers.Optimizer, updates) -> None:
+    """Counts a call of an optimizer's for what `collected` gives, where it is the model's; `updates` tells whether it will count."""
+    same_graph = getattr(_trace, "graph", None) is tf.compat.v1.get_default_graph()
+    if same_graph and optimizer is _trace.optimizer and not _replica():
+        _trace.updates += tf.cast(updates, tf.int64)

@@ -134,6 +134,22 @@ def count_rows(data: Any) -> tf.Tensor:
     raise ValueError("The batch holds no tensor; expected x, (x, y) or (x, y, sample_weight).")
 
 
+def any_rows(data: Any) -> Any:
+    """The specs of a batch with any number of rows: one trace serves all batches.
+
+    A worker that traced anew for a batch of another size, while others do not, would number its collectives otherwise than they.
+    """
+
+    def spec(x):
+        if x is None or isinstance(x, tf.experimental.Optional):
+            return x
+        if isinstance(x, tf.Tensor):
+            return tf.TensorSpec([None, *x.shape[1:]] if x.shape.rank else [], x.dtype)
+        return tf.type_spec_from_value(x)
+
+    return tf.nest.map_structure(spec, data)
+
+
 def _element(args: tuple) -> Any:
     # Dataset.map spreads a tuple over the arguments, and passes anything else as the only one.
     return args if len(args) > 1 else args[0]

@@ -79,7 +79,7 @@ def fewest(*steps: int | None) -> int | None:
 
 def check_optimizer(model: keras.Model, strategy) -> None:
     """Makes sure that a model was compiled in its strategy's scope."""
-    optimizer = model.optimizer
+    optimizer = getattr(model, "optimizer", None)  # a model that only predicts need not be compiled
     while optimizer is not None:
         if strategy_of(optimizer) is not strategy:
             raise ValueError(

@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.train.feed import Batch, FeedIterator, batch_of, count_rows, replica_rows
+from tfdist.train.feed import Batch, FeedIterator, any_rows, batch_of, count_rows, replica_rows
 from tfdist.train.gradients import NotInLoop, in_loop
 from tfdist.train.placement import Placement
 from tfdist.train.step import local_replica, run_replica
@@ -237,7 +237,7 @@ class Runner:
             self._last = self._replicas(batch, even)
         else:
             graph = self._graph("batch", even)
-            self._last = graph.get_concrete_function(_any_rows(batch))(batch)
+            self._last = graph.get_concrete_function(any_rows(batch))(batch)
         self._own_logs = set(self._last) != self._metric_names
 
     def _graph(self, kind: str, even: bool):
@@ -314,18 +314,6 @@ class Runner:
             [tf.constant(0, tf.int64), tf.constant(0, tf.int64), zero, zero, following],
             parallel_iterations=1,
         )
-
-
-def _any_rows(batch: Batch) -> Batch:
-    """The spec of a batch with any number of rows.
-
-    A worker that traced anew for a batch of another size, while others do not, would number its collectives otherwise than they.
-    """
-
-    def relaxed(x):
-        return tf.TensorSpec([None, *x.shape[1:]], x.dtype) if isinstance(x, tf.Tensor) and x.shape.rank else x
-
-    return tf.nest.map_structure(relaxed, batch)
 
 
 class Predictor:

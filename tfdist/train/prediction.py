@@ -11,10 +11,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.train.feed import Batch, batch_of, count_rows, replica_rows
+from tfdist.train.feed import Batch, any_rows, batch_of, count_rows, replica_rows
 from tfdist.train.placement import Placement
 from tfdist.train.pool import Pool
-from tfdist.train.remote import any_rows, function_of
+from tfdist.train.remote import function_of
 from tfdist.train.step import local_replica
 
 
@@ -70,10 +70,9 @@ class RemotePredictor:
         pieces[0].outputs = result
 
     def _graph(self, batch):
-        kind = repr(tf.nest.map_structure(any_rows, batch))
+        kind = repr(any_rows(batch))
         if kind not in self._graphs:
-            specs = tf.nest.map_structure(any_rows, batch)
-            self._graphs[kind] = function_of(self._predict).get_concrete_function(specs)
+            self._graphs[kind] = function_of(self._predict).get_concrete_function(any_rows(batch))
         return self._graphs[kind]
 
     def _predict(self, data):

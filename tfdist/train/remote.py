@@ -7,6 +7,7 @@ metrics, so that the coordinator can count every step once.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
@@ -18,11 +19,11 @@ import tensorflow as tf
 
 from tfdist.keras_compat import step_counter
 from tfdist.train import deltas
-from tfdist.train.feed import Batch, batch_of, count_rows
+from tfdist.train.feed import Batch, any_rows, batch_of, count_rows
 from tfdist.train.loop import Stats, Watch
 from tfdist.train.placement import Placement
 from tfdist.train.pool import Pool
-from tfdist.train.step import run_replica, seed_states
+from tfdist.train.step import run_replica
 from tfdist.train.stream import Pass, dataset_variant
 
 REFRESH_SECONDS = 0.1  # between looks at the metrics while nobody watches single steps
@@ -72,7 +73,8 @@ class RemoteRunner:
 
     def _begin_epoch(self) -> None:
         self.logs: dict[str, Any] = {}
-        self._pieces: list[Piece] = []
+        self._pieces: list[Piece] = []  # those that Keras has not asked for, where only its end tells the length of the data
+        self._waiting = 0  # pieces that are not done
         self._calls = 0
         self._total: np.ndarray | None = None  # of what pieces brought since the last look
         self._steps = self._updates = 0
@@ -83,15 +85,16 @@ class RemoteRunner:
     # --- In the main thread -------------------------------------------------------------------------------------------
     def __call__(self, iterator) -> dict[str, Any]:
         if not self._calls:
-            self._seeds = _states(self.model)
-            self._base = self._counter()
+            self._seeds = deltas.seeds(self.model)
+            counter = self._counter()
+            self._base = 0 if counter is None else int(counter.numpy())
             self._began = time.monotonic()
         if isinstance(iterator, Pass):
             self._one_call(iterator)
         else:
             for data in iterator:  # train_on_batch
-                self._issue(Piece(len(self._pieces), 1, [batch_of(data, Placement()).data]))
-            self._pool.wait(self._all_done)
+                self._issue(Piece(self._calls, 1, [batch_of(data, Placement()).data]))
+            self.settle()
         self._calls += 1
         if not self.logs or self.watch.exact or time.monotonic() - self._looked > REFRESH_SECONDS or not isinstance(iterator, Pass):
             self._pool.wait(lambda: self._last is not None)
@@ -99,32 +102,31 @@ class RemoteRunner:
         return self.logs
 
     def _one_call(self, batches: Pass) -> None:
-        per_call = self.model.steps_per_execution
+        steps = self.model.steps_per_execution
+        if self.watch.steps is not None:
+            steps = min(steps, self.watch.steps - self._calls * steps)
         if batches is not self._pass:
             self._pass, self._origin = batches, batches.position
+            batches.prepare()
         window = 2 * len(self._pool.workers) * self._group
         if not batches.stream.by_workers:
-            self._feed(batches, per_call)
+            self._feed(batches, steps)
         elif batches.length is None and not self.watch.steps:
-            self._until_the_end(batches, per_call, window)
+            self._until_the_end(batches, steps, window)
             return
         else:
-            steps = per_call if self.watch.steps is None else min(per_call, self.watch.steps - self._calls * per_call)
             steps = steps if batches.length is None else min(steps, batches.length - batches.position)
             if steps <= 0 or self._ended is not None:
                 raise StopIteration
             self._issue_numbers(batches, steps)
-        self._pool.wait(lambda: self._waiting() < window)
+        self._pool.wait(lambda: self._waiting < window)
 
-    def _feed(self, batches: Pass, per_call: int) -> None:
-        first = batches.position
+    def _feed(self, batches: Pass, steps: int) -> None:
+        first, began = batches.position, time.perf_counter()
         read: list = []
-        began = time.perf_counter()
-        while len(read) < per_call:
-            try:
+        with contextlib.suppress(StopIteration):
+            while len(read) < steps:
                 read.append(batches.batch())
-            except StopIteration:
-                break
         self.stats.input_seconds += time.perf_counter() - began
         if not read:
             raise StopIteration
@@ -132,32 +134,33 @@ class RemoteRunner:
 
     def _until_the_end(self, batches: Pass, per_call: int, window: int) -> None:
         """Of data whose length only its end tells, pieces are given out ahead of Keras' calls, so that none is counted that was not."""
-        while self._ended is None and len(self._pieces) < self._calls + window:
-            self._issue_numbers(batches, per_call)
-        self._pool.wait(lambda: self._pieces[self._calls].done is not None if self._calls < len(self._pieces) else True)
-        if self._calls >= len(self._pieces) or not self._pieces[self._calls].done:
+        while self._ended is None and len(self._pieces) < window:
+            self._pieces.append(self._issue_numbers(batches, per_call))
+        asked = self._pieces.pop(0) if self._pieces else None
+        self._pool.wait(lambda: asked is None or asked.done is not None)
+        if asked is None or not asked.done:
             raise StopIteration
 
-    def _issue_numbers(self, batches: Pass, steps: int) -> None:
-        self._issue(Piece(batches.position, steps))
+    def _issue_numbers(self, batches: Pass, steps: int) -> Piece:
         batches.position += steps
+        return self._issue(Piece(batches.position - steps, steps))
 
-    def _issue(self, piece: Piece) -> None:
-        self._pieces.append(piece)
+    def _issue(self, piece: Piece) -> Piece:
         self._graph(piece)  # traced here, where an error of the user's step belongs
+        with self._pool.changed:
+            self._waiting += 1
         self._pool.submit(self, piece)
+        return piece
 
-    def _waiting(self) -> int:
-        return sum(piece.done is None for piece in self._pieces[-LARGEST_GROUP * 4 * len(self._pool.workers) :])
-
-    def _all_done(self) -> bool:
-        return all(piece.done is not None for piece in self._pieces)
+    def settle(self) -> None:
+        """Waits until no piece is in work."""
+        self._pool.wait(lambda: not self._waiting)
 
     def end_epoch(self) -> dict[str, Any]:
         """Waits for all pieces; metrics of the whole epoch, which also makes the last step's values final in `logs`."""
-        self._pool.wait(self._all_done)
+        self.settle()
         results = self._look()
-        counter = _step_counter(self.model)
+        counter = self._counter()
         if counter is not None and self._updates and int(counter.numpy()) != self._base + self._updates:  # a step ran twice
             counter.assign(self._base + self._updates)
         if len(self._seeds):
@@ -185,9 +188,8 @@ class RemoteRunner:
             self.logs.update(results if set(own) == set(results) else own)
         return results
 
-    def _counter(self) -> int:
-        counter = _step_counter(self.model)
-        return 0 if counter is None else int(counter.numpy())
+    def _counter(self) -> keras.Variable | None:
+        return None if self.model.optimizer is None else step_counter(self.model.optimizer)
 
     # --- In the workers' threads ----------------------------------------------------------------------------------------
     def take(self, pieces: collections.deque, workers: int, worker: int) -> list[Piece]:
@@ -244,6 +246,7 @@ class RemoteRunner:
         for piece in pieces:
             piece.done = min(piece.steps, left)
             piece.batches = None
+            self._waiting -= 1
             left -= piece.done
         if steps < sum(piece.steps for piece in pieces):
             end = pieces[0].first + int(steps)
@@ -265,7 +268,7 @@ class RemoteRunner:
     def _graph(self, piece: Piece) -> _Graph:
         kind = "there"
         if piece.batches is not None:
-            kind = repr(tf.nest.map_structure(any_rows, piece.batches[0]))
+            kind = repr(any_rows(piece.batches[0]))
         if kind not in self._graphs:
             self._graphs[kind] = self._trace(piece)
         return self._graphs[kind]
@@ -282,10 +285,10 @@ class RemoteRunner:
             opener = function_of(open_iterator).get_concrete_function(tf.TensorSpec([], tf.string))
             concrete = function_of(self._there).get_concrete_function(tf.data.IteratorSpec(spec), number, number, number, seeds)
             return _Graph(concrete, opener=opener)
-        specs = tf.nest.map_structure(any_rows, piece.batches[0])
+        specs = any_rows(piece.batches[0])
         stacks = all(x is None or isinstance(x, tf.TensorSpec) for x in tf.nest.flatten(specs))
         if not stacks:
-            return _Graph(function_of(self._fed_one).get_concrete_function(specs, number, seeds))
+            return _Graph(function_of(self._one).get_concrete_function(specs, number, seeds))
         specs = tf.nest.map_structure(lambda s: None if s is None else tf.TensorSpec([None, *s.shape], s.dtype), specs)
         return _Graph(function_of(self._fed).get_concrete_function(specs, number, seeds), stacks=True)
 
@@ -308,7 +311,7 @@ class RemoteRunner:
             return following, result + tf.one_hot(2, tf.size(result), waited, tf.zeros([], tf.float64))
 
         def body(i, result, following):
-            result = self._add(result, self._one(following.get_value(), seeds, index + i))
+            result = self._add(result, self._one(following.get_value(), index + i, seeds))
             return i + 1, *tf.cond(i + 1 < steps, lambda: read(result), lambda: (following, result))[::-1]
 
         following, result = read(tf.zeros([self._size()], tf.float64))
@@ -320,7 +323,7 @@ class RemoteRunner:
 
         def body(i, result):
             data = tf.nest.map_structure(lambda x: None if x is None else x[i], stacked)
-            return i + 1, self._add(result, self._one(data, seeds, index + i))
+            return i + 1, self._add(result, self._one(data, index + i, seeds))
 
         return self._loop(lambda i, result: i < count, body, tf.zeros([self._size()], tf.float64))
 
@@ -329,10 +332,7 @@ class RemoteRunner:
         start = [tf.zeros([], tf.int64), result, *more]
         return tf.while_loop(condition, body, start, shape_invariants=specs, parallel_iterations=1)[1]
 
-    def _fed_one(self, data, index, seeds):
-        return self._one(data, seeds, index)
-
-    def _one(self, data, seeds, index):
+    def _one(self, data, index, seeds):
         """One step: `[steps, rows, waited, updates, metric deltas ..., logs ...]`, float64."""
         data = tf.nest.map_structure(lambda x: None if isinstance(x, tf.experimental.Optional) else x, data)
         rows = count_rows(data)
@@ -345,6 +345,7 @@ class RemoteRunner:
         *sums, updates = added
         if not isinstance(logs, dict):
             raise TypeError(f"{self._step.__qualname__} returned {type(logs).__name__}; expected a dict of names and numbers.")
+        logs = _flat(logs)
         self._keys = list(logs)
         local = self._strategy.experimental_local_results
         means = [tf.reduce_mean([tf.reduce_mean(tf.cast(x, tf.float64)) for x in local(value)]) for value in logs.values()]
@@ -375,15 +376,13 @@ class _Graph:
     stacks: bool = False
 
 
+def _flat(logs: dict) -> dict:
+    """Logs with those of metrics that have several results, such as `compile_metrics`, side by side, as Keras shows them."""
+    return dict(pair for name, value in logs.items() for pair in (_flat(value) if isinstance(value, dict) else {name: value}).items())
+
+
 def function_of(body: Callable):
     return tf.function(body, autograph=False)
-
-
-def any_rows(x):
-    """The spec of a tensor with any number of rows."""
-    if isinstance(x, tf.Tensor):
-        return tf.TensorSpec([None, *x.shape[1:]] if x.shape.rank else x.shape, x.dtype)
-    return None if x is None else tf.type_spec_from_value(x)
 
 
 def _alike(batches: list) -> list[list]:
@@ -397,13 +396,3 @@ def _alike(batches: list) -> list[list]:
             shapes = own
         runs[-1].append(batch)
     return runs
-
-
-def _states(model: keras.Model) -> tf.Tensor:
-    """States of the model's seed generators, int64 `[generators, 2]`."""
-    states = [np.asarray(v.numpy(), np.int64) for v in seed_states(model)]
-    return tf.constant(np.reshape(states, [-1, 2]), tf.int64)
-
-
-def _step_counter(model: keras.Model) -> keras.Variable | None:
-    return None if model.optimizer is None else step_counter(model.optimizer)

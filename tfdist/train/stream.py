@@ -14,8 +14,10 @@ from typing import Any
 
 import tensorflow as tf
 
-# A data set that is larger as a graph holds its data: sending it to every worker takes longer than batches do.
-LARGEST_GRAPH = 2 * 2**20
+from tfdist.keras_compat import held_bytes
+
+# Bytes of arrays that a data set may hold: sending more to every worker takes longer than sending batches.
+LARGEST_MOVED = 2 * 2**20
 
 # Op -> where its inputs are that tell the seeds: (seed, seed2).
 _SEEDS = {
@@ -47,10 +49,14 @@ class Stream:
         self._host = host
         self._seed = random.SystemRandom().randrange(2**31) if seed is None else seed
         self._passes = 0
+        self._source = dataset
         with tf.device(host):
             self.length = int(dataset.cardinality())
             self._dataset = dataset.prefetch(tf.data.AUTOTUNE)
-            self._graph = _graph(dataset) if by_workers else None
+            # Of a pipeline of `tfdist.data`, each epoch is a data set of its own.
+            self._epochs = getattr(dataset, "epochs", None)
+            first = dataset if self._epochs is None else dataset.of_epoch(self._epochs.next)
+            self._graph = _graph(first) if by_workers else None
 
     @property
     def by_workers(self) -> bool:
@@ -67,8 +73,11 @@ class Stream:
 
     def graph(self) -> bytes:
         """What a worker makes its iterator of, for the next pass."""
-        assert self._graph is not None
         self._passes += 1
+        if self._epochs is not None:
+            with tf.device(self._host):
+                self._graph = _graph(self._source.of_epoch(self._epochs.take()))
+        assert self._graph is not None
         return settled(self._graph, self._seed, self._passes)
 
     def get_next(self, iterator):
@@ -94,6 +103,11 @@ class Pass:
     @functools.cached_property
     def graph(self) -> bytes:
         return self.stream.graph()
+
+    def prepare(self) -> None:
+        """Makes what workers read from, in the thread that owns this; they ask for it from theirs."""
+        if self.stream.by_workers:
+            _ = self.graph
 
     def __iter__(self) -> Pass:
         return self
@@ -127,14 +141,16 @@ def dataset_variant(graph: tf.Tensor) -> tf.Tensor:
 
 def _graph(dataset: tf.data.Dataset) -> bytes | None:
     """A data set as a graph that other processes can run; None where it holds Python code, or much data."""
+    if held_bytes(dataset) > LARGEST_MOVED:
+        return None
     options = tf.data.Options()
     options.deterministic = True
-    variant = tf.data.experimental.to_variant(dataset.with_options(options))
+    variant = tf.data.experimental.to_variant(dataset.with_options(options).prefetch(tf.data.AUTOTUNE))
     try:
         graph = tf.raw_ops.DatasetToGraphV2(input_dataset=variant, external_state_policy=1, strip_device_assignment=True).numpy()
     except tf.errors.OpError:
         return None
-    return graph if len(graph) <= LARGEST_GRAPH and movable(graph) else None
+    return graph if movable(graph) else None
 
 
 def movable(graph: bytes) -> bool:

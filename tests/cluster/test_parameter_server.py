@@ -1,0 +1,71 @@
+"""What Keras offers works with workers that train by themselves on parameter servers: every step, and every example, counts once."""
+
+import json
+
+import pytest
+
+from tests.cluster.scripts.ps_features import FEATURES
+from tests.processes import PYTHON, ROOT, group
+from tfdist.cluster import ClusterSpec
+from tfdist.strategies import make_strategy
+
+SECONDS = 600  # for one cluster: about 70 on an idle machine of 2 cores
+pytestmark = pytest.mark.timeout(SECONDS + 60)
+
+
+def results_of(directory, workers, ps, *features):
+    """What went wrong with each feature in a cluster of its own."""
+    spec, out = ClusterSpec.local(workers=workers, ps=ps, chief=True), directory / "results.json"
+    command = [PYTHON, "-m", "tests.cluster.scripts.ps_features", str(out), *features]
+    with group(directory) as members:
+        for task in spec.tasks:
+            config = spec.for_task(task.type, task.index).to_tf_config()
+            members.start(str(task).replace(":", "-"), command, TF_CONFIG=config, PYTHONPATH=str(ROOT))
+        members.succeed(SECONDS)
+    return json.loads(out.read_text())
+
+
+@pytest.fixture(scope="session")
+def results(tmp_path_factory):
+    return results_of(tmp_path_factory.mktemp("features"), 2, 2)
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_feature_of_keras(results, feature):
+    assert results[feature] is None, results[feature]
+
+
+@pytest.mark.parametrize(("workers", "ps"), [(1, 3), (3, 1)])
+def test_there_may_be_more_workers_than_parameter_servers_and_the_reverse(tmp_path, workers, ps):
+    results = results_of(tmp_path, workers, ps, "data_set", "arrays", "predict")
+    assert set(results.values()) == {None}, results
+
+
+# --- Mistakes before there is a strategy --------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("jobs", "missing"),
+    [
+        ({"workers": 1, "chief": True}, "ps"),
+        ({"workers": 0, "ps": 1, "chief": True}, "worker"),
+        ({"workers": 1, "ps": 1}, "chief"),
+    ],
+)
+def test_a_cluster_without_a_job_that_is_needed(jobs, missing):
+    cluster = ClusterSpec.local(**jobs)
+    with pytest.raises(ValueError, match=f"lists no {missing}. On one machine: tfdist launch --chief --workers 2 --ps 1"):
+        make_strategy("parameter_server", cluster.for_task(*cluster.tasks[0][:2]))
+
+
+def test_a_variable_partitioner():
+    cluster = ClusterSpec.local(workers=1, ps=1, chief=True).for_task("chief", 0)
+    with pytest.raises(ValueError, match=r"variable_partitioner: .*tfdist\.layers.ShardedEmbedding"):
+        make_strategy("parameter_server", cluster, variable_partitioner=lambda shape, dtype: [2, 1])
+
+
+def test_a_strategy_that_comes_after_tensors(tmp_path):
+    code = "import tensorflow as tf, tfdist; tf.zeros([]); tfdist.make_strategy()"
+    config = ClusterSpec.local(workers=1, ps=1, chief=True).for_task("chief", 0).to_tf_config()
+    with group(tmp_path) as members:
+        members.start("chief", [PYTHON, "-c", code], TF_CONFIG=config, PYTHONPATH=str(ROOT))
+        assert members.wait(60) == {"chief": 1}
+        assert "ValueError: make_strategy was called too late: a cluster cannot be set up" in members.log("chief"), members.logs()
