@@ -130,17 +130,6 @@ class Coordinator(Hooks):
         return self._settled(model, keras_method, args, kwargs)
 
     def apply(self, optimizer: keras.optimizers.Optimizer, keras_apply: Callable, grads, variables):
-        if self._placement.replicas > 1:  # of this worker's, which make one update
-            context = tf.distribute.get_replica_context()
-            grads = gradients.sum_over_replicas(context, list(grads))
-            return context.merge_call(self._apply_once, args=(optimizer, keras_apply, grads, variables))
-        return self._update(optimizer, keras_apply, grads, variables)
-
-    def _apply_once(self, strategy, optimizer, keras_apply, grads, variables):
-        local = strategy.experimental_local_results
-        return self._update(optimizer, keras_apply, [None if g is None else local(g)[0] for g in grads], variables)
-
-    def _update(self, optimizer, keras_apply, grads, variables):
         grads = [gradients.merge_duplicates(g) for g in grads]
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):  # updates, in a tf.cond, through another one
             count_updates(optimizer, optimizer.check_finite(grads))
