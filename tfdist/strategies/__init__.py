@@ -177,7 +177,8 @@ def _parameter_server(cluster: ClusterSpec | None, names: list[str], reading: st
         raise device_names.too_late("a cluster")
     _quiet_tensorflow()
     if cluster.task_type != "chief":
-        device_names.restrict(names)
+        # One GPU a worker: neighbours on a machine of several take one each.
+        device_names.restrict([names[cluster.task.index % len(names)]])
         serve(cluster, start_timeout=start_timeout)
     if not again:
         check_host(cluster, cluster.task)

@@ -43,6 +43,7 @@ def coordinate(cluster: ClusterSpec, reading: str, timeout: float, start_timeout
 
     Raises:
         PeersAbsent: Names the tasks that did not.
+        ValueError: A worker serves several GPUs.
     """
     workers = [t for t in cluster.tasks if t.type == "worker"]
     servers = [t for t in cluster.tasks if t.type == "ps"]
@@ -55,8 +56,12 @@ def coordinate(cluster: ClusterSpec, reading: str, timeout: float, start_timeout
     keras_compat.install()
     keras_compat.trace_anywhere(strategy)
     keras_compat.keep_metrics_here(strategy, _CHIEF)
-    if strategy.num_replicas_in_sync == 1:
-        keras_compat.update_in_place(strategy)
+    if strategy.num_replicas_in_sync > 1:
+        raise ValueError(
+            f"parameter_server: each worker serves {strategy.num_replicas_in_sync} GPUs, expected one. Start a worker for each GPU, without "
+            'devices or with one, such as devices="gpu:0".'
+        )
+    keras_compat.update_in_place(strategy)
     Coordinator(strategy, Pool(strategy, workers, servers, timeout), _CHIEF, reading)
     return strategy
 

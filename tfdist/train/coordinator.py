@@ -14,7 +14,6 @@ from tfdist.train.callbacks import watches
 from tfdist.train.deltas import count_updates, ticket
 from tfdist.train.hooks import Hooks, bind, check_optimizer, fewest
 from tfdist.train.loop import Watch
-from tfdist.train.placement import Placement
 from tfdist.train.pool import Pool
 from tfdist.train.prediction import RemotePredictor
 from tfdist.train.remote import RemoteRunner
@@ -36,7 +35,6 @@ class Coordinator(Hooks):
         self._pool = pool
         self._host = host
         self._reading = reading
-        self._placement = Placement(local_replicas=strategy.num_replicas_in_sync)
         self._kind: str | None = None  # which Keras method is walking over data
         self._by_workers = False
         self._active: RemoteRunner | None = None
@@ -110,7 +108,7 @@ class Coordinator(Hooks):
 
     def make_predict_function(self, model: keras.Model, _, force: bool = False):
         if force or not isinstance(model.predict_function, RemotePredictor):
-            model.predict_function = RemotePredictor(self._pool, self._strategy, self._placement, model, self._host)
+            model.predict_function = RemotePredictor(self._pool, self._strategy, model, self._host)
         return model.predict_function
 
     def get_metrics_result(self, model: keras.Model, keras_method: Callable):
@@ -143,7 +141,13 @@ class Coordinator(Hooks):
         return self._kind is not None
 
     def feed(self, dataset: tf.data.Dataset) -> Stream:
-        return Stream(dataset, self._host, self._by_workers, self._kind != "predict", global_seed())
+        stream = Stream(dataset, self._host, self._by_workers, self._kind != "predict", global_seed())
+        if self._reading == "workers" and self._by_workers and not stream.by_workers:
+            raise ValueError(
+                'reading="workers": this data set cannot move to the workers, as it holds Python code, a variable or many arrays. Build it '
+                'of files and TensorFlow operations, or pass reading="auto".'
+            )
+        return stream
 
     # --- Below ------------------------------------------------------------------------------------------------------
     def _settled(self, model, keras_method, args, kwargs):
@@ -160,7 +164,7 @@ class Coordinator(Hooks):
             finally:
                 self._active = active
 
-        return RemoteRunner(self._pool, self._strategy, self._placement, model, model_step, results)
+        return RemoteRunner(self._pool, self._strategy, model, model_step, results)
 
     def _begin(self, runner: RemoteRunner, kind: str) -> None:
         runner.begin(self._watches.get(kind, Watch()))

@@ -17,7 +17,7 @@ import tensorflow as tf
 from tfdist.keras_compat import accumulating, local_update, replaced_values, step_counter
 from tfdist.train.step import seed_states
 
-# What `collected` is tracing; the thread of a replica, in which TensorFlow runs the step, is another than that which traces.
+# What `collected` is tracing; TensorFlow traces the step itself in another thread.
 _trace = types.SimpleNamespace(graph=None, updates=None, optimizer=None)
 
 # Draws that a step may make from one seed generator before it meets the numbers of the next step.
@@ -32,22 +32,17 @@ class Cell:
     """
 
     def __init__(self, initial: tf.Tensor):
-        self._initial = initial
-        self._values: dict[int, tf.Tensor] = {}  # by replica
+        self._value = initial
         self.shape, self.dtype = initial.shape, initial.dtype
 
-    def total(self) -> tf.Tensor:
-        """The sum over the replicas."""
-        return tf.add_n([self._initial, *(v - self._initial for v in self._values.values())])
-
     def value(self) -> tf.Tensor:
-        return self._values.get(_replica(), self._initial)
+        return self._value
 
     read_value = value
 
     def assign(self, value, **_) -> tf.Tensor:
-        self._values[_replica()] = tf.cast(tf.convert_to_tensor(value), self.dtype)
-        return self.value()
+        self._value = tf.cast(tf.convert_to_tensor(value), self.dtype)
+        return self._value
 
     def assign_add(self, value, **_) -> tf.Tensor:
         return self.assign(self.value() + tf.cast(value, self.dtype))
@@ -121,12 +116,6 @@ class Accumulator(Cell):
             self._variable.assign_add(tf.cast(gradient, self.dtype))
 
 
-def _replica() -> int:
-    context = tf.distribute.get_replica_context()
-    number = context.replica_id_in_sync_group if context else 0
-    return int(tf.get_static_value(number) or 0)
-
-
 @contextlib.contextmanager
 def collected(model: keras.Model, seeds: tf.Tensor, index: tf.Tensor) -> Iterator[list[tf.Tensor]]:
     """Traces one step of a model, and gives what it added to each metric variable, and to its step count, as a list.
@@ -151,7 +140,7 @@ def collected(model: keras.Model, seeds: tf.Tensor, index: tf.Tensor) -> Iterato
     snapshots = [Snapshot(v.value) for v in scale]  # else a gradient could be scaled by one number, and unscaled by another
     with replaced_values([*metrics, *generators, *scale], [*cells, *states, *snapshots]):
         yield added
-    added.extend([*(c.total() for c in cells), _trace.updates])
+    added.extend([*(c.value() for c in cells), _trace.updates])
 
 
 def _loss_scale(optimizer: keras.optimizers.Optimizer | None) -> list[keras.Variable]:
@@ -186,6 +175,5 @@ def ticket(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
 
 def count_updates(optimizer: keras.optimizers.Optimizer, updates) -> None:
     """Counts a call of an optimizer's for what `collected` gives, where it is the model's; `updates` tells whether it will count."""
-    same_graph = getattr(_trace, "graph", None) is tf.compat.v1.get_default_graph()
-    if same_graph and optimizer is _trace.optimizer and not _replica():
+    if _trace.graph is tf.compat.v1.get_default_graph() and optimizer is _trace.optimizer:
         _trace.updates += tf.cast(updates, tf.int64)

@@ -94,8 +94,13 @@ def replica_slices(dataset: tf.data.Dataset, placement: Placement) -> tf.data.Da
 
 def batch_of(data: Any, placement: Placement) -> Batch:
     """This worker's rows of one global batch given as arrays, for `train_on_batch`."""
-    data = tf.nest.map_structure(lambda x: None if x is None else tf.convert_to_tensor(x), data)
+    data = tensors(data)
     return _worker_batch(data, placement) if placement.replicas > 1 else Batch(data)
+
+
+def tensors(data: Any) -> Any:
+    """A batch of arrays as tensors."""
+    return tf.nest.map_structure(lambda x: x if x is None or tf.is_tensor(x) else tf.convert_to_tensor(x), data)
 
 
 def replica_rows(batch: Batch, local_replica, placement: Placement, host: str):

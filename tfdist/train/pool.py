@@ -237,28 +237,35 @@ class Pool:
 
     def _failed(self, turn: int, worker: int, running: Running, error: BaseException) -> bool:
         """Sorts an error in a worker's thread; returns whether TensorFlow is to wait for the worker's return."""
-        task = self.workers[worker]
+        task, lost = self.workers[worker], False
+        if not running.abandoned:
+            server = self._lost_server(error)
+            if server is not None:
+                error = _lost(server, _reason(error))
+            elif isinstance(error, tf.errors.OpError) and not isinstance(error, _USER_ERRORS):
+                lost = keras_compat.is_worker_failure(error) or not self._answers(task)
         with self.changed:
             if self._running.get(worker) is running:
                 del self._running[worker]
-            self.changed.notify_all()
-        if running.abandoned:  # its pieces are with others, or not wanted any more
-            while self._turn == turn and not answers(task.address, PROBE_SECONDS):
-                time.sleep(0.5)
-            return False
-        if isinstance(error, tf.errors.OpError) and not isinstance(error, _USER_ERRORS):
-            for server in self._servers:
-                named = keras_compat.is_server_failure(error) and f"/job:ps/replica:0/task:{server.index}" in str(error)
-                if named or not self._answers(server):
-                    self._fail(_lost(server, _reason(error)))
-                    return False
-            if keras_compat.is_worker_failure(error) or not self._answers(task):
+            if not running.abandoned and lost:  # else its pieces are with others, or not wanted any more
                 log.warning("%s at %s was lost; its work is given to others (%s)", task, task.address, _reason(error))
-                with self.changed:
-                    self._give_back(worker, running)
-                return True
-        self._fail(error)
-        return False
+                self._give_back(worker, running)
+            elif not running.abandoned:
+                self._error = self._error or error
+            self.changed.notify_all()
+        while running.abandoned and not lost and self._turn == turn and not answers(task.address, PROBE_SECONDS):
+            time.sleep(0.5)
+        return lost
+
+    def _lost_server(self, error: BaseException) -> Task | None:
+        """The parameter server whose loss an error tells of."""
+        if not isinstance(error, tf.errors.OpError) or isinstance(error, _USER_ERRORS):
+            return None
+        for server in self._servers:
+            named = keras_compat.is_server_failure(error) and f"/job:ps/replica:0/task:{server.index}" in str(error)
+            if named or not self._answers(server):
+                return server
+        return None
 
 
 # What a user's step raises; no lost connection looks like these.

@@ -11,11 +11,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.train.feed import Batch, any_rows, batch_of, count_rows, replica_rows
-from tfdist.train.placement import Placement
+from tfdist.train.feed import any_rows, tensors
 from tfdist.train.pool import Pool
 from tfdist.train.remote import function_of
-from tfdist.train.step import local_replica
 
 
 class RemotePredictor:
@@ -24,18 +22,17 @@ class RemotePredictor:
     Args:
         pool: The workers.
         strategy: The parameter-server strategy.
-        placement: Replicas of one worker.
         model: The model.
         host: Device of the coordinator.
     """
 
-    def __init__(self, pool: Pool, strategy, placement: Placement, model: keras.Model, host: str):
-        self._pool, self._strategy, self._placement, self._model, self._host = pool, strategy, placement, model, host
+    def __init__(self, pool: Pool, strategy, model: keras.Model, host: str):
+        self._pool, self._strategy, self._model, self._host = pool, strategy, model, host
         self._graphs: dict = {}
         self._pieces: list[_Prediction] = []
 
     def __call__(self, batches: list) -> Any:
-        piece = _Prediction([batch_of(b, Placement()).data for b in batches])
+        piece = _Prediction([tensors(batch) for batch in batches])
         graphs = [self._graph(batch) for batch in piece.batches]  # traced here, where an error of the user's model belongs
         self._pieces = [p for p in self._pieces if p.outputs is None] + [piece]
         self._pool.submit(self, piece)
@@ -77,17 +74,7 @@ class RemotePredictor:
 
     def _predict(self, data):
         data = tf.nest.map_structure(lambda x: None if isinstance(x, tf.experimental.Optional) else x, data)
-        rows = count_rows(data)
-        place = self._placement
-
-        def on_replica(batch):
-            return self._model.predict_step(replica_rows(batch, local_replica(place), place, "/device:CPU:0"))
-
-        outputs = self._strategy.run(on_replica, args=(Batch(data, rows),))
-        if place.replicas == 1:
-            return outputs
-        local = self._strategy.experimental_local_results
-        return tf.nest.map_structure(lambda x: tf.concat(local(x), 0), outputs)
+        return self._strategy.run(self._model.predict_step, args=(data,))
 
 
 @dataclasses.dataclass(eq=False)

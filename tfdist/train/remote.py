@@ -19,11 +19,9 @@ import tensorflow as tf
 
 from tfdist.keras_compat import step_counter
 from tfdist.train import deltas
-from tfdist.train.feed import Batch, any_rows, batch_of, count_rows
+from tfdist.train.feed import any_rows, count_rows, tensors
 from tfdist.train.loop import Stats, Watch
-from tfdist.train.placement import Placement
 from tfdist.train.pool import Pool
-from tfdist.train.step import run_replica
 from tfdist.train.stream import Pass, dataset_variant
 
 REFRESH_SECONDS = 0.1  # between looks at the metrics while nobody watches single steps
@@ -49,14 +47,13 @@ class RemoteRunner:
     Args:
         pool: The workers.
         strategy: The parameter-server strategy.
-        placement: Replicas of one worker.
         model: The model.
         step: `model.train_step` or `model.test_step`.
         results: Gives the model's metrics from its variables.
     """
 
-    def __init__(self, pool: Pool, strategy, placement: Placement, model: keras.Model, step: Callable, results: Callable[[], dict]):
-        self._pool, self._strategy, self._placement = pool, strategy, placement
+    def __init__(self, pool: Pool, strategy, model: keras.Model, step: Callable, results: Callable[[], dict]):
+        self._pool, self._strategy = pool, strategy
         self.model, self._step, self._results = model, step, results
         self._graphs: dict = {}
         self._keys: list[str] = []  # of what the step returns
@@ -93,7 +90,7 @@ class RemoteRunner:
             self._one_call(iterator)
         else:
             for data in iterator:  # train_on_batch
-                self._issue(Piece(self._calls, 1, [batch_of(data, Placement()).data]))
+                self._issue(Piece(self._calls, 1, [tensors(data)]))
             self.settle()
         self._calls += 1
         if not self.logs or self.watch.exact or time.monotonic() - self._looked > REFRESH_SECONDS or not isinstance(iterator, Pass):
@@ -335,21 +332,15 @@ class RemoteRunner:
     def _one(self, data, index, seeds):
         """One step: `[steps, rows, waited, updates, metric deltas ..., logs ...]`, float64."""
         data = tf.nest.map_structure(lambda x: None if isinstance(x, tf.experimental.Optional) else x, data)
-        rows = count_rows(data)
-
-        def on_replica(batch):
-            return run_replica(self._step, self.model, batch, self._placement, "/device:CPU:0", False)
-
         with deltas.collected(self.model, seeds, index) as added:
-            logs = self._strategy.run(on_replica, args=(Batch(data, rows),))
+            logs = self._strategy.run(self._step, args=(data,))
         *sums, updates = added
         if not isinstance(logs, dict):
             raise TypeError(f"{self._step.__qualname__} returned {type(logs).__name__}; expected a dict of names and numbers.")
         logs = _flat(logs)
         self._keys = list(logs)
-        local = self._strategy.experimental_local_results
-        means = [tf.reduce_mean([tf.reduce_mean(tf.cast(x, tf.float64)) for x in local(value)]) for value in logs.values()]
-        head = [tf.ones([], tf.float64), tf.cast(rows, tf.float64), tf.zeros([], tf.float64), tf.cast(updates, tf.float64)]
+        means = [tf.reduce_mean(tf.cast(value, tf.float64)) for value in logs.values()]
+        head = [tf.ones([], tf.float64), tf.cast(count_rows(data), tf.float64), tf.zeros([], tf.float64), tf.cast(updates, tf.float64)]
         return tf.concat([head, *(tf.reshape(tf.cast(s, tf.float64), [-1]) for s in sums), tf.reshape(means, [-1])], 0)
 
     def _add(self, result, added):

@@ -19,6 +19,8 @@ from tfdist.keras_compat import held_bytes
 # Bytes of arrays that a data set may hold: sending more to every worker takes longer than sending batches.
 LARGEST_MOVED = 2 * 2**20
 
+PREFETCH = 8  # batches made ahead
+
 # Op -> where its inputs are that tell the seeds: (seed, seed2).
 _SEEDS = {
     "ShuffleDatasetV3": (2, 3),
@@ -52,7 +54,7 @@ class Stream:
         self._source = dataset
         with tf.device(host):
             self.length = int(dataset.cardinality())
-            self._dataset = dataset.prefetch(tf.data.AUTOTUNE)
+            self._dataset = dataset.prefetch(PREFETCH).with_options(_options())
             # Of a pipeline of `tfdist.data`, each epoch is a data set of its own.
             self._epochs = getattr(dataset, "epochs", None)
             first = dataset if self._epochs is None else dataset.of_epoch(self._epochs.next)
@@ -139,13 +141,19 @@ def dataset_variant(graph: tf.Tensor) -> tf.Tensor:
     return tf.raw_ops.DatasetFromGraph(graph_def=graph)
 
 
+def _options() -> tf.data.Options:
+    options = tf.data.Options()
+    options.deterministic = True
+    # The end of an iterator waits for the thread that tunes it, which may sleep for most of a minute.
+    options.autotune.enabled = False
+    return options
+
+
 def _graph(dataset: tf.data.Dataset) -> bytes | None:
     """A data set as a graph that other processes can run; None where it holds Python code, or much data."""
     if held_bytes(dataset) > LARGEST_MOVED:
         return None
-    options = tf.data.Options()
-    options.deterministic = True
-    variant = tf.data.experimental.to_variant(dataset.with_options(options).prefetch(tf.data.AUTOTUNE))
+    variant = tf.data.experimental.to_variant(dataset.prefetch(PREFETCH).with_options(_options()))
     try:
         graph = tf.raw_ops.DatasetToGraphV2(input_dataset=variant, external_state_policy=1, strip_device_assignment=True).numpy()
     except tf.errors.OpError:
