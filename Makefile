@@ -36,7 +36,7 @@ test: .venv/installed-test lint
 	$(BIN)/python $(PYTEST) tests/gpu
 
 test-compat: .venv-compat/installed
-	.venv-compat/bin/python $(PYTEST) tests/unit/test_keras_compat.py
+	.venv-compat/bin/python $(PYTEST) tests/unit/test_keras_compat.py tests/unit/test_keras_compat_servers.py
 	.venv-compat/bin/python $(PYTEST) tests/parity -k mirrored-2
 
 bench: .venv/installed-bench

@@ -69,3 +69,23 @@ def test_a_strategy_that_comes_after_tensors(tmp_path):
         members.start("chief", [PYTHON, "-c", code], TF_CONFIG=config, PYTHONPATH=str(ROOT))
         assert members.wait(60) == {"chief": 1}
         assert "ValueError: make_strategy was called too late: a cluster cannot be set up" in members.log("chief"), members.logs()
+
+
+# --- A table on several parameter servers -------------------------------------------------------------------------------
+def test_a_sharded_table_is_never_pulled_and_saved_as_one(tmp_path):
+    """In a network namespace of its own, whose loopback interface counts the job's bytes alone."""
+    out, module = tmp_path / "report.json", "tests.cluster.scripts.embedding"
+    launch = [PYTHON, "-m", "tfdist", "launch", "--chief", "--workers", "2", "--ps", "2", "--log-dir", str(tmp_path / "logs")]
+    with group(tmp_path) as members:
+        members.start("launch", [*launch, "--", "-m", module, str(out), "sharded", "adam"], PYTHONPATH=str(ROOT))
+        members.succeed(SECONDS)
+    report = json.loads(out.read_text())
+    assert report["devices"] == ["ps:0", "ps:1"]
+    assert report["shards"] == [[100_000, 16], [100_000, 16]]
+    assert report["bytes_per_step"] < report["table_bytes"] / 50
+    assert report["iterations"] == 180
+    assert report["untouched"]
+    assert report["trained"] == 1.0
+    assert report["losses"][-1] < report["losses"][0]
+    assert report["saved_shape"] == [200_000, 16]
+    assert report["saved_equal"]
