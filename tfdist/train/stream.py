@@ -201,7 +201,7 @@ def settled(graph: bytes, seed: int, number: int) -> bytes:
                 places = _SEEDS[node.op]
                 given = [_constant(constants, node.input[i]) for i in places]
                 if None in given:
-                    continue  # computed by the user's own code
+                    continue  # computed: by the user, or by TensorFlow from its global seed
                 again = "reshuffle_each_iteration" in node.attr and not node.attr["reshuffle_each_iteration"].b
                 drawn = _draw(*(given if any(given) else (seed, node.name)), 0 if again else number)
                 for place, value in zip(places, drawn, strict=True):
@@ -209,21 +209,7 @@ def settled(graph: bytes, seed: int, number: int) -> bytes:
             elif "seed" in node.attr and "seed2" in node.attr:  # a random operation in a map
                 given = [node.attr["seed"].i, node.attr["seed2"].i]
                 node.attr["seed"].i, node.attr["seed2"].i = _draw(*(given if any(given) else (seed, node.name)), number)
-    _rename_functions(definition, f"_{_draw(seed, number)[1]}_{number}")
     return definition.SerializeToString()
-
-
-def _rename_functions(definition, suffix: str) -> None:
-    """Gives a graph's functions names of its own: TensorFlow may take a function of the same name, from a graph before, for it."""
-    names = {function.signature.name: function.signature.name + suffix for function in definition.library.function}
-    for function in definition.library.function:
-        function.signature.name = names[function.signature.name]
-    for node in _nodes(definition):
-        node.op = names.get(node.op, node.op)
-        for attribute in node.attr.values():
-            for called in (attribute.func, *attribute.list.func):
-                if called.name in names:
-                    called.name = names[called.name]
 
 
 def _nodes(definition) -> list:
