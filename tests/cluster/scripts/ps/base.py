@@ -106,7 +106,7 @@ def counts(strategy, *train, epochs=2, steps=STEPS, rows=ROWS, model=None, **kwa
     return model
 
 
-def raises(kind, pattern, function, *args, seconds=10.0, **kwargs):
+def raises(kind, pattern, function, *args, seconds=60.0, **kwargs):
     """The error of a call, which must come within some seconds."""
     began = time.monotonic()
     with pytest.raises(kind, match=f"(?s){pattern}") as caught:
