@@ -2,9 +2,9 @@
 
 import os
 import pathlib
+import resource
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -32,13 +32,19 @@ def test_help_is_quick_and_imports_no_tensorflow(words):
         "heavy = {'tensorflow', 'keras', 'numpy', 'absl'} & set(sys.modules)\nassert not heavy, heavy\n"
     )
     seconds = []
-    for _ in range(3):  # the best of three: other tests may keep the machine busy
-        started = time.perf_counter()
+    for _ in range(3):  # the best of three, of processor time: others may keep the machine busy
+        started = processor_time()
         subprocess.run(
             [sys.executable, "-c", code], check=True, cwd=ROOT, stdout=subprocess.DEVNULL, timeout=60
         )
-        seconds.append(time.perf_counter() - started)
+        seconds.append(processor_time() - started)
     assert min(seconds) < 0.3
+
+
+def processor_time():
+    """Of the processes that have ended here."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def test_python_m_tfdist_is_the_same(capsys):
