@@ -47,11 +47,43 @@ def verdict(passed: bool | None, measured: bool) -> str:
     return {None: "" if measured else "not measured", True: "pass", False: "FAIL"}[passed]
 
 
-def write(directory: pathlib.Path, name: str, text: str, document: dict) -> None:
+def _write(directory: pathlib.Path, name: str, text: str, document: dict) -> None:
     """Writes a report as text for people, and as figures for programs."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / f"{name}.md").write_text(text)
     (directory / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+
+
+def add_options(parser: argparse.ArgumentParser, rounds: int, steps: str) -> None:
+    """The arguments that every benchmark has.
+
+    Args:
+        parser: Gets them.
+        rounds: The default of --rounds, for its help.
+        steps: The help of --steps.
+    """
+    parser.add_argument("--rounds", type=positive, help=f"rounds over all contenders, default {rounds}")
+    parser.add_argument("--steps", type=positive, help=steps)
+    parser.add_argument("--timeout", type=positive, default=300, help="seconds that any wait may take, default 300")
+    parser.add_argument("--out", type=pathlib.Path, help="directory of the report, default benchmarks/reports; none with --quick")
+    parser.add_argument("--quick", action="store_true", help="smoke run of 1 round, its figures mean nothing")
+
+
+def fill_options(args: argparse.Namespace, rounds: int, quick_steps: int) -> None:
+    """Gives what was not said its default."""
+    args.rounds = args.rounds or (1 if args.quick else rounds)
+    if args.quick:
+        args.steps = args.steps or quick_steps
+    elif args.out is None:
+        args.out = pathlib.Path(__file__).parent / "reports"
+
+
+def conclude(args: argparse.Namespace, name: str, text: str, document: dict) -> int:
+    """Prints and writes a report; the exit code: 1 where a bar was missed, but for a smoke run."""
+    print(text)
+    if args.out:
+        _write(args.out, name, text, document)
+    return int(not args.quick and any(v["passed"] is False for v in document["bars"]))
 
 
 def positive(text: str) -> int:

@@ -23,11 +23,12 @@ import sys
 import tempfile
 
 from _processes import Processes, ProcessFailed
-from _report import QUIET_CPU, about, positive, row, spread, table, verdict, write
+from _report import QUIET_CPU, about, add_options, conclude, fill_options, row, spread, table, verdict
 from _workers import EXAMPLES, Job, Model, serve
 
 from tfdist import ClusterSpec
 
+ROUNDS = 5
 MODELS = {
     "cnn": Model("CNN", 32, (128,), replica_batch=64, steps=150),
     "mlp": Model("MLP", 0, (128, 128), replica_batch=64, steps=300),
@@ -167,19 +168,11 @@ def report(results: dict, verdicts: list[dict], facts: dict) -> str:
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: all")
-    parser.add_argument("--rounds", type=positive, help="rounds over all variants, default 5")
     defaults = ", ".join(f"{model.steps} ({name})" for name, model in MODELS.items())
-    parser.add_argument("--steps", type=positive, help=f"timed steps per variant and round, default: {defaults}")
+    add_options(parser, ROUNDS, f"timed steps per variant and round, default: {defaults}")
     parser.add_argument("--cores", type=int, nargs=2, metavar="CORE", help="cores of the two workers, default: the first two")
-    parser.add_argument("--timeout", type=positive, default=300, help="seconds that any wait may take, default 300")
-    parser.add_argument("--out", type=pathlib.Path, help="directory of the report, default benchmarks/reports; none with --quick")
-    parser.add_argument("--quick", action="store_true", help="smoke run: 1 round of 5 steps, its figures mean nothing")
     args = parser.parse_args(argv)
-    args.rounds = args.rounds or (1 if args.quick else 5)
-    if args.quick:
-        args.steps = args.steps or 5
-    elif args.out is None:
-        args.out = pathlib.Path(__file__).parent / "reports"
+    fill_options(args, ROUNDS, quick_steps=5)
     usable = sorted(os.sched_getaffinity(0))
     if len(usable) < 2:
         parser.error(f"two workers need a core each, but this process may use only {usable}; give it two, or run elsewhere")
@@ -204,10 +197,7 @@ def main(argv: list[str]) -> int:
         return 2
     verdicts = judge(results)
     text = report(results, verdicts, facts)
-    print(text)
-    if args.out:
-        write(args.out, "fit_overhead", text, {"about": facts, "bars": verdicts, "models": results})
-    return int(not args.quick and any(v["passed"] is False for v in verdicts))
+    return conclude(args, "fit_overhead", text, {"about": facts, "bars": verdicts, "models": results})
 
 
 if __name__ == "__main__":

@@ -22,7 +22,18 @@ import sys
 import tempfile
 
 from _processes import Processes, ProcessFailed
-from _report import QUIET_CPU, about, positive, row, spread, table, verdict, write
+from _report import (
+    QUIET_CPU,
+    about,
+    add_options,
+    conclude,
+    fill_options,
+    positive,
+    row,
+    spread,
+    table,
+    verdict,
+)
 from _tasks import BATCH, LENGTH, ROWS, WIDTH, Job, chief, serve
 
 from tfdist import ClusterSpec
@@ -30,6 +41,7 @@ from tfdist.launch import isolation
 
 # As `tfdist launch` sets them where tasks outnumber the cores; and no word of what killed processes leave behind.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1", "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning"}
+ROUNDS = 3
 WORKERS = 2
 PER_EXECUTION = (1, 10, 50)
 
@@ -277,21 +289,13 @@ def report(results: dict, verdicts: list[dict], facts: dict) -> str:
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
-    parser.add_argument("--rounds", type=positive, help="rounds over all contenders, default 3")
     defaults = ", ".join(f"{part.steps} ({name})" for name, part in SPEED.items())
-    parser.add_argument("--steps", type=positive, help=f"least number of timed steps, default: {defaults}")
+    add_options(parser, ROUNDS, f"least number of timed steps, default: {defaults}")
     parser.add_argument("--seeds", type=positive, help="trainings for the accuracy, default 5")
     parser.add_argument("--epochs", type=positive, help="of each of them, default 10")
-    parser.add_argument("--timeout", type=positive, default=300, help="seconds that any wait may take, default 300")
-    parser.add_argument("--out", type=pathlib.Path, help="directory of the report, default benchmarks/reports; none with --quick")
-    parser.add_argument("--quick", action="store_true", help="smoke run, its figures mean nothing")
     args = parser.parse_args(argv)
-    args.rounds = args.rounds or (1 if args.quick else 3)
+    fill_options(args, ROUNDS, quick_steps=10)
     args.seeds, args.epochs = args.seeds or (1 if args.quick else 5), args.epochs or (1 if args.quick else 10)
-    if args.quick:
-        args.steps = args.steps or 10
-    elif args.out is None:
-        args.out = pathlib.Path(__file__).parent / "reports"
     return args
 
 
@@ -318,10 +322,7 @@ def main(argv: list[str]) -> int:
         return 2
     verdicts = judge(results)
     text = report(results, verdicts, facts)
-    print(text)
-    if args.out:
-        write(args.out, "parameter_server", text, {"about": facts, "bars": verdicts, "parts": results})
-    return int(not args.quick and any(v["passed"] is False for v in verdicts))
+    return conclude(args, "parameter_server", text, {"about": facts, "bars": verdicts, "parts": results})
 
 
 if __name__ == "__main__":

@@ -41,6 +41,9 @@ MODEL_HOOKS = (
     "export",
 )
 
+# Functions of Keras' module of losses, and methods of the engine as well.
+LOSS_HOOKS = ("scale_loss_for_distribution", "unscale_loss_for_distribution", "reduce_weighted_values")
+
 _state = threading.local()
 
 
@@ -59,7 +62,7 @@ def install() -> None:
     _hook_symbolic_build()
     for optimizer in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
         _hook_apply(optimizer)
-    for name in ("scale_loss_for_distribution", "unscale_loss_for_distribution", "reduce_weighted_values"):
+    for name in LOSS_HOOKS:
         _hook_loss(name)
 
 
@@ -281,6 +284,12 @@ def held_bytes(dataset: tf.data.Dataset) -> int:
 def connected() -> bool:
     """Whether this process has connected to a cluster of TensorFlow servers."""
     return _context.get_server_def() is not None
+
+
+def connected_tasks(job: str) -> int:
+    """How many tasks of a job this process has connected to."""
+    devices = (tf.DeviceSpec.from_string(device.name) for device in tf.config.list_logical_devices("CPU"))
+    return len({device.task for device in devices if device.job == job})
 
 
 def keep_metrics_here(strategy: tf.distribute.ParameterServerStrategy, device: str) -> None:

@@ -14,6 +14,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.keras_compat import connected_tasks
+
 # Values of the largest table that is drawn whole: 256 MB of float32, in the memory of each parameter server.
 WHOLE_DRAW = 2**26
 
@@ -256,10 +258,8 @@ def _repeat(rows: tf.Tensor, position: tf.Tensor):
 # --- Building ---------------------------------------------------------------------------------------------------------
 def _parameter_servers() -> int:
     """Parameter servers of the strategy in scope, 1 where it has none; counted by devices, as its `cluster_resolver` is None."""
-    if not isinstance(tf.distribute.get_strategy(), tf.distribute.ParameterServerStrategy):
-        return 1
-    devices = (tf.DeviceSpec.from_string(device.name) for device in tf.config.list_logical_devices("CPU"))
-    return len({device.task for device in devices if device.job == "ps"})
+    servers = isinstance(tf.distribute.get_strategy(), tf.distribute.ParameterServerStrategy)
+    return connected_tasks("ps") if servers else 1
 
 
 def _shard_initializer(initializer: Any, table: tuple[int, int], shard: int, shards: int) -> Callable:

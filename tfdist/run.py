@@ -218,13 +218,11 @@ def _tasks(strategy: tf.distribute.Strategy) -> dict[str, int]:
     """How many tasks train beside this one under parameter servers; nothing under other strategies."""
     import tensorflow as tf
 
+    from tfdist.keras_compat import connected_tasks
+
     if not isinstance(strategy, tf.distribute.ParameterServerStrategy):
         return {}
-    devices = [tf.DeviceSpec.from_string(device.name) for device in tf.config.list_logical_devices("CPU")]
-    return {
-        key: len({device.task for device in devices if device.job == job})
-        for key, job in (("workers", "worker"), ("parameter_servers", "ps"))
-    }
+    return {"workers": connected_tasks("worker"), "parameter_servers": connected_tasks("ps")}
 
 
 def _checkpoints(where: config.Strategy, directory: Path) -> list[keras.callbacks.Callback]:

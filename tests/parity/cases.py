@@ -86,17 +86,20 @@ def unwatched(strategy):
     return simple(strategy, "adam", watch=False, epochs=3)
 
 
+class Subclassed(keras.Model):
+    """`mlp`'s like, which knows its shapes only from data."""
+
+    def __init__(self, activation="relu"):
+        super().__init__()
+        self.first, self.second = keras.layers.Dense(8, activation), keras.layers.Dense(3)
+
+    def call(self, x):
+        return self.second(self.first(x))
+
+
 @case
 def subclassed_and_unbuilt(strategy):
-    class Model(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = keras.layers.Dense(8, "relu"), keras.layers.Dense(3)
-
-        def call(self, x):
-            return self.second(self.first(x))
-
-    return simple(strategy, "adam", model=Model)
+    return simple(strategy, "adam", model=Subclassed)
 
 
 @case

@@ -8,7 +8,7 @@ import pytest
 from tests.processes import ROOT, environment
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def run_python():
     """Runs Python code in a process of its own, with these command-line words."""
 

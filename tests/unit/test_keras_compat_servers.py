@@ -76,13 +76,8 @@ os._exit(0)  # servers have no end of their own
 
 
 @pytest.fixture(scope="module")
-def found():
-    import subprocess
-    import sys
-
-    from tests.processes import ROOT, environment
-
-    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment())
+def found(run_python):
+    done = run_python(CODE)
     assert "FOUND" in done.stdout, done.stderr
     return json.loads(done.stdout.partition("FOUND")[2])
 

@@ -11,6 +11,7 @@ from tfdist import keras_compat
 from tfdist.addresses import answers
 from tfdist.cluster import ClusterSpec, Task
 from tfdist.preflight import PeersAbsent
+from tfdist.strategies.server import addresses
 from tfdist.train.coordinator import Coordinator
 from tfdist.train.pool import Pool
 
@@ -48,9 +49,8 @@ def coordinate(cluster: ClusterSpec, reading: str, timeout: float, start_timeout
     workers = [t for t in cluster.tasks if t.type == "worker"]
     servers = [t for t in cluster.tasks if t.type == "ps"]
     _wait_for([*servers, *workers], start_timeout)
-    jobs = {job: list(cluster.jobs[job]) for job in ("chief", "worker", "ps")}
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
-        tf.train.ClusterSpec(jobs), task_type="chief", task_id=0, rpc_layer="grpc"
+        tf.train.ClusterSpec(addresses(cluster)), task_type="chief", task_id=0, rpc_layer="grpc"
     )
     strategy = ParameterServerStrategy(resolver)
     keras_compat.install()

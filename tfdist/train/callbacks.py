@@ -104,6 +104,13 @@ def _extends(callback, *bases: type, mode: str) -> bool:
     )
 
 
+def listed(callbacks) -> list[keras.callbacks.Callback]:
+    """What a Keras method got as `callbacks`, in whatever form, as a list."""
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        return callbacks.callbacks
+    return keras.tree.flatten(callbacks or [])
+
+
 def is_progress_bar(callback) -> bool:
     """Whether a callback is Keras' progress bar."""
     return isinstance(callback, keras.callbacks.ProgbarLogger)

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfdist.keras_compat import global_seed
 from tfdist.train import gradients
-from tfdist.train.callbacks import watches
+from tfdist.train.callbacks import listed, watches
 from tfdist.train.deltas import count_updates, ticket
 from tfdist.train.hooks import Hooks, bind, check_optimizer, fewest
 from tfdist.train.loop import Watch
@@ -45,12 +45,11 @@ class Coordinator(Hooks):
     def fit(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
         call = bind(keras_method, model, args, kwargs)
         self._check(model)
-        callbacks = _listed(call["callbacks"])
-        progress = call["verbose"] != 0
+        callbacks = listed(call["callbacks"])
         steps = fewest(call["steps_per_epoch"], keras.config.max_steps_per_epoch())
         self._watches = {
-            "fit": Watch(watches(callbacks, "train"), progress, steps),
-            "evaluate": Watch(watches(callbacks, "test"), False, call["validation_steps"]),
+            "fit": Watch(watches(callbacks, "train"), steps=steps),
+            "evaluate": Watch(watches(callbacks, "test"), steps=call["validation_steps"]),
         }
         if isinstance(call["x"], tf.data.Dataset):
             call["kwargs"].setdefault("shuffle", False)  # Keras warns that its default True has no effect on a Dataset
@@ -63,7 +62,7 @@ class Coordinator(Hooks):
         call = bind(keras_method, model, args, kwargs)
         if not isinstance(call["callbacks"], keras.callbacks.CallbackList):  # else: the validation of a fit
             self._check(model)
-            self._watches = {"evaluate": Watch(watches(_listed(call["callbacks"]), "test"), call["verbose"] != 0, call["steps"])}
+            self._watches = {"evaluate": Watch(watches(listed(call["callbacks"]), "test"), steps=call["steps"])}
         _check_end("evaluate", call["x"], call["steps"], "steps")
         with self._during("evaluate", call["x"]):
             return keras_method(model, **call["kwargs"])
@@ -76,15 +75,6 @@ class Coordinator(Hooks):
             return keras_method(model, **call["kwargs"])
 
     def train_on_batch(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
-        return self._on_batch(model, keras_method, args, kwargs)
-
-    def test_on_batch(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
-        return self._on_batch(model, keras_method, args, kwargs)
-
-    def predict_on_batch(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
-        return self._on_batch(model, keras_method, args, kwargs)
-
-    def _on_batch(self, model, keras_method, args, kwargs):
         self._check(model)
         self._watches = {}
         with self._pool.open():
@@ -92,6 +82,9 @@ class Coordinator(Hooks):
                 return keras_method(model, *args, **kwargs)
             finally:
                 self._active = None
+
+    test_on_batch = train_on_batch
+    predict_on_batch = train_on_batch
 
     # --- What they are made of --------------------------------------------------------------------------------------
     def make_train_function(self, model: keras.Model, _, force: bool = False):
@@ -119,13 +112,13 @@ class Coordinator(Hooks):
         return runner.end_epoch()
 
     def save(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
-        return self._settled(model, keras_method, args, kwargs)
+        """A file written in the middle of an epoch holds every step that Keras has counted."""
+        if self._active is not None and self._active.model is model:
+            self._active.settle()
+        return keras_method(model, *args, **kwargs)
 
-    def save_weights(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
-        return self._settled(model, keras_method, args, kwargs)
-
-    def export(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
-        return self._settled(model, keras_method, args, kwargs)
+    save_weights = save
+    export = save
 
     def apply(self, optimizer: keras.optimizers.Optimizer, keras_apply: Callable, grads, variables):
         grads = [gradients.merge_duplicates(g) for g in grads]
@@ -150,12 +143,6 @@ class Coordinator(Hooks):
         return stream
 
     # --- Below ------------------------------------------------------------------------------------------------------
-    def _settled(self, model, keras_method, args, kwargs):
-        """A file written in the middle of an epoch holds every step that Keras has counted."""
-        if self._active is not None and self._active.model is model:
-            self._active.settle()
-        return keras_method(model, *args, **kwargs)
-
     def _runner(self, model, model_step) -> RemoteRunner:
         def results():
             active, self._active = self._active, None
@@ -194,12 +181,6 @@ class Coordinator(Hooks):
                 "compile(jit_compile=True) under parameter_server: XLA cannot compile a step whose variables are on other processes "
                 "(keras #18716). Pass jit_compile=False."
             )
-
-
-def _listed(callbacks) -> list:
-    if isinstance(callbacks, keras.callbacks.CallbackList):
-        return callbacks.callbacks
-    return keras.tree.flatten(callbacks or [])
 
 
 def _check_end(method: str, data, steps: int | None, argument: str) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.train import gradients, step
-from tfdist.train.callbacks import follow, is_progress_bar, watches
+from tfdist.train.callbacks import follow, is_progress_bar, listed, watches
 from tfdist.train.feed import Feed
 from tfdist.train.hooks import Hooks, bind, check_optimizer, fewest
 from tfdist.train.loop import Predictor, Runner, Watch
@@ -97,19 +97,15 @@ class Engine(Hooks):
         with self._during("predict"):
             return keras_method(model, **call["kwargs"])
 
-    def train_on_batch(self, model, keras_method, *args, **kwargs):
-        return self._on_batch(model, keras_method, args, kwargs)
-
-    def test_on_batch(self, model, keras_method, *args, **kwargs):
-        return self._on_batch(model, keras_method, args, kwargs)
-
-    def _on_batch(self, model, keras_method, args, kwargs):
+    def train_on_batch(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
         self._check(model)
         self._watches = {}
         try:
             return keras_method(model, *args, **kwargs)
         finally:
             self._active = None
+
+    test_on_batch = train_on_batch
 
     # --- What they are made of --------------------------------------------------------------------------------------
     def make_train_function(self, model: keras.Model, _, force: bool = False):
@@ -161,20 +157,15 @@ class Engine(Hooks):
         return Feed(dataset, self.placement, self.host, symbolic_first=self._kind != "predict")
 
     # --- Files -----------------------------------------------------------------------------------------------------
-    def save(self, model, keras_method, *args, **kwargs):
-        return self._as_chief(model, keras_method, args, kwargs)
-
-    def save_weights(self, model, keras_method, *args, **kwargs):
-        return self._as_chief(model, keras_method, args, kwargs)
-
-    def export(self, model, keras_method, *args, **kwargs):
-        return self._as_chief(model, keras_method, args, kwargs)
-
-    def _as_chief(self, model, keras_method, args, kwargs):
+    def save(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
+        """Only the chief's reach a file."""
         if self.placement.is_chief:
             return keras_method(model, *args, **kwargs)
         log.debug("%s leaves model.%s to the chief", self.placement.task(self.placement.rank), keras_method.__name__)
         return None
+
+    save_weights = save
+    export = save
 
     # --- Below ------------------------------------------------------------------------------------------------------
     def _runner(self, model, model_step) -> Runner:
@@ -210,13 +201,13 @@ class Engine(Hooks):
         """Leaves console and files to the chief; returns the callbacks as given."""
         kwargs = call["kwargs"]
         callbacks = call["callbacks"]
-        listed = isinstance(callbacks, keras.callbacks.CallbackList)
-        callbacks = callbacks.callbacks if listed else keras.tree.flatten(callbacks or [])
+        as_list = isinstance(callbacks, keras.callbacks.CallbackList)
+        callbacks = listed(callbacks)
         call["progress"] = call["verbose"] != 0 or any(is_progress_bar(c) for c in callbacks)
         if not self.placement.is_chief:
             kwargs["verbose"] = 0
             followers = [follow(c, self.placement.rank) for c in callbacks if not is_progress_bar(c)]
-            if listed:
+            if as_list:
                 kwargs["callbacks"].callbacks[:] = followers
             else:
                 kwargs["callbacks"] = followers

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import glob
 import hashlib
-import inspect
 import json
 import logging
 import os
@@ -23,10 +22,11 @@ import keras
 import tensorflow as tf
 
 from tfdist.addresses import Presence
-from tfdist.keras_compat import MODEL_HOOKS
+from tfdist.keras_compat import LOSS_HOOKS, MODEL_HOOKS
 from tfdist.preflight import PeersAbsent
+from tfdist.train.callbacks import listed
 from tfdist.train.engine import Engine
-from tfdist.train.hooks import Hooks
+from tfdist.train.hooks import Hooks, bind
 
 log = logging.getLogger("tfdist")
 
@@ -75,7 +75,7 @@ class Evaluator(Hooks):
         self._born = time.time_ns()
         self._known: dict[str, tuple] = {}  # path -> stamp of what is done with
         self._presence: Presence | None = None
-        for name in {*MODEL_HOOKS, "feed", "apply", *_LOSS_HOOKS} - {"fit", "save", "save_weights", "export"}:
+        for name in {*MODEL_HOOKS, "feed", "apply", *LOSS_HOOKS} - {"fit", "save", "save_weights", "export"}:
             setattr(self, name, getattr(engine, name))
         strategy.tfdist_engine = self
 
@@ -91,11 +91,8 @@ class Evaluator(Hooks):
 
     def fit(self, model: keras.Model, keras_method: Callable, *args, **kwargs) -> keras.callbacks.History:
         """Evaluates each new checkpoint of the fit that the chief runs with the same arguments, until that has ended."""
-        bound = inspect.signature(keras_method).bind(model, *args, **kwargs)
-        bound.apply_defaults()
-        call = bound.arguments
-        callbacks = call["callbacks"]
-        callbacks = callbacks.callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else keras.tree.flatten(callbacks or [])
+        call = bind(keras_method, model, args, kwargs)
+        callbacks = listed(call["callbacks"])
         data = _validation(call)
         sources = find_sources(callbacks)
         if not model.built:
@@ -309,9 +306,6 @@ def _load(model: keras.Model, checkpoint: Checkpoint) -> None:
 
 
 # --- Below -----------------------------------------------------------------------------------------------------------
-_LOSS_HOOKS = ("scale_loss_for_distribution", "unscale_loss_for_distribution", "reduce_weighted_values")
-
-
 def _validation(call: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `evaluate` from those of `fit`."""
     data = call["validation_data"]

@@ -76,7 +76,7 @@ class FeedIterator:
 
     def __next__(self):
         if self.feed.symbolic_first and self._iterator is None:
-            return tf.nest.map_structure(_symbolic, self.feed.element_spec)
+            return symbolic(self.feed.element_spec)
         return next(self.iterator)
 
 
@@ -115,7 +115,7 @@ def replica_rows(batch: Batch, local_replica, placement: Placement, host: str):
     Returns:
         The rows, `[replica_rows, ...]`.
     """
-    data = tf.nest.map_structure(lambda x: None if isinstance(x, tf.experimental.Optional) else x, batch.data)
+    data = without_optionals(batch.data)
     if placement.local_replicas == 1:
         return data
     if batch.rows is None:
@@ -125,6 +125,11 @@ def replica_rows(batch: Batch, local_replica, placement: Placement, host: str):
         begin, _ = share(rows, placement.first_replica, 1, placement.replicas, tf.minimum)
         first, last = share(rows, placement.first_replica + local_replica, 1, placement.replicas, tf.minimum)
         return _slice(data, first - begin, last - begin)
+
+
+def without_optionals(data: Any) -> Any:
+    """A batch as Keras' steps take it, where tf.data has an Optional for a None."""
+    return tf.nest.map_structure(lambda x: None if isinstance(x, tf.experimental.Optional) else x, data)
 
 
 def count_rows(data: Any) -> tf.Tensor:
@@ -202,5 +207,6 @@ def _always_even(spec: Any, replicas: int) -> bool:
     return bool(shapes) and all(s.rank and s[0] is not None and s[0] and s[0] % replicas == 0 for s in shapes)
 
 
-def _symbolic(spec):
-    return None if isinstance(spec, tf.OptionalSpec) else spec
+def symbolic(element_spec: Any) -> Any:
+    """What Keras builds a model from instead of a batch."""
+    return tf.nest.map_structure(lambda spec: None if isinstance(spec, tf.OptionalSpec) else spec, element_spec)

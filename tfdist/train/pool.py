@@ -41,7 +41,7 @@ class ParameterServerLost(ConnectionError):
 class Owner(Protocol):
     """Who gives pieces to the pool, and gets their results."""
 
-    def take(self, pieces: collections.deque, workers: int, worker: int) -> list:
+    def take(self, pieces: collections.deque, worker: int) -> list:
         """Removes from `pieces` what one worker is to do at once."""
 
     def execute(self, worker: int, pieces: list, call: Callable) -> Any:
@@ -69,7 +69,8 @@ class Pool:
 
     Args:
         strategy: The parameter-server strategy.
-        tasks: Workers by index, parameter servers by index, with their addresses.
+        workers: The workers by index, with their addresses.
+        servers: The parameter servers by index, with their addresses.
         timeout: Seconds to wait for a worker when none is left, and for one piece of work.
     """
 
@@ -127,11 +128,11 @@ class Pool:
             silent = late or self._idle_since is not None
             if silent and time.monotonic() - max(self._asked, self._idle_since or 0.0) > PATIENCE_SECONDS / 2:
                 self._ask(late)
-        self.drop()
+        self._drop()
         error, self._error = self._error, None
         raise error
 
-    def drop(self) -> None:
+    def _drop(self) -> None:
         """Cancels all work, and waits a bounded time for its end."""
         with self.changed:
             self._todo.clear()
@@ -144,7 +145,7 @@ class Pool:
 
     def _close(self) -> None:
         self._turn += 1
-        self.drop()
+        self._drop()
         with self.changed:
             self._running.clear()
             self._owner = None
@@ -228,10 +229,8 @@ class Pool:
                         self._lost.discard(worker)
                         self._owner.forget(worker)
                         log.warning("%s at %s takes part again", self.workers[worker], self.workers[worker].address)
-                    pieces = self._owner.take(self._todo, len(self.workers), worker)
-                    if pieces:
-                        running = self._running[worker] = Running(pieces, time.monotonic())
-                        return self._owner, running
+                    running = self._running[worker] = Running(self._owner.take(self._todo, worker), time.monotonic())
+                    return self._owner, running
                 self.changed.wait(1.0)
         return None
 

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.train.feed import any_rows, tensors
+from tfdist.train.feed import any_rows, tensors, without_optionals
 from tfdist.train.pool import Pool
 from tfdist.train.remote import function_of
 
@@ -32,28 +32,28 @@ class RemotePredictor:
         self._pieces: list[_Prediction] = []
 
     def __call__(self, batches: list) -> Any:
-        piece = _Prediction([tensors(batch) for batch in batches])
-        graphs = [self._graph(batch) for batch in piece.batches]  # traced here, where an error of the user's model belongs
+        batches = [tensors(batch) for batch in batches]
+        piece = _Prediction([(self._graph(batch), batch) for batch in batches])  # traced here, where an error of the user's model belongs
         self._pieces = [p for p in self._pieces if p.outputs is None] + [piece]
         self._pool.submit(self, piece)
         window = 4 * len(self._pool.workers)
         self._pool.wait(lambda: sum(p.outputs is None for p in self._pieces) < window)
-        outputs = graphs[0].structured_outputs
+        outputs = piece.work[0][0].structured_outputs
         if not all(isinstance(spec, tf.TensorSpec | tf.Tensor) for spec in tf.nest.flatten(outputs)):
             self._pool.wait(lambda: piece.outputs is not None)
             return piece.outputs
         flat = [_Later(self._pool, piece, place) for place in range(len(tf.nest.flatten(outputs)))]
         return tf.nest.pack_sequence_as(outputs, flat)
 
-    def take(self, pieces: collections.deque, workers: int, worker: int) -> list[_Prediction]:
+    def take(self, pieces: collections.deque, worker: int) -> list[_Prediction]:
         """The next one."""
         return [pieces.popleft()]
 
     def execute(self, worker: int, pieces: list[_Prediction], call: Callable) -> Any:
         """Runs a prediction on a worker, and brings its outputs here."""
         outputs = []
-        for batch in pieces[0].batches:
-            there = call(self._graph(batch), batch)
+        for graph, batch in pieces[0].work:
+            there = call(graph, batch)
             with tf.device(self._host):
                 outputs.append(tf.nest.map_structure(tf.identity, there, expand_composites=True))
         with tf.device(self._host):
@@ -67,19 +67,19 @@ class RemotePredictor:
         pieces[0].outputs = result
 
     def _graph(self, batch):
-        kind = repr(any_rows(batch))
+        specs = any_rows(batch)
+        kind = repr(specs)
         if kind not in self._graphs:
-            self._graphs[kind] = function_of(self._predict).get_concrete_function(any_rows(batch))
+            self._graphs[kind] = function_of(self._predict).get_concrete_function(specs)
         return self._graphs[kind]
 
     def _predict(self, data):
-        data = tf.nest.map_structure(lambda x: None if isinstance(x, tf.experimental.Optional) else x, data)
-        return self._strategy.run(self._model.predict_step, args=(data,))
+        return self._strategy.run(self._model.predict_step, args=(without_optionals(data),))
 
 
 @dataclasses.dataclass(eq=False)
 class _Prediction:
-    batches: list
+    work: list  # a graph and a batch each
     outputs: Any = None
 
 

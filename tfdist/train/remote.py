@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from tfdist.keras_compat import step_counter
 from tfdist.train import deltas
-from tfdist.train.feed import any_rows, count_rows, tensors
+from tfdist.train.feed import any_rows, count_rows, tensors, without_optionals
 from tfdist.train.loop import Stats, Watch
 from tfdist.train.pool import Pool
 from tfdist.train.stream import Pass, dataset_variant
@@ -38,6 +38,7 @@ class Piece:
     first: int
     steps: int
     batches: list | None = None
+    graph: Any = None  # that runs it
     done: int | None = None  # steps, fewer where the data ended
 
 
@@ -66,6 +67,7 @@ class RemoteRunner:
         self.watch = watch
         self._iterators: dict[int, tuple[Pass, Any, int]] = {}
         self._pass: Pass | None = None
+        self._origin = 0  # number of the first batch taken
         self._begin_epoch()
 
     def _begin_epoch(self) -> None:
@@ -143,7 +145,7 @@ class RemoteRunner:
         return self._issue(Piece(batches.position - steps, steps))
 
     def _issue(self, piece: Piece) -> Piece:
-        self._graph(piece)  # traced here, where an error of the user's step belongs
+        piece.graph = self._graph(piece)  # traced here, where an error of the user's step belongs
         with self._pool.changed:
             self._waiting += 1
         self._pool.submit(self, piece)
@@ -189,12 +191,12 @@ class RemoteRunner:
         return None if self.model.optimizer is None else step_counter(self.model.optimizer)
 
     # --- In the workers' threads ----------------------------------------------------------------------------------------
-    def take(self, pieces: collections.deque, workers: int, worker: int) -> list[Piece]:
+    def take(self, pieces: collections.deque, worker: int) -> list[Piece]:
         """The next pieces for a worker: neighbours, and none before where its iterator is, if others are left."""
         position = self._iterators[worker][2] if worker in self._iterators else 0
         start = next((i for i, p in enumerate(pieces) if p.batches is not None or p.first >= position), 0)
         fed = pieces[start].batches is not None
-        most = min(-(-len(pieces) // workers), FED_GROUP if fed else LARGEST_GROUP, self._group)
+        most = min(-(-len(pieces) // len(self._pool.workers)), FED_GROUP if fed else LARGEST_GROUP, self._group)
         taken = [pieces[start]]
         del pieces[start]
         while len(taken) < most and start < len(pieces) and pieces[start].first == taken[-1].first + taken[-1].steps:
@@ -205,8 +207,8 @@ class RemoteRunner:
     def execute(self, worker: int, pieces: list[Piece], call: Callable) -> tuple[np.ndarray, float]:
         """Runs neighbouring pieces on a worker."""
         began = time.monotonic()
-        graph = self._graph(pieces[0])
-        index = tf.constant(pieces[0].first - getattr(self, "_origin", 0), tf.int64)
+        graph = pieces[0].graph
+        index = tf.constant(pieces[0].first - self._origin, tf.int64)
         if pieces[0].batches is None:
             return self._execute_there(worker, pieces, graph, index, call), time.monotonic() - began
         batches = [b for piece in pieces for b in piece.batches or []]
@@ -263,9 +265,7 @@ class RemoteRunner:
 
     # --- Graphs ---------------------------------------------------------------------------------------------------------
     def _graph(self, piece: Piece) -> _Graph:
-        kind = "there"
-        if piece.batches is not None:
-            kind = repr(any_rows(piece.batches[0]))
+        kind = "there" if piece.batches is None else repr(any_rows(piece.batches[0]))
         if kind not in self._graphs:
             self._graphs[kind] = self._trace(piece)
         return self._graphs[kind]
@@ -331,7 +331,7 @@ class RemoteRunner:
 
     def _one(self, data, index, seeds):
         """One step: `[steps, rows, waited, updates, metric deltas ..., logs ...]`, float64."""
-        data = tf.nest.map_structure(lambda x: None if isinstance(x, tf.experimental.Optional) else x, data)
+        data = without_optionals(data)
         with deltas.collected(self.model, seeds, index) as added:
             logs = self._strategy.run(self._step, args=(data,))
         *sums, updates = added

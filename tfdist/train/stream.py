@@ -15,6 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.keras_compat import held_bytes
+from tfdist.train.feed import symbolic
 
 # Bytes of arrays that a data set may hold: sending more to every worker takes longer than sending batches.
 LARGEST_MOVED = 2 * 2**20
@@ -55,10 +56,10 @@ class Stream:
         with tf.device(host):
             self.length = int(dataset.cardinality())
             self._dataset = dataset.prefetch(PREFETCH).with_options(_options())
-            # Of a pipeline of `tfdist.data`, each epoch is a data set of its own.
-            self._epochs = getattr(dataset, "epochs", None)
-            first = dataset if self._epochs is None else dataset.of_epoch(self._epochs.next)
-            self._graph = _graph(first) if by_workers else None
+        # Of a pipeline of `tfdist.data`, each epoch is a data set of its own.
+        self._epochs = getattr(dataset, "epochs", None)
+        self._epoch = None if self._epochs is None else self._epochs.next
+        self._graph = self._graph_of(self._epoch) if by_workers else None
 
     @property
     def by_workers(self) -> bool:
@@ -76,11 +77,14 @@ class Stream:
     def graph(self) -> bytes:
         """What a worker makes its iterator of, for the next pass."""
         self._passes += 1
-        if self._epochs is not None:
-            with tf.device(self._host):
-                self._graph = _graph(self._source.of_epoch(self._epochs.take()))
+        if self._epochs is not None and (epoch := self._epochs.take()) != self._epoch:
+            self._epoch, self._graph = epoch, self._graph_of(epoch)
         assert self._graph is not None
         return settled(self._graph, self._seed, self._passes)
+
+    def _graph_of(self, epoch: int | None) -> bytes | None:
+        with tf.device(self._host):
+            return _graph(self._source if epoch is None else self._source.of_epoch(epoch))
 
     def get_next(self, iterator):
         """The next batch of a local iterator."""
@@ -116,7 +120,7 @@ class Pass:
 
     def __next__(self):
         if self.stream.symbolic_first and not self.position:
-            return tf.nest.map_structure(lambda s: None if isinstance(s, tf.OptionalSpec) else s, self.stream.element_spec)
+            return symbolic(self.stream.element_spec)
         return self.batch()
 
     def batch(self):

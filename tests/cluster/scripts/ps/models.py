@@ -21,7 +21,7 @@ from tests.cluster.scripts.ps.base import (
     trains,
     weight,
 )
-from tests.parity.cases import CROSSENTROPY, data, dataset, mlp
+from tests.parity.cases import CROSSENTROPY, Subclassed, data, dataset, mlp
 
 
 @feature
@@ -33,18 +33,9 @@ def sequential(strategy):
 @feature
 def unbuilt_models(strategy):
     trains(strategy, model=lambda: keras.Sequential([keras.layers.Dense(8, "tanh"), keras.layers.Dense(3)]))
-
-    class Model(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = keras.layers.Dense(8, "tanh"), keras.layers.Dense(3)
-
-        def call(self, x):
-            return self.second(self.first(x))
-
-    model, _ = trains(strategy, model=Model)
+    model, _ = trains(strategy, model=lambda: Subclassed("tanh"))
     assert all("/job:ps" in v.value.device for v in model.trainable_variables)
-    trains(strategy, (*data(),), model=Model, steps=2)
+    trains(strategy, (*data(),), model=lambda: Subclassed("tanh"), steps=2)
 
 
 @feature
