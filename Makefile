@@ -17,7 +17,7 @@ help:
 	@echo "make test         lint, types, doctests and all tests"
 	@echo "make test-compat  the Keras hooks and parity on the oldest Keras supported"
 	@echo "make lint         lint and types"
-	@echo "make bench        measure what fit and parameter servers cost, write benchmarks/reports"
+	@echo "make bench        measure what fit, parameter servers and input cost, write benchmarks/reports"
 	@echo "make clean        remove what these made, but for runs/"
 	@echo "PYTHON=/path/to/python3 chooses the Python of a new environment."
 
@@ -40,7 +40,8 @@ test-compat: .venv-compat/installed
 	.venv-compat/bin/python $(PYTEST) tests/parity -k mirrored-2
 
 bench: .venv/installed-bench
-	$(BIN)/python benchmarks/fit_overhead.py; fit=$$?; $(BIN)/python benchmarks/parameter_server.py && exit $$fit
+	$(BIN)/python benchmarks/fit_overhead.py; fit=$$?; $(BIN)/python benchmarks/parameter_server.py; servers=$$?; \
+	  $(BIN)/python benchmarks/input.py && exit $$((fit | servers))
 
 clean:
 	rm -rf .venv .venv-compat build *.egg-info .pytest_cache .mypy_cache .ruff_cache

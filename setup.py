@@ -6,7 +6,7 @@ from setuptools import find_packages, setup
 
 PLOT = ["matplotlib>=3.8"]
 DIGITS = ["scikit-learn>=1.4"]
-TEST = ["pytest>=8", "pytest-timeout>=2.3", "ruff>=0.6", "mypy>=1.11", "types-PyYAML"]
+TEST = ["pytest>=8", "pytest-timeout>=2.3", "ruff>=0.6", "mypy>=1.11", "types-PyYAML", "hypothesis>=6.100"]
 BENCH = ["tf-keras>=2.19", *PLOT, *DIGITS]
 
 setup(
@@ -25,6 +25,7 @@ setup(
         "keras>=3.10",
         "ml_collections>=1.0",  # --config=FILE.py --config.a.b=VALUE
         "numpy>=1.26",
+        "pillow>=10.1",  # contact sheets; the first version with a font of any size
         "pyyaml>=6.0",  # cluster specs
         "tensorboard>=2.19",  # no longer a dependency of TensorFlow 2.21
         "tensorflow>=2.19",

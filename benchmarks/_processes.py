@@ -33,7 +33,7 @@ class Processes:
         self._processes: dict = {}  # connection -> process
         self._logs: dict = {}  # connection -> file of its output
 
-    def start(self, name: str, target: Callable, job: Any) -> multiprocessing.connection.Connection:
+    def start(self, name: str, target: Callable, job: Any, children: bool = False) -> multiprocessing.connection.Connection:
         """Starts a process.
 
         Args:
@@ -41,6 +41,7 @@ class Processes:
             target: Called with the job there; returns its first answer, and what carries out an order, whose words it takes as
                 arguments and whose answer it returns. A server need never return.
             job: What it is to be.
+            children: Whether it may start processes of its own, which it must end itself.
 
         Returns:
             What to order through.
@@ -49,7 +50,7 @@ class Processes:
         screen, terminal = os.openpty()  # progress bars are drawn as on a person's terminal
         log = self._logs_directory / f"{name}.log"
         ours, theirs = context.Pipe()
-        process = context.Process(target=_run, args=(target, job, os.ttyname(terminal), theirs), name=name, daemon=True)
+        process = context.Process(target=_run, args=(target, job, os.ttyname(terminal), theirs), name=name, daemon=not children)
         process.start()
         theirs.close()
         threading.Thread(target=_copy, args=(screen, terminal, log), daemon=True).start()

@@ -28,7 +28,7 @@ def build():
 
 def main(_):
     strategy = tfdist.make_strategy()
-    dataset = tfdist.data.pipeline(tfdist.data.load("tfdist_digits", "train"), global_batch=GLOBAL_BATCH, drop_remainder=True)
+    dataset = tfdist.data.pipeline(tfdist.data.load("tfdist_digits", "train"), global_batch=GLOBAL_BATCH, tail="drop")
     with strategy.scope():
         model = build()
         model.optimizer.build(model.trainable_variables)
@@ -57,7 +57,7 @@ def main(_):
 
 def check(strategy, trained, loss):
     """Trains the same model on the same batches with `fit`; raises where the two differ."""
-    dataset = tfdist.data.pipeline(tfdist.data.load("tfdist_digits", "train"), global_batch=GLOBAL_BATCH, drop_remainder=True)
+    dataset = tfdist.data.pipeline(tfdist.data.load("tfdist_digits", "train"), global_batch=GLOBAL_BATCH, tail="drop")
     with strategy.scope():
         model = build()
     history = model.fit(dataset, epochs=FLAGS.epochs, verbose=0).history

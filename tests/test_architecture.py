@@ -25,7 +25,8 @@ LEVELS = (
     ({"resolvers"}, {"preflight"}, {"flags", "app"}, {"data"}, {"models"}, {"layers"}),
     ({"train"},),
     ({"strategies"},),
-    ({"run"},),
+    ({"run", "inputs"},),
+    ({"tools"},),
 )
 LAUNCH_SEES = {"config", "addresses", "cluster", "resolvers"}
 DOORS = {"__init__", "__main__", "cli"}  # they name rooms, and load what is asked for

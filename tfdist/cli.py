@@ -24,6 +24,7 @@ COMMANDS = {
         "tfdist.launch.main", "run a script as a group of processes: workers, chief, evaluator, ps"
     ),
     "train": Command("tfdist.run", "train what a config file describes: tfdist train --config=configs/X.py"),
+    "data": Command("tfdist.tools.data", "look at data sets: tfdist data list, show, head, write, audit"),
 }
 
 

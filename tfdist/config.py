@@ -57,22 +57,36 @@ class Data:
     """What to train and evaluate on.
 
     Attributes:
-        name: TFDS data set.
+        name: Entry of the catalog, or TFDS data set.
+        catalog: File of a catalog of data sets; None: names are TFDS'.
         train_split: Split to train on.
         eval_split: Split to evaluate on, after every epoch and at the end.
         data_dir: Where TFDS data sets lie prepared; None: where TFDS keeps them.
         global_batch: Examples per step, of all replicas together.
         shuffle: Whether to shuffle the training split, anew every epoch.
+        tail: What becomes of the examples that make no full batch: "partial", "pad" or "drop"; in training.
+        image_size: Height and width to bring images to, in pixels; None: they have one size as they are.
+        augment: Whether to train on random crops and flips of the images; needs image_size.
+        ignore_errors: How many examples that cannot be read may be left out of training, in each process.
         cache: Whether to keep the examples in memory.
+        threads: Threads that read and transform; None: TensorFlow's.
+        service: Whether the data workers of `tfdist launch --data-workers N` read the training split.
     """
 
     name: str = "tfdist_digits"
+    catalog: str | None = None
     train_split: str = "train"
     eval_split: str = "test"
     data_dir: str | None = None
     global_batch: int = _at_least(1, 64)
     shuffle: bool = True
+    tail: str = _one_of(("partial", "pad", "drop"), "partial")
+    image_size: int | None = None
+    augment: bool = False
+    ignore_errors: int = _at_least(0, 0)
     cache: bool = False
+    threads: int | None = None
+    service: bool = False
 
     def __post_init__(self) -> None:
         _check(self, "data")

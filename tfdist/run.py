@@ -117,36 +117,25 @@ def run(settings: config.Run) -> dict[str, Any]:
     import keras
 
     import tfdist
-    from tfdist import data, models
+    from tfdist import inputs, models
     from tfdist.strategies import is_chief
     from tfdist.telemetry import JsonlWriter, Telemetry
 
     started = time.monotonic()
     where = settings.strategy
     strategy = tfdist.make_strategy(
-        where.name,
-        cluster=where.cluster,
-        devices=where.devices,
-        task=where.task,
-        communication=where.communication,
-        timeout=where.timeout,
-        reading=where.reading,
-    )
+        where.name, cluster=where.cluster, devices=where.devices, task=where.task, communication=where.communication,
+        timeout=where.timeout, reading=where.reading,
+    )  # fmt: skip
     chief = is_chief(strategy)
     directory = find_directory(settings)
-    train_source = data.load(settings.data.name, settings.data.train_split, settings.data.data_dir)
-    eval_source = data.load(settings.data.name, settings.data.eval_split, settings.data.data_dir)
-    batch, cache, seed = settings.data.global_batch, settings.data.cache, settings.train.seed
-    train = data.pipeline(train_source, batch, seed=seed, shuffle=settings.data.shuffle, cache=cache)
-    test = data.pipeline(eval_source, batch, shuffle=False, cache=cache)
+    train, test = inputs.pipeline(settings, "train"), inputs.pipeline(settings, "eval")
 
-    keras.utils.set_random_seed(seed)
+    keras.utils.set_random_seed(settings.train.seed)
     keras.config.set_dtype_policy(settings.train.precision)
-    shape, classes = _shapes(train_source)
+    shape, classes = inputs.shapes(train)
     with strategy.scope():
-        model = models.build(
-            settings.model.name, **{"input_shape": shape, "classes": classes, **settings.model.options}
-        )
+        model = models.build(settings.model.name, **{"input_shape": shape, "classes": classes, **settings.model.options})
         model.compile(
             optimizer=_optimizer(settings.train, train),
             loss="sparse_categorical_crossentropy",
@@ -201,7 +190,7 @@ def run(settings: config.Run) -> dict[str, Any]:
         "name": settings.name,
         **{name: float(value) for name, value in results.items()},
         "epochs": settings.train.epochs,
-        "examples_per_second": clock.rate(train_source.cardinality),
+        "examples_per_second": clock.rate(train.batches.source.cardinality),
         "seconds": time.monotonic() - started,
         "replicas": strategy.num_replicas_in_sync,
         **_tasks(strategy),
@@ -277,9 +266,7 @@ def describe(summary: dict[str, Any]) -> str:
     """
     speed = summary["examples_per_second"]
     rate = "nothing left to train" if speed is None else f"{speed:,.0f} examples/s"
-    backup = (
-        f"{summary['backup']}" if os.path.isdir(summary["backup"]) else "none any more: training is complete"
-    )
+    backup = summary["backup"] if os.path.isdir(summary["backup"]) else "none any more: training is complete"
     lines = [
         "",
         f"{summary['name']}: accuracy {summary['accuracy']:.2%}, loss {summary['loss']:.4f} on the evaluation split "
@@ -341,26 +328,6 @@ def _load(path: str) -> ConfigDict:
             f"--config={path}: expected get_config() to return a changed tfdist.config.default(), received {result!r}."
         )
     return result
-
-
-def _shapes(source) -> tuple[tuple[int, ...], int]:
-    spec = source.element_spec
-    if (
-        not isinstance(spec, tuple)
-        or len(spec) != 2
-        or not hasattr(spec[0], "shape")
-        or source.classes is None
-    ):
-        raise ValueError(
-            f"data.name: {source.name} is no data set of inputs with a class each, but of {spec}. Choose one with "
-            "supervised_keys, or write a script with a model of your own (see examples/)."
-        )
-    if None in spec[0].shape:
-        raise ValueError(
-            f"data.name: the inputs of {source.name} have no common shape: {spec[0].shape}. Resize them in a script, with "
-            "tfdist.data.pipeline(transform=...)."
-        )
-    return tuple(spec[0].shape), source.classes
 
 
 def _optimizer(settings: config.Train, train: tf.data.Dataset) -> keras.optimizers.Optimizer:

@@ -1,17 +1,26 @@
-"""A Source becomes a `tf.data.Dataset` of global batches; nothing but seed and epoch decides their order."""
+"""A Source becomes a `tf.data.Dataset` of global batches; nothing but seed, epoch and step decides their order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from tfdist.data.batches import Batches
+from tfdist.data.errors import Errors
+from tfdist.data.order import TAILS, Order, StreamOrder
+from tfdist.data.reading import Window
+from tfdist.data.rows import plain
 from tfdist.data.sources import Source
 
-# `shuffle=True` holds at most this many examples in memory at a time.
-SHUFFLE_BUFFER = 100_000
+# Where a source is read from beginning to end, shuffling holds this many examples in memory at a time.
+SHUFFLE_BUFFER = 16_384
+# Parts of a stream that are read at once, at most.
+STREAMS = 16
 
 
 class Epochs:
@@ -40,33 +49,55 @@ def pipeline(
     *,
     seed: int = 0,
     shuffle: bool | int = True,
+    tail: str = "partial",
     transform: Callable[..., Any] | None = None,
-    cache: bool = False,
-    drop_remainder: bool = False,
+    batch_transform: Callable[..., Any] | None = None,
+    labels: bool = True,
+    cache: bool | str = False,
+    ignore_errors: int = 0,
     prefetch: int = tf.data.AUTOTUNE,
+    device: str | None = None,
+    threads: int | None = None,
+    ram_budget: int | None = None,
+    service: bool | Sequence[str] | None = None,
 ) -> tf.data.Dataset:
     """Extracts examples, transforms them, and loads them as shuffled global batches.
 
-    Each pass over the result is one epoch. Its order depends on `seed` and the number of the epoch, on
-    nothing else: every worker and every run sees the same batches, whatever TensorFlow's global seed. A
-    strategy of tfdist gives each replica its rows of every batch.
+    Each pass over the result is one epoch, and holds every example exactly once. Which examples make the batch of a step follows
+    from `seed`, the number of the epoch and the step alone, whatever the number of workers and TensorFlow's global seed. A
+    strategy of tfdist asks for its own rows of each batch, so that no other worker's are read.
 
     Args:
-        source: What `Source.of` takes: a TFDS name (its split "train"), a Source from `load`, a
-            `tf.data.Dataset` of single examples, or arrays such as `(x, y)`.
-        global_batch: Examples per batch, of all replicas together; the last batch of an epoch may have fewer.
-        seed: Seed of the order; default 0.
-        shuffle: False: the source's order. True: through a buffer of all examples, of 100,000 at most. A
-            number: the size of that buffer, in examples.
-        transform: Called with one example, `(x, y)` as two arguments; returns the example to train on.
-        cache: Whether to keep the source's examples in memory from the first pass on.
-        drop_remainder: Whether to leave out a last batch that is not full.
+        source: What `Source.of` takes: a Source, a TFDS name (its split "train"), a `tf.data.Dataset` of single examples, or
+            arrays such as `(x, y)`.
+        global_batch: Examples per batch, of all replicas together; divisible by the number of replicas.
+        seed: Seed of the order, and of `transform`.
+        shuffle: False: the source's order. True: all examples among each other; where the source can only be read from
+            beginning to end, 16,384 at a time. A number: how many at a time there.
+        tail: What becomes of the last examples, which make no full batch: "partial", a shorter batch; "pad", a full one of
+            static shape, with sample weights that are 0 for the rows added, and scaled so that the mean loss over all rows is
+            that over the real ones; "drop", none.
+        transform: Called with one example, `(x, y)` as two arguments; returns the example to train on. If it has a parameter
+            `seed`, that is int32 `[2]`, which follows from `seed`, epoch and the example's number: for
+            `tf.random.stateless_uniform` and its like.
+        batch_transform: Called with a batch, or a worker's rows of one: it must treat each row by itself. If it has a parameter
+            `seeds`, that is int32 `[rows, 2]`.
+        labels: False: x alone, for `predict`.
+        cache: True: keeps the source's examples in memory, as they are before `transform`. A directory: keeps them there as
+            TFRecord files, written once.
+        ignore_errors: How many examples that cannot be read or transformed may be left out, in each process: they weigh 0. One
+            more ends the run. `errors` of the result tells which.
         prefetch: Batches made ahead; default: tf.data finds out.
+        device: For loops of your own, the device to copy batches to ahead of time, such as "/gpu:0". A strategy of tfdist needs none.
+        threads: Threads that read and transform; default: TensorFlow's.
+        ram_budget: Bytes that tf.data may hold in buffers; default: half of the machine's memory.
+        service: True: the data workers of `tfdist launch --data-workers N` read and transform. Addresses: those do.
 
     Returns:
-        A `tf.data.Dataset` of batches `[global_batch, ...]`. Its attribute `epochs` (an `Epochs`) says, and
-        lets one set, which epoch the next pass is; `of_epoch(number)` is a data set of one epoch alone, without
-        Python code, so that other processes can read it.
+        A `tf.data.Dataset` of batches `[global_batch, ...]`, with attributes: `epochs` (an `Epochs`) says, and lets one set, which
+        epoch the next pass is; `of_epoch(epoch, first_step=0)` is a data set of one epoch alone, from a step on, without Python code;
+        `share(first, count, replicas)` is one of `Share`s, the rows that some replicas take; `order` is an `Order`, None where only
+        walking through the source tells how many examples there are; `errors` holds the examples left out.
 
     Raises:
         ValueError: For a bad argument, and for a source without a single batch.
@@ -78,69 +109,164 @@ def pipeline(
     """
     source = Source.of(source)
     _check_count("global_batch", global_batch)
-    buffer = None if shuffle is False else _buffer(shuffle, source.cardinality)
-    count = None if source.cardinality is None else _count(source.name, source.cardinality, global_batch, drop_remainder)
+    if tail not in TAILS:
+        raise ValueError(f"tail: expected one of {', '.join(TAILS)}; received {tail!r}.")
+    if isinstance(ignore_errors, bool) or not isinstance(ignore_errors, int) or ignore_errors < 0:
+        raise ValueError(f"ignore_errors: expected how many examples may be left out, 0 or more; received {ignore_errors!r}.")
+    if source.walk is not None and ignore_errors:
+        raise ValueError(
+            f"ignore_errors: {source.name} is read by code of your own, which tfdist cannot read on from after an error. "
+            "Use tf.data.Dataset.ignore_errors there."
+        )
+    if not labels and tail == "pad":
+        raise ValueError('labels=False: expected tail="partial", as padding would make outputs of nothing; received "pad".')
+    buffer = _buffer(shuffle)
+    if cache:
+        source = cached(source, cache)
+    if source.cardinality is not None:
+        _count(source.name, source.cardinality, global_batch, tail == "drop")
+    _check_shapes(source, transform)
+    order = _order(source, global_batch, seed, buffer, tail)
+    errors = Errors(source.name, ignore_errors)
+    batches = Batches(
+        source, order, global_batch, seed, tail, buffer, transform, batch_transform, labels, errors, _options(threads, ram_budget), prefetch
+    )
+    count = None if source.cardinality is None else _count(source.name, source.cardinality, global_batch, tail == "drop")
+
+    def share(first: int, count: int, replicas: int, epoch: int | None = None, first_step: int = 0) -> tf.data.Dataset:
+        _check_replicas(source, global_batch, replicas)
+        return batches.shares(Window(first, count, replicas), _position(epochs, epoch, first_step))
+
+    def whole(epoch: int | None, first_step: int = 0) -> tf.data.Dataset:
+        result = batches.shares(Window(), _position(epochs, epoch, first_step)).map(plain(lambda share: share.data))
+        if count is not None:
+            result = result.apply(tf.data.experimental.assert_cardinality(count - first_step))
+        result = result.with_options(_options(threads, ram_budget))
+        return result if device is None else result.apply(tf.data.experimental.prefetch_to_device(device))
+
+    epochs = Epochs()
+    result = whole(None)
+    result.epochs = epochs
+    result.of_epoch = whole
+    result.share = share
+    result.order = order
+    result.errors = errors
+    result.batches = batches
+    return result
+
+
+def cached(source: Source, cache: bool | str) -> Source:
+    """The same examples, kept in memory or in a directory."""
+    if source.gather is not None:
+        return source
+    if not isinstance(cache, bool):
+        from tfdist.data.records import records
+        from tfdist.data.write import write
+
+        write(source, cache)
+        return records(cache)
+    if source.walk is not None:
+        examples = source.walk().cache()
+        return dataclasses.replace(source, walk=lambda: examples)
+    if all(isinstance(s, tf.TensorSpec) and s.shape.is_fully_defined() for s in tf.nest.flatten(source.element_spec)):
+        parts = list(source.dataset().batch(1024))
+        with tf.device("CPU"):
+            tensors = tf.nest.map_structure(lambda *x: tf.concat(x, 0), *parts)
+        return dataclasses.replace(source, read=None, scan=None, gather=lambda numbers: tf.nest.map_structure(lambda x: tf.gather(x, numbers), tensors))
+    if source.raw is None or source.decode is None:
+        raise ValueError(
+            f"cache: the examples of {source.name} have no common shape ({source.element_spec}). Bring them to one with source.map(...) first, "
+            "or name a directory."
+        )
+    raw, decode = source.raw, source.decode
+    stored = tf.concat(list(tf.data.Dataset.range(source.cardinality).map(raw, num_parallel_calls=tf.data.AUTOTUNE).batch(1024)), 0)
+    return dataclasses.replace(source, scan=None, read=lambda number: decode(stored[number]))
+
+
+def _position(epochs: Epochs, epoch: int | None, first_step: int) -> tf.data.Dataset:
+    """The epoch and step where a pass begins, asked for when it does."""
+    if epoch is not None:
+        return tf.data.Dataset.from_tensors((tf.constant(epoch, tf.int64), tf.constant(first_step, tf.int64)))
+
+    # A counter in Python can be read and set, and is no variable of a strategy.
+    @plain
+    def now(_):
+        taken = tf.ensure_shape(tf.numpy_function(epochs.take, [], tf.int64), [])
+        return taken, tf.constant(first_step, tf.int64)
+
+    return tf.data.Dataset.from_tensors(0).map(now)
+
+
+def _order(source: Source, global_batch: int, seed: int, buffer: int | None, tail: str) -> Order | None:
+    if source.walk is not None or source.cardinality is None:
+        return None
+    if source.scan is None:
+        return Order(source.cardinality, global_batch, seed, buffer is not None, tail)
+    assert source.lengths is not None
+    if buffer is None:
+        return StreamOrder.of(source.lengths, global_batch, seed=seed, shuffle=False, tail=tail, block=min(256, source.cardinality))
+    streams = max(n for n in range(1, STREAMS + 1) if global_batch % n == 0)
+    return StreamOrder.of(source.lengths, global_batch, seed=seed, tail=tail, streams=streams, block=max(1, buffer // streams))
+
+
+def _options(threads: int | None, ram_budget: int | None) -> tf.data.Options:
     options = tf.data.Options()
     options.deterministic = True
     # Stock strategies must cut up batches too: sharding by file would deal out other rows.
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
-
-    def build(epoch: Callable[[], Any]) -> tf.data.Dataset:
-        examples = source.dataset()
-        if cache:
-            examples = examples.cache()
-        if buffer is not None:
-            examples = _shuffle(examples, buffer, seed, epoch)
-        if transform is not None:
-            examples = examples.map(transform, num_parallel_calls=tf.data.AUTOTUNE)
-        batches = examples.batch(global_batch, drop_remainder=drop_remainder)
-        if count is not None:
-            batches = batches.apply(tf.data.experimental.assert_cardinality(count))
-        return batches.prefetch(prefetch).with_options(options)
-
-    epochs = Epochs()
-    # A counter in Python can be read and set, and is no variable of a strategy.
-    batches = build(lambda: tf.ensure_shape(tf.numpy_function(epochs.take, [], tf.int64), []))
-    batches.epochs = epochs
-    batches.of_epoch = lambda number: build(lambda: tf.constant(number, tf.int64))
-    return batches
+    if threads is not None:
+        _check_count("threads", threads)
+        options.threading.private_threadpool_size = threads
+        options.autotune.cpu_budget = threads
+    if ram_budget is not None:
+        _check_count("ram_budget", ram_budget)
+        options.autotune.ram_budget = ram_budget
+    return options
 
 
-def _shuffle(examples: tf.data.Dataset, buffer: int, seed: int, epoch: Callable[[], Any]) -> tf.data.Dataset:
-    """Examples in another order at each pass, the same for the same seed and epoch."""
-
-    def one_epoch(number: tf.Tensor) -> tf.data.Dataset:
-        # tf.data mixes TensorFlow's global seed in. Here that is the seed of this function's own graph.
-        tf.compat.v1.set_random_seed(1)
-        both = tf.stack([tf.constant(seed, tf.int64), number])
-        mixed = tf.random.stateless_uniform([], both, None, None, tf.int64, alg="philox")
-        return examples.shuffle(buffer, seed=mixed, reshuffle_each_iteration=False)
-
-    return tf.data.Dataset.from_tensors(0).map(lambda _: epoch()).flat_map(one_epoch)
-
-
-def _buffer(shuffle: bool | int, cardinality: int | None) -> int:
+def _buffer(shuffle: bool | int) -> int | None:
+    if shuffle is False:
+        return None
     if shuffle is True:
-        return max(1, min(SHUFFLE_BUFFER, SHUFFLE_BUFFER if cardinality is None else cardinality))
+        return SHUFFLE_BUFFER
     _check_count("shuffle", shuffle)
     return shuffle
 
 
-def _count(name: str, examples: int, global_batch: int, drop_remainder: bool) -> int:
+def _count(name: str, examples: int, global_batch: int, drop: bool) -> int:
     """Batches of an epoch."""
-    count = examples // global_batch if drop_remainder else -(-examples // global_batch)
+    count = examples // global_batch if drop else -(-examples // global_batch)
     if count == 0:
-        remedy = (
-            "Take a smaller global_batch, or drop_remainder=False."
-            if examples
-            else "Look at where it is read from."
-        )
+        remedy = 'Take a smaller global_batch, or another tail than "drop".' if examples else "Look at where it is read from."
         raise ValueError(
             f"{name} has {examples} examples, which make no batch of global_batch={global_batch}. {remedy}"
         )
     return count
 
 
+def _check_replicas(source: Source, global_batch: int, replicas: int) -> None:
+    if global_batch % replicas:
+        below, above = global_batch // replicas * replicas, math.ceil(global_batch / replicas) * replicas
+        nearest = f"{below} and {above}" if below else f"{above}"
+        raise ValueError(
+            f"global_batch={global_batch}: expected a multiple of the {replicas} replicas, so that each takes equally many rows; "
+            f"the nearest {'are' if below else 'is'} {nearest}."
+        )
+    if source.cardinality is not None and source.cardinality < replicas:
+        raise ValueError(f"{source.name} has {source.cardinality} examples, fewer than there are replicas ({replicas}). Take fewer workers or devices.")
+
+
+def _check_shapes(source: Source, transform: Any) -> None:
+    if transform is not None or source.walk is not None or source.gather is not None:
+        return
+    for spec in tf.nest.flatten(source.element_spec):
+        if isinstance(spec, tf.TensorSpec) and not spec.shape.is_fully_defined():
+            raise ValueError(
+                f"{source.name}: its examples have no common shape ({spec.shape}), so that they make no batch. Resize them with transform=, such as "
+                "tfdist.data.transforms.images(224)."
+            )
+
+
 def _check_count(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-        raise ValueError(f"{name}: expected a number of examples, 1 or more; received {value!r}.")
+        raise ValueError(f"{name}: expected a number, 1 or more; received {value!r}.")

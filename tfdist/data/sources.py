@@ -1,44 +1,110 @@
-"""What a user names as data becomes a Source of single examples; the order of reading never varies."""
+"""What a user names as data becomes a Source of single examples, which have numbers; no order is decided here."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import difflib
-import fcntl
-import os
-import socket
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
-import tensorflow_datasets as tfds
-from absl import logging
-
-from tfdist.data import digits  # noqa: F401  registers tfdist_digits
-
-PREPARE_TIMEOUT = 600.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Examples that can be read over and over, in the same order.
+    """Examples with numbers from 0 on, which can be read over and over.
+
+    One way of reading is set: `gather` (examples in memory), `read` (one by one), `scan` (file after file) or `walk` (all, from the
+    first to the last). The functions of the first three are graphs without Python code, so that other processes can read too.
 
     Attributes:
         name: For messages, such as "mnist[train]".
-        dataset: Makes the `tf.data.Dataset` of single examples.
         element_spec: What one example is, a nest of `tf.TensorSpec`.
         cardinality: Number of examples; None where only reading could tell.
         classes: Number of classes of the label; None where there are none, or nobody said how many.
+        class_names: Their names, if they have any.
+        gather: Numbers, int64 `[k]`, to a batch of these examples.
+        read: A number, int64 scalar, to the example.
+        scan: File, first example in it and count, int64 scalars, to a data set of these examples as they are stored.
+        lengths: With `scan`, the number of examples of each file.
+        decode: With `scan`, a stored example, a string scalar, to the example.
+        walk: Makes a data set of all examples.
+        describe: A number to where the example lies, a string scalar, such as "file X, byte 123".
+        labels: All labels, int `[cardinality]`, where they are known without reading examples.
+        raw: A number to the example as it is stored, a string scalar: a JPEG file, a serialized record.
     """
 
     name: str
-    dataset: Callable[[], tf.data.Dataset] = dataclasses.field(repr=False)
     element_spec: Any
     cardinality: int | None = None
     classes: int | None = None
+    class_names: tuple[str, ...] | None = None
+    gather: Callable[[tf.Tensor], Any] | None = dataclasses.field(default=None, repr=False)
+    read: Callable[[tf.Tensor], Any] | None = dataclasses.field(default=None, repr=False)
+    scan: Callable[[tf.Tensor, tf.Tensor, tf.Tensor], tf.data.Dataset] | None = dataclasses.field(default=None, repr=False)
+    lengths: tuple[int, ...] | None = dataclasses.field(default=None, repr=False)
+    decode: Callable[[tf.Tensor], Any] | None = dataclasses.field(default=None, repr=False)
+    walk: Callable[[], tf.data.Dataset] | None = dataclasses.field(default=None, repr=False)
+    describe: Callable[[tf.Tensor], tf.Tensor] | None = dataclasses.field(default=None, repr=False)
+    labels: Callable[[], np.ndarray] | None = dataclasses.field(default=None, repr=False)
+    raw: Callable[[tf.Tensor], tf.Tensor] | None = dataclasses.field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        ways = [way for way in ("gather", "read", "scan", "walk") if getattr(self, way) is not None]
+        assert len(ways) == 1, f"{self.name}: one way of reading, not {ways}"
+
+    def dataset(self) -> tf.data.Dataset:
+        """All examples once, in the order of their numbers."""
+        if self.walk is not None:
+            return self.walk()
+        if self.scan is not None:
+            assert self.lengths is not None
+            assert self.decode is not None
+            scan, zero, lengths = self.scan, tf.constant(0, tf.int64), tf.constant(self.lengths, tf.int64)
+            files = tf.data.Dataset.range(len(self.lengths))
+            examples = files.flat_map(lambda file: scan(file, zero, lengths[file]))
+            examples = examples.map(self.decode, num_parallel_calls=tf.data.AUTOTUNE)
+            return examples.apply(tf.data.experimental.assert_cardinality(self.cardinality))
+        return tf.data.Dataset.range(self.cardinality).map(self.single, num_parallel_calls=tf.data.AUTOTUNE)
+
+    def single(self, number: tf.Tensor) -> Any:
+        """One example, of a source with `gather` or `read`.
+
+        Args:
+            number: int64 scalar.
+        """
+        if self.read is not None:
+            return self.read(number)
+        assert self.gather is not None
+        return tf.nest.map_structure(lambda x: x[0], self.gather(number[tf.newaxis]))
+
+    def map(self, function: Callable[..., Any]) -> Source:
+        """The same examples, each changed by a function without randomness: what comes before a cache.
+
+        Args:
+            function: Called with an example, `(x, y)` as two arguments; returns the new one.
+
+        Returns:
+            A Source.
+
+        Example:
+            >>> source = Source.of((np.arange(3), np.arange(3))).map(lambda x, y: (x * 2, y))
+            >>> [(int(x), int(y)) for x, y in source.dataset()]
+            [(0, 0), (2, 1), (4, 2)]
+        """
+        changed: dict[str, Any] = {"raw": None}
+        if self.gather is not None or self.read is not None:
+            changed |= {"gather": None, "read": lambda number: call(function, self.single(number))}
+        elif self.scan is not None:
+            decode = self.decode
+            assert decode is not None
+            changed["decode"] = lambda stored: call(function, decode(stored))
+        else:
+            walk = self.walk
+            assert walk is not None
+            changed["walk"] = lambda: walk().map(function, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+        new = dataclasses.replace(self, **changed)
+        return dataclasses.replace(new, element_spec=new.dataset().element_spec)
 
     @classmethod
     def of(cls, data: Any) -> Source:
@@ -55,144 +121,75 @@ class Source:
             ValueError: For anything else, for arrays of unequal length and for a data set without end.
 
         Example:
-            >>> import numpy as np
             >>> Source.of((np.zeros([5, 2]), np.arange(5))).cardinality
             5
         """
         if isinstance(data, Source):
             return data
         if isinstance(data, str):
+            from tfdist.data.tfds import load
+
             return load(data, "train")
         if isinstance(data, tf.data.Dataset):
-            return _of_dataset("tf.data.Dataset", data)
-        return _of_arrays(data)
+            return of_dataset("tf.data.Dataset", data)
+        return of_arrays(data)
 
 
-def load(name: str, split: str, data_dir: str | os.PathLike | None = None) -> Source:
-    """A split of a TFDS data set, prepared first where it is not.
-
-    Of several workers that share `data_dir` one prepares, and the others wait for it. Our own `tfdist_digits`
-    is made from scikit-learn's copy and downloads nothing; others are downloaded by TFDS the first time.
+def of_dataset(name: str, dataset: tf.data.Dataset) -> Source:
+    """A Source of a data set of single examples, read from its beginning to its end.
 
     Args:
-        name: A name that TFDS knows, "mnist", "my_dataset/config:1.0.0"; or of a data set that lies prepared
-            in `data_dir`.
-        split: Split or slice of one: "train", "train[:80%]".
-        data_dir: Where prepared data sets lie; default: where TFDS keeps them (`~/tensorflow_datasets`, or
-            `TFDS_DATA_DIR`).
+        name: For messages.
+        dataset: The examples, finitely many.
 
     Returns:
-        A Source of `(x, y)`; of dicts of features where the data set does not say which feature is the label.
-
-    Raises:
-        ValueError: For an unknown name or split, and where preparing takes a package that is not installed.
-        TimeoutError: When another process has been preparing this data set for ten minutes.
-
-    Example:
-        >>> import tempfile
-        >>> source = load("tfdist_digits", "test", data_dir=tempfile.mkdtemp())
-        >>> source.cardinality, source.classes, source.element_spec[0].shape
-        (297, 10, TensorShape([8, 8, 1]))
+        The Source.
     """
-    builder = _builder(name, data_dir)
-    if not _is_prepared(builder):
-        _prepare(builder, PREPARE_TIMEOUT)
-        builder = _builder(name, data_dir)  # one that knows what now lies on the disk
-
-    def dataset() -> tf.data.Dataset:
-        return builder.as_dataset(
-            split=split,
-            as_supervised=builder.info.supervised_keys is not None,
-            read_config=tfds.ReadConfig(try_autocache=False),  # caching is the pipeline's affair
-        )
-
-    try:
-        first = dataset()
-    except (ValueError, KeyError) as error:
-        expected = ", ".join(builder.info.splits)
-        raise ValueError(
-            f"split={split!r}: no such split of {name}; expected one of {expected}, or a slice such as "
-            f"'{next(iter(builder.info.splits), 'train')}[:80%]'."
-        ) from error
-    source = _of_dataset(f"{name}[{split}]", first)
-    return dataclasses.replace(source, dataset=dataset, classes=_classes(builder.info))
-
-
-def _builder(name: str, data_dir: str | os.PathLike | None) -> tfds.core.DatasetBuilder:
-    try:
-        return tfds.builder(name, data_dir=data_dir)
-    except tfds.core.DatasetNotFoundError as error:
-        # TFDS' own message lists every data set there is.
-        nearest = difflib.get_close_matches(name, tfds.list_builders(with_community_datasets=False), n=3)
-        hint = f"Did you mean {' or '.join(nearest)}? " if nearest else ""
-        raise ValueError(
-            f"{name!r}: no such data set, neither in TFDS nor prepared under {data_dir or 'its default data_dir'}. "
-            f"{hint}Correct the name; import the module that defines it, if it is your own; or pass data_dir=, if it "
-            "lies elsewhere."
-        ) from error
-
-
-def _is_prepared(builder: tfds.core.DatasetBuilder) -> bool:
-    # TFDS' own is_prepared() warns when the answer is no.
-    return (builder.data_path / "dataset_info.json").exists()
-
-
-def _prepare(builder: tfds.core.DatasetBuilder, timeout: float) -> None:
-    """Prepares a data set unless another process does so first; TFDS renames the finished directory into place."""
-    if "://" in builder.data_dir:
-        raise ValueError(
-            f"{builder.name} is not prepared in {builder.data_dir}, where workers cannot lock each other out. Prepare it "
-            f"once by hand: tfds build {builder.name}, or copy it from a local data_dir."
-        )
-    root = Path(builder.data_dir).parent
-    root.mkdir(parents=True, exist_ok=True)
-    with _lock(root / ".prepare.lock", timeout, f"preparing {builder.name} in {root}"):
-        if not _is_prepared(builder):
-            logging.info("Preparing %s in %s", builder.name, builder.data_dir)
-            builder.download_and_prepare(download_config=tfds.download.DownloadConfig(try_download_gcs=False))
-
-
-@contextlib.contextmanager
-def _lock(path: Path, timeout: float, purpose: str) -> Iterator[None]:
-    """Holds a file's lock, which the system frees even when its holder is killed."""
-    deadline = time.monotonic() + timeout
-    with open(path, "a+", encoding="utf-8") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    file.seek(0)
-                    raise TimeoutError(
-                        f"Waited {timeout:g} s for {file.read() or 'another process'}, which is {purpose} and holds the "
-                        f"lock {path}. See whether it still works; end it and start again if it hangs."
-                    ) from None
-                time.sleep(0.05)
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
-        yield
-
-
-def _classes(info: tfds.core.DatasetInfo) -> int | None:
-    if not info.supervised_keys:
-        return None
-    label = info.supervised_keys[1]
-    return getattr(info.features[label], "num_classes", None) if isinstance(label, str) else None
-
-
-def _of_dataset(name: str, dataset: tf.data.Dataset) -> Source:
     cardinality = int(dataset.cardinality())
     if cardinality == tf.data.INFINITE_CARDINALITY:
         raise ValueError(
             f"{name} never ends, so that no epoch does; expected a finite data set: use .take(examples)."
         )
     known = None if cardinality == tf.data.UNKNOWN_CARDINALITY else cardinality
-    return Source(name, lambda: dataset, dataset.element_spec, known)
+    return Source(name, dataset.element_spec, known, walk=lambda: dataset)
 
 
-def _of_arrays(arrays: Any) -> Source:
+def of_generator(function: Callable[[], Any], element_spec: Any, examples: int | None = None, name: str = "generator") -> Source:
+    """A Source of what a Python generator yields, the same at each pass.
+
+    Every worker runs the generator and decodes or transforms its own examples only; where `examples` is not given, all.
+
+    Args:
+        function: Makes a new generator of examples.
+        element_spec: What one example is, a nest of `tf.TensorSpec`.
+        examples: How many it yields; another number ends a pass with an error. None: unknown.
+        name: For messages.
+
+    Returns:
+        The Source.
+
+    Example:
+        >>> source = of_generator(lambda: iter(range(4)), tf.TensorSpec([], tf.int64), examples=4)
+        >>> [int(x) for x in source.dataset()]
+        [0, 1, 2, 3]
+    """
+    dataset = tf.data.Dataset.from_generator(function, output_signature=element_spec)
+    if examples is not None:
+        dataset = dataset.apply(tf.data.experimental.assert_cardinality(examples))
+    return of_dataset(name, dataset)
+
+
+def of_arrays(arrays: Any, name: str = "arrays", classes: int | None = None) -> Source:
+    """A Source of arrays in memory, rows first.
+
+    Args:
+        arrays: A nest of arrays or tensors `[examples, ...]`, such as `(x, y)`.
+        name: For messages.
+        classes: Number of classes of `y`, whose labels are then checked.
+
+    Returns:
+        The Source.
+    """
     shapes = [tuple(getattr(x, "shape", ())) for x in tf.nest.flatten(arrays)]
     if not shapes or not all(shapes):
         raise ValueError(
@@ -205,5 +202,45 @@ def _of_arrays(arrays: Any) -> Source:
             f"source: expected arrays of equal length, received {', '.join(map(str, rows))} rows. "
             "Cut them to the same examples."
         )
+    if any(isinstance(x, tf.RaggedTensor | tf.SparseTensor) for x in tf.nest.flatten(arrays)):
+        with tf.device("CPU"):
+            return of_dataset(name, tf.data.Dataset.from_tensor_slices(arrays))
     with tf.device("CPU"):
-        return _of_dataset("arrays", tf.data.Dataset.from_tensor_slices(arrays))
+        tensors = tf.nest.map_structure(tf.convert_to_tensor, arrays)
+    labels = None
+    if isinstance(arrays, tuple) and len(arrays) > 1 and getattr(tensors[1], "dtype", tf.string).is_integer and tensors[1].shape.rank == 1:
+        labels = tensors[1].numpy
+        if classes is not None:
+            check_labels(name, labels(), classes)
+    return Source(
+        name,
+        tf.nest.map_structure(lambda x: tf.TensorSpec(x.shape[1:], x.dtype), tensors),
+        rows[0],
+        classes,
+        gather=lambda numbers: tf.nest.map_structure(lambda x: tf.gather(x, numbers), tensors),
+        labels=labels,
+    )
+
+
+def check_labels(name: str, labels: np.ndarray, classes: int, where: Callable[[int], str] | None = None) -> None:
+    """Raises ValueError unless all labels are in [0, classes); names the first that is not.
+
+    Args:
+        name: Of the source.
+        labels: int `[examples]`.
+        classes: Number of classes.
+        where: The number of an example to where its label stands; default: "example 17".
+    """
+    wrong = np.flatnonzero((labels < 0) | (labels >= classes))
+    if len(wrong):
+        first = int(wrong[0])
+        place = where(first) if where else f"example {first}"
+        raise ValueError(
+            f"{name}: expected labels from 0 to {classes - 1}, as there are {classes} classes; received {labels[first]} in {place}"
+            f"{f', and {len(wrong) - 1} more such' if len(wrong) > 1 else ''}. Correct the labels, or the number of classes."
+        )
+
+
+def call(function: Callable[..., Any], example: Any) -> Any:
+    """Calls a function with an example, as `tf.data.Dataset.map` does: a tuple's parts are its arguments."""
+    return function(*example) if isinstance(example, tuple) else function(example)

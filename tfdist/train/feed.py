@@ -1,6 +1,6 @@
 """A data set of global batches becomes this worker's rows of each batch; no batch is read before training asks for it.
 
-Every worker walks the same global batches and keeps its own rows. That is exact for whatever tf.data, NumPy, PyDataset or
+A pipeline of `tfdist.data` reads just these rows. Of any other data set, every worker walks the same global batches and keeps its own rows. That is exact for whatever tf.data, NumPy, PyDataset or
 generator gives, without TensorFlow's guesses about sharding (tensorflow #56513, #45157), as long as the workers do see the same
 batches: a checksum of each batch travels along, which the loop compares between the workers.
 """
@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfdist.train.placement import Placement, share
+from tfdist.data.order import share
+from tfdist.data.rows import count_rows, cut
+from tfdist.train.placement import Placement
 
 
 class Batch(NamedTuple):
@@ -47,7 +49,10 @@ class Feed:
         self.symbolic_first = symbolic_first
         self.even = _always_even(dataset.element_spec, placement.replicas)
         with tf.device(host):
-            if placement.replicas > 1:
+            if placement.replicas > 1 and (shares := _shares(dataset, placement)):
+                compared = placement.workers > 1
+                dataset = shares.map(lambda s: Batch(s.data, s.rows, s.fingerprint if compared else None))
+            elif placement.replicas > 1:
                 dataset = dataset.map(lambda *x: _worker_batch(_element(x), placement))
             else:
                 dataset = dataset.map(lambda *x: Batch(_element(x)))
@@ -83,13 +88,22 @@ class FeedIterator:
 def replica_slices(dataset: tf.data.Dataset, placement: Placement) -> tf.data.Dataset:
     """This worker's rows of each global batch, one element a replica, for loops outside of Keras."""
 
-    def of_replica(replica, *args):
-        data = _element(args)
-        begin, end = share(count_rows(data), replica, 1, placement.replicas, tf.minimum)
-        return _slice(data, begin, end)
-
     replicas = tf.data.Dataset.range(placement.first_replica, placement.first_replica + placement.local_replicas)
-    return dataset.flat_map(lambda *x: replicas.map(lambda r: of_replica(r, *x)))
+
+    def of_replica(replica, data, rows, begin):
+        first, last = share(rows, replica, 1, placement.replicas, tf.minimum)
+        return cut(data, first - begin, last - begin)
+
+    def of_batch(*args):
+        data = _element(args)
+        return replicas.map(lambda r: of_replica(r, data, count_rows(data), 0))
+
+    def of_share(part):
+        begin, _ = share(part.rows, placement.first_replica, 1, placement.replicas, tf.minimum)
+        return replicas.map(lambda r: of_replica(r, part.data, part.rows, begin))
+
+    shares = _shares(dataset, placement)
+    return dataset.flat_map(of_batch) if shares is None else shares.flat_map(of_share)
 
 
 def batch_of(data: Any, placement: Placement) -> Batch:
@@ -124,24 +138,12 @@ def replica_rows(batch: Batch, local_replica, placement: Placement, host: str):
         rows = batch.rows
         begin, _ = share(rows, placement.first_replica, 1, placement.replicas, tf.minimum)
         first, last = share(rows, placement.first_replica + local_replica, 1, placement.replicas, tf.minimum)
-        return _slice(data, first - begin, last - begin)
+        return cut(data, first - begin, last - begin)
 
 
 def without_optionals(data: Any) -> Any:
     """A batch as Keras' steps take it, where tf.data has an Optional for a None."""
     return tf.nest.map_structure(lambda x: None if isinstance(x, tf.experimental.Optional) else x, data)
-
-
-def count_rows(data: Any) -> tf.Tensor:
-    """Rows of a batch, int64 scalar."""
-    for x in tf.nest.flatten(data):
-        if isinstance(x, tf.RaggedTensor):
-            return tf.cast(x.nrows(), tf.int64)
-        if isinstance(x, tf.SparseTensor):
-            return x.dense_shape[0]
-        if x is not None and not isinstance(x, tf.experimental.Optional):
-            return tf.shape(x, out_type=tf.int64)[0]
-    raise ValueError("The batch holds no tensor; expected x, (x, y) or (x, y, sample_weight).")
 
 
 def any_rows(data: Any) -> Any:
@@ -160,6 +162,12 @@ def any_rows(data: Any) -> Any:
     return tf.nest.map_structure(spec, data)
 
 
+def _shares(dataset: tf.data.Dataset, placement: Placement) -> tf.data.Dataset | None:
+    """This worker's share of a pipeline of `tfdist.data`, which then reads nobody else's; None for other data sets."""
+    share_of = getattr(dataset, "share", None)
+    return share_of and share_of(placement.first_replica, placement.local_replicas, placement.replicas)
+
+
 def _element(args: tuple) -> Any:
     # Dataset.map spreads a tuple over the arguments, and passes anything else as the only one.
     return args if len(args) > 1 else args[0]
@@ -170,19 +178,7 @@ def _worker_batch(data: Any, placement: Placement) -> Batch:
     if placement.workers == 1:
         return Batch(data, rows)
     begin, end = share(rows, placement.first_replica, placement.local_replicas, placement.replicas, tf.minimum)
-    return Batch(_slice(data, begin, end), rows, _checksum(data, rows))
-
-
-def _slice(data: Any, begin, end) -> Any:
-    def cut(x):
-        if x is None or isinstance(x, tf.experimental.Optional):
-            return x
-        if isinstance(x, tf.SparseTensor):
-            size = tf.concat([[end - begin], x.dense_shape[1:]], 0)
-            return tf.sparse.slice(x, tf.concat([[begin], tf.zeros_like(x.dense_shape[1:])], 0), size)
-        return x[begin:end]
-
-    return tf.nest.map_structure(cut, data)
+    return Batch(cut(data, begin, end), rows, _checksum(data, rows))
 
 
 def _checksum(data: Any, rows) -> tf.Tensor:

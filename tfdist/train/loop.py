@@ -16,7 +16,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.train.feed import Batch, FeedIterator, any_rows, batch_of, count_rows, replica_rows
+from tfdist.data.rows import count_rows
+from tfdist.train.feed import Batch, FeedIterator, any_rows, batch_of, replica_rows
 from tfdist.train.gradients import NotInLoop, in_loop
 from tfdist.train.placement import Placement
 from tfdist.train.step import local_replica, run_replica

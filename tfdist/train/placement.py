@@ -1,7 +1,6 @@
-"""A cluster becomes numbers: which replicas this process holds, and which rows of a global batch each takes.
+"""A cluster becomes numbers: which replicas this process holds; no tensors and no strategies here.
 
-No tensors and no strategies here. The order of replicas is the order of rows: replica r takes rows
-[r * per, (r + 1) * per) of each global batch, per = ceil(rows / replicas), so that a short batch leaves the last ones short.
+The order of replicas is the order of rows: `tfdist.data.order.share` says which rows of a global batch each takes.
 """
 
 from __future__ import annotations
@@ -47,25 +46,3 @@ class Placement:
     def task(self, rank: int) -> str:
         """Name of the worker of this rank, such as `worker:1`."""
         return self.tasks[rank] if self.tasks else f"worker:{rank}"
-
-
-def share(rows, first: int, count: int, replicas: int, minimum=min):
-    """The rows that `count` replicas from `first` on take of a global batch.
-
-    Args:
-        rows: Rows in the global batch; a number or, with `minimum=tf.minimum`, a scalar tensor.
-        first: First replica.
-        count: Number of neighbouring replicas.
-        replicas: Replicas altogether.
-        minimum: The function that takes the lesser of two.
-
-    Returns:
-        Begin and end of the rows, the end excluded.
-
-    >>> [share(10, r, 1, 4) for r in range(4)]
-    [(0, 3), (3, 6), (6, 9), (9, 10)]
-    >>> [share(2, r, 1, 3) for r in range(3)]
-    [(0, 1), (1, 2), (2, 2)]
-    """
-    per = -(-rows // replicas)
-    return minimum(rows, first * per), minimum(rows, (first + count) * per)

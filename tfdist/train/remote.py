@@ -17,9 +17,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.data.rows import count_rows
 from tfdist.keras_compat import step_counter
 from tfdist.train import deltas
-from tfdist.train.feed import any_rows, count_rows, tensors, without_optionals
+from tfdist.train.feed import any_rows, tensors, without_optionals
 from tfdist.train.loop import Stats, Watch
 from tfdist.train.pool import Pool
 from tfdist.train.stream import Pass, dataset_variant

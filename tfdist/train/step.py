@@ -15,8 +15,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.data.rows import count_rows
 from tfdist.keras_compat import combined_weight, layer_state, local_component, scale_loss_for_distribution
-from tfdist.train.feed import Batch, count_rows, replica_rows
+from tfdist.train.feed import Batch, replica_rows
 from tfdist.train.placement import Placement
 
 _scope = threading.local()

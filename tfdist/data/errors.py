@@ -1,0 +1,83 @@
+"""An example that cannot be read becomes an error that says where it lies, or a row without weight and a line in a report."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from tfdist.data.sources import Source
+
+
+class Errors:
+    """What a pipeline met of examples that cannot be read or transformed.
+
+    Args:
+        name: Of the source.
+        allowed: How many may be left out, in this process; the next one ends the run. 0: none.
+
+    Attributes:
+        found: Number of each example left out, with the place where it lies.
+    """
+
+    def __init__(self, name: str, allowed: int):
+        self.name = name
+        self.allowed = allowed
+        self.found: dict[int, str] = {}
+        self._lock = threading.Lock()
+
+    def add(self, number: np.int64, place: bytes) -> np.int64:
+        """Notes an example; raises ValueError once there are more than allowed."""
+        with self._lock:
+            if int(number) not in self.found:
+                self.found[int(number)] = place.decode(errors="replace")
+                logging.warning("%s: example %d left out: %s", self.name, number, self.found[int(number)])
+            if len(self.found) > self.allowed:
+                raise ValueError(f"{self.name}: more than ignore_errors={self.allowed} examples cannot be read or transformed: {self.report()}")
+        return number
+
+    def report(self) -> str:
+        """The examples left out, one a line."""
+        return "\n".join(f"example {number}: {place}" for number, place in sorted(self.found.items()))
+
+
+def guarded(load: Callable[..., Any], number: tf.Tensor, stored: tf.Tensor, source: Source, errors: Errors) -> tuple[Any, tf.Tensor]:
+    """Loads an example; if that fails, names its place and fails, or leaves it out where errors are allowed.
+
+    Args:
+        load: `number` and `stored` to the example; TensorFlow writes the cause of its failure into the log.
+        number: int64 scalar.
+        stored: What was read of it already, a string scalar.
+        source: Where it is from.
+        errors: How many may fail, and where they are noted.
+
+    Returns:
+        The example, zeros where it failed; and whether it did not.
+    """
+    one = tf.data.Dataset.from_tensors((number, stored))
+    loaded = one.map(lambda n, s: (load(n, s), True))
+    zeros = tf.nest.map_structure(lambda spec: _empty(spec), loaded.element_spec[0])
+
+    def failed(n, _):
+        place = source.describe(n) if source.describe is not None else tf.strings.join(["example ", tf.strings.as_string(n)])
+        if errors.allowed:
+            noted = [tf.numpy_function(errors.add, [n, place], tf.int64)]
+        else:
+            message = f"{source.name}: cannot be read or decoded (a line further up in the log has the cause):"
+            noted = [tf.debugging.Assert(False, [message, place])]
+        with tf.control_dependencies(noted):
+            return tf.nest.map_structure(tf.identity, zeros), tf.constant(False)
+
+    tried = loaded.ignore_errors(log_warning=True).concatenate(one.map(failed))
+    data, good = tried.take(1).get_single_element()
+    return data, good
+
+
+def _empty(spec: Any) -> tf.Tensor:
+    if not isinstance(spec, tf.TensorSpec):
+        raise ValueError(f"ignore_errors: expected dense examples, received {spec}. Make them dense in transform=.")
+    return tf.zeros([0 if size is None else size for size in spec.shape], spec.dtype)

@@ -1,0 +1,261 @@
+"""Declared features become a function from a stored `tf.train.Example` to tensors; nothing is read or written here."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import tensorflow as tf
+from google.protobuf.message import DecodeError
+
+# The lists of an Example.
+_LISTS = {tf.int64: "int64_list", tf.float32: "float_list", tf.string: "bytes_list"}
+_HOW = (
+    'expected a tf.io feature, or words such as "image", "image[224,224,3]", "int64", "float32[28,28]", "string[?]" or '
+    '"bytes of float64[3]"'
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Feature:
+    """A tensor in an Example.
+
+    Attributes:
+        dtype: Of the tensor.
+        shape: Its sizes; None for one that differs between examples.
+        image: Whether it is stored as an image file: JPEG, PNG, GIF or BMP.
+        packed: Whether it is stored as one string of its bytes, little-endian, rather than as a list of numbers.
+    """
+
+    dtype: tf.DType
+    shape: tuple[int | None, ...]
+    image: bool = False
+    packed: bool = False
+
+    @classmethod
+    def parse(cls, name: str, text: str) -> Feature:
+        """The feature that a declaration means.
+
+        Args:
+            name: Of the feature, for messages.
+            text: `image`, a type such as `int64`, or `bytes of` a type, and perhaps a shape in brackets, with `?` for sizes that differ
+                between examples. Without brackets: a scalar, or an image of any size with three channels. The
+                numbers of several `?` are read from a list `NAME/shape`.
+
+        Returns:
+            The feature.
+
+        Raises:
+            ValueError: For any other text.
+
+        Example:
+            >>> Feature.parse("x", "float32[?,4]").shape
+            (None, 4)
+            >>> str(Feature.parse("x", "image")), str(Feature.parse("x", "bytes of float64"))
+            ('image[?,?,3]', 'bytes of float64')
+        """
+        match = re.fullmatch(r"(bytes of )?(\w+)(?:\[([\d?, ]*)\])?", text.strip())
+        if not match:
+            raise ValueError(f"features[{name!r}]: {_HOW}; received {text!r}.")
+        sizes = None if match[3] is None else [size.strip() for size in match[3].split(",") if size.strip()]
+        shape = () if sizes is None else tuple(None if size == "?" else int(size) for size in sizes)
+        if match[2] == "image" and not match[1]:
+            shape = (None, None, 3) if sizes is None else shape
+            if len(shape) != 3 or shape[2] not in (1, 3, 4, None):
+                raise ValueError(
+                    f"features[{name!r}]: expected an image of a height, a width and 1, 3 or 4 channels; received {text!r}."
+                )
+            return cls(tf.uint8, shape, image=True)
+        try:
+            dtype = tf.as_dtype(match[2])
+        except TypeError:
+            raise ValueError(f"features[{name!r}]: {_HOW}; received {text!r}.") from None
+        feature = cls(dtype, shape, packed=bool(match[1]))
+        if feature.packed and not packable(dtype):
+            raise ValueError(f"features[{name!r}]: expected bytes of a type of numbers; received {text!r}.")
+        if not feature.packed and not listable(dtype):
+            raise ValueError(f'features[{name!r}]: lists hold no {dtype.name}: write "bytes of {text}"; received {text!r}.')
+        return feature
+
+    def __str__(self) -> str:
+        sizes = ",".join("?" if size is None else str(size) for size in self.shape)
+        kind = "image" if self.image else f"{'bytes of ' if self.packed else ''}{self.dtype.name}"
+        return f"{kind}[{sizes}]" if self.shape else kind
+
+    @property
+    def stored(self) -> tf.DType:
+        """The type of the list that holds it: int64, float32 or string."""
+        return tf.string if self.image or self.packed else listable(self.dtype)
+
+    @property
+    def has_shape(self) -> bool:
+        """Whether the shape is stored beside it, as it does not follow from the number of values."""
+        return not self.image and self.shape.count(None) > 1
+
+    @property
+    def values(self) -> int | None:
+        """Values in its list; None where that differs between examples."""
+        if self.image or self.packed:
+            return 1
+        return None if None in self.shape else int(tf.TensorShape(self.shape).num_elements())
+
+    def specs(self, name: str) -> dict[str, Any]:
+        """What `tf.io.parse_single_example` takes to find it."""
+        specs: dict[str, Any] = {}
+        if self.image or self.packed:
+            specs[name] = tf.io.FixedLenFeature([], tf.string)
+        elif self.values:
+            specs[name] = tf.io.FixedLenFeature(self.shape, self.stored)
+        else:
+            specs[name] = tf.io.FixedLenSequenceFeature([], self.stored, allow_missing=True)
+        if self.has_shape:
+            specs[shape_of(name)] = tf.io.FixedLenFeature([len(self.shape)], tf.int64)
+        return specs
+
+    def decode(self, name: str, parsed: Mapping[str, Any]) -> tf.Tensor:
+        """The tensor, from what `tf.io.parse_single_example` found."""
+        with tf.name_scope(re.sub(r"\W", "_", f"feature_{name}")):  # which TensorFlow's messages contain
+            value = parsed[name]
+            if self.image:
+                image = tf.io.decode_image(value, self.shape[2] or 0, expand_animations=False)
+                return tf.ensure_shape(image, self.shape)
+            if self.packed:
+                wide = self.dtype == tf.uint64  # which decode_raw does not know
+                value = tf.bitcast(tf.io.decode_raw(value, tf.int64), tf.uint64) if wide else tf.io.decode_raw(value, self.dtype)
+            shape = parsed[shape_of(name)] if self.has_shape else [-1 if size is None else size for size in self.shape]
+            value = tf.reshape(tf.cast(value, self.dtype), shape)
+            return tf.ensure_shape(value, self.shape)
+
+
+def listable(dtype: tf.DType) -> tf.DType | None:
+    """The type of the list of an Example that holds values of this type exactly; None if there is none."""
+    if dtype == tf.string:
+        return tf.string
+    if dtype in (tf.float32, tf.float16, tf.bfloat16):
+        return tf.float32
+    if dtype in (tf.bool, tf.int8, tf.int16, tf.int32, tf.int64, tf.uint8, tf.uint16, tf.uint32):
+        return tf.int64
+    return None
+
+
+def packable(dtype: tf.DType) -> bool:
+    """Whether a string of bytes can be turned into values of this type."""
+    return dtype in (tf.float64, tf.uint64, tf.complex64, tf.complex128) or listable(dtype) not in (None, tf.string)
+
+
+def shape_of(name: str) -> str:
+    """The name under which the shape of a feature is stored."""
+    return f"{name}/shape"
+
+
+@dataclasses.dataclass(frozen=True)
+class Features:
+    """The features of an Example, and what one example looks like to users.
+
+    Attributes:
+        columns: Name to a Feature, or to a feature of `tf.io`.
+        structure: A nest (tuple, dict) of their names.
+    """
+
+    columns: Mapping[str, Any]
+    structure: Any
+
+    @classmethod
+    def of(cls, declared: Mapping[str, Any], label: str | None = None, structure: Any = None) -> Features:
+        """The features that declarations mean.
+
+        Args:
+            declared: Name to a declaration of `Feature.parse`, or a feature of `tf.io`.
+            label: The feature that is `y`; the others are `x`: one as a tensor, several as a dict.
+            structure: A nest of names, without `label`; default: the tensor of the one feature, or a dict of all.
+
+        Returns:
+            The features.
+
+        Raises:
+            ValueError: For a bad declaration, and a label that is none of the features.
+
+        Example:
+            >>> features = Features.of({"image": "image", "label": "int64"}, label="label")
+            >>> features.structure
+            ('image', 'label')
+        """
+        if not isinstance(declared, Mapping) or not declared:
+            raise ValueError(f'features: expected a mapping such as {{"image": "image", "label": "int64"}}; received {declared!r}.')
+        columns = {name: Feature.parse(name, what) if isinstance(what, str) else what for name, what in declared.items()}
+        for name, what in columns.items():
+            if not isinstance(what, Feature) and not type(what).__name__.endswith("Feature"):
+                raise ValueError(f"features[{name!r}]: {_HOW}; received {what!r}.")
+        names = [name for name in columns if name != label]
+        if label is not None:
+            if label not in columns or not names:
+                raise ValueError(
+                    f"label={label!r}: expected one of several features, which are {', '.join(columns)}. "
+                    "Correct label=, or add the feature to features=."
+                )
+            return cls(columns, (names[0] if len(names) == 1 else {name: name for name in names}, label))
+        if structure is None:
+            structure = names[0] if len(names) == 1 else {name: name for name in names}
+        return cls(columns, structure)
+
+    def decode(self, serialized: tf.Tensor) -> Any:
+        """An example from a serialized `tf.train.Example`, a string scalar; in graphs and outside."""
+        specs: dict[str, Any] = {}
+        for name, what in self.columns.items():
+            specs |= what.specs(name) if isinstance(what, Feature) else {name: what}
+        parsed = tf.io.parse_single_example(serialized, specs)
+
+        def tensor(name: str) -> Any:
+            what = self.columns[name]
+            return what.decode(name, parsed) if isinstance(what, Feature) else parsed[name]
+
+        return tf.nest.map_structure(tensor, self.structure)
+
+    def check(self, serialized: bytes, where: str) -> None:
+        """Raises unless an Example holds these features.
+
+        Args:
+            serialized: The Example.
+            where: Where it lies, "FILE, byte 0".
+
+        Raises:
+            ValueError: It names the first feature that is missing or of another kind.
+        """
+        try:
+            held = tf.train.Example.FromString(serialized).features.feature
+        except DecodeError as error:
+            raise ValueError(
+                f"{where}: expected a serialized tf.train.Example; received {serialized[:20]!r}... Leave features= out to get the "
+                "records as they are."
+            ) from error
+        for name, what in self.columns.items():
+            if isinstance(what, Feature):
+                _check_one(name, what, held, where)
+        try:
+            self.decode(tf.constant(serialized))
+        except tf.errors.OpError as error:
+            raise ValueError(f"{where}: does not hold the features {', '.join(self.columns)} as declared: {error.message}") from error
+
+
+def _check_one(name: str, feature: Feature, held: Mapping[str, tf.train.Feature], where: str) -> None:
+    expected = _LISTS[feature.stored]
+    if name not in held:
+        if feature.values is None:
+            return  # an empty list may be left out
+        known = ", ".join(f"{n} ({_kind(f)})" for n, f in sorted(held.items())) or "nothing"
+        raise ValueError(f"features[{name!r}]: {where} holds no such feature, but {known}. Correct the name in features=.")
+    kind = held[name].WhichOneof("kind")
+    count = len(getattr(held[name], kind).value) if kind else 0
+    if (kind and kind != expected) or (feature.values is not None and count != feature.values):
+        wanted = "a" if feature.values is None else f"{feature.values} values in a"
+        raise ValueError(
+            f"features[{name!r}]: expected {feature}, {wanted} {expected}; received {_kind(held[name])} in {where}. "
+            "Correct the declaration in features=."
+        )
+
+
+def _kind(feature: tf.train.Feature) -> str:
+    kind = feature.WhichOneof("kind")
+    return f"{len(getattr(feature, kind).value)} values in a {kind}" if kind else "nothing"

@@ -1,0 +1,126 @@
+"""Keras preprocessing layers learn from a Source, then change batches row by row; no other layer's weights are touched.
+
+For text (`TextVectorization`) and tables (`Normalization`, `StringLookup`, `IntegerLookup`, `Discretization`, `Hashing`, ...).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist import config
+from tfdist.data.sources import Source
+
+
+@dataclasses.dataclass(frozen=True)
+class Preprocess:
+    """Applies layers to x, for `pipeline(batch_transform=...)`.
+
+    Layers see what Keras wants to see: features that are scalars become columns, `[rows, 1]`.
+
+    Attributes:
+        layers: A layer for x itself; or, where x is a dict, layers by the name of their feature. Other features stay as they are.
+
+    Example:
+        >>> lookup = keras.layers.StringLookup(vocabulary=["a", "b"])
+        >>> x, y = Preprocess({"city": lookup})({"city": tf.constant(["b", "a"])}, tf.constant([0, 1]))
+        >>> x["city"].numpy().tolist()
+        [[2], [1]]
+    """
+
+    layers: keras.Layer | Mapping[str, keras.Layer]
+
+    def __post_init__(self) -> None:
+        found = self.layers.values() if isinstance(self.layers, Mapping) else [self.layers]
+        for layer in found:
+            if not isinstance(layer, keras.Layer):
+                raise ValueError(f"layers: expected a Keras layer, or a dict of them; received {layer!r}.")
+
+    def __call__(self, x: Any, *rest: Any) -> Any:
+        """Changes a batch.
+
+        Args:
+            x: `[rows, ...]`, or a dict of such.
+            *rest: What belongs to it.
+
+        Returns:
+            The new x; with `rest`, a tuple.
+        """
+        changed = dict(x) if isinstance(x, Mapping) else x
+        for name, layer in _named(self.layers):
+            value = _run(layer, _feature(x, name), name)
+            if name is None:
+                changed = value
+            else:
+                changed[name] = value
+        return (changed, *rest) if rest else changed
+
+
+def adapt(layers: keras.Layer | Mapping[str, keras.Layer], source: Any, *, global_batch: int = 1024) -> Preprocess:
+    """Lets layers learn from all examples of a source: their vocabulary, mean and variance, quantiles.
+
+    The examples come in the order of their numbers, so that every worker's layers learn the same; each worker reads them all.
+
+    Args:
+        layers: A layer for x itself; or, where x is a dict, layers by the name of their feature. A layer that has
+            nothing to learn is left as it is.
+        source: What `Source.of` takes. Use the training split only.
+        global_batch: Examples that a layer is given at a time.
+
+    Returns:
+        A function for `pipeline(batch_transform=...)` that applies the layers.
+
+    Raises:
+        ValueError: For what is no layer, and a feature that the source does not have.
+
+    Example:
+        >>> text = keras.layers.TextVectorization(output_sequence_length=3)
+        >>> prepare = adapt(text, (tf.constant(["a cat", "a dog"]), tf.constant([0, 1])))
+        >>> prepare(tf.constant(["the cat"]), 7)[0].numpy().tolist()
+        [[1, 3, 0]]
+    """
+    source = Source.of(source)
+    result = Preprocess(layers)
+    for name, layer in _named(layers):
+        if hasattr(layer, "adapt"):
+            layer.adapt(source.dataset().batch(global_batch).map(_select(name), num_parallel_calls=tf.data.AUTOTUNE))
+    return result
+
+
+def _select(name: str | None) -> Callable[..., Any]:
+    return lambda x, *rest: _column(_feature(x, name))
+
+
+def _named(layers: Any) -> list[tuple[str | None, keras.Layer]]:
+    return list(layers.items()) if isinstance(layers, Mapping) else [(None, layers)]
+
+
+def _feature(x: Any, name: str | None) -> Any:
+    if name is None:
+        if isinstance(x, Mapping):
+            raise ValueError(f"layers: x has the features {', '.join(map(str, x))}: expected layers by the name of their feature, received one layer.")
+        return x
+    if not isinstance(x, Mapping):
+        raise ValueError(f"layers: x has no features: expected one layer, received one for the feature {name!r}.")
+    if name not in x:
+        raise ValueError(f"layers: x has no feature {name!r}. {config.nearest(name, x)}")
+    return x[name]
+
+
+def _column(value: Any) -> Any:
+    return value[:, tf.newaxis] if value.shape.rank == 1 else value
+
+
+def _run(layer: keras.Layer, value: Any, name: str | None) -> Any:
+    value = _column(value)
+    result = layer(value)
+    if isinstance(result, tf.Tensor) and value.shape[1:].is_fully_defined() and not result.shape[1:].is_fully_defined():
+        raise ValueError(
+            f"layers: {layer.name}{'' if name is None else f', of the feature {name!r},'} makes rows as long as the longest of its batch ({result.shape}), "
+            "though a row must not depend on others. Give it a length: TextVectorization(output_sequence_length=...)."
+        )
+    return result

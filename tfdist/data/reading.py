@@ -1,0 +1,216 @@
+"""An order and a source become the examples of some rows of each global batch, one by one; nothing is transformed or batched.
+
+Three ways, by what the source can do: single examples by number, files from beginning to end, or whatever a data set gives.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tfdist.data.order import Order, StreamOrder, share
+from tfdist.data.rows import plain
+from tfdist.data.sources import Source
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """The rows that some replicas take of each global batch.
+
+    Attributes:
+        first: First replica.
+        count: Number of neighbouring replicas.
+        replicas: Replicas altogether; divides the global batch, unless it is read as a whole.
+    """
+
+    first: int = 0
+    count: int = 1
+    replicas: int = 1
+
+    def width(self, global_batch: int) -> int:
+        """Rows of a full batch."""
+        return global_batch // self.replicas * self.count
+
+    def begin(self, global_batch: int) -> int:
+        """Row of a full batch where they begin."""
+        return global_batch // self.replicas * self.first
+
+
+class Example(NamedTuple):
+    """An example on its way.
+
+    Fields:
+        data: As it is stored, or read.
+        number: int64 scalar.
+        epoch: int64 scalar.
+        step: int64 scalar.
+    """
+
+    data: Any
+    number: Any
+    epoch: Any
+    step: Any
+
+
+def positions(order: Order, window: Window, step: Any) -> tf.Tensor:
+    """Where the window's rows of one batch stand in the epoch's order.
+
+    Args:
+        order: The order.
+        window: Whose rows.
+        step: int64 scalar.
+
+    Returns:
+        int64 `[width]`. In a batch that is not full, rows beyond its end repeat its last example.
+    """
+    row = window_begin(order, window, step) + tf.range(window.width(order.global_batch), dtype=tf.int64)
+    return step * order.global_batch + tf.minimum(row, order.rows(step, tf.minimum) - 1)
+
+
+def window_begin(order: Order, window: Window, step: Any) -> tf.Tensor:
+    """Row of a step's batch where the window begins, int64 scalar: padded batches are shared like full ones."""
+    rows = tf.cast(order.global_batch if order.tail == "pad" else order.rows(step, tf.minimum), tf.int64)
+    return share(rows, window.first, window.count, window.replicas, tf.minimum)[0]
+
+
+def by_number(order: Order, window: Window, steps: tf.data.Dataset) -> tf.data.Dataset:
+    """The numbers of the window's examples.
+
+    Args:
+        order: The order.
+        window: Whose rows.
+        steps: Pairs of epoch and step, int64 scalars.
+
+    Returns:
+        A data set of Examples without data; `width` for each step.
+    """
+
+    @plain
+    def numbers(epoch, step):
+        found = order.numbers(epoch, positions(order, window, step))
+        return found, tf.fill(tf.shape(found), epoch), tf.fill(tf.shape(found), step)
+
+    singles = steps.map(numbers, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True).unbatch()
+    return singles.map(plain(lambda number, epoch, step: Example((), number, epoch, step)))
+
+
+def by_file(source: Source, order: StreamOrder, window: Window, position: tf.data.Dataset, parallel: Any) -> tf.data.Dataset:
+    """The window's examples as they are stored in files, read from beginning to end.
+
+    Args:
+        source: One with `scan`.
+        order: Its order.
+        window: Whose rows.
+        position: One pair of epoch and first step, int64 scalars.
+        parallel: How many files to read at a time.
+
+    Returns:
+        A data set of Examples with stored data; `width` for each step.
+    """
+    per = order.per_stream
+    begin = window.begin(order.global_batch)
+    width = window.width(order.global_batch)
+    first = begin // per
+    streams = math.ceil((begin + width) / per) - first
+
+    @plain
+    def full(epoch, step):
+        def one(stream):
+            return _stream(source, order, epoch, stream, step)
+
+        parts = tf.data.Dataset.range(first, first + streams)
+        rows = parts.interleave(
+            one, cycle_length=streams, block_length=per, num_parallel_calls=min(streams, parallel) if parallel > 0 else parallel,
+            deterministic=True,
+        )
+        if streams * per > width:  # the window's ends lie within parts that others read too
+            skipped = begin - first * per
+            rows = rows.enumerate().filter(lambda i, _: tf.math.logical_and(i % (streams * per) >= skipped, i % (streams * per) < skipped + width))
+            rows = rows.map(lambda _, row: row)
+        return rows.enumerate().map(lambda i, row: Example(row[0], row[1], epoch, step + i // width))
+
+    @plain
+    def tail(epoch, step):
+        last = tf.constant(order.full, tf.int64)
+        stored = _segment(source, order, epoch, tf.constant(order.tail_begin, tf.int64), tf.constant(order.examples, tf.int64))
+        wanted = positions(order, window, last)
+        places = order.places(epoch, wanted)
+        numbers = order.numbers_of(epoch, places)
+        together = stored.batch(order.examples - order.tail_begin)
+        rows = together.flat_map(lambda held: tf.data.Dataset.from_tensor_slices((tf.gather(held, places - order.tail_begin), numbers)))
+        return rows.map(lambda row, number: Example(row, number, epoch, last))
+
+    # The position is asked for once: to ask is to begin an epoch.
+    if order.steps == order.full:
+        examples = position.flat_map(full)
+    elif not order.full:
+        examples = position.flat_map(tail)
+    else:
+        examples = position.flat_map(plain(lambda epoch, step: full(epoch, step).concatenate(tail(epoch, step))))
+    return examples
+
+
+def walked(source: Source, buffer: int | None, key: Callable[[Any], tf.Tensor], position: tf.data.Dataset) -> tf.data.Dataset:
+    """All examples of a source that can only be walked through, in an epoch's order.
+
+    Args:
+        source: One with `walk`.
+        buffer: Examples to shuffle among; None: the source's order.
+        key: Epoch to the seed of its shuffle, int64 scalar.
+        position: One pair of epoch and example to begin at, int64 scalars; those before are read and thrown away.
+
+    Returns:
+        A data set of Examples, whose steps are 0.
+    """
+    assert source.walk is not None
+    examples = source.walk().enumerate()
+
+    @plain
+    def one_epoch(epoch, first):
+        # tf.data mixes TensorFlow's global seed in. Here that is the seed of this function's own graph.
+        tf.compat.v1.set_random_seed(1)
+        shuffled = examples
+        if buffer is not None:
+            shuffled = examples.shuffle(buffer, seed=key(epoch), reshuffle_each_iteration=False)
+        return shuffled.skip(first).map(lambda number, data: Example(data, number, epoch, tf.constant(0, tf.int64)))
+
+    return position.flat_map(one_epoch)
+
+
+def _stream(source: Source, order: StreamOrder, epoch, stream, step) -> tf.data.Dataset:
+    """Stored examples of one part from a step on, with their numbers."""
+    done = step * order.per_stream
+    block = done // order.block
+    start = stream * order.part
+    stored = _segment(source, order, epoch, start + block * order.block, start + order.part)
+
+    @plain
+    def permuted(index, held):
+        first = (block + index) * order.block
+        within = first + tf.range(tf.size(held, tf.int64))
+        places = order.shuffled(epoch, tf.fill(tf.shape(within), stream), within, order.part)
+        return tf.gather(held, places - first), order.numbers_of(epoch, start + places)
+
+    return stored.batch(order.block).enumerate().map(permuted).unbatch().skip(done - block * order.block)
+
+
+def _segment(source: Source, order: StreamOrder, epoch, begin, end) -> tf.data.Dataset:
+    """Stored examples from `begin` to before `end` of the epoch's sequence of files."""
+    files, ends = order.files(epoch), order.ends(epoch)
+    starts = tf.concat([[tf.constant(0, tf.int64)], ends[:-1]], 0)
+    first = tf.searchsorted(ends, [begin], side="right", out_type=tf.int64)[0]
+    after = tf.searchsorted(starts, [end], side="left", out_type=tf.int64)[0]
+
+    scan = source.scan
+    assert scan is not None
+
+    @plain
+    def of_file(place):
+        skipped = tf.maximum(begin - starts[place], 0)
+        return scan(files[place], skipped, tf.minimum(ends[place], end) - starts[place] - skipped)
+
+    return tf.data.Dataset.range(first, after).flat_map(of_file)

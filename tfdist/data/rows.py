@@ -1,0 +1,67 @@
+"""Batches are cut, counted and filled up by rows, whatever nest of tensors they are; no row's content is looked at."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+# For functions that tf.data traces: ours are graphs as they stand, and AutoGraph would take its time with them.
+plain = tf.autograph.experimental.do_not_convert
+
+
+def count_rows(batch: Any) -> tf.Tensor:
+    """Rows of a batch, int64 scalar.
+
+    Args:
+        batch: A nest of tensors `[rows, ...]`, dense, ragged or sparse; None and Optionals are passed over.
+
+    Raises:
+        ValueError: It holds no tensor.
+    """
+    for x in tf.nest.flatten(batch):
+        if isinstance(x, tf.RaggedTensor):
+            return tf.cast(x.nrows(), tf.int64)
+        if isinstance(x, tf.SparseTensor):
+            return x.dense_shape[0]
+        if not _absent(x):
+            return tf.shape(x, out_type=tf.int64)[0]
+    raise ValueError("The batch holds no tensor; expected x, (x, y) or (x, y, sample_weight).")
+
+
+def cut(batch: Any, begin, end) -> Any:
+    """Rows from `begin` to before `end`.
+
+    Args:
+        batch: A nest of tensors `[rows, ...]`.
+        begin: int64 scalar.
+        end: int64 scalar.
+
+    Returns:
+        The same nest, `[end - begin, ...]`.
+    """
+
+    def of(x):
+        if _absent(x):
+            return x
+        if isinstance(x, tf.SparseTensor):
+            size = tf.concat([[end - begin], x.dense_shape[1:]], 0)
+            return tf.sparse.slice(x, tf.concat([[begin], tf.zeros_like(x.dense_shape[1:])], 0), size)
+        return x[begin:end]
+
+    return tf.nest.map_structure(of, batch)
+
+
+def fill(batch: Any, rows: int) -> Any:
+    """A batch with rows of zeros behind its own, up to `rows`; dense tensors only, of static shape afterwards."""
+
+    def of(x):
+        missing = rows - tf.shape(x)[0]
+        padded = tf.pad(x, tf.concat([[[0, missing]], tf.zeros([tf.rank(x) - 1, 2], tf.int32)], 0))
+        return tf.ensure_shape(padded, [rows, *x.shape[1:]])
+
+    return tf.nest.map_structure(of, batch)
+
+
+def _absent(x: Any) -> bool:
+    return x is None or isinstance(x, tf.experimental.Optional)

@@ -1,0 +1,341 @@
+"""One example becomes another, at random where a seed says how; no state is kept, so that the same seed gives the same example.
+
+`pipeline(transform=...)` calls these with an example and a seed that follows from (seed, epoch, number of the example).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist import config
+from tfdist.data.sources import call
+
+# Mean and standard deviation of ImageNet's pixels, from 0 to 255: `images(224, **IMAGENET)`.
+IMAGENET: Mapping[str, Any] = {"mean": (123.675, 116.28, 103.53), "std": (58.395, 57.12, 57.375)}
+
+_CROPS = ("random", "center", "none")
+_METHODS = ("area", "bicubic", "bilinear", "gaussian", "lanczos3", "lanczos5", "mitchellcubic", "nearest")
+# Tries of the random crop before it takes the whole image.
+_TRIES = 10
+# Makes another seed of one; no seed of another example, as their numbers differ from each other in few of the upper bits.
+_OTHER = (0x2545F491, 0x4F6CDD1D)
+
+
+def images(size: int | tuple[int, int], *, augment: bool = False, **options: Any) -> Images:
+    """A transform that makes images of one size: for training at random, or for evaluation.
+
+    Args:
+        size: Height and width, or one number for both.
+        augment: Whether to take a random crop (`crop="random"`) and flip every other image (`flip=True`), unless `options` say
+            otherwise.
+        **options: Other attributes of `Images`.
+
+    Returns:
+        The transform.
+
+    Raises:
+        ValueError: For a bad value.
+
+    Example:
+        >>> train = images(224, augment=True, brightness=0.2, **IMAGENET)
+        >>> x, y = train(tf.zeros([375, 500, 3], tf.uint8), 7, seed=[1, 2])
+        >>> x.shape, y
+        (TensorShape([224, 224, 3]), 7)
+    """
+    return Images(size, **{**({"crop": "random", "flip": True} if augment else {}), **options})
+
+
+@dataclasses.dataclass(frozen=True)
+class Images:
+    """Makes images of one size; `images` is the short way to one.
+
+    Called with an image, or an image and what belongs to it (its label), which stays as it is. The image is either pixels from 0 to 255,
+    `[height, width, channels]`, or the content of its file, a string scalar. Of a JPEG file no more is decoded than
+    the crop needs, which is faster; its pixels are those of the whole image but for the crop's first column, which may differ by
+    some grey levels. Damage in a part of a file that is not decoded is not noticed.
+
+    Attributes:
+        size: Height and width of the result, or one number for both.
+        crop: "random": a part of random area and aspect ratio, as ResNet and Inception are trained with; "center": the largest
+            part of the result's aspect ratio around the centre, times `fraction`; "none": the whole image, its aspect ratio changed.
+        area: With "random", least and greatest share of the image's area.
+        aspect: With "random", least and greatest ratio of width to height.
+        fraction: With "center", the share of its height and width; 0.875 is a crop of 224 from 256.
+        flip: Whether to mirror every other image, left and right.
+        brightness: At most this is added to or taken from all pixels, as a share of 255.
+        contrast: Distances from the image's mean are multiplied by a number from 1 - contrast to 1 + contrast.
+        saturation: Likewise the saturation of colours.
+        hue: At most this is added to or taken from the hue, as a share of the colour circle, up to 0.5.
+        mean: Is taken from the pixels (from 0 to 255); one number, or one for each channel.
+        std: What they are divided by then.
+        dtype: Of the result. "uint8": pixels from 0 to 255, rounded: a quarter of the memory, and a model's `Rescaling` layer
+            is faster on its device than `mean` and `std` are here.
+        channels: What files are decoded to: 1, 3 or 4.
+        method: Of `tf.image.resize`.
+        antialias: Of `tf.image.resize`: smooths what is made smaller.
+        shrink: Whether a JPEG's crop is decoded at 1/2, 1/4 or 1/8 of its size where it is that many times larger than the result;
+            faster, and smoother than "bilinear" without `antialias`.
+
+    Raises:
+        ValueError: For a bad value.
+
+    Example:
+        >>> file = tf.io.encode_jpeg(tf.zeros([375, 500, 3], tf.uint8))
+        >>> Images((96, 128), dtype="uint8")(file).shape
+        TensorShape([96, 128, 3])
+    """
+
+    size: int | tuple[int, int]
+    crop: str = "center"
+    area: tuple[float, float] = (0.08, 1.0)
+    aspect: tuple[float, float] = (3 / 4, 4 / 3)
+    fraction: float = 0.875
+    flip: bool = False
+    brightness: float = 0.0
+    contrast: float = 0.0
+    saturation: float = 0.0
+    hue: float = 0.0
+    mean: float | tuple[float, ...] = 0.0
+    std: float | tuple[float, ...] = 1.0
+    dtype: str = "float32"
+    channels: int = 3
+    method: str = "bilinear"
+    antialias: bool = False
+    shrink: bool = True
+
+    def __post_init__(self) -> None:
+        size = (self.size, self.size) if isinstance(self.size, int) else self.size
+        _check("size", self.size, len(size) == 2 and all(side >= 1 for side in size), "height and width, in pixels")
+        for name, known in (("crop", _CROPS), ("method", _METHODS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}: received {getattr(self, name)!r}. {config.nearest(str(getattr(self, name)), known)}")
+        _check("area", self.area, len(self.area) == 2 and 0 < self.area[0] <= self.area[1] <= 1, "two shares between 0 and 1, the lesser first")
+        _check("aspect", self.aspect, len(self.aspect) == 2 and 0 < self.aspect[0] <= self.aspect[1], "two ratios, the lesser first")
+        _check("fraction", self.fraction, 0 < self.fraction <= 1, "a share, more than 0 and at most 1")
+        for name, most in (("brightness", 1), ("contrast", 1), ("saturation", 1), ("hue", 0.5)):
+            _check(name, getattr(self, name), 0 <= getattr(self, name) <= most, f"a number from 0 to {most}")
+        _check("channels", self.channels, self.channels in (1, 3, 4), "1, 3 or 4")
+        dtype = tf.as_dtype(self.dtype)
+        _check("dtype", self.dtype, dtype.is_floating or dtype == tf.uint8, '"uint8" or a floating type')
+        if dtype == tf.uint8 and (self.mean, self.std) != (0.0, 1.0):
+            raise ValueError('dtype="uint8" holds pixels from 0 to 255: leave mean and std out, or take dtype="float32".')
+
+    @property
+    def random(self) -> bool:
+        """Whether the result depends on the seed."""
+        return self.crop == "random" or self.flip or any((self.brightness, self.contrast, self.saturation, self.hue))
+
+    def __call__(self, image: Any, *rest: Any, seed: Any = None) -> Any:
+        """Makes one image.
+
+        Args:
+            image: Pixels `[height, width, channels]`, or a file's content.
+            *rest: What belongs to it.
+            seed: int32 `[2]`; needed if `random`.
+
+        Returns:
+            The image `[*size, channels]`; with `rest`, a tuple.
+        """
+        if self.random and seed is None:
+            raise ValueError("images: a random transform takes a seed; pass it as transform= to tfdist.data.pipeline, not to Source.map.")
+        if isinstance(image, Mapping):
+            raise ValueError(
+                f"images: expected an image, received features {', '.join(map(str, image))}. Take the image out first: "
+                'source.map(lambda x: (x["image"], x["label"])).'
+            )
+        image = tf.convert_to_tensor(image)
+        if image.shape.rank not in (None, 0 if image.dtype == tf.string else 3):
+            raise ValueError(f"images: expected pixels [height, width, channels], or a file's content; received {image.dtype.name} of shape {image.shape}.")
+        # One seed for the crop, and another key for what follows; seeds_for would cost a tenth of a millisecond on a busy machine.
+        other = tf.cast(seed, tf.int32) ^ _OTHER if self.random else None
+        cropped = self._decoded(image, seed) if image.dtype == tf.string else _cut(image, self._window(tf.shape(image), seed))
+        result = self._finished(cropped, other)
+        return (result, *rest) if rest else result
+
+    @property
+    def _height_and_width(self) -> tuple[int, int]:
+        return (self.size, self.size) if isinstance(self.size, int) else tuple(self.size)
+
+    def _window(self, shape: tf.Tensor, seed: Any) -> tf.Tensor:
+        """The part of an image to take: its top, left, height and width, int32 `[4]`."""
+        if self.crop == "none":
+            return tf.concat([[0, 0], shape[:2]], 0)
+        if self.crop == "random":
+            begin, size, _ = tf.image.stateless_sample_distorted_bounding_box(
+                shape,
+                tf.zeros([1, 0, 4]),
+                seed,
+                min_object_covered=0.0,
+                aspect_ratio_range=self.aspect,
+                area_range=self.area,
+                max_attempts=_TRIES,
+                use_image_if_no_bounding_boxes=True,
+            )
+            return tf.gather(tf.concat([begin, size], 0), [0, 1, 3, 4])
+        size = tf.constant(self._height_and_width, tf.float32)
+        scale = tf.reduce_min(tf.cast(shape[:2], tf.float32) / size) * self.fraction
+        part = tf.clip_by_value(tf.cast(tf.round(size * scale), tf.int32), 1, shape[:2])
+        return tf.concat([(shape[:2] - part) // 2, part], 0)
+
+    def _decoded(self, content: tf.Tensor, seed: Any) -> tf.Tensor:
+        """The window of the image in a file."""
+
+        def jpeg() -> tf.Tensor:
+            window = self._window(tf.io.extract_jpeg_shape(content), seed)
+            if not self.shrink:
+                return at(window, 1)
+            times = tf.reduce_min(window[2:] // self._height_and_width)
+            small = lambda: tf.cond(times < 4, lambda: at(window, 2), lambda: tf.cond(times < 8, lambda: at(window, 4), lambda: at(window, 8)))  # noqa: E731
+            return tf.cond(times < 2, lambda: at(window, 1), small)
+
+        def at(window: tf.Tensor, ratio: int) -> tf.Tensor:
+            return tf.io.decode_and_crop_jpeg(content, window if ratio == 1 else window // ratio, channels=self.channels, ratio=ratio)
+
+        def other() -> tf.Tensor:
+            whole = decode_image(content, self.channels)
+            return _cut(whole, self._window(tf.shape(whole), seed))
+
+        if self.channels == 4:  # which no JPEG has
+            return other()
+        return tf.ensure_shape(tf.cond(tf.io.is_jpeg(content), jpeg, other), [None, None, self.channels])
+
+    def _finished(self, image: tf.Tensor, seed: Any) -> tf.Tensor:
+        """A crop becomes the result."""
+        image = tf.cast(tf.image.resize(image, self._height_and_width, self.method, antialias=self.antialias), tf.float32)
+        if self.random:  # all numbers drawn in any case, so that an option does not change what the others do
+            draws = tf.random.stateless_uniform([5], seed, alg="philox")
+            image = self._coloured(image, 2.0 * draws - 1.0)
+        if tf.as_dtype(self.dtype) == tf.uint8:
+            image = tf.cast(tf.clip_by_value(image, 0.0, 255.0) + 0.5, tf.uint8)
+        if self.flip:
+            image = tf.cond(draws[0] < 0.5, lambda: tf.reverse(image, [1]), lambda: image)
+        if (self.mean, self.std) != (0.0, 1.0):
+            image = self._scaled(image)
+        return tf.cast(image, self.dtype)
+
+    def _scaled(self, image: tf.Tensor) -> tf.Tensor:
+        """Pixels less the mean, divided by the deviation."""
+        channels = image.shape[-1]
+        for name in ("mean", "std"):
+            if np.size(getattr(self, name)) not in (1, channels):
+                raise ValueError(f"{name}: expected one number, or one for each of {channels} channels; received {getattr(self, name)!r}.")
+        # A row at a time: the channels alone are too few numbers for the processor's vector instructions.
+        scale = np.tile(np.broadcast_to(1.0 / np.asarray(self.std), [channels]), image.shape[1])
+        shift = np.tile(np.broadcast_to(self.mean, [channels]), image.shape[1]) * -scale
+        rows = tf.reshape(image, [image.shape[0], -1]) * tf.constant(scale, tf.float32) + tf.constant(shift, tf.float32)
+        return tf.reshape(rows, image.shape)
+
+    def _coloured(self, image: tf.Tensor, amounts: tf.Tensor) -> tf.Tensor:
+        """Pixels with other colours; the amounts, `[5]`, are from -1 to 1, and the first is not for colours."""
+        if (self.saturation or self.hue) and image.shape[-1] != 3:
+            raise ValueError(f"saturation, hue: expected images of 3 channels, received {image.shape[-1]}. Leave them out.")
+        if self.brightness:
+            image += amounts[1] * self.brightness * 255.0
+        if self.contrast:
+            image = tf.image.adjust_contrast(image, 1.0 + amounts[2] * self.contrast)
+        if self.brightness or self.contrast:
+            image = tf.clip_by_value(image, 0.0, 255.0)
+        if self.saturation:
+            image = tf.image.adjust_saturation(image, 1.0 + amounts[3] * self.saturation)
+        if self.hue:
+            image = tf.image.adjust_hue(image, amounts[4] * self.hue)
+        return image
+
+
+def chain(*transforms: Callable[..., Any]) -> Callable[..., Any]:
+    """One transform of several, each of which takes what the one before returns.
+
+    Args:
+        *transforms: For single examples, some perhaps with a parameter `seed`; or for batches, some perhaps with `seeds`.
+
+    Returns:
+        A function for `pipeline(transform=...)`, or for `batch_transform=` if one takes `seeds`. Each of them gets a seed of its own.
+
+    Raises:
+        ValueError: If there are functions with `seed` and others with `seeds`.
+
+    Example:
+        >>> both = chain(lambda x, y: (x + 1, y), lambda x, y: (x * 2, y))
+        >>> both(3, 0)
+        (8, 0)
+    """
+    kinds = {name for transform in transforms for name in ("seed", "seeds") if _takes(transform, name)}
+    if len(kinds) > 1:
+        raise ValueError("chain: one transform takes seed, of an example, and another seeds, of a batch. Pass them as transform= and batch_transform=.")
+
+    def run(example: tuple, name: str = "", seed: Any = None) -> Any:
+        seeds = [] if seed is None else seeds_for(seed, len(transforms))
+        result: Any = example if len(example) > 1 else example[0]
+        for number, transform in enumerate(transforms):
+            own = {name: seeds[number]} if name and _takes(transform, name) else {}
+            result = transform(*result, **own) if isinstance(result, tuple) else transform(result, **own)
+        return result
+
+    if kinds == {"seed"}:
+        return lambda *example, seed: run(example, "seed", seed)
+    if kinds == {"seeds"}:
+        return lambda *batch, seeds: run(batch, "seeds", seeds)
+    return lambda *example: run(example)
+
+
+def seeds_for(seed: Any, count: int) -> list[tf.Tensor]:
+    """Several seeds from one; what is drawn with any of them is independent of the others.
+
+    Args:
+        seed: int32 `[..., 2]`.
+        count: How many.
+
+    Returns:
+        `count` seeds, int32 `[..., 2]` each.
+
+    Example:
+        >>> a, b = seeds_for([1, 2], 2)
+        >>> a.shape, bool(tf.reduce_any(a != b))
+        (TensorShape([2]), True)
+    """
+    # SplitMix64 (Steele, Lea, Flood 2014): a hash of row by row, where tf.random.split takes one seed only.
+    seed = tf.bitcast(tf.cast(seed, tf.int32), tf.uint64)
+    state = seed[..., tf.newaxis] + tf.constant([(i * 0x9E3779B97F4A7C15) % 2**64 for i in range(1, count + 1)], tf.uint64)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        state = tf.bitwise.bitwise_xor(state, tf.bitwise.right_shift(state, tf.constant(shift, tf.uint64))) * tf.constant(factor, tf.uint64)
+    state = tf.bitwise.bitwise_xor(state, tf.bitwise.right_shift(state, tf.constant(31, tf.uint64)))
+    return tf.unstack(tf.bitcast(state, tf.int32), axis=-2)
+
+
+def decode_image(content: Any, channels: int = 3) -> tf.Tensor:
+    """The pixels of an image file, JPEG, PNG, BMP or GIF (its first picture).
+
+    JPEG is decoded by TensorFlow's default, the fast integer transform, as in Keras' own utilities.
+
+    Args:
+        content: The file's content, a string scalar.
+        channels: 1, 3 or 4.
+
+    Returns:
+        uint8 `[height, width, channels]`.
+    """
+    image = tf.io.decode_image(content, channels, expand_animations=False)
+    return tf.ensure_shape(image, [None, None, channels])
+
+
+def _cut(image: tf.Tensor, window: tf.Tensor) -> tf.Tensor:
+    top, left, height, width = tf.unstack(window)
+    return image[top : top + height, left : left + width]
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    try:
+        return name in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # built-in functions have no signature
+        return False
+
+
+def _check(name: str, value: Any, right: bool, expected: str) -> None:
+    if not right:
+        raise ValueError(f"{name}: expected {expected}; received {value!r}.")

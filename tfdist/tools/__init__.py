@@ -1,0 +1,1 @@
+"""Commands of a user look at data and runs through the rooms; no room looks back."""

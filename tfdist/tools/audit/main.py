@@ -1,0 +1,223 @@
+"""The words after `tfdist data audit` become processes that read a pipeline, and their report; nothing is read in this one."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from tfdist import app
+from tfdist.tools.audit import report
+from tfdist.tools.audit.processes import WorkerError, Workers
+from tfdist.tools.audit.settings import Settings, check_function
+
+TIMEOUT = 600.0
+_DESCRIPTION = """\
+Reads the input pipeline of a run, without a model, in as many processes as the run will have, and checks what they took:
+every example exactly once per epoch, none on two workers, equally many steps on all, and each global batch, row by row, the
+one that follows from seed, epoch and step. Then measures what each stage of the pipeline costs.
+
+  tfdist data audit --config=configs/digits.py --workers 2 --epochs 2
+  tfdist data audit --config=configs/digits.py --workers 3 --config.data.global_batch=96
+  tfdist data audit --pipeline=train.py:make_pipeline --workers 2
+"""
+_EPILOG = """\
+exit code: 0 when all is as it should be; 1 with the first example that is not, or when a worker fails or is late; 2 for a
+mistake on this command line; 78 for a mistake in the config, the data, or what does not fit them.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command `tfdist data audit`.
+
+    Args:
+        argv: The words after `tfdist data audit`.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        flags, words = parse(argv)
+    except ValueError as error:
+        print(f"tfdist data audit: error: {error}\nSee `tfdist data audit --help`.", file=sys.stderr)
+        return 2
+    return app.plainly(_audit, flags, words)
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Reads the command line.
+
+    Args:
+        argv: The words after `tfdist data audit`.
+
+    Returns:
+        The flags, and the words about the config.
+
+    Raises:
+        ValueError: Names the flag, what was expected and received.
+
+    Example:
+        >>> flags, words = parse(["--config=a.py", "--workers", "2", "--config.data.cache=true"])
+        >>> flags.workers, words
+        (2, ['--config=a.py', '--config.data.cache=true'])
+    """
+    flags, words = _parser().parse_known_args(argv)
+    unknown = [
+        word for word in words if word.startswith("-") and not re.match(r"--?(no)?config(\.|=|$)", word)
+    ]
+    if unknown:
+        known = ["--config", *("--" + name.replace("_", "-") for name in vars(flags))]
+        nearest = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)
+        remedy = f"Did you mean {nearest[0]}?" if nearest else f"Expected one of {', '.join(known)}."
+        raise ValueError(f"{unknown[0]}: no such flag. {remedy}")
+    if bool(words) == bool(flags.pipeline):
+        raise ValueError(
+            "expected --config=FILE.py, or --pipeline=FILE.py:FUNCTION; received "
+            + ("both." if words else "neither.")
+        )
+    if flags.pipeline and flags.split:
+        raise ValueError(
+            "--split: it chooses between a config's pipelines; received --pipeline, which is one."
+        )
+    return flags, words
+
+
+def _audit(flags: argparse.Namespace, words: Sequence[str]) -> int:
+    from tfdist import run
+
+    # What is wrong here is said at once.
+    if flags.pipeline:
+        check_function(flags.pipeline)
+    else:
+        run.parse(words)
+    # So that what follows ends its workers then, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    with tempfile.TemporaryDirectory(prefix="tfdist-audit-") as temporary:
+        settings = Settings(
+            str(_empty(flags.keep) if flags.keep else temporary),
+            tuple(words),
+            flags.pipeline,
+            flags.split or "train",
+            flags.workers,
+            flags.devices,
+            flags.epochs,
+            flags.first_epoch,
+            flags.first_step,
+            flags.stage_seconds,
+        )
+        try:
+            with Workers(settings, flags.timeout) as workers:
+                return _follow(settings, workers)
+        except WorkerError as error:
+            print(f"{'error' if error.code == app.EX_CONFIG else 'audit failed'}: {error}", file=sys.stderr)
+            return error.code
+        except KeyboardInterrupt:
+            print("audit interrupted; its workers are ended", file=sys.stderr)
+            return 128 + signal.SIGINT
+
+
+def _follow(settings: Settings, workers: Workers) -> int:
+    """Leads the workers from step to step, and tells what comes of it as soon as it is known."""
+    print(report.beginning(settings, workers.pids), flush=True)
+    ready = workers.wait("ready", doing="while it made its pipeline")
+    print(report.header(settings, ready[0]), flush=True)
+    workers.tell("read")
+    read = workers.wait("read", doing="while it read")
+    epochs = [workers.said(rank, "epoch") for rank in range(settings.workers)]
+    print(report.speeds(settings, epochs), flush=True)
+    workers.tell("verify", [0])
+    [verdict] = workers.wait("verified", "offence", ranks=[0], doing="while it checked what was read")
+    if verdict["event"] == "offence":
+        print(report.offence(verdict), file=sys.stderr)
+        return 1
+    print(report.proof(settings, ready[0], verdict, read), flush=True)
+    if settings.stage_seconds:
+        workers.tell("stages", [0])
+        [end] = workers.wait("stages", ranks=[0], doing="while it measured stages")
+        print(report.stages(settings, ready[0], workers.said(0, "stage"), end["stored"]), flush=True)
+    return 0
+
+
+def _empty(directory: str) -> Path:
+    path = Path(directory)
+    path.mkdir(parents=True, exist_ok=True)
+    if any(path.iterdir()):
+        raise ValueError(
+            f"--keep={directory}: expected a new or empty directory; it holds {next(path.iterdir()).name}."
+        )
+    return path
+
+
+def _number(kind: type, least: float):
+    def convert(text: str):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not value >= least:
+            raise argparse.ArgumentTypeError(
+                f"expected a {'whole ' if kind is int else ''}number of at least {least}, received {text!r}"
+            )
+        return value
+
+    return convert
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise ValueError(message.removeprefix("argument "))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="tfdist data audit",
+        usage="tfdist data audit --config=FILE.py [--config.SECTION.KEY=VALUE ...] [flags]\n"
+        "       tfdist data audit --pipeline=FILE.py:FUNCTION [flags]",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add(
+        "--pipeline",
+        metavar="FILE.py:FUNCTION",
+        help="instead of a config: a function that returns what tfdist.data.pipeline does",
+    )
+    add(
+        "--split",
+        choices=("train", "eval"),
+        help="the config's pipeline for training or for evaluation (train)",
+    )
+    add("--workers", type=_number(int, 1), default=1, metavar="N", help="processes (1)")
+    add("--devices", type=_number(int, 1), default=1, metavar="D", help="replicas of each (1)")
+    add("--epochs", type=_number(int, 1), default=1, metavar="E", help="epochs to read (1)")
+    add("--first-epoch", type=_number(int, 0), default=0, metavar="E", help="the first of them (0)")
+    add(
+        "--first-step",
+        type=_number(int, 0),
+        default=0,
+        metavar="S",
+        help="step of it to begin at, as after a resume (0)",
+    )
+    add(
+        "--timeout",
+        type=_number(float, 1),
+        default=TIMEOUT,
+        metavar="S",
+        help=f"longest time without a sign of a worker's life, in seconds ({TIMEOUT:g})",
+    )
+    add(
+        "--stage-seconds",
+        type=_number(float, 0),
+        default=2.0,
+        metavar="S",
+        help="seconds to measure each stage; 0: not at all (2)",
+    )
+    add("--keep", metavar="DIR", help="keep the workers' logs and what they took in this directory")
+    return parser

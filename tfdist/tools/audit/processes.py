@@ -1,0 +1,180 @@
+"""Settings become processes that are waited for within bounds; none outlives the block that started them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from tfdist.tools.audit import events, steps
+from tfdist.tools.audit.settings import Settings
+
+_LINES = 15  # of a log, at most
+_CHATTER = re.compile(
+    r"\s*$|[IW]\d{4} |E0000 .*cuda|WARNING: All log messages|To enable the following"
+)  # of TensorFlow
+_POLL = 0.05
+
+
+class WorkerError(Exception):
+    """A worker failed or is late.
+
+    Attributes:
+        code: What the audit should end with.
+    """
+
+    def __init__(self, text: str, code: int = 1):
+        super().__init__(text)
+        self.code = code
+
+
+class Workers(contextlib.AbstractContextManager):
+    """The processes of an audit.
+
+    Args:
+        settings: What to audit.
+        timeout: Longest time without a sign of life, in seconds.
+    """
+
+    def __init__(self, settings: Settings, timeout: float):
+        self.settings, self.timeout = settings, timeout
+        self._processes: list[subprocess.Popen] = []
+
+    def __enter__(self) -> Workers:
+        command = [sys.executable, "-m", "tfdist.tools.audit.child", self.settings.to_json()]
+        for rank in range(self.settings.workers):
+            with open(self.settings.file(rank, "log"), "wb") as log:
+                self._processes.append(
+                    # The pipe ends with this process, and the worker with the pipe. Ctrl-C is for this process alone.
+                    subprocess.Popen(
+                        [*command, str(rank)],
+                        stdin=subprocess.PIPE,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
+                )
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # and what a pipeline of the user's may have started
+        for process in self._processes:
+            process.wait()
+            with contextlib.suppress(OSError):
+                process.stdin.close()  # type: ignore[union-attr]
+
+    @property
+    def pids(self) -> list[int]:
+        """The number of each process."""
+        return [process.pid for process in self._processes]
+
+    def tell(self, word: str, ranks: Iterable[int] | None = None) -> None:
+        """Tells workers what to do; default: all."""
+        for rank in self._ranks(ranks):
+            with contextlib.suppress(BrokenPipeError):  # it is gone: waiting for it says so
+                pipe = self._processes[rank].stdin
+                assert pipe is not None
+                pipe.write(f"{word}\n".encode())
+                pipe.flush()
+
+    def wait(self, *names: str, ranks: Iterable[int] | None = None, doing: str) -> list[dict[str, Any]]:
+        """Waits until each worker has had one of these events.
+
+        Args:
+            *names: Of events.
+            ranks: Which workers; default: all.
+            doing: What they do until then, for messages.
+
+        Returns:
+            The event of each.
+
+        Raises:
+            WorkerError: When one of them ends without, or gives no sign of life for too long.
+        """
+        waited = self._ranks(ranks)
+        found: dict[int, dict[str, Any]] = {}
+        life = {rank: (time.monotonic(), -1) for rank in waited}
+        while len(found) < len(waited):
+            for rank in waited:
+                # In this order: what a worker wrote before its end is seen.
+                ended = self._processes[rank].poll() is not None
+                size = sum(
+                    path.stat().st_size
+                    for kind in ("events", "steps")
+                    if (path := self.settings.file(rank, kind)).exists()
+                )
+                if size != life[rank][1]:
+                    life[rank] = time.monotonic(), size
+                    said = [
+                        event
+                        for name in names
+                        if (event := events.last(events.read(self.settings.file(rank, "events")), name))
+                    ]
+                    found |= {rank: said[0]} if said else {}
+                if rank in found:
+                    continue
+                if ended:
+                    raise self._failure(rank)
+                if time.monotonic() - life[rank][0] > self.timeout:
+                    raise WorkerError(
+                        f"worker {rank} has given no sign of life for {self.timeout:g} s {doing}{self._after(rank)}. "
+                        f"See where it waits, or pass a longer --timeout.{self._log(rank)}"
+                    )
+            time.sleep(_POLL)
+        return [found[rank] for rank in waited]
+
+    def said(self, rank: int, name: str) -> list[dict[str, Any]]:
+        """All events of a name that a worker has had."""
+        return [event for event in events.read(self.settings.file(rank, "events")) if event["event"] == name]
+
+    def _ranks(self, ranks: Iterable[int] | None) -> list[int]:
+        return list(range(self.settings.workers) if ranks is None else ranks)
+
+    def _failure(self, rank: int) -> WorkerError:
+        code = self._processes[rank].returncode
+        failed = events.last(self.said(rank, "failed"), "failed")
+        if failed and failed["code"] != 1:  # a mistake in the settings, as a sentence
+            return WorkerError(failed["error"], failed["code"])
+        if failed:
+            reason = f"failed{self._after(rank)}: {failed['error']}"
+        elif code < 0:
+            hint = ". The system does so where memory runs out" if code == -signal.SIGKILL else ""
+            reason = f"was ended by {signal.Signals(-code).name}{self._after(rank)}{hint}."
+        else:
+            reason = f"ended with code {code}{self._after(rank)}."
+        return WorkerError(f"worker {rank} {reason}{self._log(rank)}{self._remedy()}")
+
+    def _after(self, rank: int) -> str:
+        """How far a worker came, in words."""
+        last = self._last(rank)
+        return f", after epoch {last[0]}, step {last[1]}" if last else ""
+
+    def _last(self, rank: int) -> tuple[int, int] | None:
+        with contextlib.suppress(FileNotFoundError):
+            found = None
+            for step in steps.read(self.settings.file(rank, "steps")):
+                found = step.epoch, step.step
+            return found
+        return None
+
+    def _remedy(self) -> str:
+        """Where an audit of the rest would begin, in words."""
+        lasts = [last for rank in range(self.settings.workers) if (last := self._last(rank))]
+        if len(lasts) < self.settings.workers:
+            return ""
+        epoch, step = min(lasts)
+        return f"\nAll workers had read epoch {epoch} up to step {step}. To go on from there: --first-epoch={epoch} --first-step={step + 1}"
+
+    def _log(self, rank: int) -> str:
+        path = self.settings.file(rank, "log")
+        text = path.read_text(encoding="utf-8", errors="replace")
+        lines = [line for line in text.splitlines() if not _CHATTER.match(line)][-_LINES:]
+        return "".join(f"\n  {line}" for line in [f"The end of {path.name}:", *lines]) if lines else ""

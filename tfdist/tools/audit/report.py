@@ -1,0 +1,224 @@
+"""What the processes of an audit said becomes tables and sentences for a person; nothing is judged here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from tfdist.tools.audit.settings import Settings
+
+_SHOWN = 10  # examples left out
+
+
+class Cost(NamedTuple):
+    """What a stage adds.
+
+    Fields:
+        name: Of the stage.
+        rate: Examples per second of all up to this stage.
+        part: Its part of the time of all stages, 0 to 1.
+    """
+
+    name: str
+    rate: float
+    part: float
+
+
+def costs(stages: Sequence[tuple[str, float]]) -> list[Cost]:
+    """What each stage adds to the time of those before.
+
+    A stage and all before it take no longer than the whole: where noise says so, they count as long as the whole.
+
+    Args:
+        stages: Name, and examples per second of all up to this stage.
+
+    Returns:
+        Their costs.
+
+    Example:
+        >>> [(c.name, round(c.part, 2)) for c in costs([("read", 1000.0), ("decode", 90.0), ("batch", 100.0)])]
+        [('read', 0.1), ('decode', 0.9), ('batch', 0.0)]
+    """
+    seconds = [1 / max(rate for _, rate in stages[place:]) for place in range(len(stages))]
+    return [
+        Cost(name, rate, (until - before) / seconds[-1])
+        for (name, rate), before, until in zip(stages, [0.0, *seconds], seconds, strict=False)
+    ]
+
+
+def beginning(settings: Settings, pids: Sequence[int]) -> str:
+    """What begins, before anything is known of the pipeline.
+
+    Args:
+        settings: Of the audit.
+        pids: Number of each worker's process.
+
+    Returns:
+        Lines, as from all functions here, without the last newline.
+    """
+    of = f"{_count(len(pids), 'worker')} of {_count(settings.devices, 'replica')}"
+    return f"{of}, {'process' if len(pids) == 1 else 'processes'} {', '.join(map(str, pids))}"
+
+
+def header(settings: Settings, ready: dict[str, Any]) -> str:
+    """What is audited.
+
+    Args:
+        settings: Of the audit.
+        ready: The event of a worker that is.
+    """
+    order, examples = ready["order"], ready["examples"]
+    count = "an unknown number of examples" if examples is None else _count(examples, "example")
+    steps = f", {_count(order['steps'], 'step')} an epoch" if order else ""
+    how = f"shuffled with seed {ready['seed']}" if ready["shuffle"] else "not shuffled"
+    how += "" if order else ", read from beginning to end by every worker"
+    begin = f" from step {settings.first_step} on" if settings.first_step else ""
+    return (
+        f"{ready['source']}: {count}, {how}\n"
+        f"global batch {ready['global_batch']}{steps}, tail {ready['tail']}\n"
+        f"{_epochs(settings)}{begin}"
+    )
+
+
+def speeds(settings: Settings, epochs: Sequence[Sequence[dict[str, Any]]]) -> str:
+    """How fast each worker read, and all together.
+
+    Args:
+        settings: Of the audit.
+        epochs: The events of each worker's epochs.
+    """
+    rows = [("worker", "steps", "examples", "seconds", "examples/s", "MB/s", "first batch")]
+    longest, examples, size = 0.0, 0, 0
+    for rank, each in enumerate(epochs):
+        sums = {name: sum(epoch[name] for epoch in each) for name in ("steps", "examples", "seconds", "size")}
+        rows.append(
+            (
+                str(rank),
+                f"{sums['steps']:,}",
+                *_speed(sums["examples"], sums["seconds"], sums["size"]),
+                f"{each[0]['first'] or 0:.2f} s",
+            )
+        )
+        longest, examples, size = (
+            max(longest, sums["seconds"]),
+            examples + sums["examples"],
+            size + sums["size"],
+        )
+    if settings.workers > 1:
+        rows.append(("all", "", *_speed(examples, longest, size), ""))
+    return "\n" + _table(rows)
+
+
+def proof(
+    settings: Settings, ready: dict[str, Any], verdict: dict[str, Any], read: Sequence[dict[str, Any]]
+) -> str:
+    """What is proved.
+
+    Args:
+        settings: Of the audit.
+        ready: The event of a worker that is ready.
+        verdict: The event "verified".
+        read: Each worker's event "read".
+    """
+    exceptions = []
+    if verdict["left_out"]:
+        exceptions.append(
+            f"{_count(verdict['left_out'], 'row')} whose example cannot be read (ignore_errors)"
+        )
+    if verdict["dropped"]:
+        exceptions.append(f'{_count(verdict["dropped"], "example")} of the tails (tail="drop")')
+    but = f", but for {' and '.join(exceptions)}" if exceptions else ""
+    lines = [
+        "",
+        f"proved for {_epochs(settings)}, {_count(verdict['steps'], 'batch', 'batches')}, {_count(verdict['examples'], 'example')}:",
+    ]
+    if verdict["whole"]:
+        lines.append(f"  every example exactly once per epoch{but}")
+    if settings.first_step:
+        before = f"steps 0 to {settings.first_step - 1} of epoch {settings.first_epoch}"
+        lines.append(
+            f"  ({before} count as their order has them)"
+            if ready["order"]
+            else f"  ({before} were not looked at, so neither is what is missing in that epoch)"
+        )
+    lines += [
+        "  no example on two workers" if settings.workers > 1 else "  no example twice",
+        "  equally many steps on all workers, and equal fingerprints",
+    ]
+    if ready["order"]:
+        lines.append("  each global batch, row by row, is that which follows from seed, epoch and step")
+    else:
+        lines.append(
+            "  the source is read from beginning to end, alike by all workers; no rule says which order is right"
+        )
+    places = {int(number): place for each in read for number, place in each["left_out"].items()}
+    lines += [f"  left out: example {number}: {places[number]}" for number in sorted(places)[:_SHOWN]]
+    if len(places) > _SHOWN:
+        lines.append(f"  left out: {_count(len(places) - _SHOWN, 'more example')}")
+    return "\n".join(lines)
+
+
+def offence(event: dict[str, Any]) -> str:
+    """What is wrong.
+
+    Args:
+        event: "offence".
+    """
+    lines = [f"audit failed: {event['text']}."]
+    lines += [f"  example {number} is {place}" for number, place in event["places"].items() if place]
+    return "\n".join(lines)
+
+
+def stages(
+    settings: Settings, ready: dict[str, Any], said: Sequence[dict[str, Any]], stored: float | None
+) -> str:
+    """What each stage costs, and which bounds the pipeline.
+
+    Args:
+        settings: Of the audit.
+        ready: The event of a worker that is ready.
+        said: The events of the stages.
+        stored: Bytes of an example as it is stored, where they are known.
+    """
+    parts = costs([(event["name"], event["rate"]) for event in said])
+    rows = [
+        ("up to stage", "examples/s", "of the time"),
+        *((cost.name, f"{cost.rate:,.0f}", f"{cost.part:.0%}") for cost in parts),
+    ]
+    bound = max(parts, key=lambda cost: cost.part)
+    step = ready["global_batch"] / settings.workers / parts[-1].rate
+    lines = [
+        "",
+        "worker 0 alone:",
+        _table(rows),
+        f"bounded by: {bound.name}. A model that takes less than {1000 * step:.3g} ms a step waits for the next batch.",
+    ]
+    if stored is not None:
+        lines.append(f"stored: {stored:,.0f} bytes an example, {stored * parts[-1].rate / 1e6:,.1f} MB/s")
+    return "\n".join(lines)
+
+
+def _speed(examples: int, seconds: float, size: int) -> tuple[str, str, str, str]:
+    return f"{examples:,}", f"{seconds:.1f}", f"{examples / seconds:,.0f}", f"{size / seconds / 1e6:,.1f}"
+
+
+def _epochs(settings: Settings) -> str:
+    last = settings.first_epoch + settings.epochs - 1
+    return f"epoch {last}" if settings.epochs == 1 else f"epochs {settings.first_epoch} to {last}"
+
+
+def _count(number: int, name: str, names: str | None = None) -> str:
+    return f"{number:,} {name if number == 1 else names or name + 's'}"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns, the first to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        [
+            text.rjust(width) if i else text.ljust(width)
+            for i, (text, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        for row in rows
+    ]
+    return "\n".join("  ".join(line).rstrip() for line in lines)

@@ -1,0 +1,104 @@
+"""The words of an audit become what each of its processes is told; nothing is read here but the user's own file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+PARTS = ("share", "order", "epochs", "errors", "batches")  # of a pipeline, that an audit uses
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What to audit.
+
+    Attributes:
+        directory: Where each process writes what it did.
+        config: Words for `tfdist.run.parse`; none with `pipeline`.
+        pipeline: "FILE.py:FUNCTION", a function without arguments that returns what `tfdist.data.pipeline` does.
+        split: Of the config's run, "train" or "eval".
+        workers: Processes.
+        devices: Replicas of each.
+        epochs: How many to read.
+        first_epoch: The first of them.
+        first_step: Where to begin in it.
+        stage_seconds: How long to measure each stage; 0: not at all.
+    """
+
+    directory: str
+    config: tuple[str, ...] = ()
+    pipeline: str | None = None
+    split: str = "train"
+    workers: int = 1
+    devices: int = 1
+    epochs: int = 1
+    first_epoch: int = 0
+    first_step: int = 0
+    stage_seconds: float = 2.0
+
+    def to_json(self) -> str:
+        """The settings as a word on a command line."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def of_json(cls, text: str) -> Settings:
+        """The settings that `to_json` wrote.
+
+        Example:
+            >>> settings = Settings("/tmp/x", config=("--config=a.py",), workers=3)
+            >>> Settings.of_json(settings.to_json()) == settings
+            True
+        """
+        values = json.loads(text)
+        return cls(**{**values, "config": tuple(values["config"])})
+
+    def file(self, rank: int, kind: str) -> Path:
+        """A worker's file: "log", "events" or "steps"."""
+        return Path(self.directory) / f"worker-{rank}.{kind}"
+
+    def make_pipeline(self) -> tf.data.Dataset:
+        """The pipeline to audit.
+
+        Returns:
+            What `tfdist.data.pipeline` does.
+
+        Raises:
+            ValueError: For a file or function that is not there, or that returns something else.
+        """
+        if self.pipeline is None:
+            from tfdist import inputs, run
+
+            return inputs.pipeline(run.parse(self.config), self.split)
+        path, _, name = self.pipeline.rpartition(":")
+        check_function(self.pipeline)
+        sys.path.insert(
+            0, os.path.dirname(os.path.abspath(path))
+        )  # as for a script: what lies beside it can be imported
+        function = runpy.run_path(path).get(name)
+        if not callable(function):
+            raise ValueError(f"--pipeline={self.pipeline}: {path} defines no function {name}.")
+        pipeline: Any = function()
+        absent = next((part for part in PARTS if not hasattr(pipeline, part)), None)
+        if absent:
+            raise ValueError(
+                f"--pipeline={self.pipeline}: expected {name}() to return what tfdist.data.pipeline does; received "
+                f"{type(pipeline).__name__}, which has no {absent}."
+            )
+        return pipeline
+
+
+def check_function(text: str) -> None:
+    """Raises ValueError unless this is "FILE.py:FUNCTION", and the file is there."""
+    path, colon, name = text.rpartition(":")
+    if not colon or not path or not name.isidentifier():
+        raise ValueError(f"--pipeline={text}: expected FILE.py:FUNCTION, such as train.py:make_pipeline.")
+    if not os.path.isfile(path):
+        raise ValueError(f"--pipeline={text}: no such file as {path} in {os.getcwd()}.")

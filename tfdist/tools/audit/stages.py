@@ -1,0 +1,137 @@
+"""A pipeline becomes pipelines that end after each of its stages, whose speeds tell what each stage costs; nothing is checked here."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tfdist.data.batches import Batches
+from tfdist.data.order import StreamOrder
+from tfdist.data.reading import Window, positions
+
+_ENDLESS = 1 << 40  # epochs
+_SAMPLE = 256  # examples whose stored bytes are counted
+
+
+class Stage(NamedTuple):
+    """A pipeline that ends after a stage.
+
+    Fields:
+        name: Of the stage.
+        rate: Examples per second of all up to this stage.
+    """
+
+    name: str
+    rate: float
+
+
+def measure(batches: Batches, window: Sequence[int], seconds: float) -> Iterator[Stage]:
+    """Runs the stages one after the other, each with all before it.
+
+    Args:
+        batches: What the pipeline does.
+        window: First replica, count and all replicas: whose rows to read.
+        seconds: How long to measure each; half as long before, it runs unmeasured, as tf.data tunes itself.
+
+    Yields:
+        Stages, as they are measured.
+    """
+    whose = Window(*window)
+    width = whose.width(batches.global_batch)
+    read = (
+        batches.global_batch if batches.order is None else width
+    )  # a walk reads all rows for the sake of its own
+    in_memory = batches.source.gather is not None and batches.transform is None
+    if in_memory:  # there are no single examples
+        yield Stage("order", _rate(_numbers(batches, whose), lambda _: width, seconds))
+    for name, dataset in () if in_memory else _of_examples(batches, whose):
+        # Windows are taken by tf.data itself: no Python and no function call for each example.
+        windows = (
+            dataset.window(read, drop_remainder=True)
+            .map(lambda *_: tf.constant(0))
+            .with_options(batches.options)
+        )
+        yield Stage(name, _rate(windows, lambda _: width, seconds))
+    yield Stage(
+        "batch", _rate(batches.shares(whose, _epochs()), lambda share: int(tf.size(share.numbers)), seconds)
+    )
+
+
+def stored_bytes(batches: Batches) -> float | None:
+    """Bytes of an example as it is stored, on average over some; None where nobody knows."""
+    source = batches.source
+    if source.raw is not None and source.cardinality:
+        count = min(_SAMPLE, source.cardinality)
+        numbers = tf.range(count, dtype=tf.int64) * (source.cardinality // count)
+        stored = tf.data.Dataset.from_tensor_slices(numbers).map(
+            source.raw, num_parallel_calls=tf.data.AUTOTUNE
+        )
+    elif source.scan is not None:
+        stored = batches.examples(Window(), _epochs()).take(_SAMPLE).map(lambda example: example.data)
+    else:
+        return None
+    sizes = [int(size) for size in stored.map(tf.strings.length)]
+    return sum(sizes) / len(sizes)
+
+
+def _of_examples(batches: Batches, window: Window) -> Iterator[tuple[str, tf.data.Dataset]]:
+    """Stages of single examples, by name."""
+    source = batches.source
+    plain = dataclasses.replace(batches, transform=None)
+    if source.walk is not None or isinstance(batches.order, StreamOrder):
+        yield "read", batches.examples(window, _epochs())
+    else:
+        yield "order", batches.examples(window, _epochs())
+        if source.raw is not None:
+            raw = source.raw
+            yield (
+                "read",
+                batches.examples(window, _epochs()).map(
+                    lambda e: raw(e.number), num_parallel_calls=tf.data.AUTOTUNE
+                ),
+            )
+    if source.walk is None:
+        yield (
+            "decode" if source.raw is not None or source.scan is not None else "read and decode",
+            plain.loaded(window, _epochs()),
+        )
+    if batches.transform is not None:
+        yield "transform", batches.loaded(window, _epochs())
+
+
+def _numbers(batches: Batches, window: Window) -> tf.data.Dataset:
+    """The numbers of the window's examples, batch by batch."""
+    order = batches.order
+    assert order is not None
+
+    def of_epoch(epoch: tf.Tensor, _: tf.Tensor) -> tf.data.Dataset:
+        steps = tf.data.Dataset.range(order.steps)
+        return steps.map(
+            lambda step: order.numbers(epoch, positions(order, window, step)),
+            num_parallel_calls=tf.data.AUTOTUNE,
+        )
+
+    return _epochs().flat_map(of_epoch).with_options(batches.options)
+
+
+def _epochs() -> tf.data.Dataset:
+    """Epoch after epoch from their beginning, so that a small source lasts as long as its measurement."""
+    return tf.data.Dataset.range(_ENDLESS).map(lambda epoch: (epoch, tf.constant(0, tf.int64)))
+
+
+def _rate(dataset: tf.data.Dataset, count: Callable[[Any], int], seconds: float) -> float:
+    """Examples per second."""
+    iterator = iter(dataset)
+    end = time.monotonic() + seconds / 2
+    next(iterator)
+    while time.monotonic() < end:
+        next(iterator)
+    begin = time.monotonic()
+    examples = 0
+    while (passed := time.monotonic() - begin) < seconds or not examples:
+        examples += count(next(iterator))
+    return examples / passed

@@ -1,0 +1,315 @@
+"""What all workers took, step by step, becomes a count of what is proved, or the first example that is wrong; no pipeline is run."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.data.order import Order, share
+from tfdist.tools.audit.steps import Step
+
+Recorded = Callable[[], Iterator[Step]]  # begins to read what a worker took
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What the workers were to read.
+
+    Attributes:
+        order: The pipeline's order; None where it has none, and what comes is only known to be the same everywhere.
+        examples: How many there are; None where only reading tells.
+        global_batch: Rows of a full batch.
+        tail: "partial", "pad" or "drop".
+        epochs: Which.
+        first_step: Where the first of them begins.
+        devices: Replicas of each worker.
+    """
+
+    order: Order | None
+    examples: int | None
+    global_batch: int
+    tail: str
+    epochs: range
+    first_step: int = 0
+    devices: int = 1
+
+
+@dataclasses.dataclass
+class Verdict:
+    """What was found right.
+
+    Attributes:
+        steps: Batches.
+        examples: Rows of them that hold an example.
+        left_out: Rows without, whose example could not be read, as `ignore_errors` allows.
+        dropped: Examples of the tails that `tail="drop"` leaves out.
+        whole: Epochs that were read from their beginning or, by their order, are complete with what came before.
+    """
+
+    steps: int = 0
+    examples: int = 0
+    left_out: int = 0
+    dropped: int = 0
+    whole: int = 0
+
+
+class Offence(Exception):
+    """The first thing that is wrong.
+
+    Attributes:
+        epoch: Where.
+        step: Where; None where it is not of one step.
+        row: Of the global batch; None where it is not of one row.
+        worker: Whose; None where it is nobody's.
+        expected: Number of an example, where one was expected.
+        received: Number of the example that came instead.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        epoch: int,
+        step: int | None = None,
+        row: int | None = None,
+        worker: int | None = None,
+        expected: int | None = None,
+        received: int | None = None,
+    ):
+        self.epoch, self.step, self.row, self.worker = epoch, step, row, worker
+        self.expected, self.received = expected, received
+        names = {"epoch": epoch, "step": step, "row": row, "worker": worker}
+        place = ", ".join(f"{name} {value}" for name, value in names.items() if value is not None)
+        super().__init__(f"{place}: {text}")
+
+
+class Seen:
+    """Which numbers have been seen: one bit each.
+
+    Args:
+        count: How many numbers to make room for; more is made as it is needed.
+
+    Example:
+        >>> seen = Seen(8)
+        >>> seen.add(np.array([3, 1])), seen.add(np.array([4, 3])), seen.add(np.array([5, 5]))
+        (None, 1, 1)
+        >>> seen.missing(5).tolist(), seen.missing(2).tolist()
+        ([0, 2], [0])
+    """
+
+    def __init__(self, count: int):
+        self._bits: np.ndarray = np.zeros(count // 8 + 1, np.uint8)
+
+    def add(self, numbers: np.ndarray) -> int | None:
+        """Notes numbers, int64 `[k]`, each 0 or more; the place of the first that had been seen."""
+        most = int(numbers.max(initial=0)) // 8 + 1
+        if most > len(self._bits):
+            self._bits = np.concatenate([self._bits, np.zeros(most, np.uint8)])
+        byte: np.ndarray = numbers // 8
+        bit = (1 << (numbers % 8)).astype(np.uint8)
+        twice = self._bits[byte] & bit != 0
+        _, first = np.unique(numbers, return_index=True)
+        again: np.ndarray = np.ones(len(numbers), bool)
+        again[first] = False
+        np.bitwise_or.at(self._bits, byte, bit)
+        places = np.flatnonzero(twice | again)
+        return int(places[0]) if len(places) else None
+
+    def missing(self, count: int) -> np.ndarray:
+        """The numbers below `count` that have not been seen, int64 `[...]`."""
+        if 8 * len(self._bits) < count:
+            self._bits = np.concatenate([self._bits, np.zeros(count // 8 + 1, np.uint8)])
+        return np.flatnonzero(np.unpackbits(self._bits, count=count, bitorder="little") == 0)
+
+    def count(self) -> int:
+        """The least count above all numbers seen."""
+        used = np.flatnonzero(self._bits)
+        return int(used[-1]) * 8 + int(self._bits[used[-1]]).bit_length() if len(used) else 0
+
+
+def verify(
+    recorded: Sequence[Recorded],
+    plan: Plan,
+    left_out: Sequence[Mapping[int, str]],
+    alive: Callable[[], None] = lambda: None,
+) -> Verdict:
+    """Checks all that workers took.
+
+    Args:
+        recorded: For each worker, what begins to read its steps.
+        plan: What they were to take.
+        left_out: For each worker, the examples that it could not read, and was allowed to leave out.
+        alive: Called after each step.
+
+    Returns:
+        The Verdict.
+
+    Raises:
+        Offence: For the first thing that is wrong.
+    """
+    verdict = Verdict()
+    queues = [_Queue(begin()) for begin in recorded]
+    for epoch in plan.epochs:
+        _Epoch(plan, epoch, recorded, left_out).check(queues, verdict, alive)
+    return verdict
+
+
+class _Queue:
+    """The steps of a worker, which one can look at before taking them."""
+
+    def __init__(self, steps: Iterator[Step]):
+        self._steps = steps
+        self._next = next(steps, None)
+
+    def take(self, epoch: int, step: int) -> Step | None:
+        """The next step, if it is this one."""
+        found = self._next
+        if found is None or (found.epoch, found.step) != (epoch, step):
+            return None
+        self._next = next(self._steps, None)
+        return found
+
+
+class _Epoch:
+    """One epoch of all workers."""
+
+    def __init__(
+        self, plan: Plan, epoch: int, recorded: Sequence[Recorded], left_out: Sequence[Mapping[int, str]]
+    ):
+        self.plan, self.epoch, self.recorded, self.left_out = plan, epoch, recorded, left_out
+        self.seen = Seen(plan.examples or 0)
+        self.padded = False
+        if plan.order is not None:
+            self._batch = tf.function(plan.order.batch, input_signature=[tf.TensorSpec([], tf.int64)] * 2)
+
+    def check(self, queues: Sequence[_Queue], verdict: Verdict, alive: Callable[[], None]) -> None:
+        """Checks all steps of the epoch, and that no example is missing."""
+        order = self.plan.order
+        first = self.plan.first_step if self.epoch == self.plan.epochs.start else 0
+        for step in range(first if order else 0):
+            if self.seen.add(self._expected(step)) is not None:  # read by whoever made the steps before
+                self._fail("the order itself has an example twice", step)
+        for step in itertools.count(first):
+            taken = [queue.take(self.epoch, step) for queue in queues]
+            present = [found for found in taken if found is not None]
+            if not present:
+                break
+            if len(present) < len(taken):
+                text = f"expected a batch, as worker {taken.index(present[0])} has one; received none"
+                self._fail(f"{text}. Training would wait for it in vain", step, worker=taken.index(None))
+            self._check_step(step, present, verdict)
+            verdict.steps += 1
+            alive()
+        if order is not None and step != order.steps:
+            self._fail(f"expected {order.steps} steps; all workers ended after {step}")
+        if order is not None or not first:  # else nobody can tell what came before
+            verdict.dropped += self._check_complete(step)
+            verdict.whole += 1
+
+    def _check_step(self, step: int, taken: Sequence[Step], verdict: Verdict) -> None:
+        plan, devices = self.plan, self.plan.devices
+        rows, expected = taken[0].rows, None
+        if plan.order is not None:
+            expected = self._expected(step)
+            if plan.tail == "pad":
+                expected = np.pad(expected, (0, plan.global_batch - len(expected)), constant_values=-1)
+            rows = len(expected)
+        for worker, found in enumerate(taken):
+            if found.rows != rows:
+                self._fail(
+                    f"expected a global batch of {rows} rows; received one of {found.rows}",
+                    step,
+                    worker=worker,
+                )
+            begin, end = share(rows, worker * devices, devices, len(taken) * devices)
+            if expected is not None:
+                verdict.left_out += self._compare(step, worker, begin, expected[begin:end], found.numbers)
+            else:
+                self._check_padding(step, worker, begin, found.numbers)
+                if len(found.numbers) != end - begin:
+                    text = f"expected {end - begin} rows of the batch, {begin} to {end - 1}; received {len(found.numbers)}"
+                    self._fail(text, step, worker=worker)
+            real = np.flatnonzero(found.numbers >= 0)
+            place = self.seen.add(found.numbers[real])
+            if place is not None:
+                row = begin + int(real[place])
+                number = int(found.numbers[real[place]])
+                self._fail(f"received {self._name(number, step, row)}", step, row, worker, received=number)
+            verdict.examples += len(real)
+        for worker, found in enumerate(taken):
+            if found.fingerprint != taken[0].fingerprint:
+                text = f"expected the fingerprint of worker 0's batch, {taken[0].fingerprint}; received {found.fingerprint}"
+                self._fail(text, step, worker=worker)
+
+    def _compare(self, step: int, worker: int, begin: int, expected: np.ndarray, received: np.ndarray) -> int:
+        """Holds a worker's rows against the order's; returns how many of them were left out, as may be."""
+        count = min(len(expected), len(received))
+        wrong = np.flatnonzero(expected[:count] != received[:count]).tolist()
+        if len(expected) != len(received):
+            wrong.append(count)
+        left_out = 0
+        for row in wrong:
+            wanted = int(expected[row]) if row < len(expected) else -1
+            number = int(received[row]) if row < len(received) else -1
+            if number < 0 and row < len(received) and wanted in self.left_out[worker]:
+                self.seen.add(expected[row : row + 1])
+                left_out += 1
+                continue
+            asked = "none" if wanted < 0 else f"example {wanted}"
+            came = "none" if number < 0 else self._name(number, step, begin + row)
+            if row >= count:
+                asked += f", as its rows are {begin} to {begin + len(expected) - 1}"
+            at = (step, begin + row, worker)
+            self._fail(
+                f"expected {asked}; received {came}",
+                *at,
+                wanted if wanted >= 0 else None,
+                number if number >= 0 else None,
+            )
+        return left_out
+
+    def _check_padding(self, step: int, worker: int, begin: int, numbers: np.ndarray) -> None:
+        """Only the end of the last batch may be padding."""
+        padding = numbers < 0
+        if self.padded or (padding.any() and self.plan.tail != "pad"):
+            self._fail("expected an example; received none", step, begin + int(np.argmax(padding)), worker)
+        self.padded = bool(padding.any()) and worker == len(self.recorded) - 1
+
+    def _check_complete(self, steps: int) -> int:
+        """Checks that every example has been seen; returns how many have not, as the tail is dropped."""
+        last = self.seen.count() - 1
+        total = last + 1 if self.plan.examples is None else self.plan.examples
+        if last >= total:
+            self._fail(f"expected examples below {total}; received example {last}", received=last)
+        dropped = 0
+        if self.plan.tail == "drop":
+            dropped = min(max(total - steps * self.plan.global_batch, 0), self.plan.global_batch - 1)
+        missing = self.seen.missing(total)
+        if len(missing) > dropped:
+            more = f", and {len(missing) - 1} more such" if len(missing) > 1 else ""
+            self._fail(
+                f"expected example {missing[0]}, which nobody received{more}", expected=int(missing[0])
+            )
+        return len(missing)
+
+    def _expected(self, step: int) -> np.ndarray:
+        return self._batch(tf.constant(self.epoch, tf.int64), tf.constant(step, tf.int64)).numpy()
+
+    def _name(self, number: int, step: int, row: int) -> str:
+        """An example in words, with who had it before this row in the same epoch."""
+        devices = self.plan.devices
+        for worker, begin in enumerate(self.recorded):
+            for taken in begin():
+                if taken.epoch != self.epoch or taken.step > step:
+                    continue
+                first, _ = share(taken.rows, worker * devices, devices, len(self.recorded) * devices)
+                for place in np.flatnonzero(taken.numbers == number):
+                    if (taken.step, first + place) < (step, row):
+                        return f"example {number}, which worker {worker} had in step {taken.step}, row {first + place}"
+        return f"example {number}"
+
+    def _fail(self, text: str, step=None, row=None, worker=None, expected=None, received=None) -> None:
+        raise Offence(text, self.epoch, step, row, worker, expected, received)

@@ -1,0 +1,168 @@
+"""What a process of an audit is told becomes what it does: read its rows of each batch, check all rows, measure stages."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.data.order import Order, StreamOrder
+from tfdist.tools import words
+from tfdist.tools.audit import events, stages, steps
+from tfdist.tools.audit.settings import Settings
+from tfdist.tools.audit.verdict import Offence, Plan, verify
+
+_SIGN_OF_LIFE = 2.0  # seconds between two, while steps are checked
+
+
+class Worker:
+    """What a process can be told: `read`, `verify`, `stages`.
+
+    Args:
+        settings: Of the audit.
+        rank: Of this process.
+        say: Notes an event.
+    """
+
+    def __init__(self, settings: Settings, rank: int, say: Callable[..., None]):
+        tf.config.set_visible_devices([], "GPU")  # or each process would take all of its memory
+        self.settings, self.rank, self.say = settings, rank, say
+        pipeline: Any = settings.make_pipeline()
+        self.pipeline, self.batches = pipeline, pipeline.batches
+        devices = settings.devices
+        self.window = (rank * devices, devices, settings.workers * devices)
+        self.first = pipeline.share(*self.window, epoch=settings.first_epoch, first_step=settings.first_step)
+        self.shares = pipeline.share(*self.window)
+        order = pipeline.order
+        if order is not None and settings.first_step >= order.steps:
+            raise ValueError(
+                f"--first-step={settings.first_step}: expected one of the epoch's {order.steps} steps, 0 to {order.steps - 1}."
+            )
+        source = self.batches.source
+        say(
+            "ready",
+            source=source.name,
+            examples=source.cardinality,
+            global_batch=self.batches.global_batch,
+            tail=self.batches.tail,
+            seed=self.batches.seed,
+            shuffle=self.batches.buffer is not None,
+            order=None
+            if order is None
+            else {"kind": type(order).__name__, "steps": order.steps, **dataclasses.asdict(order)},
+        )
+
+    def read(self) -> None:
+        """Reads the epochs, and notes each step."""
+        settings = self.settings
+        with open(settings.file(self.rank, "steps"), "wb", buffering=0) as file:
+            for epoch in range(settings.first_epoch, settings.first_epoch + settings.epochs):
+                resumed = epoch == settings.first_epoch and settings.first_step > 0
+                self.pipeline.epochs.next = epoch
+                self._epoch(
+                    file, self.first if resumed else self.shares, epoch, settings.first_step if resumed else 0
+                )
+        left_out = {str(number): place for number, place in self.pipeline.errors.found.items()}
+        self.say("read", left_out=left_out)
+
+    def verify(self) -> None:
+        """Checks what all workers noted, against the order that all of them said they have."""
+        settings = self.settings
+        ready, read = self._said("ready"), self._said("read")
+        order = ready[0]["order"]
+        plan = Plan(
+            None if order is None else _order(order),
+            ready[0]["examples"],
+            ready[0]["global_batch"],
+            ready[0]["tail"],
+            range(settings.first_epoch, settings.first_epoch + settings.epochs),
+            settings.first_step,
+            settings.devices,
+        )
+        left_out = [{int(number): place for number, place in of["left_out"].items()} for of in read]
+        recorded = [
+            functools.partial(steps.read, settings.file(rank, "steps")) for rank in range(settings.workers)
+        ]
+        try:
+            for rank, facts in enumerate(ready):
+                for name, value in facts.items():
+                    if value != ready[0][name]:
+                        text = f"expected {name} to be as on worker 0, {ready[0][name]}; received {value}"
+                        raise Offence(text, settings.first_epoch, worker=rank)
+            verdict = verify(recorded, plan, left_out, _every(_SIGN_OF_LIFE, lambda: self.say("verifying")))
+        except Offence as offence:
+            numbers = [n for n in (offence.expected, offence.received) if n is not None]
+            places = {str(number): self._describe(number) for number in numbers}
+            self.say("offence", text=str(offence), places=places)
+        else:
+            self.say("verified", **dataclasses.asdict(verdict))
+
+    def stages(self) -> None:
+        """Measures how long the parts of the pipeline take."""
+        for stage in stages.measure(self.batches, self.window, self.settings.stage_seconds):
+            self.say("stage", name=stage.name, rate=stage.rate)
+        self.say("stages", stored=stages.stored_bytes(self.batches))
+
+    def _epoch(self, file: Any, shares: tf.data.Dataset, epoch: int, step: int) -> None:
+        begin = time.monotonic()
+        first, count, examples, size = None, 0, 0, 0
+        for share in shares:
+            first = time.monotonic() - begin if first is None else first
+            numbers = share.numbers.numpy()
+            held = sum(words.held(part) for part in tf.nest.flatten(share.data) if tf.is_tensor(part))
+            steps.append(
+                file,
+                steps.Step(epoch, step + count, int(share.rows), float(share.fingerprint), held, numbers),
+            )
+            count += 1
+            examples += int(np.count_nonzero(numbers >= 0))
+            size += held
+        self.say(
+            "epoch",
+            epoch=epoch,
+            steps=count,
+            examples=examples,
+            size=size,
+            seconds=time.monotonic() - begin,
+            first=first,
+        )
+
+    def _said(self, name: str) -> list[dict[str, Any]]:
+        """Each worker's last event of a name, which it has had."""
+        found = [
+            events.last(events.read(self.settings.file(rank, "events")), name)
+            for rank in range(self.settings.workers)
+        ]
+        return [event for event in found if event is not None]
+
+    def _describe(self, number: int) -> str | None:
+        """Where an example lies, if anybody knows."""
+        source = self.batches.source
+        if source.describe is None or not 0 <= number < (source.cardinality or 0):
+            return None
+        return source.describe(tf.constant(number, tf.int64)).numpy().decode(errors="replace")
+
+
+def _order(said: dict[str, Any]) -> Order:
+    fields = {name: value for name, value in said.items() if name not in ("kind", "steps")}
+    if said["kind"] == "StreamOrder":
+        return StreamOrder(**{**fields, "lengths": tuple(fields["lengths"])})
+    return Order(**fields)
+
+
+def _every(seconds: float, function: Callable[[], None]) -> Callable[[], None]:
+    """Calls a function when it is called, but not more often than this."""
+    last = time.monotonic()
+
+    def call() -> None:
+        nonlocal last
+        if time.monotonic() - last > seconds:
+            last = time.monotonic()
+            function()
+
+    return call

@@ -1,0 +1,356 @@
+"""The words after `tfdist data` become a look at data sets, or a copy of one as TFRecord files; nothing is trained."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, TextIO
+
+from tfdist import config
+
+if TYPE_CHECKING:
+    from tfdist.data.catalog import Catalog, Entry
+    from tfdist.data.sources import Source
+
+CATALOG = "configs/datasets.yaml"
+
+
+class Command(NamedTuple):
+    """A command: its line in `tfdist data --help`, and its module where that is not this one, with `main(argv)`."""
+
+    summary: str
+    module: str | None = None
+
+
+COMMANDS = {
+    "list": Command("the data sets of a catalog, and whether they are there"),
+    "show": Command("features, counts, class balance, and a contact sheet of images"),
+    "head": Command("some examples: their values, and where they lie"),
+    "write": Command("a copy as TFRecord files; the same command again goes on where one was stopped"),
+    "audit": Command("run an input pipeline without a model, and prove its order", "tfdist.tools.audit"),
+}
+
+_DESCRIPTION = """\
+Looks at data sets, and copies them. NAME is an entry of the catalog (a YAML file, configs/datasets.yaml), else a data set
+of TFDS, which is prepared first where it is not.
+
+  tfdist data list
+  tfdist data show digits --split test
+  tfdist data head digits -n 3
+  tfdist data write digits --to /tmp/digits
+"""
+_EPILOG = """\
+exit code: 0 when all is well; 1 when examples cannot be read; 2 for a mistake on this command line; 78 for a mistake in
+the catalog, or data that are missing or not what they should be.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command `tfdist data`.
+
+    Args:
+        argv: The words after `tfdist data`.
+
+    Returns:
+        The exit code.
+    """
+    words = list(argv)
+    command = COMMANDS.get(words[0]) if words else None
+    if command and command.module:
+        return importlib.import_module(command.module).main(words[1:]) or 0
+    if not words:
+        print(_parser().format_help(), end="")
+        return 2
+    try:
+        if not command and not words[0].startswith("-"):
+            raise ValueError(
+                f"expected a command, received {words[0]!r}. {config.nearest(words[0], COMMANDS, 'tfdist data ')}"
+            )
+        flags = parse(words)
+    except ValueError as error:
+        name = f" {words[0]}" if command else ""
+        print(f"tfdist data{name}: error: {error}\nSee `tfdist data{name} --help`.", file=sys.stderr)
+        return 2
+    from tfdist import app  # not for --help
+
+    return app.plainly(_ACTIONS[flags.command], flags)
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Reads the command line.
+
+    Args:
+        words: The words after `tfdist data`.
+
+    Returns:
+        The flags; `command` is the command's name.
+
+    Raises:
+        ValueError: Names the flag, what was expected and received.
+
+    Example:
+        >>> flags = parse(["head", "digits", "--split", "test"])
+        >>> flags.command, flags.name, flags.split, flags.n
+        ('head', 'digits', 'test', 5)
+    """
+    flags, unknown = _parser().parse_known_args(words)
+    if unknown:
+        known = ["--" + name.replace("_", "-") for name in vars(flags) if name not in ("command", "name")]
+        nearest = difflib.get_close_matches(unknown[0].partition("=")[0].replace("_", "-"), known, n=1)
+        remedy = f" Did you mean {nearest[0]}?" if nearest else f" Expected {', '.join(known)}."
+        raise ValueError(f"{unknown[0]}: no such flag of `tfdist data {flags.command}`.{remedy}")
+    return flags
+
+
+def shard_bytes(text: str) -> int:
+    """A size with a unit as bytes.
+
+    Example:
+        >>> shard_bytes("100MB"), shard_bytes("1.5 GiB"), shard_bytes("4096")
+        (100000000, 1610612736, 4096)
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", text.strip().lower())
+    size = float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2] or " ") if found else 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(
+            f"expected a size such as 100MB, 1GiB or a number of bytes, received {text!r}"
+        )
+    return int(size)
+
+
+def _list(flags: argparse.Namespace) -> int:
+    from tfdist.data.catalog import Catalog
+
+    catalog = Catalog.load(flags.catalog or CATALOG)
+    rows = [("name", "kind", "splits", "location", "license")]
+    for entry in catalog.entries.values():
+        state = _state(entry, flags.data_dir)
+        rows.append((entry.name, entry.kind, ", ".join(entry.splits), state, entry.license or "not given"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+    if not catalog.entries:
+        print(f"{catalog.file} names no data set yet.")
+    return 0
+
+
+def _state(entry: Entry, data_dir: str | None) -> str:
+    """Whether an entry's data are there, in a few words."""
+    try:
+        splits = [entry.split(name) for name in entry.splits]
+        missing = {split.name: place for split in splits if (place := split.missing())}
+        if entry.kind == "tfds":
+            return _prepared(entry, data_dir)
+    except ValueError as error:
+        return str(error).removeprefix(f"{entry.file}: {entry.name}.location: ").partition(". Set it:")[0]
+    places = missing.values() if missing else [str(split.location()) for split in splits]
+    return f"{'missing' if missing else 'found'} {', '.join(dict.fromkeys(places))}"
+
+
+def _source(flags: argparse.Namespace) -> tuple[Source, Entry | None]:
+    """The data set that the command line names, and its entry, if it has one."""
+    from tensorflow_datasets.core import DatasetNotFoundError
+
+    from tfdist.data.catalog import Catalog, resolve
+
+    catalog: Catalog | None = None
+    if flags.catalog or os.path.exists(CATALOG):
+        catalog = Catalog.load(flags.catalog or CATALOG)
+    entry = catalog.entries.get(flags.name) if catalog else None
+    split = flags.split or (next(iter(entry.splits)) if entry else "train")
+    try:
+        return resolve(flags.name, split, flags.data_dir, catalog), entry
+    except ValueError as error:
+        if catalog or not isinstance(error.__cause__, DatasetNotFoundError):
+            raise
+        raise ValueError(
+            f"{error} Or name a catalog, --catalog FILE: there is no {CATALOG} in {os.getcwd()}."
+        ) from error
+
+
+def _prepared(entry: Entry, data_dir: str | None) -> str:
+    """Whether TFDS has prepared an entry's data."""
+    import tensorflow_datasets as tfds
+
+    from tfdist.data import digits  # noqa: F401  registers tfdist_digits
+
+    split = entry.split(next(iter(entry.splits)))
+    name = split.options.get("name", entry.name)
+    try:
+        builder = tfds.builder(name, data_dir=split.location() or data_dir)
+    except tfds.core.DatasetNotFoundError:
+        return f"missing: TFDS knows no {name}"
+    found = (builder.data_path / "dataset_info.json").exists()
+    return f"found {builder.data_path}" if found else "not prepared yet: TFDS does so at first use"
+
+
+def _show(flags: argparse.Namespace) -> int:
+    from tfdist.tools import show
+
+    source, entry = _source(flags)
+    default = re.sub(r"[^\w.-]+", "_", source.name).strip("_")
+    return show.show(
+        source, entry.license if entry else None, flags.labels, flags.sheet or f"runs/data/{default}.png"
+    )
+
+
+def _head(flags: argparse.Namespace) -> int:
+    from tfdist.tools import show
+
+    source, _ = _source(flags)
+    return show.head(source, flags.n) if flags.example is None else show.one(source, flags.example)
+
+
+def _write(flags: argparse.Namespace) -> int:
+    from tfdist.data.write import verify, write
+    from tfdist.tools.words import size
+
+    source, _ = _source(flags)
+    compression = None if flags.compression == "none" else flags.compression
+    meter = _Meter(sys.stderr)
+    try:
+        written = write(
+            source,
+            flags.to,
+            shard_bytes=flags.shard_size,
+            compression=compression,
+            workers=flags.workers,
+            progress=meter.update,
+        )
+    except KeyboardInterrupt:
+        print("\nInterrupted. The same command goes on where this one stopped.", file=sys.stderr)
+        return 130
+    finally:
+        meter.close()
+    shards = written["shards"]
+    total = sum(shard["bytes"] for shard in shards)
+    print(f"{flags.to}: {written['examples']:,} examples in {len(shards)} files, {size(total)}")
+    if flags.verify:
+        verify(flags.to, flags.workers)
+        print(f"{flags.to}: all files are as they were written, by their checksums")
+    return 0
+
+
+class _Meter:
+    """Shows how far a long piece of work is: one line that changes on a terminal, else a line every ten seconds."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._live = stream.isatty()
+        self._begin = self._last = time.monotonic()
+        self._lock = threading.Lock()
+
+    def update(self, done: int, total: int | None) -> None:
+        """Shows `done` of `total`, if it is time; from any thread."""
+        with self._lock:
+            now = time.monotonic()
+            if now - self._last < (0.2 if self._live else 10):
+                return
+            self._last = now
+            of = "" if total is None else f" of {total:,} ({done / max(total, 1):.0%})"
+            text = f"{done:,}{of} examples, {done / (now - self._begin):,.0f}/s"
+            print(
+                f"\r{text:60}" if self._live else text,
+                end="" if self._live else "\n",
+                file=self._stream,
+                flush=True,
+            )
+
+    def close(self) -> None:
+        """Leaves the terminal a clean line."""
+        if self._live:
+            print(f"\r{'':60}\r", end="", file=self._stream, flush=True)
+
+
+_ACTIONS = {"list": _list, "show": _show, "head": _head, "write": _write}
+
+
+def _number(least: int):
+    def convert(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(
+                f"expected a whole number of at least {least}, received {text!r}"
+            )
+        return int(text)
+
+    return convert
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise ValueError(message.removeprefix("argument "))
+
+
+def _parser() -> argparse.ArgumentParser:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    parser = _Parser(
+        prog="tfdist data",
+        usage="tfdist data [-h] COMMAND ...",
+        description=_DESCRIPTION + "\ncommands:\n" + "\n".join(lines),
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(
+        prog="tfdist data", dest="command", metavar="COMMAND", help=argparse.SUPPRESS, required=True
+    )
+
+    def add(name: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(
+            name,
+            description=f"{COMMANDS[name].summary[0].upper()}{COMMANDS[name].summary[1:]}.",
+            epilog=_EPILOG,
+            allow_abbrev=False,
+        )
+        if name != "list":
+            command.add_argument(
+                "name", metavar="NAME", help="an entry of the catalog, or a data set of TFDS"
+            )
+            command.add_argument("--split", metavar="S", help="split (the entry's first; of TFDS: train)")
+        command.add_argument("--catalog", metavar="FILE", help=f"the catalog ({CATALOG}, if it is there)")
+        command.add_argument(
+            "--data-dir", metavar="DIR", help="where TFDS data sets lie prepared (where TFDS keeps them)"
+        )
+        return command
+
+    add("list")
+    show = add("show")
+    show.add_argument(
+        "--labels",
+        type=_number(1),
+        default=5000,
+        metavar="N",
+        help="examples to read at most, for class balance (5000)",
+    )
+    show.add_argument(
+        "--sheet", metavar="FILE", help="where the contact sheet goes (runs/data/NAME_SPLIT.png)"
+    )
+    head = add("head")
+    head.add_argument("-n", type=_number(1), default=5, metavar="N", help="how many examples (5)")
+    head.add_argument(
+        "--example", type=_number(0), metavar="K", help="example K alone, and why it cannot be read"
+    )
+    write = add("write")
+    write.add_argument("--to", required=True, metavar="DIR", help="directory of the files")
+    write.add_argument(
+        "--shard-size", type=shard_bytes, default="100MB", metavar="SIZE", help="bytes of a file (100MB)"
+    )
+    write.add_argument("--compression", choices=("GZIP", "none"), default="none", help="of the files (none)")
+    write.add_argument(
+        "--workers", type=_number(1), metavar="N", help="threads that write a file each (one per core)"
+    )
+    write.add_argument(
+        "--verify", action="store_true", help="read all files again, and compare their checksums"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,269 @@
+"""A Source becomes lines that tell a person what its examples are, and a contact sheet; it is never read whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.data.sources import Source
+from tfdist.tools import examples, sheet, words
+
+_CLASSES = 20  # at most so many rows of a contact sheet, and lines of class balance
+_EACH = 8  # images in a row
+_WITHOUT = 48  # images where there are no classes
+_TITLE = 48  # characters of a class's number and name
+_SIZES = 200  # examples whose size is looked at
+
+
+def show(source: Source, license: str | None, limit: int, path: str) -> int:
+    """Prints what a data set is, and draws some of its images.
+
+    Args:
+        source: The data set.
+        license: Under which terms it may be used, if that is known.
+        limit: Examples to read at most to count classes, where labels are not known without.
+        path: Where the contact sheet goes.
+
+    Returns:
+        1 where examples could not be read, else 0.
+    """
+    failed: dict[int, examples.Example] = {}
+
+    def read(drawn: Iterator[examples.Example]) -> Iterator[examples.Example]:
+        """Those that could be read; the others are noted."""
+        for example in drawn:
+            if example.error is None:
+                yield example
+            else:
+                failed.setdefault(example.number, example)
+
+    _line("data set", source.name)
+    _line("license", license or "not given")
+    total = source.cardinality
+    _line("examples", "not known before all are read" if total is None else f"{total:,}")
+    leaves = list(words.parts(source.element_spec))
+    label = words.label_name(source.element_spec)
+    for name, spec in leaves:
+        known = f", {source.classes} classes" if name == label and source.classes else ""
+        _line("features" if name == leaves[0][0] else "", f"{name:8} {words.kind(spec)}{known}")
+    _sizes(source, read)
+    numbers, labels = _labels(source, label, limit, read)
+    if labels is not None and len(labels):
+        _balance(source, labels)
+    image = next((name for name, spec in leaves if _is_image(spec)), None)
+    if image is None:
+        _line("sheet", "none: no feature is an image")
+    else:
+        rows = _rows(source, image, numbers, labels, read)
+        if any(row.images for row in rows):
+            count = "" if total is None else f", {total:,} examples"
+            drawn = len(np.unique(labels)) if labels is not None else 0
+            some = f", {len(rows)} of {drawn:,} classes" if drawn > len(rows) else ""
+            _save(sheet.draw(f"{source.name}{count}{some}", rows), path)
+            _line("sheet", f"{path}: {sum(len(row.images) for row in rows)} images")
+        else:
+            _line("sheet", "none: no image could be read")
+    if not failed:
+        return 0
+    first = failed[min(failed)]
+    _line("ERRORS", f"{len(failed)} of the examples looked at cannot be read. The first:")
+    _failure(source, first)
+    return 1
+
+
+def head(source: Source, count: int) -> int:
+    """Prints the first examples.
+
+    Args:
+        source: The data set.
+        count: How many.
+
+    Returns:
+        1 where one of them cannot be read, else 0.
+    """
+    count = count if source.cardinality is None else min(count, source.cardinality)
+    found = examples.numbered(source, np.arange(count))
+    return max([_example(source, example) for example in found], default=0)
+
+
+def one(source: Source, number: int) -> int:
+    """Prints one example, or all that is known of why it cannot be read.
+
+    Args:
+        source: The data set.
+        number: Which.
+
+    Returns:
+        1 where it cannot be read, else 0.
+
+    Raises:
+        ValueError: There is no such example.
+    """
+    known = source.cardinality is None or number < source.cardinality
+    found = next(examples.numbered(source, np.array([number])), None) if known else None
+    if found is None:
+        last = "" if source.cardinality is None else f", whose examples are 0 to {source.cardinality - 1}"
+        raise ValueError(f"--example: expected an example of {source.name}{last}; received {number}.")
+    code = _example(source, found)
+    if found.error is not None:
+        print(f"\n{type(found.error).__name__}: {getattr(found.error, 'message', found.error)}")
+    return code
+
+
+def _sizes(source: Source, read: Callable[..., Any]) -> None:
+    """How large examples are as they are stored, and as they are in memory."""
+    total = source.cardinality
+    stored = None
+    if source.scan is not None:
+        raw = dataclasses.replace(source, decode=tf.strings.length)
+        stored = [int(example.data) for example in read(examples.draw(raw, _SIZES))]
+    elif source.raw is not None and total:
+        length = Source(source.name, None, total, read=lambda n: tf.strings.length(source.raw(n)))  # type: ignore[misc]
+        stored = [int(example.data) for example in read(examples.draw(length, _SIZES))]
+    if stored:
+        _line("stored", _size(stored, total))
+    flat = [spec for _, spec in words.parts(source.element_spec)]
+    if all(
+        isinstance(spec, tf.TensorSpec) and spec.shape.is_fully_defined() and spec.dtype != tf.string
+        for spec in flat
+    ):
+        each = sum(spec.shape.num_elements() * spec.dtype.size for spec in flat)
+        _line(
+            "in memory",
+            f"{words.size(each)} each" + (f", {words.size(each * total)} in all" if total else ""),
+        )
+    else:
+        drawn = [
+            sum(words.held(leaf) for _, leaf in words.parts(x.data))
+            for x in read(examples.draw(source, _SIZES // 4))
+        ]
+        if drawn:
+            _line("in memory", _size(drawn, total))
+
+
+def _size(drawn: list[int], total: int | None) -> str:
+    mean = sum(drawn) / len(drawn)
+    some = len(drawn) != total
+    text = f"{words.size(mean)} each" + (f", {words.size(mean * total)} in all" if total else "")
+    return text + (f", by the mean of {len(drawn)}" if some else "")
+
+
+def _labels(
+    source: Source, label: str | None, limit: int, read: Callable[..., Any]
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Numbers of examples and their classes; prints how many that are."""
+    if source.labels is not None:
+        labels = np.asarray(source.labels())
+        _line("classes", f"counted in all {len(labels):,} examples")
+        return np.arange(len(labels)), labels
+    if label is None:
+        return None, None
+    drawn = list(read(examples.draw(source, limit, lambda data: dict(words.parts(data))[label])))
+    of = "" if source.cardinality is None else f" of {source.cardinality:,}"
+    some = f"{len(drawn):,}{of} examples, {examples.how(source, limit)}"
+    if len(drawn) == source.cardinality:
+        some = f"all {len(drawn):,} examples"
+    _line("classes", f"counted in {some}")
+    return np.array([x.number for x in drawn]), np.array([int(x.data) for x in drawn])
+
+
+def _balance(source: Source, labels: np.ndarray) -> None:
+    found, counts = np.unique(labels, return_counts=True)
+    by_size = np.argsort(-counts, kind="stable")
+    shown = [*range(len(found))]
+    if len(found) > _CLASSES:
+        shown = [*by_size[: _CLASSES // 2], None, *by_size[-_CLASSES // 2 :]]
+    width = max(len(_title(source, c)) for c in found[[i for i in shown if i is not None]])
+    for i in shown:
+        if i is None:
+            rest = counts[by_size[_CLASSES // 2 : -_CLASSES // 2]]
+            span = f"{rest[0]:,}" if rest[0] == rest[-1] else f"{rest[0]:,} to {rest[-1]:,}"
+            _line("", f"... {len(rest)} more, of {span} examples")
+            continue
+        bar = "#" * math.ceil(30 * counts[i] / counts.max())
+        share = f"{counts[i]:>8,}  {counts[i] / len(labels):6.1%}"
+        _line("", f"{_title(source, found[i]):{width}}  {share}  {bar}")
+    if source.classes:
+        wrong = found[(found < 0) | (found >= source.classes)]
+        if len(wrong):
+            _line("", f"outside of 0 to {source.classes - 1}: {', '.join(map(str, wrong[:5]))}")
+        absent = source.classes - len(np.setdiff1d(found, wrong))
+        if absent:
+            _line("", f"{absent} of {source.classes} classes have no example here")
+
+
+def _title(source: Source, number: Any) -> str:
+    text = f"{number}{words.named(number, source.class_names)}"
+    return text if len(text) <= _TITLE else f"{text[: _TITLE - 3]}..."
+
+
+def _rows(source: Source, image: str, numbers: Any, labels: Any, read: Callable[..., Any]) -> list[sheet.Row]:
+    def pick(data: Any) -> Any:
+        return dict(words.parts(data))[image]
+
+    if labels is None or not len(labels):
+        found = [(str(x.number), x.data.numpy()) for x in read(examples.draw(source, _WITHOUT, pick))]
+        return [sheet.Row("", "", found[i : i + _EACH]) for i in range(0, len(found), _EACH)]
+    classes, counts = np.unique(labels, return_counts=True)
+    chosen = examples.evenly(_CLASSES, len(classes))
+    wanted = {
+        int(classes[i]): numbers[labels == classes[i]][examples.evenly(_EACH, counts[i])] for i in chosen
+    }
+    order = np.sort(np.concatenate(list(wanted.values())))
+    images = {x.number: x.data.numpy() for x in read(examples.numbered(source, order, pick))}
+    return [
+        sheet.Row(
+            f"{classes[i]}{words.named(classes[i], source.class_names)}",
+            f"{counts[i]:,} examples",
+            [(str(n), images[n]) for n in wanted[int(classes[i])].tolist() if n in images],
+        )
+        for i in chosen
+    ]
+
+
+def _save(image: Any, path: str) -> None:
+    try:
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        image.save(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"--sheet: {path} cannot be written: {error}. Name a PNG file in a directory of yours."
+        ) from error
+
+
+def _example(source: Source, example: examples.Example) -> int:
+    if example.error is not None:
+        _failure(source, example)
+        return 1
+    label = words.label_name(source.element_spec)
+    lines = [
+        f"{name:8} {words.kind(leaf)}  {words.value(leaf, source.class_names if name == label else None)}"
+        for name, leaf in words.parts(example.data)
+    ]
+    place = examples.place(source, example.number)
+    for i, line in enumerate([*lines, *([f"{'at':8} {place}"] if place else [])]):
+        print(f"{'' if i else example.number:<8}  {line}")
+    return 0
+
+
+def _failure(source: Source, example: examples.Example) -> None:
+    assert example.error is not None
+    print(f"{example.number:<8}  cannot be read: {examples.cause(example.error)}")
+    if place := examples.place(source, example.number):
+        print(f"{'':8}  {'at':8} {place}")
+
+
+def _is_image(spec: Any) -> bool:
+    if not isinstance(spec, tf.TensorSpec) or spec.dtype == tf.string or spec.shape.rank is None:
+        return False
+    return sheet.is_image(spec.shape.as_list(), np.dtype(spec.dtype.as_numpy_dtype))
+
+
+def _line(title: str, text: str) -> None:
+    print(f"{title:10} {text}".rstrip())

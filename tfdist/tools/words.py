@@ -1,0 +1,127 @@
+"""Parts of examples become words and numbers for a person; nothing is read here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+
+def parts(nest: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The parts of an example, or of its spec, by name.
+
+    Args:
+        nest: The example.
+        prefix: Name of the whole.
+
+    Example:
+        >>> [name for name, _ in parts(({"a": 1, "b": 2}, 3))]
+        ['x.a', 'x.b', 'y']
+    """
+    if isinstance(nest, dict):
+        for key, part in nest.items():
+            yield from parts(part, f"{prefix}.{key}".strip("."))
+    elif isinstance(nest, tuple | list):
+        names = ("x", "y", "sample_weight") if not prefix and len(nest) <= 3 else map(str, range(len(nest)))
+        for key, part in zip(names, nest, strict=False):
+            yield from parts(part, f"{prefix}.{key}".strip("."))
+    else:
+        yield prefix or "x", nest
+
+
+def label_name(element_spec: Any) -> str | None:
+    """Which part of an example is its class: `y` or `label`, if that is one whole number."""
+    for name, spec in parts(element_spec):
+        scalar = isinstance(spec, tf.TensorSpec) and spec.shape.rank == 0
+        if name in ("y", "label") and scalar and spec.dtype.is_integer:
+            return name
+    return None
+
+
+def kind(leaf: Any) -> str:
+    """Type and shape of a tensor or its spec, ragged and sparse ones too.
+
+    Example:
+        >>> kind(tf.TensorSpec([None, 3], tf.uint8))
+        'uint8 [?, 3]'
+    """
+    sparse = isinstance(leaf, tf.SparseTensor | tf.SparseTensorSpec)
+    ragged = isinstance(leaf, tf.RaggedTensor | tf.RaggedTensorSpec)
+    sizes = (
+        "..."
+        if leaf.shape.rank is None
+        else ", ".join("?" if size is None else str(size) for size in leaf.shape)
+    )
+    return f"{'sparse ' if sparse else 'ragged ' if ragged else ''}{leaf.dtype.name} [{sizes}]"
+
+
+def value(leaf: Any, names: tuple[str, ...] | None = None) -> str:
+    """A tensor's values in a few words.
+
+    Args:
+        leaf: The tensor, ragged or sparse too.
+        names: Of the classes, where it is a label.
+
+    Example:
+        >>> value(tf.constant([[0, 5], [255, 0]] * 4, tf.uint8))
+        '0 to 255, mean 65'
+        >>> value(tf.constant(1), ("cat", "dog"))
+        '1 (dog)'
+    """
+    array = np.ravel(np.asarray(_flat(leaf)))
+    if array.size == 0:
+        return "empty"
+    if leaf.dtype == tf.string:
+        return ", ".join(map(_text, array[:4])) + (", ..." if array.size > 4 else "")
+    if leaf.dtype in (tf.bool, tf.complex64, tf.complex128):
+        return ", ".join(map(str, array[:8])) + (", ..." if array.size > 8 else "")
+    if leaf.shape.rank == 0 and leaf.dtype.is_integer:
+        return f"{array[0]}{named(array[0], names)}"
+    numbers: np.ndarray = array.astype(np.float64)
+    if array.size <= 8:
+        return ", ".join(f"{x:.6g}" for x in numbers)
+    nan = int(np.isnan(numbers).sum())
+    if nan == array.size:
+        return "all NaN"
+    worst = f", {nan} NaN" if nan else ""
+    return f"{np.nanmin(numbers):.6g} to {np.nanmax(numbers):.6g}, mean {np.nanmean(numbers):.6g}{worst}"
+
+
+def held(leaf: Any) -> int:
+    """Bytes of a tensor's values."""
+    flat = _flat(leaf)
+    if flat.dtype == tf.string:
+        return int(tf.reduce_sum(tf.strings.length(flat)))
+    return int(tf.size(flat)) * flat.dtype.size
+
+
+def named(number: Any, names: tuple[str, ...] | None) -> str:
+    """A class's name in brackets; nothing where it has none that says more than its number."""
+    known = names is not None and 0 <= int(number) < len(names) and names[int(number)] != str(number)
+    return f" ({names[int(number)]})" if known else ""  # type: ignore[index]
+
+
+def size(count: float) -> str:
+    """Bytes with a unit.
+
+    Example:
+        >>> size(999), size(1500), size(2.5e13)
+        ('999 B', '1.5 kB', '25 TB')
+    """
+    if count < 1000:
+        return f"{count:.0f} B"
+    power = min(int(np.log10(count)) // 3, 4)
+    return f"{count / 1000**power:.3g} {'kMGT'[power - 1]}B"
+
+
+def _flat(leaf: Any) -> Any:
+    if isinstance(leaf, tf.RaggedTensor):
+        return leaf.flat_values
+    return leaf.values if isinstance(leaf, tf.SparseTensor) else leaf
+
+
+def _text(item: Any) -> str:
+    text = item.decode(errors="backslashreplace") if isinstance(item, bytes) else str(item)
+    return repr(text) if len(text) <= 60 else f"{text[:57]!r}... ({len(item):,} bytes)"
