@@ -18,6 +18,7 @@ import yaml
 from tfdist.addresses import Lookup, address_problem, check_addresses, free_ports
 
 JOBS = ("chief", "worker", "ps", "evaluator")
+DATA_WORKERS = "TFDIST_DATA_WORKERS"  # the variable with the addresses of input processes, which are in no cluster
 
 
 class Task(NamedTuple):
@@ -282,6 +283,23 @@ def parse_task(text: str) -> tuple[str, int]:
             f"task {text!r}: expected TYPE:INDEX with a type of {', '.join(JOBS)}, such as worker:1"
         )
     return match[1], int(match[2])
+
+
+def data_workers(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """Reads the variable TFDIST_DATA_WORKERS: `host:port` of each process that reads data for the tasks, with commas between.
+
+    Raises:
+      ValueError: a malformed or repeated address.
+
+    >>> data_workers({"TFDIST_DATA_WORKERS": "127.0.0.1:5050,127.0.0.1:5051"}), data_workers({})
+    (('127.0.0.1:5050', '127.0.0.1:5051'), ())
+    """
+    addresses = tuple(word.strip() for word in environ.get(DATA_WORKERS, "").split(",") if word.strip())
+    for place, address in enumerate(addresses):
+        problem = address_problem(address) or ("is there twice" if addresses.index(address) < place else None)
+        if problem:
+            raise ValueError(f"{DATA_WORKERS}: data:{place}: address {address!r} {problem}")
+    return addresses
 
 
 def _parse(parser: Callable[[str], Any], text: str, source: str) -> dict[str, Any]:

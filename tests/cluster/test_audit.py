@@ -71,12 +71,19 @@ def test_two_workers_read_images_of_which_one_is_broken(members, directory):
     assert all_gone(log)
 
 
-def test_three_workers_read_records_at_random(members, directory):
-    flags = ["--workers=3", "--devices=2", "--stage-seconds=0"]
+def test_two_workers_of_two_replicas_read_records_at_random(members, directory):
+    flags = ["--workers=2", "--devices=2", "--stage-seconds=0"]
     code, log = audit(members, directory, f"--pipeline={SCRIPT}:random_records", *flags)
     assert code == 0, log
     assert 'every example exactly once per epoch, but for 6 examples of the tails (tail="drop")' in log
     assert "each global batch, row by row, is that which follows from seed, epoch and step" in log
+
+
+def test_three_workers_read_records_as_a_stream(members, directory):
+    flags = ["--workers=3", "--epochs=2", "--stage-seconds=0"]
+    code, log = audit(members, directory, f"--pipeline={SCRIPT}:stream", *flags)
+    assert code == 0, log
+    assert "proved for epochs 0 to 1, 26 batches, 300 examples:\n  every example exactly once per epoch\n" in log
 
 
 def test_two_workers_read_the_digits_of_a_config(members, directory, digits_dir):
@@ -128,7 +135,8 @@ def taken(directory, rank):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_workers_end_with_the_audit(members, directory, number):
-    process = start(members, directory, "audit", f"--pipeline={SCRIPT}:slow_stream", "--workers=1")
+    flags = ["--workers=1", f"--keep={members.directory / 'kept'}"]
+    process = start(members, directory, "audit", f"--pipeline={SCRIPT}:slow_stream", *flags)
     members.says("audit", r"process \d+\n", SECONDS)
     process.send_signal(number)
     assert process.wait(20) == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[number]
@@ -156,6 +164,13 @@ def test_mistakes_are_named_before_a_worker_starts(capfd, monkeypatch, flags, co
         ended = exit.code
     assert ended == code
     assert message in capfd.readouterr().err
+
+
+def test_an_example_that_cannot_be_read_is_named(members, directory):
+    code, log = audit(members, directory, f"--pipeline={SCRIPT}:all_images")
+    assert code == 1, log
+    assert re.search(rf"audit failed: worker 0 failed.*cannot be read or decoded.*file {directory}/images/class-1/4.jpg", log), log
+    assert all_gone(log)
 
 
 def test_replicas_that_do_not_divide_the_batch_are_named(members, directory):

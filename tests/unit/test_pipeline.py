@@ -1,10 +1,12 @@
 """Whatever the source, the rows of each batch are those of the order, each replica reads its own, and bad examples are named."""
 
+import sys
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.data.pipeline import pipeline
+from tfdist.data.pipeline import Epochs, pipeline
 from tfdist.data.sources import Source, of_arrays, of_generator
 
 LENGTHS = (5, 0, 7, 3)
@@ -70,7 +72,8 @@ def test_batches_and_shares_are_those_of_the_order(kind, files):
     assert rows(batches.of_epoch(1, first_step=2)) == expected(batches, 1, first_step=2)
 
 
-def test_a_stream_shared_across_its_parts_resumes_in_a_block(files):
+def test_a_stream_shared_across_its_parts_resumes_in_a_block(files, monkeypatch):
+    monkeypatch.setattr(sys.modules[Epochs.__module__], "SMALLEST_BLOCK", 2)
     batches = pipeline(stream(files), 4, shuffle=8)  # 4 parts of 3 examples, in blocks of 2
     assert (batches.order.streams, batches.order.block) == (4, 2)
     assert joined(batches, 2, epoch=0, first_step=1) == expected(batches, 0, first_step=1)
@@ -197,6 +200,7 @@ def test_threads_and_memory_are_bounded_and_device_prefetch_is_last():
         (lambda: pipeline(tf.data.Dataset.range(3), 3, ignore_errors=1), "ignore_errors: tf.data.Dataset is read by code of your own"),
         (lambda: pipeline(np.arange(3), 2, tail="pad", labels=False), "labels=False: expected"),
         (lambda: of_arrays((np.zeros(3), np.array([0, 1, 2])), "mine", classes=2), "mine: expected labels from 0 to 1.* received 2 in example 2"),
+        (lambda: pipeline(np.arange(3), 3, seed=2**63), "seed: expected a whole number of 64 bits"),
         (lambda: pipeline(np.arange(3), 3, threads=0), "threads: expected a number, 1 or more"),
     ],
 )

@@ -85,7 +85,9 @@ def test_streams_begin_anywhere(tmp_path, compression):
     assert source.lengths == (5, 0, 3)
     assert read(source) == words(8)
     parts = [(0, 0, 5), (0, 3, 2), (0, 5, 0), (1, 0, 0), (2, 1, 1), (2, 3, 0), (2, 0, 2)]
-    together = tf.data.Dataset.from_tensor_slices(np.array(parts, np.int64)).flat_map(lambda part: source.scan(part[0], part[1], part[2]))
+    together = tf.data.Dataset.from_tensor_slices(np.array(parts, np.int64)).flat_map(
+        lambda part: source.scan(part[0], part[1], part[2])
+    )
     assert [record.numpy() for record in together] == words(5) + words(2, 3) + words(1, 6) + words(2, 5)
     assert [record.numpy() for record in source.scan(*int64(0, 4, 1))] == words(1, 4)
 
@@ -107,7 +109,9 @@ def test_an_index_is_kept_and_read_again(three):
     stamp = kept.stat().st_mtime_ns
     assert read(records(three)) == read(before)
     assert kept.stat().st_mtime_ns == stamp
-    assert {path.name for path in three.iterdir()} == {f"part-{i}.tfrecord{end}" for i in range(3) for end in ("", ".tfdist-index")}
+    assert {path.name for path in three.iterdir()} == {
+        f"part-{i}.tfrecord{end}" for i in range(3) for end in ("", ".tfdist-index")
+    }
 
 
 def test_a_stale_or_damaged_index_is_built_anew(three):
@@ -164,7 +168,12 @@ def test_processes_build_an_index_at_the_same_time(tmp_path):
     )
     both = [
         subprocess.Popen(
-            [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment()
+            [sys.executable, "-c", code, str(tmp_path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=environment(),
         )
         for _ in range(2)
     ]
@@ -220,6 +229,31 @@ def test_a_flipped_byte_of_content_fails_when_it_is_read(tmp_path):
     assert graph(source.describe, int64(1)[0]).decode() == f"{path}, byte {second}"
 
 
+@pytest.mark.parametrize("compression", ["", "GZIP"])
+def test_a_stream_goes_on_after_what_cannot_be_read(tmp_path, compression):
+    path = pathlib.Path(write(tmp_path / "a.tfrecord", words(9)))
+    content = bytearray(path.read_bytes())
+    begins = np.cumsum([0, *(16 + len(word) for word in words(9))])
+    for number in (3, 6):
+        content[begins[number] + 14] ^= 1
+    path.write_bytes(gzip.compress(content) if compression else content)
+    source = records(path, access="stream")
+
+    def read_all(scanned):
+        tried = scanned.map(
+            lambda stored: tf.data.Dataset.from_tensors(stored).map(source.decode).ignore_errors()
+        )
+        return [[record.numpy() for record in one] for one in tried]
+
+    expected = [[word] for word in words(9)]
+    for number in (3, 6) if not compression else range(3, 9):
+        expected[number] = []
+    assert read_all(source.scan(*int64(0, 0, 9))) == expected
+    assert read_all(source.scan(*int64(0, 2, 3))) == expected[2:5]
+    with pytest.raises(tf.errors.InvalidArgumentError, match="corrupt record"):
+        read(source)
+
+
 # --- Which files ----------------------------------------------------------------------------------------------------------
 def test_files_are_taken_in_order(three):
     a, b, c = (str(three / f"part-{i}.tfrecord") for i in range(3))
@@ -250,7 +284,9 @@ def test_paths_are_absolute(three, monkeypatch):
 def test_missing_and_wrong_files(tmp_path, files, message):
     (tmp_path / "x.csv").write_text("image,label\n")
     with pytest.raises(ValueError, match=message):
-        records(files.format(tmp_path) if isinstance(files, str) else [file.format(tmp_path) for file in files])
+        records(
+            files.format(tmp_path) if isinstance(files, str) else [file.format(tmp_path) for file in files]
+        )
 
 
 @pytest.mark.parametrize(
@@ -294,7 +330,12 @@ def full(**changes):
 
 
 def test_declared_features_become_tensors(tmp_path):
-    source = records(write(tmp_path / "a.tfrecord", [full(), full(tags=None)]), DECLARED, label="label", class_names=list("abcd"))
+    source = records(
+        write(tmp_path / "a.tfrecord", [full(), full(tags=None)]),
+        DECLARED,
+        label="label",
+        class_names=list("abcd"),
+    )
     assert (source.classes, source.class_names) == (4, ("a", "b", "c", "d"))
     x_spec, y_spec = source.element_spec
     assert {name: spec.shape.as_list() for name, spec in x_spec.items()} == {
@@ -314,7 +355,9 @@ def test_declared_features_become_tensors(tmp_path):
 def test_one_feature_is_no_dict_and_tf_io_features_pass(tmp_path):
     path = write(tmp_path / "a.tfrecord", [example(a=[1], b=[2.0, 3.0])])
     assert [int(x) for x in records(path, {"a": "int64"}).dataset()] == [1]
-    (both,) = records(path, {"a": tf.io.FixedLenFeature([], tf.int64), "c": tf.io.FixedLenFeature([], tf.int64, 9)}).dataset()
+    (both,) = records(
+        path, {"a": tf.io.FixedLenFeature([], tf.int64), "c": tf.io.FixedLenFeature([], tf.int64, 9)}
+    ).dataset()
     assert {name: int(value) for name, value in both.items()} == {"a": 1, "c": 9}
     ((x, y),) = records(path, {"a": "int64", "b": "float32[2]"}, label="a").dataset()
     assert (x.numpy().tolist(), int(y)) == ([2.0, 3.0], 1)
@@ -323,8 +366,14 @@ def test_one_feature_is_no_dict_and_tf_io_features_pass(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"label": None}, r"features\['label'\]: .*a.tfrecord, byte 0 holds no such feature, but box \(8 values in a float_list\)"),
-        ({"label": [1.5]}, r"features\['label'\]: expected int64, 1 values in a int64_list; received 1 values in a float_list in .*byte 0"),
+        (
+            {"label": None},
+            r"features\['label'\]: .*a.tfrecord, byte 0 holds no such feature, but box \(8 values in a float_list\)",
+        ),
+        (
+            {"label": [1.5]},
+            r"features\['label'\]: expected int64, 1 values in a int64_list; received 1 values in a float_list in .*byte 0",
+        ),
         ({"label": [1, 2]}, r"features\['label'\]: expected int64, .*received 2 values"),
         ({"grid": [1, 2]}, r"features\['grid'\]: expected uint8\[2,2\], 4 values .*received 2 values"),
         ({"box": [1.0]}, "byte 0: does not hold .* as declared: .*multiple of 4"),
@@ -343,7 +392,9 @@ def test_features_are_checked_in_the_first_and_the_last_file(tmp_path, changes, 
 
 
 def test_features_that_change_later_fail_by_name(tmp_path):
-    path = write(tmp_path / "a.tfrecord", [full(), full(label=[2.5]), full(box=[1.0]), full(grid=[1]), full()])
+    path = write(
+        tmp_path / "a.tfrecord", [full(), full(label=[2.5]), full(box=[1.0]), full(grid=[1]), full()]
+    )
     source = records(path, DECLARED)
     for number, name in [(1, "label"), (2, "feature_box"), (3, "grid")]:
         with pytest.raises(tf.errors.InvalidArgumentError, match=name):
@@ -353,7 +404,10 @@ def test_features_that_change_later_fail_by_name(tmp_path):
 
 def test_records_that_hold_no_examples(tmp_path):
     path = write(tmp_path / "a.tfrecord", [b"\x00no example"])
-    with pytest.raises(ValueError, match=r"a.tfrecord, byte 0: expected a serialized tf.train.Example; received b'\\x00no example'"):
+    with pytest.raises(
+        ValueError,
+        match=r"a.tfrecord, byte 0: expected a serialized tf.train.Example; received b'\\x00no example'",
+    ):
         records(path, {"a": "int64"})
 
 

@@ -30,12 +30,21 @@ class Sharded(tensorflow_datasets.core.GeneratorBasedBuilder):
         features = tensorflow_datasets.features
         return tensorflow_datasets.core.DatasetInfo(
             builder=self,
-            features=features.FeaturesDict({"number": np.int64, "kind": features.ClassLabel(names=["even", "odd"]), "text": features.Text()}),
+            features=features.FeaturesDict(
+                {
+                    "number": np.int64,
+                    "kind": features.ClassLabel(names=["even", "odd"]),
+                    "text": features.Text(),
+                }
+            ),
             supervised_keys=({"a": "number", "b": "text"}, "kind"),
         )
 
     def _split_generators(self, dl_manager):
-        return {"train": self._generate_examples(range(660)), "test": self._generate_examples(range(660, 690))}
+        return {
+            "train": self._generate_examples(range(660)),
+            "test": self._generate_examples(range(660, 690)),
+        }
 
     def _generate_examples(self, numbers):
         for number in numbers:
@@ -150,7 +159,11 @@ def test_slices_of_one_shard(digits_dir, split):
 @pytest.mark.parametrize("split", ["train", "train[13:570]", "test+train[95%:]"])
 def test_the_order_is_that_of_tfds(sharded_dir, split):
     source = tfds.load("sharded", split, sharded_dir)
-    expected = list(tensorflow_datasets.load("sharded", split=split, data_dir=sharded_dir, as_supervised=True).as_numpy_iterator())
+    expected = list(
+        tensorflow_datasets.load(
+            "sharded", split=split, data_dir=sharded_dir, as_supervised=True
+        ).as_numpy_iterator()
+    )
     assert (source.cardinality, source.classes, source.class_names) == (len(expected), 2, ("even", "odd"))
     assert list(source.dataset().as_numpy_iterator()) == expected
     places = tf.data.Dataset.range(source.cardinality).map(source.describe)
@@ -173,7 +186,9 @@ def test_interleaving_is_that_of_tf_data():
 def test_examples_say_where_they_lie(digits_dir):
     source = tfds.load("tfdist_digits", "train[10:20]", digits_dir)
     where = source.describe(tf.constant(0, tf.int64)).numpy().decode()
-    assert where.startswith(f"{digits_dir}/tfdist_digits/1.0.0/tfdist_digits-train.tfrecord-00000-of-00001, byte ")
+    assert where.startswith(
+        f"{digits_dir}/tfdist_digits/1.0.0/tfdist_digits-train.tfrecord-00000-of-00001, byte "
+    )
     assert int(where.split()[-1]) > 0
 
 

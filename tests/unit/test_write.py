@@ -39,7 +39,9 @@ def images(tmp_path, count=6):
     paths = []
     for number in range(count):
         paths.append(str(tmp_path / f"{number}.jpg"))
-        tf.io.write_file(paths[-1], tf.io.encode_jpeg(random.integers(0, 255, [8 + number, 9, 3]).astype(np.uint8)))
+        tf.io.write_file(
+            paths[-1], tf.io.encode_jpeg(random.integers(0, 255, [8 + number, 9, 3]).astype(np.uint8))
+        )
     paths = tf.constant(paths)
 
     def read(number):
@@ -48,7 +50,9 @@ def images(tmp_path, count=6):
 
     spec = (tf.TensorSpec([None, None, 3], tf.uint8), tf.TensorSpec([], tf.int64))
     raw = lambda number: tf.io.read_file(paths[number])  # noqa: E731
-    return Source("photos", spec, count, 2, ("cat", "dog"), read=read, raw=raw, describe=lambda number: paths[number])
+    return Source(
+        "photos", spec, count, 2, ("cat", "dog"), read=read, raw=raw, describe=lambda number: paths[number]
+    )
 
 
 # --- What is written reads the same ---------------------------------------------------------------------------------------
@@ -105,11 +109,17 @@ def test_sizes_that_differ_come_back(tmp_path):
     }
     source = of_generator(examples, spec)
     manifest = write(source, tmp_path / "out")
-    assert (manifest["examples"], manifest["features"]["grid"], manifest["features"]["deep/1/a"]) == (6, "int32[?,?,2]", "bytes of float64")
+    assert (manifest["examples"], manifest["features"]["grid"], manifest["features"]["deep/1/a"]) == (
+        6,
+        "int32[?,?,2]",
+        "bytes of float64",
+    )
     assert same(source, records(tmp_path / "out")) == 6
 
 
-@pytest.mark.parametrize("structure", [lambda x: x, lambda x: {"a": x}, lambda x: (x, x, x, x), lambda x: (x,)])
+@pytest.mark.parametrize(
+    "structure", [lambda x: x, lambda x: {"a": x}, lambda x: (x, x, x, x), lambda x: (x,)]
+)
 def test_every_structure_comes_back(tmp_path, structure):
     source = of_arrays(structure(np.arange(3)))
     write(source, tmp_path)
@@ -128,7 +138,9 @@ def test_image_files_are_kept_as_they_are(tmp_path):
     # And so when records are written again, from whatever way of reading.
     write(records(tmp_path / "out"), tmp_path / "zipped", compression="GZIP")
     write(records(tmp_path / "zipped"), tmp_path / "again", shard_bytes=2000)
-    assert [path.read_bytes() for path in shards(tmp_path / "out")] == [path.read_bytes() for path in shards(tmp_path / "again")]
+    assert [path.read_bytes() for path in shards(tmp_path / "out")] == [
+        path.read_bytes() for path in shards(tmp_path / "again")
+    ]
 
 
 def test_images_that_are_changed_are_not_those_in_the_files(tmp_path):
@@ -146,8 +158,14 @@ def test_tfds_keeps_its_files(digits_dir, tmp_path):
     manifest = write(source, tmp_path / "digits", compression="GZIP")
     back = records(tmp_path / "digits")
     assert same(source, back) == 40
-    assert (manifest["name"], back.classes, back.class_names) == ("tfdist_digits[test[:40]]", 10, tuple("0123456789"))
-    stored = tf.train.Example.FromString(next(iter(tf.data.TFRecordDataset(back.name + "/" + manifest["shards"][0]["file"], "GZIP"))).numpy())
+    assert (manifest["name"], back.classes, back.class_names) == (
+        "tfdist_digits[test[:40]]",
+        10,
+        tuple("0123456789"),
+    )
+    stored = tf.train.Example.FromString(
+        next(iter(tf.data.TFRecordDataset(back.name + "/" + manifest["shards"][0]["file"], "GZIP"))).numpy()
+    )
     given = tf.train.Example.FromString(source.raw(tf.constant(0, tf.int64)).numpy())
     assert stored.features.feature["x"] == given.features.feature["image"]
 
@@ -158,17 +176,23 @@ def test_tfds_keeps_its_files(digits_dir, tmp_path):
 def test_files_have_about_the_size_asked_for(tmp_path, compression, walk):
     random = np.random.default_rng(1)
     arrays = random.integers(0, 9, [300, 100]).astype(np.float32)
-    source = of_generator(lambda: iter(arrays), tf.TensorSpec([100], tf.float32)) if walk else of_arrays(arrays)
+    source = (
+        of_generator(lambda: iter(arrays), tf.TensorSpec([100], tf.float32)) if walk else of_arrays(arrays)
+    )
     manifest = write(source, tmp_path / "my numbers", shard_bytes=20_000, compression=compression)
     sizes = [path.stat().st_size for path in shards(tmp_path / "my numbers")]
     assert sizes == [shard["bytes"] for shard in manifest["shards"]]
     assert len(sizes) > 1
     assert all(10_000 < size < 26_000 for size in sizes[:-1])
-    assert [path.name for path in shards(tmp_path / "my numbers")] == [f"my_numbers-{i:05d}-of-{len(sizes):05d}.tfrecord" for i in range(len(sizes))]
+    assert [path.name for path in shards(tmp_path / "my numbers")] == [
+        f"my_numbers-{i:05d}-of-{len(sizes):05d}.tfrecord" for i in range(len(sizes))
+    ]
     assert {path.name for path in (tmp_path / "my numbers").iterdir()} == {".write.lock", "dataset.json"} | {
         path.name + end for path in shards(tmp_path / "my numbers") for end in ("", ".tfdist-index")
     }
-    np.testing.assert_array_equal(np.stack(list(records(tmp_path / "my numbers").dataset().as_numpy_iterator())), arrays)
+    np.testing.assert_array_equal(
+        np.stack(list(records(tmp_path / "my numbers").dataset().as_numpy_iterator())), arrays
+    )
 
 
 def test_opening_needs_no_new_index(tmp_path):
@@ -221,16 +245,23 @@ def test_a_killed_call_goes_on(tmp_path, run_python, kind):
     out, x = tmp_path / "out", np.arange(5000)
     source = of_arrays(x) if kind == "arrays" else of_generator(lambda: iter(x), tf.TensorSpec([], tf.int64))
     assert run_python(KILLED, str(out), kind).returncode == -signal.SIGKILL
-    with pytest.raises(ValueError, match=r"out holds a data set that is not written to its end. Write it again"):
+    with pytest.raises(
+        ValueError, match=r"out holds a data set that is not written to its end. Write it again"
+    ):
         records(out)
-    whole = {path.stem: (out / ".writing" / f"{path.stem}.tfrecord").stat() for path in (out / ".writing").glob("0*.json")}
+    whole = {
+        path.stem: (out / ".writing" / f"{path.stem}.tfrecord").stat()
+        for path in (out / ".writing").glob("0*.json")
+    }
     assert 2 <= len(whole) < 9
     damaged = max(whole)
     with open(out / ".writing" / f"{damaged}.tfrecord", "r+b") as file:
         file.seek(100)
         file.write(b"\xff\xff")
     told = []
-    manifest = write(source, out, shard_bytes=20_000, workers=2, progress=lambda done, total: told.append(done))
+    manifest = write(
+        source, out, shard_bytes=20_000, workers=2, progress=lambda done, total: told.append(done)
+    )
     assert told[0] >= sum(manifest["shards"][int(stem)]["examples"] for stem in list(whole)[:1])
     for stem, before in whole.items():
         after = shards(out)[int(stem)].stat()
@@ -248,10 +279,17 @@ def test_a_call_that_was_killed_while_files_got_their_names_goes_on(tmp_path):
     writing = tmp_path / "out" / ".writing"
     writing.mkdir()
     for number, shard in enumerate(manifest["shards"]):
-        (writing / f"{number:05d}.json").write_text(json.dumps({key: shard[key] for key in ("examples", "bytes", "sha256")}))
+        (writing / f"{number:05d}.json").write_text(
+            json.dumps({key: shard[key] for key in ("examples", "bytes", "sha256")})
+        )
     for number, path in enumerate(rest, 1):
         path.rename(writing / f"{number:05d}.tfrecord")
-    plan = {**manifest, "examples": None, "counts": [shard["examples"] for shard in manifest["shards"]], "limit": 5000}
+    plan = {
+        **manifest,
+        "examples": None,
+        "counts": [shard["examples"] for shard in manifest["shards"]],
+        "limit": 5000,
+    }
     (writing / "plan.json").write_text(json.dumps(plan))
     (tmp_path / "out/dataset.json").unlink()
     stamp = first.stat().st_mtime_ns
@@ -271,7 +309,10 @@ def test_what_is_finished_is_not_written_again(tmp_path):
 def test_two_at_the_same_time(tmp_path):
     source = of_arrays(np.arange(3000))
     found = []
-    both = [threading.Thread(target=lambda: found.append(write(source, tmp_path / "out", shard_bytes=10_000))) for _ in range(2)]
+    both = [
+        threading.Thread(target=lambda: found.append(write(source, tmp_path / "out", shard_bytes=10_000)))
+        for _ in range(2)
+    ]
     for each in both:
         each.start()
     for each in both:
@@ -295,7 +336,9 @@ def test_two_at_the_same_time(tmp_path):
 def test_another_data_set_is_never_overwritten(tmp_path, other, options, message):
     write(of_arrays(np.arange(100)), tmp_path)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    with pytest.raises(ValueError, match=f"(?s)holds another data set than arrays: ({message}).*Name another directory"):
+    with pytest.raises(
+        ValueError, match=f"(?s)holds another data set than arrays: ({message}).*Name another directory"
+    ):
         write(of_arrays(other), tmp_path, **options)
     assert before == {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
 
@@ -315,7 +358,10 @@ def test_a_directory_that_cannot_be_written(tmp_path):
 
 def test_another_process_that_hangs_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.import_module("tfdist.data.write"), "STALLED", 0.2)
-    with storage.locked(tmp_path / ".write.lock", 1.0, "a test"), pytest.raises(TimeoutError, match=f"Waited 0.2 s for process {os.getpid()}"):
+    with (
+        storage.locked(tmp_path / ".write.lock", 1.0, "a test"),
+        pytest.raises(TimeoutError, match=f"Waited 0.2 s for process {os.getpid()}"),
+    ):
         write(of_arrays(np.arange(3)), tmp_path)
 
 
@@ -345,8 +391,8 @@ def test_an_empty_generator(tmp_path):
 
 def test_an_example_that_cannot_be_read_is_named(tmp_path):
     source = images(tmp_path, count=130)
-    (tmp_path / "72.jpg").write_bytes(b"no image")
-    with pytest.raises(ValueError, match=r"photos: example 72 \(.*/72.jpg\) cannot be read: .*Unknown image file format"):
+    (tmp_path / "72.jpg").unlink()
+    with pytest.raises(ValueError, match=r"photos: example 72 \(.*/72.jpg\) cannot be read: .*No such file"):
         write(source, tmp_path / "out", shard_bytes=5000, workers=2)
     with pytest.raises(ValueError, match="not written to its end"):
         records(tmp_path / "out")
@@ -362,7 +408,9 @@ def test_verify_names_the_first_damaged_file(tmp_path):
     with pytest.raises(ValueError, match=f"{second.name}: damaged: expected SHA-256"):
         verify(tmp_path)
     second.write_bytes(whole[:-1])
-    with pytest.raises(ValueError, match=f"{second.name}: damaged: expected {len(whole)} bytes, received {len(whole) - 1}"):
+    with pytest.raises(
+        ValueError, match=f"{second.name}: damaged: expected {len(whole)} bytes, received {len(whole) - 1}"
+    ):
         verify(tmp_path)
     second.write_bytes(first.read_bytes()[: 16 + 20])
     with pytest.raises(ValueError, match=f"{second.name}"):
@@ -377,7 +425,9 @@ def test_a_file_of_other_records_is_noticed(tmp_path):
     second = shards(tmp_path)[1]
     with tf.io.TFRecordWriter(str(second)) as writer:
         writer.write(b"one")
-    with pytest.raises(ValueError, match=rf"{second.name}: expected \d+ records, as dataset.json says; received 1"):
+    with pytest.raises(
+        ValueError, match=rf"{second.name}: expected \d+ records, as dataset.json says; received 1"
+    ):
         records(tmp_path)
 
 
@@ -388,7 +438,9 @@ def test_a_damaged_manifest(tmp_path):
     with pytest.raises(ValueError, match=r"dataset.json: damaged"):
         records(tmp_path)
     path.write_text('{"name": "mine"}')
-    with pytest.raises(ValueError, match=r"dataset.json: expected the manifest of a data set that tfdist wrote"):
+    with pytest.raises(
+        ValueError, match=r"dataset.json: expected the manifest of a data set that tfdist wrote"
+    ):
         records(tmp_path)
     with pytest.raises(ValueError, match=r"expected a data set that tfdist wrote; found no dataset.json"):
         verify(tmp_path / "none")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from tfdist.data.errors import Errors, guarded
 from tfdist.data.order import Order, StreamOrder, example_seeds, share
 from tfdist.data.reading import Example, Window, by_file, by_number, positions, walked, window_begin
 from tfdist.data.rows import count_rows, cut, fill, plain
+from tfdist.data.service import distribute
 from tfdist.data.sources import Source, call
 
 
@@ -50,6 +52,7 @@ class Batches:
         errors: What becomes of examples that cannot be read.
         options: Of tf.data.
         prefetch: Batches made ahead.
+        addresses: Of the data workers that make them; none: this process does.
     """
 
     source: Source
@@ -64,25 +67,38 @@ class Batches:
     errors: Errors
     options: tf.data.Options
     prefetch: int
+    addresses: tuple[str, ...] = ()
 
-    def shares(self, window: Window, position: tf.data.Dataset, stride: int = 1) -> tf.data.Dataset:
+    def shares(self, window: Window, position: tf.data.Dataset) -> tf.data.Dataset:
         """The window's rows of the batches of one pass.
 
         Args:
             window: Which replicas' rows.
-            position: One pair of epoch and first step, int64 scalars.
-            stride: 1: every batch from there on; n: every n-th.
+            position: One pair of epoch and first step, int64 scalars; asked for once in a pass.
 
         Returns:
             A data set of Shares, equally many whatever the window.
         """
-        if self.order is None:
-            result = self._of_walk(window, position, stride)
-        elif self.source.gather is not None and self.transform is None:
-            result = self._of_memory(window, self._steps(position, stride))
+        if self.addresses:
+
+            def make(epoch, first, stride):
+                return self._made(window, tf.data.Dataset.from_tensors((epoch, first)), stride)
+
+            steps = None if self.order is None else self.order.steps
+            result = distribute(make, position, self.addresses, steps=steps, name=self.source.name)
         else:
-            result = self._of_examples(window, position, stride)
+            result = self._made(window, position, 1)
         return result.prefetch(self.prefetch).with_options(self.options)
+
+    def _made(self, window: Window, position: tf.data.Dataset, stride: int) -> tf.data.Dataset:
+        """Every `stride`-th of the Shares of one pass."""
+        if self.order is None:
+            return self._of_walk(window, position).shard(stride, 0)
+        if isinstance(self.order, StreamOrder):
+            return self._of_examples(window, position, 1).shard(stride, 0)
+        if self.source.gather is not None and self.transform is None:
+            return self._of_memory(window, self._steps(position, stride))
+        return self._of_examples(window, position, stride)
 
     def examples(self, window: Window, position: tf.data.Dataset, stride: int = 1) -> tf.data.Dataset:
         """What is read for the window, before it is decoded: a data set of Examples; of a walk, those of all windows."""
@@ -90,8 +106,7 @@ class Batches:
             assert stride == 1, "all examples are walked through"
             return walked(self.source, self.buffer, self._key, position.map(plain(lambda epoch, step: (epoch, step * self.global_batch))))
         if isinstance(self.order, StreamOrder):
-            assert stride == 1, "files are read from beginning to end"
-            return by_file(self.source, self.order, window, position, tf.data.AUTOTUNE)
+            return by_file(self.source, self.order, window, position)
         return by_number(self.order, window, self._steps(position, stride))
 
     def loaded(self, window: Window, position: tf.data.Dataset, stride: int = 1) -> tf.data.Dataset:
@@ -124,10 +139,8 @@ class Batches:
 
         return batches.map(one, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
 
-    def _of_walk(self, window: Window, position: tf.data.Dataset, stride: int) -> tf.data.Dataset:
+    def _of_walk(self, window: Window, position: tf.data.Dataset) -> tf.data.Dataset:
         batches = self.loaded(window, position).batch(self.global_batch, drop_remainder=self.tail == "drop")
-        if stride > 1:
-            batches = batches.shard(stride, 0)
 
         @plain
         def one(example, good):
@@ -204,8 +217,8 @@ class Batches:
         if uneven and self.tail == "partial":
             end = share(rows, window.first, window.count, window.replicas, tf.minimum)[1] - begin
             data, numbers = cut(data, tf.constant(0, tf.int64), end), numbers[:end]
-        first = order.numbers(epoch, [step * self.global_batch])[0]
-        fingerprint = tf.cast(first * 31 + epoch * 7 + step, tf.float64)
+        # All that the numbers of the batch follow from.
+        fingerprint = tf.cast(epoch * 7919 + step, tf.float64) + zlib.crc32(repr(order).encode())
         total = tf.constant(self.global_batch, tf.int64) if self.tail == "pad" else rows
         return Share(data if self.labels else _without_label(data), total, fingerprint, numbers)
 

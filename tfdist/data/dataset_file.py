@@ -41,7 +41,9 @@ def read(directory: str) -> dict[str, Any] | None:
             )
         return None
     if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
-        raise ValueError(f"{path}: expected the manifest of a data set that tfdist wrote, of format {_FORMAT!r}; received another file.")
+        raise ValueError(
+            f"{path}: expected the manifest of a data set that tfdist wrote, of format {_FORMAT!r}; received another file."
+        )
     return manifest
 
 

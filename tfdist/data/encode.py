@@ -23,8 +23,8 @@ class Encoder:
 
     Attributes:
         features: What is stored, and what an example looks like.
-        images: Name of each feature whose file is stored as it is, to the feature of the source's stored Example that holds it;
-            `WHOLE`: what the source stores is that file.
+        images: Name of each feature whose file is stored as it is, to the feature of the source's stored Example
+            that holds it; `WHOLE`: what the source stores is that file.
     """
 
     features: Features
@@ -51,8 +51,12 @@ class Encoder:
 
         tf.nest.map_structure(add, structure, source.element_spec)
         names = set(columns) | {shape_of(name) for name, feature in columns.items() if feature.has_shape}
-        if len(names) < len(tf.nest.flatten(structure)) + sum(feature.has_shape for feature in columns.values()):
-            raise ValueError(f"{source.name}: expected parts of examples with names of their own; received {structure}. Rename some with map().")
+        if len(names) < len(tf.nest.flatten(structure)) + sum(
+            feature.has_shape for feature in columns.values()
+        ):
+            raise ValueError(
+                f"{source.name}: expected parts of examples with names of their own; received {structure}. Rename some with map()."
+            )
         return cls(Features(columns, structure))
 
     def with_images(self, examples: Sequence[Any], stored: Sequence[bytes]) -> Encoder:
@@ -69,7 +73,13 @@ class Encoder:
         for name, feature in self.features.columns.items():
             if feature.image and stored:
                 places = [WHOLE, *_strings(stored[0])]
-                fits = (p for p in places if all(_is(s, p, self._flat(e)[name], feature) for e, s in zip(examples, stored, strict=True)))
+                fits = (
+                    p
+                    for p in places
+                    if all(
+                        _is(s, p, self._flat(e)[name], feature) for e, s in zip(examples, stored, strict=True)
+                    )
+                )
                 place = next(fits, None)
                 if place is not None:
                     found[name] = place
@@ -83,8 +93,8 @@ class Encoder:
             stored: As the source stores it, a string scalar; None where no image is kept.
 
         Returns:
-            Image files, string scalars; and the values of other tensors, `[values]`, of the types that lists hold; uint8 for the bytes
-            of a tensor that is stored as such.
+            Image files, string scalars; and the values of other tensors, `[values]`, of the types that lists hold;
+            uint8 for the bytes of a tensor that is stored as such.
         """
         parts = {}
         for name, value in self._flat(example).items():
@@ -101,7 +111,9 @@ class Encoder:
                 parts[name] = stored
             else:
                 place = self.images[name]
-                parts[name] = tf.io.parse_single_example(stored, {place: tf.io.FixedLenFeature([], tf.string)})[place]
+                parts[name] = tf.io.parse_single_example(
+                    stored, {place: tf.io.FixedLenFeature([], tf.string)}
+                )[place]
         return parts
 
     def serialize(self, parts: Mapping[str, Any]) -> bytes:
@@ -140,7 +152,11 @@ def _names(spec: Any, path: tuple[str, ...]) -> Any:
 
 def _feature(source: str, name: str, spec: Any) -> Feature:
     """How a tensor is stored."""
-    if not isinstance(spec, tf.TensorSpec) or spec.shape.rank is None or not (listable(spec.dtype) or packable(spec.dtype)):
+    if (
+        not isinstance(spec, tf.TensorSpec)
+        or spec.shape.rank is None
+        or not (listable(spec.dtype) or packable(spec.dtype))
+    ):
         raise ValueError(
             f"{source}: records hold dense tensors of known rank, of numbers or strings; received {spec} for {name}. Make it one with "
             "map(), or leave it out."

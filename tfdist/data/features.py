@@ -40,9 +40,9 @@ class Feature:
 
         Args:
             name: Of the feature, for messages.
-            text: `image`, a type such as `int64`, or `bytes of` a type, and perhaps a shape in brackets, with `?` for sizes that differ
-                between examples. Without brackets: a scalar, or an image of any size with three channels. The
-                numbers of several `?` are read from a list `NAME/shape`.
+            text: `image`, a type such as `int64`, or `bytes of` a type, and perhaps a shape in brackets, with `?`
+                for sizes that differ between examples. Without brackets: a scalar, or an image of any size with
+                three channels. The numbers of several `?` are read from a list `NAME/shape`.
 
         Returns:
             The feature.
@@ -76,7 +76,9 @@ class Feature:
         if feature.packed and not packable(dtype):
             raise ValueError(f"features[{name!r}]: expected bytes of a type of numbers; received {text!r}.")
         if not feature.packed and not listable(dtype):
-            raise ValueError(f'features[{name!r}]: lists hold no {dtype.name}: write "bytes of {text}"; received {text!r}.')
+            raise ValueError(
+                f'features[{name!r}]: lists hold no {dtype.name}: write "bytes of {text}"; received {text!r}.'
+            )
         return feature
 
     def __str__(self) -> str:
@@ -123,8 +125,16 @@ class Feature:
                 return tf.ensure_shape(image, self.shape)
             if self.packed:
                 wide = self.dtype == tf.uint64  # which decode_raw does not know
-                value = tf.bitcast(tf.io.decode_raw(value, tf.int64), tf.uint64) if wide else tf.io.decode_raw(value, self.dtype)
-            shape = parsed[shape_of(name)] if self.has_shape else [-1 if size is None else size for size in self.shape]
+                value = (
+                    tf.bitcast(tf.io.decode_raw(value, tf.int64), tf.uint64)
+                    if wide
+                    else tf.io.decode_raw(value, self.dtype)
+                )
+            shape = (
+                parsed[shape_of(name)]
+                if self.has_shape
+                else [-1 if size is None else size for size in self.shape]
+            )
             value = tf.reshape(tf.cast(value, self.dtype), shape)
             return tf.ensure_shape(value, self.shape)
 
@@ -142,7 +152,10 @@ def listable(dtype: tf.DType) -> tf.DType | None:
 
 def packable(dtype: tf.DType) -> bool:
     """Whether a string of bytes can be turned into values of this type."""
-    return dtype in (tf.float64, tf.uint64, tf.complex64, tf.complex128) or listable(dtype) not in (None, tf.string)
+    return dtype in (tf.float64, tf.uint64, tf.complex64, tf.complex128) or listable(dtype) not in (
+        None,
+        tf.string,
+    )
 
 
 def shape_of(name: str) -> str:
@@ -183,8 +196,13 @@ class Features:
             ('image', 'label')
         """
         if not isinstance(declared, Mapping) or not declared:
-            raise ValueError(f'features: expected a mapping such as {{"image": "image", "label": "int64"}}; received {declared!r}.')
-        columns = {name: Feature.parse(name, what) if isinstance(what, str) else what for name, what in declared.items()}
+            raise ValueError(
+                f'features: expected a mapping such as {{"image": "image", "label": "int64"}}; received {declared!r}.'
+            )
+        columns = {
+            name: Feature.parse(name, what) if isinstance(what, str) else what
+            for name, what in declared.items()
+        }
         for name, what in columns.items():
             if not isinstance(what, Feature) and not type(what).__name__.endswith("Feature"):
                 raise ValueError(f"features[{name!r}]: {_HOW}; received {what!r}.")
@@ -236,7 +254,9 @@ class Features:
         try:
             self.decode(tf.constant(serialized))
         except tf.errors.OpError as error:
-            raise ValueError(f"{where}: does not hold the features {', '.join(self.columns)} as declared: {error.message}") from error
+            raise ValueError(
+                f"{where}: does not hold the features {', '.join(self.columns)} as declared: {error.message}"
+            ) from error
 
 
 def _check_one(name: str, feature: Feature, held: Mapping[str, tf.train.Feature], where: str) -> None:
@@ -245,7 +265,9 @@ def _check_one(name: str, feature: Feature, held: Mapping[str, tf.train.Feature]
         if feature.values is None:
             return  # an empty list may be left out
         known = ", ".join(f"{n} ({_kind(f)})" for n, f in sorted(held.items())) or "nothing"
-        raise ValueError(f"features[{name!r}]: {where} holds no such feature, but {known}. Correct the name in features=.")
+        raise ValueError(
+            f"features[{name!r}]: {where} holds no such feature, but {known}. Correct the name in features=."
+        )
     kind = held[name].WhichOneof("kind")
     count = len(getattr(held[name], kind).value) if kind else 0
     if (kind and kind != expected) or (feature.values is not None and count != feature.values):

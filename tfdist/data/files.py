@@ -88,7 +88,7 @@ def image_folder(
     for place, paths in zip(names, found, strict=True):
         if not paths:
             raise ValueError(f"{os.path.join(root, place)}: a class directory without images. Remove it, or name the classes wanted in classes=.")
-    numbers = np.repeat(np.arange(len(names), dtype=np.int64), [len(paths) for paths in found])
+    numbers: np.ndarray = np.repeat(np.arange(len(names), dtype=np.int64), [len(paths) for paths in found])
     return _source(name, list(itertools.chain(*found)), Labels(numbers, len(names), names), channels, decode)
 
 

@@ -35,7 +35,8 @@ class Index:
         path: The file.
         compression: "" or "GZIP".
         records: How many there are.
-        offsets: int64 `[records]`, the byte at which each begins; `[0]` for a compressed file, which has no such places.
+        offsets: int64 `[records]`, the byte at which each begins; `[0]` for a compressed file, which has no such
+            places.
     """
 
     path: str
@@ -44,7 +45,9 @@ class Index:
     offsets: np.ndarray = dataclasses.field(repr=False)
 
 
-def open_indexes(paths: Sequence[str], compression: str = "auto", index_dir: str | None = None) -> list[Index]:
+def open_indexes(
+    paths: Sequence[str], compression: str = "auto", index_dir: str | None = None
+) -> list[Index]:
     """The indexes of files: read where they lie fresh, else built and kept.
 
     An index belongs to a size and a time of change of its file; where these are others now, it is built anew. It is
@@ -53,7 +56,8 @@ def open_indexes(paths: Sequence[str], compression: str = "auto", index_dir: str
     Args:
         paths: Absolute paths of TFRecord files.
         compression: "" or "GZIP"; "auto": what each file begins with tells.
-        index_dir: Directory for the indexes; default: beside each file; where that cannot be written, they are kept in memory only.
+        index_dir: Directory for the indexes; default: beside each file; where that cannot be written, they are kept
+            in memory only.
 
     Returns:
         An index of each file.
@@ -68,7 +72,9 @@ def open_indexes(paths: Sequence[str], compression: str = "auto", index_dir: str
         try:
             tf.io.gfile.makedirs(index_dir)
         except storage.CANNOT_WRITE as error:
-            raise ValueError(f"index_dir={index_dir!r} cannot be made: {error}. Name a directory that can be written.") from error
+            raise ValueError(
+                f"index_dir={index_dir!r} cannot be made: {error}. Name a directory that can be written."
+            ) from error
     with concurrent.futures.ThreadPoolExecutor(max(1, min(THREADS, len(paths)))) as pool:
         results = list(pool.map(lambda path: _open(path, compression, index_dir), paths))
     unkept = [index.path for index, kept in results if not kept]
@@ -120,7 +126,9 @@ def _open(path: str, compression: str, index_dir: str | None) -> tuple[Index, bo
         write_index(index, index_dir)
     except storage.CANNOT_WRITE as error:
         if index_dir is not None:
-            raise ValueError(f"index_dir={index_dir!r} cannot be written: {error}. Name another directory.") from error
+            raise ValueError(
+                f"index_dir={index_dir!r} cannot be written: {error}. Name another directory."
+            ) from error
         return index, False
     return index, True
 
@@ -141,7 +149,9 @@ def _place(path: str, directory: str | None) -> str:
     if directory is None:
         return path + SUFFIX
     # Files of the same name in several directories may share one directory of indexes.
-    return os.path.join(directory, f"{os.path.basename(path)}-{hashlib.sha256(path.encode()).hexdigest()[:12]}{SUFFIX}")
+    return os.path.join(
+        directory, f"{os.path.basename(path)}-{hashlib.sha256(path.encode()).hexdigest()[:12]}{SUFFIX}"
+    )
 
 
 def _read(path: str, stamp: tuple[int, int], place: str) -> Index | None:
@@ -150,9 +160,15 @@ def _read(path: str, stamp: tuple[int, int], place: str) -> Index | None:
         with tf.io.gfile.GFile(place, "rb") as file:
             first, _, content = file.read().partition(b"\n")
         header = json.loads(first)
-        if header["version"] != 1 or (header["size"], header["time"]) != stamp or header["crc32"] != zlib.crc32(content):
+        if (
+            header["version"] != 1
+            or (header["size"], header["time"]) != stamp
+            or header["crc32"] != zlib.crc32(content)
+        ):
             return None
-        return Index(path, header["compression"], header["records"], np.frombuffer(content, "<i8").astype(np.int64))
+        return Index(
+            path, header["compression"], header["records"], np.frombuffer(content, "<i8").astype(np.int64)
+        )
     except (OSError, tf.errors.OpError, ValueError, KeyError, TypeError):
         return None
 
@@ -179,13 +195,17 @@ def build(path: str, compression: str = "auto") -> Index:
             zipped = begin[:2] == b"\x1f\x8b" and not (len(begin) == HEADER and _valid(begin)[0])
             compression = "GZIP" if zipped else ""
         if compression == "":
-            offsets = _hop(path, _Headers(file, size, _REMOTE_CHUNK if storage.is_remote(path) else _LOCAL_CHUNK))
+            offsets = _hop(
+                path, _Headers(file, size, _REMOTE_CHUNK if storage.is_remote(path) else _LOCAL_CHUNK)
+            )
             return Index(path, "", len(offsets), offsets)
         try:
             with gzip.GzipFile(fileobj=file, mode="rb") as content:
                 records = len(_hop(path, _Headers(content, None, _LOCAL_CHUNK)))
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise ValueError(f"{path}: truncated or corrupt as a GZIP file: {error}. Write or copy it again.") from error
+            raise ValueError(
+                f"{path}: truncated or corrupt as a GZIP file: {error}. Write or copy it again."
+            ) from error
         return Index(path, "GZIP", records, np.zeros(0, np.int64))
 
 
@@ -247,8 +267,12 @@ def _hop(path: str, headers: _Headers) -> np.ndarray:
     if len(wrong) and offsets[wrong[0]] + HEADER <= headers.end():
         first = offsets[wrong[0]]
         if first == 0:
-            raise ValueError(f"{path} is no TFRecord file: {what} 0 begins no record. Correct the path, or write the file again.")
-        raise ValueError(f"{path}, {what} {first}: corrupt: the header of a record has a wrong checksum. Write or copy the file again.")
+            raise ValueError(
+                f"{path} is no TFRecord file: {what} 0 begins no record. Correct the path, or write the file again."
+            )
+        raise ValueError(
+            f"{path}, {what} {first}: corrupt: the header of a record has a wrong checksum. Write or copy the file again."
+        )
     if offset != headers.end():
         raise ValueError(
             f"{path}, {what} {offsets[-1]}: truncated: the record that begins there ends beyond the file's {headers.end()} bytes. "

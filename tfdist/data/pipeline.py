@@ -15,12 +15,14 @@ from tfdist.data.errors import Errors
 from tfdist.data.order import TAILS, Order, StreamOrder
 from tfdist.data.reading import Window
 from tfdist.data.rows import plain
+from tfdist.data.service import addresses_of
 from tfdist.data.sources import Source
 
 # Where a source is read from beginning to end, shuffling holds this many examples in memory at a time.
 SHUFFLE_BUFFER = 16_384
 # Parts of a stream that are read at once, at most.
 STREAMS = 16
+SMALLEST_BLOCK = 1024
 
 
 class Epochs:
@@ -109,6 +111,8 @@ def pipeline(
     """
     source = Source.of(source)
     _check_count("global_batch", global_batch)
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed: expected a whole number of 64 bits, received {seed!r}.")
     if tail not in TAILS:
         raise ValueError(f"tail: expected one of {', '.join(TAILS)}; received {tail!r}.")
     if isinstance(ignore_errors, bool) or not isinstance(ignore_errors, int) or ignore_errors < 0:
@@ -129,7 +133,8 @@ def pipeline(
     order = _order(source, global_batch, seed, buffer, tail)
     errors = Errors(source.name, ignore_errors)
     batches = Batches(
-        source, order, global_batch, seed, tail, buffer, transform, batch_transform, labels, errors, _options(threads, ram_budget), prefetch
+        source, order, global_batch, seed, tail, buffer, transform, batch_transform, labels, errors, _options(threads, ram_budget), prefetch,
+        addresses_of(service),
     )
     count = None if source.cardinality is None else _count(source.name, source.cardinality, global_batch, tail == "drop")
 
@@ -205,7 +210,8 @@ def _order(source: Source, global_batch: int, seed: int, buffer: int | None, tai
     assert source.lengths is not None
     if buffer is None:
         return StreamOrder.of(source.lengths, global_batch, seed=seed, shuffle=False, tail=tail, block=min(256, source.cardinality))
-    streams = max(n for n in range(1, STREAMS + 1) if global_batch % n == 0)
+    # A block of few examples takes as long to permute as one of a thousand.
+    streams = max(n for n in range(1, STREAMS + 1) if global_batch % n == 0 and (n == 1 or buffer // n >= SMALLEST_BLOCK))
     return StreamOrder.of(source.lengths, global_batch, seed=seed, tail=tail, streams=streams, block=max(1, buffer // streams))
 
 

@@ -81,7 +81,7 @@ def adapt(layers: keras.Layer | Mapping[str, keras.Layer], source: Any, *, globa
         >>> text = keras.layers.TextVectorization(output_sequence_length=3)
         >>> prepare = adapt(text, (tf.constant(["a cat", "a dog"]), tf.constant([0, 1])))
         >>> prepare(tf.constant(["the cat"]), 7)[0].numpy().tolist()
-        [[1, 3, 0]]
+        [[1, 4, 0]]
     """
     source = Source.of(source)
     result = Preprocess(layers)
@@ -116,6 +116,8 @@ def _column(value: Any) -> Any:
 
 
 def _run(layer: keras.Layer, value: Any, name: str | None) -> Any:
+    if isinstance(layer, keras.layers.Normalization) and not layer.built and layer.input_mean is None:
+        raise ValueError(f"layers: {layer.name} has learned nothing yet. Call adapt(layers, source), or give it mean and variance.")
     value = _column(value)
     result = layer(value)
     if isinstance(result, tf.Tensor) and value.shape[1:].is_fully_defined() and not result.shape[1:].is_fully_defined():

@@ -98,7 +98,7 @@ def by_number(order: Order, window: Window, steps: tf.data.Dataset) -> tf.data.D
     return singles.map(plain(lambda number, epoch, step: Example((), number, epoch, step)))
 
 
-def by_file(source: Source, order: StreamOrder, window: Window, position: tf.data.Dataset, parallel: Any) -> tf.data.Dataset:
+def by_file(source: Source, order: StreamOrder, window: Window, position: tf.data.Dataset) -> tf.data.Dataset:
     """The window's examples as they are stored in files, read from beginning to end.
 
     Args:
@@ -106,7 +106,6 @@ def by_file(source: Source, order: StreamOrder, window: Window, position: tf.dat
         order: Its order.
         window: Whose rows.
         position: One pair of epoch and first step, int64 scalars.
-        parallel: How many files to read at a time.
 
     Returns:
         A data set of Examples with stored data; `width` for each step.
@@ -119,30 +118,29 @@ def by_file(source: Source, order: StreamOrder, window: Window, position: tf.dat
 
     @plain
     def full(epoch, step):
-        def one(stream):
-            return _stream(source, order, epoch, stream, step)
-
+        sequence = _sequence(order, epoch)
         parts = tf.data.Dataset.range(first, first + streams)
         rows = parts.interleave(
-            one, cycle_length=streams, block_length=per, num_parallel_calls=min(streams, parallel) if parallel > 0 else parallel,
+            lambda stream: _stream(source, order, sequence, epoch, stream, step),
+            cycle_length=streams,
+            block_length=per,
+            num_parallel_calls=tf.data.AUTOTUNE,
             deterministic=True,
-        )
-        if streams * per > width:  # the window's ends lie within parts that others read too
+        ).enumerate()
+        own = streams * per
+        if own > width:  # the window's ends lie within parts that others read too
             skipped = begin - first * per
-            rows = rows.enumerate().filter(lambda i, _: tf.math.logical_and(i % (streams * per) >= skipped, i % (streams * per) < skipped + width))
-            rows = rows.map(lambda _, row: row)
-        return rows.enumerate().map(lambda i, row: Example(row[0], row[1], epoch, step + i // width))
+            rows = rows.filter(lambda i, _: (i % own >= skipped) & (i % own < skipped + width))
+        return rows.map(lambda i, row: Example(row[0], row[1], epoch, step + i // own))
 
     @plain
-    def tail(epoch, step):
+    def tail(epoch, _):
         last = tf.constant(order.full, tf.int64)
-        stored = _segment(source, order, epoch, tf.constant(order.tail_begin, tf.int64), tf.constant(order.examples, tf.int64))
-        wanted = positions(order, window, last)
-        places = order.places(epoch, wanted)
-        numbers = order.numbers_of(epoch, places)
-        together = stored.batch(order.examples - order.tail_begin)
-        rows = together.flat_map(lambda held: tf.data.Dataset.from_tensor_slices((tf.gather(held, places - order.tail_begin), numbers)))
-        return rows.map(lambda row, number: Example(row, number, epoch, last))
+        rest = _segment(source, _sequence(order, epoch), tf.constant(order.tail_begin, tf.int64), tf.constant(order.examples, tf.int64))
+        wanted = order.places(epoch, positions(order, window, last)) - order.tail_begin
+        together = rest.batch(order.examples - order.tail_begin)
+        rows = together.flat_map(lambda *held: tf.data.Dataset.from_tensor_slices(tuple(tf.gather(x, wanted) for x in held)))
+        return rows.map(lambda stored, number: Example(stored, number, epoch, last))
 
     # The position is asked for once: to ask is to begin an epoch.
     if order.steps == order.full:
@@ -181,36 +179,49 @@ def walked(source: Source, buffer: int | None, key: Callable[[Any], tf.Tensor], 
     return position.flat_map(one_epoch)
 
 
-def _stream(source: Source, order: StreamOrder, epoch, stream, step) -> tf.data.Dataset:
+class _Sequence(NamedTuple):
+    """An epoch's files, one after the other: their numbers, where they begin and end, and the number of each one's first example."""
+
+    files: tf.Tensor
+    starts: tf.Tensor
+    ends: tf.Tensor
+    numbers: tf.Tensor
+
+
+def _sequence(order: StreamOrder, epoch) -> _Sequence:
+    files, ends = order.files(epoch), order.ends(epoch)
+    lengths = tf.constant(order.lengths, tf.int64)
+    return _Sequence(files, ends - tf.gather(lengths, files), ends, tf.gather(tf.cumsum(lengths, exclusive=True), files))
+
+
+def _stream(source: Source, order: StreamOrder, sequence: _Sequence, epoch, stream, step) -> tf.data.Dataset:
     """Stored examples of one part from a step on, with their numbers."""
     done = step * order.per_stream
     block = done // order.block
     start = stream * order.part
-    stored = _segment(source, order, epoch, start + block * order.block, start + order.part)
+    read = _segment(source, sequence, start + block * order.block, start + order.part)
 
-    @plain
     def permuted(index, held):
         first = (block + index) * order.block
-        within = first + tf.range(tf.size(held, tf.int64))
-        places = order.shuffled(epoch, tf.fill(tf.shape(within), stream), within, order.part)
-        return tf.gather(held, places - first), order.numbers_of(epoch, start + places)
+        within = first + tf.range(tf.size(held[1], tf.int64))
+        places = order.shuffled(epoch, tf.fill(tf.shape(within), stream), within, order.part) - first
+        return tuple(tf.gather(x, places) for x in held)
 
-    return stored.batch(order.block).enumerate().map(permuted).unbatch().skip(done - block * order.block)
+    return read.batch(order.block).enumerate().map(permuted).unbatch().skip(done - block * order.block)
 
 
-def _segment(source: Source, order: StreamOrder, epoch, begin, end) -> tf.data.Dataset:
-    """Stored examples from `begin` to before `end` of the epoch's sequence of files."""
-    files, ends = order.files(epoch), order.ends(epoch)
-    starts = tf.concat([[tf.constant(0, tf.int64)], ends[:-1]], 0)
-    first = tf.searchsorted(ends, [begin], side="right", out_type=tf.int64)[0]
-    after = tf.searchsorted(starts, [end], side="left", out_type=tf.int64)[0]
-
+def _segment(source: Source, sequence: _Sequence, begin, end) -> tf.data.Dataset:
+    """Stored examples from `begin` to before `end` of the epoch's sequence of files, with their numbers."""
+    first = tf.searchsorted(sequence.ends, [begin], side="right", out_type=tf.int64)[0]
+    after = tf.searchsorted(sequence.starts, [end], side="left", out_type=tf.int64)[0]
     scan = source.scan
     assert scan is not None
 
     @plain
     def of_file(place):
-        skipped = tf.maximum(begin - starts[place], 0)
-        return scan(files[place], skipped, tf.minimum(ends[place], end) - starts[place] - skipped)
+        skipped = tf.maximum(begin - sequence.starts[place], 0)
+        count = tf.minimum(sequence.ends[place], end) - sequence.starts[place] - skipped
+        number = sequence.numbers[place] + skipped
+        return tf.data.Dataset.zip((scan(sequence.files[place], skipped, count), tf.data.Dataset.range(number, number + count)))
 
     return tf.data.Dataset.range(first, after).flat_map(of_file)

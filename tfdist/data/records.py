@@ -16,6 +16,8 @@ from tfdist.data.index import SUFFIX, Index, open_indexes
 from tfdist.data.sources import Source
 
 ACCESS = ("auto", "random", "stream")
+# Stands in a stream for a record that cannot be read, so that those after it keep their numbers.
+_UNREADABLE = b"\0tfdist: this record cannot be read\0"
 _STREAM_BUFFER, _REMOTE_BUFFER = 1 << 18, 1 << 23  # bytes of one read
 
 
@@ -33,21 +35,23 @@ def records(
 ) -> Source:
     """The examples of TFRecord files, in the order of the files and in each from its beginning to its end.
 
-    An index of each file says where its records begin. It is built at the first opening, kept beside the file as `FILE.tfdist-index`,
-    and built anew when the file changes.
+    An index of each file says where its records begin. It is built at the first opening, kept beside the file as
+    `FILE.tfdist-index`, and built anew when the file changes.
 
     Args:
-        files: A pattern such as "train-*.tfrecord", whose files are taken in alphabetical order; a directory, of which the files with
-            "tfrecord" in their names are taken; or a list of files and patterns, in that order. Paths are those of `tf.io.gfile`.
-        features: Name of each feature in the stored `tf.train.Example` to what it is: "image" (a JPEG, PNG, GIF or BMP file, to uint8
-            `[height, width, 3]`), "image[224,224,1]", "int64", "float32[28,28]", "string[?]" (a size that differs), "bytes of
-            float64[3]" (stored as one string), or a feature of `tf.io` such as `tf.io.VarLenFeature`. Default: what
-            `tfdist.data.write` noted in `dataset.json` beside the files; without one, examples are the stored bytes.
+        files: A pattern such as "train-*.tfrecord", whose files are taken in alphabetical order; a directory, of
+            which the files with "tfrecord" in their names are taken; or a list of files and patterns, in that
+            order. Paths are those of `tf.io.gfile`.
+        features: Name of each feature in the stored `tf.train.Example` to what it is: "image" (a JPEG, PNG, GIF or
+            BMP file, to uint8 `[height, width, 3]`), "image[224,224,1]", "int64", "float32[28,28]", "string[?]" (a
+            size that differs), "bytes of float64[3]" (stored as one string), or a feature of `tf.io` such as
+            `tf.io.VarLenFeature`. Default: what `tfdist.data.write` noted in `dataset.json` beside the files;
+            without one, examples are the stored bytes.
         label: The feature that is `y`; the others are `x`: one as a tensor, several as a dict. Default: no `y`.
         classes: Number of classes of the label.
         class_names: Their names.
-        access: "random": any record at any time, which allows a global shuffle. "stream": files are read from beginning to end. "auto":
-            random where files are local and not compressed.
+        access: "random": any record at any time, which allows a global shuffle. "stream": files are read from
+            beginning to end. "auto": random where files are local and not compressed.
         compression: "", "GZIP", or "auto": what each file begins with tells.
         index_dir: Where indexes are kept; default: beside the files, or in memory where that cannot be written.
         name: For messages; default: `files`.
@@ -56,8 +60,8 @@ def records(
         A Source of `(x, y)`, a tensor or a dict; of strings where no features are known.
 
     Raises:
-        ValueError: Where no file is found, a file is truncated, corrupt or none of records, a feature is not what it is declared to be, or
-            compressed files are to be read at random.
+        ValueError: Where no file is found, a file is truncated, corrupt or none of records, a feature is not what
+            it is declared to be, or compressed files are to be read at random.
 
     Example:
         >>> import tempfile
@@ -70,7 +74,9 @@ def records(
     """
     if access not in ACCESS:
         raise ValueError(f"access: expected one of {', '.join(ACCESS)}; received {access!r}.")
-    name = name or (os.fspath(files) if isinstance(files, str | os.PathLike) else f"{len(files)} record files")
+    name = name or (
+        os.fspath(files) if isinstance(files, str | os.PathLike) else f"{len(files)} record files"
+    )
     if class_names is not None and classes not in (None, len(class_names)):
         raise ValueError(f"classes={classes}: expected {len(class_names)}, as there are so many class_names.")
     found = find(files)
@@ -89,7 +95,11 @@ def records(
         classes = manifest["classes"] if classes is None else classes
         class_names = manifest["class_names"] if class_names is None else class_names
     if access == "auto":
-        access = "stream" if any(index.compression or storage.is_remote(index.path) for index in indexes) else "random"
+        access = (
+            "stream"
+            if any(index.compression or storage.is_remote(index.path) for index in indexes)
+            else "random"
+        )
     zipped = next((index.path for index in indexes if index.compression), None)
     if access == "random" and zipped is not None:
         raise ValueError(
@@ -98,9 +108,13 @@ def records(
         )
     if parsed is not None:
         check_features(parsed, indexes)
-    source = of_indexes(name, indexes, parsed.decode if parsed is not None else tf.identity, stream=access == "stream")
+    source = of_indexes(
+        name, indexes, parsed.decode if parsed is not None else tf.identity, stream=access == "stream"
+    )
     names = None if class_names is None else tuple(class_names)
-    return dataclasses.replace(source, classes=len(names) if names and classes is None else classes, class_names=names)
+    return dataclasses.replace(
+        source, classes=len(names) if names and classes is None else classes, class_names=names
+    )
 
 
 def find(files: str | os.PathLike | Sequence[str | os.PathLike]) -> list[str]:
@@ -123,15 +137,25 @@ def find(files: str | os.PathLike | Sequence[str | os.PathLike]) -> list[str]:
         elif tf.io.gfile.exists(each):
             more = [each]
         else:
-            more = sorted(path for path in tf.io.gfile.glob(each) if not _is_ours(path) and not tf.io.gfile.isdir(path))
+            more = sorted(
+                path for path in tf.io.gfile.glob(each) if not _is_ours(path) and not tf.io.gfile.isdir(path)
+            )
         if not more:
-            raise ValueError(f"files: expected TFRecord files; found none at {each}. Correct the path or pattern.")
+            raise ValueError(
+                f"files: expected TFRecord files; found none at {each}. Correct the path or pattern."
+            )
         found += more
     if not found:
         raise ValueError(f"files: expected TFRecord files; received {files!r}.")
-    twice = next((path for path in found if found.count(path) > 1), None) if len(set(found)) < len(found) else None
+    twice = (
+        next((path for path in found if found.count(path) > 1), None)
+        if len(set(found)) < len(found)
+        else None
+    )
     if twice is not None:
-        raise ValueError(f"files: expected each file once; received {twice} twice, whose examples would count twice.")
+        raise ValueError(
+            f"files: expected each file once; received {twice} twice, whose examples would count twice."
+        )
     return found
 
 
@@ -140,7 +164,9 @@ def _of_directory(directory: str) -> list[str]:
     if manifest is not None:
         return [os.path.join(directory, shard["file"]) for shard in manifest["shards"]]
     names = sorted(tf.io.gfile.listdir(directory))
-    return [os.path.join(directory, name) for name in names if "tfrecord" in name.lower() and not _is_ours(name)]
+    return [
+        os.path.join(directory, name) for name in names if "tfrecord" in name.lower() and not _is_ours(name)
+    ]
 
 
 def _is_ours(path: str) -> bool:
@@ -152,7 +178,10 @@ def _is_ours(path: str) -> bool:
 def _covers(manifest: Mapping[str, Any], found: list[str]) -> bool:
     """Whether a manifest speaks of all these files."""
     known = {shard["file"] for shard in manifest["shards"]}
-    return all(os.path.basename(path) in known and os.path.dirname(path) == os.path.dirname(found[0]) for path in found)
+    return all(
+        os.path.basename(path) in known and os.path.dirname(path) == os.path.dirname(found[0])
+        for path in found
+    )
 
 
 def _check_counts(manifest: Mapping[str, Any], indexes: Sequence[Index]) -> None:
@@ -186,7 +215,12 @@ def check_features(features: Features, indexes: Sequence[Index]) -> None:
 
 
 def of_indexes(
-    name: str, indexes: Sequence[Index], decode: Callable[[tf.Tensor], Any], *, stream: bool = False, order: np.ndarray | None = None
+    name: str,
+    indexes: Sequence[Index],
+    decode: Callable[[tf.Tensor], Any],
+    *,
+    stream: bool = False,
+    order: np.ndarray | None = None,
 ) -> Source:
     """A Source of the records that indexes point to.
 
@@ -195,7 +229,8 @@ def of_indexes(
         indexes: Of the files, in order; one may hold a part of its file's records.
         decode: A record, a string scalar, to the example; a graph.
         stream: Whether to read files from beginning to end, which compressed ones need.
-        order: int64 `[records]`: the numbers of the records, in the order in which the examples shall have theirs; default: 0, 1, 2, ...
+        order: int64 `[records]`: the numbers of the records, in the order in which the examples shall have theirs;
+            default: 0, 1, 2, ...
 
     Returns:
         The Source.
@@ -204,14 +239,27 @@ def of_indexes(
     table = _Table.of(indexes, order)
     spec = tf.data.Dataset.from_tensors(tf.constant("")).map(decode).element_spec
     lengths = tuple(index.records for index in indexes)
-    common: dict[str, Any] = {
-        "decode": decode,
-        "describe": table.describe,
-        "raw": None if any(index.compression for index in indexes) else table.record,
-    }
+    raw = None if any(index.compression for index in indexes) else table.record
     if stream:
-        return Source(name, spec, sum(lengths), scan=table.scan, lengths=lengths, **common)
-    return Source(name, spec, sum(lengths), read=lambda number: decode(table.record(number)), **common)
+        source = Source(
+            name,
+            spec,
+            sum(lengths),
+            scan=table.scan,
+            lengths=lengths,
+            decode=lambda stored: decode(_readable(stored)),
+        )
+    else:
+        source = Source(
+            name, spec, sum(lengths), read=lambda number: decode(table.record(number)), decode=decode
+        )
+    return dataclasses.replace(source, describe=table.describe, raw=raw)
+
+
+def _readable(stored: tf.Tensor) -> tf.Tensor:
+    """A record of a stream; fails where it could not be read."""
+    with tf.control_dependencies([tf.debugging.Assert(stored != _UNREADABLE, ["corrupt record"])]):
+        return tf.identity(stored)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,7 +270,8 @@ class _Table:
         paths: string `[files]`.
         compressions: string `[files]`.
         ends: int64 `[files]`: records in the files up to each.
-        offsets: int64 `[records + 1]`: the byte at which each begins, 0 in a compressed file; and a last one, for reading none at the end.
+        offsets: int64 `[records + 1]`: the byte at which each begins, 0 in a compressed file; and a last one, for
+            reading none at the end.
         buffer: Bytes that a stream reads at a time.
         order: int64 `[records]`, see `of_indexes`.
     """
@@ -236,7 +285,9 @@ class _Table:
 
     @classmethod
     def of(cls, indexes: Sequence[Index], order: np.ndarray | None) -> _Table:
-        offsets = [np.zeros(index.records, np.int64) if index.compression else index.offsets for index in indexes] + [np.zeros(1, np.int64)]
+        offsets = [
+            np.zeros(index.records, np.int64) if index.compression else index.offsets for index in indexes
+        ] + [np.zeros(1, np.int64)]
         remote = any(storage.is_remote(index.path) for index in indexes)
         with tf.device("CPU"):
             return cls(
@@ -254,18 +305,34 @@ class _Table:
         return self._from(file, self.offsets[number], 0).take(1).get_single_element()
 
     def scan(self, file: tf.Tensor, first: tf.Tensor, count: tf.Tensor) -> tf.data.Dataset:
-        """Some records of a file, one after the other."""
-
-        def one(file: tf.Tensor, first: tf.Tensor, count: tf.Tensor) -> tf.data.Dataset:
-            zipped = self.compressions[file] != ""
-            rows = self._from(file, self.offsets[self._begin(file) + first], self.buffer)
-            return rows.skip(tf.where(zipped, first, 0)).take(count)
+        """Some records of a file, one after the other; `_UNREADABLE` in place of each that cannot be read."""
 
         # TensorFlow cannot rewrite a data set with offsets, but one that a function makes.
-        return tf.data.Dataset.from_tensors((file, first, count)).flat_map(one)
+        whole = tf.data.Dataset.from_tensors((file, first, count)).flat_map(self._up_to_an_error)
+
+        def others(_: tf.Tensor) -> tf.data.Dataset:
+            begin = self._begin(file) + first
+            done = whole.reduce(tf.constant(0, tf.int64), lambda so_far, _: so_far + 1)
+            return tf.data.Dataset.range(begin + done, begin + count).map(self._record_or_not)
+
+        rest = tf.data.Dataset.from_tensors(0).flat_map(others)  # read only where there are not enough
+        return whole.concatenate(rest).take(count)
+
+    def _up_to_an_error(self, file: tf.Tensor, first: tf.Tensor, count: tf.Tensor) -> tf.data.Dataset:
+        """Some records of a file, up to the first that cannot be read: TensorFlow goes no further in a file."""
+        rows = self._from(file, self.offsets[self._begin(file) + first], self.buffer)
+        rows = rows.skip(tf.where(self.compressions[file] != "", first, 0))
+        return rows.take(count).ignore_errors(log_warning=True)
+
+    def _record_or_not(self, number: tf.Tensor) -> tf.Tensor:
+        """A stored record; `_UNREADABLE` for one that cannot be read, or not alone."""
+        _, file = self._place(number)
+        alone = tf.where(self.compressions[file] == "", tf.constant(1, tf.int64), 0)
+        record = self._from(file, self.offsets[number], 0).take(alone).ignore_errors()
+        return record.concatenate(tf.data.Dataset.from_tensors(_UNREADABLE)).take(1).get_single_element()
 
     def describe(self, number: tf.Tensor) -> tf.Tensor:
-        """"FILE, byte OFFSET"; "FILE, record NUMBER" in a compressed file."""
+        """ "FILE, byte OFFSET"; "FILE, record NUMBER" in a compressed file."""
         number, file = self._place(number)
         zipped = self.compressions[file] != ""
         what = tf.where(zipped, ", record ", ", byte ")

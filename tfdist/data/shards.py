@@ -52,8 +52,8 @@ class Progress:
 class Shards:
     """The files of a data set that is being written.
 
-    In the directory `.writing`, a file `00003.tfrecord` is whole once `00003.json` says how many examples and bytes it has, and its
-    checksum.
+    In the directory `.writing`, a file `00003.tfrecord` is whole once `00003.json` says how many examples and bytes
+    it has, and its checksum.
 
     Attributes:
         source: The examples.
@@ -90,7 +90,9 @@ class Shards:
         def several(numbers: Sequence[int]) -> None:
             records = self._records([(begins[number], begins[number + 1]) for number in numbers])
             for number in numbers:
-                entries[number] = self._write(number, itertools.islice(records, counts[number]), counts[number], stop=stop)
+                entries[number] = self._write(
+                    number, itertools.islice(records, counts[number]), counts[number], stop=stop
+                )
 
         with concurrent.futures.ThreadPoolExecutor(workers) as pool:
             entries = list(pool.map(lambda number: self._whole(number, len(counts)), range(len(counts))))
@@ -127,7 +129,9 @@ class Shards:
             entries.append(self._write(len(entries), itertools.chain([first], records), None, limit))
         total = sum(entry["examples"] for entry in entries if entry)
         if self.source.cardinality not in (None, total):
-            raise ValueError(f"{self.source.name}: expected {self.source.cardinality} examples; received {total}.")
+            raise ValueError(
+                f"{self.source.name}: expected {self.source.cardinality} examples; received {total}."
+            )
         return self._named(entries)
 
     def move(self, entries: Sequence[dict[str, Any]]) -> list[str]:
@@ -151,7 +155,9 @@ class Shards:
                 again = [(number, number + 1) for number in itertools.islice(numbers, self.group)]
                 for _ in named(self.source, iter(self._prepared(again)), _numbers(again)):
                     pass
-                raise ValueError(f"{self.source.name}: examples from {again[0][0]} on cannot be read: {error.message}") from error
+                raise ValueError(
+                    f"{self.source.name}: examples from {again[0][0]} on cannot be read: {error.message}"
+                ) from error
             if group is None:
                 return
             for parts in _rows(group):
@@ -187,7 +193,9 @@ class Shards:
             with writable(self.directory):
                 writer.close()
         if expected not in (None, count):
-            raise ValueError(f"{self.source.name}: expected {self.source.cardinality} examples; it ended before them.")
+            raise ValueError(
+                f"{self.source.name}: expected {self.source.cardinality} examples; it ended before them."
+            )
         entry = {"examples": count, "bytes": tf.io.gfile.stat(path).length, "sha256": sha256(path)}
         with writable(self.directory):
             storage.write_whole(self._part(number, "json"), json.dumps(entry).encode())
@@ -201,12 +209,19 @@ class Shards:
         path = self._part(number)
         if total is not None and not tf.io.gfile.exists(path):
             path = os.path.join(self.directory, self._name(number, total))
-        if not tf.io.gfile.exists(path) or tf.io.gfile.stat(path).length != entry["bytes"] or sha256(path) != entry["sha256"]:
+        if (
+            not tf.io.gfile.exists(path)
+            or tf.io.gfile.stat(path).length != entry["bytes"]
+            or sha256(path) != entry["sha256"]
+        ):
             return None
         return entry
 
     def _named(self, entries: Sequence[dict[str, Any] | None]) -> list[dict[str, Any]]:
-        return [{"file": self._name(number, len(entries)), **(entry or {})} for number, entry in enumerate(entries)]
+        return [
+            {"file": self._name(number, len(entries)), **(entry or {})}
+            for number, entry in enumerate(entries)
+        ]
 
     def _name(self, number: int, total: int) -> str:
         prefix = re.sub(r"[^\w.-]", "_", os.path.basename(self.directory.rstrip("/"))) or "data"
@@ -233,13 +248,17 @@ def _rows(group: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def chosen(
-    source: Source, ranges: Sequence[tuple[int, int | None]], function: Callable[[Any, Any], Any], stored: bool
+    source: Source,
+    ranges: Sequence[tuple[int, int | None]],
+    function: Callable[[Any, Any], Any],
+    stored: bool,
 ) -> tf.data.Dataset:
     """What a function makes of some examples.
 
     Args:
         source: The examples.
-        ranges: First number, and the one after the last: one range or more. None: up to the end of a source to walk through.
+        ranges: First number, and the one after the last: one range or more. None: up to the end of a source to walk
+            through.
         function: Called with an example as users see it, and as the source stores it; a graph.
         stored: Whether it needs the latter, which is None where not, or where the source does not tell.
 
@@ -251,7 +270,9 @@ def chosen(
         whole = isinstance(source.element_spec, tuple)
         walks = [source.walk().skip(begin).take(-1 if end is None else end - begin) for begin, end in ranges]
         examples = functools.reduce(tf.data.Dataset.concatenate, walks)
-        return examples.map(lambda *parts: function(parts if whole else parts[0], None), num_parallel_calls=parallel)
+        return examples.map(
+            lambda *parts: function(parts if whole else parts[0], None), num_parallel_calls=parallel
+        )
     bounds = np.array(ranges, np.int64)
     if source.scan is not None:
         scan, decode = source.scan, source.decode
@@ -261,8 +282,12 @@ def chosen(
         starts = ends - source.lengths
         first, last = np.maximum(starts, bounds[:, :1]), np.minimum(ends, bounds[:, 1:])
         used, file = np.nonzero(first < last)
-        pieces = tf.data.Dataset.from_tensor_slices((file, first[used, file] - starts[file], (last - first)[used, file]))
-        return pieces.flat_map(scan).map(lambda held: function(decode(held), held), num_parallel_calls=parallel)
+        pieces = tf.data.Dataset.from_tensor_slices(
+            (file, first[used, file] - starts[file], (last - first)[used, file])
+        )
+        return pieces.flat_map(scan).map(
+            lambda held: function(decode(held), held), num_parallel_calls=parallel
+        )
 
     def one(number: tf.Tensor) -> Any:
         held = source.raw(number) if stored and source.raw is not None else None
@@ -271,7 +296,9 @@ def chosen(
         assert source.gather is not None
         return function(tf.nest.map_structure(lambda x: x[0], source.gather(number[tf.newaxis])), held)
 
-    numbers = tf.data.Dataset.from_tensor_slices(bounds).flat_map(lambda both: tf.data.Dataset.range(both[0], both[1]))
+    numbers = tf.data.Dataset.from_tensor_slices(bounds).flat_map(
+        lambda both: tf.data.Dataset.range(both[0], both[1])
+    )
     return numbers.map(one, num_parallel_calls=parallel)
 
 
@@ -301,10 +328,18 @@ def named(source: Source, elements: Iterator[Any], numbers: Iterable[int]) -> It
         except StopIteration:
             if source.walk is not None:
                 return
-            raise ValueError(f"{source.name}: expected {source.cardinality} examples; received {number}.") from None
+            raise ValueError(
+                f"{source.name}: expected {source.cardinality} examples; received {number}."
+            ) from None
         except tf.errors.OpError as error:
-            place = f" ({source.describe(tf.constant(number, tf.int64)).numpy().decode()})" if source.describe else ""
-            raise ValueError(f"{source.name}: example {number}{place} cannot be read: {error.message}") from error
+            place = (
+                f" ({source.describe(tf.constant(number, tf.int64)).numpy().decode()})"
+                if source.describe
+                else ""
+            )
+            raise ValueError(
+                f"{source.name}: example {number}{place} cannot be read: {error.message}"
+            ) from error
         yield element
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import csv
 import io
 import os
@@ -209,7 +210,7 @@ def classify(
         classes = sorted(set(values))
     if isinstance(classes, int):
         if numbers is None or numbers.dtype != np.int64:
-            wrong = next(i for i, value in enumerate(values) if _numbers([value]) is None or _numbers([value]).dtype != np.int64)
+            wrong = next(i for i, value in enumerate(values) if not _is_number(value, "int64"))
             raise ValueError(
                 f"{file}, line {lines[wrong]}: expected a label from 0 to {classes - 1}, received {values[wrong]!r}. Pass the names "
                 "of the classes in classes=, if labels are names."
@@ -320,8 +321,7 @@ def _typed(rows: Table, name: str, cells: list[str], wanted: str | None) -> np.n
     if wanted is None:
         return text
     for cell, value, line in zip(cells, filled, rows.lines, strict=True):
-        number = _numbers([value])
-        if number is None or (wanted == "int64" and number.dtype != np.int64):
+        if not _is_number(value, wanted):
             raise ValueError(f"{rows.file}, line {line}: expected {wanted} in column {name!r}, received {cell!r}.")
     raise AssertionError(name)
 
@@ -339,6 +339,10 @@ def _numbers(values: Sequence[str]) -> np.ndarray | None:
     return None
 
 
+def _is_number(value: str, kind: str) -> bool:
+    number = _numbers([value])
+    return number is not None and kind in (number.dtype.name, "float32")
+
+
 def _twice(names: Sequence[str]) -> str:
-    seen: set[str] = set()
-    return next(name for name in names if name in seen or seen.add(name))
+    return collections.Counter(names).most_common(1)[0][0]

@@ -87,10 +87,14 @@ def load(
 
 def _is_indexed(builder: tfds.core.DatasetBuilder) -> bool:
     """Whether the files are local TFRecords."""
-    return getattr(builder.info.file_format, "value", None) == "tfrecord" and not storage.is_remote(str(builder.data_path))
+    return getattr(builder.info.file_format, "value", None) == "tfrecord" and not storage.is_remote(
+        str(builder.data_path)
+    )
 
 
-def _of_records(title: str, builder: tfds.core.DatasetBuilder, parts: Sequence[Any], index_dir: str | None) -> Source:
+def _of_records(
+    title: str, builder: tfds.core.DatasetBuilder, parts: Sequence[Any], index_dir: str | None
+) -> Source:
     """A Source of parts of record files, TFDS' file instructions."""
     paths = [storage.absolute(part.filename) for part in parts]
     whole = {index.path: index for index in open_indexes(list(dict.fromkeys(paths)), "", index_dir)}
@@ -109,7 +113,11 @@ def _of_records(title: str, builder: tfds.core.DatasetBuilder, parts: Sequence[A
         return tf.nest.map_structure(lambda key: features[key], keys) if keys else features
 
     cycle = 1 if builder.info.disable_shuffling else _INTERLEAVED_FILES
-    order = interleaved([part.take for part in parts], cycle, _INTERLEAVED_EXAMPLES) if len(parts) > 1 and cycle > 1 else None
+    order = (
+        interleaved([part.take for part in parts], cycle, _INTERLEAVED_EXAMPLES)
+        if len(parts) > 1 and cycle > 1
+        else None
+    )
     return of_indexes(title, indexes, decode, order=order)
 
 

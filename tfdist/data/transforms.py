@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,15 +15,22 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import config
-from tfdist.data.sources import call
 
 # Mean and standard deviation of ImageNet's pixels, from 0 to 255: `images(224, **IMAGENET)`.
 IMAGENET: Mapping[str, Any] = {"mean": (123.675, 116.28, 103.53), "std": (58.395, 57.12, 57.375)}
 
 _CROPS = ("random", "center", "none")
-_METHODS = ("area", "bicubic", "bilinear", "gaussian", "lanczos3", "lanczos5", "mitchellcubic", "nearest")
+# Ways to resize whose pixels are never darker or lighter than those they are made of.
+_WITHIN = ("area", "bilinear", "gaussian", "nearest")
+_METHODS = (*_WITHIN, "bicubic", "lanczos3", "lanczos5", "mitchellcubic")
 # Tries of the random crop before it takes the whole image.
 _TRIES = 10
+# Colours are turned and faded in YIQ, whose first number is the grey of a pixel: parts of its map back and forth, for pixels `[n, 3] @`.
+_YIQ = np.array([[0.299, 0.587, 0.114], [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]])
+_GREY, _COLOUR, _QUARTER = (
+    tuple(map(tuple, (np.linalg.inv(_YIQ) @ np.array(part) @ _YIQ).T.astype(np.float32)))
+    for part in ([[1, 0, 0], [0, 0, 0], [0, 0, 0]], [[0, 0, 0], [0, 1, 0], [0, 0, 1]], [[0, 0, 0], [0, 0, -1], [0, 1, 0]])
+)
 # Makes another seed of one; no seed of another example, as their numbers differ from each other in few of the upper bits.
 _OTHER = (0x2545F491, 0x4F6CDD1D)
 
@@ -70,8 +78,8 @@ class Images:
         flip: Whether to mirror every other image, left and right.
         brightness: At most this is added to or taken from all pixels, as a share of 255.
         contrast: Distances from the image's mean are multiplied by a number from 1 - contrast to 1 + contrast.
-        saturation: Likewise the saturation of colours.
-        hue: At most this is added to or taken from the hue, as a share of the colour circle, up to 0.5.
+        saturation: Distances of colours from grey, likewise.
+        hue: Colours are turned around the grey by this share of a circle at most, up to 0.5, one way or the other.
         mean: Is taken from the pixels (from 0 to 255); one number, or one for each channel.
         std: What they are divided by then.
         dtype: Of the result. "uint8": pixels from 0 to 255, rounded: a quarter of the memory, and a model's `Rescaling` layer
@@ -123,13 +131,21 @@ class Images:
         _check("channels", self.channels, self.channels in (1, 3, 4), "1, 3 or 4")
         dtype = tf.as_dtype(self.dtype)
         _check("dtype", self.dtype, dtype.is_floating or dtype == tf.uint8, '"uint8" or a floating type')
-        if dtype == tf.uint8 and (self.mean, self.std) != (0.0, 1.0):
+        if dtype == tf.uint8 and self._scales:
             raise ValueError('dtype="uint8" holds pixels from 0 to 255: leave mean and std out, or take dtype="float32".')
 
     @property
     def random(self) -> bool:
         """Whether the result depends on the seed."""
-        return self.crop == "random" or self.flip or any((self.brightness, self.contrast, self.saturation, self.hue))
+        return self.crop == "random" or self.flip or self._colours
+
+    @property
+    def _colours(self) -> bool:
+        return any((self.brightness, self.contrast, self.saturation, self.hue))
+
+    @property
+    def _scales(self) -> bool:
+        return bool(np.any(self.mean) or np.any(np.not_equal(self.std, 1)))
 
     def __call__(self, image: Any, *rest: Any, seed: Any = None) -> Any:
         """Makes one image.
@@ -160,7 +176,8 @@ class Images:
 
     @property
     def _height_and_width(self) -> tuple[int, int]:
-        return (self.size, self.size) if isinstance(self.size, int) else tuple(self.size)
+        height, width = (self.size, self.size) if isinstance(self.size, int) else self.size
+        return height, width
 
     def _window(self, shape: tf.Tensor, seed: Any) -> tf.Tensor:
         """The part of an image to take: its top, left, height and width, int32 `[4]`."""
@@ -210,12 +227,14 @@ class Images:
         image = tf.cast(tf.image.resize(image, self._height_and_width, self.method, antialias=self.antialias), tf.float32)
         if self.random:  # all numbers drawn in any case, so that an option does not change what the others do
             draws = tf.random.stateless_uniform([5], seed, alg="philox")
-            image = self._coloured(image, 2.0 * draws - 1.0)
+        if self._colours:
+            image = self._coloured(image, 2.0 * draws[1:] - 1.0)
         if tf.as_dtype(self.dtype) == tf.uint8:
-            image = tf.cast(tf.clip_by_value(image, 0.0, 255.0) + 0.5, tf.uint8)
+            within = image if self.method in _WITHIN else tf.clip_by_value(image, 0.0, 255.0)
+            image = tf.cast(within + 0.5, tf.uint8)
         if self.flip:
             image = tf.cond(draws[0] < 0.5, lambda: tf.reverse(image, [1]), lambda: image)
-        if (self.mean, self.std) != (0.0, 1.0):
+        if self._scales:
             image = self._scaled(image)
         return tf.cast(image, self.dtype)
 
@@ -225,27 +244,26 @@ class Images:
         for name in ("mean", "std"):
             if np.size(getattr(self, name)) not in (1, channels):
                 raise ValueError(f"{name}: expected one number, or one for each of {channels} channels; received {getattr(self, name)!r}.")
-        # A row at a time: the channels alone are too few numbers for the processor's vector instructions.
-        scale = np.tile(np.broadcast_to(1.0 / np.asarray(self.std), [channels]), image.shape[1])
-        shift = np.tile(np.broadcast_to(self.mean, [channels]), image.shape[1]) * -scale
-        rows = tf.reshape(image, [image.shape[0], -1]) * tf.constant(scale, tf.float32) + tf.constant(shift, tf.float32)
-        return tf.reshape(rows, image.shape)
+        scale = np.broadcast_to(1.0 / np.asarray(self.std, np.float32), [channels])
+        return _by_rows(image, scale, -np.asarray(self.mean, np.float32) * scale)
 
     def _coloured(self, image: tf.Tensor, amounts: tf.Tensor) -> tf.Tensor:
-        """Pixels with other colours; the amounts, `[5]`, are from -1 to 1, and the first is not for colours."""
-        if (self.saturation or self.hue) and image.shape[-1] != 3:
-            raise ValueError(f"saturation, hue: expected images of 3 channels, received {image.shape[-1]}. Leave them out.")
-        if self.brightness:
-            image += amounts[1] * self.brightness * 255.0
-        if self.contrast:
-            image = tf.image.adjust_contrast(image, 1.0 + amounts[2] * self.contrast)
-        if self.brightness or self.contrast:
-            image = tf.clip_by_value(image, 0.0, 255.0)
-        if self.saturation:
-            image = tf.image.adjust_saturation(image, 1.0 + amounts[3] * self.saturation)
-        if self.hue:
-            image = tf.image.adjust_hue(image, amounts[4] * self.hue)
-        return image
+        """Pixels with other colours; the amounts, `[4]`, are from -1 to 1.
+
+        All changes are one affine map of a pixel's colour: TensorFlow's own ops for saturation and hue take some ten times as long.
+        """
+        channels = image.shape[-1]
+        if channels not in ((3,) if self.saturation or self.hue else (1, 3)):
+            raise ValueError(f"brightness, contrast, saturation, hue: expected images of 3 channels, or 1 for the first two; received {channels}. Leave them out.")
+        brightness, contrast = amounts[0] * self.brightness * 255.0, 1.0 + amounts[1] * self.contrast
+        turned = tf.eye(channels)
+        if channels == 3:
+            angle = amounts[3] * self.hue * 2 * math.pi
+            turned = _GREY + (1.0 + amounts[2] * self.saturation) * (tf.cos(angle) * _COLOUR + tf.sin(angle) * _QUARTER)
+        mean = tf.reduce_mean(tf.reduce_mean(image, 0), 0)  # over both at once takes four times as long
+        shift = tf.linalg.matvec(turned, (1.0 - contrast) * mean + brightness, transpose_a=True)
+        pixels = tf.reshape(image, [-1, channels]) @ (contrast * turned)
+        return tf.clip_by_value(_by_rows(tf.reshape(pixels, image.shape), shift=shift), 0.0, 255.0)
 
 
 def chain(*transforms: Callable[..., Any]) -> Callable[..., Any]:
@@ -322,6 +340,17 @@ def decode_image(content: Any, channels: int = 3) -> tf.Tensor:
     """
     image = tf.io.decode_image(content, channels, expand_animations=False)
     return tf.ensure_shape(image, [None, None, channels])
+
+
+def _by_rows(image: tf.Tensor, scale: Any = None, shift: Any = None) -> tf.Tensor:
+    """Pixels `[height, width, channels]` times a number for each channel, plus another.
+
+    A row at a time, as channels alone are too few numbers for the processor's vector instructions: ten times as fast.
+    """
+    rows = tf.reshape(image, [image.shape[0], -1])
+    if scale is not None:
+        rows *= tf.tile(tf.cast(scale, tf.float32), [image.shape[1]])
+    return tf.reshape(rows + tf.tile(tf.cast(shift, tf.float32), [image.shape[1]]), image.shape)
 
 
 def _cut(image: tf.Tensor, window: tf.Tensor) -> tf.Tensor:

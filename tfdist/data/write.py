@@ -1,4 +1,4 @@
-"""A Source becomes TFRecord files of about equal size; a call that was killed goes on where it stood, and no file is written twice."""
+"""A Source becomes TFRecord files of about equal size; a file that is whole is never written again."""
 
 from __future__ import annotations
 
@@ -40,12 +40,13 @@ def write(
 ) -> dict[str, Any]:
     """Writes all examples of a source to TFRecord files, for `tfdist.data.records.records(directory)`.
 
-    Each example becomes a `tf.train.Example`. The files of images are kept as they are, where the source has them; other images,
-    uint8 `[height, width, 1, 3 or 4]`, become PNG files. A file `dataset.json`, which is written last, says what the records hold,
-    and the size and SHA-256 of each file. Until then all lies in `.writing`; a second call with the same source and arguments
-    keeps the files there that are whole, and writes the others. A source that can only be walked through is written by one
-    thread, which walks again through what is written already. Of several processes that write the same local directory one
-    does, and the others wait for it.
+    Each example becomes a `tf.train.Example`. The files of images are copied as they are, without decoding them,
+    where the source has them; other images, uint8 `[height, width, 1, 3 or 4]`, become PNG files. A file
+    `dataset.json`, which is written last, says what the records hold, and the size and SHA-256 of each file. Until
+    then all lies in `.writing`; a second call with the same source and arguments keeps the files there that are
+    whole, and writes the others. A source that can only be walked through is written by one thread, which walks
+    again through what is written already. Of several processes that write the same local directory one does, and
+    the others wait for it.
 
     Args:
         source: What `Source.of` takes.
@@ -53,14 +54,15 @@ def write(
         shard_bytes: About how large each file shall be.
         compression: None, or "GZIP": smaller, but only to be read from beginning to end.
         workers: Threads, each of which writes a file; default: one for each processor.
-        progress: Called now and then with the number of examples written, and of all, or None where nobody knows; from any thread.
+        progress: Called now and then with the number of examples written, and of all, or None where nobody knows;
+            from any thread.
 
     Returns:
         What `dataset.json` holds: "examples", "features", "shards" and more.
 
     Raises:
-        ValueError: For an empty source, one whose examples cannot be stored or read, and a directory that cannot be written or holds
-            something else.
+        ValueError: For an empty source, one whose examples cannot be stored or read, and a directory that cannot be
+            written or holds something else.
         TimeoutError: Where another process has been writing this data set and got no further for ten minutes.
 
     Example:
@@ -93,7 +95,9 @@ def write(
             return manifest
         plan = _resume(directory, plan)
         group = max(1, min(256, _GROUP_BYTES * len(sample) // (1 + sum(map(len, sample)))))
-        shards = Shards(source, encoder, directory, plan["compression"], group, Progress(progress, plan["examples"]))
+        shards = Shards(
+            source, encoder, directory, plan["compression"], group, Progress(progress, plan["examples"])
+        )
         return _finish(directory, plan, shards, workers or os.cpu_count() or 1)
 
 
@@ -113,7 +117,9 @@ def verify(directory: str | os.PathLike, workers: int | None = None) -> dict[str
     directory = storage.absolute(directory)
     manifest = dataset_file.read(directory)
     if manifest is None:
-        raise ValueError(f"{directory}: expected a data set that tfdist wrote; found no {dataset_file.NAME}. Correct the path.")
+        raise ValueError(
+            f"{directory}: expected a data set that tfdist wrote; found no {dataset_file.NAME}. Correct the path."
+        )
     _check_sizes(directory, manifest)
     with concurrent.futures.ThreadPoolExecutor(workers or os.cpu_count() or 1) as pool:
         sums = pool.map(lambda shard: sha256(os.path.join(directory, shard["file"])), manifest["shards"])
@@ -138,7 +144,9 @@ def _check(shard_bytes: Any, compression: Any, workers: Any) -> None:
 def _sampled(source: Source) -> tuple[Encoder, list[bytes]]:
     """How a source's examples are stored, and some of them: from everywhere, where it can be read so, else the first ones."""
     if source.cardinality == 0:
-        raise ValueError(f"{source.name}: expected examples to write; it has none. Look at where it is read from.")
+        raise ValueError(
+            f"{source.name}: expected examples to write; it has none. Look at where it is read from."
+        )
     ranges = [(0, _SAMPLE if source.cardinality is None else min(_SAMPLE, source.cardinality))]
     if source.cardinality is not None and source.scan is None and source.walk is None:
         spread = np.unique(np.linspace(0, source.cardinality - 1, _SAMPLE).astype(np.int64)).tolist()
@@ -147,7 +155,9 @@ def _sampled(source: Source) -> tuple[Encoder, list[bytes]]:
     pairs = chosen(source, ranges, lambda example, stored: (example, stored) if tells else (example,), tells)
     shown = list(named(source, iter(pairs), [number for range_ in ranges for number in range(*range_)]))
     if not shown:
-        raise ValueError(f"{source.name}: expected examples to write; it has none. Look at where it is read from.")
+        raise ValueError(
+            f"{source.name}: expected examples to write; it has none. Look at where it is read from."
+        )
     encoder = Encoder.of(source)
     if tells:
         encoder = encoder.with_images([pair[0] for pair in shown], [pair[1].numpy() for pair in shown])
@@ -155,7 +165,9 @@ def _sampled(source: Source) -> tuple[Encoder, list[bytes]]:
     return encoder, [encoder.serialize({name: part.numpy() for name, part in each.items()}) for each in parts]
 
 
-def _plan(source: Source, encoder: Encoder, sample: list[bytes], shard_bytes: int, compression: str) -> dict[str, Any]:
+def _plan(
+    source: Source, encoder: Encoder, sample: list[bytes], shard_bytes: int, compression: str
+) -> dict[str, Any]:
     """What is to be written: all that a later call needs to know to go on."""
     together = b"".join(sample)
     ratio = len(zlib.compress(together)) / len(together) if compression else 1.0
@@ -184,10 +196,17 @@ def _plan(source: Source, encoder: Encoder, sample: list[bytes], shard_bytes: in
 # --- The directory -------------------------------------------------------------------------------------------------------
 def _refuse_others(directory: str) -> None:
     """Raises where records lie that are of no data set that is being written."""
-    if tf.io.gfile.isdir(directory) and not tf.io.gfile.exists(os.path.join(directory, dataset_file.UNFINISHED)):
+    if tf.io.gfile.isdir(directory) and not tf.io.gfile.exists(
+        os.path.join(directory, dataset_file.UNFINISHED)
+    ):
         others = sorted(name for name in tf.io.gfile.listdir(directory) if "tfrecord" in name.lower())
-        if others:
-            raise ValueError(f"directory={directory!r} holds records already, such as {others[0]}. Name another directory, or empty this one.")
+        finished = tf.io.gfile.exists(
+            os.path.join(directory, dataset_file.NAME)
+        )  # by another process, just now
+        if others and not finished:
+            raise ValueError(
+                f"directory={directory!r} holds records already, such as {others[0]}. Name another directory, or empty this one."
+            )
 
 
 def _take_turn(held: contextlib.ExitStack, directory: str) -> None:
@@ -197,7 +216,9 @@ def _take_turn(held: contextlib.ExitStack, directory: str) -> None:
     while True:
         before = _traces(directory)
         try:
-            held.enter_context(storage.locked(os.path.join(directory, ".write.lock"), STALLED, f"writing {directory}"))
+            held.enter_context(
+                storage.locked(os.path.join(directory, ".write.lock"), STALLED, f"writing {directory}")
+            )
             return
         except TimeoutError:
             if _traces(directory) == before:
@@ -207,7 +228,10 @@ def _take_turn(held: contextlib.ExitStack, directory: str) -> None:
 def _traces(directory: str) -> list[tuple[str, int]]:
     """Names and sizes of what is being written."""
     with contextlib.suppress(OSError):
-        return sorted((entry.name, entry.stat().st_size) for entry in os.scandir(os.path.join(directory, dataset_file.UNFINISHED)))
+        return sorted(
+            (entry.name, entry.stat().st_size)
+            for entry in os.scandir(os.path.join(directory, dataset_file.UNFINISHED))
+        )
     return []
 
 
@@ -216,7 +240,11 @@ def _check_same(directory: str, there: dict[str, Any], plan: dict[str, Any]) -> 
     keys = _SAME if None in (there["examples"], plan["examples"]) else (*_SAME, "examples")
     for key in keys:
         if there[key] != plan[key]:
-            what = "its first examples are others" if key == "sample" else f"its {key}: {there[key]!r} there, {plan[key]!r} here"
+            what = (
+                "its first examples are others"
+                if key == "sample"
+                else f"its {key}: {there[key]!r} there, {plan[key]!r} here"
+            )
             raise ValueError(
                 f"directory={directory!r} holds another data set than {plan['name']}: {what}. Name another directory, or delete this one."
             )
@@ -226,7 +254,9 @@ def _check_sizes(directory: str, manifest: dict[str, Any]) -> None:
     for shard in manifest["shards"]:
         path = os.path.join(directory, shard["file"])
         if not tf.io.gfile.exists(path):
-            raise ValueError(f"{path}: missing. Copy it again from where it is, or delete the directory and write the data set again.")
+            raise ValueError(
+                f"{path}: missing. Copy it again from where it is, or delete the directory and write the data set again."
+            )
         size = tf.io.gfile.stat(path).length
         if size != shard["bytes"]:
             raise ValueError(
@@ -253,16 +283,22 @@ def _finish(directory: str, plan: dict[str, Any], shards: Shards, workers: int) 
         entries = shards.write_on(plan["limit"])
         plan = {**plan, "counts": [entry["examples"] for entry in entries]}
         with writable(directory):
-            storage.write_whole(os.path.join(directory, dataset_file.UNFINISHED, _PLAN), json.dumps(plan).encode())
+            storage.write_whole(
+                os.path.join(directory, dataset_file.UNFINISHED, _PLAN), json.dumps(plan).encode()
+            )
     else:
         entries = shards.write_all(plan["counts"], workers)
     with writable(directory):
         paths = shards.move(entries)
         for index, entry in zip(open_indexes(paths, plan["compression"]), entries, strict=True):
-            assert index.records == entry["examples"], f"{index.path}: {index.records} records of {entry['examples']}"
+            assert index.records == entry["examples"], (
+                f"{index.path}: {index.records} records of {entry['examples']}"
+            )
         kept = ("name", "classes", "class_names", *_SAME)
         examples = sum(entry["examples"] for entry in entries)
-        dataset_file.write(directory, {"examples": examples, **{key: plan[key] for key in kept}, "shards": entries})
+        dataset_file.write(
+            directory, {"examples": examples, **{key: plan[key] for key in kept}, "shards": entries}
+        )
         tf.io.gfile.rmtree(os.path.join(directory, dataset_file.UNFINISHED))
     manifest = dataset_file.read(directory)
     assert manifest is not None

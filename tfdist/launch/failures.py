@@ -23,6 +23,7 @@ _LOST_PEERS = re.compile(
     r"|UNAVAILABLE|ABORTED|DEADLINE_EXCEEDED|Collective ops is aborted|Collective has timed out"
     r"|Connection refused|Connection reset|Socket closed|Broken pipe|[Ff]ailed to connect"
     r"|unhealthy|heartbeat|different incarnation|coordination service|Mutex corrupt"
+    r"|data:\d+ at \S+ (?:no longer answers|never answered)"
 )
 # What Python, curl, requests, TensorFlow's file systems, boto and Keras' downloads say where no network is.
 _NO_NETWORK = re.compile(
@@ -31,7 +32,9 @@ _NO_NETWORK = re.compile(
     r"|HTTPS?ConnectionPool|Could not connect to the endpoint|Cannot connect to host"
 )
 _TF_TASK = r"/job:(\w+)/replica:\d+/task:(\d+)"
-_UNHEALTHY = re.compile(rf"(?:unhealthy[^/]*{_TF_TASK}|{_TF_TASK} heartbeat timeout)")
+_UNHEALTHY = re.compile(
+    rf"(?:unhealthy[^/]*{_TF_TASK}|{_TF_TASK} heartbeat timeout|(data):(\d+) at \S+ no longer answers)"
+)
 _SAYS_ERROR = re.compile(r"\berror\b", re.IGNORECASE)
 _TRACEBACK = "Traceback (most recent call last):"
 _FATAL = "Fatal Python error:"  # faulthandler's

@@ -6,6 +6,8 @@ import argparse
 import difflib
 from collections.abc import Sequence
 
+from tfdist.cluster import DATA_WORKERS
+
 _DESCRIPTION = """\
 Runs COMMAND once per task of a cluster, each with its own TF_CONFIG.
 
@@ -58,6 +60,11 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     if flags.cluster is None and flags.task is not None:
         raise ValueError(
             "--task: expected together with --cluster FILE, received alone; without it all tasks run here"
+        )
+    if flags.cluster is not None and flags.data_workers is not None:
+        raise ValueError(
+            "--data-workers: expected without --cluster, received both; start `python -m tfdist.data.service HOST:PORT` on the "
+            f"hosts that are to read data, and set {DATA_WORKERS}=HOST:PORT,... for all tasks"
         )
     counts = {
         "--workers": flags.workers,
@@ -126,6 +133,12 @@ def _parser() -> argparse.ArgumentParser:
     local.add_argument("--chief", action="store_true", default=None, help="a chief besides the workers")
     local.add_argument(
         "--evaluator", action="store_true", default=None, help="an evaluator besides the workers"
+    )
+    local.add_argument(
+        "--data-workers",
+        type=_number(0),
+        metavar="N",
+        help="processes that read data for the tasks (0); see pipeline(service=True)",
     )
     local.add_argument(
         "--allow-remote",

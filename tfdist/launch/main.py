@@ -12,12 +12,13 @@ import socket
 import sys
 from collections.abc import Iterable, Sequence
 
+from tfdist.addresses import free_ports
 from tfdist.cluster import ClusterSpec, Task
 from tfdist.launch.flags import parse
 from tfdist.launch.guard import Guard
 from tfdist.launch.isolation import isolate, warning
 from tfdist.launch.output import Console
-from tfdist.launch.plan import plan_tasks, resolve_command
+from tfdist.launch.plan import data_names, plan_tasks, resolve_command
 from tfdist.launch.report import short_path
 from tfdist.launch.supervisor import Supervisor
 from tfdist.launch.text import wants_colour
@@ -44,7 +45,7 @@ def _launch(argv: Sequence[str]) -> int:
     spec, members = find_tasks(flags)
     command = resolve_command(words)
     log_dir = make_log_dir(flags.log_dir)
-    names = [str(task) for task in members]
+    names = [*map(str, members), *data_names(flags.data_workers or 0)]
     drawer = next((str(task) for task in members if _is_chief(spec, task)), names[0])
     tty = sys.stdout.isatty()
     colour = wants_colour(flags.color, tty, os.environ)
@@ -85,6 +86,7 @@ def _launch(argv: Sequence[str]) -> int:
             threads=flags.threads,
             cores=_cores(),
             columns=columns,
+            data_workers=_data_addresses(flags.data_workers or 0, cluster),
         )
 
     with Guard() as guard:
@@ -190,6 +192,13 @@ def _local(flags: argparse.Namespace) -> ClusterSpec:
         chief=bool(flags.chief),
         evaluator=bool(flags.evaluator),
     )
+
+
+def _data_addresses(count: int, cluster: ClusterSpec) -> list[str]:
+    """Free addresses on this machine, none of which the cluster has."""
+    taken = {task.address for task in cluster.tasks}
+    free = [f"127.0.0.1:{port}" for port in free_ports(count + len(taken))] if count else []
+    return [address for address in free if address not in taken][:count]
 
 
 def _is_chief(spec: ClusterSpec, task: Task) -> bool:

@@ -12,7 +12,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 
-from tfdist.cluster import ClusterSpec, Task
+from tfdist.cluster import DATA_WORKERS, ClusterSpec, Task
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
 
@@ -59,6 +59,7 @@ def plan_tasks(
     threads: int | None,
     cores: int,
     columns: int | None = None,
+    data_workers: Sequence[str] = (),
 ) -> list[TaskPlan]:
     """Plans the tasks of a cluster that run on this host.
 
@@ -72,12 +73,13 @@ def plan_tasks(
         threads: Threads of each task's pools; None: what `environ` says, else the cores shared evenly.
         cores: Cores that this process may use.
         columns: Width left for a task's line on the terminal, if there is one.
+        data_workers: Addresses of the processes to start that read data for them.
 
     Returns:
-        One plan per member.
+        One plan per member, then one per data worker.
     """
     members = tuple(members)
-    share = str(threads or max(1, cores // len(members)))
+    share = str(threads or max(1, cores // (len(members) + len(data_workers))))
     defaults = {
         **dict.fromkeys(THREAD_VARIABLES, share),
         "PYTHONUNBUFFERED": "1",  # into a pipe, lines would come late or, after a crash, never
@@ -85,28 +87,49 @@ def plan_tasks(
     }
     if columns:
         defaults["COLUMNS"] = str(columns)
-    plans = []
-    for task in members:
-        name, stem = str(task), os.path.join(log_dir, log_name(str(task)))
+    inherited = {**defaults, **environ}
+    if data_workers:
+        inherited[DATA_WORKERS] = ",".join(data_workers)
+
+    def plan(name: str, role: Role, words: Sequence[str], tf_config: str | None) -> TaskPlan:
+        stem = os.path.join(log_dir, log_name(name))
         contract = {
-            "TF_CONFIG": spec.for_task(task.type, task.index).to_tf_config(),
             "TFDIST_TASK": name,
             "TFDIST_LOG_DIR": log_dir,
             "TFDIST_ATTEMPT": str(attempt),
             "TFDIST_ERROR_FILE": f"{stem}.error.json",
             **(dict.fromkeys(THREAD_VARIABLES, share) if threads else {}),
         }
-        plans.append(
-            TaskPlan(
-                name=name,
-                role=role_of(task.type, spec.jobs),
-                argv=tuple(argv),
-                environ={**defaults, **environ, **contract},
-                log_path=f"{stem}.log",
-                error_path=f"{stem}.error.json",
-            )
+        whole = {**inherited, **contract}
+        whole.pop("TF_CONFIG", None)  # of another cluster
+        if tf_config is not None:
+            whole["TF_CONFIG"] = tf_config
+        return TaskPlan(
+            name=name,
+            role=role,
+            argv=tuple(words),
+            environ=whole,
+            log_path=f"{stem}.log",
+            error_path=f"{stem}.error.json",
         )
+
+    plans = []
+    for task in members:
+        config = spec.for_task(task.type, task.index).to_tf_config()
+        plans.append(plan(str(task), role_of(task.type, spec.jobs), argv, config))
+    for name, address in zip(data_names(len(data_workers)), data_workers, strict=True):
+        plans.append(plan(name, Role.SERVES, (*_SHIM, "-m", "tfdist.data.service", address), None))
     return plans
+
+
+def data_names(count: int) -> list[str]:
+    """The names of data workers, which are tasks of the launch but of no cluster.
+
+    Example:
+        >>> data_names(2)
+        ['data:0', 'data:1']
+    """
+    return [f"data:{number}" for number in range(count)]
 
 
 def role_of(task_type: str, jobs: Iterable[str]) -> Role:

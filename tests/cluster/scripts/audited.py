@@ -39,16 +39,24 @@ def write_records(directory, lengths):
                 number += 1
 
 
-def images():
+def images(ignore_errors=1):
     def small(image, label, seed):
         image = tf.image.resize(tf.cast(image, tf.float32), [8, 8])
         return tf.image.stateless_random_flip_left_right(image, seed), label
 
-    return pipeline(image_folder(DIRECTORY / "images"), 6, transform=small, ignore_errors=1)
+    return pipeline(image_folder(DIRECTORY / "images"), 6, transform=small, ignore_errors=ignore_errors)
+
+
+def all_images():
+    return images(ignore_errors=0)
 
 
 def random_records():
     return pipeline(records(DIRECTORY / "records", access="random"), 12, seed=3, tail="drop")
+
+
+def stream():
+    return pipeline(records(DIRECTORY / "records", access="stream"), 12, shuffle=40, tail="pad", transform=lambda x: (x, 0))
 
 
 def slow_stream():

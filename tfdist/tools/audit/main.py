@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import re
 import signal
@@ -97,9 +98,13 @@ def _audit(flags: argparse.Namespace, words: Sequence[str]) -> int:
         run.parse(words)
     # So that what follows ends its workers then, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    with tempfile.TemporaryDirectory(prefix="tfdist-audit-") as temporary:
+    with contextlib.ExitStack() as stack:
+        if flags.keep:
+            directory = _empty(flags.keep)
+        else:
+            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="tfdist-audit-"))
         settings = Settings(
-            str(_empty(flags.keep) if flags.keep else temporary),
+            directory,
             tuple(words),
             flags.pipeline,
             flags.split or "train",
@@ -143,14 +148,14 @@ def _follow(settings: Settings, workers: Workers) -> int:
     return 0
 
 
-def _empty(directory: str) -> Path:
+def _empty(directory: str) -> str:
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     if any(path.iterdir()):
         raise ValueError(
             f"--keep={directory}: expected a new or empty directory; it holds {next(path.iterdir()).name}."
         )
-    return path
+    return directory
 
 
 def _number(kind: type, least: float):

@@ -16,9 +16,8 @@ from tfdist.tools.audit import events, steps
 from tfdist.tools.audit.settings import Settings
 
 _LINES = 15  # of a log, at most
-_CHATTER = re.compile(
-    r"\s*$|[IW]\d{4} |E0000 .*cuda|WARNING: All log messages|To enable the following"
-)  # of TensorFlow
+# What TensorFlow says in any log.
+_CHATTER = re.compile(r"\s*$|I\d{4} |E\d{4} .*cuda|WARNING: All log messages|To enable the following")
 _POLL = 0.05
 
 
@@ -50,16 +49,15 @@ class Workers(contextlib.AbstractContextManager):
         command = [sys.executable, "-m", "tfdist.tools.audit.child", self.settings.to_json()]
         for rank in range(self.settings.workers):
             with open(self.settings.file(rank, "log"), "wb") as log:
-                self._processes.append(
-                    # The pipe ends with this process, and the worker with the pipe. Ctrl-C is for this process alone.
-                    subprocess.Popen(
-                        [*command, str(rank)],
-                        stdin=subprocess.PIPE,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                    )
+                # The pipe ends with this process, and the worker with the pipe. Ctrl-C is for this process alone.
+                process = subprocess.Popen(
+                    [*command, str(rank)],
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
                 )
+            self._processes.append(process)
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -106,19 +104,10 @@ class Workers(contextlib.AbstractContextManager):
             for rank in waited:
                 # In this order: what a worker wrote before its end is seen.
                 ended = self._processes[rank].poll() is not None
-                size = sum(
-                    path.stat().st_size
-                    for kind in ("events", "steps")
-                    if (path := self.settings.file(rank, kind)).exists()
-                )
+                size = self._written(rank)
                 if size != life[rank][1]:
                     life[rank] = time.monotonic(), size
-                    said = [
-                        event
-                        for name in names
-                        if (event := events.last(events.read(self.settings.file(rank, "events")), name))
-                    ]
-                    found |= {rank: said[0]} if said else {}
+                    found |= {rank: event for name in names for event in self.said(rank, name)[-1:]}  # noqa: B035
                 if rank in found:
                     continue
                 if ended:
@@ -134,6 +123,11 @@ class Workers(contextlib.AbstractContextManager):
     def said(self, rank: int, name: str) -> list[dict[str, Any]]:
         """All events of a name that a worker has had."""
         return [event for event in events.read(self.settings.file(rank, "events")) if event["event"] == name]
+
+    def _written(self, rank: int) -> int:
+        """Bytes that a worker has written: more of them are a sign of life."""
+        files = (self.settings.file(rank, kind) for kind in ("events", "steps"))
+        return sum(path.stat().st_size for path in files if path.exists())
 
     def _ranks(self, ranks: Iterable[int] | None) -> list[int]:
         return list(range(self.settings.workers) if ranks is None else ranks)
@@ -171,7 +165,10 @@ class Workers(contextlib.AbstractContextManager):
         if len(lasts) < self.settings.workers:
             return ""
         epoch, step = min(lasts)
-        return f"\nAll workers had read epoch {epoch} up to step {step}. To go on from there: --first-epoch={epoch} --first-step={step + 1}"
+        order = self.said(0, "ready")[0]["order"]
+        following = (epoch + 1, 0) if order and step + 1 == order["steps"] else (epoch, step + 1)
+        flags = "--first-epoch={} --first-step={}".format(*following)
+        return f"\nAll workers had read epoch {epoch} up to step {step}. To go on from there: {flags}"
 
     def _log(self, rank: int) -> str:
         path = self.settings.file(rank, "log")

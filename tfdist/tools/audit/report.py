@@ -56,7 +56,7 @@ def beginning(settings: Settings, pids: Sequence[int]) -> str:
     Returns:
         Lines, as from all functions here, without the last newline.
     """
-    of = f"{_count(len(pids), 'worker')} of {_count(settings.devices, 'replica')}"
+    of = f"{_count(len(pids), 'worker')} of {_count(settings.devices, 'replica')}{' each' if len(pids) > 1 else ''}"
     return f"{of}, {'process' if len(pids) == 1 else 'processes'} {', '.join(map(str, pids))}"
 
 

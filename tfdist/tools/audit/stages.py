@@ -42,34 +42,28 @@ def measure(batches: Batches, window: Sequence[int], seconds: float) -> Iterator
     """
     whose = Window(*window)
     width = whose.width(batches.global_batch)
-    read = (
-        batches.global_batch if batches.order is None else width
-    )  # a walk reads all rows for the sake of its own
+    # A walk reads all rows for the sake of its own.
+    read = batches.global_batch if batches.order is None else width
     in_memory = batches.source.gather is not None and batches.transform is None
     if in_memory:  # there are no single examples
         yield Stage("order", _rate(_numbers(batches, whose), lambda _: width, seconds))
     for name, dataset in () if in_memory else _of_examples(batches, whose):
         # Windows are taken by tf.data itself: no Python and no function call for each example.
-        windows = (
-            dataset.window(read, drop_remainder=True)
-            .map(lambda *_: tf.constant(0))
-            .with_options(batches.options)
-        )
-        yield Stage(name, _rate(windows, lambda _: width, seconds))
-    yield Stage(
-        "batch", _rate(batches.shares(whose, _epochs()), lambda share: int(tf.size(share.numbers)), seconds)
-    )
+        windows = dataset.window(read, drop_remainder=True).map(lambda *_: tf.constant(0))
+        yield Stage(name, _rate(windows.with_options(batches.options), lambda _: width, seconds))
+    shares = batches.shares(whose, _epochs())
+    yield Stage("batch", _rate(shares, lambda share: int(tf.size(share.numbers)), seconds))
 
 
 def stored_bytes(batches: Batches) -> float | None:
     """Bytes of an example as it is stored, on average over some; None where nobody knows."""
     source = batches.source
+    if source.gather is not None:  # it is in memory
+        return None
     if source.raw is not None and source.cardinality:
         count = min(_SAMPLE, source.cardinality)
         numbers = tf.range(count, dtype=tf.int64) * (source.cardinality // count)
-        stored = tf.data.Dataset.from_tensor_slices(numbers).map(
-            source.raw, num_parallel_calls=tf.data.AUTOTUNE
-        )
+        stored = _mapped(tf.data.Dataset.from_tensor_slices(numbers), source.raw)
     elif source.scan is not None:
         stored = batches.examples(Window(), _epochs()).take(_SAMPLE).map(lambda example: example.data)
     else:
@@ -88,17 +82,10 @@ def _of_examples(batches: Batches, window: Window) -> Iterator[tuple[str, tf.dat
         yield "order", batches.examples(window, _epochs())
         if source.raw is not None:
             raw = source.raw
-            yield (
-                "read",
-                batches.examples(window, _epochs()).map(
-                    lambda e: raw(e.number), num_parallel_calls=tf.data.AUTOTUNE
-                ),
-            )
+            yield "read", _mapped(batches.examples(window, _epochs()), lambda example: raw(example.number))
     if source.walk is None:
-        yield (
-            "decode" if source.raw is not None or source.scan is not None else "read and decode",
-            plain.loaded(window, _epochs()),
-        )
+        name = "decode" if source.raw is not None or source.scan is not None else "read and decode"
+        yield name, plain.loaded(window, _epochs())
     if batches.transform is not None:
         yield "transform", batches.loaded(window, _epochs())
 
@@ -110,12 +97,14 @@ def _numbers(batches: Batches, window: Window) -> tf.data.Dataset:
 
     def of_epoch(epoch: tf.Tensor, _: tf.Tensor) -> tf.data.Dataset:
         steps = tf.data.Dataset.range(order.steps)
-        return steps.map(
-            lambda step: order.numbers(epoch, positions(order, window, step)),
-            num_parallel_calls=tf.data.AUTOTUNE,
-        )
+        return _mapped(steps, lambda step: order.numbers(epoch, positions(order, window, step)))
 
     return _epochs().flat_map(of_epoch).with_options(batches.options)
+
+
+def _mapped(dataset: tf.data.Dataset, function: Callable[..., Any]) -> tf.data.Dataset:
+    """A map as the pipeline has it."""
+    return dataset.map(function, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
 
 
 def _epochs() -> tf.data.Dataset:

@@ -203,6 +203,8 @@ class _Epoch:
             self._check_step(step, present, verdict)
             verdict.steps += 1
             alive()
+        if step == first:
+            self._fail("expected batches; no worker received any", step)
         if order is not None and step != order.steps:
             self._fail(f"expected {order.steps} steps; all workers ended after {step}")
         if order is not None or not first:  # else nobody can tell what came before

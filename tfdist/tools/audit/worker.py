@@ -36,7 +36,8 @@ class Worker:
         self.pipeline, self.batches = pipeline, pipeline.batches
         devices = settings.devices
         self.window = (rank * devices, devices, settings.workers * devices)
-        self.first = pipeline.share(*self.window, epoch=settings.first_epoch, first_step=settings.first_step)
+        begin = {"epoch": settings.first_epoch, "first_step": settings.first_step}
+        self.resumed = pipeline.share(*self.window, **begin) if settings.first_step else None
         self.shares = pipeline.share(*self.window)
         order = pipeline.order
         if order is not None and settings.first_step >= order.steps:
@@ -62,11 +63,11 @@ class Worker:
         settings = self.settings
         with open(settings.file(self.rank, "steps"), "wb", buffering=0) as file:
             for epoch in range(settings.first_epoch, settings.first_epoch + settings.epochs):
-                resumed = epoch == settings.first_epoch and settings.first_step > 0
                 self.pipeline.epochs.next = epoch
-                self._epoch(
-                    file, self.first if resumed else self.shares, epoch, settings.first_step if resumed else 0
-                )
+                if self.resumed is not None and epoch == settings.first_epoch:
+                    self._epoch(file, self.resumed, epoch, settings.first_step)
+                else:
+                    self._epoch(file, self.shares, epoch, 0)
         left_out = {str(number): place for number, place in self.pipeline.errors.found.items()}
         self.say("read", left_out=left_out)
 

@@ -1,0 +1,371 @@
+"""A pass over a pipeline becomes reads from data workers, in the order of its steps; no step is read twice or left out.
+
+Each data worker is a tf.data service of its own, for that alone keeps an order: one service of several workers hands out elements as
+they come. Of a pass from step f on, data worker k of n makes the steps f + k, f + k + n, ..., and the reader takes one from each in turn.
+
+TensorFlow's client asks a data worker that is gone for ever, and one whose answer was lost for its next element. So every element
+carries its number, and a thread looks whether the data workers answer.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import tensorflow as tf
+from absl import logging
+
+from tfdist.addresses import Presence, address_problem, check_addresses, split_address
+from tfdist.cluster import DATA_WORKERS, data_workers
+from tfdist.data.portable import bound_to_process, graph_of
+from tfdist.data.rows import plain
+from tfdist.keras_compat import held_bytes
+
+AHEAD = 2  # steps that a data worker makes ahead, and steps of each that the reader has ahead
+LARGEST = 128 * 2**20  # bytes of a pipeline: they go to each data worker at the beginning of each pass
+START_S = 120.0  # for a data worker to come
+RETURN_S = 10.0  # for one that does not answer any more
+LOOK_S = 1.0  # between two looks at the data workers
+TICK_US = 50_000  # between two looks at what the thread found; the end of a pass waits so long
+KEPT_S = 300.0  # that a data worker keeps a pass's pipeline, which it loads with the first step
+FORGET_MS = 1000  # after which it forgets a pass that nobody reads any more
+
+_ABSENT = "?"  # said of data workers before all have answered once
+_STEP, _TICK, _END = 0, 1, 2
+
+_kept: list = []  # what lives as long as the process
+
+Make = Callable[[tf.Tensor, tf.Tensor, int], tf.data.Dataset]
+
+
+def addresses_of(service: bool | Sequence[str] | None) -> tuple[str, ...]:
+    """The data workers that `service` names.
+
+    Args:
+        service: None or False: none. True: those of `tfdist launch --data-workers N`. Else their addresses.
+
+    Returns:
+        Their addresses `host:port`.
+
+    Raises:
+        ValueError: There are none, or an address is wrong.
+
+    Example:
+        >>> addresses_of(None), addresses_of(["10.0.0.1:5050"])
+        ((), ('10.0.0.1:5050',))
+    """
+    if service is None or service is False:
+        return ()
+    if service is True:
+        found = data_workers()
+        if not found:
+            raise ValueError(
+                f"service=True: expected data workers, found none ({DATA_WORKERS} is not set). Start with "
+                "`tfdist launch --data-workers N`, or leave service=None."
+            )
+        return found
+    if isinstance(service, str):
+        raise ValueError(f"service: expected True or a list of addresses, received the text {service!r}; write [{service!r}].")
+    found = tuple(service)
+    for place, address in enumerate(found):
+        problem = address_problem(address)
+        if not problem and found.index(address) != place:
+            problem = "is there twice; list each data worker once"
+        if problem:
+            raise ValueError(f"service: address {address!r} {problem}.")
+    if not found:
+        raise ValueError("service: expected at least one address, received none; leave service=None.")
+    return found
+
+
+def distribute(make: Make, position: tf.data.Dataset, addresses: Sequence[str], *, steps: int | None, name: str) -> tf.data.Dataset:
+    """Lets data workers make the elements of a pass.
+
+    Args:
+        make: Epoch and first step, int64 scalars, and a number n to the data set of every n-th step from there to the epoch's end,
+            one element each. It is called in graphs, and once here.
+        position: One pair of epoch and first step, int64 scalars; asked for once in each pass.
+        addresses: The data workers, as `addresses_of` gives them.
+        steps: Steps of an epoch; None: only reading tells. Then the end of a pass is noticed up to two seconds late.
+        name: Of what is read, for messages.
+
+    Returns:
+        The elements of `make(epoch, first, 1)`, in their order.
+
+    Raises:
+        ValueError: `make` runs Python code or holds much data, neither of which can go to other processes.
+
+    Example:
+        >>> counted = lambda epoch, first, stride: tf.data.Dataset.range(first, 5, stride)
+        >>> position = tf.data.Dataset.from_tensors((tf.constant(0, tf.int64), tf.constant(2, tf.int64)))
+        >>> port = serve("127.0.0.1:0", tempfile.mkdtemp())
+        >>> five = distribute(counted, position, [f"127.0.0.1:{port}"], steps=5, name="five")
+        >>> [int(n) for n in five]
+        [2, 3, 4]
+    """
+    spec = check_portable(make, name)
+    count = len(addresses)
+    state = _watch(tuple(addresses))
+
+    @plain
+    def one_pass(epoch, first):
+        def read(_):
+            parts = [_remote(make(epoch, first + k, count), addresses[k]) for k in range(count)]
+            if count > 1:
+                turns = tf.data.Dataset.range(count).repeat()
+                parts = [tf.data.Dataset.choose_from_datasets(parts, turns, stop_on_empty_dataset=True)]
+            result = tf.data.Dataset.zip((tf.data.Dataset.counter(), parts[0])).map(plain(lambda n, part: _checked(n, part, count)))
+            return result if steps is None else result.take(tf.maximum(steps - first, 0))
+
+        # Registering and reading block without bound, so both begin when all have answered, and race with the look-out.
+        steps_of_pass = tf.data.Dataset.from_tensors(0).flat_map(plain(read))
+        present = _ticks(state).filter(lambda said: said == "").take(1)
+        return present.flat_map(plain(lambda _: _guarded(steps_of_pass, spec, state)))
+
+    return position.flat_map(one_pass)
+
+
+def check_portable(make: Make, name: str) -> Any:
+    """Checks that a pipeline means the same in another process.
+
+    Args:
+        make: See `distribute`.
+        name: Of what it reads, for messages.
+
+    Returns:
+        The spec of its elements.
+
+    Raises:
+        ValueError: Names what cannot go there.
+    """
+    zero = tf.constant(0, tf.int64)
+    with tf.device("CPU"):
+        dataset = make(zero, zero, 1)
+        size = held_bytes(dataset)
+        try:
+            graph = graph_of(dataset) if size <= LARGEST else b""
+        except tf.errors.OpError as error:
+            raise ValueError(f"service: the pipeline of {name} cannot go to data workers: {error.message}. Leave service=None.") from error
+    size = max(size, len(graph))
+    if size > LARGEST:
+        raise ValueError(
+            f"service: the pipeline of {name} holds {size / 2**20:.0f} MiB of data, which would go to every data worker in every pass; "
+            f"at most {LARGEST / 2**20:.0f} MiB can. Read the examples from files, or leave service=None."
+        )
+    bound = bound_to_process(graph)
+    if bound:
+        raise ValueError(
+            f"service: the pipeline of {name} {bound}, which data workers do not have. Write it with TensorFlow's operations, apply "
+            "it in the model, or leave service=None."
+        )
+    return dataset.element_spec
+
+
+def serve(address: str, directory: str) -> int:
+    """Starts a data worker in this process, which serves as long as the process lives.
+
+    Args:
+        address: Where, `host:port`; port 0: any that is free. TensorFlow listens on all interfaces, and on a second port, which it
+            tells its clients, for the elements.
+        directory: An empty directory, for the pipelines of the last minutes.
+
+    Returns:
+        The port.
+
+    Raises:
+        ValueError: This machine cannot listen there.
+    """
+    host, port = split_address(address)
+    if port:
+        check_addresses({"data worker": address}, "data worker", "tfdist.data.service")
+    service = tf.data.experimental.service
+    # With a directory, the dispatcher keeps no pipeline in memory. It forgets none by itself.
+    dispatcher = service.DispatchServer(
+        service.DispatcherConfig(port=port, work_dir=directory, job_gc_check_interval_ms=FORGET_MS, job_gc_timeout_ms=FORGET_MS)
+    )
+    port = int(dispatcher.target.rpartition(":")[2])
+    name = f"[{host}]" if ":" in host else host
+    worker = service.WorkerServer(
+        service.WorkerConfig(dispatcher_address=f"{name}:{port}", worker_address=f"{name}:%port%", heartbeat_interval_ms=FORGET_MS)
+    )
+    _kept.append((worker, dispatcher))
+    return port
+
+
+def main(argv: Sequence[str]) -> NoReturn:
+    """Runs `python -m tfdist.data.service HOST:PORT`: a data worker, until a signal ends it.
+
+    Args:
+        argv: The words after the module's name.
+
+    Raises:
+        SystemExit: With code 78 after a line on standard error, for a wrong address.
+    """
+
+    def end(number, frame):
+        raise KeyboardInterrupt(number)
+
+    try:
+        problem = address_problem(argv[0]) if len(argv) == 1 else "is missing; write: python -m tfdist.data.service HOST:PORT"
+        if problem:
+            raise ValueError(f"data worker: address {' '.join(argv)!r} {problem}")
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, end)
+        with tempfile.TemporaryDirectory(prefix="tfdist-data-", ignore_cleanup_errors=True) as directory:
+            serve(argv[0], directory)
+            print(f"data worker: serves at {argv[0]}", flush=True)
+            while True:
+                time.sleep(KEPT_S / 10)
+                _sweep(directory)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(78) from error
+    except KeyboardInterrupt as stop:
+        os._exit(128 + stop.args[0])  # TensorFlow's servers take seconds to end, and have nothing to save
+
+
+def _remote(dataset: tf.data.Dataset, address: str) -> tf.data.Dataset:
+    """What a data worker makes of a data set, with the number of each element."""
+    options = tf.data.Options()
+    options.deterministic = True
+    # A data worker ends its passes one after the other, and the end of each would wait for the thread that tunes it.
+    options.autotune.enabled = False
+    numbered = dataset.enumerate().prefetch(AHEAD).with_options(options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "To make it possible to preserve tf.data options", UserWarning)
+        return numbered.apply(
+            tf.data.experimental.service.distribute(
+                tf.data.experimental.service.ShardingPolicy.OFF, f"grpc://{address}", max_outstanding_requests=AHEAD, compression=None
+            )
+        )
+
+
+def _checked(expected: tf.Tensor, part: tuple[tf.Tensor, Any], count: int) -> Any:
+    """The element of a part, if it is the one whose turn it is."""
+    number, element = part
+    message = f"service: a data worker's answer was lost. Expected and received element of data worker, counted from 0, and their number ({count}):"
+    right = tf.debugging.Assert(number == expected // count, [message, expected // count, number, expected % count])
+    with tf.control_dependencies([right]):
+        return tf.nest.map_structure(tf.identity, element, expand_composites=True)
+
+
+def _guarded(data: tf.data.Dataset, spec: Any, state: tf.Tensor) -> tf.data.Dataset:
+    """A data set that fails, instead of waiting on, when a data worker is gone."""
+    optional = tf.experimental.Optional
+
+    def empty(kind):
+        return tf.constant(kind), optional.empty(spec)
+
+    steps = data.map(plain(lambda *x: (tf.constant(_STEP), optional.from_value(x if len(x) > 1 else x[0]))))
+    branches = [steps.concatenate(tf.data.Dataset.from_tensors(0).map(plain(lambda _: empty(_END))))]
+    if not _deterministic_ops():
+        branches.append(_ticks(state).map(plain(lambda _: empty(_TICK))))
+    both = functools.reduce(lambda a, b: a.concatenate(b), [tf.data.Dataset.from_tensors(branch) for branch in branches])
+    # Whatever comes first: the steps among each other keep their order.
+    first = both.interleave(lambda branch: branch, cycle_length=2, num_parallel_calls=2, deterministic=False)
+    kept = first.take_while(plain(lambda kind, _: kind != _END)).filter(plain(lambda kind, _: kind == _STEP))
+    return kept.map(plain(lambda _, step: step.get_value()))
+
+
+def _deterministic_ops() -> bool:
+    """Whether tf.config.experimental.enable_op_determinism was called: then no data set takes what comes first."""
+    try:
+        with tf.Graph().as_default():
+            tf.random.uniform([])
+    except RuntimeError:  # it refuses random numbers without a seed
+        return True
+    return False
+
+
+def _ticks(state: tf.Tensor) -> tf.data.Dataset:
+    """What the thread says of the data workers, again and again: "" where all answer; an error where one is gone.
+
+    No Python code: an iterator that is deleted meanwhile would wait for it, and it for the interpreter's lock.
+    """
+    slow = tf.raw_ops.SleepDataset(
+        input_dataset=tf.data.experimental.to_variant(tf.data.Dataset.counter()),
+        sleep_microseconds=TICK_US,
+        output_types=[tf.int64],
+        output_shapes=[[]],
+    )
+
+    @plain
+    def look(_):
+        said = tf.raw_ops.ReadVariableOp(resource=state, dtype=tf.string)
+        right = tf.debugging.Assert(tf.reduce_any(said == ["", _ABSENT]), [said])
+        with tf.control_dependencies([right]):
+            return tf.identity(said)
+
+    return tf.data.experimental.from_variant(slow, tf.TensorSpec([], tf.int64)).map(look)
+
+
+@functools.cache
+def _watch(addresses: tuple[str, ...]) -> tf.Tensor:
+    """A string in TensorFlow's memory that says what is the matter with these data workers, kept true by a thread."""
+    # No tf.Variable: a strategy would make it its own.
+    with tf.init_scope(), tf.device("CPU"):
+        state = tf.raw_ops.VarHandleOp(dtype=tf.string, shape=[], shared_name=f"tfdist-data-{uuid.uuid4()}")
+        tf.raw_ops.AssignVariableOp(resource=state, value=tf.constant(_ABSENT))
+    threading.Thread(target=_look_out, args=(addresses, state), daemon=True).start()
+    return state
+
+
+def _look_out(addresses: tuple[str, ...], state: tf.Tensor) -> None:
+    presences = [Presence(address) for address in addresses]
+    before = _ABSENT
+    while True:
+        said = verdict(presences)
+        if said != before:
+            if said not in ("", _ABSENT):
+                logging.error("%s", said)
+            with tf.device("CPU"):
+                tf.raw_ops.AssignVariableOp(resource=state, value=tf.constant(said))
+            before = said
+        time.sleep(LOOK_S)
+
+
+def verdict(presences: Sequence[Presence]) -> str:
+    """What is the matter with data workers, after a look at each.
+
+    Returns:
+        "" where all answer, or did so lately; "?" where some have not come yet; else what to tell.
+
+    Example:
+        >>> verdict([Presence("a:80", look=lambda address, timeout: True)])
+        ''
+    """
+    said = ""
+    for number, presence in enumerate(presences):
+        away = presence.away()
+        if away is None:
+            continue
+        place = f"data:{number} at {presence.address}"
+        if not presence.seen and away > START_S:
+            return f"{place} never answered, within {START_S:g} s; start it, and let this machine connect to it"
+        if presence.seen and away > RETURN_S:
+            return f"{place} no longer answers, for {RETURN_S:g} s; its log may say why, and no epoch goes on without it"
+        if not presence.seen:
+            said = _ABSENT
+    return said
+
+
+def _sweep(directory: str) -> None:
+    """Removes the pipelines of passes that began long ago."""
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            path = os.path.join(parent, name)
+            if time.time() - os.path.getmtime(path) > KEPT_S:
+                os.remove(path)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
