@@ -15,7 +15,7 @@ import tempfile
 
 import numpy as np
 
-WIDTH, HEIGHT, QUALITY = 500, 375, 91
+WIDTH, HEIGHT, QUALITY = 500, 375, 93
 CLASSES = 32
 VERSION = 1  # of what the files hold
 _PLANE, _PLANES = 1024, 4

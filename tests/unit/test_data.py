@@ -70,7 +70,7 @@ def test_arrays_and_transform():
         (np.zeros(0), {}, "0 examples, which make no batch"),
         (
             np.zeros(5),
-            {"drop_remainder": True},
+            {"tail": "drop"},
             "arrays has 5 examples, which make no batch of global_batch=8",
         ),
         (np.zeros(5), {"global_batch": 0}, "global_batch: expected a number, 1 or more"),

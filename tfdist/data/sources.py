@@ -94,7 +94,7 @@ class Source:
         """
         changed: dict[str, Any] = {"raw": None}
         if self.gather is not None or self.read is not None:
-            changed |= {"gather": None, "read": lambda number: call(function, self.single(number))}
+            changed |= {"gather": None, "decode": None, "read": lambda number: call(function, self.single(number))}
         elif self.scan is not None:
             decode = self.decode
             assert decode is not None
