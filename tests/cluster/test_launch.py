@@ -32,8 +32,9 @@ def ready(): open(f"{me}.ready", "w").close()
 class Launch:
     """`tfdist launch` in a directory of its own; all its processes carry a mark in their environment."""
 
-    def __init__(self, directory):
+    def __init__(self, directory, bound=BOUND):
         self.directory = directory
+        self.bound = bound
         self._mark = f"TFDIST_TEST_MARK={uuid.uuid4()}"
         self._process = None
 
@@ -54,7 +55,7 @@ class Launch:
 
     def finish(self):
         """Exit code, output, errors."""
-        out, err = self._process.communicate(timeout=BOUND)
+        out, err = self._process.communicate(timeout=self.bound)
         return self._process.returncode, out, err
 
     def run(self, *flags, **options):
@@ -62,7 +63,7 @@ class Launch:
         return self.finish()
 
     def wait_for(self, *names):
-        deadline = time.monotonic() + BOUND
+        deadline = time.monotonic() + self.bound
         while not all((self.directory / name).exists() for name in names):
             assert time.monotonic() < deadline, f"waited for {names}"
             time.sleep(0.02)

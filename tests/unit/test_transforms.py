@@ -231,6 +231,16 @@ def test_damaged_files_are_errors(jpegs, damage):
         transforms.images(8, crop="none")(damage(jpegs[0]))
 
 
+def test_a_truncated_file_is_an_error_wherever_the_crop_lies():
+    file = tf.io.encode_jpeg(gradient(200, 200)).numpy()
+    top = transforms.Images(8, crop="random", area=(0.08, 0.1))
+    assert many(lambda x, seed: top._window(tf.constant([200, 200, 3]), seed), 0, 20)[:, 0].min() < 40
+    for seed in range(20):
+        with pytest.raises(tf.errors.InvalidArgumentError):
+            top(file[:-500], seed=[seed, 7])
+        assert top(file + b"trailing", seed=[seed, 7]).shape == (8, 8, 3)
+
+
 def test_seeds_from_one_differ_and_follow_from_it():
     rows = tf.constant([[1, 2], [3, 4], [1, 3]])
     together = transforms.seeds_for(rows, 4)

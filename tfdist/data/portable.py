@@ -30,6 +30,7 @@ def bound_to_process(graph: bytes) -> str | None:
         >>> bound_to_process(graph_of(tf.data.Dataset.range(3).map(lambda x: x + 1))) is None
         True
     """
+    # Lookup tables, those of Keras' layers too, are written down with what they hold.
     definition = tf.compat.v1.GraphDef.FromString(graph)
     own = {
         node.input[_OWN_RESOURCES[node.op]].partition(":")[0]
@@ -42,7 +43,7 @@ def bound_to_process(graph: bytes) -> str | None:
         handle = node.op == "Const" and node.attr["dtype"].type in (tf.resource.as_datatype_enum, tf.variant.as_datatype_enum)
         # A variable would stay as it is now.
         if node.op == "VarHandleOp" or (handle and node.name not in own):
-            return "uses a variable or a table of this process (a Keras preprocessing layer may have one)"
+            return "uses a tf.Variable or another resource of this process"
     return None
 
 

@@ -25,10 +25,11 @@ _WITHIN = ("area", "bilinear", "gaussian", "nearest")
 _METHODS = (*_WITHIN, "bicubic", "lanczos3", "lanczos5", "mitchellcubic")
 # Tries of the random crop before it takes the whole image.
 _TRIES = 10
-# Colours are turned and faded in YIQ, whose first number is the grey of a pixel: parts of its map back and forth, for pixels `[n, 3] @`.
+# Colours are turned and faded in YIQ, whose first number is a pixel's grey and whose others are a point in a plane. Three maps of
+# pixels, `[n, 3] @`: to their grey, to their colour without grey, and to that turned by a quarter of a circle.
 _YIQ = np.array([[0.299, 0.587, 0.114], [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]])
 _GREY, _COLOUR, _QUARTER = (
-    tuple(map(tuple, (np.linalg.inv(_YIQ) @ np.array(part) @ _YIQ).T.astype(np.float32)))
+    (np.linalg.inv(_YIQ) @ np.array(part) @ _YIQ).T.astype(np.float32)
     for part in ([[1, 0, 0], [0, 0, 0], [0, 0, 0]], [[0, 0, 0], [0, 1, 0], [0, 0, 1]], [[0, 0, 0], [0, 0, -1], [0, 1, 0]])
 )
 # Makes another seed of one; no seed of another example, as their numbers differ from each other in few of the upper bits.
@@ -63,10 +64,10 @@ def images(size: int | tuple[int, int], *, augment: bool = False, **options: Any
 class Images:
     """Makes images of one size; `images` is the short way to one.
 
-    Called with an image, or an image and what belongs to it (its label), which stays as it is. The image is either pixels from 0 to 255,
-    `[height, width, channels]`, or the content of its file, a string scalar. Of a JPEG file no more is decoded than
-    the crop needs, which is faster; its pixels are those of the whole image but for the crop's first column, which may differ by
-    some grey levels. Damage in a part of a file that is not decoded is not noticed.
+    Called with an image, or an image and what belongs to it (its label), which stays as it is. The image is either pixels from 0
+    to 255, `[height, width, channels]`, or the content of its file, a string scalar. Of a JPEG file no more is decoded than the crop
+    needs, which is faster; its pixels are those of the whole image, but for the crop's first column, which may differ by some grey
+    levels. A JPEG file that does not end as one should is decoded as a whole, so that a truncated one is an error, whatever the crop.
 
     Attributes:
         size: Height and width of the result, or one number for both.
@@ -168,10 +169,9 @@ class Images:
         image = tf.convert_to_tensor(image)
         if image.shape.rank not in (None, 0 if image.dtype == tf.string else 3):
             raise ValueError(f"images: expected pixels [height, width, channels], or a file's content; received {image.dtype.name} of shape {image.shape}.")
-        # One seed for the crop, and another key for what follows; seeds_for would cost a tenth of a millisecond on a busy machine.
-        other = tf.cast(seed, tf.int32) ^ _OTHER if self.random else None
-        cropped = self._decoded(image, seed) if image.dtype == tf.string else _cut(image, self._window(tf.shape(image), seed))
-        result = self._finished(cropped, other)
+        where, how = (seed, tf.cast(seed, tf.int32) ^ _OTHER) if self.random else (None, None)  # cheaper than seeds_for
+        cropped = self._decoded(image, where) if image.dtype == tf.string else _cut(image, self._window(tf.shape(image), where))
+        result = self._finished(cropped, how)
         return (result, *rest) if rest else result
 
     @property
@@ -203,24 +203,28 @@ class Images:
     def _decoded(self, content: tf.Tensor, seed: Any) -> tf.Tensor:
         """The window of the image in a file."""
 
-        def jpeg() -> tf.Tensor:
+        def part() -> tf.Tensor:
             window = self._window(tf.io.extract_jpeg_shape(content), seed)
-            if not self.shrink:
-                return at(window, 1)
             times = tf.reduce_min(window[2:] // self._height_and_width)
-            small = lambda: tf.cond(times < 4, lambda: at(window, 2), lambda: tf.cond(times < 8, lambda: at(window, 4), lambda: at(window, 8)))  # noqa: E731
-            return tf.cond(times < 2, lambda: at(window, 1), small)
 
-        def at(window: tf.Tensor, ratio: int) -> tf.Tensor:
-            return tf.io.decode_and_crop_jpeg(content, window if ratio == 1 else window // ratio, channels=self.channels, ratio=ratio)
+            def at(ratio: int) -> tf.Tensor:
+                return tf.io.decode_and_crop_jpeg(content, window // ratio, channels=self.channels, ratio=ratio)
 
-        def other() -> tf.Tensor:
-            whole = decode_image(content, self.channels)
-            return _cut(whole, self._window(tf.shape(whole), seed))
+            def from_(ratio: int) -> tf.Tensor:
+                return at(ratio) if ratio == 8 else tf.cond(times < 2 * ratio, lambda: at(ratio), lambda: from_(2 * ratio))
+
+            return from_(1) if self.shrink else at(1)
+
+        def whole() -> tf.Tensor:
+            image = decode_image(content, self.channels)
+            return _cut(image, self._window(tf.shape(image), seed))
 
         if self.channels == 4:  # which no JPEG has
-            return other()
-        return tf.ensure_shape(tf.cond(tf.io.is_jpeg(content), jpeg, other), [None, None, self.channels])
+            return whole()
+        complete = tf.strings.substr(content, -2, 2) == b"\xff\xd9"
+        image = tf.cond(tf.io.is_jpeg(content) & complete, part, whole)
+        image.set_shape([None, None, self.channels])
+        return image
 
     def _finished(self, image: tf.Tensor, seed: Any) -> tf.Tensor:
         """A crop becomes the result."""
@@ -339,7 +343,8 @@ def decode_image(content: Any, channels: int = 3) -> tf.Tensor:
         uint8 `[height, width, channels]`.
     """
     image = tf.io.decode_image(content, channels, expand_animations=False)
-    return tf.ensure_shape(image, [None, None, channels])
+    image.set_shape([None, None, channels])
+    return image
 
 
 def _by_rows(image: tf.Tensor, scale: Any = None, shift: Any = None) -> tf.Tensor:

@@ -1,0 +1,153 @@
+"""Data workers as processes of their own: the order they keep, what becomes of a job without them, and what they leave behind."""
+
+import json
+import os
+import pathlib
+import signal
+import time
+
+import pytest
+
+from tests.cluster.scripts import audited, served
+from tests.cluster.test_launch import Launch
+from tests.processes import PYTHON, ROOT, group
+from tfdist.addresses import free_ports
+
+SECONDS = 240  # for any launch here: some 20 on an idle machine of 2 cores
+SCRIPT = str(ROOT / "tests" / "cluster" / "scripts" / "served.py")
+LENGTHS = [23, 5, 29]
+pytestmark = pytest.mark.timeout(2 * SECONDS)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("served") / "records"
+    audited.write_records(directory, LENGTHS)
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def data_workers(tmp_path_factory):
+    """Address and process id of two data workers."""
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
+    with group(tmp_path_factory.mktemp("data")) as members:
+        found = {a: members.start(f"data-{i}", [PYTHON, "-m", "tfdist.data.service", a]).pid for i, a in enumerate(addresses)}
+        for i in range(len(addresses)):
+            members.says(f"data-{i}", "serves at", SECONDS)
+        yield found
+
+
+@pytest.fixture
+def launch(tmp_path):
+    started = Launch(tmp_path, SECONDS)
+    yield started
+    left = started.wait_for_nobody(20)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    started.finish()
+    assert not left, f"processes left behind: {left}"
+
+
+def pid_of(launch, task):
+    for pid in launch.living():
+        if f"TFDIST_TASK={task}".encode() in pathlib.Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            return pid
+    raise AssertionError(f"no process of {task}")
+
+
+# --- Order -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("count", [1, 2])
+def test_each_worker_gets_what_it_gets_without_data_workers(workers, count, directory, data_workers):
+    for worker in range(workers):
+        plain = served.read(directory, None, worker, workers)
+        assert served.read(directory, list(data_workers)[:count], worker, workers) == plain
+
+
+def test_a_launch_of_two_workers_and_two_data_workers(launch, directory):
+    code, _, err = launch.run("--workers", "2", "--data-workers", "2", command=(SCRIPT, "read", directory))
+    assert code == 0, err
+    assert "worker:0, worker:1, data:0, data:1 on this host" in err
+    for worker in range(2):
+        found = json.loads((launch.directory / f"worker:{worker}.json").read_text())
+        assert found == json.loads(json.dumps(served.read(directory, None, worker, 2)))
+        assert f"data:{worker}" not in launch.log(f"worker-{worker}")
+        assert "serves at 127.0.0.1:" in launch.log(f"data-{worker}")
+
+
+# --- Without them ----------------------------------------------------------------------------------------------------
+def test_a_data_worker_that_is_killed_is_named(launch, directory):
+    launch.start("--workers", "2", "--data-workers", "2", command=(SCRIPT, "forever", directory))
+    launch.wait_for("worker:0.ready", "worker:1.ready")
+    os.kill(pid_of(launch, "data:1"), signal.SIGKILL)
+    code, _, err = launch.finish()
+    assert code == 137
+    assert "ROOT CAUSE: data:1 was killed by SIGKILL" in err
+    assert "data-1.log" in err
+
+
+def test_a_data_worker_that_freezes_is_named(launch, directory):
+    launch.start("--data-workers", "2", command=(SCRIPT, "forever", directory))
+    launch.wait_for("worker:0.ready")
+    os.kill(pid_of(launch, "data:1"), signal.SIGSTOP)
+    code, _, err = launch.finish()
+    assert code == 1
+    assert "ROOT CAUSE: data:1 no longer answered, says worker:0; the launcher found it alive and ended it" in err
+
+
+def test_a_data_worker_that_cannot_start_is_named(launch, directory):
+    # As where TensorFlow is broken on a host.
+    (launch.directory / "sitecustomize.py").write_text(
+        "import os, sys\nif os.environ.get('TFDIST_TASK') == 'data:0': sys.modules['tensorflow'] = None\n"
+    )
+    environ = {"PYTHONPATH": f"{launch.directory}:{ROOT}"}
+    code, _, err = launch.run("--data-workers", "1", command=(SCRIPT, "forever", directory), environ=environ)
+    assert code == 1
+    assert "ROOT CAUSE: data:0 failed with exit code 1: ModuleNotFoundError" in err
+
+
+def test_with_a_cluster_file_the_remedy_is_said(launch):
+    code, _, err = launch.run("--cluster", "cluster.yaml", "--data-workers", "1", script="")
+    assert code == 2
+    assert "--data-workers: expected without --cluster, received both" in err
+    assert "python -m tfdist.data.service HOST:PORT" in err
+
+
+# --- What they leave -------------------------------------------------------------------------------------------------
+def test_passes_leave_no_threads(directory, data_workers):
+    def threads():
+        return [len(os.listdir(f"/proc/{pid}/task")) for pid in data_workers.values()]
+
+    batches = served.pipelines(directory, list(data_workers))[0]
+    for _ in batches:
+        pass
+    settled = [12, 12]  # what gRPC keeps, and comes and goes
+    before = threads()
+    for _ in range(12):
+        for number, _ in enumerate(batches.repeat().prefetch(2)):
+            if number == 2:
+                break
+    end = time.monotonic() + SECONDS
+    while any(now > was + more for now, was, more in zip(threads(), before, settled, strict=True)):
+        assert time.monotonic() < end, f"{threads()} threads, {before} before"
+        time.sleep(0.2)
+
+
+def test_a_data_worker_that_is_ended_leaves_no_files(tmp_path):
+    (tmp_path / "temporary").mkdir()
+    command = [PYTHON, "-m", "tfdist.data.service", f"127.0.0.1:{free_ports(1)[0]}"]
+    with group(tmp_path) as members:
+        process = members.start("data", command, TMPDIR=str(tmp_path / "temporary"))
+        members.says("data", "serves at", SECONDS)
+        assert os.listdir(tmp_path / "temporary")
+        process.terminate()
+        assert members.wait(SECONDS)["data"] == 143
+    assert not os.listdir(tmp_path / "temporary")
+
+
+def test_a_port_that_is_taken_is_named(tmp_path, data_workers):
+    taken = next(iter(data_workers))
+    with group(tmp_path) as members:
+        members.start("data", [PYTHON, "-m", "tfdist.data.service", taken])
+        assert members.wait(SECONDS)["data"] == 78
+        assert f"the port of {taken} is already in use" in members.log("data")

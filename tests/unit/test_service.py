@@ -1,0 +1,226 @@
+"""A pipeline by way of data workers in this process: the same elements in the same order, and what cannot go there is refused."""
+
+import itertools
+import os
+import time
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdist import cluster
+from tfdist.addresses import Presence, free_ports
+from tfdist.data import of_generator, pipeline, portable, service
+
+X = np.arange(22, dtype=np.float32)
+Y = np.arange(22) % 3
+
+
+@pytest.fixture(scope="module")
+def data_workers(tmp_path_factory):
+    """Addresses of two data workers."""
+    ports = [service.serve("127.0.0.1:0", str(tmp_path_factory.mktemp("data"))) for _ in range(2)]
+    return [f"127.0.0.1:{port}" for port in ports]
+
+
+def noisy(x, y, seed):
+    return {"x": x, "noise": tf.random.stateless_uniform([3], seed)}, y
+
+
+def values(elements):
+    return [[np.asarray(part).tolist() for part in tf.nest.flatten(element)] for element in elements]
+
+
+def counted(epoch, first, stride):
+    return tf.data.Dataset.range(first, 7, stride).map(lambda step: (epoch, step))
+
+
+def at(epoch, first):
+    return tf.data.Dataset.from_tensors((tf.constant(epoch, tf.int64), tf.constant(first, tf.int64)))
+
+
+# --- Order -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("count", [1, 2])
+def test_epochs_are_those_of_the_pipeline_without_service(count, data_workers):
+    plain = pipeline((X, Y), 4, seed=3, transform=noisy)
+    served = pipeline((X, Y), 4, seed=3, transform=noisy, service=data_workers[:count])
+    assert served.element_spec == plain.element_spec
+    for _ in range(2):
+        assert values(served) == values(plain)
+    assert values(served.of_epoch(5, first_step=3)) == values(plain.of_epoch(5, first_step=3))
+
+
+def test_workers_that_read_at_the_same_time_get_their_own_rows(data_workers):
+    plain = pipeline((X, Y), 4, transform=noisy)
+    served = pipeline((X, Y), 4, transform=noisy, service=data_workers)
+    shares = [served.share(index, 1, 2, epoch=1) for index in range(2)]
+    expected = [values(plain.share(index, 1, 2, epoch=1)) for index in range(2)]
+    assert list(zip(*map(values, shares), strict=True)) == list(zip(*expected, strict=True))
+
+
+@pytest.mark.parametrize("steps", [7, None])
+@pytest.mark.parametrize("first", [0, 5, 7])
+def test_a_pass_begins_and_ends_anywhere(first, steps, data_workers):
+    served = service.distribute(counted, at(2, first), data_workers, steps=steps, name="counted")
+    assert values(served) == [[2, step] for step in range(first, 7)]
+
+
+def test_structures_of_all_kinds_come_whole(data_workers):
+    def make(epoch, first, stride):
+        def one(step):
+            ragged = tf.RaggedTensor.from_row_lengths(tf.range(step), [step])
+            sparse = tf.sparse.from_dense(tf.one_hot([step], 4))
+            return {"ragged": ragged, "sparse": sparse, "text": tf.strings.as_string(step), "half": tf.cast(step, tf.bfloat16)}
+
+        return tf.data.Dataset.range(first, 4, stride).map(one)
+
+    served = service.distribute(make, at(0, 1), data_workers, steps=4, name="kinds")
+    plain = make(tf.constant(0, tf.int64), tf.constant(1, tf.int64), 1)
+    assert served.element_spec == plain.element_spec
+    for ours, theirs in zip(served, plain, strict=True):
+        for a, b in zip(*(tf.nest.flatten(x, expand_composites=True) for x in (ours, theirs)), strict=True):
+            np.testing.assert_array_equal(a.numpy(), b.numpy())
+
+
+def test_the_position_is_asked_for_once_in_a_pass(data_workers):
+    asked = itertools.count()
+    epoch = tf.data.Dataset.from_tensors(0).map(lambda _: tf.ensure_shape(tf.numpy_function(lambda: np.int64(next(asked)), [], tf.int64), []))
+    position = epoch.map(lambda epoch: (epoch, tf.constant(5, tf.int64)))
+    served = service.distribute(counted, position, data_workers, steps=7, name="counted")
+    assert [values(served) for _ in range(3)] == [[[epoch, 5], [epoch, 6]] for epoch in range(3)]
+
+
+def test_a_lost_element_is_an_error_and_not_a_gap(data_workers):
+    part = tf.data.Dataset.from_tensor_slices(([0, 2], ["a", "c"])).map(lambda n, x: (tf.cast(n, tf.int64), x))
+    checked = tf.data.Dataset.zip((tf.data.Dataset.counter(), part)).map(lambda n, p: service._checked(n, p, 1))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="answer was lost"):
+        list(checked)
+
+
+DETERMINISTIC = """
+import tempfile
+import numpy as np, tensorflow as tf
+tf.keras.utils.set_random_seed(1)
+tf.config.experimental.enable_op_determinism()
+from tfdist.data import pipeline, service
+address = f"127.0.0.1:{service.serve('127.0.0.1:0', tempfile.mkdtemp())}"
+served = pipeline(np.arange(10), 2, seed=1, service=[address])
+assert [x.numpy().tolist() for x in served] == [x.numpy().tolist() for x in pipeline(np.arange(10), 2, seed=1)]
+"""
+
+
+def test_with_deterministic_operations(run_python):
+    ended = run_python(DETERMINISTIC)
+    assert ended.returncode == 0, ended.stderr
+
+
+# --- What it leaves --------------------------------------------------------------------------------------------------
+def test_old_pipelines_are_removed(tmp_path):
+    (tmp_path / "datasets").mkdir()
+    old, new = tmp_path / "datasets" / "1000", tmp_path / "datasets" / "1001"
+    for path in (old, new):
+        path.write_bytes(b"graph")
+    os.utime(old, (time.time() - 2 * service.KEPT_S,) * 2)
+    service._sweep(str(tmp_path))
+    assert not old.exists()
+    assert new.exists()
+
+
+# --- What cannot go to data workers ----------------------------------------------------------------------------------
+def python_map(x, y):
+    return tf.ensure_shape(tf.numpy_function(lambda v: v + 1, [x], tf.float32), []), y
+
+
+def with_variable():
+    variable = tf.Variable(2.0)
+    return lambda x, y: (x * variable, y)
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "cause"),
+    [
+        (lambda: (X, Y), lambda: {"transform": python_map}, "runs Python code"),
+        (lambda: (X, Y), lambda: {"transform": with_variable()}, "uses a tf.Variable"),
+        (lambda: (np.zeros([40, 2**20], np.float32), np.zeros(40)), dict, "160 MiB of data"),
+        (lambda: of_generator(lambda: iter([1, 2, 3]), tf.TensorSpec([], tf.int64), 3), dict, "runs Python code"),
+    ],
+)
+def test_what_is_bound_to_this_process_is_refused_at_once(source, options, cause):
+    nobody = [f"127.0.0.1:{free_ports(1)[0]}"]
+    with pytest.raises(ValueError, match=cause) as raised:
+        pipeline(source(), 2, service=nobody, **options())
+    assert "leave service=None" in str(raised.value)
+
+
+def test_caches_and_shuffles_are_no_handles_of_this_process():
+    dataset = tf.data.Dataset.range(5).cache().shuffle(3, seed=1).map(lambda x: x + 1)
+    assert portable.bound_to_process(portable.graph_of(dataset)) is None
+
+
+# --- Addresses -------------------------------------------------------------------------------------------------------
+def test_none_means_none():
+    assert service.addresses_of(None) == service.addresses_of(False) == ()
+
+
+def test_true_means_those_of_the_launch(monkeypatch):
+    monkeypatch.setenv(cluster.DATA_WORKERS, "127.0.0.1:5050, 127.0.0.1:5051")
+    assert service.addresses_of(True) == ("127.0.0.1:5050", "127.0.0.1:5051")
+    monkeypatch.delenv(cluster.DATA_WORKERS)
+    with pytest.raises(ValueError, match="tfdist launch --data-workers N"):
+        service.addresses_of(True)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("127.0.0.1:5050", r"a list of addresses, received the text '127.0.0.1:5050'"),
+        (["127.0.0.1"], "'127.0.0.1' is not host:port"),
+        (["a:1", "a:1"], "'a:1' is there twice"),
+        ([], "at least one address"),
+    ],
+)
+def test_wrong_addresses_are_named(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        service.addresses_of(wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("a:1,b", "data:1: address 'b' is not host:port"), ("a:1,a:1", "data:1: address 'a:1' is there twice")]
+)
+def test_a_wrong_variable_is_named(text, message):
+    with pytest.raises(ValueError, match=f"TFDIST_DATA_WORKERS: {message}"):
+        cluster.data_workers({"TFDIST_DATA_WORKERS": text})
+
+
+# --- Absence ---------------------------------------------------------------------------------------------------------
+def test_what_is_said_of_data_workers():
+    there, now = {"a:1": False, "b:1": False}, [0.0]
+    presences = [Presence(address, look=lambda address, _: there[address], clock=lambda: now[0]) for address in there]
+    assert service.verdict(presences) == "?"
+    there["a:1"] = True
+    assert service.verdict(presences) == "?"
+    now[0] = service.START_S + 1
+    assert service.verdict(presences).startswith("data:1 at b:1 never answered")
+    there["b:1"] = True
+    assert service.verdict(presences) == ""
+    there["a:1"] = False
+    assert service.verdict(presences) == ""
+    now[0] += service.RETURN_S + 1
+    assert service.verdict(presences).startswith("data:0 at a:1 no longer answers")
+    there["a:1"] = True
+    assert service.verdict(presences) == ""
+
+
+def test_a_data_worker_that_never_comes_is_named(monkeypatch):
+    monkeypatch.setattr(service, "START_S", 1.0)
+    nobody = f"127.0.0.1:{free_ports(1)[0]}"
+    with pytest.raises(tf.errors.InvalidArgumentError, match=f"data:0 at {nobody} never answered"):
+        list(pipeline((X, Y), 4, service=[nobody]))
+
+
+@pytest.mark.parametrize("words", [[], ["127.0.0.1"], ["a:1", "b:1"]])
+def test_a_wrong_command_line_is_a_configuration_error(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        service.main(words)
+    assert ended.value.code == 78
+    assert "data worker: address" in capsys.readouterr().err
