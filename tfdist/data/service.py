@@ -19,6 +19,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Sequence
+from os import _exit
 from typing import Any, NoReturn
 
 import tensorflow as tf
@@ -230,7 +231,7 @@ def main(argv: Sequence[str]) -> NoReturn:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(78) from error
     except KeyboardInterrupt as stop:
-        os._exit(128 + stop.args[0])  # TensorFlow's servers take seconds to end, and have nothing to save
+        _exit(128 + stop.args[0])  # TensorFlow's servers take seconds to end, and have nothing to save
 
 
 def _remote(dataset: tf.data.Dataset, address: str) -> tf.data.Dataset:

@@ -14,34 +14,36 @@ from tfdist.data import pipeline, records
 EPOCHS = 2
 
 
-def pipelines(directory, service):
-    """Of record files that hold numbers: one reads them at random, the other from beginning to end."""
-
-    def noisy(stored, seed):
-        return tf.strings.to_number(stored, tf.int64), tf.random.stateless_uniform([2], seed)
-
-    return [
-        pipeline(records(directory, access="random"), 12, seed=3, transform=noisy, service=service),
-        pipeline(records(directory, access="stream"), 12, seed=4, shuffle=40, tail="pad", transform=noisy, labels=True, service=service),
-    ]
+def by_number(directory, service):
+    """Record files that hold numbers, read at random."""
+    return pipeline(records(directory, access="random"), 12, seed=3, transform=noisy, service=service)
 
 
-def read(directory, service, worker, workers):
-    """What a worker gets of each pipeline in each epoch, in its order."""
-    shares = [p.share(worker, 1, workers, epoch) for p in pipelines(directory, service) for epoch in range(EPOCHS)]
-    return [[[x.numpy().tolist() for x in tf.nest.flatten(share)] for share in epoch] for epoch in shares]
+def by_file(directory, service):
+    """The same, read from beginning to end."""
+    return pipeline(records(directory, access="stream"), 12, seed=4, shuffle=40, tail="pad", transform=noisy, service=service)
+
+
+def noisy(stored, seed):
+    return tf.strings.to_number(stored, tf.int64), tf.random.stateless_uniform([2], seed)
+
+
+def read(batches, worker, workers):
+    """What a worker gets of a pipeline in each epoch, in its order."""
+    share = batches.share(worker, 1, workers)
+    return [[[x.numpy().tolist() for x in tf.nest.flatten(step)] for step in share] for _ in range(EPOCHS)]
 
 
 def main():
     action, directory = sys.argv[1:]
     spec = ClusterSpec.from_environ()
     if action == "read":
-        found = read(directory, True, spec.rank, len(spec.training_tasks))
+        found = [read(kind(directory, True), spec.rank, len(spec.training_tasks)) for kind in (by_number, by_file)]
         pathlib.Path(f"{spec.task}.json").write_text(json.dumps(found))
         return
     steps = 0
     while True:
-        for _ in pipelines(directory, True)[0].repeat():
+        for _ in by_number(directory, True).repeat():
             time.sleep(0.01)
             steps += 1
             if steps == 3:
