@@ -8,7 +8,8 @@ import tensorflow as tf
 from PIL import Image
 
 from tfdist import cli
-from tfdist.data import records, sources
+from tfdist.data import sources
+from tfdist.data.records import records
 from tfdist.tools import data, examples, sheet, show, words
 
 NAMES = ("cat", "dog", "eel")
@@ -294,14 +295,14 @@ def test_streams_are_read_from_each_file_and_past_damaged_ones(tmp_path):
             for i in range(4):
                 writer.write(f"{file}{i}".encode())
     path = tmp_path / "1.tfrecord"
-    source = records.records(str(tmp_path / "*.tfrecord"), access="stream")
+    source = records(str(tmp_path / "*.tfrecord"), access="stream")
     assert [x.data.numpy() for x in examples.draw(source, 7)] == [b"00", b"01", b"10", b"11", b"20", b"21"]
     assert numbers(source, 12) == list(range(12))
     content = bytearray(path.read_bytes())
     content[18 * 1 + 12] ^= 1  # the second record: a frame of 16 bytes, and 2 of its own
     path.write_bytes(content)
     read = list(examples.draw(source, 12))
-    assert [x.number for x in read] == [0, 1, 2, 3, 4, 5, 8, 9, 10, 11]
+    assert [x.number for x in read] == list(range(12))
     assert [x.number for x in read if x.error is not None] == [5]
     found = list(examples.numbered(source, np.array([4, 5, 6, 9])))
     assert [(x.number, x.error is None) for x in found] == [(4, True), (5, False), (6, True), (9, True)]

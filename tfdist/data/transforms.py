@@ -25,6 +25,8 @@ _WITHIN = ("area", "bilinear", "gaussian", "nearest")
 _METHODS = (*_WITHIN, "bicubic", "lanczos3", "lanczos5", "mitchellcubic")
 # Tries of the random crop before it takes the whole image.
 _TRIES = 10
+# By how much libjpeg can shrink an image at most, while it decodes.
+_SHRINK = 8
 # Colours are turned and faded in YIQ, whose first number is a pixel's grey and whose others are a point in a plane. Three maps of
 # pixels, `[n, 3] @`: to their grey, to their colour without grey, and to that turned by a quarter of a circle.
 _YIQ = np.array([[0.299, 0.587, 0.114], [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]])
@@ -170,7 +172,7 @@ class Images:
         if image.shape.rank not in (None, 0 if image.dtype == tf.string else 3):
             raise ValueError(f"images: expected pixels [height, width, channels], or a file's content; received {image.dtype.name} of shape {image.shape}.")
         where, how = (seed, tf.cast(seed, tf.int32) ^ _OTHER) if self.random else (None, None)  # cheaper than seeds_for
-        cropped = self._decoded(image, where) if image.dtype == tf.string else _cut(image, self._window(tf.shape(image), where))
+        cropped = self._decoded(image, where) if image.dtype == tf.string else tf.slice(image, *self._window(tf.shape(image), where))
         result = self._finished(cropped, how)
         return (result, *rest) if rest else result
 
@@ -179,10 +181,8 @@ class Images:
         height, width = (self.size, self.size) if isinstance(self.size, int) else self.size
         return height, width
 
-    def _window(self, shape: tf.Tensor, seed: Any) -> tf.Tensor:
-        """The part of an image to take: its top, left, height and width, int32 `[4]`."""
-        if self.crop == "none":
-            return tf.concat([[0, 0], shape[:2]], 0)
+    def _window(self, shape: tf.Tensor, seed: Any) -> tuple[tf.Tensor, tf.Tensor]:
+        """The part of an image to take: where it begins and its size, int32 `[3]` each, as `tf.slice` takes them."""
         if self.crop == "random":
             begin, size, _ = tf.image.stateless_sample_distorted_bounding_box(
                 shape,
@@ -194,30 +194,33 @@ class Images:
                 max_attempts=_TRIES,
                 use_image_if_no_bounding_boxes=True,
             )
-            return tf.gather(tf.concat([begin, size], 0), [0, 1, 3, 4])
-        size = tf.constant(self._height_and_width, tf.float32)
-        scale = tf.reduce_min(tf.cast(shape[:2], tf.float32) / size) * self.fraction
-        part = tf.clip_by_value(tf.cast(tf.round(size * scale), tf.int32), 1, shape[:2])
-        return tf.concat([(shape[:2] - part) // 2, part], 0)
+            return begin, size
+        part = shape[:2]
+        if self.crop == "center":
+            wanted = tf.constant(self._height_and_width, tf.float32)
+            scale = tf.reduce_min(tf.cast(part, tf.float32) / wanted) * self.fraction
+            part = tf.clip_by_value(tf.cast(tf.round(wanted * scale), tf.int32), 1, part)
+        return tf.concat([(shape[:2] - part) // 2, [0]], 0), tf.concat([part, [-1]], 0)
 
     def _decoded(self, content: tf.Tensor, seed: Any) -> tf.Tensor:
         """The window of the image in a file."""
 
         def part() -> tf.Tensor:
-            window = self._window(tf.io.extract_jpeg_shape(content), seed)
-            times = tf.reduce_min(window[2:] // self._height_and_width)
+            begin, size = self._window(tf.io.extract_jpeg_shape(content), seed)
+            window = tf.gather(tf.concat([begin, size], 0), [0, 1, 3, 4])
+            return shrunk(1, window, tf.reduce_min(window[2:] // self._height_and_width)) if self.shrink else at(1, window)
 
-            def at(ratio: int) -> tf.Tensor:
-                return tf.io.decode_and_crop_jpeg(content, window // ratio, channels=self.channels, ratio=ratio)
+        def shrunk(ratio: int, window: tf.Tensor, times: tf.Tensor) -> tf.Tensor:
+            if ratio == _SHRINK:
+                return at(ratio, window)
+            return tf.cond(times < 2 * ratio, lambda: at(ratio, window), lambda: shrunk(2 * ratio, window, times))
 
-            def from_(ratio: int) -> tf.Tensor:
-                return at(ratio) if ratio == 8 else tf.cond(times < 2 * ratio, lambda: at(ratio), lambda: from_(2 * ratio))
-
-            return from_(1) if self.shrink else at(1)
+        def at(ratio: int, window: tf.Tensor) -> tf.Tensor:
+            return tf.io.decode_and_crop_jpeg(content, window // ratio if ratio > 1 else window, channels=self.channels, ratio=ratio)
 
         def whole() -> tf.Tensor:
             image = decode_image(content, self.channels)
-            return _cut(image, self._window(tf.shape(image), seed))
+            return tf.slice(image, *self._window(tf.shape(image), seed))
 
         if self.channels == 4:  # which no JPEG has
             return whole()
@@ -230,7 +233,8 @@ class Images:
         """A crop becomes the result."""
         image = tf.cast(tf.image.resize(image, self._height_and_width, self.method, antialias=self.antialias), tf.float32)
         if self.random:  # all numbers drawn in any case, so that an option does not change what the others do
-            draws = tf.random.stateless_uniform([5], seed, alg="philox")
+            # One op; tf.random.stateless_uniform makes some ten, which take a tenth of the whole image's time.
+            draws = tf.raw_ops.StatelessRandomUniform(shape=[5], seed=seed)
         if self._colours:
             image = self._coloured(image, 2.0 * draws[1:] - 1.0)
         if tf.as_dtype(self.dtype) == tf.uint8:
@@ -356,11 +360,6 @@ def _by_rows(image: tf.Tensor, scale: Any = None, shift: Any = None) -> tf.Tenso
     if scale is not None:
         rows *= tf.tile(tf.cast(scale, tf.float32), [image.shape[1]])
     return tf.reshape(rows + tf.tile(tf.cast(shift, tf.float32), [image.shape[1]]), image.shape)
-
-
-def _cut(image: tf.Tensor, window: tf.Tensor) -> tf.Tensor:
-    top, left, height, width = tf.unstack(window)
-    return image[top : top + height, left : left + width]
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:
