@@ -155,6 +155,47 @@ def test_a_bad_example_is_named():
     with pytest.raises(tf.errors.InvalidArgumentError, match=r"expected a label from 0 to 9.*\[10\].*file 10"):
         list(pipeline(single(classes=10), COUNT, shuffle=False, transform=lambda x, y: (x, y)))
 
+    def fails(x, y):
+        with tf.control_dependencies([tf.debugging.Assert(x != 9, ["odd"])]):
+            return tf.identity(x), y
+
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"singles: cannot be transformed.*file 9"):
+        list(pipeline(single(), 4, transform=fails))
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"to the batch.*Shapes are"):
+        list(pipeline(single(), 4, transform=lambda x, y: tf.zeros(tf.cast(x, tf.int32))))
+
+
+def test_where_nothing_can_be_read_the_first_batch_ends_the_pass():
+    tried = []
+
+    def read(number):
+        def refuse(number):
+            tried.append(int(number))
+            raise OSError("gone")
+
+        return tf.ensure_shape(tf.numpy_function(refuse, [number], tf.int64), [])
+
+    with pytest.raises(tf.errors.InvalidArgumentError, match="gone: cannot be read or decoded.*example [0-3]"):
+        list(pipeline(Source("gone", tf.TensorSpec([], tf.int64), 10_000, read=read), 4, shuffle=False))
+    assert max(tried) < 1000
+
+
+def test_what_can_be_read_at_the_second_try_is_read():
+    tried = []
+
+    def read(number):
+        def second(number):
+            tried.append(int(number))
+            if number == 5 and tried.count(5) == 1:
+                raise OSError("hiccup")
+            return number
+
+        return tf.ensure_shape(tf.numpy_function(second, [number], tf.int64), [])
+
+    batches = pipeline(Source("hiccup", tf.TensorSpec([], tf.int64), 16, read=read), 4, shuffle=False)
+    assert rows(batches) == np.arange(16).reshape(4, 4).tolist()
+    assert tried.count(5) == 2
+
 
 def test_bad_examples_are_left_out_counted_and_reported():
     batches = pipeline(single(bad=7), 4, ignore_errors=1)

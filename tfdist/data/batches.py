@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import zlib
 from collections.abc import Callable
@@ -52,6 +53,7 @@ class Batches:
         errors: What becomes of examples that cannot be read.
         options: Of tf.data.
         prefetch: Batches made ahead.
+        processors: Threads that can work at once.
         addresses: Of the data workers that make them; none: this process does.
     """
 
@@ -67,6 +69,7 @@ class Batches:
     errors: Errors
     options: tf.data.Options
     prefetch: int
+    processors: int
     addresses: tuple[str, ...] = ()
 
     def shares(self, window: Window, position: tf.data.Dataset) -> tf.data.Dataset:
@@ -101,7 +104,7 @@ class Batches:
         return self._of_examples(window, position, stride)
 
     def examples(self, window: Window, position: tf.data.Dataset, stride: int = 1) -> tf.data.Dataset:
-        """What is read for the window, before it is decoded: a data set of Examples; of a walk, those of all windows."""
+        """What is read for the window, before it is decoded: a data set of Examples `[width]`; of a walk, single ones of all windows."""
         if self.order is None:
             assert stride == 1, "all examples are walked through"
             return walked(self.source, self.buffer, self._key, position.map(plain(lambda epoch, step: (epoch, step * self.global_batch))))
@@ -109,10 +112,20 @@ class Batches:
             return by_file(self.source, self.order, window, position)
         return by_number(self.order, window, self._steps(position, stride))
 
-    def loaded(self, window: Window, position: tf.data.Dataset, stride: int = 1) -> tf.data.Dataset:
-        """`examples`, decoded and transformed, before they make batches: each with whether that went well."""
-        examples = self.examples(window, position, stride)
-        return examples.map(plain(self._load), num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+    def seeds(self, epoch: tf.Tensor, numbers: tf.Tensor) -> Any:
+        """For `transform`, int32 `[..., 2]`, of examples `[...]`; nothing where it takes none."""
+        if self.transform is None or not _takes(self.transform, "seed"):
+            return ()
+        return example_seeds(self.seed, epoch, numbers)
+
+    def load(self, example: Example, seed: Any) -> Any:
+        """One example as it is stored becomes one as it goes into a batch.
+
+        Args:
+            example: One of `examples`.
+            seed: Its row of `seeds`.
+        """
+        return self._transformed(_checked(self.source, self._read(example, seed), example.number), seed)
 
     # --- The three ways -----------------------------------------------------------------------------------------------
     def _of_memory(self, window: Window, steps: tf.data.Dataset) -> tf.data.Dataset:
@@ -131,19 +144,55 @@ class Batches:
 
     def _of_examples(self, window: Window, position: tf.data.Dataset, stride: int) -> tf.data.Dataset:
         width = window.width(self.global_batch)
-        batches = self.loaded(window, position, stride).batch(width, drop_remainder=True)
+        # More than one step at a time, so that the end of none is a pause, and enough examples for all processors.
+        steps = max(2, -(-2 * self.processors // width))
+        loaded = self.examples(window, position, stride).interleave(
+            plain(self._loaded), cycle_length=steps, block_length=1, num_parallel_calls=steps, deterministic=True
+        )
 
         @plain
-        def one(example, good):
-            return self._share(window, example.data, example.number, good, example.epoch[0], example.step[0])
+        def one(example, data, good):
+            return self._share(window, data, example.number, good, example.epoch[0], example.step[0])
 
-        return batches.map(one, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+        return loaded.map(one, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+
+    def _loaded(self, examples: Example) -> tf.data.Dataset:
+        """The examples of one step, `[width]`, with their data and for which of them it could be had: a data set of one element."""
+        width = examples.number.shape[0]
+        rows = tf.data.Dataset.from_tensor_slices((examples, self.seeds(examples.epoch[0], examples.number)))
+
+        @plain
+        def quick(example, seed):
+            return example._replace(data=()), self.load(example, seed), True
+
+        @plain
+        def careful(example, seed):
+            guard = functools.partial(guarded, source=self.source, errors=self.errors)
+            if self.errors.allowed:
+                return example._replace(data=()), *guard("read, decoded or transformed", self.load, example, seed)
+            data, _ = guard("read or decoded", self._read, example, seed)
+            example = example._replace(data=_checked(self.source, data, example.number))
+            data, good = guard("transformed", lambda example, seed: self._transformed(example.data, seed), example, seed)
+            return example._replace(data=()), data, good
+
+        def batch(load):
+            return rows.map(load, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True).batch(width, drop_remainder=True)
+
+        # To look after each example by itself takes a sixth of the time. So that is done once one has failed.
+        return batch(quick).ignore_errors().concatenate(batch(careful)).take(1)
 
     def _of_walk(self, window: Window, position: tf.data.Dataset) -> tf.data.Dataset:
-        batches = self.loaded(window, position).batch(self.global_batch, drop_remainder=self.tail == "drop")
+        examples = self.examples(window, position)
 
         @plain
-        def one(example, good):
+        def load(example):
+            return example._replace(data=self.load(example, self.seeds(example.epoch, example.number)))
+
+        loaded = examples.map(load, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+        batches = loaded.batch(self.global_batch, drop_remainder=self.tail == "drop")
+
+        @plain
+        def one(example):
             numbers, epoch = example.number, example.epoch[0]
             found = count_rows(numbers)
             data = self._by_rows(example.data, epoch, numbers)
@@ -170,33 +219,18 @@ class Batches:
         count = self.order.steps
         return position.flat_map(plain(lambda epoch, first: tf.data.Dataset.range(first, count, stride).map(lambda step: (epoch, step))))
 
-    def _load(self, example: Example) -> tuple[Example, tf.Tensor]:
-        """An example as it is stored becomes one as it goes into a batch, and whether that went well."""
+    def _read(self, example: Example, _: Any) -> Any:
         source = self.source
-
-        def read(number, stored):
-            if source.decode is not None and source.scan is not None:
-                return source.decode(stored)
-            return source.single(number)
-
-        def transformed(data):
-            if self.transform is None:
-                return data
-            if _takes(self.transform, "seed"):
-                return _call(self.transform, data, seed=example_seeds(self.seed, example.epoch, example.number))
-            return call(self.transform, data)
-
         if source.walk is not None:
-            return Example(transformed(example.data), *example[1:]), tf.constant(True)
-        stored = example.data if source.scan is not None else tf.constant("")
-        if self.errors.allowed:
-            data, good = guarded(lambda n, s: transformed(_checked(source, read(n, s), n)), example.number, stored, source, self.errors)
-            return Example(data, *example[1:]), good
-        if source.describe is not None:
-            data, _ = guarded(read, example.number, stored, source, self.errors)
-        else:
-            data = read(example.number, stored)
-        return Example(transformed(_checked(source, data, example.number)), *example[1:]), tf.constant(True)
+            return example.data
+        if source.scan is None:
+            return source.single(example.number)
+        return example.data if source.decode is None else source.decode(example.data)
+
+    def _transformed(self, data: Any, seed: Any) -> Any:
+        if self.transform is None:
+            return data
+        return call(self.transform, data) if isinstance(seed, tuple) else _call(self.transform, data, seed=seed)
 
     def _share(self, window: Window, data: Any, numbers: tf.Tensor, good: Any, epoch, step) -> Share:
         """`width` examples become the window's rows of their batch."""

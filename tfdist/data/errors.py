@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from tfdist.data.rows import plain
 from tfdist.data.sources import Source
 
 
@@ -45,35 +46,41 @@ class Errors:
         return "\n".join(f"example {number}: {place}" for number, place in sorted(self.found.items()))
 
 
-def guarded(load: Callable[..., Any], number: tf.Tensor, stored: tf.Tensor, source: Source, errors: Errors) -> tuple[Any, tf.Tensor]:
+def guarded(what: str, load: Callable[..., Any], example: Any, seed: Any, source: Source, errors: Errors) -> tuple[Any, tf.Tensor]:
     """Loads an example; if that fails, names its place and fails, or leaves it out where errors are allowed.
 
     Args:
-        load: `number` and `stored` to the example; TensorFlow writes the cause of its failure into the log.
-        number: int64 scalar.
-        stored: What was read of it already, a string scalar.
+        what: That `load` does, for the message: "read".
+        load: `example` and `seed` to its data; TensorFlow writes the cause of its failure into the log.
+        example: An Example.
+        seed: For `load`.
         source: Where it is from.
         errors: How many may fail, and where they are noted.
 
     Returns:
-        The example, zeros where it failed; and whether it did not.
+        The data, zeros where it failed; and whether it did not.
     """
-    one = tf.data.Dataset.from_tensors((number, stored))
-    loaded = one.map(lambda n, s: (load(n, s), True))
-    zeros = tf.nest.map_structure(lambda spec: _empty(spec), loaded.element_spec[0])
+    one = tf.data.Dataset.from_tensors((example, seed))
+    loaded = one.map(plain(lambda *x: (load(*x), True)))
 
-    def failed(n, _):
-        place = source.describe(n) if source.describe is not None else tf.strings.join(["example ", tf.strings.as_string(n)])
-        if errors.allowed:
-            noted = [tf.numpy_function(errors.add, [n, place], tf.int64)]
-        else:
-            message = f"{source.name}: cannot be read or decoded (a line further up in the log has the cause):"
-            noted = [tf.debugging.Assert(False, [message, place])]
-        with tf.control_dependencies(noted):
-            return tf.nest.map_structure(tf.identity, zeros), tf.constant(False)
+    def place(example: Any) -> tf.Tensor:
+        if source.describe is not None:
+            return source.describe(example.number)
+        return tf.strings.join(["example ", tf.strings.as_string(example.number)])
 
-    tried = loaded.ignore_errors(log_warning=True).concatenate(one.map(failed))
-    data, good = tried.take(1).get_single_element()
+    @plain
+    def fail(example, _):
+        message = f"{source.name}: cannot be {what} (a line further up in the log has the cause):"
+        with tf.control_dependencies([tf.debugging.Assert(False, [message, place(example)])]):
+            return tf.constant(False)
+
+    @plain
+    def leave_out(example, _):
+        with tf.control_dependencies([tf.numpy_function(errors.add, [example.number, place(example)], tf.int64)]):
+            return tf.nest.map_structure(_empty, loaded.element_spec[0]), tf.constant(False)
+
+    otherwise = one.map(leave_out) if errors.allowed else one.filter(fail).flat_map(plain(lambda *_: loaded))
+    data, good = loaded.ignore_errors(log_warning=True).concatenate(otherwise).take(1).get_single_element()
     return data, good
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -134,7 +135,7 @@ def pipeline(
     errors = Errors(source.name, ignore_errors)
     batches = Batches(
         source, order, global_batch, seed, tail, buffer, transform, batch_transform, labels, errors, _options(threads, ram_budget), prefetch,
-        addresses_of(service),
+        threads or os.cpu_count() or 1, addresses_of(service),
     )
     count = None if source.cardinality is None else _count(source.name, source.cardinality, global_batch, tail == "drop")
 

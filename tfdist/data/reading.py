@@ -1,4 +1,4 @@
-"""An order and a source become the examples of some rows of each global batch, one by one; nothing is transformed or batched.
+"""An order and a source become the examples of some rows of each global batch; nothing is decoded or transformed.
 
 Three ways, by what the source can do: single examples by number, files from beginning to end, or whatever a data set gives.
 """
@@ -41,13 +41,13 @@ class Window:
 
 
 class Example(NamedTuple):
-    """An example on its way.
+    """An example on its way, or those of a step, `[width]`.
 
     Fields:
-        data: As it is stored, or read.
-        number: int64 scalar.
-        epoch: int64 scalar.
-        step: int64 scalar.
+        data: As it is stored, or walked through; () where it is read by number.
+        number: int64.
+        epoch: int64.
+        step: int64.
     """
 
     data: Any
@@ -86,16 +86,16 @@ def by_number(order: Order, window: Window, steps: tf.data.Dataset) -> tf.data.D
         steps: Pairs of epoch and step, int64 scalars.
 
     Returns:
-        A data set of Examples without data; `width` for each step.
+        A data set of Examples `[width]` without data.
     """
+    width = window.width(order.global_batch)
 
     @plain
     def numbers(epoch, step):
-        found = order.numbers(epoch, positions(order, window, step))
-        return found, tf.fill(tf.shape(found), epoch), tf.fill(tf.shape(found), step)
+        found = tf.ensure_shape(order.numbers(epoch, positions(order, window, step)), [width])
+        return Example((), found, tf.fill([width], epoch), tf.fill([width], step))
 
-    singles = steps.map(numbers, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True).unbatch()
-    return singles.map(plain(lambda number, epoch, step: Example((), number, epoch, step)))
+    return steps.map(numbers, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
 
 
 def by_file(source: Source, order: StreamOrder, window: Window, position: tf.data.Dataset) -> tf.data.Dataset:
@@ -108,7 +108,7 @@ def by_file(source: Source, order: StreamOrder, window: Window, position: tf.dat
         position: One pair of epoch and first step, int64 scalars.
 
     Returns:
-        A data set of Examples with stored data; `width` for each step.
+        A data set of Examples `[width]` with stored data.
     """
     per = order.per_stream
     begin = window.begin(order.global_batch)
@@ -149,7 +149,7 @@ def by_file(source: Source, order: StreamOrder, window: Window, position: tf.dat
         examples = position.flat_map(tail)
     else:
         examples = position.flat_map(plain(lambda epoch, step: full(epoch, step).concatenate(tail(epoch, step))))
-    return examples
+    return examples.batch(width, drop_remainder=True)
 
 
 def walked(source: Source, buffer: int | None, key: Callable[[Any], tf.Tensor], position: tf.data.Dataset) -> tf.data.Dataset:

@@ -231,17 +231,17 @@ class Images:
 
     def _finished(self, image: tf.Tensor, seed: Any) -> tf.Tensor:
         """A crop becomes the result."""
-        image = tf.cast(tf.image.resize(image, self._height_and_width, self.method, antialias=self.antialias), tf.float32)
         if self.random:  # all numbers drawn in any case, so that an option does not change what the others do
             # One op; tf.random.stateless_uniform makes some ten, which take a tenth of the whole image's time.
             draws = tf.raw_ops.StatelessRandomUniform(shape=[5], seed=seed)
+        if self.flip:  # bytes, where the result has numbers of four
+            image = tf.cond(draws[0] < 0.5, lambda: tf.reverse(image, [1]), lambda: image)
+        image = tf.cast(tf.image.resize(image, self._height_and_width, self.method, antialias=self.antialias), tf.float32)
         if self._colours:
             image = self._coloured(image, 2.0 * draws[1:] - 1.0)
         if tf.as_dtype(self.dtype) == tf.uint8:
             within = image if self.method in _WITHIN else tf.clip_by_value(image, 0.0, 255.0)
             image = tf.cast(within + 0.5, tf.uint8)
-        if self.flip:
-            image = tf.cond(draws[0] < 0.5, lambda: tf.reverse(image, [1]), lambda: image)
         if self._scales:
             image = self._scaled(image)
         return tf.cast(image, self.dtype)
@@ -252,6 +252,8 @@ class Images:
         for name in ("mean", "std"):
             if np.size(getattr(self, name)) not in (1, channels):
                 raise ValueError(f"{name}: expected one number, or one for each of {channels} channels; received {getattr(self, name)!r}.")
+        if np.size(self.std) == 1 and not np.any(self.mean):
+            return image * (1.0 / float(np.squeeze(self.std)))
         scale = np.broadcast_to(1.0 / np.asarray(self.std, np.float32), [channels])
         return _by_rows(image, scale, -np.asarray(self.mean, np.float32) * scale)
 

@@ -65,7 +65,7 @@ def stored_bytes(batches: Batches) -> float | None:
         numbers = tf.range(count, dtype=tf.int64) * (source.cardinality // count)
         stored = _mapped(tf.data.Dataset.from_tensor_slices(numbers), source.raw)
     elif source.scan is not None:
-        stored = batches.examples(Window(), _epochs()).take(_SAMPLE).map(lambda example: example.data)
+        stored = batches.examples(Window(), _epochs()).unbatch().take(_SAMPLE).map(lambda example: example.data)
     else:
         return None
     sizes = [int(size) for size in stored.map(tf.strings.length)]
@@ -75,19 +75,25 @@ def stored_bytes(batches: Batches) -> float | None:
 def _of_examples(batches: Batches, window: Window) -> Iterator[tuple[str, tf.data.Dataset]]:
     """Stages of single examples, by name."""
     source = batches.source
-    plain = dataclasses.replace(batches, transform=None)
+    singles = batches.examples(window, _epochs())
+    if source.walk is None:
+        singles = singles.unbatch()
     if source.walk is not None or isinstance(batches.order, StreamOrder):
-        yield "read", batches.examples(window, _epochs())
+        yield "read", singles
     else:
-        yield "order", batches.examples(window, _epochs())
+        yield "order", singles
         if source.raw is not None:
             raw = source.raw
-            yield "read", _mapped(batches.examples(window, _epochs()), lambda example: raw(example.number))
+            yield "read", _mapped(singles, lambda example: raw(example.number))
     if source.walk is None:
         name = "decode" if source.raw is not None or source.scan is not None else "read and decode"
-        yield name, plain.loaded(window, _epochs())
+        yield name, _loaded(dataclasses.replace(batches, transform=None), singles)
     if batches.transform is not None:
-        yield "transform", batches.loaded(window, _epochs())
+        yield "transform", _loaded(batches, singles)
+
+
+def _loaded(batches: Batches, singles: tf.data.Dataset) -> tf.data.Dataset:
+    return _mapped(singles, lambda example: batches.load(example, batches.seeds(example.epoch, example.number)))
 
 
 def _numbers(batches: Batches, window: Window) -> tf.data.Dataset:
