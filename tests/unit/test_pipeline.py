@@ -175,7 +175,7 @@ def test_where_nothing_can_be_read_the_first_batch_ends_the_pass():
 
         return tf.ensure_shape(tf.numpy_function(refuse, [number], tf.int64), [])
 
-    with pytest.raises(tf.errors.InvalidArgumentError, match="gone: cannot be read or decoded.*example [0-3]"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"gone: cannot be read or decoded.*example [0-3]"):
         list(pipeline(Source("gone", tf.TensorSpec([], tf.int64), 10_000, read=read), 4, shuffle=False))
     assert max(tried) < 1000
 

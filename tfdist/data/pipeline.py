@@ -123,6 +123,9 @@ def pipeline(
             f"ignore_errors: {source.name} is read by code of your own, which tfdist cannot read on from after an error. "
             "Use tf.data.Dataset.ignore_errors there."
         )
+    addresses = addresses_of(service)
+    if addresses and ignore_errors:
+        raise ValueError("ignore_errors: expected 0 with service=..., as data workers cannot count what all of them leave out; leave one of the two out.")
     if not labels and tail == "pad":
         raise ValueError('labels=False: expected tail="partial", as padding would make outputs of nothing; received "pad".')
     buffer = _buffer(shuffle)
@@ -135,7 +138,7 @@ def pipeline(
     errors = Errors(source.name, ignore_errors)
     batches = Batches(
         source, order, global_batch, seed, tail, buffer, transform, batch_transform, labels, errors, _options(threads, ram_budget), prefetch,
-        threads or os.cpu_count() or 1, addresses_of(service),
+        threads or os.cpu_count() or 1, addresses,
     )
     count = None if source.cardinality is None else _count(source.name, source.cardinality, global_batch, tail == "drop")
 
