@@ -30,7 +30,7 @@ lint: .venv/installed-test
 
 test: .venv/installed-test lint
 	$(BIN)/python $(PYTEST) --doctest-modules tfdist
-	$(BIN)/python $(PYTEST) tests/test_architecture.py tests/unit
+	$(BIN)/python $(PYTEST) -n 2 --dist loadfile tests/test_architecture.py tests/unit
 	$(BIN)/python $(PYTEST) tests/cluster
 	$(BIN)/python $(PYTEST) tests/parity
 	$(BIN)/python $(PYTEST) tests/gpu

@@ -76,11 +76,19 @@ def test_digits_are_complete_and_split_for_good(digits_dir):
 
 
 def test_digits_need_no_network(tmp_path, monkeypatch):
-    def refuse(*args, **kwargs):
-        raise AssertionError(f"a connection was tried: {args}")
+    connect, look_up = socket.socket.connect, socket.getaddrinfo
+    here = "127.0.0.1"  # where threads of other tests may look after servers of theirs
 
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    def connects(self, address):
+        assert address[0] == here, f"a connection was tried: {address}"
+        return connect(self, address)
+
+    def looks_up(host, *rest, **options):
+        assert host == here, f"a name was looked up: {host}"
+        return look_up(host, *rest, **options)
+
+    monkeypatch.setattr(socket.socket, "connect", connects)
+    monkeypatch.setattr(socket, "getaddrinfo", looks_up)
     assert tfds.load("tfdist_digits", "test", tmp_path).cardinality == 297
 
 

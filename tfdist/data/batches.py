@@ -144,17 +144,16 @@ class Batches:
 
     def _of_examples(self, window: Window, position: tf.data.Dataset, stride: int) -> tf.data.Dataset:
         width = window.width(self.global_batch)
-        # More than one step at a time, so that the end of none is a pause, and enough examples for all processors.
-        steps = max(2, -(-2 * self.processors // width))
-        loaded = self.examples(window, position, stride).interleave(
-            plain(self._loaded), cycle_length=steps, block_length=1, num_parallel_calls=steps, deterministic=True
-        )
 
         @plain
         def one(example, data, good):
             return self._share(window, data, example.number, good, example.epoch[0], example.step[0])
 
-        return loaded.map(one, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+        # Of steps with few rows, enough together for all processors. The next ones are begun in any case.
+        steps = -(-2 * self.processors // width)
+        return self.examples(window, position, stride).interleave(
+            plain(lambda examples: self._loaded(examples).map(one)), cycle_length=steps, block_length=1, num_parallel_calls=steps, deterministic=True
+        )
 
     def _loaded(self, examples: Example) -> tf.data.Dataset:
         """The examples of one step, `[width]`, with their data and for which of them it could be had: a data set of one element."""
@@ -163,17 +162,17 @@ class Batches:
 
         @plain
         def quick(example, seed):
-            return example._replace(data=()), self.load(example, seed), True
+            return Example((), *example[1:]), self.load(example, seed), True
 
         @plain
         def careful(example, seed):
             guard = functools.partial(guarded, source=self.source, errors=self.errors)
             if self.errors.allowed:
-                return example._replace(data=()), *guard("read, decoded or transformed", self.load, example, seed)
+                return Example((), *example[1:]), *guard("read, decoded or transformed", self.load, example, seed)
             data, _ = guard("read or decoded", self._read, example, seed)
-            example = example._replace(data=_checked(self.source, data, example.number))
+            example = Example(_checked(self.source, data, example.number), *example[1:])
             data, good = guard("transformed", lambda example, seed: self._transformed(example.data, seed), example, seed)
-            return example._replace(data=()), data, good
+            return Example((), *example[1:]), data, good
 
         def batch(load):
             return rows.map(load, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True).batch(width, drop_remainder=True)
@@ -186,7 +185,7 @@ class Batches:
 
         @plain
         def load(example):
-            return example._replace(data=self.load(example, self.seeds(example.epoch, example.number)))
+            return Example(self.load(example, self.seeds(example.epoch, example.number)), *example[1:])
 
         loaded = examples.map(load, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
         batches = loaded.batch(self.global_batch, drop_remainder=self.tail == "drop")
