@@ -56,8 +56,7 @@ def pid_of(launch, task):
 
 
 # --- Order -----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(("workers", "count"), [(1, 1), (2, 2)])
 def test_each_worker_gets_what_it_gets_without_data_workers(workers, count, directory, data_workers):
     for worker in range(workers):
         plain = served.read(served.by_number(directory, None), worker, workers)

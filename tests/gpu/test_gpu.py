@@ -61,3 +61,11 @@ def test_equals_the_cpu(run, setup, case):
     tolerance = TOLERANCE.get(case, 5e-3)
     for name, value in expected.items():
         np.testing.assert_allclose(numbers[name], value, rtol=tolerance, atol=tolerance, err_msg=f"{case}: {name}")
+
+
+def test_batches_are_copied_ahead_of_time(tmp_path):
+    code = "import numpy as np; from tfdist import data; print(*(b.device for b in data.pipeline(np.arange(8), 4, device='/gpu:0')))"
+    with group(tmp_path) as members:
+        members.start("process", [PYTHON, "-c", code], CUDA_VISIBLE_DEVICES=VISIBLE, TF_FORCE_GPU_ALLOW_GROWTH="true")
+        members.succeed(SECONDS)
+        assert members.log("process").count("device:GPU:0") == 2

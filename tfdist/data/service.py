@@ -9,6 +9,7 @@ carries its number, and a thread looks whether the data workers answer.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import signal
@@ -364,8 +365,9 @@ def _sweep(directory: str) -> None:
     for parent, _, names in os.walk(directory):
         for name in names:
             path = os.path.join(parent, name)
-            if time.time() - os.path.getmtime(path) > KEPT_S:
-                os.remove(path)
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - os.path.getmtime(path) > KEPT_S:
+                    os.remove(path)
 
 
 if __name__ == "__main__":

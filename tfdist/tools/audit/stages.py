@@ -93,7 +93,8 @@ def _of_examples(batches: Batches, window: Window) -> Iterator[tuple[str, tf.dat
 
 
 def _loaded(batches: Batches, singles: tf.data.Dataset) -> tf.data.Dataset:
-    return _mapped(singles, lambda example: batches.load(example, batches.seeds(example.epoch, example.number)))
+    loaded = _mapped(singles, lambda example: batches.load(example, batches.seeds(example.epoch, example.number)))
+    return loaded.ignore_errors() if batches.errors.allowed else loaded
 
 
 def _numbers(batches: Batches, window: Window) -> tf.data.Dataset:
