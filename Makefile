@@ -8,6 +8,8 @@ COMPAT = 'keras==3.10.0' 'tensorflow==2.19.*'
 BIN = .venv/bin
 PIP_INSTALL = -m pip install -qq --disable-pip-version-check
 PYTEST = -m pytest -q
+# Two files of tests at a time: most of them wait for processes.
+TWO = -n 2 --dist loadfile
 
 .PHONY: help train test test-compat lint bench clean
 .DELETE_ON_ERROR:
@@ -30,8 +32,8 @@ lint: .venv/installed-test
 
 test: .venv/installed-test lint
 	$(BIN)/python $(PYTEST) --doctest-modules tfdist
-	$(BIN)/python $(PYTEST) -n 2 --dist loadfile tests/test_architecture.py tests/unit
-	$(BIN)/python $(PYTEST) tests/cluster
+	$(BIN)/python $(PYTEST) $(TWO) tests/test_architecture.py tests/unit
+	$(BIN)/python $(PYTEST) $(TWO) tests/cluster
 	$(BIN)/python $(PYTEST) tests/parity
 	$(BIN)/python $(PYTEST) tests/gpu
 
