@@ -1,9 +1,15 @@
 """What workers took becomes a verdict, or the first thing that is wrong; no processes here."""
 
+import dataclasses
+
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tfdist.data.order import Order, share
+from tfdist.data.pipeline import pipeline
+from tfdist.data.records import records
+from tfdist.tools.audit import stages
 from tfdist.tools.audit.steps import Step
 from tfdist.tools.audit.verdict import Offence, Plan, verify
 
@@ -130,3 +136,18 @@ def test_an_example_left_out_must_be_reported_by_its_worker():
 
 def replace(found, worker, place, **changes):
     found[worker][place] = found[worker][place]._replace(**changes)
+
+
+def test_stages_leave_out_what_the_pipeline_does(tmp_path):
+    path = tmp_path / "a.tfrecord"
+    with tf.io.TFRecordWriter(str(path)) as writer:
+        for i in range(6):
+            writer.write(str(i).encode())
+    content = bytearray(path.read_bytes())
+    content[17 * 2 + 12] ^= 1
+    path.write_bytes(content)
+    source = records(str(path), access="random").map(lambda stored: (tf.strings.to_number(stored), 0))
+    batches = pipeline(dataclasses.replace(source, raw=records(str(path), access="random").raw), 2, ignore_errors=1).batches
+    found = [stage.name for stage in stages.measure(batches, (0, 1, 1), 0.02)]
+    assert found == ["order", "read", "decode", "batch"]
+    assert stages.stored_bytes(batches) == 1

@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist.data.pipeline import Epochs, pipeline
+from tfdist.data.reading import Window
 from tfdist.data.sources import Source, of_arrays, of_generator
 
 LENGTHS = (5, 0, 7, 3)
@@ -70,6 +71,7 @@ def test_batches_and_shares_are_those_of_the_order(kind, files):
     assert joined(batches, 3, epoch=1) == expected(batches, 1)
     assert joined(batches, 2, epoch=1, first_step=1) == expected(batches, 1, first_step=1)
     assert rows(batches.of_epoch(1, first_step=2)) == expected(batches, 1, first_step=2)
+    assert rows(batches.of_epoch(1, first_step=batches.order.steps)) == []
 
 
 def test_a_stream_shared_across_its_parts_resumes_in_a_block(files, monkeypatch):
@@ -155,6 +157,10 @@ def test_a_bad_example_is_named():
     with pytest.raises(tf.errors.InvalidArgumentError, match=r"expected a label from 0 to 9.*\[10\].*file 10"):
         list(pipeline(single(classes=10), COUNT, shuffle=False, transform=lambda x, y: (x, y)))
 
+    changed = of_arrays((np.arange(4), np.arange(4)), classes=4).map(lambda x, y: (x, y + 2))
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"expected a label from 0 to 3.*\[4\]"):
+        list(pipeline(changed, 4, shuffle=False))
+
     def fails(x, y):
         with tf.control_dependencies([tf.debugging.Assert(x != 9, ["odd"])]):
             return tf.identity(x), y
@@ -208,6 +214,13 @@ def test_bad_examples_are_left_out_counted_and_reported():
 
     with pytest.raises(tf.errors.OpError, match="more than ignore_errors=3 examples"):
         list(pipeline(single(), 4, transform=fails, ignore_errors=3))
+    with pytest.raises(ValueError, match=r"ignore_errors: expected dense examples whose shape is known.*tf.ensure_shape"):
+        list(pipeline(single(), 4, transform=lambda x, y: (tf.zeros(tf.cast(x, tf.int32)), y), ignore_errors=3))
+
+
+def test_of_arrays_nothing_is_left_out():
+    x, _, weight = next(iter(pipeline((np.arange(3), np.arange(3)), 3, shuffle=False, ignore_errors=1)))
+    assert (x.numpy().tolist(), weight.numpy().tolist()) == ([0, 1, 2], [1, 1, 1])
 
 
 def test_labels_can_be_left_out():
@@ -254,3 +267,23 @@ def test_examples_of_different_shapes_are_refused_before_reading():
     images = Source("images", tf.TensorSpec([None, None, 3], tf.uint8), 3, read=lambda n: tf.zeros([n, n, 3], tf.uint8))
     with pytest.raises(ValueError, match=r"images: its examples have no common shape.*Resize them with transform="):
         pipeline(images, 2)
+
+
+@pytest.mark.parametrize("tail", ["partial", "drop"])
+def test_a_stream_begun_at_its_end_is_empty(tail, files):
+    for batch in (5, 4):  # the former without a short batch
+        batches = pipeline(stream(files), batch, tail=tail)
+        assert list(batches.share(0, 1, 1, epoch=0, first_step=batches.order.steps)) == []
+
+
+def test_the_parts_of_a_pass_load_their_own_steps(files):
+    loaded = []
+
+    def note(x):
+        return tf.ensure_shape(tf.numpy_function(lambda x: loaded.append(int(x)) or x, [x], tf.int64), [])
+
+    batches = pipeline(stream(files), 3, transform=note)
+    zero = tf.data.Dataset.from_tensors((tf.constant(0, tf.int64), tf.constant(0, tf.int64)))
+    every_second = [share.numbers.numpy().tolist() for share in batches.batches._made(Window(), zero, 2)]
+    assert every_second == expected(batches, 0)[::2]
+    assert sorted(loaded) == sorted(number for step in every_second for number in step)

@@ -434,3 +434,9 @@ def test_wrong_declarations(three, features, message):
 def test_the_label_is_one_of_several_features(three, features, label):
     with pytest.raises(ValueError, match=f"label='{label}': expected one of several features, which are a"):
         records(three, features, label=label)
+
+
+def test_a_gzip_file_of_nonsense_is_named(tmp_path):
+    (tmp_path / "a.tfrecord").write_bytes(gzip.compress(b"\xff" * 200))
+    with pytest.raises(ValueError, match=r"a.tfrecord.*byte 0"):
+        records(str(tmp_path / "*.tfrecord"), {"y": "int64"})

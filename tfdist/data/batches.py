@@ -46,7 +46,6 @@ class Batches:
         seed: Of order and transforms.
         tail: "partial", "pad" or "drop".
         buffer: Examples to shuffle a walk among; None: not.
-        cached: Whether to keep a walk's examples in memory.
         transform: For single examples.
         batch_transform: For batches, row by row.
         labels: Whether to keep y.
@@ -98,7 +97,7 @@ class Batches:
         if self.order is None:
             return self._of_walk(window, position).shard(stride, 0)
         if isinstance(self.order, StreamOrder):
-            return self._of_examples(window, position, 1).shard(stride, 0)
+            return self._of_examples(window, position, stride)
         if self.source.gather is not None and self.transform is None:
             return self._of_memory(window, self._steps(position, stride))
         return self._of_examples(window, position, stride)
@@ -109,7 +108,7 @@ class Batches:
             assert stride == 1, "all examples are walked through"
             return walked(self.source, self.buffer, self._key, position.map(plain(lambda epoch, step: (epoch, step * self.global_batch))))
         if isinstance(self.order, StreamOrder):
-            return by_file(self.source, self.order, window, position)
+            return by_file(self.source, self.order, window, position).shard(stride, 0)
         return by_number(self.order, window, self._steps(position, stride))
 
     def seeds(self, epoch: tf.Tensor, numbers: tf.Tensor) -> Any:
@@ -241,7 +240,7 @@ class Batches:
         width = window.width(self.global_batch)
         uneven = order.steps > order.full
         real = begin + tf.range(width, dtype=tf.int64) < rows if uneven else tf.ones([width], tf.bool)
-        if self.errors.allowed:
+        if good is not None and self.errors.allowed:
             real &= good
         weighted = self.tail == "pad" or bool(self.errors.allowed)
         if weighted:

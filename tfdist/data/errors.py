@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,12 @@ from absl import logging
 
 from tfdist.data.rows import plain
 from tfdist.data.sources import Source
+
+# What TensorFlow adds to its messages: the names of its graph's nodes.
+_NOISE = (
+    r"Error in user-defined function passed to .*? transformation with iterator: \S+: |"
+    r"\{\{.*?\}\}|\[\[.*?\]\]|\[Op:.*?\]|\bname: *$"
+)
 
 
 class Errors:
@@ -63,7 +70,7 @@ def guarded(what: str, load: Callable[..., Any], example: Any, seed: Any, source
     one = tf.data.Dataset.from_tensors((example, seed))
     loaded = one.map(plain(lambda *x: (load(*x), True)))
 
-    def place(example: Any) -> tf.Tensor:
+    def where(example: Any) -> tf.Tensor:
         if source.describe is not None:
             return source.describe(example.number)
         return tf.strings.join(["example ", tf.strings.as_string(example.number)])
@@ -71,12 +78,12 @@ def guarded(what: str, load: Callable[..., Any], example: Any, seed: Any, source
     @plain
     def fail(example, _):
         message = f"{source.name}: cannot be {what} (a line further up in the log has the cause):"
-        with tf.control_dependencies([tf.debugging.Assert(False, [message, place(example)])]):
+        with tf.control_dependencies([tf.debugging.Assert(False, [message, where(example)])]):
             return tf.constant(False)
 
     @plain
     def leave_out(example, _):
-        with tf.control_dependencies([tf.numpy_function(errors.add, [example.number, place(example)], tf.int64)]):
+        with tf.control_dependencies([tf.numpy_function(errors.add, [example.number, where(example)], tf.int64)]):
             return tf.nest.map_structure(_empty, loaded.element_spec[0]), tf.constant(False)
 
     otherwise = one.map(leave_out) if errors.allowed else one.filter(fail).flat_map(plain(lambda *_: loaded))
@@ -84,7 +91,27 @@ def guarded(what: str, load: Callable[..., Any], example: Any, seed: Any, source
     return data, good
 
 
+def place(source: Source, number: int) -> str | None:
+    """Where an example lies, such as "file X, byte 123"; None where the source does not know."""
+    if source.describe is None:
+        return None
+    return source.describe(tf.constant(number, tf.int64)).numpy().decode(errors="replace")
+
+
+def cause(error: Exception) -> str:
+    """What TensorFlow has to say, without the names of its graph's nodes.
+
+    Example:
+        >>> cause(ValueError("{{function_node f}} Truncated JPEG\\n\\t [[{{node x}}]] [Op:DecodeJpeg]"))
+        'Truncated JPEG'
+    """
+    text = re.sub(_NOISE, "", getattr(error, "message", None) or str(error))
+    return " ".join(text.split()) or type(error).__name__
+
+
 def _empty(spec: Any) -> tf.Tensor:
-    if not isinstance(spec, tf.TensorSpec):
-        raise ValueError(f"ignore_errors: expected dense examples, received {spec}. Make them dense in transform=.")
-    return tf.zeros([0 if size is None else size for size in spec.shape], spec.dtype)
+    if not isinstance(spec, tf.TensorSpec) or not spec.shape.is_fully_defined():
+        raise ValueError(
+            f"ignore_errors: expected dense examples whose shape is known beforehand, received {spec}. Make them so in transform=, with tf.ensure_shape."
+        )
+    return tf.zeros(spec.shape, spec.dtype)

@@ -191,8 +191,8 @@ def _source(name: str, paths: list[str], labels: Labels | None, channels: int, d
     def raw(number: tf.Tensor) -> tf.Tensor:
         return tf.io.read_file(files[number])
 
-    def one(number: tf.Tensor) -> Any:
-        x = decode_image(raw(number), channels) if decode else raw(number)
+    def assemble(number: tf.Tensor, content: tf.Tensor) -> Any:
+        x = decode_image(content, channels) if decode else content
         return x if numbers is None else (x, numbers[number])
 
     spec = tf.TensorSpec([None, None, channels], tf.uint8) if decode else tf.TensorSpec([], tf.string)
@@ -202,10 +202,11 @@ def _source(name: str, paths: list[str], labels: Labels | None, channels: int, d
         len(paths),
         None if labels is None else labels.classes,
         None if labels is None else labels.names,
-        read=one,
+        read=lambda number: assemble(number, raw(number)),
         describe=lambda number: tf.strings.join(["file ", files[number]]),
         labels=labels_of(labels),
         raw=raw,
+        assemble=assemble,
     )
 
 

@@ -25,6 +25,7 @@ THREADS = 16  # which wait for disks or networks most of the time
 # A record: its length (8 bytes), the length's checksum (4), the content, the content's checksum (4).
 HEADER, FRAME = 12, 16
 _LOCAL_CHUNK, _REMOTE_CHUNK = 1 << 16, 1 << 23
+_FAR = 1 << 62  # bytes, which no file has; what claims to be a length may be any number of 64 bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,18 +89,19 @@ def open_indexes(
     return [index for index, _ in results]
 
 
-def write_index(index: Index, directory: str | None = None) -> None:
-    """Keeps the index of a file as it is now.
+def write_index(index: Index, directory: str | None, stamp: tuple[int, int]) -> None:
+    """Keeps the index of a file.
 
     Args:
         index: Of a local or remote file.
-        directory: Where; default: beside the file.
+        directory: Where; None: beside the file.
+        stamp: The file's size and time when it was read.
 
     Raises:
         OSError: Or an error of `storage.CANNOT_WRITE`, where that place cannot be written.
     """
     content = np.ascontiguousarray(index.offsets, "<i8").tobytes()
-    size, time = _stamp(index.path)
+    size, time = stamp
     header = {
         "version": 1,
         "file": os.path.basename(index.path),
@@ -123,7 +125,7 @@ def _open(path: str, compression: str, index_dir: str | None) -> tuple[Index, bo
     if _stamp(path) != stamp:
         raise ValueError(f"{path} changes while it is read. Wait until it is written, then start again.")
     try:
-        write_index(index, index_dir)
+        write_index(index, index_dir, stamp)
     except storage.CANNOT_WRITE as error:
         if index_dir is not None:
             raise ValueError(
@@ -242,7 +244,7 @@ class _Headers:
             wanted = self.chunk
             if at > len(self.buffer):
                 wanted = HEADER if at - len(self.buffer) > self.chunk else wanted
-                self.file.seek(offset)  # a decompressed file stops at its end
+                self.file.seek(min(offset, _FAR))  # a decompressed file stops at its end
             self.buffer, self.base, at = self.buffer[at:], offset, 0
             while len(self.buffer) < HEADER and (more := self.file.read(wanted)):
                 self.buffer += more

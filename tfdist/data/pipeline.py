@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -12,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.data.batches import Batches
+from tfdist.data.cache import cached
 from tfdist.data.errors import Errors
 from tfdist.data.order import TAILS, Order, StreamOrder
 from tfdist.data.reading import Window
@@ -129,10 +129,10 @@ def pipeline(
     if not labels and tail == "pad":
         raise ValueError('labels=False: expected tail="partial", as padding would make outputs of nothing; received "pad".')
     buffer = _buffer(shuffle)
-    if cache:
-        source = cached(source, cache)
     if source.cardinality is not None:
         _count(source.name, source.cardinality, global_batch, tail == "drop")
+    if cache:
+        source = cached(source, cache)
     _check_shapes(source, transform)
     order = _order(source, global_batch, seed, buffer, tail)
     errors = Errors(source.name, ignore_errors)
@@ -162,34 +162,6 @@ def pipeline(
     result.errors = errors
     result.batches = batches
     return result
-
-
-def cached(source: Source, cache: bool | str) -> Source:
-    """The same examples, kept in memory or in a directory."""
-    if source.gather is not None:
-        return source
-    if not isinstance(cache, bool):
-        from tfdist.data.records import records
-        from tfdist.data.write import write
-
-        write(source, cache)
-        return records(cache)
-    if source.walk is not None:
-        examples = source.walk().cache()
-        return dataclasses.replace(source, walk=lambda: examples)
-    if all(isinstance(s, tf.TensorSpec) and s.shape.is_fully_defined() for s in tf.nest.flatten(source.element_spec)):
-        parts = list(source.dataset().batch(1024))
-        with tf.device("CPU"):
-            tensors = tf.nest.map_structure(lambda *x: tf.concat(x, 0), *parts)
-        return dataclasses.replace(source, read=None, scan=None, gather=lambda numbers: tf.nest.map_structure(lambda x: tf.gather(x, numbers), tensors))
-    if source.raw is None or source.decode is None:
-        raise ValueError(
-            f"cache: the examples of {source.name} have no common shape ({source.element_spec}). Bring them to one with source.map(...) first, "
-            "or name a directory."
-        )
-    raw, decode = source.raw, source.decode
-    stored = tf.concat(list(tf.data.Dataset.range(source.cardinality).map(raw, num_parallel_calls=tf.data.AUTOTUNE).batch(1024)), 0)
-    return dataclasses.replace(source, scan=None, read=lambda number: decode(stored[number]))
 
 
 def _position(epochs: Epochs, epoch: int | None, first_step: int) -> tf.data.Dataset:

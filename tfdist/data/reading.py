@@ -134,13 +134,14 @@ def by_file(source: Source, order: StreamOrder, window: Window, position: tf.dat
         return rows.map(lambda i, row: Example(row[0], row[1], epoch, step + i // own))
 
     @plain
-    def tail(epoch, _):
+    def tail(epoch, step):
         last = tf.constant(order.full, tf.int64)
         rest = _segment(source, _sequence(order, epoch), tf.constant(order.tail_begin, tf.int64), tf.constant(order.examples, tf.int64))
         wanted = order.places(epoch, positions(order, window, last)) - order.tail_begin
         together = rest.batch(order.examples - order.tail_begin)
         rows = together.flat_map(lambda *held: tf.data.Dataset.from_tensor_slices(tuple(tf.gather(x, wanted) for x in held)))
-        return rows.map(lambda stored, number: Example(stored, number, epoch, last))
+        begun = rows.take(tf.where(step <= last, tf.constant(-1, tf.int64), 0))
+        return begun.map(lambda stored, number: Example(stored, number, epoch, last))
 
     # The position is asked for once: to ask is to begin an epoch.
     if order.steps == order.full:

@@ -104,7 +104,8 @@ def distribute(make: Make, position: tf.data.Dataset, addresses: Sequence[str], 
         The elements of `make(epoch, first, 1)`, in their order.
 
     Raises:
-        ValueError: `make` runs Python code or holds much data, neither of which can go to other processes.
+        ValueError: `make` runs Python code or holds much data, neither of which can go to other processes; and where TensorFlow's
+            operations are to be deterministic.
 
     Example:
         >>> counted = lambda epoch, first, stride: tf.data.Dataset.range(first, 5, stride)
@@ -114,6 +115,12 @@ def distribute(make: Make, position: tf.data.Dataset, addresses: Sequence[str], 
         >>> [int(n) for n in five]
         [2, 3, 4]
     """
+    if _deterministic_ops():
+        # TensorFlow makes no data set then that takes what comes first, and breaks those that it rewrites for another process.
+        raise ValueError(
+            f"service: the pipeline of {name} cannot go to data workers after tf.config.experimental.enable_op_determinism(). Its order is the "
+            "same without that; leave one of the two out."
+        )
     spec = check_portable(make, name)
     count = len(addresses)
     state = _watch(tuple(addresses))
@@ -268,10 +275,9 @@ def _guarded(data: tf.data.Dataset, spec: Any, state: tf.Tensor) -> tf.data.Data
         return tf.constant(kind), optional.empty(spec)
 
     steps = data.map(plain(lambda *x: (tf.constant(_STEP), optional.from_value(x if len(x) > 1 else x[0]))))
-    branches = [steps.concatenate(tf.data.Dataset.from_tensors(0).map(plain(lambda _: empty(_END))))]
-    if not _deterministic_ops():
-        branches.append(_ticks(state).map(plain(lambda _: empty(_TICK))))
-    both = functools.reduce(lambda a, b: a.concatenate(b), [tf.data.Dataset.from_tensors(branch) for branch in branches])
+    ended = steps.concatenate(tf.data.Dataset.from_tensors(0).map(plain(lambda _: empty(_END))))
+    ticks = _ticks(state).map(plain(lambda _: empty(_TICK)))
+    both = tf.data.Dataset.from_tensors(ended).concatenate(tf.data.Dataset.from_tensors(ticks))
     # Whatever comes first: the steps among each other keep their order.
     first = both.interleave(lambda branch: branch, cycle_length=2, num_parallel_calls=2, deterministic=False)
     kept = first.take_while(plain(lambda kind, _: kind != _END)).filter(plain(lambda kind, _: kind == _STEP))

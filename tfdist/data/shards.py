@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from tfdist.data import dataset_file, storage
 from tfdist.data.encode import Encoder
+from tfdist.data.errors import cause, place
 from tfdist.data.index import FRAME
 from tfdist.data.sources import Source
 
@@ -332,13 +333,9 @@ def named(source: Source, elements: Iterator[Any], numbers: Iterable[int]) -> It
                 f"{source.name}: expected {source.cardinality} examples; received {number}."
             ) from None
         except tf.errors.OpError as error:
-            place = (
-                f" ({source.describe(tf.constant(number, tf.int64)).numpy().decode()})"
-                if source.describe
-                else ""
-            )
+            where = place(source, number)
             raise ValueError(
-                f"{source.name}: example {number}{place} cannot be read: {error.message}"
+                f"{source.name}: example {number}{f' ({where})' if where else ''} cannot be read: {cause(error)}"
             ) from error
         yield element
 

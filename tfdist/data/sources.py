@@ -32,6 +32,7 @@ class Source:
         describe: A number to where the example lies, a string scalar, such as "file X, byte 123".
         labels: All labels, int `[cardinality]`, where they are known without reading examples.
         raw: A number to the example as it is stored, a string scalar: a JPEG file, a serialized record.
+        assemble: A number and the example as it is stored to the example, where `decode` does not do.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Source:
     describe: Callable[[tf.Tensor], tf.Tensor] | None = dataclasses.field(default=None, repr=False)
     labels: Callable[[], np.ndarray] | None = dataclasses.field(default=None, repr=False)
     raw: Callable[[tf.Tensor], tf.Tensor] | None = dataclasses.field(default=None, repr=False)
+    assemble: Callable[[tf.Tensor, tf.Tensor], Any] | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         ways = [way for way in ("gather", "read", "scan", "walk") if getattr(self, way) is not None]
@@ -92,7 +94,7 @@ class Source:
             >>> [(int(x), int(y)) for x, y in source.dataset()]
             [(0, 0), (2, 1), (4, 2)]
         """
-        changed: dict[str, Any] = {"raw": None}
+        changed: dict[str, Any] = {"raw": None, "assemble": None, "labels": None}
         if self.gather is not None or self.read is not None:
             changed |= {"gather": None, "decode": None, "read": lambda number: call(function, self.single(number))}
         elif self.scan is not None:
@@ -157,7 +159,7 @@ def of_dataset(name: str, dataset: tf.data.Dataset) -> Source:
 def of_generator(function: Callable[[], Any], element_spec: Any, examples: int | None = None, name: str = "generator") -> Source:
     """A Source of what a Python generator yields, the same at each pass.
 
-    Every worker runs the generator and decodes or transforms its own examples only; where `examples` is not given, all.
+    Every worker runs the generator, and transforms all examples, to keep its own rows.
 
     Args:
         function: Makes a new generator of examples.

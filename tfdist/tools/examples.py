@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -12,12 +11,6 @@ import tensorflow as tf
 from tfdist.data.sources import Source
 
 _FILES = 64  # so many files at most are opened to look into
-_NOISE = (
-    r"Error in user-defined function passed to .*? transformation with iterator: \S+: |"
-    r"\{\{.*?\}\}|\[\[.*?\]\]|\[Op:.*?\]|\bname: *$"
-)
-
-
 class Example(NamedTuple):
     """An example that was read, or was not.
 
@@ -119,24 +112,6 @@ def numbered(
         last = max(wanted, default=-1) + 1
         found = _numbered(source.walk().take(last).map(_whole(function)), range(last))
         yield from (example for example in found if example.number in wanted)
-
-
-def place(source: Source, number: int) -> str | None:
-    """Where an example lies, such as "file X, byte 123"; None where the source does not know."""
-    if source.describe is None:
-        return None
-    return source.describe(tf.constant(number, tf.int64)).numpy().decode(errors="replace")
-
-
-def cause(error: Exception) -> str:
-    """What TensorFlow has to say, without the names of its graph's nodes.
-
-    Example:
-        >>> cause(ValueError("{{function_node f}} Truncated JPEG\\n\\t [[{{node x}}]] [Op:DecodeJpeg]"))
-        'Truncated JPEG'
-    """
-    text = re.sub(_NOISE, "", getattr(error, "message", None) or str(error))
-    return " ".join(text.split()) or type(error).__name__
 
 
 def _whole(function: Callable[[Any], Any]) -> Callable[..., Any]:

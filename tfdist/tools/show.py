@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist.data import errors
 from tfdist.data.sources import Source
 from tfdist.tools import examples, sheet, words
 
@@ -246,7 +247,7 @@ def _example(source: Source, example: examples.Example) -> int:
         f"{name:8} {words.kind(leaf)}  {words.value(leaf, source.class_names if name == label else None)}"
         for name, leaf in words.parts(example.data)
     ]
-    place = examples.place(source, example.number)
+    place = errors.place(source, example.number)
     for i, line in enumerate([*lines, *([f"{'at':8} {place}"] if place else [])]):
         print(f"{'' if i else example.number:<8}  {line}")
     return 0
@@ -254,8 +255,8 @@ def _example(source: Source, example: examples.Example) -> int:
 
 def _failure(source: Source, example: examples.Example) -> None:
     assert example.error is not None
-    print(f"{example.number:<8}  cannot be read: {examples.cause(example.error)}")
-    if place := examples.place(source, example.number):
+    print(f"{example.number:<8}  cannot be read: {errors.cause(example.error)}")
+    if place := errors.place(source, example.number):
         print(f"{'':8}  {'at':8} {place}")
 
 

@@ -63,13 +63,13 @@ def stored_bytes(batches: Batches) -> float | None:
     if source.raw is not None and source.cardinality:
         count = min(_SAMPLE, source.cardinality)
         numbers = tf.range(count, dtype=tf.int64) * (source.cardinality // count)
-        stored = _mapped(tf.data.Dataset.from_tensor_slices(numbers), source.raw)
+        stored = _read(batches, tf.data.Dataset.from_tensor_slices(numbers), source.raw)
     elif source.scan is not None:
         stored = batches.examples(Window(), _epochs()).unbatch().take(_SAMPLE).map(lambda example: example.data)
     else:
         return None
     sizes = [int(size) for size in stored.map(tf.strings.length)]
-    return sum(sizes) / len(sizes)
+    return sum(sizes) / len(sizes) if sizes else None
 
 
 def _of_examples(batches: Batches, window: Window) -> Iterator[tuple[str, tf.data.Dataset]]:
@@ -84,7 +84,7 @@ def _of_examples(batches: Batches, window: Window) -> Iterator[tuple[str, tf.dat
         yield "order", singles
         if source.raw is not None:
             raw = source.raw
-            yield "read", _mapped(singles, lambda example: raw(example.number))
+            yield "read", _read(batches, singles, lambda example: raw(example.number))
     if source.walk is None:
         name = "decode" if source.raw is not None or source.scan is not None else "read and decode"
         yield name, _loaded(dataclasses.replace(batches, transform=None), singles)
@@ -93,8 +93,13 @@ def _of_examples(batches: Batches, window: Window) -> Iterator[tuple[str, tf.dat
 
 
 def _loaded(batches: Batches, singles: tf.data.Dataset) -> tf.data.Dataset:
-    loaded = _mapped(singles, lambda example: batches.load(example, batches.seeds(example.epoch, example.number)))
-    return loaded.ignore_errors() if batches.errors.allowed else loaded
+    return _read(batches, singles, lambda example: batches.load(example, batches.seeds(example.epoch, example.number)))
+
+
+def _read(batches: Batches, dataset: tf.data.Dataset, function: Callable[..., Any]) -> tf.data.Dataset:
+    """A map that leaves out what fails, where the pipeline does."""
+    read = _mapped(dataset, function)
+    return read.ignore_errors() if batches.errors.allowed else read
 
 
 def _numbers(batches: Batches, window: Window) -> tf.data.Dataset:

@@ -192,6 +192,7 @@ class _Epoch:
         for step in range(first if order else 0):
             if self.seen.add(self._expected(step)) is not None:  # read by whoever made the steps before
                 self._fail("the order itself has an example twice", step)
+            alive()
         for step in itertools.count(first):
             taken = [queue.take(self.epoch, step) for queue in queues]
             present = [found for found in taken if found is not None]

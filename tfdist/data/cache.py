@@ -1,0 +1,84 @@
+"""A source becomes one whose examples are kept in memory or on disk; they are read once, now, unless they can only be walked through."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import tensorflow as tf
+
+from tfdist.data.errors import place
+from tfdist.data.shards import named
+from tfdist.data.sources import Source, check_labels
+
+_BATCH = 1024  # examples read together
+
+
+def cached(source: Source, cache: bool | str) -> Source:
+    """The same examples, kept in memory or in a directory.
+
+    Args:
+        source: The source.
+        cache: True: in memory, decoded where they have one shape, else as they are stored. A directory: in TFRecord files there.
+
+    Returns:
+        A Source; of a walk in memory, one that keeps what the first pass reads.
+
+    Raises:
+        ValueError: For an example that cannot be read, with its place, a label that is no class, and examples that have neither one
+            shape nor a form in which they are stored.
+
+    Example:
+        >>> cached(Source.of(tf.data.Dataset.range(3)), True).cardinality
+        3
+    """
+    if source.gather is not None:
+        return source
+    if not isinstance(cache, bool):
+        from tfdist.data.records import records
+        from tfdist.data.write import write
+
+        write(source, cache)
+        return records(cache)
+    if source.walk is not None:
+        examples = source.walk().cache()
+        return dataclasses.replace(source, walk=lambda: examples)
+    if all(isinstance(s, tf.TensorSpec) and s.shape.is_fully_defined() for s in tf.nest.flatten(source.element_spec)):
+        return _of_tensors(source, _read(source, source.dataset()))
+    if source.raw is None or (source.assemble is None and source.decode is None):
+        raise ValueError(
+            f"cache: the examples of {source.name} have no common shape ({source.element_spec}). Bring them to one with source.map(...) first, "
+            "or name a directory."
+        )
+    raw, decode, assemble = source.raw, source.decode, source.assemble
+    numbers = tf.data.Dataset.range(source.cardinality)
+    stored = _read(source, numbers.map(raw, num_parallel_calls=tf.data.AUTOTUNE))
+
+    def read(number):
+        if assemble is not None:
+            return assemble(number, stored[number])
+        assert decode is not None
+        return decode(stored[number])
+
+    return dataclasses.replace(source, scan=None, read=read, raw=lambda number: stored[number])
+
+
+def _of_tensors(source: Source, tensors) -> Source:
+    label = tensors[1] if isinstance(tensors, tuple) and len(tensors) > 1 else None
+    if source.classes is not None and isinstance(label, tf.Tensor) and label.dtype.is_integer and label.shape.rank == 1:
+        check_labels(source.name, label.numpy(), source.classes, lambda number: place(source, number) or f"example {number}")
+    return dataclasses.replace(
+        source, read=None, scan=None, raw=None, gather=lambda numbers: tf.nest.map_structure(lambda x: tf.gather(x, numbers), tensors)
+    )
+
+
+def _read(source: Source, dataset: tf.data.Dataset):
+    """All elements of a data set that has one for each example, `[examples, ...]`."""
+    try:
+        parts = list(dataset.batch(_BATCH))
+    except tf.errors.OpError:
+        for _ in named(source, iter(dataset), itertools.count()):  # names the first that cannot be read
+            pass
+        raise
+    with tf.device("CPU"):
+        return tf.nest.map_structure(lambda *x: tf.concat(x, 0), *parts)
