@@ -25,6 +25,27 @@ def run_python():
     return run
 
 
+@pytest.fixture(scope="session")
+def run_python_twice():
+    """Runs Python code in two processes at the same time; returns what each wrote: output and errors."""
+
+    def run(code, *words):
+        both = [
+            subprocess.Popen(
+                [sys.executable, "-c", code, *words],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                cwd=ROOT,
+                env=environment(),
+            )
+            for _ in range(2)
+        ]
+        return [process.communicate(timeout=300) for process in both]
+
+    return run
+
+
 @pytest.fixture(scope="session", autouse=True)
 def logical_devices():
     """Three CPU devices for all tests of this process.

@@ -3,14 +3,11 @@
 import gzip
 import os
 import pathlib
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.processes import ROOT, environment
 from tfdist.data import index
 from tfdist.data.records import find, records
 
@@ -159,26 +156,14 @@ def test_where_no_index_can_be_kept_the_data_can_be_read(tmp_path, caplog):
         records(path, index_dir=f"{path}/x")
 
 
-def test_processes_build_an_index_at_the_same_time(tmp_path):
+def test_processes_build_an_index_at_the_same_time(tmp_path, run_python_twice):
     write(tmp_path / "a.tfrecord", [b"x" * 10] * 30_000)
     write(tmp_path / "b.tfrecord", words(10))
     code = (
         "import sys; from tfdist.data.records import records; s = records(sys.argv[1] + '/*.tfrecord');"
         "print(s.cardinality, s.read(s.cardinality - 1).numpy(), 'tensorflow_datasets' in sys.modules)"
     )
-    both = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(tmp_path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env=environment(),
-        )
-        for _ in range(2)
-    ]
-    for process in both:
-        out, err = process.communicate(timeout=300)
+    for out, err in run_python_twice(code, str(tmp_path)):
         assert out.strip() == f"30010 {words(10)[-1]} False", err  # TFDS takes seconds to import
     assert len(list(tmp_path.iterdir())) == 4
 

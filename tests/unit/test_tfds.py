@@ -4,15 +4,12 @@ import builtins
 import fcntl
 import shutil
 import socket
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import tensorflow as tf
 import tensorflow_datasets
 
-from tests.processes import ROOT, environment
 from tfdist.data import storage, tfds
 from tfdist.data.digits import TfdistDigits
 
@@ -92,24 +89,12 @@ def test_digits_need_no_network(tmp_path, monkeypatch):
     assert tfds.load("tfdist_digits", "test", tmp_path).cardinality == 297
 
 
-def test_two_processes_prepare_at_the_same_time(tmp_path):
+def test_two_processes_prepare_at_the_same_time(tmp_path, run_python_twice):
     code = (
         "import sys; from tfdist import data; s = data.load('tfdist_digits', 'train', sys.argv[1]);"
         "print(s.cardinality, sum(1 for _ in s.dataset()))"
     )
-    both = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(tmp_path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env=environment(),
-        )
-        for _ in range(2)
-    ]
-    for process in both:
-        out, err = process.communicate(timeout=300)
+    for out, err in run_python_twice(code, str(tmp_path)):
         assert out.split() == ["1500", "1500"], err
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from tfdist.data.order import Order, StreamOrder, example_seeds, share
 from tfdist.data.reading import Example, Window, by_file, by_number, positions, walked, window_begin
 from tfdist.data.rows import count_rows, cut, fill, plain
 from tfdist.data.service import distribute
-from tfdist.data.sources import Source, call
+from tfdist.data.sources import Source, call, takes
 
 
 class Share(NamedTuple):
@@ -113,7 +112,7 @@ class Batches:
 
     def seeds(self, epoch: tf.Tensor, numbers: tf.Tensor) -> Any:
         """For `transform`, int32 `[..., 2]`, of examples `[...]`; nothing where it takes none."""
-        if self.transform is None or not _takes(self.transform, "seed"):
+        if self.transform is None or not takes(self.transform, "seed"):
             return ()
         return example_seeds(self.seed, epoch, numbers)
 
@@ -228,7 +227,7 @@ class Batches:
     def _transformed(self, data: Any, seed: Any) -> Any:
         if self.transform is None:
             return data
-        return call(self.transform, data) if isinstance(seed, tuple) else _call(self.transform, data, seed=seed)
+        return call(self.transform, data) if isinstance(seed, tuple) else call(self.transform, data, seed=seed)
 
     def _share(self, window: Window, data: Any, numbers: tf.Tensor, good: Any, epoch, step) -> Share:
         """`width` examples become the window's rows of their batch."""
@@ -257,8 +256,8 @@ class Batches:
     def _by_rows(self, data: Any, epoch, numbers: tf.Tensor) -> Any:
         if self.batch_transform is None:
             return data
-        if _takes(self.batch_transform, "seeds"):
-            return _call(self.batch_transform, data, seeds=example_seeds(self.seed, epoch, numbers))
+        if takes(self.batch_transform, "seeds"):
+            return call(self.batch_transform, data, seeds=example_seeds(self.seed, epoch, numbers))
         return call(self.batch_transform, data)
 
     def _weighted(self, data: Any, real: tf.Tensor, rows: Any) -> Any:
@@ -276,17 +275,6 @@ class Batches:
             own = tf.cast(data[2], tf.float32)
             weight = own * tf.reshape(weight, [-1] + [1] * (own.shape.rank - 1))
         return (data[0], data[1], weight)
-
-
-def _takes(function: Callable[..., Any], name: str) -> bool:
-    try:
-        return name in inspect.signature(function).parameters
-    except (TypeError, ValueError):  # built-in functions have no signature
-        return False
-
-
-def _call(function: Callable[..., Any], data: Any, **options: Any) -> Any:
-    return function(*data, **options) if isinstance(data, tuple) else function(data, **options)
 
 
 def _without_label(data: Any) -> Any:

@@ -150,7 +150,7 @@ def pipeline(
         result = batches.shares(Window(), _position(epochs, epoch, first_step)).map(plain(lambda share: share.data))
         if count is not None:
             result = result.apply(tf.data.experimental.assert_cardinality(count - first_step))
-        result = result.with_options(_options(threads, ram_budget))
+        result = result.with_options(batches.options)
         return result if device is None else result.apply(tf.data.experimental.prefetch_to_device(device))
 
     epochs = Epochs()

@@ -292,10 +292,7 @@ def chosen(
 
     def one(number: tf.Tensor) -> Any:
         held = source.raw(number) if stored and source.raw is not None else None
-        if source.read is not None:
-            return function(source.read(number), held)
-        assert source.gather is not None
-        return function(tf.nest.map_structure(lambda x: x[0], source.gather(number[tf.newaxis])), held)
+        return function(source.single(number), held)
 
     numbers = tf.data.Dataset.from_tensor_slices(bounds).flat_map(
         lambda both: tf.data.Dataset.range(both[0], both[1])

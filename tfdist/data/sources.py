@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -243,6 +244,14 @@ def check_labels(name: str, labels: np.ndarray, classes: int, where: Callable[[i
         )
 
 
-def call(function: Callable[..., Any], example: Any) -> Any:
+def call(function: Callable[..., Any], example: Any, **options: Any) -> Any:
     """Calls a function with an example, as `tf.data.Dataset.map` does: a tuple's parts are its arguments."""
-    return function(*example) if isinstance(example, tuple) else function(example)
+    return function(*example, **options) if isinstance(example, tuple) else function(example, **options)
+
+
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function has a parameter of this name."""
+    try:
+        return name in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # built-in functions have no signature
+        return False

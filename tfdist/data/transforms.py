@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import config
+from tfdist.data.sources import call, takes
 
 # Mean and standard deviation of ImageNet's pixels, from 0 to 255: `images(224, **IMAGENET)`.
 IMAGENET: Mapping[str, Any] = {"mean": (123.675, 116.28, 103.53), "std": (58.395, 57.12, 57.375)}
@@ -293,7 +293,7 @@ def chain(*transforms: Callable[..., Any]) -> Callable[..., Any]:
         >>> both(3, 0)
         (8, 0)
     """
-    kinds = {name for transform in transforms for name in ("seed", "seeds") if _takes(transform, name)}
+    kinds = {name for transform in transforms for name in ("seed", "seeds") if takes(transform, name)}
     if len(kinds) > 1:
         raise ValueError("chain: one transform takes seed, of an example, and another seeds, of a batch. Pass them as transform= and batch_transform=.")
 
@@ -301,8 +301,8 @@ def chain(*transforms: Callable[..., Any]) -> Callable[..., Any]:
         seeds = [] if seed is None else seeds_for(seed, len(transforms))
         result: Any = example if len(example) > 1 else example[0]
         for number, transform in enumerate(transforms):
-            own = {name: seeds[number]} if name and _takes(transform, name) else {}
-            result = transform(*result, **own) if isinstance(result, tuple) else transform(result, **own)
+            own = {name: seeds[number]} if name and takes(transform, name) else {}
+            result = call(transform, result, **own)
         return result
 
     if kinds == {"seed"}:
@@ -362,13 +362,6 @@ def _by_rows(image: tf.Tensor, scale: Any = None, shift: Any = None) -> tf.Tenso
     if scale is not None:
         rows *= tf.tile(tf.cast(scale, tf.float32), [image.shape[1]])
     return tf.reshape(rows + tf.tile(tf.cast(shift, tf.float32), [image.shape[1]]), image.shape)
-
-
-def _takes(function: Callable[..., Any], name: str) -> bool:
-    try:
-        return name in inspect.signature(function).parameters
-    except (TypeError, ValueError):  # built-in functions have no signature
-        return False
 
 
 def _check(name: str, value: Any, right: bool, expected: str) -> None:

@@ -6,6 +6,7 @@ import argparse
 import difflib
 from collections.abc import Sequence
 
+from tfdist.arguments import Parser, whole
 from tfdist.cluster import DATA_WORKERS
 
 _DESCRIPTION = """\
@@ -84,17 +85,6 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return flags, words[end + 1 :]
 
 
-def _number(least: int):
-    def convert(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(
-                f"expected a whole number of at least {least}, received {text!r}"
-            )
-        return int(text)
-
-    return convert
-
-
 def _threads(text: str) -> int | None:
     if text == "auto":
         return None
@@ -113,13 +103,8 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise ValueError(message.removeprefix("argument "))
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="tfdist launch",
         usage="tfdist launch [FLAGS] -- COMMAND ...",
         description=_DESCRIPTION,
@@ -128,15 +113,15 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     local = parser.add_argument_group("a cluster on this machine")
-    local.add_argument("--workers", type=_number(0), metavar="N", help="number of workers (1)")
-    local.add_argument("--ps", type=_number(0), metavar="M", help="number of parameter servers (0)")
+    local.add_argument("--workers", type=whole(0), metavar="N", help="number of workers (1)")
+    local.add_argument("--ps", type=whole(0), metavar="M", help="number of parameter servers (0)")
     local.add_argument("--chief", action="store_true", default=None, help="a chief besides the workers")
     local.add_argument(
         "--evaluator", action="store_true", default=None, help="an evaluator besides the workers"
     )
     local.add_argument(
         "--data-workers",
-        type=_number(0),
+        type=whole(0),
         metavar="N",
         help="processes that read data for the tasks (0); see pipeline(service=True)",
     )

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 from tfdist import config
+from tfdist.arguments import Parser, whole
 
 if TYPE_CHECKING:
     from tfdist.data.catalog import Catalog, Entry
@@ -272,26 +273,10 @@ class _Meter:
 _ACTIONS = {"list": _list, "show": _show, "head": _head, "write": _write}
 
 
-def _number(least: int):
-    def convert(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(
-                f"expected a whole number of at least {least}, received {text!r}"
-            )
-        return int(text)
-
-    return convert
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise ValueError(message.removeprefix("argument "))
-
-
 def _parser() -> argparse.ArgumentParser:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items()]
-    parser = _Parser(
+    parser = Parser(
         prog="tfdist data",
         usage="tfdist data [-h] COMMAND ...",
         description=_DESCRIPTION + "\ncommands:\n" + "\n".join(lines),
@@ -324,7 +309,7 @@ def _parser() -> argparse.ArgumentParser:
     show = add("show")
     show.add_argument(
         "--labels",
-        type=_number(1),
+        type=whole(1),
         default=5000,
         metavar="N",
         help="examples to read at most, for class balance (5000)",
@@ -333,9 +318,9 @@ def _parser() -> argparse.ArgumentParser:
         "--sheet", metavar="FILE", help="where the contact sheet goes (runs/data/NAME_SPLIT.png)"
     )
     head = add("head")
-    head.add_argument("-n", type=_number(1), default=5, metavar="N", help="how many examples (5)")
+    head.add_argument("-n", type=whole(1), default=5, metavar="N", help="how many examples (5)")
     head.add_argument(
-        "--example", type=_number(0), metavar="K", help="example K alone, and why it cannot be read"
+        "--example", type=whole(0), metavar="K", help="example K alone, and why it cannot be read"
     )
     write = add("write")
     write.add_argument("--to", required=True, metavar="DIR", help="directory of the files")
@@ -344,7 +329,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     write.add_argument("--compression", choices=("GZIP", "none"), default="none", help="of the files (none)")
     write.add_argument(
-        "--workers", type=_number(1), metavar="N", help="threads that write a file each (one per core)"
+        "--workers", type=whole(1), metavar="N", help="threads that write a file each (one per core)"
     )
     write.add_argument(
         "--verify", action="store_true", help="read all files again, and compare their checksums"

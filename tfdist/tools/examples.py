@@ -93,10 +93,9 @@ def numbered(
         function: Applied to each example.
     """
     if source.read is not None or source.gather is not None:
-        read = source.read or (lambda n: tf.nest.map_structure(lambda x: x[0], source.gather(n[tf.newaxis])))  # type: ignore[misc]
         found = tf.data.Dataset.from_tensor_slices(np.asarray(numbers, np.int64))
         yield from _numbered(
-            found.map(lambda n: function(read(n)), num_parallel_calls=tf.data.AUTOTUNE), numbers
+            found.map(lambda n: function(source.single(n)), num_parallel_calls=tf.data.AUTOTUNE), numbers
         )
     elif source.scan is not None:
         assert source.lengths is not None

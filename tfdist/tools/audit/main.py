@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tfdist import app
+from tfdist.arguments import Parser
 from tfdist.tools.audit import report
 from tfdist.tools.audit.processes import WorkerError, Workers
 from tfdist.tools.audit.settings import Settings, check_function
@@ -173,13 +174,8 @@ def _number(kind: type, least: float):
     return convert
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise ValueError(message.removeprefix("argument "))
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="tfdist data audit",
         usage="tfdist data audit --config=FILE.py [--config.SECTION.KEY=VALUE ...] [flags]\n"
         "       tfdist data audit --pipeline=FILE.py:FUNCTION [flags]",

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdist.data.batches import Batches
 from tfdist.data.order import StreamOrder
-from tfdist.data.reading import Window, positions
+from tfdist.data.reading import Window
 
 _ENDLESS = 1 << 40  # epochs
 _SAMPLE = 256  # examples whose stored bytes are counted
@@ -46,7 +46,7 @@ def measure(batches: Batches, window: Sequence[int], seconds: float) -> Iterator
     read = batches.global_batch if batches.order is None else width
     in_memory = batches.source.gather is not None and batches.transform is None
     if in_memory:  # there are no single examples
-        yield Stage("order", _rate(_numbers(batches, whose), lambda _: width, seconds))
+        yield Stage("order", _rate(batches.examples(whose, _epochs()).with_options(batches.options), lambda _: width, seconds))
     for name, dataset in () if in_memory else _of_examples(batches, whose):
         # Windows are taken by tf.data itself: no Python and no function call for each example.
         windows = dataset.window(read, drop_remainder=True).map(lambda *_: tf.constant(0))
@@ -100,18 +100,6 @@ def _read(batches: Batches, dataset: tf.data.Dataset, function: Callable[..., An
     """A map that leaves out what fails, where the pipeline does."""
     read = _mapped(dataset, function)
     return read.ignore_errors() if batches.errors.allowed else read
-
-
-def _numbers(batches: Batches, window: Window) -> tf.data.Dataset:
-    """The numbers of the window's examples, batch by batch."""
-    order = batches.order
-    assert order is not None
-
-    def of_epoch(epoch: tf.Tensor, _: tf.Tensor) -> tf.data.Dataset:
-        steps = tf.data.Dataset.range(order.steps)
-        return _mapped(steps, lambda step: order.numbers(epoch, positions(order, window, step)))
-
-    return _epochs().flat_map(of_epoch).with_options(batches.options)
 
 
 def _mapped(dataset: tf.data.Dataset, function: Callable[..., Any]) -> tf.data.Dataset:

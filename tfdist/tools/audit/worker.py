@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist.data.errors import place
 from tfdist.data.order import Order, StreamOrder
 from tfdist.tools import words
 from tfdist.tools.audit import events, stages, steps
@@ -68,7 +69,7 @@ class Worker:
                     self._epoch(file, self.resumed, epoch, settings.first_step)
                 else:
                     self._epoch(file, self.shares, epoch, 0)
-        left_out = {str(number): place for number, place in self.pipeline.errors.found.items()}
+        left_out = {str(number): where for number, where in self.pipeline.errors.found.items()}
         self.say("read", left_out=left_out)
 
     def verify(self) -> None:
@@ -85,7 +86,7 @@ class Worker:
             settings.first_step,
             settings.devices,
         )
-        left_out = [{int(number): place for number, place in of["left_out"].items()} for of in read]
+        left_out = [{int(number): where for number, where in of["left_out"].items()} for of in read]
         recorded = [
             functools.partial(steps.read, settings.file(rank, "steps")) for rank in range(settings.workers)
         ]
@@ -144,9 +145,7 @@ class Worker:
     def _describe(self, number: int) -> str | None:
         """Where an example lies, if anybody knows."""
         source = self.batches.source
-        if source.describe is None or not 0 <= number < (source.cardinality or 0):
-            return None
-        return source.describe(tf.constant(number, tf.int64)).numpy().decode(errors="replace")
+        return place(source, number) if 0 <= number < (source.cardinality or 0) else None
 
 
 def _order(said: dict[str, Any]) -> Order:
