@@ -15,12 +15,13 @@ if TYPE_CHECKING:
     from tfdist import app, config, data, flags, layers, models
     from tfdist.cluster import ClusterSpec
     from tfdist.strategies import make_strategy
-    from tfdist.train.callbacks import BackupAndRestore, TensorBoard
+    from tfdist.train.backup import BackupAndRestore
+    from tfdist.train.callbacks import TensorBoard
     from tfdist.train.pool import ParameterServerLost
 
 # Name -> module that defines it, or that it is.
 _HOMES = {
-    "BackupAndRestore": "tfdist.train.callbacks",
+    "BackupAndRestore": "tfdist.train.backup",
     "ClusterSpec": "tfdist.cluster",
     "ParameterServerLost": "tfdist.train.pool",
     "TensorBoard": "tfdist.train.callbacks",

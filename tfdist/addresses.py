@@ -27,6 +27,12 @@ _SETTINGS = 4
 _EMPTY_SETTINGS = bytes([0, 0, 0, _SETTINGS, 0, 0, 0, 0, 0])
 
 
+class PortTaken(ValueError):
+    """Somebody else has the port; with another one, or later, starting again may help."""
+
+    exit_code = 75  # `contract.TRANSIENT_CODE`
+
+
 class UnresolvedAddress(ValueError):
     """Host names without an address on this machine (yet: a pod's name appears when the pod does).
 
@@ -64,6 +70,15 @@ def split_address(address: str) -> tuple[str, int]:
     """
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    """The inverse of `split_address`.
+
+    >>> join_address("fd00::1", 2222)
+    '[fd00::1]:2222'
+    """
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def resolve_address(address: str, lookup: Lookup = socket.getaddrinfo) -> tuple[socket.AddressFamily, tuple]:
@@ -238,7 +253,8 @@ def _check_own(task: str, address: str, family: socket.AddressFamily, sockaddr: 
             try:
                 probe.bind((host, port))
             except OSError as error:
-                raise ValueError(f"{source}: {bind_problem(task, address, error)}") from error
+                kind = PortTaken if error.errno == errno.EADDRINUSE else ValueError
+                raise kind(f"{source}: {bind_problem(task, address, error)}") from error
 
 
 def _check_apart(addresses: Mapping[str, str], where: Mapping[str, tuple], source: str) -> None:

@@ -12,10 +12,7 @@ import absl.app
 from absl import flags as absl_flags
 
 from tfdist import flags
-
-# Exit codes that tell a launcher whether to try again (sysexits.h).
-EX_TEMPFAIL = 75  # other tasks were absent: it may help
-EX_CONFIG = 78  # it cannot help
+from tfdist.contract import CONFIGURATION_CODE, TRANSIENT_CODE
 
 
 def run(main: Callable[[list[str]], Any], argv: Sequence[str] | None = None) -> None:
@@ -59,8 +56,8 @@ def plainly(function: Callable[..., Any], *args: Any) -> Any:
         if not _raised_by_us(error.__traceback__):
             raise
         print(f"error: {error}", file=sys.stderr)
-        code = EX_TEMPFAIL if isinstance(error, TimeoutError) else EX_CONFIG
-        raise SystemExit(code) from error
+        code = TRANSIENT_CODE if isinstance(error, TimeoutError) else CONFIGURATION_CODE
+        raise SystemExit(getattr(error, "exit_code", code)) from error
 
 
 def _parse(argv: list[str]) -> list[str]:
@@ -68,7 +65,7 @@ def _parse(argv: list[str]) -> list[str]:
         return absl_flags.FLAGS(argv)
     except absl_flags.Error as error:
         print(f"error: {error}\n`{argv[0]} --help` lists the flags.", file=sys.stderr)
-        raise SystemExit(EX_CONFIG) from error
+        raise SystemExit(CONFIGURATION_CODE) from error
 
 
 def _raised_by_us(trace: TracebackType | None) -> bool:

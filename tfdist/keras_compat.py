@@ -26,23 +26,18 @@ from tensorflow.python.eager import context as _context
 # Public methods of the public class keras.Model; the engine has a method of the same name, called with
 # (model, keras_method, *args, **kwargs).
 MODEL_HOOKS = (
-    "fit",
-    "evaluate",
-    "predict",
-    "train_on_batch",
-    "test_on_batch",
-    "predict_on_batch",
-    "make_train_function",
-    "make_test_function",
-    "make_predict_function",
-    "get_metrics_result",
-    "save",
-    "save_weights",
-    "export",
+    *("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch", "save", "save_weights", "export"),
+    *("make_train_function", "make_test_function", "make_predict_function", "get_metrics_result"),
 )
 
 # Functions of Keras' module of losses, and methods of the engine as well.
 LOSS_HOOKS = ("scale_loss_for_distribution", "unscale_loss_for_distribution", "reduce_weighted_values")
+
+# What Keras' callbacks count steps in.
+STEP_COUNTERS: tuple[tuple[type, tuple[str, ...]], ...] = (
+    (keras.callbacks.ModelCheckpoint, ("_batches_seen_since_last_saving", "_last_batch_seen")),
+    (keras.callbacks.TensorBoard, ("_global_train_batch", "_global_test_batch")),
+)
 
 _state = threading.local()
 
@@ -76,12 +71,13 @@ def global_seed() -> int | None:
     return _context.global_seed()
 
 
-def hide_length(dataset: Any) -> Any:
-    """Makes the length of a distributed data set unknown; returns anything else as it is.
+def abort_collectives(message: str) -> None:
+    """Ends every wait for other workers in this process, now and later, with a `tf.errors.DeadlineExceededError`."""
+    _context.context().abort_collective_ops(tf.errors.DEADLINE_EXCEEDED, message)
 
-    TensorFlow tells each worker the length of its own part. Keras counts steps by it, so that a worker with a shorter part
-    leaves an epoch in which the others wait for it.
-    """
+
+def hide_length(dataset: Any) -> Any:
+    """Makes the length of a distributed data set unknown, as Keras would leave an epoch by a worker's own part; returns anything else as it is."""
     if isinstance(dataset, tf.distribute.DistributedDataset):
         dataset._cardinality = tf.data.UNKNOWN_CARDINALITY
     return dataset
@@ -90,6 +86,17 @@ def hide_length(dataset: Any) -> Any:
 def profiles(callback: keras.callbacks.TensorBoard) -> bool:
     """Whether Keras' TensorBoard callback was asked to profile some batches."""
     return callback._should_trace
+
+
+def log_writers(callback: keras.callbacks.TensorBoard) -> dict[str, Any]:
+    """The writers that Keras' TensorBoard callback has made, by name; it makes those that are missing when it needs them."""
+    return callback._writers
+
+
+def leave_summaries(callback: keras.callbacks.TensorBoard) -> None:
+    """Leaves the contexts that Keras' TensorBoard is in while it trains: an error in `fit` would keep later summaries in them."""
+    while callback._prev_summary_state:
+        callback._pop_writer()
 
 
 def _hook_model(name: str) -> None:
@@ -172,6 +179,11 @@ def layer_state(model: keras.Model) -> list[keras.Variable]:
 def strategy_of(optimizer: keras.optimizers.Optimizer) -> tf.distribute.Strategy:
     """The strategy in whose scope an optimizer was made."""
     return optimizer._distribution_strategy
+
+
+def set_first_epoch(model: keras.Model, epoch: int) -> None:
+    """Lets the `fit` that begins start at this epoch, from 0; as Keras' own BackupAndRestore does."""
+    model._initial_epoch = epoch
 
 
 def combined_weight(sample_weight, mask, dtype, reduction: str):

@@ -6,6 +6,7 @@ all. A question and an answer are one JSON line each.
 """
 
 import concurrent.futures
+import errno
 import hashlib
 import importlib.metadata
 import json
@@ -19,13 +20,14 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from tfdist.addresses import UnresolvedAddress, bind_problem, resolve_address, split_address
+from tfdist.addresses import PortTaken, UnresolvedAddress, bind_problem, resolve_address, split_address
 from tfdist.cluster import ClusterSpec, Task
+from tfdist.contract import CONFIGURATION_CODE, TRANSIENT_CODE
 
 logger = logging.getLogger("tfdist")
 
 PROGRESS_S = 10.0  # between two lines that say whom we wait for
-RETRY_S = 0.2  # between two attempts to reach an absent task
+FIRST_S, RETRY_S = 0.02, 0.2  # between two attempts to reach an absent task: the first time, and at most
 EXCHANGE_S = 3.0  # for one question and its answer
 LINGER_S = 1.0  # how long a task that failed goes on answering
 LINE_BYTES = 8192
@@ -35,13 +37,13 @@ NAMED = 16  # names of tasks in one message at most
 class ConfigurationError(ValueError):
     """The tasks do not fit together, and starting them again will not help."""
 
-    exit_code = 78
+    exit_code = CONFIGURATION_CODE
 
 
 class PeersAbsent(TimeoutError):
     """Some tasks did not come in time; starting again may help."""
 
-    exit_code = 75
+    exit_code = TRANSIENT_CODE
 
 
 def check(
@@ -166,6 +168,8 @@ class _Meeting:
             self.spec.check_host()
         except UnresolvedAddress as error:
             return dict(error.reasons)
+        except PortTaken:
+            raise
         except ValueError as error:
             raise ConfigurationError(str(error)) from error
         return {}
@@ -245,6 +249,7 @@ class _Meeting:
 
     def _wait(self, pending: Callable[[], dict[str, str]]) -> None:
         """Repeats `pending`, which returns the tasks we wait for with the reason, until there are none."""
+        pause = FIRST_S
         while True:
             missing = pending()
             if self.fault:
@@ -263,7 +268,8 @@ class _Meeting:
             if time.monotonic() >= self.next_line:
                 self.next_line += PROGRESS_S
                 self.progress(f"preflight: after {self._elapsed():.0f} s {self.me} waits for {whom}")
-            time.sleep(RETRY_S)
+            time.sleep(pause)
+            pause = min(2 * pause, RETRY_S)
 
     def _elapsed(self) -> float:
         return time.monotonic() - self.started
@@ -308,7 +314,8 @@ def _serve(meeting: _Meeting) -> _Server:
     try:
         return _Server(meeting)
     except OSError as error:
-        raise ConfigurationError(bind_problem(str(meeting.me), meeting.me.address, error)) from error
+        kind: type[ValueError] = PortTaken if error.errno == errno.EADDRINUSE else ConfigurationError
+        raise kind(bind_problem(str(meeting.me), meeting.me.address, error)) from error
 
 
 def _fingerprint(spec: ClusterSpec) -> str:
@@ -338,6 +345,8 @@ def _receive(connection: socket.socket, limit: float) -> dict[str, Any]:
             line += piece
             if not piece or len(line) > LINE_BYTES:
                 raise ValueError("closed" if not piece else "too long a line")
+            if not line.startswith(b"{"):  # TensorFlow of a task that may go already; closing would wait for the end of its line
+                raise ValueError("not of tfdist")
         message = json.loads(line)
         if not isinstance(message, dict) or message.get("tfdist") != 1:
             raise ValueError("not of tfdist")

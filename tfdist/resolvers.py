@@ -25,6 +25,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 
 from tfdist.cluster import ClusterSpec, parse_task
+from tfdist.contract import ATTEMPT
 
 logger = logging.getLogger("tfdist")
 
@@ -83,7 +84,7 @@ def attempt(environ: Mapping[str, str] = os.environ) -> str:
     >>> attempt({"TFDIST_ATTEMPT": "2"})
     '2'
     """
-    return environ.get("TFDIST_ATTEMPT", "0")
+    return environ.get(ATTEMPT, "0")
 
 
 def from_slurm(environ: Mapping[str, str]) -> ClusterSpec | None:

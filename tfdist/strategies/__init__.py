@@ -56,8 +56,8 @@ def make_strategy(
         devices: Devices of this process, see `tfdist.strategies.devices.configure`; a number, names, `"cpu"` or `"gpu"`.
         task: This task, such as `worker:1`, where `cluster` does not say.
         communication: `auto`, `ring` or `nccl`: how workers exchange gradients.
-        timeout: Seconds that a worker waits for the others in a step, before it fails; under `parameter_server` those that the
-            chief waits for a step, and for a worker when none is left.
+        timeout: Seconds without a step after which a worker that waits for the others fails; under `parameter_server` those that
+            the chief waits for a step, and for a worker when none is left.
         start_timeout: Seconds that a worker waits for the others to appear.
         cross_device: `auto`, `nccl`, `hierarchical_copy` or `one_device`: how `mirrored` sums over its devices.
         threads: Threads of an operation, and operations at once; None leaves TensorFlow's choice.
@@ -79,6 +79,9 @@ def make_strategy(
     """
     if isinstance(cluster, int):
         raise ValueError(f"cluster: expected a ClusterSpec or the path of a file, received {cluster}; did you mean devices={cluster}?")
+    for seconds, called in ((timeout, "timeout"), (start_timeout, "start_timeout")):
+        if not seconds > 0:
+            raise ValueError(f"{called}: expected seconds above 0, received {seconds!r}; float('inf') waits for ever.")
     options = flags.parsed_options()
     name = _choice("strategy", name or options.get("strategy") or "auto", NAMES)
     communication = _choice("communication", communication or options.get("communication") or "auto", tuple(COMMUNICATION))

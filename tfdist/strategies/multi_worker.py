@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import time
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from tfdist import keras_compat
+from tfdist.addresses import answers
 from tfdist.cluster import ClusterSpec
 from tfdist.strategies.base import Fed, adopt, by_rows
 from tfdist.train.feed import replica_slices
@@ -23,6 +25,8 @@ COMMUNICATION = {
 
 # Small gradients travel in one collective; a large one by itself, which saves copying it, and starts while others are computed.
 PACK_BYTES = 4 * 2**20
+
+LEADER_SECONDS = 5.0
 
 
 class MultiWorkerMirroredStrategy(Fed, tf.distribute.MultiWorkerMirroredStrategy):
@@ -49,21 +53,27 @@ def multi_worker_mirrored(cluster: ClusterSpec | None, communication: str, timeo
     Args:
         cluster: The cluster with this task; None for a cluster of this process alone.
         communication: One of `COMMUNICATION`.
-        timeout: Seconds that a collective waits for the other workers.
+        timeout: Seconds that a step waits for the other workers.
     """
-    options = tf.distribute.experimental.CommunicationOptions(
-        bytes_per_pack=PACK_BYTES, implementation=COMMUNICATION[communication], timeout_seconds=timeout
-    )
+    options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=PACK_BYTES, implementation=COMMUNICATION[communication])
     if cluster is None:
         strategy = MultiWorkerMirroredStrategy(communication_options=options)
         return adopt(strategy, Placement(local_replicas=strategy.num_replicas_in_sync))
     cluster.export()
+    _await_leader(cluster)
     strategy = MultiWorkerMirroredStrategy(tf.distribute.cluster_resolver.TFConfigClusterResolver(), options)
     tasks = tuple(str(t) for t in cluster.training_tasks)
     placement = Placement(len(tasks), cluster.rank, strategy.num_replicas_in_sync // len(tasks), tasks)
-    adopt(strategy, placement)
+    adopt(strategy, placement, timeout=timeout)
     _share_seed(strategy, placement)
     return strategy
+
+
+def _await_leader(cluster: ClusterSpec) -> None:
+    """Waits, a moment at most, for the first worker's TensorFlow: who asks for it too early asks again only a second later."""
+    end = time.monotonic() + LEADER_SECONDS
+    while cluster.rank and time.monotonic() < end and not answers(cluster.training_tasks[0].address, timeout=0.5):
+        time.sleep(0.01)
 
 
 def _share_seed(strategy, placement: Placement) -> None:

@@ -17,8 +17,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_compat import profiles
-
-BackupAndRestore = keras.callbacks.BackupAndRestore
+from tfdist.train.backup import BackupAndRestore
 
 _BATCH_METHODS = {
     "train": ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end"),
@@ -45,14 +44,15 @@ class TensorBoard(keras.callbacks.TensorBoard):
         super().__init__(log_dir=log_dir, **kwargs)
         self.per_worker = per_worker
         self.root_dir = log_dir
+        self.own_writers: list = []  # beside those of Keras
 
     def on_train_begin(self, logs=None):
         super().on_train_begin(logs)
-        self._speed_writer = tf.summary.create_file_writer(os.path.join(self.log_dir, "train"), filename_suffix=".speed")
+        self.own_writers[:] = [tf.summary.create_file_writer(os.path.join(self.log_dir, "train"), filename_suffix=".speed")]
 
     def on_train_end(self, logs=None):
         super().on_train_end(logs)
-        self._speed_writer.close()
+        self.own_writers[0].close()
 
     def on_epoch_begin(self, epoch, logs=None):
         super().on_epoch_begin(epoch, logs)
@@ -64,7 +64,7 @@ class TensorBoard(keras.callbacks.TensorBoard):
         if not done.get("steps"):
             return
         seconds = done["seconds"]
-        with self._speed_writer.as_default():
+        with self.own_writers[0].as_default(), tf.summary.record_if(True):  # whatever step of update_freq the epoch ends at
             tf.summary.scalar("speed/examples_per_second", done["examples"] / seconds, step=epoch)
             tf.summary.scalar("speed/step_milliseconds", 1e3 * seconds / done["steps"], step=epoch)
             tf.summary.scalar("speed/input_wait", done["input_seconds"] / seconds, step=epoch)
@@ -87,7 +87,7 @@ def watches(callbacks: Iterable[keras.callbacks.Callback], mode: str) -> bool:
 def _watches(callback, mode: str) -> bool:
     if is_progress_bar(callback):
         return False
-    saves = keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore
+    saves = keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore, BackupAndRestore
     if isinstance(callback, saves) and not _extends(callback, *saves, mode=mode):
         return mode == "train" and callback.save_freq != "epoch"
     board = keras.callbacks.TensorBoard
@@ -109,6 +109,30 @@ def listed(callbacks) -> list[keras.callbacks.Callback]:
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return callbacks.callbacks
     return keras.tree.flatten(callbacks or [])
+
+
+def backups_last(kwargs: dict) -> list[keras.callbacks.Callback]:
+    """Lets BackupAndRestore come after all other callbacks of the user, so that a snapshot holds what they know after a step.
+
+    Args:
+        kwargs: What a Keras method is called with. Its callbacks get this order; Keras' own, which come last, stay there.
+
+    Returns:
+        The callbacks.
+    """
+    given = kwargs.get("callbacks")
+    ordered = sorted(listed(given), key=_turn)
+    if isinstance(given, keras.callbacks.CallbackList):
+        given.callbacks[:] = ordered
+    elif ordered:
+        kwargs["callbacks"] = ordered
+    return list(ordered)
+
+
+def _turn(callback) -> int:
+    if isinstance(callback, keras.callbacks.History | keras.callbacks.ProgbarLogger):
+        return 2
+    return isinstance(callback, BackupAndRestore)
 
 
 def is_progress_bar(callback) -> bool:
@@ -139,7 +163,7 @@ def follow(callback: keras.callbacks.Callback, rank: int) -> keras.callbacks.Cal
         callback.log_dir = _scratch_directory()
     elif isinstance(callback, keras.callbacks.CSVLogger):
         callback.filename = os.devnull
-    elif isinstance(callback, keras.callbacks.BackupAndRestore):
+    elif isinstance(callback, keras.callbacks.BackupAndRestore) and not isinstance(callback, BackupAndRestore):
         return _OnlyRestore(callback)
     return callback
 

@@ -8,14 +8,17 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
+from tfdist.contract import Phase
 from tfdist.keras_compat import global_seed
 from tfdist.train import gradients
-from tfdist.train.callbacks import listed, watches
+from tfdist.train.backing import backing
+from tfdist.train.callbacks import backups_last, listed, watches
 from tfdist.train.deltas import count_updates, ticket
 from tfdist.train.hooks import Hooks, bind, check_optimizer, fewest
 from tfdist.train.loop import Watch
 from tfdist.train.pool import Pool
 from tfdist.train.prediction import RemotePredictor
+from tfdist.train.pulse import Pulse, length
 from tfdist.train.remote import RemoteRunner
 from tfdist.train.stream import Stream
 
@@ -30,6 +33,8 @@ class Coordinator(Hooks):
         reading: Who reads `tf.data` input: `workers`, `coordinator`, or `auto`: workers where the data set can move.
     """
 
+    pulse: Pulse
+
     def __init__(self, strategy: tf.distribute.Strategy, pool: Pool, host: str, reading: str = "auto"):
         self._strategy = strategy
         self._pool = pool
@@ -39,13 +44,14 @@ class Coordinator(Hooks):
         self._by_workers = False
         self._active: RemoteRunner | None = None
         self._watches: dict[str, Watch] = {}
+        self.pulse = Pulse(is_chief=True)
         strategy.tfdist_engine = self
 
     # --- fit, evaluate, predict -----------------------------------------------------------------------------------
     def fit(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
         call = bind(keras_method, model, args, kwargs)
         self._check(model)
-        callbacks = listed(call["callbacks"])
+        callbacks = backups_last(call["kwargs"])
         steps = fewest(call["steps_per_epoch"], keras.config.max_steps_per_epoch())
         self._watches = {
             "fit": Watch(watches(callbacks, "train"), steps=steps),
@@ -55,7 +61,8 @@ class Coordinator(Hooks):
             call["kwargs"].setdefault("shuffle", False)  # Keras warns that its default True has no effect on a Dataset
         _check_end("fit", call["x"], steps, "steps_per_epoch")
         _check_end("fit", call["validation_data"], call["validation_steps"], "validation_steps")
-        with self._during("fit", call["x"]):
+        self.pulse.begin(call["initial_epoch"], steps or length(call["x"]))
+        with backing(callbacks, True, call["initial_epoch"]), self._during("fit", call["x"]):
             return keras_method(model, **call["kwargs"])
 
     def evaluate(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
@@ -82,6 +89,7 @@ class Coordinator(Hooks):
                 return keras_method(model, *args, **kwargs)
             finally:
                 self._active = None
+                self.pulse.end()
 
     test_on_batch = train_on_batch
     predict_on_batch = train_on_batch
@@ -109,7 +117,10 @@ class Coordinator(Hooks):
         runner = self._active
         if not tf.executing_eagerly() or runner is None or runner.model is not model:
             return keras_method(model)
-        return runner.end_epoch()
+        results = runner.end_epoch()
+        if runner is model.train_function:
+            self.pulse.epoch, self.pulse.step = self.pulse.epoch + 1, 0
+        return results
 
     def save(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
         """A file written in the middle of an epoch holds every step that Keras has counted."""
@@ -128,6 +139,17 @@ class Coordinator(Hooks):
         count_updates(optimizer, True)
         with ticket(optimizer):
             return keras_apply(optimizer, grads, variables)
+
+    def begin_at(self, model: keras.Model, epoch: int, step: int) -> bool:
+        """Only at the begin of an epoch: which steps workers have done of one has no order."""
+        self.pulse.epoch = epoch
+        return False
+
+    def metric_totals(self, model: keras.Model) -> list:
+        """None; but all steps given out are done when this returns."""
+        if self._active is not None:
+            self._active.settle()
+        return []
 
     @property
     def feeding(self) -> bool:  # type: ignore[override]
@@ -151,7 +173,15 @@ class Coordinator(Hooks):
             finally:
                 self._active = active
 
-        return RemoteRunner(self._pool, self._strategy, model, model_step, results)
+        trains = model_step == model.train_step
+
+        def called(steps: int) -> None:
+            if trains:
+                self.pulse.at(self.pulse.epoch, steps)
+            else:
+                self.pulse.beat(Phase.RUNNING)
+
+        return RemoteRunner(self._pool, self._strategy, model, model_step, results, called)
 
     def _begin(self, runner: RemoteRunner, kind: str) -> None:
         runner.begin(self._watches.get(kind, Watch()))
@@ -168,6 +198,8 @@ class Coordinator(Hooks):
                 yield
             finally:
                 self._kind, self._active, self._by_workers = outer
+                if outer[0] is None:
+                    self.pulse.end()
 
     def _check(self, model: keras.Model) -> None:
         check_optimizer(model, self._strategy)

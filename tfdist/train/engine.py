@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Sequence, Sized
 from typing import Any
 
 import keras
@@ -16,11 +16,16 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.train import gradients, step
-from tfdist.train.callbacks import follow, is_progress_bar, listed, watches
+from tfdist.train.backing import backing, told_alike
+from tfdist.train.backup import BackupAndRestore
+from tfdist.train.callbacks import backups_last, follow, is_progress_bar, watches
 from tfdist.train.feed import Feed
 from tfdist.train.hooks import Hooks, bind, check_optimizer, fewest
-from tfdist.train.loop import Predictor, Runner, Watch
+from tfdist.train.loop import Runner, Watch
+from tfdist.train.patience import Patience
 from tfdist.train.placement import Placement
+from tfdist.train.predict import Predictor
+from tfdist.train.pulse import Pulse, batches, length
 from tfdist.train.sync import Sync, share
 
 log = logging.getLogger("tfdist")
@@ -34,9 +39,12 @@ class Engine(Hooks):
         placement: Where this process stands among the replicas.
         host: Name of this process' CPU device.
         central: Whether the replicas share one copy of the variables.
+        timeout: Seconds that a step waits for other workers.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy, placement: Placement, host: str, central: bool = False):
+    pulse: Pulse
+
+    def __init__(self, strategy: tf.distribute.Strategy, placement: Placement, host: str, central: bool = False, timeout: float = 600.0):
         self._strategy = strategy
         self.placement = placement
         self.host = host
@@ -45,6 +53,10 @@ class Engine(Hooks):
         self._active: Runner | None = None
         self._kind: str | None = None  # which Keras method is walking over data: "fit", "evaluate" or "predict"
         self._watches: dict[str, Watch] = {}
+        self._training_feed: Feed | None = None  # of the fit that runs
+        self._steps_per_epoch: int | None = None
+        self.pulse = Pulse(placement.is_chief)
+        self.patience = Patience(timeout, placement)
         strategy.tfdist_engine = self
 
     # --- fit, evaluate, predict -----------------------------------------------------------------------------------
@@ -54,6 +66,11 @@ class Engine(Hooks):
         if isinstance(call["x"], tf.data.Dataset):
             call["kwargs"].setdefault("shuffle", False)  # Keras warns that its default True has no effect on a Dataset
         callbacks = self._as_member(call)
+        with backing(callbacks, self.placement.is_chief, call["initial_epoch"]):
+            return self._fit(model, keras_method, call, callbacks)
+
+    def _fit(self, model: keras.Model, keras_method: Callable, call: dict, callbacks: list):
+        self._steps_per_epoch, self._training_feed = call["steps_per_epoch"], None
         given = {
             "epochs": call["epochs"],
             "initial_epoch": call["initial_epoch"],
@@ -61,12 +78,14 @@ class Engine(Hooks):
             "batch_size": call["batch_size"] or -1,
             "length of the training data": _length(call["x"]),
             "length of the validation data": _length(call["validation_data"]),
+            **told_alike(callbacks),
         }
-        exact, exact_test, progress = self._agree(model, given, callbacks, bool(call["progress"]))
+        exact, exact_test, progress, saves = self._agree(model, given, callbacks, bool(call["progress"]))
         self._watches = {
-            "fit": Watch(exact, progress, fewest(call["steps_per_epoch"], keras.config.max_steps_per_epoch())),
-            "evaluate": Watch(exact_test, False, call["validation_steps"]),
+            "fit": Watch(exact, progress, fewest(call["steps_per_epoch"], keras.config.max_steps_per_epoch()), saves),
+            "evaluate": Watch(exact_test, False, call["validation_steps"], saves),
         }
+        self.pulse.begin(call["initial_epoch"], call["steps_per_epoch"] or length(call["x"]))
         with self._during("fit"):
             return keras_method(model, **call["kwargs"])
 
@@ -83,7 +102,7 @@ class Engine(Hooks):
             "batch_size": call["batch_size"] or -1,
             "length of the data": _length(call["x"]),
         }
-        _, exact, progress = self._agree(model, given, callbacks, bool(call["progress"]))
+        _, exact, progress, _ = self._agree(model, given, callbacks, bool(call["progress"]))
         self._watches = {"evaluate": Watch(exact, progress, call["steps"])}
         with self._during("evaluate"):
             return keras_method(model, **call["kwargs"])
@@ -104,14 +123,17 @@ class Engine(Hooks):
             return keras_method(model, *args, **kwargs)
         finally:
             self._active = None
+            self.pulse.end()
 
     test_on_batch = train_on_batch
 
     # --- What they are made of --------------------------------------------------------------------------------------
     def make_train_function(self, model: keras.Model, _, force: bool = False):
         if force or not isinstance(model.train_function, Runner):
+            self._sync(model).forget()  # of what the model was compiled with before
             model.train_function = self._runner(model, model.train_step)
         self._begin(model.train_function, "fit", verify=True)
+        model.train_function.epoch = self.pulse.epoch
         return model.train_function
 
     def make_test_function(self, model: keras.Model, _, force: bool = False):
@@ -122,7 +144,7 @@ class Engine(Hooks):
 
     def make_predict_function(self, model: keras.Model, _, force: bool = False):
         if force or not isinstance(model.predict_function, Predictor):
-            model.predict_function = Predictor(self._strategy, self.placement, self.host, model)
+            model.predict_function = Predictor(self._strategy, self.placement, self.host, model, self.patience)
         return model.predict_function
 
     def get_metrics_result(self, model: keras.Model, keras_method: Callable):
@@ -154,7 +176,49 @@ class Engine(Hooks):
         return self._kind is not None
 
     def feed(self, dataset: tf.data.Dataset) -> Feed:
-        return Feed(dataset, self.placement, self.host, symbolic_first=self._kind != "predict")
+        feed = Feed(dataset, self.placement, self.host, symbolic_first=self._kind != "predict")
+        if self._kind == "fit" and self._training_feed is None:
+            self._training_feed = feed
+        return feed
+
+    # --- What BackupAndRestore asks -----------------------------------------------------------------------------------
+    def begins_within_epochs(self) -> bool:
+        return self._training_feed is not None  # else: data that TensorFlow or the user distributed, which only they can begin elsewhere
+
+    def begin_at(self, model: keras.Model, epoch: int, step: int) -> bool:
+        if self._training_feed is None:
+            return False
+        if step and not self._training_feed.ordered:
+            log.warning(
+                "Going on after step %d of epoch %d with data that are no pipeline of tfdist.data: they must give the same batches in each pass. Where "
+                "they are shuffled anew, as arrays are unless shuffle=False, examples of this epoch come twice, or not.",
+                step, epoch + 1,
+            )  # fmt: skip
+        self._training_feed.begin_at(epoch, step, self._steps_per_epoch)
+        model.train_function.begin_at(epoch, step)
+        return True
+
+    def pause_at(self, step: int) -> None:
+        if self._active is not None:
+            self._active.pause = step
+
+    def stopping(self) -> bool:
+        return self._active is not None and self._active.stopping and self._active.at_rest
+
+    def chief_says(self, numbers: list[float]) -> list[float]:
+        if self.placement.workers == 1:
+            return numbers
+        return share(self._strategy, self.placement, np.array(numbers, np.float64))[0].tolist()
+
+    def values(self, model: keras.Model, variables: Sequence[keras.Variable]) -> list[np.ndarray]:
+        return self._sync(model).values(variables)
+
+    def metric_totals(self, model: keras.Model) -> list:
+        self._sync(model).settle()
+        return self._sync(model).totals()
+
+    def set_metric_totals(self, model: keras.Model, totals: list) -> None:
+        self._sync(model).set_totals(totals)
 
     # --- Files -----------------------------------------------------------------------------------------------------
     def save(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
@@ -169,7 +233,8 @@ class Engine(Hooks):
 
     # --- Below ------------------------------------------------------------------------------------------------------
     def _runner(self, model, model_step) -> Runner:
-        return Runner(self._strategy, self.placement, self.host, model, model_step, self._sync(model))
+        trains = model_step == model.train_step
+        return Runner(self._strategy, self.placement, self.host, model, model_step, self._sync(model), self.pulse, trains)
 
     def _sync(self, model) -> Sync:
         if model not in self._syncs:
@@ -186,23 +251,17 @@ class Engine(Hooks):
         self._kind = kind
         try:
             yield
-        except tf.errors.DeadlineExceededError as error:
-            place = self.placement
-            others = ", ".join(place.task(rank) for rank in range(place.workers) if rank != place.rank)
-            raise TimeoutError(
-                f"{place.task(place.rank)} waited too long for {others} in {kind}: a worker hangs, is cut off, or has fewer batches than "
-                f"others. Look at its log; give all workers data of the same length. ({error.message})"
-            ) from error
         finally:
+            if outer is None:
+                self.pulse.end()
             self._kind = outer
             self._active = active if outer else None  # after a validation, the fit's runner again
 
     def _as_member(self, call: dict) -> list:
-        """Leaves console and files to the chief; returns the callbacks as given."""
+        """Leaves console and files to the chief; returns all callbacks."""
         kwargs = call["kwargs"]
-        callbacks = call["callbacks"]
-        as_list = isinstance(callbacks, keras.callbacks.CallbackList)
-        callbacks = listed(callbacks)
+        as_list = isinstance(call["callbacks"], keras.callbacks.CallbackList)
+        callbacks = backups_last(kwargs)
         call["progress"] = call["verbose"] != 0 or any(is_progress_bar(c) for c in callbacks)
         if not self.placement.is_chief:
             kwargs["verbose"] = 0
@@ -211,15 +270,17 @@ class Engine(Hooks):
                 kwargs["callbacks"].callbacks[:] = followers
             else:
                 kwargs["callbacks"] = followers
-        return list(callbacks)
+        return callbacks
 
-    def _agree(self, model, given: dict[str, float], callbacks: list, progress: bool) -> tuple[bool, bool, bool]:
+    def _agree(self, model, given: dict[str, float], callbacks: list, progress: bool) -> tuple[bool, ...]:
         """Makes sure that all workers were called alike, and learns what callbacks anywhere watch.
 
         Returns:
-            Whether some worker's callback watches training batches, test batches, or shows progress.
+            Whether some worker's callback watches training batches, watches test batches, shows progress, or saves when asked to end.
         """
-        wishes = watches(callbacks, "train"), watches(callbacks, "test"), progress
+        saves = any(isinstance(c, BackupAndRestore) for c in callbacks)
+        callbacks = [c for c in callbacks if type(c) is not BackupAndRestore]  # for which steps pause where it saves
+        wishes = watches(callbacks, "train"), watches(callbacks, "test"), progress, saves
         if self.placement.workers == 1:
             return wishes
         given = {
@@ -237,8 +298,7 @@ class Engine(Hooks):
                         f"{rows[rank, column]:g} against {rows[0, column]:g}. Run the same script with the same arguments "
                         "in every task."
                     )
-        exact, exact_test, shown = (bool(max(column)) for column in rows.T[: len(wishes)])
-        return exact, exact_test, shown
+        return tuple(bool(max(column)) for column in rows.T[: len(wishes)])
 
     def _check(self, model: keras.Model) -> None:
         check_optimizer(model, self._strategy)
@@ -251,9 +311,7 @@ class Engine(Hooks):
 
 def _length(data: Any) -> int:
     """Batches of a data set or rows of an array, -1 where unknown."""
-    if isinstance(data, tf.data.Dataset):
-        return int(data.cardinality())
-    if isinstance(data, keras.utils.PyDataset):
-        return int(data.num_batches or -1)
+    if (found := batches(data)) is not None:
+        return found
     first = next((x for x in tf.nest.flatten(data) if x is not None), None)
     return len(first) if isinstance(first, Sized) else -1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import glob
 import hashlib
-import json
 import logging
 import os
 import re
@@ -22,6 +21,8 @@ import keras
 import tensorflow as tf
 
 from tfdist.addresses import Presence
+from tfdist.backup import state
+from tfdist.backup.store import SUFFIX, Store
 from tfdist.keras_compat import LOSS_HOOKS, MODEL_HOOKS
 from tfdist.preflight import PeersAbsent
 from tfdist.train.callbacks import listed
@@ -36,7 +37,7 @@ GONE_S = 10.0  # without the chief until the training has ended
 ALONE_S = 3600.0  # without a new checkpoint, the same where the chief trains alone and listens nowhere
 PROGRESS_S = 30.0  # between two lines that say whom we wait for
 
-_UNREADABLE = (OSError, EOFError, KeyError, ValueError, RuntimeError, zipfile.BadZipFile)
+_UNREADABLE = (OSError, tf.errors.OpError, EOFError, KeyError, ValueError, RuntimeError, zipfile.BadZipFile)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +124,8 @@ class Evaluator(Hooks):
                 latest = time.monotonic()
                 try:
                     _load(model, checkpoint)
+                except (FileNotFoundError, tf.errors.NotFoundError):  # BackupAndRestore has removed it, as there are newer ones
+                    continue
                 except _UNREADABLE as error:
                     first = failures.setdefault(checkpoint, (latest, error))[0]
                     if latest - first > GIVE_UP_S:
@@ -266,20 +269,25 @@ def _saved(filepath: str, at_ends: bool) -> Source:
 
 
 def _backup(directory: str) -> Source:
-    """The backup of a BackupAndRestore, which Keras removes when a fit is done."""
-    path, about = (os.path.join(directory, name) for name in ("latest.weights.h5", "training_metadata.json"))
+    """The newest snapshot of a BackupAndRestore, which removes them when a fit is done."""
+    store = Store(directory)
+    known: dict[tuple[int, int, int], list[Checkpoint]] = {}  # a snapshot is read once to learn when it was made
 
     def find() -> list[Checkpoint]:
-        stamp, written = _stamp(path), _stamp(about)
-        if not stamp or not written or written[0] < stamp[0]:
-            return []  # the weights are written first
-        try:
-            with open(about, encoding="utf-8") as file:
-                where = json.load(file)
-        except (OSError, ValueError):
+        path = store.path(store.numbers()[-1]) if store.numbers() else directory
+        stamp = _stamp(path)
+        if not stamp or path == directory:
             return []
-        ended = not where["batch"]
-        return [Checkpoint(path, stamp, where["epoch"] - ended, where["epoch"] if ended else None)]
+        if stamp not in known:
+            known.clear()
+            try:
+                where = store.read(path).facts
+            except (ValueError, OSError, tf.errors.OpError):
+                return []
+            ended = not where["step"]
+            trained = Checkpoint(path, stamp, where["epoch"] - ended, where["epoch"] if ended else None)
+            known[stamp] = [] if where.get("first") else [trained]
+        return known[stamp]
 
     return find
 
@@ -294,6 +302,9 @@ def _stamp(path: str) -> tuple[int, int, int] | None:
 
 def _load(model: keras.Model, checkpoint: Checkpoint) -> None:
     """Loads the weights, but not the optimizer's state; OSError and others where the file is no checkpoint (yet)."""
+    if checkpoint.path.endswith(SUFFIX):
+        found = Store(os.path.dirname(checkpoint.path)).read(checkpoint.path)
+        return state.into_model(found, model, checkpoint.path, weights_only=True)
     with tempfile.TemporaryDirectory(prefix="tfdist-") as directory:
         # A copy, since HDF5 locks the file that it reads: the chief's next save would fail.
         copy = os.path.join(directory, os.path.basename(checkpoint.path))

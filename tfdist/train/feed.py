@@ -48,15 +48,57 @@ class Feed:
         self.element_spec = dataset.element_spec
         self.symbolic_first = symbolic_first
         self.even = _always_even(dataset.element_spec, placement.replicas)
+        self._source = dataset
+        self._first: tf.data.Dataset | None = None
         with tf.device(host):
-            if placement.replicas > 1 and (shares := _shares(dataset, placement)):
-                compared = placement.workers > 1
-                dataset = shares.map(lambda s: Batch(s.data, s.rows, s.fingerprint if compared else None))
-            elif placement.replicas > 1:
+            self.dataset = self._of(dataset, 0)
+
+    def begin_at(self, epoch: int, step: int, steps_per_epoch: int | None = None) -> None:
+        """Lets the next pass begin in the middle of the data.
+
+        Args:
+            epoch: Which epoch it is.
+            step: Batches of it that are left out.
+            steps_per_epoch: Batches of an epoch, where that is not a pass over the data.
+        """
+        skipped = step + epoch * steps_per_epoch if steps_per_epoch else step
+        epochs, length = getattr(self._source, "epochs", None), int(self._source.cardinality())
+        if epochs is not None and length > 0 and (steps_per_epoch or skipped >= length):
+            # An epoch whose steps are all done reads nothing: the next pass is the one after it.
+            passes, skipped = divmod(skipped, length)
+            epoch = passes if steps_per_epoch else epoch + passes
+        elif length > 0 and skipped == length and not steps_per_epoch:
+            skipped = 0
+        if epochs is not None:
+            epochs.next = epoch
+        if skipped:
+            with tf.device(self.host):
+                self._first = self._of(self._source, skipped)
+
+    @property
+    def ordered(self) -> bool:
+        """Whether the order of the examples of an epoch follows from its number."""
+        return hasattr(self._source, "of_epoch")
+
+    def next_pass(self) -> tf.data.Dataset:
+        """What a new pass reads."""
+        first, self._first = self._first, None
+        return first or self.dataset
+
+    def _of(self, dataset: tf.data.Dataset, skipped: int) -> tf.data.Dataset:
+        """This worker's rows of the batches after those skipped."""
+        placement = self.placement
+        if placement.replicas > 1 and (shares := _shares(dataset, placement, skipped)):
+            compared = placement.workers > 1
+            dataset = shares.map(lambda s: Batch(s.data, s.rows, s.fingerprint if compared else None))
+        else:
+            if skipped:
+                dataset = dataset.of_epoch(None, skipped) if hasattr(dataset, "of_epoch") else dataset.skip(skipped)
+            if placement.replicas > 1:
                 dataset = dataset.map(lambda *x: _worker_batch(_element(x), placement))
             else:
                 dataset = dataset.map(lambda *x: Batch(_element(x)))
-            self.dataset = dataset.prefetch(2)
+        return dataset.prefetch(2)
 
     def __iter__(self) -> FeedIterator:
         return FeedIterator(self)
@@ -67,13 +109,14 @@ class FeedIterator:
 
     def __init__(self, feed: Feed):
         self.feed = feed
+        self._pass = feed.next_pass()
         self._iterator = None
 
     @property
     def iterator(self):
         if self._iterator is None:
             with tf.device(self.feed.host):
-                self._iterator = iter(self.feed.dataset)
+                self._iterator = iter(self._pass)
         return self._iterator
 
     def __iter__(self):
@@ -162,10 +205,10 @@ def any_rows(data: Any) -> Any:
     return tf.nest.map_structure(spec, data)
 
 
-def _shares(dataset: tf.data.Dataset, placement: Placement) -> tf.data.Dataset | None:
+def _shares(dataset: tf.data.Dataset, placement: Placement, skipped: int = 0) -> tf.data.Dataset | None:
     """This worker's share of a pipeline of `tfdist.data`, which then reads nobody else's; None for other data sets."""
     share_of = getattr(dataset, "share", None)
-    return share_of and share_of(placement.first_replica, placement.local_replicas, placement.replicas)
+    return share_of and share_of(placement.first_replica, placement.local_replicas, placement.replicas, first_step=skipped)
 
 
 def _element(args: tuple) -> Any:

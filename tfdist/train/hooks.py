@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 
+from tfdist.backup import state
 from tfdist.keras_compat import strategy_of
+from tfdist.train import preemption
+from tfdist.train.patience import Patience
+from tfdist.train.pulse import Pulse
 
 
 def _as_keras(self, model: keras.Model, keras_method: Callable, *args, **kwargs) -> Any:
@@ -20,11 +25,15 @@ class Hooks:
 
     Attributes:
         is_chief: Whether this process writes checkpoints, logs and console.
+        pulse: What its fits tell the launcher; None: nothing.
+        patience: How long it waits for other workers.
         feeding: Whether Keras is in `fit`, `evaluate` or `predict`, and gets its data from the method `feed`.
     """
 
     is_chief = True
     feeding = False
+    pulse: Pulse | None = None
+    patience = Patience()
 
     fit = _as_keras
     evaluate = _as_keras
@@ -48,6 +57,43 @@ class Hooks:
         """`optimizer.apply` in replica context."""
         return keras_apply(optimizer, grads, variables)
 
+    # --- What BackupAndRestore asks -----------------------------------------------------------------------------------
+    def begins_within_epochs(self) -> bool:
+        """Whether `begin_at` can, with the data of the `fit` that runs."""
+        return False
+
+    def begin_at(self, model: keras.Model, epoch: int, step: int) -> bool:
+        """Lets the `fit` that begins take up its data there, and count the steps before as done; False: it cannot."""
+        return False
+
+    def pause_at(self, step: int) -> None:
+        """Lets no call of the train function go beyond this step of the epoch, so that Python sees the state after it."""
+
+    def stopping(self) -> bool:
+        """Whether a worker was asked to end, all have agreed on this moment, and no step has run of which Keras does not know."""
+        return preemption.asked()
+
+    def moment(self, name: str) -> None:
+        """Something begins or is done for which a chaos plan may have a fault; `Pulse.moment` names them."""
+        if self.pulse is not None:
+            self.pulse.moment(name)
+
+    def chief_says(self, numbers: list[float]) -> list[float]:
+        """The chief's numbers, on every worker."""
+        return numbers
+
+    def values(self, model: keras.Model, variables: Sequence[keras.Variable]) -> list[np.ndarray]:
+        """The values of a model's variables, copied to the host."""
+        return state.each_value(variables)
+
+    def metric_totals(self, model: keras.Model) -> list:
+        """The values of `model.metrics_variables` over all replicas, whose other state has met then too."""
+        return []
+
+    def set_metric_totals(self, model: keras.Model, totals: list) -> None:
+        """Sets what `metric_totals` gave."""
+
+    # --- What losses ask ----------------------------------------------------------------------------------------------
     def scale_loss_for_distribution(self, keras_function: Callable, value):
         """A replica's share of a mean loss."""
         return keras_function(value)

@@ -1,4 +1,4 @@
-"""Batches become steps: Keras' `train_function`, `test_function` and `predict_function` under a synchronous strategy.
+"""Batches become steps: Keras' `train_function` and `test_function` under a synchronous strategy.
 
 No collective but the gradients' runs in a step, and no step waits for Python where nobody watches single steps: one call then
 runs as many steps as fit in a fifth of a second, and Keras' next calls find theirs done. Metrics are summed over the replicas
@@ -7,6 +7,7 @@ when somebody looks: at every step for callbacks that watch batches, at agreed s
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
@@ -16,12 +17,16 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.contract import Phase
 from tfdist.data.rows import count_rows
-from tfdist.train.feed import Batch, FeedIterator, any_rows, batch_of, replica_rows
+from tfdist.keras_compat import local_component
+from tfdist.train import preemption
+from tfdist.train.feed import Batch, FeedIterator, any_rows, batch_of
 from tfdist.train.gradients import NotInLoop, in_loop
 from tfdist.train.placement import Placement
-from tfdist.train.step import local_replica, run_replica
-from tfdist.train.sync import Sync
+from tfdist.train.pulse import Pulse
+from tfdist.train.step import run_replica
+from tfdist.train.sync import Sync, compare, share
 
 AHEAD_SECONDS = 0.2  # Work per call: bounds how late Ctrl-C, a heartbeat or the progress bar may be.
 MAX_AHEAD = 256
@@ -35,11 +40,13 @@ class Watch:
         exact: A callback watches every step: run them one by one, with the metrics of all replicas after each.
         progress: A progress bar shows the metrics of all replicas about four times a second.
         steps: Steps in an epoch where the caller said so.
+        saves: Some worker's callback saves when a worker is asked to end, so that after each call all ask each other.
     """
 
     exact: bool = True
     progress: bool = False
     steps: int | None = None
+    saves: bool = False
 
 
 @dataclasses.dataclass
@@ -69,6 +76,8 @@ class Runner:
         model: The model.
         step: `model.train_step` or `model.test_step`.
         sync: The model's collectives between steps.
+        pulse: Told of each call.
+        trains: Whether its steps are those of the training.
     """
 
     def __init__(
@@ -79,7 +88,10 @@ class Runner:
         model: keras.Model,
         step: Callable,
         sync: Sync,
+        pulse: Pulse,
+        trains: bool,
     ):
+        self._pulse, self._trains = pulse, trains
         self._strategy = strategy
         self._placement = placement
         self._host = host
@@ -91,9 +103,12 @@ class Runner:
         self._graphs: dict = {}
         self._pace = 1  # Keras' calls to run at once; equal on all workers, see _look
         self._paced = False
+        self._loop_for: tuple | None = None  # an iterator, whether its batches are even, and the loop traced for them
+        self._bound = strategy.tfdist_engine.patience.bound
         self._fetched: tuple | None = None  # an iterator and the next batch from it
         self._fitting = 0  # calls that would fill AHEAD_SECONDS here; 0 until known
         self.stats = Stats()
+        self.epoch = 0
         self.begin(Watch())
 
     # --- One epoch after another ------------------------------------------------------------------------------------
@@ -101,23 +116,41 @@ class Runner:
         """Starts a `fit` or `evaluate`; with `verify` the workers compare data and weights after its first step."""
         self.watch = watch
         self._verified = not verify
+        self.stopping = False  # whether some worker was asked to end
+        self._base: int | None = None  # the optimizer's updates after the steps that have run
         self._begin_epoch()
 
     def _begin_epoch(self) -> None:
         self.logs: dict[str, Any] = {}
         self._calls_done = 0  # Keras' calls of this epoch whose steps have run
         self._calls_served = 0
-        self._steps_done = 0
+        self.steps_done = 0
         self._checksum = 0.0
-        self._next_look = self._pace
+        self._next_look = self._next_ask = self._pace
         self._last: Any = None  # each replica's logs of the last step that ran by itself
+        self.pause: int | None = None  # step of this epoch that no call goes beyond
+
+    def begin_at(self, epoch: int, step: int) -> None:
+        """Counts this many steps of the epoch that begins as done: Keras' calls for them run nothing."""
+        self.epoch, self.steps_done = epoch, step
+        self._pulse.epoch, self._pulse.step = epoch, step
+        self._calls_done = -(-step // self.model.steps_per_execution)
+        self._next_look = self._next_ask = self._calls_done + self._pace
 
     def end_epoch(self) -> dict[str, np.ndarray]:
         """Metrics of all replicas for the whole epoch; also puts what the last step returned into its logs."""
         self._sync.settle()
         results = self._look()
         self._begin_epoch()
+        self.epoch += 1
+        if self._trains:
+            self._pulse.epoch, self._pulse.step = self.epoch, 0
         return results
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether Keras has been told of all steps that have run."""
+        return self._calls_served == self._calls_done
 
     # --- Keras calls this once every `steps_per_execution` steps -----------------------------------------------------
     def __call__(self, iterator) -> dict[str, Any]:
@@ -129,14 +162,23 @@ class Runner:
     def _run(self, iterator) -> None:
         per_call = self.model.steps_per_execution
         calls = self._plan(per_call)
+        if not self.stats.steps:
+            self._pulse.beat(Phase.TRACING)
+        self._base = self._updates() if self._base is None else self._base
         start = time.perf_counter()
-        steps = self._run_steps(iterator, calls * per_call)
+        try:
+            steps = self._run_steps(iterator, calls * per_call)
+        except (tf.errors.OpError, TimeoutError):
+            if self._trains:  # where it failed
+                self._pulse.step = self.steps_done + self._updates() - self._base
+            raise
+        self._base += steps
         seconds = time.perf_counter() - start
         if not steps:
             raise StopIteration
         self.stats.steps += steps
         self.stats.seconds += seconds
-        self._steps_done += steps
+        self.steps_done += steps
         self._calls_done += -(-steps // per_call)
         if self.stats.steps > steps:  # the first call of all has compiled
             self._fitting = max(1, int(steps * AHEAD_SECONDS / max(seconds, 1e-6) / per_call))
@@ -145,6 +187,22 @@ class Runner:
             if self.watch.exact:
                 self._sync.settle()
             self._look()
+        elif self.watch.saves and self._calls_done >= self._next_ask:
+            self.stopping = self.stopping or self._anyone_asked()
+            self._next_ask = self._calls_done + self._pace
+        if self._trains:
+            self._pulse.at(self.epoch, self.steps_done)
+        else:
+            self._pulse.beat(Phase.RUNNING)
+
+    def _updates(self) -> int:
+        optimizer = getattr(self.model, "optimizer", None)
+        return 0 if optimizer is None else int(optimizer.iterations.numpy())
+
+    def _anyone_asked(self) -> bool:
+        if self._placement.workers == 1:
+            return preemption.asked()
+        return bool(share(self._strategy, self._placement, np.array([preemption.asked()], np.float64)).any())
 
     def _plan(self, per_call: int) -> int:
         """How many of Keras' calls to run at once: the same on every worker, or their loops' collectives would not meet."""
@@ -153,6 +211,9 @@ class Runner:
         calls = self._pace
         if self.watch.steps:
             calls = min(calls, -(-self.watch.steps // per_call) - self._calls_done)
+        for pause in (self.pause, self._pulse.next_pause(self.epoch, self.steps_done) if self._trains else None):
+            if pause is not None and pause > self.steps_done:
+                calls = min(calls, -(-(pause - self.steps_done) // per_call))
         return max(1, calls)
 
     def _look(self) -> dict[str, np.ndarray]:
@@ -163,12 +224,13 @@ class Runner:
         first, self._verified = not self._verified, True
         weights = self._sync.fingerprint() if first and self._placement.workers > 1 else 0.0
         wish = min(MAX_AHEAD, 4 * self._pace, self._fitting) if self._fitting else 0
-        results, notes = self._sync.metrics(np.array([self._steps_done, self._checksum, weights, wish]))
-        _compare(notes, self._placement)
+        results, notes = self._sync.metrics(np.array([self.steps_done, self._checksum, weights, wish, preemption.asked()]))
+        compare(notes, self._placement)
+        self.stopping = self.stopping or (self.watch.saves and bool(notes[:, 4].any()))
         if agreed := int(notes[0, 3]):
             self._paced = agreed < 4 * self._pace or agreed == MAX_AHEAD
             self._pace = agreed
-        self._next_look = self._calls_done + self._pace
+        self._next_look = self._next_ask = self._calls_done + self._pace
         self.logs.update(self._sync.mean(self._last) if self._own_logs else results)
         return results
 
@@ -188,14 +250,15 @@ class Runner:
         for _ in range(steps):
             try:
                 start = time.perf_counter()
-                batch = self._as_batch(self._next(source))
+                with self._bound() if feed is None else contextlib.nullcontext():  # TensorFlow asks all workers whether they have one
+                    batch = self._as_batch(self._next(source))
                 self.stats.input_seconds += time.perf_counter() - start
             except (StopIteration, tf.errors.OutOfRangeError):
                 break
             self._run_batch(batch, even)
             self.stats.examples += int(self._global_rows(batch))
             if batch.checksum is not None:
-                self._checksum += float(batch.checksum) * (1 + (self._steps_done + done) % 127)
+                self._checksum += float(batch.checksum) * (1 + (self.steps_done + done) % 127)
             done += 1
         return done
 
@@ -204,14 +267,21 @@ class Runner:
             start = time.perf_counter()
             self._fetched = source, source.get_next_as_optional()
             self.stats.input_seconds += time.perf_counter() - start
-        done, examples, waited, checksum, following = self._graph("loop", even)(
-            source, self._fetched[1], tf.constant(steps, tf.int64), tf.constant(self._steps_done, tf.int64)
-        )
+        given = source, self._fetched[1], tf.constant(steps, tf.int64), tf.constant(self.steps_done, tf.int64)
+        if self._loop_for is None or self._loop_for[:2] != (source, even):
+            self._loop_for = source, even, self._graph("loop", even).get_concrete_function(*given)
+        with self._bound(self._sign):
+            done, examples, waited, checksum, following = self._loop_for[2](*given)
         self._fetched = source, following
         self.stats.examples += int(examples)
         self.stats.input_seconds += float(waited)
         self._checksum += float(checksum)
         return int(done)
+
+    def _sign(self) -> list:
+        """What changes with each step; read here alone, and in any thread."""
+        with self._strategy.scope():  # or metrics would be summed over the workers
+            return [self._updates(), *(local_component(v, 0).numpy().tobytes() for v in self.model.metrics_variables)]
 
     def _next(self, source):
         """The next batch, which the loop may have fetched already."""
@@ -235,10 +305,11 @@ class Runner:
 
     def _run_batch(self, batch: Batch, even: bool) -> None:
         if self.model.run_eagerly:
-            self._last = self._replicas(batch, even)
+            function: Any = lambda batch: self._replicas(batch, even)  # noqa: E731
         else:
-            graph = self._graph("batch", even)
-            self._last = graph.get_concrete_function(any_rows(batch))(batch)
+            function = self._graph("batch", even).get_concrete_function(any_rows(batch))
+        with self._bound():
+            self._last = function(batch)
         self._own_logs = set(self._last) != self._metric_names
 
     def _graph(self, kind: str, even: bool):
@@ -315,74 +386,3 @@ class Runner:
             [tf.constant(0, tf.int64), tf.constant(0, tf.int64), zero, zero, following],
             parallel_iterations=1,
         )
-
-
-class Predictor:
-    """A `predict_function`: rows come back in input order, on every worker."""
-
-    def __init__(self, strategy: tf.distribute.Strategy, placement: Placement, host: str, model: keras.Model):
-        self._strategy = strategy
-        self._placement = placement
-        self._host = host
-        self.model = model
-        self._graph = tf.function(self._predict, autograph=False, reduce_retracing=True)
-
-    def __call__(self, batches: list) -> Any:
-        batches = [b if isinstance(b, Batch) else batch_of(b, self._placement) for b in batches]
-        return self._predict(batches) if self.model.run_eagerly else self._graph(batches)
-
-    def _predict(self, batches: list[Batch]):
-        outputs = [self._strategy.experimental_local_results(self._strategy.run(self._replica, (b,))) for b in batches]
-        return tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *(o[0] for o in outputs))
-
-    def _replica(self, batch: Batch):
-        context = tf.distribute.get_replica_context()
-        place = self._placement
-        outputs = self.model.predict_step(replica_rows(batch, local_replica(place), place, self._host))
-        if place.replicas == 1:
-            return outputs
-        per = -(-batch.rows // place.replicas)
-
-        def gather(x):
-            if isinstance(x, tf.RaggedTensor | tf.SparseTensor):
-                raise ValueError(
-                    f"predict: expected dense outputs under {place.replicas} replicas, received {type(x).__name__}. Return "
-                    "`output.to_tensor()` (ragged) or `tf.sparse.to_dense(output)` (sparse) from the model."
-                )
-            # Short replicas come last, so padding ends up behind the rows.
-            missing = per - tf.shape(x, out_type=tf.int64)[0]
-            padding = tf.concat([[[0, missing]], tf.zeros([tf.rank(x) - 1, 2], tf.int64)], 0)
-            shape = x.shape
-            rows = context.all_gather(tf.pad(x, padding), axis=0)[: batch.rows]
-            return tf.ensure_shape(rows, [None, *shape[1:]])
-
-        return tf.nest.map_structure(gather, outputs)
-
-
-def _compare(notes: np.ndarray, placement: Placement) -> None:
-    """Raises where workers differ in what makes N of them equal to one.
-
-    Args:
-        notes: A row a worker: steps, checksum of batches, fingerprint of weights, pace.
-        placement: Names of the workers.
-    """
-    remedies = (
-        ("steps in this epoch", "Give every worker data of the same length, or set steps_per_epoch."),
-        (
-            "global batches",
-            "Every worker must build the same data in the same order, of which tfdist takes its rows: pass a seed to "
-            "shuffle() and to generators, do not shard() by worker, or use tfdist.data.pipeline.",
-        ),
-        (
-            "weights after the first step",
-            "Every worker must start from the same state: build the model in strategy.scope(), and restore backups from a "
-            "directory that all workers reach.",
-        ),
-    )
-    for column, (what, remedy) in enumerate(remedies):
-        for rank in range(1, placement.workers):
-            own, chief = notes[rank, column], notes[0, column]
-            if own != chief and not (np.isnan(own) and np.isnan(chief)):
-                raise ValueError(
-                    f"{placement.task(rank)} differs from {placement.task(0)} in {what}: {own:.12g} against {chief:.12g}. {remedy}"
-                )

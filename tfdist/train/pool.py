@@ -21,6 +21,7 @@ import tensorflow as tf
 from tfdist import keras_compat
 from tfdist.addresses import answers
 from tfdist.cluster import Task
+from tfdist.contract import TRANSIENT_CODE
 
 log = logging.getLogger("tfdist")
 
@@ -35,7 +36,7 @@ class ParameterServerLost(ConnectionError):
     Make a new strategy and model, and `fit` again: `BackupAndRestore` goes on from its last backup.
     """
 
-    exit_code = 75  # starting again may help
+    exit_code = TRANSIENT_CODE  # starting again may help
 
 
 class Owner(Protocol):

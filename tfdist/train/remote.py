@@ -52,10 +52,13 @@ class RemoteRunner:
         model: The model.
         step: `model.train_step` or `model.test_step`.
         results: Gives the model's metrics from its variables.
+        called: Called after each call, with the steps of the epoch that are given out.
     """
 
-    def __init__(self, pool: Pool, strategy, model: keras.Model, step: Callable, results: Callable[[], dict]):
-        self._pool, self._strategy = pool, strategy
+    def __init__(
+        self, pool: Pool, strategy, model: keras.Model, step: Callable, results: Callable[[], dict], called: Callable[[int], None]
+    ):
+        self._pool, self._strategy, self._called = pool, strategy, called
         self.model, self._step, self._results = model, step, results
         self._graphs: dict = {}
         self._keys: list[str] = []  # of what the step returns
@@ -99,6 +102,7 @@ class RemoteRunner:
         if not self.logs or self.watch.exact or time.monotonic() - self._looked > REFRESH_SECONDS or not isinstance(iterator, Pass):
             self._pool.wait(lambda: self._last is not None)
             self._look()
+        self._called(self._calls * self.model.steps_per_execution)
         return self.logs
 
     def _one_call(self, batches: Pass) -> None:

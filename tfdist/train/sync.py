@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable, Sequence
 
 import keras
 import numpy as np
@@ -32,7 +33,9 @@ class Sync:
         self._strategy = strategy
         self._placement = placement
         self._model = weakref.proxy(model)  # an Engine keeps a Sync as long as its model lives
-        self._functions: dict = {}
+        self._functions: dict[str, tuple[list[keras.Variable], Callable]] = {}
+        self._means: dict[tuple[str, ...], Callable] = {}
+        self._bound = strategy.tfdist_engine.patience.bound
 
     def metrics(self, note: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """Metric results over all replicas.
@@ -43,9 +46,39 @@ class Sync:
         Returns:
             Results by name, and the notes of all workers, `[workers, n]`.
         """
-        key = ("metrics", tuple(id(v) for v in self._model.metrics_variables))
-        results, notes = self._function(key, self._metrics)(tf.constant(note, tf.float64))
+        told = tf.constant(note, tf.float64)
+        function = self._function("metrics", self._model.metrics_variables, self._metrics, told)
+        with self._bound():
+            results, notes = function(told)
         return {name: value.numpy() for name, value in results.items()}, notes.numpy()
+
+    def values(self, variables: Sequence[keras.Variable]) -> list[np.ndarray]:
+        """The values of variables that all replicas share, copied to the host; one call for all of them takes a third of the time of one for each."""
+        read = self._function("values", variables, lambda: [tf.identity(v.value) for v in variables])
+        return [value.numpy() for value in read()]
+
+    def forget(self) -> None:
+        """Lets go of the variables that `values` last read."""
+        self._functions.pop("values", None)
+
+    def totals(self) -> list[np.ndarray]:
+        """The metrics' variables over all replicas, float64."""
+        function = self._function("totals", self._model.metrics_variables, self._totals)
+        with self._bound():
+            return [value.numpy() for value in function()]
+
+    def set_totals(self, totals: list[np.ndarray]) -> None:
+        """Sets the metrics' variables of all replicas, so that `totals` gives these."""
+        variables = self._model.metrics_variables
+
+        def put():
+            first = tf.equal(tf.distribute.get_replica_context().replica_id_in_sync_group, 0)
+            for variable, total in zip(variables, totals, strict=True):
+                copy = local_component(variable, local_replica(self._placement))
+                value = tf.cast(total, copy.dtype)
+                copy.assign(tf.where(first, value, tf.zeros_like(value)) if variable.aggregation == "sum" else value)
+
+        tf.function(lambda: self._strategy.run(put), autograph=False)()
 
     def fingerprint(self) -> float:
         """A number that differs, in all likelihood, between workers whose weights differ."""
@@ -55,7 +88,7 @@ class Sync:
             sums = [tf.reduce_sum(tf.cast(local_component(v, 0), tf.float64)) * (1 + i % 7) for i, v in enumerate(weights)]
             return tf.add_n(sums)
 
-        return float(self._function(("fingerprint", len(weights)), total)()) if weights else 0.0
+        return float(self._function("fingerprint", weights, total)()) if weights else 0.0
 
     def mean(self, logs) -> dict:
         """The replicas' mean of what a step returned."""
@@ -64,19 +97,41 @@ class Sync:
             values = [tf.reduce_mean(tf.cast(x, tf.float64)) for x in logs.values()]
             return _all_sum(tf.stack(values), self._placement.replicas) / self._placement.replicas
 
-        means = self._function(("mean", tuple(logs)), lambda logs: self._strategy.run(reduce, args=(logs,)))(logs)
+        key = tuple(logs)
+        if key not in self._means:
+            self._means[key] = tf.function(lambda logs: self._strategy.run(reduce, args=(logs,)), autograph=False)
+        with self._bound():
+            means = self._means[key](logs)
         return dict(zip(logs, self._strategy.experimental_local_results(means)[0].numpy(), strict=True))
 
     def settle(self) -> None:
         """Gives every replica the mean of the replicas' moving statistics."""
         variables = moving_state(self._model) if self._placement.replicas > 1 else []
         if variables:
-            self._function(("settle", tuple(id(v) for v in variables)), self._settle)()
+            function = self._function("settle", variables, self._settle)
+            with self._bound():
+                function()
 
-    def _function(self, key, body):
-        if key not in self._functions:
-            self._functions[key] = tf.function(body, autograph=False)
-        return self._functions[key]
+    def _function(self, kind: str, variables: Sequence[keras.Variable], body: Callable, *given: tf.Tensor) -> Callable:
+        """A traced function of some variables, made anew where they are others; called in a third of a `tf.function`'s time."""
+        known, function = self._functions.get(kind, ([], None))
+        if function is None or len(known) != len(variables) or any(a is not b for a, b in zip(known, variables, strict=True)):
+            function = tf.function(body, autograph=False).get_concrete_function(*given)
+            self._functions[kind] = list(variables), function  # kept, so that none can come to another's place in memory
+        return function
+
+    def _totals(self):
+        variables = self._model.metrics_variables
+
+        def gather():
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            local = local_replica(self._placement)
+            parts = [_share_of(v, local_component(v, local), replica, self._placement.replicas) for v in variables]
+            return _all_sum(tf.concat(parts, 0), self._placement.replicas)
+
+        total = self._strategy.experimental_local_results(self._strategy.run(gather))[0]
+        sizes = [int(np.prod(v.shape)) for v in variables]
+        return [tf.reshape(part, v.shape) for part, v in zip(tf.split(total, sizes), variables, strict=True)]
 
     def _metrics(self, note):
         variables = self._model.metrics_variables
@@ -108,10 +163,40 @@ class Sync:
         self._strategy.run(average)
 
 
+def compare(notes: np.ndarray, placement: Placement) -> None:
+    """Raises where workers differ in what makes N of them equal to one.
+
+    Args:
+        notes: A row a worker: steps, checksum of batches, fingerprint of weights, pace, whether it was asked to end.
+        placement: Names of the workers.
+    """
+    remedies = (
+        ("steps in this epoch", "Give every worker data of the same length, or set steps_per_epoch."),
+        (
+            "global batches",
+            "Every worker must build the same data in the same order, of which tfdist takes its rows: pass a seed to "
+            "shuffle() and to generators, do not shard() by worker, or use tfdist.data.pipeline.",
+        ),
+        (
+            "weights after the first step",
+            "Every worker must start from the same state: build the model in strategy.scope(), and restore backups from a "
+            "directory that all workers reach.",
+        ),
+    )
+    for column, (what, remedy) in enumerate(remedies):
+        for rank in range(1, placement.workers):
+            own, chief = notes[rank, column], notes[0, column]
+            if own != chief and not (np.isnan(own) and np.isnan(chief)):
+                raise ValueError(
+                    f"{placement.task(rank)} differs from {placement.task(0)} in {what}: {own:.12g} against {chief:.12g}. {remedy}"
+                )
+
+
 def share(strategy: tf.distribute.Strategy, placement: Placement, row: np.ndarray) -> np.ndarray:
     """Float64 numbers of all workers, `[workers, n]`, from each worker's own, `[n]`."""
 
-    rows = _gathered(strategy, placement, tf.constant(row, tf.float64))
+    with strategy.tfdist_engine.patience.bound():
+        rows = _gathered(strategy, placement, tf.constant(row, tf.float64))
     return strategy.experimental_local_results(rows)[0].numpy().reshape(placement.workers, -1)
 
 

@@ -1,0 +1,153 @@
+"""What a training came to becomes a file in its launch's logs, and two such files a sentence about whether they are the same.
+
+For launches with a chaos plan only. Nothing is ever restored from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfdist.backup import state
+from tfdist.backup.snapshot import Snapshot, pack, unpack
+from tfdist.backup.store import rename_local, write_local
+from tfdist.contract import RESULT, Launched
+
+TOLERANCE = 1e-6  # between floats, absolute or relative: sums of the same numbers in another order
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """How one result is to another.
+
+    Attributes:
+        same: Whether it is the other one, but for floats that differ by less than the tolerance.
+        text: That in words, to be followed by the other's name.
+        detail: What differs most, or first; "" where nothing does.
+    """
+
+    same: bool
+    text: str
+    detail: str = ""
+
+
+def write(launched: Launched, model: keras.Model, history: Mapping[str, Any]) -> None:
+    """Writes the result of a training, whole or not at all, if its launch has a chaos plan.
+
+    Args:
+        launched: What the launcher told this process.
+        model: Trained.
+        history: "epoch": numbers; "values": by name, one of each epoch.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    if launched.chaos is None or launched.log_dir is None:
+        return
+    found = state.of_model(model)
+    path = os.path.join(launched.log_dir, RESULT)
+    part = f"{path}.{launched.attempt}.part"
+    write_local(part, pack(Snapshot(found.arrays, {**found.facts, "history": history})))
+    rename_local(part, path)
+
+
+def read(log_dir: str) -> Snapshot:
+    """The result of a launch.
+
+    Args:
+        log_dir: Of its logs.
+
+    Raises:
+        ValueError: There is none, or it is damaged.
+    """
+    path = os.path.join(log_dir, RESULT)
+    try:
+        with open(path, "rb") as file:
+            return unpack(file.read(), path)
+    except OSError as error:
+        raise ValueError(
+            f"{path}: {error.strerror}. Expected the result of a training with tfdist.BackupAndRestore that came to its end under "
+            "`tfdist launch --chaos PLAN`; --chaos none is the undisturbed one."
+        ) from error
+
+
+def compare(mine: Snapshot, other: Snapshot) -> Comparison:
+    """How a result is to another.
+
+    Args:
+        mine: The one.
+        other: The other.
+
+    Example:
+        >>> a, b = (Snapshot({"model/0": np.array([1.0, x])}, {"optimizer": None, "names": ["kernel"], "history": {}}) for x in (2, 3))
+        >>> compare(a, a).text
+        'equal bit for bit to'
+        >>> compare(a, b)
+        Comparison(same=False, text='DIFFERENT from', detail='kernel [1]: 2.0 here, 3.0 there; 1 of 1 arrays differ')
+    """
+    stranger = next(_other_model(mine, other), None)
+    if stranger:
+        return Comparison(False, "of ANOTHER MODEL than", stranger)
+    pairs = [*_arrays(mine, other), *_columns(mine, other)]
+    unequal = [(name, a, b) for name, a, b in pairs if _bits(a) != _bits(b)]
+    if not unequal:
+        return Comparison(True, "equal bit for bit to")
+    far = [(name, a, b) for name, a, b in unequal if not _near(a, b)]
+    if far:
+        name, a, b = far[0]
+        return Comparison(False, "DIFFERENT from", f"{_first(name, a, b)}; {len(far)} of {len(pairs)} arrays differ")
+    apart, name = max((float(np.max(np.abs(np.nan_to_num(a.astype(np.float64) - b.astype(np.float64))))), name) for name, a, b in unequal)
+    return Comparison(True, f"within {TOLERANCE:g} of", f"the largest difference is {apart:.2g}, in {name}; {len(unequal)} of {len(pairs)} arrays differ")
+
+
+def _other_model(mine: Snapshot, other: Snapshot) -> Iterator[str]:
+    """What one model has and the other has not."""
+    here, there = mine.facts["optimizer"], other.facts["optimizer"]
+    if here != there:
+        yield f"optimizer {here} here, {there} there"
+    ours, others = _described(mine), _described(other)
+    for key in dict.fromkeys((*ours, *others)):
+        (name, here), (called, there) = ours.get(key, ("", "nothing")), others.get(key, ("", "nothing"))
+        if here != there:  # names of layers count up from model to model
+            yield f"{key.replace('/', ' variable ')}, {name or called}: {here} here, {there} there"
+
+
+def _described(found: Snapshot) -> dict[str, tuple[str, str]]:
+    named = zip(found.arrays.items(), found.facts["names"], strict=True)
+    return {key: (name, f"{array.dtype} {list(array.shape)}") for (key, array), name in named}
+
+
+def _arrays(mine: Snapshot, other: Snapshot) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    for (key, array), name in zip(mine.arrays.items(), mine.facts["names"], strict=True):
+        yield name, array, other.arrays[key]
+
+
+def _columns(mine: Snapshot, other: Snapshot) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    here, there = ({"epoch": facts["history"].get("epoch", []), **facts["history"].get("values", {})} for facts in (mine.facts, other.facts))
+    for key in dict.fromkeys((*here, *there)):
+        a, b = (np.asarray(columns.get(key, ())) for columns in (here, there))
+        if key != "epoch" or a.size or b.size:
+            yield f"history {key}", a, b
+
+
+def _bits(array: np.ndarray) -> tuple[tuple[int, ...], bytes]:
+    return array.shape, np.ascontiguousarray(array).tobytes()
+
+
+def _near(a: np.ndarray, b: np.ndarray) -> bool:
+    if a.shape != b.shape or a.dtype.kind in "iub":
+        return False
+    return np.allclose(a.astype(np.float64), b.astype(np.float64), rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
+
+
+def _first(name: str, a: np.ndarray, b: np.ndarray) -> str:
+    if a.shape != b.shape:
+        return f"{name}: {len(a)} long here, {len(b)} there"
+    place = next(place for place in np.ndindex(a.shape) if not _near(a[place][None], b[place][None]))
+    where = f" {list(place)}" if place else ""
+    return f"{name}{where}: {a[place]!s} here, {b[place]!s} there"

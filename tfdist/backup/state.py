@@ -1,0 +1,169 @@
+"""A model's variables and the callbacks' memory become arrays and facts, and back; nothing is written to files here.
+
+Under a strategy a variable is its value on all replicas; what replicas hold each for itself, such as metrics in the middle of an
+epoch, is not asked for here.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.backup.snapshot import Snapshot
+from tfdist.keras_compat import STEP_COUNTERS
+
+# What each callback of Keras remembers from step to step and from epoch to epoch. Others say it themselves: `get_state()` returns what JSON knows, and
+# `set_state(state)` takes it back.
+_REMEMBERED: tuple[tuple[type, tuple[str, ...]], ...] = (
+    (keras.callbacks.EarlyStopping, ("wait", "best", "best_epoch", "stopped_epoch")),
+    (keras.callbacks.ReduceLROnPlateau, ("wait", "best", "cooldown_counter")),
+    (keras.callbacks.ModelCheckpoint, ("best", "epochs_since_last_save")),
+    *STEP_COUNTERS,
+)
+
+_KINDS = "model", "optimizer"
+_BEST = "best"
+_RANDOM = "random"
+
+
+def each_value(variables: Sequence[keras.Variable]) -> list[np.ndarray]:
+    """Their values, copied to the host."""
+    return [tf.convert_to_tensor(v.value).numpy() for v in variables]
+
+
+def of_model(model: keras.Model, values: Callable[[Sequence[keras.Variable]], list[np.ndarray]] = each_value) -> Snapshot:
+    """The state of a model and its optimizer: weights, moving statistics, seeds; slots, iterations, learning rate, loss scale.
+
+    Args:
+        model: Built; its optimizer too, if it has one.
+        values: What reads variables.
+
+    Returns:
+        Copies: what the model does next changes none of them.
+    """
+    found = _variables(model)
+    arrays = dict(zip(found, values(list(found.values())), strict=True))
+    facts = {"optimizer": _kind(model), "names": [v.path for v in found.values()]}
+    return Snapshot(arrays, facts)
+
+
+def into_model(snapshot: Snapshot, model: keras.Model, where: str, *, weights_only: bool = False) -> None:
+    """Gives a model the state that another had.
+
+    Args:
+        snapshot: What `of_model` returned.
+        model: The same model, built and compiled.
+        where: What the snapshot is called in messages.
+        weights_only: Whether to leave the optimizer as it is.
+
+    Raises:
+        ValueError: It is another model or optimizer; nothing was changed then.
+    """
+    found = _variables(model)
+    if not weights_only and snapshot.facts["optimizer"] != _kind(model):
+        raise ValueError(
+            f"{where}: expected the state of a model with the optimizer {_kind(model)}, received one with {snapshot.facts['optimizer']}. "
+            "Compile with the same optimizer, or name another directory."
+        )
+    names = dict(zip((key for key in snapshot.arrays if key.partition("/")[0] in _KINDS), snapshot.facts["names"], strict=True))
+    if weights_only:
+        found = {key: v for key, v in found.items() if key.startswith(_KINDS[0])}
+        names = {key: name for key, name in names.items() if key.startswith(_KINDS[0])}
+    for key in dict.fromkeys((*found, *names)):
+        here = _described(found[key].path, found[key].shape, found[key].dtype) if key in found else "nothing"
+        there = _described(names[key], snapshot.arrays[key].shape, str(snapshot.arrays[key].dtype)) if key in names else "nothing"
+        if here.partition(" ")[2] != there.partition(" ")[2]:
+            raise ValueError(
+                f"{where}: the snapshot is one of another model: expected {here} as {key.replace('/', ' variable ')}, received {there}. Build the "
+                "same model, or name another directory."
+            )
+    for key, variable in found.items():
+        variable.assign(snapshot.arrays[key])
+
+
+def of_callbacks(callbacks: Sequence[keras.callbacks.Callback]) -> list[Any]:
+    """What each callback remembers; None of one that remembers nothing."""
+    return [_of_callback(callback) for callback in callbacks]
+
+
+def into_callbacks(states: Sequence[Any], callbacks: Sequence[keras.callbacks.Callback]) -> None:
+    """Gives callbacks their memory back, as far as they are the same as then: by class and place among those of that class.
+
+    Args:
+        states: What `of_callbacks` returned.
+        callbacks: The callbacks now.
+    """
+    left = [state for state in states if state is not None]
+    for callback in callbacks:
+        kind = type(callback).__name__
+        state = next((s for s in left if s["class"] == kind), None)
+        if state is None:
+            continue
+        left.remove(state)
+        if "state" in state:
+            callback.set_state(state["state"])
+        for name, value in state.get("memory", {}).items():
+            setattr(callback, name, value)
+
+
+def best_of_callbacks(callbacks: Sequence[keras.callbacks.Callback]) -> dict[str, np.ndarray]:
+    """The best weights so far that each EarlyStopping keeps in order to give them back at the end."""
+    kept = enumerate(callback.best_weights or () for callback in callbacks if isinstance(callback, keras.callbacks.EarlyStopping))
+    return {f"{_BEST}/{place}/{number}": np.array(array) for place, arrays in kept for number, array in enumerate(arrays)}
+
+
+def best_into_callbacks(arrays: Mapping[str, np.ndarray], callbacks: Sequence[keras.callbacks.Callback]) -> None:
+    """Gives each EarlyStopping the best weights that it had.
+
+    Args:
+        arrays: Those of a snapshot, `best_of_callbacks` among them.
+        callbacks: The callbacks now.
+    """
+    for place, callback in enumerate(c for c in callbacks if isinstance(c, keras.callbacks.EarlyStopping)):
+        callback.best_weights = [array for key, array in arrays.items() if key.startswith(f"{_BEST}/{place}/")] or None
+
+
+def of_random() -> Snapshot:
+    """The state of Python's and NumPy's generators of this process."""
+    version, numbers, gauss = random.getstate()
+    kind, keys, *rest = np.random.get_state()
+    arrays = {f"{_RANDOM}/python": np.array(numbers, np.uint32), f"{_RANDOM}/numpy": keys}
+    return Snapshot(arrays, {_RANDOM: [version, gauss, kind, *rest]})
+
+
+def into_random(snapshot: Snapshot) -> None:
+    """Sets Python's and NumPy's generators to what `of_random` found."""
+    version, gauss, kind, *rest = snapshot.facts[_RANDOM]
+    random.setstate((version, tuple(snapshot.arrays[f"{_RANDOM}/python"].tolist()), gauss))
+    np.random.set_state((kind, snapshot.arrays[f"{_RANDOM}/numpy"], *rest))
+
+
+def _of_callback(callback: keras.callbacks.Callback) -> dict[str, Any] | None:
+    if hasattr(callback, "get_state") and hasattr(callback, "set_state"):
+        return {"class": type(callback).__name__, "state": callback.get_state()}
+    names = [name for kind, names in _REMEMBERED if isinstance(callback, kind) for name in names if hasattr(callback, name)]
+    return {"class": type(callback).__name__, "memory": {name: _plain(getattr(callback, name)) for name in names}} if names else None
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic | np.ndarray) else value
+
+
+def _variables(model: keras.Model) -> dict[str, keras.Variable]:
+    optimizer = model.optimizer.variables if getattr(model, "optimizer", None) is not None else []
+    both = zip(_KINDS, (model.variables, optimizer), strict=True)
+    return {f"{kind}/{place}": v for kind, variables in both for place, v in enumerate(variables)}
+
+
+def _kind(model: keras.Model) -> str | None:
+    optimizer = getattr(model, "optimizer", None)
+    return None if optimizer is None else type(optimizer).__name__
+
+
+def _described(path: str, shape: Sequence[int], dtype: str) -> str:
+    return f"{path} {dtype} {list(shape)}"

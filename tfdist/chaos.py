@@ -1,0 +1,115 @@
+"""A chaos plan in words becomes faults, and the journal tells which of them have struck; nothing is harmed here.
+
+    kill worker:1@step=37; stop worker:0@step=80 for 20s; kill chief@saving; corrupt newest; fill disk@step=40
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+NONE = "none"  # a plan without faults, of the undisturbed run that others are compared with
+EVENT = "fault"  # of the journal, when one strikes
+
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
+
+_TASK_VERBS = (*SIGNALS, "hang", "raise")
+_MOMENTS = ("start", "saving", "saved", "restoring", "end")
+_GRAMMAR = re.compile(
+    r"(?:(?P<verb>kill|stop|term|hang|raise)\s+(?P<task>chief|[a-z]+:\d+)|(?P<other>corrupt\s+newest|fill\s+disk))"
+    r"(?:\s*@\s*(?:step\s*=\s*(?P<step>\d+)|(?P<moment>[a-z]+)))?(?:\s+for\s+(?P<seconds>\d+(?:\.\d+)?)\s*s)?"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """One fault, which strikes once.
+
+    Attributes:
+        number: Its place in the plan, from 0.
+        text: As it was written.
+        verb: "kill", "stop", "term", "hang", "raise", "corrupt newest" or "fill disk".
+        task: "worker:1", or "chief" for the task that writes, whatever its name; "" for faults of no task.
+        step: After how many steps since the beginning of training; None: at no step.
+        moment: "start" of a fit, "saving" (half of the file is written), "saved" (it is there), "restoring", "end" of a fit; or "".
+        seconds: How long; None: for ever.
+    """
+
+    number: int
+    text: str
+    verb: str
+    task: str
+    step: int | None
+    moment: str
+    seconds: float | None
+
+    def of(self, task: str, is_chief: bool) -> bool:
+        """Whether it is the fault of this task."""
+        return self.task == task or (is_chief and self.task in ("chief", ""))
+
+
+def parse(plan: str) -> tuple[Fault, ...]:
+    """The faults of a plan.
+
+    Args:
+        plan: Faults with semicolons between them, or "none".
+
+    Raises:
+        ValueError: Names the fault, and says what was expected.
+
+    Example:
+        >>> [(fault.verb, fault.task, fault.step, fault.seconds) for fault in parse("kill worker:1@step=37; stop worker:0@step=80 for 20s")]
+        [('kill', 'worker:1', 37, None), ('stop', 'worker:0', 80, 20.0)]
+        >>> parse("kill chief@saving")[0].moment
+        'saving'
+    """
+    if plan.strip() == NONE:
+        return ()
+    words = [text.strip() for text in plan.split(";") if text.strip()]
+    if not words:
+        raise ValueError('expected faults such as "kill worker:1@step=37; kill chief@saving", or "none", received nothing')
+    return tuple(_fault(number, text) for number, text in enumerate(words))
+
+
+def _fault(number: int, text: str) -> Fault:
+    found = _GRAMMAR.fullmatch(text)
+    moment = found["moment"] or "" if found else ""
+    if not found or (moment and moment not in _MOMENTS):
+        raise ValueError(
+            f"expected VERB TASK@WHEN [for Ns] with a verb of {', '.join(_TASK_VERBS)}, a task such as worker:1 or chief, and "
+            f"step=N, {', '.join(_MOMENTS[:-1])} or {_MOMENTS[-1]} after the @; or `corrupt newest` or `fill disk`; received {text!r}"
+        )
+    verb = found["verb"] or " ".join(found["other"].split())
+    if found["verb"] and not (moment or found["step"]):
+        raise ValueError(f"{text!r}: expected a moment, such as {verb} {found['task']}@step=37 or @saving")
+    if found["seconds"] and verb != "stop":
+        raise ValueError(f"{text!r}: expected `for {found['seconds']}s` after `stop` only")
+    if found["other"] and moment:
+        raise ValueError(f"{text!r}: expected @step=N or nothing after `{verb}`")
+    return Fault(
+        number=number,
+        text=text,
+        verb=verb,
+        task=found["task"] or "",
+        step=int(found["step"]) if found["step"] else None,
+        moment=moment,
+        seconds=float(found["seconds"]) if found["seconds"] else None,
+    )
+
+
+def left(faults: Sequence[Fault], journal: Sequence[Mapping[str, Any]]) -> list[Fault]:
+    """The faults that have not struck yet.
+
+    Args:
+        faults: Of a plan.
+        journal: Of the launch, `contract.read_journal`.
+
+    Example:
+        >>> left(parse("kill chief@end; corrupt newest"), [{"event": EVENT, "number": 0}])[0].verb
+        'corrupt newest'
+    """
+    struck = {line["number"] for line in journal if line["event"] == EVENT}
+    return [fault for fault in faults if fault.number not in struck]

@@ -1,0 +1,41 @@
+"""The callbacks of a `fit` that save it learn of the others before it begins, and let go of what they hold when it is over."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import keras
+
+from tfdist.train import logs
+from tfdist.train.backup import BackupAndRestore
+
+
+@contextlib.contextmanager
+def backing(callbacks: Sequence[keras.callbacks.Callback], writes: bool, first_epoch: int = 0) -> Iterator[None]:
+    """Runs a `fit`; see `BackupAndRestore.prepare` and `release`.
+
+    Args:
+        callbacks: All of the fit.
+        writes: Whether this process is the one that writes.
+        first_epoch: Where the fit begins if there is no snapshot.
+    """
+    backups = _backups(callbacks)
+    for callback in backups:
+        callback.prepare(callbacks, writes, first_epoch)
+    try:
+        yield
+    finally:
+        for callback in backups:
+            callback.release()
+        logs.leave(callbacks)
+
+
+def told_alike(callbacks: Sequence[keras.callbacks.Callback]) -> dict[str, float]:
+    """What must be equal on all workers, as they meet where one of them saves: by name, for a message."""
+    every = [callback.every for callback in _backups(callbacks)]
+    return {"number of BackupAndRestore callbacks": float(len(every)), "save_freq of BackupAndRestore": sum(every)}
+
+
+def _backups(callbacks: Sequence[keras.callbacks.Callback]) -> list[BackupAndRestore]:
+    return [callback for callback in callbacks if isinstance(callback, BackupAndRestore)]
