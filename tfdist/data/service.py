@@ -297,10 +297,11 @@ def _deterministic_ops() -> bool:
 def _ticks(state: tf.Tensor) -> tf.data.Dataset:
     """What the thread says of the data workers, again and again: "" where all answer; an error where one is gone.
 
-    No Python code: an iterator that is deleted meanwhile would wait for it, and it for the interpreter's lock.
+    No Python code: an iterator that is deleted meanwhile would wait for it, and it for the interpreter's lock. Nor a function below
+    SleepDataset, which holds its lock meanwhile: the function's end would wait for the deletion, and that for the lock.
     """
     slow = tf.raw_ops.SleepDataset(
-        input_dataset=tf.data.experimental.to_variant(tf.data.Dataset.counter()),
+        input_dataset=tf.data.experimental.to_variant(tf.data.Dataset.range(tf.int64.max)),
         sleep_microseconds=TICK_US,
         output_types=[tf.int64],
         output_shapes=[[]],

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import os
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -212,7 +214,19 @@ def _prepare(builder: tfds.core.DatasetBuilder, timeout: float) -> None:
     with storage.locked(root / ".prepare.lock", timeout, f"preparing {builder.name} in {root}"):
         if not _is_prepared(builder):
             logging.info("Preparing %s in %s", builder.name, builder.data_dir)
-            builder.download_and_prepare(download_config=tfds.download.DownloadConfig(try_download_gcs=False))
+            with _random_state_kept():
+                builder.download_and_prepare(download_config=tfds.download.DownloadConfig(try_download_gcs=False))
+
+
+@contextlib.contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """TFDS draws random numbers while it prepares: a first run's weights would be others than those of all that follow."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 def _label(info: tfds.core.DatasetInfo) -> Any:

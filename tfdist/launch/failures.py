@@ -9,21 +9,20 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import re
 import signal
 from collections.abc import Mapping, Sequence
 
+from tfdist.contract import CONFIGURATION_CODE, PREEMPTED_CODE, TRANSIENT_CODE
 from tfdist.launch.text import is_chatter, printable
-
-CONFIGURATION_CODE = 78  # sysexits.h EX_CONFIG: wrong in itself, never worth a restart
-TRANSIENT_CODE = 75  # EX_TEMPFAIL: the peers were absent; another attempt may find them
 
 _LOST_PEERS = re.compile(
     r"PeersAbsent|UnavailableError|AbortedError|CancelledError|DeadlineExceededError"
     r"|UNAVAILABLE|ABORTED|DEADLINE_EXCEEDED|Collective ops is aborted|Collective has timed out"
     r"|Connection refused|Connection reset|Socket closed|Broken pipe|[Ff]ailed to connect"
     r"|unhealthy|heartbeat|different incarnation|coordination service|Mutex corrupt"
-    r"|data:\d+ at \S+ (?:no longer answers|never answered)"
+    r"|waited too long for \S+:\d|data:\d+ at \S+ (?:no longer answers|never answered)"
 )
 # What Python, curl, requests, TensorFlow's file systems, boto and Keras' downloads say where no network is.
 _NO_NETWORK = re.compile(
@@ -38,6 +37,7 @@ _UNHEALTHY = re.compile(
 _SAYS_ERROR = re.compile(r"\berror\b", re.IGNORECASE)
 _TRACEBACK = "Traceback (most recent call last):"
 _FATAL = "Fatal Python error:"  # faulthandler's
+_STACK = "Current thread 0x"  # of faulthandler too: signals come to the main thread
 
 _HINTS = {
     "SIGKILL": "from outside: `kill -9`, a scheduler's limit, or the out-of-memory killer (see `dmesg`)",
@@ -52,7 +52,8 @@ _HINTS = {
 }
 _EXIT_HINTS = {
     CONFIGURATION_CODE: "a configuration error",
-    TRANSIENT_CODE: "its peers were absent",
+    TRANSIENT_CODE: "its peers were absent, or its port was taken",
+    PREEMPTED_CODE: "asked to end by SIGTERM; it saved its state, and another start goes on from there",
     126: "the shell could not execute the command",
     127: "the shell did not find the command",
 }
@@ -68,12 +69,13 @@ class Kind(enum.Enum):
     ERROR = "error"  # an exception or exit code of its own
     CONFIGURATION = "configuration"
     ENDED_EARLY = "ended early"  # with code 0, while its peers needed it
-    UNRESPONSIVE = "unresponsive"  # it ran, but its peers heard nothing from it
+    UNRESPONSIVE = "unresponsive"  # it ran, but its peers or the launcher heard nothing from it
     TRANSIENT = "transient"
+    PREEMPTED = "preempted"  # it was asked to end, and has saved its state
     LOST_PEERS = "lost peers"  # it only noticed that another was gone
 
 
-_OF_ITS_OWN = (Kind.SIGNAL, Kind.ERROR, Kind.CONFIGURATION)
+_OF_ITS_OWN = (Kind.SIGNAL, Kind.ERROR, Kind.CONFIGURATION, Kind.UNRESPONSIVE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,9 +87,10 @@ class Ending:
         returncode: As `subprocess` gives it: -9 is death by SIGKILL.
         time: When it ended, seconds since the epoch.
         told: When the launcher told it to end; None: it ended by itself.
-        error: Its error file: type, message, traceback, time.
+        error: Its error file, if it was there before the launcher told it to end: type, message, traceback, time.
         log: The end of its log.
         log_path: Where the log is.
+        silence: Why it counts as hung, in words; None: it does not.
     """
 
     task: str
@@ -97,6 +100,7 @@ class Ending:
     error: Mapping | None = None
     log: str = ""
     log_path: str = ""
+    silence: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +159,8 @@ def judge(endings: Sequence[Ending], isolated: bool = False) -> Verdict | None:
     if not failures:
         return None
     own = [failure for failure in failures if failure.kind in _OF_ITS_OWN]
-    cause = own[0] if own else _silent_cause(endings, failures) or failures[0]
+    preempted = [failure for failure in failures if failure.kind is Kind.PREEMPTED]
+    cause = (own or preempted or [_silent_cause(endings, failures) or failures[0]])[0]
     others = tuple(failure for failure in failures if failure is not cause)
     if isolated and _NO_NETWORK.search(f"{cause.message}\n{cause.traceback}"):
         cause = dataclasses.replace(cause, hint=_CUT_OFF)
@@ -180,8 +185,16 @@ def classify(ending: Ending) -> Failure | None:
         True
     """
     error = ending.error
-    if error is not None and ending.told is not None and error["time"] > ending.told:
-        error = None
+    if ending.silence is not None:
+        return Failure(
+            task=ending.task,
+            kind=Kind.UNRESPONSIVE,
+            code=TRANSIENT_CODE,
+            time=ending.told or ending.time,
+            how=ending.silence,
+            traceback=last_stacks(ending.log),
+            log_path=ending.log_path,
+        )
     if error is None and (ending.told is not None or ending.returncode == 0):
         return None
     # A task whose error file is there may have hung on its way out, and then ended by the launcher's signal.
@@ -199,6 +212,8 @@ def classify(ending: Ending) -> Failure | None:
         kind = Kind.SIGNAL
     elif code == CONFIGURATION_CODE:
         kind = Kind.CONFIGURATION
+    elif code == PREEMPTED_CODE:
+        kind = Kind.PREEMPTED
     elif code == TRANSIENT_CODE:
         kind = Kind.TRANSIENT
     elif lost:
@@ -249,6 +264,20 @@ def last_traceback(log: str) -> str:
     # The error itself is the first line that is not indented; where its message has more lines, nothing marks the end.
     ends = (i for i, line in enumerate(lines[1:], 2) if line.strip() and not line.startswith(" "))
     return "\n".join(lines[: next(ends, len(lines))]).rstrip()
+
+
+def last_stacks(log: str) -> str:
+    """The main thread's stack in the last dump that SIGUSR1 asked for; "" where there is none.
+
+    Example:
+        >>> last_stacks("step 1\\nCurrent thread 0x1 (most recent call first):\\n  File a.py, line 3 in wait\\nstep 2")
+        'Current thread 0x1 (most recent call first):\\n  File a.py, line 3 in wait'
+    """
+    start = log.rfind(_STACK)
+    if start < 0:
+        return ""
+    first, *rest = log[start:].splitlines()
+    return "\n".join([first, *itertools.takewhile(lambda line: line.startswith("  "), rest)])
 
 
 def _silent_cause(endings: Sequence[Ending], victims: Sequence[Failure]) -> Failure | None:

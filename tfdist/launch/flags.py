@@ -6,6 +6,7 @@ import argparse
 import difflib
 from collections.abc import Sequence
 
+from tfdist.addresses import address_problem
 from tfdist.arguments import Parser, whole
 from tfdist.cluster import DATA_WORKERS
 
@@ -15,13 +16,15 @@ Runs COMMAND once per task of a cluster, each with its own TF_CONFIG.
   tfdist launch --workers 4 -- train.py --learning_rate 0.1
   tfdist launch --workers 2 -- tfdist train --config=configs/digits.py
   tfdist launch --cluster cluster.yaml --task worker:1 -- train.py      (this task, on this host)
+  tfdist launch --rendezvous a:2222 --max-workers 4 --min-workers 2 --restarts 9 -- train.py    (on each host)
 
 Without --cluster all tasks run on this machine, on free ports, cut off from the network. COMMAND is a Python
 file, -m MODULE, `tfdist train`, or any program. Ctrl-C ends all tasks, a second one at once.
 """
 _EPILOG = """\
 exit code: 0 when all tasks did their work; else that of the task which failed first (128 + signal when one
-killed it), 130 after Ctrl-C, 2 for a mistake on this command line.
+killed it), 42 when the tasks were asked to end and saved their state: the same command goes on from there,
+130 after Ctrl-C, 2 for a mistake on this command line.
 """
 
 
@@ -50,7 +53,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
             raise ValueError(
                 f"expected `--` before the COMMAND, received {word!r}; write: tfdist launch ... -- {word}"
             )
-        known = ["--" + name.replace("_", "-") for name in vars(flags)]
+        known = [_flag(name) for name in vars(flags)]
         nearest = difflib.get_close_matches(word.partition("=")[0].replace("_", "-"), known, n=1)
         remedy = (
             f"; did you mean {nearest[0]}?"
@@ -78,11 +81,45 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         raise ValueError(
             f"{given[0]}: expected without --cluster, received both; {flags.cluster} says which tasks exist"
         )
+    _check_hosts(flags)
     if flags.workers == 0 and not flags.chief:
         raise ValueError(
             "--workers: expected at least 1 where there is no --chief, received 0; nobody would train"
         )
     return flags, words[end + 1 :]
+
+
+def _flag(name: str) -> str:
+    """A flag as one types it, from its name in the parsed flags."""
+    return "--" + name.replace("_", "-")
+
+
+def _check_hosts(flags: argparse.Namespace) -> None:
+    """Makes sure that the flags of several hosts come together, and sets their defaults."""
+    alone = ("token_file", "host", "max_workers", "min_workers", "restart_window", "host_timeout", "join_timeout")
+    if flags.rendezvous is None:
+        for name in alone:
+            if getattr(flags, name) is not None:
+                raise ValueError(f"{_flag(name)}: expected together with --rendezvous HOST:PORT, received alone")
+        return
+    if problem := address_problem(flags.rendezvous):
+        raise ValueError(f"--rendezvous: {flags.rendezvous!r} {problem}")
+    for name in ("cluster", "ps", "chief", "evaluator", "data_workers"):
+        if getattr(flags, name) is not None:
+            raise ValueError(f"{_flag(name)}: expected without --rendezvous, where all tasks are workers, received both")
+    if flags.max_workers is None:
+        raise ValueError("--max-workers: expected how many workers all hosts together run, received nothing beside --rendezvous")
+    if flags.workers == 0:
+        raise ValueError("--workers: expected at least 1 beside --rendezvous, received 0")
+    flags.min_workers = flags.max_workers if flags.min_workers is None else flags.min_workers
+    if flags.min_workers > flags.max_workers:
+        raise ValueError(f"--min-workers: expected at most --max-workers {flags.max_workers}, received {flags.min_workers}")
+    for name, default in (("restart_window", 30.0), ("host_timeout", 5.0), ("join_timeout", 300.0)):
+        if getattr(flags, name) is None:
+            setattr(flags, name, default)
+    for name in ("host_timeout", "join_timeout"):
+        if not getattr(flags, name):
+            raise ValueError(f"{_flag(name)}: expected more than 0 seconds, received 0")
 
 
 def _threads(text: str) -> int | None:
@@ -135,6 +172,21 @@ def _parser() -> argparse.ArgumentParser:
     written.add_argument(
         "--task", metavar="worker:1", help="the task to run here (all with an address of this host)"
     )
+    hosts = parser.add_argument_group("several hosts that agree by themselves: the same command on each")
+    hosts.add_argument("--rendezvous", metavar="HOST:PORT", help="where the launchers meet: a free port of the first host")
+    hosts.add_argument("--token-file", metavar="FILE", help="the secret that all hosts share (the variable TFDIST_TOKEN)")
+    hosts.add_argument("--host", metavar="ADDRESS", help="of this host for the others (where it reaches the rendezvous from)")
+    hosts.add_argument("--max-workers", type=whole(1), metavar="B", help="workers on all hosts together; --workers is those of this host")
+    hosts.add_argument("--min-workers", type=whole(1), metavar="A", help="go on with as few, where hosts are lost (B)")
+    hosts.add_argument(
+        "--restart-window", type=_seconds, metavar="S", help="seconds that the others wait for a lost host, or for one more (30)"
+    )
+    hosts.add_argument(
+        "--host-timeout", type=_seconds, metavar="S", help="seconds without a sign of life after which a host counts as lost (5)"
+    )
+    hosts.add_argument(
+        "--join-timeout", type=_seconds, metavar="S", help="seconds for A workers to come together (300)"
+    )
     tasks = parser.add_argument_group("tasks")
     tasks.add_argument(
         "--threads", type=_threads, metavar="N", help="threads per task (auto: cores / tasks here)"
@@ -152,6 +204,33 @@ def _parser() -> argparse.ArgumentParser:
         default=300.0,
         metavar="S",
         help="seconds for the evaluator to finish (300)",
+    )
+    faults = parser.add_argument_group("failures")
+    faults.add_argument(
+        "--restarts",
+        type=whole(0),
+        default=0,
+        metavar="K",
+        help="how often to start again after a failure (0); preemptions are not counted",
+    )
+    faults.add_argument(
+        "--hang-timeout",
+        type=_seconds,
+        default=300.0,
+        metavar="S",
+        help="seconds without a step after which a task counts as hung (300; 0: never)",
+    )
+    faults.add_argument(
+        "--start-timeout",
+        type=_seconds,
+        default=1800.0,
+        metavar="S",
+        help="the same while TensorFlow compiles (1800; 0: never)",
+    )
+    faults.add_argument(
+        "--chaos",
+        metavar="PLAN",
+        help='inject faults, such as "kill worker:1@step=37; corrupt newest"; "none" for the run to compare with',
     )
     output = parser.add_argument_group("output")
     output.add_argument(

@@ -10,15 +10,24 @@ import shutil
 import signal
 import socket
 import sys
+import uuid
 from collections.abc import Iterable, Sequence
 
 from tfdist.addresses import free_ports
+from tfdist.chaos import Fault
+from tfdist.chaos import parse as parse_faults
 from tfdist.cluster import ClusterSpec, Task
+from tfdist.contract import JOURNAL, RESULT, Phase, note
+from tfdist.launch import hosts
+from tfdist.launch.chaos import Chaos
 from tfdist.launch.flags import parse
 from tfdist.launch.guard import Guard
 from tfdist.launch.isolation import isolate, warning
+from tfdist.launch.member import Member
+from tfdist.launch.orders import Start, Terms
 from tfdist.launch.output import Console
 from tfdist.launch.plan import data_names, plan_tasks, resolve_command
+from tfdist.launch.policy import Policy
 from tfdist.launch.report import short_path
 from tfdist.launch.supervisor import Supervisor
 from tfdist.launch.text import wants_colour
@@ -42,11 +51,23 @@ def main(argv: Sequence[str]) -> int:
 
 def _launch(argv: Sequence[str]) -> int:
     flags, words = parse(argv)
-    spec, members = find_tasks(flags)
+    if flags.rendezvous:
+        names = [f"worker:{index}" for index in range(flags.max_workers)]
+        spec: ClusterSpec | None = None
+        members: tuple[Task, ...] = ()
+        drawer, known = names[0], names
+        token = hosts.read_token(flags.token_file)
+    else:
+        spec, members = find_tasks(flags)
+        names = [*map(str, members), *data_names(flags.data_workers or 0)]
+        drawer, known = next((str(task) for task in members if _is_chief(spec, task)), names[0]), [*map(str, spec.tasks)]
+    faults = find_faults(flags.chaos, known)
     command = resolve_command(words)
     log_dir = make_log_dir(flags.log_dir)
-    names = [*map(str, members), *data_names(flags.data_workers or 0)]
-    drawer = next((str(task) for task in members if _is_chief(spec, task)), names[0])
+    for name in (JOURNAL, RESULT):  # of an earlier launch into the same directory
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(os.path.join(log_dir, name))
+    note(log_dir, "launch", chaos=flags.chaos)
     tty = sys.stdout.isatty()
     colour = wants_colour(flags.color, tty, os.environ)
     prefix_width = 0 if flags.no_prefix else max(map(len, names)) + 3
@@ -68,44 +89,118 @@ def _launch(argv: Sequence[str]) -> int:
 
     # Now: the guardian is the first child, the tasks' outputs are the first threads, and free ports are found after it.
     isolated = False
-    if not flags.cluster and not flags.allow_remote:
+    if spec is not None and not flags.cluster and not flags.allow_remote:
         refusal = isolate()
         isolated = refusal is None
         if refusal:
             console.notice(warning(refusal, colour))
 
-    def plan(attempt: int):
-        cluster = spec if flags.cluster else _local(flags)
+    def plan(cluster: ClusterSpec, members: Sequence[Task], attempt: int, launch: str):
         return plan_tasks(
             cluster,
-            members if flags.cluster else cluster.tasks,
+            members,
             command,
             environ=os.environ,
             log_dir=log_dir,
             attempt=attempt,
+            launch=launch,
+            restarts=flags.restarts,
             threads=flags.threads,
             cores=_cores(),
             columns=columns,
             data_workers=_data_addresses(flags.data_workers or 0, cluster),
+            chaos=flags.chaos,
         )
+
+    launch, policy = uuid.uuid4().hex, Policy(flags.restarts)
+
+    def plan_here(attempt: int):
+        cluster = spec if spec is not None and flags.cluster else _local(flags)
+        return plan(cluster, members if flags.cluster else cluster.tasks, attempt, launch)
 
     with Guard() as guard:
         supervisor = Supervisor(
-            plan,
+            plan_here,
             guard,
             console,
             log_dir=log_dir,
             grace=flags.grace,
             evaluator_wait=flags.evaluator_wait,
+            policy=policy,
+            silence=silence_bounds(flags),
             isolated=isolated,
             colour=colour,
+            chaos=None if faults is None else Chaos(faults, log_dir),
         )
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup stays nohup
                 signal.signal(number, supervisor.interrupt)
-        place = "on this host, cut off from the network (--allow-remote lifts that)" if isolated else "on this host"
-        console.notice(f"tfdist: {_listing(names)} {place}; logs in {short_path(log_dir)}")
-        return supervisor.run()
+        if flags.rendezvous:
+            code = _launch_hosts(flags, words, token, policy, supervisor, plan, console, log_dir)
+        else:
+            place = "on this host, cut off from the network (--allow-remote lifts that)" if isolated else "on this host"
+            console.notice(f"tfdist: {_listing(names)} {place}; logs in {short_path(log_dir)}")
+            code = supervisor.run()
+    note(log_dir, "over", code=code)
+    return code
+
+
+def _launch_hosts(flags, words, token, policy: Policy, supervisor: Supervisor, plan, console: Console, log_dir: str) -> int:
+    """This host's part of a launch over several."""
+    slots, host = flags.workers or 1, flags.host or hosts.own_host(flags.rendezvous)
+    terms = Terms(
+        flags.min_workers,
+        flags.max_workers,
+        window=flags.restart_window,
+        silence=flags.host_timeout,
+        timeout=flags.join_timeout,
+        grace=flags.grace + 20.0,  # and to report
+    )
+
+    def plan_start(start: Start, spec: ClusterSpec):
+        return plan(spec, spec.tasks[start.first : start.first + start.count], start.generation, start.launch_id)
+
+    count = f"{slots} worker{'s' * (slots > 1)}"
+    console.notice(f"tfdist: {count} of {host} for {flags.rendezvous}; logs in {short_path(log_dir)}")
+    digest = hosts.digest(words)
+    with (
+        hosts.meeting(flags.rendezvous, token, terms, policy, console.notice) as server,
+        Member(flags.rendezvous, token, host, slots, digest, patience=flags.join_timeout, say=console.notice) as member,
+    ):
+        return hosts.run(supervisor, member, server, plan_start, console, log_dir)
+
+
+def find_faults(plan: str | None, tasks: Sequence[str]) -> tuple[Fault, ...] | None:
+    """The faults of --chaos; None where there is no plan.
+
+    Args:
+        plan: What --chaos says.
+        tasks: Names of all tasks of the cluster.
+
+    Raises:
+        ValueError: The plan is wrong, or names a task that does not exist.
+    """
+    if plan is None:
+        return None
+    try:
+        faults = parse_faults(plan)
+    except ValueError as error:
+        raise ValueError(f"--chaos: {error}") from error
+    for fault in faults:
+        if fault.task not in (*tasks, "chief", ""):
+            raise ValueError(f"--chaos: expected a task of {', '.join(tasks)}, or chief, received {fault.text!r}")
+    return faults
+
+
+def silence_bounds(flags: argparse.Namespace) -> dict[str, float]:
+    """How long a task may be silent in which phase, seconds.
+
+    Args:
+        flags: Of `parse`.
+    """
+    tracing = max(flags.start_timeout, flags.hang_timeout) if flags.start_timeout else 0.0
+    bounds = {Phase.RUNNING: flags.hang_timeout, Phase.TRACING: tracing}
+    return {phase: seconds for phase, seconds in bounds.items() if seconds}
 
 
 def find_tasks(flags: argparse.Namespace) -> tuple[ClusterSpec, tuple[Task, ...]]:

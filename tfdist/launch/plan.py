@@ -12,6 +12,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 
+from tfdist import contract
 from tfdist.cluster import DATA_WORKERS, ClusterSpec, Task
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
@@ -38,6 +39,8 @@ class TaskPlan:
         environ: Its whole environment.
         log_path: The file for its output.
         error_path: The file for its uncaught exception.
+        progress_path: The file for its signs of life.
+        replaceable: Whether it may be started again alone, while its group goes on.
     """
 
     name: str
@@ -46,6 +49,24 @@ class TaskPlan:
     environ: Mapping[str, str]
     log_path: str
     error_path: str
+    progress_path: str
+    replaceable: bool = False
+
+    @property
+    def shimmed(self) -> bool:
+        """Whether the shim runs it, which writes stacks and errors."""
+        return self.argv[: len(_SHIM)] == _SHIM
+
+    def life(self, number: int) -> TaskPlan:
+        """The same task started once more, with files of its own; life 0 is this one."""
+        if not number:
+            return self
+        stem = f"{self.log_path.removesuffix('.log')}.{number}"
+        paths = {contract.ERROR_FILE: f"{stem}.error.json", contract.PROGRESS_FILE: f"{stem}.progress"}
+        return dataclasses.replace(
+            self, environ={**self.environ, **paths}, log_path=f"{stem}.log", error_path=paths[contract.ERROR_FILE],
+            progress_path=paths[contract.PROGRESS_FILE],
+        )  # fmt: skip
 
 
 def plan_tasks(
@@ -56,10 +77,13 @@ def plan_tasks(
     environ: Mapping[str, str],
     log_dir: str,
     attempt: int,
+    launch: str = "",
+    restarts: int = 0,
     threads: int | None,
     cores: int,
     columns: int | None = None,
     data_workers: Sequence[str] = (),
+    chaos: str | None = None,
 ) -> list[TaskPlan]:
     """Plans the tasks of a cluster that run on this host.
 
@@ -68,12 +92,15 @@ def plan_tasks(
         members: Its tasks that run here.
         argv: What each executes; see `resolve_command`.
         environ: The launcher's own environment, which the tasks inherit; what it sets wins over our defaults.
-        log_dir: Directory of this launch.
+        log_dir: Directory of this launch; each attempt after the first has a directory of its own in it.
         attempt: 0, 1, ...
+        launch: Names the launch.
+        restarts: How often the launcher starts again after failures.
         threads: Threads of each task's pools; None: what `environ` says, else the cores shared evenly.
         cores: Cores that this process may use.
         columns: Width left for a task's line on the terminal, if there is one.
         data_workers: Addresses of the processes to start that read data for them.
+        chaos: Faults that tasks inject into themselves.
 
     Returns:
         One plan per member, then one per data worker.
@@ -91,16 +118,22 @@ def plan_tasks(
     if data_workers:
         inherited[DATA_WORKERS] = ",".join(data_workers)
 
+    directory = os.path.join(log_dir, f"attempt-{attempt}") if attempt else log_dir
+
     def plan(name: str, role: Role, words: Sequence[str], tf_config: str | None) -> TaskPlan:
-        stem = os.path.join(log_dir, log_name(name))
-        contract = {
-            "TFDIST_TASK": name,
-            "TFDIST_LOG_DIR": log_dir,
-            "TFDIST_ATTEMPT": str(attempt),
-            "TFDIST_ERROR_FILE": f"{stem}.error.json",
+        stem = os.path.join(directory, log_name(name))
+        told = {
+            contract.TASK: name,
+            contract.LAUNCH: launch,
+            contract.LOG_DIR: log_dir,
+            contract.ATTEMPT: str(attempt),
+            contract.RESTARTS: str(restarts),
+            contract.ERROR_FILE: f"{stem}.error.json",
+            contract.PROGRESS_FILE: f"{stem}.progress",
             **(dict.fromkeys(THREAD_VARIABLES, share) if threads else {}),
+            **({} if chaos is None else {contract.CHAOS: chaos}),
         }
-        whole = {**inherited, **contract}
+        whole = {**inherited, **told}
         whole.pop("TF_CONFIG", None)  # of another cluster
         if tf_config is not None:
             whole["TF_CONFIG"] = tf_config
@@ -111,6 +144,9 @@ def plan_tasks(
             environ=whole,
             log_path=f"{stem}.log",
             error_path=f"{stem}.error.json",
+            progress_path=f"{stem}.progress",
+            # Coordinators go on without a worker, and nobody waits for the evaluator's results.
+            replaceable=role is Role.EVALUATES or (role is Role.SERVES and name.startswith("worker")),
         )
 
     plans = []

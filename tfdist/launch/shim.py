@@ -14,6 +14,8 @@ import sys
 import time
 import traceback
 
+from tfdist.contract import ERROR_FILE
+
 _OURS = (__file__, runpy.__file__, "<frozen runpy>")
 
 
@@ -26,11 +28,11 @@ def main() -> None:
         sys.exit(128 + signal.SIGINT)  # a Ctrl-C, passed on by the launcher: where it struck helps nobody
     except SystemExit as stop:
         if stop.__cause__ is not None:  # `raise SystemExit(78) from error`: the error was told plainly, the report names it
-            write_error(os.environ.get("TFDIST_ERROR_FILE"), stop.__cause__)
+            write_error(os.environ.get(ERROR_FILE), stop.__cause__)
         raise
     except Exception as error:
         error.__traceback__ = _users_part(error.__traceback__)
-        write_error(os.environ.get("TFDIST_ERROR_FILE"), error)
+        write_error(os.environ.get(ERROR_FILE), error)
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(getattr(error, "exit_code", 1))  # our own errors say whether a restart can help
 

@@ -1,31 +1,35 @@
-"""Planned tasks become running processes that end together; what their endings mean is decided elsewhere.
+"""Planned tasks become running processes that end together, again and again until the work is done or a restart is no use.
 
 An attempt is all or nothing: as soon as one task has failed, the others get a moment to report their own errors and
-are then ended, every process is waited for, and no process group outlives the attempt.
+are then ended, every process is waited for, and no process group outlives the attempt. Only a task that its group does without
+meanwhile is started again alone. What endings mean, and what follows from them, is decided elsewhere.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from tfdist.launch.failures import Ending, Verdict, judge, signal_name
-from tfdist.launch.guard import Guard, kill_group
-from tfdist.launch.output import Console, TaskOutput
+from tfdist.contract import PREEMPTED_CODE, Phase, note, read_journal
+from tfdist.launch.chaos import Chaos
+from tfdist.launch.failures import Kind, judge, signal_name
+from tfdist.launch.guard import Guard
+from tfdist.launch.output import Console
 from tfdist.launch.plan import Role, TaskPlan
+from tfdist.launch.policy import Failed, Policy
+from tfdist.launch.process import Process, place_of
 from tfdist.launch.report import format_verdict, short_path
 
 POLL_SECONDS = 0.05
+LOOK_SECONDS = 0.5  # between two looks at signs of life
 PEER_SECONDS = 3.0  # after a failure: peers notice within 3 s, see their own error, and end
+STUCK_SECONDS = 0.3  # after a failure, for tasks of which nothing more is to come
+STACK_SECONDS = 1.0  # for writing the stacks of all threads
 DRAIN_SECONDS = (
     2.0  # for what is left in a pipe; a daemon that left the task's group may hold it open for ever
 )
 REAP_SECONDS = 10.0  # after SIGKILL: only a process stuck in the kernel (a dead network disk) takes longer
-LOG_TAIL_BYTES = 1 << 16
 
 
 class Supervisor:
@@ -35,11 +39,14 @@ class Supervisor:
         plan: The tasks of attempt 0, 1, ...: new ports each time.
         guard: Kills the tasks should this process die.
         console: Shows their output.
-        log_dir: For the report.
+        log_dir: For the report and the journal.
         grace: Seconds from the request to end until SIGKILL.
         evaluator_wait: Seconds for the evaluator to finish once training is done.
+        policy: Decides about restarts.
+        silence: Seconds by `contract.Phase` after which a silent task counts as hung.
         isolated: Whether the tasks are cut off from the network.
         colour: Whether the report may be coloured.
+        chaos: Faults to inject, where a chaos plan has some.
     """
 
     def __init__(
@@ -51,94 +58,241 @@ class Supervisor:
         log_dir: str,
         grace: float,
         evaluator_wait: float,
+        policy: Policy | None = None,
+        silence: Mapping[str, float] | None = None,
         isolated: bool = False,
         colour: bool = False,
+        chaos: Chaos | None = None,
     ):
         self._plan, self._guard, self._console = plan, guard, console
         self._log_dir, self._grace, self._evaluator_wait = log_dir, grace, evaluator_wait
-        self._isolated, self._colour = isolated, colour
+        self._policy, self._silence = policy or Policy(0), silence or {}
+        self._isolated, self._colour, self._chaos = isolated, colour, chaos
         self._signals: list[int] = []
+        self._looked = time.monotonic()
+        self._errors: dict[int, float] = {}  # by process: when its error was seen
 
     def interrupt(self, number: int, frame: object = None) -> None:
         """Asks for the end of all tasks; the second time, at once. It is a signal handler, too."""
         self._signals.append(number)
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether somebody has asked for the end."""
+        return bool(self._signals)
+
     def run(self) -> int:
-        """Runs attempts until one settles the matter, which today the first does.
+        """Runs attempts until one settles the matter.
 
         Returns:
-            The exit code: 0, that of the root cause, or 128 + signal after an interruption.
+            The exit code: 0, that of the root cause, 42 where an interruption let the tasks save, or 128 + signal.
         """
-        started = time.time()
-        verdict = self.attempt(0)
-        seconds = time.time() - started
-        if verdict:
-            self._console.notice(format_verdict(verdict, started, self._log_dir, self._colour))
-            return verdict.cause.code
-        if self._signals:
-            self._console.notice(f"tfdist: ended by {signal_name(-self._signals[0])} after {seconds:.1f} s")
-            return 128 + self._signals[0]
-        self._console.notice(
-            f"tfdist: all tasks done after {seconds:.1f} s; logs in {short_path(self._log_dir)}"
-        )
-        return 0
+        started, number = time.monotonic(), 0
+        while True:
+            begun = time.time()
+            outcome, codes = self.attempt(number, self._plan(number))
+            if self._signals:
+                return self.farewell(time.monotonic() - started, codes)
+            if outcome is None:
+                self._console.notice(
+                    f"tfdist: all tasks done after {time.monotonic() - started:.1f} s; logs in {short_path(self._log_dir)}"
+                )
+                return 0
+            decision = self._policy.decide(outcome.cause)
+            note(self._log_dir, "decided", attempt=number, restart=decision.restart, delay=decision.delay, text=decision.text)
+            report = format_verdict(outcome.verdict, begun, self._log_dir, self._colour)
+            follows = decision.text and f"\ntfdist: {decision.text}"
+            if decision.restart and decision.delay:
+                follows += f", in {decision.delay:g} s"
+            self._console.notice(report + follows)
+            if not decision.restart:
+                return outcome.verdict.cause.code
+            self._until(lambda: False, decision.delay)
+            if self._signals:
+                return self.farewell(time.monotonic() - started, {})
+            if self._chaos:
+                self._chaos.between()
+            number += 1
 
-    def attempt(self, number: int) -> Verdict | None:
-        """Runs one group of processes until it is done, failed or interrupted, and leaves none behind.
+    def attempt(
+        self,
+        number: int,
+        plans: Sequence[TaskPlan],
+        ordered: Callable[[], bool] = lambda: False,
+        patience: Callable[[], float] = lambda: PEER_SECONDS,
+    ) -> tuple[Failed | None, dict[str, int | None]]:
+        """Runs one group of processes until it is done, failed, interrupted or ordered to end, and leaves none behind.
 
         Args:
             number: 0, 1, ...
+            plans: Its tasks.
+            ordered: Whether somebody else has ordered its end.
+            patience: Seconds from then until SIGKILL, at most those of `grace`; 0: at once. They may become fewer meanwhile.
 
         Returns:
-            Why it failed, or None where no task failed by itself.
+            Why it failed, None where no task failed by itself; the tasks' return codes.
         """
-        group: list[_Process] = []
+        group: list[Process] = []
+        self._errors = {}
+        note(self._log_dir, "attempt", attempt=number, tasks=[plan.name for plan in plans])
         try:
-            for plan in self._plan(number):
-                group.append(_Process(plan, self._console, self._guard))
-            self._watch(group)
+            for plan in plans:
+                group.append(Process(plan, self._console, self._guard))
+            self._watch(group, ordered)
         finally:
-            self._end(group)
-        return judge([process.ending() for process in group], self._isolated)
+            self._end(group, ordered, patience)
+        codes = {process.plan.name: process.code for process in group}
+        signs = [sign for process in group if (sign := process.sign)]
+        note(self._log_dir, "ended", attempt=number, codes=codes, total=max((sign.total for sign in signs), default=0))
+        verdict = judge([process.ending() for process in group], self._isolated)
+        if verdict is None:
+            return None, codes
+        reached = [place for sign in signs if (place := place_of(sign))]
+        running = any(sign.phase == Phase.RUNNING for sign in signs)
+        stepped = running or any(line["event"] == "stepping" and line["attempt"] == number for line in read_journal(self._log_dir))
+        return Failed(verdict, stepped, max(reached, default=None)), codes
 
-    def _watch(self, group: list[_Process]) -> None:
+    def farewell(self, seconds: float, codes: Mapping[str, int | None]) -> int:
+        """Tells how an interruption has ended the tasks; returns the exit code.
+
+        Args:
+            seconds: Since the launch.
+            codes: The tasks' return codes.
+        """
+        name = signal_name(-self._signals[0])
+        saved = PREEMPTED_CODE in codes.values()
+        rest = "; the training is saved, and the same command goes on from there" if saved else ""
+        self._console.notice(f"tfdist: ended by {name} after {seconds:.1f} s{rest}")
+        return PREEMPTED_CODE if saved else 128 + self._signals[0]
+
+    def _watch(self, group: list[Process], ordered: Callable[[], bool]) -> None:
         """Returns when there is nothing more to wait for."""
         evaluators = [process for process in group if process.plan.role is Role.EVALUATES]
         # A host that runs no training task, only a ps, say, waits for what it has.
-        awaited = [process for process in group if process.plan.role is Role.TRAINS] or group
+        names = {process.plan.name for process in group if process.plan.role is Role.TRAINS}
+        lives: dict[str, int] = {}
+        said: dict[str, str] = {}  # how each that was started again had ended
+
+        def awaited() -> list[Process]:
+            return [process for process in group if process.plan.name in names] or group
 
         def failed() -> bool:
-            return any(process.failed for process in group)
+            if self._chaos:
+                self._chaos.look(group)
+            self._replace(group, lives, said)
+            self._look(group)
+            return ordered() or any((process.failed and not self._ending_alone(process)) or process.silence for process in group)
 
-        self._until(lambda: failed() or all(process.ended for process in awaited))
+        self._until(lambda: failed() or all(process.ended for process in awaited()))
         if evaluators and not failed():
             self._until(
-                lambda: failed() or all(process.ended for process in evaluators), self._evaluator_wait
+                lambda: failed() or all(process.ended for process in group if process.plan.role is Role.EVALUATES), self._evaluator_wait
             )
-            late = [process.plan.name for process in evaluators if not process.ended and not self._signals]
+            late = [p.plan.name for p in group if p.plan.role is Role.EVALUATES and not p.ended and not self._signals]
             if late and not failed():
                 seconds = f"{self._evaluator_wait:g} s"
                 self._console.notice(
                     f"tfdist: training is done; ending {', '.join(late)}, still busy {seconds} later"
                 )
-        if failed():
-            self._until(lambda: all(process.ended for process in group), PEER_SECONDS)
+        if failed() and not ordered():
+            first = next((process for process in group if process.failed or process.silence), None)
+            note(self._log_dir, "detected", task=first and first.plan.name)
+            if any(process.silence for process in group):
+                self._stacks(group)
+            else:
+                # Who was killed is the cause. An error may be a victim's, whose cause is yet to come.
+                killed = any(process.ended and process.code == -signal.SIGKILL for process in group)
+                bound = time.monotonic() + PEER_SECONDS
+                self._until_ended(awaited(), lambda: bound, hoping=not killed)
 
-    def _end(self, group: list[_Process]) -> None:
+    def _replace(self, group: list[Process], lives: dict[str, int], said: dict[str, str]) -> None:
+        """Starts tasks again alone that others do without meanwhile, as long as restarts are left."""
+        for place, process in enumerate(group):
+            if not (process.plan.replaceable and process.ended and process.failed):
+                continue
+            name = process.plan.name
+            process.output.join(DRAIN_SECONDS)
+            verdict = judge([process.ending()])
+            how = f"{verdict.cause.how}: {verdict.cause.message}" if verdict else "is gone"
+            again = verdict is not None and verdict.cause.kind is Kind.ERROR and how == said.get(name)
+            if again or not self._policy.allow_one():  # its attempt ends with it
+                continue
+            said[name] = how
+            lives[name] = lives.get(name, 0) + 1
+            self._console.notice(f"tfdist: {name} {how.removesuffix(': ')}; it is started again, the others go on")
+            note(self._log_dir, "replaced", task=name, life=lives[name])
+            group[place] = Process(process.plan.life(lives[name]), self._console, self._guard)
+
+    def _ending_alone(self, process: Process) -> bool:
+        """Whether a task has told its error, is on its way out, and will be started again alone."""
+        if process.ended or not process.plan.replaceable or not self._policy.left:
+            return False
+        first = self._errors.setdefault(process.pid, time.monotonic())
+        if time.monotonic() - first > PEER_SECONDS:
+            process.tell(signal.SIGKILL)  # it hangs there
+        return True
+
+    def _look(self, group: list[Process]) -> None:
+        """Notes who is silent for longer than its phase allows."""
+        now = time.monotonic()
+        if now - self._looked < LOOK_SECONDS:
+            return
+        if now - self._looked > 10 * LOOK_SECONDS:  # it is this process that was stopped
+            for process in group:
+                process.forgive()
+        self._looked = now
+        if any(process.silence for process in group):  # it is known already who hangs
+            return
+        silent = [process for process in group if process.silent_for(self._silence) is not None]
+        if silent:
+            self._blame(group, silent)
+
+    def _blame(self, group: list[Process], silent: list[Process]) -> None:
+        """Finds among those that wait for each other the one for which the others wait."""
+        stopped = [process for process in silent if process.state == "T"]
+        self._stacks([process for process in silent if process not in stopped])
+        # In a collective the main thread is inside of TensorFlow; who hangs in code of the user's is not.
+        elsewhere = [process for process in silent if (stack := process.stack()) and not _in_framework(stack)]
+        behind = min((place_of(process.sign) or (0, 0) for process in silent), default=(0, 0))
+        last = [process for process in silent if (place_of(process.sign) or (0, 0)) == behind]
+        culprit = (stopped or elsewhere or last)[0]
+        seconds = culprit.silent_for(self._silence) or 0.0
+        sign = culprit.sign
+        where = "" if sign is None else f" after step {sign.step} of epoch {sign.epoch + 1}"
+        why = "; it is stopped (SIGSTOP, a debugger)" if culprit in stopped else ""
+        culprit.silence = f"made no step for {seconds:.0f} s{where}, and was ended as hung{why}"
+
+    def _stacks(self, group: list[Process]) -> None:
+        """Has all write their stacks into their logs."""
+        for process in group:
+            process.ask_for_stacks()
+        self._until(lambda: False, STACK_SECONDS)
+
+    def _end(self, group: list[Process], ordered: Callable[[], bool], patience: Callable[[], float]) -> None:
         """Ends what still runs: politely, then surely."""
-        # After a failure a survivor is mostly stuck in a collective and deaf to SIGTERM; a ps has nothing to save.
-        grace = self._grace if self._signals else min(self._grace, PEER_SECONDS)
-        # Ctrl-C is passed on as it is: TensorFlow's coordination service swallows SIGTERM, whereas Python turns
-        # SIGINT into KeyboardInterrupt between two steps.
+
+        def grace() -> float:
+            if self._signals:
+                return self._grace
+            # After a failure a survivor is mostly stuck in a collective and deaf to SIGTERM; a ps has nothing to save.
+            return min(self._grace, patience() if ordered() else PEER_SECONDS)
+
+        begun, at_once = time.monotonic(), not grace()
+        patient = bool(self._signals) or (ordered() and patience() > PEER_SECONDS)
+        # Ctrl-C is passed on as it is: Python turns SIGINT into KeyboardInterrupt between two steps.
         number = signal.SIGINT if self._signals[:1] == [signal.SIGINT] else signal.SIGTERM
         if self._signals:
             name = signal_name(-self._signals[0])
             self._console.notice(
-                f"tfdist: {name}: ending the tasks within {grace:g} s; once more ends them at once"
+                f"tfdist: {name}: ending the tasks within {self._grace:g} s; once more ends them at once"
             )
-        for process in group:
-            process.tell(number)
-        self._until(lambda: all(process.ended for process in group), grace, signals=len(self._signals[:1]))
+        hung = [process for process in group if process.silence]
+        # Who trains may have to read from servers what it saves.
+        serving = [process for process in group if process.plan.role is Role.SERVES] if patient else []
+        for part in ([process for process in group if process not in serving], serving):
+            for process in part:
+                process.tell(signal.SIGKILL if hung or at_once else number)
+            self._until_ended(part, lambda: begun + grace(), hoping=patient, signals=len(self._signals[:1]))
         for process in group:
             process.tell(signal.SIGKILL)
         deadline = time.monotonic() + REAP_SECONDS
@@ -151,6 +305,24 @@ class Supervisor:
                     f"tfdist: {process.plan.name} (pid {process.pid}) outlives SIGKILL: see `ps -l`"
                 )
 
+    def _until_ended(self, group: list[Process], deadline: Callable[[], float], hoping: bool, signals: int = 0) -> None:
+        """Waits for the end of all; without hoping not for long where nothing is to come but the end."""
+        soon = time.monotonic() + STUCK_SECONDS
+
+        def over() -> bool:
+            now = time.monotonic()
+            return all(process.ended for process in group) or now >= deadline() or (not hoping and now > soon and self._stuck(group))
+
+        self._until(over, signals=signals)
+
+    def _stuck(self, group: list[Process]) -> bool:
+        """Whether after a failure all that run are within a fit, or have told their error, and none writes a snapshot."""
+        living = [process for process in group if not process.ended]
+        if not all(process.failed or ((sign := process.sign) is not None and sign.phase != Phase.IDLE) for process in living):
+            return False
+        last = next((line for line in reversed(read_journal(self._log_dir)) if line["event"] in ("saving", "saved")), None)
+        return last is None or last["event"] == "saved" or last["task"] not in {process.plan.name for process in living}
+
     def _until(self, condition: Callable[[], bool], seconds: float = float("inf"), signals: int = 0) -> None:
         """Waits for the condition, more than that many signals, or the bound."""
         deadline = time.monotonic() + seconds
@@ -158,75 +330,7 @@ class Supervisor:
             time.sleep(POLL_SECONDS)
 
 
-class _Process:
-    """A started task: leads a process group of its own, which never outlives it."""
-
-    def __init__(self, plan: TaskPlan, console: Console, guard: Guard):
-        self.plan, self._guard = plan, guard
-        self._told: float | None = None
-        self._time: float | None = None
-        if os.path.exists(plan.error_path):
-            os.remove(plan.error_path)  # of an earlier launch into the same directory
-        try:
-            self._popen = subprocess.Popen(
-                plan.argv,
-                env=plan.environ,
-                stdin=subprocess.DEVNULL,  # N tasks would fight for the terminal's input
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C comes to the launcher only, which ends them in order
-            )
-        except OSError as error:
-            raise ValueError(f"COMMAND: cannot execute {plan.argv[0]!r}: {error.strerror}") from error
-        self.pid = self._popen.pid
-        guard.add(self.pid)
-        assert self._popen.stdout is not None
-        self.output = TaskOutput(plan.name, self._popen.stdout, plan.log_path, console)
-
-    @property
-    def ended(self) -> bool:
-        """Whether it has ended; its group goes with it."""
-        if self._time is None and self._popen.poll() is not None:
-            self._time = time.time()
-            kill_group(self.pid)  # what it left in the background
-            self._guard.remove(self.pid)
-        return self._time is not None
-
-    @property
-    def failed(self) -> bool:
-        """Whether it has failed; a task may write its error and then hang in TensorFlow's shutdown."""
-        return (self.ended and self._popen.returncode != 0) or os.path.exists(self.plan.error_path)
-
-    def tell(self, number: int) -> None:
-        """Sends a signal to all its processes, unless it has ended."""
-        if not self.ended:
-            self._told = self._told or time.time()
-            kill_group(self.pid, number)
-
-    def ending(self) -> Ending:
-        """The traces it left."""
-        code = self._popen.returncode
-        return Ending(
-            task=self.plan.name,
-            returncode=-signal.SIGKILL if code is None else code,
-            time=self._time or time.time(),
-            told=self._told,
-            error=_read_error(self.plan.error_path),
-            log=_read_tail(self.plan.log_path),
-            log_path=self.plan.log_path,
-        )
-
-
-def _read_error(path: str) -> Mapping | None:
-    try:
-        with open(path, encoding="utf-8") as file:
-            return json.load(file)
-    except FileNotFoundError:
-        return None
-
-
-def _read_tail(path: str) -> str:
-    with open(path, "rb") as file:
-        file.seek(0, os.SEEK_END)
-        file.seek(max(0, file.tell() - LOG_TAIL_BYTES))
-        return file.read().decode("utf-8", "replace")
+def _in_framework(stack: str) -> bool:
+    """Whether the innermost call of a stack, which comes first, is TensorFlow's."""
+    first = next((line for line in stack.splitlines()[1:]), "")
+    return "tensorflow" in first

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tfdist import app
 from tfdist.arguments import Parser
+from tfdist.contract import CONFIGURATION_CODE
 from tfdist.tools.audit import report
 from tfdist.tools.audit.processes import WorkerError, Workers
 from tfdist.tools.audit.settings import Settings, check_function
@@ -120,7 +121,7 @@ def _audit(flags: argparse.Namespace, words: Sequence[str]) -> int:
             with Workers(settings, flags.timeout) as workers:
                 return _follow(settings, workers)
         except WorkerError as error:
-            print(f"{'error' if error.code == app.EX_CONFIG else 'audit failed'}: {error}", file=sys.stderr)
+            print(f"{'error' if error.code == CONFIGURATION_CODE else 'audit failed'}: {error}", file=sys.stderr)
             return error.code
         except KeyboardInterrupt:
             print("audit interrupted; its workers are ended", file=sys.stderr)

@@ -1,0 +1,83 @@
+"""A chaos plan's faults that no training process can inject into itself: into servers, into files, and the end of a stop."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Sequence
+
+from tfdist import chaos
+from tfdist.contract import note, read_journal
+from tfdist.launch.guard import kill_group
+from tfdist.launch.plan import Role
+from tfdist.launch.process import Process
+
+LOOK_SECONDS = 0.1
+
+
+class Chaos:
+    """The launcher's part in a chaos plan.
+
+    Args:
+        faults: Of the plan.
+        log_dir: Of the launch.
+    """
+
+    def __init__(self, faults: Sequence[chaos.Fault], log_dir: str):
+        self._faults, self._log_dir = tuple(faults), log_dir
+        self._stopped: dict[int, tuple[int, float]] = {}  # by number: process, when to let it go on
+        self._looked = 0.0
+
+    def look(self, group: Sequence[Process]) -> None:
+        """Strikes what is due, and lets go on what was stopped for long enough.
+
+        Args:
+            group: The processes of the attempt that runs.
+        """
+        now = time.monotonic()
+        if now - self._looked < LOOK_SECONDS:
+            return
+        self._looked = now
+        journal = read_journal(self._log_dir)
+        living = {process.pid: process for process in group if not process.ended}
+        for line in journal:
+            if line["event"] == chaos.EVENT and line.get("seconds") is not None and line["number"] not in self._stopped:
+                self._stopped[line["number"]] = line["pid"], now + line["seconds"]
+        for pid, until in self._stopped.values():
+            if pid in living and now >= until and living[pid].state == "T":
+                kill_group(pid, signal.SIGCONT)
+        reached = max((sign.total for process in group if (sign := process.sign)), default=0)
+        served = {process.plan.name: process for process in living.values() if process.plan.role is Role.SERVES}
+        for fault in chaos.left(self._faults, journal):
+            if fault.step is None or reached < fault.step:
+                continue
+            if fault.verb == "corrupt newest":
+                self._corrupt(fault, journal)
+            elif fault.task in served and fault.verb in chaos.SIGNALS:
+                process = served[fault.task]
+                self._note(fault, task=fault.task, pid=process.pid, total=reached, seconds=fault.seconds)
+                kill_group(process.pid, chaos.SIGNALS[fault.verb])
+
+    def between(self) -> None:
+        """Strikes what is due when an attempt has ended and the next one has not begun."""
+        journal = read_journal(self._log_dir)
+        for fault in chaos.left(self._faults, journal):
+            if fault.verb == "corrupt newest" and fault.step is None:
+                self._corrupt(fault, journal)
+
+    def _corrupt(self, fault: chaos.Fault, journal: Sequence[dict]) -> None:
+        """Turns over a bit in the middle of the newest snapshot, if it is a local file."""
+        path = next((line["path"] for line in reversed(journal) if line["event"] == "saved" and os.path.exists(line["path"])), None)
+        if path is None:
+            return
+        self._note(fault, path=path)
+        with contextlib.suppress(OSError), open(path, "r+b") as file:
+            file.seek(os.path.getsize(path) // 2)
+            byte = file.read(1)
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte[0] ^ 1]))
+
+    def _note(self, fault: chaos.Fault, **facts) -> None:
+        note(self._log_dir, chaos.EVENT, number=fault.number, text=fault.text, **facts)

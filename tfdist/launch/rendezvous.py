@@ -1,0 +1,236 @@
+"""The launchers of several hosts become one launch: the server that they meet at, which decides nothing by itself.
+
+It runs inside the launcher of the first host, and speaks `wire`. What it hears goes to one thread, which owns an `Assembly`;
+every host's launcher, the first one's too, is a `member.Member`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from tfdist.addresses import bind_problem, join_address, resolve_address
+from tfdist.contract import TRANSIENT_CODE
+from tfdist.launch import wire
+from tfdist.launch.assembly import Assembly
+from tfdist.launch.orders import Decide, Finish, Terms
+
+TICK_S = 0.1
+FAREWELL_S = 3.0  # for the members to hear how it ended
+HANDSHAKES = 64  # at the same time; who comes then is asked to come again
+COMPLAINTS = 100  # lines about strangers, at most
+
+_Event = Callable[[Assembly], None]
+
+
+class Rendezvous:
+    """Where the launchers of all hosts meet, agree on who runs what, and learn of each other's failures.
+
+    Args:
+        address: "host:port" of this host, the only place where it listens; port 0: any that is free.
+        token: What all launchers know; see `wire.check_token`.
+        terms: How many workers, and the bounds of every wait.
+        decide: What follows a failure.
+        say: Takes lines for a person.
+        clock: Seconds that only grow; default `time.monotonic`.
+
+    Attributes:
+        address: Where it listens.
+
+    Raises:
+        OSError: It cannot listen there: another host's address (`errno.EADDRNOTAVAIL`), or a port in use
+            (`errno.EADDRINUSE`), perhaps by another launcher of this host.
+
+    Example:
+        >>> from tfdist.launch.orders import Decision
+        >>> terms = Terms(1, 4, timeout=0.2)
+        >>> with Rendezvous("127.0.0.1:0", b"0123456789abcdef", terms, decide=lambda outcome: Decision(False), say=print) as rendezvous:
+        ...     print(rendezvous.wait(10).code)
+        tfdist: after 0.2 s, 0 of at least 1 workers can run. Here: nobody. Missing: hosts that never joined. Start the same command there, or lower the minimum
+        75
+    """
+
+    def __init__(
+        self,
+        address: str,
+        token: bytes,
+        terms: Terms,
+        *,
+        decide: Decide,
+        say: Callable[[str], None] = lambda text: None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        wire.check_token(token)
+        self._token, self._say, self._clock = token, say, clock
+        self._socket = _listen(address)
+        host, port = address.rpartition(":")[0].strip("[]"), self._socket.getsockname()[1]
+        self.address = join_address(host, port)
+        place = self._socket.getsockname()[0]
+        if ipaddress.ip_address(place).is_loopback and host not in (place, "localhost"):
+            say(f"tfdist: {host} is {place} on this machine, where no other host can connect; better give its IP address")
+        self._assembly = Assembly(terms, decide, say, clock())
+        self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+        self._channels: dict[int, wire.Channel] = {}
+        self._lock = threading.Lock()  # of the channels and the complaints
+        self._complaints: set[tuple[str, type]] = set()
+        self._handshakes = threading.BoundedSemaphore(HANDSHAKES)
+        self._over, self._closing = threading.Event(), threading.Event()
+        self._threads = [
+            threading.Thread(target=run, name=f"rendezvous-{name}", daemon=True)
+            for name, run in (("listen", self._accept), ("decide", self._decide_all))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def __enter__(self) -> Rendezvous:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def wait(self, timeout: float) -> Finish | None:
+        """How the launch ended; None: it goes on after so many seconds."""
+        self._over.wait(timeout)
+        return self._assembly.finish
+
+    def close(self, code: int = TRANSIENT_CODE, text: str = "the first host's launcher ended") -> None:
+        """Ends the launch, if it has not ended, and waits at most some seconds until all members have heard of it.
+
+        Args:
+            code: Exit code for the launchers of all hosts.
+            text: Why, for a person.
+        """
+        self._events.put(lambda assembly: assembly.end(code, text))
+        limit = time.monotonic() + FAREWELL_S
+        while time.monotonic() < limit and not (self._over.is_set() and not self._connected()):
+            time.sleep(0.02)
+        self._closing.set()
+        self._socket.close()
+        for channel in self._connected():
+            channel.close()
+        for thread in self._threads:
+            thread.join(FAREWELL_S)
+
+    def _connected(self) -> list[wire.Channel]:
+        with self._lock:
+            return list(self._channels.values())
+
+    def _accept(self) -> None:
+        key = 0
+        self._socket.settimeout(TICK_S)
+        while not self._closing.is_set():
+            try:
+                connection, peer = self._socket.accept()
+            except TimeoutError:
+                continue
+            except OSError:  # closed, or out of descriptors: do not spin
+                time.sleep(TICK_S)
+                continue
+            if not self._handshakes.acquire(blocking=False):
+                connection.close()
+                continue
+            key += 1
+            threading.Thread(target=self._serve, args=(key, connection, peer[0]), name=f"rendezvous-{key}", daemon=True).start()
+
+    def _serve(self, key: int, connection: socket.socket, host: str) -> None:
+        """One connection, from the handshake to its end."""
+        try:
+            channel = wire.accept(connection, self._token)
+            hello = channel.receive(wire.HANDSHAKE_S)
+            if hello is None:
+                channel.close()
+                raise wire.TooSlow(f"{channel.peer} knows the token, but did not ask to join")
+        except (OSError, ValueError) as error:
+            connection.close()
+            return self._complain(host, error)
+        finally:
+            self._handshakes.release()
+        with self._lock:
+            self._channels[key] = channel
+        now = self._clock()
+        self._events.put(lambda assembly: assembly.joined(key, hello, now))
+        why = "the rendezvous ended"
+        try:
+            while not self._closing.is_set():
+                message = channel.receive(TICK_S)
+                if message is not None:
+                    self._hear(key, message)
+        except wire.WireError as error:
+            why = str(error)
+        channel.close()
+        with self._lock:
+            self._channels.pop(key, None)
+        gone = self._clock()
+        self._events.put(lambda assembly: assembly.gone(key, why, gone))
+
+    def _hear(self, key: int, message: dict) -> None:
+        now = self._clock()  # when it came, not when somebody had time for it
+        self._events.put(lambda assembly: assembly.heard(key, message, now))
+
+    def _complain(self, host: str, error: Exception) -> None:
+        """Once per stranger and fault: who scans ports must not fill the terminal."""
+        with self._lock:
+            old = (host, type(error)) in self._complaints or len(self._complaints) >= COMPLAINTS
+            if not old:
+                self._complaints.add((host, type(error)))
+        if not old and not self._closing.is_set():
+            self._say(f"tfdist: the rendezvous turned somebody away: {error}")
+
+    def _decide_all(self) -> None:
+        """Owns the assembly: hands in what was heard, and sends what it has to say."""
+        assembly = self._assembly
+        while not self._closing.is_set():
+            try:
+                for event in self._due():
+                    event(assembly)
+                assembly.tick(self._clock())
+            except Exception as error:  # a fault of ours, or the policy's: nobody must wait in vain
+                assembly.end(1, f"the rendezvous failed: {type(error).__name__}: {error}")
+            while assembly.outbox:
+                outbox, assembly.outbox = assembly.outbox, []
+                for key, message in outbox:
+                    self._send(key, message)
+            if assembly.finish:
+                self._over.set()
+
+    def _due(self) -> list[_Event]:
+        """What was heard since; waits for it, but not for long."""
+        events = []
+        with contextlib.suppress(queue.Empty):
+            events.append(self._events.get(timeout=TICK_S))
+            while len(events) < 1000:
+                events.append(self._events.get_nowait())
+        return events
+
+    def _send(self, key: int, message: dict | None) -> None:
+        with self._lock:
+            channel = self._channels.get(key)
+        if channel is None:
+            return
+        if message is None:
+            channel.close()
+            return
+        try:
+            channel.send(message)
+        except wire.WireError as error:
+            self._assembly.gone(key, str(error), self._clock())
+
+
+def _listen(address: str) -> socket.socket:
+    listener = None
+    try:
+        family, place = resolve_address(address)
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(place)
+        listener.listen(128)
+        return listener
+    except OSError as error:
+        if listener is not None:
+            listener.close()
+        raise type(error)(error.errno, bind_problem("the rendezvous", address, error)) from error

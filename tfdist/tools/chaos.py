@@ -1,0 +1,160 @@
+"""The words after `tfdist chaos` become a report on a launch that went through faults; nothing is started or changed."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from tfdist.arguments import Parser
+from tfdist.config import nearest
+from tfdist.contract import JOURNAL, read_journal
+from tfdist.tools.recovery import Recovery, Strike
+
+LATEST = os.path.join("runs", "latest")
+COMMANDS = {"report": "recovery times, lost steps, and whether the result is that of the undisturbed run"}
+
+_DESCRIPTION = """\
+Tells what became of a launch with a chaos plan. LOG_DIR is the directory of its logs, runs/latest if none is named.
+
+  tfdist launch --workers 2 --log-dir runs/calm --chaos none -- train.py
+  tfdist launch --workers 2 --restarts 9 --log-dir runs/wild --chaos "kill worker:1@step=37; kill chief@saving" -- train.py
+  tfdist chaos report runs/wild --against runs/calm
+
+Results are compared where the training uses tfdist.BackupAndRestore. Both launches need directories of their own for
+their backups, too.
+"""
+_EPILOG = """\
+exit code: 0 when the launch ended well, with the same result; 1 when it did not, goes on, or the result is another one;
+2 for a mistake on this command line.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command `tfdist chaos`.
+
+    Args:
+        argv: The words after `tfdist chaos`.
+
+    Returns:
+        The exit code.
+    """
+    words = list(argv)
+    if not words:
+        print(_parser().format_help(), end="")
+        return 2
+    known = words[0] in COMMANDS
+    try:
+        if not known and not words[0].startswith("-"):
+            raise ValueError(f"expected a command, received {words[0]!r}. {nearest(words[0], COMMANDS, 'tfdist chaos ')}")
+        return _report(_parser().parse_args(words))
+    except ValueError as error:
+        name = f" {words[0]}" if known else ""
+        print(f"tfdist chaos{name}: error: {error}\nSee `tfdist chaos{name} --help`.", file=sys.stderr)
+        return 2
+
+
+def _report(flags: argparse.Namespace) -> int:
+    recovery = _recovery(flags.log_dir or LATEST, "LOG_DIR" if flags.log_dir else "LOG_DIR (default)")
+    print("\n".join([*table(recovery.strikes), *summary(recovery, time.time())]))
+    if not flags.against:
+        return 0 if recovery.code == 0 else 1
+    other = _recovery(flags.against, "--against")
+    if recovery.code != 0:
+        print("result: none to compare, as the launch did not end well")
+        return 1
+    if other.code != 0:
+        raise ValueError(f"--against: expected the logs of a launch that ended well, received {flags.against}, which did not")
+    return _compare(flags.log_dir or LATEST, flags.against)
+
+
+def _recovery(log_dir: str, flag: str) -> Recovery:
+    if not os.path.isdir(log_dir):
+        raise ValueError(f"{flag}: expected the directory of a launch's logs, received {log_dir}, which is none")
+    journal = read_journal(log_dir)
+    if not any(line["event"] == "attempt" for line in journal):
+        raise ValueError(f"{flag}: expected the directory of a launch's logs, received {log_dir}: it has no {JOURNAL} that tells of an attempt")
+    return Recovery(journal)
+
+
+def _compare(log_dir: str, against: str) -> int:
+    from tfdist.backup import result  # it needs TensorFlow
+
+    mine, other = (result.read(directory) for directory in (log_dir, against))
+    found = result.compare(mine, other)
+    print(f"result: {found.text} {against}{found.detail and ': '}{found.detail}")
+    return 0 if found.same else 1
+
+
+def table(strikes: Sequence[Strike]) -> list[str]:
+    """The lines of a table with a row for each fault.
+
+    Example:
+        >>> print("\\n".join(table([Strike("kill chief@saving", 2.0, 0.04, 9.5, 3, "snapshot-2")])))
+        fault              struck at  detected  recovered  lost steps  went on from
+        kill chief@saving      2.0 s    0.04 s      9.5 s           3  snapshot-2
+    """
+    if not strikes:
+        return ["No fault has struck."]
+    rows = [("fault", "struck at", "detected", "recovered", "lost steps", "went on from")]
+    for strike in strikes:
+        lost = "-" if strike.lost is None else str(strike.lost)
+        rows.append((strike.text, _seconds(strike.when, 1), _seconds(strike.detected, 2), _seconds(strike.recovered, 1), lost, strike.origin or "-"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [text.rjust(width) for text, width in zip(row, widths, strict=True)]
+        lines.append("  ".join([row[0].ljust(widths[0]), *cells[1:-1], row[-1]]))
+    return lines
+
+
+def summary(recovery: Recovery, now: float) -> list[str]:
+    """What the launch came to in all.
+
+    Args:
+        recovery: Of its journal.
+        now: Seconds since the epoch.
+    """
+    lines = [f"not struck: {text}" for text in recovery.missed]
+    count, lost = len(recovery.attempts), [recovery.lost(place) or 0 for place in range(len(recovery.attempts))]
+    text = f"{_count(count, 'attempt')} in {recovery.seconds:.1f} s, {_count(sum(lost), 'step')} lost"
+    if sum(lost):
+        text += f", {max(lost)} at most by one attempt"
+    if recovery.interval is not None:
+        text += f"; a snapshot every {_count(recovery.interval, 'step')}" if recovery.interval > 1 else "; a snapshot every step"
+    lines.append(text)
+    if recovery.code is None:
+        ago = now - recovery.begun - recovery.seconds
+        lines.append(f"The launch has NOT ENDED: it runs, or its launcher was killed; its journal's last line is {ago:.0f} s old.")
+    elif recovery.code:
+        why = f": {recovery.refusal}" if recovery.refusal else ""
+        lines.append(f"The launch did NOT END WELL: exit code {recovery.code}{why}.")
+    return lines
+
+
+def _seconds(seconds: float | None, digits: int) -> str:
+    return "-" if seconds is None else f"{seconds:.{digits}f} s"
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    lines = [f"  {name}  {summary}" for name, summary in COMMANDS.items()]
+    parser = Parser(
+        prog="tfdist chaos",
+        usage="tfdist chaos [-h] COMMAND ...",
+        description=_DESCRIPTION + "\ncommands:\n" + "\n".join(lines),
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(prog="tfdist chaos", dest="command", metavar="COMMAND", help=argparse.SUPPRESS, required=True)
+    report = commands.add_parser(
+        "report", description=f"Tells {COMMANDS['report']}.", epilog=_EPILOG, allow_abbrev=False
+    )
+    report.add_argument("log_dir", nargs="?", metavar="LOG_DIR", help=f"directory of a launch's logs ({LATEST})")
+    report.add_argument("--against", metavar="LOG_DIR", help="that of the undisturbed launch, --chaos none, whose result is the right one")
+    return parser
