@@ -1,6 +1,32 @@
-"""Fixtures that tests of several directories share."""
+"""Fixtures that tests of several directories share, and an end to tests that no other bound ends."""
+
+import faulthandler
+import os
 
 import pytest
+
+LATE = 240  # seconds after a test's own bound, which neither ends a call that never returns to Python nor waits in what clears up after it
+
+_real_stderr = pytest.StashKey[int]()
+
+
+def pytest_configure(config):
+    config.stash[_real_stderr] = os.dup(2)  # of a test it is captured
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Ends the process, with the stacks of all threads, where a test's timeout did not end the test."""
+    own, asked = item.get_closest_marker("timeout"), item.config.getoption("timeout")
+    seconds = float(item.config.getini("timeout")) if asked is None else asked
+    if item.config.getoption("usepdb") or not seconds:
+        return (yield)
+    seconds = own.args[0] if own else seconds
+    faulthandler.dump_traceback_later(seconds + LATE, exit=True, file=item.config.stash[_real_stderr])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(scope="session")

@@ -21,17 +21,17 @@ LONGEST = 400  # lines of a file: the time to look for a second purpose
 
 # A room is a set of modules that may import each other; it imports rooms of lower levels, and no others.
 LEVELS = (
-    ({"addresses", "cluster"}, {"arguments"}, {"config"}, {"telemetry"}, {"keras_compat"}),
-    ({"resolvers"}, {"preflight"}, {"flags", "app"}, {"data"}, {"models"}, {"layers"}),
+    ({"addresses", "cluster"}, {"arguments"}, {"contract", "chaos"}, {"config"}, {"telemetry"}, {"keras_compat"}),
+    ({"resolvers"}, {"preflight"}, {"flags", "app"}, {"data"}, {"backup"}, {"models"}, {"layers"}),
     ({"train"},),
     ({"strategies"},),
     ({"run", "inputs"},),
     ({"tools"},),
 )
-LAUNCH_SEES = {"arguments", "config", "addresses", "cluster", "resolvers"}
+LAUNCH_SEES = {"arguments", "contract", "chaos", "config", "addresses", "cluster", "resolvers"}
 DOORS = {"__init__", "__main__", "cli"}  # they name rooms, and load what is asked for
-WITHOUT_FRAMEWORKS = {"addresses", "arguments", "cluster", "config", "resolvers", "preflight", "flags", "app", "launch", *DOORS}
-SEES_ENVIRON = {"cluster", "resolvers", "launch"}
+WITHOUT_FRAMEWORKS = {"addresses", "arguments", "chaos", "cluster", "contract", "config", "resolvers", "preflight", "flags", "app", "launch", *DOORS}
+SEES_ENVIRON = {"cluster", "contract", "resolvers", "launch"}
 SEES_PRIVATE_NAMES = {"keras_compat"}
 FRAMEWORKS = {"tensorflow", "tensorflow_datasets", "tf_keras", "keras", "jax", "torch"}
 OUTSIDE = {"tests", "configs", "examples", "benchmarks"}
@@ -199,8 +199,8 @@ def _defined(path: pathlib.Path) -> Iterator[str]:
             yield node.attr
 
 
-def test_data_knows_no_strategy():
-    none(f"{place(path, node)}: {name}" for path in files("data") for node, name in names(path) if "tf.distribute" in name)
+def test_data_and_backup_know_no_strategy():
+    none(f"{place(path, node)}: {name}" for path in files("data", "backup") for node, name in names(path) if "tf.distribute" in name)
 
 
 def test_the_package_stands_alone():

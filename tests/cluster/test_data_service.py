@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests.cluster.scripts import audited, served
-from tests.cluster.test_launch import Launch
+from tests.launches import Launch
 from tests.processes import PYTHON, ROOT, group
 from tfdist.addresses import free_ports
 

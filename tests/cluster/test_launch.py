@@ -2,103 +2,14 @@
 
 import json
 import os
-import pathlib
 import re
 import signal
-import subprocess
-import sys
 import time
-import uuid
 
 import pytest
 
+from tests.launches import BOUND
 from tfdist.cluster import ClusterSpec
-
-ROOT = pathlib.Path(__file__).parents[2]
-BOUND = 120  # seconds for any launch here; each takes one to five where nothing else runs
-
-# What every script begins with. A victim fails as TensorFlow does when a peer is gone.
-PRELUDE = """\
-import json, os, signal, subprocess, sys, time
-me = os.environ["TFDIST_TASK"]
-class UnavailableError(Exception): pass
-def lose_peers():
-    time.sleep(0.4)
-    raise UnavailableError("Graph execution error:\\n\\nCollective ops is aborted by: Socket closed")
-def ready(): open(f"{me}.ready", "w").close()
-"""
-
-
-class Launch:
-    """`tfdist launch` in a directory of its own; all its processes carry a mark in their environment."""
-
-    def __init__(self, directory, bound=BOUND):
-        self.directory = directory
-        self.bound = bound
-        self._mark = f"TFDIST_TEST_MARK={uuid.uuid4()}"
-        self._process = None
-
-    def start(self, *flags, script=None, command=("task.py",), environ=None):
-        if script is not None:
-            (self.directory / "task.py").write_text(PRELUDE + script)
-        name, _, value = self._mark.partition("=")
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tfdist", "launch", *flags, "--", *command],
-            cwd=self.directory,
-            env={**os.environ, "PYTHONPATH": str(ROOT), name: value, **(environ or {})},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # a process group of its own, to be killed as a whole
-        )
-        return self._process
-
-    def finish(self):
-        """Exit code, output, errors."""
-        out, err = self._process.communicate(timeout=self.bound)
-        return self._process.returncode, out, err
-
-    def run(self, *flags, **options):
-        self.start(*flags, **options)
-        return self.finish()
-
-    def wait_for(self, *names):
-        deadline = time.monotonic() + self.bound
-        while not all((self.directory / name).exists() for name in names):
-            assert time.monotonic() < deadline, f"waited for {names}"
-            time.sleep(0.02)
-
-    def log(self, task):
-        return (self.directory / "runs" / "latest" / f"{task}.log").read_text()
-
-    def living(self):
-        """Process ids of the launcher, its guardian, its tasks and whatever they started."""
-        found = []
-        for entry in pathlib.Path("/proc").glob("[0-9]*"):
-            try:
-                if self._mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
-                    found.append(int(entry.name))
-            except OSError:
-                continue  # gone meanwhile, or somebody else's
-        return found
-
-    def wait_for_nobody(self, seconds=5.0):
-        deadline = time.monotonic() + seconds
-        while (left := self.living()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return left
-
-
-@pytest.fixture
-def launch(tmp_path):
-    """Starts launches; afterwards no process may be left."""
-    started = Launch(tmp_path)
-    yield started
-    left = started.wait_for_nobody()
-    for pid in left:
-        os.kill(pid, signal.SIGKILL)
-    started.finish()
-    assert not left, f"processes left behind: {left}"
 
 
 def test_environment_prefixes_and_logs(launch):

@@ -47,6 +47,7 @@ def test_a_running_server_answers_and_a_stopped_or_killed_one_does_not(tmp_path)
         assert members.log("server") == log
         assert len(os.listdir(f"/proc/{server.pid}/fd")) <= files + 2  # some sockets are still being closed
         server.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, server.pid, os.WSTOPPED | os.WNOWAIT)  # all its threads
         answer, seconds = timed(answers, address, 0.5)
         assert not answer
         assert 0.4 < seconds < 5
@@ -135,7 +136,8 @@ def test_a_killed_chief_may_come_back_and_one_that_left_is_waited_for(job):
     job.serve(timeouts=(SECONDS, 20))
     job.start("chief:0", how="stay", name="first")
     job.says("first", "counted 50")
-    job.says("worker:0", "is there")
+    for task in ("worker:0", "worker:1", "ps:0"):  # each looks once a second
+        job.says(task, "is there")
     job.members.processes["first"].kill()
     job.says("worker:0", "is gone; waiting 20 s")
     job.start("chief:0", how="leave", name="second")

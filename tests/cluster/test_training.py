@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 
-from tests.cluster.scripts.files import CRASH_EPOCH, EPOCHS, SLOW_STEPS
+from tests.cluster.scripts.files import CRASH_EPOCH, EPOCHS, LONG_STEPS, SLOW_STEPS
 from tests.processes import PYTHON, ROOT, group, workers
 
 SECONDS = 240  # for one cluster: about 25 on an idle machine of 2 cores
@@ -70,7 +70,7 @@ def test_the_chiefs_files_are_whole(job):
     chief = job.directory / "rank-0"
     with open(chief / "log.csv", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    assert [int(r["epoch"]) for r in rows] == [2, 3]
+    assert [int(r["epoch"]) for r in rows] == list(range(EPOCHS))  # those before the crash too
     np.testing.assert_allclose([float(r["val_loss"]) for r in rows], job.results[0]["history"]["val_loss"], rtol=1e-6)
     files = job.files("rank-0")
     assert [f for f in files if f.startswith("epoch-")] == [f"epoch-{i}.keras" for i in range(1, EPOCHS + 1)]
@@ -101,6 +101,16 @@ def test_one_progress_bar(job):
 
 def test_workers_of_unequal_speed_run_ahead_together(job):
     assert [r["slow steps"] for r in job.results] == [SLOW_STEPS] * 2
+
+
+def test_a_long_call_is_looked_at_while_it_runs(job):
+    """By a thread of each worker alone: a collective there would meet another of the step's."""
+    assert [r["long steps"] for r in job.results] == [LONG_STEPS] * 2
+
+
+def test_steps_start_no_threads_of_their_own(job):
+    """With TensorFlow's own timeout of collectives each of them does."""
+    assert all(r["slow threads"] < SLOW_STEPS / 2 for r in job.results), [r["slow threads"] for r in job.results]
 
 
 # --- Mistakes -----------------------------------------------------------------------------------------------------------

@@ -46,6 +46,13 @@ def test_the_one_that_did_it_is_blamed_although_its_victim_was_quicker(ending, k
     assert verdict.others[0].message == "UnavailableError: Collective ops is aborted by: Socket closed"
 
 
+def test_who_waited_too_long_is_no_cause():
+    waited = error("TimeoutError", "worker:0 waited too long for worker:1, 600 s without a step: a worker hangs, is cut off", 3.0)
+    verdict = judge([Ending("worker:0", 1, 5.0, error=waited), Ending("worker:1", -9, 6.0)])
+    assert verdict.cause.task == "worker:1"
+    assert verdict.others[0].kind is Kind.LOST_PEERS
+
+
 def test_of_two_errors_the_first_is_the_cause():
     errors = {"worker:0": error("KeyError", "'x'", 3.0), "worker:1": error("KeyError", "'x'", 2.0)}
     endings = [Ending(task, 1, 9.0, error=raised) for task, raised in errors.items()]
@@ -101,7 +108,7 @@ def test_an_error_of_a_task_that_then_hung_on_its_way_out():
 
 
 def test_an_error_in_answer_to_the_launchers_signal_is_none():
-    assert classify(Ending("worker:0", 1, 9.0, told=8.0, error=error("OSError", "x", 8.5))) is None
+    assert classify(Ending("worker:0", 1, 9.0, told=8.0)) is None
 
 
 def test_a_native_crash_keeps_the_lines_before_it():

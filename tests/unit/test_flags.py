@@ -4,6 +4,7 @@ import pytest
 from absl import flags as absl_flags
 
 from tfdist import app, flags
+from tfdist.contract import CONFIGURATION_CODE
 
 
 def parsed(*words):
@@ -52,7 +53,7 @@ def test_half_a_task_is_refused(given, missing):
 def test_our_errors_read_plainly_and_others_keep_their_traceback(capsys):
     with pytest.raises(SystemExit) as stop:
         app.plainly(flags.parsed_options, parsed("--task_type=worker"))
-    assert stop.value.code == app.EX_CONFIG
+    assert stop.value.code == CONFIGURATION_CODE
     assert isinstance(stop.value.__cause__, ValueError)
     assert capsys.readouterr().err.startswith("error: --task_index is missing")
     with pytest.raises(ValueError, match="invalid literal"):
@@ -73,5 +74,5 @@ def test_a_script_gets_its_own_flags_and_ours(run_python):
     done = run_python(SCRIPT, "--epochs=2", "--log_dir=logs", "--devices=2", "more")
     assert done.stdout.strip() == "['more'] 2 logs 0 {'devices': '2'}", done.stderr
     wrong = run_python(SCRIPT, "--epoch=2")
-    assert wrong.returncode == app.EX_CONFIG
+    assert wrong.returncode == CONFIGURATION_CODE
     assert "Unknown command line flag 'epoch'" in wrong.stderr

@@ -330,3 +330,43 @@ def test_the_length_of_a_distributed_data_set_can_be_hidden(two):
     assert adapter.num_batches is None
     assert sum(1 for _ in dataset) == 4 // two.num_replicas_in_sync
     assert keras_compat.hide_length(3) == 3
+
+
+# --- Callbacks --------------------------------------------------------------------------------------------------------------
+def test_callbacks_count_steps_where_it_is_said(two, tmp_path):
+    saves = keras.callbacks.ModelCheckpoint(tmp_path / "{batch}.weights.h5", save_weights_only=True, save_freq=5)
+    board = keras.callbacks.TensorBoard(tmp_path / "logs", update_freq=1)
+    x, y = data(24)
+    compiled(two).fit(x, y, batch_size=8, epochs=2, validation_data=(x, y), validation_batch_size=12, verbose=0, callbacks=[saves, board])
+    found = [[getattr(callback, name) for name in names] for callback, (_, names) in zip((saves, board), keras_compat.STEP_COUNTERS, strict=True)]
+    assert found == [[1, 2], [6, 4]]
+
+
+def test_the_writers_of_logs_are_found_and_made_again(tmp_path):
+    board = keras.callbacks.TensorBoard(tmp_path, write_graph=False)
+    model = mlp()
+    model.compile("sgd", CROSSENTROPY)
+    x, y = data(24)
+    for _ in range(2):
+        model.fit(x, y, validation_data=(x, y), verbose=0, callbacks=[board])
+        assert sorted(keras_compat.log_writers(board)) == ["train", "val"]
+        for writer in keras_compat.log_writers(board).values():
+            writer.flush()
+            writer.close()
+        keras_compat.log_writers(board).clear()
+    assert len(list((tmp_path / "train").iterdir())) == 2
+
+
+def test_an_error_in_fit_leaves_no_condition_on_summaries(tmp_path):
+    board = keras.callbacks.TensorBoard(tmp_path, update_freq=7)
+    model = mlp()
+    model.compile("sgd", CROSSENTROPY)
+    x, y = data(24)
+    with pytest.raises(ZeroDivisionError):
+        model.fit(x, y, verbose=0, callbacks=[board, keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: 1 / 0)])
+    other = tf.summary.create_file_writer(str(tmp_path / "other"))
+    with other.as_default(step=0):
+        assert not tf.summary.should_record_summaries()
+    keras_compat.leave_summaries(board)
+    with other.as_default(step=0):
+        assert tf.summary.should_record_summaries()

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from tfdist import preflight
-from tfdist.addresses import split_address
+from tfdist.addresses import PortTaken, split_address
 from tfdist.cluster import ClusterSpec
 
 LONG, SHORT = 20.0, 0.8  # seconds: a bound that no passing test reaches; one for tasks that are absent
@@ -123,7 +123,7 @@ def test_different_attempts_wait_for_each_other():
 def test_a_second_process_of_one_task_on_this_machine():
     spec = members(ClusterSpec.local(workers=2))[0]
     kinds = {type(error) for error in meet([spec, spec], SHORT)}
-    assert kinds == {preflight.PeersAbsent, preflight.ConfigurationError}
+    assert kinds == {preflight.PeersAbsent, PortTaken}
 
 
 def test_a_second_process_of_one_task_elsewhere():
@@ -196,11 +196,25 @@ def test_strangers_who_call_do_no_harm(sent, capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
+def test_tensorflow_of_a_task_that_may_go_already_delays_nobody(monkeypatch):
+    monkeypatch.setattr(preflight, "EXCHANGE_S", LONG)
+    specs = members(ClusterSpec.local(workers=2))
+    started = time.monotonic()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        first = pool.submit(preflight.check, specs[0], LONG, versions="same")
+        time.sleep(0.3)
+        with socket.create_connection(split_address(specs[0].task.address)) as connection:
+            connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04")  # of gRPC, which waits for an answer
+            preflight.check(specs[1], LONG, versions="same")
+            first.result()
+    assert time.monotonic() - started < LONG / 2
+
+
 def test_own_faults_come_at_once():
     started = time.monotonic()
     specs = members(ClusterSpec.local(workers=2))
     with socket.create_server(split_address(specs[0].task.address)):
-        text = message(*meet(specs[:1]), preflight.ConfigurationError)
+        text = message(*meet(specs[:1]), PortTaken)
     assert "already in use" in text
     elsewhere = ClusterSpec({"worker": ["203.0.113.1:2222", "203.0.113.2:2222"]}, "worker", 0)
     assert "not an address of this machine" in message(*meet([elsewhere]), preflight.ConfigurationError)

@@ -111,6 +111,22 @@ def test_deterministic_operations_are_refused(run_python):
     assert "ValueError: service: the pipeline of arrays cannot go to data workers after tf.config" in ended.stderr
 
 
+DELETED = """
+import faulthandler, tensorflow as tf
+from tfdist.data import service
+service.TICK_US = 1
+state = tf.raw_ops.VarHandleOp(dtype=tf.string, shape=[], shared_name="state")
+tf.raw_ops.AssignVariableOp(resource=state, value=tf.constant(""))
+faulthandler.dump_traceback_later(60, exit=True)
+for _ in range(500):
+    next(iter(service._ticks(state).prefetch(2)))
+"""
+
+
+def test_a_pass_that_is_left_while_it_ticks_ends(run_python):
+    assert run_python(DELETED).returncode == 0
+
+
 # --- What it leaves --------------------------------------------------------------------------------------------------
 def test_old_pipelines_are_removed(tmp_path):
     (tmp_path / "datasets").mkdir()

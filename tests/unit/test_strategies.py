@@ -198,3 +198,10 @@ def test_the_factory_is_tfdists_own():
 def test_a_number_is_no_cluster():
     with pytest.raises(ValueError, match="did you mean devices=2"):
         make_strategy("mirrored", 2)
+
+
+@pytest.mark.parametrize("name", ["timeout", "start_timeout"])
+@pytest.mark.parametrize("seconds", [0, -1, float("nan")])
+def test_a_bound_that_is_none_is_refused(name, seconds):
+    with pytest.raises(ValueError, match=f"^{name}: expected seconds above 0, received {seconds}"):
+        make_strategy(**{name: seconds})

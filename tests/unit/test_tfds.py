@@ -2,6 +2,7 @@
 
 import builtins
 import fcntl
+import random
 import shutil
 import socket
 
@@ -87,6 +88,13 @@ def test_digits_need_no_network(tmp_path, monkeypatch):
     monkeypatch.setattr(socket.socket, "connect", connects)
     monkeypatch.setattr(socket, "getaddrinfo", looks_up)
     assert tfds.load("tfdist_digits", "test", tmp_path).cardinality == 297
+
+
+def test_preparing_draws_no_random_numbers(tmp_path):
+    random.seed(1)
+    before = random.getstate()
+    tfds.load("tfdist_digits", "train", data_dir=tmp_path)
+    assert random.getstate() == before
 
 
 def test_two_processes_prepare_at_the_same_time(tmp_path, run_python_twice):

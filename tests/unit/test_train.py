@@ -10,8 +10,10 @@ import tensorflow as tf
 
 import tfdist
 from tests.parity.cases import CROSSENTROPY, GLOBAL_BATCH, STEPS, Steps, data, dataset, mlp
+from tfdist.contract import Phase
 from tfdist.train import callbacks, loop
-from tfdist.train.loop import Predictor, Runner
+from tfdist.train.loop import Runner
+from tfdist.train.predict import Predictor
 
 
 def compiled(strategy, build=mlp, optimizer=keras.optimizers.SGD, loss=CROSSENTROPY, **kwargs):
@@ -309,3 +311,16 @@ def test_a_model_that_nobody_holds_is_freed(mirrored, use):
     del model
     gc.collect()
     assert gone() is None
+
+
+def test_outside_of_calls_silence_tells_nothing(one_device, monkeypatch):
+    phases = []
+    monkeypatch.setattr(one_device.tfdist_engine.pulse, "beat", phases.append)
+    with one_device.scope():
+        model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x, y = np.ones([8, 2], np.float32), np.ones([8, 1], np.float32)
+    for call in (lambda: model.fit(x, y, verbose=0), lambda: model.evaluate(x, y, verbose=0), lambda: model.train_on_batch(x, y), lambda: model.predict(x, verbose=0)):
+        call()
+        assert phases[-1] == Phase.IDLE
+        phases.clear()

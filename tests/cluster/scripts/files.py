@@ -19,6 +19,7 @@ from tfdist.strategies import is_chief
 
 CRASH_EPOCH, EPOCHS = 2, 4
 SLOW_STEPS = 150
+LONG_TIMEOUT, LONG_STEPS = 16, 200  # seconds, of which an eighth lies between two looks at a call; steps of 0.02 s in one call
 
 
 def build(strategy, seed=1):
@@ -41,7 +42,7 @@ def slowly(x, y):
 
 
 def main(directory: str, stage: str) -> None:
-    strategy = tfdist.make_strategy()
+    strategy = tfdist.make_strategy(timeout=LONG_TIMEOUT)
     rank = 0 if is_chief(strategy) else 1
     shared = pathlib.Path(directory)
     own = shared / f"rank-{rank}"
@@ -74,12 +75,18 @@ def main(directory: str, stage: str) -> None:
 
     steps = dataset(*data(SLOW_STEPS), batch=1).map(slowly if rank else lambda x, y: (x, y))
     slow = build(strategy)
+    before = len(os.listdir("/proc/self/task"))
     slow.fit(steps, verbose=0)
+    long = build(strategy)
+    long.steps_per_execution = LONG_STEPS
+    long.fit(steps.repeat().take(LONG_STEPS), verbose=0)
     result = {
         "epochs": epochs,
         "history": history.history,
         "weights": model.get_weights(),
         "slow steps": int(slow.optimizer.iterations.numpy()),
+        "slow threads": len(os.listdir("/proc/self/task")) - before,
+        "long steps": int(long.optimizer.iterations.numpy()),
         "slow weights": slow.get_weights(),
     }
     (shared / f"result-{rank}.pickle").write_bytes(pickle.dumps(result))

@@ -1,0 +1,82 @@
+"""A worker whose training is disturbed: `chaotic.py DIRECTORY [SAVE_FREQ [STRATEGY]]`; each that ends leaves its result in DIRECTORY.
+
+With CHAOTIC_PACE each step takes that many seconds more until there is a file DIRECTORY/hurry, and nothing depends on the number of
+replicas, as Dropout does.
+"""
+
+import os
+import pathlib
+import pickle
+import sys
+import time
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfdist
+
+EXAMPLES, BATCH, EPOCHS = 100, 12, 4  # the last batch of each epoch has 4 rows
+STEPS = -(-EXAMPLES // BATCH)
+
+
+class Seen(keras.metrics.Metric):
+    """A number that no set of examples but the right one gives: of each the number, squared, is added."""
+
+    def __init__(self):
+        super().__init__(name="seen", dtype="float64")
+        self.total = self.add_weight(shape=(), initializer="zeros", name="total", dtype="float64")
+
+    def update_state(self, y, y_pred, sample_weight=None):
+        self.total.assign_add(tf.reduce_sum(tf.cast(y[:, 1], tf.float64) ** 2))
+
+    def result(self):
+        return tf.convert_to_tensor(self.total)  # the variable itself would change later
+
+
+class Pace(keras.callbacks.Callback):
+    """Lets a training last until somebody has done with it what was to be done."""
+
+    def __init__(self, seconds, hurry):
+        super().__init__()
+        self.seconds, self.hurry = seconds, hurry
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if not self.hurry.exists():
+            time.sleep(self.seconds)
+
+
+def loss(y, y_pred):
+    return tf.square(y[:, :1] - y_pred)
+
+
+def main(directory, save_freq="3", name="auto"):
+    root, pace = pathlib.Path(directory), float(os.environ.get("CHAOTIC_PACE", "0"))
+    if name == "mirrored":
+        tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2)
+    strategy = tfdist.make_strategy(name, **({"devices": ["CPU:0", "CPU:1"]} if name == "mirrored" else {}))
+    from tfdist import data
+
+    keras.utils.set_random_seed(1)
+    x = np.random.default_rng(0).normal(size=(EXAMPLES, 5)).astype(np.float32)
+    y = np.stack([x.sum(axis=1), np.arange(1, EXAMPLES + 1)], 1).astype(np.float32)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input([5]), keras.layers.Dense(6, "relu"), keras.layers.Dropout(0.0 if pace else 0.1, seed=4), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.Adam(0.01), loss, metrics=[Seen()])
+    callbacks = [
+        tfdist.BackupAndRestore(root / "backup", save_freq=int(save_freq) if save_freq.isdecimal() else save_freq),
+        keras.callbacks.EarlyStopping("val_loss", patience=9),
+        keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=10.0),
+        keras.callbacks.CSVLogger(root / "log.csv"),
+        tfdist.TensorBoard(root / "logs", write_graph=False),
+    ]
+    if pace:
+        callbacks.append(Pace(pace, root / "hurry"))
+    train, test = data.pipeline((x, y), BATCH, seed=3), data.pipeline((x[:30], y[:30]), BATCH)
+    history = model.fit(train, epochs=EPOCHS, validation_data=test, callbacks=callbacks, verbose=0)
+    result = {"history": history.history, "epochs": history.epoch, "weights": model.get_weights(), "iterations": int(model.optimizer.iterations.numpy())}
+    (root / f"{os.environ['TFDIST_TASK'].replace(':', '-')}.pickle").write_bytes(pickle.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,77 @@
+"""Trainings on disks that are full, read-only or none at all: `disks.py PLACE OUT`; PLACE is an empty directory to mount a small disk at.
+
+It runs in a mount namespace of its own. What each training came to goes to OUT as JSON.
+"""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import keras
+import numpy as np
+
+import tfdist
+from tfdist.backup.store import Store
+
+EPOCHS, STEPS = 6, 2
+DISK = 2 << 20
+
+
+def train(directory):
+    """What a fit comes to: its error, or its history; and how many steps were run."""
+    keras.utils.set_random_seed(1)
+    strategy = tfdist.make_strategy("one_device", devices="cpu")
+    with strategy.scope():
+        model = keras.Sequential([keras.Input([100]), keras.layers.Dense(200), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.Adam(0.001), "mse")
+    x = np.random.default_rng(0).normal(size=(8, 100)).astype(np.float32)
+    data = tfdist.data.pipeline((x, x[:, :1]), 4, seed=3)
+    found = {"error": None, "history": None}
+    try:
+        found["history"] = model.fit(data, epochs=EPOCHS, callbacks=[tfdist.BackupAndRestore(directory, delete_checkpoint=False)], verbose=0).history
+    except Exception as error:
+        found["error"] = [type(error).__name__, str(error)]
+    return {**found, "iterations": int(model.optimizer.iterations.numpy()), "files": sorted(os.listdir(directory)) if os.path.isdir(directory) else None}
+
+
+def mount(*words):
+    subprocess.run(["mount", *words], check=True, capture_output=True)
+
+
+def main(place, out):
+    place, found = pathlib.Path(place), {}
+    found["elsewhere"] = train(f"{place}-elsewhere")
+    mount("-t", "tmpfs", "-o", f"size={DISK}", "none", str(place))
+    directory, filler = place / "backup", place / "filler"
+    size = max(file.stat().st_size for file in pathlib.Path(f"{place}-elsewhere").iterdir())
+    filler.write_bytes(bytes(DISK - size * 5 // 2))  # with two snapshots that are kept, a third finds no room
+    found["full"] = train(directory)
+    numbers = Store(directory).numbers()
+    facts = [Store.read(Store(directory).path(number)).facts for number in numbers]
+    found["kept"] = [[number, fact["epoch"]] for number, fact in zip(numbers, facts, strict=True)]
+    with open(filler, "ab", buffering=0) as file:  # to the last byte
+        for size in (4096, 1):
+            while True:
+                try:
+                    if file.write(bytes(size)) < size:
+                        break
+                except OSError:
+                    break
+    found["no byte left"] = train(directory)
+    mount("-o", "remount,ro", str(place))
+    found["read-only"] = train(directory)
+    found["read-only, new"] = train(place / "new")
+    mount("-o", "remount,rw", str(place))
+    filler.unlink()
+    found["room again"] = train(directory)
+    (place / "file").write_text("a file")
+    found["a file"] = train(place / "file")
+    found["below a file"] = train(place / "file" / "backup")
+    found["no such place"] = train("/proc/nowhere/backup")
+    pathlib.Path(out).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,77 @@
+"""Disks that are full, read-only or missing: real ones, mounted in a namespace of the test's own, under a training that saves there."""
+
+import json
+import shutil
+import subprocess
+
+import pytest
+
+from tests.cluster.scripts.disks import EPOCHS, STEPS
+from tests.processes import PYTHON, ROOT, group
+
+SCRIPT = str(ROOT / "tests" / "cluster" / "scripts" / "disks.py")
+PRIVATE = ("unshare", "--user", "--map-root-user", "--mount")
+SECONDS = 200  # for all trainings: some six on an idle machine
+
+
+@pytest.fixture(scope="module")
+def disks(tmp_path_factory):
+    """What each training came to, by the name of its disk."""
+    root = tmp_path_factory.mktemp("disks")
+    place, out = root / "disk", root / "out.json"
+    place.mkdir()
+    if not shutil.which("unshare"):
+        pytest.skip("a disk of the test's own needs the program unshare")
+    trial = subprocess.run([*PRIVATE, "mount", "-t", "tmpfs", "none", str(place)], capture_output=True, text=True, timeout=20)
+    if trial.returncode:
+        pytest.skip(f"a mount namespace is refused here: {trial.stderr.strip()}")
+    with group(root) as members:
+        members.start("disks", [*PRIVATE, PYTHON, SCRIPT, str(place), str(out)], PYTHONPATH=str(ROOT))
+        members.succeed(SECONDS)
+    return json.loads(out.read_text())
+
+
+def parts(found):
+    return [name for name in found["files"] or [] if name.endswith(".part")]
+
+
+def test_a_disk_that_fills_up_ends_the_training_and_keeps_what_was_saved(disks):
+    full = disks["full"]
+    kind, text = full["error"]
+    assert kind == "OSError"
+    assert "backup/snapshot-2.tfdist: cannot be written" in text
+    assert "No space left on device" in text
+    assert "Expected a directory with room that this process may write to; the snapshots that are there stay." in text
+    assert disks["kept"] == [[0, 0], [1, 1]], "number and epoch of each snapshot, and all can be read"
+    assert not parts(full)
+    assert 2 * STEPS <= full["iterations"] <= 3 * STEPS, "it ends with the next save"
+
+
+def test_where_there_is_room_again_it_goes_on(disks):
+    again, whole = disks["room again"], disks["elsewhere"]
+    assert again["error"] is None
+    assert again["iterations"] == EPOCHS * STEPS
+    assert again["history"] == whole["history"]
+    assert again["files"] == whole["files"]
+
+
+@pytest.mark.parametrize(
+    ("disk", "file", "why"),
+    [
+        ("no byte left", "disk/backup/writer.json", "No space left on device"),
+        ("read-only", "disk/backup/writer.json", "Read-only file system"),
+        ("read-only, new", "disk/new/writer.json", "Read-only file system"),
+        ("a file", "disk/file/writer.json", "is not a directory"),
+        ("below a file", "disk/file/backup/writer.json", "is not a directory"),
+        ("no such place", "/proc/nowhere/backup/writer.json", "No such file or directory"),
+    ],
+)
+def test_where_nothing_can_be_saved_no_step_is_run(disk, file, why, disks):
+    found = disks[disk]
+    kind, text = found["error"]
+    assert kind == "OSError"
+    assert f"{file}: cannot be written" in text
+    assert why in text
+    assert "Expected a directory with room that this process may write to." in text
+    assert found["iterations"] == 0
+    assert not parts(found)

@@ -1,0 +1,150 @@
+"""The fault matrix: a training that is killed, stopped, preempted and robbed at any moment ends as if nothing had happened.
+
+Each launch takes several faults one after the other. `make chaos` runs longer ones.
+"""
+
+import functools
+import os
+import pickle
+import random
+import re
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.cluster.scripts.chaotic import EPOCHS, EXAMPLES, STEPS
+from tests.launches import ROOT, Launch
+from tfdist import cli
+from tfdist.chaos import EVENT, parse
+from tfdist.contract import read_journal
+
+SCRIPT = str(ROOT / "tests" / "cluster" / "scripts" / "chaotic.py")
+SECONDS = 600
+SEEN = EXAMPLES * (EXAMPLES + 1) * (2 * EXAMPLES + 1) / 6  # each example once an epoch
+pytestmark = pytest.mark.timeout(SECONDS + 60)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory):
+    """By name of a setup: flags of a launch, the strategy, how its training ends undisturbed, and its logs."""
+
+    @functools.cache
+    def run(setup):
+        flags, name = (("--workers", "2"), "auto") if setup == "workers" else (("--workers", "1"), "mirrored")
+        root = tmp_path_factory.mktemp("undisturbed")
+        disturb(Launch(root, SECONDS), flags, name, "none")
+        return flags, name, results(root), points(root), (root / "log.csv").read_text(), root / "runs" / "latest"
+
+    return run
+
+
+def disturb(launch, flags, name, plan, save_freq="3", attempts=None):
+    """A launch with a chaos plan that must end well, all faults having struck."""
+    code, _, err = launch.run(*flags, "--restarts", "99", "--chaos", plan, "--hang-timeout", "10", command=(SCRIPT, ".", save_freq, name), environ=QUIET)
+    journal = read_journal(str(launch.directory / "runs" / "latest"))
+    assert code == 0, f"{err[-6000:]}\n{journal}"
+    struck = [line["text"] for line in journal if line["event"] == EVENT]
+    # Each fault costs one attempt: nothing else went wrong.
+    expected = attempts or 1 + sum(text.split()[0] in LETHAL for text in struck)
+    assert len([line for line in journal if line["event"] == "attempt"]) == expected, err[-6000:]
+    assert sorted(struck) == sorted(fault.text for fault in parse(plan)), err[-3000:]
+    return err, journal
+
+
+LETHAL = {"kill", "raise", "term", "hang", "stop", "fill"}
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1"}
+
+
+def results(root):
+    return [pickle.loads(file.read_bytes()) for file in sorted(root.glob("*.pickle"))]
+
+
+def points(root):
+    """Tags and steps of all curves but those that tell of speed."""
+    files = sorted(str(file) for file in (root / "logs").rglob("events.*"))
+    found = [tf.compat.v1.Event.FromString(record.numpy()) for record in tf.data.TFRecordDataset(files)]
+    return sorted((v.tag, event.step) for event in found for v in event.summary.value if not v.tag.startswith(("speed/", "keras")))
+
+
+def check(root, setup):
+    """As undisturbed, whatever has happened; nothing is left behind."""
+    _, _, wholes, curves, csv, _ = setup
+    ends = results(root)
+    assert len(ends) == len(wholes)
+    for end, whole in zip(ends, wholes, strict=True):
+        assert end["iterations"] == whole["iterations"] == EPOCHS * STEPS
+        assert end["epochs"] == whole["epochs"] == list(range(EPOCHS))
+        assert end["history"]["seen"] == [SEEN] * EPOCHS
+        assert end["history"].keys() == whole["history"].keys()
+        for key, values in whole["history"].items():
+            np.testing.assert_allclose(end["history"][key], values, rtol=1e-6, err_msg=key)
+        for a, b in zip(end["weights"], whole["weights"], strict=True):
+            np.testing.assert_array_equal(a, b)
+    assert points(root) == curves
+    rows, wanted = ((text.splitlines()) for text in ((root / "log.csv").read_text(), csv))
+    assert [row.partition(",")[0] for row in rows] == [row.partition(",")[0] for row in wanted]
+    assert not list(root.rglob("*.part"))
+
+
+# Setup -> plans; the numbers of a plan's faults are the kills and the like of one launch.
+PLANS = {
+    "workers": (
+        "kill worker:1@step=2; kill chief@saving; kill worker:1@restoring; kill chief@step=20; kill chief@end",
+        "term worker:1@step=9; stop worker:0@step=13; corrupt newest; fill disk@step=20",
+    ),
+    "mirrored": ("kill worker:0@step=2; kill chief@saved; term chief@step=14; corrupt newest",),
+}
+
+
+def random_plan(seed, kills=9):
+    """Kills at random steps and moments of random tasks."""
+    rng = random.Random(seed)
+    steps = sorted(rng.sample(range(1, EPOCHS * STEPS), kills - 3))
+    faults = [f"kill {rng.choice(('worker:0', 'worker:1', 'chief'))}@step={step}" for step in steps]
+    faults += [f"kill {rng.choice(('chief', 'worker:1'))}@{rng.choice(('start', 'restoring', 'end'))}", "kill chief@saving", "kill chief@saved"]
+    return "; ".join(faults)
+
+
+def plans():
+    yield from ((name, plan) for name, some in PLANS.items() for plan in some)
+    for seed in range(int(os.environ.get("TFDIST_CHAOS_ROUNDS", "0"))):  # set by `make chaos`
+        yield "workers", random_plan(seed)
+        yield "mirrored", random_plan(seed).replace("worker:1", "worker:0")
+
+
+@pytest.mark.parametrize(("setup", "plan"), list(plans()))
+def test_it_ends_as_if_undisturbed(setup, plan, undisturbed, launch, capsys):
+    launch.bound = SECONDS
+    setup = undisturbed(setup)
+    flags, name, *_ = setup
+    disturb(launch, flags, name, plan)
+    check(launch.directory, setup)
+    assert cli.main(["chaos", "report", str(launch.directory / "runs" / "latest"), "--against", str(setup[-1])]) == 0
+    told = capsys.readouterr().out
+    check_report(told.splitlines(), [fault.text for fault in parse(plan)], told)
+
+
+def check_report(lines, faults, told):
+    """A row for each fault; those that cost an attempt were seen, and training went on after them."""
+    head, *rows = lines[: 1 + len(faults)]
+    assert head.split()[0] == "fault"
+    assert sorted(next(text for text in sorted(faults, key=len, reverse=True) if row.startswith(text)) for row in rows) == sorted(faults), told
+    for row in rows:
+        cost = row.split()[0] in LETHAL
+        assert len(re.findall(r" \d+\.\d+ s", row)) == (3 if cost else 1), told
+        assert bool(re.search(r" \d+  (snapshot-\d+|the beginning)", row)) == cost, told
+    attempts = 1 + sum(fault.split()[0] in LETHAL for fault in faults)
+    assert re.fullmatch(rf"{attempts} attempts in \d+\.\d s, \d+ steps? lost.*; a snapshot every \d+ steps?", lines[-2]), told
+    assert re.match(r"result: (equal bit for bit to|within 1e-06 of) ", lines[-1]), told
+
+
+def test_servers_are_replaced_or_begun_anew_and_each_example_counts_once(launch):
+    launch.bound = SECONDS
+    plan = "kill worker:1@step=5; kill ps:0@step=12; kill chief@step=22"
+    err, _ = disturb(launch, ("--chief", "--workers", "2", "--ps", "1"), "auto", plan, "epoch", attempts=3)
+    assert "worker:1 was killed by SIGKILL; it is started again, the others go on" in err
+    (end,) = results(launch.directory)
+    assert end["epochs"] == list(range(EPOCHS))
+    assert end["history"]["seen"] == [SEEN] * EPOCHS
+    assert end["iterations"] == EPOCHS * STEPS

@@ -1,0 +1,109 @@
+"""Hosts for tests: network namespaces that a bridge joins, in a user namespace of their own, so that nobody's network is touched."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+
+import pytest
+
+PROGRAMS = ("unshare", "nsenter", "ip")
+BOUND = 20  # seconds for a command, which takes some milliseconds
+
+
+class Network:
+    """Hosts 1, 2, ... with the addresses 10.77.0.1, 10.77.0.2, ...; each ends with the process that made it.
+
+    Args:
+        count: How many hosts.
+
+    Raises:
+        OSError: A step was refused; says which and why.
+    """
+
+    def __init__(self, count: int):
+        self._holders: list[subprocess.Popen] = []
+        try:
+            self._hold("unshare", "--user", "--map-root-user", "--net")
+            self._ip("link", "add", "bridge", "type", "bridge")
+            self._ip("link", "set", "bridge", "up")
+            for host in range(1, count + 1):
+                self._hold(*self._enter(0), "unshare", "--net")
+                self._ip("link", "add", f"veth{host}", "type", "veth", "peer", "name", "eth0", "netns", str(self._holders[host].pid))
+                self.join(host)
+                self._ip("link", "set", f"veth{host}", "up")
+                self._ip("addr", "add", f"{self.address(host)}/24", "dev", "eth0", host=host)
+                self._ip("link", "set", "eth0", "up", host=host)
+        except BaseException:
+            self.close()
+            raise
+
+    def address(self, host: int) -> str:
+        return f"10.77.0.{host}"
+
+    def prefix(self, host: int) -> list[str]:
+        """What a command begins with that is to run there."""
+        return self._enter(host)
+
+    def cut(self, host: int) -> float:
+        """Nothing comes from there or goes there any more, and nobody is told; returns when."""
+        self._ip("link", "set", f"veth{host}", "nomaster")
+        return time.time()
+
+    def join(self, host: int) -> None:
+        self._ip("link", "set", f"veth{host}", "master", "bridge")
+
+    def listens(self, host: int, port: int) -> bool:
+        """Whether somebody there listens at the port."""
+        return listens(port, self._holders[host].pid)
+
+    def close(self) -> None:
+        for holder in reversed(self._holders):
+            try:
+                holder.communicate(timeout=BOUND)  # it ends with its input
+            except subprocess.TimeoutExpired:
+                holder.kill()
+                holder.communicate(timeout=BOUND)
+
+    def _enter(self, host: int) -> list[str]:
+        return ["nsenter", "--target", str(self._holders[host].pid), "--user", "--net", "--preserve-credentials", "--"]
+
+    def _hold(self, *words: str) -> None:
+        """A process whose namespaces stay as long as this one lives."""
+        command = [*words, "sh", "-c", "ip link set lo up && echo ready && exec cat"]
+        holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self._holders.append(holder)
+        assert holder.stdout is not None
+        if holder.stdout.readline() != "ready\n":
+            raise OSError(f"{' '.join(words)}: {holder.communicate()[1].strip()}")
+
+    def _ip(self, *words: str, host: int = 0) -> None:
+        done = subprocess.run([*self._enter(host), "ip", *words], capture_output=True, text=True, timeout=BOUND)
+        if done.returncode:
+            raise OSError(f"ip {' '.join(words)}: {done.stderr.strip()}")
+
+
+def listens(port: int, pid: int | str = "self") -> bool:
+    """Whether somebody in the network of a process listens at the port; nobody is disturbed."""
+    rows = pathlib.Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
+    return any(row.split()[1].endswith(f":{port:04X}") and row.split()[3] == "0A" for row in rows)
+
+
+@contextlib.contextmanager
+def network(count: int) -> Iterator[Network]:
+    """A network while the block runs; skips the test where it cannot be made, and says what is missing."""
+    missing = [program for program in PROGRAMS if not shutil.which(program)]
+    if missing:
+        pytest.skip(f"hosts as network namespaces need the programs {', '.join(missing)}")
+    try:
+        made = Network(count)
+    except OSError as error:
+        pytest.skip(f"hosts as network namespaces are refused here: {error}")
+    try:
+        yield made
+    finally:
+        made.close()
