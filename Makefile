@@ -9,9 +9,9 @@ BIN = .venv/bin
 PIP_INSTALL = -m pip install -qq --disable-pip-version-check
 PYTEST = -m pytest -q
 # Two files of tests at a time: most of them wait for processes.
-TWO = -n 2 --dist loadfile
+TWO = -n 2 --dist loadfile --max-worker-restart 0
 
-.PHONY: help train test test-compat lint bench clean
+.PHONY: help train test test-compat chaos lint bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -19,7 +19,8 @@ help:
 	@echo "make test         lint, types, doctests and all tests"
 	@echo "make test-compat  the Keras hooks and parity on the oldest Keras supported"
 	@echo "make lint         lint and types"
-	@echo "make bench        measure what fit, parameter servers and input cost, write benchmarks/reports"
+	@echo "make bench        measure what fit, parameter servers, failures and input cost, write benchmarks/reports"
+	@echo "make chaos        kill trainings some ninety times, at random moments"
 	@echo "make clean        remove what these made, but for runs/"
 	@echo "PYTHON=/path/to/python3 chooses the Python of a new environment."
 
@@ -34,8 +35,10 @@ test: .venv/installed-test lint
 	$(BIN)/python $(PYTEST) --doctest-modules tfdist
 	$(BIN)/python $(PYTEST) $(TWO) tests/test_architecture.py tests/unit
 	$(BIN)/python $(PYTEST) $(TWO) tests/cluster
-	$(BIN)/python $(PYTEST) tests/parity
-	$(BIN)/python $(PYTEST) tests/gpu
+	$(BIN)/python $(PYTEST) tests/parity tests/gpu
+
+chaos: .venv/installed-test
+	TFDIST_CHAOS_ROUNDS=4 $(BIN)/python $(PYTEST) tests/cluster/test_faults.py
 
 test-compat: .venv-compat/installed
 	.venv-compat/bin/python $(PYTEST) tests/unit/test_keras_compat.py tests/unit/test_keras_compat_servers.py
@@ -43,7 +46,7 @@ test-compat: .venv-compat/installed
 
 bench: .venv/installed-bench
 	$(BIN)/python benchmarks/fit_overhead.py; fit=$$?; $(BIN)/python benchmarks/parameter_server.py; servers=$$?; \
-	  $(BIN)/python benchmarks/input.py && exit $$((fit | servers))
+	  $(BIN)/python benchmarks/recovery.py; recovery=$$?; $(BIN)/python benchmarks/input.py && exit $$((fit | servers | recovery))
 
 clean:
 	rm -rf .venv .venv-compat build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,264 @@
+"""Launches whose workers are killed become seconds until they train again; `fit` with and without saves becomes what saves cost.
+
+    python benchmarks/recovery.py            # both parts, writes benchmarks/reports/recovery.{md,json}
+    python benchmarks/recovery.py --quick    # one launch and a few steps, writes nothing
+
+Each round is one `tfdist launch` of two workers with a chaos plan, whose journal has the times. Saves are measured by processes
+that stay alive, of which one group runs at a time; short fits of every `save_freq` take turns, each second turn in reverse order, and
+ratios are taken between fits that follow each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import os
+import pathlib
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+
+from _processes import Processes, ProcessFailed
+from _recovery_worker import Job, serve
+from _report import QUIET_CPU, about, add_options, conclude, fill_options, row, spread, table, verdict
+
+from tfdist import ClusterSpec
+from tfdist.contract import read_journal
+
+ROUNDS = 3
+STEPS = 24  # of an epoch
+SAVE_FREQ, EPOCHS, SAVE_EPOCHS = 10, 5, 10  # steps; epochs of a launch, and of a timed fit
+FITS = 4  # of each kind in a round: short ones, so that both sides of a ratio meet the same machine
+HANG_TIMEOUT = 5
+HANG_BOUND = HANG_TIMEOUT + 2.0  # a look every 0.5 s, another to be sure, and 1 s for the stacks
+FAULTS = {
+    "worker": "kill worker:1@step=20",  # with a save due just then: the most that can be lost
+    "chief": "kill chief@step=37",
+    "writing": "kill chief@step=61",  # one step after a save
+    "hung": "hang worker:1@step=85",
+}
+TITLES = {
+    "worker": "worker killed",
+    "chief": "chief killed",
+    "writing": "chief killed one step after a save",
+    "hung": "worker hung",
+}
+# Each stage ends with an event of the journal, of the task that comes last; whose time it is.
+STAGES = (
+    ("detected", "detection", "ours"),
+    ("ended", "teardown: the others end", "ours"),
+    ("started", "launcher, until the script runs", "ours"),
+    ("imported", "import of TensorFlow and Keras", "TensorFlow's"),
+    ("met", "import of tfdist, meeting of the workers", "ours"),
+    ("joined", "TensorFlow's cluster, strategy", "TensorFlow's"),
+    ("built", "model and data", "the script's"),
+    ("fitting", "beginning of `fit`: the workers agree, which traces", "TensorFlow's"),
+    ("restored", "restoring", "ours"),
+    ("stepping", "tracing, first step", "TensorFlow's"),
+)
+FREQUENCIES = {"none": "no backups", str(SAVE_FREQ): f"save_freq={SAVE_FREQ}", "epoch": 'save_freq="epoch"'}
+DETECTION, REBUILD, COST = 1.0, 2.0, 0.05  # seconds, seconds, share of throughput
+Saves = dict[int, dict[str, list[tuple[float, float]]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Recovery:
+    """What one fault has cost: seconds by stage, and steps that were run again."""
+
+    fault: str
+    stages: dict[str, float]
+    lost: int
+
+
+class Team(Processes):
+    """The workers that time `fit`.
+
+    Args:
+        workers: How many.
+        cores: Cores that they share.
+        directory: For their output and their backups.
+        timeout: Seconds that any answer may take.
+    """
+
+    def __init__(self, workers: int, cores: list[int], directory: pathlib.Path, timeout: float):
+        super().__init__(f"{workers} workers", directory, timeout)
+        cluster = ClusterSpec.local(workers)
+        jobs = [
+            Job(cluster.for_task("worker", rank), rank, cores[rank::workers], str(directory / f"of-{workers}"), timeout) for rank in range(workers)
+        ]
+        self._workers = [self.start(f"fit-{workers}-worker-{job.rank}", serve, job) for job in jobs]
+        self.parameters = max(self.answers(self._workers, "build the model"))
+
+    def measure(self, save_freq: str, epochs: int) -> tuple[float, float]:
+        """Seconds per epoch of the slowest worker, and seconds of CPU of all."""
+        self.order(self._workers, save_freq, epochs)
+        seconds, cpu = zip(*self.answers(self._workers, f"run {epochs} epochs with save_freq {save_freq!r}"), strict=True)
+        return max(seconds), sum(cpu)
+
+
+def launch(directory: pathlib.Path, faults: list[str], timeout: float) -> list[Recovery]:
+    """One launch that is disturbed by these faults, one after the other.
+
+    Raises:
+        ProcessFailed: It did not come to its end.
+    """
+    script = pathlib.Path(__file__).with_name("_recovery_worker.py")
+    logs = directory / "logs"
+    plan = "; ".join(FAULTS[fault] for fault in faults)
+    words = [sys.executable, "-m", "tfdist", "launch", "--workers", "2", "--restarts", "9", "--hang-timeout", str(HANG_TIMEOUT),
+             "--log-dir", str(logs), "--chaos", plan, "--", str(script), str(directory), str(SAVE_FREQ), str(EPOCHS)]  # fmt: skip
+    done = subprocess.run(words, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout, check=False)
+    if done.returncode:
+        raise ProcessFailed(f"`tfdist launch --chaos {plan!r}` ended with code {done.returncode}:\n{done.stdout[-4000:]}")
+    return recoveries(read_journal(str(logs)), faults)
+
+
+def recoveries(journal: list[dict], faults: list[str]) -> list[Recovery]:
+    """What the journal of a launch says of its faults."""
+    found = []
+    for number, name in enumerate(faults):
+        fault = next(line for line in journal if line["event"] == "fault" and line["number"] == number)
+        attempt = fault["attempt"] + 1
+        later = [line for line in journal if line["time"] >= fault["time"]]
+        begin = next(line["time"] for line in later if line["event"] == "attempt" and line["attempt"] == attempt)
+        times = {event: next(line["time"] for line in later if line["event"] == event) for event in ("detected", "ended")}
+        for event in ("started", "imported", "met", "joined", "built", "stepping"):
+            times[event] = max(line["time"] for line in later if line["event"] == event and line["attempt"] == attempt)
+        restored = [line for line in later if line["event"] == "restored" and begin < line["time"] < times["stepping"]]
+        last = max(restored, key=lambda line: line["time"])
+        times |= {"restored": last["time"], "fitting": last["time"] - last["seconds"]}
+        ends = [fault["time"], *(times[event] for event, _, _ in STAGES)]
+        first = min(line["total"] for line in later if line["event"] == "stepping" and line["attempt"] == attempt)
+        stages = {event: end - before for (event, _, _), before, end in zip(STAGES, ends, ends[1:], strict=False)}
+        found.append(Recovery(name, stages, fault["total"] - (first - 1)))
+    return found
+
+
+def recover(faults: list[str], rounds: int, timeout: float) -> dict[str, list[Recovery]]:
+    """The recoveries of all rounds, by fault."""
+    found = collections.defaultdict(list)
+    for number in range(rounds):
+        with tempfile.TemporaryDirectory(prefix="recovery-") as directory:
+            for each in launch(pathlib.Path(directory), faults, timeout):
+                found[each.fault].append(each)
+        totals = "  ".join(f"{name} {sum(each[-1].stages.values()):.1f}" for name, each in found.items())
+        print(f"launch {number + 1} of {rounds}, seconds until the next step: {totals}", file=sys.stderr, flush=True)
+    return found
+
+
+def save(rounds: int, epochs: int, cores: list[int], timeout: float) -> Saves:
+    """Seconds per epoch in each fit, and seconds of CPU, by the number of workers and `save_freq`."""
+    found: Saves = {}
+    for workers in (1, 2):
+        seconds = found[workers] = {key: [] for key in FREQUENCIES}
+        with contextlib.ExitStack() as stack:
+            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="recovery-"))
+            team = Team(workers, cores, pathlib.Path(directory), timeout)
+            stack.callback(team.end)
+            for key in FREQUENCIES:  # traces
+                team.measure(key, 2)
+            for number in range(FITS * rounds):
+                for key in FREQUENCIES if number % 2 == 0 else reversed(FREQUENCIES):
+                    seconds[key].append(team.measure(key, epochs))
+                times = "  ".join(f"{key} {1e3 * seconds[key][-1][0]:.1f}" for key in FREQUENCIES)
+                print(f"{workers} workers, fit {number + 1} of {FITS * rounds}, ms per epoch: {times}", file=sys.stderr, flush=True)
+    return found
+
+
+def ours(recovery: Recovery) -> float:
+    """Seconds of a recovery that are tfdist's own."""
+    return sum(recovery.stages[event] for event, _, whose in STAGES if whose == "ours")
+
+
+def rebuild(recovery: Recovery) -> float:
+    """Seconds of a recovery but for the import of TensorFlow and the tracing of the step."""
+    return sum(seconds for event, seconds in recovery.stages.items() if event not in ("imported", "stepping"))
+
+
+def judge(found: dict[str, list[Recovery]], saved: Saves) -> list[dict]:
+    """The figures that have a bar; the worst of all rounds, but of saves the median ratio."""
+    killed = [each for name in ("worker", "chief", "writing") for each in found.get(name, [])]
+    within = [each for name in ("worker", "chief", "hung") for each in found.get(name, [])]
+    rows: list[tuple[str, float | None, str, float]] = [
+        ("detection of a dead process, s", max((each.stages["detected"] for each in killed), default=None), "<", DETECTION),
+        ("detection of a hung process, s", max((each.stages["detected"] for each in found.get("hung", [])), default=None), "<=", HANG_BOUND),
+        ("a recovery but for TensorFlow's import and tracing, median, s", statistics.median(map(rebuild, killed)) if killed else None, "<", REBUILD),
+        (f"lost steps, saved every {SAVE_FREQ}", max((each.lost for each in within), default=None), "<=", SAVE_FREQ),
+    ]
+    for workers, seconds in saved.items():
+        ratios = [1 - none[0] / some[0] for none, some in zip(seconds["none"], seconds[str(SAVE_FREQ)], strict=True)]
+        name = f"throughput lost by saves every {SAVE_FREQ} steps, {workers} worker{'s' * (workers > 1)}"
+        rows.append((name, statistics.median(ratios) if ratios else None, "<", COST))
+    return [
+        {"name": name, "value": value, "bar": f"{sign} {bar}", "passed": None if value is None else value < bar or (sign == "<=" and value == bar)}
+        for name, value, sign, bar in rows
+    ]
+
+
+def report(found: dict[str, list[Recovery]], saved: Saves, verdicts: list[dict], facts: dict) -> str:
+    """The Markdown that is printed and written."""
+    lines = ["# What a failure and what a save costs", "", *(f"- {key}: {value}" for key, value in facts.items()), ""]
+    lines += ["The CNN of `configs/digits.py`: 24 steps of 64 images an epoch. Medians over the rounds, min..max in brackets.", "", *table("bar", "measured", "", "")]
+    for each in verdicts:
+        value = "" if each["value"] is None else f"{each['value']:.3g}"
+        lines += row(each["name"], value, each["bar"], verdict(each["passed"], each["value"] is not None))
+    if found:
+        names = list(found)
+        lines += ["", "## From a failure to the next step", "", "Two workers on this machine, `tfdist launch --chaos`. Seconds.", ""]
+        lines += table("stage", *(TITLES[name] for name in names), "whose time")
+        for event, title, whose in STAGES:
+            lines += row(title, *(spread([each.stages[event] for each in found[name]], ".2f") for name in names), whose)
+        lines += row("**all**", *(spread([sum(each.stages.values()) for each in found[name]], ".1f") for name in names), "")
+        lines += row("**tfdist's own**", *(spread([ours(each) for each in found[name]], ".2f") for name in names), "")
+        lines += row("**all but import of TensorFlow, and tracing**", *(spread([rebuild(each) for each in found[name]], ".2f") for name in names), "")
+        lines += row(f"steps lost, saved every {SAVE_FREQ}", *(spread([each.lost for each in found[name]], ".0f") for name in names), "")
+        lines += ["", "A file is written while training goes on. A chief that is killed before the file is complete takes it along: then the snapshot",
+                  "before it counts, and the steps run since the save began are lost besides those of an interval."]  # fmt: skip
+    for workers, seconds in saved.items():
+        lines += ["", f"## Saving, {'one worker on two cores' if workers == 1 else 'two workers, each on a core of its own'}", ""]
+        lines += table("backups", "steps/s", "throughput lost", "CPU ms per step", "CPU ms more per save")
+        for key, title in FREQUENCIES.items():
+            pairs = list(zip(seconds["none"], seconds[key], strict=True))
+            saves = STEPS / SAVE_FREQ if key.isdecimal() else 1
+            lost = spread([1 - a / b for (a, _), (b, _) in pairs], ".1%") if key != "none" else ""
+            more = spread([1e3 * (b - a) / saves for (_, a), (_, b) in pairs], ".1f") if key != "none" else ""
+            lines += row(title, spread([STEPS / s for s, _ in seconds[key]], ".1f"), lost, spread([1e3 * c / STEPS for _, c in seconds[key]], ".1f"), more)
+    return "\n".join(lines) + "\n"
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--parts", nargs="+", choices=("recover", "save"), default=["recover", "save"], help="default: all")
+    add_options(parser, ROUNDS, f"timed epochs of {STEPS} steps per `save_freq` and round, default {SAVE_EPOCHS}")
+    args = parser.parse_args(argv)
+    fill_options(args, ROUNDS, quick_steps=2)
+    args.cores = sorted(os.sched_getaffinity(0))[:2]
+    if len(args.cores) < 2:
+        parser.error(f"two workers need a core each, but this process may use only {args.cores}; give it two, or run elsewhere")
+    return args
+
+
+def main(argv: list[str]) -> int:
+    args = parse(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that files and processes are cleared up
+    os.environ.update(QUIET_CPU)  # for the workers
+    facts = about("recovery.py", argv, args.rounds)
+    faults = ["worker"] if args.quick else list(FAULTS)
+    try:
+        found = recover(faults, args.rounds, args.timeout) if "recover" in args.parts else {}
+        saved = save(args.rounds, args.steps or SAVE_EPOCHS, args.cores, args.timeout) if "save" in args.parts else {}
+    except (ProcessFailed, subprocess.TimeoutExpired) as failure:
+        print(f"recovery: {failure}", file=sys.stderr)
+        return 2
+    verdicts = judge(found, saved)
+    text = report(found, saved, verdicts, facts)
+    figures = {"recoveries": {name: [dataclasses.asdict(each) for each in values] for name, values in found.items()}, "seconds_per_epoch": saved}
+    return conclude(args, "recovery", text, {"about": facts, "bars": verdicts, **figures})
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
