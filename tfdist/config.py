@@ -152,6 +152,20 @@ class Output:
 
 
 @dataclasses.dataclass(frozen=True)
+class Telemetry:
+    """What a run tells of itself.
+
+    Attributes:
+        anatomy: Whether to measure where the time of each step goes, on every worker.
+    """
+
+    anatomy: bool = False
+
+    def __post_init__(self) -> None:
+        _check(self, "telemetry")
+
+
+@dataclasses.dataclass(frozen=True)
 class Run:
     """All settings of one training run.
 
@@ -167,6 +181,7 @@ class Run:
     model: Model = dataclasses.field(default_factory=Model)
     train: Train = dataclasses.field(default_factory=Train)
     output: Output = dataclasses.field(default_factory=Output)
+    telemetry: Telemetry = dataclasses.field(default_factory=Telemetry)
 
     def __post_init__(self) -> None:
         _check(self, "")

@@ -119,7 +119,7 @@ def run(settings: config.Run) -> dict[str, Any]:
     import tfdist
     from tfdist import inputs, models
     from tfdist.strategies import is_chief
-    from tfdist.telemetry import JsonlWriter, Telemetry
+    from tfdist.telemetry.writers import JsonlWriter, Telemetry
 
     started = time.monotonic()
     where = settings.strategy

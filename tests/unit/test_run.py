@@ -6,7 +6,7 @@ import pytest
 
 from tfdist import config
 from tfdist.run import describe, run
-from tfdist.telemetry import read_jsonl
+from tfdist.telemetry.writers import read_jsonl
 
 
 @pytest.fixture

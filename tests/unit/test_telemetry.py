@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from tfdist.telemetry import ConsoleWriter, JsonlWriter, Telemetry, TensorBoardWriter, read_jsonl
+from tfdist.telemetry.writers import ConsoleWriter, JsonlWriter, Telemetry, TensorBoardWriter, read_jsonl
 
 
 def test_every_writer_gets_every_step(tmp_path):

@@ -1,0 +1,63 @@
+"""The files of a run's directory: their names, and what a reader finds in them; nothing is computed here.
+
+    runs/digits/                    the run; `tensorboard --logdir runs` shows all runs
+      config.json                   its settings
+      sessions.jsonl                one line per begin of training: when, from which step, with what
+      history.jsonl                 one line per epoch: losses and metrics of all replicas
+      summary.json                  how it ended; there only when it has
+      train/ validation/            the chief's curves, for TensorBoard
+      worker-0/ worker-1/ ...       of each worker: anatomy.jsonl, and curves of its own
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+CONFIG = "config.json"
+SESSIONS = "sessions.jsonl"
+HISTORY = "history.jsonl"
+SUMMARY = "summary.json"  # marks a run that is finished
+ANATOMY = "anatomy.jsonl"  # in each worker's directory
+
+
+def worker_directory(run: str | os.PathLike, rank: int) -> Path:
+    """Where a worker writes what is its own.
+
+    Example:
+        >>> worker_directory("runs/digits", 1).as_posix()
+        'runs/digits/worker-1'
+    """
+    return Path(run) / f"worker-{rank}"
+
+
+def worker_directories(run: str | os.PathLike) -> dict[int, Path]:
+    """The directories of workers that are there, by rank, in order."""
+    found = {int(path.name.removeprefix("worker-")): path for path in Path(run).glob("worker-*") if path.name[7:].isdecimal()}
+    return dict(sorted(found.items()))
+
+
+def append_json(path: str | os.PathLike, value: dict[str, Any]) -> None:
+    """Adds a line to a file of JSON lines, as a whole: neither readers nor a process killed here leave half of it."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    try:
+        os.write(descriptor, (json.dumps(value) + "\n").encode())
+    finally:
+        os.close(descriptor)
+
+
+def read_json_lines(path: str | os.PathLike) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines; none where it is missing; a last line that was cut off is left out."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found
