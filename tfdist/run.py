@@ -117,7 +117,7 @@ def run(settings: config.Run) -> dict[str, Any]:
     import keras
 
     import tfdist
-    from tfdist import inputs, models
+    from tfdist import inputs
     from tfdist.strategies import is_chief
     from tfdist.telemetry.writers import JsonlWriter, Telemetry
 
@@ -133,15 +133,8 @@ def run(settings: config.Run) -> dict[str, Any]:
 
     keras.utils.set_random_seed(settings.train.seed)
     keras.config.set_dtype_policy(settings.train.precision)
-    shape, classes = inputs.shapes(train)
     with strategy.scope():
-        model = models.build(settings.model.name, **{"input_shape": shape, "classes": classes, **settings.model.options})
-        model.compile(
-            optimizer=_optimizer(settings.train, train),
-            loss="sparse_categorical_crossentropy",
-            metrics=["accuracy"],
-            steps_per_execution=settings.train.steps_per_execution,
-        )
+        model = build_model(settings, train)
 
     paths = {
         "logs": directory / "logs",
@@ -201,6 +194,29 @@ def run(settings: config.Run) -> dict[str, Any]:
         _write_json(directory / SUMMARY, summary)
         print(describe(summary), flush=True)
     return summary
+
+
+def build_model(settings: config.Run, train: tf.data.Dataset) -> keras.Model:
+    """The compiled model of a Run; under a strategy call it inside `strategy.scope()`.
+
+    Args:
+        settings: The Run.
+        train: Its pipeline for training, of `inputs.pipeline`.
+
+    Raises:
+        ValueError: For settings that do not fit each other or the data.
+    """
+    from tfdist import inputs, models
+
+    shape, classes = inputs.shapes(train)
+    model = models.build(settings.model.name, **{"input_shape": shape, "classes": classes, **settings.model.options})
+    model.compile(
+        optimizer=_optimizer(settings.train, train),
+        loss="sparse_categorical_crossentropy",
+        metrics=["accuracy"],
+        steps_per_execution=settings.train.steps_per_execution,
+    )
+    return model
 
 
 def _tasks(strategy: tf.distribute.Strategy) -> dict[str, int]:
