@@ -25,7 +25,7 @@ LEVELS = (
     ({"resolvers"}, {"preflight"}, {"flags", "app"}, {"data"}, {"backup"}, {"models"}, {"layers"}),
     ({"train"},),
     ({"strategies"},),
-    ({"run", "inputs"},),
+    ({"run", "inputs", "observers"},),
     ({"tools"},),
 )
 LAUNCH_SEES = {"arguments", "contract", "chaos", "config", "addresses", "cluster", "resolvers"}

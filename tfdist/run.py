@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import runpy
-import statistics
 import sys
 import textwrap
 import time
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from tfdist import app, config
 from tfdist.cluster import ClusterSpec
+from tfdist.telemetry.layout import CONFIG, HISTORY, SUMMARY
 
 if TYPE_CHECKING:
     import keras
@@ -31,8 +31,6 @@ Trains what a config file describes. FILE.py defines get_config(), which returns
 tfdist.config.default(); FILE.py:TEXT passes TEXT to it. Keys and their defaults:
 
 """
-
-SUMMARY = "summary.json"  # marks a run that is finished
 
 
 def main(argv: Sequence[str]) -> int:
@@ -109,7 +107,7 @@ def run(settings: config.Run) -> dict[str, Any]:
     Returns:
         The summary, also in `summary.json`: accuracy, loss, epochs, examples_per_second (None when nothing
         was trained any more), seconds, replicas (under parameter servers: of one worker; with workers and
-        parameter_servers beside it), strategy, and the paths logs, history, backup and, where it is saved, model.
+        parameter_servers beside it), strategy, and the paths logs (for TensorBoard), history, backup and, where it is saved, model.
 
     Raises:
         ValueError: For settings that do not fit each other, the data or this machine.
@@ -117,9 +115,8 @@ def run(settings: config.Run) -> dict[str, Any]:
     import keras
 
     import tfdist
-    from tfdist import inputs, models
+    from tfdist import inputs, models, observers
     from tfdist.strategies import is_chief
-    from tfdist.telemetry.writers import JsonlWriter, Telemetry
 
     started = time.monotonic()
     where = settings.strategy
@@ -144,42 +141,33 @@ def run(settings: config.Run) -> dict[str, Any]:
         )
 
     paths = {
-        "logs": directory / "logs",
-        "history": directory / "history.jsonl",
+        "logs": observers.shown(settings, directory),
+        "history": directory / HISTORY,
         "backup": directory / "backup",
         "model": directory / "model.keras",
     }
     if not settings.output.save_model:
         del paths["model"]
-    journal = None
     if chief:
         directory.mkdir(parents=True, exist_ok=True)
-        _write_json(directory / "config.json", settings.to_dict())
-        journal = JsonlWriter(paths["history"])
-    clock = _Clock()
+        _write_json(directory / CONFIG, settings.to_dict())
+        print(f"To see the curves: tensorboard --logdir {paths['logs']}", flush=True)
 
     def begin_epoch(epoch: int, logs: dict) -> None:
         train.epochs.next = epoch  # after a resume the order goes on too
-        if journal:
-            journal.rewind(epoch)
-        clock.start()
 
-    def end_epoch(epoch: int, logs: dict) -> None:
-        clock.stop()
-        Telemetry([journal] if journal else []).scalars(epoch, {**logs, "seconds": clock.seconds[-1]})
-
+    backup = tfdist.BackupAndRestore(str(paths["backup"]))
+    log, watching = observers.callbacks(settings, strategy, directory, backup)
     model.fit(
         train,
         epochs=settings.train.epochs,
         validation_data=test,
         shuffle=False,  # the pipeline does
         callbacks=[
-            tfdist.BackupAndRestore(str(paths["backup"])),
-            tfdist.TensorBoard(str(paths["logs"])),
+            backup,
             *_checkpoints(where, directory),
-            keras.callbacks.LambdaCallback(
-                on_epoch_begin=begin_epoch, on_epoch_end=end_epoch, on_test_begin=lambda logs: clock.stop()
-            ),
+            *watching,
+            keras.callbacks.LambdaCallback(on_epoch_begin=begin_epoch),
         ],
     )
     results = model.evaluate(test, verbose=0, return_dict=True)
@@ -190,10 +178,10 @@ def run(settings: config.Run) -> dict[str, Any]:
         "name": settings.name,
         **{name: float(value) for name, value in results.items()},
         "epochs": settings.train.epochs,
-        "examples_per_second": clock.rate(train.batches.source.cardinality),
+        "examples_per_second": log.rate(train.batches.source.cardinality),
         "seconds": time.monotonic() - started,
         "replicas": strategy.num_replicas_in_sync,
-        **_tasks(strategy),
+        **observers.trained_by(strategy),
         "strategy": type(strategy).__name__,
         **{name: str(path) for name, path in paths.items()},
     }
@@ -201,17 +189,6 @@ def run(settings: config.Run) -> dict[str, Any]:
         _write_json(directory / SUMMARY, summary)
         print(describe(summary), flush=True)
     return summary
-
-
-def _tasks(strategy: tf.distribute.Strategy) -> dict[str, int]:
-    """How many tasks train beside this one under parameter servers; nothing under other strategies."""
-    import tensorflow as tf
-
-    from tfdist.keras_compat import connected_tasks
-
-    if not isinstance(strategy, tf.distribute.ParameterServerStrategy):
-        return {}
-    return {"workers": connected_tasks("worker"), "parameter_servers": connected_tasks("ps")}
 
 
 def _checkpoints(where: config.Strategy, directory: Path) -> list[keras.callbacks.Callback]:
@@ -275,7 +252,7 @@ def describe(summary: dict[str, Any]) -> str:
         f"  model    {summary.get('model', 'not saved')}",
         f"  history  {summary['history']}",
         f"  backup   {backup}",
-        f"  logs     {summary['logs']}; to look at them: tensorboard --logdir {summary['logs']}",
+        f"  curves   tensorboard --logdir {summary['logs']}",
     ]
     return "\n".join(lines)
 
@@ -283,28 +260,6 @@ def describe(summary: dict[str, Any]) -> str:
 def _trained_on(summary: dict[str, Any]) -> str:
     keys = ("workers", "parameter_servers") if "workers" in summary else ("replicas",)
     return " and ".join(f"{summary[k]} {k[: None if summary[k] > 1 else -1].replace('_', ' ')}" for k in keys)
-
-
-class _Clock:
-    """Training time of each epoch, seconds, validation not included."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self._begin: float | None = None
-
-    def start(self) -> None:
-        self._begin = time.perf_counter()
-
-    def stop(self) -> None:
-        """Ends the epoch's time, at its validation or its end, whichever comes first."""
-        if self._begin is not None:
-            self.seconds.append(time.perf_counter() - self._begin)
-            self._begin = None
-
-    def rate(self, examples: int | None) -> float | None:
-        """Examples per second of the median epoch; the first one compiles and counts only if it is alone."""
-        seconds = self.seconds[1:] or self.seconds
-        return examples / statistics.median(seconds) if examples and seconds else None
 
 
 def _load(path: str) -> ConfigDict:
