@@ -52,7 +52,7 @@ th, td { text-align: left; vertical-align: top; padding: 6px 20px 6px 0; border-
 tr:last-child > td { border-bottom: 0; } th { color: var(--muted); font-weight: 600; font-size: 13px; white-space: nowrap; }
 th.right, td.right { text-align: right; white-space: nowrap; } td { overflow-wrap: break-word; } td.long { min-width: 260px; }
 td:last-child, th:last-child { padding-right: 0; }
-.pairs td { overflow-wrap: anywhere; } .pairs td:first-child { color: var(--muted); width: 42%%; } .pairs td.changed { font-weight: 650; color: var(--ink); }
+.pairs td { overflow-wrap: anywhere; min-width: 90px; } .pairs td:first-child { color: var(--muted); width: 40%%; overflow-wrap: normal; min-width: 0; } .pairs td.changed { font-weight: 650; color: var(--ink); }
 details > summary { cursor: pointer; padding: 6px 0; font-weight: 600; font-size: 14px; }
 .columns { columns: 310px 3; column-gap: 14px; } .columns .card { break-inside: avoid; margin: 0 0 14px; }
 .absent { margin: 0; padding: 10px 16px 10px 34px; color: var(--muted); font-size: 14px; } .absent li { overflow-wrap: anywhere; }

@@ -248,14 +248,15 @@ def _curve(scalars: Sequence[events.Scalar], by_epoch: bool) -> Curve:
 
 
 def _rates(directory: Path, written: dict[str, dict[str, list[events.Scalar]]], reader: Reader) -> dict[str, Curve]:
+    """Examples per second by worker; of the chief alone, where the workers have no curves of their own."""
     found = {}
-    if RATE in written[TRAINING]:
-        found["chief"] = _curve(written[TRAINING][RATE], by_epoch=True)
     roots = (directory, directory / _OLD_LOGS)
     for rank, place in [item for root in roots for item in layout.worker_directories(root).items()]:
         curves = events.scalars((place, place / "train"), reader)
         if RATE in curves:
             found[f"worker {rank}"] = _curve(curves[RATE], by_epoch=True)
+    if not found and RATE in written[TRAINING]:
+        found["chief"] = _curve(written[TRAINING][RATE], by_epoch=True)
     return found
 
 

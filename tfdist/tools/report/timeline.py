@@ -114,7 +114,7 @@ def _draw(drawing: Any, *, title: str, found: Sequence[Lane], strikes: Sequence[
             (t, step), (later, again) = lane.points[-1], after.points[0]
             above.plot([t / size, later / size], [step, again], color=style.MUTED, linestyle=":", linewidth=1)
         if lane.points:
-            above.plot([t / size for t, _ in lane.points], [step for _, step in lane.points], color=style.BLUE, marker="o", markersize=2.5)
+            above.plot([t / size for t, _ in lane.points], [step for _, step in lane.points], color=style.BLUE, marker="o", markersize=2.5, clip_on=False)
     above.set_ylabel("steps done")
     above.set_ylim(bottom=0)
     above.yaxis.set_major_formatter(lambda value, _: scaled(value))
