@@ -21,7 +21,6 @@ from tfdist.telemetry.layout import CONFIG, HISTORY, SUMMARY
 
 if TYPE_CHECKING:
     import keras
-    import tensorflow as tf
     from ml_collections import ConfigDict
 
 HELP = """\
@@ -115,30 +114,16 @@ def run(settings: config.Run) -> dict[str, Any]:
     import keras
 
     import tfdist
-    from tfdist import inputs, models, observers
+    from tfdist import building, inputs, observers
     from tfdist.strategies import is_chief
 
     started = time.monotonic()
     where = settings.strategy
-    strategy = tfdist.make_strategy(
-        where.name, cluster=where.cluster, devices=where.devices, task=where.task, communication=where.communication,
-        timeout=where.timeout, reading=where.reading,
-    )  # fmt: skip
+    strategy = building.make_strategy(where)
     chief = is_chief(strategy)
     directory = find_directory(settings)
     train, test = inputs.pipeline(settings, "train"), inputs.pipeline(settings, "eval")
-
-    keras.utils.set_random_seed(settings.train.seed)
-    keras.config.set_dtype_policy(settings.train.precision)
-    shape, classes = inputs.shapes(train)
-    with strategy.scope():
-        model = models.build(settings.model.name, **{"input_shape": shape, "classes": classes, **settings.model.options})
-        model.compile(
-            optimizer=_optimizer(settings.train, train),
-            loss="sparse_categorical_crossentropy",
-            metrics=["accuracy"],
-            steps_per_execution=settings.train.steps_per_execution,
-        )
+    model = building.make_model(settings, strategy, train)
 
     paths = {
         "logs": observers.shown(settings, directory),
@@ -154,7 +139,7 @@ def run(settings: config.Run) -> dict[str, Any]:
         print(f"To see the curves: tensorboard --logdir {paths['logs']}", flush=True)
 
     def begin_epoch(epoch: int, logs: dict) -> None:
-        train.epochs.next = epoch  # after a resume the order goes on too
+        inputs.begin_epoch(train, epoch)  # after a resume the order goes on too
 
     backup = tfdist.BackupAndRestore(str(paths["backup"]))
     log, watching = observers.callbacks(settings, strategy, directory, backup)
@@ -178,7 +163,7 @@ def run(settings: config.Run) -> dict[str, Any]:
         "name": settings.name,
         **{name: float(value) for name, value in results.items()},
         "epochs": settings.train.epochs,
-        "examples_per_second": log.rate(train.batches.source.cardinality),
+        "examples_per_second": log.rate(inputs.examples(train) or _taken(model, len(log.seconds))),
         "seconds": time.monotonic() - started,
         "replicas": strategy.num_replicas_in_sync,
         **observers.trained_by(strategy),
@@ -244,9 +229,10 @@ def describe(summary: dict[str, Any]) -> str:
     speed = summary["examples_per_second"]
     rate = "nothing left to train" if speed is None else f"{speed:,.0f} examples/s"
     backup = summary["backup"] if os.path.isdir(summary["backup"]) else "none any more: training is complete"
+    accuracy = f"accuracy {summary['accuracy']:.2%}, " if "accuracy" in summary else ""
     lines = [
         "",
-        f"{summary['name']}: accuracy {summary['accuracy']:.2%}, loss {summary['loss']:.4f} on the evaluation split "
+        f"{summary['name']}: {accuracy}loss {summary['loss']:.4f} on the evaluation split "
         f"after {summary['epochs']} epochs",
         f"  speed    {rate} on {_trained_on(summary)}, {summary['seconds']:.0f} s in all",
         f"  model    {summary.get('model', 'not saved')}",
@@ -260,6 +246,12 @@ def describe(summary: dict[str, Any]) -> str:
 def _trained_on(summary: dict[str, Any]) -> str:
     keys = ("workers", "parameter_servers") if "workers" in summary else ("replicas",)
     return " and ".join(f"{summary[k]} {k[: None if summary[k] > 1 else -1].replace('_', ' ')}" for k in keys)
+
+
+def _taken(model: keras.Model, epochs: int) -> int | None:
+    """Examples of an epoch of data that do not say how many they have, as this process has counted them."""
+    stats = getattr(getattr(model, "train_function", None), "stats", None)
+    return stats.examples // epochs if stats and epochs else None
 
 
 def _load(path: str) -> ConfigDict:
@@ -283,28 +275,6 @@ def _load(path: str) -> ConfigDict:
             f"--config={path}: expected get_config() to return a changed tfdist.config.default(), received {result!r}."
         )
     return result
-
-
-def _optimizer(settings: config.Train, train: tf.data.Dataset) -> keras.optimizers.Optimizer:
-    import keras
-
-    kinds = {
-        name.lower(): kind
-        for name, kind in vars(keras.optimizers).items()
-        if isinstance(kind, type) and issubclass(kind, keras.optimizers.Optimizer) and name != "Optimizer"
-    }
-    kind = kinds.get(settings.optimizer.lower())
-    if kind is None:
-        raise ValueError(
-            f"train.optimizer: received {settings.optimizer!r}. {config.nearest(settings.optimizer, kinds)}"
-        )
-    rate: Any = settings.learning_rate
-    if settings.schedule == "cosine":
-        steps = int(train.cardinality())
-        if steps < 0:
-            raise ValueError("train.schedule: 'cosine' needs a data set of known length. Choose 'constant'.")
-        rate = keras.optimizers.schedules.CosineDecay(rate, steps * settings.epochs)
-    return kind(learning_rate=rate)
 
 
 def _write_json(path: Path, value: Any) -> None:
