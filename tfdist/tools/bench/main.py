@@ -12,7 +12,6 @@ import platform
 import shlex
 import shutil
 import signal
-import statistics
 import sys
 import tempfile
 import time
@@ -25,6 +24,7 @@ from tfdist import app
 from tfdist.tools.bench import plan, words
 from tfdist.tools.bench.groups import Group, GroupError
 from tfdist.tools.bench.jobs import Case, Job
+from tfdist.tools.bench.notes import notes
 from tfdist.tools.bench.reason import Facts, reason
 from tfdist.tools.bench.results import FILE, Bench, Setup, baseline, compared, count
 
@@ -47,12 +47,13 @@ def main(argv: Sequence[str]) -> int:
         flags, rest = plan.parse(argv)
         settings = app.plainly(_settings, rest) if rest else None
         jobs = plan.jobs(flags, rest, settings)
+        out = _directory(flags.out, settings.name if settings else "allreduce")
     except ValueError as error:
         print(f"tfdist bench: error: {error}\nSee `tfdist bench --help`.", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what follows ends its processes then, too
     try:
-        return _bench(flags, settings, jobs, shlex.join(["tfdist", "bench", *argv]))
+        return _bench(flags, settings, jobs, out, shlex.join(["tfdist", "bench", *argv]))
     except KeyboardInterrupt:
         print("bench interrupted; its processes are ended", file=sys.stderr)
         return 128 + signal.SIGINT
@@ -64,9 +65,8 @@ def _settings(rest: Sequence[str]) -> config.Run:
     return run.parse(rest)
 
 
-def _bench(flags: argparse.Namespace, settings: config.Run | None, jobs: list[Job], command: str) -> int:
+def _bench(flags: argparse.Namespace, settings: config.Run | None, jobs: list[Job], out: Path, command: str) -> int:
     name = settings.name if settings else "allreduce"
-    out = _directory(flags.out, name)
     begun, load = time.time(), os.getloadavg()[0]
     with Rounds(jobs, flags.timeout, out / "logs") as rounds:
         rounds.prepare()
@@ -76,9 +76,7 @@ def _bench(flags: argparse.Namespace, settings: config.Run | None, jobs: list[Jo
     options = {"steps": jobs[0].steps, "warmup": flags.warmup, "rounds": flags.rounds, "threads": flags.threads, "parameters": rounds.parameters}
     setups = compared(rounds.setups())
     if settings:
-        facts = Facts(
-            machine["cores"], rounds.on_cpu, flags.threads, settings.data.cache, settings.data.service, settings.train.steps_per_execution
-        )
+        facts = Facts(machine["cores"], rounds.on_cpu, flags.threads, settings.data.cache, settings.train.steps_per_execution)
         setups = tuple(dataclasses.replace(each, reason=reason(each, baseline(setups, each), facts)) for each in setups)
     bench = Bench(
         flags.kind, name, command, begun, settings.to_dict() if settings else None, machine, _versions(), options, setups, notes(flags.kind, setups)
@@ -183,49 +181,12 @@ class Rounds(contextlib.AbstractContextManager):
             shutil.copyfile(path, self._logs / f"{job.title}-{path.stem}.log")
 
 
-def notes(kind: str, setups: Sequence[Setup]) -> tuple[str, ...]:
-    """What a comparison of setups tells beside the tables.
-
-    Args:
-        kind: Of the benchmark.
-        setups: What was measured.
-
-    Returns:
-        Sentences: on central storage beside mirrored, whose replicas differ in where the variables lie alone.
-    """
-    if kind != "scaling":
-        return ()
-    found = []
-    done = [setup for setup in setups if setup.rates and setup.replicas > 1]
-    for mode in ("strong", "weak"):
-        central, mirrored = (
-            {setup.replicas: setup for setup in done if mode in setup.modes and setup.strategy == name} for name in ("central_storage", "mirrored")
-        )
-        common = [replicas for replicas in mirrored if replicas in central]
-        if common:
-            most = max(common)
-            found.append(_beside(mode, mirrored[most], central[most]))
-    return tuple(found)
-
-
-def _beside(mode: str, mirrored: Setup, central: Setup) -> str:
-    """Data parallel with one copy of the variables against a copy for each replica."""
-    first, second = sorted((mirrored, central), key=lambda setup: setup.rate, reverse=True)
-    ratios = [quick / slow for quick, slow in zip(first.rates, second.rates, strict=False)]  # of one round: what slows one slows both
-    text = f"{mode.capitalize()} scaling, {count(first.replicas, 'replica')}: {first.strategy} is {statistics.median(ratios):.2f} times as fast as "
-    text += f"{second.strategy} ({min(ratios):.2f} to {max(ratios):.2f} over the rounds). "
-    return text + (
-        "Central storage (data parallel) keeps one copy of the variables, copied out to the replicas in each step; mirrored (distributed data "
-        "parallel) keeps one on each, and sums gradients."
-    )
-
-
 def _directory(asked: str | None, name: str) -> Path:
     """Where the report goes: as told, or the first of runs/bench-NAME, runs/bench-NAME-2 ... without one."""
     if asked is not None:
         path = Path(asked)
         if path.exists() and not path.is_dir():
-            raise SystemExit(f"tfdist bench: error: --out: expected a directory, received {asked}, which is a file")
+            raise ValueError(f"--out: expected a directory, received {asked}, which is a file")
     else:
         number = 1
         while (path := Path("runs") / f"bench-{name}{'' if number == 1 else f'-{number}'}").exists():

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist
-from tfdist import config, inputs, models, run
+from tfdist import building, config, inputs, run
 from tfdist.tools.bench.jobs import Case, Job
 
 TRACED = 3  # steps of the run in which functions are compiled
@@ -30,7 +30,7 @@ class Training:
         self._settings = run.parse(job.words)
         self._strategy = _strategy(job, rank, self._settings)
         batches = [_with_batch(self._settings, case) for case in job.cases]
-        self._model = _model(self._settings, batches[0], self._strategy)
+        self._model = building.make_model(self._settings, self._strategy, batches[0])
         self._batches = [_without_end(each) for each in batches]
 
     def ready(self) -> dict[str, Any]:
@@ -85,7 +85,7 @@ class Prediction:
         settings = run.parse(job.words)
         strategy = _strategy(job, rank, settings)
         batches = inputs.pipeline(settings)
-        self._model = _model(settings, batches, strategy)
+        self._model = building.make_model(settings, strategy, batches)
         self._examples = job.steps * max(case.global_batch for case in job.cases)
         self._warmup = job.warmup
         self._cases = [(case.global_batch, _one_batch(batches, case.global_batch)) for case in job.cases]
@@ -186,26 +186,21 @@ def _strategy(job: Job, rank: int, settings: config.Run | None) -> tf.distribute
 def _with_batch(settings: config.Run, case: Case) -> tf.data.Dataset:
     values = settings.to_dict()
     values["data"]["global_batch"] = case.global_batch
-    return inputs.pipeline(config.Run.from_dict(values))
-
-
-def _model(settings: config.Run, batches: tf.data.Dataset, strategy: tf.distribute.Strategy) -> keras.Model:
-    keras.utils.set_random_seed(settings.train.seed)
-    keras.config.set_dtype_policy(settings.train.precision)
-    shape, classes = inputs.shapes(batches)
-    with strategy.scope():
-        model = models.build(settings.model.name, **{"input_shape": shape, "classes": classes, **settings.model.options})
-        model.compile(
-            optimizer=vars(run)["_optimizer"](settings.train, batches), loss="sparse_categorical_crossentropy", metrics=["accuracy"],
-            steps_per_execution=settings.train.steps_per_execution,
-        )  # fmt: skip
-    return model
+    batches = inputs.pipeline(config.Run.from_dict(values))
+    rows = {spec.shape[0] for spec in tf.nest.flatten(batches.element_spec) if isinstance(spec, tf.TensorSpec) and spec.shape.rank}
+    if rows - {None, case.global_batch}:
+        raise ValueError(
+            f"data.name={settings.data.name}: expected batches of data.global_batch={case.global_batch}, which a benchmark changes, received "
+            f"{max(rows - {None})} rows. Let the function take it from the data section that it is given."
+        )
+    return batches
 
 
 def _without_end(batches: tf.data.Dataset) -> tf.data.Dataset:
     """The same batches, epoch after epoch; each replica still reads only its own rows."""
     result = batches.repeat()
-    result.share = lambda *args, **kwargs: batches.share(*args, **kwargs).repeat()
+    if inputs.is_pipeline(batches):
+        result.share = lambda *args, **kwargs: batches.share(*args, **kwargs).repeat()
     return result
 
 

@@ -91,8 +91,9 @@ def jobs(flags: argparse.Namespace, words: Sequence[str], settings: config.Run |
     Raises:
         ValueError: The numbers do not fit each other.
     """
-    strategies = list(flags.strategies)
-    steps = flags.steps
+    if settings and settings.data.service:
+        raise ValueError("--config.data.service: expected false, as a benchmark starts no data workers, received true")
+    strategies, steps = list(flags.strategies), flags.steps
     if flags.kind == "scaling":
         if BASELINE not in strategies and 1 not in flags.workers:
             strategies.insert(0, BASELINE)  # or there would be nothing to compare with

@@ -31,7 +31,6 @@ class Facts:
         on_cpu: Whether replicas compute on its CPUs.
         threads: Of each replica; None: TensorFlow's choice, which is all cores for a process alone.
         cache: Whether the config keeps the examples in memory.
-        service: Whether data workers read them.
         steps_per_execution: Steps of a call of Keras' train function.
     """
 
@@ -39,7 +38,6 @@ class Facts:
     on_cpu: bool = True
     threads: int | None = None
     cache: bool = False
-    service: bool = False
     steps_per_execution: int = 1
 
 
@@ -147,10 +145,8 @@ def _sync_remedy(setup: Setup) -> str:
 
 
 def _input_remedy(facts: Facts) -> str:
-    ways = [] if facts.cache else ["data.cache=true"]
-    if not facts.service:
-        ways.append("data workers (tfdist launch --data-workers N with data.service=true)")
-    return " or ".join(ways) or "more data workers"
+    workers = "data workers (tfdist launch --data-workers N with data.service=true)"
+    return workers if facts.cache else f"data.cache=true or {workers}"
 
 
 def _host_remedy(facts: Facts) -> str:

@@ -24,10 +24,9 @@ def text(bench: Bench) -> str:
         if sentences:
             lines += [*_sentences(sentences), ""]
     lines += _paragraphs(bench.notes)
-    for setup in bench.setups:
-        if setup.error:
-            lines += [*textwrap.wrap(f"FAILED: {setup.title}: {setup.error.splitlines()[0]}", WIDTH, subsequent_indent="  ")]
-            lines += setup.error.splitlines()[1:]
+    for name, error in failures(bench.setups):
+        first, *rest = error.splitlines()
+        lines += [*textwrap.wrap(f"FAILED: {name}: {first}", WIDTH, subsequent_indent="  ", break_on_hyphens=False), *rest]
     return "\n".join(lines).rstrip()
 
 
@@ -41,8 +40,18 @@ def markdown(bench: Bench) -> str:
         lines += [f"- {name}: {sentence}" for name, sentence in sentences]
         lines += [""] if sentences else []
     lines += [line for note in bench.notes for line in (note, "")]
-    lines += [f"- **failed**: {setup.title}: {setup.error.splitlines()[0]}" for setup in bench.setups if setup.error]
+    lines += [f"- **failed**: {name}: {error.splitlines()[0]}" for name, error in failures(bench.setups)]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def failures(setups: Sequence[Setup]) -> list[tuple[str, str]]:
+    """What failed, and why; once for all that one group of processes should have measured.
+
+    Example:
+        >>> failures([Setup("mirrored", 2, 1, error="no memory"), Setup("mirrored", 2, 1, error="no memory")])
+        [('mirrored with 2 replicas', 'no memory')]
+    """
+    return list(dict.fromkeys((setup.title, setup.error) for setup in setups if setup.error))
 
 
 def title(bench: Bench) -> str:
