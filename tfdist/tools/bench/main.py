@@ -12,6 +12,7 @@ import platform
 import shlex
 import shutil
 import signal
+import statistics
 import sys
 import tempfile
 import time
@@ -157,12 +158,7 @@ class Rounds(contextlib.AbstractContextManager):
         setup = Setup(job.strategy, job.replicas, job.workers, case.modes, case.global_batch, case.bytes or gradients)
         if job in self._errors:
             return dataclasses.replace(setup, error=self._errors[job])
-        seconds, rates = [], []
-        for workers in self._found[job, number]:
-            slowest = max(workers, key=lambda found: found["seconds"])
-            seconds.append(slowest["seconds"] / slowest["steps"])
-            rates.append(slowest["examples"] / slowest["seconds"])
-        return dataclasses.replace(setup, seconds=tuple(seconds), rates=() if job.kind == "allreduce" else tuple(rates))
+        return measured(setup, self._found[job, number])
 
     @contextlib.contextmanager
     def _failing(self, job: Job):
@@ -179,6 +175,27 @@ class Rounds(contextlib.AbstractContextManager):
         self._logs.mkdir(exist_ok=True)
         for path in [Path(job.directory) / "log", *Path(job.directory).glob("launch/*.log")]:
             shutil.copyfile(path, self._logs / f"{job.title}-{path.stem}.log")
+
+
+def measured(setup: Setup, rounds: Sequence[Sequence[dict[str, Any]]]) -> Setup:
+    """A setup with what its processes found.
+
+    Args:
+        setup: As it was asked for.
+        rounds: Of each round what each worker found: "steps", "examples", "seconds", and maybe "anatomy".
+
+    Returns:
+        The setup. A round takes as long as on the slowest worker; the anatomy is that of the median round, so that its parts add up.
+    """
+    last = [max(workers, key=lambda found: found["seconds"]) for workers in rounds]
+    seconds = tuple(found["seconds"] / found["steps"] for found in last)
+    median = seconds.index(statistics.median_low(seconds))
+    return dataclasses.replace(
+        setup,
+        seconds=seconds,
+        rates=tuple(found["examples"] / found["seconds"] for found in last) if setup.global_batch else (),
+        anatomy={rank: found["anatomy"] for rank, found in enumerate(rounds[median]) if found.get("anatomy")},
+    )
 
 
 def _directory(asked: str | None, name: str) -> Path:

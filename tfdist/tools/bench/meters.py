@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -11,6 +12,7 @@ import tensorflow as tf
 
 import tfdist
 from tfdist import building, config, inputs, run
+from tfdist.telemetry import anatomy
 from tfdist.tools.bench.jobs import Case, Job
 
 TRACED = 3  # steps of the run in which functions are compiled
@@ -25,7 +27,7 @@ class Training:
     """
 
     def __init__(self, job: Job, rank: int):
-        self._job = job
+        self._job, self._rank = job, rank
         self._epoch = 0  # of all fits together
         self._settings = run.parse(job.words)
         self._strategy = _strategy(job, rank, self._settings)
@@ -35,8 +37,8 @@ class Training:
 
     def ready(self) -> dict[str, Any]:
         """Compiles the steps of all cases; returns facts of the model."""
-        for batches in self._batches:
-            self._fit(batches, _whole(TRACED, self._settings.train.steps_per_execution), 1)
+        for number in range(len(self._batches)):
+            self._fit(number, _whole(TRACED, self._settings.train.steps_per_execution), 1)
         return _facts(self._model, sum(int(np.prod(v.shape)) * tf.as_dtype(v.dtype).size for v in self._model.trainable_variables))
 
     def measure(self, number: int) -> dict[str, Any]:
@@ -46,17 +48,24 @@ class Training:
             number: Of the case.
 
         Returns:
-            "steps", "examples" and "seconds" of the last epoch.
+            Of the last epoch: "steps", "examples", "seconds", and "anatomy", this worker's seconds of each part of a mean step.
         """
         steps = self._job.steps
-        clock = self._fit(self._batches[number], steps, 1 + -(-self._job.warmup // steps))
-        return {"steps": steps, "examples": clock.examples, "seconds": clock.seconds}
+        clock = self._fit(number, steps, 1 + -(-self._job.warmup // steps))
+        windows = anatomy.read(self._run(number)).get(self._rank, [])
+        parts = anatomy.per_step(window for window in windows if window.epoch == self._epoch - 1)
+        return {"steps": steps, "examples": clock.examples, "seconds": clock.seconds, "anatomy": parts}
 
-    def _fit(self, batches: tf.data.Dataset, steps: int, epochs: int) -> _Clock:
+    def _fit(self, number: int, steps: int, epochs: int) -> _Clock:
         clock = _Clock()
         first, self._epoch = self._epoch, self._epoch + epochs
-        self._model.fit(batches, steps_per_epoch=steps, initial_epoch=first, epochs=self._epoch, verbose=0, callbacks=[clock])
+        watching = [clock, tfdist.Anatomy(self._run(number))]
+        self._model.fit(self._batches[number], steps_per_epoch=steps, initial_epoch=first, epochs=self._epoch, verbose=0, callbacks=watching)
         return clock
+
+    def _run(self, number: int) -> str:
+        """The directory of a case, as if it were a run."""
+        return os.path.join(self._job.directory, f"case-{number}")
 
 
 class _Clock(keras.callbacks.Callback):

@@ -51,7 +51,7 @@ def _predicted(group: Sequence[Setup]) -> str:
     known = sorted((setup for setup in group if setup.speedup is not None and setup.replicas > 1), key=lambda setup: setup.global_batch)
     if not known:
         return ""
-    cases = [f"{setup.speedup:.2f} times the speed of one on batches of {setup.global_batch}" for setup in dict.fromkeys((known[0], known[-1]))]
+    cases = [f"{setup.speedup:.2f} times the speed of one on batches of {setup.global_batch}" for setup in known[:1] + known[1:][-1:]]
     return f"{known[0].strategy} with {count(known[0].replicas, 'device')}: {', '.join(cases)}."
 
 
