@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from tfdist import app, config, data, flags, layers, models
     from tfdist.cluster import ClusterSpec
     from tfdist.strategies import make_strategy
+    from tfdist.train.anatomy import Anatomy
     from tfdist.train.backup import BackupAndRestore
     from tfdist.train.callbacks import TensorBoard
     from tfdist.train.pool import ParameterServerLost
 
 # Name -> module that defines it, or that it is.
 _HOMES = {
+    "Anatomy": "tfdist.train.anatomy",
     "BackupAndRestore": "tfdist.train.backup",
     "ClusterSpec": "tfdist.cluster",
     "ParameterServerLost": "tfdist.train.pool",
@@ -35,6 +37,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Anatomy",
     "BackupAndRestore",
     "ClusterSpec",
     "ParameterServerLost",

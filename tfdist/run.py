@@ -176,6 +176,7 @@ def run(settings: config.Run) -> dict[str, Any]:
         callbacks=[
             tfdist.BackupAndRestore(str(paths["backup"])),
             tfdist.TensorBoard(str(paths["logs"])),
+            *([tfdist.Anatomy(directory)] if settings.telemetry.anatomy else []),
             *_checkpoints(where, directory),
             keras.callbacks.LambdaCallback(
                 on_epoch_begin=begin_epoch, on_epoch_end=end_epoch, on_test_begin=lambda logs: clock.stop()
@@ -207,7 +208,7 @@ def _tasks(strategy: tf.distribute.Strategy) -> dict[str, int]:
     """How many tasks train beside this one under parameter servers; nothing under other strategies."""
     import tensorflow as tf
 
-    from tfdist.keras_compat import connected_tasks
+    from tfdist.layers import connected_tasks
 
     if not isinstance(strategy, tf.distribute.ParameterServerStrategy):
         return {}
