@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tfdist import app, config, data, flags, layers, models
     from tfdist.cluster import ClusterSpec
     from tfdist.strategies import make_strategy
+    from tfdist.train.anatomy import Anatomy
     from tfdist.train.backup import BackupAndRestore
     from tfdist.train.board import TensorBoard
     from tfdist.train.metrics_log import Log
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 # Name -> module that defines it, or that it is.
 _HOMES = {
+    "Anatomy": "tfdist.train.anatomy",
     "BackupAndRestore": "tfdist.train.backup",
     "ClusterSpec": "tfdist.cluster",
     "Log": "tfdist.train.metrics_log",
@@ -37,6 +39,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Anatomy",
     "BackupAndRestore",
     "ClusterSpec",
     "Log",

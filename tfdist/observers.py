@@ -55,7 +55,7 @@ def trained_by(strategy: tf.distribute.Strategy) -> dict[str, int]:
     """How many tasks train beside this one under parameter servers; nothing under other strategies."""
     import tensorflow as tf
 
-    from tfdist.keras_compat import connected_tasks
+    from tfdist.layers import connected_tasks
 
     if not isinstance(strategy, tf.distribute.ParameterServerStrategy):
         return {}
