@@ -25,6 +25,7 @@ COMMANDS = {
     ),
     "train": Command("tfdist.run", "train what a config file describes: tfdist train --config=configs/X.py"),
     "data": Command("tfdist.tools.data", "look at data sets: tfdist data list, show, head, write, audit"),
+    "verify": Command("tfdist.tools.verify.main", "prove that several replicas compute what one does, step by step"),
     "chaos": Command("tfdist.tools.chaos", "tell what faults have cost a launch: tfdist chaos report"),
 }
 

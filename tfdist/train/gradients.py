@@ -38,7 +38,13 @@ def in_loop() -> Iterator[None]:
 
 
 def apply(
-    optimizer: keras.optimizers.Optimizer, keras_apply: Callable, grads: list, variables: list | None, placement: Placement, central: bool
+    optimizer: keras.optimizers.Optimizer,
+    keras_apply: Callable,
+    grads: list,
+    variables: list | None,
+    placement: Placement,
+    central: bool,
+    watch: Callable[[list, list | None], None] | None = None,
 ) -> Any:
     """Sums the gradients over the replicas, then lets Keras apply them; called in replica context.
 
@@ -49,9 +55,12 @@ def apply(
         variables: The variables, or None where the optimizer is built.
         placement: Numbers of workers and replicas.
         central: Whether variables are shared by the replicas (central storage) instead of copied to each.
+        watch: Called with the sums and the variables.
     """
     context = tf.distribute.get_replica_context()
     grads = [merge_duplicates(g) for g in sum_over_replicas(context, list(grads))]
+    if watch is not None:
+        watch(grads, variables)
     if central:
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             raise ValueError(
