@@ -45,6 +45,8 @@ class Engine(Hooks):
     """
 
     pulse: Pulse
+    # Called in each replica with the gradients, summed over the replicas, and their variables, before the optimizer takes them.
+    watch_gradients: Callable[[Sequence[Any], Sequence[Any] | None], None] | None = None
 
     def __init__(self, strategy: tf.distribute.Strategy, placement: Placement, host: str, central: bool = False, timeout: float = 600.0):
         self._strategy = strategy
@@ -160,7 +162,7 @@ class Engine(Hooks):
         return runner.end_epoch()
 
     def apply(self, optimizer, keras_apply: Callable, grads, variables):
-        return gradients.apply(optimizer, keras_apply, grads, variables, self.placement, self._central)
+        return gradients.apply(optimizer, keras_apply, grads, variables, self.placement, self._central, self.watch_gradients)
 
     def scale_loss_for_distribution(self, keras_function: Callable, value):
         return step.scale_loss(keras_function, value)
