@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tfdist.strategies import make_strategy
     from tfdist.train.backup import BackupAndRestore
     from tfdist.train.board import TensorBoard
+    from tfdist.train.image_samples import ImageSamples
     from tfdist.train.metrics_log import Log
     from tfdist.train.pool import ParameterServerLost
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "BackupAndRestore": "tfdist.train.backup",
     "ClusterSpec": "tfdist.cluster",
+    "ImageSamples": "tfdist.train.image_samples",
     "Log": "tfdist.train.metrics_log",
     "ParameterServerLost": "tfdist.train.pool",
     "TensorBoard": "tfdist.train.board",
@@ -39,6 +41,7 @@ _HOMES = {
 __all__ = [
     "BackupAndRestore",
     "ClusterSpec",
+    "ImageSamples",
     "Log",
     "ParameterServerLost",
     "TensorBoard",

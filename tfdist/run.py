@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from ml_collections import ConfigDict
 
 HELP = """\
-usage: tfdist train --config=FILE.py [--config.SECTION.KEY=VALUE ...]
+usage: tfdist train --config=FILE.py [--config.SECTION.KEY=VALUE ...] [--profile steps=10..15]
 
-Trains what a config file describes. FILE.py defines get_config(), which returns a changed
+Trains what a config file describes; --profile is short for --config.telemetry.profile. FILE.py defines get_config(), which returns a changed
 tfdist.config.default(); FILE.py:TEXT passes TEXT to it. Keys and their defaults:
 
 """
@@ -66,7 +66,7 @@ def parse(argv: Sequence[str]) -> config.Run:
     from absl import flags
     from ml_collections import config_flags
 
-    words = list(argv)
+    words = _profile_spelt_out(argv)
     places = [i for i, word in enumerate(words) if re.match(r"--?config(=|$)", word)]
     if len(places) != 1:
         raise ValueError(
@@ -107,7 +107,8 @@ def run(settings: config.Run) -> dict[str, Any]:
     Returns:
         The summary, also in `summary.json`: accuracy, loss, epochs, examples_per_second (None when nothing
         was trained any more), seconds, replicas (under parameter servers: of one worker; with workers and
-        parameter_servers beside it), strategy, and the paths logs (for TensorBoard), history, backup and, where it is saved, model.
+        parameter_servers beside it), strategy, and the paths logs (for TensorBoard), backup and, where
+        they are kept, history and model.
 
     Raises:
         ValueError: For settings that do not fit each other, the data or this machine.
@@ -119,6 +120,7 @@ def run(settings: config.Run) -> dict[str, Any]:
     from tfdist.strategies import is_chief
 
     started = time.monotonic()
+    observers.check(settings)
     where = settings.strategy
     strategy = tfdist.make_strategy(
         where.name, cluster=where.cluster, devices=where.devices, task=where.task, communication=where.communication,
@@ -148,6 +150,8 @@ def run(settings: config.Run) -> dict[str, Any]:
     }
     if not settings.output.save_model:
         del paths["model"]
+    if "jsonl" not in settings.telemetry.places():
+        del paths["history"]
     if chief:
         directory.mkdir(parents=True, exist_ok=True)
         _write_json(directory / CONFIG, settings.to_dict())
@@ -157,7 +161,7 @@ def run(settings: config.Run) -> dict[str, Any]:
         train.epochs.next = epoch  # after a resume the order goes on too
 
     backup = tfdist.BackupAndRestore(str(paths["backup"]))
-    log, watching = observers.callbacks(settings, strategy, directory, backup)
+    log, watching = observers.callbacks(settings, strategy, directory, backup, test)
     model.fit(
         train,
         epochs=settings.train.epochs,
@@ -250,7 +254,7 @@ def describe(summary: dict[str, Any]) -> str:
         f"after {summary['epochs']} epochs",
         f"  speed    {rate} on {_trained_on(summary)}, {summary['seconds']:.0f} s in all",
         f"  model    {summary.get('model', 'not saved')}",
-        f"  history  {summary['history']}",
+        f"  history  {summary.get('history', 'not kept')}",
         f"  backup   {backup}",
         f"  curves   tensorboard --logdir {summary['logs']}",
     ]
@@ -260,6 +264,17 @@ def describe(summary: dict[str, Any]) -> str:
 def _trained_on(summary: dict[str, Any]) -> str:
     keys = ("workers", "parameter_servers") if "workers" in summary else ("replicas",)
     return " and ".join(f"{summary[k]} {k[: None if summary[k] > 1 else -1].replace('_', ' ')}" for k in keys)
+
+
+def _profile_spelt_out(argv: Sequence[str]) -> list[str]:
+    """The words with `--profile STEPS` as the key it is short for."""
+    words = list(argv)
+    for place, word in enumerate(words):
+        if re.match(r"--?profile(=|$)", word):
+            text = word.partition("=")[2] if "=" in word else " ".join(words[place + 1 : place + 2])
+            config.step_range("--profile", text)
+            words[place : place + (1 if "=" in word else 2)] = [f"--config.telemetry.profile={text}"]
+    return words
 
 
 def _load(path: str) -> ConfigDict:
