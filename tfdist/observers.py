@@ -54,7 +54,10 @@ def callbacks(
         )  # fmt: skip
         found.append(board)
     if told.images:
-        found.append(tfdist.ImageSamples(directory.parent, test, told.images, run=directory.name))
+        try:
+            found.append(tfdist.ImageSamples(directory.parent, test, told.images, run=directory.name))
+        except ValueError as error:
+            raise ValueError(f"telemetry.images: of the evaluation split, {error}") from error
     if chief:
         found.append(keras.callbacks.LambdaCallback(on_epoch_begin=_NoteSession(settings, strategy, directory, backup)))
     return log, found

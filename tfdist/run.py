@@ -21,7 +21,6 @@ from tfdist.telemetry.layout import CONFIG, HISTORY, SUMMARY
 
 if TYPE_CHECKING:
     import keras
-    import tensorflow as tf
     from ml_collections import ConfigDict
 
 HELP = """\
@@ -107,8 +106,8 @@ def run(settings: config.Run) -> dict[str, Any]:
     Returns:
         The summary, also in `summary.json`: accuracy, loss, epochs, examples_per_second (None when nothing
         was trained any more), seconds, replicas (under parameter servers: of one worker; with workers and
-        parameter_servers beside it), strategy, and the paths logs (for TensorBoard), backup and, where
-        they are kept, history and model.
+        parameter_servers beside it), strategy, and the paths backup and, where they
+        are kept, logs (for TensorBoard), history and model.
 
     Raises:
         ValueError: For settings that do not fit each other, the data or this machine.
@@ -116,31 +115,17 @@ def run(settings: config.Run) -> dict[str, Any]:
     import keras
 
     import tfdist
-    from tfdist import inputs, models, observers
+    from tfdist import building, inputs, observers
     from tfdist.strategies import is_chief
 
     started = time.monotonic()
     observers.check(settings)
     where = settings.strategy
-    strategy = tfdist.make_strategy(
-        where.name, cluster=where.cluster, devices=where.devices, task=where.task, communication=where.communication,
-        timeout=where.timeout, reading=where.reading,
-    )  # fmt: skip
+    strategy = building.make_strategy(where)
     chief = is_chief(strategy)
     directory = find_directory(settings)
     train, test = inputs.pipeline(settings, "train"), inputs.pipeline(settings, "eval")
-
-    keras.utils.set_random_seed(settings.train.seed)
-    keras.config.set_dtype_policy(settings.train.precision)
-    shape, classes = inputs.shapes(train)
-    with strategy.scope():
-        model = models.build(settings.model.name, **{"input_shape": shape, "classes": classes, **settings.model.options})
-        model.compile(
-            optimizer=_optimizer(settings.train, train),
-            loss="sparse_categorical_crossentropy",
-            metrics=["accuracy"],
-            steps_per_execution=settings.train.steps_per_execution,
-        )
+    model = building.make_model(settings, strategy, train)
 
     paths = {
         "logs": observers.shown(settings, directory),
@@ -150,15 +135,17 @@ def run(settings: config.Run) -> dict[str, Any]:
     }
     if not settings.output.save_model:
         del paths["model"]
-    if "jsonl" not in settings.telemetry.places():
-        del paths["history"]
+    for name, backend in (("logs", "tensorboard"), ("history", "jsonl")):
+        if backend not in settings.telemetry.places():
+            del paths[name]
     if chief:
         directory.mkdir(parents=True, exist_ok=True)
         _write_json(directory / CONFIG, settings.to_dict())
-        print(f"To see the curves: tensorboard --logdir {paths['logs']}", flush=True)
+        if "logs" in paths:
+            print(f"To see the curves: tensorboard --logdir {paths['logs']}", flush=True)
 
     def begin_epoch(epoch: int, logs: dict) -> None:
-        train.epochs.next = epoch  # after a resume the order goes on too
+        inputs.begin_epoch(train, epoch)  # after a resume the order goes on too
 
     backup = tfdist.BackupAndRestore(str(paths["backup"]))
     log, watching = observers.callbacks(settings, strategy, directory, backup, test)
@@ -182,7 +169,7 @@ def run(settings: config.Run) -> dict[str, Any]:
         "name": settings.name,
         **{name: float(value) for name, value in results.items()},
         "epochs": settings.train.epochs,
-        "examples_per_second": log.rate(train.batches.source.cardinality),
+        "examples_per_second": log.rate(inputs.examples(train) or _taken(model, len(log.seconds))),
         "seconds": time.monotonic() - started,
         "replicas": strategy.num_replicas_in_sync,
         **observers.trained_by(strategy),
@@ -248,15 +235,16 @@ def describe(summary: dict[str, Any]) -> str:
     speed = summary["examples_per_second"]
     rate = "nothing left to train" if speed is None else f"{speed:,.0f} examples/s"
     backup = summary["backup"] if os.path.isdir(summary["backup"]) else "none any more: training is complete"
+    accuracy = f"accuracy {summary['accuracy']:.2%}, " if "accuracy" in summary else ""
     lines = [
         "",
-        f"{summary['name']}: accuracy {summary['accuracy']:.2%}, loss {summary['loss']:.4f} on the evaluation split "
+        f"{summary['name']}: {accuracy}loss {summary['loss']:.4f} on the evaluation split "
         f"after {summary['epochs']} epochs",
         f"  speed    {rate} on {_trained_on(summary)}, {summary['seconds']:.0f} s in all",
         f"  model    {summary.get('model', 'not saved')}",
         f"  history  {summary.get('history', 'not kept')}",
         f"  backup   {backup}",
-        f"  curves   tensorboard --logdir {summary['logs']}",
+        f"  curves   {'tensorboard --logdir ' + summary['logs'] if 'logs' in summary else 'not kept'}",
     ]
     return "\n".join(lines)
 
@@ -275,6 +263,12 @@ def _profile_spelt_out(argv: Sequence[str]) -> list[str]:
             config.step_range("--profile", text)
             words[place : place + (1 if "=" in word else 2)] = [f"--config.telemetry.profile={text}"]
     return words
+
+
+def _taken(model: keras.Model, epochs: int) -> int | None:
+    """Examples of an epoch of data that do not say how many they have, as this process has counted them."""
+    stats = getattr(getattr(model, "train_function", None), "stats", None)
+    return stats.examples // epochs if stats and epochs else None
 
 
 def _load(path: str) -> ConfigDict:
@@ -298,28 +292,6 @@ def _load(path: str) -> ConfigDict:
             f"--config={path}: expected get_config() to return a changed tfdist.config.default(), received {result!r}."
         )
     return result
-
-
-def _optimizer(settings: config.Train, train: tf.data.Dataset) -> keras.optimizers.Optimizer:
-    import keras
-
-    kinds = {
-        name.lower(): kind
-        for name, kind in vars(keras.optimizers).items()
-        if isinstance(kind, type) and issubclass(kind, keras.optimizers.Optimizer) and name != "Optimizer"
-    }
-    kind = kinds.get(settings.optimizer.lower())
-    if kind is None:
-        raise ValueError(
-            f"train.optimizer: received {settings.optimizer!r}. {config.nearest(settings.optimizer, kinds)}"
-        )
-    rate: Any = settings.learning_rate
-    if settings.schedule == "cosine":
-        steps = int(train.cardinality())
-        if steps < 0:
-            raise ValueError("train.schedule: 'cosine' needs a data set of known length. Choose 'constant'.")
-        rate = keras.optimizers.schedules.CosineDecay(rate, steps * settings.epochs)
-    return kind(learning_rate=rate)
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -154,6 +154,6 @@ def _forward_pass(model: keras.Model) -> tf.Graph | None:
     inputs = getattr(model, "inputs", None)
     if not inputs:
         return None
-    structure = model.input if isinstance(model.input, list | dict) else inputs[0]
+    structure = inputs[0] if len(inputs) == 1 else model.input
     specs = keras.tree.map_structure(lambda x: tf.TensorSpec(x.shape, x.dtype), structure)
     return tf.function(lambda x: model(x, training=False), autograph=False).get_concrete_function(specs).graph
