@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tfdist.train.anatomy import Anatomy
     from tfdist.train.backup import BackupAndRestore
     from tfdist.train.board import TensorBoard
+    from tfdist.train.image_samples import ImageSamples
     from tfdist.train.metrics_log import Log
     from tfdist.train.pool import ParameterServerLost
 
@@ -26,6 +27,7 @@ _HOMES = {
     "Anatomy": "tfdist.train.anatomy",
     "BackupAndRestore": "tfdist.train.backup",
     "ClusterSpec": "tfdist.cluster",
+    "ImageSamples": "tfdist.train.image_samples",
     "Log": "tfdist.train.metrics_log",
     "ParameterServerLost": "tfdist.train.pool",
     "TensorBoard": "tfdist.train.board",
@@ -42,6 +44,7 @@ __all__ = [
     "Anatomy",
     "BackupAndRestore",
     "ClusterSpec",
+    "ImageSamples",
     "Log",
     "ParameterServerLost",
     "TensorBoard",

@@ -204,9 +204,9 @@ class Engine(Hooks):
         model.train_function.begin_at(epoch, step)
         return True
 
-    def pause_at(self, step: int) -> None:
+    def pause_at(self, step: int, who: str = "backup") -> None:
         if self._active is not None:
-            self._active.pause = step
+            self._active.pauses[who] = step
 
     def stopping(self) -> bool:
         return self._active is not None and self._active.stopping and self._active.at_rest
