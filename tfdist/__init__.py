@@ -16,15 +16,17 @@ if TYPE_CHECKING:
     from tfdist.cluster import ClusterSpec
     from tfdist.strategies import make_strategy
     from tfdist.train.backup import BackupAndRestore
-    from tfdist.train.callbacks import TensorBoard
+    from tfdist.train.board import TensorBoard
+    from tfdist.train.metrics_log import Log
     from tfdist.train.pool import ParameterServerLost
 
 # Name -> module that defines it, or that it is.
 _HOMES = {
     "BackupAndRestore": "tfdist.train.backup",
     "ClusterSpec": "tfdist.cluster",
+    "Log": "tfdist.train.metrics_log",
     "ParameterServerLost": "tfdist.train.pool",
-    "TensorBoard": "tfdist.train.callbacks",
+    "TensorBoard": "tfdist.train.board",
     "app": "tfdist.app",
     "config": "tfdist.config",
     "data": "tfdist.data",
@@ -37,6 +39,7 @@ _HOMES = {
 __all__ = [
     "BackupAndRestore",
     "ClusterSpec",
+    "Log",
     "ParameterServerLost",
     "TensorBoard",
     "__version__",

@@ -57,7 +57,8 @@ class Data:
     """What to train and evaluate on.
 
     Attributes:
-        name: Entry of the catalog, or TFDS data set.
+        name: Entry of the catalog, or TFDS data set; or FILE.py:FUNCTION, called with this section and "train" or "eval", which
+            returns a Source, a `tfdist.data.pipeline` or a `tf.data.Dataset` of global batches. The latter two are taken as they are.
         catalog: File of a catalog of data sets; None: names are TFDS'.
         train_split: Split to train on.
         eval_split: Split to evaluate on, after every epoch and at the end.
@@ -97,8 +98,9 @@ class Model:
     """What to train.
 
     Attributes:
-        name: One of `tfdist.models.MODELS`.
-        options: That model's options, such as {"dropout": 0.1}; shape and classes come from the data.
+        name: One of `tfdist.models.MODELS`; or FILE.py:FUNCTION or package.module:FUNCTION, called with input_shape, classes and
+            the options, which returns a `keras.Model`. If that is compiled, it is left as it is.
+        options: The model's options, such as {"dropout": 0.1}; shape and classes come from the data.
     """
 
     name: str = "cnn"

@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import runpy
-import statistics
 import sys
 import textwrap
 import time
@@ -18,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from tfdist import app, config
 from tfdist.cluster import ClusterSpec
+from tfdist.telemetry.layout import CONFIG, HISTORY, SUMMARY
 
 if TYPE_CHECKING:
     import keras
-    import tensorflow as tf
     from ml_collections import ConfigDict
 
 HELP = """\
@@ -31,8 +30,6 @@ Trains what a config file describes. FILE.py defines get_config(), which returns
 tfdist.config.default(); FILE.py:TEXT passes TEXT to it. Keys and their defaults:
 
 """
-
-SUMMARY = "summary.json"  # marks a run that is finished
 
 
 def main(argv: Sequence[str]) -> int:
@@ -109,7 +106,7 @@ def run(settings: config.Run) -> dict[str, Any]:
     Returns:
         The summary, also in `summary.json`: accuracy, loss, epochs, examples_per_second (None when nothing
         was trained any more), seconds, replicas (under parameter servers: of one worker; with workers and
-        parameter_servers beside it), strategy, and the paths logs, history, backup and, where it is saved, model.
+        parameter_servers beside it), strategy, and the paths logs (for TensorBoard), history, backup and, where it is saved, model.
 
     Raises:
         ValueError: For settings that do not fit each other, the data or this machine.
@@ -117,62 +114,45 @@ def run(settings: config.Run) -> dict[str, Any]:
     import keras
 
     import tfdist
-    from tfdist import inputs
+    from tfdist import building, inputs, observers
     from tfdist.strategies import is_chief
-    from tfdist.telemetry.writers import JsonlWriter, Telemetry
 
     started = time.monotonic()
     where = settings.strategy
-    strategy = tfdist.make_strategy(
-        where.name, cluster=where.cluster, devices=where.devices, task=where.task, communication=where.communication,
-        timeout=where.timeout, reading=where.reading,
-    )  # fmt: skip
+    strategy = building.make_strategy(where)
     chief = is_chief(strategy)
     directory = find_directory(settings)
     train, test = inputs.pipeline(settings, "train"), inputs.pipeline(settings, "eval")
-
-    keras.utils.set_random_seed(settings.train.seed)
-    keras.config.set_dtype_policy(settings.train.precision)
-    with strategy.scope():
-        model = build_model(settings, train)
+    model = building.make_model(settings, strategy, train)
 
     paths = {
-        "logs": directory / "logs",
-        "history": directory / "history.jsonl",
+        "logs": observers.shown(settings, directory),
+        "history": directory / HISTORY,
         "backup": directory / "backup",
         "model": directory / "model.keras",
     }
     if not settings.output.save_model:
         del paths["model"]
-    journal = None
     if chief:
         directory.mkdir(parents=True, exist_ok=True)
-        _write_json(directory / "config.json", settings.to_dict())
-        journal = JsonlWriter(paths["history"])
-    clock = _Clock()
+        _write_json(directory / CONFIG, settings.to_dict())
+        print(f"To see the curves: tensorboard --logdir {paths['logs']}", flush=True)
 
     def begin_epoch(epoch: int, logs: dict) -> None:
-        train.epochs.next = epoch  # after a resume the order goes on too
-        if journal:
-            journal.rewind(epoch)
-        clock.start()
+        inputs.begin_epoch(train, epoch)  # after a resume the order goes on too
 
-    def end_epoch(epoch: int, logs: dict) -> None:
-        clock.stop()
-        Telemetry([journal] if journal else []).scalars(epoch, {**logs, "seconds": clock.seconds[-1]})
-
+    backup = tfdist.BackupAndRestore(str(paths["backup"]))
+    log, watching = observers.callbacks(settings, strategy, directory, backup)
     model.fit(
         train,
         epochs=settings.train.epochs,
         validation_data=test,
         shuffle=False,  # the pipeline does
         callbacks=[
-            tfdist.BackupAndRestore(str(paths["backup"])),
-            tfdist.TensorBoard(str(paths["logs"])),
+            backup,
             *_checkpoints(where, directory),
-            keras.callbacks.LambdaCallback(
-                on_epoch_begin=begin_epoch, on_epoch_end=end_epoch, on_test_begin=lambda logs: clock.stop()
-            ),
+            *watching,
+            keras.callbacks.LambdaCallback(on_epoch_begin=begin_epoch),
         ],
     )
     results = model.evaluate(test, verbose=0, return_dict=True)
@@ -183,10 +163,10 @@ def run(settings: config.Run) -> dict[str, Any]:
         "name": settings.name,
         **{name: float(value) for name, value in results.items()},
         "epochs": settings.train.epochs,
-        "examples_per_second": clock.rate(train.batches.source.cardinality),
+        "examples_per_second": log.rate(inputs.examples(train) or _taken(model, len(log.seconds))),
         "seconds": time.monotonic() - started,
         "replicas": strategy.num_replicas_in_sync,
-        **_tasks(strategy),
+        **observers.trained_by(strategy),
         "strategy": type(strategy).__name__,
         **{name: str(path) for name, path in paths.items()},
     }
@@ -194,40 +174,6 @@ def run(settings: config.Run) -> dict[str, Any]:
         _write_json(directory / SUMMARY, summary)
         print(describe(summary), flush=True)
     return summary
-
-
-def build_model(settings: config.Run, train: tf.data.Dataset) -> keras.Model:
-    """The compiled model of a Run; under a strategy call it inside `strategy.scope()`.
-
-    Args:
-        settings: The Run.
-        train: Its pipeline for training, of `inputs.pipeline`.
-
-    Raises:
-        ValueError: For settings that do not fit each other or the data.
-    """
-    from tfdist import inputs, models
-
-    shape, classes = inputs.shapes(train)
-    model = models.build(settings.model.name, **{"input_shape": shape, "classes": classes, **settings.model.options})
-    model.compile(
-        optimizer=_optimizer(settings.train, train),
-        loss="sparse_categorical_crossentropy",
-        metrics=["accuracy"],
-        steps_per_execution=settings.train.steps_per_execution,
-    )
-    return model
-
-
-def _tasks(strategy: tf.distribute.Strategy) -> dict[str, int]:
-    """How many tasks train beside this one under parameter servers; nothing under other strategies."""
-    import tensorflow as tf
-
-    from tfdist.keras_compat import connected_tasks
-
-    if not isinstance(strategy, tf.distribute.ParameterServerStrategy):
-        return {}
-    return {"workers": connected_tasks("worker"), "parameter_servers": connected_tasks("ps")}
 
 
 def _checkpoints(where: config.Strategy, directory: Path) -> list[keras.callbacks.Callback]:
@@ -283,15 +229,16 @@ def describe(summary: dict[str, Any]) -> str:
     speed = summary["examples_per_second"]
     rate = "nothing left to train" if speed is None else f"{speed:,.0f} examples/s"
     backup = summary["backup"] if os.path.isdir(summary["backup"]) else "none any more: training is complete"
+    accuracy = f"accuracy {summary['accuracy']:.2%}, " if "accuracy" in summary else ""
     lines = [
         "",
-        f"{summary['name']}: accuracy {summary['accuracy']:.2%}, loss {summary['loss']:.4f} on the evaluation split "
+        f"{summary['name']}: {accuracy}loss {summary['loss']:.4f} on the evaluation split "
         f"after {summary['epochs']} epochs",
         f"  speed    {rate} on {_trained_on(summary)}, {summary['seconds']:.0f} s in all",
         f"  model    {summary.get('model', 'not saved')}",
         f"  history  {summary['history']}",
         f"  backup   {backup}",
-        f"  logs     {summary['logs']}; to look at them: tensorboard --logdir {summary['logs']}",
+        f"  curves   tensorboard --logdir {summary['logs']}",
     ]
     return "\n".join(lines)
 
@@ -301,26 +248,10 @@ def _trained_on(summary: dict[str, Any]) -> str:
     return " and ".join(f"{summary[k]} {k[: None if summary[k] > 1 else -1].replace('_', ' ')}" for k in keys)
 
 
-class _Clock:
-    """Training time of each epoch, seconds, validation not included."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self._begin: float | None = None
-
-    def start(self) -> None:
-        self._begin = time.perf_counter()
-
-    def stop(self) -> None:
-        """Ends the epoch's time, at its validation or its end, whichever comes first."""
-        if self._begin is not None:
-            self.seconds.append(time.perf_counter() - self._begin)
-            self._begin = None
-
-    def rate(self, examples: int | None) -> float | None:
-        """Examples per second of the median epoch; the first one compiles and counts only if it is alone."""
-        seconds = self.seconds[1:] or self.seconds
-        return examples / statistics.median(seconds) if examples and seconds else None
+def _taken(model: keras.Model, epochs: int) -> int | None:
+    """Examples of an epoch of data that do not say how many they have, as this process has counted them."""
+    stats = getattr(getattr(model, "train_function", None), "stats", None)
+    return stats.examples // epochs if stats and epochs else None
 
 
 def _load(path: str) -> ConfigDict:
@@ -344,28 +275,6 @@ def _load(path: str) -> ConfigDict:
             f"--config={path}: expected get_config() to return a changed tfdist.config.default(), received {result!r}."
         )
     return result
-
-
-def _optimizer(settings: config.Train, train: tf.data.Dataset) -> keras.optimizers.Optimizer:
-    import keras
-
-    kinds = {
-        name.lower(): kind
-        for name, kind in vars(keras.optimizers).items()
-        if isinstance(kind, type) and issubclass(kind, keras.optimizers.Optimizer) and name != "Optimizer"
-    }
-    kind = kinds.get(settings.optimizer.lower())
-    if kind is None:
-        raise ValueError(
-            f"train.optimizer: received {settings.optimizer!r}. {config.nearest(settings.optimizer, kinds)}"
-        )
-    rate: Any = settings.learning_rate
-    if settings.schedule == "cosine":
-        steps = int(train.cardinality())
-        if steps < 0:
-            raise ValueError("train.schedule: 'cosine' needs a data set of known length. Choose 'constant'.")
-        rate = keras.optimizers.schedules.CosineDecay(rate, steps * settings.epochs)
-    return kind(learning_rate=rate)
 
 
 def _write_json(path: Path, value: Any) -> None:

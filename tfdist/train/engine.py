@@ -265,7 +265,7 @@ class Engine(Hooks):
         call["progress"] = call["verbose"] != 0 or any(is_progress_bar(c) for c in callbacks)
         if not self.placement.is_chief:
             kwargs["verbose"] = 0
-            followers = [follow(c, self.placement.rank) for c in callbacks if not is_progress_bar(c)]
+            followers = [follow(c) for c in callbacks if not is_progress_bar(c)]
             if as_list:
                 kwargs["callbacks"].callbacks[:] = followers
             else:

@@ -102,11 +102,11 @@ def _stages(words: Sequence[str], workers: int) -> Iterator[Trial]:
     train, test = inputs.pipeline(settings, "train"), inputs.pipeline(settings, "eval")
     batch = next(iter(train))
     next(iter(test))
-    counts = [pipeline.batches.source.cardinality for pipeline in (train, test)]
+    counts = [inputs.examples(pipeline) for pipeline in (train, test)]
     words_of = [f"{count:,}" if count is not None else "an unknown number of" for count in counts]
     shape, classes = inputs.shapes(train)
     trial = dataclasses.replace(
-        trial, stage=STAGES[3], data=f"{train.batches.source.name}: {words_of[0]} examples to train and {words_of[1]} to evaluate on; inputs {list(shape)}, {classes} classes"
+        trial, stage=STAGES[3], data=f"{settings.data.name}: {words_of[0]} examples to train and {words_of[1]} to evaluate on; inputs {list(shape)}, {classes} classes"
     )
     yield trial
     yield from _measured(trial, settings, train, batch, workers)
@@ -116,14 +116,14 @@ def _measured(trial: Trial, settings: config.Run, train: Any, batch: Any, worker
     """Builds the model, and makes two steps with one replica's rows."""
     import tensorflow as tf
 
-    from tfdist import run
+    from tfdist import building
 
     replicas = trial.replicas * (1 if trial.strategy == "parameter_server" else workers)
     rows = min(math.ceil(trial.global_batch / replicas), int(tf.nest.flatten(batch)[0].shape[0]))
     part = tf.nest.map_structure(lambda tensor: tensor[:rows], batch)
     gpus = tf.config.list_logical_devices("GPU")
     before = _reset_peak()
-    model = run.build_model(settings, train)
+    model = building.make_model(settings, tf.distribute.get_strategy(), train)
     trial = dataclasses.replace(trial, stage=STAGES[4], parameters=model.count_params(), rows=rows)
     yield trial
     if gpus:
