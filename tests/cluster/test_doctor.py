@@ -133,6 +133,15 @@ def test_launch_checks_first(launch, tmp_path):
     assert (tmp_path / "ran").exists()
 
 
+def test_a_check_ends_with_its_launch(launch, tmp_path):
+    """And so does the process that imports TensorFlow: the fixture looks for those that are left."""
+    (tmp_path / "tensorflow.py").write_text("import time; open('imported', 'w').close(); time.sleep(100)")
+    process = launch.start("--check", script="", environ={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    launch.wait_for("imported")
+    process.terminate()
+    assert launch.finish()[0] == 143
+
+
 @pytest.mark.parametrize("flags", [("--cluster", "none.yaml"), ("--workers", "x")])
 def test_a_mistake_on_the_command_line_comes_before_any_check(launch, flags):
     code, out, err = launch.run(*flags, "--check", script="")
