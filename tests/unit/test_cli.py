@@ -60,7 +60,7 @@ def test_python_m_tfdist_is_the_same(capsys):
     ("words", "message"),
     [
         (["lanch"], "received 'lanch'. Did you mean `tfdist launch`?"),
-        (["dance"], "expected a command (launch, train, data, doctor, chaos), received 'dance'. See `tfdist --help`."),
+        (["dance"], "expected a command (" + ", ".join(cli.COMMANDS) + "), received 'dance'. See `tfdist --help`."),
     ],
 )
 def test_an_unknown_command(words, message, capsys):
