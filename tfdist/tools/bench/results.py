@@ -52,9 +52,8 @@ class Setup:
 
     @property
     def title(self) -> str:
-        """The setup in a few words, for messages."""
-        batch = f", global batch {self.global_batch}" if self.global_batch else ""
-        return f"{self.strategy} with {count(self.replicas, 'replica')}{batch}"
+        """The processes that measured it, in a few words, for messages."""
+        return f"{self.strategy} with {count(self.replicas, 'replica')}"
 
     @property
     def step(self) -> float:
