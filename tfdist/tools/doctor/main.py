@@ -24,6 +24,7 @@ from tfdist.tools.doctor.exchange import ATTEMPT
 from tfdist.tools.doctor.flags import parse
 from tfdist.tools.doctor.meeting import Meeting, serving
 from tfdist.tools.doctor.server import Desk
+from tfdist.tools.doctor.units import printable
 
 DEFAULT_PLACE = "runs"  # where `tfdist train` and `tfdist launch` write
 TITLES = {HOST: "this host", CLUSTER: "the cluster", RUN: "the run"}
@@ -38,12 +39,12 @@ class Diagnosis:
     Attributes:
         checks: Of the host and the run.
         machine: The host.
-        shared: Places that all hosts are to share; none where nobody named one.
+        shared: Places that all hosts are to share, None for one that cannot be used; none where nobody named one.
     """
 
     checks: list[Check]
     machine: machine.Machine
-    shared: list[str]
+    shared: list[str | None]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -131,7 +132,8 @@ def _look(flags: argparse.Namespace, words: Sequence[str], here: int, trained: i
     checks += [places.check_place(found) for path in wanted if (found := {**remote, **local}.get(path))]
     if tried is not None:
         checks += runs.check_trial(tried, facts, trained, here)
-    shared = [path for path in wanted if not places.is_remote(path)] if named or directory else []
+    # Each keeps its number. One that failed may hang, and is not touched again.
+    shared = [path if not found.error else None for path, found in local.items()] if named or directory else []
     return Diagnosis(checks, facts, shared)
 
 
@@ -163,7 +165,7 @@ def _serve(flags: argparse.Namespace, spec: ClusterSpec, members: Sequence[Task]
         return 1
 
     def heard(line: str) -> None:
-        print(f"doctor: {line}", flush=True)
+        print(f"doctor: {printable(line)}", flush=True)
 
     try:
         with serving(_desk(spec, members, begun, heard), members) as failed:
@@ -206,7 +208,7 @@ def _meet(flags: argparse.Namespace, spec: ClusterSpec, members: Sequence[Task],
     return checks
 
 
-def _shared(shared: Sequence[str], meeting: Meeting) -> list[Check]:
+def _shared(shared: Sequence[str | None], meeting: Meeting) -> list[Check]:
     if not shared:
         return [graded(CLUSTER, "shared place", "not tried: no place is named", "name the directories of backups and logs: --place DIR, or --config", warns=True)]
     return cluster.check_sights(meeting.share(shared))

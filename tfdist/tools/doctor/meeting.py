@@ -122,14 +122,16 @@ class Meeting:
                 return
             time.sleep(FIRST_S)
 
-    def share(self, places: Sequence[str]) -> list[Sight]:
+    def share(self, places: Sequence[str | None]) -> list[Sight]:
         """Writes a file to each place, and asks each other host whether it sees it; the files are removed.
 
         Args:
-            places: Directories.
+            places: Directories; None for one that cannot be used here.
         """
         found: list[Sight] = []
         for number, place in enumerate(places):
+            if place is None:
+                continue
             token, content = secrets.token_hex(16), secrets.token_hex(16)
             path = Path(place) / token_name(token)
             made = not os.path.isdir(place)
