@@ -199,10 +199,11 @@ def _meet(flags: argparse.Namespace, spec: ClusterSpec, members: Sequence[Task],
         # One host measures, or several would measure each other's traffic.
         if len(meeting.hosts()) > 1 and (not flags.together or str(spec.listening_tasks[0]) in meeting.own):
             checks += cluster.check_links(meeting.links())
-        meeting.tell(wrong_in([*begun.checks, *checks]))
+        meeting.tell(wrong_in([*begun.checks, *checks]), [str(task) for task in members])
         if flags.together:
             late = meeting.wait_until_asked()
-            checks += cluster.check_ends({k: v for k, v in desk.done.items() if k not in meeting.own}, late, spec, timeout)
+            # Of an own task something is heard only where another process claims it too.
+            checks += cluster.check_ends({name: wrong for name, wrong in desk.done.items() if wrong or name not in meeting.own}, late, spec, timeout)
         else:
             checks += cluster.check_ends({name: str(peer.badge.get("wrong") or "")[:300] for name, peer in meeting.peers.items()}, {}, spec, timeout)
     return checks
