@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import runpy
-import statistics
 import sys
 import textwrap
 import time
@@ -18,21 +17,19 @@ from typing import TYPE_CHECKING, Any
 
 from tfdist import app, config
 from tfdist.cluster import ClusterSpec
+from tfdist.telemetry.layout import CONFIG, HISTORY, SUMMARY
 
 if TYPE_CHECKING:
     import keras
-    import tensorflow as tf
     from ml_collections import ConfigDict
 
 HELP = """\
-usage: tfdist train --config=FILE.py [--config.SECTION.KEY=VALUE ...]
+usage: tfdist train --config=FILE.py [--config.SECTION.KEY=VALUE ...] [--profile steps=10..15]
 
-Trains what a config file describes. FILE.py defines get_config(), which returns a changed
+Trains what a config file describes; --profile is short for --config.telemetry.profile. FILE.py defines get_config(), which returns a changed
 tfdist.config.default(); FILE.py:TEXT passes TEXT to it. Keys and their defaults:
 
 """
-
-SUMMARY = "summary.json"  # marks a run that is finished
 
 
 def main(argv: Sequence[str]) -> int:
@@ -68,7 +65,7 @@ def parse(argv: Sequence[str]) -> config.Run:
     from absl import flags
     from ml_collections import config_flags
 
-    words = list(argv)
+    words = _profile_spelt_out(argv)
     places = [i for i, word in enumerate(words) if re.match(r"--?config(=|$)", word)]
     if len(places) != 1:
         raise ValueError(
@@ -109,7 +106,8 @@ def run(settings: config.Run) -> dict[str, Any]:
     Returns:
         The summary, also in `summary.json`: accuracy, loss, epochs, examples_per_second (None when nothing
         was trained any more), seconds, replicas (under parameter servers: of one worker; with workers and
-        parameter_servers beside it), strategy, and the paths logs, history, backup and, where it is saved, model.
+        parameter_servers beside it), strategy, and the paths backup and, where they
+        are kept, logs (for TensorBoard), history and model.
 
     Raises:
         ValueError: For settings that do not fit each other, the data or this machine.
@@ -117,11 +115,11 @@ def run(settings: config.Run) -> dict[str, Any]:
     import keras
 
     import tfdist
-    from tfdist import building, inputs
+    from tfdist import building, inputs, observers
     from tfdist.strategies import is_chief
-    from tfdist.telemetry.writers import JsonlWriter, Telemetry
 
     started = time.monotonic()
+    observers.check(settings)
     where = settings.strategy
     strategy = building.make_strategy(where)
     chief = is_chief(strategy)
@@ -130,42 +128,37 @@ def run(settings: config.Run) -> dict[str, Any]:
     model = building.make_model(settings, strategy, train)
 
     paths = {
-        "logs": directory / "logs",
-        "history": directory / "history.jsonl",
+        "logs": observers.shown(settings, directory),
+        "history": directory / HISTORY,
         "backup": directory / "backup",
         "model": directory / "model.keras",
     }
     if not settings.output.save_model:
         del paths["model"]
-    journal = None
+    for name, backend in (("logs", "tensorboard"), ("history", "jsonl")):
+        if backend not in settings.telemetry.places():
+            del paths[name]
     if chief:
         directory.mkdir(parents=True, exist_ok=True)
-        _write_json(directory / "config.json", settings.to_dict())
-        journal = JsonlWriter(paths["history"])
-    clock = _Clock()
+        _write_json(directory / CONFIG, settings.to_dict())
+        if "logs" in paths:
+            print(f"To see the curves: tensorboard --logdir {paths['logs']}", flush=True)
 
     def begin_epoch(epoch: int, logs: dict) -> None:
         inputs.begin_epoch(train, epoch)  # after a resume the order goes on too
-        if journal:
-            journal.rewind(epoch)
-        clock.start()
 
-    def end_epoch(epoch: int, logs: dict) -> None:
-        clock.stop()
-        Telemetry([journal] if journal else []).scalars(epoch, {**logs, "seconds": clock.seconds[-1]})
-
+    backup = tfdist.BackupAndRestore(str(paths["backup"]))
+    log, watching = observers.callbacks(settings, strategy, directory, backup, test)
     model.fit(
         train,
         epochs=settings.train.epochs,
         validation_data=test,
         shuffle=False,  # the pipeline does
         callbacks=[
-            tfdist.BackupAndRestore(str(paths["backup"])),
-            tfdist.TensorBoard(str(paths["logs"])),
+            backup,
             *_checkpoints(where, directory),
-            keras.callbacks.LambdaCallback(
-                on_epoch_begin=begin_epoch, on_epoch_end=end_epoch, on_test_begin=lambda logs: clock.stop()
-            ),
+            *watching,
+            keras.callbacks.LambdaCallback(on_epoch_begin=begin_epoch),
         ],
     )
     results = model.evaluate(test, verbose=0, return_dict=True)
@@ -176,10 +169,10 @@ def run(settings: config.Run) -> dict[str, Any]:
         "name": settings.name,
         **{name: float(value) for name, value in results.items()},
         "epochs": settings.train.epochs,
-        "examples_per_second": clock.rate(inputs.examples(train) or _taken(model, len(clock.seconds))),
+        "examples_per_second": log.rate(inputs.examples(train) or _taken(model, len(log.seconds))),
         "seconds": time.monotonic() - started,
         "replicas": strategy.num_replicas_in_sync,
-        **_tasks(strategy),
+        **observers.trained_by(strategy),
         "strategy": type(strategy).__name__,
         **{name: str(path) for name, path in paths.items()},
     }
@@ -187,17 +180,6 @@ def run(settings: config.Run) -> dict[str, Any]:
         _write_json(directory / SUMMARY, summary)
         print(describe(summary), flush=True)
     return summary
-
-
-def _tasks(strategy: tf.distribute.Strategy) -> dict[str, int]:
-    """How many tasks train beside this one under parameter servers; nothing under other strategies."""
-    import tensorflow as tf
-
-    from tfdist.keras_compat import connected_tasks
-
-    if not isinstance(strategy, tf.distribute.ParameterServerStrategy):
-        return {}
-    return {"workers": connected_tasks("worker"), "parameter_servers": connected_tasks("ps")}
 
 
 def _checkpoints(where: config.Strategy, directory: Path) -> list[keras.callbacks.Callback]:
@@ -260,9 +242,9 @@ def describe(summary: dict[str, Any]) -> str:
         f"after {summary['epochs']} epochs",
         f"  speed    {rate} on {_trained_on(summary)}, {summary['seconds']:.0f} s in all",
         f"  model    {summary.get('model', 'not saved')}",
-        f"  history  {summary['history']}",
+        f"  history  {summary.get('history', 'not kept')}",
         f"  backup   {backup}",
-        f"  logs     {summary['logs']}; to look at them: tensorboard --logdir {summary['logs']}",
+        f"  curves   {'tensorboard --logdir ' + summary['logs'] if 'logs' in summary else 'not kept'}",
     ]
     return "\n".join(lines)
 
@@ -272,32 +254,21 @@ def _trained_on(summary: dict[str, Any]) -> str:
     return " and ".join(f"{summary[k]} {k[: None if summary[k] > 1 else -1].replace('_', ' ')}" for k in keys)
 
 
+def _profile_spelt_out(argv: Sequence[str]) -> list[str]:
+    """The words with `--profile STEPS` as the key it is short for."""
+    words = list(argv)
+    for place, word in enumerate(words):
+        if re.match(r"--?profile(=|$)", word):
+            text = word.partition("=")[2] if "=" in word else " ".join(words[place + 1 : place + 2])
+            config.step_range("--profile", text)
+            words[place : place + (1 if "=" in word else 2)] = [f"--config.telemetry.profile={text}"]
+    return words
+
+
 def _taken(model: keras.Model, epochs: int) -> int | None:
     """Examples of an epoch of data that do not say how many they have, as this process has counted them."""
     stats = getattr(getattr(model, "train_function", None), "stats", None)
     return stats.examples // epochs if stats and epochs else None
-
-
-class _Clock:
-    """Training time of each epoch, seconds, validation not included."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self._begin: float | None = None
-
-    def start(self) -> None:
-        self._begin = time.perf_counter()
-
-    def stop(self) -> None:
-        """Ends the epoch's time, at its validation or its end, whichever comes first."""
-        if self._begin is not None:
-            self.seconds.append(time.perf_counter() - self._begin)
-            self._begin = None
-
-    def rate(self, examples: int | None) -> float | None:
-        """Examples per second of the median epoch; the first one compiles and counts only if it is alone."""
-        seconds = self.seconds[1:] or self.seconds
-        return examples / statistics.median(seconds) if examples and seconds else None
 
 
 def _load(path: str) -> ConfigDict:
