@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from tfdist.strategies import make_strategy
     from tfdist.train.anatomy import Anatomy
     from tfdist.train.backup import BackupAndRestore
-    from tfdist.train.callbacks import TensorBoard
+    from tfdist.train.board import TensorBoard
+    from tfdist.train.image_samples import ImageSamples
+    from tfdist.train.metrics_log import Log
     from tfdist.train.pool import ParameterServerLost
 
 # Name -> module that defines it, or that it is.
@@ -25,8 +27,10 @@ _HOMES = {
     "Anatomy": "tfdist.train.anatomy",
     "BackupAndRestore": "tfdist.train.backup",
     "ClusterSpec": "tfdist.cluster",
+    "ImageSamples": "tfdist.train.image_samples",
+    "Log": "tfdist.train.metrics_log",
     "ParameterServerLost": "tfdist.train.pool",
-    "TensorBoard": "tfdist.train.callbacks",
+    "TensorBoard": "tfdist.train.board",
     "app": "tfdist.app",
     "config": "tfdist.config",
     "data": "tfdist.data",
@@ -40,6 +44,8 @@ __all__ = [
     "Anatomy",
     "BackupAndRestore",
     "ClusterSpec",
+    "ImageSamples",
+    "Log",
     "ParameterServerLost",
     "TensorBoard",
     "__version__",

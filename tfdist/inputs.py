@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+
+from tfdist import functions
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -19,11 +22,13 @@ def pipeline(settings: config.Run, split: str = "train") -> tf.data.Dataset:
         split: "train" or "eval".
 
     Returns:
-        A `tfdist.data.pipeline`.
+        A `tfdist.data.pipeline`; of a function of the user's, what that returns, a `tf.data.Dataset` of global batches at least.
 
     Raises:
         ValueError: For settings that do not fit the data.
     """
+    import tensorflow as tf
+
     from tfdist import data
     from tfdist.data.catalog import resolve
 
@@ -36,7 +41,12 @@ def pipeline(settings: config.Run, split: str = "train") -> tf.data.Dataset:
             "ignore_errors": where.ignore_errors,
             "service": where.service or None,
         }
-    source = resolve(where.name, where.train_split if train else where.eval_split, where.data_dir, where.catalog)
+    if functions.in_file(where.name):
+        source = _own(where, split)
+        if isinstance(source, tf.data.Dataset):
+            return source
+    else:
+        source = resolve(where.name, where.train_split if train else where.eval_split, where.data_dir, where.catalog)
     if where.image_size is not None:
         options["transform"] = _resized(source, where, where.augment and train)
     elif where.augment:
@@ -44,25 +54,74 @@ def pipeline(settings: config.Run, split: str = "train") -> tf.data.Dataset:
     return data.pipeline(source, where.global_batch, seed=settings.train.seed, cache=where.cache, threads=where.threads, **options)
 
 
-def shapes(batches: tf.data.Dataset) -> tuple[tuple[int, ...], int]:
-    """What a model of images needs to know of a run's data.
+def is_pipeline(batches: tf.data.Dataset) -> bool:
+    """Whether a data set is one of `tfdist.data.pipeline`, whose order follows from seed, epoch and step."""
+    return hasattr(batches, "of_epoch")
+
+
+def examples(batches: tf.data.Dataset) -> int | None:
+    """How many examples an epoch has; None where only reading could tell."""
+    return batches.batches.source.cardinality if is_pipeline(batches) else None
+
+
+def begin_epoch(batches: tf.data.Dataset, epoch: int) -> None:
+    """Lets the next pass over a run's data be that of an epoch, whose order then follows from its number."""
+    if is_pipeline(batches):
+        batches.epochs.next = epoch
+
+
+def shapes(batches: tf.data.Dataset) -> tuple[Any, int | None]:
+    """What a model needs to know of a run's data.
 
     Args:
         batches: Of `pipeline`.
 
     Returns:
-        The shape of one input, and the number of classes.
+        The shape of one input, or a nest of them, without the batch; and the number of classes, None where nobody says.
+    """
+    import tensorflow as tf
+
+    spec = batches.element_spec
+    inputs = spec[0] if isinstance(spec, tuple) else spec
+    shape = tf.nest.map_structure(lambda x: tuple(x.shape[1:]), inputs)
+    return shape, batches.batches.source.classes if is_pipeline(batches) else None
+
+
+def check_supervised(batches: tf.data.Dataset, options: Mapping[str, Any]) -> None:
+    """Makes sure that a run's data are for one of `tfdist.models`.
+
+    Args:
+        batches: Of `pipeline`.
+        options: Of the model.
 
     Raises:
-        ValueError: The data are no inputs of one shape with a class each.
+        ValueError: They are no inputs of one shape with a class each.
     """
-    source, spec = batches.batches.source, batches.element_spec
-    if not isinstance(spec, tuple) or len(spec) < 2 or not hasattr(spec[0], "shape") or source.classes is None:
+    spec, (_, classes) = batches.element_spec, shapes(batches)
+    single = isinstance(spec, tuple) and len(spec) > 1 and hasattr(spec[0], "shape")
+    if single and (classes is not None or "classes" in options):
+        return
+    name = batches.batches.source.name if is_pipeline(batches) else "this data set"
+    remedy = 'Set model.options.classes, or' if single else "Choose one with supervised_keys, or"
+    raise ValueError(
+        f"data.name: {name} is no data set of inputs with a known number of classes, but of {spec}. {remedy} name a model of your own, "
+        "model.name=FILE.py:FUNCTION."
+    )
+
+
+def _own(where: config.Data, split: str) -> Any:
+    """What a user's function returns as data."""
+    import tensorflow as tf
+
+    from tfdist.data.sources import Source
+
+    found = functions.load(where.name, "data.name")(where, split)
+    if not isinstance(found, Source | tf.data.Dataset):
         raise ValueError(
-            f"data.name: {source.name} is no data set of inputs with a class each, but of {spec}. Choose one with "
-            "supervised_keys, or write a script with a model of your own (see examples/)."
+            f"data.name={where.name}: expected the function to return a Source, what tfdist.data.pipeline returns, or a "
+            f"tf.data.Dataset of global batches, for the split {split!r}; received {type(found).__name__}."
         )
-    return tuple(spec[0].shape[1:]), source.classes
+    return found
 
 
 def _resized(source: Source, where: config.Data, augment: bool) -> Any:

@@ -1,4 +1,4 @@
-"""A name and options become a small Keras 3 model of class probabilities; no strategy is known here."""
+"""A name and options become a Keras 3 model, one of the small ones here or a user's own; no strategy is known here."""
 
 from __future__ import annotations
 
@@ -9,30 +9,36 @@ from typing import Any
 import keras
 from keras import layers
 
+from tfdist import functions
 from tfdist.config import nearest
 
 PIXEL = 1 / 255
 
 
 def build(name: str, **options: Any) -> keras.Model:
-    """Builds one of `MODELS`; under a strategy call it inside `strategy.scope()`.
+    """Builds one of `MODELS`, or a user's own; under a strategy call it inside `strategy.scope()`.
 
     Args:
-        name: "mlp", "cnn", "resnet" or "transformer".
+        name: "mlp", "cnn", "resnet" or "transformer"; or "FILE.py:FUNCTION" or "package.module:FUNCTION", a function that
+            returns a `keras.Model`, compiled or not.
         **options: Arguments of the function of that name; `input_shape` and `classes` always.
 
     Returns:
-        A model from inputs `[batch, *input_shape]` to probabilities `[batch, classes]`, float32.
+        A model from inputs `[batch, *input_shape]` to probabilities `[batch, classes]`, float32; or what the user's function
+        returns.
 
     Raises:
-        ValueError: For an unknown name or option, naming the nearest known one.
+        ValueError: For an unknown name or option, naming the nearest known one; for a user's function that is not there, does
+            not take the options, or returns something else.
 
     Example:
         >>> build("mlp", input_shape=(8, 8, 1), classes=10, widths=(32,)).output_shape
         (None, 10)
     """
+    if is_own(name):
+        return _own(name, options)
     if name not in MODELS:
-        raise ValueError(f"model {name!r}: no such model. {nearest(name, MODELS)}")
+        raise ValueError(f"model {name!r}: no such model. {nearest(name, MODELS)} Or name a function of yours, FILE.py:FUNCTION.")
     known = inspect.signature(MODELS[name]).parameters
     for option in options:
         if option not in known:
@@ -43,6 +49,11 @@ def build(name: str, **options: Any) -> keras.Model:
                 f"model {name!r}: option {option!r} is missing. Pass build({name!r}, {option}=...)."
             )
     return MODELS[name](**options)
+
+
+def is_own(name: str) -> bool:
+    """Whether a model's name is that of a user's function."""
+    return ":" in name
 
 
 def mlp(
@@ -204,6 +215,19 @@ MODELS: dict[str, Callable[..., keras.Model]] = {
     "resnet": resnet,
     "transformer": transformer,
 }
+
+
+def _own(name: str, options: dict[str, Any]) -> keras.Model:
+    function = functions.load(name, "model.name")
+    try:
+        inspect.signature(function).bind(**options)
+    except TypeError as error:
+        given = ", ".join(options)
+        raise ValueError(f"model.name={name}: expected a function that can be called with {given} (model.options are among them): {error}.") from error
+    model = function(**options)
+    if not isinstance(model, keras.Model):
+        raise ValueError(f"model.name={name}: expected the function to return a keras.Model, received {type(model).__name__}.")
+    return model
 
 
 def _classify(x: Any, classes: int) -> Any:

@@ -7,11 +7,7 @@ all. A question and an answer are one JSON line each.
 
 import concurrent.futures
 import errno
-import hashlib
-import importlib.metadata
-import json
 import logging
-import platform
 import socket
 import socketserver
 import threading
@@ -22,7 +18,22 @@ from typing import Any
 
 from tfdist.addresses import PortTaken, UnresolvedAddress, bind_problem, resolve_address, split_address
 from tfdist.cluster import ClusterSpec, Task
-from tfdist.contract import CONFIGURATION_CODE, TRANSIENT_CODE
+from tfdist.handshake import (
+    LINE_BYTES,
+    ConfigurationError,
+    PeersAbsent,
+    absent,
+    absent_too_long,
+    another_task,
+    badge,
+    claimed_twice,
+    compare,
+    installed_versions,
+    receive,
+    send,
+    short,
+    some,
+)
 
 logger = logging.getLogger("tfdist")
 
@@ -30,20 +41,6 @@ PROGRESS_S = 10.0  # between two lines that say whom we wait for
 FIRST_S, RETRY_S = 0.02, 0.2  # between two attempts to reach an absent task: the first time, and at most
 EXCHANGE_S = 3.0  # for one question and its answer
 LINGER_S = 1.0  # how long a task that failed goes on answering
-LINE_BYTES = 8192
-NAMED = 16  # names of tasks in one message at most
-
-
-class ConfigurationError(ValueError):
-    """The tasks do not fit together, and starting them again will not help."""
-
-    exit_code = CONFIGURATION_CODE
-
-
-class PeersAbsent(TimeoutError):
-    """Some tasks did not come in time; starting again may help."""
-
-    exit_code = TRANSIENT_CODE
 
 
 def check(
@@ -80,21 +77,6 @@ def check(
         _Meeting(spec, spec.task, timeout, attempt, versions or installed_versions(), progress).hold()
 
 
-def installed_versions() -> str:
-    """The versions that must be equal on all tasks, from the packages' metadata.
-
-    >>> "python 3." in installed_versions()
-    True
-    """
-    found = [f"python {'.'.join(platform.python_version_tuple()[:2])}"]
-    for package in ("tensorflow", "keras", "tfdist"):
-        try:
-            found.append(f"{package} {importlib.metadata.version(package)}")
-        except importlib.metadata.PackageNotFoundError:
-            found.append(f"{package} not installed")
-    return ", ".join(found)
-
-
 class _Meeting:
     """One task's part in the meeting: it asks in the caller's thread and answers in the server's."""
 
@@ -111,14 +93,7 @@ class _Meeting:
         self.peers = {str(task): task for task in spec.listening_tasks if task != me}
         self.leader = spec.listening_tasks[0]
         nonce = uuid.uuid4().hex
-        self.badge: dict[str, Any] = {
-            "tfdist": 1,
-            "task": str(me),
-            "cluster": _fingerprint(spec),
-            "versions": versions,
-            "attempt": attempt,
-            "nonce": nonce,
-        }
+        self.badge = badge(spec, str(me), versions, attempt, nonce)
         self.nonces = {str(me): nonce}  # of every process that showed a badge, by task
         self.met: set[str] = set()  # asked at their address and found in order
         self.ready: set[str] = set()  # the leader's list of those who have met everybody
@@ -155,7 +130,7 @@ class _Meeting:
         name = str(hello.get("task"))
         if self._judge(hello, f"{name} at {host}") and hello.get("ready"):
             self.ready.add(name)
-        return {**self._message(), "go": self.go, "missing": _some(self.peers.keys() - self.ready)}
+        return {**self._message(), "go": self.go, "missing": some(self.peers.keys() - self.ready)}
 
     def _message(self) -> dict[str, Any]:
         if not self.fault:
@@ -187,7 +162,7 @@ class _Meeting:
     def _leader_waits(self) -> dict[str, str]:
         reply, reason = self._ask(self.leader, ready=True)
         if reply and not reply.get("go"):
-            reason = f"it waits for {_short(reply.get('missing'))}"
+            reason = f"it waits for {short(reply.get('missing'))}"
         return {str(self.leader): reason} if reason else {}
 
     def _ask(self, task: Task, ready: bool = False) -> tuple[dict[str, Any], str]:
@@ -195,14 +170,14 @@ class _Meeting:
         limit = time.monotonic() + EXCHANGE_S
         try:
             with socket.create_connection(split_address(task.address), timeout=EXCHANGE_S) as connection:
-                _send(connection, {**self._message(), "ready": ready})
-                reply = _receive(connection, limit)
+                send(connection, {**self._message(), "ready": ready})
+                reply = receive(connection, limit)
         except (OSError, ValueError) as error:
             return {}, str(error)
         if reply.get("nonce") == self.badge["nonce"]:
             return {}, "nobody listens"  # Linux can connect a free port to itself
         if reply.get("attempt") != self.attempt:
-            return {}, f"still attempt {_short(reply.get('attempt'))} there, this is attempt {self.attempt}"
+            return {}, f"still attempt {short(reply.get('attempt'))} there, this is attempt {self.attempt}"
         if not self._judge(reply, f"{task} at {task.address}", expected=str(task)):
             return {}, "see the fault"
         return reply, ""
@@ -212,10 +187,7 @@ class _Meeting:
         try:
             self._compare(badge, who)
             if expected and badge["task"] != expected:
-                raise ConfigurationError(
-                    f"{self.me} expected {who} and found {badge['task']}: the address leads to another "
-                    "machine; check the hosts' names and addresses"
-                )
+                raise another_task(badge["task"], str(self.me), who)
             if "fault" in badge:
                 kind = ConfigurationError if badge.get("permanent") else PeersAbsent
                 raise kind(f"{badge['task']} gave up: {badge['fault']}")
@@ -225,23 +197,11 @@ class _Meeting:
         return True
 
     def _compare(self, badge: Mapping[str, Any], who: str) -> None:
-        if badge.get("cluster") != self.badge["cluster"]:
-            raise ConfigurationError(
-                f"{who} has a different cluster spec: {_short(badge.get('cluster'))}; {self.me} has "
-                f"{self.badge['cluster']} from {self.spec.source}; give all of them the same file"
-            )
-        if badge.get("versions") != self.badge["versions"]:
-            raise ConfigurationError(
-                f"{who} has different versions: {_short(badge.get('versions'))}; {self.me} has "
-                f"{self.badge['versions']}; install the same on all machines"
-            )
+        compare(badge, who, self.badge, self.spec.source)
         with self.lock:
             known = self.nonces.setdefault(str(badge.get("task")), str(badge.get("nonce")))
         if known != badge.get("nonce"):
-            raise ConfigurationError(
-                f"two processes claim to be {badge.get('task')}, {self.me} saw one as {who}; start each "
-                "task once, and after a failure all of them again"
-            )
+            raise claimed_twice(badge.get("task"), str(self.me), who)
 
     def _fail(self, error: Exception) -> None:
         with self.lock:
@@ -256,18 +216,11 @@ class _Meeting:
                 raise self.fault
             if not missing:
                 return
-            tasks = {str(task): task for task in self.spec.listening_tasks}
-            whom = "; ".join(
-                f"{name} at {tasks[name].address} ({missing[name]})" for name in _some(missing.keys())
-            )
             if self._elapsed() >= self.timeout:
-                raise PeersAbsent(
-                    f"preflight of {self.me}: after {self.timeout:g} s, {len(missing)} of {len(tasks)} tasks "
-                    f"are absent: {whom}. Start them with this cluster, and let this machine connect to them"
-                )
+                raise PeersAbsent(f"preflight of {self.me}: {absent_too_long(missing, self.spec, self.timeout)}")
             if time.monotonic() >= self.next_line:
                 self.next_line += PROGRESS_S
-                self.progress(f"preflight: after {self._elapsed():.0f} s {self.me} waits for {whom}")
+                self.progress(f"preflight: after {self._elapsed():.0f} s {self.me} waits for {absent(missing, self.spec)}")
             time.sleep(pause)
             pause = min(2 * pause, RETRY_S)
 
@@ -299,9 +252,9 @@ class _Handler(socketserver.BaseRequestHandler):
 
     def handle(self) -> None:
         try:
-            hello = _receive(self.request, time.monotonic() + EXCHANGE_S)
+            hello = receive(self.request, time.monotonic() + EXCHANGE_S)
             reply = self.server.meeting.answer(hello, self.client_address[0])
-            _send(self.request, reply)
+            send(self.request, reply)
             self.request.settimeout(EXCHANGE_S)
             self.request.recv(1)  # the asker closes first: TIME_WAIT stays with it, not on TensorFlow's port
         except (OSError, ValueError):
@@ -316,42 +269,3 @@ def _serve(meeting: _Meeting) -> _Server:
     except OSError as error:
         kind: type[ValueError] = PortTaken if error.errno == errno.EADDRINUSE else ConfigurationError
         raise kind(bind_problem(str(meeting.me), meeting.me.address, error)) from error
-
-
-def _fingerprint(spec: ClusterSpec) -> str:
-    tasks = [[str(task), task.address] for task in spec.listening_tasks]
-    return f"{len(tasks)} tasks, {hashlib.sha256(json.dumps(tasks).encode()).hexdigest()[:12]}"
-
-
-def _some(names: Iterable[str]) -> list[str]:
-    return sorted(names)[:NAMED]
-
-
-def _short(value: Any) -> str:
-    return str(value)[:300]  # from the network
-
-
-def _send(connection: socket.socket, message: Mapping[str, Any]) -> None:
-    connection.sendall(json.dumps(message).encode() + b"\n")
-
-
-def _receive(connection: socket.socket, limit: float) -> dict[str, Any]:
-    """One JSON line of a tfdist task, complete before `limit` on the monotonic clock."""
-    line = b""
-    try:
-        while not line.endswith(b"\n"):
-            connection.settimeout(max(limit - time.monotonic(), 0.001))
-            piece = connection.recv(LINE_BYTES)
-            line += piece
-            if not piece or len(line) > LINE_BYTES:
-                raise ValueError("closed" if not piece else "too long a line")
-            if not line.startswith(b"{"):  # TensorFlow of a task that may go already; closing would wait for the end of its line
-                raise ValueError("not of tfdist")
-        message = json.loads(line)
-        if not isinstance(message, dict) or message.get("tfdist") != 1:
-            raise ValueError("not of tfdist")
-    except (TimeoutError, ValueError, RecursionError) as error:
-        raise ValueError(
-            f"a process listens there, but is no tfdist preflight: it sent {line[:40]!r} ({error})"
-        ) from error
-    return message

@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import runpy
-import statistics
 import sys
 import textwrap
 import time
@@ -18,21 +17,19 @@ from typing import TYPE_CHECKING, Any
 
 from tfdist import app, config
 from tfdist.cluster import ClusterSpec
+from tfdist.telemetry.layout import CONFIG, HISTORY, SUMMARY
 
 if TYPE_CHECKING:
     import keras
-    import tensorflow as tf
     from ml_collections import ConfigDict
 
 HELP = """\
-usage: tfdist train --config=FILE.py [--config.SECTION.KEY=VALUE ...]
+usage: tfdist train --config=FILE.py [--config.SECTION.KEY=VALUE ...] [--profile steps=10..15]
 
-Trains what a config file describes. FILE.py defines get_config(), which returns a changed
+Trains what a config file describes; --profile is short for --config.telemetry.profile. FILE.py defines get_config(), which returns a changed
 tfdist.config.default(); FILE.py:TEXT passes TEXT to it. Keys and their defaults:
 
 """
-
-SUMMARY = "summary.json"  # marks a run that is finished
 
 
 def main(argv: Sequence[str]) -> int:
@@ -68,7 +65,7 @@ def parse(argv: Sequence[str]) -> config.Run:
     from absl import flags
     from ml_collections import config_flags
 
-    words = list(argv)
+    words = _profile_spelt_out(argv)
     places = [i for i, word in enumerate(words) if re.match(r"--?config(=|$)", word)]
     if len(places) != 1:
         raise ValueError(
@@ -109,7 +106,8 @@ def run(settings: config.Run) -> dict[str, Any]:
     Returns:
         The summary, also in `summary.json`: accuracy, loss, epochs, examples_per_second (None when nothing
         was trained any more), seconds, replicas (under parameter servers: of one worker; with workers and
-        parameter_servers beside it), strategy, and the paths logs, history, backup and, where it is saved, model.
+        parameter_servers beside it), strategy, and the paths backup and, where they
+        are kept, logs (for TensorBoard), history and model.
 
     Raises:
         ValueError: For settings that do not fit each other, the data or this machine.
@@ -117,70 +115,50 @@ def run(settings: config.Run) -> dict[str, Any]:
     import keras
 
     import tfdist
-    from tfdist import inputs, models
+    from tfdist import building, inputs, observers
     from tfdist.strategies import is_chief
-    from tfdist.telemetry.writers import JsonlWriter, Telemetry
 
     started = time.monotonic()
+    observers.check(settings)
     where = settings.strategy
-    strategy = tfdist.make_strategy(
-        where.name, cluster=where.cluster, devices=where.devices, task=where.task, communication=where.communication,
-        timeout=where.timeout, reading=where.reading,
-    )  # fmt: skip
+    strategy = building.make_strategy(where)
     chief = is_chief(strategy)
     directory = find_directory(settings)
     train, test = inputs.pipeline(settings, "train"), inputs.pipeline(settings, "eval")
-
-    keras.utils.set_random_seed(settings.train.seed)
-    keras.config.set_dtype_policy(settings.train.precision)
-    shape, classes = inputs.shapes(train)
-    with strategy.scope():
-        model = models.build(settings.model.name, **{"input_shape": shape, "classes": classes, **settings.model.options})
-        model.compile(
-            optimizer=_optimizer(settings.train, train),
-            loss="sparse_categorical_crossentropy",
-            metrics=["accuracy"],
-            steps_per_execution=settings.train.steps_per_execution,
-        )
+    model = building.make_model(settings, strategy, train)
 
     paths = {
-        "logs": directory / "logs",
-        "history": directory / "history.jsonl",
+        "logs": observers.shown(settings, directory),
+        "history": directory / HISTORY,
         "backup": directory / "backup",
         "model": directory / "model.keras",
     }
     if not settings.output.save_model:
         del paths["model"]
-    journal = None
+    for name, backend in (("logs", "tensorboard"), ("history", "jsonl")):
+        if backend not in settings.telemetry.places():
+            del paths[name]
     if chief:
         directory.mkdir(parents=True, exist_ok=True)
-        _write_json(directory / "config.json", settings.to_dict())
-        journal = JsonlWriter(paths["history"])
-    clock = _Clock()
+        _write_json(directory / CONFIG, settings.to_dict())
+        if "logs" in paths:
+            print(f"To see the curves: tensorboard --logdir {paths['logs']}", flush=True)
 
     def begin_epoch(epoch: int, logs: dict) -> None:
-        train.epochs.next = epoch  # after a resume the order goes on too
-        if journal:
-            journal.rewind(epoch)
-        clock.start()
+        inputs.begin_epoch(train, epoch)  # after a resume the order goes on too
 
-    def end_epoch(epoch: int, logs: dict) -> None:
-        clock.stop()
-        Telemetry([journal] if journal else []).scalars(epoch, {**logs, "seconds": clock.seconds[-1]})
-
+    backup = tfdist.BackupAndRestore(str(paths["backup"]))
+    log, watching = observers.callbacks(settings, strategy, directory, backup, test)
     model.fit(
         train,
         epochs=settings.train.epochs,
         validation_data=test,
         shuffle=False,  # the pipeline does
         callbacks=[
-            tfdist.BackupAndRestore(str(paths["backup"])),
-            tfdist.TensorBoard(str(paths["logs"])),
-            *([tfdist.Anatomy(directory)] if settings.telemetry.anatomy else []),
+            backup,
             *_checkpoints(where, directory),
-            keras.callbacks.LambdaCallback(
-                on_epoch_begin=begin_epoch, on_epoch_end=end_epoch, on_test_begin=lambda logs: clock.stop()
-            ),
+            *watching,
+            keras.callbacks.LambdaCallback(on_epoch_begin=begin_epoch),
         ],
     )
     results = model.evaluate(test, verbose=0, return_dict=True)
@@ -191,10 +169,10 @@ def run(settings: config.Run) -> dict[str, Any]:
         "name": settings.name,
         **{name: float(value) for name, value in results.items()},
         "epochs": settings.train.epochs,
-        "examples_per_second": clock.rate(train.batches.source.cardinality),
+        "examples_per_second": log.rate(inputs.examples(train) or _taken(model, len(log.seconds))),
         "seconds": time.monotonic() - started,
         "replicas": strategy.num_replicas_in_sync,
-        **_tasks(strategy),
+        **observers.trained_by(strategy),
         "strategy": type(strategy).__name__,
         **{name: str(path) for name, path in paths.items()},
     }
@@ -202,17 +180,6 @@ def run(settings: config.Run) -> dict[str, Any]:
         _write_json(directory / SUMMARY, summary)
         print(describe(summary), flush=True)
     return summary
-
-
-def _tasks(strategy: tf.distribute.Strategy) -> dict[str, int]:
-    """How many tasks train beside this one under parameter servers; nothing under other strategies."""
-    import tensorflow as tf
-
-    from tfdist.layers import connected_tasks
-
-    if not isinstance(strategy, tf.distribute.ParameterServerStrategy):
-        return {}
-    return {"workers": connected_tasks("worker"), "parameter_servers": connected_tasks("ps")}
 
 
 def _checkpoints(where: config.Strategy, directory: Path) -> list[keras.callbacks.Callback]:
@@ -268,15 +235,16 @@ def describe(summary: dict[str, Any]) -> str:
     speed = summary["examples_per_second"]
     rate = "nothing left to train" if speed is None else f"{speed:,.0f} examples/s"
     backup = summary["backup"] if os.path.isdir(summary["backup"]) else "none any more: training is complete"
+    accuracy = f"accuracy {summary['accuracy']:.2%}, " if "accuracy" in summary else ""
     lines = [
         "",
-        f"{summary['name']}: accuracy {summary['accuracy']:.2%}, loss {summary['loss']:.4f} on the evaluation split "
+        f"{summary['name']}: {accuracy}loss {summary['loss']:.4f} on the evaluation split "
         f"after {summary['epochs']} epochs",
         f"  speed    {rate} on {_trained_on(summary)}, {summary['seconds']:.0f} s in all",
         f"  model    {summary.get('model', 'not saved')}",
-        f"  history  {summary['history']}",
+        f"  history  {summary.get('history', 'not kept')}",
         f"  backup   {backup}",
-        f"  logs     {summary['logs']}; to look at them: tensorboard --logdir {summary['logs']}",
+        f"  curves   {'tensorboard --logdir ' + summary['logs'] if 'logs' in summary else 'not kept'}",
     ]
     return "\n".join(lines)
 
@@ -286,26 +254,21 @@ def _trained_on(summary: dict[str, Any]) -> str:
     return " and ".join(f"{summary[k]} {k[: None if summary[k] > 1 else -1].replace('_', ' ')}" for k in keys)
 
 
-class _Clock:
-    """Training time of each epoch, seconds, validation not included."""
+def _profile_spelt_out(argv: Sequence[str]) -> list[str]:
+    """The words with `--profile STEPS` as the key it is short for."""
+    words = list(argv)
+    for place, word in enumerate(words):
+        if re.match(r"--?profile(=|$)", word):
+            text = word.partition("=")[2] if "=" in word else " ".join(words[place + 1 : place + 2])
+            config.step_range("--profile", text)
+            words[place : place + (1 if "=" in word else 2)] = [f"--config.telemetry.profile={text}"]
+    return words
 
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self._begin: float | None = None
 
-    def start(self) -> None:
-        self._begin = time.perf_counter()
-
-    def stop(self) -> None:
-        """Ends the epoch's time, at its validation or its end, whichever comes first."""
-        if self._begin is not None:
-            self.seconds.append(time.perf_counter() - self._begin)
-            self._begin = None
-
-    def rate(self, examples: int | None) -> float | None:
-        """Examples per second of the median epoch; the first one compiles and counts only if it is alone."""
-        seconds = self.seconds[1:] or self.seconds
-        return examples / statistics.median(seconds) if examples and seconds else None
+def _taken(model: keras.Model, epochs: int) -> int | None:
+    """Examples of an epoch of data that do not say how many they have, as this process has counted them."""
+    stats = getattr(getattr(model, "train_function", None), "stats", None)
+    return stats.examples // epochs if stats and epochs else None
 
 
 def _load(path: str) -> ConfigDict:
@@ -329,28 +292,6 @@ def _load(path: str) -> ConfigDict:
             f"--config={path}: expected get_config() to return a changed tfdist.config.default(), received {result!r}."
         )
     return result
-
-
-def _optimizer(settings: config.Train, train: tf.data.Dataset) -> keras.optimizers.Optimizer:
-    import keras
-
-    kinds = {
-        name.lower(): kind
-        for name, kind in vars(keras.optimizers).items()
-        if isinstance(kind, type) and issubclass(kind, keras.optimizers.Optimizer) and name != "Optimizer"
-    }
-    kind = kinds.get(settings.optimizer.lower())
-    if kind is None:
-        raise ValueError(
-            f"train.optimizer: received {settings.optimizer!r}. {config.nearest(settings.optimizer, kinds)}"
-        )
-    rate: Any = settings.learning_rate
-    if settings.schedule == "cosine":
-        steps = int(train.cardinality())
-        if steps < 0:
-            raise ValueError("train.schedule: 'cosine' needs a data set of known length. Choose 'constant'.")
-        rate = keras.optimizers.schedules.CosineDecay(rate, steps * settings.epochs)
-    return kind(learning_rate=rate)
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -34,7 +34,7 @@ def test_tfdist_train_has_its_epochs_evaluated(tmp_path, digits_dir):
     log = launch(tmp_path, "tfdist", "train", *words, f"--config.data.data_dir={digits_dir}")
     history = [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
     truth = [line["val_loss"] for line in history if "val_loss" in line]
-    assert losses(run / "logs") == pytest.approx(truth, rel=1e-4)
+    assert losses(run) == pytest.approx(truth, rel=1e-4)
     assert log.count("evaluator: epoch ") == 2
     assert "the last epoch is evaluated" in log
     assert log.count("on the evaluation split") == 1  # the chief's summary

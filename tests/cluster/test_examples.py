@@ -67,7 +67,7 @@ def test_digits_under_a_parameter_server_are_learnt_through_the_launcher(members
     assert summary["accuracy"] > 0.96
     assert "on 2 workers and 1 parameter server, " in log
     assert (run / "model.keras").is_file()
-    assert any((run / "logs" / "train").glob("*.speed*"))
+    assert any((run / "train").glob("*.speed*"))
     assert not (run / "backup").exists()  # training is complete
 
 
@@ -81,6 +81,6 @@ def test_all_tasks_of_a_parameter_server_job_by_hand_end_with_it(members, enviro
     assert "strategy parameter_server" in members.log("worker-1")
     assert not losses(members.log("worker-1"))
     assert losses(members.log("chief-0"))
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
-        "config.json", "history.jsonl", "logs", "model.keras", "summary.json"
+    assert sorted(path.name.partition(".tfevents")[0] for path in (tmp_path / "run").iterdir()) == [
+        "config.json", "events.out", "history.jsonl", "model.keras", "sessions.jsonl", "summary.json", "train", "validation"
     ]  # fmt: skip

@@ -84,13 +84,13 @@ def test_the_chiefs_files_are_whole(job):
             np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("where", ["rank-0/keras/train", "rank-0/keras/validation", "rank-0/chief/train", "each/train", "each/worker-1/train"])
+@pytest.mark.parametrize("where", ["rank-0/keras/train", "rank-0/keras/validation", "rank-0/chief/train", "each/train", "each/worker-0", "each/worker-1"])
 def test_tensorboard_logs_lie_where_they_should(job, where):
     assert any("events.out" in f for f in job.files(where))
 
 
 def test_nothing_else_lies_in_the_log_directory_of_all_workers(job):
-    assert {f.split("/")[0] for f in job.files("each")} == {"train", "validation", "worker-1"}
+    assert {f.split("/")[0] for f in job.files("each")} == {"train", "validation", "worker-0", "worker-1"}
 
 
 def test_one_progress_bar(job):

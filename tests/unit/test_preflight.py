@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from tfdist import preflight
+from tfdist import handshake, preflight
 from tfdist.addresses import PortTaken, split_address
 from tfdist.cluster import ClusterSpec
 
@@ -133,7 +133,7 @@ def test_a_second_process_of_one_task_elsewhere():
         real = [pool.submit(preflight.check, spec, LONG, versions="same") for spec in specs[:2]]
         time.sleep(0.5)
         with socket.create_connection(split_address(specs[0].task.address)) as connection:
-            badge = {"cluster": preflight._fingerprint(specs[0]), "versions": "same", "attempt": "0"}
+            badge = {"cluster": handshake.fingerprint(specs[0]), "versions": "same", "attempt": "0"}
             line = {"tfdist": 1, "task": "worker:1", "nonce": "another", **badge}
             connection.sendall(json.dumps(line).encode() + b"\n")
             assert "two processes claim to be worker:1" in json.loads(connection.recv(8192))["fault"]

@@ -1,11 +1,14 @@
 """One short run, from its settings to its summary, on one device."""
 
 import json
+import time
 
 import pytest
 
+import tfdist
 from tfdist import config
 from tfdist.run import describe, run
+from tfdist.telemetry import sessions
 from tfdist.telemetry.writers import read_jsonl
 
 
@@ -24,15 +27,26 @@ def settings(tmp_path, digits_dir):
 
 
 def test_a_run_leaves_what_it_says(settings, tmp_path, capsys):
+    began = time.time()
     summary = run(settings)
     directory = tmp_path / "run"
     assert json.loads((directory / "summary.json").read_text()) == summary
     assert config.Run.from_dict(json.loads((directory / "config.json").read_text())).train == settings.train
-    assert [line["step"] for line in read_jsonl(directory / "history.jsonl")] == [0, 1]
+    history = read_jsonl(directory / "history.jsonl")
+    assert [line["step"] for line in history] == [0, 1]
+    assert {"loss", "accuracy", "val_loss", "val_accuracy", "seconds"} <= history[0].keys()
+    assert history[0]["learning_rate"] > history[1]["learning_rate"] == 0  # the schedule's end
+    assert began < history[0]["time"] < history[1]["time"] < time.time()
     assert (directory / "model.keras").is_file()
-    assert any((directory / "logs").rglob("events*"))
+    assert sorted(path.name.partition(".tfevents")[0] for path in directory.iterdir()) == [
+        "config.json", "events.out", "history.jsonl", "model.keras", "sessions.jsonl", "summary.json", "train", "validation"
+    ]  # fmt: skip
+    assert all(any((directory / part).glob("events*")) for part in ("train", "validation"))
+    (session,) = sessions.read(directory)
+    assert (session.epoch, session.step, session.resumed, session.workers, session.global_batch) == (0, 0, False, 1, 50)
+    assert session.versions["tfdist"] == tfdist.__version__
     assert summary["examples_per_second"] > 0
-    assert f"tensorboard --logdir {directory / 'logs'}" in capsys.readouterr().out
+    assert capsys.readouterr().out.count(f"tensorboard --logdir {directory}") == 2  # at the beginning, and at the end
     with pytest.raises(ValueError, match="holds a finished run"):
         run(settings)
 
@@ -55,9 +69,11 @@ def test_settings_that_fit_nothing_are_named(settings, section, key, value, mess
 def test_a_summary_without_training_or_model_can_be_told():
     summary = {
         "name": "x", "accuracy": 0.5, "loss": 1.0, "epochs": 3, "examples_per_second": None, "seconds": 2.0,
-        "replicas": 2, "history": "h", "backup": "b", "logs": "l",
+        "replicas": 2, "backup": "b",
     }  # fmt: skip
     assert "nothing left to train on 2 replicas," in describe(summary)
     assert "not saved" in describe(summary)
+    assert describe(summary).count("not kept") == 2
+    assert "tensorboard --logdir l" in describe({**summary, "logs": "l"})
     under_servers = {**summary, "replicas": 1, "workers": 2, "parameter_servers": 1}
     assert "on 2 workers and 1 parameter server," in describe(under_servers)

@@ -12,18 +12,18 @@ def test_every_writer_gets_every_step(tmp_path):
     telemetry = Telemetry([ConsoleWriter(stream), journal])
     for step in range(3):
         telemetry.scalars(step, {"loss": 1 / (step + 1)})
-    assert stream.getvalue().splitlines()[2] == "step 2  loss 0.3333"
+    assert stream.getvalue().splitlines()[2] == "epoch 2  loss 0.3333"
     assert [line["step"] for line in read_jsonl(journal.path)] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(("step", "kept"), [(0, []), (2, [0, 1]), (3, [0, 1, 2])])
 def test_a_resumed_run_writes_its_steps_once(tmp_path, step, kept):
     journal = JsonlWriter(tmp_path / "history.jsonl")
-    journal.rewind(step)
+    journal.rewind(step, 0)
     assert not journal.path.exists()
     for number in range(3):
         journal.scalars(number, {"loss": number})
-    journal.rewind(step)
+    journal.rewind(step, 0)
     assert [line["step"] for line in read_jsonl(journal.path)] == kept
 
 

@@ -1,4 +1,4 @@
-"""Scalars of a step become console lines, lines of JSON or TensorBoard curves; nothing is computed here."""
+"""What a run tells becomes console lines, lines of JSON, curves of TensorBoard or runs of a tracking service; nothing is computed here."""
 
 from __future__ import annotations
 
@@ -9,36 +9,68 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from tfdist.telemetry.layout import append_json, read_json_lines
+
 
 class Writer(Protocol):
-    """Takes the scalars of a step somewhere."""
+    """Takes what a run tells somewhere. A new one has these four methods; training code stays as it is."""
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes the values of a step, to be seen even if the process dies next."""
+    def scalars(self, step: int, values: Mapping[str, float], axis: str = "epoch") -> None:
+        """Writes the values of an epoch, or of a step since training began, to be seen even if the process dies next.
+
+        Args:
+            step: Number of the epoch from 0, or of steps done.
+            values: Numbers by name.
+            axis: "epoch" or "step": what `step` counts.
+        """
+
+    def settings(self, values: Mapping[str, Any]) -> None:
+        """Writes what the run was told, by name."""
+
+    def rewind(self, epoch: int, steps: int) -> None:
+        """Drops what was written of this epoch and later ones, and of later steps: a resumed run writes it again."""
+
+    def close(self) -> None:
+        """Ends what is open; more may be written afterwards, by another fit."""
 
 
 class Telemetry:
-    """Sends scalars to several writers.
+    """Sends the same to several writers.
 
     Args:
         writers: Where to; none: nowhere, as on workers other than the chief.
 
     Example:
         >>> Telemetry([ConsoleWriter(sys.stdout)]).scalars(3, {"loss": 0.25, "accuracy": 1})
-        step 3  loss 0.25  accuracy 1
+        epoch 3  loss 0.25  accuracy 1
     """
 
     def __init__(self, writers: Sequence[Writer]):
         self.writers = tuple(writers)
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes the values of a step to every writer."""
+    def scalars(self, step: int, values: Mapping[str, float], axis: str = "epoch") -> None:
+        """Writes values to every writer."""
         for writer in self.writers:
-            writer.scalars(step, values)
+            writer.scalars(step, values, axis)
+
+    def settings(self, values: Mapping[str, Any]) -> None:
+        """Writes settings to every writer."""
+        for writer in self.writers:
+            writer.settings(values)
+
+    def rewind(self, epoch: int, steps: int) -> None:
+        """Lets every writer drop what is written again."""
+        for writer in self.writers:
+            writer.rewind(epoch, steps)
+
+    def close(self) -> None:
+        """Closes every writer."""
+        for writer in self.writers:
+            writer.close()
 
 
 class ConsoleWriter:
-    """One line per step, of four significant digits.
+    """One line per epoch or step, of four significant digits.
 
     Args:
         stream: Where to; default: standard error.
@@ -47,13 +79,24 @@ class ConsoleWriter:
     def __init__(self, stream: TextIO | None = None):
         self.stream = stream
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        words = [f"step {step}", *(f"{name} {value:.4g}" for name, value in values.items())]
+    def scalars(self, step: int, values: Mapping[str, float], axis: str = "epoch") -> None:
+        words = [f"{axis} {step}", *(f"{name} {value:.4g}" for name, value in values.items() if name != "time")]
         print("  ".join(words), file=self.stream or sys.stderr, flush=True)
+
+    def settings(self, values: Mapping[str, Any]) -> None:
+        print("  ".join(f"{name}={value}" for name, value in values.items()), file=self.stream or sys.stderr, flush=True)
+
+    def rewind(self, epoch: int, steps: int) -> None:
+        """What was printed stays."""
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 class JsonlWriter:
-    """One JSON object per step, `{"step": ..., name: value, ...}`, each appended as a whole.
+    """One JSON object per epoch, `{"step": epoch, name: value, ...}`, each appended as a whole; per step, `{"batch": steps, ...}`.
+
+    Settings are left out: a run's are in its `config.json`.
 
     Args:
         path: File; its directory is made.
@@ -70,24 +113,23 @@ class JsonlWriter:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        line = json.dumps({"step": step, **{name: float(value) for name, value in values.items()}}) + "\n"
-        # A single write to a file opened for appending: a reader, or a process killed here, leaves no half
-        # line.
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            os.write(descriptor, line.encode())
-        finally:
-            os.close(descriptor)
+    def scalars(self, step: int, values: Mapping[str, float], axis: str = "epoch") -> None:
+        key = "step" if axis == "epoch" else "batch"
+        append_json(self.path, {key: step, **{name: float(value) for name, value in values.items()}})
 
-    def rewind(self, step: int) -> None:
-        """Drops the lines of this step and later ones, which a resumed run writes again."""
+    def settings(self, values: Mapping[str, Any]) -> None:
+        """They are in another file."""
+
+    def rewind(self, epoch: int, steps: int) -> None:
         if not self.path.exists():
             return
-        kept = [line for line in read_jsonl(self.path) if line["step"] < step]
+        kept = [line for line in read_jsonl(self.path) if (line["step"] < epoch if "step" in line else line["batch"] <= steps)]
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         temporary.replace(self.path)
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 class TensorBoardWriter:
@@ -101,17 +143,37 @@ class TensorBoardWriter:
         self.log_dir = os.fspath(log_dir)
         self._writer: Any = None
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+    def _open(self) -> Any:
         import tensorflow as tf
 
         if self._writer is None:
             self._writer = tf.summary.create_file_writer(self.log_dir)
-        with self._writer.as_default(step):
+        return self._writer
+
+    def scalars(self, step: int, values: Mapping[str, float], axis: str = "epoch") -> None:
+        import tensorflow as tf
+
+        with self._open().as_default(step):
             for name, value in values.items():
                 tf.summary.scalar(name, value)
         self._writer.flush()
 
+    def settings(self, values: Mapping[str, Any]) -> None:
+        import tensorflow as tf
+
+        rows = [f"| {name} | {value} |" for name, value in values.items()]
+        with self._open().as_default(0):
+            tf.summary.text("settings", "\n".join(["| key | value |", "| --- | --- |", *rows]))
+
+    def rewind(self, epoch: int, steps: int) -> None:
+        """TensorBoard itself forgets points that come again, once the new ones are there."""
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
 
 def read_jsonl(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """The objects in a file of JSON lines."""
-    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    """The objects in a file of JSON lines; a last line that was cut off is left out."""
+    return read_json_lines(path)

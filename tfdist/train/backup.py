@@ -75,11 +75,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._peers: list[keras.callbacks.Callback] = []
         self._thread: concurrent.futures.ThreadPoolExecutor | None = None
         self._writing: concurrent.futures.Future | None = None
-        self._silence = log_files.Silence()
-        self._launched = Launched()
-        self._opened = False
-        self._first_epoch = 0
-        self._listening = contextlib.ExitStack()
+        self._silence, self._launched, self._listening = log_files.Silence(), Launched(), contextlib.ExitStack()
+        self._found: Found | None = None
+        self._opened, self._first_epoch, self._replayed = False, 0, 0
         self._trained: list | None = None  # metrics of the epoch whose validation runs
 
     def prepare(self, callbacks: Sequence[keras.callbacks.Callback], writes: bool, first_epoch: int = 0) -> None:
@@ -106,6 +104,11 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         """When it saves, as a number that differs where that differs: steps, seconds below 0, 0 for epochs."""
         return -self._every_seconds if self._every_seconds else 0.0 if self.save_freq == "epoch" else float(self.save_freq)
 
+    @property
+    def went_on(self) -> tuple[bool, int]:
+        """Whether the last fit went on from a training that was interrupted, and the steps of its first epoch that were done."""
+        return self._found is not None and not self._found.snapshot.facts["first"], self._replayed
+
     def release(self) -> None:
         """Called by an engine when the `fit` is over, also by an error: signals are no longer heard."""
         self._listening.close()
@@ -119,7 +122,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             self.store.claim(self._launched.launch, self._launched.attempt)
         found = self.store.newest()
         self._leftover = found is not None and self.delete_checkpoint and self._is_complete(found.snapshot)
-        self._found: Found | None = None if self._leftover else found
+        self._found = None if self._leftover else found
         self._opened = True
 
     def _is_complete(self, snapshot: Snapshot) -> bool:
@@ -219,8 +222,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             self._set_history(found.facts["history"])
         keeps = self._launched.restarts > 0 or not self.delete_checkpoint
         if keeps and (found is None or found.facts["finished"] != self._launched.launch):
-            epoch = self._epoch + 1 if found is None else found.facts["epoch"]
-            self._save(epoch, 0, self._history(), finished=self._launched.launch)
+            self._save(self._epoch + 1 if found is None else found.facts["epoch"], 0, self._history(), finished=self._launched.launch)
         self._finish()
         if self._thread is not None:
             self._thread.shutdown()
@@ -298,8 +300,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     def _write(self, snapshot: Snapshot) -> None:
         begun = time.monotonic()
         note(self._launched.log_dir, "saving", task=self._launched.task)  # so that the launcher leaves time for it
-        number = self.store.write(snapshot)
-        self._note("saved", snapshot, number, time.monotonic() - begun)
+        self._note("saved", snapshot, self.store.write(snapshot), time.monotonic() - begun)
 
     def _note(self, event: str, snapshot: Snapshot, number: int, seconds: float) -> None:
         epoch, step, steps = (snapshot.facts[name] for name in ("epoch", "step", "steps"))

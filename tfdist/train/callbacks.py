@@ -14,64 +14,16 @@ import tempfile
 from collections.abc import Iterable
 
 import keras
-import tensorflow as tf
 
 from tfdist.keras_compat import profiles
 from tfdist.train.backup import BackupAndRestore
+from tfdist.train.board import TensorBoard
+from tfdist.train.metrics_log import Log
 
 _BATCH_METHODS = {
     "train": ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end"),
     "test": ("on_test_batch_begin", "on_test_batch_end"),
 }
-
-
-class TensorBoard(keras.callbacks.TensorBoard):
-    """Keras' TensorBoard callback that only the chief writes, with the speed of training beside its results.
-
-    Each epoch adds, beside Keras' `epoch_*` scalars, `speed/examples_per_second` (all replicas), `speed/step_milliseconds` and
-    `speed/input_wait` (share of the time, 0 to 1, that steps waited for a batch). They need a strategy made by tfdist.
-
-    Args:
-        log_dir: Directory of the logs.
-        per_worker: Whether every worker logs, each to a subdirectory `worker-<rank>`.
-        **kwargs: As for `keras.callbacks.TensorBoard`.
-
-    >>> TensorBoard("logs", write_graph=False).per_worker
-    False
-    """
-
-    def __init__(self, log_dir: str = "logs", *, per_worker: bool = False, **kwargs):
-        super().__init__(log_dir=log_dir, **kwargs)
-        self.per_worker = per_worker
-        self.root_dir = log_dir
-        self.own_writers: list = []  # beside those of Keras
-
-    def on_train_begin(self, logs=None):
-        super().on_train_begin(logs)
-        self.own_writers[:] = [tf.summary.create_file_writer(os.path.join(self.log_dir, "train"), filename_suffix=".speed")]
-
-    def on_train_end(self, logs=None):
-        super().on_train_end(logs)
-        self.own_writers[0].close()
-
-    def on_epoch_begin(self, epoch, logs=None):
-        super().on_epoch_begin(epoch, logs)
-        self._before = self._stats()
-
-    def on_epoch_end(self, epoch, logs=None):
-        super().on_epoch_end(epoch, logs)
-        done = {name: value - self._before.get(name, 0) for name, value in self._stats().items()}
-        if not done.get("steps"):
-            return
-        seconds = done["seconds"]
-        with self.own_writers[0].as_default(), tf.summary.record_if(True):  # whatever step of update_freq the epoch ends at
-            tf.summary.scalar("speed/examples_per_second", done["examples"] / seconds, step=epoch)
-            tf.summary.scalar("speed/step_milliseconds", 1e3 * seconds / done["steps"], step=epoch)
-            tf.summary.scalar("speed/input_wait", done["input_seconds"] / seconds, step=epoch)
-
-    def _stats(self) -> dict[str, float]:
-        stats = getattr(self.model.train_function, "stats", None)
-        return {} if stats is None else dict(vars(stats))
 
 
 def watches(callbacks: Iterable[keras.callbacks.Callback], mode: str) -> bool:
@@ -90,9 +42,11 @@ def _watches(callback, mode: str) -> bool:
     saves = keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore, BackupAndRestore
     if isinstance(callback, saves) and not _extends(callback, *saves, mode=mode):
         return mode == "train" and callback.save_freq != "epoch"
-    board = keras.callbacks.TensorBoard
-    if isinstance(callback, board) and not _extends(callback, board, mode=mode):
+    boards = keras.callbacks.TensorBoard, TensorBoard
+    if isinstance(callback, boards) and not _extends(callback, *boards, mode=mode):
         return callback.update_freq != "epoch" or profiles(callback)
+    if isinstance(callback, Log) and not _extends(callback, Log, mode=mode):
+        return mode == "train" and callback.every is not None
     return _extends(callback, keras.callbacks.Callback, mode=mode)
 
 
@@ -155,11 +109,11 @@ class _OnlyRestore(keras.callbacks.Callback):
         self._backup.on_train_begin(logs)
 
 
-def follow(callback: keras.callbacks.Callback, rank: int) -> keras.callbacks.Callback:
+def follow(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
     """A callback as a worker other than the chief runs it."""
-    if isinstance(callback, TensorBoard) and callback.per_worker:
-        callback.log_dir = os.path.join(callback.root_dir, f"worker-{rank}")
-    elif isinstance(callback, keras.callbacks.TensorBoard):
+    if isinstance(callback, TensorBoard):
+        callback.follows = True
+    if isinstance(callback, keras.callbacks.TensorBoard):
         callback.log_dir = _scratch_directory()
     elif isinstance(callback, keras.callbacks.CSVLogger):
         callback.filename = os.devnull

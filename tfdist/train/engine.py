@@ -45,6 +45,8 @@ class Engine(Hooks):
     """
 
     pulse: Pulse
+    # Called in each replica with the gradients, summed over the replicas, and their variables, before the optimizer takes them.
+    watch_gradients: Callable[[Sequence[Any], Sequence[Any] | None], None] | None = None
 
     def __init__(self, strategy: tf.distribute.Strategy, placement: Placement, host: str, central: bool = False, timeout: float = 600.0):
         self._strategy = strategy
@@ -160,7 +162,7 @@ class Engine(Hooks):
         return runner.end_epoch()
 
     def apply(self, optimizer, keras_apply: Callable, grads, variables):
-        return gradients.apply(optimizer, keras_apply, grads, variables, self.placement, self._central)
+        return gradients.apply(optimizer, keras_apply, grads, variables, self.placement, self._central, self.watch_gradients)
 
     def scale_loss_for_distribution(self, keras_function: Callable, value):
         return step.scale_loss(keras_function, value)
@@ -202,9 +204,9 @@ class Engine(Hooks):
         model.train_function.begin_at(epoch, step)
         return True
 
-    def pause_at(self, step: int) -> None:
+    def pause_at(self, step: int, who: str = "backup") -> None:
         if self._active is not None:
-            self._active.pause = step
+            self._active.pauses[who] = step
 
     def stopping(self) -> bool:
         return self._active is not None and self._active.stopping and self._active.at_rest
@@ -283,7 +285,7 @@ class Engine(Hooks):
         call["progress"] = call["verbose"] != 0 or any(is_progress_bar(c) for c in callbacks)
         if not self.placement.is_chief:
             kwargs["verbose"] = 0
-            followers = [follow(c, self.placement.rank) for c in callbacks if not is_progress_bar(c)]
+            followers = [follow(c) for c in callbacks if not is_progress_bar(c)]
             if as_list:
                 kwargs["callbacks"].callbacks[:] = followers
             else:

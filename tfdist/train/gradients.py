@@ -39,7 +39,13 @@ def in_loop() -> Iterator[None]:
 
 
 def apply(
-    optimizer: keras.optimizers.Optimizer, keras_apply: Callable, grads: list, variables: list | None, placement: Placement, central: bool
+    optimizer: keras.optimizers.Optimizer,
+    keras_apply: Callable,
+    grads: list,
+    variables: list | None,
+    placement: Placement,
+    central: bool,
+    watch: Callable[[list, list | None], None] | None = None,
 ) -> Any:
     """Sums the gradients over the replicas, then lets Keras apply them; called in replica context.
 
@@ -50,6 +56,7 @@ def apply(
         variables: The variables, or None where the optimizer is built.
         placement: Numbers of workers and replicas.
         central: Whether variables are shared by the replicas (central storage) instead of copied to each.
+        watch: Called with the sums and the variables.
     """
     context = tf.distribute.get_replica_context()
     local, several = local_replica(placement), placement.replicas > 1
@@ -58,6 +65,8 @@ def apply(
     if several:
         marks.after_sum(local, summed)
     grads = [merge_duplicates(g) for g in summed]
+    if watch is not None:
+        watch(grads, variables)
     if central:
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             raise ValueError(

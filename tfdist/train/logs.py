@@ -17,7 +17,7 @@ from tfdist.keras_compat import leave_summaries, log_writers
 
 NEVER = 2**62  # steps
 _EVENTS = "events.out.tfevents."
-_PARTS = "train", "validation"
+OWN = ".speed"  # how the names of files end that tfdist's own callback writes beside Keras'
 _FREQUENCIES = ((keras.callbacks.TensorBoard, "update_freq"), (keras.callbacks.ModelCheckpoint, "save_freq"))
 
 
@@ -135,11 +135,12 @@ def _writers(boards: Iterable[keras.callbacks.TensorBoard]) -> list[Any]:
 
 
 def _event_files(log_dir: str) -> list[str]:
+    """Those of the chief: other files of `worker-0`, as those of other workers, are not its callbacks' to cut."""
     found = []
-    for part in _PARTS:
+    for part, end in (("train", ""), ("validation", ""), ("worker-0", OWN)):
         directory = os.path.join(log_dir, part)
         if tf.io.gfile.isdir(directory):
-            found += [os.path.join(part, name) for name in tf.io.gfile.listdir(directory) if name.startswith(_EVENTS)]
+            found += [os.path.join(part, name) for name in tf.io.gfile.listdir(directory) if name.startswith(_EVENTS) and name.endswith(end)]
     return found
 
 

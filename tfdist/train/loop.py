@@ -102,7 +102,7 @@ class Runner:
         self._checksum = 0.0
         self._next_look = self._next_ask = self._pace
         self._last: Any = None  # each replica's logs of the last step that ran by itself
-        self.pause: int | None = None  # step of this epoch that no call goes beyond
+        self.pauses: dict[str, int] = {}  # steps of this epoch that no call goes beyond, by who wants that
 
     def begin_at(self, epoch: int, step: int) -> None:
         """Counts this many steps of the epoch that begins as done: Keras' calls for them run nothing."""
@@ -209,7 +209,7 @@ class Runner:
         calls = self._pace
         if self.watch.steps:
             calls = min(calls, -(-self.watch.steps // per_call) - self._calls_done)
-        for pause in (self.pause, self._pulse.next_pause(self.epoch, self.steps_done) if self._trains else None):
+        for pause in (*self.pauses.values(), self._pulse.next_pause(self.epoch, self.steps_done) if self._trains else None):
             if pause is not None and pause > self.steps_done:
                 calls = min(calls, -(-(pause - self.steps_done) // per_call))
         return max(1, calls)

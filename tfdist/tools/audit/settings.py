@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import runpy
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from tfdist import functions
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -76,21 +76,15 @@ class Settings:
         if self.pipeline is None:
             from tfdist import inputs, run
 
-            return inputs.pipeline(run.parse(self.config), self.split)
-        path, _, name = self.pipeline.rpartition(":")
-        check_function(self.pipeline)
-        sys.path.insert(
-            0, os.path.dirname(os.path.abspath(path))
-        )  # as for a script: what lies beside it can be imported
-        function = runpy.run_path(path).get(name)
-        if not callable(function):
-            raise ValueError(f"--pipeline={self.pipeline}: {path} defines no function {name}.")
-        pipeline: Any = function()
+            pipeline, given = inputs.pipeline(run.parse(self.config), self.split), "data.name"
+        else:
+            check_function(self.pipeline)
+            given = f"--pipeline={self.pipeline}"
+            pipeline = functions.load(self.pipeline, "--pipeline")()
         absent = next((part for part in PARTS if not hasattr(pipeline, part)), None)
         if absent:
             raise ValueError(
-                f"--pipeline={self.pipeline}: expected {name}() to return what tfdist.data.pipeline does; received "
-                f"{type(pipeline).__name__}, which has no {absent}."
+                f"{given}: expected what tfdist.data.pipeline returns, received {type(pipeline).__name__}, which has no {absent}."
             )
         return pipeline
 

@@ -1,0 +1,82 @@
+"""The sections of a Run become its strategy and its compiled model; nothing is trained here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tfdist import config
+
+if TYPE_CHECKING:
+    import keras
+    import tensorflow as tf
+
+
+def make_strategy(where: config.Strategy) -> tf.distribute.Strategy:
+    """The strategy of a run; call it before anything that makes a tensor.
+
+    Args:
+        where: The Run's section.
+    """
+    import tfdist
+
+    return tfdist.make_strategy(
+        where.name, cluster=where.cluster, devices=where.devices, task=where.task, communication=where.communication,
+        timeout=where.timeout, reading=where.reading,
+    )  # fmt: skip
+
+
+def make_model(settings: config.Run, strategy: tf.distribute.Strategy, train: tf.data.Dataset) -> keras.Model:
+    """The model of a run, compiled, with the weights that follow from its seed.
+
+    Args:
+        settings: The Run.
+        strategy: In whose scope it is made.
+        train: The batches to train on, of `inputs.pipeline`.
+
+    Returns:
+        The model. One that a function of the user's has compiled is left as it is.
+
+    Raises:
+        ValueError: For settings that do not fit each other or the data.
+    """
+    import keras
+
+    from tfdist import inputs, models
+
+    keras.utils.set_random_seed(settings.train.seed)
+    keras.config.set_dtype_policy(settings.train.precision)
+    if not models.is_own(settings.model.name):
+        inputs.check_supervised(train, settings.model.options)
+    shape, classes = inputs.shapes(train)
+    with strategy.scope():
+        model = models.build(settings.model.name, **{"input_shape": shape, "classes": classes, **settings.model.options})
+        if not model.compiled:
+            model.compile(
+                optimizer=_optimizer(settings.train, train),
+                loss="sparse_categorical_crossentropy",
+                metrics=["accuracy"],
+                steps_per_execution=settings.train.steps_per_execution,
+            )
+    return model
+
+
+def _optimizer(settings: config.Train, train: tf.data.Dataset) -> keras.optimizers.Optimizer:
+    import keras
+
+    kinds = {
+        name.lower(): kind
+        for name, kind in vars(keras.optimizers).items()
+        if isinstance(kind, type) and issubclass(kind, keras.optimizers.Optimizer) and name != "Optimizer"
+    }
+    kind = kinds.get(settings.optimizer.lower())
+    if kind is None:
+        raise ValueError(
+            f"train.optimizer: received {settings.optimizer!r}. {config.nearest(settings.optimizer, kinds)}"
+        )
+    rate: Any = settings.learning_rate
+    if settings.schedule == "cosine":
+        steps = int(train.cardinality())
+        if steps < 0:
+            raise ValueError("train.schedule: 'cosine' needs a data set of known length. Choose 'constant'.")
+        rate = keras.optimizers.schedules.CosineDecay(rate, steps * settings.epochs)
+    return kind(learning_rate=rate)

@@ -1,0 +1,97 @@
+"""`FILE.py:FUNCTION` in a setting becomes the function of a user's file; it is called elsewhere."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import re
+import sys
+import traceback
+import zlib
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from tfdist.config import nearest
+
+_files: dict[str, ModuleType] = {}  # those that were run, by path
+
+
+def in_file(text: str) -> bool:
+    """Whether a setting names a function of a file.
+
+    Example:
+        >>> in_file("models/mine.py:build"), in_file("mnist"), in_file("namespace:mnist")
+        (True, False, False)
+    """
+    return bool(re.fullmatch(r".+\.py:\w*", text))
+
+
+def load(text: str, key: str) -> Callable[..., Any]:
+    """The function that a setting names.
+
+    Args:
+        text: "FILE.py:FUNCTION" or "package.module:FUNCTION".
+        key: The setting's key, for messages.
+
+    Returns:
+        The function. A file is run once in a process, however many of its functions are asked for.
+
+    Raises:
+        ValueError: There is no such file, module or function; or its code fails.
+
+    Example:
+        >>> load("os.path:basename", "model.name")("a/b")
+        'b'
+        >>> load("os.path:basname", "model.name")
+        Traceback (most recent call last):
+        ValueError: model.name=os.path:basname: os.path defines no function basname. Did you mean basename?
+    """
+    where, colon, name = text.rpartition(":")
+    if not colon or not where or not name.isidentifier():
+        raise ValueError(f"{key}: expected FILE.py:FUNCTION, received {text!r}.")
+    module = _file(os.path.abspath(where), f"{key}={text}") if where.endswith(".py") else _module(where, f"{key}={text}")
+    function = getattr(module, name, None)
+    if not callable(function):
+        known = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
+        raise ValueError(f"{key}={text}: {where} defines no function {name}. {nearest(name, known) if known else ''}".rstrip())
+    return function
+
+
+def _module(name: str, given: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{given}: no module {error.name} can be imported. Name a file, FILE.py:FUNCTION, or install it.") from error
+    except Exception as error:
+        raise _failed(given, error) from error
+
+
+def _file(path: str, given: str) -> ModuleType:
+    if path in _files:
+        return _files[path]
+    if not os.path.isfile(path):
+        raise ValueError(f"{given}: no such file as {path}.")
+    directory, name = os.path.split(path)
+    if directory not in sys.path:
+        sys.path.insert(0, directory)  # as for a script: what lies beside it can be imported
+    name = name.removesuffix(".py")
+    if name in sys.modules:
+        name += f"_{zlib.crc32(path.encode()):x}"  # somebody else's
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise _failed(given, error) from error
+    _files[path] = module
+    return module
+
+
+def _failed(given: str, error: Exception) -> ValueError:
+    line = traceback.extract_tb(error.__traceback__)[-1]
+    return ValueError(f"{given}: {type(error).__name__} in line {line.lineno} of {line.filename}: {error}")

@@ -1,0 +1,52 @@
+"""A process of a benchmark, which builds what a job says, and measures it each time that it is told to."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tfdist import app
+from tfdist.contract import Launched
+from tfdist.tools.audit import events
+from tfdist.tools.bench.jobs import END, Job, end_with_owner, wait_for_order
+
+
+def main(argv: Sequence[str]) -> None:
+    """Measures until the benchmark ends.
+
+    Args:
+        argv: The job's file.
+    """
+    job = Job.from_json(Path(argv[0]).read_text(encoding="utf-8"))
+    rank = int(Launched.from_environ().task.rpartition(":")[2] or 0)
+    end_with_owner(job.directory)
+    with events.Writer(job.answers(rank)) as say:
+        try:
+            meter = app.plainly(_make, job, rank)
+            say("ready", **meter.ready())
+            taken = 0
+            while (number := wait_for_order(job, taken)) != END:
+                taken += 1
+                say("measured", case=number, **app.plainly(meter.measure, number))
+        except SystemExit as end:
+            say("failed", error=str(end.__cause__ or f"ended itself with code {end.code}"), code=end.code)
+            raise
+        except Exception as error:
+            text = re.sub(r"^\{\{.*?\}\} ", "", str(getattr(error, "message", error)))  # without the name of a graph's node
+            first = next((line for line in text.splitlines() if line.strip()), "")
+            say("failed", error=f"{type(error).__name__}: {first}", code=1)
+            raise
+
+
+def _make(job: Job, rank: int) -> Any:
+    from tfdist.tools.bench import meters
+
+    meter: Callable[[Job, int], Any] = {"scaling": meters.Training, "predict": meters.Prediction, "allreduce": meters.AllReduce}[job.kind]
+    return meter(job, rank)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
