@@ -34,7 +34,7 @@ setup(
     extras_require={
         "digits": DIGITS,
         "plot": PLOT,
-        "test": [*TEST, *DIGITS],
+        "test": [*TEST, *DIGITS, *PLOT],
         "bench": BENCH,
         "all": [*DIGITS, *PLOT],
     },

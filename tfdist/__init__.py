@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tfdist import app, config, data, flags, layers, models
     from tfdist.cluster import ClusterSpec
     from tfdist.strategies import make_strategy
+    from tfdist.train.anatomy import Anatomy
     from tfdist.train.backup import BackupAndRestore
     from tfdist.train.board import TensorBoard
     from tfdist.train.image_samples import ImageSamples
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 # Name -> module that defines it, or that it is.
 _HOMES = {
+    "Anatomy": "tfdist.train.anatomy",
     "BackupAndRestore": "tfdist.train.backup",
     "ClusterSpec": "tfdist.cluster",
     "ImageSamples": "tfdist.train.image_samples",
@@ -39,6 +41,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Anatomy",
     "BackupAndRestore",
     "ClusterSpec",
     "ImageSamples",

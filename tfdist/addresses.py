@@ -151,6 +151,34 @@ def bind_problem(task: str, address: str, error: OSError) -> str:
     return f"this process is {task}: {fault}"
 
 
+def is_here(address: str) -> bool:
+    """Whether host:port is of this host: whether a socket can be bound to one of its IP addresses.
+
+    >>> is_here("127.0.0.1:1"), is_here("192.0.2.1:1")  # the second is reserved for documentation
+    (True, False)
+    """
+    try:
+        family, sockaddr = resolve_address(address)
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((sockaddr[0], 0))
+        return True
+    except (OSError, UnicodeError):
+        return False
+
+
+def nobody_here(file: str, addresses: Mapping[str, str]) -> str:
+    """What is wrong where no task of a cluster file has an address of this host.
+
+    >>> nobody_here("c.yaml", {"worker:0": "a:80"}).partition(";")[0]
+    '--cluster c.yaml: expected a task with an address of this host, received worker:0 a:80'
+    """
+    listing = ", ".join(f"{task} {address}" for task, address in addresses.items())
+    return (
+        f"--cluster {file}: expected a task with an address of this host, received {listing}; "
+        f"run it there, or say which task this is: --task {next(iter(addresses))}"
+    )
+
+
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     """Ports that can be bound now, at random, so that clusters that start together rarely choose the same.
 

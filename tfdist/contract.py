@@ -28,6 +28,8 @@ ERROR_FILE = "TFDIST_ERROR_FILE"
 PROGRESS_FILE = "TFDIST_PROGRESS_FILE"
 CHAOS = "TFDIST_CHAOS"
 
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")  # sizes of a task's pools
+
 JOURNAL = "events.jsonl"  # in the directory of the logs
 RESULT = "result.tfdist"  # there too, of a launch with a chaos plan
 
@@ -76,6 +78,17 @@ class Launched:
 
 def _number(text: str) -> int:
     return int(text) if text.isdecimal() else 0
+
+
+def inherited(*names: str, environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Variables of this process that the tasks it starts will find too; those that are not set are left out.
+
+    Example:
+        >>> inherited("OMP_NUM_THREADS", "HOME", environ={"OMP_NUM_THREADS": "2"})
+        {'OMP_NUM_THREADS': '2'}
+    """
+    environ = os.environ if environ is None else environ
+    return {name: environ[name] for name in names if name in environ}
 
 
 class Phase:

@@ -53,6 +53,8 @@ def callbacks(
             profile=told.profile, profile_workers=told.profile_workers,
         )  # fmt: skip
         found.append(board)
+    if told.anatomy:
+        found.append(tfdist.Anatomy(directory))
     if told.images:
         try:
             found.append(tfdist.ImageSamples(directory.parent, test, told.images, run=directory.name))
@@ -121,7 +123,7 @@ def trained_by(strategy: tf.distribute.Strategy) -> dict[str, int]:
     """How many tasks train beside this one under parameter servers; nothing under other strategies."""
     import tensorflow as tf
 
-    from tfdist.keras_compat import connected_tasks
+    from tfdist.layers import connected_tasks
 
     if not isinstance(strategy, tf.distribute.ParameterServerStrategy):
         return {}

@@ -24,7 +24,7 @@ def workplace(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("words", [["--help"], ["launch", "--help"], ["data", "--help"], ["chaos", "report", "--help"], ["--version"]])
+@pytest.mark.parametrize("words", [["--help"], ["launch", "--help"], ["data", "--help"], ["chaos", "report", "--help"], ["doctor", "--help"], ["--version"]])
 def test_help_is_quick_and_imports_no_tensorflow(words):
     code = (
         "import sys\nfrom tfdist.cli import main\n"
@@ -60,7 +60,7 @@ def test_python_m_tfdist_is_the_same(capsys):
     ("words", "message"),
     [
         (["lanch"], "received 'lanch'. Did you mean `tfdist launch`?"),
-        (["dance"], "expected a command (launch, train, data, chaos), received 'dance'. See `tfdist --help`."),
+        (["dance"], "expected a command (" + ", ".join(cli.COMMANDS) + "), received 'dance'. See `tfdist --help`."),
     ],
 )
 def test_an_unknown_command(words, message, capsys):

@@ -24,7 +24,7 @@ file, -m MODULE, `tfdist train`, or any program. Ctrl-C ends all tasks, a second
 _EPILOG = """\
 exit code: 0 when all tasks did their work; else that of the task which failed first (128 + signal when one
 killed it), 42 when the tasks were asked to end and saved their state: the same command goes on from there,
-130 after Ctrl-C, 2 for a mistake on this command line.
+130 after Ctrl-C, 1 when --check has found something wrong, 2 for a mistake on this command line.
 """
 
 
@@ -204,6 +204,9 @@ def _parser() -> argparse.ArgumentParser:
         default=300.0,
         metavar="S",
         help="seconds for the evaluator to finish (300)",
+    )
+    tasks.add_argument(
+        "--check", action="store_true", help="let `tfdist doctor` look first, with --cluster on all hosts at once; start only if nothing fails"
     )
     faults = parser.add_argument_group("failures")
     faults.add_argument(

@@ -8,17 +8,16 @@ import datetime
 import os
 import shutil
 import signal
-import socket
 import sys
 import uuid
 from collections.abc import Iterable, Sequence
 
-from tfdist.addresses import free_ports
+from tfdist.addresses import free_ports, is_here, nobody_here
 from tfdist.chaos import Fault
 from tfdist.chaos import parse as parse_faults
 from tfdist.cluster import ClusterSpec, Task
 from tfdist.contract import JOURNAL, RESULT, Phase, note
-from tfdist.launch import hosts
+from tfdist.launch import check, hosts
 from tfdist.launch.chaos import Chaos
 from tfdist.launch.flags import parse
 from tfdist.launch.guard import Guard
@@ -63,6 +62,8 @@ def _launch(argv: Sequence[str]) -> int:
         drawer, known = next((str(task) for task in members if _is_chief(spec, task)), names[0]), [*map(str, spec.tasks)]
     faults = find_faults(flags.chaos, known)
     command = resolve_command(words)
+    if flags.check and (code := check.run(flags, check.doctor_words(flags, spec, words))):
+        return code
     log_dir = make_log_dir(flags.log_dir)
     for name in (JOURNAL, RESULT):  # of an earlier launch into the same directory
         with contextlib.suppress(FileNotFoundError):
@@ -221,31 +222,10 @@ def find_tasks(flags: argparse.Namespace) -> tuple[ClusterSpec, tuple[Task, ...]
     else:
         members = tuple(task for task in spec.tasks if task.address and is_here(task.address))
     if not members:
-        listing = ", ".join(f"{task} {task.address}" for task in spec.tasks)
-        raise ValueError(
-            f"--cluster {flags.cluster}: expected a task with an address of this host, received {listing}; "
-            f"run it there, or say which task this is: --task {spec.tasks[0]}"
-        )
+        raise ValueError(nobody_here(flags.cluster, {str(task): task.address for task in spec.tasks}))
     for task in members:
         spec.for_task(task.type, task.index).check_host()
     return spec, members
-
-
-def is_here(address: str) -> bool:
-    """Whether host:port is of this host: whether a socket can be bound to one of its IP addresses.
-
-    Example:
-        >>> is_here("127.0.0.1:1"), is_here("192.0.2.1:1")  # the second is reserved for documentation
-        (True, False)
-    """
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        family, _, _, _, place = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((place[0], 0))
-        return True
-    except OSError:
-        return False
 
 
 def make_log_dir(wanted: str | None) -> str:

@@ -15,8 +15,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from tfdist import contract
 from tfdist.cluster import DATA_WORKERS, ClusterSpec, Task
 
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
-
 _SHIM = (sys.executable, "-m", "tfdist.launch.shim")
 
 
@@ -108,7 +106,7 @@ def plan_tasks(
     members = tuple(members)
     share = str(threads or max(1, cores // (len(members) + len(data_workers))))
     defaults = {
-        **dict.fromkeys(THREAD_VARIABLES, share),
+        **dict.fromkeys(contract.THREAD_VARIABLES, share),
         "PYTHONUNBUFFERED": "1",  # into a pipe, lines would come late or, after a crash, never
         "TF_CPP_MIN_LOG_LEVEL": "1",  # without information lines, some 20 per task; warnings and errors stay
     }
@@ -130,7 +128,7 @@ def plan_tasks(
             contract.RESTARTS: str(restarts),
             contract.ERROR_FILE: f"{stem}.error.json",
             contract.PROGRESS_FILE: f"{stem}.progress",
-            **(dict.fromkeys(THREAD_VARIABLES, share) if threads else {}),
+            **(dict.fromkeys(contract.THREAD_VARIABLES, share) if threads else {}),
             **({} if chaos is None else {contract.CHAOS: chaos}),
         }
         whole = {**inherited, **told}

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.tools.audit import events
-from tfdist.tools.bench.jobs import POLL, Job, order, own
+from tfdist.tools.bench.jobs import END, POLL, Job, order, own
 
-_GRACE = 10.0  # seconds that a launcher has to end its tasks
+_GRACE = 5.0  # seconds to end by themselves
 _LINES = 12  # of a log, at most
 _CHATTER = re.compile(r"\s*$|[IWE]\d{4} |WARNING: All log messages|To enable the following|-{20}")
 
@@ -45,7 +45,7 @@ class Group(contextlib.AbstractContextManager):
         child = ["-m", "tfdist.tools.bench.measure", str(path)]
         if self.job.workers > 1:
             threads = [] if self.job.threads is None else ["--threads", str(self.job.threads)]
-            logs = ["--log-dir", os.path.join(self.job.directory, "launch"), "--hang-timeout", "0", "--color", "never"]
+            logs = ["--log-dir", os.path.join(self.job.directory, "launch"), "--hang-timeout", "0", "--grace", "1", "--color", "never"]
             child = ["-m", "tfdist", "launch", "--workers", str(self.job.workers), *threads, *logs, "--", *child]
         with open(self._log, "wb") as log:
             self._process = subprocess.Popen(
@@ -56,8 +56,11 @@ class Group(contextlib.AbstractContextManager):
     def __exit__(self, *_: Any) -> None:
         process = self._process
         assert process is not None
+        order(self.job, END)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE)  # who hangs in a step does not end so
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-            if self.job.workers > 1 and process.poll() is None:  # its tasks are in groups of their own
+            if self.job.workers > 1 and process.poll() is None:  # its tasks are in process groups of their own
                 process.send_signal(signal.SIGTERM)
                 process.wait(_GRACE)
         with contextlib.suppress(ProcessLookupError):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ORDERS, OWNER = "orders.jsonl", "owner.lock"
+END = -1  # an order: nothing is left to do
 POLL = 0.02  # seconds between two looks for an order, or an answer
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from tfdist import app
 from tfdist.contract import Launched
 from tfdist.tools.audit import events
-from tfdist.tools.bench.jobs import Job, end_with_owner, wait_for_order
+from tfdist.tools.bench.jobs import END, Job, end_with_owner, wait_for_order
 
 
 def main(argv: Sequence[str]) -> None:
@@ -28,8 +28,7 @@ def main(argv: Sequence[str]) -> None:
             meter = app.plainly(_make, job, rank)
             say("ready", **meter.ready())
             taken = 0
-            while True:
-                number = wait_for_order(job, taken)
+            while (number := wait_for_order(job, taken)) != END:
                 taken += 1
                 say("measured", case=number, **app.plainly(meter.measure, number))
         except SystemExit as end:

@@ -52,9 +52,8 @@ class Setup:
 
     @property
     def title(self) -> str:
-        """The setup in a few words, for messages."""
-        batch = f", global batch {self.global_batch}" if self.global_batch else ""
-        return f"{self.strategy} with {count(self.replicas, 'replica')}{batch}"
+        """The processes that measured it, in a few words, for messages."""
+        return f"{self.strategy} with {count(self.replicas, 'replica')}"
 
     @property
     def step(self) -> float:
@@ -88,7 +87,7 @@ class Setup:
         values["median_seconds"] = self.step if self.seconds else None
         values["median_rate"] = self.rate if self.rates else None
         values["rate_spread"] = [min(self.rates), max(self.rates)] if self.rates else None
-        if self.bytes and self.seconds:
+        if self.bytes and self.seconds and not self.rates:
             values["algorithm_bandwidth"], values["bus_bandwidth"] = self.algorithm_bandwidth, self.bus_bandwidth
         return values
 

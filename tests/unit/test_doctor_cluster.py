@@ -1,0 +1,336 @@
+"""Doctor's checks of a cluster: planted faults in facts, files and on loopback, with the words of the preflight; strangers at its server."""
+
+import ast
+import contextlib
+import dataclasses
+import json
+import re
+import socket
+import time
+
+import pytest
+
+from tests.processes import ROOT
+from tfdist import preflight
+from tfdist.addresses import split_address
+from tfdist.cluster import ClusterSpec
+from tfdist.handshake import badge, fingerprint
+from tfdist.tools.doctor import cluster, exchange, main, server
+from tfdist.tools.doctor.exchange import Link
+from tfdist.tools.doctor.meeting import Meeting, Peer, Sight, serving
+from tfdist.tools.doctor.server import Desk
+
+SPEC = ClusterSpec({"worker": ("10.0.0.1:2222", "10.0.0.2:2222", "10.0.0.3:2222")}, source="file c.yaml")
+
+
+def who(spec, task="worker:0", versions="keras 3.15", nonce="mine", gpus=0):
+    tasks = [[str(task), task.address] for task in spec.listening_tasks]
+    return {**badge(spec, task, versions, "doctor", nonce), "tasks": tasks, "gpus": gpus}
+
+
+def peers(spec=SPEC, first=1, **changes):
+    """Tasks 1, 2, ... as their doctors tell of them; `changes` are of worker:1."""
+    found = {}
+    for task in spec.listening_tasks[first:]:
+        mine = changes if task.index == 1 else {}
+        offset = mine.get("offset", 0.0)
+        facts = {key: value for key, value in mine.items() if key != "offset"}
+        said = {**who(spec, str(task), nonce=f"of {task}"), **facts}
+        found[str(task)] = Peer(str(task), task.address, said, offset=offset)
+    return found
+
+
+def bad(found):
+    assert all(check.remedy for check in found if check.status != "pass")
+    return [check for check in found if check.status != "pass"]
+
+
+def one(found, name, *texts, status="fail"):
+    """The one check that does not pass."""
+    (check,) = bad(found)
+    assert (check.name, check.status) == (name, status)
+    for text in texts:
+        assert text in f"{check.found}; {check.remedy}"
+    return check
+
+
+def judged(**changes):
+    return cluster.check_peers(SPEC, who(SPEC), {"worker:0"}, peers(**changes), {}, 5.0)
+
+
+def same_words(check, sentence):
+    """Whether a check says what another part of tfdist says of the same mistake."""
+    assert f"{check.found}; {check.remedy}" in sentence or f"{check.found}. {check.remedy}" in sentence, (check, sentence)
+
+
+def test_hosts_that_fit_together():
+    assert not bad(judged())
+
+
+# What this host alone can see: real files, names, sockets.
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("worker: [a:1, b:99999]", "worker:1: address 'b:99999' has the bad port 99999; use 1 to 65535"),
+        ("worker: [a:1, a:1]", "worker:1 has the duplicate address a:1 of worker:0; give each task its own port"),
+        ("wroker: [a:1]", "job 'wroker': unknown; jobs are chief, worker, ps, evaluator"),
+        ("ps: [a:1]", "nobody trains: no chief or worker among the jobs ['ps']; add a worker"),
+        ("worker: [a:1]\nworker: [b:1]", "the key 'worker' appears twice; list all its addresses under one"),
+        ("worker: {0: a:1", "cannot be parsed"),
+    ],
+)
+def test_a_wrong_file(text, message, tmp_path, capsys):
+    (tmp_path / "c.yaml").write_text(text)
+    assert main.main(["--quick", "--json", "--cluster", str(tmp_path / "c.yaml")]) == 1
+    found = [check for check in json.loads(capsys.readouterr().out)["checks"] if check["part"] == "cluster"]
+    assert [(check["name"], check["status"]) for check in found] == [("file", "fail")]
+    assert message in f"{found[0]['found']}; {found[0]['remedy']}"
+
+
+def alone(spec):
+    """The sentence of the preflight where one task sees the fault by itself."""
+    with pytest.raises(ValueError) as error:
+        preflight.check(spec, timeout=0.01)
+    return str(error.value)
+
+
+def test_a_name_that_does_not_resolve():
+    spec = ClusterSpec({"worker": ("127.0.0.1:2222", "no-such-host.invalid:2222")})
+    found, _ = cluster.check_spec(spec, spec.tasks[:1])
+    one(found, "names", "worker:1 at no-such-host.invalid:2222 does not resolve", "add it to DNS or /etc/hosts")
+
+
+def test_an_address_of_another_machine():
+    spec = ClusterSpec({"worker": ("203.0.113.1:2222", "203.0.113.2:2222")}, "worker", 0)
+    found, _ = cluster.check_spec(spec, [spec.task])
+    same_words(one(found, "addresses", "203.0.113.1:2222 is not an address of this machine"), alone(spec))
+
+
+def test_loopback_beside_real_addresses():
+    spec = ClusterSpec({"worker": ("127.0.0.1:2222", "203.0.113.2:2222")}, "worker", 0)
+    found, _ = cluster.check_spec(spec, [spec.task])
+    same_words(one(found, "addresses", "is loopback, other tasks are not"), alone(spec))
+
+
+def test_two_names_of_one_machine_and_port():
+    spec = ClusterSpec({"worker": ("127.0.0.1:2222", "localhost:2222")}, "worker", 0)
+    found, _ = cluster.check_spec(spec, [spec.task])
+    same_words(one(found, "addresses", "are the same machine and port"), alone(spec))
+
+
+def test_a_port_that_is_taken():
+    spec = ClusterSpec.local(workers=2).for_task("worker", 0)
+    with socket.create_server(split_address(spec.task.address)):
+        found, taken = cluster.check_spec(spec, [spec.task])
+        found += cluster.check_ports([spec.task], taken, {})
+        same_words(one(found, "ports", "already in use on this machine"), alone(spec))
+
+
+def test_no_task_is_here(tmp_path, capsys):
+    (tmp_path / "c.yaml").write_text("worker: ['203.0.113.1:2222', '203.0.113.2:2222']")
+    assert main.main(["--quick", "--json", "--together", "--cluster", str(tmp_path / "c.yaml")]) == 1
+    assert "expected a task with an address of this host" in capsys.readouterr().out
+
+
+# What the others say.
+def test_a_task_that_does_not_come():
+    spec = ClusterSpec.local(workers=2).for_task("worker", 0)
+    meeting = Meeting(Desk(spec, who(spec), {}), [spec.task], timeout=0.2)
+    meeting.ask_all()
+    found = cluster.check_peers(spec, who(spec), meeting.own, meeting.peers, meeting.missing, 0.2)
+    check = one(found, "reach", "1 of 2 tasks are absent: worker:1 at 127.0.0.1:", "Connection refused")
+    with pytest.raises(preflight.PeersAbsent) as error:
+        preflight.check(spec, timeout=0.2)
+    same_words(check, str(error.value))
+
+
+def other(*addresses):
+    return ClusterSpec({"worker": addresses}, source="file c.yaml")
+
+
+@pytest.mark.parametrize(
+    ("spec", "where"),
+    [
+        (other("10.0.0.2:2222", "10.0.0.1:2222", "10.0.0.3:2222"), "another order: worker:0 is 10.0.0.1:2222 here and 10.0.0.2:2222 there"),
+        (other("10.0.0.1:9999", "10.0.0.2:2222", "10.0.0.3:2222"), "worker:0 is 10.0.0.1:2222 here and 10.0.0.1:9999 there"),
+        (other("10.0.0.1:2222", "10.0.0.2:2222"), "3 tasks here, 2 there: worker:2 is 10.0.0.3:2222 here and missing there"),
+    ],
+    ids=["order", "the leader's port", "size"],
+)
+def test_different_clusters(spec, where):
+    found = judged(**{key: who(spec, "worker:1", nonce="of worker:1")[key] for key in ("cluster", "tasks")})
+    check = one(found, "spec", "worker:1 at 10.0.0.2:2222 has a different cluster spec", where, "give all of them the same file")
+    same_words(dataclasses.replace(check, found=check.found.replace(f" ({where})", "")), theirs(spec))
+
+
+def theirs(spec, versions="keras 3.15"):
+    """What the preflight says to worker:1 with another cluster or other versions."""
+    with pytest.raises(preflight.ConfigurationError) as error:
+        preflight.compare(badge(spec, "worker:1", versions, "0", "x"), "worker:1 at 10.0.0.2:2222", who(SPEC), SPEC.source)
+    return str(error.value)
+
+
+def test_different_versions():
+    check = one(judged(versions="keras 3.10"), "versions", "has different versions: keras 3.10; worker:0 has keras 3.15", "install the same")
+    same_words(check, theirs(SPEC, "keras 3.10"))
+
+
+def test_a_task_that_is_claimed_twice():
+    found = peers()
+    found["worker:2"] = dataclasses.replace(found["worker:2"], badge=who(SPEC, "worker:2", nonce="another"))
+    found["worker:1"] = dataclasses.replace(found["worker:1"], badge=who(SPEC, "worker:0", nonce="other"))
+    checks = bad(cluster.check_peers(SPEC, who(SPEC), {"worker:0"}, found, {}, 5.0))
+    assert "worker:0 expected worker:1 at 10.0.0.2:2222 and found worker:0: the address leads to another machine" in checks[0].found
+    found["worker:0"] = Peer("worker:0", "10.0.0.1:2222", who(SPEC, "worker:0", nonce="other"))
+    checks = bad(cluster.check_peers(SPEC, who(SPEC), {"worker:0"}, found, {}, 5.0))
+    assert any("two processes claim to be worker:0" in check.found for check in checks)
+
+
+def test_different_numbers_of_devices():
+    one(judged(gpus=4), "devices", "GPUs differ: worker:0 0, worker:1 4, worker:2 0", "CUDA_VISIBLE_DEVICES")
+
+
+def test_parameter_servers_need_no_gpus():
+    spec = ClusterSpec({"chief": ("a:1",), "worker": ("b:1", "c:1"), "ps": ("d:1",)})
+    found = {task: Peer(task, "x:1", {**who(spec, task, nonce=task), "gpus": 2}) for task in ("worker:0", "worker:1")}
+    found["ps:0"] = Peer("ps:0", "d:1", who(spec, "ps:0", nonce="ps"))
+    assert not bad(cluster.check_peers(spec, who(spec, "chief:0"), {"chief:0"}, found, {}, 5.0))
+
+
+@pytest.mark.parametrize(("offset", "status", "text"), [(5.0, "warn", "is 5 s ahead of this host's"), (-4000.0, "fail", "is 67 min behind")])
+def test_clocks_that_differ(offset, status, text):
+    one(judged(offset=offset), "clocks", f"that of worker:1 at 10.0.0.2:2222 {text}", "timedatectl", status=status)
+
+
+def test_a_place_that_is_not_shared():
+    blind = [Sight("/runs", "worker:1", "/runs", seen=False), Sight("/runs", "worker:2", "/runs", seen=True)]
+    one(cluster.check_sights(blind), "shared place", "/runs: a file written here is not seen by worker:1 in /runs", "mount the same file system")
+    one(cluster.check_sights([Sight("/runs", "worker:1")]), "shared place", "unknown of worker:1", status="warn")
+
+
+GOOD = Link("worker:0", "worker:1", latency=1e-4, rate=1e9)
+
+
+@pytest.mark.parametrize(
+    ("link", "status", "text"),
+    [
+        (Link("worker:1", "worker:2", 1e-4, 1e8), "warn", "the slowest is from worker:1 to worker:2"),
+        (Link("worker:1", "worker:2", 2e-2, 1e9), "warn", "the farthest is from worker:1 to worker:2"),
+        (Link("worker:1", "worker:2", error="timed out"), "fail", "from worker:1 to worker:2: timed out"),
+    ],
+)
+def test_a_link_that_is_slow_or_broken(link, status, text):
+    one(cluster.check_links([GOOD, GOOD, link]), "network", text, status=status)
+    assert not bad(cluster.check_links([GOOD, GOOD]))
+
+
+def test_a_fault_that_another_host_found():
+    one(cluster.check_ends({"worker:1": "Python: 2.7", "worker:2": ""}, {}, SPEC, 5.0), "other hosts", "the doctor of worker:1 found: Python: 2.7")
+    one(cluster.check_ends({"worker:2": ""}, {"worker:1": "it hangs"}, SPEC, 5.0), "other hosts", "worker:1 at 10.0.0.2:2222 (it hangs)")
+
+
+def test_a_preflight_that_answers_in_place_of_a_doctor():
+    spec = ClusterSpec.local(workers=2)
+    with serving(Desk(spec, who(spec), {}), spec.tasks[:1]):
+        with pytest.raises(preflight.PeersAbsent, match="still attempt doctor there"):
+            preflight.check(spec.for_task("worker", 1), timeout=0.3, versions="keras 3.15")
+
+
+def test_the_words_of_the_page_are_those_of_the_code():
+    """docs/doctor.md tells who catches which mistake, with which words; each is a part of some text in the package."""
+    rows = (ROOT / "docs/doctor.md").read_text().partition("## Which mistake")[2].partition("## JSON")[0].splitlines()
+    words = [word for row in rows if row.startswith("|") for word in re.findall(r"`([^`]+)`", row.split("|")[3])]
+    texts = {
+        node.value
+        for path in (ROOT / "tfdist").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    assert len(words) >= 20
+    assert not [word for word in words if not any(word in text for text in texts)]
+
+
+# The server, and strangers.
+@pytest.fixture
+def served(tmp_path):
+    """(address, badge, directory) of a doctor that serves worker:0 of two."""
+    spec = ClusterSpec.local(workers=2)
+    with serving(Desk(spec, who(spec), {"tasks": [], "gpus": 0}, [str(tmp_path)]), spec.tasks[:1]) as failed:
+        assert not failed
+        yield spec.tasks[0].address, who(spec, "worker:1", nonce="theirs"), tmp_path
+
+
+@pytest.mark.parametrize(
+    ("facts", "text"),
+    [
+        ({"question": "token", "place": 0, "token": "../../../etc/passwd"}, "no token"),
+        ({"question": "token", "place": "/etc", "token": "0" * 32}, "no token"),
+        ({"question": "measure", "peer": "10.0.0.9:80"}, "no task of this cluster"),
+        ({"question": "measure", "peer": ["worker:1"] * 3}, "no task of this cluster"),
+        ({"question": "run"}, "no such question"),
+    ],
+)
+def test_what_a_server_refuses(served, facts, text):
+    address, mine, _ = served
+    with pytest.raises(exchange.Refused, match=text):
+        exchange.ask(address, mine, **facts)
+
+
+def test_only_files_of_doctors_are_told(served):
+    address, mine, directory = served
+    token = "ab" * 16
+    (directory / f".tfdist-doctor-{token}").write_text("a secret of somebody else")
+    assert exchange.ask(address, mine, "token", place=0, token=token)["content"] == ""
+    (directory / f".tfdist-doctor-{token}").write_text("cd" * 16)
+    assert exchange.ask(address, mine, "token", place=0, token=token)["content"] == "cd" * 16
+    assert exchange.ask(address, mine, "token", place=1, token=token)["place"] is None
+
+
+def test_who_has_another_cluster_is_only_told_who_is_there(served):
+    address, mine, _ = served
+    stranger = {**mine, "cluster": fingerprint(SPEC)}
+    assert exchange.ask(address, stranger, "hello")["task"] == "worker:0"
+    for question in ("token", "measure", "stream"):
+        with pytest.raises(exchange.Refused, match="differ"):
+            exchange.ask(address, stranger, question)
+
+
+def test_a_budget_of_questions(served):
+    address, mine, _ = served
+    said = set()
+    for _ in range(100):
+        with pytest.raises(exchange.Refused) as refused:
+            exchange.ask(address, mine, "measure", peer=None)
+        said.add(str(refused.value))
+    assert said == {"no task of this cluster", "asked to measure too often"}
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n\r\n", b"null\n", b"\xff\n", b"[" * 5000 + b"\n", b"{" + b"x" * 100000])
+def test_strangers_do_no_harm(served, sent, capsys):
+    address, mine, _ = served
+    with socket.create_connection(split_address(address)) as connection, contextlib.suppress(OSError):
+        connection.sendall(sent)
+    assert exchange.ask(address, mine, "hello")["task"] == "worker:0"
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_many_silent_strangers_leave_others_their_turn(served, monkeypatch):
+    monkeypatch.setattr(server, "EXCHANGE_S", 1.0)
+    address, mine, _ = served
+    with contextlib.ExitStack() as stack:
+        for _ in range(40):  # more than are served at once
+            stack.enter_context(socket.create_connection(split_address(address)))
+        end = time.monotonic() + 20
+        while True:
+            with contextlib.suppress(OSError, ValueError):
+                assert exchange.ask(address, mine, "hello")["task"] == "worker:0"
+                return
+            assert time.monotonic() < end
+            time.sleep(0.1)
+
+
+def test_a_link_is_measured(served):
+    address, mine, _ = served
+    link = exchange.measure("worker:1", "worker:0", address, mine)
+    assert not link.error
+    assert link.rate > 0 < link.latency

@@ -1,0 +1,141 @@
+"""Doctor's checks of a run: configs with one fault each are really tried, and memory is really measured."""
+
+import dataclasses
+
+import pytest
+
+from tfdist.tools.doctor import places, probe, runs, trial
+from tfdist.tools.doctor.machine import Card, Machine
+
+GB = 1 << 30
+ROOMY = Machine(available=64 * GB, capacity=64 * GB)
+
+
+@pytest.fixture
+def words(tmp_path, digits_dir, monkeypatch):
+    """A config that fits; more words change it."""
+    monkeypatch.chdir(tmp_path)
+    lines = ["import tfdist", "def get_config():", "    config = tfdist.config.default()", "    config.model.name = 'mlp'", "    return config"]
+    (tmp_path / "run.py").write_text("\n".join(lines))
+    return ["--config=run.py", f"--config.data.data_dir={digits_dir}", "--config.data.train_split=train[:20%]", "--config.strategy.devices=cpu"]
+
+
+def tried(words, workers=2):
+    found = None
+    for found in trial.steps(words, workers):
+        assert found.stage in trial.STAGES
+    return found
+
+
+def bad(found):
+    assert all(check.remedy for check in found if check.status != "pass")
+    return [(check.name, check.status) for check in found if check.status != "pass"]
+
+
+def test_a_run_that_fits(words, tmp_path):
+    found = tried(words)
+    assert found.stage == "done"
+    assert found.rows == 32
+    assert found.weights == 4 * found.parameters == found.gradients
+    assert found.optimizer > 2 * found.weights  # Adam's two moments, and its counters
+    assert found.peak > found.grown
+    assert not bad(runs.check_trial(found, ROOMY, workers=2, here=2))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_memory_is_measured(words):
+    """The process grows by the parameters and the optimizer's copies at the least, which are no estimates."""
+    large = tried([*words, "--config.model.options.widths=(4096, 2048)"])
+    assert large.weights > 32 << 20
+    assert large.grown > 2.5 * large.weights  # parameters, and Adam's moments, at the least
+
+
+def test_data_and_a_model_of_the_users(words, tmp_path):
+    lines = [
+        "import keras, tensorflow as tf",
+        "def data(settings, split):",
+        "    return tf.data.Dataset.from_tensors(({'a': tf.ones([4, 3])}, tf.zeros([4]))).repeat(3)",
+        "def model(input_shape, classes):",
+        "    x = keras.Input(input_shape['a'], name='a')",
+        "    model = keras.Model({'a': x}, keras.layers.Dense(1)(x))",
+        "    model.compile('sgd', 'mse')",
+        "    return model",
+    ]
+    (tmp_path / "mine.py").write_text("\n".join(lines))
+    found = tried([*words, "--config.data.name=mine.py:data", "--config.model.name=mine.py:model", "--config.data.global_batch=4"])
+    assert (found.error, found.stage, found.parameters, found.rows) == ("", "done", 4, 2)
+    assert "inputs a [3]" in found.data
+
+
+@pytest.mark.parametrize(
+    ("word", "stage", "text"),
+    [
+        ("--config.train.epohs=3", "config", "train.epohs: no such key. Did you mean train.epochs?"),
+        ("--config.train.epochs=0", "config", "train.epochs: expected at least 1, received 0"),
+        ("--config.data.name=no_such_data", "data", "no such data set"),
+        ("--config.data.eval_split=validation", "data", "no such split"),
+        ("--config.data.augment=true", "data", "data.augment: expected data.image_size with it"),
+        ("--config.model.name=cnm", "model", "no such model. Did you mean cnn?"),
+        ("--config.train.optimizer=adma", "model", "train.optimizer: received 'adma'"),
+        ("--config.strategy.devices=gpu", "config", "TensorFlow sees no GPU"),
+    ],
+)
+def test_a_fault_of_a_run(words, word, stage, text):
+    found = tried([*words, word])
+    assert found.stage == stage
+    assert text in found.error
+    (failure,) = [check for check in runs.check_trial(found, ROOMY, 2, 2) if check.status == "fail"]
+    assert failure.name == stage
+
+
+def test_a_config_that_raises(words, tmp_path):
+    (tmp_path / "run.py").write_text("def get_config():\n    return 1 / 0\n")
+    assert "ZeroDivisionError in line 2 of run.py" in tried(words).error
+
+
+def test_a_directory_with_a_finished_run(words, tmp_path):
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "summary.json").write_text("{}")
+    found = tried([*words, "--config.output.dir=old"])
+    assert (found.stage, found.directory) == ("output", "old")
+    assert bad(runs.check_trial(found, ROOMY, 2, 2)) == [("output", "fail")]
+
+
+def test_a_data_set_that_would_be_downloaded(words, tmp_path):
+    found = tried([*words, "--config.data.name=mnist", f"--config.data.data_dir={tmp_path / 'empty'}"])
+    assert found.unprepared.startswith("mnist in ")
+    assert bad(runs.check_trial(found, ROOMY, 2, 2)) == [("data", "warn")]
+    assert not (tmp_path / "empty").exists()
+
+
+@pytest.mark.parametrize(("batch", "workers", "expected"), [(64, 2, []), (64, 3, [("batch", "warn")]), (3, 4, [("batch", "warn")])])
+def test_a_batch_that_does_not_divide(batch, workers, expected):
+    found = trial.Trial("done", name="x", directory="runs/x", global_batch=batch, data="x", parameters=1, rows=1, peak=GB)
+    assert bad(runs.check_trial(found, ROOMY, workers, 1)) == expected
+    servers = dataclasses.replace(found, strategy="parameter_server")
+    assert not bad(runs.check_trial(servers, ROOMY, workers, 1))
+
+
+@pytest.mark.parametrize(
+    ("machine", "gpu_peak", "status"),
+    [
+        (Machine(available=6 * GB), None, "pass"),
+        (Machine(available=5 * GB), None, "warn"),
+        (Machine(available=3 * GB), None, "fail"),
+        (Machine(available=64 * GB, smi=(Card("H200", 140 * GB, 139 * GB),)), 20 * GB, "pass"),
+        (Machine(available=64 * GB, smi=(Card("T4", 16 * GB, 15 * GB),)), 20 * GB, "fail"),
+        (Machine(available=64 * GB, smi=(Card("T4", 16 * GB, 15 * GB),)), 14 * GB, "warn"),
+    ],
+)
+def test_memory_that_is_too_little(machine, gpu_peak, status):
+    """Two processes of 2.2 GB on this host."""
+    found = trial.Trial("done", name="x", directory="x", global_batch=2, data="x", parameters=1, rows=1, grown=GB, peak=int(2.2 * GB), gpu_peak=gpu_peak)
+    (memory,) = [check for check in runs.check_trial(found, machine, 2, 2) if check.name == "memory"]
+    assert memory.status == status
+
+
+def test_places_that_only_tensorflow_writes_to(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    found = [probe.try_place(path) for path in ("ram://somewhere/runs", f"file://{tmp_path}/new", f"file://{tmp_path}/file/x", "none://x")]
+    assert [places.check_place(place).status for place in found] == ["pass", "pass", "fail", "fail"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]

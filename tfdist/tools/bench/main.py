@@ -1,0 +1,229 @@
+"""The words after `tfdist bench` become setups that are measured by turns, and their report; nothing is trained in this process."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tfdist
+from tfdist import app
+from tfdist.tools.bench import plan, words
+from tfdist.tools.bench.groups import Group, GroupError
+from tfdist.tools.bench.jobs import Case, Job
+from tfdist.tools.bench.notes import notes
+from tfdist.tools.bench.reason import Facts, reason
+from tfdist.tools.bench.results import FILE, Bench, Setup, baseline, compared, count
+
+if TYPE_CHECKING:
+    from tfdist import config
+
+PAGE = "bench.md"
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command `tfdist bench`.
+
+    Args:
+        argv: The words after `tfdist bench`.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        flags, rest = plan.parse(argv)
+        settings = app.plainly(_settings, rest) if rest else None
+        jobs = plan.jobs(flags, rest, settings)
+        out = _directory(flags.out, settings.name if settings else "allreduce")
+    except ValueError as error:
+        print(f"tfdist bench: error: {error}\nSee `tfdist bench --help`.", file=sys.stderr)
+        return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what follows ends its processes then, too
+    try:
+        return _bench(flags, settings, jobs, out, shlex.join(["tfdist", "bench", *argv]))
+    except KeyboardInterrupt:
+        print("bench interrupted; its processes are ended", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+def _settings(rest: Sequence[str]) -> config.Run:
+    from tfdist import run
+
+    return run.parse(rest)
+
+
+def _bench(flags: argparse.Namespace, settings: config.Run | None, jobs: list[Job], out: Path, command: str) -> int:
+    name = settings.name if settings else "allreduce"
+    begun, load = time.time(), os.getloadavg()[0]
+    with Rounds(jobs, flags.timeout, out / "logs") as rounds:
+        rounds.prepare()
+        for number in range(flags.rounds):
+            rounds.measure(number, flags.rounds)
+    machine = {"system": f"{platform.system()} {platform.machine()}", "cores": _cores(), "memory": _memory(), "gpus": rounds.gpus, "load": load}
+    options = {"steps": jobs[0].steps, "warmup": flags.warmup, "rounds": flags.rounds, "threads": flags.threads, "parameters": rounds.parameters}
+    setups = compared(rounds.setups())
+    if settings:
+        facts = Facts(machine["cores"], rounds.on_cpu, flags.threads, settings.data.cache, settings.train.steps_per_execution)
+        setups = tuple(dataclasses.replace(each, reason=reason(each, baseline(setups, each), facts)) for each in setups)
+    bench = Bench(
+        flags.kind, name, command, begun, settings.to_dict() if settings else None, machine, _versions(), options, setups, notes(flags.kind, setups)
+    )
+    (out / FILE).write_text(json.dumps(bench.to_json(), indent=1) + "\n", encoding="utf-8")
+    (out / PAGE).write_text(words.markdown(bench), encoding="utf-8")
+    print(json.dumps(bench.to_json(), indent=1) if flags.json else f"\n{words.text(bench)}\n", flush=True)
+    print(f"written: {out / FILE}, {out / PAGE}", file=sys.stderr)
+    return int(any(setup.error for setup in setups))
+
+
+class Rounds(contextlib.AbstractContextManager):
+    """The groups of processes of all jobs, which stay alive from the first round to the last, and of which one at a time works.
+
+    Args:
+        jobs: What to measure.
+        timeout: Longest wait for a group, in seconds.
+        logs: Where the output of groups that fail is kept.
+    """
+
+    def __init__(self, jobs: Sequence[Job], timeout: float, logs: Path):
+        self._stack = contextlib.ExitStack()
+        directory = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tfdist-bench-"))
+        self._jobs = [dataclasses.replace(job, directory=os.path.join(directory, job.title)) for job in jobs]
+        self._timeout, self._logs = timeout, logs
+        self._groups: dict[Job, Group] = {}  # that work
+        self._errors: dict[Job, str] = {}
+        self._found: dict[tuple[Job, int], list[list[dict[str, Any]]]] = {}
+        self._times: dict[Job, int] = dict.fromkeys(self._jobs, 0)
+        self._facts: dict[Job, dict[str, Any]] = {}
+
+    def __exit__(self, *problem: Any) -> None:
+        self._stack.__exit__(*problem)
+
+    def prepare(self) -> None:
+        """Starts all groups, one after another, each of which compiles what it measures."""
+        for job in self._jobs:
+            begin = time.monotonic()
+            with self._failing(job):
+                group = self._stack.enter_context(Group(job, self._timeout))
+                self._facts[job] = group.ready()[0]
+                self._groups[job] = group
+                _say(f"{job.strategy}, {count(job.replicas, 'replica')}: ready after {time.monotonic() - begin:.0f} s")
+
+    def measure(self, number: int, rounds: int) -> None:
+        """Measures each case of each group once; every second round in reverse order."""
+        begin = time.monotonic()
+        turns = [(job, case) for job in self._jobs for case in range(len(job.cases))]
+        for job, case in turns if number % 2 == 0 else reversed(turns):
+            if job not in self._groups:
+                continue
+            with self._failing(job):
+                self._found.setdefault((job, case), []).append(self._groups[job].measure(case, self._times[job]))
+                self._times[job] += 1
+        _say(f"round {number + 1} of {rounds}: {time.monotonic() - begin:.0f} s")
+
+    def setups(self) -> list[Setup]:
+        """What was found of each case of each job."""
+        return [self._setup(job, number, case) for job in self._jobs for number, case in enumerate(job.cases)]
+
+    @property
+    def parameters(self) -> int:
+        """Of the model; 0 where nothing was built."""
+        return max((facts["parameters"] for facts in self._facts.values()), default=0)
+
+    @property
+    def gpus(self) -> list[str]:
+        """Names of those that TensorFlow sees, where replicas compute on them."""
+        return next((facts["gpus"] for facts in self._facts.values()), [])
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether replicas compute on CPUs."""
+        return not self.gpus
+
+    def _setup(self, job: Job, number: int, case: Case) -> Setup:
+        setup = Setup(job.strategy, job.replicas, job.workers, case.modes, case.global_batch, case.bytes)
+        if job in self._errors:
+            return dataclasses.replace(setup, error=self._errors[job])
+        return measured(setup, self._found[job, number])
+
+    @contextlib.contextmanager
+    def _failing(self, job: Job):
+        """A group that fails in here is named, and takes part no more; the others go on."""
+        try:
+            yield
+        except GroupError as error:
+            self._errors[job] = str(error)
+            self._groups.pop(job, None)
+            _say(f"{job.strategy}, {count(job.replicas, 'replica')}: FAILED: {error}")
+            self._keep(job)
+
+    def _keep(self, job: Job) -> None:
+        self._logs.mkdir(exist_ok=True)
+        for path in [Path(job.directory) / "log", *Path(job.directory).glob("launch/*.log")]:
+            shutil.copyfile(path, self._logs / f"{job.title}-{path.stem}.log")
+
+
+def measured(setup: Setup, rounds: Sequence[Sequence[dict[str, Any]]]) -> Setup:
+    """A setup with what its processes found.
+
+    Args:
+        setup: As it was asked for.
+        rounds: Of each round what each worker found: "steps", "examples", "seconds", and in training "anatomy" and "bytes".
+
+    Returns:
+        The setup. A round takes as long as on the slowest worker; the anatomy is that of the median round, so that its parts add up.
+    """
+    last = [max(workers, key=lambda found: found["seconds"]) for workers in rounds]
+    seconds = tuple(found["seconds"] / found["steps"] for found in last)
+    median = seconds.index(statistics.median_low(seconds))
+    return dataclasses.replace(
+        setup,
+        bytes=setup.bytes or last[median].get("bytes", 0),
+        seconds=seconds,
+        rates=tuple(found["examples"] / found["seconds"] for found in last) if setup.global_batch else (),
+        anatomy={rank: found["anatomy"] for rank, found in enumerate(rounds[median]) if found.get("anatomy")},
+    )
+
+
+def _directory(asked: str | None, name: str) -> Path:
+    """Where the report goes: as told, or the first of runs/bench-NAME, runs/bench-NAME-2 ... without one."""
+    if asked is not None:
+        path = Path(asked)
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"--out: expected a directory, received {asked}, which is a file")
+    else:
+        number = 1
+        while (path := Path("runs") / f"bench-{name}{'' if number == 1 else f'-{number}'}").exists():
+            number += 1
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _versions() -> dict[str, str]:
+    versions = {name: importlib.metadata.version(name) for name in ("tensorflow", "keras")}
+    return {"tfdist": tfdist.__version__, "python": platform.python_version(), **versions}

@@ -1,0 +1,69 @@
+"""Setups become sentences that compare them; pure functions."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from tfdist.tools.bench.results import MODES, Setup, count
+from tfdist.tools.bench.units import binary, milliseconds
+
+BANDWIDTHS = (
+    "Algorithm bandwidth is the bytes of a replica over the time of a sum; bus bandwidth is 2 (n - 1) / n of it, what each of n replicas "
+    "sends in a ring, so that numbers of replicas can be compared."
+)
+
+
+def notes(kind: str, setups: Sequence[Setup]) -> tuple[str, ...]:
+    """What a comparison of setups tells beside the tables.
+
+    Args:
+        kind: Of the benchmark.
+        setups: What was measured.
+
+    Returns:
+        Sentences: of a training, central storage beside mirrored; of inference, what more devices bring on small and on large
+        batches; of all-reduces, latency and bandwidth of each strategy.
+    """
+    done = [setup for setup in setups if setup.seconds]
+    if kind == "scaling":
+        return tuple(sentence for mode in MODES for sentence in _central(mode, [setup for setup in done if mode in setup.modes]))
+    by_group: dict[tuple[str, int], list[Setup]] = {}
+    for setup in done:
+        by_group.setdefault((setup.strategy, setup.replicas), []).append(setup)
+    write = _predicted if kind == "predict" else _reduced
+    found = tuple(sentence for group in by_group.values() if (sentence := write(group)))
+    return (*found, BANDWIDTHS) if found and kind == "allreduce" else found
+
+
+def _central(mode: str, setups: Sequence[Setup]) -> list[str]:
+    """Data parallel with one copy of the variables against a copy for each replica; the largest number of replicas that both have."""
+    central, mirrored = ({s.replicas: s for s in setups if s.replicas > 1 and s.strategy == name} for name in ("central_storage", "mirrored"))
+    common = central.keys() & mirrored.keys()
+    if not common:
+        return []
+    pair = central[max(common)], mirrored[max(common)]
+    first, second = sorted(pair, key=lambda setup: setup.rate, reverse=True)
+    ratios = [quick / slow for quick, slow in zip(first.rates, second.rates, strict=False)]  # of one round: what slows one slows both
+    return [
+        f"{mode.capitalize()} scaling, {count(first.replicas, 'replica')}: {first.strategy} is {statistics.median(ratios):.2f} times as fast as "
+        f"{second.strategy} ({min(ratios):.2f} to {max(ratios):.2f} over the rounds). Central storage (data parallel) keeps one copy of the variables, "
+        "copied out to the replicas in each step; mirrored (distributed data parallel) keeps a copy on each, and sums gradients."
+    ]
+
+
+def _predicted(group: Sequence[Setup]) -> str:
+    """What more devices bring, on the smallest batch and on the largest."""
+    known = sorted((setup for setup in group if setup.speedup is not None and setup.replicas > 1), key=lambda setup: setup.global_batch)
+    if not known:
+        return ""
+    cases = [f"{setup.speedup:.2f} times the speed of one on batches of {setup.global_batch}" for setup in known[:1] + known[1:][-1:]]
+    return f"{known[0].strategy} with {count(known[0].replicas, 'device')}: {', '.join(cases)}."
+
+
+def _reduced(group: Sequence[Setup]) -> str:
+    least, best = min(group, key=lambda setup: setup.bytes), max(group, key=lambda setup: setup.bus_bandwidth)
+    return (
+        f"{least.strategy} with {count(least.replicas, 'replica')}: latency {milliseconds(least.step)} (the median of {binary(least.bytes)}), "
+        f"bandwidth up to {best.bus_bandwidth / 1e9:.2f} GB/s on the bus (at {binary(best.bytes)})."
+    )

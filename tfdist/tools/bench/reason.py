@@ -1,0 +1,184 @@
+"""The anatomy of a setup's steps becomes one sentence: what its lost efficiency goes into, and what would help; pure functions."""
+
+from __future__ import annotations
+
+import dataclasses
+from fractions import Fraction
+
+from tfdist.telemetry.anatomy import PARTS
+from tfdist.tools.bench.results import Setup, count
+from tfdist.tools.bench.units import milliseconds, percent, size
+
+GOOD = 0.95  # an efficiency at which nothing is looked for
+UNEVEN = 1.1  # times the others' work: a worker that is slow, and not by chance
+SHORT = {
+    "input": "waiting for input",
+    "forward_backward": "forward and backward",
+    "gradient_sync": "gradient synchronization",
+    "update": "the update",
+    "wait": "waiting for the slowest replica",
+    "host": "host overhead",
+}
+assert SHORT.keys() == PARTS.keys()
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What a remedy depends on, beside the figures.
+
+    Attributes:
+        cores: Of this machine.
+        on_cpu: Whether replicas compute on its CPUs.
+        threads: Of each replica; None: TensorFlow's choice, which is all cores for a process alone.
+        cache: Whether the config keeps the examples in memory.
+        steps_per_execution: Steps of a call of Keras' train function.
+    """
+
+    cores: int
+    on_cpu: bool = True
+    threads: int | None = None
+    cache: bool = False
+    steps_per_execution: int = 1
+
+
+def reason(setup: Setup, alone: Setup | None, facts: Facts) -> str:
+    """Where the time of a setup goes that more replicas should have saved.
+
+    Args:
+        setup: The setup, compared with the baseline.
+        alone: The baseline, one replica.
+        facts: About machine and config.
+
+    Returns:
+        A sentence with figures and a remedy; of one replica alone, what most of its step is. Empty without an anatomy.
+
+    Example:
+        >>> quick = dict.fromkeys(PARTS, 0.0) | {"forward_backward": 0.008}
+        >>> slow = dict.fromkeys(PARTS, 0.0) | {"forward_backward": 0.004, "gradient_sync": 0.003}
+        >>> alone = Setup("one_device", 1, 1, ("strong",), 64, rates=(8000.0,), anatomy={0: quick})
+        >>> both = Setup("mirrored", 2, 1, ("strong",), 64, 2_700_000, rates=(9142.0,), anatomy={0: slow}, efficiency=0.57)
+        >>> print(reason(both, alone, Facts(cores=2)))  # doctest: +NORMALIZE_WHITESPACE
+        43 % of the step is gradient synchronization: 2.7 MB a step at 0.90 GB/s; a larger batch would help, as the sum stays as
+        large (so would bf16 gradients or local SGD, which tfdist does not have yet).
+    """
+    parts = mean_parts(setup)
+    whole = sum(parts.values())
+    if not whole:
+        return ""
+    if setup.replicas == 1:
+        most = max(PARTS, key=parts.__getitem__)
+        return f"{percent(parts[most] / whole)} of the step of one replica is {SHORT[most]}{_alone(most, parts[most] / whole, facts)}."
+    if alone is None or not alone.anatomy or setup.efficiency is None:
+        most = max(PARTS, key=parts.__getitem__)
+        return f"{percent(parts[most] / whole)} of the step is {SHORT[most]}; one replica was not measured, to say what of it is lost."
+    if setup.efficiency >= GOOD:
+        return f"{count(setup.replicas, 'replica')} do {percent(setup.efficiency)} of {setup.replicas} times the work of one: nothing to speak of is lost."
+    lost = losses(setup, alone)
+    most = max(PARTS, key=lost.__getitem__)  # of equals the first
+    if lost[most] <= 0:
+        return "No part of the step takes longer than it should by one replica's: what is lost lies between steps, or one of the two was disturbed."
+    return f"{percent(parts[most] / whole)} of the step is {SHORT[most]}{_why(most, setup, alone, facts)}."
+
+
+def mean_parts(setup: Setup) -> dict[str, float]:
+    """Seconds of each part of a mean step, over all workers."""
+    workers = list(setup.anatomy.values())
+    return {part: sum(parts.get(part, 0.0) for parts in workers) / max(1, len(workers)) for part in PARTS}
+
+
+def losses(setup: Setup, alone: Setup) -> dict[str, float]:
+    """Seconds of each part of a step beyond those that a replica of its batch would take by the baseline's rate.
+
+    Example:
+        >>> alone = Setup("one_device", 1, 1, (), 64, anatomy={0: {"update": 0.003, "input": 0.001}})
+        >>> both = Setup("mirrored", 2, 1, (), 64, anatomy={0: {"update": 0.003, "input": 0.0005}})
+        >>> found = losses(both, alone)
+        >>> found["update"], found["input"]
+        (0.0015, 0.0)
+    """
+    share = _share(setup, alone)
+    mine, before = mean_parts(setup), mean_parts(alone)
+    return {part: mine[part] - before[part] * float(share) for part in PARTS}
+
+
+def slowest(setup: Setup) -> int | None:
+    """The worker for which the others wait: whose own work takes notably longer than that of the others; None where none is.
+
+    Example:
+        >>> slowest(Setup("m", 2, 2, anatomy={0: {"host": 0.004, "wait": 0.003}, 1: {"host": 0.007, "wait": 0.0}}))
+        1
+    """
+    work = {rank: sum(seconds for part, seconds in parts.items() if part not in ("wait", "gradient_sync")) for rank, parts in setup.anatomy.items()}
+    if len(work) < 2:
+        return None
+    last = max(work, key=work.__getitem__)
+    others = [seconds for rank, seconds in work.items() if rank != last]
+    return last if work[last] > UNEVEN * sum(others) / len(others) else None
+
+
+def _share(setup: Setup, alone: Setup) -> Fraction:
+    """The batch of one replica over that of the baseline."""
+    return Fraction(setup.global_batch or 1, setup.replicas) / (alone.global_batch or 1)
+
+
+def _why(part: str, setup: Setup, alone: Setup, facts: Facts) -> str:
+    """What follows the share and the name of a part: figures and remedy."""
+    mine, before, share = mean_parts(setup)[part], mean_parts(alone)[part], _share(setup, alone)
+    should = f"{milliseconds(mine)} where {'' if share == 1 else f'{share} of '}one replica's is {milliseconds(before * float(share))}"
+    if part == "input":
+        return f": {should}; {_input_remedy(facts)} would help"
+    if part == "gradient_sync":
+        return f": {size(setup.bytes)} a step at {setup.bytes / mine / 1e9:.2f} GB/s; {_sync_remedy(setup)}"
+    if part == "update":
+        return f", which each replica does in full: {should}; a larger batch would help, as it comes once a step"
+    if part == "host":
+        return f": {should}; {_host_remedy(facts)} would help"
+    if part == "wait":
+        return _wait(setup)
+    return _compute(setup, facts, should, float(share))
+
+
+def _sync_remedy(setup: Setup) -> str:
+    if setup.strategy == "central_storage":
+        return "mirrored would help, which neither gathers gradients at one device nor copies variables out of it"
+    return "a larger batch would help, as the sum stays as large (so would bf16 gradients or local SGD, which tfdist does not have yet)"
+
+
+def _input_remedy(facts: Facts) -> str:
+    workers = "data workers (tfdist launch --data-workers N with data.service=true)"
+    return workers if facts.cache else f"data.cache=true or {workers}"
+
+
+def _host_remedy(facts: Facts) -> str:
+    more = "train.steps_per_execution above 1" if facts.steps_per_execution == 1 else "a larger train.steps_per_execution"
+    return f"{more}, and no callbacks that watch batches,"
+
+
+def _wait(setup: Setup) -> str:
+    waits = {rank: parts.get("wait", 0.0) for rank, parts in setup.anatomy.items()}
+    longest, last = max(waits.values()), slowest(setup)
+    if last is not None:
+        return f": up to {milliseconds(longest)} a step for worker {last}; look at what else runs on its host, or give all workers equal hardware"
+    if setup.workers == 1:
+        return f": {milliseconds(longest)} a step within one process; equal devices, or cores for each replica, would help"
+    return f": up to {milliseconds(longest)} a step, for another worker each time; cores that nobody else uses would help"
+
+
+def _compute(setup: Setup, facts: Facts, should: str, share: float) -> str:
+    """Why forward and backward are slower than they were alone."""
+    if facts.on_cpu and (facts.threads is None or setup.replicas * facts.threads > facts.cores):
+        who = count(setup.workers, "worker") if setup.workers > 1 else count(setup.replicas, "replica")
+        return f": {should}, as {who} share {count(facts.cores, 'core')} that one replica alone can use; more cores or hosts would help"
+    rows = setup.global_batch // setup.replicas
+    if share < 1:
+        return f": {should}, as {rows} rows do not keep a replica as busy as {round(rows / share)} do; a larger batch would help"
+    return f": {should}, as replicas on one machine share its memory and caches; one replica a host would help"
+
+
+def _alone(part: str, share: float, facts: Facts) -> str:
+    """A remedy for one replica, where its step is mostly something else than computing."""
+    if part == "input" and share > 0.2:
+        return f"; {_input_remedy(facts)} would help"
+    if part == "host" and share > 0.2:
+        return f"; {_host_remedy(facts)} would help"
+    return ""

@@ -1,0 +1,60 @@
+"""A module of doctor runs in a bounded process of its own; what it says becomes a dict, and how it ends a sentence."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from typing import Any
+
+_MARK = "tfdist-doctor:"  # before the answer: frameworks write to the same output
+
+
+def run(module: str, question: Any, timeout: float) -> tuple[dict[str, Any], str]:
+    """Runs `python -m MODULE` with a question.
+
+    Args:
+        module: Its full name; it calls `answer`, perhaps several times as it gets on.
+        question: What its `sys.argv[1]` holds, as JSON.
+        timeout: Seconds after which it is killed.
+
+    Returns:
+        Its last answer, {} where it gave none; and how it ended, as the rest of a sentence, "" where it ended well.
+    """
+    command = [sys.executable, "-m", module, json.dumps(question)]
+    try:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace") as process:
+            try:
+                output, errors = process.communicate(timeout=timeout)
+                ending = _ending(process.returncode, errors)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                output, _ = process.communicate()
+                ending = f"did not end within {timeout:g} s"
+            except BaseException:  # Ctrl-C
+                process.kill()
+                raise
+    except OSError as error:
+        return {}, f"could not begin: {error}"
+    said = [line.removeprefix(_MARK) for line in output.splitlines() if line.startswith(_MARK)]
+    return json.loads(said[-1]) if said else {}, ending
+
+
+def answer(facts: Any) -> None:
+    """Tells the facts to `run`, of which the last count."""
+    print(_MARK + json.dumps(facts), flush=True)
+
+
+def _ending(code: int, errors: str) -> str:
+    """How a process ended."""
+    if not code:
+        return ""
+    last = next((line.strip() for line in reversed(errors.splitlines()) if line.strip()), "nothing was said")
+    if code == -signal.SIGILL:
+        return "ended by SIGILL: this processor lacks instructions that the build needs; install another build of TensorFlow"
+    if code == -signal.SIGKILL:
+        return "was killed (SIGKILL), by the system where memory ran out; free memory, or raise the container's limit"
+    if code < 0:
+        return f"crashed with signal {-code}: {last[:300]}"
+    return f"failed: {last[:300]}"

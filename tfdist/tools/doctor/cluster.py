@@ -1,0 +1,259 @@
+"""What a cluster's description says, and what the doctors of its hosts told each other, become checks; nobody is asked here."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tfdist.addresses import PortTaken, UnresolvedAddress, bind_problem
+from tfdist.cluster import ClusterSpec, Task
+from tfdist.handshake import ConfigurationError, absent_too_long, another_task, claimed_twice, compare, some
+from tfdist.tools.doctor.checks import CLUSTER, FAIL, Check, graded, of_error
+from tfdist.tools.doctor.exchange import Link
+from tfdist.tools.doctor.meeting import Peer, Sight
+from tfdist.tools.doctor.units import amount, counted, lasting
+
+SKEW, WRONG = 1.0, 60.0  # seconds between the clocks of two hosts
+SLOW = 50e6  # bytes per second; half of what Gigabit Ethernet carries
+FAR = 5e-3  # seconds there and back
+UNEVEN = 4.0  # times the median
+
+
+def check_spec(spec: ClusterSpec, members: Sequence[Task]) -> tuple[list[Check], dict[str, str]]:
+    """Checks what this host alone can know: names, own addresses, own ports.
+
+    Args:
+        spec: The cluster.
+        members: Its tasks of this host.
+
+    Returns:
+        The checks; and task -> what is wrong, of each of them whose port somebody has.
+    """
+    count = ", ".join(f"{len(addresses)} ps" if job == "ps" else counted(len(addresses), job) for job, addresses in spec.jobs.items())
+    here = f"here {', '.join(map(str, members[:8]))}" if members else "none of them is here"
+    checks = [graded(CLUSTER, "file", f"{spec.source}: {count}; {here}")]
+    try:
+        dataclasses.replace(spec, task_type=None, task_index=None).check_host()
+    except UnresolvedAddress as error:
+        return [*checks, of_error(CLUSTER, "names", error)], {}
+    except ValueError as error:
+        return [*checks, of_error(CLUSTER, "addresses", error)], {}
+    hosts = len({task.address.rpartition(":")[0] for task in spec.listening_tasks})
+    checks.append(graded(CLUSTER, "names", f"{counted(hosts, 'name')} of hosts {'resolve' if hosts > 1 else 'resolves'}"))
+    taken: dict[str, str] = {}
+    for task in members:
+        try:
+            spec.for_task(task.type, task.index).check_host()
+        except PortTaken as error:
+            taken[str(task)] = str(error)
+        except ValueError as error:
+            checks.append(of_error(CLUSTER, "addresses", error))
+    return checks, taken
+
+
+def check_ports(members: Sequence[Task], taken: Mapping[str, str], peers: Mapping[str, Peer]) -> list[Check]:
+    """Whether this host's tasks can listen.
+
+    Args:
+        members: Tasks of this host.
+        taken: Those whose port somebody has, with the sentence.
+        peers: Doctors that answer, by the task that they were asked for.
+    """
+    checks = [of_error(CLUSTER, "ports", text) for name, text in taken.items() if name not in peers]
+    listening = [task for task in members if task.type != "evaluator"]
+    if listening and not checks:
+        served = [str(task) for task in listening if str(task) in taken]
+        found = f"free on this host: {', '.join(task.address for task in listening[:8])}"
+        checks.append(graded(CLUSTER, "ports", found + (f" ({', '.join(served)}: by a doctor that serves)" if served else "")))
+    return checks
+
+
+def cannot_listen(spec: ClusterSpec, failed: Mapping[str, OSError]) -> Check:
+    """The failed check of the first task at whose address this host cannot listen.
+
+    Args:
+        spec: The cluster.
+        failed: Task -> the error.
+    """
+    name, error = next(iter(failed.items()))
+    addresses = {str(task): task.address for task in spec.listening_tasks}
+    return of_error(CLUSTER, "ports", bind_problem(name, addresses[name], error))
+
+
+def check_peers(
+    spec: ClusterSpec, badge: Mapping[str, Any], own: set[str], peers: Mapping[str, Peer], missing: Mapping[str, str], timeout: float
+) -> list[Check]:
+    """Checks whether all tasks are there and fit together.
+
+    Args:
+        spec: The cluster.
+        badge: Of this process, with "tasks" and "gpus".
+        own: Tasks of this host.
+        peers: Those that answered, by name.
+        missing: Those that did not, with the reason.
+        timeout: Seconds for which they were waited for.
+    """
+    checks = [of_error(CLUSTER, "reach", absent_too_long(missing, spec, timeout))] if missing else []
+    if peers and not missing:
+        checks.append(graded(CLUSTER, "reach", f"{counted(len(peers), 'task')} on other hosts {'answer' if len(peers) > 1 else 'answers'}"))
+    faults = list(_faults(spec, badge, own, peers))
+    checks += faults
+    if peers and not faults:
+        checks.append(graded(CLUSTER, "versions", f"equal: {badge['versions']}"))
+        checks.append(graded(CLUSTER, "spec", f"equal: {badge['cluster']}"))
+    if not peers:
+        return checks or [graded(CLUSTER, "reach", "all tasks are on this host")]
+    return [*checks, _devices(spec, badge, own, peers), _clocks(peers)]
+
+
+def _faults(spec: ClusterSpec, badge: Mapping[str, Any], own: set[str], peers: Mapping[str, Peer]) -> Iterator[Check]:
+    """The first fault of each process, with the words that the preflight has for it."""
+    me, claimed, judged = str(badge["task"]), dict.fromkeys(own, str(badge["nonce"])), set[str]()
+    for name, peer in peers.items():
+        found = str(peer.badge.get("task"))
+        if peer.process not in judged:
+            try:
+                compare(peer.badge, peer.who, badge, spec.source)
+            except ConfigurationError as error:
+                judged.add(peer.process)
+                spec_differs = peer.badge.get("cluster") != badge["cluster"]
+                check = of_error(CLUSTER, "spec" if spec_differs else "versions", error)
+                where = differences(badge.get("tasks"), peer.badge.get("tasks")) if spec_differs else ""
+                yield Check(CLUSTER, check.name, FAIL, check.found + (f" ({where})" if where else ""), check.remedy)
+                continue
+        if peer.process in judged:
+            continue
+        if found != name:
+            yield of_error(CLUSTER, "tasks", another_task(found[:60], me, peer.who))
+        elif claimed.setdefault(found, peer.process) != peer.process:
+            yield of_error(CLUSTER, "tasks", claimed_twice(found[:60], me, peer.who))
+
+
+def differences(ours: Any, theirs: Any) -> str:
+    """How two lists of tasks differ, in a few words.
+
+    Args:
+        ours: Pairs of a task's name and address.
+        theirs: The same, from the network.
+
+    Example:
+        >>> differences([["worker:0", "a:1"], ["worker:1", "b:1"]], [["worker:0", "b:1"], ["worker:1", "a:1"]])
+        'another order: worker:0 is a:1 here and b:1 there'
+    """
+    try:
+        mine, other = ({str(name): str(address)[:100] for name, address in tasks} for tasks in (ours, theirs))
+    except (TypeError, ValueError):
+        return ""
+    changed = [f"{name} is {mine.get(name, 'missing')} here and {other.get(name, 'missing')} there" for name in {**mine, **other} if mine.get(name) != other.get(name)]
+    if not changed:
+        return ""
+    order = "another order: " if sorted(mine.values()) == sorted(other.values()) else ""
+    size = f"{counted(len(mine), 'task')} here, {len(other)} there: " if len(mine) != len(other) else ""
+    more = f" and {len(changed) - 2} more" if len(changed) > 2 and not order else ""
+    return order + size + "; ".join(changed[: 1 if order else 2]) + more
+
+
+def _devices(spec: ClusterSpec, badge: Mapping[str, Any], own: set[str], peers: Mapping[str, Peer]) -> Check:
+    """Synchronous workers need equally many devices; parameter servers none."""
+    serving = "ps" in spec.jobs
+    names = {str(task) for task in spec.tasks if task.type == "worker" or (task.type == "chief" and not serving)}
+    told = {name: peers[name].badge.get("gpus") if name in peers else badge.get("gpus") for name in sorted(names) if name in peers or name in own}
+    counts = {name: count if isinstance(count, int) else -1 for name, count in told.items()}  # from the network
+    numbers = set(counts.values())
+    listing = ", ".join(f"{name} {counts[name]}" for name in some(counts))
+    if len(numbers) > 1:
+        return graded(CLUSTER, "devices", f"GPUs differ: {listing}", "choose equally many on all hosts with CUDA_VISIBLE_DEVICES, and see `tfdist doctor` "
+                      "on those with fewer", fails=not serving, warns=serving)  # fmt: skip
+    return graded(CLUSTER, "devices", f"{counted(numbers.pop(), 'GPU')} on each host" if numbers else "no worker was asked")
+
+
+def _clocks(peers: Mapping[str, Peer]) -> Check:
+    worst = max(peers.values(), key=lambda peer: abs(peer.offset) - peer.error)
+    skew = max(abs(worst.offset) - worst.error, 0.0)
+    if skew <= SKEW:
+        return graded(CLUSTER, "clocks", f"at most {lasting(max(abs(peer.offset) + peer.error for peer in peers.values()))} apart")
+    way = "ahead of" if worst.offset > 0 else "behind"
+    return graded(CLUSTER, "clocks", f"that of {worst.who} is {lasting(abs(worst.offset))} {way} this host's", "set the clocks: timedatectl set-ntp true",
+                  fails=skew > WRONG, warns=True)  # fmt: skip
+
+
+def check_sights(sights: Sequence[Sight]) -> list[Check]:
+    """Whether all hosts see what one writes.
+
+    Args:
+        sights: Of `Meeting.share`.
+    """
+    checks = []
+    for place in dict.fromkeys(sight.place for sight in sights):
+        here = [sight for sight in sights if sight.place == place]
+        blind = [sight for sight in here if not sight.seen and sight.other is not None]
+        unknown = [sight for sight in here if sight.other is None]
+        if blind:
+            found = f"{place}: a file written here is not seen by {', '.join(f'{sight.peer} in {sight.other}' for sight in blind[:4])}"
+            remedy = "mount the same file system on all hosts, or name the place that is shared: a snapshot is read by all of them"
+            checks.append(graded(CLUSTER, "shared place", found, remedy, fails=True))
+        elif unknown:
+            why = unknown[0].error or "its doctor was given fewer places"
+            checks.append(graded(CLUSTER, "shared place", f"{place}: unknown of {', '.join(sight.peer for sight in unknown[:4])}: {why}",
+                                 "give all doctors the same --place or --config, in the same order", warns=True))  # fmt: skip
+        else:
+            checks.append(graded(CLUSTER, "shared place", f"{place}: seen by {counted(len(here), 'other host')}"))
+    return checks
+
+
+def check_links(links: Sequence[Link]) -> list[Check]:
+    """Whether the network between hosts works, and is even.
+
+    Args:
+        links: Of `Meeting.links`.
+    """
+    if not links:
+        return []
+    broken, good = [link for link in links if link.error], [link for link in links if not link.error]
+    checks = []
+    if broken:
+        link = broken[0]
+        late = all(link.error.startswith("not measured") for link in broken)
+        more = f", and {len(broken) - 1} more" if len(broken) > 1 else ""
+        checks.append(graded(CLUSTER, "network", f"from {link.source} to {link.target}: {link.error}{more}",
+                             "let these machines connect to each other: firewalls, routes", fails=not late, warns=late))  # fmt: skip
+    if good:
+        rates, ways = [link.rate for link in good], [link.latency for link in good]
+        slowest, farthest = min(good, key=lambda link: link.rate), max(good, key=lambda link: link.latency)
+        found = f"{counted(len(good), 'link')}: {amount(min(rates))}/s to {amount(max(rates))}/s, {lasting(min(ways))} to {lasting(max(ways))} there and back"
+        if slowest.rate < max(SLOW, statistics.median(rates) / UNEVEN):
+            checks.append(graded(CLUSTER, "network", f"{found}; the slowest is from {slowest.source} to {slowest.target}",
+                                 "look at its cable, switch and other traffic: all workers wait for the slowest link", warns=True))  # fmt: skip
+        elif farthest.latency > max(FAR, 10 * statistics.median(ways)):
+            checks.append(graded(CLUSTER, "network", f"{found}; the farthest is from {farthest.source} to {farthest.target}",
+                                 "put the hosts closer to each other: each step waits for several such ways", warns=True))  # fmt: skip
+        else:
+            checks.append(graded(CLUSTER, "network", found))
+    return checks
+
+
+def check_ends(done: Mapping[str, str], late: Mapping[str, str], spec: ClusterSpec, timeout: float) -> list[Check]:
+    """What the doctors of other hosts came to.
+
+    Args:
+        done: Task -> what its doctor found wrong, "" for nothing.
+        late: Tasks whose doctor did not say, with the reason.
+        spec: The cluster.
+        timeout: Seconds for which they were waited for.
+    """
+    checks = [of_error(CLUSTER, "other hosts", absent_too_long(late, spec, timeout))] if late else []
+    for text, names in _by_text(done).items():
+        if text:
+            checks.append(graded(CLUSTER, "other hosts", f"the doctor of {', '.join(names[:8])} found: {text}", "see what it printed there", fails=True))
+    if done and not checks:
+        checks.append(graded(CLUSTER, "other hosts", f"the doctors of {', '.join(sorted(done)[:8])} found nothing wrong"))
+    return checks
+
+
+def _by_text(done: Mapping[str, str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name in sorted(done):
+        found.setdefault(done[name], []).append(name)
+    return found

@@ -1,0 +1,198 @@
+"""Facts about a host become checks; nothing is looked at here."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Iterator
+
+from tfdist.tools.doctor.checks import HOST, Check, graded, of_error
+from tfdist.tools.doctor.frameworks import Frameworks
+from tfdist.tools.doctor.machine import Machine
+from tfdist.tools.doctor.units import amount, counted
+
+OLDEST_PYTHON, NEWEST_PYTHON = (3, 10), (3, 13)
+# What setup.py asks for, and the newest that the tests have run on.
+OLDEST = {"tensorflow": (2, 19), "keras": (3, 10)}
+NEWEST = {"tensorflow": (2, 21), "keras": (3, 15)}
+PROCESS = 600 << 20  # bytes that a process with TensorFlow and a small model takes, measured
+SHM, SHM_NCCL = 64 << 20, 1 << 30
+FEWEST_FILES, FEW_FILES = 256, 1024
+DAY = 86400.0
+LAST = 4102444800.0  # the year 2100
+
+
+def check_machine(machine: Machine, workers: int) -> list[Check]:
+    """Checks what is known without TensorFlow.
+
+    Args:
+        machine: The host.
+        workers: Tasks that are to run on it.
+    """
+    checks = [_python(machine), *_versions(machine), _clock(machine), _memory(machine, workers), _cores(machine, workers)]
+    return [*checks, _threads(machine, workers), _shm(machine), _files(machine)]
+
+
+def check_frameworks(machine: Machine, frameworks: Frameworks) -> list[Check]:
+    """Checks TensorFlow as a process of its own found it.
+
+    Args:
+        machine: The host.
+        frameworks: What that process said.
+    """
+    if frameworks.error:
+        return [of_error(HOST, "import", f"import of TensorFlow and Keras {frameworks.error}", "run: python -c 'import tensorflow, keras'")]
+    backend = frameworks.backend
+    found = f"TensorFlow {frameworks.tensorflow} and Keras {frameworks.keras} in {frameworks.seconds:.1f} s"
+    checks = [
+        graded(HOST, "import", found),
+        graded(
+            HOST, "Keras backend", backend, "unset KERAS_BACKEND, and set \"backend\" to \"tensorflow\" in ~/.keras/keras.json", fails=backend != "tensorflow"
+        ),
+        _cuda(frameworks),
+    ]
+    return [*checks, _gpus(machine, frameworks)]
+
+
+def _python(machine: Machine) -> Check:
+    short, span = machine.python[:2], f"{_dots(OLDEST_PYTHON)} to {_dots(NEWEST_PYTHON)}"
+    supported = OLDEST_PYTHON <= short <= NEWEST_PYTHON
+    return graded(
+        HOST, "Python", _dots(machine.python) + ("" if supported else f"; supported: {span}"), f"make an environment with Python {span}",
+        fails=short < OLDEST_PYTHON, warns=short > NEWEST_PYTHON,
+    )  # fmt: skip
+
+
+def _versions(machine: Machine) -> Iterator[Check]:
+    for package, title in (("tensorflow", "TensorFlow"), ("keras", "Keras")):
+        text = machine.versions.get(package)
+        oldest, newest = OLDEST[package], NEWEST[package]
+        span = f"{_dots(oldest)} to {_dots(newest)}"
+        if text is None:
+            yield graded(HOST, title, "not installed", f"pip install '{package}>={_dots(oldest)}'", fails=True)
+            continue
+        have = tuple(int(number) for number in re.findall(r"\d+", text)[:2])
+        beyond = have > newest
+        yield graded(
+            HOST, title, text if oldest <= have <= newest else f"{text}; supported: {span}",
+            f"tested up to {_dots(newest)}: pip install '{package}=={_dots(newest)}.*'" if beyond else f"pip install '{package}>={_dots(oldest)}'",
+            fails=have < oldest, warns=beyond,
+        )  # fmt: skip
+
+
+def _clock(machine: Machine) -> Check:
+    date = datetime.datetime.fromtimestamp(machine.now, datetime.timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    early = machine.now < machine.installed - DAY
+    found = f"{date}, which is before tfdist was installed" if early else date
+    return graded(HOST, "clock", found, "set it: timedatectl set-ntp true", fails=early or machine.now > LAST)
+
+
+def _memory(machine: Machine, workers: int) -> Check:
+    if machine.available is None:
+        return graded(HOST, "memory", "unknown: /proc/meminfo does not say", "see that each worker has 1 GB", warns=True)
+    need = workers * PROCESS
+    found = f"{amount(machine.available)} available"
+    if machine.capacity is not None:
+        found += f" of {amount(machine.capacity)}"
+    short = machine.available < 2 * need
+    if short:
+        found += f"; {counted(workers, 'worker')} of TensorFlow alone {'take' if workers > 1 else 'takes'} some {amount(need)}"
+    return graded(HOST, "memory", found, "end other programs, run fewer workers here, or raise the container's limit",
+                  fails=machine.available < need, warns=short)  # fmt: skip
+
+
+def _cores(machine: Machine, workers: int) -> Check:
+    found = f"{machine.cores} of {counted(machine.machine_cores, 'core')}" if machine.cores < machine.machine_cores else counted(machine.cores, "core")
+    if machine.quota is not None and machine.quota < machine.cores:
+        found += f", but time of {machine.quota:g} by the container's limit"
+        limit = max(1, int(machine.quota))
+        tight = workers > limit
+        return graded(
+            HOST, "cores", found + (f" for {counted(workers, 'worker')}" if tight else ""),
+            f"set {'fewer workers' if tight else f'tfdist launch --threads {max(1, limit // workers)}'}, or raise the limit: TensorFlow starts a "
+            "thread for each core that it sees", warns=True,
+        )  # fmt: skip
+    return graded(HOST, "cores", f"{found} for {counted(workers, 'worker')}", "run fewer workers here: they take each other's time",
+                  warns=workers > machine.cores)  # fmt: skip
+
+
+def _threads(machine: Machine, workers: int) -> Check:
+    wrong = {name: text for name, text in machine.threads.items() if not text.isdecimal() or int(text) < 1}
+    if wrong:
+        name, text = next(iter(wrong.items()))
+        return graded(HOST, "threads", f"{name}={text!r} is no number of threads", f"unset {name}", fails=True)
+    if not machine.threads:
+        share = max(1, machine.cores // workers)
+        return graded(HOST, "threads", f"no variable is set; tfdist launch gives each task {counted(share, 'thread')}")
+    found = ", ".join(f"{name}={text}" for name, text in machine.threads.items())
+    most = max(map(int, machine.threads.values()))
+    over = most * workers > machine.cores
+    share = max(1, machine.cores // workers)
+    return graded(HOST, "threads", found + (f": {workers} x {most} threads on {counted(machine.cores, 'core')}" if over else ""),
+                  f"unset them, or set them to {share}: {' '.join(machine.threads)}", warns=over)  # fmt: skip
+
+
+def _shm(machine: Machine) -> Check:
+    remedy = "docker run --shm-size=2g, or mount -o remount,size=2G /dev/shm"
+    if machine.shm is None:
+        return graded(HOST, "/dev/shm", "there is none", f"give it: {remedy}", warns=True)
+    free, total = machine.shm
+    need = SHM_NCCL if machine.gpus > 1 else SHM
+    few = free < need
+    return graded(HOST, "/dev/shm", f"{amount(free)} free of {amount(total)}" + (f"; {'NCCL' if machine.gpus > 1 else 'TensorFlow'} may need {amount(need)}" if few else ""),
+                  f"give it more: {remedy}", warns=few)  # fmt: skip
+
+
+def _files(machine: Machine) -> Check:
+    soft, hard = machine.files
+    if soft < 0:
+        return graded(HOST, "open files", "no limit")
+    raised = "ulimit -n 65536" if hard < 0 or hard >= 65536 else f"ulimit -n {hard}" if hard > soft else "raise nofile in /etc/security/limits.conf"
+    return graded(HOST, "open files", f"at most {soft:,} in a process", f"{raised}, in the shell that starts training",
+                  fails=soft < FEWEST_FILES, warns=soft < FEW_FILES)  # fmt: skip
+
+
+def _cuda(frameworks: Frameworks) -> Check:
+    if not frameworks.cuda:
+        return graded(HOST, "CUDA", "TensorFlow is built without")
+    return graded(HOST, "CUDA", f"TensorFlow is built for CUDA {frameworks.cuda_version}, cuDNN {frameworks.cudnn_version}")
+
+
+def _gpus(machine: Machine, frameworks: Frameworks) -> Check:
+    seen, alone = len(frameworks.gpus), "to train on the CPU, set CUDA_VISIBLE_DEVICES=-1"
+    hidden = machine.visible is not None and not visible_any(machine.visible)
+    if hidden:
+        return graded(HOST, "GPUs", f"hidden by CUDA_VISIBLE_DEVICES={machine.visible!r}; TensorFlow uses the CPU")
+    if seen < machine.gpus:
+        found = f"{machine.gpus} with a driver, but TensorFlow sees {seen}"
+        if not frameworks.cuda:
+            return graded(HOST, "GPUs", f"{found}: it is built without CUDA", f"pip install 'tensorflow[and-cuda]'; {alone}", fails=True)
+        return graded(HOST, "GPUs", f"{found}: its libraries of CUDA are missing, or of another version",
+                      f"pip install 'tensorflow[and-cuda]', and see what `python -c 'import tensorflow as tf; tf.config.list_physical_devices()'` warns of; {alone}",
+                      fails=True)  # fmt: skip
+    if machine.visible is not None and seen < len(machine.visible.split(",")):
+        return graded(HOST, "GPUs", f"CUDA_VISIBLE_DEVICES={machine.visible!r} names {len(machine.visible.split(','))}, TensorFlow sees {seen}",
+                      f"name GPUs of this host; {alone}", fails=True)  # fmt: skip
+    if machine.cards and not machine.driven and not seen:
+        return graded(HOST, "GPUs", f"{counted(machine.cards, 'card')} of NVIDIA on the bus, but no driver is loaded",
+                      f"install the driver, or give the container the devices (docker run --gpus all); {alone}", fails=True)  # fmt: skip
+    if not seen:
+        return graded(HOST, "GPUs", "none; TensorFlow uses the CPU")
+    cards = machine.smi
+    sizes = ", ".join(f"{card.name} with {amount(card.free)} free of {amount(card.total)}" for card in cards) or ", ".join(frameworks.gpus)
+    busy = [card for card in cards if card.free < card.total / 2]
+    return graded(HOST, "GPUs", f"{seen}: {sizes}", "see who uses the memory: nvidia-smi", warns=bool(busy))
+
+
+def visible_any(visible: str) -> bool:
+    """Whether CUDA_VISIBLE_DEVICES shows a GPU at all.
+
+    Example:
+        >>> visible_any("-1"), visible_any(""), visible_any("0,1")
+        (False, False, True)
+    """
+    return visible.split(",")[0].strip() not in ("", "-1", "none", "void")
+
+
+def _dots(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))

@@ -1,0 +1,226 @@
+"""This host becomes facts, without TensorFlow; nothing is judged here."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import tfdist
+from tfdist.contract import THREAD_VARIABLES, inherited
+
+PACKAGES = ("tensorflow", "keras", "tfdist")
+SMI_S = 20.0  # for nvidia-smi, which takes seconds where no process keeps the driver awake
+_NVIDIA, _DISPLAY = "0x10de", "0x03"  # a PCI device's vendor, and the beginning of its class
+
+
+@dataclasses.dataclass(frozen=True)
+class Card:
+    """A GPU as its driver sees it: its name, and memory in bytes, all and free."""
+
+    name: str
+    total: int
+    free: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What doctor knows of a host.
+
+    Attributes:
+        python: Version, such as (3, 11, 4).
+        versions: Package -> version; None: not installed.
+        backend: What the variable KERAS_BACKEND says; None: nothing.
+        cards: GPUs on the PCI bus.
+        driven: GPUs that the driver has.
+        visible: What the variable CUDA_VISIBLE_DEVICES says; None: nothing.
+        smi: GPUs with their memory, where nvidia-smi tells.
+        available: Bytes of memory that a process may still take here; None: unknown.
+        capacity: Bytes of memory of all of them; None: unknown.
+        cores: Cores that this process may use.
+        machine_cores: Cores of the machine.
+        quota: Cores' worth of time that a container may use; None: no limit.
+        threads: Variables for numbers of threads that are set.
+        shm: Bytes of /dev/shm, free and all; None: there is none.
+        files: Files that a process may have open: its limit, and what it may raise it to.
+        now: Seconds since the epoch, by this host's clock.
+        installed: When tfdist was installed, by the file system.
+    """
+
+    python: tuple[int, int, int] = (3, 11, 0)
+    versions: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
+    backend: str | None = None
+    cards: int = 0
+    driven: int = 0
+    visible: str | None = None
+    smi: tuple[Card, ...] = ()
+    available: int | None = None
+    capacity: int | None = None
+    cores: int = 1
+    machine_cores: int = 1
+    quota: float | None = None
+    threads: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    shm: tuple[int, int] | None = None
+    files: tuple[int, int] = (1024, 1024)
+    now: float = 0.0
+    installed: float = 0.0
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that a process of TensorFlow would find here."""
+        return visible_count(self.driven, self.visible)
+
+
+def look(root: str | os.PathLike = "/") -> Machine:
+    """Looks at this host.
+
+    Args:
+        root: Where proc, sys and dev lie.
+
+    Returns:
+        The facts.
+    """
+    root, told = Path(root), inherited(*THREAD_VARIABLES, "CUDA_VISIBLE_DEVICES", "KERAS_BACKEND")
+    available, capacity = memory(root)
+    driven = driven_cards(root)
+    cores = os.cpu_count() or 1
+    return Machine(
+        python=sys.version_info[:3],
+        versions={package: version(package) for package in PACKAGES},
+        backend=told.pop("KERAS_BACKEND", None),
+        cards=pci_cards(root),
+        driven=driven,
+        visible=told.pop("CUDA_VISIBLE_DEVICES", None),
+        smi=_smi() if driven else (),
+        available=available,
+        capacity=capacity,
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores,
+        machine_cores=cores,
+        quota=quota(root),
+        threads=told,
+        shm=_space(root / "dev" / "shm"),
+        files=resource.getrlimit(resource.RLIMIT_NOFILE),
+        now=time.time(),
+        installed=os.stat(tfdist.__file__).st_mtime,
+    )
+
+
+def version(package: str) -> str | None:
+    """A package's version from its metadata; the package is not imported."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def visible_count(driven: int, visible: str | None) -> int:
+    """How many of the driver's GPUs CUDA shows to a process; it stops at the first that it does not know.
+
+    Example:
+        >>> [visible_count(4, text) for text in (None, "", "-1", "0,2", "1,7,2")]
+        [4, 0, 0, 2, 1]
+    """
+    if visible is None:
+        return driven
+    count = 0
+    for word in visible.split(","):
+        word = word.strip()
+        if not (word.isdecimal() and int(word) < driven) and not (driven and re.match(r"GPU-|MIG-", word)):
+            break
+        count += 1
+    return count
+
+
+def pci_cards(root: Path) -> int:
+    """NVIDIA's display and computing cards on the PCI bus, with a driver or without."""
+    found = 0
+    for device in (root / "sys/bus/pci/devices").glob("*"):
+        found += _text(device / "vendor") == _NVIDIA and _text(device / "class").startswith(_DISPLAY)
+    return found
+
+
+def driven_cards(root: Path) -> int:
+    """GPUs that the driver has; of a container's, those that it was given."""
+    known = len(list((root / "proc/driver/nvidia/gpus").glob("*")))
+    given = len([entry for entry in (root / "dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", entry.name)])
+    return min(known, given) if known and given else known
+
+
+def memory(root: Path) -> tuple[int | None, int | None]:
+    """Bytes that may still be taken, and of all; a container's limit counts where it is lower."""
+    rows = {name: int(size) * 1024 for name, size in re.findall(r"^(\w+): +(\d+) kB", _text(root / "proc/meminfo"), re.MULTILINE)}
+    available, capacity = rows.get("MemAvailable"), rows.get("MemTotal")
+    for most, used in _memory_limits(root):
+        if capacity is None or most < capacity:
+            capacity, left = most, max(most - used, 0)
+            available = left if available is None else min(available, left)
+    return available, capacity
+
+
+def quota(root: Path) -> float | None:
+    """Cores' worth of time that this process' control groups allow; None: no limit."""
+    limits = []
+    for group in _groups(root):
+        most, _, period = _text(group / "cpu.max").partition(" ")
+        if most.isdecimal() and period.isdecimal():
+            limits.append(int(most) / int(period))
+    old = root / "sys/fs/cgroup/cpu"
+    most, period = _text(old / "cpu.cfs_quota_us"), _text(old / "cpu.cfs_period_us")
+    if most.isdecimal() and period.isdecimal():
+        limits.append(int(most) / int(period))
+    return min(limits, default=None)
+
+
+def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
+    """Bytes allowed and used, of each control group with a limit."""
+    old = root / "sys/fs/cgroup/memory"
+    for group, names in [*((group, ("memory.max", "memory.current")) for group in _groups(root)),
+                         (old, ("memory.limit_in_bytes", "memory.usage_in_bytes"))]:  # fmt: skip
+        most, used = (_text(group / name) for name in names)
+        if most.isdecimal() and used.isdecimal():
+            yield int(most), int(used)
+
+
+def _groups(root: Path) -> Iterator[Path]:
+    """The control group of this process (version 2), and those around it."""
+    top = root / "sys/fs/cgroup"
+    name = next((line[3:] for line in _text(root / "proc/self/cgroup").splitlines() if line.startswith("0::")), "/")
+    group = Path(os.path.normpath(f"{top}/{name.lstrip('/')}"))
+    while group.is_relative_to(top):
+        yield group
+        group = group.parent
+
+
+def _space(path: Path) -> tuple[int, int] | None:
+    try:
+        usage = shutil.disk_usage(path)
+    except OSError:
+        return None
+    return usage.free, usage.total
+
+
+def _smi() -> tuple[Card, ...]:
+    """What nvidia-smi says; nothing where it is missing, fails or hangs."""
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits"]
+    cards = []
+    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
+        for line in subprocess.run(query, capture_output=True, text=True, timeout=SMI_S, check=True).stdout.splitlines():
+            name, total, free = line.rsplit(",", 2)
+            cards.append(Card(name.strip(), int(total) << 20, int(free) << 20))
+    return tuple(cards)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""

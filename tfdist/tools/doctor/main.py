@@ -1,0 +1,230 @@
+"""The words after `tfdist doctor` become checks of this host, the cluster and the run, and their table."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shutil
+import signal
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+
+import tfdist
+from tfdist.addresses import is_here, nobody_here
+from tfdist.cluster import ClusterSpec, Task
+from tfdist.contract import inherited
+from tfdist.handshake import badge, installed_versions
+from tfdist.tools.doctor import cluster, frameworks, host, machine, places, runs, table
+from tfdist.tools.doctor.checks import CLUSTER, FAIL, HOST, RUN, Check, document, exit_code, graded, of_error
+from tfdist.tools.doctor.exchange import ATTEMPT
+from tfdist.tools.doctor.flags import parse
+from tfdist.tools.doctor.meeting import Meeting, serving
+from tfdist.tools.doctor.server import Desk
+
+DEFAULT_PLACE = "runs"  # where `tfdist train` and `tfdist launch` write
+TITLES = {HOST: "this host", CLUSTER: "the cluster", RUN: "the run"}
+LISTED = 500  # tasks that a host tells of
+STRAY_S = 5.0  # for the others, where this host's own part of the cluster is wrong
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagnosis:
+    """What was looked at on this host.
+
+    Attributes:
+        checks: Of the host and the run.
+        machine: The host.
+        shared: Places that all hosts are to share; none where nobody named one.
+    """
+
+    checks: list[Check]
+    machine: machine.Machine
+    shared: list[str]
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command `tfdist doctor`.
+
+    Args:
+        argv: The words after `tfdist doctor`.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        flags, words = parse(argv)
+    except ValueError as error:
+        print(f"tfdist doctor: error: {error}\nSee `tfdist doctor --help`.", file=sys.stderr)
+        return 2
+    # So that what follows ends its processes and servers then, too.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        return _diagnose(flags, words)
+    except KeyboardInterrupt:
+        print("doctor interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _diagnose(flags: argparse.Namespace, words: Sequence[str]) -> int:
+    spec, members, wrong = find_cluster(flags.cluster, flags.task, flags.serve or flags.together)
+    here = flags.workers or max(len(members), 1)
+    trained = here if spec is None else max(len(spec.training_tasks), 1)
+    begun = _look(flags, words, here, trained)
+    checks = [*begun.checks, *wrong]
+    if flags.serve:
+        _show(flags, checks)
+        return _serve(flags, spec, members, begun) if spec is not None and not exit_code(wrong) else exit_code(checks)
+    if spec is not None and not wrong:
+        checks += _meet(flags, spec, members, begun)
+    order = [HOST, CLUSTER, RUN]
+    checks.sort(key=lambda check: order.index(check.part))  # a stable sort: within a part they stay as they came
+    _show(flags, checks)
+    return exit_code(checks)
+
+
+def find_cluster(path: str | None, task: str | None, must: bool) -> tuple[ClusterSpec | None, tuple[Task, ...], list[Check]]:
+    """Reads the cluster file.
+
+    Args:
+        path: The file; None: there is none.
+        task: Which of its tasks is here; None: those with an address of this host.
+        must: Whether one has to be here.
+
+    Returns:
+        The cluster, its tasks that are here, and what is wrong with it.
+    """
+    if path is None:
+        return None, (), []
+    try:
+        spec = ClusterSpec.from_file(path, task=task)
+    except ValueError as error:
+        return None, (), [of_error(CLUSTER, "file", error, "correct the file")]
+    here = (spec.task,) if spec.task else tuple(task for task in spec.tasks if task.address and is_here(task.address))
+    if must and not here:
+        return spec, (), [of_error(CLUSTER, "file", nobody_here(path, {str(task): task.address for task in spec.tasks}))]
+    return spec, here, []
+
+
+def _look(flags: argparse.Namespace, words: Sequence[str], here: int, trained: int) -> Diagnosis:
+    """Looks at this host and the run."""
+    facts = machine.look()
+    checks = host.check_machine(facts, here)
+    named, directory = list(dict.fromkeys(flags.place)), ""
+    tried = None
+    if words or not flags.quick:
+        findings = frameworks.look([place for place in named if places.is_remote(place)], words, trained)
+        checks += host.check_frameworks(facts, findings.frameworks)
+        tried, remote = findings.trial, {place.path: place for place in findings.places}
+        directory = tried.directory if tried else ""
+    else:
+        remote = {}
+        for path in filter(places.is_remote, named):
+            checks.append(graded(HOST, "place", f"{path}: not tried, as only TensorFlow can write there", "leave --quick out", warns=True))
+    wanted = list(dict.fromkeys([*named, *filter(None, [directory])])) or [DEFAULT_PLACE]
+    local = {place.path: place for place in places.look([path for path in wanted if not places.is_remote(path)])}
+    checks += [places.check_place(found) for path in wanted if (found := {**remote, **local}.get(path))]
+    if tried is not None:
+        checks += runs.check_trial(tried, facts, trained, here)
+    shared = [path for path in wanted if not places.is_remote(path)] if named or directory else []
+    return Diagnosis(checks, facts, shared)
+
+
+def _desk(spec: ClusterSpec, members: Sequence[Task], begun: Diagnosis, heard=lambda line: None) -> Desk:
+    """Who this process is, and what it answers."""
+    name = str(members[0]) if members else f"doctor on {socket.gethostname()}"
+    who = badge(spec, name, installed_versions(), ATTEMPT, uuid.uuid4().hex)
+    tasks = [[str(task), task.address] for task in spec.listening_tasks[:LISTED]]
+    facts = {"gpus": begun.machine.gpus, "tasks": tasks, "wrong": wrong_in(begun.checks)}
+    return Desk(spec, who, facts, begun.shared, heard)
+
+
+def wrong_in(checks: Sequence[Check]) -> str:
+    """What fails, in a few words for other hosts; "": nothing.
+
+    Example:
+        >>> wrong_in([Check("host", "Python", "fail", "2.7", "take 3.11")])
+        'Python: 2.7'
+    """
+    return "; ".join(f"{check.name}: {check.found[:120]}" for check in checks if check.status == FAIL)[:250]
+
+
+def _serve(flags: argparse.Namespace, spec: ClusterSpec, members: Sequence[Task], begun: Diagnosis) -> int:
+    """Answers until the time is over, or Ctrl-C."""
+    found, taken = cluster.check_spec(spec, members)
+    checks = [*begun.checks, *found, *cluster.check_ports(members, taken, {})]
+    if exit_code(found) or taken:
+        _show(flags, [check for check in checks if check.part == CLUSTER])
+        return 1
+
+    def heard(line: str) -> None:
+        print(f"doctor: {line}", flush=True)
+
+    try:
+        with serving(_desk(spec, members, begun, heard), members) as failed:
+            if failed:
+                print("\n".join(table.lines([cluster.cannot_listen(spec, failed)], TITLES, _width())), flush=True)
+                return 1
+            names = ", ".join(f"{task} at {task.address}" for task in members)
+            print(f"doctor: serves {names} for {flags.timeout:g} s; Ctrl-C ends it", flush=True)
+            time.sleep(flags.timeout)
+    except KeyboardInterrupt:
+        print("doctor: serves no more", flush=True)
+    return exit_code(checks)
+
+
+def _meet(flags: argparse.Namespace, spec: ClusterSpec, members: Sequence[Task], begun: Diagnosis) -> list[Check]:
+    """Asks the other hosts; with --together, waits until they have asked too."""
+    checks, taken = cluster.check_spec(spec, members)
+    if members and all(task.type == "evaluator" for task in members):
+        return checks  # others do not connect to it, and it reads files
+    free = [task for task in members if str(task) not in taken and task.type != "evaluator"]
+    timeout = min(flags.timeout, STRAY_S) if exit_code(checks) or (taken and flags.together) else flags.timeout
+    desk = _desk(spec, members, begun)
+    with serving(desk, free) as failed:
+        checks += [cluster.cannot_listen(spec, failed)] if failed else []
+        meeting = Meeting(desk, free, timeout, lambda line: print(f"doctor: {line}", file=sys.stderr, flush=True))
+        meeting.ask_all()
+        checks += cluster.check_ports(members, taken, {} if flags.together else meeting.peers)
+        checks += cluster.check_peers(spec, {**desk.badge, **desk.facts}, meeting.own, meeting.peers, meeting.missing, timeout)
+        if meeting.hosts(with_own=False):
+            checks += _shared(begun.shared, meeting)
+        # One host measures, or several would measure each other's traffic.
+        if len(meeting.hosts()) > 1 and (not flags.together or str(spec.listening_tasks[0]) in meeting.own):
+            checks += cluster.check_links(meeting.links())
+        meeting.tell(wrong_in([*begun.checks, *checks]))
+        if flags.together:
+            late = meeting.wait_until_asked()
+            checks += cluster.check_ends({k: v for k, v in desk.done.items() if k not in meeting.own}, late, spec, timeout)
+        else:
+            checks += cluster.check_ends({name: str(peer.badge.get("wrong") or "")[:300] for name, peer in meeting.peers.items()}, {}, spec, timeout)
+    return checks
+
+
+def _shared(shared: Sequence[str], meeting: Meeting) -> list[Check]:
+    if not shared:
+        return [graded(CLUSTER, "shared place", "not tried: no place is named", "name the directories of backups and logs: --place DIR, or --config", warns=True)]
+    return cluster.check_sights(meeting.share(shared))
+
+
+def _show(flags: argparse.Namespace, checks: Sequence[Check]) -> None:
+    if flags.json:
+        print(json.dumps(document(checks, socket.gethostname(), tfdist.__version__), indent=2), flush=True)
+        return
+    colour = sys.stdout.isatty() and not inherited("NO_COLOR").get("NO_COLOR")
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+    titles = {**TITLES, HOST: f"this host, {socket.gethostname()}"}
+    print("\n".join([*table.lines(checks, titles, _width(), colour), table.summary(checks, colour)]), flush=True)
+
+
+def _width() -> int:
+    return min(shutil.get_terminal_size((100, 24)).columns, 120)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

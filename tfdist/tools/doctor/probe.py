@@ -1,0 +1,95 @@
+"""A process that imports TensorFlow and Keras tells what it finds; see `frameworks`, which reads it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from typing import Any
+
+from tfdist.tools.doctor import child, trial
+from tfdist.tools.doctor.places import Place, is_remote, token_name
+
+
+def main(argv: list[str]) -> None:
+    """Tells what TensorFlow says of itself, of places, and of a config.
+
+    Args:
+        argv: The question as JSON: "places" to try through TensorFlow's file systems, "words" of a config, "workers".
+    """
+    question = json.loads(argv[0])
+    started = time.perf_counter()
+    import keras
+    import tensorflow as tf
+
+    seconds = time.perf_counter() - started
+    build = tf.sysconfig.get_build_info()
+    said: dict[str, Any] = {
+        "frameworks": {
+            "seconds": seconds,
+            "tensorflow": tf.__version__,
+            "keras": keras.__version__,
+            "backend": keras.backend.backend(),
+            "cuda": bool(build.get("is_cuda_build")),
+            "cuda_version": str(build.get("cuda_version", "")),
+            "cudnn_version": str(build.get("cudnn_version", "")),
+            "gpus": [device.name for device in tf.config.list_physical_devices("GPU")],
+        }
+    }
+    child.answer(said)
+    said["places"] = [dataclasses.asdict(try_place(path)) for path in question["places"]]
+    child.answer(said)
+    if question["words"]:
+        for facts in trial.steps(question["words"], question["workers"]):
+            if is_remote(facts.directory) and facts.directory not in [place["path"] for place in said["places"]]:
+                said["places"].append(dataclasses.asdict(try_place(facts.directory)))
+            child.answer({**said, "trial": dataclasses.asdict(facts)})
+
+
+def try_place(path: str) -> Place:
+    """Writes, replaces by renaming, reads and removes a file through TensorFlow.
+
+    Args:
+        path: A directory, such as "gs://bucket/runs"; it need not exist.
+    """
+    import tensorflow as tf
+
+    files, made = tf.io.gfile, False
+    target = f"{path.rstrip('/')}/{token_name()}"
+    part, step = f"{target}.part", "looking for it"
+    try:
+        made = not files.exists(path)
+        step = "making the directory"
+        files.makedirs(path)
+        for name, text in ((target, "old"), (part, "new")):
+            step = "writing a file"
+            with files.GFile(name, "w") as file:
+                file.write(text)
+        step = "renaming a file over another one"
+        files.rename(part, target, overwrite=True)
+        step = "reading it back"
+        with files.GFile(target) as file:
+            if (text := file.read()) != "new":
+                return Place(path, error=f"reading back: expected what was renamed there, received {text[:20]!r}")
+        return Place(path)
+    except (tf.errors.OpError, OSError, ValueError) as error:
+        return Place(path, error=f"{step}: {getattr(error, 'message', str(error))[:200]}")
+    finally:
+        for name in (target, part):
+            _quietly(files.remove, name)
+        if made:
+            _quietly(files.rmtree, path)
+
+
+def _quietly(remove, path: str) -> None:
+    import tensorflow as tf
+
+    try:
+        remove(path)
+    except (tf.errors.OpError, OSError):
+        return  # it is not there
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,72 @@
+"""What became of a config that was tried becomes checks; nothing is tried here."""
+
+from __future__ import annotations
+
+from tfdist.tools.doctor.checks import RUN, Check, graded, of_error
+from tfdist.tools.doctor.machine import Machine
+from tfdist.tools.doctor.trial import STAGES, Trial
+from tfdist.tools.doctor.units import amount, counted, lasting
+
+FULL = 0.8  # of the memory: other programs, caches and the gradients' sums need some too
+
+
+def check_trial(trial: Trial, machine: Machine, workers: int, here: int) -> list[Check]:
+    """Checks a run.
+
+    Args:
+        trial: How far its config came.
+        machine: The host on which it was tried, as it was before.
+        workers: Processes that train together, on all hosts.
+        here: Those of them that run on this host.
+    """
+    checks = []
+    if trial.name:
+        checks.append(graded(RUN, "config", f"run {trial.name!r} with the strategy {trial.strategy}"))
+    if trial.name and trial.stage != "output":
+        checks.append(graded(RUN, "output", trial.directory))
+    if trial.name:
+        checks.append(_batch(trial, workers))
+    if trial.unprepared:
+        return [*checks, graded(RUN, "data", f"not prepared: {trial.unprepared}; the model was not tried", "prepare it once before, "
+                                "where there is a network: a first run downloads it while all workers wait", warns=True)]  # fmt: skip
+    if trial.data:
+        checks.append(graded(RUN, "data", trial.data))
+    if trial.parameters:
+        checks.append(graded(RUN, "model", counted(trial.parameters, "parameter")))
+    if trial.error:
+        assert trial.stage in (*STAGES, "import"), trial.stage
+        remedy = "run it alone, with `tfdist train`, to see the whole error"
+        return [*checks, of_error(RUN, trial.stage, trial.error, remedy)]
+    return [*checks, _memory(trial, machine, here)]
+
+
+def _batch(trial: Trial, workers: int) -> Check:
+    servers = trial.strategy == "parameter_server"
+    replicas = trial.replicas * (1 if servers else workers)
+    whole, rest = divmod(trial.global_batch, replicas)
+    of = f"global batch {trial.global_batch:,} over {counted(replicas, 'replica')}" + (" of each worker" if servers else "")
+    if not rest:
+        return graded(RUN, "batch", f"{of}: {whole:,} each")
+    nearest = max(whole, 1) * replicas
+    return graded(RUN, "batch", f"{of}: some take {whole + 1:,} rows, others {whole:,}, and wait",
+                  f"choose a multiple of {replicas}: --config.data.global_batch={nearest} or {(whole + 1) * replicas}", warns=True)  # fmt: skip
+
+
+def _memory(trial: Trial, machine: Machine, here: int) -> Check:
+    known = trial.weights + trial.gradients + trial.optimizer
+    grown = trial.grown if trial.gpu_peak is None else trial.gpu_peak
+    found = (
+        f"a step of {counted(trial.rows, 'row')} in {lasting(trial.seconds)} took {amount(grown)}: parameters {amount(trial.weights)}, gradients "
+        f"{amount(trial.gradients)}, optimizer {amount(trial.optimizer)}, activations and all else {amount(max(grown - known, 0))}"
+    )
+    smaller = "take a smaller data.global_batch, train.precision=mixed_bfloat16, or more replicas"
+    room = min((card.free for card in machine.smi), default=None)
+    if trial.gpu_peak is not None and room is not None:
+        found += f"; of {amount(room)} free on a GPU"
+        if trial.gpu_peak > FULL * room:
+            return graded(RUN, "memory", found, smaller, fails=trial.gpu_peak > room, warns=True)
+    need = trial.peak * here
+    if machine.available is None:
+        return graded(RUN, "memory", f"{found}; a process takes {amount(trial.peak)}")
+    found += f"; {here} {'process' if here == 1 else 'processes'} of {amount(trial.peak)} on this host, {amount(machine.available)} available"
+    return graded(RUN, "memory", found, f"run fewer workers here, or {smaller}", fails=need > machine.available, warns=need > FULL * machine.available)

@@ -1,0 +1,72 @@
+"""Checks become the lines of a table for a terminal; nothing is judged here."""
+
+from __future__ import annotations
+
+import itertools
+import textwrap
+from collections.abc import Sequence
+
+from tfdist.tools.doctor.checks import FAIL, PASS, WARN, Check, count
+
+_COLOURS = {PASS: "\x1b[32m", WARN: "\x1b[33m", FAIL: "\x1b[31m"}
+_END = "\x1b[0m"
+_NAME = 15  # columns of a name; longer ones push what was found to the right
+_WORDS = {PASS: ("passed", "passed"), WARN: ("warning", "warnings"), FAIL: ("failure", "failures")}
+
+
+def lines(checks: Sequence[Check], titles: dict[str, str], width: int, colour: bool = False) -> list[str]:
+    """The table.
+
+    Args:
+        checks: In the order in which they are to stand.
+        titles: Part of `Check` -> the line above its checks.
+        width: Columns of the terminal.
+        colour: Whether it knows colours.
+
+    Example:
+        >>> print("\\n".join(lines([Check("host", "cores", "warn", "1 of 8", "take more")], {"host": "this host"}, 60)))
+        this host
+          warn  cores           1 of 8
+                                remedy: take more
+    """
+    found = []
+    for part, group in itertools.groupby(checks, key=lambda check: check.part):
+        found.append(titles.get(part, part))
+        for check in group:
+            found += _rows(check, max(width, 40), colour)
+    return found
+
+
+def summary(checks: Sequence[Check], colour: bool = False) -> str:
+    """How it stands, in one line.
+
+    Example:
+        >>> summary([Check("host", "cores", "pass", "2")])
+        '1 passed, 0 warnings, 0 failures'
+    """
+    parts = []
+    for status, number in count(checks).items():
+        text = f"{number} {_WORDS[status][number != 1]}"
+        parts.append(_coloured(text, status) if colour and number else text)
+    return ", ".join(parts)
+
+
+def _rows(check: Check, width: int, colour: bool) -> list[str]:
+    indent = " " * (2 + 4 + 2 + _NAME + 1)
+    head = f"  {check.status}  {check.name:{_NAME}} "
+    rows = _wrapped(head, check.found, indent, width)
+    if colour:
+        rows[0] = rows[0].replace(check.status, _coloured(check.status, check.status), 1)
+    if check.remedy:
+        rows += _wrapped(f"{indent}remedy: ", check.remedy, f"{indent}        ", width)
+    return rows
+
+
+def _wrapped(head: str, text: str, indent: str, width: int) -> list[str]:
+    return textwrap.wrap(
+        text, width, initial_indent=head, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    ) or [head.rstrip()]
+
+
+def _coloured(text: str, status: str) -> str:
+    return f"{_COLOURS[status]}{text}{_END}"

@@ -1,0 +1,40 @@
+"""Numbers become words for a person."""
+
+from __future__ import annotations
+
+
+def amount(count: float) -> str:
+    """Bytes with a unit, in powers of 1000, as disks and memory are sold.
+
+    Example:
+        >>> amount(999), amount(1500), amount(25e9)
+        ('999 B', '1.5 kB', '25 GB')
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:,.3g} TB" if count < 1000 else f"{count:,.0f} TB"
+
+
+def counted(number: int, word: str) -> str:
+    """A number of things.
+
+    Example:
+        >>> counted(1, "worker"), counted(2, "worker")
+        ('1 worker', '2 workers')
+    """
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
+
+
+def lasting(seconds: float) -> str:
+    """A time that passed or a difference of clocks.
+
+    Example:
+        >>> lasting(0.00012), lasting(0.25), lasting(75), lasting(7200)
+        ('0.12 ms', '250 ms', '75 s', '120 min')
+    """
+    size = abs(seconds)
+    if size < 1:
+        return f"{seconds * 1000:.3g} ms"
+    return f"{seconds:.3g} s" if size < 600 else f"{seconds / 60:.0f} min"

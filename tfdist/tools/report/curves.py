@@ -1,0 +1,213 @@
+"""Curves of a run become figures: metrics over epochs and over time, and throughput."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tfdist.telemetry.anatomy import Window
+from tfdist.tools.report import style
+from tfdist.tools.report.read import TRAINING, VALIDATION, Curve
+from tfdist.tools.report.style import Figure
+from tfdist.tools.report.words import scaled, units_of_time
+
+_DOTS = 40  # a curve of fewer points shows each
+_LEGEND = 8  # names at most
+_COLOURS = {TRAINING: style.BLUE, VALIDATION: style.ORANGE}
+
+
+def metric(name: str, curves: Mapping[str, Curve]) -> Figure | None:
+    """A metric of training and validation over epochs, or steps; None: it has no finite value."""
+    kept = {split: curve for split, curve in curves.items() if curve.y}
+    if not kept:
+        return None
+    unit = next(iter(kept.values())).unit
+    lines = [(split, curve.x, curve.y, _COLOURS[split], "-") for split, curve in kept.items()]
+    return Figure(f"{slug(name)}", _title(name), "", functools.partial(_lines, title=_title(name), lines=lines, x=unit, y=name))
+
+
+def metric_over_time(name: str, curves: Mapping[str, Curve], begun: float, begins: Sequence[float]) -> Figure | None:
+    """A metric over wall time; None: no file tells when.
+
+    Args:
+        name: The metric.
+        curves: Of training and validation.
+        begun: When the run began, in seconds since 1970.
+        begins: When it was begun again.
+    """
+    kept = {split: curve for split, curve in curves.items() if curve.times}
+    if not kept:
+        return None
+    longest = max(curve.times[-1] for curve in kept.values()) - begun
+    size, unit = units_of_time(longest)
+    lines = [(split, [(t - begun) / size for t in curve.times], curve.y, _COLOURS[split], "-") for split, curve in kept.items()]
+    marks = [(when - begun) / size for when in begins]
+    draw = functools.partial(
+        _lines, title=f"{_title(name)} over time", lines=lines, x=f"time since the run began [{unit}]", y=name, marks=marks
+    )
+    return Figure(f"{slug(name)}-over-time", f"{_title(name)} over time", "", draw)
+
+
+def rates(curves: Mapping[str, Curve]) -> Figure | None:
+    """Examples per second at each epoch, by worker; None: there are none."""
+    kept = {who: curve for who, curve in curves.items() if curve.y}
+    if not kept:
+        return None
+    lines = [(who, curve.x, curve.y, colour, dash) for (who, curve), (colour, dash) in zip(kept.items(), looks(), strict=False)]
+    title = "Throughput by epoch"
+    caption = "Examples of all replicas together; validation is not counted. The first epoch compiles."
+    draw = functools.partial(_lines, title=title, lines=lines, x="epoch", y="examples/s", zero=True)
+    return Figure("throughput-by-epoch", title, caption, draw)
+
+
+def throughput(anatomy: Mapping[int, Sequence[Window]]) -> Figure | None:
+    """Examples per second of each window of steps, by worker; None: there are none."""
+    kept = {rank: [window for window in windows if window.compiled] for rank, windows in anatomy.items()}
+    kept = {rank: windows for rank, windows in kept.items() if windows}
+    if not kept:
+        return None
+    begun = min(window.time - window.seconds for windows in anatomy.values() for window in windows)
+    size, unit = units_of_time(max(windows[-1].time for windows in kept.values()) - begun)
+    lines = []
+    for (rank, windows), (colour, dash) in zip(kept.items(), looks(), strict=False):
+        points = _broken([((window.time - begun) / size, window) for window in sorted(windows, key=lambda window: window.time)])
+        lines.append((f"worker {rank}", [at for at, _ in points], [rate for _, rate in points], colour, dash))
+    title = "Throughput by worker"
+    caption = "Examples of the global batches that each worker took part in, by its own clock; windows that compiled are left out."
+    draw = functools.partial(_lines, title=title, lines=lines, x=f"time since the first step [{unit}]", y="examples/s", zero=True)
+    return Figure("throughput-by-worker", title, caption, draw)
+
+
+def compared(name: str, runs: Sequence[tuple[str, Curve]], split: str) -> Figure | None:
+    """One metric of several runs; None: fewer than two have it.
+
+    Args:
+        name: The metric.
+        runs: Names and curves.
+        split: Of what the curves are.
+    """
+    kept = [(run, curve) for run, curve in runs if curve.y]
+    if len(kept) < 2:
+        return None
+    lines = [(run, curve.x, curve.y, colour, dash) for (run, curve), (colour, dash) in zip(kept, looks(), strict=False)]
+    draw = functools.partial(_lines, title=f"{_title(name)}, {split}", lines=lines, x=kept[0][1].unit, y=name)
+    return Figure(f"compared-{slug(name)}", f"{_title(name)} of the runs, {split}", "", draw)
+
+
+def bars(name: str, title: str, values: Sequence[tuple[str, float]], unit: str, caption: str = "") -> Figure:
+    """A bar for each name."""
+    return Figure(name, title, caption, functools.partial(_bars, title=title, values=values, unit=unit), (style.NARROW[0], 1.3 + 0.26 * len(values)))
+
+
+def looks() -> itertools.chain:
+    """Colours and dashes for any number of lines, told apart in grey, too."""
+    return itertools.chain.from_iterable(
+        itertools.repeat([(colour, dash) for dash in style.DASHES for colour in style.CYCLE], 50)
+    )
+
+
+def slug(name: str) -> str:
+    """A name as part of a file's name.
+
+    Example:
+        >>> slug("Top 5/accuracy")
+        'top-5-accuracy'
+    """
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "metric"
+
+
+def shorten(text: str, length: int = 28) -> str:
+    """A text that fits into a legend.
+
+    Example:
+        >>> shorten("a very long name of a run", 11)
+        'a very lon…'
+    """
+    text = "".join(character if character.isprintable() else "?" for character in text)
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
+def legend(drawing: Any, axes: Any, columns: int = 4, least: int = 2) -> None:
+    """Names beneath the axes, where no curve is; none for fewer lines than `least`."""
+    handles, labels = axes.get_legend_handles_labels()
+    if len(labels) < least:
+        return
+    if len(labels) > _LEGEND:
+        handles, labels = handles[: _LEGEND - 1], [*labels[: _LEGEND - 1]]
+        handles.append(axes.plot([], [], " ")[0])
+        labels.append(f"and {len(axes.get_legend_handles_labels()[1]) - _LEGEND + 1} more")
+    longest = max(map(len, labels))
+    drawing.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), columns, max(1, 60 // (longest + 6))))
+
+
+def _broken(windows: Sequence[tuple[float, Window]]) -> list[tuple[float, float]]:
+    """Times and rates, with a gap where a window's steps do not follow those of the one before."""
+    found: list[tuple[float, float]] = []
+    before = None
+    for when, window in windows:
+        if before is not None and window.step - window.steps != before.step:
+            found.append((when, math.nan))
+        found.append((when, window.examples / window.seconds))
+        before = window
+    return found
+
+
+def _lines(
+    drawing: Any,
+    *,
+    title: str,
+    lines: Sequence[tuple[str, Sequence[float], Sequence[float], str, str]],
+    x: str,
+    y: str,
+    marks: Sequence[float] = (),
+    zero: bool = False,
+) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes = drawing.add_subplot()
+    axes.set_title(shorten(title, 48))
+    for mark in marks:
+        axes.axvline(mark, color=style.RED, linewidth=0.9, linestyle=":", label="begun again" if mark == marks[0] else None)
+    for name, xs, ys, colour, dash in lines:
+        dots = "o" if len(xs) <= _DOTS else None
+        axes.plot(xs, ys, color=colour, linestyle=dash, marker=dots, label=shorten(name))
+    values = [value for _, _, ys, _, _ in lines for value in ys if not math.isnan(value)]
+    if min(values) > 0 and max(values) > 100 * min(values) and not zero:
+        axes.set_yscale("log")
+    elif zero:
+        axes.set_ylim(bottom=0)
+    if x == "epoch":
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+        first, last = min(min(xs) for _, xs, _, _, _ in lines), max(max(xs) for _, xs, _, _, _ in lines)
+        axes.set_xlim(first - 0.3, last + 0.3)
+    if "time" in x:
+        axes.set_xlim(left=0)
+    axes.set_xlabel(x)
+    axes.set_ylabel(shorten(y, 36))
+    if axes.get_yscale() == "linear":
+        axes.yaxis.set_major_formatter(lambda value, _: scaled(value))
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 2.5, 5, 10]))
+    legend(drawing, axes)
+
+
+def _bars(drawing: Any, *, title: str, values: Sequence[tuple[str, float]], unit: str) -> None:
+    axes = drawing.add_subplot()
+    axes.set_title(shorten(title, 48))
+    places = range(len(values))
+    drawn = axes.barh(places, [value for _, value in values], color=style.BLUE, height=0.62)
+    axes.bar_label(drawn, [scaled(value) for _, value in values], padding=4, color=style.INK)
+    axes.set_yticks(places, [shorten(name, 22) for name, _ in values])
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    axes.set_xlim(0, 1.15 * max([value for _, value in values] + [1e-9]))
+    axes.xaxis.set_major_formatter(lambda value, _: scaled(value))
+    axes.set_xlabel(unit)
+
+
+def _title(name: str) -> str:
+    words = name.replace("_", " ")
+    return words[:1].upper() + words[1:]

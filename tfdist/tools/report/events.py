@@ -1,0 +1,80 @@
+"""TensorBoard's event files become scalars; TensorFlow is not loaded for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import struct
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tfdist.tools.report.files import Reader
+
+PATTERN = "*tfevents*"
+_HEAD, _FOOT = 12, 4  # of a record: its length and that length's checksum; its data's checksum
+_FORMS = {1: "<f", 2: "<d", 3: "<i", 9: "<q"}  # of a tensor's bytes, by its type
+
+
+@dataclasses.dataclass(frozen=True)
+class Scalar:
+    """A value of a curve: at which step, and when, in seconds since 1970."""
+
+    step: int
+    time: float
+    value: float
+
+
+def scalars(directories: Iterable[Path], reader: Reader) -> dict[str, list[Scalar]]:
+    """The curves in the event files of directories, by tag, in the order of steps; of a step written twice, the later value.
+
+    Args:
+        directories: They need not exist.
+        reader: Notes what is damaged.
+    """
+    found: dict[str, dict[int, Scalar]] = {}
+    for path in sorted(path for directory in directories for path in directory.glob(PATTERN) if path.is_file()):
+        for tag, scalar in _of_file(path, reader):
+            before = found.setdefault(tag, {}).get(scalar.step)
+            if before is None or before.time <= scalar.time:
+                found[tag][scalar.step] = scalar
+    return {tag: [points[step] for step in sorted(points)] for tag, points in sorted(found.items())}
+
+
+def _of_file(path: Path, reader: Reader) -> Iterator[tuple[str, Scalar]]:
+    from google.protobuf.message import DecodeError
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    content, place = reader.bytes(path) or b"", 0
+    while place < len(content):
+        size = int.from_bytes(content[place : place + 8], "little")
+        end = place + _HEAD + size + _FOOT
+        try:
+            if end > len(content):
+                raise DecodeError
+            event = Event.FromString(content[place + _HEAD : end - _FOOT])
+        except DecodeError:
+            reader.problems.append(f"{path} is cut off or damaged after {place} of {len(content)} bytes; the rest is left out")
+            return
+        for value in event.summary.value:
+            number = _number(value)
+            if number is not None:
+                yield value.tag, Scalar(event.step, event.wall_time, number)
+        place = end
+
+
+def _number(value: Any) -> float | None:
+    """The number in a Summary.Value; None: it holds something else."""
+    kind = value.WhichOneof("value")
+    if kind == "simple_value":
+        return value.simple_value
+    if kind != "tensor" or value.tensor.tensor_shape.dim or value.tensor.dtype not in _FORMS:
+        return None
+    tensor = value.tensor
+    if tensor.tensor_content:
+        form = _FORMS[tensor.dtype]
+        return float(struct.unpack(form, tensor.tensor_content)[0]) if len(tensor.tensor_content) == struct.calcsize(form) else math.nan
+    for numbers in (tensor.float_val, tensor.double_val, tensor.int_val, tensor.int64_val):
+        if numbers:
+            return float(numbers[0])
+    return 0.0  # what protobuf does not write

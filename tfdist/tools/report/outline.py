@@ -1,0 +1,311 @@
+"""Facts about a run become a chapter: its key figures, and the figures and tables of each part."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tfdist import config
+from tfdist.telemetry.anatomy import per_step
+from tfdist.tools.recovery import Strike
+from tfdist.tools.report import curves, steps, timeline
+from tfdist.tools.report.files import section
+from tfdist.tools.report.page import Chapter, Section, Table, Tile
+from tfdist.tools.report.read import TRAINING, VALIDATION, Curve, Launch, Run
+from tfdist.tools.report.words import NOTHING, count, duration, figure, moment
+
+_METRICS = 12  # figures of metrics at most
+_STRIKES = 60  # rows at most
+_SESSIONS = 60
+
+
+def chapter(run: Run, name: str) -> Chapter:
+    """All that a page says of a run.
+
+    Args:
+        run: The run.
+        name: Of the chapter.
+    """
+    left = list(run.metrics)[_METRICS:]
+    more = [f"{count(len(left), 'curve')} of {len(run.metrics)}, as a page has {_METRICS}: {', '.join(left[:20])}; TensorBoard has all"] if left else []
+    sections = [_metrics(run), _throughput(run), _anatomy(run), _history(run), _settings(run), _ending(run)]
+    return Chapter(
+        name=name,
+        title=run.name,
+        subtitle=_subtitle(run),
+        badge=_badge(run),
+        tiles=tiles(run),
+        sections=[section for section in sections if section is not None],
+        problems=run.problems,
+        absent=(*run.absent, *more),
+    )
+
+
+def tiles(run: Run) -> list[Tile]:
+    """The key figures of a run, as far as its files tell them."""
+    found = []
+    scores, of = final(run)
+    for name, value in sorted(scores.items(), key=lambda item: item[0] == "loss"):
+        found.append(Tile(percent(name, value), f"{name.replace('_', ' ')}, {of}"))
+    speed = rate(run)
+    if speed is not None:
+        found.append(Tile(f"{speed:,.0f}", "examples/s"))
+    epochs = done(run)
+    if epochs is not None:
+        planned = section(run.config, "train").get("epochs")
+        found.append(Tile(f"{epochs:,}", f"of {planned:,} epochs" if isinstance(planned, int) and planned != epochs else "epochs"))
+    replicas = fact(run, "replicas")
+    if replicas is not None:
+        found.append(Tile(str(replicas), "replicas" if replicas != 1 else "replica"))
+    if run.restarts is not None:
+        found.append(Tile(f"{run.restarts:,}", "restarts" if run.restarts != 1 else "restart"))
+    if run.lost is not None:
+        found.append(Tile(f"{run.lost:,}", "lost steps" if run.lost != 1 else "lost step"))
+    seconds = (run.summary or {}).get("seconds")
+    if isinstance(seconds, int | float):
+        found.append(Tile(duration(seconds), "in the last attempt" if run.restarts else "in all"))
+    return found
+
+
+def final(run: Run) -> tuple[dict[str, float], str]:
+    """The last known metrics, at most three, and of what they are."""
+    names = [name for name in run.metrics if name != "learning_rate"][:3]
+    summary = run.summary or {}
+    scores = {name: float(value) for name in names if isinstance(value := summary.get(name), int | float)}
+    if scores:
+        return scores, "evaluation"
+    for split in (VALIDATION, TRAINING):
+        scores = {name: curve.y[-1] for name in names if (curve := run.metrics[name].get(split)) and curve.y}
+        if scores:
+            return scores, f"{split}, last {next(iter(run.metrics[name][split].unit for name in scores))}"
+    return {}, ""
+
+
+def percent(name: str, value: float) -> str:
+    """A metric's value: shares as per cent.
+
+    Example:
+        >>> percent("val_accuracy", 0.93602), percent("loss", 0.26629)
+        ('93.60 %', '0.2663')
+    """
+    return f"{100 * value:.2f} %" if "accuracy" in name and 0 <= value <= 1 else figure(value)
+
+
+def rate(run: Run) -> float | None:
+    """Examples per second: as the summary has it, or the last epoch's."""
+    value = (run.summary or {}).get("examples_per_second")
+    if isinstance(value, int | float):
+        return float(value)
+    return next((curve.y[-1] for curve in run.rates.values() if curve.y), None)
+
+
+def done(run: Run) -> int | None:
+    """Epochs that are done; None: no file tells."""
+    if run.epochs:
+        return int(run.epochs[-1]["step"]) + 1
+    ends = [curve.x[-1] for curve in _all(run) if curve.x and curve.unit == "epoch"]
+    return int(max(ends)) if ends else None
+
+
+def fact(run: Run, name: str) -> Any:
+    """What the summary says, or the last session; None: neither does."""
+    places: list[Mapping[str, Any]] = [run.summary or {}, *run.sessions[::-1][:1]]
+    return next((place[name] for place in places if place.get(name) is not None), None)
+
+
+def _all(run: Run) -> Iterator[Curve]:
+    for found in run.metrics.values():
+        yield from found.values()
+
+
+def _subtitle(run: Run) -> str:
+    parts = []
+    data, model = (section(run.config, key).get("name") for key in ("data", "model"))
+    if model and data:
+        parts.append(f"{model} on {data}")
+    strategy, workers = fact(run, "strategy"), fact(run, "workers")
+    if strategy:
+        parts.append(f"{strategy}, {count(workers, 'worker')}" if isinstance(workers, int) else str(strategy))
+    if run.begun is not None:
+        parts.append(f"begun {moment(run.begun)}")
+    return " · ".join([*parts, str(run.path)])
+
+
+def _badge(run: Run) -> tuple[str, bool] | None:
+    if run.summary is not None:
+        return "finished", True
+    codes = [launch.recovery.code for launch in run.launches[-1:]]
+    if codes == [0]:
+        return "finished", True
+    if run.config is None and not run.launches:
+        return None  # a script's: nobody tells
+    return ("runs, or was killed", False) if codes in ([], [None]) else (f"ended with code {codes[0]}", False)
+
+
+def _metrics(run: Run) -> Section | None:
+    shown = list(run.metrics.items())[:_METRICS]
+    begins, figures = _begins(run), []
+    for name, found in shown:
+        figures.append(curves.metric(name, found))
+        if run.begun is not None and name != "learning_rate":
+            figures.append(curves.metric_over_time(name, found, run.begun, begins))
+    kept = [drawn for drawn in figures if drawn]
+    names = list(dict.fromkeys(name for line in run.epochs for name in line if name not in ("step", "time")))
+    rows = [[str(int(line["step"]) + 1), *(figure(line[name]) if name in line else "" for name in names)] for line in run.epochs]
+    table = Table(rows, ["epoch", *names], right=range(len(names) + 1), caption="All epochs in numbers", folded=True)
+    return Section("Curves", kept, [table]) if kept or rows else None
+
+
+def _begins(run: Run) -> list[float]:
+    """When training was begun again."""
+    if len(run.sessions) > 1:
+        return [session["time"] for session in run.sessions[1:]]
+    firsts = [lane.first + launch.recovery.begun for launch in run.launches for lane in timeline.lanes(launch) if lane.first is not None]
+    return firsts[1:]
+
+
+def _throughput(run: Run) -> Section | None:
+    figures = [curves.throughput(run.anatomy), curves.rates(run.rates)]
+    kept = [drawn for drawn in figures if drawn]
+    return Section("Throughput", kept) if kept else None
+
+
+def _anatomy(run: Run) -> Section | None:
+    if not run.anatomy:
+        return None
+    kept = [drawn for drawn in (steps.by_worker(run.anatomy), steps.over_steps(run.anatomy)) if drawn]
+    rows = []
+    for rank, windows in run.anatomy.items():
+        parts = per_step(windows)
+        if parts:
+            whole = sum(parts.values())
+            shares = [f"{1e3 * parts[part]:.3g} ms ({100 * parts[part] / whole:.0f} %)" for part in steps.NAMES]
+            rows.append([f"worker {rank}", f"{1e3 * whole:.3g} ms", *shares])
+    table = Table(rows, ["", "step", *(label for label, _ in steps.NAMES.values())], right=range(1, 8), caption="In numbers", folded=True)
+    text = [] if kept else ["All windows have calls that compiled, which tell nothing of a usual step: train for more steps."]
+    return Section("Where the time of a step goes", kept, [table], text)
+
+
+def _history(run: Run) -> Section | None:
+    figures, tables, text = [], [], []
+    for place, launch in enumerate(run.launches, 1):
+        own = "" if len(run.launches) == 1 else f"-{place}"
+        if any(lane.points for lane in timeline.lanes(launch)):
+            figures.append(timeline.progress(launch, f"restarts{own}"))
+        tables.append(_strikes(launch))
+        text.append(_launched(launch))
+    if run.sessions:
+        tables.append(_sessions(run))
+    return Section("Restarts and resumes", figures, tables, text) if run.launches or run.sessions else None
+
+
+def _launched(launch: Launch) -> str:
+    recovery = launch.recovery
+    found = f"Launch in {launch.path}, {moment(recovery.begun)}: {count(len(recovery.attempts), 'attempt')} in {duration(recovery.seconds)}, "
+    found += f"{count(launch.lost, 'step')} lost"
+    if recovery.interval is not None:
+        found += f", a snapshot every {count(recovery.interval, 'step')}"
+    if recovery.code is None:
+        return found + ". It has not ended: it runs, or its launcher was killed."
+    if recovery.code:
+        return found + f". It ended with code {recovery.code}{f': {recovery.refusal}' if recovery.refusal else ''}."
+    return found + "."
+
+
+def _strikes(launch: Launch) -> Table:
+    def seconds(value: float | None) -> str:
+        return NOTHING if value is None else duration(value)
+
+    strikes: list[Strike] = launch.recovery.strikes
+    rows = [
+        [str(number), strike.text, seconds(strike.when), seconds(strike.detected), seconds(strike.recovered),
+         NOTHING if strike.lost is None else f"{strike.lost:,}", strike.origin or NOTHING]
+        for number, strike in enumerate(strikes[:_STRIKES], 1)
+    ]  # fmt: skip
+    head = ["", "fault", "struck at", "detected after", "recovered after", "lost steps", "went on from"]
+    more = "" if len(strikes) <= _STRIKES else f"; the first {_STRIKES} of {len(strikes)}, `tfdist chaos report` has all"
+    return Table(rows, head, right=(2, 3, 4, 5), caption=f"What each fault has cost{more}")
+
+
+def _sessions(run: Run) -> Table:
+    rows = []
+    for session in run.sessions[-_SESSIONS:]:
+        facts = [session.get(key) for key in ("strategy", "workers", "replicas", "global_batch")]
+        rows.append(
+            [
+                moment(session["time"]),
+                f"epoch {session['epoch'] + 1}, step {session['step']}",
+                "resumed" if session.get("resumed") else "new",
+                NOTHING if session.get("attempt") is None else str(session["attempt"]),
+                *(NOTHING if value is None else str(value) for value in facts),
+            ]
+        )
+    head = ["begun", "from", "", "attempt", "strategy", "workers", "replicas", "global batch"]
+    return Table(rows, head, right=(3, 5, 6, 7), caption="Each begin of training", folded=len(rows) == 1)
+
+
+def _settings(run: Run) -> Section | None:
+    tables = []
+    usual = config.Run().to_dict()
+    plain: list[tuple[str, str, bool]] = []
+    for key, value in (run.config or {}).items():
+        if isinstance(value, dict):
+            rows = list(_flat(value, usual.get(key)))
+            tables.append(_two(key, rows))
+        else:
+            plain.append((key, words(value), value != usual.get(key, value)))
+    if plain:
+        tables.insert(0, _two("run", plain))
+    if run.sessions:
+        tables.append(_versions(run))
+    text = ["Bold: differs from the default."] if run.config else []
+    return Section("Configuration and versions", (), tables, text, columns=True) if tables else None
+
+
+def _flat(section: Mapping[str, Any], usual: Any, prefix: str = "") -> Iterator[tuple[str, str, bool]]:
+    usual = usual if isinstance(usual, dict) else {}
+    for key, value in section.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, usual.get(key), f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", words(value), usual.get(key) != value
+
+
+def _two(title: str, rows: list[tuple[str, str, bool]]) -> Table:
+    return Table([row[:2] for row in rows], marked=[place for place, row in enumerate(rows) if row[2]], caption=title)
+
+
+def _versions(run: Run) -> Table:
+    found: dict[str, dict[str, None]] = {}
+    for session in run.sessions:
+        for name, version in (session.get("versions") or {}).items():
+            found.setdefault(str(name), {})[str(version)] = None
+    rows = [(name, ", then ".join(versions), len(versions) > 1) for name, versions in found.items()]
+    return _two("versions", rows)
+
+
+def _ending(run: Run) -> Section | None:
+    rows = [[key, words(value)] for key, value in (run.summary or {}).items()]
+    files = [[os.path.relpath(path, run.path) if run.path in path.parents else str(path)] for path in run.files]
+    tables = [Table(rows, caption="Final summary"), Table(files, caption=f"{count(len(files), 'file')} read", folded=True)]
+    return Section("Summary", (), tables, columns=True) if rows or files else None
+
+
+def words(value: Any) -> str:
+    """A JSON value as a table shows it.
+
+    Example:
+        >>> words(True), words(0.004), words({"a": 1})
+        ('yes', '0.004', '{"a": 1}')
+    """
+    if value is None or value in ([], {}):
+        return NOTHING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return ", ".join(map(words, value))
+    if isinstance(value, float):
+        return figure(value)
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,330 @@
+"""The files of a run's directory become facts; what is missing is told in one line each, with the remedy."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tfdist.contract import JOURNAL
+from tfdist.telemetry import layout
+from tfdist.telemetry.anatomy import Window
+from tfdist.tools.bench.results import FILE
+from tfdist.tools.recovery import Recovery
+from tfdist.tools.report import events
+from tfdist.tools.report.files import Reader, number, section
+
+TRAINING, VALIDATION = "training", "validation"
+_OLD_LOGS = "logs"  # where runs of older versions, and many scripts, have train/ and validation/
+_NO_METRICS = {"step", "seconds", "time"}  # of a line of history.jsonl
+RATE = "speed/examples_per_second"  # a curve of tfdist.TensorBoard
+_SKIPPED = ("speed/", "anatomy/", "evaluation_", "batch_")  # curves that are drawn otherwise, or of each batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """Values of one quantity, in order.
+
+    Attributes:
+        x: Where each was taken: epochs done, or steps done.
+        y: The values, all finite.
+        times: When, in seconds since 1970; empty: not known.
+        unit: Of x, "epoch" or "step".
+    """
+
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+    times: tuple[float, ...] = ()
+    unit: str = "epoch"
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """What a launcher's journal tells.
+
+    Attributes:
+        path: The launcher's directory.
+        recovery: What its faults have cost.
+    """
+
+    path: Path
+    recovery: Recovery
+
+    @property
+    def restarts(self) -> int:
+        """How often it started all tasks again."""
+        return max(0, len(self.recovery.attempts) - 1)
+
+    @property
+    def lost(self) -> int:
+        """Steps that had to be done again."""
+        return sum(self.recovery.lost(place) or 0 for place in range(len(self.recovery.attempts)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run, as its files tell it.
+
+    Attributes:
+        path: Its directory.
+        summary: How it ended; None: it has not, or is a script's.
+        config: Its settings; None: there are none.
+        sessions: The begins of training.
+        epochs: The lines of history.jsonl, in order.
+        metrics: Curves of training and validation, by metric.
+        rates: Examples per second at each epoch, by worker.
+        anatomy: Windows of steps, by rank.
+        launches: Of the launchers that started it, in order.
+        problems: What is wrong with its files.
+        absent: What there is not, and how to get it.
+        files: What was read.
+    """
+
+    path: Path
+    summary: dict[str, Any] | None
+    config: dict[str, Any] | None
+    sessions: tuple[dict[str, Any], ...]
+    epochs: tuple[dict[str, Any], ...]
+    metrics: dict[str, dict[str, Curve]]
+    rates: dict[str, Curve]
+    anatomy: dict[int, list[Window]]
+    launches: tuple[Launch, ...]
+    problems: tuple[str, ...]
+    absent: tuple[str, ...]
+    files: tuple[Path, ...]
+
+    @functools.cached_property
+    def name(self) -> str:
+        """As its settings say, with its directory's name if that is another; the directory's without settings."""
+        own, named = self.path.resolve().name, (self.config or {}).get("name") or (self.summary or {}).get("name")
+        return own if not named or own.startswith(str(named)) else f"{named} ({own})"
+
+    @property
+    def restarts(self) -> int | None:
+        """How often it was begun again, by launchers or by hand; None: nobody has told."""
+        by_launchers = sum(launch.restarts for launch in self.launches)
+        known = bool(self.sessions or self.launches)
+        return max(by_launchers + max(0, len(self.launches) - 1), len(self.sessions) - 1, 0) if known else None
+
+    @property
+    def lost(self) -> int | None:
+        """Steps that had to be done again; None: no journal tells."""
+        return sum(launch.lost for launch in self.launches) if self.launches else None
+
+    @functools.cached_property
+    def begun(self) -> float | None:
+        """When it began, in seconds since 1970; None: no file tells."""
+        times = [session["time"] for session in self.sessions[:1]]
+        times += [launch.recovery.begun for launch in self.launches[:1]]
+        times += [curve.times[0] for curves in self.metrics.values() for curve in curves.values() if curve.times]
+        return min(times, default=None)
+
+
+def is_run(directory: Path) -> bool:
+    """Whether a directory has files of a run."""
+    if any((directory / name).is_file() for name in (layout.CONFIG, layout.SESSIONS, layout.HISTORY, layout.SUMMARY)):
+        return True
+    return any(next(place.glob(events.PATTERN), None) for places in _event_places(directory).values() for place in places)
+
+
+def is_benchmark(directory: Path) -> bool:
+    """Whether a directory has the file of a benchmark."""
+    return (directory / FILE).is_file()
+
+
+def read_run(directory: Path, launches: Sequence[Path] = ()) -> Run:
+    """Reads a run.
+
+    Args:
+        directory: Of the run.
+        launches: Directories of launchers, beside those that its sessions name.
+    """
+    reader, absent = Reader(), []
+    sessions = sorted(reader.lines(directory / layout.SESSIONS, _session), key=lambda line: line["time"])
+    epochs = {line["step"]: line for line in reader.lines(directory / layout.HISTORY, _epoch)}  # of one written twice, the later
+    history = [epochs[step] for step in sorted(epochs)]
+    written = {split: events.scalars(places, reader) for split, places in _event_places(directory).items()}
+    metrics = _of_history(history) or _of_events(written)
+    rates = _rates(directory, written, reader)
+    anatomy = {
+        rank: windows
+        for rank, place in layout.worker_directories(directory).items()
+        if (windows := reader.lines(place / layout.ANATOMY, _window))
+    }
+    if not metrics:
+        absent.append(f"no curves: no epoch is done, or neither {layout.HISTORY} nor event files of tfdist.TensorBoard are here")
+    if not rates and not anatomy:
+        absent.append("no throughput: train with tfdist.TensorBoard, which `tfdist train` does")
+    config = reader.object(directory / layout.CONFIG)
+    if not anatomy:
+        why = "no worker has told of one yet" if section(config, "telemetry").get("anatomy") else "train with --config.telemetry.anatomy=true"
+        absent.append(f"no anatomy of steps: {why}")
+    found = _launches(directory, sessions, launches, reader, absent)
+    if config is None:
+        absent.append(f"no configuration: there is no {layout.CONFIG}, which `tfdist train` writes")
+    summary = reader.object(directory / layout.SUMMARY)
+    if summary is None:
+        absent.append(f"no final summary: there is no {layout.SUMMARY}, which `tfdist train` writes at its end")
+    bad = [f"{name} of {split} is not finite after {unit} {x:g}" for name, split, unit, x in _infinite(history)]
+    return Run(
+        path=directory,
+        summary=summary,
+        config=config,
+        sessions=tuple(sessions),
+        epochs=tuple(history),
+        metrics=metrics,
+        rates=rates,
+        anatomy=anatomy,
+        launches=tuple(found),
+        problems=(*reader.problems, *bad),
+        absent=tuple(absent),
+        files=tuple(reader.found),
+    )
+
+
+def _event_places(directory: Path) -> dict[str, list[Path]]:
+    """Where event files of training and of validation may lie."""
+    roots = (directory, directory / _OLD_LOGS)
+    return {TRAINING: [*(root / "train" for root in roots), *roots], VALIDATION: [root / "validation" for root in roots]}
+
+
+def _session(line: dict[str, Any]) -> dict[str, Any]:
+    versions, launch = line.get("versions") or {}, line.get("launch")
+    if not isinstance(versions, dict) or not isinstance(launch, str | None):
+        raise ValueError("expected versions and a launch")
+    if not math.isfinite(number(line["time"])):
+        raise ValueError("expected a time")
+    return {**line, "time": number(line["time"]), "epoch": int(number(line.get("epoch", 0))), "step": int(number(line.get("step", 0)))}
+
+
+def _epoch(line: dict[str, Any]) -> dict[str, Any]:
+    return {key: number(value) for key, value in line.items() if key == "step" or isinstance(value, int | float)} | {"step": int(line["step"])}
+
+
+def _window(line: dict[str, Any]) -> Window:
+    window = Window.from_json(line)
+    numbers = (window.time, window.step, window.steps, window.examples, window.seconds, window.bytes, *window.parts.values())
+    if not all(math.isfinite(number(value)) for value in numbers) or window.steps < 1 or window.seconds <= 0:
+        raise ValueError("expected steps and seconds")
+    return window
+
+
+def _of_history(history: Sequence[dict[str, Any]]) -> dict[str, dict[str, Curve]]:
+    """The curves of history.jsonl."""
+    names = list(dict.fromkeys(name for line in history for name in line if name not in _NO_METRICS))
+    found: dict[str, dict[str, Curve]] = {}
+    for name in names:
+        kept = [line for line in history if math.isfinite(line.get(name, math.nan))]
+        timed = kept and all(line.get("time") for line in kept)
+        split = VALIDATION if name.startswith("val_") else TRAINING
+        curve = Curve(
+            x=tuple(line["step"] + 1 for line in kept),
+            y=tuple(line[name] for line in kept),
+            times=tuple(line["time"] for line in kept) if timed else (),
+        )
+        found.setdefault(name.removeprefix("val_"), {})[split] = curve
+    return dict(sorted(found.items(), key=lambda item: _rank(item[0])))
+
+
+def _of_events(written: dict[str, dict[str, list[events.Scalar]]]) -> dict[str, dict[str, Curve]]:
+    """The curves of event files: those of epochs, and those that a script wrote itself."""
+    found: dict[str, dict[str, Curve]] = {}
+    for split, curves in written.items():
+        for tag, scalars in curves.items():
+            if not tag.startswith(_SKIPPED):
+                name = tag.removeprefix("epoch_")
+                found.setdefault(name, {})[split] = _curve(scalars, by_epoch=tag.startswith("epoch_"))
+    return dict(sorted(found.items(), key=lambda item: _rank(item[0])))
+
+
+def _curve(scalars: Sequence[events.Scalar], by_epoch: bool) -> Curve:
+    kept = [scalar for scalar in scalars if math.isfinite(scalar.value)]
+    return Curve(
+        x=tuple(scalar.step + by_epoch for scalar in kept),
+        y=tuple(scalar.value for scalar in kept),
+        times=tuple(scalar.time for scalar in kept),
+        unit="epoch" if by_epoch else "step",
+    )
+
+
+def _rates(directory: Path, written: dict[str, dict[str, list[events.Scalar]]], reader: Reader) -> dict[str, Curve]:
+    """Examples per second by worker; of the chief alone, where the workers have no curves of their own."""
+    found = {}
+    roots = (directory, directory / _OLD_LOGS)
+    for rank, place in [item for root in roots for item in layout.worker_directories(root).items()]:
+        curves = events.scalars((place, place / "train"), reader)
+        if RATE in curves:
+            found[f"worker {rank}"] = _curve(curves[RATE], by_epoch=True)
+    if not found and RATE in written[TRAINING]:
+        found["chief"] = _curve(written[TRAINING][RATE], by_epoch=True)
+    return found
+
+
+def _launches(
+    directory: Path, sessions: Sequence[dict[str, Any]], given: Sequence[Path], reader: Reader, absent: list[str]
+) -> list[Launch]:
+    """The launches that have a journal, in the order of time."""
+    named = dict.fromkeys(session["launch"] for session in sessions if session.get("launch"))
+    places = {place.resolve(): place for place in given}
+    for name in named:
+        place = _find(directory, Path(name))
+        if place is None:
+            absent.append(f"no restarts of the launch in {name}: it is not there any more, or elsewhere; name it with --launch DIR")
+        else:
+            places.setdefault(place.resolve(), place)
+    if not named and not given:
+        absent.append("no restarts on the time axis: not started by `tfdist launch`, as far as its files tell; else name its logs with --launch DIR")
+    found = [launch for place in places.values() if (launch := _launch(place, reader))]
+    return sorted(found, key=lambda launch: launch.recovery.begun)
+
+
+def _find(directory: Path, launch: Path) -> Path | None:
+    """A launcher's directory as a session named it: from here, or from where the run was; None: it is not there."""
+    above = directory.resolve()
+    places = [launch, *(parent / launch for parent in (above.parent.parent, above.parent)), above.parent / launch.name]
+    return next((place for place in places if (place / JOURNAL).is_file()), None)
+
+
+def _launch(place: Path, reader: Reader) -> Launch | None:
+    journal = reader.lines(place / JOURNAL, _event)
+    recovery = Recovery(journal)
+    if not recovery.attempts:
+        reader.problems.append(f"{place / JOURNAL} tells of no attempt; it is left out")
+        return None
+    try:  # it asks for more facts of an event than one line can be checked for
+        launch = Launch(place, recovery)
+        _ = recovery.strikes, recovery.missed, recovery.interval, launch.lost
+    except (KeyError, TypeError, ValueError, AttributeError, AssertionError) as error:
+        reader.problems.append(f"{place / JOURNAL} is damaged: an event lacks {error}; it is left out")
+        return None
+    return launch
+
+
+def _event(line: dict[str, Any]) -> dict[str, Any]:
+    needed = {"attempt": ("attempt", "tasks"), "over": ("code",), "decided": ("restart", "text"), "launch": ("chaos",)}
+    for name in needed.get(line["event"], ()):
+        _ = line[name]
+    numbers = [line[name] for name in ("attempt", "number", "total", "step", "epoch", "seconds") if line.get(name) is not None]
+    words = [line[name] for name in ("text", "task", "path") if line.get(name) is not None]
+    if not all(math.isfinite(number(value)) for value in (line["time"], *numbers)) or not all(isinstance(word, str) for word in words):
+        raise ValueError("expected numbers and words")
+    return {**line, "time": number(line["time"])}
+
+
+def _infinite(history: Sequence[dict[str, Any]]) -> list[tuple[str, str, str, float]]:
+    """Where the metrics of history.jsonl are first infinite or NaN: metric, split, unit, epoch."""
+    found: dict[str, tuple[str, str, str, float]] = {}
+    for line in history:
+        for name, value in line.items():
+            if not math.isfinite(value):
+                split = VALIDATION if name.startswith("val_") else TRAINING
+                found.setdefault(name, (name.removeprefix("val_"), split, "epoch", line["step"] + 1))
+    return list(found.values())
+
+
+def _rank(name: str) -> tuple[int, str]:
+    """Loss first, then the other metrics; the step size last."""
+    return ({"loss": 0, "learning_rate": 2}.get(name, 1), name)

@@ -1,0 +1,133 @@
+"""Anatomies of steps become figures: a bar for each worker or setup, and layers over the steps of a training."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tfdist.telemetry.anatomy import PARTS, Window, per_step
+from tfdist.tools.report import style
+from tfdist.tools.report.curves import shorten
+from tfdist.tools.report.style import Figure
+from tfdist.tools.report.words import scaled
+
+# In the order of the layers: work, then what distribution adds, then what keeps the devices idle.
+NAMES = {
+    "forward_backward": ("forward, backward", style.BLUE),
+    "update": ("update", style.SKY),
+    "gradient_sync": ("gradient sync", style.ORANGE),
+    "wait": ("waiting for others", style.RED),
+    "input": ("input", style.GREEN),
+    "host": ("host", style.GREY),
+}
+assert set(NAMES) == set(PARTS)
+_BINS = 60  # of the layers, at most
+_ROWS = 24  # bars at most
+
+
+def by_worker(anatomy: Mapping[int, Sequence[Window]]) -> Figure | None:
+    """A bar for each worker: where the time of its mean step went; None: nothing is known but of windows that compiled."""
+    rows = [(f"worker {rank}", parts) for rank, windows in anatomy.items() if (parts := per_step(windows))]
+    return stacked("anatomy-by-worker", "A mean step of each worker", rows) if rows else None
+
+
+def stacked(name: str, title: str, rows: Sequence[tuple[str, Mapping[str, float]]]) -> Figure:
+    """A bar of parts for each name.
+
+    Args:
+        name: Of the figure's file.
+        title: What it shows.
+        rows: Names, each with seconds of `PARTS` in a step.
+    """
+    left = len(rows) - _ROWS
+    caption = "Steps of calls that compiled are left out."
+    if left > 0:
+        caption += f" The first {_ROWS} of {len(rows)} are shown."
+    draw = functools.partial(_bars, title=title, rows=rows[:_ROWS])
+    return Figure(name, title, caption, draw, (style.WIDE[0], 1.45 + 0.3 * min(len(rows), _ROWS)))
+
+
+def over_steps(anatomy: Mapping[int, Sequence[Window]]) -> Figure | None:
+    """Layers over the steps, a mean of all workers; None: there are fewer than two windows to draw."""
+    windows = [window for own in anatomy.values() for window in standing(own) if window.compiled]
+    ends = sorted({window.step for window in windows})
+    if len(ends) < 2:
+        return None
+    every = -(-len(ends) // _BINS)
+    bounds = ends[every - 1 :: every]
+    if bounds[-1] != ends[-1]:
+        bounds.append(ends[-1])
+    first = min(window.step - window.steps for window in windows)
+    edges, layers = [first], []
+    for low, high in zip([first, *bounds[:-1]], bounds, strict=True):
+        parts = per_step(window for window in windows if low < window.step <= high)
+        if parts:
+            edges.append(high)
+            layers.append(parts)
+    title = "The step over training"
+    caption = "Mean of all workers. Of steps that were done twice, the later time; windows that compiled are left out."
+    return Figure("anatomy-over-steps", title, caption, functools.partial(_layers, title=title, edges=edges, layers=layers), style.WIDE)
+
+
+def standing(windows: Sequence[Window]) -> list[Window]:
+    """The windows whose steps were not done again later, as after a restart, in the order of steps.
+
+    Example:
+        >>> parts = dict.fromkeys(PARTS, 0.1)
+        >>> first, lost, again = (Window(0, time, 0, step, 8, 512, 0.6, parts) for time, step in ((1.0, 8), (2.0, 16), (9.0, 16)))
+        >>> [window.time for window in standing([first, lost, again])]
+        [1.0, 9.0]
+    """
+    kept: list[Window] = []
+    for window in sorted(windows, key=lambda window: -window.time):
+        if not kept or window.step <= kept[-1].step - kept[-1].steps:
+            kept.append(window)
+    return kept[::-1]
+
+
+def _bars(drawing: Any, *, title: str, rows: Sequence[tuple[str, Mapping[str, float]]]) -> None:
+    axes = drawing.add_subplot()
+    axes.set_title(shorten(title, 80))
+    places, left = list(range(len(rows))), [0.0] * len(rows)
+    widest = max(sum(parts.values()) for _, parts in rows)
+    for part, (label, colour) in NAMES.items():
+        widths = [1e3 * parts.get(part, 0.0) for _, parts in rows]
+        axes.barh(places, widths, left=left, color=colour, height=0.62, label=label, edgecolor=style.PAPER, linewidth=0.6)
+        for place, begin, width in zip(places, left, widths, strict=True):
+            share = width / (1e3 * sum(rows[place][1].values()) or 1.0)
+            if width > 45 * widest:  # milliseconds of seconds: wide enough for a word
+                dark = colour in (style.ORANGE, style.SKY, style.GREY)
+                axes.text(begin + width / 2, place, f"{100 * share:.0f} %", ha="center", va="center", fontsize=7, color="#10151b" if dark else "#fdfdfd")
+        left = [begin + width for begin, width in zip(left, widths, strict=True)]
+    for place, total in zip(places, left, strict=True):
+        axes.text(total + 12 * widest, place, f"{scaled(total)} ms", va="center", fontsize=7.5)
+    axes.set_xlim(0, 1110 * widest)
+    axes.set_yticks(places, [shorten(name, 34) for name, _ in rows])
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    axes.xaxis.set_major_formatter(lambda value, _: scaled(value))
+    axes.set_xlabel("time per step [ms]")
+    drawing.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=6)
+
+
+def _layers(drawing: Any, *, title: str, edges: Sequence[int], layers: Sequence[Mapping[str, float]]) -> None:
+    axes = drawing.add_subplot()
+    axes.set_title(title)
+    values = [[1e3 * parts[part] for parts in layers] for part in NAMES]
+    axes.stackplot(
+        edges,
+        [[*row, row[-1]] for row in values],
+        step="post",
+        colors=[colour for _, colour in NAMES.values()],
+        labels=[label for label, _ in NAMES.values()],
+        edgecolor=style.PAPER,
+        linewidth=0.3,
+    )
+    axes.set_xlim(edges[0], edges[-1])
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("steps since training began")
+    axes.set_ylabel("time per step [ms]")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(lambda value, _: scaled(value))
+    drawing.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=6)

@@ -1,0 +1,142 @@
+"""Figures become SVG for the page, or PNG; their colours and fonts are chosen here."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import io
+import re
+from collections.abc import Callable
+from typing import Any
+
+# Words and lines of a figure. On the page they are variables, so that a dark page has light ones.
+INK, MUTED, GRID, PAPER = "#1f2933", "#5f6b7a", "#dde2e8", "#fefefe"
+# Okabe and Ito, "Color Universal Design": told apart by colour-blind readers too.
+BLUE, ORANGE, GREEN, RED, SKY, PINK, GREY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7", "#8a94a6"
+CYCLE = (BLUE, ORANGE, GREEN, RED, PINK, SKY, GREY)
+DASHES = ("-", "--", ":", "-.")
+# Of each colour on a light and on a dark page.
+VARIABLES = {
+    "ink": (INK, "#e4e8ed"),
+    "muted": (MUTED, "#a3aebb"),
+    "grid": (GRID, "#343c47"),
+    "paper": ("#ffffff", "#1b2027"),
+    "blue": (BLUE, "#3d9fdb"),
+    "orange": (ORANGE, "#f0b429"),
+    "green": (GREEN, "#22b98c"),
+    "red": (RED, "#ef7d34"),
+    "sky": (SKY, "#8accf3"),
+    "pink": (PINK, "#dc98bf"),
+    "grey": (GREY, "#97a2b3"),
+}
+_NAMES = {INK: "ink", MUTED: "muted", GRID: "grid", PAPER: "paper", BLUE: "blue", ORANGE: "orange", GREEN: "green", RED: "red", SKY: "sky", PINK: "pink", GREY: "grey"}
+
+NARROW, WIDE = (4.4, 2.75), (9.2, 3.4)  # inches
+_DOTS = 180  # of a PNG, per inch
+_SETTINGS = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib
+    "font.size": 8,
+    "axes.titlesize": 9,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 8,
+    "axes.titlecolor": INK,
+    "axes.labelcolor": MUTED,
+    "axes.labelsize": 8,
+    "axes.edgecolor": GRID,
+    "axes.linewidth": 0.8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "axes.unicode_minus": True,
+    "axes.facecolor": "none",
+    "figure.facecolor": PAPER,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "text.color": INK,
+    "text.parse_math": False,  # a dollar in a name is a dollar
+    "xtick.color": GRID,
+    "ytick.color": GRID,
+    "xtick.labelcolor": MUTED,
+    "ytick.labelcolor": MUTED,
+    "xtick.labelsize": 7.5,
+    "ytick.labelsize": 7.5,
+    "xtick.major.size": 3,
+    "ytick.major.size": 0,
+    "legend.frameon": False,
+    "legend.fontsize": 7.5,
+    "legend.handlelength": 1.6,
+    "legend.columnspacing": 1.4,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 3.5,
+    "svg.fonttype": "none",  # words stay words: the page's font, found by a search
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """A drawing that has not been drawn yet.
+
+    Attributes:
+        name: Of its PNG file, without the ending.
+        title: What it shows.
+        caption: How to read it; may be "".
+        draw: Draws it into a matplotlib figure.
+        size: Width and height in inches.
+    """
+
+    name: str
+    title: str
+    caption: str
+    draw: Callable[[Any], None]
+    size: tuple[float, float] = NARROW
+
+    @property
+    def wide(self) -> bool:
+        """Whether it needs the page's whole width."""
+        return self.size[0] > NARROW[0]
+
+
+def svg(figure: Figure, prefix: str) -> str:
+    """A figure as an element of an HTML page, in the page's colours and font.
+
+    Args:
+        figure: What to draw.
+        prefix: Begins the names of its parts, which a page must not have twice.
+    """
+    text = _render(figure, "svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))).decode()
+    box = re.search(r'viewBox="([^"]*)"', text)
+    assert box
+    inner = text[text.index(">", box.end()) + 1 : text.rindex("</svg>")]
+    inner = re.sub(r"<!--.*?-->|<style.*?</style>|<metadata>.*?</metadata>", "", inner, flags=re.DOTALL)
+    inner = re.sub(r"<[^>]*>", lambda tag: _tag(tag[0], prefix), inner)
+    label = html.escape(f"{figure.title}. {figure.caption}".strip())
+    return f'<svg role="img" aria-label="{label}" viewBox="{box[1]}">{inner.strip()}</svg>'
+
+
+def png(figure: Figure) -> bytes:
+    """A figure as an image on white ground."""
+    return _render(figure, "png", dpi=_DOTS)
+
+
+def _render(figure: Figure, form: str, **options: Any) -> bytes:
+    import matplotlib
+    from matplotlib.figure import Figure as Drawing
+
+    file = io.BytesIO()
+    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **_SETTINGS, "backend": "agg", "svg.hashsalt": figure.name}):
+        drawing = Drawing(figsize=figure.size, layout="constrained")
+        figure.draw(drawing)
+        drawing.savefig(file, format=form, **options)
+    return file.getvalue()
+
+
+def _tag(tag: str, prefix: str) -> str:
+    """A tag of matplotlib's with names that are its figure's own, the page's font, and variables for colours."""
+    tag = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}-", tag)
+    tag = re.sub(r"(font(?:-family)?:[^;\"]*?)'DejaVu Sans'[^;\"]*", r"\1var(--font)", tag)
+    return re.sub(r"#[0-9a-f]{6}\b", lambda colour: f"var(--{_NAMES[colour[0]]})" if colour[0] in _NAMES else colour[0], tag)

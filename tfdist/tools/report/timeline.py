@@ -1,0 +1,165 @@
+"""A launch's journal becomes a figure: how far training was at each time, and what each attempt was doing."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from tfdist.chaos import EVENT
+from tfdist.tools.recovery import Attempt
+from tfdist.tools.report import style
+from tfdist.tools.report.read import Launch
+from tfdist.tools.report.style import Figure
+from tfdist.tools.report.words import scaled, units_of_time
+
+_LANES = 30  # attempts at most
+_SAVES = 400  # more of them are a band, which tells nothing
+_NEAR = 0.025  # of the axis: numbers of faults so near share one place
+
+
+@dataclasses.dataclass(frozen=True)
+class Lane:
+    """An attempt on the time axis, in seconds since the launch began.
+
+    Attributes:
+        number: From 0.
+        begin: When its tasks were started.
+        first: When its first step was done; None: none was.
+        detected: When a failure was seen; None: none was.
+        end: When all its tasks had ended, or what was told last.
+        restored: When its state was restored; None: it began anew.
+        saves: When snapshots were complete.
+        points: (when, steps since training began), in order.
+    """
+
+    number: int
+    begin: float
+    first: float | None
+    detected: float | None
+    end: float
+    restored: float | None
+    saves: tuple[float, ...]
+    points: tuple[tuple[float, int], ...]
+
+
+def lanes(launch: Launch) -> list[Lane]:
+    """The attempts of a launch."""
+    begun = launch.recovery.begun
+    return [_lane(attempt, begun) for attempt in launch.recovery.attempts]
+
+
+def progress(launch: Launch, name: str) -> Figure:
+    """Steps over time, and what each attempt did.
+
+    Args:
+        launch: The launch.
+        name: Of the figure's file.
+    """
+    found = lanes(launch)
+    title = "Steps done, and what each attempt did"
+    caption = "Where the line goes back, steps were lost; they were done again from the snapshot that was restored."
+    if len(found) > _LANES:
+        caption += f" The last {_LANES} of {len(found)} attempts are shown."
+    strikes = [(number, strike.when) for number, strike in enumerate(launch.recovery.strikes, 1)]
+    draw = functools.partial(_draw, title=title, found=found[-_LANES:], strikes=strikes, end=launch.recovery.seconds)
+    return Figure(name, title, caption, draw, (style.WIDE[0], 3.5 + 0.2 * min(len(found), _LANES)))
+
+
+def grouped(strikes: Sequence[tuple[int, float]], near: float) -> list[tuple[str, float]]:
+    """Numbers of faults, and where they stand; those too near to each other stand together.
+
+    Example:
+        >>> grouped([(1, 10.0), (2, 10.5), (3, 30.0)], near=1.0)
+        [('1, 2', 10.0), ('3', 30.0)]
+    """
+    found: list[tuple[list[int], float]] = []
+    for number, when in sorted(strikes, key=lambda strike: strike[1]):
+        if found and when - found[-1][1] < near * len(found[-1][0]):
+            found[-1][0].append(number)
+        else:
+            found.append(([number], when))
+    return [(", ".join(map(str, numbers)) if len(numbers) < 4 else f"{numbers[0]} to {numbers[-1]}", when) for numbers, when in found]
+
+
+def _lane(attempt: Attempt, begun: float) -> Lane:
+    lines = attempt.lines
+    own = [line for line in lines if line["event"] in ("restored", "stepping", "saved", EVENT, "ended")]
+    points = sorted((line["time"] - begun, int(line["total"])) for line in own if line.get("total") is not None)
+
+    def when(event: str) -> float | None:
+        line = attempt.first(event)
+        return None if line is None else line["time"] - begun
+
+    ended = when("ended")
+    return Lane(
+        number=lines[0]["attempt"],
+        begin=lines[0]["time"] - begun,
+        first=when("stepping"),
+        detected=when("detected"),
+        end=lines[-1]["time"] - begun if ended is None else ended,
+        restored=when("restored"),
+        saves=tuple(line["time"] - begun for line in lines if line["event"] == "saved"),
+        points=tuple(points),
+    )
+
+
+def _draw(drawing: Any, *, title: str, found: Sequence[Lane], strikes: Sequence[tuple[int, float]], end: float) -> None:
+    size, unit = units_of_time(end)
+    above, below = drawing.subplots(2, sharex=True, height_ratios=(2.2, 0.45 + 0.2 * len(found)))
+    above.set_title(title, pad=17)  # room for the numbers of faults
+    for lane, after in zip(found, [*found[1:], None], strict=True):
+        if lane.points and after and after.points:
+            (t, step), (later, again) = lane.points[-1], after.points[0]
+            above.plot([t / size, later / size], [step, again], color=style.MUTED, linestyle=":", linewidth=1)
+        if lane.points:
+            above.plot([t / size for t, _ in lane.points], [step for _, step in lane.points], color=style.BLUE, marker="o", markersize=2.5, clip_on=False)
+    above.set_ylabel("steps done")
+    above.set_ylim(bottom=0)
+    above.yaxis.set_major_formatter(lambda value, _: scaled(value))
+    above.tick_params(axis="x", length=0)
+
+    places = list(range(len(found)))
+    for label, colour, spans in _phases(found):
+        below.barh(
+            [place for place, _, _ in spans],
+            [(b - a) / size for _, a, b in spans],
+            left=[a / size for _, a, _ in spans],
+            color=colour,
+            height=0.6,
+            label=label,
+        )
+    saves = [(t / size, place) for place, lane in enumerate(found) for t in lane.saves]
+    if 0 < len(saves) <= _SAVES:
+        below.plot(*zip(*saves, strict=True), "|", color=style.INK, markersize=6, markeredgewidth=0.9, label="saved")
+    restored = [(lane.restored / size, place) for place, lane in enumerate(found) if lane.restored is not None]
+    if restored:
+        below.plot(*zip(*restored, strict=True), "^", color=style.GREEN, markersize=5.5, label="restored")
+    shown = [strike for strike in strikes if strike[1] >= found[0].begin]
+    for _, when in shown:
+        for axes in (above, below):
+            axes.axvline(when / size, color=style.RED, linewidth=0.9, linestyle=":", label="fault" if axes is below and when == shown[0][1] else None)
+    for text, when in grouped(shown, _NEAR * max(end, 1e-9)):
+        above.text(when / size, 1.0, text, color=style.RED, ha="center", va="bottom", fontsize=7, fontweight="bold", transform=above.get_xaxis_transform())
+    below.set_yticks(places, [f"attempt {lane.number}" for lane in found])
+    below.set_ylim(len(found) - 0.4, -0.6)
+    below.grid(visible=False, axis="y")
+    first, last = found[0].begin / size, max(end, 1e-9) / size
+    below.set_xlim(first, last + 0.01 * (last - first))
+    below.set_xlabel(f"time since the launch began [{unit}]")
+    handles, labels = below.get_legend_handles_labels()
+    drawing.legend(handles, labels, loc="outside lower center", ncols=6)
+
+
+def _phases(found: Sequence[Lane]) -> list[tuple[str, str, list[tuple[int, float, float]]]]:
+    """What attempts did: name, colour, and (row, from, to) each; those that nobody did are left out."""
+    starting, training, ending = [], [], []
+    for place, lane in enumerate(found):
+        failed = lane.end if lane.detected is None else lane.detected
+        first = failed if lane.first is None else min(lane.first, failed)
+        starting.append((place, lane.begin, first))
+        training.append((place, first, failed))
+        ending.append((place, failed, lane.end))
+    phases = (("starting", style.GREY, starting), ("training", style.SKY, training), ("ending", style.ORANGE, ending))
+    return [(name, colour, kept) for name, colour, spans in phases if (kept := [span for span in spans if span[2] > span[1]])]
