@@ -24,7 +24,7 @@ def write_run(directory: pathlib.Path, name: str = "digits", workers: int = 2, l
     settings = config.Run.from_dict({"name": name, "train": {"epochs": 4}, "telemetry": {"anatomy": True}})
     (directory / layout.CONFIG).write_text(json.dumps(settings.to_dict()))
     for epoch in range(4):
-        values = {metric: 1 - 0.5 / (epoch + 1) for metric in metrics}
+        values = dict.fromkeys(metrics, 1 - 0.5 / (epoch + 1))
         values |= {"loss": 2.0 / (epoch + 1), "val_loss": 1.5 / (epoch + 1), **{f"val_{k}": v - 0.1 for k, v in values.items()}}
         line = {"step": epoch, **values, "learning_rate": 1e-3, "seconds": 2.0, "time": BEGUN + 20 + 10 * epoch}
         layout.append_json(directory / layout.HISTORY, line)
@@ -77,7 +77,7 @@ def write_benchmark(directory: pathlib.Path, kind: str) -> pathlib.Path:
     for strategy in ("mirrored", "multi_worker_mirrored"):
         for replicas in (1, 2, 4):
             for mode in ("strong", "weak") if kind == "scaling" else ("",):
-                rate, parts = 1000.0 * replicas**0.7, {part: 0.002 for part in PARTS}
+                rate, parts = 1000.0 * replicas**0.7, dict.fromkeys(PARTS, 0.002)
                 setup = {"strategy": strategy, "replicas": replicas, "workers": 1, "modes": [mode] if mode else [], "global_batch": 64 * replicas}
                 setup |= {"bytes": 4096 * 4**replicas, "seconds": [0.01, 0.011, 0.012], "rates": [rate, 0.9 * rate, 1.1 * rate], "error": None}
                 setup |= {"anatomy": {"0": parts} if mode else {}, "speedup": replicas**0.7, "efficiency": replicas**-0.3, "bus_bandwidth": 5e8}

@@ -25,6 +25,15 @@ def run(tmp_path):
     return write_run(tmp_path / "runs" / "digits", launch=write_launch(tmp_path / "runs" / "launch-1"))
 
 
+@pytest.fixture
+def small(tmp_path):
+    """A run of which there is little to draw."""
+    directory = tmp_path / "runs" / "small"
+    directory.mkdir(parents=True)
+    layout.append_json(directory / layout.HISTORY, {"step": 0, "loss": 2.0, "seconds": 1.0})
+    return directory
+
+
 def report(directory, *words, code=0):
     """Makes a page, and returns what a parser finds in it."""
     assert cli.main(["report", str(directory), *map(str, words)]) == code
@@ -87,9 +96,8 @@ def test_text_of_files_stays_text(tmp_path):
     assert NASTY[:35] in "".join(page.words["text"])  # a name at an axis is shortened
 
 
-def test_what_is_not_there_is_left_out(tmp_path, capsys):
-    layout.append_json(tmp_path / layout.HISTORY, {"step": 0, "loss": 2.0, "seconds": 1.0})
-    page = report(tmp_path)
+def test_what_is_not_there_is_left_out(small, capsys):
+    page = report(small)
     assert page.figures == 1
     out = capsys.readouterr().out
     for remedy in ("--config.telemetry.anatomy=true", "--launch DIR", "tfdist.TensorBoard", layout.CONFIG, layout.SUMMARY):
@@ -107,19 +115,23 @@ def test_a_run_that_goes_on(run, tmp_path):
     assert "accuracy, validation, last epoch" in page.text
 
 
-def test_a_launch_is_found_or_asked_for(run, tmp_path, capsys):
-    (tmp_path / "runs" / "launch-1").rename(tmp_path / "elsewhere")
-    page = report(run)
-    assert "it is not there any more, or elsewhere; name it with --launch DIR" in capsys.readouterr().out
-    assert "snapshot-1" not in page.text
-    assert "snapshot-1" in report(run, "--launch", tmp_path / "elsewhere").text
+def test_a_launch_is_found_or_asked_for(run, tmp_path):
+    elsewhere = (tmp_path / "runs" / "launch-1").rename(tmp_path / "elsewhere")
+    (remedy,) = read_run(run).absent
+    assert "it is not there any more, or elsewhere; name it with --launch DIR" in remedy
+    assert read_run(run).lost is None
+    assert read_run(run, [elsewhere]).lost == 13
+    elsewhere.rename(run.parent / "launch-1")  # all runs were moved, as one is
+    run.parent.rename(tmp_path / "moved")
+    assert read_run(tmp_path / "moved" / "digits").lost == 13
 
 
-def test_values_that_are_not_finite(run, capsys):
-    layout.append_json(run / layout.HISTORY, {"step": 4, "loss": float("nan"), "val_loss": float("inf"), "accuracy": 0.1, "seconds": 2.0, "time": BEGUN + 60})
-    page = report(run, code=1)
-    assert "loss of training is not finite after epoch 5" in capsys.readouterr().err
-    assert "loss of validation is not finite after epoch 5" in page.text
+def test_values_that_are_not_finite(small, capsys):
+    for epoch in (1, 2):
+        layout.append_json(small / layout.HISTORY, {"step": epoch, "loss": float("nan"), "val_loss": float("inf"), "seconds": 2.0})
+    page = report(small, code=1)
+    assert "loss of training is not finite after epoch 2" in capsys.readouterr().err
+    assert "loss of validation is not finite after epoch 2" in page.text
 
 
 def test_curves_of_a_script(tmp_path):
@@ -180,16 +192,18 @@ def test_a_journal_without_its_facts(run, tmp_path):
 
 
 # --- Several runs, and benchmarks ---------------------------------------------------------------------------------------
-def test_runs_are_compared(run, capsys):
-    write_run(run.parent / "other", name="other", workers=1)
-    write_benchmark(run.parent / "bench-1", "scaling")
-    page = report(run.parent)
+def test_runs_are_compared(small, capsys):
+    other = small.parent / "other"
+    other.mkdir()
+    layout.append_json(other / layout.HISTORY, {"step": 0, "loss": 1.0, "seconds": 1.0})
+    write_benchmark(small.parent / "bench-1", "scaling")
+    page = report(small.parent)
     assert "2 runs in runs" in page.text
-    assert {"Loss, validation", "Accuracy, validation", "digits", "other"} <= set(page.words["text"])
+    assert {"Loss, training", "small", "other"} <= set(page.words["text"])
     anchors = {attributes["href"] for tag, attributes in page.tags if tag == "a"}
-    assert anchors == {"#chapter-1-digits", "#chapter-2-other"}
+    assert anchors == {"#chapter-1-other", "#chapter-2-small"}
     assert anchors <= {f"#{attributes.get('id')}" for _, attributes in page.tags}
-    assert "tfdist report " + str(run.parent / "bench-1") in page.text
+    assert "tfdist report " + str(small.parent / "bench-1") in page.text
     assert "other: no restarts on the time axis" in capsys.readouterr().out
 
 
@@ -198,7 +212,7 @@ def test_runs_are_compared(run, capsys):
     [
         ("scaling", ("Strong scaling", "Weak scaling", "Efficiency", "ideal", "with 4 replicas 17 % of the step is gradient synchronization")),
         ("predict", ("Inference", "mirrored \N{MULTIPLICATION SIGN}4")),
-        ("allreduce", ("Bandwidth", "Time of a sum", "16 KiB", "0.50 GB/s")),
+        ("allreduce", ("Bandwidth", "Time of a sum", "16 KiB", "bandwidth at most: mirrored \N{MULTIPLICATION SIGN}4")),
     ],
 )
 def test_benchmarks(kind, texts, tmp_path):
@@ -213,7 +227,7 @@ def test_a_benchmark_with_failures(tmp_path, capsys):
     path = write_benchmark(tmp_path / "bench", "scaling") / "bench.json"
     facts = json.loads(path.read_text())
     facts["setups"][0] |= {"rates": [], "seconds": [], "anatomy": {}, "speedup": None, "efficiency": None, "error": "out of memory"}
-    facts["setups"][1] = {"strategy": "mirrored", "replicas": "two"}
+    facts["setups"][1] = {"strategy": "mirrored", "replicas": "two", "workers": 1}
     path.write_text(json.dumps(facts))
     page = report(path.parent, code=1)
     assert "1 setup failed" in page.text
@@ -249,19 +263,19 @@ def test_mistakes(words, text, run, tmp_path, monkeypatch, capsys):
     assert not list(tmp_path.rglob("*.html"))
 
 
-def test_a_place_that_cannot_be_written(run, tmp_path, capsys):
+def test_a_place_that_cannot_be_written(small, tmp_path, capsys):
     (tmp_path / "file").touch()
     for words in (["--out", tmp_path / "file" / "x.html"], ["--out", tmp_path], ["--png", tmp_path / "file"]):
-        assert cli.main(["report", str(run), *map(str, words)]) == 1
-        assert f"cannot be written: {'Is a' if words[1] == tmp_path else 'Not a'} directory" in capsys.readouterr().err.replace("File exists", "Not a directory")
-    assert not [path for path in tmp_path.rglob(".*")]
+        assert cli.main(["report", str(small), *map(str, words)]) == 1
+        assert re.search(f"cannot be written: .*; name another place with {words[0]}", capsys.readouterr().err)
+    assert not list(tmp_path.rglob(".*"))
 
 
-def test_without_matplotlib(run, monkeypatch, capsys):
+def test_without_matplotlib(small, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert cli.main(["report", str(run)]) == 1
+    assert cli.main(["report", str(small)]) == 1
     assert "pip install 'tfdist[plot]'" in capsys.readouterr().err
-    assert not (run / "report.html").exists()
+    assert not (small / "report.html").exists()
 
 
 def test_no_framework_is_loaded(run, run_python):
@@ -290,6 +304,8 @@ _MEASURE = """<script>addEventListener("load", () => {
     if (cell.scrollWidth > cell.clientWidth + 1) found.push("does not fit: " + cell.textContent);
   parent.postMessage([innerWidth, name, document.querySelectorAll("svg").length, found], "*");
 });</script>"""
+_BAD = """<!DOCTYPE html><title>bad</title><div style="width: 600px">wide</div><figure><svg viewBox="0 0 400 100" width="400" height="100">
+<text x="10" y="50">one</text><text x="15" y="52">two</text><text x="390" y="50">three</text><text x="200" y="50">four</text></svg></figure>"""
 _FRAMES = """<!DOCTYPE html><body><ol id="results"></ol><script>addEventListener("message", event => {
   const line = document.createElement("li"); line.textContent = JSON.stringify(event.data); document.getElementById("results").append(line);
 });</script>"""
@@ -299,21 +315,22 @@ _FRAMES = """<!DOCTYPE html><body><ol id="results"></ol><script>addEventListener
 def test_pages_in_a_browser(run, tmp_path):
     """No complaint of the browser, no words over each other or cut off, nothing wider than the screen: on a desktop, and on a phone."""
     names = ("accuracy", "top_k_categorical_accuracy_of_a_very_long_name_indeed", "f1", NASTY)
-    crowded = write_run(run.parent / "crowded-with-a-rather-long-name-of-a-directory", name="crowded", workers=12, launch=run.parent / "launch-1", metrics=names)
+    write_run(run.parent / "crowded-with-a-rather-long-name-of-a-directory", name="crowded", workers=12, launch=run.parent / "launch-1", metrics=names)
     journal = run.parent / "launch-1" / "events.jsonl"
     lines = [json.loads(line) for line in journal.read_text().splitlines()]
     lines += [{**lines[4], "time": BEGUN + 19 + 0.1 * number, "number": number} for number in range(1, 5)]
     journal.write_text("".join(json.dumps(line) + "\n" for line in sorted(lines, key=lambda line: line["time"])))
-    places = [run, crowded, run.parent, *(write_benchmark(tmp_path / kind, kind) for kind in ("scaling", "predict", "allreduce"))]
+    places = [run.parent, *(write_benchmark(tmp_path / kind, kind) for kind in ("scaling", "predict", "allreduce"))]
     pages = [report(place) for place in places]
 
     dom, complaints = browse(tmp_path, f"file://{run.parent}/report.html", 1280, f"--screenshot={tmp_path / 'page.png'}")
     assert complaints == ""
-    assert dom.count("<svg") == pages[2].figures
+    assert dom.count("<svg") == pages[0].figures
     assert dom.count("<article") == 3
     assert "Steps done, and what each attempt did" in html.unescape(dom)
 
-    frames = []
+    (tmp_path / "bad.html").write_text(_BAD + _MEASURE)
+    frames = ['<iframe src="bad.html" style="width: 500px; height: 900px"></iframe>']
     for number, page in enumerate(pages):
         path = tmp_path / f"page-{number}.html"
         path.write_text(page.source.replace("</body>", _MEASURE + "</body>"), encoding="utf-8")
@@ -322,6 +339,9 @@ def test_pages_in_a_browser(run, tmp_path):
     dom, complaints = browse(tmp_path, f"file://{tmp_path}/frames.html", 1400)
     assert complaints == ""
     results = [json.loads(html.unescape(line)) for line in re.findall("<li>(.*?)</li>", dom)]
+    (bad,) = (found for _, name, _, found in results if name == "bad")
+    assert [sentence.partition(":")[0] for sentence in bad] == ["wider than the screen", "overlap", "cut off"]  # it sees what is wrong
+    results = [result for result in results if result[1] != "bad"]
     assert sorted((width, figures) for width, _, figures, _ in results) == sorted((width, page.figures) for page in pages for width in (1280, 420))
     assert not [(width, name, found) for width, name, _, found in results if found]
 

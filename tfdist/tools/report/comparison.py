@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tfdist.tools.report import curves, scaling, steps
-from tfdist.tools.report.bench import ALLREDUCE, PREDICT, Benchmark, Setup
+from tfdist.tools.bench.results import Setup
+from tfdist.tools.report import bench, curves, scaling, steps
+from tfdist.tools.report.bench import ALLREDUCE, PREDICT, SCALING, Benchmark, label
 from tfdist.tools.report.outline import done, fact, final, percent, rate, words
 from tfdist.tools.report.page import Chapter, Section, Table, Tile
 from tfdist.tools.report.read import TRAINING, VALIDATION, Run
@@ -54,7 +55,7 @@ def of_benchmark(benchmark: Benchmark) -> Chapter:
     else:
         modes = [scaling.scaling(setups, mode) for mode in ("strong", "weak")]
         sections = [Section("Scaling", _drawn(*modes, scaling.efficiency(setups)), [_setups(setups)])]
-    rows = [(setup.label, setup.parts) for setup in setups if sum(setup.parts.values()) > 0]
+    rows = [(label(setup), found) for setup in setups if sum((found := bench.parts(setup)).values()) > 0]
     if rows:
         drawn = steps.stacked("anatomy-by-setup", "A mean step of each setup", rows)
         sections.append(Section("Where the time of a step goes", [drawn]))
@@ -68,10 +69,9 @@ def of_benchmark(benchmark: Benchmark) -> Chapter:
         if isinstance(part, dict):
             tables.append(Table([[key, words(value)] for key, value in part.items()], caption=f"config.{title}"))
     sections.append(Section("Configuration, machine and versions", (), tables, columns=True))
-    notes = [str(note) for note in benchmark.facts.get("notes") or ()]
-    if notes:
-        sections.insert(1, Section("Notes", text=notes))
-    failed = [f"{setup.label}: {setup.error}" for setup in setups if setup.error]
+    if benchmark.notes:
+        sections.insert(1, Section("Notes", text=benchmark.notes))
+    failed = [f"{label(setup)}: {setup.error}" for setup in setups if setup.error]
     absent = [] if rows or benchmark.kind == ALLREDUCE else ["no anatomy of steps: this benchmark has measured none"]
     when = benchmark.facts.get("time")
     parts = [str(benchmark.facts.get("command") or ""), moment(when) if isinstance(when, int | float) else "", str(benchmark.path)]
@@ -87,7 +87,7 @@ def of_benchmark(benchmark: Benchmark) -> Chapter:
     )
 
 
-_KINDS = {"scaling": "scaling", PREDICT: "inference", ALLREDUCE: "all-reduce"}
+_KINDS = {SCALING: "scaling", PREDICT: "inference", ALLREDUCE: "all-reduce"}
 
 
 def _drawn(*figures):
@@ -129,21 +129,22 @@ def _table(runs: Sequence[Run], names: Sequence[str]) -> Table:
 def _tiles(benchmark: Benchmark) -> list[Tile]:
     setups, machine = [setup for setup in benchmark.setups if not setup.error], benchmark.section("machine")
     found = []
-    fastest = max((setup for setup in setups if setup.rate), key=lambda setup: setup.rate or 0.0, default=None)
-    if fastest and fastest.rate:
+    fastest = max((setup for setup in setups if setup.rates), key=bench.rate, default=None)
+    if fastest:
         batch = f", batch {fastest.global_batch:,}" if fastest.global_batch else ""
-        found.append(Tile(f"{fastest.rate:,.0f}", f"examples/s at most: {fastest.label}{batch}"))
+        found.append(Tile(f"{fastest.rate:,.0f}", f"examples/s at most: {label(fastest)}{batch}"))
     scaled = [setup for setup in setups if setup.speedup and setup.efficiency is not None and setup.replicas > 1]
     if scaled:
         most = max(scaled, key=lambda setup: setup.speedup or 0.0)
-        found.append(Tile(f"{most.speedup:.2f}{TIMES}", f"largest speed-up: {most.label}"))
+        found.append(Tile(f"{most.speedup:.2f}{TIMES}", f"largest speed-up: {label(most)}"))
         best = max(scaled, key=lambda setup: setup.efficiency or 0.0)
-        found.append(Tile(f"{100 * (best.efficiency or 0.0):.0f} %", f"best efficiency: {best.label}"))
-    wide = max((setup for setup in setups if setup.bandwidth), key=lambda setup: setup.bandwidth or 0.0, default=None)
-    if benchmark.kind == ALLREDUCE and wide and wide.bandwidth:
-        found.append(Tile(f"{wide.bandwidth / 1e9:.2f} GB/s", f"bandwidth at most: {wide.label}"))
-        quick = min((setup for setup in setups if setup.step), key=lambda setup: setup.step or 0.0)
-        found.append(Tile(duration(quick.step or 0.0), f"shortest sum: {quick.label}"))
+        found.append(Tile(f"{100 * (best.efficiency or 0.0):.0f} %", f"best efficiency: {label(best)}"))
+    summed = [setup for setup in setups if setup.seconds] if benchmark.kind == ALLREDUCE else []
+    if summed:
+        wide = max(summed, key=lambda setup: setup.bus_bandwidth)
+        found.append(Tile(f"{wide.bus_bandwidth / 1e9:.2f} GB/s", f"bandwidth at most: {label(wide)}"))
+        quick = min(summed, key=lambda setup: setup.step)
+        found.append(Tile(duration(quick.step), f"shortest sum: {label(quick)}"))
     found.append(Tile(str(len(benchmark.setups)), "setups" if len(benchmark.setups) != 1 else "setup"))
     if machine.get("cores"):
         found.append(Tile(str(machine["cores"]), "cores"))
@@ -155,14 +156,14 @@ def _tiles(benchmark: Benchmark) -> list[Tile]:
 def _setups(setups: Sequence[Setup]) -> Table:
     rows = []
     for setup in setups:
-        spread = f"{setup.rate:,.0f} ({min(setup.rates):,.0f} to {max(setup.rates):,.0f})" if setup.rate else NOTHING
+        spread = f"{setup.rate:,.0f} ({min(setup.rates):,.0f} to {max(setup.rates):,.0f})" if setup.rates else NOTHING
         rows.append(
             [
-                setup.label,
+                label(setup),
                 str(setup.workers),
                 f"{setup.global_batch:,}",
                 spread,
-                NOTHING if setup.step is None else f"{1e3 * setup.step:.3g} ms",
+                f"{1e3 * setup.step:.3g} ms" if setup.seconds else NOTHING,
                 NOTHING if setup.speedup is None else f"{setup.speedup:.2f}",
                 NOTHING if setup.efficiency is None else f"{100 * setup.efficiency:.0f} %",
                 setup.error or setup.reason or NOTHING,
@@ -175,8 +176,8 @@ def _setups(setups: Sequence[Setup]) -> Table:
 def _sums(setups: Sequence[Setup]) -> Table:
     rows = []
     for setup in setups:
-        times = f"{duration(setup.step)} ({duration(min(setup.seconds))} to {duration(max(setup.seconds))})" if setup.step else NOTHING
-        wide = NOTHING if setup.bandwidth is None else f"{figure(setup.bandwidth / 1e9)} GB/s"
-        rows.append([setup.label, str(setup.workers), f"{setup.bytes:,}", times, wide, setup.error or setup.reason])
+        times = f"{duration(setup.step)} ({duration(min(setup.seconds))} to {duration(max(setup.seconds))})" if setup.seconds else NOTHING
+        wide = f"{figure(setup.bus_bandwidth / 1e9)} GB/s" if setup.seconds else NOTHING
+        rows.append([label(setup), str(setup.workers), f"{setup.bytes:,}", times, wide, setup.error or setup.reason])
     head = ["setup", "workers", "bytes", "time (spread)", "bus bandwidth", ""]
     return Table(rows, head, right=range(1, 5), long=(5,), caption="Medians of the rounds; the spread is from the fastest to the slowest")

@@ -36,7 +36,7 @@ def metric_over_time(name: str, curves: Mapping[str, Curve], begun: float, begin
     Args:
         name: The metric.
         curves: Of training and validation.
-        begun: When training began, in seconds since 1970.
+        begun: When the run began, in seconds since 1970.
         begins: When it was begun again.
     """
     kept = {split: curve for split, curve in curves.items() if curve.times}
@@ -47,7 +47,7 @@ def metric_over_time(name: str, curves: Mapping[str, Curve], begun: float, begin
     lines = [(split, [(t - begun) / size for t in curve.times], curve.y, _COLOURS[split], "-") for split, curve in kept.items()]
     marks = [(when - begun) / size for when in begins]
     draw = functools.partial(
-        _lines, title=f"{_title(name)} over time", lines=lines, x=f"time since training began [{unit}]", y=name, marks=marks
+        _lines, title=f"{_title(name)} over time", lines=lines, x=f"time since the run began [{unit}]", y=name, marks=marks
     )
     return Figure(f"{slug(name)}-over-time", f"{_title(name)} over time", "", draw)
 

@@ -50,7 +50,7 @@ class Reader:
 
         Args:
             path: The file.
-            convert: Makes a fact of an object. A KeyError, TypeError, ValueError or AttributeError of it: the line is damaged.
+            convert: Makes a fact of an object. A KeyError, TypeError, ValueError, AttributeError or OverflowError of it: the line is damaged.
         """
         content = self.bytes(path)
         facts, bad, lines = [], [], (content or b"").splitlines()
@@ -60,7 +60,7 @@ class Reader:
                 if value is None:
                     raise ValueError
                 facts.append(convert(value))
-            except (KeyError, TypeError, ValueError, AttributeError):
+            except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
                 bad.append(number)
         if bad == [len(lines)]:
             self.problems.append(f"{path}: its last line, {bad[0]}, is cut off or damaged, and is left out")
@@ -82,6 +82,17 @@ def number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"expected a number, received {value!r}")
     return float(value)
+
+
+def section(value: Any, name: str) -> dict[str, Any]:
+    """A section of a JSON object; empty where either is missing, or something else.
+
+    Example:
+        >>> section({"train": {"epochs": 3}, "data": 1}, "train"), section({"data": 1}, "data"), section(None, "data")
+        ({'epochs': 3}, {}, {})
+    """
+    found = value.get(name) if isinstance(value, dict) else None
+    return found if isinstance(found, dict) else {}
 
 
 def _parse(content: bytes) -> dict[str, Any] | None:

@@ -13,11 +13,12 @@ import tfdist
 from tfdist.arguments import Parser
 from tfdist.contract import JOURNAL
 from tfdist.telemetry import layout
+from tfdist.tools.bench.results import FILE
 from tfdist.tools.report import comparison, outline, page, style
 from tfdist.tools.report.bench import read_benchmark
 from tfdist.tools.report.curves import slug
 from tfdist.tools.report.page import Chapter
-from tfdist.tools.report.read import BENCHMARK, is_benchmark, is_run, read_run
+from tfdist.tools.report.read import is_benchmark, is_run, read_run
 from tfdist.tools.report.words import moment
 
 NAME = "report.html"
@@ -107,7 +108,7 @@ def _nothing(directory: Path, below: Sequence[Path]) -> str:
     benchmarks = [path for path in below if is_benchmark(path)]
     if benchmarks:
         return f"{directory} holds no run, but a benchmark: tfdist report {benchmarks[0]}"
-    files = f"{layout.CONFIG}, {layout.HISTORY}, {layout.SESSIONS} or {layout.SUMMARY}, event files of TensorBoard in train/, or a {BENCHMARK}"
+    files = f"{layout.CONFIG}, {layout.HISTORY}, {layout.SESSIONS} or {layout.SUMMARY}, event files of TensorBoard in train/, or a {FILE}"
     return f"{directory} holds no run; expected {files}, in it or one directory below. `tfdist train` writes to runs/NAME"
 
 

@@ -11,6 +11,7 @@ from tfdist import config
 from tfdist.telemetry.anatomy import per_step
 from tfdist.tools.recovery import Strike
 from tfdist.tools.report import curves, steps, timeline
+from tfdist.tools.report.files import section
 from tfdist.tools.report.page import Chapter, Section, Table, Tile
 from tfdist.tools.report.read import TRAINING, VALIDATION, Curve, Launch, Run
 from tfdist.tools.report.words import NOTHING, count, duration, figure, moment
@@ -53,7 +54,7 @@ def tiles(run: Run) -> list[Tile]:
         found.append(Tile(f"{speed:,.0f}", "examples/s"))
     epochs = done(run)
     if epochs is not None:
-        planned = ((run.config or {}).get("train") or {}).get("epochs")
+        planned = section(run.config, "train").get("epochs")
         found.append(Tile(f"{epochs:,}", f"of {planned:,} epochs" if isinstance(planned, int) and planned != epochs else "epochs"))
     replicas = fact(run, "replicas")
     if replicas is not None:
@@ -120,8 +121,8 @@ def _all(run: Run) -> Iterator[Curve]:
 
 
 def _subtitle(run: Run) -> str:
-    settings, parts = run.config or {}, []
-    data, model = ((settings.get(key) or {}).get("name") for key in ("data", "model"))
+    parts = []
+    data, model = (section(run.config, key).get("name") for key in ("data", "model"))
     if model and data:
         parts.append(f"{model} on {data}")
     strategy, workers = fact(run, "strategy"), fact(run, "workers")

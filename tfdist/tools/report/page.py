@@ -37,7 +37,7 @@ a { color: var(--blue); text-decoration: none; } a:hover { text-decoration: unde
 section { margin: 30px 0 0; }
 section > h3 { font-size: 17px; margin: 0 0 10px; }
 section > p, .card > p { margin: 0 0 10px; max-width: 80ch; overflow-wrap: anywhere; }
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%%, 420px), 1fr)); gap: 14px; }
+.figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%%, 420px), 1fr)); gap: 14px; }
 section > * + .card, section > * + .columns { margin-top: 14px; }
 figure { margin: 0; padding: 14px 14px 10px; min-width: 0; display: flex; flex-direction: column; }
 figure.wide { grid-column: 1 / -1; }

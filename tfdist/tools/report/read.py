@@ -12,12 +12,12 @@ from typing import Any
 from tfdist.contract import JOURNAL
 from tfdist.telemetry import layout
 from tfdist.telemetry.anatomy import Window
+from tfdist.tools.bench.results import FILE
 from tfdist.tools.recovery import Recovery
 from tfdist.tools.report import events
-from tfdist.tools.report.files import Reader, number
+from tfdist.tools.report.files import Reader, number, section
 
 TRAINING, VALIDATION = "training", "validation"
-BENCHMARK = "bench.json"
 _OLD_LOGS = "logs"  # where runs of older versions, and many scripts, have train/ and validation/
 _NO_METRICS = {"step", "seconds", "time"}  # of a line of history.jsonl
 RATE = "speed/examples_per_second"  # a curve of tfdist.TensorBoard
@@ -132,7 +132,7 @@ def is_run(directory: Path) -> bool:
 
 def is_benchmark(directory: Path) -> bool:
     """Whether a directory has the file of a benchmark."""
-    return (directory / BENCHMARK).is_file()
+    return (directory / FILE).is_file()
 
 
 def read_run(directory: Path, launches: Sequence[Path] = ()) -> Run:
@@ -158,10 +158,11 @@ def read_run(directory: Path, launches: Sequence[Path] = ()) -> Run:
         absent.append(f"no curves: no epoch is done, or neither {layout.HISTORY} nor event files of tfdist.TensorBoard are here")
     if not rates and not anatomy:
         absent.append("no throughput: train with tfdist.TensorBoard, which `tfdist train` does")
-    if not anatomy:
-        absent.append("no anatomy of steps: train with --config.telemetry.anatomy=true")
-    found = _launches(directory, sessions, launches, reader, absent)
     config = reader.object(directory / layout.CONFIG)
+    if not anatomy:
+        why = "no worker has told of one yet" if section(config, "telemetry").get("anatomy") else "train with --config.telemetry.anatomy=true"
+        absent.append(f"no anatomy of steps: {why}")
+    found = _launches(directory, sessions, launches, reader, absent)
     if config is None:
         absent.append(f"no configuration: there is no {layout.CONFIG}, which `tfdist train` writes")
     summary = reader.object(directory / layout.SUMMARY)
@@ -194,6 +195,8 @@ def _session(line: dict[str, Any]) -> dict[str, Any]:
     versions, launch = line.get("versions") or {}, line.get("launch")
     if not isinstance(versions, dict) or not isinstance(launch, str | None):
         raise ValueError("expected versions and a launch")
+    if not math.isfinite(number(line["time"])):
+        raise ValueError("expected a time")
     return {**line, "time": number(line["time"]), "epoch": int(number(line.get("epoch", 0))), "step": int(number(line.get("step", 0)))}
 
 
@@ -304,6 +307,10 @@ def _event(line: dict[str, Any]) -> dict[str, Any]:
     needed = {"attempt": ("attempt", "tasks"), "over": ("code",), "decided": ("restart", "text"), "launch": ("chaos",)}
     for name in needed.get(line["event"], ()):
         _ = line[name]
+    numbers = [line[name] for name in ("attempt", "number", "total", "step", "epoch", "seconds") if line.get(name) is not None]
+    words = [line[name] for name in ("text", "task", "path") if line.get(name) is not None]
+    if not all(math.isfinite(number(value)) for value in (line["time"], *numbers)) or not all(isinstance(word, str) for word in words):
+        raise ValueError("expected numbers and words")
     return {**line, "time": number(line["time"])}
 
 

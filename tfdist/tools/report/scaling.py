@@ -7,8 +7,9 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tfdist.tools.bench.results import Setup
 from tfdist.tools.report import style
-from tfdist.tools.report.bench import Setup
+from tfdist.tools.report.bench import label, rate
 from tfdist.tools.report.curves import legend, looks, shorten
 from tfdist.tools.report.style import Figure
 from tfdist.tools.report.words import TIMES, scaled
@@ -55,9 +56,7 @@ def bandwidth(setups: Sequence[Setup]) -> Figure | None:
     title = "Bandwidth"
 
     def rates(setup: Setup) -> list[float]:
-        if setup.bandwidth is None or not setup.step:
-            return []
-        return [setup.bandwidth * setup.step / seconds / 1e9 for seconds in setup.seconds]
+        return [setup.bus_bandwidth * setup.step / seconds / 1e9 for seconds in setup.seconds if seconds]
 
     caption = "Bytes that cross each link in a second (bus bandwidth). Bars reach from the slowest round to the fastest."
     return _over("bandwidth", title, caption, setups, lambda setup: setup.bytes, rates, "bytes of the sum", "GB/s")
@@ -166,7 +165,7 @@ def _efficiency(drawing: Any, *, title: str, setups: Sequence[Setup]) -> None:
     drawn = axes.barh(places, values, color=colours, height=0.62)
     axes.bar_label(drawn, [f"{value:.0f} %" for value in values], padding=4, color=style.INK)
     axes.axvline(100, color=style.MUTED, linestyle="--", linewidth=1.1)
-    axes.set_yticks(places, [shorten(setup.label, 40) for setup in setups])
+    axes.set_yticks(places, [shorten(label(setup), 40) for setup in setups])
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     axes.set_xlim(0, max(112.0, 1.1 * max(values)))
@@ -175,7 +174,7 @@ def _efficiency(drawing: Any, *, title: str, setups: Sequence[Setup]) -> None:
 
 def _baseline(setups: Sequence[Setup]) -> float | None:
     """Examples per second of one replica; None: it was not measured."""
-    found = [setup.rate / setup.speedup for setup in setups if setup.rate and setup.speedup]
+    found = [rate(setup) / setup.speedup for setup in setups if setup.speedup]
     return statistics.median(found) if found else None
 
 

@@ -43,8 +43,8 @@ def figure(value: float) -> str:
         >>> figure(0.93602), figure(12345.6), figure(3), figure(float("nan"))
         ('0.936', '12,346', '3', 'nan')
     """
-    if not math.isfinite(value):
-        return str(value)
+    if not math.isfinite(value) or abs(value) >= 1e15:
+        return f"{value:.4g}"
     if value == int(value) or abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.4g}"
