@@ -15,15 +15,19 @@ if TYPE_CHECKING:
     from tfdist import app, config, data, flags, layers, models
     from tfdist.cluster import ClusterSpec
     from tfdist.strategies import make_strategy
+    from tfdist.train.anatomy import Anatomy
     from tfdist.train.backup import BackupAndRestore
     from tfdist.train.board import TensorBoard
+    from tfdist.train.image_samples import ImageSamples
     from tfdist.train.metrics_log import Log
     from tfdist.train.pool import ParameterServerLost
 
 # Name -> module that defines it, or that it is.
 _HOMES = {
+    "Anatomy": "tfdist.train.anatomy",
     "BackupAndRestore": "tfdist.train.backup",
     "ClusterSpec": "tfdist.cluster",
+    "ImageSamples": "tfdist.train.image_samples",
     "Log": "tfdist.train.metrics_log",
     "ParameterServerLost": "tfdist.train.pool",
     "TensorBoard": "tfdist.train.board",
@@ -37,8 +41,10 @@ _HOMES = {
 }
 
 __all__ = [
+    "Anatomy",
     "BackupAndRestore",
     "ClusterSpec",
+    "ImageSamples",
     "Log",
     "ParameterServerLost",
     "TensorBoard",

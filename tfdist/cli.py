@@ -26,6 +26,7 @@ COMMANDS = {
     "train": Command("tfdist.run", "train what a config file describes: tfdist train --config=configs/X.py"),
     "data": Command("tfdist.tools.data", "look at data sets: tfdist data list, show, head, write, audit"),
     "doctor": Command("tfdist.tools.doctor.main", "find what is wrong with this host, a cluster or a run, before it starts"),
+    "verify": Command("tfdist.tools.verify.main", "prove that several replicas compute what one does, step by step"),
     "bench": Command("tfdist.tools.bench.main", "measure how training, inference or sums scale, and why not: tfdist bench --config=..."),
     "report": Command("tfdist.tools.report.main", "make one HTML file of a run, of several, or of a benchmark: tfdist report runs/digits"),
     "chaos": Command("tfdist.tools.chaos", "tell what faults have cost a launch: tfdist chaos report"),

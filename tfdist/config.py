@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -11,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ml_collections import ConfigDict
+
+
+BACKENDS = ("tensorboard", "jsonl", "console", "wandb", "mlflow")
 
 
 def _at_least(least: int, default: Any) -> Any:
@@ -159,12 +163,42 @@ class Telemetry:
 
     Attributes:
         anatomy: Whether to measure where the time of each step goes, on every worker.
+        backends: Where losses and metrics go, as words with commas: "tensorboard", "jsonl", "console", "wandb", "mlflow".
+        graph: Whether TensorBoard gets the model's graph.
+        histograms: TensorBoard gets histograms of the weights every so many epochs; 0: none.
+        hparams: Whether TensorBoard gets the settings, to compare runs by.
+        images: How many evaluation images with their predictions TensorBoard gets after each epoch.
+        profile: Steps to profile, counted from 1 since training began, such as "steps=10..15"; None: none.
+        profile_workers: Who profiles them: the "chief", or "all" workers.
     """
 
     anatomy: bool = False
+    backends: str = "tensorboard,jsonl"
+    graph: bool = True
+    histograms: int = _at_least(0, 0)
+    hparams: bool = True
+    images: int = _at_least(0, 0)
+    profile: str | None = None
+    profile_workers: str = _one_of(("chief", "all"), "chief")
 
     def __post_init__(self) -> None:
         _check(self, "telemetry")
+        self.places()
+        if self.profile is not None:
+            step_range("telemetry.profile", self.profile)
+
+    def places(self) -> tuple[str, ...]:
+        """The words of `backends`.
+
+        Example:
+            >>> Telemetry(backends="console, jsonl").places()
+            ('console', 'jsonl')
+        """
+        words = tuple(word.strip() for word in self.backends.split(",") if word.strip())
+        for word in words:
+            if word not in BACKENDS:
+                raise ValueError(f"telemetry.backends: received {word!r}. {nearest(word, BACKENDS)}")
+        return words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,6 +290,27 @@ def check_key(key: str) -> None:
                 f"{key}: no such key; {head}.{name} is a value, not a section. Set {head}.{name} itself."
             )
         _hint(section, name, head)
+
+
+def step_range(name: str, text: str) -> tuple[int, int]:
+    """The first and last step that a text such as "steps=10..15" names, counted from 1.
+
+    Args:
+        name: Of the key, flag or argument, for a message.
+        text: The text.
+
+    Raises:
+        ValueError: For another text.
+
+    Example:
+        >>> step_range("--profile", "steps=10..15"), step_range("--profile", "steps=7")
+        ((10, 15), (7, 7))
+    """
+    found = re.fullmatch(r"steps=(\d+)(?:\.\.(\d+))?", text) if isinstance(text, str) else None
+    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= first <= last:
+        raise ValueError(f"{name}: expected steps from 1 on, the first and the last, such as steps=10..15; received {text!r}.")
+    return first, last
 
 
 def nearest(name: str, names: typing.Iterable[str], prefix: str = "") -> str:

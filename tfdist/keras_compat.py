@@ -76,6 +76,11 @@ def abort_collectives(message: str) -> None:
     _context.context().abort_collective_ops(tf.errors.DEADLINE_EXCEEDED, message)
 
 
+def unordered(op: tf.Operation) -> None:
+    """Lets a stateful operation of a function run as soon as it can: TensorFlow runs them one after the other, as the program has them."""
+    op.graph.experimental_acd_manager.run_independently(op)
+
+
 def hide_length(dataset: Any) -> Any:
     """Makes the length of a distributed data set unknown, as Keras would leave an epoch by a worker's own part; returns anything else as it is."""
     if isinstance(dataset, tf.distribute.DistributedDataset):
@@ -296,12 +301,6 @@ def held_bytes(dataset: tf.data.Dataset) -> int:
 def connected() -> bool:
     """Whether this process has connected to a cluster of TensorFlow servers."""
     return _context.get_server_def() is not None
-
-
-def connected_tasks(job: str) -> int:
-    """How many tasks of a job this process has connected to."""
-    devices = (tf.DeviceSpec.from_string(device.name) for device in tf.config.list_logical_devices("CPU"))
-    return len({device.task for device in devices if device.job == job})
 
 
 def keep_metrics_here(strategy: tf.distribute.ParameterServerStrategy, device: str) -> None:

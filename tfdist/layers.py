@@ -14,8 +14,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.keras_compat import connected_tasks
-
 # Values of the largest table that is drawn whole: 256 MB of float32, in the memory of each parameter server.
 WHOLE_DRAW = 2**26
 
@@ -260,6 +258,12 @@ def _parameter_servers() -> int:
     """Parameter servers of the strategy in scope, 1 where it has none; counted by devices, as its `cluster_resolver` is None."""
     servers = isinstance(tf.distribute.get_strategy(), tf.distribute.ParameterServerStrategy)
     return connected_tasks("ps") if servers else 1
+
+
+def connected_tasks(job: str) -> int:
+    """How many tasks of a job this process has connected to."""
+    devices = (tf.DeviceSpec.from_string(device.name) for device in tf.config.list_logical_devices("CPU"))
+    return len({device.task for device in devices if device.job == job})
 
 
 def _shard_initializer(initializer: Any, table: tuple[int, int], shard: int, shards: int) -> Callable:

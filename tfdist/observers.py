@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import platform
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from tfdist.telemetry.hparams import flat
 from tfdist.telemetry.layout import HISTORY
 
 if TYPE_CHECKING:
@@ -14,12 +17,15 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
     from tfdist import config
+    from tfdist.telemetry.writers import Writer
     from tfdist.train.backup import BackupAndRestore
     from tfdist.train.metrics_log import Log
 
+SERVICES = {"wandb": "wandb", "mlflow": "mlflow"}  # words of `telemetry.backends`, and the packages they need
+
 
 def callbacks(
-    settings: config.Run, strategy: tf.distribute.Strategy, directory: Path, backup: BackupAndRestore
+    settings: config.Run, strategy: tf.distribute.Strategy, directory: Path, backup: BackupAndRestore, test: tf.data.Dataset
 ) -> tuple[Log, list[keras.callbacks.Callback]]:
     """What looks at a run's training.
 
@@ -28,6 +34,7 @@ def callbacks(
         strategy: Under which it trains.
         directory: Of the run.
         backup: What restores it.
+        test: What it is evaluated on.
 
     Returns:
         The callback that keeps the history, and all of them, that one included, for every worker.
@@ -36,14 +43,75 @@ def callbacks(
 
     import tfdist
     from tfdist.strategies import is_chief
-    from tfdist.telemetry.writers import JsonlWriter
 
-    chief = is_chief(strategy)
-    log = tfdist.Log([JsonlWriter(directory / HISTORY)] if chief else [])
-    sessions = []
+    told, chief, facts = settings.telemetry, is_chief(strategy), hyperparameters(settings, strategy)
+    log = tfdist.Log(writers(settings, directory) if chief else [], settings=facts)
+    found: list[keras.callbacks.Callback] = [log]
+    if "tensorboard" in told.places():
+        board = tfdist.TensorBoard(
+            directory.parent, directory.name, graph=told.graph, histograms=told.histograms, hparams=facts if told.hparams else None,
+            profile=told.profile, profile_workers=told.profile_workers,
+        )  # fmt: skip
+        found.append(board)
+    if told.anatomy:
+        found.append(tfdist.Anatomy(directory))
+    if told.images:
+        try:
+            found.append(tfdist.ImageSamples(directory.parent, test, told.images, run=directory.name))
+        except ValueError as error:
+            raise ValueError(f"telemetry.images: of the evaluation split, {error}") from error
     if chief:
-        sessions = [keras.callbacks.LambdaCallback(on_epoch_begin=_NoteSession(settings, strategy, directory, backup))]
-    return log, [tfdist.TensorBoard(directory.parent, directory.name), log, *sessions]
+        found.append(keras.callbacks.LambdaCallback(on_epoch_begin=_NoteSession(settings, strategy, directory, backup)))
+    return log, found
+
+
+def check(settings: config.Run) -> None:
+    """Raises ValueError for telemetry that this Run, or this machine, cannot have: before anything else begins."""
+    told = settings.telemetry
+    places = told.places()
+    for name, package in SERVICES.items():
+        if name in places and importlib.util.find_spec(package) is None:
+            raise ValueError(f"telemetry.backends: {name} needs the package {package}, which is not installed: pip install {package}. Or leave it out.")
+    for key in ("profile", "images"):
+        if getattr(told, key) and "tensorboard" not in places:
+            raise ValueError(f"telemetry.{key}: expected tensorboard in telemetry.backends, which shows it; received {told.backends!r}.")
+
+
+def writers(settings: config.Run, directory: Path) -> list[Writer]:
+    """Where losses and metrics go beside TensorBoard, whose callback has more to tell than these."""
+    from tfdist.telemetry import services
+    from tfdist.telemetry.writers import ConsoleWriter, JsonlWriter
+
+    makers: dict[str, Callable[[], Writer]] = {
+        "jsonl": lambda: JsonlWriter(directory / HISTORY),
+        "console": ConsoleWriter,
+        "wandb": lambda: services.WandbWriter(directory, name=settings.name),
+        "mlflow": lambda: services.MlflowWriter(directory, name=settings.name),
+    }
+    return [makers[name]() for name in settings.telemetry.places() if name in makers]
+
+
+def hyperparameters(settings: config.Run, strategy: tf.distribute.Strategy) -> dict[str, Any]:
+    """What runs are compared by."""
+    return flat(
+        {
+            **{name: getattr(settings.train, name) for name in ("optimizer", "learning_rate", "schedule", "epochs", "precision", "seed")},
+            "global_batch": settings.data.global_batch,
+            "data": settings.data.name,
+            "model": {"name": settings.model.name, **settings.model.options},
+            "strategy": type(strategy).__name__,
+            "workers": workers(strategy),
+            "replicas": strategy.num_replicas_in_sync,
+        }
+    )
+
+
+def workers(strategy: tf.distribute.Strategy) -> int:
+    """Tasks that train."""
+    from tfdist.keras_compat import engine_of
+
+    place = getattr(engine_of(strategy), "placement", None)
+    return place.workers if place else trained_by(strategy).get("workers", 1)
 
 
 def shown(settings: config.Run, directory: Path) -> Path:
@@ -55,7 +123,7 @@ def trained_by(strategy: tf.distribute.Strategy) -> dict[str, int]:
     """How many tasks train beside this one under parameter servers; nothing under other strategies."""
     import tensorflow as tf
 
-    from tfdist.keras_compat import connected_tasks
+    from tfdist.layers import connected_tasks
 
     if not isinstance(strategy, tf.distribute.ParameterServerStrategy):
         return {}
@@ -75,14 +143,12 @@ class _NoteSession:
 
         import tfdist
         from tfdist.contract import Launched
-        from tfdist.keras_compat import engine_of
         from tfdist.telemetry import sessions
 
         if self._written:
             return
         self._written = True
         launched, (resumed, step) = Launched.from_environ(), self._backup.went_on
-        place = getattr(engine_of(self._strategy), "placement", None)
         session = sessions.Session(
             time=time.time(),
             epoch=epoch,
@@ -91,7 +157,7 @@ class _NoteSession:
             attempt=launched.attempt,
             launch=launched.log_dir,
             strategy=type(self._strategy).__name__,
-            workers=place.workers if place else trained_by(self._strategy).get("workers", 1),
+            workers=workers(self._strategy),
             replicas=self._strategy.num_replicas_in_sync,
             global_batch=self._settings.data.global_batch,
             versions={

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from ml_collections import ConfigDict
 
 HELP = """\
-usage: tfdist train --config=FILE.py [--config.SECTION.KEY=VALUE ...]
+usage: tfdist train --config=FILE.py [--config.SECTION.KEY=VALUE ...] [--profile steps=10..15]
 
-Trains what a config file describes. FILE.py defines get_config(), which returns a changed
+Trains what a config file describes; --profile is short for --config.telemetry.profile. FILE.py defines get_config(), which returns a changed
 tfdist.config.default(); FILE.py:TEXT passes TEXT to it. Keys and their defaults:
 
 """
@@ -65,7 +65,7 @@ def parse(argv: Sequence[str]) -> config.Run:
     from absl import flags
     from ml_collections import config_flags
 
-    words = list(argv)
+    words = _profile_spelt_out(argv)
     places = [i for i, word in enumerate(words) if re.match(r"--?config(=|$)", word)]
     if len(places) != 1:
         raise ValueError(
@@ -106,7 +106,8 @@ def run(settings: config.Run) -> dict[str, Any]:
     Returns:
         The summary, also in `summary.json`: accuracy, loss, epochs, examples_per_second (None when nothing
         was trained any more), seconds, replicas (under parameter servers: of one worker; with workers and
-        parameter_servers beside it), strategy, and the paths logs (for TensorBoard), history, backup and, where it is saved, model.
+        parameter_servers beside it), strategy, and the paths backup and, where they
+        are kept, logs (for TensorBoard), history and model.
 
     Raises:
         ValueError: For settings that do not fit each other, the data or this machine.
@@ -118,6 +119,7 @@ def run(settings: config.Run) -> dict[str, Any]:
     from tfdist.strategies import is_chief
 
     started = time.monotonic()
+    observers.check(settings)
     where = settings.strategy
     strategy = building.make_strategy(where)
     chief = is_chief(strategy)
@@ -133,16 +135,20 @@ def run(settings: config.Run) -> dict[str, Any]:
     }
     if not settings.output.save_model:
         del paths["model"]
+    for name, backend in (("logs", "tensorboard"), ("history", "jsonl")):
+        if backend not in settings.telemetry.places():
+            del paths[name]
     if chief:
         directory.mkdir(parents=True, exist_ok=True)
         _write_json(directory / CONFIG, settings.to_dict())
-        print(f"To see the curves: tensorboard --logdir {paths['logs']}", flush=True)
+        if "logs" in paths:
+            print(f"To see the curves: tensorboard --logdir {paths['logs']}", flush=True)
 
     def begin_epoch(epoch: int, logs: dict) -> None:
         inputs.begin_epoch(train, epoch)  # after a resume the order goes on too
 
     backup = tfdist.BackupAndRestore(str(paths["backup"]))
-    log, watching = observers.callbacks(settings, strategy, directory, backup)
+    log, watching = observers.callbacks(settings, strategy, directory, backup, test)
     model.fit(
         train,
         epochs=settings.train.epochs,
@@ -236,9 +242,9 @@ def describe(summary: dict[str, Any]) -> str:
         f"after {summary['epochs']} epochs",
         f"  speed    {rate} on {_trained_on(summary)}, {summary['seconds']:.0f} s in all",
         f"  model    {summary.get('model', 'not saved')}",
-        f"  history  {summary['history']}",
+        f"  history  {summary.get('history', 'not kept')}",
         f"  backup   {backup}",
-        f"  curves   tensorboard --logdir {summary['logs']}",
+        f"  curves   {'tensorboard --logdir ' + summary['logs'] if 'logs' in summary else 'not kept'}",
     ]
     return "\n".join(lines)
 
@@ -246,6 +252,17 @@ def describe(summary: dict[str, Any]) -> str:
 def _trained_on(summary: dict[str, Any]) -> str:
     keys = ("workers", "parameter_servers") if "workers" in summary else ("replicas",)
     return " and ".join(f"{summary[k]} {k[: None if summary[k] > 1 else -1].replace('_', ' ')}" for k in keys)
+
+
+def _profile_spelt_out(argv: Sequence[str]) -> list[str]:
+    """The words with `--profile STEPS` as the key it is short for."""
+    words = list(argv)
+    for place, word in enumerate(words):
+        if re.match(r"--?profile(=|$)", word):
+            text = word.partition("=")[2] if "=" in word else " ".join(words[place + 1 : place + 2])
+            config.step_range("--profile", text)
+            words[place : place + (1 if "=" in word else 2)] = [f"--config.telemetry.profile={text}"]
+    return words
 
 
 def _taken(model: keras.Model, epochs: int) -> int | None:

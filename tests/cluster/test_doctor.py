@@ -71,13 +71,13 @@ def test_hosts_with_faults_of_their_own(members, tmp_path):
     first, second, *others = spec.jobs["worker"]
     file = write(tmp_path / "c.yaml", spec)
     swapped = write(tmp_path / "swapped.yaml", ClusterSpec({"worker": (second, first, *others)}))
-    metadata = tmp_path / "keras-9.9.9.dist-info"
-    metadata.mkdir()
+    metadata = tmp_path / "packages" / "keras-9.9.9.dist-info"
+    metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: keras\nVersion: 9.9.9\n")
     (tmp_path / "in the way").write_text("")
     mine = ["--place", str(tmp_path / "mine")]
     serve(members, swapped, "worker:0", *mine)  # at the address of worker:1
-    serve(members, file, "worker:2", *mine, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    serve(members, file, "worker:2", *mine, PYTHONPATH=f"{metadata.parent}:{ROOT}")
     serve(members, file, "worker:3", "--place", str(tmp_path / "theirs"), str(tmp_path / "in the way"))
     code, found = ask(members, file, "worker:0", *mine)
     assert code == 1
@@ -128,12 +128,22 @@ def test_launch_checks_first(launch, tmp_path):
     assert not (tmp_path / "runs").exists()
     code, out, err = launch.run("--workers", "2", "--check", "--log-dir", "logs", script=script)
     assert code == 0, out + err
-    assert "0 failures\ntfdist: worker:0, worker:1 on this host" in out
+    assert "0 failures" in out
+    assert "tfdist: worker:0, worker:1 on this host" in out + err
     assert (tmp_path / "ran").exists()
+
+
+def test_a_check_ends_with_its_launch(launch, tmp_path):
+    """And so does the process that imports TensorFlow: the fixture looks for those that are left."""
+    (tmp_path / "tensorflow.py").write_text("import time; open('imported', 'w').close(); time.sleep(100)")
+    process = launch.start("--check", script="", environ={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    launch.wait_for("imported")
+    process.terminate()
+    assert launch.finish()[0] == 143
 
 
 @pytest.mark.parametrize("flags", [("--cluster", "none.yaml"), ("--workers", "x")])
 def test_a_mistake_on_the_command_line_comes_before_any_check(launch, flags):
     code, out, err = launch.run(*flags, "--check", script="")
     assert (code, out) == (2, "")
-    assert err.startswith("tfdist launch: error: --")
+    assert err.startswith("tfdist launch: error: ")

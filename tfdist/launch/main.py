@@ -62,7 +62,7 @@ def _launch(argv: Sequence[str]) -> int:
         drawer, known = next((str(task) for task in members if _is_chief(spec, task)), names[0]), [*map(str, spec.tasks)]
     faults = find_faults(flags.chaos, known)
     command = resolve_command(words)
-    if flags.check and (code := check.run(check.doctor_words(flags, spec, words))):
+    if flags.check and (code := check.run(flags, check.doctor_words(flags, spec, words))):
         return code
     log_dir = make_log_dir(flags.log_dir)
     for name in (JOURNAL, RESULT):  # of an earlier launch into the same directory

@@ -13,7 +13,8 @@ import tensorflow as tf
 
 from tfdist.data import errors
 from tfdist.data.sources import Source
-from tfdist.tools import examples, sheet, words
+from tfdist.telemetry import sheet
+from tfdist.tools import examples, words
 
 _CLASSES = 20  # at most so many rows of a contact sheet, and lines of class balance
 _EACH = 8  # images in a row

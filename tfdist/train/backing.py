@@ -9,6 +9,7 @@ import keras
 
 from tfdist.train import logs
 from tfdist.train.backup import BackupAndRestore
+from tfdist.train.board import TensorBoard
 
 
 @contextlib.contextmanager
@@ -32,9 +33,16 @@ def backing(callbacks: Sequence[keras.callbacks.Callback], writes: bool, first_e
 
 
 def told_alike(callbacks: Sequence[keras.callbacks.Callback]) -> dict[str, float]:
-    """What must be equal on all workers, as they meet where one of them saves: by name, for a message."""
+    """What must be equal on all workers, as they meet where one of them saves or traces: by name, for a message."""
     every = [callback.every for callback in _backups(callbacks)]
-    return {"number of BackupAndRestore callbacks": float(len(every)), "save_freq of BackupAndRestore": sum(every)}
+    profiles = [c.profile for c in callbacks if isinstance(c, TensorBoard) and c.profile is not None]
+    return {
+        "number of BackupAndRestore callbacks": float(len(every)),
+        "save_freq of BackupAndRestore": sum(every),
+        "number of TensorBoard callbacks with a profile": float(len(profiles)),
+        "first step of a profile": float(sum(p.first for p in profiles)),
+        "last step of a profile": float(sum(p.last for p in profiles)),
+    }
 
 
 def _backups(callbacks: Sequence[keras.callbacks.Callback]) -> list[BackupAndRestore]:

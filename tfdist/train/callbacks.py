@@ -18,6 +18,7 @@ import keras
 from tfdist.keras_compat import profiles
 from tfdist.train.backup import BackupAndRestore
 from tfdist.train.board import TensorBoard
+from tfdist.train.metrics_log import Log
 
 _BATCH_METHODS = {
     "train": ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end"),
@@ -41,9 +42,11 @@ def _watches(callback, mode: str) -> bool:
     saves = keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore, BackupAndRestore
     if isinstance(callback, saves) and not _extends(callback, *saves, mode=mode):
         return mode == "train" and callback.save_freq != "epoch"
-    board = keras.callbacks.TensorBoard
-    if isinstance(callback, board) and not _extends(callback, board, mode=mode):
+    boards = keras.callbacks.TensorBoard, TensorBoard
+    if isinstance(callback, boards) and not _extends(callback, *boards, mode=mode):
         return callback.update_freq != "epoch" or profiles(callback)
+    if isinstance(callback, Log) and not _extends(callback, Log, mode=mode):
+        return mode == "train" and callback.every is not None
     return _extends(callback, keras.callbacks.Callback, mode=mode)
 
 

@@ -15,12 +15,12 @@ from tfdist.train.backing import backing
 from tfdist.train.callbacks import backups_last, listed, watches
 from tfdist.train.deltas import count_updates, ticket
 from tfdist.train.hooks import Hooks, bind, check_optimizer, fewest
-from tfdist.train.loop import Watch
 from tfdist.train.pool import Pool
 from tfdist.train.prediction import RemotePredictor
 from tfdist.train.pulse import Pulse, length
 from tfdist.train.remote import RemoteRunner
 from tfdist.train.stream import Stream
+from tfdist.train.watch import Watch
 
 
 class Coordinator(Hooks):

@@ -16,17 +16,19 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.train import gradients, step
+from tfdist.train.anatomy import Anatomy, Recorder
 from tfdist.train.backing import backing, told_alike
 from tfdist.train.backup import BackupAndRestore
 from tfdist.train.callbacks import backups_last, follow, is_progress_bar, watches
 from tfdist.train.feed import Feed
 from tfdist.train.hooks import Hooks, bind, check_optimizer, fewest
-from tfdist.train.loop import Runner, Watch
+from tfdist.train.loop import Runner
 from tfdist.train.patience import Patience
 from tfdist.train.placement import Placement
 from tfdist.train.predict import Predictor
 from tfdist.train.pulse import Pulse, batches, length
 from tfdist.train.sync import Sync, share
+from tfdist.train.watch import Watch
 
 log = logging.getLogger("tfdist")
 
@@ -43,6 +45,8 @@ class Engine(Hooks):
     """
 
     pulse: Pulse
+    # Called in each replica with the gradients, summed over the replicas, and their variables, before the optimizer takes them.
+    watch_gradients: Callable[[Sequence[Any], Sequence[Any] | None], None] | None = None
 
     def __init__(self, strategy: tf.distribute.Strategy, placement: Placement, host: str, central: bool = False, timeout: float = 600.0):
         self._strategy = strategy
@@ -55,6 +59,7 @@ class Engine(Hooks):
         self._watches: dict[str, Watch] = {}
         self._training_feed: Feed | None = None  # of the fit that runs
         self._steps_per_epoch: int | None = None
+        self._recorder: Recorder | None = None  # of the fit that runs, where its steps are measured
         self.pulse = Pulse(placement.is_chief)
         self.patience = Patience(timeout, placement)
         strategy.tfdist_engine = self
@@ -80,13 +85,14 @@ class Engine(Hooks):
             "length of the validation data": _length(call["validation_data"]),
             **told_alike(callbacks),
         }
+        given["number of tfdist.Anatomy callbacks"] = len(anatomies := [c for c in callbacks if isinstance(c, Anatomy)])
         exact, exact_test, progress, saves = self._agree(model, given, callbacks, bool(call["progress"]))
         self._watches = {
             "fit": Watch(exact, progress, fewest(call["steps_per_epoch"], keras.config.max_steps_per_epoch()), saves),
             "evaluate": Watch(exact_test, False, call["validation_steps"], saves),
         }
         self.pulse.begin(call["initial_epoch"], call["steps_per_epoch"] or length(call["x"]))
-        with self._during("fit"):
+        with self._during("fit"), self._recording(anatomies, exact):
             return keras_method(model, **call["kwargs"])
 
     def evaluate(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
@@ -156,7 +162,7 @@ class Engine(Hooks):
         return runner.end_epoch()
 
     def apply(self, optimizer, keras_apply: Callable, grads, variables):
-        return gradients.apply(optimizer, keras_apply, grads, variables, self.placement, self._central)
+        return gradients.apply(optimizer, keras_apply, grads, variables, self.placement, self._central, self.watch_gradients)
 
     def scale_loss_for_distribution(self, keras_function: Callable, value):
         return step.scale_loss(keras_function, value)
@@ -198,9 +204,9 @@ class Engine(Hooks):
         model.train_function.begin_at(epoch, step)
         return True
 
-    def pause_at(self, step: int) -> None:
+    def pause_at(self, step: int, who: str = "backup") -> None:
         if self._active is not None:
-            self._active.pause = step
+            self._active.pauses[who] = step
 
     def stopping(self) -> bool:
         return self._active is not None and self._active.stopping and self._active.at_rest
@@ -242,8 +248,22 @@ class Engine(Hooks):
         return self._syncs[model]
 
     def _begin(self, runner: Runner, kind: str, verify: bool) -> None:
-        runner.begin(self._watches.get(kind, Watch()), verify)
+        runner.begin(self._watches.get(kind, Watch()), verify, self._recorder if kind == "fit" else None)
         self._active = runner
+
+    @contextlib.contextmanager
+    def _recording(self, anatomies: list[Anatomy], exact: bool):
+        """A fit whose steps are measured, if anybody asks for it."""
+        if anatomies:
+            self._recorder = Recorder(self._strategy, self.placement, [each.directory for each in anatomies], exact)
+        for each in anatomies:
+            each.recorder = self._recorder
+        try:
+            yield
+        finally:
+            self._recorder = None
+            for each in anatomies:
+                each.recorder = None
 
     @contextlib.contextmanager
     def _during(self, kind: str):

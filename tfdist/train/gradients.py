@@ -16,6 +16,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_compat import local_update
+from tfdist.train import marks
 from tfdist.train.placement import Placement
 from tfdist.train.step import local_replica
 
@@ -38,7 +39,13 @@ def in_loop() -> Iterator[None]:
 
 
 def apply(
-    optimizer: keras.optimizers.Optimizer, keras_apply: Callable, grads: list, variables: list | None, placement: Placement, central: bool
+    optimizer: keras.optimizers.Optimizer,
+    keras_apply: Callable,
+    grads: list,
+    variables: list | None,
+    placement: Placement,
+    central: bool,
+    watch: Callable[[list, list | None], None] | None = None,
 ) -> Any:
     """Sums the gradients over the replicas, then lets Keras apply them; called in replica context.
 
@@ -49,9 +56,17 @@ def apply(
         variables: The variables, or None where the optimizer is built.
         placement: Numbers of workers and replicas.
         central: Whether variables are shared by the replicas (central storage) instead of copied to each.
+        watch: Called with the sums and the variables.
     """
     context = tf.distribute.get_replica_context()
-    grads = [merge_duplicates(g) for g in sum_over_replicas(context, list(grads))]
+    local, several = local_replica(placement), placement.replicas > 1
+    marks.before_sum(local, list(grads), several)
+    summed = sum_over_replicas(context, list(grads))
+    if several:
+        marks.after_sum(local, summed)
+    grads = [merge_duplicates(g) for g in summed]
+    if watch is not None:
+        watch(grads, variables)
     if central:
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             raise ValueError(
@@ -60,7 +75,7 @@ def apply(
             )
         if context.num_replicas_in_sync > 1:
             return context.merge_call(_apply_once, args=(optimizer, keras_apply, grads, variables))
-    with local_update(optimizer, local_replica(placement)):
+    with local_update(optimizer, local), marks.update(local):
         return keras_apply(optimizer, grads, variables)
 
 
@@ -97,5 +112,5 @@ def merge_duplicates(grad):
 def _apply_once(strategy, optimizer, keras_apply, grads, variables):
     """In cross-replica context: one update of the shared variables, with the first replica's view of the (equal) sums."""
     first = [None if g is None else strategy.experimental_local_results(g)[0] for g in grads]
-    with local_update(optimizer, None):
+    with local_update(optimizer, None), marks.update(0):
         keras_apply(optimizer, first, variables)

@@ -66,8 +66,11 @@ class Hooks:
         """Lets the `fit` that begins take up its data there, and count the steps before as done; False: it cannot."""
         return False
 
-    def pause_at(self, step: int) -> None:
-        """Lets no call of the train function go beyond this step of the epoch, so that Python sees the state after it."""
+    def pause_at(self, step: int, who: str = "backup") -> None:
+        """Lets no call of the train function go beyond this step of the epoch, so that Python sees the state after it.
+
+        All workers must ask alike. Of each of those who ask, by name, the last wish counts.
+        """
 
     def stopping(self) -> bool:
         """Whether a worker was asked to end, all have agreed on this moment, and no step has run of which Keras does not know."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,50 +21,20 @@ import tensorflow as tf
 from tfdist.contract import Phase
 from tfdist.data.rows import count_rows
 from tfdist.keras_compat import local_component
-from tfdist.train import preemption
+from tfdist.train import inner, preemption
+from tfdist.train.anatomy import Recorder, times_of
 from tfdist.train.feed import Batch, FeedIterator, any_rows, batch_of
-from tfdist.train.gradients import NotInLoop, in_loop
+from tfdist.train.gradients import NotInLoop
+from tfdist.train.marks import PER_REPLICA, Marks, clock, measuring
+from tfdist.train.marks import end as end_of_step
 from tfdist.train.placement import Placement
 from tfdist.train.pulse import Pulse
-from tfdist.train.step import run_replica
+from tfdist.train.step import local_replica, run_replica
 from tfdist.train.sync import Sync, compare, share
+from tfdist.train.watch import Stats, Watch
 
 AHEAD_SECONDS = 0.2  # Work per call: bounds how late Ctrl-C, a heartbeat or the progress bar may be.
 MAX_AHEAD = 256
-
-
-@dataclasses.dataclass(frozen=True)
-class Watch:
-    """Who looks at the steps of one `fit` or `evaluate`, the same on every worker.
-
-    Args:
-        exact: A callback watches every step: run them one by one, with the metrics of all replicas after each.
-        progress: A progress bar shows the metrics of all replicas about four times a second.
-        steps: Steps in an epoch where the caller said so.
-        saves: Some worker's callback saves when a worker is asked to end, so that after each call all ask each other.
-    """
-
-    exact: bool = True
-    progress: bool = False
-    steps: int | None = None
-    saves: bool = False
-
-
-@dataclasses.dataclass
-class Stats:
-    """What a Runner has done since it was made; callbacks read differences.
-
-    Fields:
-        steps: Steps run.
-        examples: Rows of their global batches.
-        seconds: Wall time of the calls, input included.
-        input_seconds: Time that steps waited for a batch.
-    """
-
-    steps: int = 0
-    examples: int = 0
-    seconds: float = 0.0
-    input_seconds: float = 0.0
 
 
 class Runner:
@@ -103,8 +74,11 @@ class Runner:
         self._graphs: dict = {}
         self._pace = 1  # Keras' calls to run at once; equal on all workers, see _look
         self._paced = False
-        self._loop_for: tuple | None = None  # an iterator, whether its batches are even, and the loop traced for them
+        self._loop_for: tuple | None = None  # an iterator, whether its batches are even, the recorder, and the loop traced for them
         self._bound = strategy.tfdist_engine.patience.bound
+        self._remote = tf.DeviceSpec.from_string(strategy.extended.worker_devices[0]).device_type != "CPU"
+        self._readings = 1 + PER_REPLICA * placement.local_replicas
+        self.recorder: Recorder | None = None
         self._fetched: tuple | None = None  # an iterator and the next batch from it
         self._fitting = 0  # calls that would fill AHEAD_SECONDS here; 0 until known
         self.stats = Stats()
@@ -112,9 +86,9 @@ class Runner:
         self.begin(Watch())
 
     # --- One epoch after another ------------------------------------------------------------------------------------
-    def begin(self, watch: Watch, verify: bool = True) -> None:
+    def begin(self, watch: Watch, verify: bool = True, recorder: Recorder | None = None) -> None:
         """Starts a `fit` or `evaluate`; with `verify` the workers compare data and weights after its first step."""
-        self.watch = watch
+        self.watch, self.recorder = watch, recorder
         self._verified = not verify
         self.stopping = False  # whether some worker was asked to end
         self._base: int | None = None  # the optimizer's updates after the steps that have run
@@ -128,7 +102,7 @@ class Runner:
         self._checksum = 0.0
         self._next_look = self._next_ask = self._pace
         self._last: Any = None  # each replica's logs of the last step that ran by itself
-        self.pause: int | None = None  # step of this epoch that no call goes beyond
+        self.pauses: dict[str, int] = {}  # steps of this epoch that no call goes beyond, by who wants that
 
     def begin_at(self, epoch: int, step: int) -> None:
         """Counts this many steps of the epoch that begins as done: Keras' calls for them run nothing."""
@@ -139,8 +113,12 @@ class Runner:
 
     def end_epoch(self) -> dict[str, np.ndarray]:
         """Metrics of all replicas for the whole epoch; also puts what the last step returned into its logs."""
+        if self.recorder:
+            self.recorder.end_steps(self.epoch)
         self._sync.settle()
         results = self._look()
+        if self.recorder:
+            self.recorder.end_epoch()
         self._begin_epoch()
         self.epoch += 1
         if self._trains:
@@ -165,6 +143,9 @@ class Runner:
         if not self.stats.steps:
             self._pulse.beat(Phase.TRACING)
         self._base = self._updates() if self._base is None else self._base
+        before = dataclasses.replace(self.stats)
+        if self.recorder:
+            self.recorder.begin(self._base)
         start = time.perf_counter()
         try:
             steps = self._run_steps(iterator, calls * per_call)
@@ -175,6 +156,7 @@ class Runner:
         self._base += steps
         seconds = time.perf_counter() - start
         if not steps:
+            self._recorded(before)
             raise StopIteration
         self.stats.steps += steps
         self.stats.seconds += seconds
@@ -190,10 +172,26 @@ class Runner:
         elif self.watch.saves and self._calls_done >= self._next_ask:
             self.stopping = self.stopping or self._anyone_asked()
             self._next_ask = self._calls_done + self._pace
+        self._recorded(before)
         if self._trains:
             self._pulse.at(self.epoch, self.steps_done)
         else:
             self._pulse.beat(Phase.RUNNING)
+
+    def _recorded(self, before: Stats) -> None:
+        """Tells the recorder of a call."""
+        if self.recorder:
+            now = self.stats
+            done, waited = now.steps - before.steps, now.input_seconds - before.input_seconds
+            self.recorder.called(self.epoch, done, now.examples - before.examples, waited)
+
+    def _record(self, steps: int, begun: Any, readings: Any) -> float:
+        """Tells the recorder of steps; returns the seconds that they waited for batches."""
+        assert self.recorder is not None
+        found = times_of(float(begun), readings.numpy()[:steps])
+        self.recorder.bytes = self._last_marks.bytes
+        self.recorder.add(found)
+        return found.input
 
     def _updates(self) -> int:
         optimizer = getattr(self.model, "optimizer", None)
@@ -211,7 +209,7 @@ class Runner:
         calls = self._pace
         if self.watch.steps:
             calls = min(calls, -(-self.watch.steps // per_call) - self._calls_done)
-        for pause in (self.pause, self._pulse.next_pause(self.epoch, self.steps_done) if self._trains else None):
+        for pause in (*self.pauses.values(), self._pulse.next_pause(self.epoch, self.steps_done) if self._trains else None):
             if pause is not None and pause > self.steps_done:
                 calls = min(calls, -(-(pause - self.steps_done) // per_call))
         return max(1, calls)
@@ -268,13 +266,13 @@ class Runner:
             self._fetched = source, source.get_next_as_optional()
             self.stats.input_seconds += time.perf_counter() - start
         given = source, self._fetched[1], tf.constant(steps, tf.int64), tf.constant(self.steps_done, tf.int64)
-        if self._loop_for is None or self._loop_for[:2] != (source, even):
-            self._loop_for = source, even, self._graph("loop", even).get_concrete_function(*given)
+        if self._loop_for is None or self._loop_for[:3] != (source, even, self.recorder):
+            self._loop_for = source, even, self.recorder, self._graph("loop", even).get_concrete_function(*given)
         with self._bound(self._sign):
-            done, examples, waited, checksum, following = self._loop_for[2](*given)
+            done, examples, waited, checksum, following, *readings = self._loop_for[3](*given)
         self._fetched = source, following
         self.stats.examples += int(examples)
-        self.stats.input_seconds += float(waited)
+        self.stats.input_seconds += float(waited) if self.recorder is None else self._record(int(done), *readings)
         self._checksum += float(checksum)
         return int(done)
 
@@ -305,20 +303,29 @@ class Runner:
 
     def _run_batch(self, batch: Batch, even: bool) -> None:
         if self.model.run_eagerly:
-            function: Any = lambda batch: self._replicas(batch, even)  # noqa: E731
+            function: Any = functools.partial(self._measured if self.recorder else self._replicas, even=even)
         else:
             function = self._graph("batch", even).get_concrete_function(any_rows(batch))
         with self._bound():
             self._last = function(batch)
+        if self.recorder:
+            self._last, row = self._last
+            self._record(1, row[0], tf.concat([[0.0], row[1:]], 0)[None])
         self._own_logs = set(self._last) != self._metric_names
 
     def _graph(self, kind: str, even: bool):
-        if (kind, even) not in self._graphs:
-            body: Any = self._loop if kind == "loop" else self._replicas
-            self._graphs[kind, even] = tf.function(
-                lambda *args: body(*args, even), autograph=False, reduce_retracing=True
-            )
-        return self._graphs[kind, even]
+        key = kind, even, self.recorder is not None
+        if key not in self._graphs:
+            batch = self._measured if self.recorder else self._replicas
+            body: Any = self._loop if kind == "loop" else batch
+
+            def traced(*args):
+                if self.recorder:
+                    self.recorder.compiles()
+                return body(*args, even)
+
+            self._graphs[key] = tf.function(traced, autograph=False, reduce_retracing=True)
+        return self._graphs[key]
 
     def _replicas(self, batch: Batch, even: bool):
         """One step on all replicas; returns each replica's logs."""
@@ -327,6 +334,7 @@ class Runner:
         def on_replica(batch):
             step = self._step if not jit else tf.function(self._step, jit_compile=True, autograph=False)
             logs = run_replica(step, self.model, batch, self._placement, self._host, even)
+            end_of_step(local_replica(self._placement), logs)
             self._metric_names = set(self.model.get_metrics_result())
             return logs
 
@@ -347,42 +355,24 @@ class Runner:
         return Batch(parts if count > 1 else parts[0])
 
     def _loop(self, iterator, following, steps, before, even: bool):
-        """Up to `steps` steps, fewer where the data ends.
+        """Some steps in a row, as `inner.run_steps` returns them."""
 
-        The batch of a step is fetched while the step before it runs. (A `tf.cond` around the step instead of a batch in advance
-        costs a tenth of its time.)
-
-        Args:
-            iterator: Where batches come from.
-            following: The next batch, a `tf.experimental.Optional`, empty where the data has ended.
-            steps: How many steps, int64 scalar.
-            before: Steps of this epoch that have run, int64 scalar.
-            even: Whether all replicas are known to have equally many rows.
-
-        Returns:
-            Steps run, rows of their global batches, seconds waited for batches, checksum of the batches, the next batch.
-        """
-
-        def body(done, examples, waited, checksum, following):
-            batch = following.get_value()
-            with in_loop():
-                logs = self._replicas(batch, even)
+        def step(batch: Batch) -> list:
+            logs = self._replicas(batch, even)
             if set(logs) != self._metric_names:
                 raise NotInLoop  # values that must be averaged after each step
-            if batch.checksum is not None:
-                checksum += batch.checksum * tf.cast(1 + (before + done) % 127, tf.float64)
-            following = iterator.get_next_as_optional()
-            with tf.control_dependencies([following.has_value()]):
-                fetched = tf.timestamp()
-            local = self._strategy.experimental_local_results
-            with tf.control_dependencies([x for log in logs.values() for x in local(log)]):
-                waited += tf.maximum(fetched - tf.timestamp(), 0.0)
-            return done + 1, examples + self._global_rows(batch), waited, checksum, following
+            return [x for log in logs.values() for x in self._strategy.experimental_local_results(log)]
 
-        zero = tf.constant(0.0, tf.float64)
-        return tf.while_loop(
-            lambda done, *rest: (done < steps) & rest[-1].has_value(),
-            body,
-            [tf.constant(0, tf.int64), tf.constant(0, tf.int64), zero, zero, following],
-            parallel_iterations=1,
-        )
+        make = self._marks if self.recorder else None
+        return inner.run_steps(step, self._global_rows, make, self._readings, iterator, following, steps, before)
+
+    def _measured(self, batch: Batch, even: bool):
+        """One step by itself, and its clock readings, of which the first is when it began."""
+        begun, marks = clock([]), self._marks()
+        with measuring(marks):
+            logs = self._replicas(batch, even)
+        return logs, marks.row(begun)
+
+    def _marks(self) -> Marks:
+        self._last_marks = Marks(self._placement, self._host, self._remote)
+        return self._last_marks

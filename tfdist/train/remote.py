@@ -21,9 +21,9 @@ from tfdist.data.rows import count_rows
 from tfdist.keras_compat import step_counter
 from tfdist.train import deltas
 from tfdist.train.feed import any_rows, tensors, without_optionals
-from tfdist.train.loop import Stats, Watch
 from tfdist.train.pool import Pool
 from tfdist.train.stream import Pass, dataset_variant
+from tfdist.train.watch import Stats, Watch
 
 REFRESH_SECONDS = 0.1  # between looks at the metrics while nobody watches single steps
 GROUP_SECONDS = 0.1  # of work that a worker takes at once then

@@ -154,8 +154,7 @@ class Rounds(contextlib.AbstractContextManager):
         return not self.gpus
 
     def _setup(self, job: Job, number: int, case: Case) -> Setup:
-        gradients = self._facts[job]["gradients"] if job in self._facts and job.replicas > 1 else 0
-        setup = Setup(job.strategy, job.replicas, job.workers, case.modes, case.global_batch, case.bytes or gradients)
+        setup = Setup(job.strategy, job.replicas, job.workers, case.modes, case.global_batch, case.bytes)
         if job in self._errors:
             return dataclasses.replace(setup, error=self._errors[job])
         return measured(setup, self._found[job, number])
@@ -182,7 +181,7 @@ def measured(setup: Setup, rounds: Sequence[Sequence[dict[str, Any]]]) -> Setup:
 
     Args:
         setup: As it was asked for.
-        rounds: Of each round what each worker found: "steps", "examples", "seconds", and maybe "anatomy".
+        rounds: Of each round what each worker found: "steps", "examples", "seconds", and in training "anatomy" and "bytes".
 
     Returns:
         The setup. A round takes as long as on the slowest worker; the anatomy is that of the median round, so that its parts add up.
@@ -192,6 +191,7 @@ def measured(setup: Setup, rounds: Sequence[Sequence[dict[str, Any]]]) -> Setup:
     median = seconds.index(statistics.median_low(seconds))
     return dataclasses.replace(
         setup,
+        bytes=setup.bytes or last[median].get("bytes", 0),
         seconds=seconds,
         rates=tuple(found["examples"] / found["seconds"] for found in last) if setup.global_batch else (),
         anatomy={rank: found["anatomy"] for rank, found in enumerate(rounds[median]) if found.get("anatomy")},

@@ -7,7 +7,6 @@ import time
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 import tfdist
@@ -39,7 +38,7 @@ class Training:
         """Compiles the steps of all cases; returns facts of the model."""
         for number in range(len(self._batches)):
             self._fit(number, _whole(TRACED, self._settings.train.steps_per_execution), 1)
-        return _facts(self._model, sum(int(np.prod(v.shape)) * tf.as_dtype(v.dtype).size for v in self._model.trainable_variables))
+        return _facts(self._model)
 
     def measure(self, number: int) -> dict[str, Any]:
         """One epoch of `steps`, after as many whole ones as the steps to warm up take; the input goes on without a break.
@@ -48,13 +47,14 @@ class Training:
             number: Of the case.
 
         Returns:
-            Of the last epoch: "steps", "examples", "seconds", and "anatomy", this worker's seconds of each part of a mean step.
+            Of the last epoch: "steps", "examples", "seconds", "anatomy" (this worker's seconds of each part of a mean step), and "bytes"
+            that each replica gave into the sum of gradients.
         """
         steps = self._job.steps
         clock = self._fit(number, steps, 1 + -(-self._job.warmup // steps))
-        windows = anatomy.read(self._run(number)).get(self._rank, [])
-        parts = anatomy.per_step(window for window in windows if window.epoch == self._epoch - 1)
-        return {"steps": steps, "examples": clock.examples, "seconds": clock.seconds, "anatomy": parts}
+        windows = [window for window in anatomy.read(self._run(number)).get(self._rank, []) if window.epoch == self._epoch - 1]
+        given = max((window.bytes for window in windows), default=0)
+        return {"steps": steps, "examples": clock.examples, "seconds": clock.seconds, "anatomy": anatomy.per_step(windows), "bytes": given}
 
     def _fit(self, number: int, steps: int, epochs: int) -> _Clock:
         clock = _Clock()
@@ -219,12 +219,12 @@ def _one_batch(batches: tf.data.Dataset, rows: int) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensors(first[0] if isinstance(first, tuple) else first).repeat()
 
 
-def _facts(model: keras.Model | None, gradients: int = 0) -> dict[str, Any]:
+def _facts(model: keras.Model | None) -> dict[str, Any]:
     """What a report says of the model and the devices."""
     gpus = tf.config.list_logical_devices("GPU") if not tf.distribute.has_strategy() else []
     physical = tf.config.list_physical_devices("GPU")[: len(gpus)]
     names = [tf.config.experimental.get_device_details(gpu).get("device_name", "GPU") for gpu in physical]
-    return {"parameters": model.count_params() if model else 0, "gradients": gradients, "gpus": names}
+    return {"parameters": model.count_params() if model else 0, "gpus": names}
 
 
 def _whole(steps: int, per_call: int) -> int:

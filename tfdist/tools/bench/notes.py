@@ -8,6 +8,11 @@ from collections.abc import Sequence
 from tfdist.tools.bench.results import MODES, Setup, count
 from tfdist.tools.bench.units import binary, milliseconds
 
+BANDWIDTHS = (
+    "Algorithm bandwidth is the bytes of a replica over the time of a sum; bus bandwidth is 2 (n - 1) / n of it, what each of n replicas "
+    "sends in a ring, so that numbers of replicas can be compared."
+)
+
 
 def notes(kind: str, setups: Sequence[Setup]) -> tuple[str, ...]:
     """What a comparison of setups tells beside the tables.
@@ -27,7 +32,8 @@ def notes(kind: str, setups: Sequence[Setup]) -> tuple[str, ...]:
     for setup in done:
         by_group.setdefault((setup.strategy, setup.replicas), []).append(setup)
     write = _predicted if kind == "predict" else _reduced
-    return tuple(sentence for group in by_group.values() if (sentence := write(group)))
+    found = tuple(sentence for group in by_group.values() if (sentence := write(group)))
+    return (*found, BANDWIDTHS) if found and kind == "allreduce" else found
 
 
 def _central(mode: str, setups: Sequence[Setup]) -> list[str]:

@@ -87,7 +87,7 @@ class Setup:
         values["median_seconds"] = self.step if self.seconds else None
         values["median_rate"] = self.rate if self.rates else None
         values["rate_spread"] = [min(self.rates), max(self.rates)] if self.rates else None
-        if self.bytes and self.seconds:
+        if self.bytes and self.seconds and not self.rates:
             values["algorithm_bandwidth"], values["bus_bandwidth"] = self.algorithm_bandwidth, self.bus_bandwidth
         return values
 

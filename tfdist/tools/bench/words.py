@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from tfdist.telemetry.anatomy import PARTS
 from tfdist.tools.bench.reason import mean_parts
 from tfdist.tools.bench.results import MODES, Bench, Setup, count
-from tfdist.tools.bench.units import binary, milliseconds, percent, size
+from tfdist.tools.bench.units import binary, percent, size
 
 WIDTH = 100
 _HEADS = {"input": "input", "forward_backward": "fwd+bwd", "gradient_sync": "sync", "update": "update", "wait": "wait", "host": "host"}
@@ -32,10 +32,10 @@ def text(bench: Bench) -> str:
 
 def markdown(bench: Bench) -> str:
     """The same as a page."""
-    lines = [f"# {title(bench)}", "", *(f"- {key}: {value}" for key, value in about(bench).items()), ""]
+    lines = [f"# {_capital(title(bench))}", "", *(f"- {key}: {value}" for key, value in about(bench).items()), ""]
     for heading, rows, sentences in _sections(bench):
         head, *body = rows
-        lines += [f"## {heading[0].upper()}{heading[1:]}", "", f"| {' | '.join(head)} |", f"|---|{'--:|' * (len(head) - 1)}"]
+        lines += [f"## {_capital(heading)}", "", f"| {' | '.join(head)} |", f"|---|{'--:|' * (len(head) - 1)}"]
         lines += [*(f"| {' | '.join(row)} |" for row in body), ""]
         lines += [f"- {name}: {sentence}" for name, sentence in sentences]
         lines += [""] if sentences else []
@@ -122,7 +122,7 @@ def _sections(bench: Bench) -> Iterable[tuple[str, Rows, list[tuple[str, str]]]]
         yield "examples per second of model.predict, by batch (rows of all devices together)", _predict_rows(done), []
         return
     if bench.kind == "allreduce":
-        yield "GB/s: bytes over time (algorithm), and times 2 (n - 1) / n, what each of n sends in a ring (bus)", _allreduce_rows(done), []
+        yield "sums, one after another", _allreduce_rows(done), []
         return
     for mode in MODES:
         setups = [setup for setup in done if mode in setup.modes]
@@ -166,12 +166,16 @@ def _predict_rows(setups: Sequence[Setup]) -> Rows:
 
 
 def _allreduce_rows(setups: Sequence[Setup]) -> Rows:
-    rows: Rows = [("strategy", "replicas", "bytes", "median", "min..max, ms", "algorithm GB/s", "bus GB/s")]
+    rows: Rows = [("strategy", "replicas", "bytes", "median, ms", "min..max", "algorithm GB/s", "bus GB/s")]
     for setup in setups:
         bandwidths = (f"{value / 1e9:.3f}" for value in (setup.algorithm_bandwidth, setup.bus_bandwidth))
         times = [1e3 * seconds for seconds in setup.seconds]
-        rows.append((setup.strategy, str(setup.replicas), binary(setup.bytes), milliseconds(setup.step), spread(times, ".2f"), *bandwidths))
+        rows.append((setup.strategy, str(setup.replicas), binary(setup.bytes), f"{1e3 * setup.step:.2f}", spread(times, ".2f"), *bandwidths))
     return rows
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _name(setup: Setup) -> str:

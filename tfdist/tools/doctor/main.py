@@ -192,11 +192,11 @@ def _meet(flags: argparse.Namespace, spec: ClusterSpec, members: Sequence[Task],
         meeting.ask_all()
         checks += cluster.check_ports(members, taken, {} if flags.together else meeting.peers)
         checks += cluster.check_peers(spec, {**desk.badge, **desk.facts}, meeting.own, meeting.peers, meeting.missing, timeout)
-        if len(meeting.hosts()) > 1:
+        if meeting.hosts(with_own=False):
             checks += _shared(begun.shared, meeting)
-            # One host measures, or several would measure each other's traffic.
-            if not flags.together or str(spec.listening_tasks[0]) in meeting.own:
-                checks += cluster.check_links(meeting.links())
+        # One host measures, or several would measure each other's traffic.
+        if len(meeting.hosts()) > 1 and (not flags.together or str(spec.listening_tasks[0]) in meeting.own):
+            checks += cluster.check_links(meeting.links())
         meeting.tell(wrong_in([*begun.checks, *checks]))
         if flags.together:
             late = meeting.wait_until_asked()

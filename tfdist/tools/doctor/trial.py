@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tfdist import functions
+
 if TYPE_CHECKING:
     from tfdist import config
 
@@ -82,8 +84,6 @@ def steps(words: Sequence[str], workers: int) -> Iterator[Trial]:
 
 
 def _stages(words: Sequence[str], workers: int) -> Iterator[Trial]:
-    import keras
-
     from tfdist import inputs, run
 
     settings = run.parse(words)
@@ -97,17 +97,14 @@ def _stages(words: Sequence[str], workers: int) -> Iterator[Trial]:
     if name := _unprepared(settings):
         yield dataclasses.replace(trial, unprepared=name)
         return
-    keras.utils.set_random_seed(settings.train.seed)
-    keras.config.set_dtype_policy(settings.train.precision)
     train, test = inputs.pipeline(settings, "train"), inputs.pipeline(settings, "eval")
     batch = next(iter(train))
     next(iter(test))
-    counts = [inputs.examples(pipeline) for pipeline in (train, test)]
-    words_of = [f"{count:,}" if count is not None else "an unknown number of" for count in counts]
+    counts = [f"{count:,}" if (count := inputs.examples(batches)) is not None else "an unknown number of" for batches in (train, test)]
+    name = train.batches.source.name if inputs.is_pipeline(train) else settings.data.name
     shape, classes = inputs.shapes(train)
-    trial = dataclasses.replace(
-        trial, stage=STAGES[3], data=f"{settings.data.name}: {words_of[0]} examples to train and {words_of[1]} to evaluate on; inputs {list(shape)}, {classes} classes"
-    )
+    found = f"{name}: {counts[0]} examples to train and {counts[1]} to evaluate on; inputs {_brackets(shape)}"
+    trial = dataclasses.replace(trial, stage=STAGES[3], data=found + (f", {classes} classes" if classes is not None else ""))
     yield trial
     yield from _measured(trial, settings, train, batch, workers)
 
@@ -124,18 +121,19 @@ def _measured(trial: Trial, settings: config.Run, train: Any, batch: Any, worker
     gpus = tf.config.list_logical_devices("GPU")
     before = _reset_peak()
     model = building.make_model(settings, tf.distribute.get_strategy(), train)
-    trial = dataclasses.replace(trial, stage=STAGES[4], parameters=model.count_params(), rows=rows)
+    trial = dataclasses.replace(trial, stage=STAGES[4], parameters=model.count_params() if model.built else 0, rows=rows)
     yield trial
     if gpus:
         tf.config.experimental.reset_memory_stats("GPU:0")
     for _ in range(2):
         begun = time.perf_counter()
-        model.train_on_batch(*part)
+        model.train_on_batch(*(part if isinstance(part, tuple) else (part,)))
         seconds = time.perf_counter() - begun
     peak = _status("VmHWM")
     yield dataclasses.replace(
         trial,
         stage=STAGES[5],
+        parameters=model.count_params(),
         weights=_bytes(model.variables),
         gradients=_bytes(model.trainable_variables),
         optimizer=_bytes(model.optimizer.variables),
@@ -158,7 +156,7 @@ def _replicas(settings: config.Run) -> int:
 
 def _unprepared(settings: config.Run) -> str:
     """The TFDS data set that training would download first; "" where nothing is to be downloaded."""
-    if settings.data.catalog is not None or settings.data.name == _OWN:
+    if settings.data.catalog is not None or settings.data.name == _OWN or functions.in_file(settings.data.name):
         return ""
     import tensorflow_datasets as tfds
 
@@ -167,6 +165,20 @@ def _unprepared(settings: config.Run) -> str:
     except tfds.core.DatasetNotFoundError:
         return ""  # the pipeline's own error says more
     return "" if (builder.data_path / "dataset_info.json").exists() else f"{settings.data.name} in {builder.data_path}"
+
+
+def _brackets(shape: Any) -> str:
+    """A shape, or a nest of them, in brackets.
+
+    Example:
+        >>> _brackets((8, 8, 1)), _brackets({"a": (3,)})
+        ('[8, 8, 1]', 'a [3]')
+    """
+    if isinstance(shape, dict):
+        return ", ".join(f"{name} {_brackets(part)}" for name, part in shape.items())
+    if isinstance(shape, tuple) and any(isinstance(part, tuple | dict) for part in shape):
+        return ", ".join(map(_brackets, shape))
+    return str(list(shape))
 
 
 def _bytes(variables: Sequence[Any]) -> int:

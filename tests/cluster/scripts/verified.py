@@ -1,0 +1,96 @@
+"""Configs for test_verify.py, `verified.py:NAME`, with the models and data that they name, right ones and faulty ones."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfdist
+from tfdist.cluster import ClusterSpec
+from tfdist.data.sources import Source
+
+CLASSES = 4
+
+
+def get_config(name):
+    config = tfdist.config.default()
+    config.name = name
+    config.data.name = f"{__file__}:images"
+    config.data.global_batch = 16
+    config.model.options.classes = CLASSES
+    config.train.learning_rate = 0.01
+    globals()[f"_{name}"](config)
+    return config
+
+
+# --- Right ones -----------------------------------------------------------------------------------------------------------
+def _mlp(config):
+    config.model.name = "mlp"
+    config.model.options.widths = (16,)
+    config.model.options.dropout = 0.5
+
+
+def _cnn(config):
+    config.model.name = "cnn"
+    config.model.options.update(filters=(4, 8), units=8)
+
+
+def _transformer(config):
+    config.model.name = "transformer"
+    config.model.options.update(width=8, heads=2, depth=1, dropout=0.1)
+
+
+def images(data, split):
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 255, (40, 8, 8, 1), np.uint8)  # with global_batch=16, the third step of an epoch has 8 rows
+    return Source.of((x, (x.mean((1, 2, 3)) // 2 % CLASSES).astype(np.int32)))
+
+
+# --- Faults ---------------------------------------------------------------------------------------------------------------
+def _resnet(config):
+    """BatchNormalization that is not synchronized."""
+    config.model.name = "resnet"
+    config.model.options.filters = (4, 8)
+
+
+def _unscaled(config):
+    config.model.name = f"{__file__}:averaging"
+
+
+class Averaging(keras.Model):
+    def train_step(self, batch):
+        """Each replica's mean counts in full."""
+        x, y = batch
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(y, self(x, training=True)))
+        self.optimizer.apply(tape.gradient(loss, [v.value for v in self.trainable_variables]), self.trainable_variables)
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(loss, sample_weight=tf.shape(x)[0])
+            else:
+                metric.update_state(y, self(x))
+        return self.get_metrics_result()
+
+
+def averaging(input_shape, classes):
+    inputs = keras.Input(input_shape)
+    x = keras.layers.Rescaling(1 / 255)(inputs)
+    x = keras.layers.Dense(8, "tanh", name="hidden")(keras.layers.Flatten()(x))
+    return Averaging(inputs, keras.layers.Dense(classes, "softmax")(x))
+
+
+def _seed(config):
+    _mlp(config)
+    spec = ClusterSpec.from_environ()
+    config.train.seed = spec.rank if spec else 0
+
+
+def _overlapping(config):
+    _mlp(config)
+    config.data.name = f"{__file__}:unsharded"
+
+
+def unsharded(data, split):
+    """Global batches of which nobody takes a part for its worker: with this policy all take the same rows."""
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    return images(data, split).dataset().repeat().batch(data.global_batch).with_options(options)

@@ -1,0 +1,91 @@
+"""`tfdist verify` in real processes: each planted fault is found and named, and models without one pass under each strategy."""
+
+import concurrent.futures
+import json
+import pathlib
+
+import pytest
+
+from tests.processes import PYTHON, ROOT, group
+
+SECONDS = 240  # for one comparison: 10 to 25 on an idle machine of 2 cores
+SCRIPT = pathlib.Path("tests") / "cluster" / "scripts" / "verified.py"
+DEVICES = ("--strategy=mirrored", "--devices=2", "--quick")
+RUNS = {
+    "mlp": ("--workers=2", "--json"),
+    "cnn": DEVICES,
+    "transformer": ("--strategy=central_storage", "--quick"),
+    "resnet": DEVICES,
+    "unscaled": DEVICES,
+    "seed": ("--workers=2", "--quick"),
+    "overlapping": ("--workers=2", "--quick"),
+}
+pytestmark = pytest.mark.timeout(len(RUNS) * SECONDS)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """Exit code and output of each comparison; two run at a time."""
+    directory = tmp_path_factory.mktemp("verify")
+
+    def verify(name):
+        (directory / name).mkdir()
+        with group(directory / name) as members:
+            command = [PYTHON, "-m", "tfdist", "verify", f"--config={ROOT / SCRIPT}:{name}", "--steps=3", *RUNS[name]]
+            members.start(name, ["bash", "-c", 'exec "$@" 2>/dev/null', "bash", *command], PYTHONPATH=str(ROOT))
+            return members.wait(SECONDS)[name], members.log(name)
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        return dict(zip(RUNS, pool.map(verify, RUNS), strict=True))
+
+
+def test_workers_equal_one_replica_whichever_way_they_run(done):
+    code, out = done["mlp"]
+    assert code == 0, out
+    found = json.loads(out)
+    assert found["same"]
+    assert list(found["ways"]) == ["AUTO, compiled", "AUTO, not compiled", "RING, compiled", "one replica, not compiled"]
+    for name, way in found["ways"].items():
+        assert way["steps"] == 3
+        assert way["replicas"] == (1 if name.startswith("one") else 2)
+        assert {"loss and metrics", "gradients' norms", "weights", "optimizer"} <= set(way["largest"])
+        assert all(difference["value"] <= 1e-4 for difference in way["largest"].values()), way
+
+
+@pytest.mark.parametrize("name", ["cnn", "transformer"])
+def test_devices_equal_one_replica(done, name):
+    code, out = done[name]
+    assert code == 0, out
+    assert "The same: 2 devices compute what one replica computes" in out
+    assert "the same\n" in out
+    assert ("Dropout and noise are off here" in out) == (name == "transformer")
+
+
+def test_statistics_that_are_not_synchronized_are_named(done):
+    code, out = done["resnet"]
+    assert code == 1, out
+    assert "step 1, layer batch_normalization" in out
+    assert "(BatchNormalization): the moving statistics" in out
+    assert "BatchNormalization(synchronized=True)" in out
+
+
+def test_a_loss_that_is_not_scaled_is_named(done):
+    code, out = done["unscaled"]
+    assert code == 1, out
+    assert "step 1, layer hidden (Dense): the norm of the gradient of hidden/kernel differs by 1.0e+00" in out
+    assert "the loss is not scaled: all gradients are 2 times too large" in out
+
+
+def test_a_worker_with_another_seed_is_named(done):
+    code, out = done["seed"]
+    assert code == 1, out
+    assert "worker:1 differs from worker:0 in global batches" in out
+    assert "another seed" in out
+    assert "Traceback" not in out
+
+
+def test_shards_that_overlap_are_named(done):
+    code, out = done["overlapping"]
+    assert code == 1, out
+    assert "the workers took 16 rows, one replica 16; 8 taken by several workers, 8 taken by nobody" in out
+    assert "the workers' shards overlap: in step 1" in " ".join(out.split())

@@ -1,0 +1,73 @@
+"""A real TensorBoard server on a directory of logs, asked over HTTP and looked at with a browser; it is gone when its block ends."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import pathlib
+import re
+import shutil
+import subprocess
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+from tests.processes import PYTHON, group
+
+SECONDS = 90  # for the server to start, or one answer; two to ten on an idle machine
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@dataclasses.dataclass(frozen=True)
+class Server:
+    """A TensorBoard that answers at `url`, without a final slash."""
+
+    url: str
+
+    def get(self, path: str, **query: str) -> bytes:
+        """What it answers to `/data/PATH?QUERY`."""
+        words = urllib.parse.urlencode(query)
+        with urllib.request.urlopen(f"{self.url}/data/{path}?{words}", timeout=SECONDS) as answer:
+            return answer.read()
+
+    def json(self, path: str, **query: str) -> Any:
+        """The same, read."""
+        return json.loads(self.get(path, **query))
+
+    def post(self, path: str, value: Any) -> Any:
+        """What it answers to a JSON object."""
+        request = urllib.request.Request(f"{self.url}/data/{path}", json.dumps(value).encode(), {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=SECONDS) as answer:
+            return json.loads(answer.read())
+
+    def picture(self, tab: str, path: pathlib.Path, size: str = "1400,900") -> bytes:
+        """A PNG of one of its tabs, such as "timeseries"."""
+        assert BROWSER is not None
+        profile = path.with_suffix(".profile")
+        flags = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}", f"--window-size={size}"]
+        flags += ["--virtual-time-budget=20000", f"--screenshot={path}"]
+        try:
+            subprocess.run([BROWSER, *flags, f"{self.url}/#{tab}"], check=True, timeout=SECONDS, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        finally:
+            shutil.rmtree(profile, ignore_errors=True)
+        return path.read_bytes()
+
+
+@contextlib.contextmanager
+def serving(logdir: pathlib.Path, scratch: pathlib.Path, runs: int = 1) -> Iterator[Server]:
+    """A server that has read at least so many runs; its log goes to the directory `scratch`."""
+    with group(scratch) as members:
+        words = ["--logdir", str(logdir), "--host", "127.0.0.1", "--port", "0", "--reload_interval", "1"]
+        members.start("tensorboard", [PYTHON, "-m", "tensorboard.main", *words])
+        members.says("tensorboard", r"at http://127\.0\.0\.1:\d+/", SECONDS)
+        found = re.search(r"at (http://127\.0\.0\.1:\d+)/", members.log("tensorboard"))
+        assert found
+        server, end = Server(found[1]), time.monotonic() + SECONDS
+        while len(server.json("runs")) < runs:
+            assert time.monotonic() < end, f"{server.json('runs')}\n{members.logs()}"
+            time.sleep(0.2)
+        yield server

@@ -1,0 +1,246 @@
+"""Where the time of steps goes: planted delays are found in their part, and no result changes; two workers: tests/cluster/test_anatomy.py."""
+
+import logging
+import time
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdist
+from tests.parity.cases import CROSSENTROPY, mlp
+from tfdist.telemetry.anatomy import PARTS, per_step, read
+from tfdist.train.anatomy import complete, times_of
+
+DELAY = 0.03  # planted, in each step
+
+
+@pytest.fixture(scope="module")
+def central():
+    return tfdist.make_strategy("central_storage", devices="cpu:0,cpu:1")
+
+
+class Sleep(keras.layers.Layer):
+    """A forward pass that takes longer."""
+
+    def call(self, x):
+        def wait(x):
+            time.sleep(DELAY)
+            return x
+
+        return x + 0 * tf.ensure_shape(tf.numpy_function(wait, [tf.stop_gradient(x)], tf.float32), x.shape)
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+class Tied(keras.Model):
+    """Weights that are used twice, by sparse gradients and by dense ones; statistics, and a seed."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = keras.layers.Embedding(20, 8)
+        self.dense = keras.layers.Dense(8, "tanh", kernel_regularizer="l2")
+        self.norm = keras.layers.BatchNormalization()
+        self.drop = keras.layers.Dropout(0.3)
+        self.out = keras.layers.Dense(3)
+
+    def call(self, x, training=False):
+        rows = self.table(tf.cast(tf.abs(x * 5), tf.int32) % 20)
+        rows = self.dense(self.dense(rows))
+        return self.out(self.drop(self.norm(tf.reduce_mean(rows, 1), training=training), training=training))
+
+
+def image_model():
+    return keras.Sequential([keras.Input([6]), keras.layers.Reshape([6, 1]), keras.layers.Conv1D(4, 3, activation="relu"),
+                             keras.layers.Flatten(), keras.layers.Dense(3)])  # fmt: skip
+
+
+def trained(strategy, directory, build=mlp, epochs=2, steps=12, optimizer=None, callbacks=(), data=None, **kwargs):
+    """A model after a fit, measured where there is a directory, with its windows."""
+    keras.utils.set_random_seed(3)
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(steps * 8, 6)).astype(np.float32), rng.integers(0, 3, steps * 8)
+    with strategy.scope():
+        model = build()
+        model.compile(optimizer() if optimizer else keras.optimizers.Adam(0.01), CROSSENTROPY, metrics=["accuracy"], **kwargs)
+    batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(8, drop_remainder=True)
+    batches = data(batches) if data else batches
+    measured = [tfdist.Anatomy(directory)] if directory else []
+    history = model.fit(batches, epochs=epochs, verbose=0, callbacks=[*measured, *callbacks])
+    return model, history.history, read(directory).get(0, []) if directory else []
+
+
+def whole(windows, steps):
+    """Checks what is true of all windows; returns them."""
+    assert sum(window.steps for window in windows) == steps
+    for window in windows:
+        assert set(window.parts) == set(PARTS)
+        assert min(window.parts.values()) >= 0
+        assert sum(window.parts.values()) == pytest.approx(window.seconds, abs=1e-4)
+    return windows
+
+
+def largest(windows):
+    parts = per_step(windows)
+    return max(parts, key=parts.get)
+
+
+# --- No result changes ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("name", "build"), [("one_device", image_model), ("one_device", Tied), ("mirrored", Tied), ("central", mlp)])
+def test_measured_steps_give_the_same_weights_to_the_bit(request, tmp_path, name, build):
+    strategy = request.getfixturevalue(name)
+    plain, history, _ = trained(strategy, None, build)
+    measured, measured_history, windows = trained(strategy, tmp_path, build)
+    whole(windows, 24)
+    assert measured_history == history
+    for a, b in zip(plain.get_weights(), measured.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_the_same_model_goes_on_without_being_measured(mirrored, tmp_path):
+    model, _, windows = trained(mirrored, tmp_path, epochs=1)
+    x, y = np.zeros([24, 6], np.float32), np.zeros(24, np.int64)
+    model.fit(x, y, batch_size=8, verbose=0)
+    assert len(read(tmp_path)[0]) == len(windows)
+    model.fit(x, y, batch_size=8, verbose=0, callbacks=[tfdist.Anatomy(tmp_path)])
+    assert read(tmp_path)[0][-1].step == 12 + 3 + 3
+
+
+# --- Planted delays -------------------------------------------------------------------------------------------------------
+def slow_data(batches):
+    def wait(x):
+        time.sleep(DELAY)
+        return x
+
+    return batches.map(lambda x, y: (tf.ensure_shape(tf.numpy_function(wait, [x], tf.float32), x.shape), y))
+
+
+def slow_model():
+    return keras.Sequential([keras.Input([6]), Sleep(), keras.layers.Dense(3)])
+
+
+def slow_callback():
+    return keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: time.sleep(DELAY))
+
+
+@pytest.mark.parametrize(
+    ("part", "planted"),
+    [
+        ("input", {"data": slow_data}),
+        ("forward_backward", {"build": slow_model}),
+        ("host", {"callbacks": [slow_callback()]}),
+    ],
+)
+def test_a_planted_delay_is_found_in_its_part(one_device, tmp_path, part, planted):
+    _, _, windows = trained(one_device, tmp_path, **planted)
+    assert largest(whole(windows, 24)) == part
+    assert per_step(windows)[part] > DELAY / 2
+
+
+def test_replicas_of_one_process_wait_for_the_slowest(mirrored, tmp_path):
+    """Both sleep, one after the other, as Python functions of a graph do."""
+    _, _, windows = trained(mirrored, tmp_path, slow_model)
+    parts = per_step(whole(windows, 24))
+    assert parts["wait"] > DELAY / 4  # half a delay: the mean of the one that waits a whole one and of the other
+    assert windows[0].bytes == 4 * (6 * 3 + 3)
+
+
+def test_the_input_wait_of_the_tensorboard_callback_is_the_same(one_device, tmp_path):
+    model, _, windows = trained(one_device, tmp_path, data=slow_data)
+    assert model.train_function.stats.input_seconds == pytest.approx(sum(w.parts["input"] for w in windows), rel=1e-3)
+    plain, _, _ = trained(one_device, None, data=slow_data)
+    assert plain.train_function.stats.input_seconds > 24 * DELAY / 2
+
+
+# --- Ways to run steps ----------------------------------------------------------------------------------------------------
+class OwnLogs(keras.Model):
+    """Returns what must be averaged after each step, which therefore runs by itself; and updates twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(3)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        x, y = data
+        for _ in range(2):
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+            self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"own": loss}
+
+
+@pytest.mark.parametrize("how", [{"build": OwnLogs}, {"run_eagerly": True}, {"optimizer": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())}])
+def test_steps_that_run_by_themselves_are_measured_too(mirrored, tmp_path, how):
+    _, _, windows = trained(mirrored, tmp_path, steps=6, **how)
+    parts = per_step(whole(windows, 12)) or windows[0].parts
+    assert min(parts[name] for name in ("forward_backward", "gradient_sync", "update")) > 0
+
+
+def test_compiled_by_xla_all_is_forward_and_backward(one_device, tmp_path):
+    _, _, windows = trained(one_device, tmp_path, jit_compile=True)
+    parts = per_step(whole(windows, 24))
+    assert parts["forward_backward"] > 0
+    assert parts["gradient_sync"] == parts["wait"] == 0
+
+
+def test_a_resumed_fit_goes_on_counting(one_device, tmp_path):
+    def end(batch, logs):
+        if batch == 5:
+            raise KeyboardInterrupt
+
+    backup = lambda: tfdist.BackupAndRestore(str(tmp_path / "backup"), save_freq=5)  # noqa: E731
+    with pytest.raises(KeyboardInterrupt):
+        trained(one_device, tmp_path, callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=end), backup()])
+    before = len(read(tmp_path).get(0, []))
+    _, _, windows = trained(one_device, tmp_path, callbacks=[backup()])
+    again = whole(windows[before:], 24 - 5)
+    assert [again[0].step - again[0].steps, again[-1].step] == [5, 24]
+    assert (again[0].epoch, again[-1].epoch) == (0, 1)
+
+
+# --- Files, and where there is nothing to measure ---------------------------------------------------------------------------
+def test_curves_lie_beside_the_records(one_device, tmp_path):
+    _, _, windows = trained(one_device, tmp_path)
+    file, = (tmp_path / "worker-0").glob("events.*")
+    found = {value.tag: event.step for event in tf.compat.v1.train.summary_iterator(str(file)) for value in event.summary.value}
+    assert set(found) == {*(f"anatomy/{part}_milliseconds" for part in PARTS), "anatomy/examples_per_second"}
+    assert set(found.values()) == {windows[-1].step} == {24}
+
+
+def test_the_first_call_counts_as_compiling(one_device, tmp_path):
+    _, _, windows = trained(one_device, tmp_path)
+    assert [window.compiled for window in windows] == [False] + [True] * (len(windows) - 1)
+
+
+def test_a_full_disk_ends_no_training(one_device, tmp_path, caplog):
+    (tmp_path / "worker-0").mkdir()
+    (tmp_path / "worker-0" / "anatomy.jsonl").symlink_to("/dev/full")
+    with caplog.at_level(logging.WARNING, "tfdist"):
+        model, _, _ = trained(one_device, tmp_path)
+    assert int(model.optimizer.iterations.numpy()) == 24
+    assert "cannot be written" in caplog.text
+
+
+def test_a_strategy_without_an_engine_is_told_of(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "tfdist"):
+        trained(tf.distribute.OneDeviceStrategy("/cpu:0"), tmp_path, steps=2)
+    assert "measures nothing here" in caplog.text
+
+
+# --- Numbers --------------------------------------------------------------------------------------------------------------
+def test_readings_of_two_replicas():
+    """Batch at 10; gradients at 11 and 13, sums at 14, done at 15 and 16; the next batch at 17."""
+    found = times_of(10.0, np.array([[17.0, 11, 14, 15, 13, 14, 16]]))
+    assert found[:4] == (1.0, 2.0, 2.0, 2.0)
+    assert found.shortest.tolist() == [1.0]
+
+
+def test_a_clock_that_was_set_makes_no_part_negative():
+    found = times_of(10.0, np.array([[7.0, 5.0, 6.0, 7.0]]))
+    assert min(found[:4]) == 0
+    assert complete({"input": 6.0, "update": 2.0}, 4.0) == {"input": 3.0, "update": 1.0, "wait": 0.0, "host": 0.0}

@@ -1,0 +1,128 @@
+"""What TensorBoard is told of a training beside its curves: traces of single steps, images; and what other writers get."""
+
+import logging
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+import tfdist
+from tests.unit.test_backup_and_restore import train
+from tfdist import config, run
+from tfdist.telemetry.writers import JsonlWriter, read_jsonl
+
+STEPS = 5
+
+
+def images(classes=3):
+    random = np.random.default_rng(1)
+    x, y = random.random((STEPS * 4, 6, 6, 1), np.float32), random.integers(0, classes, STEPS * 4)
+    return tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
+
+
+def fit(strategy, *callbacks, epochs=2):
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((6, 6, 1)), keras.layers.Flatten(), keras.layers.Dense(3, "softmax")])
+        model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
+    model.fit(images(), validation_data=images(), epochs=epochs, verbose=0, callbacks=list(callbacks))
+    return model
+
+
+def traced(directory):
+    """Numbers of the steps in the traces of a directory, in order."""
+    found = []
+    for path in directory.glob("plugins/profile/*/*.xplane.pb"):
+        for plane in xplane_pb2.XSpace.FromString(path.read_bytes()).planes:
+            names = {key: value.name for key, value in plane.stat_metadata.items()}
+            found += [
+                stat.int64_value
+                for line in plane.lines
+                for event in line.events
+                if plane.event_metadata[event.metadata_id].name == "train"
+                for stat in event.stats
+                if names[stat.metadata_id] == "step_num"
+            ]
+    return sorted(found)
+
+
+def test_a_profile_has_the_steps_it_was_asked_for(mirrored, tmp_path):
+    """They lie in two epochs, of which each call would run several steps."""
+    board = tfdist.TensorBoard(tmp_path, "try", profile="steps=4..7", profile_workers="all")
+    assert int(fit(mirrored, board).optimizer.iterations.numpy()) == 2 * STEPS
+    assert traced(tmp_path / "try" / "train") == [4, 5, 6, 7]
+
+
+def test_a_profile_that_training_does_not_reach_is_named(one_device, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "tfdist"):
+        fit(one_device, tfdist.TensorBoard(tmp_path, profile="steps=11..12"))
+    assert "steps 11 to 12 were not among those that ran" in caplog.text
+    assert traced(tmp_path / "train") == []
+
+
+@pytest.mark.parametrize("text", ["", "steps=", "steps=5..2", "steps=0..2", "10..15", "steps=1-2", "steps=1..2..3"])
+def test_a_bad_profile_is_an_error(text, tmp_path):
+    for name, call in (
+        ("profile", lambda: tfdist.TensorBoard(tmp_path, profile=text)),
+        ("telemetry.profile", lambda: config.Telemetry(profile=text)),
+        ("--profile", lambda: run.parse(["--config=any.py", "--profile", text])),
+        ("--profile", lambda: run.parse(["--config=any.py", f"--profile={text}"])),
+    ):
+        with pytest.raises(ValueError, match=rf"^{name}: expected steps from 1 on, the first and the last, such as steps=10\.\.15; received"):
+            call()
+
+
+def test_the_flag_is_short_for_the_key(tmp_path):
+    path = tmp_path / "settings.py"
+    path.write_text("import tfdist\n\ndef get_config():\n    return tfdist.config.default()\n")
+    for words in (["--profile", "steps=3"], ["--profile=steps=3"], ["--config.telemetry.profile=steps=3"]):
+        assert run.parse([f"--config={path}", *words]).telemetry.profile == "steps=3"
+    with pytest.raises(ValueError, match=r"expected tensorboard in telemetry\.backends"):
+        run.run(run.parse([f"--config={path}", "--profile=steps=3", "--config.telemetry.backends=jsonl"]))
+    with pytest.raises(ValueError, match=r"received 'tensorbord'\. Did you mean tensorboard"):
+        run.parse([f"--config={path}", "--config.telemetry.backends=tensorbord"])
+
+
+def test_images_come_with_what_the_model_says(mirrored, tmp_path):
+    samples = tfdist.ImageSamples(tmp_path, images(), 6, run="try", classes=["ant", "bee", "cat"], every=2)
+    fit(mirrored, samples, epochs=4)
+    (path,) = (tmp_path / "try" / "validation").iterdir()
+    events = map(tf.compat.v1.Event.FromString, tf.data.TFRecordDataset(str(path)).as_numpy_iterator())
+    found = {event.step: value for event in events for value in event.summary.value}
+    assert sorted(found) == [1, 3]
+    width, height, picture = tf.make_ndarray(found[3].tensor)
+    assert tf.io.decode_png(picture).shape == (int(height), int(width), 3)
+    assert len(samples.images) == len(samples.labels) == 6
+
+
+def test_images_that_are_none_are_named(tmp_path):
+    vectors = tf.data.Dataset.from_tensors((np.zeros([2, 3], np.float32), np.zeros([2])))
+    with pytest.raises(ValueError, match=r"data: expected images \[batch, height, width, 1, 3 or 4\] with labels \[batch\]; received \[2, 3\] with \[2\]"):
+        tfdist.ImageSamples(tmp_path, vectors)
+    with pytest.raises(ValueError, match="count: expected a number, 1 or more; received 0"):
+        tfdist.ImageSamples(tmp_path, images(), 0)
+
+
+def test_a_log_has_each_epoch_and_step_once_after_a_resume(one_device, tmp_path):
+    def attempt(name, **options):
+        log = tfdist.Log([JsonlWriter(tmp_path / f"{name}.jsonl")], every=2)
+        return train(one_device, tmp_path / "backup", callbacks=lambda saves: [saves, log], save_freq=3, **options)
+
+    assert attempt("whole")["ended"]
+    assert not attempt("cut", interrupt=(1, 5))["ended"]
+    assert attempt("cut", seed=5)["ended"]
+    whole, cut = read_jsonl(tmp_path / "whole.jsonl"), read_jsonl(tmp_path / "cut.jsonl")
+    assert [line["batch"] for line in whole if "batch" in line][:3] == [2, 4, 6]
+    assert [line["step"] for line in whole if "step" in line] == [0, 1, 2]
+    assert len(cut) == len(whole)
+    for a, b in zip(whole, cut, strict=True):
+        assert a.keys() == b.keys()
+        for name in a.keys() - {"time", "seconds"}:
+            assert b[name] == pytest.approx(a[name], rel=1e-5), name
+
+
+def test_a_bad_number_of_steps_is_an_error():
+    with pytest.raises(ValueError, match="every: expected a number of steps"):
+        tfdist.Log([], every=0)

@@ -1,0 +1,86 @@
+"""Tracking services get what a run tells, in one run even if the training is resumed: on their own files, where they are installed."""
+
+import importlib.util
+import json
+
+import pytest
+
+from tfdist.telemetry import services
+
+
+def needed(package):
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"the package {package} is not installed")
+
+
+def tell(writer):
+    """A training of two epochs, interrupted after the first; a writer of each process."""
+    for epoch in range(2):
+        each = writer()
+        each.rewind(epoch, 0)
+        each.settings({"optimizer": "adam", "learning_rate": 0.5})
+        each.scalars(8 * epoch + 4, {"batch_loss": 3.0 - epoch}, "step")
+        each.scalars(epoch, {"loss": 2.0 - epoch})
+        each.close()
+
+
+def test_mlflow_has_one_run_with_all_values(tmp_path, monkeypatch):
+    needed("mlflow")
+    import mlflow
+
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    tell(lambda: services.MlflowWriter(tmp_path / "run", name="try"))
+    client = mlflow.MlflowClient()
+    (run,) = client.search_runs([client.get_experiment_by_name("tfdist").experiment_id])
+    assert (run.info.run_name, run.info.status) == ("try", "FINISHED")
+    assert run.data.params == {"optimizer": "adam", "learning_rate": "0.5"}
+    assert [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, "loss")] == [(0, 2.0), (1, 1.0)]
+    assert [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, "batch_loss")] == [(4, 3.0), (12, 2.0)]
+
+
+def test_wandb_offline_has_one_run_with_all_values(tmp_path, monkeypatch):
+    needed("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    tell(lambda: services.WandbWriter(tmp_path / "run", name="try"))
+    name = (tmp_path / "run" / "wandb.id").read_text().strip()
+    assert name
+    files = list((tmp_path / "run").rglob(f"*{name}.wandb"))
+    assert files
+    found = [line for path in files for line in history(path)]
+    assert [(line["epoch"], line["loss"]) for line in found if "loss" in line] == [(0, 2.0), (1, 1.0)]
+    assert [(line["step"], line["batch_loss"]) for line in found if "batch_loss" in line] == [(4, 3.0), (12, 2.0)]
+
+
+def history(path):
+    """The values in a file of wandb's."""
+    from wandb.proto import wandb_internal_pb2
+
+    for data in records(path.read_bytes()):
+        record = wandb_internal_pb2.Record.FromString(data)
+        if record.HasField("history"):
+            yield {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+
+
+def records(content):
+    """The records of a log as LevelDB writes it: in blocks, each part with its length and whether more follow."""
+    at, whole, block = 7, b"", 2**15
+    while at + 7 <= len(content):
+        if block - at % block < 7:
+            at += block - at % block
+            continue
+        length, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
+        whole += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or a last part
+            yield whole
+            whole = b""
+
+
+@pytest.mark.parametrize("writer", [services.WandbWriter, services.MlflowWriter])
+def test_a_service_that_is_not_installed_is_named(writer, tmp_path):
+    package = writer.__name__.removesuffix("Writer").lower()
+    if importlib.util.find_spec(package) is not None:
+        pytest.skip(f"the package {package} is installed")
+    with pytest.raises(ValueError, match=f"{writer.__name__} needs the package {package}.*pip install {package}"):
+        writer(tmp_path)

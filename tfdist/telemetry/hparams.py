@@ -1,0 +1,48 @@
+"""What a run was told becomes an entry of TensorBoard's HPARAMS tab, beside those of other runs; nothing is compared here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by dotted names, with values that TensorBoard can show.
+
+    Example:
+        >>> flat({"model": {"name": "mlp", "widths": (16, 8)}, "seed": 1, "cluster": None})
+        {'model.name': 'mlp', 'model.widths': '(16, 8)', 'seed': 1, 'cluster': 'None'}
+    """
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value if isinstance(value, bool | int | float | str) else str(value)
+    return found
+
+
+def begin(writer: Any, name: str, values: Mapping[str, Any]) -> None:
+    """Writes settings to the directory whose subdirectories hold the run's curves.
+
+    Args:
+        writer: A `tf.summary` writer there.
+        name: Of the run; runs of one name are one trial.
+        values: Settings, also nested.
+    """
+    from tensorboard.plugins.hparams import api
+
+    with writer.as_default():
+        api.hparams(flat(values), trial_id=name)
+    writer.flush()
+
+
+def end(writer: Any) -> None:
+    """Writes that the run is done, whose entry says "running" until then."""
+    import tensorflow as tf
+    from tensorboard.plugins.hparams import api_pb2, summary
+
+    with writer.as_default():
+        message = summary.session_end_pb(api_pb2.STATUS_SUCCESS)
+        tf.summary.experimental.write_raw_pb(message.SerializeToString(), step=0)
+    writer.flush()

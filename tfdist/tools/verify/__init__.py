@@ -1,0 +1,1 @@
+"""Several replicas are compared with one, step by step, in processes of their own."""

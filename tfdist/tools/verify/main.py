@@ -1,0 +1,258 @@
+"""The words after `tfdist verify` become the same steps in several processes, and what differs; nothing is trained in this one."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import json
+import math
+import os
+import re
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tfdist import app
+from tfdist.arguments import Parser, whole
+from tfdist.contract import CONFIGURATION_CODE
+
+STRATEGIES = ("multi_worker_mirrored", "mirrored", "central_storage", "one_device")
+_DESCRIPTION = """\
+Trains a few steps of a run with one replica, and the same global batches with several, and compares loss, metrics, the norms of the
+gradients, weights, moving statistics and the optimizer's variables after each step. Tells the first difference that is more than
+rounding, and what it probably comes from.
+
+  tfdist verify --config=configs/digits.py                                       (two workers on this machine)
+  tfdist verify --config=configs/digits.py --workers 3 --steps 8
+  tfdist verify --config=configs/digits.py --strategy mirrored --devices 2
+  tfdist verify --config=configs/digits.py --config.model.name=model.py:build
+
+Dropout and noise are switched off for it, as each replica draws its own, by design.
+"""
+_EPILOG = """\
+exit code: 0 when several replicas compute what one computes; 1 when they do not, or their processes fail; 2 for a mistake on this
+command line; 78 for a mistake in the config, or in what one replica makes of it.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command `tfdist verify`.
+
+    Args:
+        argv: The words after `tfdist verify`.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        flags, words = parse(argv)
+    except ValueError as error:
+        print(f"tfdist verify: error: {error}\nSee `tfdist verify --help`.", file=sys.stderr)
+        return 2
+    return app.plainly(_verify, flags, words)
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Reads the command line.
+
+    Args:
+        argv: The words after `tfdist verify`.
+
+    Returns:
+        The flags, and the words about the config.
+
+    Raises:
+        ValueError: Names the flag, what was expected and received.
+
+    Example:
+        >>> flags, words = parse(["--config=a.py", "--workers", "3", "--config.train.seed=1"])
+        >>> flags.strategy, flags.workers, words
+        ('multi_worker_mirrored', 3, ['--config=a.py', '--config.train.seed=1'])
+    """
+    flags, words = _parser().parse_known_args(argv)
+    unknown = [word for word in words if word.startswith("-") and not re.match(r"--?(no)?config(\.|=|$)", word)]
+    if unknown:
+        known = ["--config", *("--" + name for name in vars(flags))]
+        nearest = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)
+        remedy = f"Did you mean {nearest[0]}?" if nearest else f"Expected one of {', '.join(known)}."
+        raise ValueError(f"{unknown[0]}: no such flag. {remedy}")
+    if not any(re.match(r"--?config(=|$)", word) for word in words):
+        raise ValueError("--config: expected a config file, such as --config=configs/digits.py; received none")
+    if flags.strategy == "parameter_server":
+        raise ValueError(
+            "--strategy: parameter_server is asynchronous: its steps depend on which worker is quicker, so that none equals one replica's. Check its "
+            "result instead: train it and one_device with `tfdist train`, and compare what both evaluate; the history's examples say "
+            "whether each was counted once"
+        )
+    if flags.strategy is None:
+        flags.strategy = "multi_worker_mirrored" if flags.workers is not None or flags.devices is None else "mirrored"
+    if flags.strategy not in STRATEGIES:
+        near = difflib.get_close_matches(flags.strategy, STRATEGIES, n=1)
+        raise ValueError(
+            f"--strategy: expected one of {', '.join(STRATEGIES)}; received {flags.strategy!r}{f'. Did you mean {near[0]}?' if near else ''}"
+        )
+    if flags.strategy == "multi_worker_mirrored":
+        flags.workers = 2 if flags.workers is None else flags.workers
+        if flags.workers == 1 and flags.devices is None:
+            raise ValueError(
+                "--workers: expected at least 2 with multi_worker_mirrored, received 1, which is one replica. For several devices of one "
+                "process: --strategy mirrored --devices 2"
+            )
+    elif flags.workers not in (None, 1):
+        raise ValueError(f"--workers: {flags.strategy} trains in one process; received {flags.workers}. Use --devices, such as --devices 2")
+    elif flags.devices is None and flags.strategy != "one_device":
+        flags.devices = "2"
+    return flags, words
+
+
+def _verify(flags: argparse.Namespace, words: list[str]) -> int:
+    from tfdist import run
+
+    settings = run.parse(words)  # what is wrong here is said at once
+    # So that what follows ends its processes then, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    with contextlib.ExitStack() as stack:
+        directory = _empty(flags.keep) if flags.keep else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tfdist-verify-")))
+        try:
+            return _compare(flags, words, settings, directory)
+        except KeyboardInterrupt:
+            print("verify interrupted; its processes are ended", file=sys.stderr)
+            return 128 + signal.SIGINT
+
+
+def _compare(flags: argparse.Namespace, words: list[str], settings: Any, directory: Path) -> int:
+    from tfdist.tools.verify import words as telling
+    from tfdist.tools.verify.compare import compare
+    from tfdist.tools.verify.processes import Failed
+    from tfdist.tools.verify.recording import Recording
+    from tfdist.tools.verify.settings import COMPILED, EAGER, ROUNDING, Settings
+
+    say: Callable[[str], None] = (lambda text: None) if flags.json else (lambda text: print(text, flush=True))
+    replicas = _replicas(flags)
+    say(f"{settings.name}: {replicas} ({flags.strategy}) against one replica, {_count(flags.steps, 'step')}")
+    common = {"config": tuple(words), "steps": flags.steps, "timeout": min(settings.strategy.timeout, flags.timeout)}
+    more = () if flags.quick else (EAGER,)
+
+    def recorded(name: str, ways: tuple[str, ...], **what: Any) -> dict[str, list[Recording]]:
+        """By way, of each worker."""
+        place = directory / name
+        place.mkdir()
+        told = Settings(str(place), ways=ways, **common, **what)
+        _start(told, flags, place, name)
+        ranks = range(flags.workers or 1)
+        return {way: [Recording.read(told.file(way, rank)) for rank in ranks if told.file(way, rank).exists()] for way in ways}
+
+    first_device = flags.devices.split(",")[0] if flags.devices and not flags.devices.strip().isdigit() else None
+    try:
+        one = recorded("one", (COMPILED, ROUNDING, *more), strategy="one_device", devices=first_device)
+    except Failed as error:
+        print(f"error: one replica alone fails, so that there is nothing to compare with:\n{error}", file=sys.stderr)
+        return CONFIGURATION_CODE if error.code == CONFIGURATION_CODE else 1
+    reference, rounding = one[COMPILED][0], one[ROUNDING][0]
+    for line in telling.preamble(reference, flags.steps, settings.train.steps_per_execution):
+        say(line)
+
+    communications = [settings.strategy.communication] if flags.strategy == "multi_worker_mirrored" else [""]
+    if communications[0] and not flags.quick:
+        communications.append("auto" if communications[0] == "ring" else "ring")
+    found, failure = {}, None
+    for number, communication in enumerate(communications):
+        prefix = f"{communication.upper()}, " if communication else ""
+        what = {"communication": communication} if communication else {}
+        try:
+            several = recorded(f"several-{number}", (COMPILED, *(more if not number else ())), strategy=flags.strategy, devices=flags.devices, **what)
+        except Failed as error:
+            failure = f"{prefix}{error}"
+            break
+        for way, recordings in several.items():
+            name = f"{prefix}{'compiled' if way == COMPILED else 'not compiled'}"
+            found[name] = compare(reference, recordings, rounding, flags.tolerance)
+    if more:
+        found["one replica, not compiled"] = compare(reference, one[EAGER], rounding, flags.tolerance)
+    return _tell(flags, say, replicas, found, failure, reference.draws())
+
+
+def _tell(flags: argparse.Namespace, say: Callable[[str], None], replicas: str, found: dict, failure: str | None, drawn: list[str]) -> int:
+    from tfdist.tools.verify import words as telling
+
+    if flags.json:
+        print(json.dumps({**telling.facts(found, drawn), **({"same": False, "failure": failure} if failure else {})}, indent=2))
+    else:
+        for line in [*telling.table(found), *telling.lenient(next(iter(found.values())))] if found else []:
+            say(line)
+        say("")
+        for line in telling.failed(replicas, failure) if failure else telling.verdict(found, drawn, replicas):
+            say(line)
+    return 1 if failure or not all(comparison.same for comparison in found.values()) else 0
+
+
+def _start(told: Any, flags: argparse.Namespace, place: Path, name: str) -> None:
+    """Runs the process, or the launch, that records."""
+    from tfdist.tools.verify import processes
+
+    record = ["tfdist.tools.verify.record", told.to_json()]
+    bound = f"{flags.timeout:g}"
+    if told.strategy == "multi_worker_mirrored":
+        who = f"{flags.workers} workers ({told.communication})"
+        launch = ["tfdist", "launch", "--workers", str(flags.workers), "--log-dir", str(place / "logs"), "--show", "none", "--color", "never"]
+        record = [*launch, "--hang-timeout", bound, "--start-timeout", bound, "--", "-m", *record]
+    else:
+        who = "one replica" if name == "one" else f"the process of {told.strategy}"
+    processes.run(record, place / "log", flags.timeout, who)
+
+
+def _replicas(flags: argparse.Namespace) -> str:
+    if flags.strategy == "multi_worker_mirrored":
+        return _count(flags.workers, "worker") + (f" with devices {flags.devices}" if flags.devices else "")
+    if flags.strategy == "one_device":
+        return "one device"
+    names = flags.devices.split(",")
+    return _count(int(flags.devices), "device") if flags.devices.isdigit() else _count(len(names), "device") if len(names) > 1 else f"devices {flags.devices}"
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"
+
+
+def _empty(directory: str) -> Path:
+    path = Path(directory)
+    path.mkdir(parents=True, exist_ok=True)
+    if any(path.iterdir()):
+        raise ValueError(f"--keep={directory}: expected a new or empty directory; it holds {next(path.iterdir()).name}.")
+    return Path(os.path.abspath(path))
+
+
+def _above_zero(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, received {text!r}")
+    return value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="tfdist verify",
+        usage="tfdist verify --config=FILE.py [--config.SECTION.KEY=VALUE ...] [flags]",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--workers", type=whole(1), metavar="N", help="workers, on this machine (2)")
+    add("--strategy", metavar="NAME", help=f"{', '.join(STRATEGIES)} (multi_worker_mirrored; with --devices and without --workers, mirrored)")
+    add("--devices", metavar="D", help='devices of a process: 2, "cpu:0,cpu:1", "gpu" (2 with mirrored and central_storage)')
+    add("--steps", type=whole(1), default=5, metavar="N", help="steps to train (5)")
+    add("--tolerance", type=_above_zero, default=1e-4, metavar="T", help="relative difference that is always allowed (1e-4)")
+    add("--quick", action="store_true", help="the way that training takes alone: no steps that are not compiled, no other communication")
+    add("--timeout", type=_above_zero, default=600.0, metavar="S", help="seconds that each set of processes may take (600)")
+    add("--json", action="store_true", help="print one JSON object instead of the table")
+    add("--keep", metavar="DIR", help="keep recordings and logs in this directory")
+    return parser

@@ -1,0 +1,152 @@
+"""What passes through a training step becomes numbers in Python, compiled steps included; nothing is trained or compared here."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+_MIX = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # splitmix64's constants, as int64
+
+
+class Probe:
+    """What one process saw of the step that has just run.
+
+    Args:
+        first_replica: The number of the first replica of this process, whose gradients are kept: all have the same sums.
+    """
+
+    def __init__(self, first_replica: int):
+        self._first = first_replica
+        self._lock = threading.Lock()  # each replica has a thread of its own
+        self._rows: dict[int, np.ndarray] = {}
+        self._gradients: dict[int, float] = {}
+
+    def see_rows(self, data: Any) -> None:
+        """Takes a fingerprint of each row that a replica got; called in replica context, while a step is traced or run."""
+
+        def keep(replica, rows):
+            with self._lock:
+                self._rows[int(replica)] = rows
+
+        with tf.device("/cpu:0"):
+            tf.numpy_function(keep, [_replica(), fingerprints(data)], [])
+
+    def see_gradients(self, gradients: Sequence[Any], variables: Sequence[keras.Variable] | None) -> None:
+        """Takes the norms of the gradients, summed over the replicas, before they are clipped."""
+        known = [(place if variables is None else id(variables[place]), g) for place, g in enumerate(gradients) if g is not None]
+        names = [name for name, _ in known]
+
+        def keep(replica, norms):
+            if int(replica) == self._first:
+                with self._lock:
+                    self._gradients.update(zip(names, norms.tolist(), strict=True))
+
+        if known:
+            norms = [tf.norm(tf.cast(g.values if isinstance(g, tf.IndexedSlices) else g, tf.float64)) for _, g in known]
+            with tf.device("/cpu:0"):
+                tf.numpy_function(keep, [_replica(), tf.stack(norms)], [])
+
+    def take(self) -> tuple[np.ndarray, dict[int, float]]:
+        """The fingerprints of this process' rows in the order of its replicas, and the norms by the id of their variable."""
+        with self._lock:
+            rows = [self._rows[replica] for replica in sorted(self._rows)]
+            seen = np.concatenate(rows) if rows else np.zeros(0, np.int64), self._gradients
+            self._rows, self._gradients = {}, {}
+        return seen
+
+
+def fingerprints(data: Any) -> tf.Tensor:
+    """A number for each row of a batch, which differs, in all likelihood, where rows do.
+
+    Args:
+        data: A nest of tensors `[rows, ...]`. Ragged and sparse ones do not count.
+
+    Returns:
+        int64 `[rows]`, the same whatever rows stand beside them.
+
+    Example:
+        >>> a, b, c = fingerprints((tf.constant([[1.0, 2.0], [2.0, 1.0], [1.0, 2.0]]), tf.constant(["x", "y", "x"]))).numpy()
+        >>> bool(a == c), bool(a == b)
+        (True, False)
+    """
+    total: Any = tf.constant(0, tf.int64)
+    for place, x in enumerate(tf.nest.flatten(data), start=1):
+        if not isinstance(x, tf.Tensor) or x.shape.rank == 0:
+            continue
+        numbers = tf.reshape(_integers(x), [tf.shape(x)[0], -1])
+        columns = tf.range(tf.shape(numbers, tf.int64)[1], dtype=tf.int64)
+        total += tf.reduce_sum(_mixed(numbers + _mixed(columns + place * 2**40)), axis=1)
+    return total
+
+
+def _integers(x: tf.Tensor) -> tf.Tensor:
+    if x.dtype == tf.string:
+        return tf.strings.to_hash_bucket_fast(x, 2**62)
+    if x.dtype.is_floating:
+        return tf.bitcast(tf.cast(x, tf.float64), tf.int64)
+    return tf.cast(x, tf.int64)
+
+
+def _mixed(x: tf.Tensor) -> tf.Tensor:
+    """Neighbouring numbers become numbers far from each other, as in splitmix64."""
+    x = x + _MIX[0]
+    for shift, factor in ((30, _MIX[1]), (27, _MIX[2])):
+        x = tf.bitwise.bitwise_xor(x, tf.bitwise.right_shift(x, tf.constant(shift, tf.int64))) * factor
+    return tf.bitwise.bitwise_xor(x, tf.bitwise.right_shift(x, tf.constant(31, tf.int64)))
+
+
+def _replica() -> Any:
+    context = tf.distribute.get_replica_context()
+    return tf.constant(0) if context is None else context.replica_id_in_sync_group
+
+
+def reverse(data: Any) -> Any:
+    """The rows of a batch in reverse."""
+    return tf.nest.map_structure(lambda x: x[::-1] if isinstance(x, tf.Tensor | tf.RaggedTensor) else x, data)
+
+
+def silence(model: keras.Model) -> list[str]:
+    """Lets the layers that drop units or add noise, within others too, pass on what they get.
+
+    Returns:
+        Their names; those that did so already are not among them.
+    """
+    found = []
+    for layer in layers_of(model):
+        dropout = any("Dropout" in kind.__name__ or "GaussianNoise" in kind.__name__ for kind in type(layer).__mro__)
+        for name in ("dropout", "recurrent_dropout", *(("rate", "stddev") if dropout else ())):
+            if isinstance(layer, keras.Model) or not isinstance(getattr(layer, name, None), int | float) or not getattr(layer, name):
+                continue
+            try:
+                setattr(layer, name, 0.0)
+            except AttributeError:  # a view of what a layer within it has
+                continue
+            found.append(layer.name)
+    return list(dict.fromkeys(found))
+
+
+def layers_of(layer: keras.Layer) -> list[keras.Layer]:
+    """A layer, and all layers within it, however deep, each once."""
+    found: list[keras.Layer] = []
+    left: list[Any] = [layer]
+    known: set[int] = set()
+    while left:
+        each = left.pop(0)
+        if id(each) in known:
+            continue
+        if isinstance(each, keras.Layer):
+            found.append(each)
+            left.extend(vars(each).values())
+        elif isinstance(each, list | tuple | set):
+            left.extend(each)
+        elif isinstance(each, dict):
+            left.extend(each.values())
+        else:
+            continue
+        known.add(id(each))  # kept by its owner, so that nothing else can come to its place in memory
+    return found

@@ -1,0 +1,164 @@
+"""A process of `tfdist verify` trains some steps through `fit`, and records each of them; nothing is compared here.
+
+python -m tfdist.tools.verify.record SETTINGS
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist import app, building, config, inputs, run
+from tfdist.keras_compat import local_component
+from tfdist.tools.verify import recording
+from tfdist.tools.verify.probes import Probe, layers_of, reverse, silence
+from tfdist.tools.verify.settings import EAGER, ROUNDING, Settings
+from tfdist.train.step import moving_state, seed_states
+
+
+def main(argv: Sequence[str]) -> int:
+    """Records what the settings say.
+
+    Args:
+        argv: One word, `Settings.to_json()`.
+
+    Returns:
+        0.
+    """
+    app.plainly(record, Settings.of_json(argv[0]))
+    return 0
+
+
+def record(settings: Settings) -> None:
+    """Trains in each of the ways, and writes a file for each; every worker of a cluster calls it."""
+    described = run.parse(settings.config)
+    where = dataclasses.replace(
+        described.strategy, name=settings.strategy, cluster=None, task=None, devices=settings.devices,
+        communication=settings.communication, timeout=settings.timeout,
+    )  # fmt: skip
+    strategy = building.make_strategy(where)
+    rank = strategy.tfdist_engine.placement.rank  # type: ignore[attr-defined]
+    for way in settings.ways:
+        found = train(described, strategy, way, settings.steps)
+        found.write(settings.file(way, rank))
+
+
+def train(described: config.Run, strategy: tf.distribute.Strategy, way: str, steps: int) -> recording.Recording:
+    """Some steps of a run, as `tfdist train` would take them, without dropout.
+
+    Args:
+        described: The Run.
+        strategy: One of tfdist's.
+        way: "compiled", "eager" or "rounding".
+        steps: How many.
+
+    Returns:
+        What was seen in this process.
+    """
+    keras.utils.set_random_seed(described.train.seed)  # also of data that are shuffled without a seed of their own
+    batches = inputs.pipeline(described, "train")
+    model = building.make_model(described, strategy, batches)
+    model.steps_per_execution = 1
+    if way == EAGER:
+        model.run_eagerly = True
+    engine: Any = strategy.tfdist_engine  # type: ignore[attr-defined]
+    probe = Probe(engine.placement.first_replica)
+    model_step = model.train_step
+
+    def train_step(data):
+        probe.see_rows(data)
+        return model_step(reverse(data) if way == ROUNDING else data)
+
+    model.train_step = train_step
+    engine.watch_gradients = probe.see_gradients
+    recorder = _Recorder(strategy, probe, batches, steps)
+    try:
+        # As many epochs as it takes: each has a step at least.
+        model.fit(batches, epochs=steps, verbose=0, shuffle=False, callbacks=[recorder])
+    finally:
+        engine.watch_gradients = None
+    return recorder.found()
+
+
+class _Recorder(keras.callbacks.Callback):
+    """Takes down what there is to see after each step."""
+
+    def __init__(self, strategy: tf.distribute.Strategy, probe: Probe, batches: tf.data.Dataset, steps: int):
+        super().__init__()
+        self._strategy, self._probe, self._batches, self._steps = strategy, probe, batches, steps
+        self._placement = strategy.tfdist_engine.placement  # type: ignore[attr-defined]
+        self._arrays: dict[str, np.ndarray] = {}
+        self._silenced: list[str] = []
+        self._logs: list[str] = []
+        self._step = 0
+
+    def on_train_begin(self, logs=None):
+        self._silenced = silence(self.model)
+        self._take_state()
+
+    def on_epoch_begin(self, epoch, logs=None):
+        inputs.begin_epoch(self._batches, epoch)
+
+    def on_train_batch_end(self, batch, logs=None):
+        self._step += 1
+        logs = logs or {}
+        self._arrays[f"{self._step}/logs"] = np.array([np.mean(np.asarray(value, np.float64)) for value in logs.values()], np.float64)
+        self._logs = list(logs)
+        rows, gradients = self._probe.take()
+        self._arrays[f"{self._step}/rows"] = rows
+        for place, variable in enumerate(self.model.trainable_variables):
+            if id(variable) in gradients or place in gradients:
+                self._arrays[f"{self._step}/gradient/{place}"] = np.array(gradients.get(id(variable), gradients.get(place)))
+        self._take_state()
+        if self._step == self._steps:
+            self.model.stop_training = True
+
+    def _take_state(self) -> None:
+        copies = []
+        with self._strategy.scope():
+            for place, (_, variable) in enumerate(self._variables()):
+                values = [_sample(local_component(variable, i)) for i in range(self._placement.local_replicas)]
+                self._arrays[f"{self._step}/state/{place}"] = values[0]
+                copies.append(max((recording.relative(values[0], value) for value in values[1:]), default=0.0))
+        self._arrays[f"{self._step}/copies"] = np.array(copies)
+
+    def _variables(self) -> list[tuple[str, keras.Variable]]:
+        """What a step may change, but for metrics, by kind: all in the order of the model's layers."""
+        model = self.model
+        metrics = {id(v) for v in model.metrics_variables}
+        kinds = {id(v): recording.STATISTICS for v in moving_state(model)} | {id(v): recording.SEEDS for v in seed_states(model)}
+        found = [(kinds.get(id(v), recording.WEIGHTS), v) for v in model.variables if id(v) not in metrics]
+        optimizer = getattr(model, "optimizer", None)
+        return found + [(recording.OPTIMIZER, v) for v in (optimizer.variables if optimizer is not None else [])]
+
+    def found(self) -> recording.Recording:
+        """All of it."""
+        outermost_first = sorted(layers_of(self.model), key=lambda layer: -len(layer.weights))
+        owners = {id(v): layer for layer in outermost_first for v in layer.weights}
+        places = {id(v): place for place, v in enumerate(self.model.trainable_variables)}
+        variables = []
+        for kind, v in self._variables():
+            layer = owners.get(id(v))
+            synchronized = bool(getattr(layer, "synchronized", False))
+            variables.append(recording.Variable(kind, v.path, type(layer).__name__ if layer else "", synchronized, places.get(id(v))))
+        return recording.Recording(
+            tuple(variables), tuple(self._logs), self._step, self._placement.replicas, self._placement.local_replicas,
+            tuple(self._silenced), self._arrays,
+        )  # fmt: skip
+
+
+def _sample(variable: tf.Variable) -> np.ndarray:
+    """The values of a variable; of a large one, some at equal distances."""
+    value = tf.reshape(variable, [-1])
+    stride = -(-int(value.shape[0] or 1) // recording.SAMPLE)
+    return tf.cast(value[::stride], tf.float64).numpy()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
