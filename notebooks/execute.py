@@ -68,14 +68,13 @@ def execute(notebook: nbformat.NotebookNode, timeout: int) -> nbformat.NotebookN
 
 
 def environment(directory: str) -> dict[str, str]:
-    """This process' environment with its Python's programs first, and without this user's Jupyter and IPython settings."""
+    """This process' environment with its Python's programs first, and temporary files in the directory."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(LEFT_OUT)}
     programs = os.path.dirname(sys.executable)
     return {
         **kept,
         "PATH": f"{programs}{os.pathsep}{kept.get('PATH', os.defpath)}",
         "TMPDIR": directory,
-        "IPYTHONDIR": os.path.join(directory, "ipython"),
     }
 
 
@@ -112,9 +111,9 @@ def _tidy_outputs(outputs: list[nbformat.NotebookNode]) -> list[nbformat.Noteboo
 
 
 if __name__ == "__main__":
-    # Before Jupyter reads them: a kernel that somebody has registered as python3 is not this one's.
+    # A kernel that somebody has registered as python3 is not this Python, and this user's settings and history are no part of it.
     with tempfile.TemporaryDirectory(prefix="tfdist-jupyter-") as data:
-        os.environ["JUPYTER_DATA_DIR"] = data
+        os.environ["JUPYTER_DATA_DIR"] = os.environ["IPYTHONDIR"] = data
         os.environ.pop("JUPYTER_PATH", None)
         os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"
         sys.exit(main())
