@@ -53,6 +53,8 @@ def callbacks(
             profile=told.profile, profile_workers=told.profile_workers,
         )  # fmt: skip
         found.append(board)
+    if told.anatomy:
+        found.append(tfdist.Anatomy(directory))
     if told.images:
         try:
             found.append(tfdist.ImageSamples(directory.parent, test, told.images, run=directory.name))

@@ -156,7 +156,6 @@ def run(settings: config.Run) -> dict[str, Any]:
         shuffle=False,  # the pipeline does
         callbacks=[
             backup,
-            *([tfdist.Anatomy(directory)] if settings.telemetry.anatomy else []),
             *_checkpoints(where, directory),
             *watching,
             keras.callbacks.LambdaCallback(on_epoch_begin=begin_epoch),

@@ -131,7 +131,7 @@ def test_the_slowest_worker_is_named_where_there_is_one():
 def test_ties_and_nothing():
     tie = setup(rates=6400, bytes=10**6, anatomy=parts(**IDEAL, input=2.5, gradient_sync=2.5))
     assert "is waiting for input" in sentence(tie)  # of equals the first, each time
-    assert sentence(setup(rates=12400, anatomy=parts(**IDEAL))) == "2 replicas do 97 % of 2 times the work of one: nothing to speak of is lost."
+    assert sentence(setup(rates=12400, anatomy=parts(**IDEAL))) == "2 replicas: 97 % of 2 times the work of one, nothing to speak of is lost."
     assert sentence(setup(rates=6400, anatomy=parts(**IDEAL))).startswith("No part of the step takes longer than it should")
     assert sentence(setup(rates=6400)) == ""  # no anatomy
     assert sentence(setup(rates=6400, anatomy=parts())) == ""
@@ -144,10 +144,24 @@ def test_ties_and_nothing():
     assert "data.cache=true" in reason(waits, None, FACTS)
 
 
+def test_one_replica_under_another_strategy():
+    slow = parts(forward_backward=16, update=1, host=1)
+    found = sentence(setup("central_storage", 1, modes=MODES, rates=3556, anatomy=slow))
+    assert "16.0 ms where one replica's is 8.0 ms, as variables are copied out of one device in each step; mirrored would help" in found
+    assert "the strategy costs that" in sentence(setup("mirrored", 1, modes=MODES, rates=3556, anatomy=slow))
+    assert sentence(setup("mirrored", 1, modes=MODES, rates=6400, anatomy=slow)) == "1 replica: 100 % of the work of one_device, nothing to speak of is lost."
+
+
+def test_what_rounds_do_not_tell_is_no_reason():
+    both = setup(rates=(13000.0, 10000.0, 10000.0), anatomy=parts(**{**IDEAL, "forward_backward": 9}))
+    assert "within the spread of the rounds" in sentence(both)
+
+
 def test_notes_compare_setups():
     central, mirrored = setup("central_storage", rates=(50.0, 60.0, 40.0)), setup(rates=(100.0, 90.0, 80.0))
-    [note] = notes("scaling", [ALONE, central, mirrored])
-    assert note.startswith("Strong scaling, 2 replicas: mirrored is 2.00 times as fast as central_storage (1.50 to 2.00 over the rounds).")
+    note, places = notes("scaling", [ALONE, central, mirrored])
+    assert note == "Strong scaling, 2 replicas: mirrored is 2.00 times as fast as central_storage (1.50 to 2.00 over the rounds)."
+    assert "copied out to the replicas in each step" in places
     assert notes("scaling", [central]) == ()
     one, two = (setup(replicas=n, modes=(), batch=16, rates=r) for n, r in [(1, 100), (2, 150)])
     assert notes("predict", compared([one, two])) == ("mirrored with 2 devices: 1.50 times the speed of one on batches of 16.",)
@@ -191,6 +205,8 @@ def test_tables_of_the_other_kinds(kind, expected):
 
 
 def test_a_benchmark_of_which_all_failed_still_has_a_page():
+    bench = shown("allreduce", [setup(error="ValueError: no")])
+    assert "sums" not in words.text(bench)
     bench = shown("scaling", [setup(error="ValueError: no")])
     assert "FAILED: mirrored with 2 replicas: ValueError: no" in words.text(bench)
     assert "**failed**: mirrored" in words.markdown(bench)

@@ -202,7 +202,7 @@ def test_the_reason_is_the_launchers_root_cause(tmp_path):
         (["--config=a.py", "--steps=0"], "--steps: expected a whole number of at least 1"),
         (["--config=a.py", "--tolerance=0"], "--tolerance: expected a number above 0, received '0'"),
         (["--config=a.py", "--tolerance=-1"], "--tolerance: expected a number above 0"),
-        (["--config=a.py", "--worker=2"], "--worker: no such flag. Did you mean --workers"),
+        (["--config=a.py", "--worker=2"], "--worker=2: no such flag. Did you mean --workers"),
     ],
 )
 def test_words_that_are_wrong_are_named(capsys, argv, message):

@@ -106,9 +106,10 @@ class Group(contextlib.AbstractContextManager):
         """Why the processes ended: the first mistake named as such, else what the launcher found, else the end of the log."""
         failed = [events.last(events.read(self.job.answers(rank)), "failed") for rank in range(self.job.workers)]
         told = [line for line in failed if line]
-        cause = next((line for line in told if line["code"] != 1), None) or (told[0] if len(told) == 1 else None)
-        if cause:
-            return cause["error"]
+        mistake = next((line for line in told if line["code"] != 1), None)
+        if mistake or (told and self.job.workers == 1):
+            return (mistake or told[0])["error"]
+        # Of several workers those that lost the one which failed first say so too: the launcher knows which it was.
         root = re.search(r"^ROOT CAUSE: (.*)$", self._log.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
         if root:
             return root[1]

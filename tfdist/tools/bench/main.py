@@ -72,7 +72,8 @@ def _bench(flags: argparse.Namespace, settings: config.Run | None, jobs: list[Jo
     with Rounds(jobs, flags.timeout, out / "logs") as rounds:
         rounds.prepare()
         for number in range(flags.rounds):
-            rounds.measure(number, flags.rounds)
+            if rounds.alive:
+                rounds.measure(number, flags.rounds)
     machine = {"system": f"{platform.system()} {platform.machine()}", "cores": _cores(), "memory": _memory(), "gpus": rounds.gpus, "load": load}
     options = {"steps": jobs[0].steps, "warmup": flags.warmup, "rounds": flags.rounds, "threads": flags.threads, "parameters": rounds.parameters}
     setups = compared(rounds.setups())
@@ -137,6 +138,11 @@ class Rounds(contextlib.AbstractContextManager):
     def setups(self) -> list[Setup]:
         """What was found of each case of each job."""
         return [self._setup(job, number, case) for job in self._jobs for number, case in enumerate(job.cases)]
+
+    @property
+    def alive(self) -> bool:
+        """Whether a group is left that works."""
+        return bool(self._groups)
 
     @property
     def parameters(self) -> int:

@@ -35,10 +35,22 @@ def main(argv: Sequence[str]) -> None:
             say("failed", error=str(end.__cause__ or f"ended itself with code {end.code}"), code=end.code)
             raise
         except Exception as error:
-            text = re.sub(r"^\{\{.*?\}\} ", "", str(getattr(error, "message", error)))  # without the name of a graph's node
-            first = next((line for line in text.splitlines() if line.strip()), "")
-            say("failed", error=f"{type(error).__name__}: {first}", code=1)
+            say("failed", error=f"{type(error).__name__}: {told(str(getattr(error, 'message', error)))}", code=1)
             raise
+
+
+def told(message: str) -> str:
+    """The line of an error's message that says what happened, without what TensorFlow says of where in the graph.
+
+    Example:
+        >>> told("Graph execution error:\\n\\nDetected at node X defined at (most recent call last):\\n<stack traces unavailable>\\nOOM when allocating")
+        'OOM when allocating'
+        >>> told("{{function_node __wrapped__X}} no space [Op:X]")
+        'no space [Op:X]'
+    """
+    text = re.sub(r"^\{\{.*?\}\} ", "", message.rpartition("<stack traces unavailable>")[2])
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(("Graph execution error", "Detected at node"))]
+    return lines[0] if lines else message.strip()
 
 
 def _make(job: Job, rank: int) -> Any:

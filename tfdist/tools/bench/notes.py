@@ -8,6 +8,10 @@ from collections.abc import Sequence
 from tfdist.tools.bench.results import MODES, Setup, count
 from tfdist.tools.bench.units import binary, milliseconds
 
+PLACES = (
+    "Central storage (data parallel) keeps one copy of the variables, copied out to the replicas in each step; mirrored (distributed data "
+    "parallel) keeps a copy on each, and sums gradients."
+)
 BANDWIDTHS = (
     "Algorithm bandwidth is the bytes of a replica over the time of a sum; bus bandwidth is 2 (n - 1) / n of it, what each of n replicas "
     "sends in a ring, so that numbers of replicas can be compared."
@@ -27,7 +31,8 @@ def notes(kind: str, setups: Sequence[Setup]) -> tuple[str, ...]:
     """
     done = [setup for setup in setups if setup.seconds]
     if kind == "scaling":
-        return tuple(sentence for mode in MODES for sentence in _central(mode, [setup for setup in done if mode in setup.modes]))
+        pairs = [sentence for mode in MODES for sentence in _central(mode, [setup for setup in done if mode in setup.modes])]
+        return (*pairs, PLACES) if pairs else ()
     by_group: dict[tuple[str, int], list[Setup]] = {}
     for setup in done:
         by_group.setdefault((setup.strategy, setup.replicas), []).append(setup)
@@ -47,8 +52,7 @@ def _central(mode: str, setups: Sequence[Setup]) -> list[str]:
     ratios = [quick / slow for quick, slow in zip(first.rates, second.rates, strict=False)]  # of one round: what slows one slows both
     return [
         f"{mode.capitalize()} scaling, {count(first.replicas, 'replica')}: {first.strategy} is {statistics.median(ratios):.2f} times as fast as "
-        f"{second.strategy} ({min(ratios):.2f} to {max(ratios):.2f} over the rounds). Central storage (data parallel) keeps one copy of the variables, "
-        "copied out to the replicas in each step; mirrored (distributed data parallel) keeps a copy on each, and sums gradients."
+        f"{second.strategy} ({min(ratios):.2f} to {max(ratios):.2f} over the rounds)."
     ]
 
 

@@ -65,14 +65,17 @@ def reason(setup: Setup, alone: Setup | None, facts: Facts) -> str:
     whole = sum(parts.values())
     if not whole:
         return ""
-    if setup.replicas == 1:
+    if setup.replicas == 1 and (alone is None or alone.strategy == setup.strategy):
         most = max(PARTS, key=parts.__getitem__)
         return f"{percent(parts[most] / whole)} of the step of one replica is {SHORT[most]}{_alone(most, parts[most] / whole, facts)}."
     if alone is None or not alone.anatomy or setup.efficiency is None:
         most = max(PARTS, key=parts.__getitem__)
         return f"{percent(parts[most] / whole)} of the step is {SHORT[most]}; one replica was not measured, to say what of it is lost."
     if setup.efficiency >= GOOD:
-        return f"{count(setup.replicas, 'replica')} do {percent(setup.efficiency)} of {setup.replicas} times the work of one: nothing to speak of is lost."
+        times = f"{setup.replicas} times the work of one" if setup.replicas > 1 else f"the work of {alone.strategy}"
+        return f"{count(setup.replicas, 'replica')}: {percent(setup.efficiency)} of {times}, nothing to speak of is lost."
+    if max(setup.rates) >= setup.replicas * min(alone.rates):
+        return "What is lost is within the spread of the rounds: more of them, on a machine that does nothing else, would tell."
     lost = losses(setup, alone)
     most = max(PARTS, key=lost.__getitem__)  # of equals the first
     if lost[most] <= 0:
@@ -166,9 +169,13 @@ def _wait(setup: Setup) -> str:
 
 def _compute(setup: Setup, facts: Facts, should: str, share: float) -> str:
     """Why forward and backward are slower than they were alone."""
-    if facts.on_cpu and (facts.threads is None or setup.replicas * facts.threads > facts.cores):
+    if facts.on_cpu and setup.replicas > 1 and (facts.threads is None or setup.replicas * facts.threads > facts.cores):
         who = count(setup.workers, "worker") if setup.workers > 1 else count(setup.replicas, "replica")
         return f": {should}, as {who} share {count(facts.cores, 'core')} that one replica alone can use; more cores or hosts would help"
+    if setup.strategy == "central_storage":
+        return f": {should}, as variables are copied out of one device in each step; mirrored would help"
+    if setup.replicas == 1:
+        return f": {should}; the strategy costs that, or something else ran on the machine"
     rows = setup.global_batch // setup.replicas
     if share < 1:
         return f": {should}, as {rows} rows do not keep a replica as busy as {round(rows / share)} do; a larger batch would help"

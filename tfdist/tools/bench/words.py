@@ -118,6 +118,8 @@ def spread(values: Sequence[float], form: str = ",.0f") -> str:
 def _sections(bench: Bench) -> Iterable[tuple[str, Rows, list[tuple[str, str]]]]:
     """Heading, rows and sentences of each table."""
     done = [setup for setup in bench.setups if setup.seconds]
+    if not done:
+        return
     if bench.kind == "predict":
         yield "examples per second of model.predict, by batch (rows of all devices together)", _predict_rows(done), []
         return
@@ -127,7 +129,8 @@ def _sections(bench: Bench) -> Iterable[tuple[str, Rows, list[tuple[str, str]]]]
     for mode in MODES:
         setups = [setup for setup in done if mode in setup.modes]
         if setups:
-            yield _mode(mode, setups), _scaling_rows(setups), [(_name(setup), setup.reason) for setup in setups if setup.reason]
+            sentences = [(_name(setup), setup.reason) for setup in setups if setup.reason and setup.modes[0] == mode]  # each once
+            yield _mode(mode, setups), _scaling_rows(setups), sentences
     measured = [setup for setup in done if setup.anatomy]
     if measured:
         yield "step anatomy, ms a step, mean of the workers", _anatomy_rows(measured), []

@@ -109,7 +109,7 @@ def verdict(ways: Mapping[str, Comparison], drawn: list[str], replicas: str) -> 
     """
     wrong = {way: comparison for way, comparison in ways.items() if not comparison.same}
     if not wrong:
-        return [f"The same: {replicas} compute what one replica computes, step by step."]
+        return [f"The same: {replicas} {'computes' if replicas.startswith('one') else 'compute'} what one replica computes, step by step."]
     way, worst = next(iter(wrong.items()))
     lines = [f"NOT THE SAME: {', '.join(wrong)}. First differences:", *(f"  {line}" for line in first(worst))]
     if next(iter(ways)) != way:
