@@ -11,7 +11,7 @@ PYTEST = -m pytest -q
 # Two files of tests at a time: most of them wait for processes.
 TWO = -n 2 --dist loadfile --max-worker-restart 0
 
-.PHONY: help train test test-compat chaos lint bench clean
+.PHONY: help train test test-compat chaos lint bench notebooks clean
 .DELETE_ON_ERROR:
 
 help:
@@ -19,7 +19,8 @@ help:
 	@echo "make test         lint, types, doctests and all tests"
 	@echo "make test-compat  the Keras hooks and parity on the oldest Keras supported"
 	@echo "make lint         lint and types"
-	@echo "make bench        measure what fit, parameter servers, failures and input cost, write benchmarks/reports"
+	@echo "make notebooks    execute the notebooks and save their outputs; on a machine that does nothing else"
+	@echo "make bench        measure what fit, parameter servers, failures, anatomy and input cost, write benchmarks/reports"
 	@echo "make chaos        kill trainings some ninety times, at random moments"
 	@echo "make clean        remove what these made, but for runs/"
 	@echo "PYTHON=/path/to/python3 chooses the Python of a new environment."
@@ -46,7 +47,11 @@ test-compat: .venv-compat/installed
 
 bench: .venv/installed-bench
 	$(BIN)/python benchmarks/fit_overhead.py; fit=$$?; $(BIN)/python benchmarks/parameter_server.py; servers=$$?; \
-	  $(BIN)/python benchmarks/recovery.py; recovery=$$?; $(BIN)/python benchmarks/input.py && exit $$((fit | servers | recovery))
+	  $(BIN)/python benchmarks/recovery.py; recovery=$$?; $(BIN)/python benchmarks/anatomy.py; anatomy=$$?; \
+	  $(BIN)/python benchmarks/input.py && exit $$((fit | servers | recovery | anatomy))
+
+notebooks: .venv/installed-notebooks
+	$(BIN)/python notebooks/execute.py
 
 clean:
 	rm -rf .venv .venv-compat build *.egg-info .pytest_cache .mypy_cache .ruff_cache

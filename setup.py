@@ -6,6 +6,7 @@ from setuptools import find_packages, setup
 
 PLOT = ["matplotlib>=3.8"]
 DIGITS = ["scikit-learn>=1.4"]
+NOTEBOOKS = ["ipykernel>=6.29", "nbclient>=0.10", "nbformat>=5.10", *PLOT, *DIGITS]
 TEST = ["pytest>=8", "pytest-timeout>=2.3", "ruff>=0.6", "mypy>=1.11", "types-PyYAML", "hypothesis>=6.100", "pytest-xdist>=3.5"]
 BENCH = ["tf-keras>=2.19", *PLOT, *DIGITS]
 
@@ -34,8 +35,9 @@ setup(
     extras_require={
         "digits": DIGITS,
         "plot": PLOT,
-        "test": [*TEST, *DIGITS, *PLOT],
+        "test": [*TEST, *NOTEBOOKS],
         "bench": BENCH,
+        "notebooks": NOTEBOOKS,
         "all": [*DIGITS, *PLOT],
     },
     entry_points={"console_scripts": ["tfdist = tfdist.cli:main"]},

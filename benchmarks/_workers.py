@@ -9,6 +9,7 @@ import dataclasses
 import datetime
 import itertools
 import os
+import tempfile
 import time
 from collections.abc import Callable
 
@@ -40,13 +41,14 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What one worker process is: a framework of `FRAMEWORKS`, a model, its place, its core."""
+    """What one worker process is: a framework of `FRAMEWORKS`, a model, its place, its core, and where it may write."""
 
     framework: str
     model: Model
     cluster: ClusterSpec
     core: int
     timeout: float
+    directory: str | None = None
 
     @property
     def workers(self) -> int:
@@ -71,7 +73,8 @@ def tfdist_fit(job: Job) -> tuple[int, Measures]:
     strategy = tfdist.make_strategy("one_device" if alone else "multi_worker_mirrored", job.cluster, "cpu", start_timeout=job.timeout)
     import keras
 
-    return _fit(keras, strategy, job)
+    runs = tempfile.mkdtemp(prefix="anatomy-", dir=job.directory)
+    return _fit(keras, strategy, job, {"anatomy": lambda: [tfdist.Anatomy(runs)]})
 
 
 def tf_keras_fit(job: Job) -> tuple[int, Measures]:
@@ -185,8 +188,8 @@ def _stock_strategy(job: Job):
     return tf.distribute.MultiWorkerMirroredStrategy()
 
 
-def _fit(keras, strategy, job: Job) -> tuple[int, Measures]:
-    """`fit` of either Keras, with and without progress bar: one epoch as warm-up, the next one timed."""
+def _fit(keras, strategy, job: Job, watched: dict[str, Callable[[], list]] | None = None) -> tuple[int, Measures]:
+    """`fit` of either Keras, with and without progress bar, or with callbacks: one epoch as warm-up, the next one timed."""
     with strategy.scope():
         model, optimizer = _built(keras, job)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -200,12 +203,13 @@ def _fit(keras, strategy, job: Job) -> tuple[int, Measures]:
         def on_epoch_end(self, epoch, logs=None):
             self.ends.append(time.perf_counter())
 
-    def measure(steps: int, verbose: int) -> float:
+    def measure(steps: int, verbose: int, callbacks: Callable[[], list] = list) -> float:
         clock = Clock()
-        model.fit(batches, epochs=2, steps_per_epoch=steps, verbose=verbose, callbacks=[clock])
+        model.fit(batches, epochs=2, steps_per_epoch=steps, verbose=verbose, callbacks=[*callbacks(), clock])
         return clock.ends[1] - clock.ends[0]
 
-    return model.count_params(), {"quiet": lambda steps: measure(steps, 0), "progress": lambda steps: measure(steps, 1)}
+    with_callbacks = {name: lambda steps, make=make: measure(steps, 0, make) for name, make in (watched or {}).items()}
+    return model.count_params(), {"quiet": lambda steps: measure(steps, 0), "progress": lambda steps: measure(steps, 1), **with_callbacks}
 
 
 def _built(keras, job: Job):

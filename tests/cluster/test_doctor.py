@@ -2,10 +2,11 @@
 
 import json
 import os
+import time
 
 import pytest
 
-from tests.networks import network
+from tests.networks import listens, network
 from tests.processes import PYTHON, ROOT, group
 from tfdist import ClusterSpec
 
@@ -102,6 +103,24 @@ def test_hosts_that_look_together(members, tmp_path):
     assert "the doctor of worker:2 found: place: in the way" in members.log("bad 0")
     assert "network" in members.log("good 0")  # one of them measures
     assert "network" not in members.log("good 1")
+
+
+def test_a_task_that_is_started_twice(members, tmp_path):
+    """The second process is refused the port; it tells the others, so that none of the three starts."""
+    file = write(tmp_path / "c.yaml", ClusterSpec.local(workers=2))
+    words = ["--cluster", file, "--together", "--timeout", str(SECONDS), "--place", "shared"]
+    doctor(members, "first", *words, "--task", "worker:0")
+    port = int(json.loads((tmp_path / "c.yaml").read_text())["cluster"]["worker"][0].rpartition(":")[2])
+    end = time.monotonic() + SECONDS
+    while not listens(port):
+        assert time.monotonic() < end, members.logs()
+        time.sleep(0.05)
+    doctor(members, "second", *words, "--task", "worker:0")
+    doctor(members, "other", *words, "--task", "worker:1")
+    assert members.wait(SECONDS) == {"first": 1, "second": 1, "other": 1}, members.logs()
+    assert "is already in use on this machine" in members.log("second")
+    for name in ("first", "other"):
+        assert "the doctor of worker:0 found: ports: " in members.log(name)
 
 
 def test_hosts_of_a_network(members, tmp_path):

@@ -217,11 +217,15 @@ def test_the_first_call_counts_as_compiling(one_device, tmp_path):
     assert [window.compiled for window in windows] == [False] + [True] * (len(windows) - 1)
 
 
-def test_a_full_disk_ends_no_training(one_device, tmp_path, caplog):
-    (tmp_path / "worker-0").mkdir()
-    (tmp_path / "worker-0" / "anatomy.jsonl").symlink_to("/dev/full")
+@pytest.mark.parametrize("fault", ["full disk", "a file in the way"])
+def test_where_nothing_can_be_written_training_goes_on(one_device, tmp_path, caplog, fault):
+    if fault == "full disk":
+        (tmp_path / "worker-0").mkdir()
+        (tmp_path / "worker-0" / "anatomy.jsonl").symlink_to("/dev/full")
+    else:
+        (tmp_path / "worker-0").touch()
     with caplog.at_level(logging.WARNING, "tfdist"):
-        model, _, _ = trained(one_device, tmp_path)
+        model, _, _ = trained(one_device, None, callbacks=[tfdist.Anatomy(tmp_path)])  # /dev/full has no end to read
     assert int(model.optimizer.iterations.numpy()) == 24
     assert "cannot be written" in caplog.text
 

@@ -265,6 +265,8 @@ def test_the_table_fits_a_terminal():
     assert max(map(len, lines)) <= 80
     assert [line for line in lines if not line.startswith(" ")] == ["this host", "the run"]
     assert "  fail  config          broken" in lines
+    nasty = checks.Check("cluster", "spec", "fail", "a\x1b[2Jb", "c")
+    assert "\x1b" not in "".join(table.lines([nasty], {}, width=80))
     assert table.summary(MIXED) == "1 passed, 1 warning, 1 failure"
 
 

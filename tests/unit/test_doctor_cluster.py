@@ -208,6 +208,18 @@ def test_a_place_that_is_not_shared():
     one(cluster.check_sights([Sight("/runs", "worker:1")]), "shared place", "unknown of worker:1", status="warn")
 
 
+def test_a_place_that_cannot_be_used_keeps_its_number(tmp_path):
+    spec = ClusterSpec.local(workers=2)
+    (tmp_path / "b").mkdir()
+    desk = Desk(spec, who(spec, nonce="theirs"), {}, [None, str(tmp_path / "b")])
+    with serving(desk, spec.tasks[1:]):
+        meeting = Meeting(Desk(spec, who(spec), {}), spec.tasks[:1], timeout=5)
+        meeting.ask_all()
+        sights = meeting.share([str(tmp_path / "a"), str(tmp_path / "b"), None])
+    assert [(sight.other, sight.seen) for sight in sights] == [(None, False), (str(tmp_path / "b"), True)]
+    assert [entry.name for entry in tmp_path.rglob("*")] == ["b"]
+
+
 GOOD = Link("worker:0", "worker:1", latency=1e-4, rate=1e9)
 
 
@@ -302,7 +314,7 @@ def test_a_budget_of_questions(served):
         with pytest.raises(exchange.Refused) as refused:
             exchange.ask(address, mine, "measure", peer=None)
         said.add(str(refused.value))
-    assert said == {"no task of this cluster", "asked to measure too often"}
+    assert said == {"no task of this cluster", "this doctor was asked to measure too often; start it again"}
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n\r\n", b"null\n", b"\xff\n", b"[" * 5000 + b"\n", b"{" + b"x" * 100000])

@@ -130,6 +130,13 @@ def test_a_table_marks_what_differs():
     assert words.facts({"compiled": comparison}, [])["ways"]["compiled"]["first"]["name"] == "dense/kernel"
 
 
+def test_random_numbers_that_are_drawn_leave_nothing_proved():
+    same = {"compiled": found(halves(recording()))}
+    assert words.verdict(same, [], "2 devices")[0].startswith("The same: 2 devices compute")
+    assert words.verdict(same, ["dropout/seed"], "2 devices")[0].startswith("NOT COMPARED")
+    assert not words.facts(same, ["dropout/seed"])["same"]
+
+
 def test_a_recording_survives_its_file(tmp_path):
     written = dataclasses.replace(recording(), silenced=("dropout",))
     written.write(tmp_path / "x.npz")
@@ -202,7 +209,7 @@ def test_the_reason_is_the_launchers_root_cause(tmp_path):
         (["--config=a.py", "--steps=0"], "--steps: expected a whole number of at least 1"),
         (["--config=a.py", "--tolerance=0"], "--tolerance: expected a number above 0, received '0'"),
         (["--config=a.py", "--tolerance=-1"], "--tolerance: expected a number above 0"),
-        (["--config=a.py", "--worker=2"], "--worker: no such flag. Did you mean --workers"),
+        (["--config=a.py", "--worker=2"], "--worker=2: no such flag. Did you mean --workers"),
     ],
 )
 def test_words_that_are_wrong_are_named(capsys, argv, message):

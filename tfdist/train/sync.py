@@ -196,17 +196,23 @@ def share(strategy: tf.distribute.Strategy, placement: Placement, row: np.ndarra
     """Float64 numbers of all workers, `[workers, n]`, from each worker's own, `[n]`."""
 
     with strategy.tfdist_engine.patience.bound():
-        rows = _gathered(strategy, placement, tf.constant(row, tf.float64))
+        rows = _gathering(len(row))(strategy, placement, tf.constant(row, tf.float64))
     return strategy.experimental_local_results(rows)[0].numpy().reshape(placement.workers, -1)
 
 
-@functools.partial(tf.function, autograph=False)
-def _gathered(strategy, placement, row):
-    def gather(row):
-        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-        return _all_sum(_row(row, replica, placement), placement.replicas)
+@functools.cache
+def _gathering(length: int):
+    """What gathers rows of this length: TensorFlow warns of a function that is traced for many."""
 
-    return strategy.run(gather, args=(row,))
+    @functools.partial(tf.function, autograph=False)
+    def gathered(strategy, placement, row):
+        def gather(row):
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            return _all_sum(_row(row, replica, placement), placement.replicas)
+
+        return strategy.run(gather, args=(row,))
+
+    return gathered
 
 
 def _row(row, replica, placement: Placement):

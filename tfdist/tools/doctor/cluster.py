@@ -195,7 +195,7 @@ def check_sights(sights: Sequence[Sight]) -> list[Check]:
             remedy = "mount the same file system on all hosts, or name the place that is shared: a snapshot is read by all of them"
             checks.append(graded(CLUSTER, "shared place", found, remedy, fails=True))
         elif unknown:
-            why = unknown[0].error or "its doctor was given fewer places"
+            why = unknown[0].error or "its doctor has no place with this number, or cannot write there"
             checks.append(graded(CLUSTER, "shared place", f"{place}: unknown of {', '.join(sight.peer for sight in unknown[:4])}: {why}",
                                  "give all doctors the same --place or --config, in the same order", warns=True))  # fmt: skip
         else:

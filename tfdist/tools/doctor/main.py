@@ -24,6 +24,7 @@ from tfdist.tools.doctor.exchange import ATTEMPT
 from tfdist.tools.doctor.flags import parse
 from tfdist.tools.doctor.meeting import Meeting, serving
 from tfdist.tools.doctor.server import Desk
+from tfdist.tools.doctor.units import printable
 
 DEFAULT_PLACE = "runs"  # where `tfdist train` and `tfdist launch` write
 TITLES = {HOST: "this host", CLUSTER: "the cluster", RUN: "the run"}
@@ -38,12 +39,12 @@ class Diagnosis:
     Attributes:
         checks: Of the host and the run.
         machine: The host.
-        shared: Places that all hosts are to share; none where nobody named one.
+        shared: Places that all hosts are to share, None for one that cannot be used; none where nobody named one.
     """
 
     checks: list[Check]
     machine: machine.Machine
-    shared: list[str]
+    shared: list[str | None]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -131,7 +132,8 @@ def _look(flags: argparse.Namespace, words: Sequence[str], here: int, trained: i
     checks += [places.check_place(found) for path in wanted if (found := {**remote, **local}.get(path))]
     if tried is not None:
         checks += runs.check_trial(tried, facts, trained, here)
-    shared = [path for path in wanted if not places.is_remote(path)] if named or directory else []
+    # Each keeps its number. One that failed may hang, and is not touched again.
+    shared = [path if not found.error else None for path, found in local.items()] if named or directory else []
     return Diagnosis(checks, facts, shared)
 
 
@@ -163,7 +165,7 @@ def _serve(flags: argparse.Namespace, spec: ClusterSpec, members: Sequence[Task]
         return 1
 
     def heard(line: str) -> None:
-        print(f"doctor: {line}", flush=True)
+        print(f"doctor: {printable(line)}", flush=True)
 
     try:
         with serving(_desk(spec, members, begun, heard), members) as failed:
@@ -197,16 +199,17 @@ def _meet(flags: argparse.Namespace, spec: ClusterSpec, members: Sequence[Task],
         # One host measures, or several would measure each other's traffic.
         if len(meeting.hosts()) > 1 and (not flags.together or str(spec.listening_tasks[0]) in meeting.own):
             checks += cluster.check_links(meeting.links())
-        meeting.tell(wrong_in([*begun.checks, *checks]))
+        meeting.tell(wrong_in([*begun.checks, *checks]), [str(task) for task in members])
         if flags.together:
             late = meeting.wait_until_asked()
-            checks += cluster.check_ends({k: v for k, v in desk.done.items() if k not in meeting.own}, late, spec, timeout)
+            # Of an own task something is heard only where another process claims it too.
+            checks += cluster.check_ends({name: wrong for name, wrong in desk.done.items() if wrong or name not in meeting.own}, late, spec, timeout)
         else:
             checks += cluster.check_ends({name: str(peer.badge.get("wrong") or "")[:300] for name, peer in meeting.peers.items()}, {}, spec, timeout)
     return checks
 
 
-def _shared(shared: Sequence[str], meeting: Meeting) -> list[Check]:
+def _shared(shared: Sequence[str | None], meeting: Meeting) -> list[Check]:
     if not shared:
         return [graded(CLUSTER, "shared place", "not tried: no place is named", "name the directories of backups and logs: --place DIR, or --config", warns=True)]
     return cluster.check_sights(meeting.share(shared))

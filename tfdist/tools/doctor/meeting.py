@@ -97,9 +97,9 @@ class Meeting:
         """Asks each other task who it is, again and again until all have answered, or the time is over: `peers`, `missing`."""
 
         def pending() -> dict[str, str]:
-            # One that is done, and has found a fault, may be gone before it was asked.
-            names = [name for name in self.tasks if name not in self.own and name not in self.peers and not self.desk.done.get(name)]
-            return {name: reason for name, reason in self._each(self._hello, names).items() if reason}
+            names = [name for name in self.tasks if name not in self.own and name not in self.peers]
+            # One that is done waits for us, unless somebody has found a fault: then it may be gone before it was asked.
+            return {name: reason for name, reason in self._each(self._hello, names).items() if reason and name not in self.desk.done}
 
         self.missing = self._wait(pending)
 
@@ -108,13 +108,14 @@ class Meeting:
         others = [name for name in self.tasks if name not in self.own and name not in self.missing and not self._strange(name)]
         return self._wait(lambda: {name: "it has not said that it is done" for name in others if name not in self.desk.done})
 
-    def tell(self, wrong: str) -> None:
+    def tell(self, wrong: str, claims: Sequence[str]) -> None:
         """Tells all others that this host is done.
 
         Args:
             wrong: What was found wrong; "": nothing.
+            claims: Its tasks, also those at whose addresses it cannot answer.
         """
-        facts = {"serves": sorted(self.own), "wrong": wrong}
+        facts = {"serves": list(claims), "wrong": wrong}
         names = [name for name in self.tasks if name not in self.own and name not in self.missing]
         for _ in range(TRIES):
             names = [name for name, reason in self._each(lambda name: self._try("done", name, **facts), names).items() if reason]
@@ -122,14 +123,16 @@ class Meeting:
                 return
             time.sleep(FIRST_S)
 
-    def share(self, places: Sequence[str]) -> list[Sight]:
+    def share(self, places: Sequence[str | None]) -> list[Sight]:
         """Writes a file to each place, and asks each other host whether it sees it; the files are removed.
 
         Args:
-            places: Directories.
+            places: Directories; None for one that cannot be used here.
         """
         found: list[Sight] = []
         for number, place in enumerate(places):
+            if place is None:
+                continue
             token, content = secrets.token_hex(16), secrets.token_hex(16)
             path = Path(place) / token_name(token)
             made = not os.path.isdir(place)

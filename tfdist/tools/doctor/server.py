@@ -34,11 +34,11 @@ class Desk:
         spec: The cluster.
         badge: Of this process.
         facts: What else it tells of its host.
-        places: Directories that are to be the same on all hosts.
+        places: Directories that are to be the same on all hosts; None for one that cannot be used here.
         heard: Takes a line when another process asks for the first time, or says that it is done.
     """
 
-    def __init__(self, spec: ClusterSpec, badge: Mapping[str, Any], facts: Mapping[str, Any], places: Sequence[str] = (),
+    def __init__(self, spec: ClusterSpec, badge: Mapping[str, Any], facts: Mapping[str, Any], places: Sequence[str | None] = (),
                  heard: Callable[[str], None] = lambda line: None):  # fmt: skip
         self.spec, self.badge, self.facts, self.places = spec, dict(badge), dict(facts), tuple(places)
         self.addresses = {str(task): task.address for task in spec.listening_tasks}
@@ -67,7 +67,7 @@ class Desk:
         if asked.get("cluster") != self.badge["cluster"]:
             return {**own, "refused": "the cluster specs differ"}
         if question in self._left and not self._spend(question):
-            return {**own, "refused": f"asked to {question} too often"}
+            return {**own, "refused": f"this doctor was asked to {question} too often; start it again"}
         if question == "token":
             return {**own, **self._seen(asked)}
         if question == "measure":
@@ -101,17 +101,18 @@ class Desk:
         number, token = asked.get("place"), asked.get("token")
         if not isinstance(number, int) or isinstance(number, bool) or not is_token(token):
             return {"refused": "no token"}
-        if not 0 <= number < len(self.places):
+        place = self.places[number] if 0 <= number < len(self.places) else None
+        if place is None:
             return {"place": None}
-        path, end = Path(self.places[number]) / token_name(str(token)), time.monotonic() + SEEN_S
+        path, end = Path(place) / token_name(str(token)), time.monotonic() + SEEN_S
         while True:
             with contextlib.suppress(OSError):
                 os.listdir(path.parent)  # makes some network disks look again
             with contextlib.suppress(OSError), open(path, encoding="ascii", errors="replace") as file:
                 text = file.read(33)
-                return {"place": self.places[number], "content": text if re.fullmatch(r"[0-9a-f]{32}", text) else ""}
+                return {"place": place, "content": text if re.fullmatch(r"[0-9a-f]{32}", text) else ""}
             if time.monotonic() > end:
-                return {"place": self.places[number], "content": None}
+                return {"place": place, "content": None}
             time.sleep(0.1)
 
     def _measure(self, task: str, peer: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Sequence
 
 from tfdist.tools.doctor.checks import FAIL, PASS, WARN, Check, count
+from tfdist.tools.doctor.units import printable
 
 _COLOURS = {PASS: "\x1b[32m", WARN: "\x1b[33m", FAIL: "\x1b[31m"}
 _END = "\x1b[0m"
@@ -64,7 +65,7 @@ def _rows(check: Check, width: int, colour: bool) -> list[str]:
 
 def _wrapped(head: str, text: str, indent: str, width: int) -> list[str]:
     return textwrap.wrap(
-        text, width, initial_indent=head, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        printable(text), width, initial_indent=head, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     ) or [head.rstrip()]
 
 

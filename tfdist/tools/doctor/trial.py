@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import math
 import re
+import resource
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -201,5 +203,8 @@ def _reset_peak() -> int:
 
 
 def _status(key: str) -> int:
-    match = re.search(rf"^{key}:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"), re.MULTILINE)
-    return int(match[1]) * 1024 if match else 0
+    """Bytes, of a line of Linux' /proc/self/status; elsewhere the highest point since the process began."""
+    with contextlib.suppress(OSError):
+        if match := re.search(rf"^{key}:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"), re.MULTILINE):
+            return int(match[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,4 +1,4 @@
-"""Numbers become words for a person."""
+"""Numbers, and what the network sent, become words for a person."""
 
 from __future__ import annotations
 
@@ -38,3 +38,13 @@ def lasting(seconds: float) -> str:
     if size < 1:
         return f"{seconds * 1000:.3g} ms"
     return f"{seconds:.3g} s" if size < 600 else f"{seconds / 60:.0f} min"
+
+
+def printable(text: str) -> str:
+    """A text without characters that would move a terminal's cursor, change its colours, or worse.
+
+    Example:
+        >>> printable("worker:1\x1b[2J")
+        'worker:1?[2J'
+    """
+    return "".join(letter if letter.isprintable() else "?" for letter in text)

@@ -170,6 +170,8 @@ def _setups(setups: Sequence[Setup]) -> Table:
             ]
         )
     head = ["setup", "workers", "global batch", "examples/s (spread)", "step", "speed-up", "efficiency", "reason"]
+    if all(row[-1] == NOTHING for row in rows):
+        head, rows = head[:-1], [row[:-1] for row in rows]
     return Table(rows, head, right=range(1, 7), long=(7,), caption="Medians of the rounds; the spread is from the slowest to the fastest")
 
 

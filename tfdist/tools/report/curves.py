@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 import re
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -74,8 +75,8 @@ def throughput(anatomy: Mapping[int, Sequence[Window]]) -> Figure | None:
     size, unit = units_of_time(max(windows[-1].time for windows in kept.values()) - begun)
     lines = []
     for (rank, windows), (colour, dash) in zip(kept.items(), looks(), strict=False):
-        points = _broken([((window.time - begun) / size, window) for window in sorted(windows, key=lambda window: window.time)])
-        lines.append((f"worker {rank}", [at for at, _ in points], [rate for _, rate in points], colour, dash))
+        points = _points(windows, begun)
+        lines.append((f"worker {rank}", [at / size for at, _ in points], [rate for _, rate in points], colour, dash))
     title = "Throughput by worker"
     caption = "Examples of the global batches that each worker took part in, by its own clock; windows that compiled are left out."
     draw = functools.partial(_lines, title=title, lines=lines, x=f"time since the first step [{unit}]", y="examples/s", zero=True)
@@ -144,15 +145,23 @@ def legend(drawing: Any, axes: Any, columns: int = 4, least: int = 2) -> None:
     drawing.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), columns, max(1, 60 // (longest + 6))))
 
 
-def _broken(windows: Sequence[tuple[float, Window]]) -> list[tuple[float, float]]:
-    """Times and rates, with a gap where a window's steps do not follow those of the one before."""
+def _points(windows: Sequence[Window], begun: float) -> list[tuple[float, float]]:
+    """When, in seconds since the begin, and examples per second; with a gap where steps do not follow those before.
+
+    Windows of few steps, as at an epoch's begin, become part of the next.
+    """
+    few = statistics.median(window.steps for window in windows) / 2
     found: list[tuple[float, float]] = []
+    held: list[Window] = []
     before = None
-    for when, window in windows:
+    for window in sorted(windows, key=lambda window: window.time):
         if before is not None and window.step - window.steps != before.step:
-            found.append((when, math.nan))
-        found.append((when, window.examples / window.seconds))
-        before = window
+            found.append((window.time - begun, math.nan))
+            held = []
+        held, before = [*held, window], window
+        if sum(one.steps for one in held) >= few:
+            found.append((window.time - begun, sum(one.examples for one in held) / sum(one.seconds for one in held)))
+            held = []
     return found
 
 

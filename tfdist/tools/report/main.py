@@ -31,8 +31,8 @@ Makes one HTML file about LOGDIR, which opens offline: the directory of a run, o
   tfdist report logs --launch runs/launch-20260102-030405   a script's logs, and what its launcher tells of restarts
 """
 _EPILOG = """\
-exit code: 0 when the page was written; 1 when it was but files are damaged, which it names, or when it could not be written;
-2 for a mistake on this command line, such as a directory that holds no run.
+exit code: 0 when the page was written; 1 when it was but files are damaged, setups failed or values are not finite, which it
+names, or when it could not be written; 2 for a mistake on this command line, such as a directory that holds no run.
 """
 
 

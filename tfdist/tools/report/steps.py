@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ NAMES = {
     "host": ("host", style.GREY),
 }
 assert set(NAMES) == set(PARTS)
-_BINS = 60  # of the layers, at most
+_BINS = 60  # of the layers, about
 _ROWS = 24  # bars at most
 
 
@@ -54,20 +55,39 @@ def over_steps(anatomy: Mapping[int, Sequence[Window]]) -> Figure | None:
     ends = sorted({window.step for window in windows})
     if len(ends) < 2:
         return None
-    every = -(-len(ends) // _BINS)
-    bounds = ends[every - 1 :: every]
-    if bounds[-1] != ends[-1]:
-        bounds.append(ends[-1])
     first = min(window.step - window.steps for window in windows)
     edges, layers = [first], []
-    for low, high in zip([first, *bounds[:-1]], bounds, strict=True):
-        parts = per_step(window for window in windows if low < window.step <= high)
-        if parts:
-            edges.append(high)
-            layers.append(parts)
+    for end in ends:
+        # Windows of few steps, as at an epoch's begin, become part of the next.
+        if end - edges[-1] < (ends[-1] - first) / _BINS and end != ends[-1]:
+            continue
+        parts = per_step(window for window in windows if edges[-1] < window.step <= end)
+        edges.append(end)
+        layers.append(parts)
     title = "The step over training"
     caption = "Mean of all workers. Of steps that were done twice, the later time; windows that compiled are left out."
-    return Figure("anatomy-over-steps", title, caption, functools.partial(_layers, title=title, edges=edges, layers=layers), style.WIDE)
+    wholes = [1e3 * sum(parts.values()) for parts in layers]
+    top = usual(wholes, [high - low for low, high in itertools.pairwise(edges)])
+    if top < max(wholes):
+        caption += f" Steps above {scaled(top)} ms are cut off at the top; the longest took {scaled(max(wholes))} ms."
+    return Figure("anatomy-over-steps", title, caption, functools.partial(_layers, title=title, edges=edges, layers=layers, top=top), style.WIDE)
+
+
+def usual(values: Sequence[float], weights: Sequence[float]) -> float:
+    """Where an axis ends, so that a few values far above the others do not make these small.
+
+    Args:
+        values: At least one.
+        weights: How much each counts.
+
+    Example:
+        >>> usual([10.0, 11.0, 12.0], [1, 1, 1]), usual([10.0] * 30 + [500.0], [1] * 31)
+        (13.0, 15.0)
+    """
+    ranked = sorted(zip(values, weights, strict=True))
+    sums = itertools.accumulate(weight for _, weight in ranked)
+    most = next(value for (value, _), done in zip(ranked, sums, strict=True) if done >= 0.95 * sum(weights))
+    return 1.5 * most if max(values) > 2 * most else round(max(values) * 13 / 12, 9)
 
 
 def standing(windows: Sequence[Window]) -> list[Window]:
@@ -111,7 +131,7 @@ def _bars(drawing: Any, *, title: str, rows: Sequence[tuple[str, Mapping[str, fl
     drawing.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=6)
 
 
-def _layers(drawing: Any, *, title: str, edges: Sequence[int], layers: Sequence[Mapping[str, float]]) -> None:
+def _layers(drawing: Any, *, title: str, edges: Sequence[int], layers: Sequence[Mapping[str, float]], top: float) -> None:
     axes = drawing.add_subplot()
     axes.set_title(title)
     values = [[1e3 * parts[part] for parts in layers] for part in NAMES]
@@ -125,7 +145,7 @@ def _layers(drawing: Any, *, title: str, edges: Sequence[int], layers: Sequence[
         linewidth=0.3,
     )
     axes.set_xlim(edges[0], edges[-1])
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, top)
     axes.set_xlabel("steps since training began")
     axes.set_ylabel("time per step [ms]")
     for axis in (axes.xaxis, axes.yaxis):

@@ -55,7 +55,7 @@ def duration(seconds: float) -> str:
 
     Example:
         >>> duration(0.0123), duration(12.34), duration(75), duration(7384)
-        ('12 ms', '12.3 s', '1 min 15 s', '2 h 3 min')
+        ('12.3 ms', '12.3 s', '1 min 15 s', '2 h 3 min')
     """
     if seconds < 1:
         return f"{1e3 * seconds:.3g} ms"

@@ -82,19 +82,32 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         raise ValueError(f"{unknown[0]}: no such flag. {remedy}")
     if not any(re.match(r"--?config(=|$)", word) for word in words):
         raise ValueError("--config: expected a config file, such as --config=configs/digits.py; received none")
+    if flags.strategy is not None or flags.workers is not None:
+        settle(flags, "multi_worker_mirrored")
+    return flags, words
+
+
+def settle(flags: argparse.Namespace, default: str) -> None:
+    """Fills in strategy, workers and devices.
+
+    Args:
+        flags: Of `parse`.
+        default: The strategy where --strategy does not say.
+
+    Raises:
+        ValueError: They do not fit each other.
+    """
+    where = "--strategy" if flags.strategy is not None else "strategy.name"
+    flags.strategy = flags.strategy or default
     if flags.strategy == "parameter_server":
         raise ValueError(
-            "--strategy: parameter_server is asynchronous: its steps depend on which worker is quicker, so that none equals one replica's. Check its "
-            "result instead: train it and one_device with `tfdist train`, and compare what both evaluate; the history's examples say "
-            "whether each was counted once"
+            f"{where}: parameter_server is asynchronous: its steps depend on which worker is quicker, so that none equals one replica's. Check its "
+            "result instead: train it and one_device with `tfdist train`, and compare what both evaluate at the end. Or verify the same model and "
+            "data with --strategy multi_worker_mirrored"
         )
-    if flags.strategy is None:
-        flags.strategy = "multi_worker_mirrored" if flags.workers is not None or flags.devices is None else "mirrored"
     if flags.strategy not in STRATEGIES:
         near = difflib.get_close_matches(flags.strategy, STRATEGIES, n=1)
-        raise ValueError(
-            f"--strategy: expected one of {', '.join(STRATEGIES)}; received {flags.strategy!r}{f'. Did you mean {near[0]}?' if near else ''}"
-        )
+        raise ValueError(f"{where}: expected one of {', '.join(STRATEGIES)}; received {flags.strategy!r}{f'. Did you mean {near[0]}?' if near else ''}")
     if flags.strategy == "multi_worker_mirrored":
         flags.workers = 2 if flags.workers is None else flags.workers
         if flags.workers == 1 and flags.devices is None:
@@ -106,13 +119,15 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         raise ValueError(f"--workers: {flags.strategy} trains in one process; received {flags.workers}. Use --devices, such as --devices 2")
     elif flags.devices is None and flags.strategy != "one_device":
         flags.devices = "2"
-    return flags, words
 
 
 def _verify(flags: argparse.Namespace, words: list[str]) -> int:
     from tfdist import run
 
     settings = run.parse(words)  # what is wrong here is said at once
+    if flags.strategy is None:
+        usual = "multi_worker_mirrored" if flags.devices is None else "mirrored"
+        settle(flags, usual if settings.strategy.name == "auto" else settings.strategy.name)
     # So that what follows ends its processes then, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with contextlib.ExitStack() as stack:
@@ -129,7 +144,7 @@ def _compare(flags: argparse.Namespace, words: list[str], settings: Any, directo
     from tfdist.tools.verify.compare import compare
     from tfdist.tools.verify.processes import Failed
     from tfdist.tools.verify.recording import Recording
-    from tfdist.tools.verify.settings import COMPILED, EAGER, ROUNDING, Settings
+    from tfdist.tools.verify.settings import COMPILED, EAGER, ROUNDING, Settings, first_device
 
     say: Callable[[str], None] = (lambda text: None) if flags.json else (lambda text: print(text, flush=True))
     replicas = _replicas(flags)
@@ -137,40 +152,48 @@ def _compare(flags: argparse.Namespace, words: list[str], settings: Any, directo
     common = {"config": tuple(words), "steps": flags.steps, "timeout": min(settings.strategy.timeout, flags.timeout)}
     more = () if flags.quick else (EAGER,)
 
-    def recorded(name: str, ways: tuple[str, ...], **what: Any) -> dict[str, list[Recording]]:
-        """By way, of each worker."""
+    alone, clustered = (COMPILED, ROUNDING, *more), flags.strategy == "multi_worker_mirrored"
+
+    def told(name: str, **what: Any) -> Settings:
         place = directory / name
         place.mkdir()
-        told = Settings(str(place), ways=ways, **common, **what)
-        _start(told, flags, place, name)
-        ranks = range(flags.workers or 1)
-        return {way: [Recording.read(told.file(way, rank)) for rank in ranks if told.file(way, rank).exists()] for way in ways}
+        return Settings(str(place), **common, **what)
 
-    first_device = flags.devices.split(",")[0] if flags.devices and not flags.devices.strip().isdigit() else None
-    try:
-        one = recorded("one", (COMPILED, ROUNDING, *more), strategy="one_device", devices=first_device)
-    except Failed as error:
-        print(f"error: one replica alone fails, so that there is nothing to compare with:\n{error}", file=sys.stderr)
-        return CONFIGURATION_CODE if error.code == CONFIGURATION_CODE else 1
-    reference, rounding = one[COMPILED][0], one[ROUNDING][0]
-    for line in telling.preamble(reference, flags.steps, settings.train.steps_per_execution):
-        say(line)
+    def read(settings: Settings, ways: Sequence[str], alone: bool = False) -> dict[str, list[Recording]]:
+        """By way, of each worker."""
+        files = {way: [settings.file(way, rank, alone) for rank in range(1 if alone else flags.workers or 1)] for way in ways}
+        return {way: [Recording.read(file) for file in of_way] for way, of_way in files.items() if all(file.exists() for file in of_way)}
 
-    communications = [settings.strategy.communication] if flags.strategy == "multi_worker_mirrored" else [""]
-    if communications[0] and not flags.quick:
+    # One process does for strategies of one. Workers have processes of their own, and then the one replica too, which sees no cluster.
+    runs = [("", told("one", alone=alone, ways=(), devices=first_device(flags.devices)))] if clustered else []
+    communications = [settings.strategy.communication] if clustered else [""]
+    if clustered and not flags.quick:
         communications.append("auto" if communications[0] == "ring" else "ring")
-    found, failure = {}, None
     for number, communication in enumerate(communications):
-        prefix = f"{communication.upper()}, " if communication else ""
-        what = {"communication": communication} if communication else {}
+        ways, what = (COMPILED, *(more if not number else ())), {"communication": communication} if clustered else {"alone": alone}
+        several = told(f"several-{number}", ways=ways, strategy=flags.strategy, devices=flags.devices, **what)
+        runs.append((f"{communication.upper()}, " if clustered else "", several))
+
+    one: dict[str, list[Recording]] = {}
+    found, failure, code = {}, None, None
+    for prefix, process in runs:
         try:
-            several = recorded(f"several-{number}", (COMPILED, *(more if not number else ())), strategy=flags.strategy, devices=flags.devices, **what)
+            _start(process, flags)
         except Failed as error:
-            failure = f"{prefix}{error}"
+            failure, code = f"{prefix}{error}", error.code
+        if process.alone:
+            one = read(process, alone, alone=True)
+            if failure and set(one) < set(alone):
+                print(f"error: one replica alone fails, so that there is nothing to compare with:\n{failure}", file=sys.stderr)
+                return CONFIGURATION_CODE if code == CONFIGURATION_CODE else 1
+            for line in telling.preamble(one[COMPILED][0], flags.steps, settings.train.steps_per_execution):
+                say(line)
+        if failure:
             break
-        for way, recordings in several.items():
+        for way, recordings in read(process, process.ways).items():
             name = f"{prefix}{'compiled' if way == COMPILED else 'not compiled'}"
-            found[name] = compare(reference, recordings, rounding, flags.tolerance)
+            found[name] = compare(one[COMPILED][0], recordings, one[ROUNDING][0], flags.tolerance)
+    reference, rounding = one[COMPILED][0], one[ROUNDING][0]
     if more:
         found["one replica, not compiled"] = compare(reference, one[EAGER], rounding, flags.tolerance)
     return _tell(flags, say, replicas, found, failure, reference.draws())
@@ -187,13 +210,14 @@ def _tell(flags: argparse.Namespace, say: Callable[[str], None], replicas: str, 
         say("")
         for line in telling.failed(replicas, failure) if failure else telling.verdict(found, drawn, replicas):
             say(line)
-    return 1 if failure or not all(comparison.same for comparison in found.values()) else 0
+    return 1 if failure or drawn or not all(comparison.same for comparison in found.values()) else 0
 
 
-def _start(told: Any, flags: argparse.Namespace, place: Path, name: str) -> None:
+def _start(told: Any, flags: argparse.Namespace) -> None:
     """Runs the process, or the launch, that records."""
     from tfdist.tools.verify import processes
 
+    place = Path(told.directory)
     record = ["tfdist.tools.verify.record", told.to_json()]
     bound = f"{flags.timeout:g}"
     if told.strategy == "multi_worker_mirrored":
@@ -201,7 +225,7 @@ def _start(told: Any, flags: argparse.Namespace, place: Path, name: str) -> None
         launch = ["tfdist", "launch", "--workers", str(flags.workers), "--log-dir", str(place / "logs"), "--show", "none", "--color", "never"]
         record = [*launch, "--hang-timeout", bound, "--start-timeout", bound, "--", "-m", *record]
     else:
-        who = "one replica" if name == "one" else f"the process of {told.strategy}"
+        who = f"the process of {told.strategy}" if told.ways else "one replica"
     processes.run(record, place / "log", flags.timeout, who)
 
 
@@ -247,7 +271,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--workers", type=whole(1), metavar="N", help="workers, on this machine (2)")
-    add("--strategy", metavar="NAME", help=f"{', '.join(STRATEGIES)} (multi_worker_mirrored; with --devices and without --workers, mirrored)")
+    add("--strategy", metavar="NAME", help=f"{', '.join(STRATEGIES)} (the config's; else multi_worker_mirrored, or mirrored with --devices)")
     add("--devices", metavar="D", help='devices of a process: 2, "cpu:0,cpu:1", "gpu" (2 with mirrored and central_storage)')
     add("--steps", type=whole(1), default=5, metavar="N", help="steps to train (5)")
     add("--tolerance", type=_above_zero, default=1e-4, metavar="T", help="relative difference that is always allowed (1e-4)")

@@ -18,7 +18,7 @@ from tfdist import app, building, config, inputs, run
 from tfdist.keras_compat import local_component
 from tfdist.tools.verify import recording
 from tfdist.tools.verify.probes import Probe, layers_of, reverse, silence
-from tfdist.tools.verify.settings import EAGER, ROUNDING, Settings
+from tfdist.tools.verify.settings import EAGER, ROUNDING, Settings, first_device
 from tfdist.train.step import moving_state, seed_states
 
 
@@ -42,11 +42,14 @@ def record(settings: Settings) -> None:
         described.strategy, name=settings.strategy, cluster=None, task=None, devices=settings.devices,
         communication=settings.communication, timeout=settings.timeout,
     )  # fmt: skip
-    strategy = building.make_strategy(where)
+    strategy = building.make_strategy(where)  # first, as it makes the devices
+    if settings.alone:
+        one = building.make_strategy(dataclasses.replace(where, name="one_device", devices=first_device(settings.devices)))
+        for way in settings.alone:
+            train(described, one, way, settings.steps).write(settings.file(way, 0, alone=True))
     rank = strategy.tfdist_engine.placement.rank  # type: ignore[attr-defined]
     for way in settings.ways:
-        found = train(described, strategy, way, settings.steps)
-        found.write(settings.file(way, rank))
+        train(described, strategy, way, settings.steps).write(settings.file(way, rank))
 
 
 def train(described: config.Run, strategy: tf.distribute.Strategy, way: str, steps: int) -> recording.Recording:

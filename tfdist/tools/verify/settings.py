@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 # How the same steps are run. "compiled" is how training runs them. "rounding" gives each batch's rows in reverse: the same
 # mathematics, summed in another order.
@@ -23,6 +24,7 @@ class Settings:
         communication: How workers reduce gradients.
         steps: How many to train.
         ways: Of running them, one after the other.
+        alone: Ways of running them before that, in the same process, with one replica.
         timeout: Seconds that a step waits for other workers.
     """
 
@@ -33,6 +35,7 @@ class Settings:
     communication: str = "auto"
     steps: int = 5
     ways: tuple[str, ...] = (COMPILED,)
+    alone: tuple[str, ...] = ()
     timeout: float = 600.0
 
     def to_json(self) -> str:
@@ -48,9 +51,19 @@ class Settings:
             >>> Settings.of_json(settings.to_json()) == settings
             True
         """
-        values = json.loads(text)
-        return cls(**{**values, "config": tuple(values["config"]), "ways": tuple(values["ways"])})
+        values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in json.loads(text).items()}
+        return cls(**values)
 
-    def file(self, way: str, rank: int) -> Path:
-        """What a worker recorded of one way."""
-        return Path(self.directory) / f"{way}-{rank}.npz"
+    def file(self, way: str, rank: int, alone: bool = False) -> Path:
+        """What a worker recorded of one way; or what was recorded with one replica."""
+        return Path(self.directory) / f"{'one-' if alone else ''}{way}-{rank}.npz"
+
+
+def first_device(devices: str | None) -> str | None:
+    """The device of one replica that is to be compared with those of several.
+
+    Example:
+        >>> first_device("gpu:0,gpu:1"), first_device("2"), first_device(None)
+        ('gpu:0', None, None)
+    """
+    return None if devices is None or devices.strip().isdigit() else devices.split(",")[0].strip()

@@ -1,0 +1,50 @@
+"""A worker whose steps are measured, the second one slowed: `measured.py INDEX DIRECTORY [DELAY [MEASURED]]`."""
+
+import pathlib
+import sys
+import time
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfdist
+
+STEPS, EPOCHS, BATCH = 30, 2, 16
+
+
+class Slow(keras.layers.Layer):
+    """A forward pass that takes longer."""
+
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds = seconds
+
+    def call(self, x):
+        def wait(x):
+            time.sleep(self.seconds)
+            return x
+
+        return x + 0 * tf.ensure_shape(tf.numpy_function(wait, [tf.stop_gradient(x)], tf.float32), x.shape)
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+def main(index, directory, delay="0.03", measured="1"):
+    strategy = tfdist.make_strategy()
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input([6]), Slow(float(delay) if index == "1" else 0), keras.layers.Dense(8), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x = np.ones([STEPS * BATCH, 6], np.float32)
+    batches = tfdist.data.pipeline((x, x[:, :1]), BATCH)
+    callbacks = [tfdist.Anatomy(directory)] if measured == "1" or index == "0" else []
+    try:
+        model.fit(batches, epochs=EPOCHS, verbose=0, callbacks=callbacks)
+    except ValueError as error:
+        pathlib.Path(directory, f"error-{index}").write_text(str(error))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
