@@ -11,6 +11,7 @@ import tensorflow as tf
 import tfdist
 
 STEPS, EPOCHS, BATCH = 30, 2, 16
+DELAY = 0.03  # seconds of the second worker's forward pass
 
 
 class Slow(keras.layers.Layer):
@@ -31,7 +32,7 @@ class Slow(keras.layers.Layer):
         return shape
 
 
-def main(index, directory, delay="0.03", measured="1"):
+def main(index, directory, delay=DELAY, measured="1"):
     strategy = tfdist.make_strategy()
     keras.utils.set_random_seed(1)
     with strategy.scope():
