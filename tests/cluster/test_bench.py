@@ -69,7 +69,8 @@ def test_scaling_of_workers_beside_a_setup_that_fails(tmp_path):
         assert setup.error is None
         assert len(setup.rates) == len(setup.seconds) == 2
         # 6 steps of an epoch of 20 examples, over and over: 8 + 8 + 4, or 16 + 4.
-        assert [round(rate * seconds, 3) for rate, seconds in zip(setup.rates, setup.seconds, strict=True)] == [{8: 20 / 3, 16: 10.0}[setup.global_batch]] * 2
+        rows = [rate * seconds for rate, seconds in zip(setup.rates, setup.seconds, strict=True)]
+        assert rows == pytest.approx([{8: 20 / 3, 16: 10.0}[setup.global_batch]] * 2)
         assert setup.anatomy.keys() == set(range(setup.workers))
         for parts in setup.anatomy.values():
             assert parts.keys() == PARTS.keys()

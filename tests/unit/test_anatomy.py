@@ -139,6 +139,13 @@ def test_a_planted_delay_is_found_in_its_part(one_device, tmp_path, part, plante
     assert per_step(windows)[part] > DELAY / 2
 
 
+@pytest.mark.parametrize("how", [{}, {"jit_compile": False, "run_eagerly": True}])
+def test_the_first_step_of_a_call_is_measured_from_its_beginning(one_device, tmp_path, how):
+    """The clock is not read once the step has run."""
+    _, _, windows = trained(one_device, tmp_path, slow_model, epochs=6, steps=1, **how)
+    assert all(window.parts["forward_backward"] > DELAY / 2 for window in windows)
+
+
 def test_replicas_of_one_process_wait_for_the_slowest(mirrored, tmp_path):
     """Both sleep, one after the other, as Python functions of a graph do."""
     _, _, windows = trained(mirrored, tmp_path, slow_model)
@@ -217,9 +224,13 @@ def test_the_first_call_counts_as_compiling(one_device, tmp_path):
     assert [window.compiled for window in windows] == [False] + [True] * (len(windows) - 1)
 
 
-def test_a_full_disk_ends_no_training(one_device, tmp_path, caplog):
-    (tmp_path / "worker-0").mkdir()
-    (tmp_path / "worker-0" / "anatomy.jsonl").symlink_to("/dev/full")
+@pytest.mark.parametrize("fault", ["full disk", "a file in the way"])
+def test_where_nothing_can_be_written_training_goes_on(one_device, tmp_path, caplog, fault):
+    if fault == "full disk":
+        (tmp_path / "worker-0").mkdir()
+        (tmp_path / "worker-0" / "anatomy.jsonl").symlink_to("/dev/full")
+    else:
+        (tmp_path / "worker-0").touch()
     with caplog.at_level(logging.WARNING, "tfdist"):
         model, _, _ = trained(one_device, None, callbacks=[tfdist.Anatomy(tmp_path)])  # /dev/full has no end to read
     assert int(model.optimizer.iterations.numpy()) == 24

@@ -91,6 +91,7 @@ IDEAL = {"forward_backward": 4, "update": 0.5, "host": 0.5}  # of ALONE, split i
     [
         ({"gradient_sync": 3.1}, {"bytes": 2_790_000}, "38 % of the step is gradient synchronization: 2.8 MB a step at 0.90 GB/s; a larger batch would"),
         ({"gradient_sync": 3.1}, {"bytes": 2_790_000, "strategy": "central_storage"}, "mirrored would help, which neither gathers"),
+        ({"gradient_sync": 3.1}, {"bytes": 84}, "38 % of the step is gradient synchronization: 84 B a step in 3.1 ms, which is latency; a larger batch would"),
         ({"input": 5}, {}, "50 % of the step is waiting for input: 5.0 ms where 1/2 of one replica's is 0.00 ms; data.cache=true or data workers"),
         ({"wait": 5}, {}, "50 % of the step is waiting for the slowest replica: 5.0 ms a step within one process"),
         ({"host": 5.5}, {}, "55 % of the step is host overhead: 5.5 ms where 1/2 of one replica's is 0.50 ms; train.steps_per_execution above 1"),

@@ -370,3 +370,17 @@ def test_an_error_in_fit_leaves_no_condition_on_summaries(tmp_path):
     keras_compat.leave_summaries(board)
     with other.as_default(step=0):
         assert tf.summary.should_record_summaries()
+
+
+def test_an_unordered_operation_waits_for_no_other():
+    @tf.function
+    def two():
+        first, second = tf.timestamp(), tf.timestamp()
+        keras_compat.unordered(second.op)
+        return first, second
+
+    graph = two.get_concrete_function().graph
+    stamps = [op for op in graph.get_operations() if op.type == "Timestamp"]
+    assert [op.control_inputs for op in stamps] == [[], []]
+    ordered = tf.function(lambda: (tf.timestamp(), tf.timestamp())).get_concrete_function().graph
+    assert any(op.control_inputs for op in ordered.get_operations() if op.type == "Timestamp")  # else the function is not needed

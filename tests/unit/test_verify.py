@@ -130,6 +130,13 @@ def test_a_table_marks_what_differs():
     assert words.facts({"compiled": comparison}, [])["ways"]["compiled"]["first"]["name"] == "dense/kernel"
 
 
+def test_random_numbers_that_are_drawn_leave_nothing_proved():
+    same = {"compiled": found(halves(recording()))}
+    assert words.verdict(same, [], "2 devices")[0].startswith("The same: 2 devices compute")
+    assert words.verdict(same, ["dropout/seed"], "2 devices")[0].startswith("NOT COMPARED")
+    assert not words.facts(same, ["dropout/seed"])["same"]
+
+
 def test_a_recording_survives_its_file(tmp_path):
     written = dataclasses.replace(recording(), silenced=("dropout",))
     written.write(tmp_path / "x.npz")

@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import keras
@@ -100,8 +101,11 @@ class Recorder:
         self._steps: int | None = None  # since training began
         self._compiled = False
         self.bytes = 0
-        for place in self._places:
-            place.mkdir(parents=True, exist_ok=True)
+        try:
+            for place in self._places:
+                place.mkdir(parents=True, exist_ok=True)
+        except OSError as error:  # the other workers wait for this one below
+            self._write_no_more(place, error)
         if placement.workers > 1:
             share(strategy, placement, np.zeros(_BLOCK))  # traces it
         self.begin_epoch()
@@ -204,8 +208,11 @@ class Recorder:
                     with tf.summary.record_if(True):  # whatever step of a TensorBoard callback's update_freq this is
                         board.scalars(window.step, values)
         except (OSError, tf.errors.OpError) as error:  # a full disk ends no training
-            log.warning("tfdist.Anatomy: writes no more, as %s cannot be written: %s", place, error)
-            self._places, self._boards = [], []
+            self._write_no_more(place, error)
+
+    def _write_no_more(self, place: Path, error: Exception) -> None:
+        log.warning("tfdist.Anatomy writes nothing from here on, as %s cannot be written: %s", place, error)
+        self._places, self._boards = [], []
 
 
 def times_of(begun: float, readings: np.ndarray) -> Times:

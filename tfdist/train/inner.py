@@ -52,10 +52,11 @@ def run_steps(
             kept = (kept[0].write(tf.cast(done, tf.int32), measured.row(fetched)),)
         return done + 1, examples + count_rows(batch), waited, checksum, following, *kept
 
-    zero = tf.constant(0.0, tf.float64)
-    values = [tf.constant(0, tf.int64), tf.constant(0, tf.int64), zero, zero, following]
+    begun = clock([]) if marks else None
+    with tf.control_dependencies([begun] if marks else None):  # or the clock may be read when the loop has run
+        zero, none = tf.identity(tf.constant(0.0, tf.float64)), tf.identity(tf.constant(0, tf.int64))
+    values = [none, none, zero, zero, following]
     if marks:
-        begun = clock([])
         values.append(tf.TensorArray(tf.float64, tf.cast(steps, tf.int32), element_shape=[readings]))
     run = tf.while_loop(lambda done, *rest: (done < steps) & rest[3].has_value(), body, values, parallel_iterations=1)
     return (*run[:5], begun, run[5].stack()) if marks else tuple(run)

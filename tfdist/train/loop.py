@@ -25,7 +25,7 @@ from tfdist.train import inner, preemption
 from tfdist.train.anatomy import Recorder, times_of
 from tfdist.train.feed import Batch, FeedIterator, any_rows, batch_of
 from tfdist.train.gradients import NotInLoop
-from tfdist.train.marks import PER_REPLICA, Marks, clock, measuring
+from tfdist.train.marks import PER_REPLICA, Marks, measuring
 from tfdist.train.marks import end as end_of_step
 from tfdist.train.placement import Placement
 from tfdist.train.pulse import Pulse
@@ -306,11 +306,12 @@ class Runner:
             function: Any = functools.partial(self._measured if self.recorder else self._replicas, even=even)
         else:
             function = self._graph("batch", even).get_concrete_function(any_rows(batch))
+        begun = time.time()
         with self._bound():
             self._last = function(batch)
         if self.recorder:
             self._last, row = self._last
-            self._record(1, row[0], tf.concat([[0.0], row[1:]], 0)[None])
+            self._record(1, begun, row[None])
         self._own_logs = set(self._last) != self._metric_names
 
     def _graph(self, kind: str, even: bool):
@@ -367,11 +368,11 @@ class Runner:
         return inner.run_steps(step, self._global_rows, make, self._readings, iterator, following, steps, before)
 
     def _measured(self, batch: Batch, even: bool):
-        """One step by itself, and its clock readings, of which the first is when it began."""
-        begun, marks = clock([]), self._marks()
+        """One step by itself, and its clock readings; no batch is fetched after it."""
+        marks = self._marks()
         with measuring(marks):
             logs = self._replicas(batch, even)
-        return logs, marks.row(begun)
+        return logs, marks.row(tf.zeros([], tf.float64))
 
     def _marks(self) -> Marks:
         self._last_marks = Marks(self._placement, self._host, self._remote)

@@ -74,8 +74,7 @@ class Log(keras.callbacks.Callback):
         self._stop()
         if self._writes:
             told = {name: float(value) for name, value in (logs or {}).items()}
-            told |= {"learning_rate": self._learning_rate(), "seconds": self.seconds[-1], "time": time.time()}
-            self.telemetry.scalars(epoch, told)
+            self.telemetry.scalars(epoch, {**told, **self._learning_rate(), "seconds": self.seconds[-1], "time": time.time()})
 
     def on_train_end(self, logs=None):
         if self._writes:
@@ -88,7 +87,9 @@ class Log(keras.callbacks.Callback):
             self._begin = None
 
     def _steps(self) -> int:
-        return int(keras.ops.convert_to_numpy(step_counter(self.model.optimizer)))
+        optimizer = self.model.optimizer  # a train_step of the user's may need none
+        return 0 if optimizer is None else int(keras.ops.convert_to_numpy(step_counter(optimizer)))
 
-    def _learning_rate(self) -> float:
-        return float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))
+    def _learning_rate(self) -> dict[str, float]:
+        rate = getattr(self.model.optimizer, "learning_rate", None)
+        return {} if rate is None else {"learning_rate": float(keras.ops.convert_to_numpy(rate))}

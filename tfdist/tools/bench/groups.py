@@ -56,7 +56,7 @@ class Group(contextlib.AbstractContextManager):
     def __exit__(self, *_: Any) -> None:
         process = self._process
         assert process is not None
-        order(self.job, END)
+        self.end()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_GRACE)  # who hangs in a step does not end so
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
@@ -84,6 +84,10 @@ class Group(contextlib.AbstractContextManager):
         """
         order(self.job, number)
         return self._answers("measured", times + 1, "measure")
+
+    def end(self) -> None:
+        """Tells the processes that nothing is left to do; leaving the block waits for them."""
+        order(self.job, END)
 
     def _answers(self, name: str, count: int, doing: str) -> list[dict[str, Any]]:
         """The `count`-th event of this name of each process."""

@@ -111,6 +111,8 @@ class Rounds(contextlib.AbstractContextManager):
         self._facts: dict[Job, dict[str, Any]] = {}
 
     def __exit__(self, *problem: Any) -> None:
+        for group in self._groups.values():
+            group.end()  # all at the same time
         self._stack.__exit__(*problem)
 
     def prepare(self) -> None:

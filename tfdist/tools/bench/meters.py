@@ -38,7 +38,7 @@ class Training:
         """Compiles the steps of all cases; returns facts of the model."""
         for number in range(len(self._batches)):
             self._fit(number, _whole(TRACED, self._settings.train.steps_per_execution), 1)
-        return _facts(self._model)
+        return _facts(self._strategy, self._model)
 
     def measure(self, number: int) -> dict[str, Any]:
         """One epoch of `steps`, after as many whole ones as the steps to warm up take; the input goes on without a break.
@@ -92,9 +92,9 @@ class Prediction:
 
     def __init__(self, job: Job, rank: int):
         settings = run.parse(job.words)
-        strategy = _strategy(job, rank, settings)
+        self._strategy = _strategy(job, rank, settings)
         batches = inputs.pipeline(settings)
-        self._model = building.make_model(settings, strategy, batches)
+        self._model = building.make_model(settings, self._strategy, batches)
         self._examples = job.steps * max(case.global_batch for case in job.cases)
         self._warmup = job.warmup
         self._cases = [(case.global_batch, _one_batch(batches, case.global_batch)) for case in job.cases]
@@ -103,7 +103,7 @@ class Prediction:
         """Compiles the steps of all cases; returns facts of the model."""
         for _, batches in self._cases:
             self._model.predict(batches, steps=TRACED, verbose=0)
-        return _facts(self._model)
+        return _facts(self._strategy, self._model)
 
     def measure(self, number: int) -> dict[str, Any]:
         """One call of `predict`, after one of the steps to warm up.
@@ -142,7 +142,7 @@ class AllReduce:
         for values in self._values:
             found = float(self._function(values, tf.constant(2)))
             assert found == 2 * replicas * (replicas + 1) / 2, f"the sum over {replicas} replicas is {found}"
-        return _facts(None)
+        return _facts(self._strategy, None)
 
     def measure(self, number: int) -> dict[str, Any]:
         """`steps` sums, after those to warm up.
@@ -219,11 +219,11 @@ def _one_batch(batches: tf.data.Dataset, rows: int) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensors(first[0] if isinstance(first, tuple) else first).repeat()
 
 
-def _facts(model: keras.Model | None) -> dict[str, Any]:
-    """What a report says of the model and the devices."""
-    gpus = tf.config.list_logical_devices("GPU") if not tf.distribute.has_strategy() else []
-    physical = tf.config.list_physical_devices("GPU")[: len(gpus)]
-    names = [tf.config.experimental.get_device_details(gpu).get("device_name", "GPU") for gpu in physical]
+def _facts(strategy: tf.distribute.Strategy, model: keras.Model | None) -> dict[str, Any]:
+    """What a report says of the model and the devices; GPUs only where replicas compute on them."""
+    on_cpu = "CPU" in strategy.extended.worker_devices[0].upper()
+    gpus = [] if on_cpu else tf.config.list_physical_devices("GPU")
+    names = [tf.config.experimental.get_device_details(gpu).get("device_name", "GPU") for gpu in gpus]
     return {"parameters": model.count_params() if model else 0, "gpus": names}
 
 

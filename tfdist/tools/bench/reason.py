@@ -131,7 +131,9 @@ def _why(part: str, setup: Setup, alone: Setup, facts: Facts) -> str:
     if part == "input":
         return f": {should}; {_input_remedy(facts)} would help"
     if part == "gradient_sync":
-        return f": {size(setup.bytes)} a step at {setup.bytes / mine / 1e9:.2f} GB/s; {_sync_remedy(setup)}"
+        speed = setup.bytes / mine / 1e9
+        took = f"at {speed:.2f} GB/s" if speed >= 0.01 else f"in {milliseconds(mine)}, which is latency"
+        return f": {size(setup.bytes)} a step {took}; {_sync_remedy(setup)}"
     if part == "update":
         return f", which each replica does in full: {should}; a larger batch would help, as it comes once a step"
     if part == "host":

@@ -203,7 +203,8 @@ def _history(run: Run) -> Section | None:
 
 def _launched(launch: Launch) -> str:
     recovery = launch.recovery
-    found = f"Launch in {launch.path}, {moment(recovery.begun)}: {count(len(recovery.attempts), 'attempt')} in {duration(recovery.seconds)}, "
+    here = os.path.relpath(launch.path)
+    found = f"Launch in {launch.path if here.startswith('..') else here}, {moment(recovery.begun)}: {count(len(recovery.attempts), 'attempt')} in {duration(recovery.seconds)}, "
     found += f"{count(launch.lost, 'step')} lost"
     if recovery.interval is not None:
         found += f", a snapshot every {count(recovery.interval, 'step')}"

@@ -210,7 +210,7 @@ def _tell(flags: argparse.Namespace, say: Callable[[str], None], replicas: str, 
         say("")
         for line in telling.failed(replicas, failure) if failure else telling.verdict(found, drawn, replicas):
             say(line)
-    return 1 if failure or not all(comparison.same for comparison in found.values()) else 0
+    return 1 if failure or drawn or not all(comparison.same for comparison in found.values()) else 0
 
 
 def _start(told: Any, flags: argparse.Namespace) -> None:

@@ -108,6 +108,9 @@ def verdict(ways: Mapping[str, Comparison], drawn: list[str], replicas: str) -> 
         replicas: What was compared, such as "2 workers".
     """
     wrong = {way: comparison for way, comparison in ways.items() if not comparison.same}
+    if not wrong and drawn:
+        lines = [f"NOT COMPARED: nothing differs by more than rounding, but random numbers are drawn ({', '.join(drawn)}), which hide what differs."]
+        return [*lines, "Compare without the layers that draw them."]
     if not wrong:
         return [f"The same: {replicas} {'computes' if replicas.startswith('one') else 'compute'} what one replica computes, step by step."]
     way, worst = next(iter(wrong.items()))
@@ -119,7 +122,7 @@ def verdict(ways: Mapping[str, Comparison], drawn: list[str], replicas: str) -> 
 
 def facts(ways: Mapping[str, Comparison], drawn: list[str]) -> dict[str, Any]:
     """The same for a program: plain values, as JSON knows them."""
-    result: dict[str, Any] = {"same": all(comparison.same for comparison in ways.values()), "ways": {}}
+    result: dict[str, Any] = {"same": all(way.same for way in ways.values()) and not drawn, "random": drawn, "ways": {}}
     for way, comparison in ways.items():
         largest = {kind: difference for kind in _WHAT if (difference := comparison.largest(kind))}
         result["ways"][way] = {
