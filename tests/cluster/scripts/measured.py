@@ -11,7 +11,7 @@ import tensorflow as tf
 import tfdist
 
 STEPS, EPOCHS, BATCH = 30, 2, 16
-DELAY = 0.03  # seconds of the second worker's forward pass
+DELAY = 0.05  # seconds of the second worker's forward pass
 
 
 class Slow(keras.layers.Layer):
