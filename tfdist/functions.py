@@ -93,5 +93,9 @@ def _file(path: str, given: str) -> ModuleType:
 
 
 def _failed(given: str, error: Exception) -> ValueError:
-    line = traceback.extract_tb(error.__traceback__)[-1]
-    return ValueError(f"{given}: {type(error).__name__} in line {line.lineno} of {line.filename}: {error}")
+    if isinstance(error, SyntaxError) and error.filename:
+        return ValueError(f"{given}: {type(error).__name__} in line {error.lineno} of {error.filename}: {error.msg}")
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename not in (__file__, importlib.__file__) and "<frozen " not in f.filename]
+    own = [frame for frame in frames if frame.filename == frames[0].filename]  # the user's file is the first that runs
+    where = f" in line {own[-1].lineno} of {own[-1].filename}" if own else ""
+    return ValueError(f"{given}: {type(error).__name__}{where}: {error}")

@@ -104,10 +104,11 @@ def run(settings: config.Run) -> dict[str, Any]:
         settings: What to do.
 
     Returns:
-        The summary, also in `summary.json`: accuracy, loss, epochs, examples_per_second (None when nothing
-        was trained any more), seconds, replicas (under parameter servers: of one worker; with workers and
-        parameter_servers beside it), strategy, and the paths backup and, where they
-        are kept, logs (for TensorBoard), history and model.
+        The summary, also in `summary.json`: metrics (what `model.evaluate` returns, by name; also beside the
+        rest, but for a metric named as one of the others here, such as seconds), epochs, examples_per_second
+        (None when nothing was trained any more), seconds, replicas (under parameter servers: of one worker;
+        with workers and parameter_servers beside it), strategy, and the paths backup and, where they are
+        kept, logs (for TensorBoard), history and model.
 
     Raises:
         ValueError: For settings that do not fit each other, the data or this machine.
@@ -161,13 +162,14 @@ def run(settings: config.Run) -> dict[str, Any]:
             keras.callbacks.LambdaCallback(on_epoch_begin=begin_epoch),
         ],
     )
-    results = model.evaluate(test, verbose=0, return_dict=True)
+    metrics = {name: float(value) for name, value in model.evaluate(test, verbose=0, return_dict=True).items()}
     if "model" in paths:
         model.save(paths["model"])
 
     summary = {
+        **metrics,
         "name": settings.name,
-        **{name: float(value) for name, value in results.items()},
+        "metrics": metrics,
         "epochs": settings.train.epochs,
         "examples_per_second": log.rate(inputs.examples(train) or _taken(model, len(log.seconds))),
         "seconds": time.monotonic() - started,
@@ -235,10 +237,11 @@ def describe(summary: dict[str, Any]) -> str:
     speed = summary["examples_per_second"]
     rate = "nothing left to train" if speed is None else f"{speed:,.0f} examples/s"
     backup = summary["backup"] if os.path.isdir(summary["backup"]) else "none any more: training is complete"
-    accuracy = f"accuracy {summary['accuracy']:.2%}, " if "accuracy" in summary else ""
+    metrics = dict(sorted(summary["metrics"].items(), key=lambda item: {"accuracy": 0, "loss": 1}.get(item[0], 2)))
+    results = [f"{name} {value:.2%}" if name == "accuracy" else f"{name} {value:.4f}" for name, value in metrics.items()]
     lines = [
         "",
-        f"{summary['name']}: {accuracy}loss {summary['loss']:.4f} on the evaluation split "
+        f"{summary['name']}: {', '.join(results) or 'no metrics'} on the evaluation split "
         f"after {summary['epochs']} epochs",
         f"  speed    {rate} on {_trained_on(summary)}, {summary['seconds']:.0f} s in all",
         f"  model    {summary.get('model', 'not saved')}",

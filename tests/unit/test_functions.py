@@ -48,6 +48,16 @@ def compiled(input_shape, classes):
     model.compile("sgd", "mse", metrics=["mae"])
     return model
 
+class Other(keras.Model):
+    def test_step(self, data):
+        return {"seconds": self(data[0])[0, 0] * 0 - 5, "name": 7.0}
+
+def other(input_shape, classes):
+    inputs = keras.Input(input_shape)
+    model = Other(inputs, keras.layers.Dense(1)(inputs))
+    model.compile("sgd", "mse")
+    return model
+
 def nothing(input_shape, classes):
     return None
 """
@@ -94,6 +104,14 @@ def test_a_run_of_own_data_and_a_compiled_model(file, tmp_path, capsys):
     assert "loss" in capsys.readouterr().out
 
 
+def test_metrics_of_a_test_step_of_ones_own_are_told(file, tmp_path, capsys):
+    """Also those that are named as other things which a summary has."""
+    summary = run(settings(tmp_path, f"{file}:batches", f"{file}:other"))
+    assert summary["metrics"] == {"seconds": -5, "name": 7}
+    assert (summary["seconds"] > 0, summary["name"]) == (True, "run")
+    assert "name 7.0000, seconds -5.0000 on the evaluation split" in capsys.readouterr().out
+
+
 def test_a_model_that_is_not_compiled_is_compiled_as_usual(file, tmp_path):
     assert "accuracy" in run(settings(tmp_path, f"{file}:source", f"{file}:build", options={"width": 2}))
 
@@ -125,6 +143,21 @@ def test_code_that_fails_is_named_with_its_line(tmp_path):
     (tmp_path / "broken_parts.py").write_text("x = 1\ny = x / 0\n")
     with pytest.raises(ValueError, match=r"model.name=.*ZeroDivisionError in line 2 of .*broken_parts.py"):
         models.build(f"{tmp_path}/broken_parts.py:build", input_shape=(1,), classes=2)
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("x = 1\ny = = 2\n", r"SyntaxError in line 2 of .*broken_parts\.py: invalid syntax"),
+        ("x = 1\nimport json\njson.loads('{')\n", r"JSONDecodeError in line 3 of .*broken_parts\.py"),
+    ],
+)
+def test_code_that_fails_elsewhere_is_named_with_the_line_of_the_file(tmp_path, monkeypatch, code, message):
+    (tmp_path / "broken_parts.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in (f"{tmp_path}/broken_parts.py", "broken_parts"):
+        with pytest.raises(ValueError, match=message):
+            functions.load(f"{name}:build", "model.name")
 
 
 def test_a_pipeline_begins_where_the_run_does(file, tmp_path):

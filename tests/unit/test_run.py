@@ -9,7 +9,7 @@ import tfdist
 from tfdist import config
 from tfdist.run import describe, run
 from tfdist.telemetry import sessions
-from tfdist.telemetry.writers import read_jsonl
+from tfdist.telemetry.layout import read_json_lines
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_a_run_leaves_what_it_says(settings, tmp_path, capsys):
     directory = tmp_path / "run"
     assert json.loads((directory / "summary.json").read_text()) == summary
     assert config.Run.from_dict(json.loads((directory / "config.json").read_text())).train == settings.train
-    history = read_jsonl(directory / "history.jsonl")
+    history = read_json_lines(directory / "history.jsonl")
     assert [line["step"] for line in history] == [0, 1]
     assert {"loss", "accuracy", "val_loss", "val_accuracy", "seconds"} <= history[0].keys()
     assert history[0]["learning_rate"] > history[1]["learning_rate"] == 0  # the schedule's end
@@ -68,10 +68,12 @@ def test_settings_that_fit_nothing_are_named(settings, section, key, value, mess
 
 def test_a_summary_without_training_or_model_can_be_told():
     summary = {
-        "name": "x", "accuracy": 0.5, "loss": 1.0, "epochs": 3, "examples_per_second": None, "seconds": 2.0,
+        "name": "x", "metrics": {"loss": 1.0, "f1": 0.25, "accuracy": 0.5}, "epochs": 3, "examples_per_second": None, "seconds": 2.0,
         "replicas": 2, "backup": "b",
     }  # fmt: skip
     assert "nothing left to train on 2 replicas," in describe(summary)
+    assert "x: accuracy 50.00%, loss 1.0000, f1 0.2500 on the evaluation split" in describe(summary)
+    assert "x: no metrics on the evaluation split" in describe({**summary, "metrics": {}})
     assert "not saved" in describe(summary)
     assert describe(summary).count("not kept") == 2
     assert "tensorboard --logdir l" in describe({**summary, "logs": "l"})
