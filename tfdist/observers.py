@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tfdist.train.backup import BackupAndRestore
     from tfdist.train.metrics_log import Log
 
-SERVICES = {"wandb": "wandb", "mlflow": "mlflow"}  # words of `telemetry.backends`, and the packages they need
+SERVICES = ("wandb", "mlflow")  # words of `telemetry.backends` that are also the packages they need
 
 
 def callbacks(
@@ -69,9 +69,9 @@ def check(settings: config.Run) -> None:
     """Raises ValueError for telemetry that this Run, or this machine, cannot have: before anything else begins."""
     told = settings.telemetry
     places = told.places()
-    for name, package in SERVICES.items():
-        if name in places and importlib.util.find_spec(package) is None:
-            raise ValueError(f"telemetry.backends: {name} needs the package {package}, which is not installed: pip install {package}. Or leave it out.")
+    for name in SERVICES:
+        if name in places and importlib.util.find_spec(name) is None:
+            raise ValueError(f"telemetry.backends: {name} needs the package {name}, which is not installed: pip install {name}. Or leave it out.")
     for key in ("profile", "images"):
         if getattr(told, key) and "tensorboard" not in places:
             raise ValueError(f"telemetry.{key}: expected tensorboard in telemetry.backends, which shows it; received {told.backends!r}.")

@@ -1,6 +1,7 @@
 """What TensorBoard is told of a training beside its curves: traces of single steps, images; and what other writers get."""
 
 import logging
+import types
 
 import keras
 import numpy as np
@@ -11,7 +12,10 @@ from tensorflow.tsl.profiler.protobuf import xplane_pb2
 import tfdist
 from tests.unit.test_backup_and_restore import train
 from tfdist import config, run
-from tfdist.telemetry.writers import JsonlWriter, read_jsonl
+from tfdist.telemetry.layout import read_json_lines
+from tfdist.telemetry.writers import JsonlWriter
+from tfdist.train.backing import told_alike
+from tfdist.train.image_samples import caption, probabilities
 
 STEPS = 5
 
@@ -22,11 +26,11 @@ def images(classes=3):
     return tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
 
 
-def fit(strategy, *callbacks, epochs=2):
+def fit(strategy, *callbacks, epochs=2, outputs=3, **compiled):
     keras.utils.set_random_seed(1)
     with strategy.scope():
-        model = keras.Sequential([keras.Input((6, 6, 1)), keras.layers.Flatten(), keras.layers.Dense(3, "softmax")])
-        model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
+        model = keras.Sequential([keras.Input((6, 6, 1)), keras.layers.Flatten(), keras.layers.Dense(outputs, "softmax")])
+        model.compile(**{"optimizer": "adam", "loss": "sparse_categorical_crossentropy", "metrics": ["accuracy"], **compiled})
     model.fit(images(), validation_data=images(), epochs=epochs, verbose=0, callbacks=list(callbacks))
     return model
 
@@ -60,6 +64,76 @@ def test_a_profile_that_training_does_not_reach_is_named(one_device, tmp_path, c
         fit(one_device, tfdist.TensorBoard(tmp_path, profile="steps=11..12"))
     assert "steps 11 to 12 were not among those that ran" in caplog.text
     assert traced(tmp_path / "train") == []
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "tfdist"):  # as after a resume: what was beyond the window is no miss
+        model = fit(one_device, epochs=1)
+        model.fit(images(), epochs=1, verbose=0, callbacks=[tfdist.TensorBoard(tmp_path, profile="steps=2..3")])
+    assert "profile" not in caplog.text
+
+
+def test_a_profile_has_whole_executions(mirrored, tmp_path):
+    """Of 2, 2 and 1 steps in each epoch; the trace names each one's first."""
+    fit(mirrored, tfdist.TensorBoard(tmp_path, profile="steps=4..7", graph=False), steps_per_execution=2)
+    assert traced(tmp_path / "train") == [3, 5, 6]
+
+
+def test_two_profiles_have_each_their_steps(mirrored, tmp_path):
+    boards = [tfdist.TensorBoard(tmp_path, name, profile=steps, graph=False) for name, steps in (("a", "steps=7..7"), ("b", "steps=9..9"))]
+    fit(mirrored, *boards)
+    assert [traced(tmp_path / name / "train") for name in "ab"] == [[7], [9]]
+
+
+def test_the_profiler_ends_with_a_fit_that_fails(mirrored, tmp_path):
+    def fail(batch, logs):
+        if batch == 3:
+            raise RuntimeError("for the test")
+
+    board = tfdist.TensorBoard(tmp_path, profile="steps=3..5", graph=False)
+    with pytest.raises(RuntimeError, match="for the test"):
+        fit(mirrored, board, keras.callbacks.LambdaCallback(on_train_batch_begin=fail))
+    assert traced(tmp_path / "train") == [3, 4]
+    tf.profiler.experimental.start(str(tmp_path))  # another one may
+    tf.profiler.experimental.stop(save=False)
+
+
+def test_a_trace_that_cannot_be_written_is_a_warning(one_device, tmp_path, caplog):
+    board = tfdist.TensorBoard(tmp_path, profile="steps=3..3", graph=False)
+    (tmp_path / "train" / "plugins").mkdir(parents=True)
+    (tmp_path / "train" / "plugins" / "profile").write_text("a file")
+    with caplog.at_level(logging.WARNING, "tfdist"):
+        assert int(fit(one_device, board).optimizer.iterations.numpy()) == 2 * STEPS
+    assert "profile: steps 3 to 3 have no trace in" in caplog.text
+
+
+def test_a_model_without_an_optimizer_has_a_profile(one_device, tmp_path):
+    class Counts(keras.Model):
+        def train_step(self, data):
+            return {"loss": keras.ops.sum(data[1]) * 0}
+
+    with one_device.scope():
+        inputs = keras.Input((6, 6, 1))
+        model = Counts(inputs, keras.layers.Flatten()(inputs))
+        model.compile(optimizer=None)
+    model.fit(images(), epochs=2, verbose=0, callbacks=[tfdist.TensorBoard(tmp_path, profile="steps=5..6", graph=False)])
+    assert traced(tmp_path / "train") == [5, 6]
+
+
+def test_a_worker_has_a_directory_in_a_bucket_too():
+    board = tfdist.TensorBoard("gs://bucket/logs", "try")
+    place = types.SimpleNamespace(rank=1, workers=2)
+    model = types.SimpleNamespace(distribute_strategy=types.SimpleNamespace(tfdist_engine=types.SimpleNamespace(placement=place)))
+    keras.callbacks.Callback.set_model(board, model)  # the board's own would write
+    assert board._worker_directory() == "gs://bucket/logs/try/worker-1"
+
+
+def test_a_graph_that_cannot_be_written_is_a_warning(one_device, tmp_path, caplog, monkeypatch):
+    def fail(graph):
+        raise OSError("no space")
+
+    monkeypatch.setattr(tf.summary, "graph", fail)
+    with caplog.at_level(logging.WARNING, "tfdist"):
+        fit(one_device, tfdist.TensorBoard(tmp_path), epochs=1)
+    assert "TensorBoard gets no graph" in caplog.text
 
 
 @pytest.mark.parametrize("text", ["", "steps=", "steps=5..2", "steps=0..2", "10..15", "steps=1-2", "steps=1..2..3"])
@@ -105,6 +179,45 @@ def test_images_that_are_none_are_named(tmp_path):
         tfdist.ImageSamples(tmp_path, images(), 0)
 
 
+@pytest.mark.parametrize(
+    ("labels", "classes", "message"),
+    [
+        ([0, 3], ["a", "b", "c"], "classes: expected a name for each label; received 3 names, and labels from 0 to 3"),
+        ([0, -1], ["a", "b", "c"], "received 3 names, and labels from -1 to 0"),
+        (["a", "b"], None, "data: expected labels that are numbers of classes, whole ones; received"),
+        ([0.0, 0.5], None, "whole ones; received float32"),
+    ],
+)
+def test_labels_without_a_class_are_named_when_it_is_made(tmp_path, labels, classes, message):
+    data = tf.data.Dataset.from_tensors((np.zeros([2, 6, 6, 1], np.float32), tf.constant(labels)))
+    with pytest.raises(ValueError, match=message):
+        tfdist.ImageSamples(tmp_path, data, classes=classes)
+
+
+def test_a_model_with_other_outputs_is_named_on_all_workers(one_device, tmp_path):
+    samples = tfdist.ImageSamples(tmp_path, images(), 4, classes=["ant", "bee", "cat"])
+    with pytest.raises(ValueError, match="classes: expected a name for each of the model's 4 outputs; received 3 names"):
+        fit(one_device, samples, outputs=4)
+    samples._writer = None  # as on a worker that does not write
+    with pytest.raises(ValueError, match="the model's 4 outputs"):
+        samples.on_epoch_end(0)
+    with pytest.raises(ValueError, match=r"of 2 classes or more; received \[4, 1\]"):
+        fit(one_device, tfdist.ImageSamples(tmp_path, images(), 4), outputs=1, loss="mse")
+
+
+def test_logits_are_told_as_probabilities():
+    logits = np.array([[12.34, 12.34 + np.log(3)], [-1e4, 1e4]], np.float32)
+    assert [caption(row, 1) for row in probabilities(logits)] == ["1 75 %", "1 100 %"]
+    said = np.array([[0.1, 0.9], [0.3, 0.7]])
+    assert (probabilities(said) == said).all()
+
+
+@pytest.mark.parametrize("other", [{}, {"every": 2}])
+def test_image_samples_of_one_worker_alone_are_noticed(tmp_path, other):
+    samples = tfdist.ImageSamples(tmp_path, images(), 4)
+    assert told_alike([samples]) != told_alike([tfdist.ImageSamples(tmp_path, images(), 4, **other)] if other else [])
+
+
 def test_a_log_has_each_epoch_and_step_once_after_a_resume(one_device, tmp_path):
     def attempt(name, **options):
         log = tfdist.Log([JsonlWriter(tmp_path / f"{name}.jsonl")], every=2)
@@ -113,7 +226,7 @@ def test_a_log_has_each_epoch_and_step_once_after_a_resume(one_device, tmp_path)
     assert attempt("whole")["ended"]
     assert not attempt("cut", interrupt=(1, 5))["ended"]
     assert attempt("cut", seed=5)["ended"]
-    whole, cut = read_jsonl(tmp_path / "whole.jsonl"), read_jsonl(tmp_path / "cut.jsonl")
+    whole, cut = read_json_lines(tmp_path / "whole.jsonl"), read_json_lines(tmp_path / "cut.jsonl")
     assert [line["batch"] for line in whole if "batch" in line][:3] == [2, 4, 6]
     assert [line["step"] for line in whole if "step" in line] == [0, 1, 2]
     assert len(cut) == len(whole)

@@ -2,6 +2,9 @@
 
 import importlib.util
 import json
+import logging
+import sys
+import types
 
 import pytest
 
@@ -36,6 +39,67 @@ def test_mlflow_has_one_run_with_all_values(tmp_path, monkeypatch):
     assert run.data.params == {"optimizer": "adam", "learning_rate": "0.5"}
     assert [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, "loss")] == [(0, 2.0), (1, 1.0)]
     assert [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, "batch_loss")] == [(4, 3.0), (12, 2.0)]
+
+
+class _Run:
+    """Of a service whose network is gone once the run has begun."""
+
+    id = "r1"
+    config: dict = {}
+
+    def define_metric(self, *_, **__):
+        pass
+
+    def log(self, *_):
+        raise ConnectionError("network is down")
+
+    def finish(self):
+        raise ConnectionError("network is down")
+
+
+class _Client:
+    info = types.SimpleNamespace(run_id="r1")
+    experiment_id = 0
+
+    def get_experiment_by_name(self, _):
+        return self
+
+    def create_run(self, *_, **__):
+        return self
+
+    def log_metric(self, *_, **__):
+        raise ConnectionError("network is down")
+
+    def set_terminated(self, *_):
+        raise ConnectionError("network is down")
+
+
+@pytest.mark.parametrize(
+    ("writer", "package"),
+    [
+        (services.WandbWriter, types.SimpleNamespace(init=lambda **_: _Run())),
+        (services.MlflowWriter, types.SimpleNamespace(MlflowClient=_Client)),
+    ],
+)
+def test_an_outage_in_the_middle_is_told_once(writer, package, tmp_path, monkeypatch, caplog):
+    name = writer.__name__.removesuffix("Writer").lower()
+    monkeypatch.setitem(sys.modules, name, package)
+    each = writer(tmp_path)
+    with caplog.at_level(logging.WARNING, "tfdist"):
+        for epoch in range(3):
+            each.scalars(epoch, {"loss": 1.0})
+        each.close()
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"{name} does not take what this run tells: ConnectionError: network is down.")
+
+
+def test_an_outage_at_the_begin_is_an_error(tmp_path, monkeypatch):
+    def init(**_):
+        raise ConnectionError("network is down")
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    with pytest.raises(ConnectionError):
+        services.WandbWriter(tmp_path).scalars(0, {"loss": 1.0})
 
 
 def test_wandb_offline_has_one_run_with_all_values(tmp_path, monkeypatch):

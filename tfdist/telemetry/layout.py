@@ -23,6 +23,16 @@ SUMMARY = "summary.json"  # marks a run that is finished
 ANATOMY = "anatomy.jsonl"  # in each worker's directory
 
 
+def worker_name(rank: int) -> str:
+    """The name of a worker's directory in that of its run.
+
+    Example:
+        >>> worker_name(1)
+        'worker-1'
+    """
+    return f"worker-{rank}"
+
+
 def worker_directory(run: str | os.PathLike, rank: int) -> Path:
     """Where a worker writes what is its own.
 
@@ -30,7 +40,7 @@ def worker_directory(run: str | os.PathLike, rank: int) -> Path:
         >>> worker_directory("runs/digits", 1).as_posix()
         'runs/digits/worker-1'
     """
-    return Path(run) / f"worker-{rank}"
+    return Path(run) / worker_name(rank)
 
 
 def worker_directories(run: str | os.PathLike) -> dict[int, Path]:
@@ -40,16 +50,20 @@ def worker_directories(run: str | os.PathLike) -> dict[int, Path]:
 
 
 def append_json(path: str | os.PathLike, value: dict[str, Any]) -> None:
-    """Adds a line to a file of JSON lines, as a whole: neither readers nor a process killed here leave half of it."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    """Adds a line to a file of JSON lines; one before it that was cut off, as by a full disk, stays apart from it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     try:
-        os.write(descriptor, (json.dumps(value) + "\n").encode())
+        size = os.fstat(descriptor).st_size
+        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+        left = (("\n" if torn else "") + json.dumps(value) + "\n").encode()  # one write, so that readers find whole lines
+        while left:
+            left = left[os.write(descriptor, left) :]  # it may take a part of them
     finally:
         os.close(descriptor)
 
 
 def read_json_lines(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines; none where it is missing; a last line that was cut off is left out."""
+    """The objects of a file of JSON lines; none where it is missing; lines that are no JSON are left out, as those that were cut off."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:

@@ -1,15 +1,20 @@
 """What a run tells becomes a run of a tracking service: Weights & Biases or MLflow, where they are installed; nothing is computed here.
 
 Where they send it is for themselves to know: WANDB_MODE, WANDB_BASE_URL, MLFLOW_TRACKING_URI and so on count as for any script.
+What fails when a run begins is an error; later it is told once, and the training goes on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+log = logging.getLogger("tfdist")
 
 
 def load(package: str, writer: str) -> Any:
@@ -39,12 +44,14 @@ class WandbWriter:
     def __init__(self, directory: str | os.PathLike, project: str = "tfdist", name: str | None = None):
         self._wandb = load("wandb", "WandbWriter")
         self._directory, self._project, self._name = Path(directory), project, name
-        self._id = _Remembered(self._directory / "wandb.id")
+        self._id, self._outage = _Remembered(self._directory / "wandb.id"), _Outage("wandb")
         self._run: Any = None
 
     def scalars(self, step: int, values: Mapping[str, float], axis: str = "epoch") -> None:
         """A value's axis is `epoch` or `step`, as wandb's own count of calls says nothing of either."""
-        self._begin().log({**values, axis: step})
+        run = self._begin()
+        with self._outage.survived():
+            run.log({**values, axis: step})
 
     def settings(self, values: Mapping[str, Any]) -> None:
         self._begin().config.update(dict(values), allow_val_change=True)
@@ -54,8 +61,9 @@ class WandbWriter:
 
     def close(self) -> None:
         if self._run is not None:
-            self._run.finish()
-            self._run = None
+            run, self._run = self._run, None
+            with self._outage.survived():
+                run.finish()
 
     def _begin(self) -> Any:
         if self._run is None:
@@ -85,14 +93,15 @@ class MlflowWriter:
     def __init__(self, directory: str | os.PathLike, experiment: str = "tfdist", name: str | None = None):
         self._mlflow = load("mlflow", "MlflowWriter")
         self._experiment, self._name = experiment, name
-        self._id = _Remembered(Path(directory) / "mlflow.id")
+        self._id, self._outage = _Remembered(Path(directory) / "mlflow.id"), _Outage("mlflow")
         self._client: Any = None
         self._run = ""
 
     def scalars(self, step: int, values: Mapping[str, float], axis: str = "epoch") -> None:
         client = self._begin()
-        for name, value in values.items():
-            client.log_metric(self._run, name, float(value), step=step)
+        with self._outage.survived():
+            for name, value in values.items():
+                client.log_metric(self._run, name, float(value), step=step)
 
     def settings(self, values: Mapping[str, Any]) -> None:
         client = self._begin()
@@ -106,8 +115,9 @@ class MlflowWriter:
 
     def close(self) -> None:
         if self._client is not None:
-            self._client.set_terminated(self._run)
-            self._client = None
+            client, self._client = self._client, None
+            with self._outage.survived():
+                client.set_terminated(self._run)
 
     def _begin(self) -> Any:
         if self._client is None:
@@ -122,6 +132,25 @@ class MlflowWriter:
                 self._id.write(self._run)
             self._client = client
         return self._client
+
+
+class _Outage:
+    """A service that fails in the middle of a training, which is the chief's alone to see: it is told once, and no error."""
+
+    def __init__(self, service: str):
+        self._service, self._told = service, False
+
+    @contextlib.contextmanager
+    def survived(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if not self._told:
+                log.warning(
+                    "%s does not take what this run tells: %s: %s. Training goes on, and what fails is missing there; this is said once.",
+                    self._service, type(error).__name__, error,
+                )  # fmt: skip
+            self._told = True
 
 
 class _Remembered:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -64,9 +65,10 @@ class Telemetry:
             writer.rewind(epoch, steps)
 
     def close(self) -> None:
-        """Closes every writer."""
-        for writer in self.writers:
-            writer.close()
+        """Closes every writer, also those after one that fails."""
+        with contextlib.ExitStack() as stack:
+            for writer in reversed(self.writers):  # it calls the last one first
+                stack.callback(writer.close)
 
 
 class ConsoleWriter:
@@ -105,7 +107,7 @@ class JsonlWriter:
         >>> import tempfile
         >>> writer = JsonlWriter(Path(tempfile.mkdtemp()) / "history.jsonl")
         >>> writer.scalars(0, {"loss": 2.5})
-        >>> read_jsonl(writer.path)
+        >>> read_json_lines(writer.path)
         [{'step': 0, 'loss': 2.5}]
     """
 
@@ -123,7 +125,7 @@ class JsonlWriter:
     def rewind(self, epoch: int, steps: int) -> None:
         if not self.path.exists():
             return
-        kept = [line for line in read_jsonl(self.path) if (line["step"] < epoch if "step" in line else line["batch"] <= steps)]
+        kept = [line for line in read_json_lines(self.path) if (line["step"] < epoch if "step" in line else line["batch"] <= steps)]
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         temporary.replace(self.path)
@@ -153,7 +155,7 @@ class TensorBoardWriter:
     def scalars(self, step: int, values: Mapping[str, float], axis: str = "epoch") -> None:
         import tensorflow as tf
 
-        with self._open().as_default(step):
+        with self._open().as_default(step), tf.summary.record_if(True):  # whatever others have set
             for name, value in values.items():
                 tf.summary.scalar(name, value)
         self._writer.flush()
@@ -162,7 +164,7 @@ class TensorBoardWriter:
         import tensorflow as tf
 
         rows = [f"| {name} | {value} |" for name, value in values.items()]
-        with self._open().as_default(0):
+        with self._open().as_default(0), tf.summary.record_if(True):
             tf.summary.text("settings", "\n".join(["| key | value |", "| --- | --- |", *rows]))
 
     def rewind(self, epoch: int, steps: int) -> None:
@@ -172,8 +174,3 @@ class TensorBoardWriter:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-
-
-def read_jsonl(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """The objects in a file of JSON lines; a last line that was cut off is left out."""
-    return read_json_lines(path)

@@ -10,11 +10,13 @@ import keras
 from tfdist.train import logs
 from tfdist.train.backup import BackupAndRestore
 from tfdist.train.board import TensorBoard
+from tfdist.train.image_samples import ImageSamples
+from tfdist.train.profile import Profile
 
 
 @contextlib.contextmanager
 def backing(callbacks: Sequence[keras.callbacks.Callback], writes: bool, first_epoch: int = 0) -> Iterator[None]:
-    """Runs a `fit`; see `BackupAndRestore.prepare` and `release`.
+    """Runs a `fit`; see `BackupAndRestore.prepare` and `release`, and `Profile.release`.
 
     Args:
         callbacks: All of the fit.
@@ -29,21 +31,30 @@ def backing(callbacks: Sequence[keras.callbacks.Callback], writes: bool, first_e
     finally:
         for callback in backups:
             callback.release()
+        for profile in _profiles(callbacks):
+            profile.release()
         logs.leave(callbacks)
 
 
 def told_alike(callbacks: Sequence[keras.callbacks.Callback]) -> dict[str, float]:
-    """What must be equal on all workers, as they meet where one of them saves or traces: by name, for a message."""
+    """What must be equal on all workers, as they meet where one of them saves, traces or predicts: by name, for a message."""
     every = [callback.every for callback in _backups(callbacks)]
-    profiles = [c.profile for c in callbacks if isinstance(c, TensorBoard) and c.profile is not None]
+    profiles = _profiles(callbacks)
+    samples = [callback.every for callback in callbacks if isinstance(callback, ImageSamples)]
     return {
         "number of BackupAndRestore callbacks": float(len(every)),
         "save_freq of BackupAndRestore": sum(every),
         "number of TensorBoard callbacks with a profile": float(len(profiles)),
         "first step of a profile": float(sum(p.first for p in profiles)),
         "last step of a profile": float(sum(p.last for p in profiles)),
+        "number of tfdist.ImageSamples callbacks": float(len(samples)),
+        "every of tfdist.ImageSamples": float(sum(samples)),
     }
 
 
 def _backups(callbacks: Sequence[keras.callbacks.Callback]) -> list[BackupAndRestore]:
     return [callback for callback in callbacks if isinstance(callback, BackupAndRestore)]
+
+
+def _profiles(callbacks: Sequence[keras.callbacks.Callback]) -> list[Profile]:
+    return [callback.profile for callback in callbacks if isinstance(callback, TensorBoard) and callback.profile is not None]

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfdist.config import nearest, step_range
 from tfdist.keras_compat import engine_of
 from tfdist.telemetry import hparams as hparams_tab
-from tfdist.telemetry.layout import worker_directory
+from tfdist.telemetry.layout import worker_name
 from tfdist.train.logs import OWN
 from tfdist.train.profile import Profile
 
@@ -131,18 +131,17 @@ class TensorBoard(keras.callbacks.TensorBoard):
     def _worker_directory(self) -> str | None:
         """Where this one of several workers writes what is its own; None: there is one, or no strategy of tfdist."""
         place = getattr(engine_of(self.model.distribute_strategy), "placement", None)
-        return str(worker_directory(self.root_dir, place.rank)) if place is not None and place.workers > 1 else None
+        return os.path.join(self.root_dir, worker_name(place.rank)) if place is not None and place.workers > 1 else None  # Path has no gs://
 
     def _write_operations(self) -> None:
         """Keras writes the layers alone, which the tab GRAPHS does not show by itself; of a subclass it writes nothing."""
         try:
             graph = _forward_pass(self.model)
+            if graph is not None:
+                with self.own_writers[0].as_default(), tf.summary.record_if(True):
+                    tf.summary.graph(graph)
         except Exception as error:  # a picture is not worth a training
-            log.warning("TensorBoard gets no graph of %s: its forward pass cannot be traced by itself: %s", self.model.name, error)
-            return
-        if graph is not None:
-            with self.own_writers[0].as_default(), tf.summary.record_if(True):
-                tf.summary.graph(graph)
+            log.warning("TensorBoard gets no graph of %s: its forward pass cannot be traced by itself, or written: %s", self.model.name, error)
 
     def _stats(self) -> dict[str, float]:
         stats = getattr(self.model.train_function, "stats", None)

@@ -25,7 +25,8 @@ class ImageSamples(keras.callbacks.Callback):
     Args:
         log_dir: Directory of the logs; the pictures go to its subdirectory `validation`.
         data: Data set of batches `(images, labels)`, whose first examples are shown: images `[batch, height, width, channels]` with
-            1, 3 or 4 channels, labels `[batch]` as numbers of classes.
+            1, 3 or 4 channels, labels `[batch]` as numbers of classes. The model gives each image a probability, or a logit, of each
+            class.
         count: How many.
         run: Name of this run, as for `tfdist.TensorBoard`.
         classes: Names of the classes; None: their numbers.
@@ -43,7 +44,7 @@ class ImageSamples(keras.callbacks.Callback):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}: expected a number, 1 or more; received {value!r}.")
         self.directory = os.path.join(log_dir, *([run] if run is not None else []), "validation")
-        self.images, self.labels = _first(data, count)
+        self.images, self.labels = _first(data, count, classes)
         self.classes, self.every = classes, every
         self._writer: Any = None
 
@@ -56,11 +57,10 @@ class ImageSamples(keras.callbacks.Callback):
         if (epoch + 1) % self.every:
             return
         said = np.asarray(self.model.predict(self.images, batch_size=len(self.images), verbose=0))
-        if said.ndim != 2:
-            raise ValueError(f"ImageSamples: expected a model that gives each image a score of each class, [batch, classes]; received {list(said.shape)}.")
+        _check(said, self.classes)  # on all workers: the chief alone would let the others wait
         if self._writer is None:
             return
-        captions = [caption(scores, label, self.classes) for scores, label in zip(said, self.labels, strict=True)]
+        captions = [caption(scores, label, self.classes) for scores, label in zip(probabilities(said), self.labels, strict=True)]
         right = int(np.sum(said.argmax(axis=1) == self.labels))
         pairs = list(zip(captions, self.images, strict=True))
         rows = [sheet.Row("", "", pairs[i : i + _COLUMNS]) for i in range(0, len(pairs), _COLUMNS)]
@@ -90,7 +90,41 @@ def caption(scores: np.ndarray, label: int, classes: Sequence[str] | None = None
     return f"{name(said)} {scores[said]:.0%}".replace("%", " %") + wrong
 
 
-def _first(data: Any, count: int) -> tuple[np.ndarray, np.ndarray]:
+def probabilities(said: np.ndarray) -> np.ndarray:
+    """What a model says of each class, as probabilities: logits, which are none, by their softmax.
+
+    Example:
+        >>> probabilities(np.array([[2.0, 2.0], [-5.0, -5.0]])).tolist()
+        [[0.5, 0.5], [0.5, 0.5]]
+    """
+    said = said.astype(np.float64)
+    if (said >= 0).all() and np.allclose(said.sum(axis=1), 1, atol=0.02):  # half precision is not closer
+        return said
+    powers = np.exp(said - said.max(axis=1, keepdims=True))
+    return powers / powers.sum(axis=1, keepdims=True)
+
+
+def _check(said: np.ndarray, classes: Sequence[str] | None) -> None:
+    """Raises ValueError for predictions that are no scores of the classes."""
+    if said.ndim != 2 or said.shape[1] < 2:
+        raise ValueError(
+            f"ImageSamples: expected a model that gives each image a score of each class, [batch, classes], of 2 classes or more; received {list(said.shape)}."
+        )
+    if classes is not None and said.shape[1] > len(classes):
+        raise ValueError(f"ImageSamples: classes: expected a name for each of the model's {said.shape[1]} outputs; received {len(classes)} names.")
+
+
+def _check_labels(labels: np.ndarray, classes: Sequence[str] | None) -> None:
+    """Raises ValueError for labels that are no numbers of the classes."""
+    if labels.dtype.kind not in "iufb" or not np.equal(np.mod(labels, 1), 0).all():
+        raise ValueError(f"data: expected labels that are numbers of classes, whole ones; received {labels.dtype}, such as {labels[0]!r}.")
+    if classes is not None and not ((labels >= 0) & (labels < len(classes))).all():
+        raise ValueError(
+            f"classes: expected a name for each label; received {len(classes)} names, and labels from {int(labels.min())} to {int(labels.max())}."
+        )
+
+
+def _first(data: Any, count: int, classes: Sequence[str] | None) -> tuple[np.ndarray, np.ndarray]:
     """The first examples of a data set, as arrays."""
     images: list[np.ndarray] = []
     labels: list[np.ndarray] = []
@@ -109,4 +143,6 @@ def _first(data: Any, count: int) -> tuple[np.ndarray, np.ndarray]:
             break
     if not images:
         raise ValueError("data: expected images to show; received no batch.")
-    return np.concatenate(images)[:count], np.concatenate(labels)[:count]
+    shown = np.concatenate(labels)[:count]
+    _check_labels(shown, classes)
+    return np.concatenate(images)[:count], shown
