@@ -79,8 +79,15 @@ def test_a_profile_has_whole_executions(mirrored, tmp_path):
 
 def test_two_profiles_have_each_their_steps(mirrored, tmp_path):
     boards = [tfdist.TensorBoard(tmp_path, name, profile=steps, graph=False) for name, steps in (("a", "steps=7..7"), ("b", "steps=9..9"))]
-    fit(mirrored, *boards)
+    pauses = []
+
+    class Looks(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            pauses.append(sorted(self.model.train_function.pauses.values()))
+
+    fit(mirrored, *boards, Looks())
     assert [traced(tmp_path / name / "train") for name in "ab"] == [[7], [9]]
+    assert pauses == [[6, 8], [1, 3]]  # neither takes the place of the other's, in steps of the epoch
 
 
 def test_the_profiler_ends_with_a_fit_that_fails(mirrored, tmp_path):
