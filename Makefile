@@ -10,6 +10,7 @@ PIP_INSTALL = -m pip install -qq --disable-pip-version-check
 PYTEST = -m pytest -q
 # Two files of tests at a time: most of them wait for processes.
 TWO = -n 2 --dist loadfile --max-worker-restart 0
+SCALED = one_device,mirrored,central_storage,multi_worker_mirrored
 
 .PHONY: help train test test-compat chaos lint bench notebooks clean
 .DELETE_ON_ERROR:
@@ -48,7 +49,9 @@ test-compat: .venv-compat/installed
 bench: .venv/installed-bench
 	$(BIN)/python benchmarks/fit_overhead.py; fit=$$?; $(BIN)/python benchmarks/parameter_server.py; servers=$$?; \
 	  $(BIN)/python benchmarks/recovery.py; recovery=$$?; $(BIN)/python benchmarks/anatomy.py; anatomy=$$?; \
-	  $(BIN)/python benchmarks/input.py && exit $$((fit | servers | recovery | anatomy))
+	  $(BIN)/tfdist bench --config=configs/digits.py --workers 1,2 --strategies $(SCALED) --rounds 3 --steps 100 --out runs/scaling \
+	    && cp runs/scaling/bench.md benchmarks/reports/scaling.md && cp runs/scaling/bench.json benchmarks/reports/scaling.json; scaling=$$?; \
+	  $(BIN)/python benchmarks/input.py && exit $$((fit | servers | recovery | anatomy | scaling))
 
 notebooks: .venv/installed-notebooks
 	$(BIN)/python notebooks/execute.py
