@@ -32,6 +32,7 @@ from tfdist.tools.verify.recording import (
     read,
     relative,
 )
+from tfdist.tools.verify.settings import Settings
 
 VARIABLES = (
     Variable(WEIGHTS, "dense/kernel", "Dense", gradient=0),
@@ -319,6 +320,8 @@ def test_processes_end_when_verify_does(tmp_path, number):
         while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
             assert time.monotonic() < end
             time.sleep(0.05)
+        time.sleep(1)
+        assert owner.poll() is None
         os.kill(owner.pid, number)
         assert owner.wait(30) == (-number if number == signal.SIGKILL else 128 + number)
     pid = int((tmp_path / "pid").read_text())
@@ -331,6 +334,13 @@ def test_processes_end_when_verify_does(tmp_path, number):
             break  # ended; nobody has asked how
         assert time.monotonic() < end + 30
         time.sleep(0.1)
+
+
+def test_a_process_that_records_has_an_owner(tmp_path):
+    (tmp_path / "config.py").write_text("import time\n\ntime.sleep(60)\n")
+    told = Settings(str(tmp_path), (f"--config={tmp_path}/config.py",)).to_json()
+    done = subprocess.run([sys.executable, "-m", "tfdist.tools.verify.record", told], cwd=ROOT, env=environment(), timeout=50, capture_output=True)
+    assert done.returncode == -signal.SIGKILL  # as nobody holds the lock
 
 
 def test_the_reason_is_the_launchers_root_cause(tmp_path):

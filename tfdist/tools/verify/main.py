@@ -34,8 +34,8 @@ rounding, and what it probably comes from.
 Dropout and noise are switched off for it, as each replica draws its own, by design.
 """
 _EPILOG = """\
-exit code: 0 when several replicas compute what one computes; 1 when they do not, or their processes fail; 2 for a mistake on this
-command line; 78 for a mistake in the config, or in what one replica makes of it.
+exit code: 0 when several replicas compute what one computes; 1 when they do not, when that cannot be told, or when their processes
+fail; 2 for a mistake on this command line; 78 for a mistake in the config, or in what one replica makes of it.
 """
 
 
