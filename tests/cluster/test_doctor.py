@@ -62,7 +62,7 @@ def test_a_host_that_does_not_come(members, tmp_path):
     serve(members, file, "worker:1")
     code, found = ask(members, file, "worker:0", timeout=1)
     assert code == 1
-    assert "after 1 s, 1 of 3 tasks are absent: worker:2 at 127.0.0.1:" in found["reach"]
+    assert "s, 1 of 3 tasks are absent: worker:2 at 127.0.0.1:" in found["reach"]
     assert "worker:1" not in found["reach"]
 
 

@@ -13,7 +13,7 @@ from tests.parity.cases import CROSSENTROPY, mlp
 from tfdist.telemetry.anatomy import PARTS, per_step, read
 from tfdist.train.anatomy import complete, times_of
 
-DELAY = 0.03  # planted, in each step
+DELAY = 0.06  # planted, in each step
 
 
 @pytest.fixture(scope="module")
@@ -188,6 +188,23 @@ def test_steps_that_run_by_themselves_are_measured_too(mirrored, tmp_path, how):
     assert min(parts[name] for name in ("forward_backward", "gradient_sync", "update")) > 0
 
 
+def test_data_of_unknown_length_are_measured_to_their_end(one_device, tmp_path):
+    _, _, windows = trained(one_device, tmp_path, data=lambda batches: batches.filter(lambda x, y: True))
+    assert sum(window.steps for window in windows) == 24
+
+
+def test_accumulated_gradients_count_as_steps(one_device, tmp_path):
+    accumulated = {"optimizer": lambda: keras.optimizers.SGD(gradient_accumulation_steps=3)}
+    model, _, _ = trained(one_device, tmp_path, **accumulated)
+    model.fit(np.zeros([24, 6], np.float32), np.zeros(24, np.int64), batch_size=8, verbose=0, callbacks=[tfdist.Anatomy(tmp_path)])
+    assert read(tmp_path)[0][-1].step == 24 + 3
+
+
+def test_a_directory_elsewhere_is_refused():
+    with pytest.raises(ValueError, match="local file system, received 'gs://bucket/run'"):
+        tfdist.Anatomy("gs://bucket/run")
+
+
 def test_compiled_by_xla_all_is_forward_and_backward(one_device, tmp_path):
     _, _, windows = trained(one_device, tmp_path, jit_compile=True)
     parts = per_step(whole(windows, 24))
@@ -226,15 +243,17 @@ def test_the_first_call_counts_as_compiling(one_device, tmp_path):
 
 @pytest.mark.parametrize("fault", ["full disk", "a file in the way"])
 def test_where_nothing_can_be_written_training_goes_on(one_device, tmp_path, caplog, fault):
+    other = tmp_path / "other"
     if fault == "full disk":
         (tmp_path / "worker-0").mkdir()
         (tmp_path / "worker-0" / "anatomy.jsonl").symlink_to("/dev/full")
     else:
         (tmp_path / "worker-0").touch()
     with caplog.at_level(logging.WARNING, "tfdist"):
-        model, _, _ = trained(one_device, None, callbacks=[tfdist.Anatomy(tmp_path)])  # /dev/full has no end to read
+        model, _, _ = trained(one_device, None, callbacks=[tfdist.Anatomy(tmp_path), tfdist.Anatomy(other)])  # /dev/full has no end to read
     assert int(model.optimizer.iterations.numpy()) == 24
     assert "cannot be written" in caplog.text
+    assert sum(window.steps for window in read(other)[0]) == 24
 
 
 def test_a_strategy_without_an_engine_is_told_of(tmp_path, caplog):

@@ -15,7 +15,7 @@ from tfdist.telemetry.anatomy import PARTS
 from tfdist.tools.bench import plan, words
 from tfdist.tools.bench.groups import Group, GroupError
 from tfdist.tools.bench.jobs import Case, Job
-from tfdist.tools.bench.main import main, measured
+from tfdist.tools.bench.main import Rounds, main, measured
 from tfdist.tools.bench.notes import notes
 from tfdist.tools.bench.reason import Facts, losses, reason, slowest
 from tfdist.tools.bench.results import MODES, Bench, Setup, compared, read
@@ -154,8 +154,19 @@ def test_one_replica_under_another_strategy():
 
 
 def test_what_rounds_do_not_tell_is_no_reason():
-    both = setup(rates=(13000.0, 10000.0, 10000.0), anatomy=parts(**{**IDEAL, "forward_backward": 9}))
-    assert "within the spread of the rounds" in sentence(both)
+    slow = parts(**{**IDEAL, "forward_backward": 9})
+    alone = setup("one_device", 1, modes=MODES, rates=(6400.0,) * 5, anatomy=ALONE.anatomy)
+    both = setup(rates=(13000.0, 10000.0, 10000.0, 12900.0, 9000.0), anatomy=slow)
+    assert "within the spread of the rounds" in sentence(both, alone=alone)
+
+
+def test_one_round_that_is_disturbed_hides_no_loss():
+    slow = parts(**{**IDEAL, "forward_backward": 9})
+    disturbed = setup("one_device", 1, modes=MODES, rates=(6400.0, 2000.0, 6400.0), anatomy=ALONE.anatomy)
+    assert "is forward and backward" in sentence(setup(rates=7000, anatomy=slow), alone=disturbed)
+    halting = setup("one_device", 1, modes=MODES, rates=(6400.0, 3200.0, 6400.0, 3200.0, 6400.0), anatomy=ALONE.anatomy)
+    both = setup(rates=(9000.0, 4500.0, 9000.0, 4500.0, 9000.0), anatomy=slow)  # slower in the same rounds
+    assert "is forward and backward" in sentence(both, alone=halting)
 
 
 def test_notes_compare_setups():
@@ -286,10 +297,39 @@ def test_a_group_that_does_not_start_in_time_is_named_and_ended(tmp_path):
     assert group._process.poll() is not None
 
 
+def test_a_group_that_is_late_computes_no_more(tmp_path):
+    (tmp_path / "logs").mkdir()
+    job = Job("allreduce", "", "mirrored", 2, (Case(bytes=4),))
+    with Rounds([job], 0.05, tmp_path / "logs") as rounds:
+        rounds.prepare()
+        assert not rounds.alive
+        [group] = rounds._started.values()
+        assert group._process.poll() is not None  # while the others would be measured
+        assert "did not start" in rounds.setups()[0].error
+        group.close()
+
+
+def test_a_mistake_of_the_config_in_the_baseline_is_passed_on_and_files_are_written_whole(tmp_path):
+    (tmp_path / "config.py").write_text(
+        "import tfdist\n\ndef get_config():\n    config = tfdist.config.default()\n"
+        f"    config.model.name = '{tmp_path}/config.py:nothing'\n    return config\n"
+    )
+    for name in ("bench.json", "bench.md"):
+        (tmp_path / name).write_text("before")
+        os.link(tmp_path / name, tmp_path / f"kept-{name}")
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        assert main([f"--config={tmp_path}/config.py", "--strategies=one_device", f"--out={tmp_path}"]) == 78
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert "nothing" in read(tmp_path).setups[0].error
+    assert {(tmp_path / f"kept-{name}").read_text() for name in ("bench.json", "bench.md")} == {"before"}  # another file took its place
+
+
 def test_processes_end_when_their_benchmark_is_killed(tmp_path):
     directory = str(tmp_path)
-    owner = "import sys, time; from tfdist.tools.bench.jobs import own; kept = own(sys.argv[1]); print(flush=True); time.sleep(60)"
-    child = "import sys, time; from tfdist.tools.bench.jobs import end_with_owner; end_with_owner(sys.argv[1]); time.sleep(60)"
+    owner = "import sys, time; from tfdist.tools.owner import own; kept = own(sys.argv[1]); print(flush=True); time.sleep(60)"
+    child = "import sys, time; from tfdist.tools.owner import end_with_owner; end_with_owner(sys.argv[1]); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", owner, directory], stdout=subprocess.PIPE, cwd=ROOT, env=environment()) as first:
         first.stdout.readline()
         with subprocess.Popen([sys.executable, "-c", child, directory], cwd=ROOT, env=environment()) as second:

@@ -103,6 +103,19 @@ def test_busy_gpus():
     assert bad(host.check_frameworks(busy, CUDA))["GPUs"].status == "warn"
 
 
+def test_the_memory_of_gpus_is_unknown():
+    assert "free memory: unknown" in bad(host.check_frameworks(dataclasses.replace(GPUS, smi=()), CUDA))["GPUs"].found
+
+
+def test_gpus_that_are_hidden_are_not_judged():
+    cards = (Card("T4", 16 * GB, 0, "GPU-11aa"), Card("H200", 140 * GB, 139 * GB, "GPU-22bb"))
+    for visible, shown in ((None, cards), ("1", cards[1:]), ("GPU-22", cards[1:]), ("1,0", cards[::-1]), ("1,-1,0", cards[1:]), ("MIG-33", ()), ("-1", ())):
+        assert dataclasses.replace(GPUS, smi=cards, visible=visible).shown == shown
+    one = dataclasses.replace(CUDA, gpus=CUDA.gpus[:1])
+    assert not bad(host.check_frameworks(dataclasses.replace(GPUS, driven=1, smi=cards[1:]), one))
+    assert not bad(host.check_frameworks(dataclasses.replace(GPUS, smi=cards, visible="1"), one))
+
+
 def test_what_setup_py_asks_for():
     """The oldest versions of the checks are those of the package."""
     asked = (ROOT / "setup.py").read_text()

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import socket
+import threading
 import time
 
 import pytest
@@ -144,6 +145,76 @@ def test_a_task_that_does_not_come():
     same_words(check, str(error.value))
 
 
+def test_a_task_that_reaches_us_but_cannot_be_reached():
+    """A blocked port: nobody listens at worker:1, whose doctor asks worker:0, and says that it is done."""
+    spec = ClusterSpec.local(workers=2)
+    desk = Desk(spec, who(spec), {})
+    with serving(desk, spec.tasks[:1]):
+        blocked = Meeting(Desk(spec, who(spec, "worker:1", nonce="theirs"), {}), spec.tasks[1:], timeout=5)
+        blocked.ask_all()
+        assert not blocked.missing
+        blocked.tell("", ["worker:1"])
+        meeting = Meeting(desk, spec.tasks[:1], timeout=0.5)
+        meeting.ask_all()
+    assert desk.done == {"worker:1": ""}
+    found = cluster.check_peers(spec, who(spec), meeting.own, meeting.peers, meeting.missing, meeting.elapsed)
+    one(found, "reach", "1 of 2 tasks are absent: worker:1 at 127.0.0.1:")
+
+
+def test_a_fault_of_a_task_that_is_gone_is_enough():
+    spec = ClusterSpec.local(workers=2)
+    desk = Desk(spec, who(spec), {})
+    desk.done["worker:1"] = "place: full"
+    meeting = Meeting(desk, spec.tasks[:1], timeout=30)
+    meeting.ask_all()
+    assert not meeting.missing
+    assert meeting.elapsed < 20
+    assert not cluster.check_peers(spec, who(spec), meeting.own, meeting.peers, meeting.missing, 0.0)  # not that all are here
+
+
+def test_a_doctor_that_is_done_serves_until_it_was_asked():
+    spec = ClusterSpec.local(workers=2)
+    desks = [Desk(spec, who(spec, str(task), nonce=f"of {task}"), {}) for task in spec.tasks]
+    first, second = (Meeting(desk, [task], timeout=0.5) for desk, task in zip(desks, spec.tasks, strict=True))
+    with serving(desks[0], spec.tasks[:1]), serving(desks[1], spec.tasks[1:]):
+        second.ask_all()
+        exchange.ask(spec.tasks[1].address, who(spec, nonce="twin"), "done", serves=["worker:0"], wrong="ports: taken")
+        assert second.wait_until_asked("") == {"worker:0": "it has not asked this host"}
+        assert second.wait_until_asked("a fault, which the others were told") == {}
+        first.ask_all()
+        assert second.wait_until_asked("") == {}
+
+
+def test_a_doctor_with_another_cluster_gets_the_time_to_ask():
+    """It is not told, as it would refuse; it is to see by itself that the clusters differ, rather than that nobody is there."""
+    spec = ClusterSpec.local(workers=2)
+    theirs = ClusterSpec({"worker": spec.jobs["worker"][::-1]})
+    desk = Desk(spec, who(spec), {})
+    with serving(desk, spec.tasks[:1]), serving(Desk(theirs, who(theirs, nonce="theirs"), {}), theirs.tasks[:1]):
+        meeting = Meeting(desk, spec.tasks[:1], timeout=30)
+        meeting.ask_all()
+        late_asker = threading.Timer(0.3, exchange.ask, (spec.tasks[0].address, who(theirs, nonce="theirs"), "hello"))
+        late_asker.start()
+        meeting.tell("spec: differs", ["worker:0"])
+        assert meeting.wait_until_asked("spec: differs") == {}
+        assert desk.asked == {"theirs": {"worker:0"}}
+        late_asker.join()
+
+
+def test_the_bound_holds_within_a_round_of_questions(monkeypatch):
+    """Twenty tasks that take the connection and say nothing: each would take the time of an exchange, sixteen at once."""
+    monkeypatch.setattr(exchange, "EXCHANGE_S", 3.0)
+    spec = ClusterSpec.local(workers=21)
+    with contextlib.ExitStack() as stack:
+        for task in spec.tasks[1:]:
+            stack.enter_context(socket.create_server(split_address(task.address)))
+        meeting = Meeting(Desk(spec, who(spec), {}), spec.tasks[:1], timeout=1.0)
+        meeting.ask_all()
+    assert len(meeting.missing) == 20
+    assert meeting.elapsed < 2.9
+    assert "not asked: the others took all the time" in meeting.missing.values()
+
+
 def other(*addresses):
     return ClusterSpec({"worker": addresses}, source="file c.yaml")
 
@@ -218,6 +289,12 @@ def test_a_place_that_cannot_be_used_keeps_its_number(tmp_path):
         sights = meeting.share([str(tmp_path / "a"), str(tmp_path / "b"), None])
     assert [(sight.other, sight.seen) for sight in sights] == [(None, False), (str(tmp_path / "b"), True)]
     assert [entry.name for entry in tmp_path.rglob("*")] == ["b"]
+
+
+def test_directories_that_were_made_are_removed(tmp_path):
+    spec = ClusterSpec.local(workers=2)
+    Meeting(Desk(spec, who(spec), {}), spec.tasks[:1], timeout=5).share([str(tmp_path / "a" / "b" / "c")])
+    assert not list(tmp_path.iterdir())
 
 
 GOOD = Link("worker:0", "worker:1", latency=1e-4, rate=1e9)
@@ -302,9 +379,17 @@ def test_who_has_another_cluster_is_only_told_who_is_there(served):
     address, mine, _ = served
     stranger = {**mine, "cluster": fingerprint(SPEC)}
     assert exchange.ask(address, stranger, "hello")["task"] == "worker:0"
-    for question in ("token", "measure", "stream"):
+    for question in ("token", "measure", "stream", "done"):
         with pytest.raises(exchange.Refused, match="differ"):
             exchange.ask(address, stranger, question)
+
+
+def test_a_fault_counts_whoever_said_before_that_there_is_none():
+    spec = ClusterSpec.local(workers=2)
+    desk = Desk(spec, who(spec), {})
+    for wrong, told in (("", ""), ("place: full", "place: full"), ("", "place: full")):
+        desk.answer({**who(spec), "ask": "done", "serves": ["worker:1", "worker:9", 7], "wrong": wrong}, "worker:0", "here")
+        assert desk.done == {"worker:1": told}
 
 
 def test_a_budget_of_questions(served):
@@ -346,3 +431,13 @@ def test_a_link_is_measured(served):
     link = exchange.measure("worker:1", "worker:0", address, mine)
     assert not link.error
     assert link.rate > 0 < link.latency
+
+
+@pytest.mark.parametrize("received", [[], None, "x", 10**400])
+def test_a_peer_that_sends_another_type(served, monkeypatch, received):
+    send = server.send
+    monkeypatch.setattr(server, "send", lambda connection, said: send(connection, {**said, "received": received}))
+    address, mine, _ = served
+    assert exchange.measure("worker:1", "worker:0", address, mine).error
+    meeting = Meeting(Desk(ClusterSpec({"worker": (address, "127.0.0.1:1")}), mine, {}), [], timeout=0.2)
+    assert meeting._hello("worker:0")

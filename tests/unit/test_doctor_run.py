@@ -67,6 +67,29 @@ def test_data_and_a_model_of_the_users(words, tmp_path):
     assert "inputs a [3]" in found.data
 
 
+@pytest.mark.parametrize("kind", ["sparse", "ragged"])
+def test_inputs_that_are_not_dense(words, tmp_path, kind):
+    make = {"sparse": "tf.sparse.from_dense(tf.eye(4))", "ragged": "tf.RaggedTensor.from_tensor(tf.eye(4))"}[kind]
+    lines = [
+        "import keras, tensorflow as tf",
+        "def data(settings, split):",
+        f"    return tf.data.Dataset.from_tensors(({make}, tf.zeros([4]))).repeat(3)",
+        "class Sums(keras.Model):",
+        "    def build(self, shape):",
+        "        self.w = self.add_weight(shape=(1,))",
+        "    def call(self, x):",
+        "        dense = tf.sparse.to_dense(x) if isinstance(x, tf.SparseTensor) else x.to_tensor()",
+        "        return tf.reduce_sum(dense, 1, keepdims=True) * self.w",
+        "def model(input_shape, classes):",
+        "    model = Sums()",
+        "    model.compile('sgd', 'mse')",
+        "    return model",
+    ]
+    (tmp_path / "mine.py").write_text("\n".join(lines))
+    found = tried([*words, "--config.data.name=mine.py:data", "--config.model.name=mine.py:model", "--config.data.global_batch=4"])
+    assert (found.error, found.stage, found.rows) == ("", "done", 2)
+
+
 @pytest.mark.parametrize(
     ("word", "stage", "text"),
     [
@@ -125,6 +148,9 @@ def test_a_batch_that_does_not_divide(batch, workers, expected):
         (Machine(available=64 * GB, smi=(Card("H200", 140 * GB, 139 * GB),)), 20 * GB, "pass"),
         (Machine(available=64 * GB, smi=(Card("T4", 16 * GB, 15 * GB),)), 20 * GB, "fail"),
         (Machine(available=64 * GB, smi=(Card("T4", 16 * GB, 15 * GB),)), 14 * GB, "warn"),
+        (Machine(available=64 * GB), 1 * GB, "warn"),  # unknown
+        (Machine(available=3 * GB), 1 * GB, "fail"),
+        (Machine(available=64 * GB, driven=2, visible="1", smi=(Card("T4", 16 * GB, 0), Card("H200", 140 * GB, 139 * GB))), 20 * GB, "pass"),
     ],
 )
 def test_memory_that_is_too_little(machine, gpu_peak, status):
@@ -134,8 +160,35 @@ def test_memory_that_is_too_little(machine, gpu_peak, status):
     assert memory.status == status
 
 
+@pytest.mark.parametrize(("replicas", "status"), [(1, "pass"), (2, "warn"), (5, "fail")])
+def test_replicas_share_the_memory_of_their_process(replicas, status):
+    """Two processes of 2.2 GB with one replica, of which each takes 1 GB."""
+    found = trial.Trial("done", name="x", directory="x", global_batch=20, replicas=replicas, data="x", parameters=1, rows=1, grown=GB, peak=int(2.2 * GB))
+    (memory,) = [check for check in runs.check_trial(found, Machine(available=7 * GB), 2, 2) if check.name == "memory"]
+    assert memory.status == status
+    assert (f"({replicas} replicas, of which one was measured)" in memory.found) == (replicas > 1)
+    on_gpus = dataclasses.replace(found, gpu_peak=GB)
+    assert not bad(runs.check_trial(on_gpus, Machine(available=7 * GB, smi=(Card("T4", 16 * GB, 15 * GB),)), 2, 2))
+
+
 def test_places_that_only_tensorflow_writes_to(tmp_path):
     (tmp_path / "file").write_text("mine")
     found = [probe.try_place(path) for path in ("ram://somewhere/runs", f"file://{tmp_path}/new", f"file://{tmp_path}/file/x", "none://x")]
     assert [places.check_place(place).status for place in found] == ["pass", "pass", "fail", "fail"]
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_what_another_host_writes_to_a_new_place_stays(tmp_path, monkeypatch):
+    import tensorflow as tf
+
+    rename = tf.io.gfile.rename
+
+    def rename_and_write(old, new, overwrite=False):
+        rename(old, new, overwrite)
+        with tf.io.gfile.GFile(f"{new.rpartition('/')[0]}/snapshot", "w") as file:
+            file.write("theirs")
+
+    monkeypatch.setattr(tf.io.gfile, "rename", rename_and_write)
+    for path in (f"file://{tmp_path}/new", "ram://another/new"):
+        assert not probe.try_place(path).error
+        assert tf.io.gfile.listdir(path) == ["snapshot"]

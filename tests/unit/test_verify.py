@@ -1,19 +1,38 @@
 """`tfdist verify`: what counts as a difference, what it comes from, what a step shows, and which words are refused."""
 
 import dataclasses
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.processes import ROOT, environment
 from tfdist.tools.verify import main as command
 from tfdist.tools.verify import words
 from tfdist.tools.verify.causes import likely
 from tfdist.tools.verify.compare import compare
-from tfdist.tools.verify.probes import fingerprints, layers_of, silence
+from tfdist.tools.verify.probes import fingerprints, layers_of, reverse, silence
 from tfdist.tools.verify.processes import Failed, reason, run
-from tfdist.tools.verify.recording import OPTIMIZER, SEEDS, STATISTICS, WEIGHTS, Recording, Variable, relative
+from tfdist.tools.verify.recording import (
+    EXAMPLES,
+    LOGS,
+    OPTIMIZER,
+    SEEDS,
+    STATISTICS,
+    WEIGHTS,
+    Recording,
+    Variable,
+    read,
+    relative,
+)
+from tfdist.tools.verify.settings import Settings
 
 VARIABLES = (
     Variable(WEIGHTS, "dense/kernel", "Dense", gradient=0),
@@ -81,6 +100,72 @@ def test_what_rounding_explains_is_no_difference():
     assert comparison.lenient == ["adam/velocity"]
     far = recording(state__4=lambda step, x: x * (1 + 0.1 * (step > 0)))
     assert not found(halves(far), rounding=recording(state__4=lambda step, x: x * (1 - 1e-3 * (step > 0)))).same
+
+
+@pytest.mark.parametrize("far", [lambda step, x: x * 1.1, lambda step, x: x * np.inf])
+def test_no_rounding_allows_an_unscaled_loss(far):
+    unscaled = recording(gradient=lambda step, x: 2 * x, logs=lambda step, x: 2 * x)
+    comparison = found(halves(unscaled), rounding=recording(gradient=far, logs=far))
+    assert not comparison.same
+    assert not words.facts({"compiled": comparison}, [])["same"]
+    told = " ".join(words.verdict({"compiled": comparison}, [], "2 devices"))
+    assert told.startswith("NOT COMPARED: step 1: loss differs by") == (not comparison.differs)
+    assert ("?" in words.table({"compiled": comparison})[1]) == (not comparison.differs)
+    near = found(halves(recording(gradient=lambda step, x: 1.005 * x)), rounding=recording(gradient=lambda step, x: x * 1.0004))
+    assert near.same
+    assert near.largest("gradients' norms").allowed <= 0.01
+
+
+def test_weights_whose_gradients_are_rounding_are_set_apart_and_others_are_not():
+    noisy = {"state__1": lambda step, x: x * (1 + 0.3 * (step > 0))}
+    comparison = found(halves(recording(**noisy)), rounding=recording(**noisy))
+    assert comparison.same
+    assert comparison.lenient == ["dense/bias"]
+    boundless = found(halves(recording(**noisy)), rounding=recording(state__1=lambda step, x: x * (np.inf if step else 1)))
+    assert not boundless.same
+    begun = {"state__1": lambda step, x: x * 1.3}
+    assert found(halves(recording(**begun)), rounding=recording(**begun)).first.step == 0  # nothing is rounded before the first step
+
+
+def test_what_is_not_finite_proves_nothing():
+    broken = recording(logs=lambda step, x: x if step < 2 else x * np.nan)
+    comparison = compare(broken, halves(broken), broken, 1e-4)
+    assert not comparison.same
+    assert words.verdict({"compiled": comparison}, [], "2 devices")[0] == "NOT COMPARED: step 2: loss of one replica is not finite."
+    assert not words.facts({"compiled": comparison}, [])["same"]
+
+
+def test_nothing_recorded_is_never_the_same(tmp_path):
+    assert words.verdict({}, [], "2 devices")[0].startswith("NOT COMPARED: nothing was recorded")
+    assert not words.facts({}, [])["same"]
+    recording().write(tmp_path / "a.npz")
+    got, missing = read({"compiled": [tmp_path / "a.npz", tmp_path / "b.npz"], "eager": [tmp_path / "a.npz"]})
+    assert list(got) == ["eager"]
+    assert "worker 1 wrote no recording of the steps 'compiled'" in missing
+
+
+def test_each_worker_is_compared_with_the_chief():
+    both = halves(recording())
+    both[1] = dataclasses.replace(both[1], arrays={**both[1].arrays, "2/logs": both[1].arrays["2/logs"] * 1.1})
+    first = found(both, recording()).first
+    assert (first.step, first.kind, first.name, first.worker) == (2, LOGS, "loss", 1)
+    assert "step 2, worker 1: loss differs" in " ".join(words.first(found(both)))
+    both = halves(recording())
+    both[1] = dataclasses.replace(both[1], arrays={**both[1].arrays, "3/gradient/2": np.array(4.0)})
+    first = found(both, recording()).first
+    assert (first.step, first.name, first.worker) == (3, "last/kernel", 1)
+
+
+def test_a_worker_with_fewer_steps_is_a_difference():
+    both = halves(recording())
+    short = {name: value for name, value in both[1].arrays.items() if not name.startswith("3/")}
+    both[1] = dataclasses.replace(both[1], steps=2, arrays=short)
+    comparison = found(both, recording())
+    assert not comparison.same
+    assert (comparison.rows.step, comparison.rows.missing) == (3, 4)
+    assert (comparison.first.kind, comparison.first.worker) == (EXAMPLES, 1)
+    assert "do not end with the same step" in likely(dataclasses.replace(comparison, rows=None), [])
+    assert "the number of steps (2, and 3 of one replica)" in " ".join(words.verdict({"compiled": comparison}, [], "2 workers"))
 
 
 @pytest.mark.parametrize(
@@ -159,6 +244,33 @@ def test_fingerprints_are_those_of_rows():
     np.testing.assert_array_equal(fingerprints(tf.constant(x[::-1][:7])).numpy(), images[::-1][:7])
 
 
+def several(order):
+    """A batch of a ragged, a nested ragged and a sparse tensor, its rows in this order."""
+    ragged = tf.gather(tf.ragged.constant([[1, 2], [], [2, 1], [1, 2]]), order)
+    nested = tf.gather(tf.ragged.constant([[["a"], []], [["b"]], [[], ["a"]], [["a"], []]]), order)
+    dense = np.array([[0, 3.0], [4.0, 0], [3.0, 0], [0, 3.0]])[order]
+    return ragged, nested, tf.sparse.from_dense(dense)
+
+
+def test_fingerprints_of_ragged_and_sparse_rows():
+    for part in range(3):
+        numbers = fingerprints(several([0, 1, 2, 3])[part]).numpy()
+        assert numbers[0] == numbers[3]
+        assert len(set(numbers.tolist())) == 3
+        np.testing.assert_array_equal(fingerprints(several([2, 0, 1])[part]).numpy(), numbers[[2, 0, 1]])
+    assert fingerprints({"scale": tf.constant(1.0)}).shape == [0]
+
+
+def test_all_of_a_batch_is_reversed_or_nothing():
+    labels = tf.constant([0, 1, 2, 3])
+    *parts, reversed_labels = tf.function(reverse)((*several([0, 1, 2, 3]), labels))
+    np.testing.assert_array_equal(reversed_labels, labels[::-1])
+    for part, expected in zip(parts, several([3, 2, 1, 0]), strict=True):
+        np.testing.assert_array_equal(fingerprints(part).numpy(), fingerprints(expected).numpy())
+    other = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([1]))
+    assert reverse((other, labels))[1] is labels
+
+
 class Nested(keras.layers.Layer):
     def __init__(self):
         super().__init__()
@@ -188,6 +300,47 @@ def test_a_process_that_takes_too_long_is_ended_and_named(tmp_path):
         run(["timeit", "-n1", "-r1", f"exec(open({str(tmp_path / 'slow.py')!r}).read())"], tmp_path / "log", 2.0, "two workers")
     assert info.value.code is None
     assert "begun" in str(info.value)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
+def test_processes_end_when_verify_does(tmp_path, number):
+    script = (
+        "import pathlib, signal, sys\n"
+        "from tfdist.tools.verify.main import ended_by_signals\n"
+        "from tfdist.tools.verify.processes import run\n"
+        "ended_by_signals()\n"
+        "run(['timeit', '-n1', '-r1', sys.argv[2]], pathlib.Path(sys.argv[1]) / 'log', 60.0, 'it')\n"
+    )
+    recorder = (
+        "import os, pathlib, time; from tfdist.tools.owner import end_with_owner; "
+        f"end_with_owner({str(tmp_path)!r}); pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid())); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path), recorder], cwd=ROOT, env=environment()) as owner:
+        end = time.monotonic() + 30
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        time.sleep(1)
+        assert owner.poll() is None
+        os.kill(owner.pid, number)
+        assert owner.wait(30) == (-number if number == signal.SIGKILL else 128 + number)
+    pid = int((tmp_path / "pid").read_text())
+    while True:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            break
+        if pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("Z"):
+            break  # ended; nobody has asked how
+        assert time.monotonic() < end + 30
+        time.sleep(0.1)
+
+
+def test_a_process_that_records_has_an_owner(tmp_path):
+    (tmp_path / "config.py").write_text("import time\n\ntime.sleep(60)\n")
+    told = Settings(str(tmp_path), (f"--config={tmp_path}/config.py",)).to_json()
+    done = subprocess.run([sys.executable, "-m", "tfdist.tools.verify.record", told], cwd=ROOT, env=environment(), timeout=50, capture_output=True)
+    assert done.returncode == -signal.SIGKILL  # as nobody holds the lock
 
 
 def test_the_reason_is_the_launchers_root_cause(tmp_path):

@@ -50,6 +50,8 @@ class Anatomy(keras.callbacks.Callback):
     def __init__(self, directory: str | os.PathLike):
         super().__init__()
         self.directory = os.fspath(directory)
+        if "://" in self.directory:
+            raise ValueError(f"tfdist.Anatomy: expected a directory on a local file system, received {self.directory!r}; each host may have its own.")
         self.recorder: Recorder | None = None  # of the engine whose fit runs
 
     def on_train_begin(self, logs=None):
@@ -94,18 +96,18 @@ class Recorder:
 
     def __init__(self, strategy: tf.distribute.Strategy, placement: Placement, directories: Sequence[str], exact: bool):
         self._strategy, self._placement, self._exact = strategy, placement, exact
-        self._places = [layout.worker_directory(directory, placement.rank) for directory in directories]
-        self._boards = [TensorBoardWriter(place) for place in self._places]
+        places = [layout.worker_directory(directory, placement.rank) for directory in directories]
+        self._boards = {place: TensorBoardWriter(place) for place in places}
         self._pending: list[tuple[Window, np.ndarray]] = []  # windows that lack the other workers' times, and the shortest sums of theirs
         self._calls = 0  # since the exchange before
         self._steps: int | None = None  # since training began
         self._compiled = False
         self.bytes = 0
-        try:
-            for place in self._places:
+        for place in places:
+            try:
                 place.mkdir(parents=True, exist_ok=True)
-        except OSError as error:  # the other workers wait for this one below
-            self._write_no_more(place, error)
+            except OSError as error:  # the other workers wait for this one below
+                self._write_no_more(place, error)
         if placement.workers > 1:
             share(strategy, placement, np.zeros(_BLOCK))  # traces it
         self.begin_epoch()
@@ -158,6 +160,14 @@ class Recorder:
         """The workers have met, and have run equally many steps."""
         self._exchange()
 
+    def close(self) -> None:
+        """The fit is over."""
+        for place, board in list(self._boards.items()):
+            try:
+                board.close()
+            except (OSError, tf.errors.OpError) as error:
+                self._write_no_more(place, error)
+
     # --- Below ----------------------------------------------------------------------------------------------------------
     def _open(self, now: float) -> None:
         self._begin, self._done, self._examples = now, 0, 0
@@ -201,18 +211,18 @@ class Recorder:
     def _write(self, window: Window) -> None:
         values = {f"anatomy/{part}_milliseconds": 1e3 * seconds / window.steps for part, seconds in window.parts.items()}
         values["anatomy/examples_per_second"] = window.examples / window.seconds
-        try:
-            for place, board in zip(self._places, self._boards, strict=True):
+        for place, board in list(self._boards.items()):
+            try:
                 write(place, window)
                 if window.compiled:
                     with tf.summary.record_if(True):  # whatever step of a TensorBoard callback's update_freq this is
                         board.scalars(window.step, values)
-        except (OSError, tf.errors.OpError) as error:  # a full disk ends no training
-            self._write_no_more(place, error)
+            except (OSError, tf.errors.OpError) as error:  # a full disk ends no training
+                self._write_no_more(place, error)
 
     def _write_no_more(self, place: Path, error: Exception) -> None:
-        log.warning("tfdist.Anatomy writes nothing from here on, as %s cannot be written: %s", place, error)
-        self._places, self._boards = [], []
+        log.warning("tfdist.Anatomy writes nothing more there, as %s cannot be written: %s", place, error)
+        del self._boards[place]
 
 
 def times_of(begun: float, readings: np.ndarray) -> Times:
@@ -226,7 +236,7 @@ def times_of(begun: float, readings: np.ndarray) -> Times:
         >>> times_of(10.0, np.array([[15.0, 11.0, 12.0, 14.0], [15.0, 16.0, 19.0, 19.5]]))
         Times(input=1.0, forward_backward=2.0, sums=4.0, update=2.5, shortest=array([1., 3.]))
     """
-    gradients, sums, done = np.moveaxis(readings[:, 1:].reshape(len(readings), -1, PER_REPLICA), 2, 0)
+    gradients, sums, done = np.moveaxis(readings[:, 1:].reshape(len(readings), readings.shape[1] // PER_REPLICA, PER_REPLICA), 2, 0)
     finished = done.max(1, initial=0.0)
     ends = np.maximum(readings[:, 0], finished)
     begins = np.concatenate([[begun], ends])[: len(ends)]

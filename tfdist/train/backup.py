@@ -244,7 +244,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     def _pause(self, ahead: int) -> None:
         """Tells the engine at which step of this epoch it must not be further."""
         self._next = max(self._step, self._replayed) + int(ahead)
-        self._engine.pause_at(self._next)
+        self._engine.pause_at(self._next, f"backup {self.backup_dir}")
 
     @property
     def _engine(self) -> Hooks:

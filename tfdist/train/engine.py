@@ -261,6 +261,8 @@ class Engine(Hooks):
         try:
             yield
         finally:
+            if self._recorder is not None:
+                self._recorder.close()
             self._recorder = None
             for each in anatomies:
                 each.recorder = None

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from tfdist.contract import Phase
 from tfdist.data.rows import count_rows
-from tfdist.keras_compat import local_component
+from tfdist.keras_compat import local_component, step_counter
 from tfdist.train import inner, preemption
 from tfdist.train.anatomy import Recorder, times_of
 from tfdist.train.feed import Batch, FeedIterator, any_rows, batch_of
@@ -194,8 +194,9 @@ class Runner:
         return found.input
 
     def _updates(self) -> int:
+        """Calls of the optimizer, also of those that only add to a sum."""
         optimizer = getattr(self.model, "optimizer", None)
-        return 0 if optimizer is None else int(optimizer.iterations.numpy())
+        return 0 if optimizer is None else int(step_counter(optimizer).numpy())
 
     def _anyone_asked(self) -> bool:
         if self._placement.workers == 1:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.tools.audit import events
-from tfdist.tools.bench.jobs import END, POLL, Job, order, own
+from tfdist.tools.bench.jobs import END, POLL, Job, order
+from tfdist.tools.owner import own
 
 _GRACE = 5.0  # seconds to end by themselves
 _LINES = 12  # of a log, at most
@@ -21,7 +22,15 @@ _CHATTER = re.compile(r"\s*$|[IWE]\d{4} |WARNING: All log messages|To enable the
 
 
 class GroupError(Exception):
-    """A group failed, or is late; the message says why."""
+    """A group failed, or is late; the message says why.
+
+    Attributes:
+        code: Of the process that failed; None: it was late.
+    """
+
+    def __init__(self, text: str, code: int | None = None):
+        super().__init__(text)
+        self.code = code
 
 
 class Group(contextlib.AbstractContextManager):
@@ -54,19 +63,27 @@ class Group(contextlib.AbstractContextManager):
         return self
 
     def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the processes, and waits until they have ended; a second time it does nothing."""
         process = self._process
         assert process is not None
-        self.end()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_GRACE)  # who hangs in a step does not end so
-        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-            if self.job.workers > 1 and process.poll() is None:  # its tasks are in process groups of their own
-                process.send_signal(signal.SIGTERM)
-                process.wait(_GRACE)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        self._owned.close()
+        if self._owned.closed:
+            return
+        try:
+            self.end()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_GRACE)  # who hangs in a step does not end so
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                if self.job.workers > 1 and process.poll() is None:  # its tasks are in process groups of their own
+                    process.send_signal(signal.SIGTERM)
+                    process.wait(_GRACE)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            self._owned.close()
 
     def ready(self) -> list[dict[str, Any]]:
         """Waits until all processes have built what they measure; what each says of it."""
@@ -100,28 +117,29 @@ class Group(contextlib.AbstractContextManager):
             if not missing:
                 return [lines[count - 1] for lines in said]
             if ended:
-                raise GroupError(self._cause())
+                raise GroupError(*self._cause())
             if time.monotonic() > end:
                 who = ", ".join(f"worker {rank}" for rank in missing)
                 raise GroupError(f"{who} did not {doing} within {self.timeout:g} s; pass a longer --timeout, or fewer --steps{self._tail()}")
             time.sleep(POLL)
 
-    def _cause(self) -> str:
-        """Why the processes ended: the first mistake named as such, else what the launcher found, else the end of the log."""
+    def _cause(self) -> tuple[str, int]:
+        """Why the processes ended, with an exit code: the first mistake named as such, else what the launcher found, else the end of the log."""
         failed = [events.last(events.read(self.job.answers(rank)), "failed") for rank in range(self.job.workers)]
         told = [line for line in failed if line]
         mistake = next((line for line in told if line["code"] != 1), None)
         if mistake or (told and self.job.workers == 1):
-            return (mistake or told[0])["error"]
+            first = mistake or told[0]
+            return first["error"], first["code"]
         # Of several workers those that lost the one which failed first say so too: the launcher knows which it was.
-        root = re.search(r"^ROOT CAUSE: (.*)$", self._log.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
-        if root:
-            return root[1]
         assert self._process is not None
         code = self._process.returncode
+        root = re.search(r"^ROOT CAUSE: (.*)$", self._log.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+        if root:
+            return root[1], code
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         hint = ", as the system does where memory runs out" if code == -signal.SIGKILL else ""
-        return f"its process {how}{hint}{self._tail()}"
+        return f"its process {how}{hint}{self._tail()}", code
 
     def _tail(self) -> str:
         text = self._log.read_text(encoding="utf-8", errors="replace")

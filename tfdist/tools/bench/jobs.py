@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import os
-import signal
-import threading
 import time
 from pathlib import Path
-from typing import Any
 
-ORDERS, OWNER = "orders.jsonl", "owner.lock"
+ORDERS = "orders.jsonl"
 END = -1  # an order: nothing is left to do
 POLL = 0.02  # seconds between two looks for an order, or an answer
 
@@ -107,7 +103,7 @@ def order(job: Job, number: int) -> None:
 
 
 def wait_for_order(job: Job, taken: int) -> int:
-    """The case that the next order names; waits as long as the owner lives (see `end_with_owner`).
+    """The case that the next order names; waits as long as the owner lives (see `tfdist.tools.owner`).
 
     Args:
         job: Of the group.
@@ -120,31 +116,3 @@ def wait_for_order(job: Job, taken: int) -> int:
             if len(lines) > taken:
                 return int(lines[taken])
         time.sleep(POLL)
-
-
-def own(directory: str) -> Any:
-    """Marks a directory's processes as this process': they end when it closes the file returned, or is killed."""
-    file = open(os.path.join(directory, OWNER), "w", encoding="utf-8")  # noqa: SIM115  the caller closes it
-    fcntl.flock(file, fcntl.LOCK_EX)
-    return file
-
-
-def end_with_owner(directory: str) -> None:
-    """Lets this process end, whatever it is doing, when the owner has ended, if by `kill -9`.
-
-    A lock tells, and no pipe or process id: a launcher stands between the two.
-    """
-
-    def watch() -> None:
-        try:
-            with open(os.path.join(directory, OWNER), encoding="utf-8") as file:
-                while True:
-                    with contextlib.suppress(BlockingIOError):
-                        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                        break
-                    time.sleep(0.5)
-        except FileNotFoundError:
-            pass  # the owner has cleared up
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True).start()

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import tfdist
 from tfdist import app
+from tfdist.contract import CONFIGURATION_CODE
 from tfdist.tools.bench import plan, words
 from tfdist.tools.bench.groups import Group, GroupError
 from tfdist.tools.bench.jobs import Case, Job
@@ -83,11 +84,11 @@ def _bench(flags: argparse.Namespace, settings: config.Run | None, jobs: list[Jo
     bench = Bench(
         flags.kind, name, command, begun, settings.to_dict() if settings else None, machine, _versions(), options, setups, notes(flags.kind, setups)
     )
-    (out / FILE).write_text(json.dumps(bench.to_json(), indent=1) + "\n", encoding="utf-8")
-    (out / PAGE).write_text(words.markdown(bench), encoding="utf-8")
+    _write(out / FILE, json.dumps(bench.to_json(), indent=1) + "\n")
+    _write(out / PAGE, words.markdown(bench))
     print(json.dumps(bench.to_json(), indent=1) if flags.json else f"\n{words.text(bench)}\n", flush=True)
     print(f"written: {out / FILE}, {out / PAGE}", file=sys.stderr)
-    return int(any(setup.error for setup in setups))
+    return CONFIGURATION_CODE if rounds.misconfigured else int(any(setup.error for setup in setups))
 
 
 class Rounds(contextlib.AbstractContextManager):
@@ -104,8 +105,9 @@ class Rounds(contextlib.AbstractContextManager):
         directory = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tfdist-bench-"))
         self._jobs = [dataclasses.replace(job, directory=os.path.join(directory, job.title)) for job in jobs]
         self._timeout, self._logs = timeout, logs
+        self._started: dict[Job, Group] = {}
         self._groups: dict[Job, Group] = {}  # that work
-        self._errors: dict[Job, str] = {}
+        self._errors: dict[Job, GroupError] = {}
         self._found: dict[tuple[Job, int], list[list[dict[str, Any]]]] = {}
         self._times: dict[Job, int] = dict.fromkeys(self._jobs, 0)
         self._facts: dict[Job, dict[str, Any]] = {}
@@ -120,7 +122,7 @@ class Rounds(contextlib.AbstractContextManager):
         for job in self._jobs:
             begin = time.monotonic()
             with self._failing(job):
-                group = self._stack.enter_context(Group(job, self._timeout))
+                group = self._started[job] = self._stack.enter_context(Group(job, self._timeout))
                 self._facts[job] = group.ready()[0]
                 self._groups[job] = group
                 _say(f"{job.strategy}, {count(job.replicas, 'replica')}: ready after {time.monotonic() - begin:.0f} s")
@@ -147,6 +149,12 @@ class Rounds(contextlib.AbstractContextManager):
         return bool(self._groups)
 
     @property
+    def misconfigured(self) -> bool:
+        """Whether the first group, which is the baseline where there is one, found a mistake in the config."""
+        error = self._errors.get(self._jobs[0])
+        return error is not None and error.code == CONFIGURATION_CODE
+
+    @property
     def parameters(self) -> int:
         """Of the model; 0 where nothing was built."""
         return max((facts["parameters"] for facts in self._facts.values()), default=0)
@@ -164,18 +172,19 @@ class Rounds(contextlib.AbstractContextManager):
     def _setup(self, job: Job, number: int, case: Case) -> Setup:
         setup = Setup(job.strategy, job.replicas, job.workers, case.modes, case.global_batch, case.bytes)
         if job in self._errors:
-            return dataclasses.replace(setup, error=self._errors[job])
+            return dataclasses.replace(setup, error=str(self._errors[job]))
         return measured(setup, self._found[job, number])
 
     @contextlib.contextmanager
     def _failing(self, job: Job):
-        """A group that fails in here is named, and takes part no more; the others go on."""
+        """A group that fails in here is named and ended, so that it does not compute beside the others, which go on."""
         try:
             yield
         except GroupError as error:
-            self._errors[job] = str(error)
+            self._errors[job] = error
             self._groups.pop(job, None)
             _say(f"{job.strategy}, {count(job.replicas, 'replica')}: FAILED: {error}")
+            self._started[job].close()
             self._keep(job)
 
     def _keep(self, job: Job) -> None:
@@ -218,6 +227,13 @@ def _directory(asked: str | None, name: str) -> Path:
             number += 1
     path.mkdir(parents=True, exist_ok=True)
     return path
+
+
+def _write(path: Path, text: str) -> None:
+    """Writes a file, whole or not at all."""
+    beside = path.with_name(f".{path.name}.tmp")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)
 
 
 def _say(text: str) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 from tfdist import app
 from tfdist.contract import Launched
 from tfdist.tools.audit import events
-from tfdist.tools.bench.jobs import END, Job, end_with_owner, wait_for_order
+from tfdist.tools.bench.jobs import END, Job, wait_for_order
+from tfdist.tools.owner import end_with_owner
 
 
 def main(argv: Sequence[str]) -> None:

@@ -38,7 +38,7 @@ Setups are measured by turns, so that a machine that slows down slows all of the
 """
 _EPILOG = """\
 exit code: 0 when all setups were measured; 1 when one failed, which is named, while the others are reported; 2 for a mistake
-on this command line; 78 for a mistake in the config.
+on this command line; 78 for a mistake in the config, or in what the first setup, which is the baseline, makes of it.
 """
 
 

@@ -74,7 +74,7 @@ def reason(setup: Setup, alone: Setup | None, facts: Facts) -> str:
     if setup.efficiency >= GOOD:
         times = f"{setup.replicas} times the work of one" if setup.replicas > 1 else f"the work of {alone.strategy}"
         return f"{count(setup.replicas, 'replica')}: {percent(setup.efficiency)} of {times}, nothing to speak of is lost."
-    if max(setup.rates) >= setup.replicas * min(alone.rates):
+    if _within_spread(setup, alone):
         return "What is lost is within the spread of the rounds: more of them, on a machine that does nothing else, would tell."
     lost = losses(setup, alone)
     most = max(PARTS, key=lost.__getitem__)  # of equals the first
@@ -117,6 +117,15 @@ def slowest(setup: Setup) -> int | None:
     last = max(work, key=work.__getitem__)
     others = [seconds for rank, seconds in work.items() if rank != last]
     return last if work[last] > UNEVEN * sum(others) / len(others) else None
+
+
+def _within_spread(setup: Setup, alone: Setup) -> bool:
+    """Whether nothing is lost in a part of the rounds that is more than one, which could be disturbed.
+
+    Each round is compared with the baseline's of the same round, which ran next to it.
+    """
+    ratios = [mine / (setup.replicas * before) for mine, before in zip(setup.rates, alone.rates, strict=False)]
+    return sum(ratio >= 1.0 for ratio in ratios) >= max(2, len(ratios) / 4)
 
 
 def _share(setup: Setup, alone: Setup) -> Fraction:

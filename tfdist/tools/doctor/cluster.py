@@ -83,7 +83,7 @@ def cannot_listen(spec: ClusterSpec, failed: Mapping[str, OSError]) -> Check:
 
 
 def check_peers(
-    spec: ClusterSpec, badge: Mapping[str, Any], own: set[str], peers: Mapping[str, Peer], missing: Mapping[str, str], timeout: float
+    spec: ClusterSpec, badge: Mapping[str, Any], own: set[str], peers: Mapping[str, Peer], missing: Mapping[str, str], seconds: float
 ) -> list[Check]:
     """Checks whether all tasks are there and fit together.
 
@@ -93,9 +93,9 @@ def check_peers(
         own: Tasks of this host.
         peers: Those that answered, by name.
         missing: Those that did not, with the reason.
-        timeout: Seconds for which they were waited for.
+        seconds: For which they were waited for.
     """
-    checks = [of_error(CLUSTER, "reach", absent_too_long(missing, spec, timeout))] if missing else []
+    checks = [of_error(CLUSTER, "reach", absent_too_long(missing, spec, rounded(seconds)))] if missing else []
     if peers and not missing:
         checks.append(graded(CLUSTER, "reach", f"{counted(len(peers), 'task')} on other hosts {'answer' if len(peers) > 1 else 'answers'}"))
     faults = list(_faults(spec, badge, own, peers))
@@ -104,7 +104,8 @@ def check_peers(
         checks.append(graded(CLUSTER, "versions", f"equal: {badge['versions']}"))
         checks.append(graded(CLUSTER, "spec", f"equal: {badge['cluster']}"))
     if not peers:
-        return checks or [graded(CLUSTER, "reach", "all tasks are on this host")]
+        alone = own >= {str(task) for task in spec.listening_tasks}
+        return checks or ([graded(CLUSTER, "reach", "all tasks are on this host")] if alone else [])
     return [*checks, _devices(spec, badge, own, peers), _clocks(peers)]
 
 
@@ -234,22 +235,32 @@ def check_links(links: Sequence[Link]) -> list[Check]:
     return checks
 
 
-def check_ends(done: Mapping[str, str], late: Mapping[str, str], spec: ClusterSpec, timeout: float) -> list[Check]:
+def check_ends(done: Mapping[str, str], late: Mapping[str, str], spec: ClusterSpec, seconds: float) -> list[Check]:
     """What the doctors of other hosts came to.
 
     Args:
         done: Task -> what its doctor found wrong, "" for nothing.
         late: Tasks whose doctor did not say, with the reason.
         spec: The cluster.
-        timeout: Seconds for which they were waited for.
+        seconds: For which they were waited for.
     """
-    checks = [of_error(CLUSTER, "other hosts", absent_too_long(late, spec, timeout))] if late else []
+    checks = [of_error(CLUSTER, "other hosts", absent_too_long(late, spec, rounded(seconds)))] if late else []
     for text, names in _by_text(done).items():
         if text:
             checks.append(graded(CLUSTER, "other hosts", f"the doctor of {', '.join(names[:8])} found: {text}", "see what it printed there", fails=True))
     if done and not checks:
         checks.append(graded(CLUSTER, "other hosts", f"the doctors of {', '.join(sorted(done)[:8])} found nothing wrong"))
     return checks
+
+
+def rounded(seconds: float) -> float:
+    """A measured time, for a sentence.
+
+    Example:
+        >>> rounded(30.04), rounded(0.21)
+        (30, 0.2)
+    """
+    return round(seconds) if seconds >= 1 else round(seconds, 1)
 
 
 def _by_text(done: Mapping[str, str]) -> dict[str, list[str]]:

@@ -119,9 +119,9 @@ def measure(source: str, target: str, address: str, badge: Mapping[str, Any]) ->
                 connection.sendall(_PIECE)
                 left -= len(_PIECE)
             connection.shutdown(socket.SHUT_WR)
-            received = receive(connection, limit, LINE_BYTES, "doctor").get("received", 0)
+            received = float(receive(connection, limit, LINE_BYTES, "doctor").get("received", 0))
             seconds = time.perf_counter() - begun
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, OverflowError) as error:  # whatever the other side sent
         return Link(source, target, error=str(error))
     latency = statistics.median(ways)
     return Link(source, target, latency, received / max(seconds - latency, 1e-6))

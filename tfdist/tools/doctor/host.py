@@ -178,8 +178,11 @@ def _gpus(machine: Machine, frameworks: Frameworks) -> Check:
                       f"install the driver, or give the container the devices (docker run --gpus all); {alone}", fails=True)  # fmt: skip
     if not seen:
         return graded(HOST, "GPUs", "none; TensorFlow uses the CPU")
-    cards = machine.smi
-    sizes = ", ".join(f"{card.name} with {amount(card.free)} free of {amount(card.total)}" for card in cards) or ", ".join(frameworks.gpus)
+    cards = machine.shown
+    if not cards:
+        return graded(HOST, "GPUs", f"{seen}: {', '.join(frameworks.gpus)}; free memory: unknown, nvidia-smi does not tell it",
+                      "see why `nvidia-smi` does not run here, or that no other program uses these GPUs", warns=True)  # fmt: skip
+    sizes = ", ".join(f"{card.name} with {amount(card.free)} free of {amount(card.total)}" for card in cards)
     busy = [card for card in cards if card.free < card.total / 2]
     return graded(HOST, "GPUs", f"{seen}: {sizes}", "see who uses the memory: nvidia-smi", warns=bool(busy))
 

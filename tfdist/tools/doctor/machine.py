@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import tfdist
@@ -25,11 +25,12 @@ _NVIDIA, _DISPLAY = "0x10de", "0x03"  # a PCI device's vendor, and the beginning
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """A GPU as its driver sees it: its name, and memory in bytes, all and free."""
+    """A GPU as its driver sees it: its name, memory in bytes, all and free, and the word that names this card alone."""
 
     name: str
     total: int
     free: int
+    uuid: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +79,15 @@ class Machine:
     def gpus(self) -> int:
         """GPUs that a process of TensorFlow would find here."""
         return visible_count(self.driven, self.visible)
+
+    @property
+    def shown(self) -> tuple[Card, ...]:
+        """Those of `smi` that CUDA shows to a process; none where one of them is not known, as a part of a card is."""
+        if self.visible is None:
+            return self.smi
+        words = [word.strip() for word in self.visible.split(",")][: self.gpus]
+        found = [_named(word, self.smi) for word in words]
+        return tuple(card for card in found if card) if all(found) else ()
 
 
 def look(root: str | os.PathLike = "/") -> Machine:
@@ -138,6 +148,13 @@ def visible_count(driven: int, visible: str | None) -> int:
             break
         count += 1
     return count
+
+
+def _named(word: str, cards: Sequence[Card]) -> Card | None:
+    """The card that a word of CUDA_VISIBLE_DEVICES names, by number or by the beginning of its own word."""
+    if word.isdecimal():
+        return cards[int(word)] if int(word) < len(cards) else None
+    return next((card for card in cards if word and card.uuid.startswith(word)), None)
 
 
 def pci_cards(root: Path) -> int:
@@ -210,12 +227,12 @@ def _space(path: Path) -> tuple[int, int] | None:
 
 def _smi() -> tuple[Card, ...]:
     """What nvidia-smi says; nothing where it is missing, fails or hangs."""
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits"]
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free,uuid", "--format=csv,noheader,nounits"]
     cards = []
     with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
         for line in subprocess.run(query, capture_output=True, text=True, timeout=SMI_S, check=True).stdout.splitlines():
-            name, total, free = line.rsplit(",", 2)
-            cards.append(Card(name.strip(), int(total) << 20, int(free) << 20))
+            name, total, free, uuid = line.rsplit(",", 3)
+            cards.append(Card(name.strip(), int(total) << 20, int(free) << 20, uuid.strip()))
     return tuple(cards)
 
 

@@ -193,19 +193,23 @@ def _meet(flags: argparse.Namespace, spec: ClusterSpec, members: Sequence[Task],
         meeting = Meeting(desk, free, timeout, lambda line: print(f"doctor: {line}", file=sys.stderr, flush=True))
         meeting.ask_all()
         checks += cluster.check_ports(members, taken, {} if flags.together else meeting.peers)
-        checks += cluster.check_peers(spec, {**desk.badge, **desk.facts}, meeting.own, meeting.peers, meeting.missing, timeout)
+        checks += cluster.check_peers(spec, {**desk.badge, **desk.facts}, meeting.own, meeting.peers, meeting.missing, meeting.elapsed)
         if meeting.hosts(with_own=False):
             checks += _shared(begun.shared, meeting)
         # One host measures, or several would measure each other's traffic.
         if len(meeting.hosts()) > 1 and (not flags.together or str(spec.listening_tasks[0]) in meeting.own):
             checks += cluster.check_links(meeting.links())
-        meeting.tell(wrong_in([*begun.checks, *checks]), [str(task) for task in members])
+        wrong = wrong_in([*begun.checks, *checks])
+        meeting.tidy()  # directories that others still used before; once told, they may begin to train there
+        meeting.tell(wrong, [str(task) for task in members])
         if flags.together:
-            late = meeting.wait_until_asked()
+            late = meeting.wait_until_asked(wrong)
             # Of an own task something is heard only where another process claims it too.
-            checks += cluster.check_ends({name: wrong for name, wrong in desk.done.items() if wrong or name not in meeting.own}, late, spec, timeout)
+            checks += cluster.check_ends({name: said for name, said in desk.done.items() if said or name not in meeting.own}, late, spec, meeting.elapsed)
         else:
-            checks += cluster.check_ends({name: str(peer.badge.get("wrong") or "")[:300] for name, peer in meeting.peers.items()}, {}, spec, timeout)
+            told = {name: str(peer.badge.get("wrong") or "")[:300] for name, peer in meeting.peers.items()}
+            told |= {name: said for name, said in desk.done.items() if said}
+            checks += cluster.check_ends(told, {}, spec, meeting.elapsed)
     return checks
 
 

@@ -18,12 +18,15 @@ from tfdist.handshake import absent
 from tfdist.tools.doctor import exchange
 from tfdist.tools.doctor.exchange import Link, Refused
 from tfdist.tools.doctor.places import TRIES, token_name
+from tfdist.tools.doctor.places import missing as places_missing
 from tfdist.tools.doctor.server import Desk, Server
 
 FIRST_S, RETRY_S = 0.05, 0.5  # between two attempts to reach an absent task
 PROGRESS_S = 10.0  # between two lines that say whom we wait for
 ALL_PAIRS = 5  # hosts; among more, each measures the way to the next one only
 LINKS_S = 60.0  # for all links
+LEAST_S = 0.5  # for an answer, where the time is almost over
+STRANGE_S = 5.0  # for a doctor with another cluster to ask this one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,23 +93,50 @@ class Meeting:
         self.tasks = {str(task): task.address for task in desk.spec.listening_tasks}
         self.peers: dict[str, Peer] = {}
         self.missing: dict[str, str] = {}
+        self._reasons: dict[str, str] = {}  # task -> why it did not answer the last time
+        self._made: list[str] = []  # directories
         self._begun = time.monotonic()
         self._next_line = self._begun + PROGRESS_S
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since this host began to ask."""
+        return time.monotonic() - self._begun
 
     def ask_all(self) -> None:
         """Asks each other task who it is, again and again until all have answered, or the time is over: `peers`, `missing`."""
 
         def pending() -> dict[str, str]:
             names = [name for name in self.tasks if name not in self.own and name not in self.peers]
-            # One that is done waits for us, unless somebody has found a fault: then it may be gone before it was asked.
-            return {name: reason for name, reason in self._each(self._hello, names).items() if reason and name not in self.desk.done}
+            # One that found a fault may be gone before it was asked, and its fault is enough. One that found nothing wrong has only
+            # shown that it reaches us: it serves until we have asked it.
+            return {name: reason for name, reason in self._each(self._hello, names).items() if reason and not self.desk.done.get(name)}
 
         self.missing = self._wait(pending)
 
-    def wait_until_asked(self) -> dict[str, str]:
-        """Waits until all others are done too; returns those who are not when the time is over, with the reason."""
-        others = [name for name in self.tasks if name not in self.own and name not in self.missing and not self._strange(name)]
-        return self._wait(lambda: {name: "it has not said that it is done" for name in others if name not in self.desk.done})
+    def wait_until_asked(self, wrong: str) -> dict[str, str]:
+        """Waits until all others have asked this host, and are done too.
+
+        Args:
+            wrong: What this host told them that it found wrong; who heard of a fault need not ask it any more.
+
+        Returns:
+            Those who are not when the time is over, with the reason.
+        """
+        others = [name for name in self.tasks if name not in self.own and name not in self.missing]
+        strangers, end = [name for name in others if self._strange(name)], min(time.monotonic() + STRANGE_S, self._begun + self.timeout)
+
+        def pending() -> dict[str, str]:
+            late = {name: "it has not said that it is done" for name in others if name not in strangers and name not in self.desk.done}
+            if not wrong:
+                late |= {name: "it has not asked this host" for name in others if name not in late and not self._asked_by(name)}
+            return late
+
+        late = self._wait(pending)
+        # Whoever has another cluster cannot be told; it sees that when it asks, should it ask at all.
+        while self.own and time.monotonic() < end and not all(self.peers[name].process in self.desk.asked for name in strangers):
+            time.sleep(FIRST_S)
+        return late
 
     def tell(self, wrong: str, claims: Sequence[str]) -> None:
         """Tells all others that this host is done.
@@ -116,7 +146,7 @@ class Meeting:
             claims: Its tasks, also those at whose addresses it cannot answer.
         """
         facts = {"serves": list(claims), "wrong": wrong}
-        names = [name for name in self.tasks if name not in self.own and name not in self.missing]
+        names = [name for name in self.tasks if name not in self.own and name not in self.missing and not self._strange(name)]
         for _ in range(TRIES):
             names = [name for name, reason in self._each(lambda name: self._try("done", name, **facts), names).items() if reason]
             if not names:
@@ -135,7 +165,7 @@ class Meeting:
                 continue
             token, content = secrets.token_hex(16), secrets.token_hex(16)
             path = Path(place) / token_name(token)
-            made = not os.path.isdir(place)
+            self._made += [directory for directory in places_missing(place) if directory not in self._made]
             try:
                 _leave(path, content)
                 hosts = self.hosts(with_own=False)
@@ -145,10 +175,14 @@ class Meeting:
             finally:
                 with contextlib.suppress(OSError):
                     path.unlink()
-                if made:
-                    with contextlib.suppress(OSError):  # it was in use meanwhile
-                        os.rmdir(place)
+                self.tidy()
         return found
+
+    def tidy(self) -> None:
+        """Removes the directories that `share` made, as far as nobody else has a file there at this moment."""
+        for directory in sorted(self._made, key=len, reverse=True):  # the innermost first
+            with contextlib.suppress(OSError):
+                os.rmdir(directory)
 
     def hosts(self, with_own: bool = True) -> list[str]:
         """One task of each host that answers and has our cluster, in the cluster's order."""
@@ -162,10 +196,10 @@ class Meeting:
 
     def links(self) -> list[Link]:
         """Measures the network, one link after the other: between all hosts where they are few, else from each to the next."""
-        found, end = [], time.monotonic() + LINKS_S
+        found, begun = [], time.monotonic()
         for source, target in pairs(self.hosts()):
-            if time.monotonic() > end:
-                found.append(Link(source, target, error=f"not measured: the others took {LINKS_S:g} s"))
+            if (elapsed := time.monotonic() - begun) > LINKS_S:
+                found.append(Link(source, target, error=f"not measured: the others took {elapsed:.0f} s"))
             elif source in self.own:
                 found.append(exchange.measure(source, target, self.tasks[target], self.desk.badge))
             else:
@@ -176,7 +210,7 @@ class Meeting:
         try:
             said = exchange.ask(self.tasks[source], self.desk.badge, "measure", exchange.MEASURE_S, peer=target)
             return Link(source, target, float(said["latency"]), float(said["rate"]), str(said["error"])[:300])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
             return Link(source, target, error=str(error))
 
     def _see(self, name: str, place: str, number: int, token: str, content: str) -> Sight:
@@ -189,10 +223,17 @@ class Meeting:
 
     def _hello(self, name: str) -> str:
         """Asks a task who it is; why it did not say, or ""."""
+        left = self.timeout - self.elapsed
+        if left <= 0 and self._reasons:  # the reason of the time before, rather than a wait beyond the bound
+            return self._reasons.get(name, "not asked: the others took all the time")
+        self._reasons[name] = reason = self._ask_hello(name, min(exchange.EXCHANGE_S, max(left, LEAST_S)))
+        return reason
+
+    def _ask_hello(self, name: str, bound: float) -> str:
         try:
-            said = exchange.ask(self.tasks[name], self.desk.badge, "hello")
+            said = exchange.ask(self.tasks[name], self.desk.badge, "hello", bound)
             received, now = float(said.get("received", said["sent"])), float(said.get("now", said["came"]))
-        except (Refused, OSError, ValueError, TypeError) as error:
+        except (Refused, OSError, ValueError, TypeError, OverflowError) as error:
             return str(error)
         offset = ((received - said["sent"]) + (now - said["came"])) / 2
         self.peers[name] = Peer(name, self.tasks[name], said, offset, max(said["came"] - said["sent"] - (now - received), 0.0) / 2)
@@ -204,6 +245,11 @@ class Meeting:
         except (OSError, ValueError) as error:
             return str(error)
         return ""
+
+    def _asked_by(self, name: str) -> bool:
+        """Whether the process at a task's address has asked each task of this host; one that was never reached is not waited for."""
+        peer = self.peers.get(name)
+        return peer is None or self._strange(name) or self.own <= self.desk.asked.get(peer.process, set())
 
     def _strange(self, name: str) -> bool:
         """Whether a task answered with another cluster; nothing more is to be had from it."""
@@ -217,13 +263,13 @@ class Meeting:
     def _wait(self, pending: Callable[[], dict[str, str]]) -> dict[str, str]:
         pause = FIRST_S
         while missing := pending():
-            elapsed = time.monotonic() - self._begun
+            elapsed = self.elapsed
             if elapsed >= self.timeout:
                 return missing
             if time.monotonic() >= self._next_line:
                 self._next_line += PROGRESS_S
                 self._say(f"after {elapsed:.0f} s this host waits for {absent(missing, self.desk.spec)}")
-            time.sleep(pause)
+            time.sleep(min(pause, self.timeout - elapsed))
             pause = min(2 * pause, RETRY_S)
         return {}
 

@@ -93,7 +93,7 @@ def try_place(path: str) -> Place:
         >>> try_place(tempfile.mkdtemp()).error
         ''
     """
-    made, step = _missing(path), "making the directory"
+    made, step = missing(path), "making the directory"
     target = os.path.join(path, token_name())
     part = f"{target}.part"
     try:
@@ -165,7 +165,7 @@ def _remedy(error: str) -> str:
     return "see that it exists and can be written"
 
 
-def _missing(path: str) -> list[str]:
+def missing(path: str) -> list[str]:
     """The directories that are to be made for a path, the innermost first."""
     found = []
     path = os.path.abspath(path)

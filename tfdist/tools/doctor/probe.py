@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import os
 import sys
 import time
 from typing import Any
 
 from tfdist.tools.doctor import child, trial
-from tfdist.tools.doctor.places import Place, is_remote, token_name
+from tfdist.tools.doctor.places import Place, is_remote, missing, token_name
+
+LOCAL = "file://"
 
 
 def main(argv: list[str]) -> None:
@@ -50,17 +54,18 @@ def main(argv: list[str]) -> None:
 def try_place(path: str) -> Place:
     """Writes, replaces by renaming, reads and removes a file through TensorFlow.
 
+    A directory that was made for it stays, other than a local one: TensorFlow removes directories only with all that is in them.
+
     Args:
         path: A directory, such as "gs://bucket/runs"; it need not exist.
     """
     import tensorflow as tf
 
-    files, made = tf.io.gfile, False
+    files = tf.io.gfile
+    made = missing(path.removeprefix(LOCAL)) if path.startswith(LOCAL) else []
     target = f"{path.rstrip('/')}/{token_name()}"
-    part, step = f"{target}.part", "looking for it"
+    part, step = f"{target}.part", "making the directory"
     try:
-        made = not files.exists(path)
-        step = "making the directory"
         files.makedirs(path)
         for name, text in ((target, "old"), (part, "new")):
             step = "writing a file"
@@ -77,18 +82,11 @@ def try_place(path: str) -> Place:
         return Place(path, error=f"{step}: {getattr(error, 'message', str(error))[:200]}")
     finally:
         for name in (target, part):
-            _quietly(files.remove, name)
-        if made:
-            _quietly(files.rmtree, path)
-
-
-def _quietly(remove, path: str) -> None:
-    import tensorflow as tf
-
-    try:
-        remove(path)
-    except (tf.errors.OpError, OSError):
-        return  # it is not there
+            with contextlib.suppress(tf.errors.OpError, OSError):  # it is not there
+                files.remove(name)
+        for directory in made:
+            with contextlib.suppress(OSError):  # somebody else writes there already
+                os.rmdir(directory)
 
 
 if __name__ == "__main__":

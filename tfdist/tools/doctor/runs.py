@@ -60,13 +60,23 @@ def _memory(trial: Trial, machine: Machine, here: int) -> Check:
         f"{amount(trial.gradients)}, optimizer {amount(trial.optimizer)}, activations and all else {amount(max(grown - known, 0))}"
     )
     smaller = "take a smaller data.global_batch, train.precision=mixed_bfloat16, or more replicas"
-    room = min((card.free for card in machine.smi), default=None)
+    room = min((card.free for card in machine.shown), default=None)
+    unknown = trial.gpu_peak is not None and room is None
     if trial.gpu_peak is not None and room is not None:
         found += f"; of {amount(room)} free on a GPU"
         if trial.gpu_peak > FULL * room:
             return graded(RUN, "memory", found, smaller, fails=trial.gpu_peak > room, warns=True)
-    need = trial.peak * here
+    # Replicas on the CPU share their process' memory: each has its own variables and activations. Only one was measured.
+    more = trial.replicas - 1 if trial.gpu_peak is None else 0
+    each = trial.peak + more * trial.grown
+    need = each * here
+    of = amount(each) + (f" ({trial.replicas} replicas, of which one was measured)" if more else "")
+    if unknown:
+        found += "; free memory of the GPUs: unknown, nvidia-smi does not tell it"
+    see = "see that each GPU has so much free"
     if machine.available is None:
-        return graded(RUN, "memory", f"{found}; a process takes {amount(trial.peak)}")
-    found += f"; {here} {'process' if here == 1 else 'processes'} of {amount(trial.peak)} on this host, {amount(machine.available)} available"
+        return graded(RUN, "memory", f"{found}; a process takes {of}", see, warns=unknown)
+    found += f"; {here} {'process' if here == 1 else 'processes'} of {of} on this host, {amount(machine.available)} available"
+    if unknown and need <= FULL * machine.available:
+        return graded(RUN, "memory", found, see, warns=True)
     return graded(RUN, "memory", found, f"run fewer workers here, or {smaller}", fails=need > machine.available, warns=need > FULL * machine.available)

@@ -1,7 +1,8 @@
 """Questions at the addresses of this host's tasks are answered for a while; who asks chooses no path, address or size.
 
 What a stranger can make it do: tell who it is; take a bounded number of bytes; send such to another task of its own cluster file, so
-often as a cluster of its size needs; look for a file with a name of doctor's in places that its own command line names.
+often as a cluster of its size needs; look for a file with a name of doctor's in places that its own command line names; who also knows
+its cluster can claim a fault of another task, and that a task is done.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class Desk:
         self.spec, self.badge, self.facts, self.places = spec, dict(badge), dict(facts), tuple(places)
         self.addresses = {str(task): task.address for task in spec.listening_tasks}
         self.done: dict[str, str] = {}  # task -> what its doctor found wrong, "" for nothing
+        self.asked: dict[str, set[str]] = {}  # process -> tasks of this host that it asked who they are
         self._heard, self._known = heard, set[str]()
         self._measuring = threading.Lock()
         self._left = {"measure": 4 * len(self.addresses) + 40, "stream": 4 * len(self.addresses) + 40, "token": 1000}
@@ -56,16 +58,19 @@ class Desk:
             task: Which of this host's tasks was asked.
             host: Who asked, for the messages.
         """
-        question, came = short(asked.get("ask")), time.time()
+        question, came, nonce = short(asked.get("ask")), time.time(), short(asked.get("nonce"))
         self._notice(asked, host)
         own = {**self.badge, "task": task}
         if question == "hello":
+            with self._lock:
+                if nonce in self.asked or len(self.asked) < 10000:
+                    self.asked.setdefault(nonce, set()).add(task)
             return {**own, **self.facts, "received": came, "now": time.time()}
+        if asked.get("cluster") != self.badge["cluster"]:
+            return {**own, "refused": "the cluster specs differ"}
         if question == "done":
             self._note_done(asked)
             return own
-        if asked.get("cluster") != self.badge["cluster"]:
-            return {**own, "refused": "the cluster specs differ"}
         if question in self._left and not self._spend(question):
             return {**own, "refused": f"this doctor was asked to {question} too often; start it again"}
         if question == "token":
@@ -85,10 +90,14 @@ class Desk:
             self._heard(f"{name} asks")
 
     def _note_done(self, asked: Mapping[str, Any]) -> None:
-        names = asked.get("serves")
+        names, wrong = asked.get("serves"), short(asked.get("wrong") or "")
         for name in names if isinstance(names, list) else []:
-            if isinstance(name, str) and name in self.addresses and name not in self.done:
-                self.done[name] = short(asked.get("wrong") or "")
+            if not isinstance(name, str) or name not in self.addresses:
+                continue
+            with self._lock:
+                new = name not in self.done or bool(wrong and not self.done[name])  # a fault counts, whoever said before that there is none
+                self.done[name] = wrong if new else self.done[name]
+            if new:
                 self._heard(f"{name} is done" + (f": {self.done[name]}" if self.done[name] else ""))
 
     def _spend(self, question: str) -> bool:

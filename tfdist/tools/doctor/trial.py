@@ -116,10 +116,11 @@ def _measured(trial: Trial, settings: config.Run, train: Any, batch: Any, worker
     import tensorflow as tf
 
     from tfdist import building
+    from tfdist.data.rows import count_rows, cut
 
     replicas = trial.replicas * (1 if trial.strategy == "parameter_server" else workers)
-    rows = min(math.ceil(trial.global_batch / replicas), int(tf.nest.flatten(batch)[0].shape[0]))
-    part = tf.nest.map_structure(lambda tensor: tensor[:rows], batch)
+    rows = min(math.ceil(trial.global_batch / replicas), int(count_rows(batch)))
+    part = cut(batch, tf.constant(0, tf.int64), tf.constant(rows, tf.int64))
     gpus = tf.config.list_logical_devices("GPU")
     before = _reset_peak()
     model = building.make_model(settings, tf.distribute.get_strategy(), train)

@@ -5,7 +5,16 @@ from __future__ import annotations
 import statistics
 
 from tfdist.tools.verify.compare import Comparison, Difference, Rows
-from tfdist.tools.verify.recording import COPIES, GRADIENTS, LOGS, OPTIMIZER, START, STATISTICS, WEIGHTS
+from tfdist.tools.verify.recording import (
+    COPIES,
+    EXAMPLES,
+    GRADIENTS,
+    LOGS,
+    OPTIMIZER,
+    START,
+    STATISTICS,
+    WEIGHTS,
+)
 
 _CLOSE = 0.02  # of a factor that all gradients share
 
@@ -14,7 +23,7 @@ def likely(found: Comparison, drawn: list[str]) -> str:
     """Why several replicas differ from one, as far as the pattern tells.
 
     Args:
-        found: A comparison that is not `same`.
+        found: A comparison that `differs`.
         drawn: Seeds that went on in the reference: random numbers that could not be switched off.
     """
     first = found.first
@@ -26,6 +35,8 @@ def likely(found: Comparison, drawn: list[str]) -> str:
             "the replicas begin with other weights than one replica: another seed, or weights that are loaded or made in other ways in "
             "some process. Build the model from the run's seed, inside strategy.scope()."
         )
+    if first.kind == EXAMPLES:
+        return "the data of the workers do not end with the same step as those of one replica. Let tfdist deal out the rows."
     factor, alone = gradient_factor(found), _normalized_alone(found)
     if alone and (first.kind == STATISTICS or (factor is None and first.kind in (LOGS, GRADIENTS))):
         others = f" (and {len(alone) - 1} more like it)" if len(alone) > 1 else ""

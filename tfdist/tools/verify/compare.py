@@ -12,6 +12,7 @@ import numpy as np
 
 from tfdist.tools.verify.recording import (
     COPIES,
+    EXAMPLES,
     GRADIENTS,
     KINDS,
     LOGS,
@@ -27,6 +28,11 @@ from tfdist.tools.verify.recording import (
 # A difference counts only where it is this many times what rounding alone makes of the same number: where rows are summed in
 # another order, Adam makes much of a gradient that is nearly 0.
 ROUNDINGS = 20.0
+
+# Rounding explains no more of these, however much it makes of them: no fault may hide behind it. Adam's steps along gradients
+# that are but rounding do go far, so that single weights, and the optimizer's variables, have no such end.
+_END = 0.01
+_ENDS = (STATISTICS, LOGS, GRADIENTS)
 
 # What is small beside others of its kind is compared relative to a hundredth of the largest of them.
 _SMALL = 0.01
@@ -49,6 +55,7 @@ class Difference:
         synchronized: Whether that takes statistics over all replicas.
         worker: Whose copy it is, where workers are compared with each other.
         ratio: What it is over the reference, of gradients' norms.
+        wanted: More than `allowed`, where rounding alone goes so far that this difference tells nothing; else 0.
     """
 
     step: int
@@ -61,17 +68,18 @@ class Difference:
     synchronized: bool = False
     worker: int = 0
     ratio: float | None = None
+    wanted: float = 0.0
 
     @property
     def exceeds(self) -> bool:
         """Whether it is more than rounding."""
-        return not self.value <= self.allowed
+        return not self.value <= self.allowed and not self.wanted
 
     @property
     def excess(self) -> float:
         """How many times the allowed difference it is."""
         if self.value <= self.allowed:
-            return self.value / self.allowed if 0.0 < self.allowed < math.inf else 0.0
+            return 1.0 if self.allowed == math.inf else self.value / self.allowed if self.allowed else 0.0
         return self.value / self.allowed if self.allowed else math.inf
 
     @property
@@ -113,6 +121,7 @@ class Comparison:
         steps: How many were compared.
         replicas: That were compared with one.
         tolerance: What is always allowed.
+        infinite: What is not finite in the reference, by kind and name, and with the first such step; nothing is proved by it.
     """
 
     differences: tuple[Difference, ...]
@@ -120,11 +129,22 @@ class Comparison:
     steps: int = 0
     replicas: int = 1
     tolerance: float = 0.0
+    infinite: tuple[tuple[int, str, str], ...] = ()
 
     @property
     def same(self) -> bool:
-        """Whether nothing differs by more than rounding."""
-        return self.rows is None and self.first is None
+        """Whether it is proved that nothing differs by more than rounding."""
+        return not self.differs and not self.infinite and not self.wanting
+
+    @property
+    def differs(self) -> bool:
+        """Whether anything differs by more than rounding."""
+        return self.rows is not None or self.first is not None
+
+    @property
+    def wanting(self) -> list[Difference]:
+        """Those that tell nothing, as rounding alone goes too far."""
+        return [difference for difference in self.differences if difference.wanted]
 
     @property
     def first(self) -> Difference | None:
@@ -134,7 +154,7 @@ class Comparison:
     def largest(self, kind: str) -> Difference | None:
         """Of a kind, the one that goes farthest beyond what is allowed, or comes nearest to it; no `lenient` one, if there are others."""
         of_kind = [difference for difference in self.differences if difference.kind == kind]
-        strict = [difference for difference in of_kind if difference.exceeds or difference.allowed <= self.tolerance]
+        strict = [difference for difference in of_kind if difference.exceeds or difference.wanted or difference.allowed <= self.tolerance]
         return max(strict or of_kind, key=lambda d: d.excess, default=None)
 
     @property
@@ -162,11 +182,23 @@ def compare(reference: Recording, workers: Sequence[Recording], rounding: Record
                 own = relative(reference.arrays[key][at], rounding.arrays[key][at], floor)
                 name = f"{difference.kind} {difference.name}"
                 floors[name] = max(own, floors.get(name, 0.0))  # what was rounded once is carried on
-                difference = dataclasses.replace(difference, allowed=max(tolerance, ROUNDINGS * floors[name]))
+                difference = _allowing(difference, ROUNDINGS * floors[name])
             found.append(difference)
-        found += _copies(workers, step, tolerance)
+        found += [*_copies(workers, step, tolerance), *_reports(workers, step, tolerance)]
+    found += _short(reference, workers, steps, tolerance)
     found.sort(key=lambda difference: difference.turn)
-    return Comparison(tuple(found), rows_of(reference, workers, steps), steps, chief.replicas, tolerance)
+    rows = rows_of(reference, workers, max(reference.steps, *(worker.steps for worker in workers)))
+    return Comparison(tuple(found), rows, steps, chief.replicas, tolerance, tuple(_infinite(reference, steps)))
+
+
+def _allowing(difference: Difference, rounding: float) -> Difference:
+    """A difference, of which rounding may explain so much."""
+    tolerance = difference.allowed
+    if difference.kind == START or rounding <= tolerance:  # nothing is rounded before the first step
+        return difference
+    end = max(tolerance, _END) if difference.kind in _ENDS or not math.isfinite(rounding) else math.inf
+    wanted = rounding if rounding > end and tolerance < difference.value <= rounding else 0.0
+    return dataclasses.replace(difference, allowed=min(rounding, end), wanted=wanted)
 
 
 def _of_step(reference: Recording, other: Recording, step: int, tolerance: float) -> Iterator[tuple[str, Any, Difference, float]]:
@@ -215,6 +247,44 @@ def _copies(workers: Sequence[Recording], step: int, tolerance: float) -> Iterat
             across = relative(chief.arrays[key], worker.arrays.get(key, np.zeros(0))) if rank else 0.0
             if rank or worker.local_replicas > 1:
                 yield Difference(step, COPIES, v.path, max(within, across), tolerance, place, v.layer, v.synchronized, rank)
+
+
+def _reports(workers: Sequence[Recording], step: int, tolerance: float) -> Iterator[Difference]:
+    """How far what other workers report, and their sums of gradients, are from the chief's."""
+    chief = workers[0]
+    norms = {place: f"{step}/gradient/{v.gradient}" for place, v in enumerate(chief.variables) if v.gradient is not None}
+    norms = {place: key for place, key in norms.items() if key in chief.arrays}
+    floor = _SMALL * max((_top(chief.arrays[key]) for key in norms.values()), default=0.0)
+    for rank, worker in enumerate(workers[1:], start=1):
+        for place, key in norms.items():
+            v = chief.variables[place]
+            value = relative(chief.arrays[key], worker.arrays.get(key, np.array(np.nan)), floor)
+            yield Difference(step, GRADIENTS, v.path, value, tolerance, place, v.layer, v.synchronized, rank)
+        for place, name in enumerate(chief.logs if step else ()):
+            own = worker.arrays[f"{step}/logs"][worker.logs.index(name)] if name in worker.logs else np.zeros(0)
+            yield Difference(step, LOGS, name, relative(chief.arrays[f"{step}/logs"][place], own, _SMALL_LOG), tolerance, place, worker=rank)
+
+
+def _short(reference: Recording, workers: Sequence[Recording], steps: int, tolerance: float) -> Iterator[Difference]:
+    """Of which workers the data ended sooner, or later, than those of one replica."""
+    for rank, worker in enumerate(workers):
+        if worker.steps != reference.steps:
+            name = f"the number of steps ({worker.steps}, and {reference.steps} of one replica)"
+            yield Difference(steps + 1, EXAMPLES, name, math.inf, tolerance, worker=rank)
+
+
+def _infinite(reference: Recording, steps: int) -> Iterator[tuple[int, str, str]]:
+    """What is not finite of loss, metrics, gradients and weights, with the first step."""
+    known = set()
+    for step in range(steps + 1):
+        values = [(LOGS, name, reference.arrays[f"{step}/logs"][place]) for place, name in enumerate(reference.logs if step else ())]
+        for place, v in enumerate(reference.variables):
+            values.append((GRADIENTS, v.path, reference.arrays.get(f"{step}/gradient/{v.gradient}", np.zeros(0))))
+            values.append((v.kind, v.path, reference.arrays.get(f"{step}/state/{place}", np.zeros(0)) if v.kind == WEIGHTS else np.zeros(0)))
+        for kind, name, value in values:
+            if (kind, name) not in known and not np.isfinite(value).all():
+                known.add((kind, name))
+                yield step, kind, name
 
 
 def rows_of(reference: Recording, workers: Sequence[Recording], steps: int) -> Rows | None:

@@ -34,8 +34,8 @@ rounding, and what it probably comes from.
 Dropout and noise are switched off for it, as each replica draws its own, by design.
 """
 _EPILOG = """\
-exit code: 0 when several replicas compute what one computes; 1 when they do not, or their processes fail; 2 for a mistake on this
-command line; 78 for a mistake in the config, or in what one replica makes of it.
+exit code: 0 when several replicas compute what one computes; 1 when they do not, when that cannot be told, or when their processes
+fail; 2 for a mistake on this command line; 78 for a mistake in the config, or in what one replica makes of it.
 """
 
 
@@ -121,6 +121,12 @@ def settle(flags: argparse.Namespace, default: str) -> None:
         flags.devices = "2"
 
 
+def ended_by_signals() -> None:
+    """Lets signals that end this process end its processes, too."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+
+
 def _verify(flags: argparse.Namespace, words: list[str]) -> int:
     from tfdist import run
 
@@ -128,8 +134,7 @@ def _verify(flags: argparse.Namespace, words: list[str]) -> int:
     if flags.strategy is None:
         usual = "multi_worker_mirrored" if flags.devices is None else "mirrored"
         settle(flags, usual if settings.strategy.name == "auto" else settings.strategy.name)
-    # So that what follows ends its processes then, too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    ended_by_signals()
     with contextlib.ExitStack() as stack:
         directory = _empty(flags.keep) if flags.keep else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tfdist-verify-")))
         try:
@@ -143,7 +148,7 @@ def _compare(flags: argparse.Namespace, words: list[str], settings: Any, directo
     from tfdist.tools.verify import words as telling
     from tfdist.tools.verify.compare import compare
     from tfdist.tools.verify.processes import Failed
-    from tfdist.tools.verify.recording import Recording
+    from tfdist.tools.verify.recording import Recording, read
     from tfdist.tools.verify.settings import COMPILED, EAGER, ROUNDING, Settings, first_device
 
     say: Callable[[str], None] = (lambda text: None) if flags.json else (lambda text: print(text, flush=True))
@@ -158,11 +163,6 @@ def _compare(flags: argparse.Namespace, words: list[str], settings: Any, directo
         place = directory / name
         place.mkdir()
         return Settings(str(place), **common, **what)
-
-    def read(settings: Settings, ways: Sequence[str], alone: bool = False) -> dict[str, list[Recording]]:
-        """By way, of each worker."""
-        files = {way: [settings.file(way, rank, alone) for rank in range(1 if alone else flags.workers or 1)] for way in ways}
-        return {way: [Recording.read(file) for file in of_way] for way, of_way in files.items() if all(file.exists() for file in of_way)}
 
     # One process does for strategies of one. Workers have processes of their own, and then the one replica too, which sees no cluster.
     runs = [("", told("one", alone=alone, ways=(), devices=first_device(flags.devices)))] if clustered else []
@@ -182,17 +182,21 @@ def _compare(flags: argparse.Namespace, words: list[str], settings: Any, directo
         except Failed as error:
             failure, code = f"{prefix}{error}", error.code
         if process.alone:
-            one = read(process, alone, alone=True)
-            if failure and set(one) < set(alone):
-                print(f"error: one replica alone fails, so that there is nothing to compare with:\n{failure}", file=sys.stderr)
+            one, missing = read({way: [process.file(way, 0, alone=True)] for way in alone})
+            if missing:
+                print(f"error: one replica alone fails, so that there is nothing to compare with:\n{failure or missing}", file=sys.stderr)
                 return CONFIGURATION_CODE if code == CONFIGURATION_CODE else 1
             for line in telling.preamble(one[COMPILED][0], flags.steps, settings.train.steps_per_execution):
                 say(line)
         if failure:
             break
-        for way, recordings in read(process, process.ways).items():
+        recorded, missing = read({way: [process.file(way, rank) for rank in range(flags.workers or 1)] for way in process.ways})
+        failure = f"{prefix}{missing}" if missing else None
+        for way, recordings in recorded.items():
             name = f"{prefix}{'compiled' if way == COMPILED else 'not compiled'}"
             found[name] = compare(one[COMPILED][0], recordings, one[ROUNDING][0], flags.tolerance)
+        if failure:
+            break
     reference, rounding = one[COMPILED][0], one[ROUNDING][0]
     if more:
         found["one replica, not compiled"] = compare(reference, one[EAGER], rounding, flags.tolerance)
@@ -210,7 +214,7 @@ def _tell(flags: argparse.Namespace, say: Callable[[str], None], replicas: str, 
         say("")
         for line in telling.failed(replicas, failure) if failure else telling.verdict(found, drawn, replicas):
             say(line)
-    return 1 if failure or drawn or not all(comparison.same for comparison in found.values()) else 0
+    return 0 if found and not failure and not drawn and all(comparison.same for comparison in found.values()) else 1
 
 
 def _start(told: Any, flags: argparse.Namespace) -> None:

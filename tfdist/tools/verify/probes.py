@@ -64,24 +64,38 @@ def fingerprints(data: Any) -> tf.Tensor:
     """A number for each row of a batch, which differs, in all likelihood, where rows do.
 
     Args:
-        data: A nest of tensors `[rows, ...]`. Ragged and sparse ones do not count.
+        data: A nest of tensors `[rows, ...]`, also ragged and sparse ones.
 
     Returns:
-        int64 `[rows]`, the same whatever rows stand beside them.
+        int64 `[rows]`, the same whatever rows stand beside them; none of a batch without such tensors.
 
     Example:
         >>> a, b, c = fingerprints((tf.constant([[1.0, 2.0], [2.0, 1.0], [1.0, 2.0]]), tf.constant(["x", "y", "x"]))).numpy()
         >>> bool(a == c), bool(a == b)
         (True, False)
     """
-    total: Any = tf.constant(0, tf.int64)
-    for place, x in enumerate(tf.nest.flatten(data), start=1):
-        if not isinstance(x, tf.Tensor) or x.shape.rank == 0:
-            continue
-        numbers = tf.reshape(_integers(x), [tf.shape(x)[0], -1])
-        columns = tf.range(tf.shape(numbers, tf.int64)[1], dtype=tf.int64)
-        total += tf.reduce_sum(_mixed(numbers + _mixed(columns + place * 2**40)), axis=1)
-    return total
+    found = [_of_rows(x, place) for place, x in enumerate(tf.nest.flatten(data), start=1) if _has_rows(x)]
+    return tf.add_n(found) if found else tf.zeros([0], tf.int64)
+
+
+def _has_rows(x: Any) -> bool:
+    return isinstance(x, tf.RaggedTensor | tf.SparseTensor) or (isinstance(x, tf.Tensor) and x.shape.rank != 0)
+
+
+def _of_rows(x: Any, place: int) -> tf.Tensor:
+    """A number for each row of a tensor; `place` is that of the tensor in its batch."""
+    if isinstance(x, tf.RaggedTensor):
+        rows = x.value_rowids()
+        numbers, columns = _of_rows(x.values, place), tf.range(tf.size(rows, rows.dtype), dtype=rows.dtype) - tf.gather(x.row_starts(), rows)
+        return tf.math.unsorted_segment_sum(_mixed(numbers + _mixed(tf.cast(columns, tf.int64) + place * 2**40)), rows, x.nrows())
+    if isinstance(x, tf.SparseTensor):
+        rows, axes = x.indices[:, 0], tf.range(1, tf.shape(x.indices, tf.int64)[1], dtype=tf.int64)
+        columns = tf.reduce_sum(_mixed(x.indices[:, 1:] + axes * 2**40), axis=1)
+        return tf.math.unsorted_segment_sum(_mixed(_integers(x.values) + _mixed(columns + place * 2**40)), rows, x.dense_shape[0])
+    shape = tf.shape(x)
+    numbers = tf.reshape(_integers(x), [shape[0], tf.reduce_prod(shape[1:])])
+    columns = tf.range(tf.shape(numbers, tf.int64)[1], dtype=tf.int64)
+    return tf.reduce_sum(_mixed(numbers + _mixed(columns + place * 2**40)), axis=1)
 
 
 def _integers(x: tf.Tensor) -> tf.Tensor:
@@ -106,8 +120,22 @@ def _replica() -> Any:
 
 
 def reverse(data: Any) -> Any:
-    """The rows of a batch in reverse."""
-    return tf.nest.map_structure(lambda x: x[::-1] if isinstance(x, tf.Tensor | tf.RaggedTensor) else x, data)
+    """The rows of a batch in reverse.
+
+    Where a part of it cannot be reversed, the whole batch stays as it is: rows beside labels of others would be another training.
+    """
+    if not all(isinstance(x, tf.Tensor | tf.RaggedTensor | tf.SparseTensor) for x in tf.nest.flatten(data)):
+        return data
+    return tf.nest.map_structure(_reversed, data)
+
+
+def _reversed(x: Any) -> Any:
+    if isinstance(x, tf.SparseTensor):
+        rows = x.dense_shape[0] - 1 - x.indices[:, :1]
+        other = tf.sparse.reorder(tf.SparseTensor(tf.concat([rows, x.indices[:, 1:]], axis=1), x.values, x.dense_shape))
+        other.set_shape(x.shape)
+        return other
+    return x[::-1] if _has_rows(x) else x
 
 
 def silence(model: keras.Model) -> list[str]:

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tfdist.tools.owner import OWNER, own
+
 _LINES = 15  # of a log, at most
 _GRACE = 30.0  # seconds for a launcher to end its tasks
 # What TensorFlow says in any log.
@@ -34,6 +36,8 @@ class Failed(Exception):
 def run(words: Sequence[str], log: Path, timeout: float, who: str) -> None:
     """Runs a Python module, and waits until it has ended.
 
+    The directory of the log is this process' (see `tfdist.tools.owner`) as long as it runs.
+
     Args:
         words: What comes after `python -m`.
         log: File for all that it says.
@@ -43,6 +47,7 @@ def run(words: Sequence[str], log: Path, timeout: float, who: str) -> None:
     Raises:
         Failed: It did not end with code 0 in time.
     """
+    owned = own(log.parent)
     with open(log, "wb") as file:
         # A group of its own: Ctrl-C comes here first, and then goes to all of it.
         process = subprocess.Popen(
@@ -53,20 +58,26 @@ def run(words: Sequence[str], log: Path, timeout: float, who: str) -> None:
     except subprocess.TimeoutExpired:
         raise Failed(f"{who} had not taken its steps after {timeout:g} s. See where it waits, or pass a longer --timeout.\n{tail(log)}", None) from None
     finally:
-        _end(process)
+        try:
+            _end(process)
+        finally:
+            owned.close()
+            (log.parent / OWNER).unlink(missing_ok=True)
     if code:
         raise Failed(reason(log), code)
 
 
 def _end(process: subprocess.Popen) -> None:
     """Ends a process and its group: politely first, as a launcher then ends its tasks."""
-    if process.poll() is None:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_GRACE)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    try:
+        if process.poll() is None:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_GRACE)
+    finally:  # a second signal may interrupt the wait
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def reason(log: Path) -> str:

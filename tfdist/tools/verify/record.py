@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tfdist import app, building, config, inputs, run
 from tfdist.keras_compat import local_component
+from tfdist.tools.owner import end_with_owner
 from tfdist.tools.verify import recording
 from tfdist.tools.verify.probes import Probe, layers_of, reverse, silence
 from tfdist.tools.verify.settings import EAGER, ROUNDING, Settings, first_device
@@ -31,7 +32,9 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         0.
     """
-    app.plainly(record, Settings.of_json(argv[0]))
+    settings = Settings.of_json(argv[0])
+    end_with_owner(settings.directory)
+    app.plainly(record, settings)
     return 0
 
 

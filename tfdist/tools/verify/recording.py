@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -91,6 +91,20 @@ class Recording:
         places = [(place, v.path) for place, v in enumerate(self.variables) if v.kind == SEEDS]
         ends = [(self.arrays.get(f"0/state/{p}"), self.arrays.get(f"{self.steps}/state/{p}"), path) for p, path in places]
         return [path for first, last, path in ends if first is not None and last is not None and not np.array_equal(first, last)]
+
+
+def read(files: Mapping[str, Sequence[Path]]) -> tuple[dict[str, list[Recording]], str]:
+    """What processes recorded.
+
+    Args:
+        files: By way, that of each worker.
+
+    Returns:
+        The recordings of the ways that all workers recorded; and what is missing of the others, in words, or "".
+    """
+    missing = [f"worker {rank} wrote no recording of the steps {way!r} ({file})" for way, of_way in files.items() for rank, file in enumerate(of_way) if not file.exists()]
+    found = {way: [Recording.read(file) for file in of_way] for way, of_way in files.items() if all(file.exists() for file in of_way)}
+    return found, "; ".join(missing)
 
 
 def relative(one: np.ndarray, other: np.ndarray, floor: float = 0.0) -> float:

@@ -13,6 +13,7 @@ from tfdist.tools.verify.compare import Comparison, Difference
 from tfdist.tools.verify.processes import workers_differ
 from tfdist.tools.verify.recording import (
     COPIES,
+    EXAMPLES,
     GRADIENTS,
     LOGS,
     OPTIMIZER,
@@ -25,8 +26,9 @@ from tfdist.tools.verify.recording import (
 _COLUMNS = {LOGS: "loss, metrics", GRADIENTS: "gradients", WEIGHTS: "weights", STATISTICS: "statistics", OPTIMIZER: "optimizer"}
 _WHAT = {
     START: "the initial {}", STATISTICS: "the moving statistics {}", LOGS: "{}", GRADIENTS: "the norm of the gradient of {}", WEIGHTS: "the weights {}",
-    OPTIMIZER: "the optimizer's {}", COPIES: "the replicas' copies of {}",
+    OPTIMIZER: "the optimizer's {}", COPIES: "the replicas' copies of {}", EXAMPLES: "{}",
 }  # fmt: skip
+_REMEDY = "Compare with a smaller learning rate, fewer --steps, or another seed."
 
 
 def preamble(reference: Recording, steps: int, per_call: int) -> list[str]:
@@ -44,6 +46,8 @@ def preamble(reference: Recording, steps: int, per_call: int) -> list[str]:
         lines.append(f"Random numbers are drawn that could not be switched off: {', '.join(drawn)}.")
     if per_call > 1:
         lines.append(f"Steps run one by one here, not {per_call} in a call.")
+    if not reference.rows(1).size:
+        lines.append("The batches have no rows that can be read here: whether the workers take the same ones is not compared.")
     if reference.steps < steps:
         lines.append(f"The data ended after {reference.steps} of {steps} steps.")
     return lines
@@ -58,7 +62,7 @@ def failed(replicas: str, reason: str) -> list[str]:
 
 
 def table(found: Mapping[str, Comparison]) -> list[str]:
-    """The largest differences of each way, by kind; a `!` marks what is more than rounding.
+    """The largest differences of each way, by kind; a `!` marks what is more than rounding, a `?` what rounding hides.
 
     Args:
         found: By the name of the way.
@@ -107,7 +111,9 @@ def verdict(ways: Mapping[str, Comparison], drawn: list[str], replicas: str) -> 
         drawn: Seeds that went on in the reference.
         replicas: What was compared, such as "2 workers".
     """
-    wrong = {way: comparison for way, comparison in ways.items() if not comparison.same}
+    wrong = {way: comparison for way, comparison in ways.items() if comparison.differs}
+    if not wrong and (reasons := unproved(ways)):
+        return [f"NOT COMPARED: {reasons[0]}.", *(f"  Also: {reason}." for reason in reasons[1:4]), _REMEDY]
     if not wrong and drawn:
         lines = [f"NOT COMPARED: nothing differs by more than rounding, but random numbers are drawn ({', '.join(drawn)}), which hide what differs."]
         return [*lines, "Compare without the layers that draw them."]
@@ -120,9 +126,23 @@ def verdict(ways: Mapping[str, Comparison], drawn: list[str], replicas: str) -> 
     return [*lines, _cause(likely(worst, drawn))]
 
 
+def unproved(ways: Mapping[str, Comparison]) -> list[str]:
+    """Why nothing is proved, though nothing differs by more than rounding; empty where it is."""
+    if not ways:
+        return ["nothing was recorded"]
+    reasons = []
+    for comparison in ways.values():
+        reasons += [f"step {step}: {_WHAT[kind].format(name)} of one replica is not finite" for step, kind, name in comparison.infinite]
+        for difference in comparison.wanting:
+            what = f"{_when(difference)}: {_what(difference)} by {_number(difference.value)}"
+            reasons.append(f"{what}, and rounding alone explains {_number(difference.wanted)}: too much to tell a fault from it")
+    return list(dict.fromkeys(reasons))
+
+
 def facts(ways: Mapping[str, Comparison], drawn: list[str]) -> dict[str, Any]:
     """The same for a program: plain values, as JSON knows them."""
-    result: dict[str, Any] = {"same": all(way.same for way in ways.values()) and not drawn, "random": drawn, "ways": {}}
+    same = bool(ways) and all(way.same for way in ways.values()) and not drawn
+    result: dict[str, Any] = {"same": same, "random": drawn, "unproved": unproved(ways), "ways": {}}
     for way, comparison in ways.items():
         largest = {kind: difference for kind in _WHAT if (difference := comparison.largest(kind))}
         result["ways"][way] = {
@@ -133,7 +153,7 @@ def facts(ways: Mapping[str, Comparison], drawn: list[str]) -> dict[str, Any]:
             "largest": {kind: _plain(difference) for kind, difference in largest.items()},
             "first": comparison.first and _plain(comparison.first),
             "examples": comparison.rows and dataclasses.asdict(comparison.rows),
-            "likely_cause": None if comparison.same else likely(comparison, drawn),
+            "likely_cause": likely(comparison, drawn) if comparison.differs else None,
         }
     return result
 
@@ -159,11 +179,12 @@ def _plain(difference: Difference) -> dict[str, Any]:
 def _cell(difference: Difference | None) -> str:
     if difference is None:
         return "-"
-    return f"{_number(difference.value)}{' !' if difference.exceeds else ''}"
+    return f"{_number(difference.value)}{' !' if difference.exceeds else ' ?' if difference.wanted else ''}"
 
 
 def _when(difference: Difference) -> str:
-    return f"step {difference.step}" if difference.step else "before the first step"
+    when = f"step {difference.step}" if difference.step else "before the first step"
+    return f"{when}, worker {difference.worker}" if difference.worker else when
 
 
 def _what(difference: Difference) -> str:
