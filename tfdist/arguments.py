@@ -1,9 +1,12 @@
-"""A command's words become checked values, or a ValueError with the flag's name; nothing is printed and no process ends here."""
+"""A command's words become checked values, or a ValueError with the flag's name, and that one sentence and an exit code."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import difflib
+import re
+import sys
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 
@@ -12,6 +15,20 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message.removeprefix("argument "))
+
+
+def refuse(command: str, error: ValueError) -> int:
+    """Says on stderr what is wrong with a command line.
+
+    Args:
+        command: As it was typed, such as "tfdist doctor".
+        error: What is wrong.
+
+    Returns:
+        The exit code for it.
+    """
+    print(f"{command}: error: {error}\nSee `{command} --help`.", file=sys.stderr)
+    return 2
 
 
 def whole(least: int) -> Callable[[str], int]:
@@ -28,3 +45,72 @@ def whole(least: int) -> Callable[[str], int]:
         return int(text)
 
     return convert
+
+
+def real(expected: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
+    """For `type=` of a flag: a number.
+
+    Args:
+        expected: Which numbers, in words for the error.
+        fits: Whether a number is one of them; no comparison is true of the NaN that stands for what is no number.
+
+    Example:
+        >>> real("seconds above 0", lambda seconds: seconds > 0)("2.5")
+        2.5
+        >>> real("seconds above 0", lambda seconds: seconds > 0)("soon")
+        Traceback (most recent call last):
+        argparse.ArgumentTypeError: expected seconds above 0, received 'soon'
+    """
+
+    def convert(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not fits(value):
+            raise argparse.ArgumentTypeError(f"expected {expected}, received {text!r}")
+        return value
+
+    return convert
+
+
+def flag_of(name: str) -> str:
+    """A flag as one types it, from its name in the parsed flags.
+
+    Example:
+        >>> flag_of("log_dir")
+        '--log-dir'
+    """
+    return "--" + name.replace("_", "-")
+
+
+def nearest_flag(word: str, known: Sequence[str]) -> str | None:
+    """The flag that a misspelt one is nearest to; None: it is near to none.
+
+    Example:
+        >>> nearest_flag("--log_dri=x", ["--workers", "--log-dir"])
+        '--log-dir'
+    """
+    found = difflib.get_close_matches(word.partition("=")[0].replace("_", "-"), known, n=1)
+    return found[0] if found else None
+
+
+def no_such_flag(word: str, known: Sequence[str]) -> str:
+    """What to say of a flag that a command has not.
+
+    Example:
+        >>> no_such_flag("--wrokers=2", ["--workers", "--quick"]), no_such_flag("-x", ["--workers", "--quick"])
+        ('--wrokers=2: no such flag. Did you mean --workers?', '-x: no such flag. Expected one of --workers, --quick.')
+    """
+    nearest = nearest_flag(word, known)
+    return f"{word}: no such flag. {f'Did you mean {nearest}?' if nearest else 'Expected one of ' + ', '.join(known) + '.'}"
+
+
+def about_config(word: str) -> bool:
+    """Whether a word is about a run's config, and so no flag of the command's own.
+
+    Example:
+        >>> [about_config(word) for word in ("--config=a.py", "--noconfig.data.cache", "--configs")]
+        [True, True, False]
+    """
+    return bool(re.match(r"--?(no)?config(\.|=|$)", word))

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Sequence
 
 from tfdist.addresses import address_problem
-from tfdist.arguments import Parser, whole
+from tfdist.arguments import Parser, flag_of, nearest_flag, real, whole
 from tfdist.cluster import DATA_WORKERS
 
 _DESCRIPTION = """\
@@ -53,10 +52,9 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
             raise ValueError(
                 f"expected `--` before the COMMAND, received {word!r}; write: tfdist launch ... -- {word}"
             )
-        known = [_flag(name) for name in vars(flags)]
-        nearest = difflib.get_close_matches(word.partition("=")[0].replace("_", "-"), known, n=1)
+        nearest = nearest_flag(word, list(map(flag_of, vars(flags))))
         remedy = (
-            f"; did you mean {nearest[0]}?"
+            f"; did you mean {nearest}?"
             if nearest
             else "; the COMMAND's own flags go after `--` and its name"
         )
@@ -89,24 +87,19 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return flags, words[end + 1 :]
 
 
-def _flag(name: str) -> str:
-    """A flag as one types it, from its name in the parsed flags."""
-    return "--" + name.replace("_", "-")
-
-
 def _check_hosts(flags: argparse.Namespace) -> None:
     """Makes sure that the flags of several hosts come together, and sets their defaults."""
     alone = ("token_file", "host", "max_workers", "min_workers", "restart_window", "host_timeout", "join_timeout")
     if flags.rendezvous is None:
         for name in alone:
             if getattr(flags, name) is not None:
-                raise ValueError(f"{_flag(name)}: expected together with --rendezvous HOST:PORT, received alone")
+                raise ValueError(f"{flag_of(name)}: expected together with --rendezvous HOST:PORT, received alone")
         return
     if problem := address_problem(flags.rendezvous):
         raise ValueError(f"--rendezvous: {flags.rendezvous!r} {problem}")
     for name in ("cluster", "ps", "chief", "evaluator", "data_workers"):
         if getattr(flags, name) is not None:
-            raise ValueError(f"{_flag(name)}: expected without --rendezvous, where all tasks are workers, received both")
+            raise ValueError(f"{flag_of(name)}: expected without --rendezvous, where all tasks are workers, received both")
     if flags.max_workers is None:
         raise ValueError("--max-workers: expected how many workers all hosts together run, received nothing beside --rendezvous")
     if flags.workers == 0:
@@ -119,7 +112,7 @@ def _check_hosts(flags: argparse.Namespace) -> None:
             setattr(flags, name, default)
     for name in ("host_timeout", "join_timeout"):
         if not getattr(flags, name):
-            raise ValueError(f"{_flag(name)}: expected more than 0 seconds, received 0")
+            raise ValueError(f"{flag_of(name)}: expected more than 0 seconds, received 0")
 
 
 def _threads(text: str) -> int | None:
@@ -128,16 +121,6 @@ def _threads(text: str) -> int | None:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected auto or a whole number of at least 1, received {text!r}")
     return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected seconds, 0 or more, received {text!r}")
-    return seconds
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -149,6 +132,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    seconds = real("seconds, 0 or more", lambda value: 0 <= value < float("inf"))
     local = parser.add_argument_group("a cluster on this machine")
     local.add_argument("--workers", type=whole(0), metavar="N", help="number of workers (1)")
     local.add_argument("--ps", type=whole(0), metavar="M", help="number of parameter servers (0)")
@@ -179,13 +163,13 @@ def _parser() -> argparse.ArgumentParser:
     hosts.add_argument("--max-workers", type=whole(1), metavar="B", help="workers on all hosts together; --workers is those of this host")
     hosts.add_argument("--min-workers", type=whole(1), metavar="A", help="go on with as few, where hosts are lost (B)")
     hosts.add_argument(
-        "--restart-window", type=_seconds, metavar="S", help="seconds that the others wait for a lost host, or for one more (30)"
+        "--restart-window", type=seconds, metavar="S", help="seconds that the others wait for a lost host, or for one more (30)"
     )
     hosts.add_argument(
-        "--host-timeout", type=_seconds, metavar="S", help="seconds without a sign of life after which a host counts as lost (5)"
+        "--host-timeout", type=seconds, metavar="S", help="seconds without a sign of life after which a host counts as lost (5)"
     )
     hosts.add_argument(
-        "--join-timeout", type=_seconds, metavar="S", help="seconds for A workers to come together (300)"
+        "--join-timeout", type=seconds, metavar="S", help="seconds for A workers to come together (300)"
     )
     tasks = parser.add_argument_group("tasks")
     tasks.add_argument(
@@ -193,14 +177,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     tasks.add_argument(
         "--grace",
-        type=_seconds,
+        type=seconds,
         default=10.0,
         metavar="S",
         help="seconds to end by themselves before SIGKILL (10)",
     )
     tasks.add_argument(
         "--evaluator-wait",
-        type=_seconds,
+        type=seconds,
         default=300.0,
         metavar="S",
         help="seconds for the evaluator to finish (300)",
@@ -218,14 +202,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     faults.add_argument(
         "--hang-timeout",
-        type=_seconds,
+        type=seconds,
         default=300.0,
         metavar="S",
         help="seconds without a step after which a task counts as hung (300; 0: never)",
     )
     faults.add_argument(
         "--start-timeout",
-        type=_seconds,
+        type=seconds,
         default=1800.0,
         metavar="S",
         help="the same while TensorFlow compiles (1800; 0: never)",

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 
 from tfdist.addresses import free_ports, is_here, nobody_here
+from tfdist.arguments import refuse
 from tfdist.chaos import Fault
 from tfdist.chaos import parse as parse_faults
 from tfdist.cluster import ClusterSpec, Task
@@ -44,8 +45,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         return _launch(argv)
     except ValueError as error:
-        print(f"tfdist launch: error: {error}\nSee `tfdist launch --help`.", file=sys.stderr)
-        return 2
+        return refuse("tfdist launch", error)
 
 
 def _launch(argv: Sequence[str]) -> int:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 from collections.abc import Sequence
 
-from tfdist.arguments import Parser
+from tfdist.arguments import Parser, refuse
 from tfdist.config import nearest
 from tfdist.contract import JOURNAL, read_journal
 from tfdist.tools.recovery import Recovery, Strike
@@ -51,9 +50,7 @@ def main(argv: Sequence[str]) -> int:
             raise ValueError(f"expected a command, received {words[0]!r}. {nearest(words[0], COMMANDS, 'tfdist chaos ')}")
         return _report(_parser().parse_args(words))
     except ValueError as error:
-        name = f" {words[0]}" if known else ""
-        print(f"tfdist chaos{name}: error: {error}\nSee `tfdist chaos{name} --help`.", file=sys.stderr)
-        return 2
+        return refuse(f"tfdist chaos {words[0]}" if known else "tfdist chaos", error)
 
 
 def _report(flags: argparse.Namespace) -> int:

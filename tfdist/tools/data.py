@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import os
 import re
@@ -14,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 from tfdist import config
-from tfdist.arguments import Parser, whole
+from tfdist.arguments import Parser, flag_of, nearest_flag, refuse, whole
 
 if TYPE_CHECKING:
     from tfdist.data.catalog import Catalog, Entry
@@ -76,9 +75,7 @@ def main(argv: Sequence[str]) -> int:
             )
         flags = parse(words)
     except ValueError as error:
-        name = f" {words[0]}" if command else ""
-        print(f"tfdist data{name}: error: {error}\nSee `tfdist data{name} --help`.", file=sys.stderr)
-        return 2
+        return refuse(f"tfdist data {words[0]}" if command else "tfdist data", error)
     from tfdist import app  # not for --help
 
     return app.plainly(_ACTIONS[flags.command], flags)
@@ -103,10 +100,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     """
     flags, unknown = _parser().parse_known_args(words)
     if unknown:
-        known = ["--" + name.replace("_", "-") for name in vars(flags) if name not in ("command", "name")]
-        nearest = difflib.get_close_matches(unknown[0].partition("=")[0].replace("_", "-"), known, n=1)
-        remedy = f" Did you mean {nearest[0]}?" if nearest else f" Expected {', '.join(known)}."
-        raise ValueError(f"{unknown[0]}: no such flag of `tfdist data {flags.command}`.{remedy}")
+        known = [flag_of(name) for name in vars(flags) if name not in ("command", "name")]
+        nearest = nearest_flag(unknown[0], known)
+        remedy = f"Did you mean {nearest}?" if nearest else f"Expected {', '.join(known)}."
+        raise ValueError(f"{unknown[0]}: no such flag of `tfdist data {flags.command}`. {remedy}")
     return flags
 
 

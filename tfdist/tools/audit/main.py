@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
-import re
 import signal
 import sys
 import tempfile
@@ -13,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tfdist import app
-from tfdist.arguments import Parser
+from tfdist.arguments import Parser, about_config, flag_of, no_such_flag, real, refuse, whole
 from tfdist.contract import CONFIGURATION_CODE
 from tfdist.tools.audit import report
 from tfdist.tools.audit.processes import WorkerError, Workers
@@ -47,8 +45,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         flags, words = parse(argv)
     except ValueError as error:
-        print(f"tfdist data audit: error: {error}\nSee `tfdist data audit --help`.", file=sys.stderr)
-        return 2
+        return refuse("tfdist data audit", error)
     return app.plainly(_audit, flags, words)
 
 
@@ -70,14 +67,9 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         (2, ['--config=a.py', '--config.data.cache=true'])
     """
     flags, words = _parser().parse_known_args(argv)
-    unknown = [
-        word for word in words if word.startswith("-") and not re.match(r"--?(no)?config(\.|=|$)", word)
-    ]
+    unknown = [word for word in words if word.startswith("-") and not about_config(word)]
     if unknown:
-        known = ["--config", *("--" + name.replace("_", "-") for name in vars(flags))]
-        nearest = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)
-        remedy = f"Did you mean {nearest[0]}?" if nearest else f"Expected one of {', '.join(known)}."
-        raise ValueError(f"{unknown[0]}: no such flag. {remedy}")
+        raise ValueError(no_such_flag(unknown[0], ["--config", *map(flag_of, vars(flags))]))
     if bool(words) == bool(flags.pipeline):
         raise ValueError(
             "expected --config=FILE.py, or --pipeline=FILE.py:FUNCTION; received "
@@ -160,21 +152,6 @@ def _empty(directory: str) -> str:
     return directory
 
 
-def _number(kind: type, least: float):
-    def convert(text: str):
-        try:
-            value = kind(text)
-        except ValueError:
-            value = None
-        if value is None or not value >= least:
-            raise argparse.ArgumentTypeError(
-                f"expected a {'whole ' if kind is int else ''}number of at least {least}, received {text!r}"
-            )
-        return value
-
-    return convert
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="tfdist data audit",
@@ -196,27 +173,27 @@ def _parser() -> argparse.ArgumentParser:
         choices=("train", "eval"),
         help="the config's pipeline for training or for evaluation (train)",
     )
-    add("--workers", type=_number(int, 1), default=1, metavar="N", help="processes (1)")
-    add("--devices", type=_number(int, 1), default=1, metavar="D", help="replicas of each (1)")
-    add("--epochs", type=_number(int, 1), default=1, metavar="E", help="epochs to read (1)")
-    add("--first-epoch", type=_number(int, 0), default=0, metavar="E", help="the first of them (0)")
+    add("--workers", type=whole(1), default=1, metavar="N", help="processes (1)")
+    add("--devices", type=whole(1), default=1, metavar="D", help="replicas of each (1)")
+    add("--epochs", type=whole(1), default=1, metavar="E", help="epochs to read (1)")
+    add("--first-epoch", type=whole(0), default=0, metavar="E", help="the first of them (0)")
     add(
         "--first-step",
-        type=_number(int, 0),
+        type=whole(0),
         default=0,
         metavar="S",
         help="step of it to begin at, as after a resume (0)",
     )
     add(
         "--timeout",
-        type=_number(float, 1),
+        type=real("a number of at least 1", lambda value: value >= 1),
         default=TIMEOUT,
         metavar="S",
         help=f"longest time without a sign of a worker's life, in seconds ({TIMEOUT:g})",
     )
     add(
         "--stage-seconds",
-        type=_number(float, 0),
+        type=real("a number of at least 0", lambda value: value >= 0),
         default=2.0,
         metavar="S",
         help="seconds to measure each stage; 0: not at all (2)",

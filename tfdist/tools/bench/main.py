@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import tfdist
 from tfdist import app
+from tfdist.arguments import refuse
 from tfdist.contract import CONFIGURATION_CODE
 from tfdist.tools.bench import plan, words
 from tfdist.tools.bench.groups import Group, GroupError
@@ -51,8 +52,7 @@ def main(argv: Sequence[str]) -> int:
         jobs = plan.jobs(flags, rest, settings)
         out = _directory(flags.out, settings.name if settings else "allreduce")
     except ValueError as error:
-        print(f"tfdist bench: error: {error}\nSee `tfdist bench --help`.", file=sys.stderr)
-        return 2
+        return refuse("tfdist bench", error)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what follows ends its processes then, too
     try:
         return _bench(flags, settings, jobs, out, shlex.join(["tfdist", "bench", *argv]))

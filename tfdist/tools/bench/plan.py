@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import difflib
-import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tfdist.arguments import Parser, whole
+from tfdist.arguments import Parser, about_config, flag_of, no_such_flag, real, whole
 from tfdist.config import nearest
 from tfdist.tools.bench.jobs import Case, Job
 from tfdist.tools.bench.results import BASELINE, MODES
@@ -133,15 +131,13 @@ def _cases(flags: argparse.Namespace, replicas: int, settings: config.Run | None
 def _check_words(flags: argparse.Namespace, rest: Sequence[str]) -> None:
     """What the parser does not know must be about the config."""
     for word in rest:
-        if re.match(r"--?(no)?config(\.|=|$)", word):
+        if about_config(word):
             continue
         if not word.startswith("-"):
             if rest[max(0, rest.index(word) - 1)] in ("--config", "-config"):
                 continue
             raise ValueError(f"expected flags, or `allreduce` before them; received {word!r}")
-        known = ["--config", *("--" + name for name in vars(flags) if name not in ("kind", "modes"))]
-        close = difflib.get_close_matches(word.partition("=")[0], known, n=1)
-        raise ValueError(f"{word}: no such flag. {f'Did you mean {close[0]}?' if close else 'Expected one of ' + ', '.join(known) + '.'}")
+        raise ValueError(no_such_flag(word, ["--config", *(flag_of(name) for name in vars(flags) if name not in ("kind", "modes"))]))
     if flags.kind == "allreduce" and (rest or flags.predict):
         raise ValueError(f"{rest[0] if rest else '--predict'}: an all-reduce has no model; leave it out")
     if flags.kind != "allreduce" and not rest:
@@ -178,16 +174,6 @@ def _strategy(name: str) -> str:
     return name
 
 
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected seconds above 0, received {text!r}")
-    return seconds
-
-
 def parser() -> argparse.ArgumentParser:
     """Of the flags; those about the config are left over."""
     made = Parser(
@@ -201,7 +187,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = made.add_argument
-    positive = whole(1)
+    positive, seconds = whole(1), real("seconds above 0", lambda value: 0 < value < float("inf"))
     add("--workers", type=_listed(positive), metavar="N,...", help="replicas: processes of multi_worker_mirrored, devices of the others (1,2)")
     add("--strategies", type=_listed(_strategy), metavar="NAME,...", help=f"of {', '.join(STRATEGIES)}")
     add("--steps", type=positive, metavar="N", help="that count in each round (50; 20 batches of the largest size with --predict)")
@@ -214,7 +200,7 @@ def parser() -> argparse.ArgumentParser:
     add("--bytes", type=_listed(to_bytes), metavar="N,...", help="of an all-reduce: given by each replica (4k,256k,1M,4M,16M)")
     add("--communication", choices=("auto", "ring", "nccl"), help="of an all-reduce of workers (auto)")
     add("--threads", type=positive, metavar="N", help="of each replica (cores shared evenly by the processes of a setup)")
-    add("--timeout", type=_seconds, default=300.0, metavar="S", help="longest wait for a setup to start or measure, in seconds (300)")
+    add("--timeout", type=seconds, default=300.0, metavar="S", help="longest wait for a setup to start or measure, in seconds (300)")
     add("--out", metavar="DIR", help="where bench.json and bench.md go (a new runs/bench-NAME)")
     add("--json", action="store_true", help="print what bench.json holds instead of tables")
     return made

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import re
 from collections.abc import Sequence
 
-from tfdist.arguments import Parser, whole
+from tfdist.arguments import Parser, about_config, flag_of, nearest_flag, real, whole
 
 ASK_S, TOGETHER_S, SERVE_S = 30.0, 300.0, 600.0  # seconds for the other hosts to come; for which a server serves
 
@@ -47,14 +46,13 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """
     flags, words = _parser().parse_known_args(argv)
     for place, word in enumerate(words):
-        about_config = re.match(r"--?(no)?config(\.|=|$)", word)
-        if about_config or (place and re.fullmatch(r"--?config(\.[\w.]+)?", words[place - 1])):
+        if about_config(word) or (place and re.fullmatch(r"--?config(\.[\w.]+)?", words[place - 1])):
             continue
         if not word.startswith("-"):
             raise ValueError(f"expected flags only, received the word {word!r}")
-        known = ["--config", *("--" + name for name in vars(flags))]
-        nearest = difflib.get_close_matches(word.partition("=")[0], known, n=1)
-        remedy = f"did you mean {nearest[0]}?" if nearest else f"expected one of {', '.join(known)}"
+        known = ["--config", *map(flag_of, vars(flags))]
+        nearest = nearest_flag(word, known)
+        remedy = f"did you mean {nearest}?" if nearest else f"expected one of {', '.join(known)}"
         raise ValueError(f"{word}: no such flag; {remedy}")
     _check_config(words)
     if flags.cluster is None:
@@ -84,16 +82,6 @@ def _check_config(words: Sequence[str]) -> None:
             raise ValueError(f"--config={path}: expected a Python file that defines get_config(), received none; there is no such file in {os.getcwd()}")
 
 
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < 1e6:
-        raise argparse.ArgumentTypeError(f"expected seconds above 0, received {text!r}")
-    return seconds
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="tfdist doctor",
@@ -104,13 +92,14 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
+    seconds = real("seconds above 0", lambda value: 0 < value < 1e6)
     add("--cluster", metavar="FILE", help="YAML or JSON file: job names and their addresses")
     add("--task", metavar="worker:1", help="the task of this host (all with an address of it)")
     add("--workers", type=whole(1), metavar="N", help="tasks that will run on this host (1, or those that the cluster has here)")
     add("--place", nargs="+", action="extend", metavar="DIR", help="directories that training writes to, shared by all hosts (those of the config)")
     add("--serve", action="store_true", help="answer the doctors of other hosts, until --timeout or Ctrl-C")
     add("--together", action="store_true", help="serve and ask, and wait for all other hosts, which do so too")
-    add("--timeout", type=_seconds, metavar="S", help=f"seconds for other hosts to come ({ASK_S:g}; together {TOGETHER_S:g}), or to serve ({SERVE_S:g})")
+    add("--timeout", type=seconds, metavar="S", help=f"seconds for other hosts to come ({ASK_S:g}; together {TOGETHER_S:g}), or to serve ({SERVE_S:g})")
     add("--quick", action="store_true", help="without TensorFlow, whose import takes seconds")
     add("--json", action="store_true", help="print JSON for programs")
     return parser

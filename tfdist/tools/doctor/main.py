@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import tfdist
 from tfdist.addresses import is_here, nobody_here
+from tfdist.arguments import refuse
 from tfdist.cluster import ClusterSpec, Task
 from tfdist.contract import inherited
 from tfdist.handshake import badge, installed_versions
@@ -59,8 +60,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         flags, words = parse(argv)
     except ValueError as error:
-        print(f"tfdist doctor: error: {error}\nSee `tfdist doctor --help`.", file=sys.stderr)
-        return 2
+        return refuse("tfdist doctor", error)
     # So that what follows ends its processes and servers then, too.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:

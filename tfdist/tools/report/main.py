@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import tfdist
-from tfdist.arguments import Parser
+from tfdist.arguments import Parser, refuse
 from tfdist.contract import JOURNAL
 from tfdist.telemetry import layout
 from tfdist.tools.bench.results import FILE
@@ -53,8 +53,7 @@ def main(argv: Sequence[str]) -> int:
         flags = _parser().parse_args(list(argv))
         chapters = read(Path(flags.logdir), [Path(place) for place in flags.launch])
     except ValueError as error:
-        print(f"tfdist report: error: {error}\nSee `tfdist report --help`.", file=sys.stderr)
-        return 2
+        return refuse("tfdist report", error)
     try:
         return _write(chapters, Path(flags.out or os.path.join(flags.logdir, NAME)), flags.png and Path(flags.png))
     except _WriteError as error:

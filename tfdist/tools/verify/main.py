@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import difflib
 import json
-import math
 import os
 import re
 import signal
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist import app
-from tfdist.arguments import Parser, whole
+from tfdist.arguments import Parser, about_config, flag_of, no_such_flag, real, refuse, whole
 from tfdist.contract import CONFIGURATION_CODE
 
 STRATEGIES = ("multi_worker_mirrored", "mirrored", "central_storage", "one_device")
@@ -51,8 +50,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         flags, words = parse(argv)
     except ValueError as error:
-        print(f"tfdist verify: error: {error}\nSee `tfdist verify --help`.", file=sys.stderr)
-        return 2
+        return refuse("tfdist verify", error)
     return app.plainly(_verify, flags, words)
 
 
@@ -74,12 +72,9 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         ('multi_worker_mirrored', 3, ['--config=a.py', '--config.train.seed=1'])
     """
     flags, words = _parser().parse_known_args(argv)
-    unknown = [word for word in words if word.startswith("-") and not re.match(r"--?(no)?config(\.|=|$)", word)]
+    unknown = [word for word in words if word.startswith("-") and not about_config(word)]
     if unknown:
-        known = ["--config", *("--" + name for name in vars(flags))]
-        nearest = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)
-        remedy = f"Did you mean {nearest[0]}?" if nearest else f"Expected one of {', '.join(known)}."
-        raise ValueError(f"{unknown[0]}: no such flag. {remedy}")
+        raise ValueError(no_such_flag(unknown[0], ["--config", *map(flag_of, vars(flags))]))
     if not any(re.match(r"--?config(=|$)", word) for word in words):
         raise ValueError("--config: expected a config file, such as --config=configs/digits.py; received none")
     if flags.strategy is not None or flags.workers is not None:
@@ -254,16 +249,6 @@ def _empty(directory: str) -> Path:
     return Path(os.path.abspath(path))
 
 
-def _above_zero(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0.0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a number above 0, received {text!r}")
-    return value
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="tfdist verify",
@@ -274,13 +259,14 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
+    above_zero = real("a number above 0", lambda value: 0 < value < float("inf"))
     add("--workers", type=whole(1), metavar="N", help="workers, on this machine (2)")
     add("--strategy", metavar="NAME", help=f"{', '.join(STRATEGIES)} (the config's; else multi_worker_mirrored, or mirrored with --devices)")
     add("--devices", metavar="D", help='devices of a process: 2, "cpu:0,cpu:1", "gpu" (2 with mirrored and central_storage)')
     add("--steps", type=whole(1), default=5, metavar="N", help="steps to train (5)")
-    add("--tolerance", type=_above_zero, default=1e-4, metavar="T", help="relative difference that is always allowed (1e-4)")
+    add("--tolerance", type=above_zero, default=1e-4, metavar="T", help="relative difference that is always allowed (1e-4)")
     add("--quick", action="store_true", help="the way that training takes alone: no steps that are not compiled, no other communication")
-    add("--timeout", type=_above_zero, default=600.0, metavar="S", help="seconds that each set of processes may take (600)")
+    add("--timeout", type=above_zero, default=600.0, metavar="S", help="seconds that each set of processes may take (600)")
     add("--json", action="store_true", help="print one JSON object instead of the table")
     add("--keep", metavar="DIR", help="keep recordings and logs in this directory")
     return parser
