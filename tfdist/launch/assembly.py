@@ -13,6 +13,7 @@ from tfdist.addresses import join_address
 from tfdist.contract import CONFIGURATION_CODE, TRANSIENT_CODE
 from tfdist.launch.orders import Decide, Finish, Outcome, Report, Start, Stop, Terms
 from tfdist.launch.text import printable
+from tfdist.words import counted
 
 PORTS_S = 10.0  # for a host to find free ports, which takes it a millisecond
 PORTS_TRIES = 20  # until two launchers of one host choose different ones
@@ -106,7 +107,7 @@ class Assembly:
         self._changed = now
         terms = self.terms
         self._send(key, "welcome", launch=terms.launch_id, silence=terms.silence, window=terms.window, beat=min(BEAT_S, terms.silence / 4))
-        self._say(f"tfdist: {host} joined with {_count(host.slots, 'slot')}; {self._present()}")
+        self._say(f"tfdist: {host} joined with {counted(host.slots, 'slot')}; {self._present()}")
 
     def heard(self, key: int, message: Mapping[str, Any], now: float) -> None:
         """A member says something, which is a sign of life too; of a generation that is over, no more than that."""
@@ -145,7 +146,7 @@ class Assembly:
         host = self._hosts.pop(key, None)
         if host is None or self.finish:
             return
-        self._departed[host.id] = f"{host}, which had {_count(host.slots, 'slot')} ({why})"
+        self._departed[host.id] = f"{host}, which had {counted(host.slots, 'slot')} ({why})"
         self._changed = now
         generation = self._generation
         self._say(f"tfdist: lost {host}: {why}; {self._present()}")
@@ -173,7 +174,7 @@ class Assembly:
         elif not generation.started:
             self._asked(generation, now)
         elif generation.done == generation.counts.keys():
-            self.end(0, f"all {_count(sum(generation.counts.values()), 'worker')} done")
+            self.end(0, f"all {counted(sum(generation.counts.values()), 'worker')} done")
         elif generation.stop is None:
             self._grown(generation, now)
         elif not generation.busy:
@@ -196,7 +197,7 @@ class Assembly:
             if late or self._ripe(now):
                 self._form(now)
         elif late:
-            here = ", ".join(f"{host} with {_count(host.slots, 'slot')}" for host in self._ordered().values()) or "nobody"
+            here = ", ".join(f"{host} with {counted(host.slots, 'slot')}" for host in self._ordered().values()) or "nobody"
             gone = "; ".join(self._departed.values()) or "hosts that never joined"
             self.end(
                 TRANSIENT_CODE,
@@ -230,8 +231,8 @@ class Assembly:
         else:
             problem = _text(message, "problem") or f"it named {str(ports)[:SHOWN]}"
             host = self._hosts[key]
-            self._send(key, "finish", code=TRANSIENT_CODE, text=f"{host} has no {_count(count, 'free port')}: {problem}")
-            self.gone(key, f"it has no {_count(count, 'free port')}: {problem}", self._ticked)
+            self._send(key, "finish", code=TRANSIENT_CODE, text=f"{host} has no {counted(count, 'free port')}: {problem}")
+            self.gone(key, f"it has no {counted(count, 'free port')}: {problem}", self._ticked)
 
     def _asked(self, generation: _Generation, now: float) -> None:
         silent = generation.counts.keys() - generation.ports.keys()
@@ -247,7 +248,7 @@ class Assembly:
             return self.end(TRANSIENT_CODE, f"{PORTS_TRIES} times two workers chose the same port: {', '.join(addresses)[:SHOWN]}")
         generation.started, generation.since, first = True, now, 0
         self._say(
-            f"tfdist: generation {generation.number}: {_count(len(addresses), 'worker')} on "
+            f"tfdist: generation {generation.number}: {counted(len(addresses), 'worker')} on "
             + ", ".join(f"{self._hosts[key]} ({count})" for key, count in generation.counts.items())
         )
         for key, count in generation.counts.items():
@@ -326,7 +327,7 @@ class Assembly:
     def _present(self) -> str:
         slots, terms = self._slots(), self.terms
         wanted = terms.max_workers if terms.min_workers == terms.max_workers else f"{terms.min_workers} to {terms.max_workers}"
-        return f"{_count(slots, 'worker')} can run, {wanted} wanted"
+        return f"{counted(slots, 'worker')} can run, {wanted} wanted"
 
     def _send(self, key: int, word: str, **facts: Any) -> None:
         self.outbox.append((key, {"do": word, **facts}))
@@ -358,7 +359,3 @@ def _report(host: str, message: Mapping[str, Any]) -> Report:
 def _text(message: Mapping[str, Any], name: str, longest: int = SHOWN) -> str:
     """A text from another host, fit for a terminal."""
     return printable(str(message.get(name, "")), colour=False)[:longest]
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -11,6 +11,7 @@ from tfdist.arguments import Parser, refuse
 from tfdist.config import nearest
 from tfdist.contract import JOURNAL, read_journal
 from tfdist.tools.recovery import Recovery, Strike
+from tfdist.words import counted
 
 LATEST = os.path.join("runs", "latest")
 COMMANDS = {"report": "recovery times, lost steps, and whether the result is that of the undisturbed run"}
@@ -116,11 +117,11 @@ def summary(recovery: Recovery, now: float) -> list[str]:
     """
     lines = [f"not struck: {text}" for text in recovery.missed]
     count, lost = len(recovery.attempts), [recovery.lost(place) or 0 for place in range(len(recovery.attempts))]
-    text = f"{_count(count, 'attempt')} in {recovery.seconds:.1f} s, {_count(sum(lost), 'step')} lost"
+    text = f"{counted(count, 'attempt')} in {recovery.seconds:.1f} s, {counted(sum(lost), 'step')} lost"
     if sum(lost):
         text += f", {max(lost)} at most by one attempt"
     if recovery.interval is not None:
-        text += f"; a snapshot every {_count(recovery.interval, 'step')}" if recovery.interval > 1 else "; a snapshot every step"
+        text += f"; a snapshot every {counted(recovery.interval, 'step')}" if recovery.interval > 1 else "; a snapshot every step"
     lines.append(text)
     if recovery.code is None:
         ago = now - recovery.begun - recovery.seconds
@@ -133,10 +134,6 @@ def summary(recovery: Recovery, now: float) -> list[str]:
 
 def _seconds(seconds: float | None, digits: int) -> str:
     return "-" if seconds is None else f"{seconds:.{digits}f} s"
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}{'' if number == 1 else 's'}"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tfdist.tools.audit.settings import Settings
+from tfdist.words import counted
 
 _SHOWN = 10  # examples left out
 
@@ -56,7 +57,7 @@ def beginning(settings: Settings, pids: Sequence[int]) -> str:
     Returns:
         Lines, as from all functions here, without the last newline.
     """
-    of = f"{_count(len(pids), 'worker')} of {_count(settings.devices, 'replica')}{' each' if len(pids) > 1 else ''}"
+    of = f"{counted(len(pids), 'worker')} of {counted(settings.devices, 'replica')}{' each' if len(pids) > 1 else ''}"
     return f"{of}, {'process' if len(pids) == 1 else 'processes'} {', '.join(map(str, pids))}"
 
 
@@ -68,8 +69,8 @@ def header(settings: Settings, ready: dict[str, Any]) -> str:
         ready: The event of a worker that is.
     """
     order, examples = ready["order"], ready["examples"]
-    count = "an unknown number of examples" if examples is None else _count(examples, "example")
-    steps = f", {_count(order['steps'], 'step')} an epoch" if order else ""
+    count = "an unknown number of examples" if examples is None else counted(examples, "example")
+    steps = f", {counted(order['steps'], 'step')} an epoch" if order else ""
     how = f"shuffled with seed {ready['seed']}" if ready["shuffle"] else "not shuffled"
     how += "" if order else ", read from beginning to end by every worker"
     begin = f" from step {settings.first_step} on" if settings.first_step else ""
@@ -123,14 +124,14 @@ def proof(
     exceptions = []
     if verdict["left_out"]:
         exceptions.append(
-            f"{_count(verdict['left_out'], 'row')} whose example cannot be read (ignore_errors)"
+            f"{counted(verdict['left_out'], 'row')} whose example cannot be read (ignore_errors)"
         )
     if verdict["dropped"]:
-        exceptions.append(f'{_count(verdict["dropped"], "example")} of the tails (tail="drop")')
+        exceptions.append(f'{counted(verdict["dropped"], "example")} of the tails (tail="drop")')
     but = f", but for {' and '.join(exceptions)}" if exceptions else ""
     lines = [
         "",
-        f"proved for {_epochs(settings)}, {_count(verdict['steps'], 'batch', 'batches')}, {_count(verdict['examples'], 'example')}:",
+        f"proved for {_epochs(settings)}, {counted(verdict['steps'], 'batch', 'batches')}, {counted(verdict['examples'], 'example')}:",
     ]
     if verdict["whole"]:
         lines.append(f"  every example exactly once per epoch{but}")
@@ -154,7 +155,7 @@ def proof(
     places = {int(number): place for each in read for number, place in each["left_out"].items()}
     lines += [f"  left out: example {number}: {places[number]}" for number in sorted(places)[:_SHOWN]]
     if len(places) > _SHOWN:
-        lines.append(f"  left out: {_count(len(places) - _SHOWN, 'more example')}")
+        lines.append(f"  left out: {counted(len(places) - _SHOWN, 'more example')}")
     return "\n".join(lines)
 
 
@@ -205,10 +206,6 @@ def _speed(examples: int, seconds: float, size: int) -> tuple[str, str, str, str
 def _epochs(settings: Settings) -> str:
     last = settings.first_epoch + settings.epochs - 1
     return f"epoch {last}" if settings.epochs == 1 else f"epochs {settings.first_epoch} to {last}"
-
-
-def _count(number: int, name: str, names: str | None = None) -> str:
-    return f"{number:,} {name if number == 1 else names or name + 's'}"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

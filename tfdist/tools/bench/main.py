@@ -29,7 +29,8 @@ from tfdist.tools.bench.groups import Group, GroupError
 from tfdist.tools.bench.jobs import Case, Job
 from tfdist.tools.bench.notes import notes
 from tfdist.tools.bench.reason import Facts, reason
-from tfdist.tools.bench.results import FILE, Bench, Setup, baseline, compared, count
+from tfdist.tools.bench.results import FILE, Bench, Setup, baseline, compared
+from tfdist.words import counted
 
 if TYPE_CHECKING:
     from tfdist import config
@@ -125,7 +126,7 @@ class Rounds(contextlib.AbstractContextManager):
                 group = self._started[job] = self._stack.enter_context(Group(job, self._timeout))
                 self._facts[job] = group.ready()[0]
                 self._groups[job] = group
-                _say(f"{job.strategy}, {count(job.replicas, 'replica')}: ready after {time.monotonic() - begin:.0f} s")
+                _say(f"{job.strategy}, {counted(job.replicas, 'replica')}: ready after {time.monotonic() - begin:.0f} s")
 
     def measure(self, number: int, rounds: int) -> None:
         """Measures each case of each group once; every second round in reverse order."""
@@ -183,7 +184,7 @@ class Rounds(contextlib.AbstractContextManager):
         except GroupError as error:
             self._errors[job] = error
             self._groups.pop(job, None)
-            _say(f"{job.strategy}, {count(job.replicas, 'replica')}: FAILED: {error}")
+            _say(f"{job.strategy}, {counted(job.replicas, 'replica')}: FAILED: {error}")
             self._started[job].close()
             self._keep(job)
 

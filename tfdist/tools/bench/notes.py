@@ -5,8 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from tfdist.tools.bench.results import MODES, Setup, count
+from tfdist.tools.bench.results import MODES, Setup
 from tfdist.tools.bench.units import binary, milliseconds
+from tfdist.words import counted
 
 PLACES = (
     "Central storage (data parallel) keeps one copy of the variables, copied out to the replicas in each step; mirrored (distributed data "
@@ -51,7 +52,7 @@ def _central(mode: str, setups: Sequence[Setup]) -> list[str]:
     first, second = sorted(pair, key=lambda setup: setup.rate, reverse=True)
     ratios = [quick / slow for quick, slow in zip(first.rates, second.rates, strict=False)]  # of one round: what slows one slows both
     return [
-        f"{mode.capitalize()} scaling, {count(first.replicas, 'replica')}: {first.strategy} is {statistics.median(ratios):.2f} times as fast as "
+        f"{mode.capitalize()} scaling, {counted(first.replicas, 'replica')}: {first.strategy} is {statistics.median(ratios):.2f} times as fast as "
         f"{second.strategy} ({min(ratios):.2f} to {max(ratios):.2f} over the rounds)."
     ]
 
@@ -62,12 +63,12 @@ def _predicted(group: Sequence[Setup]) -> str:
     if not known:
         return ""
     cases = [f"{setup.speedup:.2f} times the speed of one on batches of {setup.global_batch}" for setup in known[:1] + known[1:][-1:]]
-    return f"{known[0].strategy} with {count(known[0].replicas, 'device')}: {', '.join(cases)}."
+    return f"{known[0].strategy} with {counted(known[0].replicas, 'device')}: {', '.join(cases)}."
 
 
 def _reduced(group: Sequence[Setup]) -> str:
     least, best = min(group, key=lambda setup: setup.bytes), max(group, key=lambda setup: setup.bus_bandwidth)
     return (
-        f"{least.strategy} with {count(least.replicas, 'replica')}: latency {milliseconds(least.step)} (the median of {binary(least.bytes)}), "
+        f"{least.strategy} with {counted(least.replicas, 'replica')}: latency {milliseconds(least.step)} (the median of {binary(least.bytes)}), "
         f"bandwidth up to {best.bus_bandwidth / 1e9:.2f} GB/s on the bus (at {binary(best.bytes)})."
     )

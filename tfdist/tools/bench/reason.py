@@ -6,8 +6,9 @@ import dataclasses
 from fractions import Fraction
 
 from tfdist.telemetry.anatomy import PARTS
-from tfdist.tools.bench.results import Setup, count
+from tfdist.tools.bench.results import Setup
 from tfdist.tools.bench.units import milliseconds, percent, size
+from tfdist.words import counted
 
 GOOD = 0.95  # an efficiency at which nothing is looked for
 UNEVEN = 1.1  # times the others' work: a worker that is slow, and not by chance
@@ -73,7 +74,7 @@ def reason(setup: Setup, alone: Setup | None, facts: Facts) -> str:
         return f"{percent(parts[most] / whole)} of the step is {SHORT[most]}; one replica was not measured, to say what of it is lost."
     if setup.efficiency >= GOOD:
         times = f"{setup.replicas} times the work of one" if setup.replicas > 1 else f"the work of {alone.strategy}"
-        return f"{count(setup.replicas, 'replica')}: {percent(setup.efficiency)} of {times}, nothing to speak of is lost."
+        return f"{counted(setup.replicas, 'replica')}: {percent(setup.efficiency)} of {times}, nothing to speak of is lost."
     if _within_spread(setup, alone):
         return "What is lost is within the spread of the rounds: more of them, on a machine that does nothing else, would tell."
     lost = losses(setup, alone)
@@ -181,8 +182,8 @@ def _wait(setup: Setup) -> str:
 def _compute(setup: Setup, facts: Facts, should: str, share: float) -> str:
     """Why forward and backward are slower than they were alone."""
     if facts.on_cpu and setup.replicas > 1 and (facts.threads is None or setup.replicas * facts.threads > facts.cores):
-        who = count(setup.workers, "worker") if setup.workers > 1 else count(setup.replicas, "replica")
-        return f": {should}, as {who} share {count(facts.cores, 'core')} that one replica alone can use; more cores or hosts would help"
+        who = counted(setup.workers, "worker") if setup.workers > 1 else counted(setup.replicas, "replica")
+        return f": {should}, as {who} share {counted(facts.cores, 'core')} that one replica alone can use; more cores or hosts would help"
     if setup.strategy == "central_storage":
         return f": {should}, as variables are copied out of one device in each step; mirrored would help"
     if setup.replicas == 1:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tfdist.words import counted
+
 FILE = "bench.json"
 KINDS = ("scaling", "predict", "allreduce")
 MODES = ("strong", "weak")  # the global batch stays, or that of a replica
@@ -53,7 +55,7 @@ class Setup:
     @property
     def title(self) -> str:
         """The processes that measured it, in a few words, for messages."""
-        return f"{self.strategy} with {count(self.replicas, 'replica')}"
+        return f"{self.strategy} with {counted(self.replicas, 'replica')}"
 
     @property
     def step(self) -> float:
@@ -193,13 +195,3 @@ def compared(setups: Sequence[Setup]) -> tuple[Setup, ...]:
             setup = dataclasses.replace(setup, speedup=speedup, efficiency=speedup / setup.replicas)
         done.append(setup)
     return tuple(done)
-
-
-def count(number: int, word: str) -> str:
-    """A number and its word.
-
-    Example:
-        >>> count(1, "replica"), count(2, "replica")
-        ('1 replica', '2 replicas')
-    """
-    return f"{number} {word}{'' if number == 1 else 's'}"

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 
 from tfdist.telemetry.anatomy import PARTS
 from tfdist.tools.bench.reason import mean_parts
-from tfdist.tools.bench.results import MODES, Bench, Setup, count
+from tfdist.tools.bench.results import MODES, Bench, Setup
 from tfdist.tools.bench.units import binary, percent, size
+from tfdist.words import counted
 
 WIDTH = 100
 _HEADS = {"input": "input", "forward_backward": "fwd+bwd", "gradient_sync": "sync", "update": "update", "wait": "wait", "host": "host"}
@@ -60,7 +61,7 @@ def title(bench: Bench) -> str:
     model = (bench.config or {}).get("model", {}).get("name")
     parameters = bench.options.get("parameters")
     described = f" ({model}, {parameters:,} parameters)" if model and parameters else ""
-    rounds = f"medians of {count(bench.options['rounds'], 'round')}"
+    rounds = f"medians of {counted(bench.options['rounds'], 'round')}"
     return f"{what.format(bench.name)}{described} on {machine(bench.machine)}: {rounds}"
 
 
@@ -90,7 +91,7 @@ def machine(facts: dict) -> str:
     """
     gpus = facts["gpus"]
     if not gpus:
-        return count(facts["cores"], "core")
+        return counted(facts["cores"], "core")
     return ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus))
 
 

@@ -13,7 +13,8 @@ from tfdist.handshake import ConfigurationError, absent_too_long, another_task, 
 from tfdist.tools.doctor.checks import CLUSTER, FAIL, Check, graded, of_error
 from tfdist.tools.doctor.exchange import Link
 from tfdist.tools.doctor.meeting import Peer, Sight
-from tfdist.tools.doctor.units import amount, counted, lasting
+from tfdist.tools.doctor.units import amount, lasting
+from tfdist.words import counted
 
 SKEW, WRONG = 1.0, 60.0  # seconds between the clocks of two hosts
 SLOW = 50e6  # bytes per second; half of what Gigabit Ethernet carries

@@ -17,16 +17,6 @@ def amount(count: float) -> str:
     return f"{count:,.3g} TB" if count < 1000 else f"{count:,.0f} TB"
 
 
-def counted(number: int, word: str) -> str:
-    """A number of things.
-
-    Example:
-        >>> counted(1, "worker"), counted(2, "worker")
-        ('1 worker', '2 workers')
-    """
-    return f"{number:,} {word}{'' if number == 1 else 's'}"
-
-
 def lasting(seconds: float) -> str:
     """A time that passed or a difference of clocks.
 

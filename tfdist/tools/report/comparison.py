@@ -11,7 +11,8 @@ from tfdist.tools.report.bench import ALLREDUCE, PREDICT, SCALING, Benchmark, la
 from tfdist.tools.report.outline import done, fact, final, percent, rate, words
 from tfdist.tools.report.page import Chapter, Section, Table, Tile
 from tfdist.tools.report.read import TRAINING, VALIDATION, Run
-from tfdist.tools.report.words import NOTHING, TIMES, count, duration, figure, moment
+from tfdist.tools.report.words import NOTHING, TIMES, duration, figure, moment
+from tfdist.words import counted
 
 _METRICS = 4  # compared in figures
 
@@ -36,7 +37,7 @@ def of_runs(directory: Path, runs: Sequence[Run], others: Sequence[Path]) -> Cha
     finished = sum(run.summary is not None for run in runs)
     return Chapter(
         name="overview",
-        title=f"{count(len(runs), 'run')} in {directory.resolve().name}",
+        title=f"{counted(len(runs), 'run')} in {directory.resolve().name}",
         subtitle=str(directory),
         badge=None,
         tiles=[Tile(str(len(runs)), "run" if len(runs) == 1 else "runs"), Tile(str(finished), "finished"), *_best(runs)],
@@ -79,7 +80,7 @@ def of_benchmark(benchmark: Benchmark) -> Chapter:
         name="benchmark",
         title=f"{benchmark.facts.get('name') or benchmark.path.resolve().name}: {_KINDS[benchmark.kind]}",
         subtitle=" · ".join(filter(None, parts)),
-        badge=(f"{count(len(failed), 'setup')} failed", False) if failed else None,
+        badge=(f"{counted(len(failed), 'setup')} failed", False) if failed else None,
         tiles=_tiles(benchmark),
         sections=[section for section in sections if section.figures or section.text or any(table.rows for table in section.tables)],
         problems=[*benchmark.problems, *failed],

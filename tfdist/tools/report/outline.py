@@ -14,7 +14,8 @@ from tfdist.tools.report import curves, steps, timeline
 from tfdist.tools.report.files import section
 from tfdist.tools.report.page import Chapter, Section, Table, Tile
 from tfdist.tools.report.read import TRAINING, VALIDATION, Curve, Launch, Run
-from tfdist.tools.report.words import NOTHING, count, duration, figure, moment
+from tfdist.tools.report.words import NOTHING, duration, figure, moment
+from tfdist.words import counted
 
 _METRICS = 12  # figures of metrics at most
 _STRIKES = 60  # rows at most
@@ -29,7 +30,7 @@ def chapter(run: Run, name: str) -> Chapter:
         name: Of the chapter.
     """
     left = list(run.metrics)[_METRICS:]
-    more = [f"{count(len(left), 'curve')} of {len(run.metrics)}, as a page has {_METRICS}: {', '.join(left[:20])}; TensorBoard has all"] if left else []
+    more = [f"{counted(len(left), 'curve')} of {len(run.metrics)}, as a page has {_METRICS}: {', '.join(left[:20])}; TensorBoard has all"] if left else []
     sections = [_metrics(run), _throughput(run), _anatomy(run), _history(run), _settings(run), _ending(run)]
     return Chapter(
         name=name,
@@ -127,7 +128,7 @@ def _subtitle(run: Run) -> str:
         parts.append(f"{model} on {data}")
     strategy, workers = fact(run, "strategy"), fact(run, "workers")
     if strategy:
-        parts.append(f"{strategy}, {count(workers, 'worker')}" if isinstance(workers, int) else str(strategy))
+        parts.append(f"{strategy}, {counted(workers, 'worker')}" if isinstance(workers, int) else str(strategy))
     if run.begun is not None:
         parts.append(f"begun {moment(run.begun)}")
     return " · ".join([*parts, str(run.path)])
@@ -204,10 +205,10 @@ def _history(run: Run) -> Section | None:
 def _launched(launch: Launch) -> str:
     recovery = launch.recovery
     here = os.path.relpath(launch.path)
-    found = f"Launch in {launch.path if here.startswith('..') else here}, {moment(recovery.begun)}: {count(len(recovery.attempts), 'attempt')} in {duration(recovery.seconds)}, "
-    found += f"{count(launch.lost, 'step')} lost"
+    found = f"Launch in {launch.path if here.startswith('..') else here}, {moment(recovery.begun)}: {counted(len(recovery.attempts), 'attempt')} in {duration(recovery.seconds)}, "
+    found += f"{counted(launch.lost, 'step')} lost"
     if recovery.interval is not None:
-        found += f", a snapshot every {count(recovery.interval, 'step')}"
+        found += f", a snapshot every {counted(recovery.interval, 'step')}"
     if recovery.code is None:
         return found + ". It has not ended: it runs, or its launcher was killed."
     if recovery.code:
@@ -290,7 +291,7 @@ def _versions(run: Run) -> Table:
 def _ending(run: Run) -> Section | None:
     rows = [[key, words(value)] for key, value in (run.summary or {}).items()]
     files = [[os.path.relpath(path, run.path) if run.path in path.parents else str(path)] for path in run.files]
-    tables = [Table(rows, caption="Final summary"), Table(files, caption=f"{count(len(files), 'file')} read", folded=True)]
+    tables = [Table(rows, caption="Final summary"), Table(files, caption=f"{counted(len(files), 'file')} read", folded=True)]
     return Section("Summary", (), tables, columns=True) if rows or files else None
 
 

@@ -71,13 +71,3 @@ def moment(when: float) -> str:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
     except (ValueError, OverflowError, OSError):
         return f"{when:g} s since 1970"
-
-
-def count(number: int, word: str) -> str:
-    """A number of things.
-
-    Example:
-        >>> count(1, "step"), count(1500, "step")
-        ('1 step', '1,500 steps')
-    """
-    return f"{number:,} {word}{'' if number == 1 else 's'}"

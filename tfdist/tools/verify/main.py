@@ -18,6 +18,7 @@ from typing import Any
 from tfdist import app
 from tfdist.arguments import Parser, about_config, flag_of, no_such_flag, real, refuse, whole
 from tfdist.contract import CONFIGURATION_CODE
+from tfdist.words import counted
 
 STRATEGIES = ("multi_worker_mirrored", "mirrored", "central_storage", "one_device")
 _DESCRIPTION = """\
@@ -148,7 +149,7 @@ def _compare(flags: argparse.Namespace, words: list[str], settings: Any, directo
 
     say: Callable[[str], None] = (lambda text: None) if flags.json else (lambda text: print(text, flush=True))
     replicas = _replicas(flags)
-    say(f"{settings.name}: {replicas} ({flags.strategy}) against one replica, {_count(flags.steps, 'step')}")
+    say(f"{settings.name}: {replicas} ({flags.strategy}) against one replica, {counted(flags.steps, 'step')}")
     common = {"config": tuple(words), "steps": flags.steps, "timeout": min(settings.strategy.timeout, flags.timeout)}
     more = () if flags.quick else (EAGER,)
 
@@ -230,15 +231,11 @@ def _start(told: Any, flags: argparse.Namespace) -> None:
 
 def _replicas(flags: argparse.Namespace) -> str:
     if flags.strategy == "multi_worker_mirrored":
-        return _count(flags.workers, "worker") + (f" with devices {flags.devices}" if flags.devices else "")
+        return counted(flags.workers, "worker") + (f" with devices {flags.devices}" if flags.devices else "")
     if flags.strategy == "one_device":
         return "one device"
     names = flags.devices.split(",")
-    return _count(int(flags.devices), "device") if flags.devices.isdigit() else _count(len(names), "device") if len(names) > 1 else f"devices {flags.devices}"
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}{'' if number == 1 else 's'}"
+    return counted(int(flags.devices), "device") if flags.devices.isdigit() else counted(len(names), "device") if len(names) > 1 else f"devices {flags.devices}"
 
 
 def _empty(directory: str) -> Path:
