@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -14,10 +13,9 @@ from typing import Any
 
 from tfdist.tools.audit import events, steps
 from tfdist.tools.audit.settings import Settings
+from tfdist.tools.logs import tail
 
 _LINES = 15  # of a log, at most
-# What TensorFlow says in any log.
-_CHATTER = re.compile(r"\s*$|I\d{4} |E\d{4} .*cuda|WARNING: All log messages|To enable the following")
 _POLL = 0.05
 
 
@@ -172,6 +170,5 @@ class Workers(contextlib.AbstractContextManager):
 
     def _log(self, rank: int) -> str:
         path = self.settings.file(rank, "log")
-        text = path.read_text(encoding="utf-8", errors="replace")
-        lines = [line for line in text.splitlines() if not _CHATTER.match(line)][-_LINES:]
+        lines = tail(path, _LINES)
         return "".join(f"\n  {line}" for line in [f"The end of {path.name}:", *lines]) if lines else ""

@@ -14,11 +14,11 @@ from typing import Any
 
 from tfdist.tools.audit import events
 from tfdist.tools.bench.jobs import END, POLL, Job, order
+from tfdist.tools.logs import tail
 from tfdist.tools.owner import own
 
 _GRACE = 5.0  # seconds to end by themselves
 _LINES = 12  # of a log, at most
-_CHATTER = re.compile(r"\s*$|[IWE]\d{4} |WARNING: All log messages|To enable the following|-{20}")
 
 
 class GroupError(Exception):
@@ -142,6 +142,5 @@ class Group(contextlib.AbstractContextManager):
         return f"its process {how}{hint}{self._tail()}", code
 
     def _tail(self) -> str:
-        text = self._log.read_text(encoding="utf-8", errors="replace")
-        lines = [line for line in text.splitlines() if not _CHATTER.match(line)][-_LINES:]
+        lines = tail(self._log, _LINES)
         return "".join(f"\n    {line}" for line in ["; the end of its log:", *lines]) if lines else ""

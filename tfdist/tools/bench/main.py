@@ -30,6 +30,7 @@ from tfdist.tools.bench.jobs import Case, Job
 from tfdist.tools.bench.notes import notes
 from tfdist.tools.bench.reason import Facts, reason
 from tfdist.tools.bench.results import FILE, Bench, Setup, baseline, compared
+from tfdist.tools.doctor.machine import usable_cores
 from tfdist.words import counted
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def _bench(flags: argparse.Namespace, settings: config.Run | None, jobs: list[Jo
         for number in range(flags.rounds):
             if rounds.alive:
                 rounds.measure(number, flags.rounds)
-    machine = {"system": f"{platform.system()} {platform.machine()}", "cores": _cores(), "memory": _memory(), "gpus": rounds.gpus, "load": load}
+    machine = {"system": f"{platform.system()} {platform.machine()}", "cores": usable_cores(), "memory": _memory(), "gpus": rounds.gpus, "load": load}
     options = {"steps": jobs[0].steps, "warmup": flags.warmup, "rounds": flags.rounds, "threads": flags.threads, "parameters": rounds.parameters}
     setups = compared(rounds.setups())
     if settings:
@@ -239,10 +240,6 @@ def _write(path: Path, text: str) -> None:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _memory() -> int:

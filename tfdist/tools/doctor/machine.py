@@ -17,8 +17,8 @@ from pathlib import Path
 
 import tfdist
 from tfdist.contract import THREAD_VARIABLES, inherited
+from tfdist.handshake import PACKAGES
 
-PACKAGES = ("tensorflow", "keras", "tfdist")
 SMI_S = 20.0  # for nvidia-smi, which takes seconds where no process keeps the driver awake
 _NVIDIA, _DISPLAY = "0x10de", "0x03"  # a PCI device's vendor, and the beginning of its class
 
@@ -102,7 +102,6 @@ def look(root: str | os.PathLike = "/") -> Machine:
     root, told = Path(root), inherited(*THREAD_VARIABLES, "CUDA_VISIBLE_DEVICES", "KERAS_BACKEND")
     available, capacity = memory(root)
     driven = driven_cards(root)
-    cores = os.cpu_count() or 1
     return Machine(
         python=sys.version_info[:3],
         versions={package: version(package) for package in PACKAGES},
@@ -113,8 +112,8 @@ def look(root: str | os.PathLike = "/") -> Machine:
         smi=_smi() if driven else (),
         available=available,
         capacity=capacity,
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores,
-        machine_cores=cores,
+        cores=usable_cores(),
+        machine_cores=os.cpu_count() or 1,
         quota=quota(root),
         threads=told,
         shm=_space(root / "dev" / "shm"),
@@ -130,6 +129,11 @@ def version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def usable_cores() -> int:
+    """Cores that this process may use; where the system does not say, all."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def visible_count(driven: int, visible: str | None) -> int:

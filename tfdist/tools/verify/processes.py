@@ -11,12 +11,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tfdist.tools.logs import tail
 from tfdist.tools.owner import OWNER, own
 
 _LINES = 15  # of a log, at most
 _GRACE = 30.0  # seconds for a launcher to end its tasks
-# What TensorFlow says in any log.
-_CHATTER = re.compile(r"\s*$|[IWE]\d{4} |WARNING:|To enable the following|-{20,}$")
 
 _DIFFERS = r"\S+ differs from \S+ in"  # as tfdist says it of workers
 
@@ -56,7 +55,7 @@ def run(words: Sequence[str], log: Path, timeout: float, who: str) -> None:
     try:
         code = process.wait(timeout)
     except subprocess.TimeoutExpired:
-        raise Failed(f"{who} had not taken its steps after {timeout:g} s. See where it waits, or pass a longer --timeout.\n{tail(log)}", None) from None
+        raise Failed(f"{who} had not taken its steps after {timeout:g} s. See where it waits, or pass a longer --timeout.\n{_tail(log)}", None) from None
     finally:
         try:
             _end(process)
@@ -90,7 +89,7 @@ def reason(log: Path) -> str:
         return f"{lines[0][: ours.start(1)]}{whole}" if ours and whole.startswith(ours[1]) else "\n".join(lines)
     if found := re.search(r"^error: (.*)\Z", text, re.MULTILINE | re.DOTALL):
         return found[1].rstrip()
-    return tail(log)
+    return _tail(log)
 
 
 def workers_differ(reason: str) -> bool:
@@ -98,7 +97,5 @@ def workers_differ(reason: str) -> bool:
     return bool(re.search(_DIFFERS, reason))
 
 
-def tail(log: Path) -> str:
-    """The end of a log, without what TensorFlow says in any."""
-    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if not _CHATTER.match(line)]
-    return "\n".join(f"  {line}" for line in lines[-_LINES:])
+def _tail(log: Path) -> str:
+    return "\n".join(f"  {line}" for line in tail(log, _LINES))
