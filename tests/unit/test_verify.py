@@ -306,10 +306,10 @@ def test_a_process_that_takes_too_long_is_ended_and_named(tmp_path):
 def test_processes_end_when_verify_does(tmp_path, number):
     script = (
         "import pathlib, signal, sys\n"
-        "from tfdist.tools.verify.main import ended_by_signals\n"
+        "from tfdist.signals import ending\n"
         "from tfdist.tools.verify.processes import run\n"
-        "ended_by_signals()\n"
-        "run(['timeit', '-n1', '-r1', sys.argv[2]], pathlib.Path(sys.argv[1]) / 'log', 60.0, 'it')\n"
+        "with ending():\n"
+        "    run(['timeit', '-n1', '-r1', sys.argv[2]], pathlib.Path(sys.argv[1]) / 'log', 60.0, 'it')\n"
     )
     recorder = (
         "import os, pathlib, time; from tfdist.tools.owner import end_with_owner; "

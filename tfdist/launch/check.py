@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import re
+import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from tfdist.cluster import ClusterSpec
+from tfdist.signals import ending
 
+LOOKING_S = 1800.0  # for doctor, whose own waits have bounds: for TensorFlow 600 s, for the other hosts 300 s, for disks and links less
 ENDING_S = 10.0  # for doctor to end its own processes
 
 
@@ -38,12 +41,13 @@ def doctor_words(flags: argparse.Namespace, spec: ClusterSpec | None, command: S
     return words
 
 
-def run(flags: argparse.Namespace, words: Sequence[str]) -> int:
+def run(flags: argparse.Namespace, words: Sequence[str], timeout: float = LOOKING_S) -> int:
     """Runs doctor on this terminal, and says what comes of it.
 
     Args:
         flags: Of `tfdist launch`.
         words: After `tfdist doctor`.
+        timeout: Seconds that it may take.
 
     Returns:
         0 where the tasks may start, else the launcher's exit code.
@@ -54,10 +58,10 @@ def run(flags: argparse.Namespace, words: Sequence[str]) -> int:
     elif flags.rendezvous:
         where += " alone; hosts compare themselves when they meet at the rendezvous"
     print(f"tfdist: --check looks at {where}", flush=True)
-    with _terminated():
+    with ending():
         process = subprocess.Popen([sys.executable, "-m", "tfdist", "doctor", *words])
         try:
-            code = process.wait()
+            code = process.wait(timeout)
         except BaseException as error:  # Ctrl-C reaches doctor too, SIGTERM only us
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -65,17 +69,11 @@ def run(flags: argparse.Namespace, words: Sequence[str]) -> int:
             process.kill()
             if isinstance(error, KeyboardInterrupt):
                 return 128 + signal.SIGINT
+            if isinstance(error, subprocess.TimeoutExpired):
+                alone = shlex.join(["tfdist", "doctor", *words])
+                print(f"tfdist: --check: doctor had not ended after {timeout:g} s; no task was started. See where it waits: {alone}", file=sys.stderr, flush=True)
+                return 1
             raise
     if code:
         print("tfdist: --check has found something wrong; no task was started", file=sys.stderr, flush=True)
     return code if code >= 0 else 128 - code
-
-
-@contextlib.contextmanager
-def _terminated() -> Iterator[None]:
-    """While the block runs, SIGTERM ends it as an exception does."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

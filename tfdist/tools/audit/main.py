@@ -13,6 +13,7 @@ from pathlib import Path
 from tfdist import app
 from tfdist.arguments import Parser, about_config, flag_of, no_such_flag, real, refuse, whole
 from tfdist.contract import CONFIGURATION_CODE
+from tfdist.signals import ending
 from tfdist.tools.audit import report
 from tfdist.tools.audit.processes import WorkerError, Workers
 from tfdist.tools.audit.settings import Settings, check_function
@@ -90,9 +91,8 @@ def _audit(flags: argparse.Namespace, words: Sequence[str]) -> int:
         check_function(flags.pipeline)
     else:
         run.parse(words)
-    # So that what follows ends its workers then, too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with contextlib.ExitStack() as stack:
+        stack.enter_context(ending())  # its workers, too
         if flags.keep:
             directory = _empty(flags.keep)
         else:

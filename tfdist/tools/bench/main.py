@@ -24,6 +24,7 @@ import tfdist
 from tfdist import app
 from tfdist.arguments import refuse
 from tfdist.contract import CONFIGURATION_CODE
+from tfdist.signals import ending
 from tfdist.tools.bench import plan, words
 from tfdist.tools.bench.groups import Group, GroupError
 from tfdist.tools.bench.jobs import Case, Job
@@ -55,9 +56,9 @@ def main(argv: Sequence[str]) -> int:
         out = _directory(flags.out, settings.name if settings else "allreduce")
     except ValueError as error:
         return refuse("tfdist bench", error)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what follows ends its processes then, too
     try:
-        return _bench(flags, settings, jobs, out, shlex.join(["tfdist", "bench", *argv]))
+        with ending():  # its processes, too
+            return _bench(flags, settings, jobs, out, shlex.join(["tfdist", "bench", *argv]))
     except KeyboardInterrupt:
         print("bench interrupted; its processes are ended", file=sys.stderr)
         return 128 + signal.SIGINT

@@ -19,6 +19,7 @@ from tfdist.arguments import refuse
 from tfdist.cluster import ClusterSpec, Task
 from tfdist.contract import inherited
 from tfdist.handshake import badge, installed_versions
+from tfdist.signals import ending
 from tfdist.tools.doctor import cluster, frameworks, host, machine, places, runs, table
 from tfdist.tools.doctor.checks import CLUSTER, FAIL, HOST, RUN, Check, document, exit_code, graded, of_error
 from tfdist.tools.doctor.exchange import ATTEMPT
@@ -61,15 +62,12 @@ def main(argv: Sequence[str]) -> int:
         flags, words = parse(argv)
     except ValueError as error:
         return refuse("tfdist doctor", error)
-    # So that what follows ends its processes and servers then, too.
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        return _diagnose(flags, words)
+        with ending():  # its processes and servers, too
+            return _diagnose(flags, words)
     except KeyboardInterrupt:
         print("doctor interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _diagnose(flags: argparse.Namespace, words: Sequence[str]) -> int:

@@ -18,6 +18,7 @@ from typing import Any
 from tfdist import app
 from tfdist.arguments import Parser, about_config, flag_of, no_such_flag, real, refuse, whole
 from tfdist.contract import CONFIGURATION_CODE
+from tfdist.signals import ending
 from tfdist.words import counted
 
 STRATEGIES = ("multi_worker_mirrored", "mirrored", "central_storage", "one_device")
@@ -117,12 +118,6 @@ def settle(flags: argparse.Namespace, default: str) -> None:
         flags.devices = "2"
 
 
-def ended_by_signals() -> None:
-    """Lets signals that end this process end its processes, too."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
-
-
 def _verify(flags: argparse.Namespace, words: list[str]) -> int:
     from tfdist import run
 
@@ -130,8 +125,8 @@ def _verify(flags: argparse.Namespace, words: list[str]) -> int:
     if flags.strategy is None:
         usual = "multi_worker_mirrored" if flags.devices is None else "mirrored"
         settle(flags, usual if settings.strategy.name == "auto" else settings.strategy.name)
-    ended_by_signals()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(ending())  # its processes, too
         directory = _empty(flags.keep) if flags.keep else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tfdist-verify-")))
         try:
             return _compare(flags, words, settings, directory)
