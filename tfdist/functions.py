@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import re
+import runpy
 import sys
 import traceback
 import zlib
@@ -65,7 +66,7 @@ def _module(name: str, given: str) -> ModuleType:
     except ModuleNotFoundError as error:
         raise ValueError(f"{given}: no module {error.name} can be imported. Name a file, FILE.py:FUNCTION, or install it.") from error
     except Exception as error:
-        raise _failed(given, error) from error
+        raise failed(given, error) from error
 
 
 def _file(path: str, given: str) -> ModuleType:
@@ -87,15 +88,22 @@ def _file(path: str, given: str) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise _failed(given, error) from error
+        raise failed(given, error) from error
     _files[path] = module
     return module
 
 
-def _failed(given: str, error: Exception) -> ValueError:
+def failed(given: str, error: Exception) -> ValueError:
+    """What to raise for an error of a user's file: it names the file's line that was run, or that cannot be read.
+
+    Args:
+        given: The setting that names the file, such as "--config=mine.py".
+        error: As the caller has caught it.
+    """
     if isinstance(error, SyntaxError) and error.filename:
         return ValueError(f"{given}: {type(error).__name__} in line {error.lineno} of {error.filename}: {error.msg}")
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename not in (__file__, importlib.__file__) and "<frozen " not in f.filename]
+    files = (__file__, importlib.__file__, runpy.__file__)
+    frames = [f for f in traceback.extract_tb(error.__traceback__)[1:] if f.filename not in files and "<frozen " not in f.filename]  # the first: who has caught it
     own = [frame for frame in frames if frame.filename == frames[0].filename]  # the user's file is the first that runs
     where = f" in line {own[-1].lineno} of {own[-1].filename}" if own else ""
     return ValueError(f"{given}: {type(error).__name__}{where}: {error}")

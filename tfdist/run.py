@@ -10,12 +10,11 @@ import runpy
 import sys
 import textwrap
 import time
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tfdist import app, config
+from tfdist import app, config, functions
 from tfdist.cluster import ClusterSpec
 from tfdist.telemetry.layout import CONFIG, HISTORY, SUMMARY
 
@@ -286,10 +285,7 @@ def _load(path: str) -> ConfigDict:
     try:
         result = runpy.run_path(path)["get_config"](*([text] if colon else []))
     except Exception as error:
-        line = traceback.extract_tb(error.__traceback__)[-1]
-        raise ValueError(
-            f"--config={path}: {type(error).__name__} in line {line.lineno} of {line.filename}: {error}"
-        ) from error
+        raise functions.failed(f"--config={path}", error) from error
     if not isinstance(result, ConfigDict):
         raise ValueError(
             f"--config={path}: expected get_config() to return a changed tfdist.config.default(), received {result!r}."

@@ -83,6 +83,8 @@ def test_a_wrong_command_line_is_named(words, message):
     [
         ("def get_config():\n    return 1 / 0\n", "ZeroDivisionError in line 2"),
         ("x = 3\n", "KeyError"),
+        ("x = 1\ny = = 2\n", r"SyntaxError in line 2 of .*config\.py: invalid syntax"),
+        ("import json\ndef get_config():\n    return json.loads('{')\n", r"JSONDecodeError in line 3 of .*config\.py"),
         ("def get_config(): return {}\n", "expected get_config.. to return"),
     ],
 )

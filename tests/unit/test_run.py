@@ -42,7 +42,7 @@ def test_a_run_leaves_what_it_says(settings, tmp_path, capsys):
         "config.json", "events.out", "history.jsonl", "model.keras", "sessions.jsonl", "summary.json", "train", "validation"
     ]  # fmt: skip
     assert all(any((directory / part).glob("events*")) for part in ("train", "validation"))
-    (session,) = sessions.read(directory)
+    (session,) = (sessions.Session(**line) for line in read_json_lines(directory / "sessions.jsonl"))
     assert (session.epoch, session.step, session.resumed, session.workers, session.global_batch) == (0, 0, False, 1, 50)
     assert session.versions["tfdist"] == tfdist.__version__
     assert summary["examples_per_second"] > 0

@@ -6,9 +6,8 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from tfdist.telemetry.layout import SESSIONS, append_json, read_json_lines
+from tfdist.telemetry.layout import SESSIONS, append_json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,22 +42,16 @@ class Session:
 
 
 def write(run: str | os.PathLike, session: Session) -> None:
-    """Adds a line to the sessions of a run."""
-    append_json(Path(run) / SESSIONS, dataclasses.asdict(session))
-
-
-def read(run: str | os.PathLike) -> list[Session]:
-    """The sessions of a run, in order; none where there is no such file.
+    """Adds a line to the sessions of a run.
 
     Example:
         >>> import tempfile
+        >>> from tfdist.telemetry.layout import read_json_lines
         >>> versions = {"tfdist": "0.1.0", "python": "3.12.1", "tensorflow": "2.21.0", "keras": "3.15.1"}
         >>> session = Session(1.5, 0, 0, False, 0, None, "MirroredStrategy", 1, 2, 64, versions)
         >>> run = tempfile.mkdtemp()
         >>> write(run, session)
-        >>> read(run) == [session]
+        >>> [Session(**line) for line in read_json_lines(Path(run) / SESSIONS)] == [session]
         True
     """
-    names = {field.name for field in dataclasses.fields(Session)}
-    lines: list[dict[str, Any]] = read_json_lines(Path(run) / SESSIONS)
-    return [Session(**{name: line[name] for name in names}) for line in lines if names <= line.keys()]
+    append_json(Path(run) / SESSIONS, dataclasses.asdict(session))
