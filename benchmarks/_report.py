@@ -78,6 +78,14 @@ def fill_options(args: argparse.Namespace, rounds: int, quick_steps: int) -> Non
         args.out = pathlib.Path(__file__).parent / "reports"
 
 
+def cores(parser: argparse.ArgumentParser) -> list[int]:
+    """A core for each of two workers; ends the process where it may use fewer."""
+    usable = sorted(os.sched_getaffinity(0))
+    if len(usable) < 2:
+        parser.error(f"two workers need a core each, but this process may use only {usable}; give it two, or run elsewhere")
+    return usable[:2]
+
+
 def conclude(args: argparse.Namespace, name: str, text: str, document: dict) -> int:
     """Prints and writes a report; the exit code: 1 where a bar was missed, but for a smoke run."""
     print(text)

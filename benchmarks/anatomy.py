@@ -19,7 +19,7 @@ import sys
 import tempfile
 
 from _processes import Processes, ProcessFailed
-from _report import QUIET_CPU, about, add_options, conclude, fill_options, row, table, verdict
+from _report import QUIET_CPU, about, add_options, conclude, cores, fill_options, row, table, verdict
 from _workers import EXAMPLES, Job, Model, serve
 
 from tfdist import ClusterSpec
@@ -94,9 +94,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add_options(parser, ROUNDS, f"timed steps of two workers in each epoch, default: {defaults}; one worker makes {ALONE:g} times as many")
     args = parser.parse_args(argv)
     fill_options(args, ROUNDS, quick_steps=5)
-    args.cores = sorted(os.sched_getaffinity(0))[:2]
-    if len(args.cores) < 2:
-        parser.error(f"two workers need a core each, but this process may use only {args.cores}; give it two, or run elsewhere")
+    args.cores = cores(parser)
     return args
 
 

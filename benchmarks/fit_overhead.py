@@ -23,7 +23,7 @@ import sys
 import tempfile
 
 from _processes import Processes, ProcessFailed
-from _report import QUIET_CPU, about, add_options, conclude, fill_options, row, spread, table, verdict
+from _report import QUIET_CPU, about, add_options, conclude, cores, fill_options, row, spread, table, verdict
 from _workers import EXAMPLES, Job, Model, serve
 
 from tfdist import ClusterSpec
@@ -173,10 +173,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--cores", type=int, nargs=2, metavar="CORE", help="cores of the two workers, default: the first two")
     args = parser.parse_args(argv)
     fill_options(args, ROUNDS, quick_steps=5)
-    usable = sorted(os.sched_getaffinity(0))
-    if len(usable) < 2:
-        parser.error(f"two workers need a core each, but this process may use only {usable}; give it two, or run elsewhere")
-    args.cores = args.cores or usable[:2]
+    args.cores, usable = args.cores or cores(parser), sorted(os.sched_getaffinity(0))
     if len(set(args.cores)) < 2 or not set(args.cores) <= set(usable):
         parser.error(f"--cores: expected two different cores of {usable}, received {args.cores}")
     return args

@@ -24,7 +24,7 @@ import tempfile
 
 from _processes import Processes, ProcessFailed
 from _recovery_worker import Job, serve
-from _report import QUIET_CPU, about, add_options, conclude, fill_options, row, spread, table, verdict
+from _report import QUIET_CPU, about, add_options, conclude, cores, fill_options, row, spread, table, verdict
 
 from tfdist import ClusterSpec
 from tfdist.contract import read_journal
@@ -236,9 +236,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add_options(parser, ROUNDS, f"timed epochs of {STEPS} steps per `save_freq` and round, default {SAVE_EPOCHS}")
     args = parser.parse_args(argv)
     fill_options(args, ROUNDS, quick_steps=2)
-    args.cores = sorted(os.sched_getaffinity(0))[:2]
-    if len(args.cores) < 2:
-        parser.error(f"two workers need a core each, but this process may use only {args.cores}; give it two, or run elsewhere")
+    args.cores = cores(parser)
     return args
 
 
