@@ -1,12 +1,29 @@
-"""The log of a process that failed becomes its last lines that a person wants to read; no process is looked at here."""
+"""Where a command's processes keep their logs, and the last lines of one that a person wants to read; no process is looked at here."""
 
 from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 
 # What TensorFlow says in any log, rules of the launcher, and blank lines. What else warns may be the reason.
 _CHATTER = re.compile(r"\s*$|I\d{4} |[WE]\d{4} .*(cuda|gpu|GPU)|WARNING: All log messages|To enable the following|-{20,}$")
+
+
+def keep(directory: str) -> Path:
+    """The directory that a user has named for them, made where it is not there.
+
+    Args:
+        directory: After the flag --keep.
+
+    Raises:
+        ValueError: It holds something.
+    """
+    path = Path(directory)
+    path.mkdir(parents=True, exist_ok=True)
+    if any(path.iterdir()):
+        raise ValueError(f"--keep={directory}: expected a new or empty directory; it holds {next(path.iterdir()).name}.")
+    return path
 
 
 def tail(path: str | os.PathLike, most: int) -> list[str]:

@@ -8,7 +8,6 @@ import signal
 import sys
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 from tfdist import app
 from tfdist.arguments import Parser, about_config, flag_of, no_such_flag, real, refuse, whole
@@ -17,6 +16,7 @@ from tfdist.signals import ending
 from tfdist.tools.audit import report
 from tfdist.tools.audit.processes import WorkerError, Workers
 from tfdist.tools.audit.settings import Settings, check_function
+from tfdist.tools.logs import keep
 
 TIMEOUT = 600.0
 _DESCRIPTION = """\
@@ -93,10 +93,7 @@ def _audit(flags: argparse.Namespace, words: Sequence[str]) -> int:
         run.parse(words)
     with contextlib.ExitStack() as stack:
         stack.enter_context(ending())  # its workers, too
-        if flags.keep:
-            directory = _empty(flags.keep)
-        else:
-            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="tfdist-audit-"))
+        directory = str(keep(flags.keep)) if flags.keep else stack.enter_context(tempfile.TemporaryDirectory(prefix="tfdist-audit-"))
         settings = Settings(
             directory,
             tuple(words),
@@ -140,16 +137,6 @@ def _follow(settings: Settings, workers: Workers) -> int:
         [end] = workers.wait("stages", ranks=[0], doing="while it measured stages")
         print(report.stages(settings, ready[0], workers.said(0, "stage"), end["stored"]), flush=True)
     return 0
-
-
-def _empty(directory: str) -> str:
-    path = Path(directory)
-    path.mkdir(parents=True, exist_ok=True)
-    if any(path.iterdir()):
-        raise ValueError(
-            f"--keep={directory}: expected a new or empty directory; it holds {next(path.iterdir()).name}."
-        )
-    return directory
 
 
 def _parser() -> argparse.ArgumentParser:

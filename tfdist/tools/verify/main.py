@@ -19,6 +19,7 @@ from tfdist import app
 from tfdist.arguments import Parser, about_config, flag_of, no_such_flag, real, refuse, whole
 from tfdist.contract import CONFIGURATION_CODE
 from tfdist.signals import ending
+from tfdist.tools.logs import keep
 from tfdist.words import counted
 
 STRATEGIES = ("multi_worker_mirrored", "mirrored", "central_storage", "one_device")
@@ -127,7 +128,7 @@ def _verify(flags: argparse.Namespace, words: list[str]) -> int:
         settle(flags, usual if settings.strategy.name == "auto" else settings.strategy.name)
     with contextlib.ExitStack() as stack:
         stack.enter_context(ending())  # its processes, too
-        directory = _empty(flags.keep) if flags.keep else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tfdist-verify-")))
+        directory = Path(os.path.abspath(keep(flags.keep))) if flags.keep else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tfdist-verify-")))
         try:
             return _compare(flags, words, settings, directory)
         except KeyboardInterrupt:
@@ -231,14 +232,6 @@ def _replicas(flags: argparse.Namespace) -> str:
         return "one device"
     names = flags.devices.split(",")
     return counted(int(flags.devices), "device") if flags.devices.isdigit() else counted(len(names), "device") if len(names) > 1 else f"devices {flags.devices}"
-
-
-def _empty(directory: str) -> Path:
-    path = Path(directory)
-    path.mkdir(parents=True, exist_ok=True)
-    if any(path.iterdir()):
-        raise ValueError(f"--keep={directory}: expected a new or empty directory; it holds {next(path.iterdir()).name}.")
-    return Path(os.path.abspath(path))
 
 
 def _parser() -> argparse.ArgumentParser:
