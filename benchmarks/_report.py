@@ -11,13 +11,27 @@ import os
 import pathlib
 import platform
 import shlex
+import signal
 import statistics
+import sys
 
-QUIET_CPU = {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "2", "GLOO_SOCKET_IFNAME": "lo"}
+_QUIET_CPU = {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "2", "GLOO_SOCKET_IFNAME": "lo"}
 
 
-def about(script: str, argv: list[str], rounds: int) -> dict[str, str | int]:
-    """What a reader must know to judge the figures."""
+def begin(script: str, argv: list[str], rounds: int, **environ: str) -> dict[str, str | int]:
+    """Prepares the process of a benchmark, in which SIGTERM clears up files and processes.
+
+    Args:
+        script: Its file's name.
+        argv: Its command line.
+        rounds: As it is to run.
+        **environ: Variables for its processes, which compute on CPUs.
+
+    Returns:
+        What a reader must know to judge the figures.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    os.environ.update(_QUIET_CPU | environ)
     return {
         "Command": f"`{shlex.join(['python', f'benchmarks/{script}', *argv])}`",
         "Date": datetime.date.today().isoformat(),

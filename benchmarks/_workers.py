@@ -18,6 +18,8 @@ import numpy as np
 from tfdist import ClusterSpec
 
 SIDE, CLASSES, EXAMPLES, LEARNING_RATE = 28, 10, 4096, 1e-3
+# Of a worker that has one core.
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"), "1")
 
 
 @dataclasses.dataclass(frozen=True)

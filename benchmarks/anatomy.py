@@ -11,22 +11,19 @@ from __future__ import annotations
 
 import argparse
 import collections
-import os
 import pathlib
-import signal
 import statistics
 import sys
 import tempfile
 
 from _processes import Processes, ProcessFailed
-from _report import QUIET_CPU, about, add_options, conclude, cores, fill_options, row, table, verdict
-from _workers import EXAMPLES, Job, Model, serve
+from _report import add_options, begin, conclude, cores, fill_options, row, table, verdict
+from _workers import EXAMPLES, ONE_THREAD, Job, Model, serve
 
 from tfdist import ClusterSpec
 
 ROUNDS = 24
 BAR = 1.02
-ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"), "1")
 MODELS = {
     "cnn": Model("CNN", 32, (128,), replica_batch=64, steps=30),
     "mlp": Model("MLP", 0, (128, 128), replica_batch=64, steps=150),
@@ -100,9 +97,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str]) -> int:
     args = parse(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that files and processes are cleared up
-    os.environ.update(ONE_THREAD | QUIET_CPU)  # for the workers
-    facts = about("anatomy.py", argv, args.rounds)
+    facts = begin("anatomy.py", argv, args.rounds, **ONE_THREAD)
     results = {}
     try:
         for name in args.models:

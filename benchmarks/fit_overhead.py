@@ -17,14 +17,13 @@ import dataclasses
 import importlib.util
 import os
 import pathlib
-import signal
 import statistics
 import sys
 import tempfile
 
 from _processes import Processes, ProcessFailed
-from _report import QUIET_CPU, about, add_options, conclude, cores, fill_options, row, spread, table, verdict
-from _workers import EXAMPLES, Job, Model, serve
+from _report import add_options, begin, conclude, cores, fill_options, row, spread, table, verdict
+from _workers import EXAMPLES, ONE_THREAD, Job, Model, serve
 
 from tfdist import ClusterSpec
 
@@ -61,8 +60,6 @@ VARIANTS = {
 }
 SMALL = {"t/a": 1.6, "t/b": 0.95, "t/c": 1.3, "p/t": 0.97}
 BARS = {"cnn": SMALL, "mlp": SMALL, "mlp50": {"t/a": 1.2, "t/b": None, "t/c": None, "p/t": 0.97}}
-
-ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"), "1")
 
 
 class Team(Processes):
@@ -181,9 +178,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str]) -> int:
     args = parse(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that files and processes are cleared up
-    os.environ.update(ONE_THREAD | QUIET_CPU)  # for the workers
-    facts = about("fit_overhead.py", argv, args.rounds)
+    facts = begin("fit_overhead.py", argv, args.rounds, **ONE_THREAD)
     results = {}
     try:
         for name in args.models:

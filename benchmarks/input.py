@@ -17,7 +17,6 @@ import importlib.metadata
 import importlib.util
 import os
 import pathlib
-import signal
 import statistics
 import sys
 import tempfile
@@ -30,9 +29,8 @@ from _input_images import HEIGHT, WIDTH, folder, size
 from _input_pipelines import BATCH, KERAS_SIDE, SIDE
 from _processes import Processes, ProcessFailed
 from _report import (
-    QUIET_CPU,
-    about,
     add_options,
+    begin,
     conclude,
     fill_options,
     positive,
@@ -271,10 +269,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str]) -> int:
     args = parse(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that files and processes are cleared up
-    os.environ.update(QUIET_CPU)  # for the processes
     cores = tuple(sorted(os.sched_getaffinity(0))[: args.cores])
-    facts = about("input.py", argv, args.rounds)
+    facts = begin("input.py", argv, args.rounds)
     facts |= {"Pillow": importlib.metadata.version("pillow"), "Cores of the pipelines": len(cores)}
     results: dict = {"buffer": args.buffer}
     try:

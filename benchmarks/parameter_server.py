@@ -14,18 +14,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import os
 import pathlib
-import signal
 import statistics
 import sys
 import tempfile
 
 from _processes import Processes, ProcessFailed
 from _report import (
-    QUIET_CPU,
-    about,
     add_options,
+    begin,
     conclude,
     fill_options,
     positive,
@@ -301,12 +298,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str]) -> int:
     args = parse(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that files and processes are cleared up
     refusal = isolation.isolate()  # before any thread or process
     if refusal:
         print(f"{isolation.warning(refusal)}\nBytes on the loopback interface are those of all programs.", file=sys.stderr)
-    os.environ.update(QUIET_CPU | ONE_THREAD)  # for the processes
-    facts = about("parameter_server.py", argv, args.rounds) | {"Epochs": args.epochs}
+    facts = begin("parameter_server.py", argv, args.rounds, **ONE_THREAD) | {"Epochs": args.epochs}
     results = {}
     try:
         with Clusters(args.timeout) as clusters:

@@ -14,9 +14,7 @@ import argparse
 import collections
 import contextlib
 import dataclasses
-import os
 import pathlib
-import signal
 import statistics
 import subprocess
 import sys
@@ -24,7 +22,7 @@ import tempfile
 
 from _processes import Processes, ProcessFailed
 from _recovery_worker import Job, serve
-from _report import QUIET_CPU, about, add_options, conclude, cores, fill_options, row, spread, table, verdict
+from _report import add_options, begin, conclude, cores, fill_options, row, spread, table, verdict
 
 from tfdist import ClusterSpec
 from tfdist.contract import read_journal
@@ -242,9 +240,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str]) -> int:
     args = parse(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that files and processes are cleared up
-    os.environ.update(QUIET_CPU)  # for the workers
-    facts = about("recovery.py", argv, args.rounds)
+    facts = begin("recovery.py", argv, args.rounds)
     faults = ["worker"] if args.quick else list(FAULTS)
     try:
         found = recover(faults, args.rounds, args.timeout) if "recover" in args.parts else {}
