@@ -9,6 +9,8 @@ import sys
 import time
 import uuid
 
+from tests.processes import lean
+
 ROOT = pathlib.Path(__file__).parents[1]
 BOUND = 120  # seconds for any launch here; each takes one to five where nothing else runs
 
@@ -40,7 +42,7 @@ class Launch:
         self._process = subprocess.Popen(
             [*prefix, sys.executable, "-m", "tfdist", "launch", *flags, "--", *command],
             cwd=self.directory,
-            env={**os.environ, "PYTHONPATH": str(ROOT), name: value, **(environ or {})},
+            env=lean({**os.environ, "PYTHONPATH": str(ROOT), name: value, **(environ or {})}),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
