@@ -1,7 +1,7 @@
 """Commands of README and docs are run: each block marked `bash run`, in a copy of what a reader has at hand.
 
-The word after `bash` says what becomes of a block: `run`; `run mpirun` where that program is installed; `elsewhere` for
-what needs several machines, a network or minutes. A block `python NAME.py` is a file for the page's commands.
+The word after `bash` says what becomes of a block: `run`; `run mpirun` where that program is installed; `tested
+test_NAME` where those tests run the same command, with more to look at; `elsewhere` for what needs several machines, a network or minutes. A block `python NAME.py` is a file for the page's commands.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ def test_a_command_of_the_docs(page, programs, text, project, environ, tmp_path)
 def test_every_command_is_marked():
     for page in PAGES:
         for words, text in blocks(page, "bash"):
-            assert re.fullmatch(r"run( \w+)?|elsewhere", words), f"{page.name}: {words!r} of\n{text}"
+            assert re.fullmatch(r"run( \w+)?|tested test_\w+|elsewhere", words), f"{page.name}: {words!r} of\n{text}"
+            if words.startswith("tested"):
+                assert (ROOT / "tests" / "cluster" / f"{words.split()[1]}.py").is_file(), f"{page.name}: {words!r}"
 
 
 def test_links_lead_somewhere():

@@ -29,11 +29,6 @@ def _mlp(config):
     config.model.options.dropout = 0.5
 
 
-def _cnn(config):
-    config.model.name = "cnn"
-    config.model.options.update(filters=(4, 8), units=8)
-
-
 def _transformer(config):
     config.model.name = "transformer"
     config.model.options.update(width=8, heads=2, depth=1, dropout=0.1)
