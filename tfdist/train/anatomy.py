@@ -31,7 +31,7 @@ WINDOW_SECONDS = 1.0
 # When workers tell each other how long their sums took. They count alike, and need not ask whether to.
 EXCHANGE_STEPS = 1000
 EXCHANGE_CALLS = 50  # of a fifth of a second each
-_BLOCK = 1024  # steps told at once; one shape, so that the collective is traced once
+_BLOCK = 1024  # steps told at once; one shape, so that the collective is traced once; what an epoch leaves to tell is less
 
 
 class Anatomy(keras.callbacks.Callback):
@@ -152,13 +152,15 @@ class Recorder:
             self._close(epoch)
             self._exchange()
 
-    def end_steps(self, epoch: int) -> None:
-        """The steps of an epoch are done."""
+    def end_steps(self, epoch: int) -> np.ndarray | None:
+        """The steps of an epoch are done; returns what the other workers must `learn`, if there are others."""
         self._close(epoch)
+        sums = self._sums()
+        return np.pad(sums, (0, _BLOCK - len(sums))) if self._placement.workers > 1 else None
 
-    def end_epoch(self) -> None:
-        """The workers have met, and have run equally many steps."""
-        self._exchange()
+    def learn(self, shortest: np.ndarray) -> None:
+        """Takes what the `end_steps` of all workers returned, `[workers, _BLOCK]`; they have run equally many steps."""
+        self._settle(shortest.min(0))
 
     def close(self) -> None:
         """The fit is over."""
@@ -196,17 +198,23 @@ class Recorder:
 
     def _exchange(self) -> None:
         """Learns of the others' times; called at the same step on every worker."""
+        sums = self._sums()
+        if self._placement.workers > 1 and len(sums):
+            blocks: np.ndarray = np.pad(sums, (0, -len(sums) % _BLOCK)).reshape(-1, _BLOCK)
+            sums = np.concatenate([share(self._strategy, self._placement, block).min(0) for block in blocks])
+        self._settle(sums)
+
+    def _sums(self) -> np.ndarray:
+        """Of each step that is not settled, the shortest time of a replica here in its sum."""
+        return np.concatenate([np.zeros(0), *(steps for _, steps in self._pending)])
+
+    def _settle(self, shortest: np.ndarray) -> None:
+        """Writes the windows, now that the shortest times of all workers are known."""
         self._calls = 0
         pending, self._pending = self._pending, []
-        if not pending:
-            return
-        shortest = np.concatenate([steps for _, steps in pending])
-        if self._placement.workers > 1:
-            blocks: np.ndarray = np.pad(shortest, (0, -len(shortest) % _BLOCK)).reshape(-1, _BLOCK)
-            shortest = np.concatenate([share(self._strategy, self._placement, block).min(0) for block in blocks])
         for window, steps in pending:
-            sums, shortest = float(shortest[: len(steps)].sum()), shortest[len(steps) :]
-            self._write(settle(window, sums))
+            needed, shortest = float(shortest[: len(steps)].sum()), shortest[len(steps) :]
+            self._write(settle(window, needed))
 
     def _write(self, window: Window) -> None:
         values = {f"anatomy/{part}_milliseconds": 1e3 * seconds / window.steps for part, seconds in window.parts.items()}

@@ -113,12 +113,9 @@ class Runner:
 
     def end_epoch(self) -> dict[str, np.ndarray]:
         """Metrics of all replicas for the whole epoch; also puts what the last step returned into its logs."""
-        if self.recorder:
-            self.recorder.end_steps(self.epoch)
+        news = self.recorder.end_steps(self.epoch) if self.recorder else None
         self._sync.settle()
-        results = self._look()
-        if self.recorder:
-            self.recorder.end_epoch()
+        results = self._look(news)
         self._begin_epoch()
         self.epoch += 1
         if self._trains:
@@ -215,16 +212,22 @@ class Runner:
                 calls = min(calls, -(-(pause - self.steps_done) // per_call))
         return max(1, calls)
 
-    def _look(self) -> dict[str, np.ndarray]:
+    def _look(self, news: np.ndarray | None = None) -> dict[str, np.ndarray]:
         """Sums the metrics over the replicas into `logs`, compares what must be equal on all workers, and agrees on the pace.
 
         The chief's pace counts, and grows at most fourfold from one look to the next.
+
+        Args:
+            news: What the recorder tells the other workers' ones, at the end of an epoch.
         """
         first, self._verified = not self._verified, True
         weights = self._sync.fingerprint() if first and self._placement.workers > 1 else 0.0
         wish = min(MAX_AHEAD, 4 * self._pace, self._fitting) if self._fitting else 0
-        results, notes = self._sync.metrics(np.array([self.steps_done, self._checksum, weights, wish, preemption.asked()]))
+        note = np.array([self.steps_done, self._checksum, weights, wish, preemption.asked()])
+        results, notes = self._sync.metrics(note if news is None else np.concatenate([note, news]))
         compare(notes, self._placement)
+        if news is not None and self.recorder:
+            self.recorder.learn(notes[:, len(note) :])
         self.stopping = self.stopping or (self.watch.saves and bool(notes[:, 4].any()))
         if agreed := int(notes[0, 3]):
             self._paced = agreed < 4 * self._pace or agreed == MAX_AHEAD

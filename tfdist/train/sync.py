@@ -47,7 +47,7 @@ class Sync:
             Results by name, and the notes of all workers, `[workers, n]`.
         """
         told = tf.constant(note, tf.float64)
-        function = self._function("metrics", self._model.metrics_variables, self._metrics, told)
+        function = self._function(f"metrics {len(note)}", self._model.metrics_variables, self._metrics, told)
         with self._bound():
             results, notes = function(told)
         return {name: value.numpy() for name, value in results.items()}, notes.numpy()
