@@ -1,10 +1,12 @@
 """Doctor's checks of a run: configs with one fault each are really tried, and memory is really measured."""
 
 import dataclasses
+import pathlib
+import time
 
 import pytest
 
-from tfdist.tools.doctor import places, probe, runs, trial
+from tfdist.tools.doctor import child, places, probe, runs, trial
 from tfdist.tools.doctor.machine import Card, Machine
 
 GB = 1 << 30
@@ -192,3 +194,26 @@ def test_what_another_host_writes_to_a_new_place_stays(tmp_path, monkeypatch):
     for path in (f"file://{tmp_path}/new", "ram://another/new"):
         assert not probe.try_place(path).error
         assert tf.io.gfile.listdir(path) == ["snapshot"]
+
+
+def test_a_process_that_is_late_is_killed_with_what_it_has_started(tmp_path, monkeypatch):
+    (tmp_path / "late.py").write_text(
+        "import subprocess, sys, time\n"
+        "from tfdist.tools.doctor import child\n"
+        "child.answer({'pid': subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).pid})\n"
+        "time.sleep(60)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    found, ending = child.run("late", None, timeout=3)
+    assert ending == "did not end within 3 s"
+    end = time.monotonic() + 20
+    while (state := state_of(found["pid"])) not in ("gone", "Z"):
+        assert time.monotonic() < end, state
+        time.sleep(0.05)
+
+
+def state_of(pid):
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+    except OSError:
+        return "gone"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -24,16 +26,18 @@ def run(module: str, question: Any, timeout: float) -> tuple[dict[str, Any], str
     """
     command = [sys.executable, "-m", module, json.dumps(question)]
     try:
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace") as process:
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True
+        ) as process:
             try:
                 output, errors = process.communicate(timeout=timeout)
                 ending = _ending(process.returncode, errors)
             except subprocess.TimeoutExpired:
-                process.kill()
+                _kill(process)
                 output, _ = process.communicate()
                 ending = f"did not end within {timeout:g} s"
             except BaseException:  # Ctrl-C
-                process.kill()
+                _kill(process)
                 raise
     except OSError as error:
         return {}, f"could not begin: {error}"
@@ -44,6 +48,12 @@ def run(module: str, question: Any, timeout: float) -> tuple[dict[str, Any], str
 def answer(facts: Any) -> None:
     """Tells the facts to `run`, of which the last count."""
     print(_MARK + json.dumps(facts), flush=True)
+
+
+def _kill(process: subprocess.Popen) -> None:
+    """Ends it and what it has started, which holds its pipes."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _ending(code: int, errors: str) -> str:
