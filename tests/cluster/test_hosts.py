@@ -23,7 +23,7 @@ while not os.path.exists("../finish"):
     progress.beat(Phase.RUNNING, 0, step, step)
     time.sleep(0.05)
 """
-FLAGS = ("--restarts", "5", "--restart-window", "2", "--host-timeout", "3", "--token-file", "../token", "--grace", "5")
+FLAGS = ("--restarts", "5", "--restart-window", "2", "--host-timeout", "30", "--token-file", "../token", "--grace", "5")
 
 
 class Hosts:
@@ -105,7 +105,7 @@ def test_a_worker_that_dies_restarts_all_hosts(hosts):
 
 
 def test_a_host_that_is_frozen_is_given_up_and_ends_its_own_workers(hosts):
-    flags = ("--max-workers", "2", "--min-workers", "1")
+    flags = ("--max-workers", "2", "--min-workers", "1", "--host-timeout", "3")
     first = hosts.start("a", *flags)
     hosts.says("a", "world 1 attempt 0")
     second = hosts.start("b", *flags)
