@@ -9,9 +9,8 @@ import sys
 import time
 import uuid
 
-from tests.processes import lean
+from tests.processes import ROOT, lean
 
-ROOT = pathlib.Path(__file__).parents[1]
 BOUND = 120  # seconds for any launch here; each takes one to five where nothing else runs
 
 # What every script begins with. A victim fails as TensorFlow does when a peer is gone.

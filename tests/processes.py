@@ -88,6 +88,14 @@ def lean(environ: Mapping[str, str]) -> dict[str, str]:
     return {**environ, "PYTHONPATH": os.pathsep.join([*filter(None, [environ.get("PYTHONPATH")]), str(LEAN)])}
 
 
+def is_gone(pid: int | str) -> bool:
+    """Whether a process has ended; perhaps nobody has asked how."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
 def workers(members: Group, count: int, command: Sequence[str], **environ: str) -> None:
     """Starts a cluster of workers on loopback; `{index}` in the command becomes the worker's index."""
     from tfdist import ClusterSpec

@@ -1,7 +1,6 @@
 """`tfdist data audit` in real processes: what it proves, what it finds, and that a job that was killed goes on exactly."""
 
 import os
-import pathlib
 import re
 import signal
 import time
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.cluster.scripts import audited
-from tests.processes import PYTHON, ROOT, group
+from tests.processes import PYTHON, ROOT, group, is_gone
 from tfdist.tools.audit import steps
 
 SECONDS = 240  # for one audit: about 10 on an idle machine of 2 cores
@@ -41,13 +40,6 @@ def audit(members, directory, *flags):
     """Runs an audit; its exit code, and what it printed."""
     start(members, directory, "audit", *flags)
     return members.wait(SECONDS)["audit"], members.log("audit")
-
-
-def is_gone(pid):
-    try:
-        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
 
 
 def all_gone(log):

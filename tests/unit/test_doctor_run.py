@@ -1,11 +1,11 @@
 """Doctor's checks of a run: configs with one fault each are really tried, and memory is really measured."""
 
 import dataclasses
-import pathlib
 import time
 
 import pytest
 
+from tests.processes import is_gone
 from tfdist.tools.doctor import child, places, probe, runs, trial
 from tfdist.tools.doctor.machine import Card, Machine
 
@@ -207,13 +207,6 @@ def test_a_process_that_is_late_is_killed_with_what_it_has_started(tmp_path, mon
     found, ending = child.run("late", None, timeout=3)
     assert ending == "did not end within 3 s"
     end = time.monotonic() + 20
-    while (state := state_of(found["pid"])) not in ("gone", "Z"):
-        assert time.monotonic() < end, state
+    while not is_gone(found["pid"]):
+        assert time.monotonic() < end
         time.sleep(0.05)
-
-
-def state_of(pid):
-    try:
-        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
-    except OSError:
-        return "gone"

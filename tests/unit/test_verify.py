@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import pathlib
 import signal
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.processes import ROOT, environment
+from tests.processes import ROOT, environment, is_gone
 from tfdist.tools.verify import main as command
 from tfdist.tools.verify import words
 from tfdist.tools.verify.causes import likely
@@ -325,13 +324,7 @@ def test_processes_end_when_verify_does(tmp_path, number):
         os.kill(owner.pid, number)
         assert owner.wait(30) == (-number if number == signal.SIGKILL else 128 + number)
     pid = int((tmp_path / "pid").read_text())
-    while True:
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            break
-        if pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("Z"):
-            break  # ended; nobody has asked how
+    while not is_gone(pid):
         assert time.monotonic() < end + 30
         time.sleep(0.1)
 
