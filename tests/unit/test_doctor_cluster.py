@@ -313,6 +313,21 @@ def test_a_link_that_is_slow_or_broken(link, status, text):
     assert not bad(cluster.check_links([GOOD, GOOD]))
 
 
+def test_a_pause_is_not_a_slow_link(monkeypatch):
+    """A link that seems slow is measured again; the best counts, and a link that is slow stays so."""
+    spec = ClusterSpec.local(workers=2)
+    rates = {("worker:0", "worker:1"): [1e8, 1e9, 2e9], ("worker:1", "worker:0"): [1e9]}
+    monkeypatch.setattr(Meeting, "hosts", lambda self: ["worker:0", "worker:1"])
+    monkeypatch.setattr(Meeting, "_measure", lambda self, source, target: Link(source, target, 1e-4, rates[source, target].pop(0)))
+    found = Meeting(Desk(spec, who(spec), {}), spec.tasks[:1], timeout=5).links(cluster.odd_links)
+    assert [link.rate for link in found] == [1e9, 1e9]
+    rates.update({("worker:0", "worker:1"): [1e8, 2e8, 1e8], ("worker:1", "worker:0"): [1e9]})
+    found = Meeting(Desk(spec, who(spec), {}), spec.tasks[:1], timeout=5).links(cluster.odd_links)
+    assert [link.rate for link in found] == [2e8, 1e9]
+    one(cluster.check_links([*found, found[1]]), "network", "the slowest is from worker:0 to worker:1", status="warn")
+    assert GOOD.better(Link("worker:0", "worker:1", error="timed out")) == GOOD
+
+
 def test_a_fault_that_another_host_found():
     one(cluster.check_ends({"worker:1": "Python: 2.7", "worker:2": ""}, {}, SPEC, 5.0), "other hosts", "the doctor of worker:1 found: Python: 2.7")
     one(cluster.check_ends({"worker:2": ""}, {"worker:1": "it hangs"}, SPEC, 5.0), "other hosts", "worker:1 at 10.0.0.2:2222 (it hangs)")

@@ -19,7 +19,7 @@ from tfdist.words import counted
 SKEW, WRONG = 1.0, 60.0  # seconds between the clocks of two hosts
 SLOW = 50e6  # bytes per second; half of what Gigabit Ethernet carries
 FAR = 5e-3  # seconds there and back
-UNEVEN = 4.0  # times the median
+UNEVEN, DISTANT = 4.0, 10.0  # times the median: of the rates, of the ways
 
 
 def check_spec(spec: ClusterSpec, members: Sequence[Task]) -> tuple[list[Check], dict[str, str]]:
@@ -222,18 +222,35 @@ def check_links(links: Sequence[Link]) -> list[Check]:
         checks.append(graded(CLUSTER, "network", f"from {link.source} to {link.target}: {link.error}{more}",
                              "let these machines connect to each other: firewalls, routes", fails=not late, warns=late))  # fmt: skip
     if good:
-        rates, ways = [link.rate for link in good], [link.latency for link in good]
-        slowest, farthest = min(good, key=lambda link: link.rate), max(good, key=lambda link: link.latency)
+        rates, ways, (slow, far) = [link.rate for link in good], [link.latency for link in good], _limits(good)
         found = f"{counted(len(good), 'link')}: {amount(min(rates))}/s to {amount(max(rates))}/s, {lasting(min(ways))} to {lasting(max(ways))} there and back"
-        if slowest.rate < max(SLOW, statistics.median(rates) / UNEVEN):
+        slowest, farthest = min(good, key=lambda link: link.rate), max(good, key=lambda link: link.latency)
+        if slowest.rate < slow:
             checks.append(graded(CLUSTER, "network", f"{found}; the slowest is from {slowest.source} to {slowest.target}",
                                  "look at its cable, switch and other traffic: all workers wait for the slowest link", warns=True))  # fmt: skip
-        elif farthest.latency > max(FAR, 10 * statistics.median(ways)):
+        elif farthest.latency > far:
             checks.append(graded(CLUSTER, "network", f"{found}; the farthest is from {farthest.source} to {farthest.target}",
                                  "put the hosts closer to each other: each step waits for several such ways", warns=True))  # fmt: skip
         else:
             checks.append(graded(CLUSTER, "network", found))
     return checks
+
+
+def odd_links(links: Sequence[Link]) -> list[Link]:
+    """The links that are slow or far, or much more so than the others.
+
+    Args:
+        links: Of `Meeting.links`; those that failed count for nothing.
+    """
+    good = [link for link in links if not link.error]
+    slow, far = _limits(good) if good else (0.0, 0.0)
+    return [link for link in good if link.rate < slow or link.latency > far]
+
+
+def _limits(good: Sequence[Link]) -> tuple[float, float]:
+    """The least rate and the longest way there and back."""
+    slow = max(SLOW, statistics.median(link.rate for link in good) / UNEVEN)
+    return slow, max(FAR, DISTANT * statistics.median(link.latency for link in good))
 
 
 def check_ends(done: Mapping[str, str], late: Mapping[str, str], spec: ClusterSpec, seconds: float) -> list[Check]:

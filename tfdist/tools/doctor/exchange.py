@@ -48,6 +48,10 @@ class Link:
     rate: float = 0.0
     error: str = ""
 
+    def better(self, other: Link) -> Link:
+        """The best of two measurements of the same link; this one where the other failed."""
+        return self if other.error else dataclasses.replace(self, latency=min(self.latency, other.latency), rate=max(self.rate, other.rate))
+
 
 def connect(address: str, timeout: float) -> socket.socket:
     """A connection to a task's address; OSError where there is none."""

@@ -196,7 +196,7 @@ def _meet(flags: argparse.Namespace, spec: ClusterSpec, members: Sequence[Task],
             checks += _shared(begun.shared, meeting)
         # One host measures, or several would measure each other's traffic.
         if len(meeting.hosts()) > 1 and (not flags.together or str(spec.listening_tasks[0]) in meeting.own):
-            checks += cluster.check_links(meeting.links())
+            checks += cluster.check_links(meeting.links(cluster.odd_links))
         wrong = wrong_in([*begun.checks, *checks])
         meeting.tidy()  # directories that others still used before; once told, they may begin to train there
         meeting.tell(wrong, [str(task) for task in members])
