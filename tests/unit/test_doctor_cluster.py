@@ -203,7 +203,7 @@ def test_a_doctor_with_another_cluster_gets_the_time_to_ask():
 
 def test_the_bound_holds_within_a_round_of_questions(monkeypatch):
     """Twenty tasks that take the connection and say nothing: each would take the time of an exchange, sixteen at once."""
-    monkeypatch.setattr(exchange, "EXCHANGE_S", 3.0)
+    monkeypatch.setattr(exchange, "EXCHANGE_S", 60.0)
     spec = ClusterSpec.local(workers=21)
     with contextlib.ExitStack() as stack:
         for task in spec.tasks[1:]:
@@ -211,7 +211,7 @@ def test_the_bound_holds_within_a_round_of_questions(monkeypatch):
         meeting = Meeting(Desk(spec, who(spec), {}), spec.tasks[:1], timeout=1.0)
         meeting.ask_all()
     assert len(meeting.missing) == 20
-    assert meeting.elapsed < 2.9
+    assert meeting.elapsed < 50
     assert "not asked: the others took all the time" in meeting.missing.values()
 
 

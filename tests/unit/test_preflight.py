@@ -14,7 +14,7 @@ from tfdist import handshake, preflight
 from tfdist.addresses import PortTaken, split_address
 from tfdist.cluster import ClusterSpec
 
-LONG, SHORT = 20.0, 0.8  # seconds: a bound that no passing test reaches; one for tasks that are absent
+LONG, SHORT = 80.0, 0.8  # seconds: a bound that no passing test reaches; one for tasks that are absent
 
 
 @pytest.fixture(autouse=True)
