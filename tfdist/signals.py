@@ -16,9 +16,9 @@ def ending() -> Iterator[None]:
 
     Example:
         >>> with ending():
-        ...     signal.raise_signal(signal.SIGHUP)
+        ...     signal.raise_signal(signal.SIGTERM)
         Traceback (most recent call last):
-        SystemExit: 129
+        SystemExit: 143
     """
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
