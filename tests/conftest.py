@@ -2,6 +2,7 @@
 
 import faulthandler
 import os
+import signal
 
 import pytest
 
@@ -11,6 +12,7 @@ _real_stderr = pytest.StashKey[int]()
 
 
 def pytest_configure(config):
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, here and in the processes that tests start
     config.stash[_real_stderr] = os.dup(2)  # of a test it is captured
 
 
