@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import tensorflow as tf
 from tests.processes import environment
 from tfdist import data
 from tfdist.train import stream
+from tfdist.train.remote import Piece, RemoteRunner
 from tfdist.train.stream import Stream
 
 HOST = "/job:localhost/replica:0/task:0/device:CPU:0"
@@ -164,3 +166,20 @@ def test_length():
     assert iter(make(numbers())).length == 40
     assert iter(make(numbers().repeat())).length is None
     assert iter(make(numbers().filter(lambda x: x > 3))).length is None
+
+
+@pytest.mark.usefixtures("mirrored")  # for a second device, which stands for a worker
+def test_what_a_worker_is_told_travels_with_the_call():
+    """A tensor made on the worker would travel before, in a call that keeps all of Python waiting for a worker that is stopped."""
+    runner = RemoteRunner(None, None, None, None, None, None, HOST)
+    runner._seeds = tf.zeros([0, 2], tf.int64)
+    runner._pass = types.SimpleNamespace(graph=b"a data set")
+    devices = []
+
+    def call(function, *given):
+        devices.extend(x.device for x in given if isinstance(x, tf.Tensor))
+        return tf.zeros([6]) if function == "run" else "an iterator"
+
+    with tf.device("/cpu:1"):
+        runner.execute(0, [Piece(first=3, steps=2, graph=types.SimpleNamespace(opener="open", function="run"))], call)
+    assert devices == [HOST] * 5

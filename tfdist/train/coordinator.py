@@ -181,7 +181,7 @@ class Coordinator(Hooks):
             else:
                 self.pulse.beat(Phase.RUNNING)
 
-        return RemoteRunner(self._pool, self._strategy, model, model_step, results, called)
+        return RemoteRunner(self._pool, self._strategy, model, model_step, results, called, self._host)
 
     def _begin(self, runner: RemoteRunner, kind: str) -> None:
         runner.begin(self._watches.get(kind, Watch()))

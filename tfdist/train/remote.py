@@ -53,12 +53,13 @@ class RemoteRunner:
         step: `model.train_step` or `model.test_step`.
         results: Gives the model's metrics from its variables.
         called: Called after each call, with the steps of the epoch that are given out.
+        host: Device of the coordinator.
     """
 
     def __init__(
-        self, pool: Pool, strategy, model: keras.Model, step: Callable, results: Callable[[], dict], called: Callable[[int], None]
+        self, pool: Pool, strategy, model: keras.Model, step: Callable, results: Callable[[], dict], called: Callable[[int], None], host: str
     ):
-        self._pool, self._strategy, self._called = pool, strategy, called
+        self._pool, self._strategy, self._called, self._host = pool, strategy, called, host
         self.model, self._step, self._results = model, step, results
         self._graphs: dict = {}
         self._keys: list[str] = []  # of what the step returns
@@ -213,7 +214,7 @@ class RemoteRunner:
         """Runs neighbouring pieces on a worker."""
         began = time.monotonic()
         graph = pieces[0].graph
-        index = tf.constant(pieces[0].first - self._origin, tf.int64)
+        index = self._here(pieces[0].first - self._origin)
         if pieces[0].batches is None:
             return self._execute_there(worker, pieces, graph, index, call), time.monotonic() - began
         batches = [b for piece in pieces for b in piece.batches or []]
@@ -231,12 +232,17 @@ class RemoteRunner:
         assert batches is not None
         owner, iterator, position = self._iterators.pop(worker, (None, None, 0))
         if owner is not batches or position > pieces[0].first:
-            iterator, position = call(graph.opener, tf.constant(batches.graph)), 0
-        steps = sum(piece.steps for piece in pieces)
-        skip = tf.constant(pieces[0].first - position, tf.int64)
-        result = call(graph.function, iterator, skip, tf.constant(steps, tf.int64), index, self._seeds).numpy()
+            iterator, position = call(graph.opener, self._here(batches.graph)), 0
+        steps = self._here(sum(piece.steps for piece in pieces))
+        skip = self._here(pieces[0].first - position)
+        result = call(graph.function, iterator, skip, steps, index, self._seeds).numpy()
         self._iterators[worker] = batches, iterator, pieces[0].first + int(result[0])
         return result
+
+    def _here(self, value: int | bytes) -> tf.Tensor:
+        """A tensor that travels with the call that it is for: `tf.constant` on a worker that is stopped would wait, and hold all threads of Python."""
+        with tf.device(self._host):
+            return tf.constant(value, tf.string if isinstance(value, bytes) else tf.int64)
 
     def forget(self, worker: int) -> None:
         """Drops a worker's iterator."""
