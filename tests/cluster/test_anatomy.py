@@ -1,12 +1,11 @@
 """Two workers, one of them slowed: who waits for whom is read from their files."""
 
-import statistics
-
 import pytest
 import tensorflow as tf
 
 from tests.cluster.scripts.measured import BATCH, DELAY, EPOCHS, STEPS
 from tests.processes import PYTHON, ROOT, group, workers
+from tests.windows import typical
 from tfdist.telemetry.anatomy import PARTS, read
 
 SCRIPT = str(ROOT / "tests" / "cluster" / "scripts" / "measured.py")
@@ -18,11 +17,6 @@ def run(directory, *words):
         workers(members, 2, [PYTHON, SCRIPT, "{index}", str(directory), *words], PYTHONPATH=str(ROOT))
         members.succeed(SECONDS)
     return read(directory)
-
-
-def typical(windows):
-    """Seconds per step of each part: the median over the windows, of which a pause of the machine spoils a few."""
-    return {part: statistics.median(window.parts[part] / window.steps for window in windows) for part in PARTS}
 
 
 def test_the_fast_worker_waits_for_the_slow_one(tmp_path):

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import tfdist
 from tests.parity.cases import CROSSENTROPY, mlp
+from tests.windows import typical
 from tfdist.telemetry.anatomy import PARTS, per_step, read
 from tfdist.train.anatomy import complete, times_of
 
@@ -82,11 +83,6 @@ def whole(windows, steps):
     return windows
 
 
-def largest(windows):
-    parts = per_step(windows)
-    return max(parts, key=parts.get)
-
-
 # --- No result changes ----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("name", "build"), [("one_device", image_model), ("one_device", Tied), ("mirrored", Tied), ("central", mlp)])
 def test_measured_steps_give_the_same_weights_to_the_bit(request, tmp_path, name, build):
@@ -135,8 +131,9 @@ def slow_callback():
 )
 def test_a_planted_delay_is_found_in_its_part(one_device, tmp_path, part, planted):
     _, _, windows = trained(one_device, tmp_path, **planted)
-    assert largest(whole(windows, 24)) == part
-    assert per_step(windows)[part] > DELAY / 2
+    parts = typical(whole(windows, 24))
+    assert max(parts, key=parts.get) == part
+    assert parts[part] > DELAY / 2
 
 
 @pytest.mark.parametrize("how", [{}, {"jit_compile": False, "run_eagerly": True}])
