@@ -16,6 +16,15 @@ pytestmark = pytest.mark.timeout(3 * SECONDS)
 RUNS = {"tiny", "tiny/train", "tiny/validation", "tiny/worker-0", "tiny/worker-1"}
 
 
+def run(directory, words):
+    """What a training of two workers there prints."""
+    with group(directory) as members:
+        command = f"cd '{directory}' && exec '{PYTHON}' -m tfdist launch --workers 2 --log-dir launch -- tfdist train \"$@\""
+        members.start("run", ["bash", "-c", command, "bash", *words], PYTHONPATH=str(ROOT))
+        members.wait(SECONDS)
+        return members.log("run")
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, digits_dir):
     """The directory `runs` after two epochs of digits, of 8 steps each."""
@@ -25,11 +34,11 @@ def runs(tmp_path_factory, digits_dir):
         "telemetry.histograms": 1, "telemetry.images": 8, "telemetry.profile_workers": "all",
     }  # fmt: skip
     words = [f"--config={ROOT / 'configs' / 'digits.py'}", "--profile", "steps=10..12", *(f"--config.{name}={value}" for name, value in keys.items())]
-    with group(directory) as members:
-        command = f"cd '{directory}' && exec '{PYTHON}' -m tfdist launch --workers 2 --log-dir launch -- tfdist train \"$@\""
-        members.start("run", ["bash", "-c", command, "bash", *words], PYTHONPATH=str(ROOT))
-        members.succeed(SECONDS)
-        log = members.log("run")
+    log = run(directory, words)
+    if "Segmentation fault" in log and "profiler_v2.py" in log:  # TensorFlow's profiler, seldom: tensorboard #3149
+        directory = tmp_path_factory.mktemp("again")
+        log = run(directory, words)
+    assert "ROOT CAUSE" not in log, log
     assert log.count("tensorboard --logdir runs\n") == 2, log  # at the beginning, and at the end
     assert "profile of steps 10 to 12: in runs/tiny/worker-1/plugins/profile" in log
     return directory / "runs"
