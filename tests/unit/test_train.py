@@ -74,6 +74,18 @@ def test_training_stops_at_the_very_step_that_a_callback_names(mirrored):
     assert len(history.history["loss"]) == 1
 
 
+@pytest.mark.parametrize("a_call", [1, 2])
+def test_an_endless_data_set_begins_no_pass_that_nobody_trains_on(mirrored, a_call):
+    begun = []
+    once = tf.data.Dataset.from_tensors(0).map(lambda _: tf.numpy_function(lambda: begun.append(1) or np.int64(0), [], tf.int64))
+    endless = once.flat_map(lambda _: dataset(*data(6 * GLOBAL_BATCH))).repeat()
+    model = compiled(mirrored, steps_per_execution=a_call)
+    for first, last in ((0, 1), (1, 3)):
+        model.fit(endless, steps_per_epoch=6, initial_epoch=first, epochs=last, verbose=0)
+        assert len(begun) == last, f"passes begun for {last} epochs"
+    assert int(model.optimizer.iterations.numpy()) == 3 * 6
+
+
 def test_results_stay_right_when_a_model_is_compiled_anew(mirrored):
     """Old and new metrics may lie at the same addresses, and must not be taken for each other."""
     x, y = data(30)

@@ -59,6 +59,7 @@ class Engine(Hooks):
         self._watches: dict[str, Watch] = {}
         self._training_feed: Feed | None = None  # of the fit that runs
         self._steps_per_epoch: int | None = None
+        self._steps_of_fit: range | None = None  # where the caller says how many an epoch has
         self._recorder: Recorder | None = None  # of the fit that runs, where its steps are measured
         self.pulse = Pulse(placement.is_chief)
         self.patience = Patience(timeout, placement)
@@ -91,6 +92,9 @@ class Engine(Hooks):
             "fit": Watch(exact, progress, fewest(call["steps_per_epoch"], keras.config.max_steps_per_epoch()), saves),
             "evaluate": Watch(exact_test, False, call["validation_steps"], saves),
         }
+        steps = self._watches["fit"].steps or 0
+        per_epoch = -(-steps // model.steps_per_execution) * model.steps_per_execution
+        self._steps_of_fit = range(call["initial_epoch"] * per_epoch, call["epochs"] * per_epoch) if steps else None
         self.pulse.begin(call["initial_epoch"], call["steps_per_epoch"] or length(call["x"]))
         with self._during("fit"), self._recording(anatomies, exact):
             return keras_method(model, **call["kwargs"])
@@ -182,7 +186,8 @@ class Engine(Hooks):
         return self._kind is not None
 
     def feed(self, dataset: tf.data.Dataset) -> Feed:
-        feed = Feed(dataset, self.placement, self.host, symbolic_first=self._kind != "predict")
+        steps = self._steps_of_fit if self._kind == "fit" else None
+        feed = Feed(dataset, self.placement, self.host, symbolic_first=self._kind != "predict", steps=steps)
         if self._kind == "fit" and self._training_feed is None:
             self._training_feed = feed
         return feed

@@ -40,15 +40,18 @@ class Feed:
         host: Name of this process' CPU device, where batches are made.
         symbolic_first: Whether Keras' first `next()` is the one that builds the model from shapes alone. It gets the
             element spec, so that no batch is lost, and no uneven batch gets in the way of building.
+        steps: The steps that are trained on an endless data set, counted from the run's first; None: nobody knows. To read on behind
+            the last one could begin another pass, on some workers and not on others, and the next `fit` would find its passes moved.
     """
 
-    def __init__(self, dataset: tf.data.Dataset, placement: Placement, host: str, symbolic_first: bool):
+    def __init__(self, dataset: tf.data.Dataset, placement: Placement, host: str, symbolic_first: bool, steps: range | None = None):
         self.placement = placement
         self.host = host
         self.element_spec = dataset.element_spec
         self.symbolic_first = symbolic_first
         self.even = _always_even(dataset.element_spec, placement.replicas)
         self._source = dataset
+        self._steps = steps if int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY else None
         self._first: tf.data.Dataset | None = None
         with tf.device(host):
             self.dataset = self._of(dataset, 0)
@@ -90,15 +93,22 @@ class Feed:
         placement = self.placement
         if placement.replicas > 1 and (shares := _shares(dataset, placement, skipped)):
             compared = placement.workers > 1
-            dataset = shares.map(lambda s: Batch(s.data, s.rows, s.fingerprint if compared else None))
+            dataset = self._bounded(shares, skipped).map(lambda s: Batch(s.data, s.rows, s.fingerprint if compared else None))
         else:
             if skipped:
                 dataset = dataset.of_epoch(None, skipped) if hasattr(dataset, "of_epoch") else dataset.skip(skipped)
+            dataset = self._bounded(dataset, skipped)
             if placement.replicas > 1:
                 dataset = dataset.map(lambda *x: _worker_batch(_element(x), placement))
             else:
                 dataset = dataset.map(lambda *x: Batch(_element(x)))
         return dataset.prefetch(2)
+
+    def _bounded(self, dataset: tf.data.Dataset, skipped: int) -> tf.data.Dataset:
+        """Before any `map`: tf.data runs those ahead too."""
+        if self._steps is None:
+            return dataset
+        return dataset.take(max(0, self._steps.stop - (skipped or self._steps.start)))
 
     def __iter__(self) -> FeedIterator:
         return FeedIterator(self)

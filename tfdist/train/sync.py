@@ -175,7 +175,8 @@ def compare(notes: np.ndarray, placement: Placement) -> None:
         (
             "global batches",
             "Every worker must build the same data in the same order, of which tfdist takes its rows: pass a seed to "
-            "shuffle() and to generators, do not shard() by worker, or use tfdist.data.pipeline.",
+            "shuffle() and to generators, do not shard() by worker, build what ends in repeat() anew for each fit, or use "
+            "tfdist.data.pipeline.",
         ),
         (
             "weights after the first step",
