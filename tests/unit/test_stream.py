@@ -169,17 +169,23 @@ def test_length():
 
 
 @pytest.mark.usefixtures("mirrored")  # for a second device, which stands for a worker
-def test_what_a_worker_is_told_travels_with_the_call():
+@pytest.mark.parametrize(("batches", "stacks"), [(None, False), (3, False), (3, True)])
+def test_what_a_worker_is_told_travels_with_the_call(batches, stacks):
     """A tensor made on the worker would travel before, in a call that keeps all of Python waiting for a worker that is stopped."""
-    runner = RemoteRunner(None, None, None, None, None, None, HOST)
+    runner = RemoteRunner(None, None, types.SimpleNamespace(metrics_variables=[]), None, None, None, HOST)
     runner._seeds = tf.zeros([0, 2], tf.int64)
     runner._pass = types.SimpleNamespace(graph=b"a data set")
-    devices = []
+    graph = types.SimpleNamespace(opener="open", function="run", stacks=stacks)
+    with tf.device(HOST):
+        rows = batches and [tf.zeros([n + 1, 2]) for n in range(batches)]  # as read, each of another shape
+    devices, indices = [], []
 
     def call(function, *given):
         devices.extend(x.device for x in given if isinstance(x, tf.Tensor))
+        indices.append(int(given[-2]) if function == "run" else None)
         return tf.zeros([6]) if function == "run" else "an iterator"
 
     with tf.device("/cpu:1"):
-        runner.execute(0, [Piece(first=3, steps=2, graph=types.SimpleNamespace(opener="open", function="run"))], call)
-    assert devices == [HOST] * 5
+        runner.execute(0, [Piece(3, batches or 2, rows, graph=graph)], call)
+    assert devices == [HOST] * (3 * 3 if batches else 5)
+    assert indices == ([3, 4, 5] if batches else [None, 3])

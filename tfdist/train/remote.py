@@ -214,14 +214,14 @@ class RemoteRunner:
         """Runs neighbouring pieces on a worker."""
         began = time.monotonic()
         graph = pieces[0].graph
-        index = self._here(pieces[0].first - self._origin)
+        index = pieces[0].first - self._origin
         if pieces[0].batches is None:
-            return self._execute_there(worker, pieces, graph, index, call), time.monotonic() - began
-        batches = [b for piece in pieces for b in piece.batches or []]
-        parts = []
+            return self._execute_there(worker, pieces, graph, self._here(index), call), time.monotonic() - began
+        batches, parts = [b for piece in pieces for b in piece.batches or []], []
         for run in _alike(batches) if graph.stacks else [[b] for b in batches]:
-            data = tf.nest.map_structure(lambda *x: None if x[0] is None else tf.stack(x), *run) if graph.stacks else run[0]
-            parts.append(call(graph.function, data, index, self._seeds).numpy())
+            with tf.device(self._host):  # as `_here` says
+                data = tf.nest.map_structure(lambda *x: None if x[0] is None else tf.stack(x), *run) if graph.stacks else run[0]
+            parts.append(call(graph.function, data, self._here(index), self._seeds).numpy())
             index += len(run)
         size = self._size()
         total = np.concatenate([np.sum([part[:size] for part in parts], 0), parts[-1][size:]])
