@@ -107,7 +107,7 @@ def test_hosts_that_look_together(members, tmp_path):
 
 
 def test_a_task_that_is_started_twice(members, tmp_path):
-    """The second process is refused the port; it tells the others, so that none of the three starts."""
+    """The second process is refused the port, and tells the first, which tells those who come later: none of the three starts."""
     file = write(tmp_path / "c.yaml", ClusterSpec.local(workers=2))
     words = ["--cluster", file, "--together", "--timeout", str(SECONDS), "--place", "shared"]
     doctor(members, "first", *words, "--task", "worker:0")
@@ -116,7 +116,7 @@ def test_a_task_that_is_started_twice(members, tmp_path):
     while not listens(port):
         assert time.monotonic() < end, members.logs()
         time.sleep(0.05)
-    doctor(members, "second", *words, "--task", "worker:0")
+    assert doctor(members, "second", *words, "--task", "worker:0").wait(SECONDS) == 1, members.logs()
     doctor(members, "other", *words, "--task", "worker:1")
     assert members.wait(SECONDS) == {"first": 1, "second": 1, "other": 1}, members.logs()
     assert "is already in use on this machine" in members.log("second")

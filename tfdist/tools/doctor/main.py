@@ -197,7 +197,8 @@ def _meet(flags: argparse.Namespace, spec: ClusterSpec, members: Sequence[Task],
         # One host measures, or several would measure each other's traffic.
         if len(meeting.hosts()) > 1 and (not flags.together or str(spec.listening_tasks[0]) in meeting.own):
             checks += cluster.check_links(meeting.links(cluster.odd_links))
-        wrong = wrong_in([*begun.checks, *checks])
+        # Another process that claims an own task has told this one alone of those who come later.
+        wrong = wrong_in([*begun.checks, *checks]) or next((said for name, said in desk.done.items() if said and name in meeting.own), "")
         meeting.tidy()  # directories that others still used before; once told, they may begin to train there
         meeting.tell(wrong, [str(task) for task in members])
         if flags.together:
