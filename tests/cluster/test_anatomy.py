@@ -27,6 +27,7 @@ def test_the_fast_worker_waits_for_the_slow_one(tmp_path):
     for window in windows[1]:  # also those of a single step, whose clock is read first of all
         assert window.parts["forward_backward"] > window.steps * DELAY / 2
     assert slow["wait"] < fast["wait"] / 2
+    assert slow["gradient_sync"] == pytest.approx(fast["gradient_sync"], rel=0.5)  # the same sums
     for rank, found in windows.items():
         assert found[-1].step == sum(window.steps for window in found) == STEPS * EPOCHS
         assert sum(window.examples for window in found) == STEPS * EPOCHS * BATCH

@@ -119,7 +119,7 @@ def test_tasks_that_ignore_a_signal_are_killed_after_the_grace(launch):
     process.send_signal(signal.SIGINT)
     started = time.monotonic()
     assert launch.finish()[0] == 130
-    assert 0.9 < time.monotonic() - started < 60
+    assert 0.9 < time.monotonic() - started < 10
 
 
 def test_a_second_signal_kills_at_once(launch):

@@ -50,7 +50,7 @@ def test_a_running_server_answers_and_a_stopped_or_killed_one_does_not(tmp_path)
         os.waitid(os.P_PID, server.pid, os.WSTOPPED | os.WNOWAIT)  # all its threads
         answer, seconds = timed(answers, address, 0.5)
         assert not answer
-        assert 0.4 < seconds < 45
+        assert 0.4 < seconds < 5
         server.send_signal(signal.SIGCONT)
         assert answers(address, 10)
         server.kill()
@@ -72,7 +72,7 @@ def test_another_kind_of_server_does_not_answer(greeting):
         answer, seconds = timed(answers, f"127.0.0.1:{server.getsockname()[1]}", 0.3)
         closing.set()
     assert not answer
-    assert seconds < 45
+    assert seconds < 5
 
 
 def test_a_name_without_an_address_does_not_answer():
@@ -121,7 +121,7 @@ def test_servers_end_with_a_chief_that_finished(job):
     job.members.processes["chief:0"].wait(SECONDS)
     started = time.monotonic()
     job.members.succeed(SECONDS)
-    assert time.monotonic() - started < 50  # less than a second on an idle machine; without the chief's word, 60
+    assert time.monotonic() - started < 15  # less than a second on an idle machine; without the chief's word, 60
     assert "chief answers: True" in job.members.log("chief:0")
     assert "counted 50" in job.members.log("chief:0")
     for task in ("worker:0", "worker:1", "ps:0"):
@@ -165,7 +165,7 @@ def test_signals_end_a_server_at_once(job, number):
         process.send_signal(number)
     started = time.monotonic()
     codes = {process.wait(SECONDS) for process in servers.values()}
-    assert time.monotonic() - started < 45  # a second on an idle machine
+    assert time.monotonic() - started < 10  # a second on an idle machine
     assert codes == {130 if number == signal.SIGINT else -signal.SIGTERM}
     assert not any("Traceback" in job.members.log(name) for name in servers)
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 
 import numpy as np
 import pytest
@@ -17,12 +18,11 @@ RUNS = {"tiny", "tiny/train", "tiny/validation", "tiny/worker-0", "tiny/worker-1
 
 
 def run(directory, words):
-    """What a training of two workers there prints."""
+    """How a training of two workers there ends, and what it prints."""
     with group(directory) as members:
         command = f"cd '{directory}' && exec '{PYTHON}' -m tfdist launch --workers 2 --log-dir launch -- tfdist train \"$@\""
         members.start("run", ["bash", "-c", command, "bash", *words], PYTHONPATH=str(ROOT))
-        members.wait(SECONDS)
-        return members.log("run")
+        return members.wait(SECONDS)["run"], members.log("run")
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +34,12 @@ def runs(tmp_path_factory, digits_dir):
         "telemetry.histograms": 1, "telemetry.images": 8, "telemetry.profile_workers": "all",
     }  # fmt: skip
     words = [f"--config={ROOT / 'configs' / 'digits.py'}", "--profile", "steps=10..12", *(f"--config.{name}={value}" for name, value in keys.items())]
-    log = run(directory, words)
-    if "Segmentation fault" in log and "profiler_v2.py" in log:  # TensorFlow's profiler, seldom: tensorboard #3149
+    code, log = run(directory, words)
+    if re.search(r"Fatal Python error: .*Current thread \S+ \(most recent call first\):\n\s+File \S+profiler_v2.py\S+ line \d+ in stop\n", log, re.DOTALL):
+        # One of 28 such runs: TensorFlow frees a name twice in TraceMeRecorder::Consume, by a native stack (as in tensorboard #3149).
         directory = tmp_path_factory.mktemp("again")
-        log = run(directory, words)
-    assert "ROOT CAUSE" not in log, log
+        code, log = run(directory, words)
+    assert code == 0, log
     assert log.count("tensorboard --logdir runs\n") == 2, log  # at the beginning, and at the end
     assert "profile of steps 10 to 12: in runs/tiny/worker-1/plugins/profile" in log
     return directory / "runs"
