@@ -27,6 +27,9 @@ from tfdist.run import find_directory, parse
         ({"strategy": {"reading": "worker"}}, "strategy.reading: received 'worker'. Did you mean workers?"),
         ({"model": {"options": 3}}, "model.options: expected a mapping"),
         ({"name": 1}, "name: expected text"),
+        ({"sync": {"every": 4}}, 'sync.every: says nothing where sync.kind is "gradients"; received 4. Leave it out'),
+        ({"sync": {"kind": "diloco", "clip_norm": 1}}, 'sync.clip_norm: says nothing where sync.kind is "diloco"; received 1.0.'),
+        ({"parallel": {"zero": 4}}, "parallel.zero: expected 0, 1, 2 or 3, received 4."),
     ],
 )
 def test_a_mistake_is_named_with_its_key(settings, message):

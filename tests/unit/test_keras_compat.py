@@ -1,17 +1,20 @@
 """Each hook into Keras and each private name of TensorFlow that tfdist relies on exists, and does what we think it does.
 
-A failure here after an upgrade says which name of `keras_compat.py` to look after.
+A failure here after an upgrade says which name of `keras_compat` to look after.
 """
 
 import inspect
 import threading
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
+import tfdist
 from tests.parity.cases import CROSSENTROPY, data, dataset, mlp
 from tfdist import keras_compat
+from tfdist.keras_compat import parallel
 
 
 class Recorder:
@@ -384,3 +387,46 @@ def test_an_unordered_operation_waits_for_no_other():
     assert [op.control_inputs for op in stamps] == [[], []]
     ordered = tf.function(lambda: (tf.timestamp(), tf.timestamp())).get_concrete_function().graph
     assert any(op.control_inputs for op in ordered.get_operations() if op.type == "Timestamp")  # else the function is not needed
+
+
+def test_a_process_trains_with_one_mirrored_strategy_after_the_other():
+    for layers in (1, 2):
+        with tfdist.make_strategy("mirrored", devices=2).scope():
+            model = keras.Sequential([keras.Input([3]), *[keras.layers.Dense(3, use_bias=False, kernel_initializer="ones") for _ in range(layers)]])
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+        model.fit(np.ones([4, 3]), np.zeros([4, 3]), verbose=0)
+    assert model.optimizer.iterations.numpy() == 1
+
+
+# --- Sharded optimizers -----------------------------------------------------------------------------------------------
+def test_an_optimizer_clips_by_another_function_while_it_is_told_to():
+    variable = keras.Variable([1.0, 1.0])
+    optimizer = keras.optimizers.SGD(1.0, clipvalue=0.5)
+    optimizer.build([variable])
+    with parallel.clipping(optimizer, lambda grads: [2 * g for g in grads]):
+        optimizer.apply([tf.constant([1.0, 0.0])])
+    np.testing.assert_array_equal(variable, [-1.0, 1.0])
+    optimizer.apply([tf.constant([1.0, 0.0])])
+    np.testing.assert_array_equal(variable, [-1.5, 1.0])
+    assert [g.numpy().tolist() for g in parallel.clip_elementwise(optimizer, [tf.constant([3.0, -3.0])])] == [[0.5, -0.5]]
+
+
+@pytest.mark.parametrize("by", ["name", "variable"])
+def test_shards_are_excluded_from_weight_decay_with_their_variables(by):
+    variables = [keras.Variable([1.0, 1.0], name=name) for name in ("kernel", "bias")]
+    shards = [keras.Variable([1.0], name=name) for name in ("kernel", "bias")]
+    optimizer = keras.optimizers.SGD(0.1, weight_decay=1.0)
+    optimizer.exclude_from_weight_decay(**({"var_names": ["bias"]} if by == "name" else {"var_list": variables[1:]}))
+    parallel.exclude_alike(optimizer, variables, optimizer, shards)
+    optimizer.build(shards)
+    optimizer.apply([tf.zeros([1])] * 2)
+    np.testing.assert_allclose([v.numpy()[0] for v in shards], [0.9, 1.0])
+
+
+def test_moving_averages_are_found():
+    variable = keras.Variable([2.0])
+    optimizer = keras.optimizers.SGD(1.0, use_ema=True, ema_momentum=0.5)
+    optimizer.build([variable])
+    for _ in range(2):
+        optimizer.apply([tf.ones([1])])
+    np.testing.assert_allclose([v.numpy() for v in parallel.moving_averages(optimizer)], [[0.5]])

@@ -1,4 +1,4 @@
-"""The names that parameter servers need do, on servers in one process, what `keras_compat.py` says of them."""
+"""The names that parameter servers need do, on servers in one process, what `keras_compat` says of them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import json, queue, threading
 import keras
 import tensorflow as tf
 from tfdist import ClusterSpec, keras_compat
+from tfdist.keras_compat import servers as server_compat
 
 CHIEF = "/job:chief/replica:0/task:0/device:CPU:0"
 spec = ClusterSpec.local(workers=2, ps=1, chief=True)
@@ -19,22 +20,22 @@ config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=8)
 servers = [
     tf.distribute.Server(jobs, job_name=t.type, task_index=t.index, protocol="grpc", config=config) for t in spec.tasks if t.type != "chief"
 ]
-found = {"connected": [keras_compat.connected()]}
+found = {"connected": [server_compat.connected()]}
 strategy = tf.distribute.ParameterServerStrategy(
     tf.distribute.cluster_resolver.SimpleClusterResolver(jobs, task_type="chief", task_id=0, rpc_layer="grpc")
 )
-found["connected"].append(keras_compat.connected())
-keras_compat.keep_metrics_here(strategy, CHIEF)
-keras_compat.trace_anywhere(strategy)
-keras_compat.update_in_place(strategy)
+found["connected"].append(server_compat.connected())
+server_compat.keep_metrics_here(strategy, CHIEF)
+server_compat.trace_anywhere(strategy)
+server_compat.update_in_place(strategy)
 coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
 
 workers, meet = queue.Queue(), threading.Barrier(2)
 def turn():
     meet.wait(30)
-    workers.put(keras_compat.current_worker())
+    workers.put(server_compat.current_worker())
 for _ in range(2):
-    keras_compat.schedule(coordinator, turn)
+    server_compat.schedule(coordinator, turn)
 found["workers"] = sorted(workers.get(timeout=30) for _ in range(2))
 
 with strategy.scope():
@@ -51,7 +52,7 @@ found["updated"] = weight.numpy().tolist()
 found["counted"] = int(keras_compat.step_counter(optimizer).numpy())
 
 endless = tf.function(lambda: tf.while_loop(lambda i: i >= 0, lambda i: [i * 0], [0]), autograph=False).get_concrete_function()
-run, cancel = keras_compat.cancelable(endless)
+run, cancel = server_compat.cancelable(endless)
 threading.Timer(0.5, cancel).start()
 try:
     with tf.device("/job:worker/replica:0/task:1"):
@@ -65,9 +66,9 @@ found["restored"] = weight.numpy().tolist()
 
 def lost(job):
     return tf.errors.UnavailableError(None, None, f"x\\nAdditional GRPC error information from remote target /job:{job}/replica:0/task:0:")
-found["failures"] = [[f(lost(job)) for job in ("worker", "ps")] for f in (keras_compat.is_worker_failure, keras_compat.is_server_failure)]
+found["failures"] = [[f(lost(job)) for job in ("worker", "ps")] for f in (server_compat.is_worker_failure, server_compat.is_server_failure)]
 found["no failure"] = [
-    f(tf.errors.InvalidArgumentError(None, None, "assertion failed")) for f in (keras_compat.is_worker_failure, keras_compat.is_server_failure)
+    f(tf.errors.InvalidArgumentError(None, None, "assertion failed")) for f in (server_compat.is_worker_failure, server_compat.is_server_failure)
 ]
 print("FOUND" + json.dumps(found), flush=True)
 import os

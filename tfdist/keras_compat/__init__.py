@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,9 +19,6 @@ import keras
 import tensorflow as tf
 from keras.src.losses import loss as _loss  # scale_loss_for_distribution has no public name, keras #18624
 from tensorflow.python.distribute import distribute_utils as _distribute_utils
-from tensorflow.python.distribute.coordinator import cluster_coordinator as _cluster_coordinator
-from tensorflow.python.distribute.coordinator import coordinator_context as _coordinator_context
-from tensorflow.python.eager import cancellation as _cancellation
 from tensorflow.python.eager import context as _context
 
 # Public methods of the public class keras.Model; the engine has a method of the same name, called with
@@ -32,6 +30,12 @@ MODEL_HOOKS = (
 
 # Functions of Keras' module of losses, and methods of the engine as well.
 LOSS_HOOKS = ("scale_loss_for_distribution", "unscale_loss_for_distribution", "reduce_weighted_values")
+
+# What makes the functions that run steps, and where Keras keeps each.
+_FUNCTIONS = {"make_train_function": "train_function", "make_test_function": "test_function", "make_predict_function": "predict_function"}
+
+# What writes files.
+_FILES = ("save", "save_weights", "export")
 
 # What Keras' callbacks count steps in.
 STEP_COUNTERS: tuple[tuple[type, tuple[str, ...]], ...] = (
@@ -59,6 +63,7 @@ def install() -> None:
         _hook_apply(optimizer)
     for name in LOSS_HOOKS:
         _hook_loss(name)
+    importlib.import_module("tfdist.keras_compat.parallel").hook_optimizers()
 
 
 def runtime_initialized() -> bool:
@@ -110,11 +115,41 @@ def _hook_model(name: str) -> None:
     @functools.wraps(keras_method)
     def method(self, *args, **kwargs):
         engine = engine_of(self.distribute_strategy)
-        if engine is None:
-            return keras_method(self, *args, **kwargs)
-        return getattr(engine, name)(self, keras_method, *args, **kwargs)
+        if engine is not None:
+            return getattr(engine, name)(self, keras_method, *args, **kwargs)
+        if name in _FILES and (holder := _holder(getattr(self, "optimizer", None), self.trainable_weights)) is not None:
+            return holder.save_beside(self, keras_method, *args, **kwargs)
+        result = keras_method(self, *args, **kwargs)
+        if name in _FUNCTIONS:
+            _join(self, _FUNCTIONS[name])
+        return result
 
     setattr(keras.Model, name, method)
+
+
+def _join(model: keras.Model, name: str) -> None:
+    """Lets a model's function be run beside other processes, where it shares its state with them without a strategy's scope."""
+    function = getattr(model, name)
+    holder = _holder(getattr(model, "optimizer", None), model.trainable_weights)
+    if holder is not None and not hasattr(function, "tfdist_joined"):
+        joined = holder.beside(model, function, name == "train_function")
+        joined.tfdist_joined = True
+        setattr(model, name, joined)
+
+
+def _holder(optimizer: Any, variables: Any) -> Any:
+    """What holds the state that an optimizer, or the first of some variables, shares with other replicas; None for others.
+
+    It has the methods `update(optimizer, keras_apply, grads, variables)`, `beside(model, function, trains)`, and `save_beside(model, keras_method, ...)`.
+    """
+    each = optimizer
+    while each is not None:
+        if hasattr(each, "tfdist_kind"):
+            return each
+        each = getattr(each, "inner_optimizer", None)
+    known = variables if variables is not None else getattr(optimizer, "_trainable_variables", ())
+    first = known[0] if isinstance(known, list | tuple) and known else None  # an iterator stays as it is
+    return getattr(first, "tfdist_store", None)
 
 
 def _hook_symbolic_build() -> None:
@@ -150,6 +185,9 @@ def _hook_apply(cls: Any) -> None:
                 f"The model was made outside of the scope of the strategy in which its optimizer {self.name} was made. Make the model, and "
                 "call compile(), inside `with strategy.scope():`."
             )
+        alone = None if engine is not None or in_local_update() else _holder(self, trainable_variables)
+        if alone is not None:  # a process without a scope, beside others
+            return alone.update(self, keras_apply, list(grads), trainable_variables)
         if engine is None or tf.distribute.in_cross_replica_context() or in_local_update():
             return keras_apply(self, grads, trainable_variables)
         return engine.apply(self, keras_apply, grads, trainable_variables)
@@ -207,6 +245,11 @@ def allow_local_updates(strategy: tf.distribute.Strategy) -> None:
     extended = strategy.extended
     stock = extended._use_merge_call
     extended._use_merge_call = lambda: False if in_local_update() else stock()
+
+
+def separate_collectives(strategy_class: type[tf.distribute.Strategy]) -> None:
+    """Gives the next strategy of a class keys of its own: those of two in one process would take each other's tensors (tensorflow #62790)."""
+    strategy_class._collective_key_base += 100_000
 
 
 def keep_state_per_replica(strategy: tf.distribute.Strategy) -> None:
@@ -297,73 +340,6 @@ def held_bytes(dataset: tf.data.Dataset) -> int:
     return total
 
 
-# --- Parameter servers ------------------------------------------------------------------------------------------------
-def connected() -> bool:
-    """Whether this process has connected to a cluster of TensorFlow servers."""
-    return _context.get_server_def() is not None
-
-
-def keep_metrics_here(strategy: tf.distribute.ParameterServerStrategy, device: str) -> None:
-    """Puts the state of metrics on one device, whose process is its only writer.
-
-    On parameter servers workers add to it at the same time, and lose each other's updates.
-    """
-    extended = strategy.extended
-    stock = extended._create_variable
-
-    def create(next_creator, **kwargs):
-        late = kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ
-        if not late or kwargs.get("aggregation") != tf.VariableAggregation.SUM:
-            return stock(next_creator, **kwargs)
-        with tf.device(device):
-            return next_creator(**kwargs)
-
-    extended._create_variable = create
-
-
-def update_in_place(strategy: tf.distribute.ParameterServerStrategy) -> None:
-    """Lets a strategy with one replica per worker update variables without merge_call, which fails in a `tf.cond` (keras #20582)."""
-    extended = strategy.extended
-    extended._use_merge_call = lambda: False
-    extended._replica_ctx_all_reduce = lambda reduce_op, value, options=None: value
-
-    def update(var, fn, args=(), kwargs=None, group=True):
-        return extended._update(var, fn, args, kwargs or {}, group)
-
-    extended._replica_ctx_update = update
-
-
-def trace_anywhere(strategy: tf.distribute.ParameterServerStrategy) -> None:
-    """Keeps TensorFlow from warning that a step is traced, though not run, outside of `ClusterCoordinator.schedule`."""
-    strategy.extended._allow_run_without_coordinator = True
-
-
-def schedule(coordinator: tf.distribute.coordinator.ClusterCoordinator, function: Callable[[], None]) -> None:
-    """Runs a Python function in the thread of some worker; the public method takes a `tf.function` only."""
-    coordinator._cluster.schedule(function, args=(), kwargs={})
-
-
-def current_worker() -> int:
-    """Index of the worker in whose thread this is; the public function tells it inside of a `tf.function` only."""
-    return _coordinator_context.get_current_dispatch_context().worker_index
-
-
-def is_worker_failure(error: BaseException) -> bool:
-    """Whether TensorFlow takes an error as the loss of a worker, for whose return it waits."""
-    return _cluster_coordinator._is_worker_failure(error)
-
-
-def is_server_failure(error: BaseException) -> bool:
-    """Whether TensorFlow takes an error as the loss of a parameter server."""
-    return _cluster_coordinator._is_ps_failure(error)
-
-
-def cancelable(function: Any) -> tuple[Callable, Callable[[], None]]:
-    """A concrete function as one that can be cancelled from another thread, and what cancels it."""
-    manager = _cancellation.CancellationManager()
-    return manager.get_cancelable_function(function), manager.start_cancel
-
-
 @contextlib.contextmanager
 def replaced_values(variables: list[keras.Variable], values: list[Any]) -> Iterator[None]:
     """Inside, Keras variables read and assign these objects instead of their `tf.Variable`."""
@@ -379,7 +355,9 @@ def replaced_values(variables: list[keras.Variable], values: list[Any]) -> Itera
 
 def step_counter(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
     """What an optimizer counts its calls in; with accumulation, `iterations` is a fraction of it."""
-    return getattr(optimizer, "inner_optimizer", optimizer)._iterations
+    while (inner := getattr(optimizer, "inner_optimizer", None)) is not None:
+        optimizer = inner
+    return optimizer._iterations
 
 
 @contextlib.contextmanager

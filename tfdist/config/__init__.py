@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import re
 import types
 import typing
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+
+from tfdist.config.checks import above, at_least, check, hint, nearest, one_of, step_range
 
 if TYPE_CHECKING:
     from ml_collections import ConfigDict
 
 
 BACKENDS = ("tensorboard", "jsonl", "console", "wandb", "mlflow")
-
-
-def _at_least(least: int, default: Any) -> Any:
-    return dataclasses.field(default=default, metadata={"at least": least})
-
-
-def _above(bound: float, default: float) -> Any:
-    return dataclasses.field(default=default, metadata={"above": bound})
-
-
-def _one_of(choices: tuple[str, ...], default: str) -> Any:
-    return dataclasses.field(default=default, metadata={"one of": choices})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,12 +36,12 @@ class Strategy:
     cluster: str | None = None
     task: str | None = None
     devices: str | None = None
-    communication: str = _one_of(("auto", "ring", "nccl"), "auto")
-    timeout: float = _above(0, 600.0)
-    reading: str = _one_of(("auto", "workers", "coordinator"), "auto")
+    communication: str = one_of(("auto", "ring", "nccl"), "auto")
+    timeout: float = above(0, 600.0)
+    reading: str = one_of(("auto", "workers", "coordinator"), "auto")
 
     def __post_init__(self) -> None:
-        _check(self, "strategy")
+        check(self, "strategy")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,18 +71,18 @@ class Data:
     train_split: str = "train"
     eval_split: str = "test"
     data_dir: str | None = None
-    global_batch: int = _at_least(1, 64)
+    global_batch: int = at_least(1, 64)
     shuffle: bool = True
-    tail: str = _one_of(("partial", "pad", "drop"), "partial")
+    tail: str = one_of(("partial", "pad", "drop"), "partial")
     image_size: int | None = None
     augment: bool = False
-    ignore_errors: int = _at_least(0, 0)
+    ignore_errors: int = at_least(0, 0)
     cache: bool = False
     threads: int | None = None
     service: bool = False
 
     def __post_init__(self) -> None:
-        _check(self, "data")
+        check(self, "data")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +99,7 @@ class Model:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _check(self, "model")
+        check(self, "model")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,16 +116,75 @@ class Train:
         seed: Seed of initial weights, dropout and the order of examples.
     """
 
-    epochs: int = _at_least(1, 8)
+    epochs: int = at_least(1, 8)
     optimizer: str = "adam"
-    learning_rate: float = _above(0, 1e-3)
-    schedule: str = _one_of(("constant", "cosine"), "constant")
-    precision: str = _one_of(("float32", "mixed_bfloat16", "mixed_float16"), "float32")
-    steps_per_execution: int = _at_least(1, 1)
-    seed: int = _at_least(0, 0)
+    learning_rate: float = above(0, 1e-3)
+    schedule: str = one_of(("constant", "cosine"), "constant")
+    precision: str = one_of(("float32", "mixed_bfloat16", "mixed_float16"), "float32")
+    steps_per_execution: int = at_least(1, 1)
+    seed: int = at_least(0, 0)
 
     def __post_init__(self) -> None:
-        _check(self, "train")
+        check(self, "train")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sync:
+    """How the replicas become one; the arguments of `tfdist.sync`'s policies.
+
+    Attributes:
+        kind: "gradients": they exchange gradients before each update. "local_sgd" or "diloco": weights, after some steps.
+        combine: Of gradients: "mean", "replicas" or "sum".
+        wire: What travels, travels as "bfloat16" or "float16"; None: as it is.
+        bucket_bytes: Bytes of small tensors that travel together.
+        clip_norm: Longest norm of all gradients together; None: any.
+        accumulate: Steps whose gradients are averaged for one update, and one exchange.
+        skip_nonfinite: Whether an update with a gradient that is infinite or not a number is left out, on all replicas.
+        every: Of local_sgd and diloco: steps from one exchange to the next; 0: an epoch.
+        warmup: Of local_sgd and diloco: so many first steps exchange gradients.
+        outer_learning_rate: Of diloco; None: 0.7.
+        outer_momentum: Of diloco; None: 0.9.
+    """
+
+    kind: str = one_of(("gradients", "local_sgd", "diloco"), "gradients")
+    combine: str = one_of(("mean", "replicas", "sum"), "mean")
+    wire: str | None = None
+    bucket_bytes: int = at_least(1, 4 << 20)
+    clip_norm: float | None = None
+    accumulate: int = at_least(1, 1)
+    skip_nonfinite: bool = False
+    every: int = at_least(0, 8)
+    warmup: int = at_least(0, 0)
+    outer_learning_rate: float | None = None
+    outer_momentum: float | None = None
+
+    def __post_init__(self) -> None:
+        check(self, "sync")
+        of_gradients, of_local = ("combine", "clip_norm", "accumulate", "skip_nonfinite"), ("every", "warmup")
+        of_outer = ("outer_learning_rate", "outer_momentum")
+        idle = {"gradients": (*of_local, *of_outer), "local_sgd": (*of_gradients, *of_outer), "diloco": of_gradients}[self.kind]
+        for field in dataclasses.fields(self):
+            if field.name in idle and getattr(self, field.name) != field.default:
+                raise ValueError(
+                    f'sync.{field.name}: says nothing where sync.kind is "{self.kind}"; received {getattr(self, field.name)!r}. Leave it out, or choose another kind.'
+                )
+
+
+@dataclasses.dataclass(frozen=True)
+class Parallel:
+    """What replicas share of a model that is large.
+
+    Attributes:
+        zero: 0: each replica holds all. 1: parts of the optimizer's state; 2: and of the gradients, see `tfdist.parallel.zero`. 3: and of the weights, see
+            `tfdist.parallel.fsdp`.
+    """
+
+    zero: int = at_least(0, 0)
+
+    def __post_init__(self) -> None:
+        check(self, "parallel")
+        if self.zero > 3:
+            raise ValueError(f"parallel.zero: expected 0, 1, 2 or 3, received {self.zero}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +201,7 @@ class Output:
     save_model: bool = True
 
     def __post_init__(self) -> None:
-        _check(self, "output")
+        check(self, "output")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,14 +222,14 @@ class Telemetry:
     anatomy: bool = False
     backends: str = "tensorboard,jsonl"
     graph: bool = True
-    histograms: int = _at_least(0, 0)
+    histograms: int = at_least(0, 0)
     hparams: bool = True
-    images: int = _at_least(0, 0)
+    images: int = at_least(0, 0)
     profile: str | None = None
-    profile_workers: str = _one_of(("chief", "all"), "chief")
+    profile_workers: str = one_of(("chief", "all"), "chief")
 
     def __post_init__(self) -> None:
-        _check(self, "telemetry")
+        check(self, "telemetry")
         self.places()
         if self.profile is not None:
             step_range("telemetry.profile", self.profile)
@@ -216,11 +263,13 @@ class Run:
     data: Data = dataclasses.field(default_factory=Data)
     model: Model = dataclasses.field(default_factory=Model)
     train: Train = dataclasses.field(default_factory=Train)
+    sync: Sync = dataclasses.field(default_factory=Sync)
+    parallel: Parallel = dataclasses.field(default_factory=Parallel)
     output: Output = dataclasses.field(default_factory=Output)
     telemetry: Telemetry = dataclasses.field(default_factory=Telemetry)
 
     def __post_init__(self) -> None:
-        _check(self, "")
+        check(self, "")
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> Run:
@@ -263,9 +312,9 @@ def default() -> ConfigDict:
     # A mistake in a config file is to be found, and reported with its key, by Run.from_dict alone.
     config = ConfigDict(Run().to_dict(), type_safe=False)
     for section, kind in typing.get_type_hints(Run).items():
-        for key, hint in typing.get_type_hints(kind).items() if dataclasses.is_dataclass(kind) else ():
-            if isinstance(hint, types.UnionType):  # lets --config.output.dir=... know its type
-                config[section][key] = config_dict.placeholder(typing.get_args(hint)[0])
+        for key, known in typing.get_type_hints(kind).items() if dataclasses.is_dataclass(kind) else ():
+            if isinstance(known, types.UnionType):  # lets --config.output.dir=... know its type
+                config[section][key] = config_dict.placeholder(typing.get_args(known)[0])
     return config
 
 
@@ -280,107 +329,27 @@ def check_key(key: str) -> None:
         ValueError: trian: no such key. Did you mean train?
     """
     head, _, rest = key.partition(".")
-    section = _hint(Run, head, "")
+    section = hint(Run, head, "")
     if rest and not dataclasses.is_dataclass(section):
         raise ValueError(f"{key}: no such key; {head} is a value, not a section. Set {head} itself.")
     if rest:
         name, _, inner = rest.partition(".")
-        if inner and "Mapping" not in str(_hint(section, name, head)):
+        if inner and "Mapping" not in str(hint(section, name, head)):
             raise ValueError(
                 f"{key}: no such key; {head}.{name} is a value, not a section. Set {head}.{name} itself."
             )
-        _hint(section, name, head)
-
-
-def step_range(name: str, text: str) -> tuple[int, int]:
-    """The first and last step that a text such as "steps=10..15" names, counted from 1.
-
-    Args:
-        name: Of the key, flag or argument, for a message.
-        text: The text.
-
-    Raises:
-        ValueError: For another text.
-
-    Example:
-        >>> step_range("--profile", "steps=10..15"), step_range("--profile", "steps=7")
-        ((10, 15), (7, 7))
-    """
-    found = re.fullmatch(r"steps=(\d+)(?:\.\.(\d+))?", text) if isinstance(text, str) else None
-    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
-    if not 1 <= first <= last:
-        raise ValueError(f"{name}: expected steps from 1 on, the first and the last, such as steps=10..15; received {text!r}.")
-    return first, last
-
-
-def nearest(name: str, names: typing.Iterable[str], prefix: str = "") -> str:
-    """The remedy for a misspelt name: the nearest, or all there are.
-
-    Example:
-        >>> nearest("epoch", ["epochs", "seed"])
-        'Did you mean epochs?'
-        >>> nearest("x", ["epochs", "seed"])
-        'Expected one of epochs, seed.'
-    """
-    names = sorted(names)
-    close = difflib.get_close_matches(name, names, n=1)
-    return (
-        f"Did you mean {prefix}{close[0]}?"
-        if close
-        else f"Expected one of {', '.join(prefix + n for n in names)}."
-    )
+        hint(section, name, head)
 
 
 def _section(cls: type, key: str, value: Any) -> Any:
-    kind = _hint(cls, key, "")
+    kind = hint(cls, key, "")
     if not dataclasses.is_dataclass(kind):
         return value
     if not isinstance(value, Mapping):
         keys = ", ".join(typing.get_type_hints(kind))
         raise ValueError(f"{key}: expected a section with keys such as {keys}; received {value!r}.")
     for name in value:
-        _hint(kind, name, key)
+        hint(kind, name, key)
     return kind(**value)  # type: ignore[operator]
 
 
-def _hint(kind: Any, name: str, path: str) -> Any:
-    """The type of a key; `path` is the key of the section it is in."""
-    hints = typing.get_type_hints(kind)
-    if name not in hints:
-        prefix = f"{path}." if path else ""
-        raise ValueError(f"{prefix}{name}: no such key. {nearest(name, hints, prefix)}")
-    return hints[name]
-
-
-def _check(section: Any, path: str) -> None:
-    """Checks every field of a section against its type and bounds; ints become floats where those are expected."""
-    hints = typing.get_type_hints(type(section))
-    for field in dataclasses.fields(section):
-        key = f"{path}.{field.name}" if path else field.name
-        value = _typed(key, getattr(section, field.name), hints[field.name])
-        object.__setattr__(section, field.name, value)
-        rule = field.metadata
-        if "at least" in rule and value < rule["at least"]:
-            raise ValueError(f"{key}: expected at least {rule['at least']}, received {value!r}.")
-        if "above" in rule and not value > rule["above"]:
-            raise ValueError(f"{key}: expected a number above {rule['above']}, received {value!r}.")
-        if "one of" in rule and value not in rule["one of"]:
-            raise ValueError(f"{key}: received {value!r}. {nearest(value, rule['one of'])}")
-
-
-def _typed(key: str, value: Any, hint: Any) -> Any:
-    if isinstance(hint, types.UnionType):
-        if value is None:
-            return None
-        hint = typing.get_args(hint)[0]
-    kind = typing.get_origin(hint) or hint
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        expected = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}.get(
-            kind, "a mapping"
-        )
-        raise ValueError(
-            f"{key}: expected {expected}, received {value!r}, which is of type {type(value).__name__}."
-        )
-    return dict(value) if kind is Mapping else value

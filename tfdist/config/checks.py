@@ -1,0 +1,105 @@
+"""Values of a section are checked against the types and bounds of its fields; sections are not known here."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+
+def at_least(least: int, default: Any) -> Any:
+    return dataclasses.field(default=default, metadata={"at least": least})
+
+
+def above(bound: float, default: float) -> Any:
+    return dataclasses.field(default=default, metadata={"above": bound})
+
+
+def one_of(choices: tuple[str, ...], default: str) -> Any:
+    return dataclasses.field(default=default, metadata={"one of": choices})
+
+
+def step_range(name: str, text: str) -> tuple[int, int]:
+    """The first and last step that a text such as "steps=10..15" names, counted from 1.
+
+    Args:
+        name: Of the key, flag or argument, for a message.
+        text: The text.
+
+    Raises:
+        ValueError: For another text.
+
+    Example:
+        >>> step_range("--profile", "steps=10..15"), step_range("--profile", "steps=7")
+        ((10, 15), (7, 7))
+    """
+    found = re.fullmatch(r"steps=(\d+)(?:\.\.(\d+))?", text) if isinstance(text, str) else None
+    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= first <= last:
+        raise ValueError(f"{name}: expected steps from 1 on, the first and the last, such as steps=10..15; received {text!r}.")
+    return first, last
+
+
+def nearest(name: str, names: typing.Iterable[str], prefix: str = "") -> str:
+    """The remedy for a misspelt name: the nearest, or all there are.
+
+    Example:
+        >>> nearest("epoch", ["epochs", "seed"])
+        'Did you mean epochs?'
+        >>> nearest("x", ["epochs", "seed"])
+        'Expected one of epochs, seed.'
+    """
+    names = sorted(names)
+    close = difflib.get_close_matches(name, names, n=1)
+    return (
+        f"Did you mean {prefix}{close[0]}?"
+        if close
+        else f"Expected one of {', '.join(prefix + n for n in names)}."
+    )
+
+
+def hint(kind: Any, name: str, path: str) -> Any:
+    """The type of a key; `path` is the key of the section it is in."""
+    hints = typing.get_type_hints(kind)
+    if name not in hints:
+        prefix = f"{path}." if path else ""
+        raise ValueError(f"{prefix}{name}: no such key. {nearest(name, hints, prefix)}")
+    return hints[name]
+
+
+def check(section: Any, path: str) -> None:
+    """Checks every field of a section against its type and bounds; ints become floats where those are expected."""
+    hints = typing.get_type_hints(type(section))
+    for field in dataclasses.fields(section):
+        key = f"{path}.{field.name}" if path else field.name
+        value = _typed(key, getattr(section, field.name), hints[field.name])
+        object.__setattr__(section, field.name, value)
+        rule = field.metadata
+        if "at least" in rule and value < rule["at least"]:
+            raise ValueError(f"{key}: expected at least {rule['at least']}, received {value!r}.")
+        if "above" in rule and not value > rule["above"]:
+            raise ValueError(f"{key}: expected a number above {rule['above']}, received {value!r}.")
+        if "one of" in rule and value not in rule["one of"]:
+            raise ValueError(f"{key}: received {value!r}. {nearest(value, rule['one of'])}")
+
+
+def _typed(key: str, value: Any, hint: Any) -> Any:
+    if isinstance(hint, types.UnionType):
+        if value is None:
+            return None
+        hint = typing.get_args(hint)[0]
+    kind = typing.get_origin(hint) or hint
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        expected = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}.get(
+            kind, "a mapping"
+        )
+        raise ValueError(
+            f"{key}: expected {expected}, received {value!r}, which is of type {type(value).__name__}."
+        )
+    return dict(value) if kind is Mapping else value
