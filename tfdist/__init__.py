@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from tfdist import app, config, data, flags, layers, models
+    from tfdist import app, config, data, flags, layers, loops, models, parallel, sync
     from tfdist.cluster import ClusterSpec
     from tfdist.strategies import make_strategy
+    from tfdist.strategies.stages import pipeline_devices
     from tfdist.train.anatomy import Anatomy
     from tfdist.train.backup import BackupAndRestore
     from tfdist.train.board import TensorBoard
@@ -36,8 +37,12 @@ _HOMES = {
     "data": "tfdist.data",
     "flags": "tfdist.flags",
     "layers": "tfdist.layers",
+    "loops": "tfdist.loops",
     "make_strategy": "tfdist.strategies",
     "models": "tfdist.models",
+    "parallel": "tfdist.parallel",
+    "pipeline_devices": "tfdist.strategies.stages",
+    "sync": "tfdist.sync",
 }
 
 __all__ = [
@@ -54,8 +59,12 @@ __all__ = [
     "data",
     "flags",
     "layers",
+    "loops",
     "make_strategy",
     "models",
+    "parallel",
+    "pipeline_devices",
+    "sync",
 ]
 
 

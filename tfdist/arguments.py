@@ -106,6 +106,29 @@ def no_such_flag(word: str, known: Sequence[str]) -> str:
     return f"{word}: no such flag. {f'Did you mean {nearest}?' if nearest else 'Expected one of ' + ', '.join(known) + '.'}"
 
 
+def flags_beside_config(parser: argparse.ArgumentParser, argv: Sequence[str], needed: bool = True) -> tuple[argparse.Namespace, list[str]]:
+    """A command line of flags of a command's own, and words about a run's config.
+
+    Args:
+        parser: Of the flags.
+        argv: The words after the command.
+        needed: Whether a config file must be among them.
+
+    Returns:
+        The flags, and the words about the config.
+
+    Raises:
+        ValueError: Names the flag, what was expected and received.
+    """
+    flags, words = parser.parse_known_args(argv)
+    unknown = [word for word in words if word.startswith("-") and not about_config(word)]
+    if unknown:
+        raise ValueError(no_such_flag(unknown[0], ["--config", *map(flag_of, vars(flags))]))
+    if needed and not any(re.match(r"--?config(=|$)", word) for word in words):
+        raise ValueError("--config: expected a config file, such as --config=configs/digits.py; received none")
+    return flags, words
+
+
 def about_config(word: str) -> bool:
     """Whether a word is about a run's config, and so no flag of the command's own.
 

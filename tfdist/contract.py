@@ -80,6 +80,11 @@ def _number(text: str) -> int:
     return int(text) if text.isdecimal() else 0
 
 
+def environment(**more: str) -> dict[str, str]:
+    """That of this process, and more, for a process that it starts."""
+    return {**os.environ, **more}
+
+
 def inherited(*names: str, environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """Variables of this process that the tasks it starts will find too; those that are not set are left out.
 

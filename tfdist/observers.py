@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import platform
 import time
 from collections.abc import Callable
@@ -128,6 +129,15 @@ def trained_by(strategy: tf.distribute.Strategy) -> dict[str, int]:
     if not isinstance(strategy, tf.distribute.ParameterServerStrategy):
         return {}
     return {"workers": connected_tasks("worker"), "parameter_servers": connected_tasks("ps")}
+
+
+def sent(strategy: tf.distribute.Strategy, model: keras.Model) -> float | None:
+    """Bytes that a replica has sent to others in a step of training, on average; None where that is not known."""
+    from tfdist.keras_compat import engine_of
+
+    engine = engine_of(strategy)
+    found = engine.bytes_per_step(model) if engine is not None else math.nan
+    return None if math.isnan(found) else found
 
 
 class _NoteSession:

@@ -121,7 +121,7 @@ def run(settings: config.Run) -> dict[str, Any]:
     started = time.monotonic()
     observers.check(settings)
     where = settings.strategy
-    strategy = building.make_strategy(where)
+    strategy = building.make_strategy(where, settings.sync)
     chief = is_chief(strategy)
     directory = find_directory(settings)
     train, test = inputs.pipeline(settings, "train"), inputs.pipeline(settings, "eval")
@@ -173,6 +173,7 @@ def run(settings: config.Run) -> dict[str, Any]:
         "examples_per_second": log.rate(inputs.examples(train) or _taken(model, len(log.seconds))),
         "seconds": time.monotonic() - started,
         "replicas": strategy.num_replicas_in_sync,
+        "bytes_per_step": observers.sent(strategy, model),
         **observers.trained_by(strategy),
         "strategy": type(strategy).__name__,
         **{name: str(path) for name, path in paths.items()},
@@ -243,6 +244,7 @@ def describe(summary: dict[str, Any]) -> str:
         f"{summary['name']}: {', '.join(results) or 'no metrics'} on the evaluation split "
         f"after {summary['epochs']} epochs",
         f"  speed    {rate} on {_trained_on(summary)}, {summary['seconds']:.0f} s in all",
+        *([f"  sync     {summary['bytes_per_step'] / 1e3:,.1f} kB a step sent by each replica"] if summary.get("bytes_per_step") else []),
         f"  model    {summary.get('model', 'not saved')}",
         f"  history  {summary.get('history', 'not kept')}",
         f"  backup   {backup}",

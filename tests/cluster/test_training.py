@@ -121,6 +121,7 @@ MISTAKES = {
     "shorter_data": "worker:1 differs from worker:0 in length of the training data: 4 against 5",
     "other_epochs": "worker:1 differs from worker:0 in epochs: 2 against 1",
     "other_weights": r"worker:1 differs from worker:0 in weights after the first step.*strategy.scope\(\)",
+    "other_weights_of_local_steps": "worker:1 differs from worker:0 in weights after the first step",
     "other_steps_per_execution": "worker:1 differs from worker:0 in steps_per_execution: 2 against 1",
     "shards": "worker:1 differs from worker:0 in length of the training data: 2 against 3",
     "shards_without_length": BATCHES,

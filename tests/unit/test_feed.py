@@ -7,9 +7,9 @@ import tensorflow as tf
 from tests.parity.cases import dataset
 from tfdist.data.order import share
 from tfdist.data.rows import count_rows
+from tfdist.parallel.placement import Placement
 from tfdist.train import gradients
 from tfdist.train.feed import Batch, Feed, batch_of, replica_rows, replica_slices
-from tfdist.train.placement import Placement
 
 HOST = "/cpu:0"
 ROWS, BATCH = 10, 4  # a short last batch

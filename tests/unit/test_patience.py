@@ -5,7 +5,7 @@ import pytest
 SCRIPT = """
 import sys, time, tensorflow as tf
 from tfdist.train.patience import Patience
-from tfdist.train.placement import Placement
+from tfdist.parallel.placement import Placement
 cpu, = tf.config.list_physical_devices("CPU")
 tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
 

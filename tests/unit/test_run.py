@@ -1,13 +1,17 @@
 """One short run, from its settings to its summary, on one device."""
 
+import dataclasses
 import json
 import time
 
+import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfdist
 from tfdist import config
 from tfdist.run import describe, run
+from tfdist.sync import DiLoCo, Gradients, LocalSGD
 from tfdist.telemetry import sessions
 from tfdist.telemetry.layout import read_json_lines
 
@@ -79,3 +83,30 @@ def test_a_summary_without_training_or_model_can_be_told():
     assert "tensorboard --logdir l" in describe({**summary, "logs": "l"})
     under_servers = {**summary, "replicas": 1, "workers": 2, "parameter_servers": 1}
     assert "on 2 workers and 1 parameter server," in describe(under_servers)
+
+
+@pytest.mark.parametrize(
+    ("section", "policy"),
+    [
+        ({}, Gradients()),
+        ({"combine": "sum", "wire": "float16", "clip_norm": 1.0, "accumulate": 3, "skip_nonfinite": True}, Gradients("sum", "float16", 4 << 20, 1.0, 3, True)),
+        ({"kind": "local_sgd", "warmup": 5, "bucket_bytes": 7}, LocalSGD(8, 5, bucket_bytes=7)),
+        ({"kind": "local_sgd", "every": 0}, LocalSGD("epoch")),
+        ({"kind": "diloco", "wire": "bfloat16"}, DiLoCo(wire="bfloat16")),
+        ({"kind": "diloco", "every": 4, "outer_learning_rate": 0.5, "outer_momentum": 0.0}, DiLoCo(4, 0, 0.5, 0.0)),
+    ],
+)
+def test_a_section_becomes_a_policy(section, policy):
+    from tfdist import building
+
+    assert building.policy(config.Run.from_dict({"sync": section}).sync) == policy
+
+
+@pytest.mark.parametrize(("sync", "updates"), [({}, 24), ({"accumulate": 3}, 8)], ids=["each step", "every third"])
+def test_a_schedule_ends_with_the_last_update(settings, one_device, sync, updates):
+    from tfdist import building
+
+    given = config.Run.from_dict({**dataclasses.asdict(settings), "model": {"name": "mlp", "options": {"widths": (4,), "classes": 10}}, "sync": sync})
+    train = tf.data.Dataset.from_tensor_slices((np.zeros([48, 8, 8, 1], np.float32), np.arange(48) % 10)).batch(4)
+    optimizer = building.make_model(given, one_device, train).optimizer
+    assert optimizer.get_config()["learning_rate"]["config"]["decay_steps"] == updates

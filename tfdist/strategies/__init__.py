@@ -7,17 +7,20 @@ import difflib
 import glob
 import logging
 import os
-import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tfdist import flags, preflight, resolvers
+from tfdist import sync as sync_policies
 from tfdist.cluster import ClusterSpec
-from tfdist.keras_compat import connected, engine_of, runtime_initialized
+from tfdist.keras_compat import engine_of, runtime_initialized
+from tfdist.keras_compat.servers import connected
 from tfdist.strategies import devices as device_names
 from tfdist.strategies import local
 from tfdist.strategies.multi_worker import COMMUNICATION, multi_worker_mirrored
 from tfdist.strategies.parameter_server import READING, coordinate
-from tfdist.strategies.server import check_host, end_servers, serve
+from tfdist.strategies.server import check_host, farewell, serve
+from tfdist.sync import Policy
 from tfdist.train.evaluator import Evaluator
 
 if TYPE_CHECKING:
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("tfdist")
 
 NAMES = ("auto", "one_device", "mirrored", "central_storage", "multi_worker_mirrored", "parameter_server", "tpu")
+TOGETHER = ("one_device", "mirrored", "multi_worker_mirrored")  # whose replicas train in step, with a copy of the variables each
 
 
 def make_strategy(
@@ -41,6 +45,7 @@ def make_strategy(
     threads: int | None = None,
     reading: str = "auto",
     variable_partitioner: object = None,
+    sync: Policy | str | Callable[[list], list] | None = None,
     tpu: str = "local",
 ) -> tf.distribute.Strategy:
     """Makes the strategy that fits this process; call it first, before any tensor, data set or model.
@@ -64,6 +69,8 @@ def make_strategy(
         reading: Under `parameter_server`, who reads a `tf.data.Dataset` given to `fit` or `evaluate`: `workers`, `coordinator`, or
             `auto`: the workers, where the data set is more than Python code or arrays of the chief.
         variable_partitioner: Refused: Keras variables cannot be partitioned; `tfdist.layers.ShardedEmbedding` is.
+        sync: How the replicas become one, see `tfdist.sync`: `Gradients`, `LocalSGD` or `DiLoCo`; or "bfloat16", "float16", "replicas", "sum",
+            or a function of a list of gradients, which are short for `Gradients` with these. None: the gradients of all examples of the global batch are averaged in each step.
         tpu: TPU for the strategy `tpu`: a name, a gRPC address, or `local`.
 
     Returns:
@@ -77,6 +84,7 @@ def make_strategy(
     >>> strategy.num_replicas_in_sync
     1
     """
+    policy = sync_policies.policy(sync)
     if isinstance(cluster, int):
         raise ValueError(f"cluster: expected a ClusterSpec or the path of a file, received {cluster}; did you mean devices={cluster}?")
     for seconds, called in ((timeout, "timeout"), (start_timeout, "start_timeout")):
@@ -99,8 +107,12 @@ def make_strategy(
     names = device_names.configure(devices, threads)
     chosen, why = (name, "as asked") if name != "auto" else _choose(cluster, names)
     log.info("strategy %s on %s: %s", chosen, ", ".join(names), why)
+    if chosen not in TOGETHER and policy != sync_policies.Gradients():
+        raise ValueError(
+            f"sync: the strategy {chosen} does not exchange gradients by policies, received {sync!r}. Use {', '.join(TOGETHER[:-1])} or {TOGETHER[-1]}."
+        )
     if chosen == "multi_worker_mirrored":
-        return _multi_worker(cluster, names, communication, timeout, start_timeout)
+        return _multi_worker(cluster, names, communication, timeout, start_timeout, policy)
     if chosen == "parameter_server":
         return _parameter_server(cluster, names, reading, timeout, start_timeout)
     if cluster is not None and len(cluster.training_tasks) > 1:
@@ -109,9 +121,9 @@ def make_strategy(
             "multi_worker_mirrored or auto, or start one process without a cluster."
         )
     if chosen == "one_device":
-        return local.one_device(names[0])
+        return local.one_device(names[0], policy)
     if chosen == "mirrored":
-        return local.mirrored(names, cross_device)
+        return local.mirrored(names, cross_device, policy)
     if chosen == "central_storage":
         return local.central_storage(names)
     return _tpu(tpu)
@@ -141,15 +153,7 @@ def _choose(cluster: ClusterSpec | None, names: list[str]) -> tuple[str, str]:
     return "one_device", "one process with one device"
 
 
-def _quiet_tensorflow() -> None:
-    """Keeps TensorFlow's INFO line for every collective off the console, unless its level was set."""
-    import tensorflow as tf
-
-    if tf.get_logger().level == logging.NOTSET:
-        tf.get_logger().setLevel(logging.WARNING)
-
-
-def _multi_worker(cluster: ClusterSpec | None, names: list[str], communication: str, timeout: float, start_timeout: float):
+def _multi_worker(cluster: ClusterSpec | None, names: list[str], communication: str, timeout: float, start_timeout: float, policy: Policy):
     if runtime_initialized():
         raise device_names.too_late("a cluster")
     if names[0].startswith("/cpu") and len(names) > 1:
@@ -157,11 +161,11 @@ def _multi_worker(cluster: ClusterSpec | None, names: list[str], communication: 
             f"devices: multi_worker_mirrored uses one CPU device a worker, received {len(names)}; start more workers on this machine "
             "instead (tfdist launch --workers N)."
         )
-    _quiet_tensorflow()
+    device_names.quiet_tensorflow()
     device_names.restrict(names)
     if cluster is not None:
         preflight.check(cluster, timeout=start_timeout, attempt=resolvers.attempt())
-    return multi_worker_mirrored(cluster, communication, timeout)
+    return multi_worker_mirrored(cluster, communication, timeout, policy)
 
 
 def _parameter_server(cluster: ClusterSpec | None, names: list[str], reading: str, timeout: float, start_timeout: float):
@@ -178,7 +182,7 @@ def _parameter_server(cluster: ClusterSpec | None, names: list[str], reading: st
     again = connected()  # a strategy whose parameter server was lost may be followed by another
     if runtime_initialized() and not again:
         raise device_names.too_late("a cluster")
-    _quiet_tensorflow()
+    device_names.quiet_tensorflow()
     if cluster.task_type != "chief":
         # One GPU a worker: neighbours on a machine of several take one each.
         device_names.restrict([names[cluster.task.index % len(names)]])
@@ -186,14 +190,8 @@ def _parameter_server(cluster: ClusterSpec | None, names: list[str], reading: st
     if not again:
         check_host(cluster, cluster.task)
     strategy = coordinate(cluster, reading, timeout, start_timeout)
-    atexit.register(_farewell, cluster)
+    atexit.register(farewell, cluster)
     return strategy
-
-
-def _farewell(cluster: ClusterSpec) -> None:
-    """Ends the servers when this chief has done its work; after an error they stay for the next one."""
-    if getattr(sys, "last_value", None) is None:
-        end_servers(cluster)
 
 
 def _evaluator(cluster: ClusterSpec, names: list[str], start_timeout: float, cross_device: str):

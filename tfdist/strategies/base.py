@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import tensorflow as tf
 
 from tfdist import keras_compat
+from tfdist.parallel.placement import Placement
+from tfdist.sync import Policy
 from tfdist.train.engine import Engine
-from tfdist.train.placement import Placement
 
 
 class Fed(tf.distribute.Strategy if TYPE_CHECKING else object):  # type: ignore[misc]
@@ -38,12 +39,14 @@ def by_rows(dataset: tf.data.Dataset) -> bool:
     return dataset.options().experimental_distribute.auto_shard_policy in (policies.AUTO, policies.DATA)
 
 
-def adopt(strategy: tf.distribute.Strategy, placement: Placement, central: bool = False, timeout: float = 600.0) -> tf.distribute.Strategy:
+def adopt(
+    strategy: tf.distribute.Strategy, placement: Placement, central: bool = False, timeout: float = 600.0, sync: Policy | None = None, communication: str = "auto"
+) -> tf.distribute.Strategy:  # fmt: skip
     """Hooks Keras and gives the strategy its engine; returns the strategy."""
     keras_compat.install()
     keras_compat.allow_local_updates(strategy)
     if central:
         keras_compat.keep_state_per_replica(strategy)
     device = tf.DeviceSpec.from_string(strategy.extended.worker_devices[0])
-    Engine(strategy, placement, device.replace(device_type="CPU", device_index=0).to_string(), central, timeout)
+    Engine(strategy, placement, device.replace(device_type="CPU", device_index=0).to_string(), central, timeout, sync, communication)
     return strategy

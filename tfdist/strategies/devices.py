@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Sequence
 
@@ -89,12 +90,18 @@ def _before_start(what: str, satisfied: bool) -> None:
         raise too_late(what)
 
 
-def too_late(what: str) -> ValueError:
+def too_late(what: str, function: str = "make_strategy") -> ValueError:
     """The error for a strategy that is made after TensorFlow started."""
     return ValueError(
-        f"make_strategy was called too late: {what} cannot be set up once TensorFlow has started. Call it before anything that makes "
+        f"{function} was called too late: {what} cannot be set up once TensorFlow has started. Call it before anything that makes "
         "a tensor, a data set or a model, and once in a process."
     )
+
+
+def quiet_tensorflow() -> None:
+    """Keeps TensorFlow's INFO lines, one for every collective, off the console, unless its level was set."""
+    if tf.get_logger().level == logging.NOTSET:
+        tf.get_logger().setLevel(logging.WARNING)
 
 
 def restrict(names: list[str]) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from tfdist.keras_compat import separate_collectives
+from tfdist.parallel.placement import Placement
 from tfdist.strategies.base import Fed, adopt
-from tfdist.train.placement import Placement
+from tfdist.sync import Policy
 
 
 class OneDeviceStrategy(Fed, tf.distribute.OneDeviceStrategy):
@@ -28,20 +30,22 @@ _CROSS_DEVICE = {
 CROSS_DEVICE_NAMES = ("auto", *_CROSS_DEVICE)
 
 
-def one_device(device: str) -> OneDeviceStrategy:
+def one_device(device: str, sync: Policy | None = None) -> OneDeviceStrategy:
     """All on one device, such as `"/cpu:0"`."""
-    return adopt(OneDeviceStrategy(device), Placement())
+    return adopt(OneDeviceStrategy(device), Placement(), sync=sync)
 
 
-def mirrored(devices: list[str], cross_device: str = "auto") -> MirroredStrategy:
+def mirrored(devices: list[str], cross_device: str = "auto", sync: Policy | None = None) -> MirroredStrategy:
     """A copy of the model on each device of this process.
 
     Args:
         devices: Device names.
         cross_device: How gradients are summed, one of `CROSS_DEVICE_NAMES`.
+        sync: How replicas become one.
     """
+    separate_collectives(MirroredStrategy)
     ops = None if cross_device == "auto" else _CROSS_DEVICE[cross_device]()
-    return adopt(MirroredStrategy(devices, ops), Placement(local_replicas=len(devices)))
+    return adopt(MirroredStrategy(devices, ops), Placement(local_replicas=len(devices)), sync=sync)
 
 
 def central_storage(devices: list[str]) -> CentralStorageStrategy:

@@ -12,9 +12,10 @@ import tensorflow as tf
 from tfdist import keras_compat
 from tfdist.addresses import answers
 from tfdist.cluster import ClusterSpec
+from tfdist.parallel.placement import Placement
 from tfdist.strategies.base import Fed, adopt, by_rows
+from tfdist.sync import BUCKET_BYTES, Policy
 from tfdist.train.feed import replica_slices
-from tfdist.train.placement import Placement
 from tfdist.train.sync import share
 
 COMMUNICATION = {
@@ -22,9 +23,6 @@ COMMUNICATION = {
     "ring": tf.distribute.experimental.CommunicationImplementation.RING,
     "nccl": tf.distribute.experimental.CommunicationImplementation.NCCL,
 }
-
-# Small gradients travel in one collective; a large one by itself, which saves copying it, and starts while others are computed.
-PACK_BYTES = 4 * 2**20
 
 LEADER_SECONDS = 5.0
 
@@ -47,24 +45,25 @@ class MultiWorkerMirroredStrategy(Fed, tf.distribute.MultiWorkerMirroredStrategy
         return keras_compat.hide_length(super().distribute_datasets_from_function(dataset_fn, options))
 
 
-def multi_worker_mirrored(cluster: ClusterSpec | None, communication: str, timeout: float) -> MultiWorkerMirroredStrategy:
+def multi_worker_mirrored(cluster: ClusterSpec | None, communication: str, timeout: float, sync: Policy | None = None) -> MultiWorkerMirroredStrategy:
     """A copy of the model on each device of every training task.
 
     Args:
         cluster: The cluster with this task; None for a cluster of this process alone.
         communication: One of `COMMUNICATION`.
         timeout: Seconds that a step waits for the other workers.
+        sync: How replicas become one.
     """
-    options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=PACK_BYTES, implementation=COMMUNICATION[communication])
+    options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=sync.bucket_bytes if sync else BUCKET_BYTES, implementation=COMMUNICATION[communication])
     if cluster is None:
         strategy = MultiWorkerMirroredStrategy(communication_options=options)
-        return adopt(strategy, Placement(local_replicas=strategy.num_replicas_in_sync))
+        return adopt(strategy, Placement(local_replicas=strategy.num_replicas_in_sync), sync=sync, communication=communication)
     cluster.export()
     _await_leader(cluster)
     strategy = MultiWorkerMirroredStrategy(tf.distribute.cluster_resolver.TFConfigClusterResolver(), options)
     tasks = tuple(str(t) for t in cluster.training_tasks)
     placement = Placement(len(tasks), cluster.rank, strategy.num_replicas_in_sync // len(tasks), tasks)
-    adopt(strategy, placement, timeout=timeout)
+    adopt(strategy, placement, timeout=timeout, sync=sync, communication=communication)
     _share_seed(strategy, placement)
     return strategy
 

@@ -86,6 +86,28 @@ def end_servers(cluster: ClusterSpec, timeout: float = 10.0) -> None:
             log.debug("no farewell to %s: %s", task, error)
 
 
+def farewell(cluster: ClusterSpec) -> None:
+    """For the end of a chief's process: ends the servers when it has done its work; after an error they stay for the next chief."""
+    if getattr(sys, "last_value", None) is None:
+        end_servers(cluster)
+
+
+def wait_for(tasks: list[Task], seconds: float) -> None:
+    """Waits until all tasks serve; TensorFlow itself would wait without a bound, and name nobody."""
+    end, told = time.monotonic() + seconds, time.monotonic()
+    while missing := [t for t in tasks if not answers(t.address, 1.0)]:
+        names = ", ".join(f"{t} at {t.address}" for t in missing)
+        if time.monotonic() > end:
+            raise PeersAbsent(
+                f"{names} did not answer within {seconds:g} s. Start {'it' if len(missing) == 1 else 'them'} with the same cluster, or look "
+                "at the log for what went wrong there."
+            )
+        if time.monotonic() - told > 10:
+            told = time.monotonic()
+            log.warning("chief waits for %s", names)
+        time.sleep(0.2)
+
+
 def addresses(cluster: ClusterSpec) -> dict[str, list[str]]:
     """The jobs that TensorFlow's servers connect to, all but the evaluator."""
     return {job: list(tasks) for job, tasks in cluster.jobs.items() if job != "evaluator"}

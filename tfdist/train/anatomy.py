@@ -18,11 +18,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.parallel.placement import Placement
 from tfdist.telemetry import layout
 from tfdist.telemetry.anatomy import Window, write
 from tfdist.telemetry.writers import TensorBoardWriter
 from tfdist.train.marks import PER_REPLICA
-from tfdist.train.placement import Placement
 from tfdist.train.sync import share
 
 log = logging.getLogger("tfdist")

@@ -9,7 +9,6 @@ import concurrent.futures
 import contextlib
 import functools
 import os
-import re
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -18,16 +17,15 @@ import keras
 from absl import logging
 
 from tfdist.backup import result, state
-from tfdist.backup.snapshot import Snapshot
+from tfdist.backup.snapshot import Snapshot, arrays_of, numbered
 from tfdist.backup.store import Found, Store
 from tfdist.contract import PREEMPTED_CODE, Launched, note
 from tfdist.keras_compat import engine_of, set_first_epoch
+from tfdist.train import frequency, preemption, rows
 from tfdist.train import logs as log_files
-from tfdist.train import preemption
 from tfdist.train.hooks import Hooks
 
-_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
-_METRICS = "metrics/"
+_METRICS, _SYNC = "metrics/", "sync/"
 _completed: set[str] = set()  # directories of the fits that this process has completed, and whose last snapshot was kept
 
 
@@ -65,7 +63,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         *,
         keep: int = 2,
     ):
-        self._every_seconds = _seconds(save_freq)
+        self._every_seconds = frequency.seconds(save_freq)
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
             raise ValueError(f"keep: expected how many snapshots to keep, 1 or more; received {keep!r}.")
         # A time is looked at after every step.
@@ -132,6 +130,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     # --- What Keras calls ---------------------------------------------------------------------------------------------
     def on_train_begin(self, logs=None):
+        rows.check(self.model)
         if not self.model.built:
             raise ValueError(
                 "BackupAndRestore: expected a model that is built before fit, as its state is restored then; build it with an Input layer or "
@@ -169,9 +168,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         found, self._restored = self._restored, None
         if found is not None:
             self._set_history(found.facts["history"])
-            totals = [array for key, array in found.arrays.items() if key.startswith(_METRICS)]
             if self._replayed:
-                self._engine.set_metric_totals(self.model, totals)
+                self._engine.set_metric_totals(self.model, arrays_of(_METRICS, found))
         if self._every_seconds:
             self._pause(1)
         elif self.save_freq != "epoch":
@@ -227,8 +225,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None
-        if self.writes:
-            result.write(self._launched, self.model, self._history())
+        with self._engine.gathered(self.model) if result.is_wanted(self._launched) else contextlib.nullcontext():
+            if self.writes:
+                result.write(self._launched, self.model, self._history())
         if keeps:
             _completed.add(self._directory)
         elif self.writes:
@@ -274,6 +273,10 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         """
         self._since, self._saved_at = 0, time.monotonic()
         totals = (self._trained or self._engine.metric_totals(self.model)) if step else []
+        synced = self._engine.sync_totals(self.model)
+        if state.is_sharded(self.model):
+            self._finish()  # or its number is not known
+        files = rows.save(self.model, self._engine, self.store)
         if not self.writes:
             return
         found, random = state.of_model(self.model, functools.partial(self._engine.values, self.model)), state.of_random()
@@ -291,8 +294,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             "stopped": self.params.get("epochs") if self.model.stop_training and not step else None,
             "first": first,
             "finished": finished,
+            "rows": files,
         }
-        arrays = {**found.arrays, **random.arrays, **state.best_of_callbacks(self._others()), **{f"{_METRICS}{place}": total for place, total in enumerate(totals)}}
+        arrays = {**found.arrays, **random.arrays, **state.best_of_callbacks(self._others()), **numbered(_METRICS, totals), **numbered(_SYNC, synced)}
         self._finish()
         assert self._thread is not None
         self._writing = self._thread.submit(self._write, Snapshot(arrays, facts))
@@ -340,8 +344,11 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
                 f"{self.backup_dir}: saved after step {step} of an epoch, where steps_per_execution was {found.facts['a_call']}; now it is {a_call}, and no call "
                 f"ends there. Compile with {found.facts['a_call']}, or another number that divides {step}."
             )
-        state.into_model(found, self.model, self.backup_dir)
+        replicas, place = self._engine.replicas()
+        state.into_model(found, self.model, self.backup_dir, pieces=self.store.pieces(found), replicas=replicas, first=place)
         state.into_random(found)
+        if synced := arrays_of(_SYNC, found):
+            self._engine.set_sync_totals(self.model, synced)
         stopped = found.facts["stopped"] is not None and found.facts["stopped"] == self.params.get("epochs")
         set_first_epoch(self.model, found.facts["stopped"] if stopped else epoch)
         self.model.stop_training = stopped
@@ -388,13 +395,3 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 def _described(numbers: Sequence[float]) -> str:
     number, epoch, step = (int(x) for x in numbers)
     return "none" if number < 0 else f"snapshot-{number} of epoch {epoch}, step {step}"
-
-
-def _seconds(save_freq: Any) -> float | None:
-    """The time that a `save_freq` says; None where it says none."""
-    if not isinstance(save_freq, str) or save_freq == "epoch":
-        return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh])", save_freq)
-    if not found or not float(found[1]):
-        raise ValueError(f'save_freq: expected "epoch", a number of steps, or a time such as "30s", "5m" or "1h"; received {save_freq!r}.')
-    return float(found[1]) * _SECONDS[found[2]]

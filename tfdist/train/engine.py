@@ -8,13 +8,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.parallel.files import as_plain, check_export
+from tfdist.parallel.optimizer import zero_in
+from tfdist.parallel.placement import Placement
+from tfdist.parallel.sharded import check_deferred, store_of
+from tfdist.sync import Gradients, LocalSGD, Policy
 from tfdist.train import gradients, step
 from tfdist.train.anatomy import Anatomy, Recorder
 from tfdist.train.backing import backing, told_alike
@@ -22,12 +27,13 @@ from tfdist.train.backup import BackupAndRestore
 from tfdist.train.callbacks import backups_last, follow, is_progress_bar, watches
 from tfdist.train.feed import Feed
 from tfdist.train.hooks import Hooks, bind, check_optimizer, fewest
+from tfdist.train.local import LocalSteps
 from tfdist.train.loop import Runner
+from tfdist.train.merging import Merging, check_totals
 from tfdist.train.patience import Patience
-from tfdist.train.placement import Placement
 from tfdist.train.predict import Predictor
-from tfdist.train.pulse import Pulse, batches, length
-from tfdist.train.sync import Sync, share
+from tfdist.train.pulse import Pulse, length, size
+from tfdist.train.sync import Sync, called_alike, share
 from tfdist.train.watch import Watch
 
 log = logging.getLogger("tfdist")
@@ -42,18 +48,24 @@ class Engine(Hooks):
         host: Name of this process' CPU device.
         central: Whether the replicas share one copy of the variables.
         timeout: Seconds that a step waits for other workers.
+        sync: How replicas become one.
+        communication: How workers exchange tensors: "auto", "ring" or "nccl".
     """
 
     pulse: Pulse
+    merging: Merging | LocalSteps
     # Called in each replica with the gradients, summed over the replicas, and their variables, before the optimizer takes them.
     watch_gradients: Callable[[Sequence[Any], Sequence[Any] | None], None] | None = None
 
-    def __init__(self, strategy: tf.distribute.Strategy, placement: Placement, host: str, central: bool = False, timeout: float = 600.0):
-        self._strategy = strategy
-        self.placement = placement
-        self.host = host
-        self._central = central
+    def __init__(
+        self, strategy: tf.distribute.Strategy, placement: Placement, host: str, central: bool = False, timeout: float = 600.0, sync: Policy | None = None,
+        communication: str = "auto",
+    ):  # fmt: skip
+        self._strategy, self.host, self._central = strategy, host, central
+        self.placement, self.communication = placement, communication
+        self.use(sync or Gradients())
         self._syncs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        self._by_hand: weakref.WeakSet[Runner] = weakref.WeakSet()  # of models whose last steps were those of train_on_batch
         self._active: Runner | None = None
         self._kind: str | None = None  # which Keras method is walking over data: "fit", "evaluate" or "predict"
         self._watches: dict[str, Watch] = {}
@@ -64,6 +76,13 @@ class Engine(Hooks):
         self.pulse = Pulse(placement.is_chief)
         self.patience = Patience(timeout, placement)
         strategy.tfdist_engine = self
+
+    def use(self, policy: Policy) -> None:
+        """Sets how replicas become one, in steps that have not been traced yet."""
+        if isinstance(policy, LocalSGD):
+            self.merging = LocalSteps(policy, self._strategy, self.placement)
+        else:
+            self.merging = Merging(policy, self._strategy, self.placement, self._central)
 
     # --- fit, evaluate, predict -----------------------------------------------------------------------------------
     def fit(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
@@ -82,8 +101,8 @@ class Engine(Hooks):
             "initial_epoch": call["initial_epoch"],
             "steps_per_epoch": call["steps_per_epoch"] or -1,
             "batch_size": call["batch_size"] or -1,
-            "length of the training data": _length(call["x"]),
-            "length of the validation data": _length(call["validation_data"]),
+            "length of the training data": size(call["x"]),
+            "length of the validation data": size(call["validation_data"]),
             **told_alike(callbacks),
         }
         given["number of tfdist.Anatomy callbacks"] = len(anatomies := [c for c in callbacks if isinstance(c, Anatomy)])
@@ -105,13 +124,9 @@ class Engine(Hooks):
             with self._during("evaluate"):
                 return keras_method(model, **call["kwargs"])
         self._check(model)
-        self._sync(model).settle()
+        self._sync(model).meet()
         callbacks = self._as_member(call)
-        given = {
-            "steps": call["steps"] or -1,
-            "batch_size": call["batch_size"] or -1,
-            "length of the data": _length(call["x"]),
-        }
+        given = {"steps": call["steps"] or -1, "batch_size": call["batch_size"] or -1, "length of the data": size(call["x"])}
         _, exact, progress, _ = self._agree(model, given, callbacks, bool(call["progress"]))
         self._watches = {"evaluate": Watch(exact, progress, call["steps"])}
         with self._during("evaluate"):
@@ -119,15 +134,30 @@ class Engine(Hooks):
 
     def predict(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
         call = bind(keras_method, model, args, kwargs)
+        check_deferred(model)
         callbacks = self._as_member(call)
-        given = {"steps": call["steps"] or -1, "batch_size": call["batch_size"] or -1, "length of the data": _length(call["x"])}
+        given = {"steps": call["steps"] or -1, "batch_size": call["batch_size"] or -1, "length of the data": size(call["x"])}
         self._agree(model, given, callbacks, False)
-        self._sync(model).settle()
+        self._sync(model).meet()
         with self._during("predict"):
             return keras_method(model, **call["kwargs"])
 
     def train_on_batch(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
         self._check(model)
+        logs = self._on_batch(model, keras_method, *args, **kwargs)
+        self._by_hand.add(model.train_function)
+        return logs
+
+    def test_on_batch(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
+        self._check(model)
+        self._sync(model).gather()
+        return self._on_batch(model, keras_method, *args, **kwargs)
+
+    def predict_on_batch(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
+        self._sync(model).gather()
+        return keras_method(model, *args, **kwargs)
+
+    def _on_batch(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
         self._watches = {}
         try:
             return keras_method(model, *args, **kwargs)
@@ -135,13 +165,12 @@ class Engine(Hooks):
             self._active = None
             self.pulse.end()
 
-    test_on_batch = train_on_batch
-
     # --- What they are made of --------------------------------------------------------------------------------------
     def make_train_function(self, model: keras.Model, _, force: bool = False):
         if force or not isinstance(model.train_function, Runner):
             self._sync(model).forget()  # of what the model was compiled with before
             model.train_function = self._runner(model, model.train_step)
+        self.prepare(model)
         self._begin(model.train_function, "fit", verify=True)
         model.train_function.epoch = self.pulse.epoch
         return model.train_function
@@ -153,6 +182,7 @@ class Engine(Hooks):
         return model.test_function
 
     def make_predict_function(self, model: keras.Model, _, force: bool = False):
+        check_deferred(model)  # of predict_on_batch
         if force or not isinstance(model.predict_function, Predictor):
             model.predict_function = Predictor(self._strategy, self.placement, self.host, model, self.patience)
         return model.predict_function
@@ -165,8 +195,19 @@ class Engine(Hooks):
             return keras_method(model)
         return runner.end_epoch()
 
+    def prepare(self, model: keras.Model) -> None:
+        """Makes the state of the policy before a compiled model's first step; a sharded optimizer or model has a policy of its own."""
+        if model.optimizer is not None and model.optimizer.built and self.exchange_of(model) is self.merging:
+            self.merging.prepare(model.optimizer, model.trainable_variables)
+
     def apply(self, optimizer, keras_apply: Callable, grads, variables):
-        return gradients.apply(optimizer, keras_apply, grads, variables, self.placement, self._central, self.watch_gradients)
+        sharded = zero_in(optimizer)
+        if sharded is not None:
+            return gradients.apply_sharded(sharded, optimizer, keras_apply, list(grads), variables, step.local_replica(self.placement))
+        store = store_of(variables, optimizer)
+        if store is not None:
+            return gradients.apply_to_shards(store, optimizer, keras_apply, list(grads), variables, step.local_replica(self.placement))
+        return self.merging.apply(optimizer, keras_apply, list(grads), variables, self.watch_gradients)
 
     def scale_loss_for_distribution(self, keras_function: Callable, value):
         return step.scale_loss(keras_function, value)
@@ -217,30 +258,61 @@ class Engine(Hooks):
         return self._active is not None and self._active.stopping and self._active.at_rest
 
     def chief_says(self, numbers: list[float]) -> list[float]:
-        if self.placement.workers == 1:
-            return numbers
-        return share(self._strategy, self.placement, np.array(numbers, np.float64))[0].tolist()
+        return numbers if self.placement.workers == 1 else self.everyone_says(numbers)[0]
+
+    def everyone_says(self, numbers: list[float]) -> list[list[float]]:
+        return share(self._strategy, self.placement, np.array(numbers, np.float64)).tolist()
+
+    def replicas(self) -> tuple[int, int]:
+        return self.placement.replicas, self.placement.first_replica
+
+    def gathered(self, model: keras.Model) -> contextlib.AbstractContextManager[None]:
+        return as_plain(model, self.placement.workers, self.placement.is_chief)
 
     def values(self, model: keras.Model, variables: Sequence[keras.Variable]) -> list[np.ndarray]:
         return self._sync(model).values(variables)
 
     def metric_totals(self, model: keras.Model) -> list:
-        self._sync(model).settle()
-        return self._sync(model).totals()
+        self._sync(model).meet()
+        return self._sync(model).totals(model.metrics_variables)
 
     def set_metric_totals(self, model: keras.Model, totals: list) -> None:
-        self._sync(model).set_totals(totals)
+        self._sync(model).set_totals(model.metrics_variables, totals)
+
+    def sync_totals(self, model: keras.Model) -> list:
+        totals = self._sync(model).totals(self.merging.variables(model.optimizer))
+        self.set_sync_totals(model, totals)  # so that this run goes on from the numbers from which one goes on that restores them
+        return totals
+
+    def set_sync_totals(self, model: keras.Model, totals: list) -> None:
+        self.prepare(model)
+        held = self.merging.variables(model.optimizer)
+        check_totals(self.merging.policy, held, totals)
+        self._sync(model).set_totals(held, totals)
+
+    def exchange_of(self, model: keras.Model) -> Any:
+        """What makes one of the replicas of a compiled model, by its `policy`: its sharded optimizer, its shards, or `merging`."""
+        return zero_in(model.optimizer) or store_of(model.trainable_variables, model.optimizer) or self.merging
+
+    def bytes_per_step(self, model: keras.Model) -> float:
+        found = self.exchange_of(model)
+        return found.bytes_per_step(model.optimizer) if found is self.merging else found.bytes_per_step
 
     # --- Files -----------------------------------------------------------------------------------------------------
     def save(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
-        """Only the chief's reach a file."""
-        if self.placement.is_chief:
-            return keras_method(model, *args, **kwargs)
+        """Only the chief's reach a file; all workers give their parts of what is sharded, and meet where each has trained by itself."""
+        self._sync(model).gather()
+        with self.gathered(model):
+            if self.placement.is_chief:
+                return keras_method(model, *args, **kwargs)
         log.debug("%s leaves model.%s to the chief", self.placement.task(self.placement.rank), keras_method.__name__)
         return None
 
     save_weights = save
-    export = save
+
+    def export(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
+        check_export(model)
+        return self.save(model, keras_method, *args, **kwargs)
 
     # --- Below ------------------------------------------------------------------------------------------------------
     def _runner(self, model, model_step) -> Runner:
@@ -253,7 +325,9 @@ class Engine(Hooks):
         return self._syncs[model]
 
     def _begin(self, runner: Runner, kind: str, verify: bool) -> None:
-        runner.begin(self._watches.get(kind, Watch()), verify, self._recorder if kind == "fit" else None)
+        goes_on = self._kind is None and runner in self._by_hand
+        self._by_hand.discard(runner)
+        runner.begin(self._watches.get(kind, Watch()), verify, self._recorder if kind == "fit" else None, anew=not goes_on)
         self._active = runner
 
     @contextlib.contextmanager
@@ -287,13 +361,12 @@ class Engine(Hooks):
     def _as_member(self, call: dict) -> list:
         """Leaves console and files to the chief; returns all callbacks."""
         kwargs = call["kwargs"]
-        as_list = isinstance(call["callbacks"], keras.callbacks.CallbackList)
         callbacks = backups_last(kwargs)
         call["progress"] = call["verbose"] != 0 or any(is_progress_bar(c) for c in callbacks)
         if not self.placement.is_chief:
             kwargs["verbose"] = 0
             followers = [follow(c) for c in callbacks if not is_progress_bar(c)]
-            if as_list:
+            if isinstance(call["callbacks"], keras.callbacks.CallbackList):
                 kwargs["callbacks"].callbacks[:] = followers
             else:
                 kwargs["callbacks"] = followers
@@ -316,29 +389,11 @@ class Engine(Hooks):
             "weights of the model": len(model.weights),
             "parameters of the model": sum(int(np.prod(v.shape)) for v in model.weights if v.shape.rank is not None),
         }
-        rows = share(self._strategy, self.placement, np.array([*wishes, *given.values()], np.float64))
-        for column, name in enumerate(given, start=len(wishes)):
-            for rank in range(1, len(rows)):
-                if rows[rank, column] != rows[0, column]:
-                    raise ValueError(
-                        f"{self.placement.task(rank)} differs from {self.placement.task(0)} in {name}: "
-                        f"{rows[rank, column]:g} against {rows[0, column]:g}. Run the same script with the same arguments "
-                        "in every task."
-                    )
-        return tuple(bool(max(column)) for column in rows.T[: len(wishes)])
+        return called_alike(share(self._strategy, self.placement, np.array([*given.values(), *wishes], np.float64)), list(given), self.placement)
 
     def _check(self, model: keras.Model) -> None:
         check_optimizer(model, self._strategy)
+        check_deferred(model)
         if self.placement.replicas > 1 and model.jit_compile:
-            raise ValueError(
-                f"compile(jit_compile=True) under {self.placement.replicas} replicas: XLA cannot compile the collectives of a "
-                "step (keras #18716). Pass jit_compile=False, or train on one device."
-            )
-
-
-def _length(data: Any) -> int:
-    """Batches of a data set or rows of an array, -1 where unknown."""
-    if (found := batches(data)) is not None:
-        return found
-    first = next((x for x in tf.nest.flatten(data) if x is not None), None)
-    return len(first) if isinstance(first, Sized) else -1
+            what = f"compile(jit_compile=True) under {self.placement.replicas} replicas: XLA cannot compile the collectives of a step (keras #18716)."
+            raise ValueError(f"{what} Pass jit_compile=False, or train on one device.")

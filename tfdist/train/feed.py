@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfdist.data.order import share
 from tfdist.data.rows import count_rows, cut
-from tfdist.train.placement import Placement
+from tfdist.parallel.placement import Placement
 
 
 class Batch(NamedTuple):

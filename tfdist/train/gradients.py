@@ -1,9 +1,4 @@
-"""The replicas' gradients become one sum, which every replica applies to its own copy of the variables.
-
-No loss is computed here. Keras clips, accumulates and checks each replica's gradients before they are summed; here the sum
-comes first, in one collective, so that clipping, accumulation, averaging of weights and the overflow check of loss scaling
-see what a single replica would see.
-"""
+"""The replicas' gradients become one sum, in one collective of TensorFlow's; what is done with it is decided elsewhere."""
 
 from __future__ import annotations
 
@@ -16,9 +11,11 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_compat import local_update
+from tfdist.keras_compat.parallel import known_variables
+from tfdist.parallel.optimizer import Zero
+from tfdist.parallel.sharded import FSDP
 from tfdist.train import marks
-from tfdist.train.placement import Placement
-from tfdist.train.step import local_replica
+from tfdist.train.step import own_weight
 
 
 class NotInLoop(Exception):
@@ -38,47 +35,6 @@ def in_loop() -> Iterator[None]:
         _loop.traced = False
 
 
-def apply(
-    optimizer: keras.optimizers.Optimizer,
-    keras_apply: Callable,
-    grads: list,
-    variables: list | None,
-    placement: Placement,
-    central: bool,
-    watch: Callable[[list, list | None], None] | None = None,
-) -> Any:
-    """Sums the gradients over the replicas, then lets Keras apply them; called in replica context.
-
-    Args:
-        optimizer: The outermost optimizer.
-        keras_apply: Keras' own `apply`.
-        grads: One gradient or None a variable.
-        variables: The variables, or None where the optimizer is built.
-        placement: Numbers of workers and replicas.
-        central: Whether variables are shared by the replicas (central storage) instead of copied to each.
-        watch: Called with the sums and the variables.
-    """
-    context = tf.distribute.get_replica_context()
-    local, several = local_replica(placement), placement.replicas > 1
-    marks.before_sum(local, list(grads), several)
-    summed = sum_over_replicas(context, list(grads))
-    if several:
-        marks.after_sum(local, summed)
-    grads = [merge_duplicates(g) for g in summed]
-    if watch is not None:
-        watch(grads, variables)
-    if central:
-        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-            raise ValueError(
-                "strategy central_storage: a LossScaleOptimizer (policy mixed_float16) is not supported, as Keras applies it in "
-                "a replica only. Use the policy mixed_bfloat16, or the strategy mirrored."
-            )
-        if context.num_replicas_in_sync > 1:
-            return context.merge_call(_apply_once, args=(optimizer, keras_apply, grads, variables))
-    with local_update(optimizer, local), marks.update(local):
-        return keras_apply(optimizer, grads, variables)
-
-
 def sum_over_replicas(context: tf.distribute.ReplicaContext, grads: list) -> list:
     """The sum of each gradient over the replicas; None stays None.
 
@@ -96,6 +52,34 @@ def sum_over_replicas(context: tf.distribute.ReplicaContext, grads: list) -> lis
     return summed
 
 
+def dense(grads: list, optimizer: Any, variables: list | None) -> list:
+    """Gradients as tensors of their variables' shapes, which the sum of sparse and dense ones, as of tied weights, has lost; None stays None.
+
+    Args:
+        grads: One gradient or None a variable.
+        optimizer: The outermost optimizer.
+        variables: The variables, or None where the optimizer is built.
+    """
+    known = variables if variables is not None else known_variables(optimizer)
+    return [None if g is None else tf.reshape(tf.convert_to_tensor(g), v.shape) for g, v in zip(grads, known, strict=True)]
+
+
+def of_own_means(grads: list, replicas: int) -> list:
+    """The gradients of a replica's own mean loss, from those of its part of the mean over the global batch; 0 where it has no rows.
+
+    Args:
+        grads: One gradient, also a sparse one, or None a variable.
+        replicas: In all processes.
+    """
+    return [None if g is None else _divided(g, own_weight(replicas)) for g in grads]
+
+
+def _divided(grad, weight):
+    values = grad.values if isinstance(grad, tf.IndexedSlices) else grad
+    values = values * tf.cast(tf.math.divide_no_nan(1.0, weight), values.dtype)
+    return tf.IndexedSlices(values, grad.indices, grad.dense_shape) if isinstance(grad, tf.IndexedSlices) else values
+
+
 def merge_duplicates(grad):
     """Sums the rows of a sparse gradient that belong to one index.
 
@@ -107,6 +91,69 @@ def merge_duplicates(grad):
     indices, position = tf.unique(grad.indices)
     values = tf.math.unsorted_segment_sum(grad.values, position, tf.size(indices))
     return tf.IndexedSlices(values, indices, grad.dense_shape)
+
+
+def apply_centrally(optimizer: keras.optimizers.Optimizer, keras_apply: Callable, grads: list, variables: list | None) -> Any:
+    """One update of variables that the replicas share (central storage); called in replica context, by all of them.
+
+    Args:
+        optimizer: The outermost optimizer.
+        keras_apply: Keras' own `apply`.
+        grads: The sums.
+        variables: The variables, or None where the optimizer is built.
+    """
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise ValueError(
+            "strategy central_storage: a LossScaleOptimizer (policy mixed_float16) is not supported, as Keras applies it in "
+            "a replica only. Use the policy mixed_bfloat16, or the strategy mirrored."
+        )
+    context = tf.distribute.get_replica_context()
+    if context.num_replicas_in_sync > 1:
+        return context.merge_call(_apply_once, args=(optimizer, keras_apply, grads, variables))
+    with local_update(optimizer, 0), marks.update(0):
+        return keras_apply(optimizer, grads, variables)
+
+
+def apply_sharded(sharded: Zero, optimizer: keras.optimizers.Optimizer, keras_apply: Callable, grads: list, variables: list | None, local: int) -> Any:
+    """An update by an optimizer that reduces the gradients itself; called in replica context.
+
+    Args:
+        sharded: It.
+        optimizer: The outermost optimizer.
+        keras_apply: Keras' own `apply`.
+        grads: This replica's.
+        variables: The variables, or None where the optimizer is built.
+        local: This replica's index among those of this process.
+    """
+    if sharded.policy.combine == "sum":
+        grads = of_own_means(grads, sharded.group.size)
+    marks.before_sum(local, grads, sharded.group.size > 1)
+    sharded.reduced = lambda parts: marks.after_sum(local, parts)
+    try:
+        with marks.update(local):
+            return sharded.update(optimizer, keras_apply, grads, variables)
+    finally:
+        sharded.reduced = None
+
+
+def apply_to_shards(store: FSDP, optimizer: keras.optimizers.Optimizer, keras_apply: Callable, grads: list, variables: list | None, local: int) -> Any:
+    """An update of sharded weights, whose gradients were summed in backward; called in replica context.
+
+    Args:
+        store: Of the weights.
+        optimizer: The outermost optimizer.
+        keras_apply: Keras' own `apply`.
+        grads: This replica's parts of the sums.
+        variables: The variables, or None where the optimizer is built.
+        local: This replica's index among those of this process.
+    """
+    marks.before_sum(local, grads, store.group.size > 1)
+    store.reduced = lambda parts: marks.after_sum(local, parts)
+    try:
+        with marks.update(local):
+            return store.update(optimizer, keras_apply, grads, variables)
+    finally:
+        store.reduced = None
 
 
 def _apply_once(strategy, optimizer, keras_apply, grads, variables):

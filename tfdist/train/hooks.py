@@ -1,7 +1,8 @@
-"""What an engine is asked by the hooks in `keras_compat.py`: each method here leaves Keras as it is; engines override some."""
+"""What an engine is asked by the hooks in `keras_compat`: each method here leaves Keras as it is; engines override some."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -85,9 +86,21 @@ class Hooks:
         """The chief's numbers, on every worker."""
         return numbers
 
+    def everyone_says(self, numbers: list[float]) -> list[list[float]]:
+        """The numbers of all workers, by rank; none goes on before all have said theirs."""
+        return [numbers]
+
+    def replicas(self) -> tuple[int, int]:
+        """How many replicas there are, and the number of the first of this process."""
+        return 1, 0
+
     def values(self, model: keras.Model, variables: Sequence[keras.Variable]) -> list[np.ndarray]:
         """The values of a model's variables, copied to the host."""
         return state.each_value(variables)
+
+    def gathered(self, model: keras.Model) -> contextlib.AbstractContextManager[None]:
+        """Inside, the process that writes reads sharded variables whole; called by all workers."""
+        return contextlib.nullcontext()
 
     def metric_totals(self, model: keras.Model) -> list:
         """The values of `model.metrics_variables` over all replicas, whose other state has met then too."""
@@ -95,6 +108,17 @@ class Hooks:
 
     def set_metric_totals(self, model: keras.Model, totals: list) -> None:
         """Sets what `metric_totals` gave."""
+
+    def sync_totals(self, model: keras.Model) -> list:
+        """The state of `tfdist.sync`'s policy over all replicas, such as gradients that were added up; afterwards this is the state that they have."""
+        return []
+
+    def set_sync_totals(self, model: keras.Model, totals: list) -> None:
+        """Sets what `sync_totals` gave."""
+
+    def bytes_per_step(self, model: keras.Model) -> float:
+        """Bytes that a replica sends to others in a step of training, on average; 0 before one was traced, not a number where nobody knows."""
+        return 0.0
 
     # --- What losses ask ----------------------------------------------------------------------------------------------
     def scale_loss_for_distribution(self, keras_function: Callable, value):

@@ -20,14 +20,14 @@ import tensorflow as tf
 
 from tfdist.contract import Phase
 from tfdist.data.rows import count_rows
-from tfdist.keras_compat import local_component, step_counter
+from tfdist.keras_compat import local_component
+from tfdist.parallel.placement import Placement
 from tfdist.train import inner, preemption
 from tfdist.train.anatomy import Recorder, times_of
 from tfdist.train.feed import Batch, FeedIterator, any_rows, batch_of
 from tfdist.train.gradients import NotInLoop
 from tfdist.train.marks import PER_REPLICA, Marks, measuring
 from tfdist.train.marks import end as end_of_step
-from tfdist.train.placement import Placement
 from tfdist.train.pulse import Pulse
 from tfdist.train.step import local_replica, run_replica
 from tfdist.train.sync import Sync, compare, share
@@ -75,23 +75,24 @@ class Runner:
         self._pace = 1  # Keras' calls to run at once; equal on all workers, see _look
         self._paced = False
         self._loop_for: tuple | None = None  # an iterator, whether its batches are even, the recorder, and the loop traced for them
-        self._bound = strategy.tfdist_engine.patience.bound
+        self._bound, self._merging = strategy.tfdist_engine.patience.bound, strategy.tfdist_engine.merging
         self._remote = tf.DeviceSpec.from_string(strategy.extended.worker_devices[0]).device_type != "CPU"
         self._readings = 1 + PER_REPLICA * placement.local_replicas
         self.recorder: Recorder | None = None
         self._fetched: tuple | None = None  # an iterator and the next batch from it
         self._fitting = 0  # calls that would fill AHEAD_SECONDS here; 0 until known
-        self.stats = Stats()
-        self.epoch = 0
+        self.stats, self.epoch = Stats(), 0
+        self._base: int | None = None  # steps that the optimizer's state tells of, before the call that runs
         self.begin(Watch())
 
     # --- One epoch after another ------------------------------------------------------------------------------------
-    def begin(self, watch: Watch, verify: bool = True, recorder: Recorder | None = None) -> None:
-        """Starts a `fit` or `evaluate`; with `verify` the workers compare data and weights after its first step."""
+    def begin(self, watch: Watch, verify: bool = True, recorder: Recorder | None = None, anew: bool = True) -> None:
+        """Starts a `fit` or `evaluate`; with `verify` the workers compare data and weights after its first step. Not `anew`: it goes on with the one before."""
         self.watch, self.recorder = watch, recorder
-        self._verified = not verify
+        self._verified, self._weights = not verify, 0.0
         self.stopping = False  # whether some worker was asked to end
-        self._base: int | None = None  # the optimizer's updates after the steps that have run
+        if anew:
+            self._base = None
         self._begin_epoch()
 
     def _begin_epoch(self) -> None:
@@ -114,7 +115,10 @@ class Runner:
     def end_epoch(self) -> dict[str, np.ndarray]:
         """Metrics of all replicas for the whole epoch; also puts what the last step returned into its logs."""
         news = self.recorder.end_steps(self.epoch) if self.recorder else None
-        self._sync.settle()
+        if self._trains:
+            self._sync.meet()
+        else:
+            self._sync.settle()
         results = self._look(news)
         self._begin_epoch()
         self.epoch += 1
@@ -139,7 +143,15 @@ class Runner:
         calls = self._plan(per_call)
         if not self.stats.steps:
             self._pulse.beat(Phase.TRACING)
-        self._base = self._updates() if self._base is None else self._base
+        if anew := self._base is None:
+            self._skips = self._leaves_out()
+        if self._base is None or self._skips:
+            self._base = self._counted()
+        if self._trains:
+            with self._bound():
+                self._merging.begin(self.model.optimizer, anew)
+            if self._merging.local and not self._verified:  # later they differ
+                self._weights = self._sync.fingerprint()
         before = dataclasses.replace(self.stats)
         if self.recorder:
             self.recorder.begin(self._base)
@@ -148,7 +160,7 @@ class Runner:
             steps = self._run_steps(iterator, calls * per_call)
         except (tf.errors.OpError, TimeoutError):
             if self._trains:  # where it failed
-                self._pulse.step = self.steps_done + self._updates() - self._base
+                self._pulse.step = self.steps_done + self._counted() - self._base
             raise
         self._base += steps
         seconds = time.perf_counter() - start
@@ -190,10 +202,15 @@ class Runner:
         self.recorder.add(found)
         return found.input
 
-    def _updates(self) -> int:
-        """Calls of the optimizer, also of those that only add to a sum."""
+    def _counted(self) -> int:
+        """Steps that the optimizer's state tells of, also those that only add to a sum."""
         optimizer = getattr(self.model, "optimizer", None)
-        return 0 if optimizer is None else int(step_counter(optimizer).numpy())
+        return 0 if optimizer is None else self._merging.steps(optimizer)
+
+    def _leaves_out(self) -> bool:
+        """Whether updates that are not finite are left out, and do not count; to ask each time costs a third of a millisecond."""
+        policy = self._strategy.tfdist_engine.exchange_of(self.model).policy if self._trains else None
+        return getattr(policy, "skip_nonfinite", False) or (self._trains and isinstance(self.model.optimizer, keras.optimizers.LossScaleOptimizer))
 
     def _anyone_asked(self) -> bool:
         if self._placement.workers == 1:
@@ -221,7 +238,7 @@ class Runner:
             news: What the recorder tells the other workers' ones, at the end of an epoch.
         """
         first, self._verified = not self._verified, True
-        weights = self._sync.fingerprint() if first and self._placement.workers > 1 else 0.0
+        weights = 0.0 if not first else self._weights if self._merging.local else self._sync.fingerprint()
         wish = min(MAX_AHEAD, 4 * self._pace, self._fitting) if self._fitting else 0
         note = np.array([self.steps_done, self._checksum, weights, wish, preemption.asked()])
         results, notes = self._sync.metrics(note if news is None else np.concatenate([note, news]))
@@ -283,7 +300,7 @@ class Runner:
     def _sign(self) -> list:
         """What changes with each step; read here alone, and in any thread."""
         with self._strategy.scope():  # or metrics would be summed over the workers
-            return [self._updates(), *(local_component(v, 0).numpy().tobytes() for v in self.model.metrics_variables)]
+            return [self._counted(), *(local_component(v, 0).numpy().tobytes() for v in self.model.metrics_variables)]
 
     def _next(self, source):
         """The next batch, which the loop may have fetched already."""

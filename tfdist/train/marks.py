@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.keras_compat import unordered
-from tfdist.train.placement import Placement
+from tfdist.parallel.placement import Placement
 
 PER_REPLICA = 3  # readings: gradients there, sums there, step done
 

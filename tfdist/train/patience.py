@@ -18,7 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.keras_compat import abort_collectives
-from tfdist.train.placement import Placement
+from tfdist.parallel.placement import Placement
 
 LOOKS = 8  # how often a call is looked at within the bound
 

@@ -18,10 +18,10 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from tfdist import keras_compat
 from tfdist.addresses import answers
 from tfdist.cluster import Task
 from tfdist.contract import TRANSIENT_CODE
+from tfdist.keras_compat import servers as server_compat
 
 log = logging.getLogger("tfdist")
 
@@ -97,7 +97,7 @@ class Pool:
         self._turn += 1
         self._error, self._idle_since = None, None
         for _ in self.workers:
-            keras_compat.schedule(self._coordinator, self._take_turn)
+            server_compat.schedule(self._coordinator, self._take_turn)
         try:
             yield
         finally:
@@ -206,7 +206,7 @@ class Pool:
 
     # --- In the workers' threads ------------------------------------------------------------------------------------
     def _take_turn(self) -> None:
-        turn, worker = self._turn, keras_compat.current_worker()
+        turn, worker = self._turn, server_compat.current_worker()
         while (taken := self._take(turn, worker)) is not None:
             owner, running = taken
             try:
@@ -243,7 +243,7 @@ class Pool:
             if server is not None:
                 error = _lost(server, _reason(error))
             elif isinstance(error, tf.errors.OpError) and not isinstance(error, _USER_ERRORS):
-                lost = keras_compat.is_worker_failure(error) or not self._answers(task)
+                lost = server_compat.is_worker_failure(error) or not self._answers(task)
         with self.changed:
             if self._running.get(worker) is running:
                 del self._running[worker]
@@ -262,7 +262,7 @@ class Pool:
         if not isinstance(error, tf.errors.OpError) or isinstance(error, _USER_ERRORS):
             return None
         for server in self._servers:
-            named = keras_compat.is_server_failure(error) and f"/job:ps/replica:0/task:{server.index}" in str(error)
+            named = server_compat.is_server_failure(error) and f"/job:ps/replica:0/task:{server.index}" in str(error)
             if named or not self._answers(server):
                 return server
         return None
@@ -279,7 +279,7 @@ def _reason(error: tf.errors.OpError) -> str:
 
 
 def _call(function, args: tuple, running: Running):
-    cancelable, running.cancel = keras_compat.cancelable(function)
+    cancelable, running.cancel = server_compat.cancelable(function)
     if running.abandoned:
         raise tf.errors.CancelledError(None, None, "given to another worker")
     return cancelable(*args)

@@ -7,9 +7,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.parallel.placement import Placement
 from tfdist.train.feed import Batch, batch_of, replica_rows
 from tfdist.train.patience import Patience
-from tfdist.train.placement import Placement
 from tfdist.train.step import local_replica
 
 

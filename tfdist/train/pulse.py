@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import time
+from collections.abc import Sized
 from typing import Any
 
 import keras
@@ -118,6 +119,14 @@ def length(data: Any) -> int | None:
     """Batches of a data set; None where that is not known, as of arrays."""
     found = batches(data)
     return found if found is not None and found > 0 else None
+
+
+def size(data: Any) -> int:
+    """Batches of a data set or rows of an array, -1 where unknown."""
+    if (found := batches(data)) is not None:
+        return found
+    first = next((x for x in tf.nest.flatten(data) if x is not None), None)
+    return len(first) if isinstance(first, Sized) else -1
 
 
 def batches(data: Any) -> int | None:

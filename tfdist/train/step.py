@@ -17,8 +17,8 @@ import tensorflow as tf
 
 from tfdist.data.rows import count_rows
 from tfdist.keras_compat import combined_weight, layer_state, local_component, scale_loss_for_distribution
+from tfdist.parallel.placement import Placement
 from tfdist.train.feed import Batch, replica_rows
-from tfdist.train.placement import Placement
 
 _scope = threading.local()
 
@@ -71,8 +71,20 @@ def _weight(value: tuple | None) -> Iterator[None]:
         _scope.rows = None
 
 
+@contextlib.contextmanager
+def own_means() -> Iterator[None]:
+    """Within it Keras' losses are means over this replica's rows alone, for who weighs them by `own_weight`."""
+    _scope.own = True
+    try:
+        yield
+    finally:
+        _scope.own = False
+
+
 def scale_loss(keras_function: Callable, value):
     """Keras' `value / replicas` becomes `value * rows / total` where the step knows its rows."""
+    if getattr(_scope, "own", False):
+        return value
     rows = getattr(_scope, "rows", None)
     if rows is None:
         return keras_function(value)
@@ -87,6 +99,8 @@ def unscale_loss(keras_function: Callable, value):
             f"The loss has shape {value.shape}, expected a scalar: a loss with reduction=None has no mean that {replicas} replicas "
             'could share. Use the default reduction "sum_over_batch_size".'
         )
+    if getattr(_scope, "own", False):
+        return value
     rows = getattr(_scope, "rows", None)
     if rows is None:
         return keras_function(value)
@@ -113,12 +127,20 @@ def reduce_weighted_values(
     own = tf.reduce_sum(tf.cast(weights, loss.dtype))
     total = tf.distribute.get_replica_context().all_reduce("SUM", own)
     # Keras divided by `own` and weighed by rows / total rows; the mean over all replicas divides by `total`.
-    return loss * tf.math.divide_no_nan(own, total) * tf.cast(_inverse_weight(replicas), loss.dtype)
+    return loss * tf.math.divide_no_nan(own, total) * tf.cast(tf.math.divide_no_nan(1.0, own_weight(replicas)), loss.dtype)
 
 
-def _inverse_weight(replicas: int):
+def own_weight(replicas: int):
+    """The part of the global batch that the replica in whose step this is has, by which its mean loss is weighed.
+
+    Args:
+        replicas: In all processes.
+
+    Returns:
+        A number, or a scalar float32 tensor, 0 without rows.
+    """
     rows = getattr(_scope, "rows", None)
-    return float(replicas) if rows is None else tf.math.divide_no_nan(rows[1], rows[0])
+    return 1.0 / replicas if rows is None else tf.math.divide_no_nan(*rows)
 
 
 # --- Random seeds and state of one replica ----------------------------------------------------------------------------

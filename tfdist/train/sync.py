@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.keras_compat import local_component
-from tfdist.train.placement import Placement
+from tfdist.parallel.placement import Placement
 from tfdist.train.step import local_replica, moving_state
 
 
@@ -61,34 +61,33 @@ class Sync:
         """Lets go of the variables that `values` last read."""
         self._functions.pop("values", None)
 
-    def totals(self) -> list[np.ndarray]:
-        """The metrics' variables over all replicas, float64."""
-        function = self._function("totals", self._model.metrics_variables, self._totals)
+    def totals(self, variables: Sequence[keras.Variable]) -> list[np.ndarray]:
+        """Variables of which each replica has a part, such as the metrics', over all replicas, float64."""
+        if not variables:
+            return []
+        function = self._function(f"totals {variables[0].path}", variables, lambda: self._totals(variables))
         with self._bound():
             return [value.numpy() for value in function()]
 
-    def set_totals(self, totals: list[np.ndarray]) -> None:
-        """Sets the metrics' variables of all replicas, so that `totals` gives these."""
-        variables = self._model.metrics_variables
+    def set_totals(self, variables: Sequence[keras.Variable], totals: list[np.ndarray]) -> None:
+        """Sets such variables on all replicas, so that `totals` gives these."""
 
-        def put():
-            first = tf.equal(tf.distribute.get_replica_context().replica_id_in_sync_group, 0)
+        with self._strategy.scope():
             for variable, total in zip(variables, totals, strict=True):
-                copy = local_component(variable, local_replica(self._placement))
-                value = tf.cast(total, copy.dtype)
-                copy.assign(tf.where(first, value, tf.zeros_like(value)) if variable.aggregation == "sum" else value)
-
-        tf.function(lambda: self._strategy.run(put), autograph=False)()
+                for local in range(self._placement.local_replicas):
+                    first = self._placement.first_replica + local == 0 or variable.aggregation != "sum"
+                    copy = local_component(variable, local)
+                    copy.assign(tf.cast(total if first else np.zeros_like(total), copy.dtype))
 
     def fingerprint(self) -> float:
-        """A number that differs, in all likelihood, between workers whose weights differ."""
-        weights = self._model.trainable_variables
+        """A number that differs, in all likelihood, between workers whose weights differ; 0 where there is one worker."""
+        weights = [v for v in self._model.trainable_variables if not hasattr(v, "tfdist_shape")]  # of sharded ones each has another part
 
         def total():
             sums = [tf.reduce_sum(tf.cast(local_component(v, 0), tf.float64)) * (1 + i % 7) for i, v in enumerate(weights)]
             return tf.add_n(sums)
 
-        return float(self._function("fingerprint", weights, total)()) if weights else 0.0
+        return float(self._function("fingerprint", weights, total)()) if weights and self._placement.workers > 1 else 0.0
 
     def mean(self, logs) -> dict:
         """The replicas' mean of what a step returned."""
@@ -103,6 +102,20 @@ class Sync:
         with self._bound():
             means = self._means[key](logs)
         return dict(zip(logs, self._strategy.experimental_local_results(means)[0].numpy(), strict=True))
+
+    def meet(self) -> None:
+        """Gives every replica one state, before somebody looks at it: also where each trains by itself for some steps."""
+        self._meet()
+        self.settle()
+
+    def gather(self) -> None:
+        """As `meet`, where each replica has trained by itself since it was last called; else it asks nothing of other workers."""
+        if self._meet():
+            self.settle()
+
+    def _meet(self) -> bool:
+        with self._bound():
+            return self._strategy.tfdist_engine.merging.meet(getattr(self._model, "optimizer", None))
 
     def settle(self) -> None:
         """Gives every replica the mean of the replicas' moving statistics."""
@@ -120,9 +133,7 @@ class Sync:
             self._functions[kind] = list(variables), function  # kept, so that none can come to another's place in memory
         return function
 
-    def _totals(self):
-        variables = self._model.metrics_variables
-
+    def _totals(self, variables: Sequence[keras.Variable]):
         def gather():
             replica = tf.distribute.get_replica_context().replica_id_in_sync_group
             local = local_replica(self._placement)
@@ -191,6 +202,27 @@ def compare(notes: np.ndarray, placement: Placement) -> None:
                 raise ValueError(
                     f"{placement.task(rank)} differs from {placement.task(0)} in {what}: {own:.12g} against {chief:.12g}. {remedy}"
                 )
+
+
+def called_alike(rows: np.ndarray, names: Sequence[str], placement: Placement) -> tuple[bool, ...]:
+    """Raises where workers differ in what must be equal.
+
+    Args:
+        rows: A row a worker: what must be equal, then wishes, each 0 or 1.
+        names: Of what must be equal.
+        placement: Names of the workers.
+
+    Returns:
+        Of each wish, whether some worker has it.
+    """
+    for column, name in enumerate(names):
+        for rank in range(1, len(rows)):
+            if rows[rank, column] != rows[0, column]:
+                raise ValueError(
+                    f"{placement.task(rank)} differs from {placement.task(0)} in {name}: {rows[rank, column]:g} against {rows[0, column]:g}. Run the same script "
+                    "with the same arguments in every task."
+                )
+    return tuple(bool(max(column)) for column in rows.T[len(names) :])
 
 
 def share(strategy: tf.distribute.Strategy, placement: Placement, row: np.ndarray) -> np.ndarray:

@@ -55,6 +55,14 @@ def other_weights(strategy, rank):
     train(strategy, dataset(*data()), restore)
 
 
+def other_weights_of_local_steps(strategy, rank):
+    strategy.tfdist_engine.use(tfdist.sync.DiLoCo(every=2))
+    try:
+        other_weights(strategy, rank)
+    finally:
+        strategy.tfdist_engine.use(tfdist.sync.Gradients())
+
+
 def other_steps_per_execution(strategy, rank):
     def change(model):
         model.steps_per_execution = 1 + rank

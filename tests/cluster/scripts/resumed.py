@@ -1,4 +1,4 @@
-"""A worker that trains with a backup after every second step: `resumed.py DIRECTORY OUT [EPOCH STEP]`, which kills it there."""
+"""A worker that trains with a backup after every second step: `resumed.py DIRECTORY OUT whole|sharded|diloco [EPOCH STEP]`, which kills it there."""
 
 import os
 import pathlib
@@ -27,14 +27,16 @@ class Kill(keras.callbacks.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def main(directory, out, *where):
-    strategy = tfdist.make_strategy()
+def main(directory, out, how, *where):
+    strategy = tfdist.make_strategy(sync=tfdist.sync.DiLoCo(every=4) if how == "diloco" else None)
     from tfdist import data
 
     keras.utils.set_random_seed(1)
     x = np.random.default_rng(0).normal(size=(EXAMPLES, 5)).astype(np.float32)
     with strategy.scope():
         model = keras.Sequential([keras.Input([5]), keras.layers.Dense(6, "relu"), keras.layers.Dense(1)])
+        if how == "sharded":
+            tfdist.parallel.fsdp(model)
         model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
     batches = data.pipeline((x, x.sum(axis=1, keepdims=True)), BATCH, seed=3)
     early = keras.callbacks.EarlyStopping("loss", patience=9)
