@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.processes import ROOT, environment
+from tfdist.backup import shards
 from tfdist.backup.claim import Superseded
 from tfdist.backup.snapshot import MAGIC, Damaged, Snapshot, pack, unpack
 from tfdist.backup.store import Store
@@ -121,6 +123,24 @@ def test_a_damaged_one_is_passed_over_by_name(tmp_path, harm, caplog):
         (tmp_path / f"snapshot-{number}.tfdist").write_bytes(b"")
     with pytest.raises(Damaged, match=r"none of its 2 snapshots can be read.*remove the directory"):
         store.newest()
+
+
+@pytest.mark.parametrize("place", ["{}", "ram://{}"])
+def test_rows_are_read_as_far_as_they_are_asked_for(tmp_path, place):
+    store = Store(place.format(tmp_path))
+    whole = np.arange(2**21, dtype=np.float32).reshape(4, -1)  # 8 MiB
+    paths = [store.rows_path(0, "a", rank, 2) for rank in range(2)]
+    for rank, path in enumerate(paths):
+        store.write_rows(path, Snapshot({"v": whole[2 * rank : 2 * rank + 2], "more": whole[:1]}, {"first": 2 * rank}))
+    store.write(Snapshot({}, {"rows": [os.path.basename(path) for path in paths]}))
+    tracemalloc.start()
+    try:
+        pieces = store.pieces(store.newest().snapshot)
+        found = shards.rows(pieces("v"), whole.shape, np.float32, replicas=16, first=7, count=2)
+        assert tracemalloc.get_traced_memory()[1] < 5 * 2**20  # 1 MiB of numbers, and pieces of 1 MiB
+    finally:
+        tracemalloc.stop()
+    np.testing.assert_array_equal(found, whole.reshape(16, -1)[7:9])  # of both files
 
 
 def test_what_others_have_there_stays(tmp_path):

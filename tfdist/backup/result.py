@@ -41,19 +41,29 @@ def write(launched: Launched, model: keras.Model, history: Mapping[str, Any]) ->
 
     Args:
         launched: What the launcher told this process.
-        model: Trained.
+        model: Trained; what is sharded over several workers is gathered.
         history: "epoch": numbers; "values": by name, one of each epoch.
 
     Raises:
         OSError: It cannot be written.
     """
-    if launched.chaos is None or launched.log_dir is None:
+    if not is_wanted(launched):
         return
-    found = state.of_model(model)
+    found = state.of_model(model, gathered=True)
+    assert launched.log_dir is not None
     path = os.path.join(launched.log_dir, RESULT)
     part = f"{path}.{launched.attempt}.part"
     write_local(part, pack(Snapshot(found.arrays, {**found.facts, "history": history})))
     rename_local(part, path)
+
+
+def is_wanted(launched: Launched) -> bool:
+    """Whether a launch compares what its training comes to; the same on all workers.
+
+    Args:
+        launched: What the launcher told this process.
+    """
+    return launched.chaos is not None and launched.log_dir is not None
 
 
 def read(log_dir: str) -> Snapshot:

@@ -7,10 +7,11 @@ of all that (4 bytes, little endian), which sees any change of up to 32 bits in 
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import math
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ import tensorflow as tf
 MAGIC = b"tfdist snapshot\n"
 VERSION = 1
 _LENGTH, _CHECKSUM = 8, 4  # bytes
+_PIECE = 1 << 20  # bytes that are read at a time
 
 
 class Damaged(ValueError):
@@ -36,6 +38,20 @@ class Snapshot:
 
     arrays: Mapping[str, np.ndarray]
     facts: Mapping[str, Any]
+
+
+def numbered(prefix: str, arrays: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
+    """Arrays of one kind, by names that `arrays_of` finds.
+
+    >>> numbered("metrics/", [1.0, 2.0])
+    {'metrics/0': 1.0, 'metrics/1': 2.0}
+    """
+    return {f"{prefix}{place}": array for place, array in enumerate(arrays)}
+
+
+def arrays_of(prefix: str, snapshot: Snapshot) -> list[np.ndarray]:
+    """A snapshot's arrays of one kind, in their order."""
+    return [array for key, array in snapshot.arrays.items() if key.startswith(prefix)]
 
 
 def pack(snapshot: Snapshot) -> Iterator[bytes | memoryview]:
@@ -74,22 +90,68 @@ def unpack(content: bytes, name: str) -> Snapshot:
         Damaged: It is not what `pack` gave, byte for byte.
         ValueError: It was written by another version of tfdist.
     """
-    view = memoryview(content)
-    if bytes(view[: len(MAGIC)]) != MAGIC[: len(view)] or not len(view):
+    file = io.BytesIO(content)
+    check(file, name)
+    found, view = layout(file, name), memoryview(content)
+    arrays = {key: np.frombuffer(view[begin : begin + math.prod(shape) * kind.itemsize], kind).reshape(shape) for key, (kind, shape, begin) in found.arrays.items()}
+    return Snapshot(arrays, found.facts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """What a file's header says.
+
+    Attributes:
+        arrays: Names to dtype, shape, and the place of the first byte in the file.
+        facts: As of the `Snapshot`.
+    """
+
+    arrays: Mapping[str, tuple[np.dtype, tuple[int, ...], int]]
+    facts: Mapping[str, Any]
+
+
+def check(file: Any, name: str) -> None:
+    """Makes sure that a file is what `pack` gave, byte for byte; it is read in pieces.
+
+    Args:
+        file: At its begin; has `read(bytes)`.
+        name: Of the file, for messages.
+
+    Raises:
+        Damaged: It is not.
+    """
+    begin, tail, checksum, size = b"", b"", 0, 0
+    while piece := file.read(_PIECE):
+        begin, size = begin or piece[: len(MAGIC)], size + len(piece)
+        held = tail + piece
+        checksum, tail = zlib.crc32(memoryview(held)[:-_CHECKSUM], checksum), held[-_CHECKSUM:]
+    if begin != MAGIC[: len(begin)] or not begin:
         raise Damaged(f"{name}: expected a snapshot; it does not begin as one.")
-    if len(view) < len(MAGIC) + _LENGTH + _CHECKSUM or zlib.crc32(view[:-_CHECKSUM]) != int.from_bytes(view[-_CHECKSUM:], "little"):
-        raise Damaged(f"{name}: its checksum is not that of its content ({len(view)} bytes): it was cut off or changed.")
-    begin = len(MAGIC) + _LENGTH
-    end = begin + int.from_bytes(view[len(MAGIC) : begin], "little")
-    header = json.loads(bytes(view[begin:end]))
+    if size < len(MAGIC) + _LENGTH + _CHECKSUM or checksum != int.from_bytes(tail, "little"):
+        raise Damaged(f"{name}: its checksum is not that of its content ({size} bytes): it was cut off or changed.")
+
+
+def layout(file: Any, name: str) -> Layout:
+    """Where the arrays of a file lie that `check` has found whole; none of them is read.
+
+    Args:
+        file: Has `seek(place)` and `read(bytes)`.
+        name: Of the file, for messages.
+
+    Raises:
+        ValueError: It was written by another version of tfdist.
+    """
+    file.seek(len(MAGIC))
+    length = int.from_bytes(file.read(_LENGTH), "little")
+    header = json.loads(file.read(length))
     if header["version"] != VERSION:
         raise ValueError(f"{name}: expected a snapshot of version {VERSION}, received one of version {header['version']}. Take the tfdist that wrote it.")
-    arrays = {}
+    arrays, place = {}, len(MAGIC) + _LENGTH + length
     for key, dtype, shape in header["arrays"]:
         kind = np.dtype(tf.as_dtype(dtype).as_numpy_dtype)
-        begin, end = end, end + math.prod(shape) * kind.itemsize
-        arrays[key] = np.frombuffer(view[begin:end], kind).reshape(shape)
-    return Snapshot(arrays, header["facts"])
+        arrays[key] = kind, tuple(shape), place
+        place += math.prod(shape) * kind.itemsize
+    return Layout(arrays, header["facts"])
 
 
 def _bytes(array: np.ndarray) -> memoryview:

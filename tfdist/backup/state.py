@@ -14,8 +14,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.backup import shards
 from tfdist.backup.snapshot import Snapshot
 from tfdist.keras_compat import STEP_COUNTERS
+from tfdist.keras_compat.parallel import as_shards
 
 # What each callback of Keras remembers from step to step and from epoch to epoch. Others say it themselves: `get_state()` returns what JSON knows, and
 # `set_state(state)` takes it back.
@@ -36,30 +38,49 @@ def each_value(variables: Sequence[keras.Variable]) -> list[np.ndarray]:
     return [tf.convert_to_tensor(v.value).numpy() for v in variables]
 
 
-def of_model(model: keras.Model, values: Callable[[Sequence[keras.Variable]], list[np.ndarray]] = each_value) -> Snapshot:
+def of_model(model: keras.Model, values: Callable[[Sequence[keras.Variable]], list[np.ndarray]] = each_value, *, gathered: bool = False) -> Snapshot:
     """The state of a model and its optimizer: weights, moving statistics, seeds; slots, iterations, learning rate, loss scale.
 
     Args:
         model: Built; its optimizer too, if it has one.
         values: What reads variables.
+        gathered: Whether sharded variables are read whole, like others.
 
     Returns:
-        Copies: what the model does next changes none of them.
+        Copies: what the model does next changes none of them. Of sharded variables only the fact that they are: `rows_of_model` has this process's rows.
     """
     found = _variables(model)
-    arrays = dict(zip(found, values(list(found.values())), strict=True))
-    facts = {"optimizer": _kind(model), "names": [v.path for v in found.values()]}
+    whole = {key: v for key, v in found.items() if gathered or not shards.is_sharded(v)}
+    arrays = dict(zip(whole, values(list(whole.values())), strict=True))
+    sharded = {key: [v.path, shards.whole_shape(v), v.dtype] for key, v in found.items() if key not in whole}
+    facts = {"optimizer": _kind(model), "names": [v.path for v in whole.values()], "shards": sharded}
     return Snapshot(arrays, facts)
 
 
-def into_model(snapshot: Snapshot, model: keras.Model, where: str, *, weights_only: bool = False) -> None:
-    """Gives a model the state that another had.
+def is_sharded(model: keras.Model) -> bool:
+    """Whether replicas hold rows of a variable of the model or its optimizer."""
+    return any(shards.is_sharded(v) for v in _variables(model).values())
+
+
+def rows_of_model(model: keras.Model) -> dict[str, np.ndarray]:
+    """The rows that this process holds of a model's sharded variables, `[replicas of this process, length]` each; {} where none is sharded."""
+    sharded = {key: v for key, v in _variables(model).items() if shards.is_sharded(v)}
+    return {key: np.stack([copy.numpy() for copy in _copies(model, v)]) for key, v in sharded.items()}
+
+
+def into_model(
+    snapshot: Snapshot, model: keras.Model, where: str, *, weights_only: bool = False, pieces: Callable[[str], list[shards.Piece]] | None = None, replicas: int = 1, first: int = 0
+) -> None:
+    """Gives a model the state that another had, whole or sharded over any number of replicas.
 
     Args:
         snapshot: What `of_model` returned.
         model: The same model, built and compiled.
         where: What the snapshot is called in messages.
         weights_only: Whether to leave the optimizer as it is.
+        pieces: The rows of a sharded variable of the snapshot, as pieces of the whole; None where it has none.
+        replicas: Of this training.
+        first: The first of them that this process holds.
 
     Raises:
         ValueError: It is another model or optimizer; nothing was changed then.
@@ -70,20 +91,35 @@ def into_model(snapshot: Snapshot, model: keras.Model, where: str, *, weights_on
             f"{where}: expected the state of a model with the optimizer {_kind(model)}, received one with {snapshot.facts['optimizer']}. "
             "Compile with the same optimizer, or name another directory."
         )
-    names = dict(zip((key for key in snapshot.arrays if key.partition("/")[0] in _KINDS), snapshot.facts["names"], strict=True))
+    arrays = {key: array for key, array in snapshot.arrays.items() if key.partition("/")[0] in _KINDS}
+    saved = {key: [name, arrays[key].shape, str(arrays[key].dtype)] for key, name in zip(arrays, snapshot.facts["names"], strict=True)}
+    saved |= snapshot.facts.get("shards", {})
     if weights_only:
-        found = {key: v for key, v in found.items() if key.startswith(_KINDS[0])}
-        names = {key: name for key, name in names.items() if key.startswith(_KINDS[0])}
-    for key in dict.fromkeys((*found, *names)):
-        here = _described(found[key].path, found[key].shape, found[key].dtype) if key in found else "nothing"
-        there = _described(names[key], snapshot.arrays[key].shape, str(snapshot.arrays[key].dtype)) if key in names else "nothing"
+        found, saved = ({key: v for key, v in each.items() if key.startswith(_KINDS[0])} for each in (found, saved))
+    for key in dict.fromkeys((*found, *saved)):
+        here = _described(found[key].path, shards.whole_shape(found[key]), found[key].dtype) if key in found else "nothing"
+        there = _described(*saved[key]) if key in saved else "nothing"
         if here.partition(" ")[2] != there.partition(" ")[2]:
             raise ValueError(
                 f"{where}: the snapshot is one of another model: expected {here} as {key.replace('/', ' variable ')}, received {there}. Build the "
                 "same model, or name another directory."
             )
     for key, variable in found.items():
-        variable.assign(snapshot.arrays[key])
+        if key in arrays and not shards.is_sharded(variable):
+            variable.assign(arrays[key])
+            continue
+        if key in arrays:
+            given: list[shards.Piece] = [(0, arrays[key].reshape(-1))]
+        else:
+            assert pieces is not None
+            given = pieces(key)
+        shape, kind = shards.whole_shape(variable), tf.as_dtype(variable.dtype).as_numpy_dtype
+        if not shards.is_sharded(variable):
+            variable.assign(shards.rows(given, shape, kind, 1, 0, 1).reshape(shape))
+            continue
+        copies = _copies(model, variable)
+        for copy, row in zip(copies, shards.rows(given, shape, kind, replicas, first, len(copies)), strict=True):
+            copy.assign(row)
 
 
 def of_callbacks(callbacks: Sequence[keras.callbacks.Callback]) -> list[Any]:
@@ -161,8 +197,15 @@ def _variables(model: keras.Model) -> dict[str, keras.Variable]:
 
 
 def _kind(model: keras.Model) -> str | None:
+    """The optimizer's class; one that only shards another is named as that one."""
     optimizer = getattr(model, "optimizer", None)
-    return None if optimizer is None else type(optimizer).__name__
+    return None if optimizer is None else getattr(optimizer, "tfdist_kind", type(optimizer).__name__)
+
+
+def _copies(model: keras.Model, variable: keras.Variable) -> list[tf.Variable]:
+    """The variables that this process's replicas hold: rows, of a sharded one."""
+    with as_shards():
+        return list(model.distribute_strategy.experimental_local_results(variable.value))
 
 
 def _described(path: str, shape: Sequence[int], dtype: str) -> str:

@@ -7,20 +7,24 @@ only writer from then on.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
+import numpy as np
 import tensorflow as tf
 from absl import logging
 
 from tfdist.backup import claim
-from tfdist.backup.snapshot import Damaged, Snapshot, pack, unpack
+from tfdist.backup.shards import Piece
+from tfdist.backup.snapshot import Damaged, Snapshot, check, layout, pack, unpack
 
 SUFFIX = ".tfdist"
 _NAME = re.compile(r"snapshot-(\d+)\.tfdist")
-_PART = re.compile(rf"(snapshot-\d+\.tfdist|{re.escape(claim.NAME)})(\.\w+)?\.part")
+_ROWS = re.compile(r"snapshot-(\d+)\.\w+\.\d+-of-\d+\.rows")
+_PART = re.compile(rf"(snapshot-\d+\.tfdist|{_ROWS.pattern}|{re.escape(claim.NAME)})(\.\w+)?\.part")
 _BUFFER = 1 << 20  # bytes: small arrays reach the file in one call
 _CANNOT = (OSError, tf.errors.OpError)
 
@@ -30,6 +34,29 @@ class Found(NamedTuple):
 
     number: int
     snapshot: Snapshot
+
+
+class Numbers:
+    """A flat array that lies in a file, of which only slices are read.
+
+    Args:
+        path: Of the file.
+        kind: Of the numbers.
+        begin: Place of its first byte.
+        count: Of the numbers.
+    """
+
+    def __init__(self, path: str, kind: np.dtype, begin: int, count: int):
+        self._path, self._kind, self._begin, self._count = path, kind, begin, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        first, last, _ = part.indices(self._count)
+        with tf.io.gfile.GFile(self._path, "rb") as file:
+            file.seek(self._begin + first * self._kind.itemsize)
+            return np.frombuffer(file.read((last - first) * self._kind.itemsize), self._kind)
 
 
 class Store:
@@ -79,11 +106,16 @@ class Store:
         """Of a snapshot."""
         return os.path.join(self.directory, f"snapshot-{number}{SUFFIX}")
 
+    def next(self) -> int:
+        """The number that the next snapshot will have."""
+        numbers = self.numbers()
+        return numbers[-1] + 1 if numbers else 0
+
     def write(self, snapshot: Snapshot) -> int:
         """Adds a snapshot, and then removes those that are too many.
 
         Args:
-            snapshot: The snapshot.
+            snapshot: The snapshot. Rows of it, if there are, are written before, and named in its fact "rows".
 
         Returns:
             Its number.
@@ -92,9 +124,61 @@ class Store:
             OSError: It cannot be written there; what was there before still is.
             Superseded: This process claimed the directory, and another has done so since; nothing was added.
         """
-        numbers = self.numbers()
-        number = numbers[-1] + 1 if numbers else 0
-        path = self.path(number)
+        number = self.next()
+        self._write(self.path(number), snapshot)
+        self.reached("saved")
+        for old in self.numbers()[: -self.keep]:
+            self._remove(self.path(old))
+        self._remove_rows()
+        return number
+
+    def rows_path(self, number: int, token: str, rank: int, workers: int) -> str:
+        """Of the rows that one worker holds of a snapshot's sharded variables.
+
+        Args:
+            number: Of the snapshot.
+            token: Tells it from other attempts to write one of this number; letters and digits.
+            rank: Of the worker.
+            workers: How many there are.
+        """
+        return os.path.join(self.directory, f"snapshot-{number}.{token}.{rank}-of-{workers}.rows")
+
+    def write_rows(self, path: str, rows: Snapshot) -> None:
+        """Adds a file of rows, which counts once a snapshot names it; every worker writes its own.
+
+        Args:
+            path: Of `rows_path`.
+            rows: What it holds.
+
+        Raises:
+            OSError: It cannot be written there.
+        """
+        self._write(path, rows)
+
+    def pieces(self, snapshot: Snapshot) -> Callable[[str], list[Piece]]:
+        """What finds a snapshot's sharded variables, by their keys; of the pieces, what is sliced is read.
+
+        Args:
+            snapshot: Of `newest`, which has checked its files.
+
+        Raises:
+            OSError, tf.errors.OpError: A file cannot be read.
+        """
+        files = {}
+        for path in self._rows_of(snapshot):
+            with tf.io.gfile.GFile(path, "rb") as file:
+                files[path] = layout(file, path)
+
+        def of(key: str) -> list[Piece]:
+            found = [(path, each.facts["first"], *each.arrays[key]) for path, each in files.items()]
+            return [(first * shape[1], Numbers(path, kind, begin, math.prod(shape))) for path, first, kind, shape, begin in found]
+
+        return of
+
+    def _rows_of(self, snapshot: Snapshot) -> list[str]:
+        return [os.path.join(self.directory, name) for name in snapshot.facts.get("rows", [])]
+
+    def _write(self, path: str, snapshot: Snapshot) -> None:
         part = f"{path}.{self._token}.part" if self._token else f"{path}.part"
         try:
             tf.io.gfile.makedirs(self.directory)
@@ -117,13 +201,9 @@ class Store:
         except BaseException:
             self._remove(part)
             raise
-        self.reached("saved")
-        for old in numbers[: len(numbers) + 1 - self.keep]:
-            self._remove(self.path(old))
-        return number
 
     def newest(self) -> Found | None:
-        """The newest snapshot that is whole; None where there is none.
+        """The newest snapshot that is whole, and whose files of rows all are; None where there is none. Rows are read in pieces, and not kept.
 
         Raises:
             Damaged: There are snapshots, and all are damaged.
@@ -133,9 +213,13 @@ class Store:
         for number in reversed(numbers):
             path = self.path(number)
             try:
-                return Found(number, self.read(path))
+                found = self.read(path)
+                for part in self._rows_of(found):
+                    with tf.io.gfile.GFile(part, "rb") as file:
+                        check(file, part)
+                return Found(number, found)
             except (Damaged, *_CANNOT) as error:
-                why = str(error) if isinstance(error, Damaged) else f"{path}: cannot be read: {getattr(error, 'message', error)}"
+                why = str(error) if isinstance(error, Damaged) else f"{path}: cannot be read, or its rows: {getattr(error, 'message', error)}"
                 logging.warning("%s The one before it is taken, if there is one.", why)
         if numbers:
             raise Damaged(
@@ -165,6 +249,7 @@ class Store:
         self._check()
         for number in self.numbers():
             self._remove(self.path(number))
+        self._remove_rows()
         self._remove(os.path.join(self.directory, claim.NAME))
         self._token = None
         with contextlib.suppress(*_CANNOT):
@@ -176,6 +261,15 @@ class Store:
         with contextlib.suppress(*_CANNOT):
             for name in tf.io.gfile.listdir(self.directory):
                 if _PART.fullmatch(name):
+                    self._remove(os.path.join(self.directory, name))
+        self._remove_rows()
+
+    def _remove_rows(self) -> None:
+        """Removes the rows of snapshots that are no more, or never were; the next one's are not there yet."""
+        with contextlib.suppress(*_CANNOT):
+            kept = self.numbers()
+            for name in tf.io.gfile.listdir(self.directory):
+                if (found := _ROWS.fullmatch(name)) and int(found[1]) not in kept:
                     self._remove(os.path.join(self.directory, name))
 
     def _pieces(self, snapshot: Snapshot) -> Iterator[bytes | memoryview]:

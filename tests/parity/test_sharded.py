@@ -1,0 +1,84 @@
+"""Sharded training gives the numbers of plain training on the same replicas: ZeRO stages 1, 2 and 3."""
+
+from __future__ import annotations
+
+import pathlib
+import pickle
+
+import numpy as np
+import pytest
+
+from tests.parity.sharded_cases import CASES, FEATURES, OF_PROCESSES, compare
+from tests.processes import PYTHON, group, workers
+
+RUNNER = str(pathlib.Path(__file__).with_name("sharded_cases.py"))
+SETUPS = {  # name: strategy, devices, processes, cases
+    "mirrored-2": ("mirrored", "2", 1, tuple(CASES)),
+    "features": ("mirrored", "2", 1, tuple(FEATURES)),
+    "mirrored-4": ("mirrored", "4", 1, ("cnn rmsprop", "transformer adamw")),
+    "workers-2": ("multi_worker_mirrored", "-", 2, ("mlp sgd", "transformer adamw", "outlier", "left alone")),
+    "workers-4": ("multi_worker_mirrored", "-", 4, ("cnn rmsprop", "lstm adam of four")),
+}
+PAIRS = (("mirrored-2", "features"),)  # two processes at a time, each on one core
+ROUNDING = 1e-8
+SECONDS = 400  # for one setup: about 60 on an idle machine of 2 cores
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory):
+    """Results of a setup's processes, a list of {(case, way): numbers}; each setup runs once."""
+    done = {}
+
+    def run(setup: str):
+        if setup not in done:
+            together = next((pair for pair in PAIRS if setup in pair), (setup,))
+            directories = {name: tmp_path_factory.mktemp(name) for name in together}
+            with group(tmp_path_factory.mktemp("logs")) as members:
+                for name, directory in directories.items():
+                    strategy, devices, processes, cases = SETUPS[name]
+                    command = [PYTHON, RUNNER, strategy, devices, str(directory / "{index}.pickle"), *cases]
+                    if processes > 1:
+                        workers(members, processes, command)
+                    else:
+                        members.start(name, [c.format(index=0) for c in command])
+                members.succeed(SECONDS)
+            for name, directory in directories.items():
+                done[name] = [pickle.loads(file.read_bytes()) for file in sorted(directory.glob("*.pickle"))]
+        return done[setup]
+
+    return run
+
+
+@pytest.mark.timeout(2 * SECONDS)
+@pytest.mark.parametrize(("setup", "case"), [(setup, case) for setup, facts in SETUPS.items() for case in facts[3] if case != "left alone"])
+def test_equals_plain_training(run, setup, case):
+    facts = {**CASES, **FEATURES, **OF_PROCESSES}[case]
+    for process in run(setup):
+        plain = process[case, "plain"]
+        assert not isinstance(plain, str), plain
+        for way in facts.ways:
+            numbers = process[case, way]
+            assert not isinstance(numbers, str), numbers
+            compare(plain, numbers, facts.tolerance, ROUNDING, f"{case}, {way}")
+
+
+@pytest.mark.timeout(2 * SECONDS)
+@pytest.mark.parametrize(("setup", "case", "replicas"), [("mirrored-2", "lstm adam", 2), ("workers-4", "cnn rmsprop", 4)])
+def test_each_replica_holds_its_part(run, setup, case, replicas):
+    for process in run(setup):
+        weights, state = (process[case, "plain"][f"held {kind}"] for kind in ("weights", "state"))
+        for way in CASES[case].ways:
+            numbers = process[case, way]
+            np.testing.assert_array_equal(numbers["held weights"], weights if way.startswith("zero") else -(-weights // replicas), err_msg=way)
+            np.testing.assert_array_equal(numbers["held state"], -(-state // replicas), err_msg=way)
+
+
+@pytest.mark.timeout(2 * SECONDS)
+def test_a_process_without_a_scope_refuses_what_needs_one_and_names_who_leaves_it_alone(run):
+    chief, other = (process["left alone"] for process in run("workers-2"))
+    assert "zero: XLA cannot compile the collectives of 2 replicas (keras #18716). Pass compile(jit_compile=False)" in chief["of XLA"]
+    assert "worker:0 waited too long for worker:1, 3 s without a step" in chief["of others"]
+    assert list(other) == ["of an export", "of a backup", "of XLA"]
+    for told in (chief, other):
+        assert "export: the model's weights are sharded. Save it by model.save()" in told["of an export"]
+        assert "sharded over 2 processes without one, of which none knows the others' part" in told["of a backup"]
