@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.parity.sharded_cases import compare
 from tests.processes import PYTHON, group
 
 RUNNER = str(pathlib.Path(__file__).parents[1] / "parity" / "runner.py")
@@ -69,3 +70,17 @@ def test_batches_are_copied_ahead_of_time(tmp_path):
         members.start("process", [PYTHON, "-c", code], CUDA_VISIBLE_DEVICES=VISIBLE, TF_FORCE_GPU_ALLOW_GROWTH="true")
         members.succeed(SECONDS)
         assert members.log("process").count("device:GPU:0") == 2
+
+
+@pytest.mark.skipif(gpus < 2, reason="needs two GPUs that TensorFlow sees")
+def test_sharded_training_equals_plain_training(tmp_path):
+    """ZeRO stages 1 to 3 on GPUs beside plain data parallel training on the same ones."""
+    runner, cases = pathlib.Path(RUNNER).with_name("sharded_cases.py"), ("mlp sgd", "cnn rmsprop", "transformer adamw")
+    with group(tmp_path) as members:
+        command = [PYTHON, str(runner), "mirrored", "gpu:0,gpu:1", str(tmp_path / "out"), *cases]
+        members.start("process", command, CUDA_VISIBLE_DEVICES=VISIBLE, TF_FORCE_GPU_ALLOW_GROWTH="true")
+        members.succeed(SECONDS)
+    results = pickle.loads((tmp_path / "out").read_bytes())
+    for (case, way), numbers in results.items():
+        assert not isinstance(numbers, str), numbers
+        compare(results[case, "plain"], numbers, 2e-3, 2e-3, f"{case}, {way}")
