@@ -60,6 +60,17 @@ def test_a_loop_of_ones_own_equals_fit_on_two_devices(members, environ):
     assert "fit agrees" in members.log("loop")
 
 
+@pytest.mark.parametrize("name", ["supervised", "semi_supervised", "unsupervised"])
+def test_training_in_functions_reaches_the_same_alone_and_on_two_workers(members, environ, name):
+    command = [str(ROOT / "examples" / f"{name}.py"), "--epochs", "1"]
+    members.start("alone", [PYTHON, *command], **environ)
+    log = launch(members, environ, *command)
+    words = r"(?:epoch 1: accuracy|test accuracy|test error) .*"
+    (alone,), (together,) = re.findall(words, members.log("alone")), re.findall(words, log)
+    ours, theirs = ([float(number) for number in re.findall(r"\d\.\d+", line)] for line in (alone, together))
+    assert ours == pytest.approx(theirs, abs=1e-4), (alone, together)
+
+
 def test_digits_under_a_parameter_server_are_learnt_through_the_launcher(members, environ, tmp_path):
     run = tmp_path / "run"
     log = launch(members, environ, *UNDER_SERVERS, f"--config.output.dir={run}", tasks=("--chief", "--workers", "2", "--ps", "1"))

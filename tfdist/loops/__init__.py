@@ -1,0 +1,36 @@
+"""Training in functions, for a loss or a loop of one's own; names are found on first use."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tfdist.loops.preparing import prepare_training
+    from tfdist.loops.state import State
+    from tfdist.loops.steps import train_step, update
+    from tfdist.loops.training import evaluate, train
+
+# Name -> module that defines it.
+_HOMES = {
+    "State": "tfdist.loops.state",
+    "evaluate": "tfdist.loops.training",
+    "prepare_training": "tfdist.loops.preparing",
+    "train": "tfdist.loops.training",
+    "train_step": "tfdist.loops.steps",
+    "update": "tfdist.loops.steps",
+}
+
+__all__ = ["State", "evaluate", "prepare_training", "train", "train_step", "update"]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'tfdist.loops' has no attribute {name!r}; it has {', '.join(sorted(_HOMES))}")
+    value = globals()[name] = getattr(importlib.import_module(home), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(globals().keys() | _HOMES)
