@@ -12,6 +12,7 @@ SCRIPT = ROOT / "tests" / "cluster" / "scripts" / "verified.py"
 DEVICES = ("--strategy=mirrored", "--devices=2", "--quick")
 RUNS = {
     "mlp": ("--workers=2", "--json"),
+    "sharded": ("--workers=2", "--quick", "--json"),
     "digits": DEVICES,  # of configs/: a CNN
     "transformer": ("--strategy=central_storage", "--quick"),
     "resnet": DEVICES,
@@ -51,6 +52,15 @@ def test_workers_equal_one_replica_whichever_way_they_run(done):
         assert way["replicas"] == (1 if name.startswith("one") else 2)
         assert {"loss and metrics", "gradients' norms", "weights", "optimizer"} <= set(way["largest"])
         assert all(difference["value"] <= 1e-4 for difference in way["largest"].values()), way
+
+
+def test_workers_that_share_weights_equal_one_replica_that_has_them_all(done):
+    code, out = done["sharded"]
+    assert code == 0, out
+    (way,) = json.loads(out)["ways"].values()
+    assert (way["steps"], way["replicas"]) == (3, 2)
+    assert {"loss and metrics", "weights", "optimizer"} <= set(way["largest"])
+    assert "gradients' norms" not in way["largest"]
 
 
 @pytest.mark.parametrize("name", ["digits", "transformer"])

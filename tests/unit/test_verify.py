@@ -21,6 +21,7 @@ from tfdist.tools.verify.probes import fingerprints, layers_of, reverse, silence
 from tfdist.tools.verify.processes import Failed, reason, run
 from tfdist.tools.verify.recording import (
     EXAMPLES,
+    GRADIENTS,
     LOGS,
     OPTIMIZER,
     SEEDS,
@@ -189,6 +190,12 @@ def test_a_pattern_has_its_cause(changes, cause):
         comparison = dataclasses.replace(comparison, differences=tuple(d for d in comparison.differences if d.kind != STATISTICS))
     with pytest.raises(ValueError, match=cause):
         raise ValueError(likely(comparison, []))
+
+
+def test_a_difference_without_gradients_is_no_known_pattern():
+    comparison = found(halves(recording(state__3=lambda step, x: x * (1 + 0.1 * step))))
+    without = dataclasses.replace(comparison, differences=tuple(d for d in comparison.differences if d.kind != GRADIENTS))
+    assert "replicas share them, and a train_step of your own may update without the optimizer" in likely(without, [])
 
 
 def test_rows_on_several_workers_overlap():
@@ -362,3 +369,9 @@ def test_words_that_are_wrong_are_named(capsys, argv, message):
     assert command.main(argv) == 2
     with pytest.raises(ValueError, match=message):
         raise ValueError(capsys.readouterr().err)
+
+
+def test_a_policy_that_differs_by_design_is_not_compared(capsys):
+    with pytest.raises(SystemExit, match="78"):
+        command.main(["--config=configs/digits.py", "--config.sync.wire=bfloat16"])
+    assert "sync: expected its defaults, with which N replicas equal one" in capsys.readouterr().err

@@ -29,6 +29,11 @@ def _mlp(config):
     config.model.options.dropout = 0.5
 
 
+def _sharded(config):
+    _mlp(config)
+    config.parallel.zero = 3
+
+
 def _transformer(config):
     config.model.name = "transformer"
     config.model.options.update(width=8, heads=2, depth=1, dropout=0.1)

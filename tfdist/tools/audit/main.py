@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Sequence
 
 from tfdist import app
-from tfdist.arguments import Parser, about_config, flag_of, no_such_flag, real, refuse, whole
+from tfdist.arguments import Parser, flags_beside_config, real, refuse, whole
 from tfdist.contract import CONFIGURATION_CODE
 from tfdist.signals import ending
 from tfdist.tools.audit import report
@@ -67,10 +67,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         >>> flags.workers, words
         (2, ['--config=a.py', '--config.data.cache=true'])
     """
-    flags, words = _parser().parse_known_args(argv)
-    unknown = [word for word in words if word.startswith("-") and not about_config(word)]
-    if unknown:
-        raise ValueError(no_such_flag(unknown[0], ["--config", *map(flag_of, vars(flags))]))
+    flags, words = flags_beside_config(_parser(), argv, needed=False)
     if bool(words) == bool(flags.pipeline):
         raise ValueError(
             "expected --config=FILE.py, or --pipeline=FILE.py:FUNCTION; received "

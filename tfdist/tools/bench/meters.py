@@ -189,7 +189,8 @@ def _strategy(job: Job, rank: int, settings: config.Run | None) -> tf.distribute
         first, count = (0 if cpu else rank), 1
     names = ",".join(f"{kind}:{number}" for number in range(first, first + count))
     threads = None if job.threads is None or job.workers > 1 else job.threads * job.replicas  # the launcher has told those of workers
-    return tfdist.make_strategy(job.strategy, devices=names, communication=job.communication, timeout=job.timeout, threads=threads)
+    sync = building.policy(settings.sync) if settings else None
+    return tfdist.make_strategy(job.strategy, devices=names, communication=job.communication, timeout=job.timeout, threads=threads, sync=sync)
 
 
 def _with_batch(settings: config.Run, case: Case) -> tf.data.Dataset:

@@ -10,16 +10,19 @@ import subprocess
 import sys
 from typing import Any
 
+from tfdist.contract import environment
+
 _MARK = "tfdist-doctor:"  # before the answer: frameworks write to the same output
 
 
-def run(module: str, question: Any, timeout: float) -> tuple[dict[str, Any], str]:
+def run(module: str, question: Any, timeout: float, **environ: str) -> tuple[dict[str, Any], str]:
     """Runs `python -m MODULE` with a question.
 
     Args:
         module: Its full name; it calls `answer`, perhaps several times as it gets on.
         question: What its `sys.argv[1]` holds, as JSON.
         timeout: Seconds after which it is killed.
+        **environ: Variables of its environment, beside those of this process.
 
     Returns:
         Its last answer, {} where it gave none; and how it ended, as the rest of a sentence, "" where it ended well.
@@ -27,7 +30,7 @@ def run(module: str, question: Any, timeout: float) -> tuple[dict[str, Any], str
     command = [sys.executable, "-m", module, json.dumps(question)]
     try:
         with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True, env=environment(**environ)
         ) as process:
             try:
                 output, errors = process.communicate(timeout=timeout)

@@ -63,6 +63,11 @@ def likely(found: Comparison, drawn: list[str]) -> str:
             f"gradients and weights agree, and only what is reported differs: {first.name} is no mean over rows that replicas could put "
             "together. Return the model's metrics from train_step, updated with update_state()."
         )
+    if not any(difference.kind == GRADIENTS for difference in found.differences):
+        return (
+            "no known pattern without gradients, of which none were seen whole: with parallel.zero replicas share them, and a train_step of your own may update "
+            "without the optimizer. Verify with --config.parallel.zero=0: what differs there too is told by them."
+        )
     if first.kind in (WEIGHTS, OPTIMIZER) and GRADIENTS not in kinds:
         return (
             f"the summed gradients agree, and what becomes of them does not: {first.name} is changed by something else than the optimizer, or the "

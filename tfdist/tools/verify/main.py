@@ -7,7 +7,6 @@ import contextlib
 import difflib
 import json
 import os
-import re
 import signal
 import sys
 import tempfile
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist import app
-from tfdist.arguments import Parser, about_config, flag_of, no_such_flag, real, refuse, whole
+from tfdist.arguments import Parser, flags_beside_config, real, refuse, whole
 from tfdist.contract import CONFIGURATION_CODE
 from tfdist.signals import ending
 from tfdist.tools.logs import keep
@@ -74,12 +73,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         >>> flags.strategy, flags.workers, words
         ('multi_worker_mirrored', 3, ['--config=a.py', '--config.train.seed=1'])
     """
-    flags, words = _parser().parse_known_args(argv)
-    unknown = [word for word in words if word.startswith("-") and not about_config(word)]
-    if unknown:
-        raise ValueError(no_such_flag(unknown[0], ["--config", *map(flag_of, vars(flags))]))
-    if not any(re.match(r"--?config(=|$)", word) for word in words):
-        raise ValueError("--config: expected a config file, such as --config=configs/digits.py; received none")
+    flags, words = flags_beside_config(_parser(), argv)
     if flags.strategy is not None or flags.workers is not None:
         settle(flags, "multi_worker_mirrored")
     return flags, words
@@ -120,9 +114,14 @@ def settle(flags: argparse.Namespace, default: str) -> None:
 
 
 def _verify(flags: argparse.Namespace, words: list[str]) -> int:
-    from tfdist import run
+    from tfdist import config, run
 
     settings = run.parse(words)  # what is wrong here is said at once
+    if settings.sync != config.Sync():
+        raise ValueError(
+            "sync: expected its defaults, with which N replicas equal one; a policy that rounds, leaves out or delays what replicas exchange differs by design. "
+            "Leave the section out to verify model and data"
+        )
     if flags.strategy is None:
         usual = "multi_worker_mirrored" if flags.devices is None else "mirrored"
         settle(flags, usual if settings.strategy.name == "auto" else settings.strategy.name)
@@ -150,6 +149,12 @@ def _compare(flags: argparse.Namespace, words: list[str], settings: Any, directo
     more = () if flags.quick else (EAGER,)
 
     alone, clustered = (COMPILED, ROUNDING, *more), flags.strategy == "multi_worker_mirrored"
+    together = more
+    if settings.parallel.zero:
+        say(f"parallel.zero={settings.parallel.zero}: the one replica holds all; gradients, of which each of several has a part, are not compared, what becomes of them is")
+        if more and not (clustered and flags.devices is None):
+            together = ()
+            say("not compiled: left out, as replicas of one process then run one after the other, and cannot exchange parts")
 
     def told(name: str, **what: Any) -> Settings:
         place = directory / name
@@ -162,7 +167,7 @@ def _compare(flags: argparse.Namespace, words: list[str], settings: Any, directo
     if clustered and not flags.quick:
         communications.append("auto" if communications[0] == "ring" else "ring")
     for number, communication in enumerate(communications):
-        ways, what = (COMPILED, *(more if not number else ())), {"communication": communication} if clustered else {"alone": alone}
+        ways, what = (COMPILED, *(together if not number else ())), {"communication": communication} if clustered else {"alone": alone}
         several = told(f"several-{number}", ways=ways, strategy=flags.strategy, devices=flags.devices, **what)
         runs.append((f"{communication.upper()}, " if clustered else "", several))
 

@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import app, building, config, inputs, run
+from tfdist.backup.shards import is_sharded
 from tfdist.keras_compat import local_component
 from tfdist.tools.owner import end_with_owner
 from tfdist.tools.verify import recording
@@ -46,16 +47,17 @@ def record(settings: Settings) -> None:
         communication=settings.communication, timeout=settings.timeout,
     )  # fmt: skip
     strategy = building.make_strategy(where)  # first, as it makes the devices
+    whole = not described.parallel.zero
     if settings.alone:
         one = building.make_strategy(dataclasses.replace(where, name="one_device", devices=first_device(settings.devices)))
         for way in settings.alone:
-            train(described, one, way, settings.steps).write(settings.file(way, 0, alone=True))
+            train(dataclasses.replace(described, parallel=config.Parallel()), one, way, settings.steps, whole).write(settings.file(way, 0, alone=True))
     rank = strategy.tfdist_engine.placement.rank  # type: ignore[attr-defined]
     for way in settings.ways:
-        train(described, strategy, way, settings.steps).write(settings.file(way, rank))
+        train(described, strategy, way, settings.steps, whole).write(settings.file(way, rank))
 
 
-def train(described: config.Run, strategy: tf.distribute.Strategy, way: str, steps: int) -> recording.Recording:
+def train(described: config.Run, strategy: tf.distribute.Strategy, way: str, steps: int, gradients: bool = True) -> recording.Recording:
     """Some steps of a run, as `tfdist train` would take them, without dropout.
 
     Args:
@@ -63,6 +65,7 @@ def train(described: config.Run, strategy: tf.distribute.Strategy, way: str, ste
         strategy: One of tfdist's.
         way: "compiled", "eager" or "rounding".
         steps: How many.
+        gradients: Whether replicas have whole gradients, of which the norms can be taken.
 
     Returns:
         What was seen in this process.
@@ -82,7 +85,7 @@ def train(described: config.Run, strategy: tf.distribute.Strategy, way: str, ste
         return model_step(reverse(data) if way == ROUNDING else data)
 
     model.train_step = train_step
-    engine.watch_gradients = probe.see_gradients
+    engine.watch_gradients = probe.see_gradients if gradients else None
     recorder = _Recorder(strategy, probe, batches, steps)
     try:
         # As many epochs as it takes: each has a step at least.
@@ -129,7 +132,10 @@ class _Recorder(keras.callbacks.Callback):
         copies = []
         with self._strategy.scope():
             for place, (_, variable) in enumerate(self._variables()):
-                values = [_sample(local_component(variable, i)) for i in range(self._placement.local_replicas)]
+                if is_sharded(variable):  # whole, and of no replica: all workers read it together
+                    values = [_sample(variable.value)]
+                else:
+                    values = [_sample(local_component(variable, i)) for i in range(self._placement.local_replicas)]
                 self._arrays[f"{self._step}/state/{place}"] = values[0]
                 copies.append(max((recording.relative(values[0], value) for value in values[1:]), default=0.0))
         self._arrays[f"{self._step}/copies"] = np.array(copies)
@@ -159,7 +165,7 @@ class _Recorder(keras.callbacks.Callback):
         )  # fmt: skip
 
 
-def _sample(variable: tf.Variable) -> np.ndarray:
+def _sample(variable: tf.Variable | tf.Tensor) -> np.ndarray:
     """The values of a variable; of a large one, some at equal distances."""
     value = tf.reshape(variable, [-1])
     stride = -(-int(value.shape[0] or 1) // recording.SAMPLE)

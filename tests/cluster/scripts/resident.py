@@ -1,0 +1,45 @@
+"""A run takes some steps, as `tfdist train` or as a pipeline of two stages; prints the bytes that tensors then hold, those at the
+peak of a step, and those that a step sends, for each device.
+
+Arguments: the number of stages, 0 for none; the config, by words.
+"""
+
+import gc
+import sys
+import time
+
+import tensorflow as tf
+
+from tfdist import building, inputs, parallel, run
+
+stages, settings = int(sys.argv[1]), run.parse(sys.argv[2:])
+strategy = building.make_strategy(settings.strategy, settings.sync)
+if stages:
+    strategy = tf.distribute.get_strategy()
+train = inputs.pipeline(settings)
+next(iter(train))  # the data are in memory from here on
+
+
+def held() -> int:
+    """What is held once threads have let go of the last step's tensors."""
+    gc.collect()
+    found = []
+    for _ in range(10):
+        time.sleep(0.1)
+        found.append(tf.config.experimental.get_memory_info("CPU:0")["current"])
+    return min(found)
+
+
+before = held()
+model = building.make_model(settings, strategy, train)
+if stages:
+    whole, model = model, parallel.pipeline(model, stages, microbatches=8)
+    model.compile(settings.train.optimizer, whole.loss)
+devices = stages or strategy.num_replicas_in_sync
+model.fit(train, steps_per_epoch=2, verbose=0)
+print(f"resident {(held() - before) // devices}")
+tf.config.experimental.reset_memory_stats("CPU:0")
+model.fit(train, steps_per_epoch=2, verbose=0)
+print(f"peak {(tf.config.experimental.get_memory_info('CPU:0')['peak'] - before) // devices}")
+if not stages:
+    print(f"sent {strategy.tfdist_engine.bytes_per_step(model):.0f}")

@@ -1,0 +1,136 @@
+"""The words after `tfdist plan` become a table of ways to spread a run over devices, and the one to take."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import signal
+import sys
+from collections.abc import Sequence
+
+from tfdist.arguments import Parser, flags_beside_config, real, refuse, whole
+from tfdist.signals import ending
+from tfdist.tools.doctor import child
+from tfdist.tools.doctor.units import amount
+from tfdist.tools.plan.ways import Needs, Stage, Way, choose, ways
+
+_UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command `tfdist plan`.
+
+    Args:
+        argv: The words after `tfdist plan`.
+
+    Returns:
+        0; 1 where no way fits the memory; 2 for a mistake on the command line; 78 for a config that cannot be built.
+    """
+    try:
+        flags, words = parse(argv)
+    except ValueError as error:
+        return refuse("tfdist plan", error)
+    try:
+        with ending():
+            question = {"words": words, "devices": flags.devices, "microbatches": flags.microbatches}
+            # Its other allocator does not count tensors below 256 KB.
+            said, end = child.run("tfdist.tools.plan.probe", question, flags.timeout, TF_CPU_ALLOCATOR_USE_BFC="true")
+    except KeyboardInterrupt:
+        print("plan interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    if "error" in said or not said:
+        what = f"the model could not be measured: the process that builds it {end or 'said nothing'}; --timeout gives it {flags.timeout:g} s"
+        print(f"error: {said.get('error') or what}", file=sys.stderr)
+        return 78
+    needs = Needs(**{**said, "stages": [Stage(**stage) for stage in said["stages"]]})
+    found = ways(needs, flags.devices, flags.microbatches)
+    chosen, why = choose(found, flags.memory)
+    if flags.json:
+        facts = {"needs": said, "devices": flags.devices, "memory": flags.memory, "ways": [dataclasses.asdict(way) for way in found]}
+        print(json.dumps({**facts, "chosen": chosen.name if chosen else None, "why": why}, indent=1))
+    else:
+        print("\n".join(table(needs, found, flags.memory, chosen, why)))
+    return int(chosen is None)
+
+
+def table(needs: Needs, found: Sequence[Way], memory: int | None, chosen: Way | None, why: str) -> list[str]:
+    """What is printed.
+
+    Args:
+        needs: Of one device.
+        found: Of `ways`.
+        memory: Bytes of each device; None: not known.
+        chosen: Of `choose`.
+        why: Of `choose`.
+    """
+    state = f"weights {amount(needs.trainable + needs.frozen)}, gradients {amount(needs.trainable)}, optimizer {amount(needs.slots + needs.scalars)}"
+    lines = [f"One device, {needs.rows} examples a step: {state}, activations {amount(needs.fixed + needs.per_row * needs.rows)}", ""]
+    room = f" of {amount(memory)}" if memory else ""
+    heads = ("way", "devices", "resident", f"peak{room}", "sent a step", "", "how")
+    rows = [heads]
+    for way in found:
+        if way.refused:
+            rows.append((way.name, str(way.devices), "-", "-", "-", "not possible", way.refused))
+            continue
+        fits = "" if memory is None else "fits" if way.peak <= memory else "too large"
+        note = "; ".join(text for text in (way.why, fits) if text)
+        sent = "not known" if way.sent is None else amount(way.sent)
+        rows.append((way.name, str(way.devices), amount(way.resident), amount(way.peak), sent, note, way.how))
+    widths = [max(len(row[place]) for row in rows) for place in range(len(heads))]
+    for row in rows:
+        cells = [text.rjust(width) if 0 < place < 5 else text.ljust(width) for place, (text, width) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    lines += ["", f"Take {chosen.name}: {why}." if chosen else f"No way to take: {why}."]
+    return lines
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Reads the command line.
+
+    Args:
+        argv: The words after `tfdist plan`.
+
+    Returns:
+        The flags, and the words about the config.
+
+    Raises:
+        ValueError: Names the flag, what was expected and received.
+
+    Example:
+        >>> flags, words = parse(["--config=a.py", "--devices", "4", "--memory", "16GB"])
+        >>> flags.devices, flags.memory, words
+        (4, 16000000000, ['--config=a.py'])
+    """
+    return flags_beside_config(_parser(), argv)
+
+
+def memory(text: str) -> int:
+    """For `type=` of a flag: bytes.
+
+    Example:
+        >>> memory("16GB"), memory("1.5 GiB")
+        (16000000000, 1610612736)
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?b)", text.strip(), re.IGNORECASE)
+    count = float(found[1]) * _UNITS[found[2].upper()] if found and found[2].upper() in _UNITS else 0
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"expected an amount with a unit, such as 16GB or 800MiB; received {text!r}")
+    return int(count)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="tfdist plan",
+        usage="tfdist plan --config=FILE.py [--config.SECTION.KEY=VALUE ...] [--devices N] [--memory AMOUNT]",
+        description="Predicts, for each way to spread a run over devices, the memory of each device and the bytes that it sends, from gradients of small "
+        "batches on this machine's CPU; and recommends one.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--devices", type=whole(1), default=2, metavar="N", help="devices that train together, default 2")
+    parser.add_argument("--memory", type=memory, metavar="AMOUNT", help="of each device, such as 16GB; marks what fits")
+    parser.add_argument("--microbatches", type=whole(1), default=8, metavar="M", help="of the pipeline, default 8")
+    parser.add_argument("--timeout", type=real("seconds above 0", lambda seconds: seconds > 0), default=300.0, help="seconds that measuring may take, default 300")
+    parser.add_argument("--json", action="store_true", help="print the figures for programs")
+    return parser

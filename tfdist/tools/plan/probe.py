@@ -1,0 +1,161 @@
+"""A process builds a config's model on this machine's CPU, and tells what its steps need; see `main`, which reads it."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from tfdist.tools.doctor import child
+from tfdist.tools.plan.ways import Needs, Stage
+
+_ROWS = 64  # of the smaller of two batches that are compared, at most: what is planned may be too large for this machine
+
+
+def main(argv: list[str]) -> None:
+    """Tells the `Needs` of a config, or {"error": a sentence}.
+
+    Args:
+        argv: As JSON: {"words": the config, as `tfdist train` takes it; "devices": how many; "microbatches": of a pipeline}.
+    """
+    asked = json.loads(argv[0])
+    try:
+        child.answer(dataclasses.asdict(look(asked["words"], asked["devices"], asked["microbatches"])))
+    except ValueError as error:
+        child.answer({"error": str(error)})
+
+
+def look(words: Sequence[str], devices: int, microbatches: int) -> Needs:
+    """Builds, and computes the loss of some examples.
+
+    Args:
+        words: The config, as `tfdist train` takes it.
+        devices: Into so many stages the model is cut.
+        microbatches: Of a pipeline.
+
+    Raises:
+        ValueError: For settings that do not fit each other, the data or this machine.
+    """
+    import tensorflow as tf
+
+    from tfdist import building, config, inputs, run
+    from tfdist.data.rows import count_rows
+    from tfdist.parallel import agreement, deferred, units
+
+    tf.config.set_visible_devices([], "GPU")
+    settings = run.parse(words)
+    settings = dataclasses.replace(settings, parallel=config.Parallel(), sync=config.Sync())  # what they save is to be found
+    train = inputs.pipeline(settings)
+    batch = next(iter(train))
+    rows = int(count_rows(batch))
+    model = building.make_model(settings, tf.distribute.get_strategy(), train)
+    optimizer = model.optimizer
+    with deferred():
+        optimizer.build(model.trainable_variables)
+    less = min(max(1, rows // microbatches), _ROWS)
+    more = min(2 * less, rows)
+    low, high = (_held(model, _first(batch, count)) for count in (less, more))
+    per_row = max(0.0, (high - low) / (more - less)) if more > less else low / less
+    stages, not_cut = _stages(model, devices)
+    return Needs(
+        weights=[_bytes([v]) for v in model.trainable_variables],
+        units=[_bytes(layer.trainable_weights) for layer in units.layers_of(model)],
+        frozen=_bytes([v for v in model.variables if not any(v is t for t in model.trainable_variables)]),
+        slots=_bytes([v for v in optimizer.variables if len(v.shape)]),
+        scalars=_bytes([v for v in optimizer.variables if not len(v.shape)]),
+        fixed=max(0, math.ceil(low - per_row * less)),
+        per_row=per_row,
+        rows=rows,
+        last=(inputs.examples(train) or 0) % rows or rows if settings.data.tail == "partial" else rows,
+        stages=stages,
+        not_sharded=_refusal(agreement.check_elementwise, getattr(optimizer, "inner_optimizer", optimizer)),
+        not_cut=not_cut,
+    )
+
+
+def _held(model: Any, batch: Any) -> int:
+    """Bytes by which tensors grow at most in a forward pass that keeps what backward needs, and in backward, apart from gradients of weights."""
+    import keras
+    import tensorflow as tf
+
+    x, y, weight = keras.utils.unpack_x_y_sample_weight(batch)
+    gc.collect()
+    before = tf.config.experimental.get_memory_info("CPU:0")["current"]
+    tf.config.experimental.reset_memory_stats("CPU:0")
+    with tf.GradientTape() as tape:
+        loss = model.compute_loss(x, y, model(x, training=True), weight)
+    forward = _peak() - before
+    gradients = tape.gradient(loss, [v.value for v in model.trainable_variables])
+    made = sum(len(values) * values.dtype.size for g in gradients if g is not None for values in [tf.reshape(getattr(g, "values", g), [-1])])
+    return max(forward, _peak() - before - made)
+
+
+def _peak() -> int:
+    import tensorflow as tf
+
+    return int(tf.config.experimental.get_memory_info("CPU:0")["peak"])
+
+
+def _first(batch: Any, rows: int) -> Any:
+    import tensorflow as tf
+
+    from tfdist.data.rows import cut
+
+    return cut(batch, tf.constant(0, tf.int64), tf.constant(rows, tf.int64))
+
+
+def _stages(model: Any, count: int) -> tuple[list[Stage], str]:
+    """The model in stages, as `tfdist.parallel.pipeline` cuts it by itself; or why it cannot be."""
+    from tfdist.parallel import cuts
+
+    try:
+        graph = cuts.graph_of(model)
+        found = cuts.split(graph, cuts.balanced(graph, count, cuts.parameters(graph)))
+    except ValueError as error:
+        return [], str(error).removeprefix("pipeline: ")
+    sizes = [_size(x) for x in graph.tensors]
+    whole = sum(size or 0 for size in sizes)
+    stages = []
+    for stage in found:
+        variables = [v for layer in stage.model.layers for v in layer.variables]
+        passed = [n for n in (*stage.takes, *(stage.makes if stage is not found[-1] else ())) if n not in graph.inputs]
+        made = sum(sizes[n] or 0 for call in graph.calls if call.name in stage.layers for n in call.makes)
+        stages.append(
+            Stage(
+                weights=_bytes([v for v in variables if v.trainable]),
+                frozen=_bytes([v for v in variables if not v.trainable]),
+                share=made / whole if whole else 1 / count,
+                passed=None if any(sizes[n] is None for n in passed) else sum(sizes[n] or 0 for n in passed),
+            )
+        )
+    return stages, ""
+
+
+def _size(tensor: Any) -> int | None:
+    """Bytes of a symbolic tensor for an example; None where a length is open."""
+    import tensorflow as tf
+
+    return None if None in tensor.shape[1:] else math.prod(tensor.shape[1:]) * tf.as_dtype(tensor.dtype).size
+
+
+def _refusal(check: Any, *args: Any) -> str:
+    """What a check says; "": nothing."""
+    try:
+        check(*args)
+    except ValueError as error:
+        return str(error).removeprefix("zero: ").partition(". ")[0]
+    return ""
+
+
+def _bytes(variables: Sequence[Any]) -> int:
+    import tensorflow as tf
+
+    return sum(math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in variables if v.dtype != "string")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
