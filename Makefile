@@ -21,7 +21,7 @@ help:
 	@echo "make test-compat  the Keras hooks and parity on the oldest Keras supported"
 	@echo "make lint         lint and types"
 	@echo "make notebooks    execute the notebooks and save their outputs; on a machine that does nothing else"
-	@echo "make bench        measure what fit, parameter servers, failures, anatomy and input cost, write benchmarks/reports"
+	@echo "make bench        measure what fit, policies, shards, stages, parameter servers, failures, anatomy and input cost, write benchmarks/reports"
 	@echo "make chaos        kill trainings some ninety times, at random moments"
 	@echo "make clean        remove what these made, but for runs/"
 	@echo "PYTHON=/path/to/python3 chooses the Python of a new environment."
@@ -37,21 +37,22 @@ test: .venv/installed-test lint
 	$(BIN)/python $(PYTEST) --doctest-modules tfdist
 	$(BIN)/python $(PYTEST) $(TWO) tests/test_architecture.py tests/unit
 	$(BIN)/python $(PYTEST) $(TWO) tests/cluster
-	$(BIN)/python $(PYTEST) tests/parity tests/gpu
+	$(BIN)/python $(PYTEST) $(TWO) tests/parity tests/gpu
 
 chaos: .venv/installed-test
 	TFDIST_CHAOS_ROUNDS=4 $(BIN)/python $(PYTEST) tests/cluster/test_faults.py
 
 test-compat: .venv-compat/installed
-	.venv-compat/bin/python $(PYTEST) tests/unit/test_keras_compat.py tests/unit/test_keras_compat_servers.py
+	.venv-compat/bin/python $(PYTEST) tests/unit/test_keras_compat*.py
 	.venv-compat/bin/python $(PYTEST) tests/parity -k mirrored-2
 
 bench: .venv/installed-bench
 	$(BIN)/python benchmarks/fit_overhead.py; fit=$$?; $(BIN)/python benchmarks/parameter_server.py; servers=$$?; \
 	  $(BIN)/python benchmarks/recovery.py; recovery=$$?; $(BIN)/python benchmarks/anatomy.py; anatomy=$$?; \
+	  $(BIN)/python benchmarks/pipeline.py; pipeline=$$?; $(BIN)/python benchmarks/sync.py; sync=$$?; $(BIN)/python benchmarks/sharding.py; sharding=$$?; \
 	  $(BIN)/tfdist bench --config=configs/digits.py --workers 1,2 --strategies $(SCALED) --rounds 3 --steps 100 --out runs/scaling \
 	    && cp runs/scaling/bench.md benchmarks/reports/scaling.md && cp runs/scaling/bench.json benchmarks/reports/scaling.json; scaling=$$?; \
-	  $(BIN)/python benchmarks/input.py && exit $$((fit | servers | recovery | anatomy | scaling))
+	  $(BIN)/python benchmarks/input.py && exit $$((pipeline | sync | sharding | fit | servers | recovery | anatomy | scaling))
 
 notebooks: .venv/installed-notebooks
 	$(BIN)/python notebooks/execute.py

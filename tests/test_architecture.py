@@ -21,10 +21,12 @@ LONGEST = 400  # lines of a file: the time to look for a second purpose
 
 # A room is a set of modules that may import each other; it imports rooms of lower levels, and no others.
 LEVELS = (
-    ({"addresses", "cluster"}, {"arguments"}, {"words"}, {"signals"}, {"contract", "chaos"}, {"config", "functions"}, {"telemetry"}, {"keras_compat"}),
+    ({"addresses", "cluster"}, {"arguments"}, {"words"}, {"signals"}, {"contract", "chaos"}, {"config", "functions"}, {"sync"}, {"telemetry"}, {"keras_compat"}),
     ({"resolvers"}, {"handshake", "preflight"}, {"flags", "app"}, {"data"}, {"backup"}, {"models"}, {"layers"}),
+    ({"parallel"},),
     ({"train"},),
     ({"strategies"},),
+    ({"loops"},),
     ({"run", "building", "inputs", "observers"},),
     ({"tools"},),
 )
@@ -149,7 +151,7 @@ def test_frameworks_stay_in_their_rooms():
 
 @pytest.mark.parametrize(
     "code",
-    ["import tfdist", "from tfdist import cli; cli.main(['--help'])", "import tfdist.app, tfdist.resolvers, tfdist.preflight"],
+    ["import tfdist", "from tfdist import cli; cli.main(['--help'])", "import tfdist.app, tfdist.resolvers, tfdist.preflight", "import tfdist.tools.plan.main"],
 )
 def test_what_loads_no_framework(code):
     check = f"import sys; found = {FRAMEWORKS!r} & set(sys.modules); assert not found, found"
