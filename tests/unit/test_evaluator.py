@@ -118,6 +118,19 @@ def test_fit_evaluates_each_checkpoint_once_and_writes_nothing_else(strategy, tm
     assert [v.tag for v in values] == ["epoch_accuracy", "epoch_loss"] * 3
 
 
+@pytest.mark.parametrize("parts", ["state", "weights"])
+def test_a_model_that_trains_in_parts_is_evaluated(strategy, tmp_path, parts):
+    saves = keras.callbacks.ModelCheckpoint(tmp_path / "{epoch}.keras")
+    truth = train([saves], 2)
+    model = build(strategy, seed=1)
+    with strategy.scope():
+        if parts == "weights":
+            tfdist.parallel.fsdp(model)
+        model.compile(tfdist.parallel.zero("adam") if parts == "state" else "adam", model.loss)
+    history = model.fit(X, Y, epochs=2, batch_size=8, validation_data=(X, Y), callbacks=[saves], verbose=0)
+    np.testing.assert_allclose(history.history["val_loss"], truth.history["val_loss"], rtol=1e-6)
+
+
 def test_the_model_is_evaluated_predicts_and_is_left_to_the_chief_to_save(strategy, tmp_path):
     assert not is_chief(strategy)
     model, plain = build(strategy), build()

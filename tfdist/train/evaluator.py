@@ -80,6 +80,9 @@ class Evaluator(Hooks):
             setattr(self, name, getattr(engine, name))
         strategy.tfdist_engine = self
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)  # what is no hook: placement, policy, patience
+
     @property
     def feeding(self) -> bool:  # type: ignore[override]
         return self._engine.feeding
