@@ -201,12 +201,9 @@ class Engine(Hooks):
             self.merging.prepare(model.optimizer, model.trainable_variables)
 
     def apply(self, optimizer, keras_apply: Callable, grads, variables):
-        sharded = zero_in(optimizer)
-        if sharded is not None:
-            return gradients.apply_sharded(sharded, optimizer, keras_apply, list(grads), variables, step.local_replica(self.placement))
-        store = store_of(variables, optimizer)
-        if store is not None:
-            return gradients.apply_to_shards(store, optimizer, keras_apply, list(grads), variables, step.local_replica(self.placement))
+        holder = zero_in(optimizer) or store_of(variables, optimizer)
+        if holder is not None:
+            return gradients.apply_to_parts(holder, optimizer, keras_apply, list(grads), variables, step.local_replica(self.placement))
         return self.merging.apply(optimizer, keras_apply, list(grads), variables, self.watch_gradients)
 
     def scale_loss_for_distribution(self, keras_function: Callable, value):

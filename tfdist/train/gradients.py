@@ -114,46 +114,28 @@ def apply_centrally(optimizer: keras.optimizers.Optimizer, keras_apply: Callable
         return keras_apply(optimizer, grads, variables)
 
 
-def apply_sharded(sharded: Zero, optimizer: keras.optimizers.Optimizer, keras_apply: Callable, grads: list, variables: list | None, local: int) -> Any:
-    """An update by an optimizer that reduces the gradients itself; called in replica context.
+def apply_to_parts(
+    holder: Zero | FSDP, optimizer: keras.optimizers.Optimizer, keras_apply: Callable, grads: list, variables: list | None, local: int
+) -> Any:  # fmt: skip
+    """An update by what holds a part of the state on each replica; called in replica context.
 
     Args:
-        sharded: It.
+        holder: An optimizer that reduces the gradients itself, or the weights' holder, which has reduced them in backward.
         optimizer: The outermost optimizer.
         keras_apply: Keras' own `apply`.
-        grads: This replica's.
+        grads: This replica's, or its parts of the sums.
         variables: The variables, or None where the optimizer is built.
         local: This replica's index among those of this process.
     """
-    if sharded.policy.combine == "sum":
-        grads = of_own_means(grads, sharded.group.size)
-    marks.before_sum(local, grads, sharded.group.size > 1)
-    sharded.reduced = lambda parts: marks.after_sum(local, parts)
+    if holder.policy.combine == "sum":
+        grads = of_own_means(grads, holder.group.size)
+    marks.before_sum(local, grads, holder.group.size > 1)
+    holder.reduced = lambda parts: marks.after_sum(local, parts)
     try:
         with marks.update(local):
-            return sharded.update(optimizer, keras_apply, grads, variables)
+            return holder.update(optimizer, keras_apply, grads, variables)
     finally:
-        sharded.reduced = None
-
-
-def apply_to_shards(store: FSDP, optimizer: keras.optimizers.Optimizer, keras_apply: Callable, grads: list, variables: list | None, local: int) -> Any:
-    """An update of sharded weights, whose gradients were summed in backward; called in replica context.
-
-    Args:
-        store: Of the weights.
-        optimizer: The outermost optimizer.
-        keras_apply: Keras' own `apply`.
-        grads: This replica's parts of the sums.
-        variables: The variables, or None where the optimizer is built.
-        local: This replica's index among those of this process.
-    """
-    marks.before_sum(local, grads, store.group.size > 1)
-    store.reduced = lambda parts: marks.after_sum(local, parts)
-    try:
-        with marks.update(local):
-            return store.update(optimizer, keras_apply, grads, variables)
-    finally:
-        store.reduced = None
+        holder.reduced = None
 
 
 def _apply_once(strategy, optimizer, keras_apply, grads, variables):
