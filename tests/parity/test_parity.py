@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import pathlib
-import pickle
-
 import numpy as np
 import pytest
 
 from tests.parity.cases import CASES
-from tests.processes import PYTHON, group, workers
+from tests.parity.setups import runs
 
-RUNNER = str(pathlib.Path(__file__).with_name("runner.py"))
 SETUPS = {  # name: strategy, devices, processes
+    "one": ("one_device", "-", 1),
     "mirrored-2": ("mirrored", "2", 1),
     "mirrored-3": ("mirrored", "3", 1),
     "central-2": ("central_storage", "2", 1),
@@ -29,30 +26,11 @@ SECONDS = 500  # for one setup: about 60 on an idle machine of 2 cores
 @pytest.fixture(scope="session")
 def run(tmp_path_factory):
     """Results of a setup's processes, a list of {case: numbers}; each setup runs once."""
-    done = {}
-
-    def run(setup: str):
-        if setup not in done:
-            together = next((pair for pair in PAIRS if setup in pair), (setup,))
-            directories = {name: tmp_path_factory.mktemp(name) for name in together}
-            with group(tmp_path_factory.mktemp("logs")) as members:
-                for name, directory in directories.items():
-                    strategy, devices, processes = SETUPS.get(name, ("one_device", "-", 1))
-                    command = [PYTHON, RUNNER, strategy, devices, str(directory / "{index}.pickle")]
-                    if processes > 1:
-                        workers(members, processes, command)
-                    else:
-                        members.start(name, [c.format(index=0) for c in command])
-                members.succeed(SECONDS)
-            for name, directory in directories.items():
-                done[name] = [pickle.loads(file.read_bytes()) for file in sorted(directory.iterdir())]
-        return done[setup]
-
-    return run
+    return runs(tmp_path_factory, "runner.py", SETUPS, PAIRS, SECONDS)
 
 
 @pytest.mark.timeout(2 * SECONDS)
-@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize("setup", [setup for setup in SETUPS if setup != "one"])
 @pytest.mark.parametrize("case", CASES)
 def test_equals_one_replica(run, setup, case):
     one = run("one")[0][case]

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import pathlib
-import pickle
-
 import numpy as np
 import pytest
 
+from tests.parity.setups import runs
 from tests.parity.sharded_cases import CASES, FEATURES, OF_PROCESSES, compare
-from tests.processes import PYTHON, group, workers
 
-RUNNER = str(pathlib.Path(__file__).with_name("sharded_cases.py"))
 SETUPS = {  # name: strategy, devices, processes, cases
-    "mirrored-2": ("mirrored", "2", 1, tuple(CASES)),
-    "features": ("mirrored", "2", 1, tuple(FEATURES)),
-    "mirrored-4": ("mirrored", "4", 1, ("cnn rmsprop", "transformer adamw")),
-    "workers-2": ("multi_worker_mirrored", "-", 2, ("mlp sgd", "transformer adamw", "outlier", "left alone")),
-    "workers-4": ("multi_worker_mirrored", "-", 4, ("cnn rmsprop", "lstm adam of four")),
+    "mirrored-2": ("mirrored", "2", 1, *CASES),
+    "features": ("mirrored", "2", 1, *FEATURES),
+    "mirrored-4": ("mirrored", "4", 1, "cnn rmsprop", "transformer adamw"),
+    "workers-2": ("multi_worker_mirrored", "-", 2, "mlp sgd", "transformer adamw", "outlier", "left alone"),
+    "workers-4": ("multi_worker_mirrored", "-", 4, "cnn rmsprop", "lstm adam of four"),
 }
 PAIRS = (("mirrored-2", "features"),)  # two processes at a time, each on one core
 ROUNDING = 1e-8
@@ -27,30 +23,11 @@ SECONDS = 400  # for one setup: about 60 on an idle machine of 2 cores
 @pytest.fixture(scope="session")
 def run(tmp_path_factory):
     """Results of a setup's processes, a list of {(case, way): numbers}; each setup runs once."""
-    done = {}
-
-    def run(setup: str):
-        if setup not in done:
-            together = next((pair for pair in PAIRS if setup in pair), (setup,))
-            directories = {name: tmp_path_factory.mktemp(name) for name in together}
-            with group(tmp_path_factory.mktemp("logs")) as members:
-                for name, directory in directories.items():
-                    strategy, devices, processes, cases = SETUPS[name]
-                    command = [PYTHON, RUNNER, strategy, devices, str(directory / "{index}.pickle"), *cases]
-                    if processes > 1:
-                        workers(members, processes, command)
-                    else:
-                        members.start(name, [c.format(index=0) for c in command])
-                members.succeed(SECONDS)
-            for name, directory in directories.items():
-                done[name] = [pickle.loads(file.read_bytes()) for file in sorted(directory.glob("*.pickle"))]
-        return done[setup]
-
-    return run
+    return runs(tmp_path_factory, "sharded_cases.py", SETUPS, PAIRS, SECONDS)
 
 
 @pytest.mark.timeout(2 * SECONDS)
-@pytest.mark.parametrize(("setup", "case"), [(setup, case) for setup, facts in SETUPS.items() for case in facts[3] if case != "left alone"])
+@pytest.mark.parametrize(("setup", "case"), [(setup, case) for setup, facts in SETUPS.items() for case in facts[3:] if case != "left alone"])
 def test_equals_plain_training(run, setup, case):
     facts = {**CASES, **FEATURES, **OF_PROCESSES}[case]
     for process in run(setup):
