@@ -368,8 +368,7 @@ def test_an_error_in_fit_leaves_no_condition_on_summaries(tmp_path):
     with pytest.raises(ZeroDivisionError):
         model.fit(x, y, verbose=0, callbacks=[board, keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: 1 / 0)])
     other = tf.summary.create_file_writer(str(tmp_path / "other"))
-    with other.as_default(step=0):
-        assert not tf.summary.should_record_summaries()
+    assert board._prev_summary_state  # else the function is not needed; at which steps Keras would write nothing depends on its version
     keras_compat.leave_summaries(board)
     with other.as_default(step=0):
         assert tf.summary.should_record_summaries()
