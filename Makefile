@@ -37,7 +37,7 @@ test: .venv/installed-test lint
 	$(BIN)/python $(PYTEST) --doctest-modules tfdist
 	$(BIN)/python $(PYTEST) $(TWO) tests/test_architecture.py tests/unit
 	$(BIN)/python $(PYTEST) $(TWO) tests/cluster
-	$(BIN)/python $(PYTEST) $(TWO) tests/parity tests/gpu
+	$(BIN)/python $(PYTEST) tests/parity tests/gpu
 
 chaos: .venv/installed-test
 	TFDIST_CHAOS_ROUNDS=4 $(BIN)/python $(PYTEST) tests/cluster/test_faults.py
