@@ -11,7 +11,7 @@ from tfdist.arguments import Parser, refuse
 from tfdist.config import nearest
 from tfdist.contract import JOURNAL, read_journal
 from tfdist.tools.recovery import Recovery, Strike
-from tfdist.words import counted
+from tfdist.words import aligned, counted
 
 LATEST = os.path.join("runs", "latest")
 COMMANDS = {"report": "recovery times, lost steps, and whether the result is that of the undisturbed run"}
@@ -100,12 +100,7 @@ def table(strikes: Sequence[Strike]) -> list[str]:
     for strike in strikes:
         lost = "-" if strike.lost is None else str(strike.lost)
         rows.append((strike.text, _seconds(strike.when, 1), _seconds(strike.detected, 2), _seconds(strike.recovered, 1), lost, strike.origin or "-"))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [text.rjust(width) for text, width in zip(row, widths, strict=True)]
-        lines.append("  ".join([row[0].ljust(widths[0]), *cells[1:-1], row[-1]]))
-    return lines
+    return aligned(rows, left=(0, 5))
 
 
 def summary(recovery: Recovery, now: float) -> list[str]:

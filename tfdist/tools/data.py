@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 from tfdist import config
 from tfdist.arguments import Parser, flag_of, nearest_flag, refuse, whole
+from tfdist.words import aligned
 
 if TYPE_CHECKING:
     from tfdist.data.catalog import Catalog, Entry
@@ -131,9 +132,7 @@ def _list(flags: argparse.Namespace) -> int:
     for entry in catalog.entries.values():
         state = _state(entry, flags.data_dir)
         rows.append((entry.name, entry.kind, ", ".join(entry.splits), state, entry.license or "not given"))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+    print("\n".join(aligned(rows, left=range(len(rows[0])))))
     if not catalog.entries:
         print(f"{catalog.file} names no data set yet.")
     return 0

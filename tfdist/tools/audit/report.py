@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tfdist.tools.audit.settings import Settings
-from tfdist.words import counted
+from tfdist.words import aligned, counted
 
 _SHOWN = 10  # examples left out
 
@@ -107,7 +107,7 @@ def speeds(settings: Settings, epochs: Sequence[Sequence[dict[str, Any]]]) -> st
         )
     if settings.workers > 1:
         rows.append(("all", "", *_speed(examples, longest, size), ""))
-    return "\n" + _table(rows)
+    return "\n" + "\n".join(aligned(rows))
 
 
 def proof(
@@ -191,7 +191,7 @@ def stages(
     lines = [
         "",
         "worker 0 alone:",
-        _table(rows),
+        "\n".join(aligned(rows)),
         f"bounded by: {bound.name}. A model that takes less than {1000 * step:.3g} ms a step waits for the next batch.",
     ]
     if stored is not None:
@@ -206,16 +206,3 @@ def _speed(examples: int, seconds: float, size: int) -> tuple[str, str, str, str
 def _epochs(settings: Settings) -> str:
     last = settings.first_epoch + settings.epochs - 1
     return f"epoch {last}" if settings.epochs == 1 else f"epochs {settings.first_epoch} to {last}"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns, the first to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        [
-            text.rjust(width) if i else text.ljust(width)
-            for i, (text, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        for row in rows
-    ]
-    return "\n".join("  ".join(line).rstrip() for line in lines)

@@ -10,7 +10,7 @@ from tfdist.telemetry.anatomy import PARTS
 from tfdist.tools.bench.reason import mean_parts
 from tfdist.tools.bench.results import MODES, Bench, Setup
 from tfdist.tools.bench.units import binary, percent, size
-from tfdist.words import counted
+from tfdist.words import aligned, counted
 
 WIDTH = 100
 _HEADS = {"input": "input", "forward_backward": "fwd+bwd", "gradient_sync": "sync", "update": "update", "wait": "wait", "host": "host"}
@@ -93,17 +93,6 @@ def machine(facts: dict) -> str:
     if not gpus:
         return counted(facts["cores"], "core")
     return ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus))
-
-
-def aligned(rows: Rows) -> list[str]:
-    """A table's lines: the first column to the left, the others to the right.
-
-    Example:
-        >>> aligned([("strategy", "ms"), ("mirrored", "1.25"), ("one", "12.50")])
-        ['strategy     ms', 'mirrored   1.25', 'one       12.50']
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]) for row in rows]
 
 
 def spread(values: Sequence[float], form: str = ",.0f") -> str:

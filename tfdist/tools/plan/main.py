@@ -15,6 +15,7 @@ from tfdist.signals import ending
 from tfdist.tools.doctor import child
 from tfdist.tools.doctor.units import amount
 from tfdist.tools.plan.ways import Needs, Stage, Way, choose, ways
+from tfdist.words import aligned
 
 _UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -68,8 +69,7 @@ def table(needs: Needs, found: Sequence[Way], memory: int | None, chosen: Way | 
     state = f"weights {amount(needs.trainable + needs.frozen)}, gradients {amount(needs.trainable)}, optimizer {amount(needs.slots + needs.scalars)}"
     lines = [f"One device, {needs.rows} examples a step: {state}, activations {amount(needs.fixed + needs.per_row * needs.rows)}", ""]
     room = f" of {amount(memory)}" if memory else ""
-    heads = ("way", "devices", "resident", f"peak{room}", "sent a step", "", "how")
-    rows = [heads]
+    rows = [("way", "devices", "resident", f"peak{room}", "sent a step", "", "how")]
     for way in found:
         if way.refused:
             rows.append((way.name, str(way.devices), "-", "-", "-", "not possible", way.refused))
@@ -78,11 +78,7 @@ def table(needs: Needs, found: Sequence[Way], memory: int | None, chosen: Way | 
         note = "; ".join(text for text in (way.why, fits) if text)
         sent = "not known" if way.sent is None else amount(way.sent)
         rows.append((way.name, str(way.devices), amount(way.resident), amount(way.peak), sent, note, way.how))
-    widths = [max(len(row[place]) for row in rows) for place in range(len(heads))]
-    for row in rows:
-        cells = [text.rjust(width) if 0 < place < 5 else text.ljust(width) for place, (text, width) in enumerate(zip(row, widths, strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    lines += ["", f"Take {chosen.name}: {why}." if chosen else f"No way to take: {why}."]
+    lines += [*aligned(rows, left=(0, 5, 6)), "", f"Take {chosen.name}: {why}." if chosen else f"No way to take: {why}."]
     return lines
 
 

@@ -22,6 +22,7 @@ from tfdist.tools.verify.recording import (
     WEIGHTS,
     Recording,
 )
+from tfdist.words import aligned
 
 _COLUMNS = {LOGS: "loss, metrics", GRADIENTS: "gradients", WEIGHTS: "weights", STATISTICS: "statistics", OPTIMIZER: "optimizer"}
 _WHAT = {
@@ -71,8 +72,7 @@ def table(found: Mapping[str, Comparison]) -> list[str]:
     for way, comparison in found.items():
         cells = [_cell(comparison.largest(kind)) for kind in _COLUMNS]
         rows.append((way, *cells, "other !" if comparison.rows else "the same"))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]).rstrip() for row in rows]
+    return aligned(rows)
 
 
 def lenient(comparison: Comparison) -> list[str]:
