@@ -117,7 +117,7 @@ def _hook_model(name: str) -> None:
         engine = engine_of(self.distribute_strategy)
         if engine is not None:
             return getattr(engine, name)(self, keras_method, *args, **kwargs)
-        if name in _FILES and (holder := _holder(getattr(self, "optimizer", None), self.trainable_weights)) is not None:
+        if name in _FILES and (holder := holder_of(getattr(self, "optimizer", None), self.trainable_weights)) is not None:
             return holder.save_beside(self, keras_method, *args, **kwargs)
         result = keras_method(self, *args, **kwargs)
         if name in _FUNCTIONS:
@@ -130,26 +130,25 @@ def _hook_model(name: str) -> None:
 def _join(model: keras.Model, name: str) -> None:
     """Lets a model's function be run beside other processes, where it shares its state with them without a strategy's scope."""
     function = getattr(model, name)
-    holder = _holder(getattr(model, "optimizer", None), model.trainable_weights)
+    holder = holder_of(getattr(model, "optimizer", None), model.trainable_weights)
     if holder is not None and not hasattr(function, "tfdist_joined"):
         joined = holder.beside(model, function, name == "train_function")
         joined.tfdist_joined = True
         setattr(model, name, joined)
 
 
-def _holder(optimizer: Any, variables: Any) -> Any:
-    """What holds the state that an optimizer, or the first of some variables, shares with other replicas; None for others.
+def holder_of(optimizer: Any, variables: Any) -> Any:
+    """What holds the state that an optimizer, or some variables, share with other replicas: a `Zero` or an `FSDP`; None for others.
 
     It has the methods `update(optimizer, keras_apply, grads, variables)`, `beside(model, function, trains)`, and `save_beside(model, keras_method, ...)`.
     """
-    each = optimizer
+    each = innermost = optimizer
     while each is not None:
         if hasattr(each, "tfdist_kind"):
             return each
-        each = getattr(each, "inner_optimizer", None)
-    known = variables if variables is not None else getattr(optimizer, "_trainable_variables", ())
-    first = known[0] if isinstance(known, list | tuple) and known else None  # an iterator stays as it is
-    return getattr(first, "tfdist_store", None)
+        innermost, each = each, getattr(each, "inner_optimizer", None)
+    known = variables if variables is not None else getattr(innermost, "_trainable_variables", ())
+    return next((v.tfdist_store for v in known if hasattr(v, "tfdist_store")), None) if isinstance(known, list | tuple) else None  # an iterator stays as it is
 
 
 def _hook_symbolic_build() -> None:
@@ -185,7 +184,7 @@ def _hook_apply(cls: Any) -> None:
                 f"The model was made outside of the scope of the strategy in which its optimizer {self.name} was made. Make the model, and "
                 "call compile(), inside `with strategy.scope():`."
             )
-        alone = None if engine is not None or in_local_update() else _holder(self, trainable_variables)
+        alone = None if engine is not None or in_local_update() else holder_of(self, trainable_variables)
         if alone is not None:  # a process without a scope, beside others
             return alone.update(self, keras_apply, list(grads), trainable_variables)
         if engine is None or tf.distribute.in_cross_replica_context() or in_local_update():

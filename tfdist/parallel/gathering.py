@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfdist.keras_compat.parallel import Sharded, freed_with_graph, own_copy
 from tfdist.parallel import rows
 from tfdist.parallel.collectives import Group
+from tfdist.parallel.exchange import all_gather, reduce_scatter
 
 
 class Gathering:
@@ -41,13 +42,9 @@ class Gathering:
         """
         whole: dict[int, tf.Tensor] = {}
         with tf.control_dependencies(list(gates)) if gates else contextlib.nullcontext():
-            for number, bucket in enumerate(self._buckets(variables, parts)):
-                sent = [self._narrowed(parts[i]) for i in bucket]
-                received = self.forth.all_gather(tf.concat(sent, 0) if len(sent) > 1 else sent[0], f"{name} {number}")
-                pieces = tf.split(received, [x.shape[0] for x in sent], axis=1) if len(sent) > 1 else [received]
-                for i, piece in zip(bucket, pieces, strict=True):
-                    value = rows.from_rows(piece, variables[i].tfdist_shape)
-                    whole[i] = value if value.dtype.name == compute_dtype else tf.cast(value, parts[i].dtype)
+            for i, received in all_gather(self.forth, [self._narrowed(x) for x in parts], self._buckets(variables, parts), name):
+                value = rows.from_rows(received, variables[i].tfdist_shape)
+                whole[i] = value if value.dtype.name == compute_dtype else tf.cast(value, parts[i].dtype)
         return [whole[i] for i in range(len(variables))]
 
     def scatter(self, variables: Sequence[Sharded], parts: Sequence[tf.Tensor], grads: Sequence[Any], name: str) -> list[tf.Tensor | None]:
@@ -59,20 +56,13 @@ class Gathering:
             grads: Of the whole weights.
             name: Of this call.
         """
-        sums: list[tf.Tensor | None] = [None] * len(variables)
         scale = self._scale()
-        places = [i for i, g in enumerate(grads) if g is not None]
-        for number, bucket in enumerate(self._buckets([variables[i] for i in places], [parts[i] for i in places])):
-            members = [places[i] for i in bucket]
-            given = []
-            for i in members:
-                dense = tf.cast(tf.convert_to_tensor(grads[i]), parts[i].dtype)
-                given.append(rows.to_rows(tf.reshape(dense, variables[i].tfdist_shape), self.back.size))
-            total = self.back.reduce_scatter(tf.concat(given, 1) if len(given) > 1 else given[0], f"{name} {number}", self.grad_dtype)
-            total = total if scale == 1.0 else total * tf.cast(scale, total.dtype)
-            for i, part in zip(members, tf.split(total, [x.shape[1] for x in given]) if len(given) > 1 else [total], strict=True):
-                sums[i] = part
-        return sums
+        given: list[tf.Tensor | None] = [None] * len(variables)
+        for i, (g, v, part) in enumerate(zip(grads, variables, parts, strict=True)):
+            if g is not None:
+                given[i] = rows.to_rows(tf.reshape(tf.cast(tf.convert_to_tensor(g), part.dtype), v.tfdist_shape), self.back.size)
+        sums = reduce_scatter(self.back, given, self._buckets(variables, parts), name, self.grad_dtype)
+        return sums if scale == 1.0 else [None if x is None else x * tf.cast(scale, x.dtype) for x in sums]
 
     def gathered(self, variables: Sequence[Sharded], name: str, gates: Sequence[tf.Tensor], compute_dtype: str) -> list[tf.Tensor]:
         """Whole weights that stay until their gradients are known.

@@ -33,7 +33,7 @@ from tfdist.keras_compat.parallel import (
 from tfdist.parallel import agreement, rows
 from tfdist.parallel.agreement import check_elementwise
 from tfdist.parallel.collectives import OUTSIDE, Group
-from tfdist.parallel.exchange import all_reduce
+from tfdist.parallel.exchange import all_gather, all_reduce, reduce_scatter
 from tfdist.parallel.sharded import check_deferred
 from tfdist.parallel.store import Store
 from tfdist.sync import Gradients
@@ -300,15 +300,8 @@ class Zero(keras.optimizers.Optimizer):
         if self.stage == 1:
             sums = all_reduce(self.group, dense, "sums", self.policy.bucket_bytes, self.policy.wire)
             return [None if x is None else rows.to_rows(x, self.group.size)[self.group.rank] for x in sums]
-        parts: list = [None] * len(dense)
-        for number, bucket in enumerate(self._parts.buckets):
-            members = [i for i in bucket if dense[i] is not None]
-            if members:
-                given = [rows.to_rows(dense[i], self.group.size) for i in members]
-                total = self.group.reduce_scatter(tf.concat(given, 1) if len(given) > 1 else given[0], f"sum {number}", self.policy.wire)
-                for i, part in zip(members, tf.split(total, [x.shape[1] for x in given]), strict=True):
-                    parts[i] = part
-        return parts
+        given = [None if g is None else rows.to_rows(g, self.group.size) for g in dense]
+        return reduce_scatter(self.group, given, self._parts.buckets, "sum", self.policy.wire)
 
     def _when_updated(self, gather: Callable[[], None], local: int) -> None:
         """Gathers, with accumulation only after a step that has updated something."""
@@ -325,20 +318,17 @@ class Zero(keras.optimizers.Optimizer):
         return not inner.gradient_accumulation_steps or bool(inner.use_ema and inner.ema_overwrite_frequency)
 
     def _gather(self, places: list[int], before: dict[int, tf.Tensor], local: int) -> None:
-        for number, bucket in enumerate(self._parts.buckets):
-            members = [i for i in bucket if i in places]
-            if not members:
-                continue
-            own = [tf.convert_to_tensor(local_component(self._parts.shards[i], local)) for i in members]
-            own = [tf.cast(x - before[i], self.policy.wire) if before else x for i, x in zip(members, own, strict=True)]
-            whole = self.group.all_gather(tf.concat(own, 0) if len(own) > 1 else own[0], f"whole {number}")
-            for i, part in zip(members, tf.split(whole, [x.shape[0] for x in own], axis=1), strict=True):
-                copy = local_component(self._parts.full[i], local)
-                value = tf.cast(rows.from_rows(part, self._parts.full[i].shape), copy.dtype)
-                if before:
-                    copy.assign_add(value)
-                else:
-                    copy.assign(value)
+        own: list = [None] * len(self._parts.shards)
+        for i in places:
+            x = tf.convert_to_tensor(local_component(self._parts.shards[i], local))
+            own[i] = tf.cast(x - before[i], self.policy.wire) if before else x
+        for i, part in all_gather(self.group, own, self._parts.buckets, "whole"):
+            copy = local_component(self._parts.full[i], local)
+            value = tf.cast(rows.from_rows(part, self._parts.full[i].shape), copy.dtype)
+            if before:
+                copy.assign_add(value)
+            else:
+                copy.assign(value)
 
     # --- What needs all parts -----------------------------------------------------------------------------------------
     def finalize_variable_values(self, var_list: Sequence[keras.Variable]) -> None:
@@ -356,17 +346,6 @@ class Zero(keras.optimizers.Optimizer):
         strategy = strategy_of(self)
         with self._store.bounded():
             tf.function(lambda: strategy.run(publish), autograph=False)()
-
-
-def zero_in(optimizer: Any) -> Zero | None:
-    """The sharded optimizer among those that one is made of.
-
-    Args:
-        optimizer: The outermost one.
-    """
-    while optimizer is not None and not isinstance(optimizer, Zero):
-        optimizer = getattr(optimizer, "inner_optimizer", None)
-    return optimizer
 
 
 def _policy(given: Any, optimizer: keras.optimizers.Optimizer) -> Gradients:

@@ -212,18 +212,6 @@ class FSDP(Store):
         return rows.to_rows(tf.convert_to_tensor(constraint(whole)), self.group.size)[self.group.rank]
 
 
-
-def store_of(variables: Sequence[Any] | None, optimizer: Any) -> FSDP | None:
-    """What holds the weights that an optimizer updates, where they are sharded.
-
-    Args:
-        variables: Given to `optimizer.apply`; None: those that it was built with.
-        optimizer: The outermost optimizer.
-    """
-    known = variables if variables is not None else known_variables(optimizer)
-    return next((v.tfdist_store for v in known if isinstance(v, Sharded)), None)
-
-
 def check_deferred(model: keras.Model) -> None:
     """Makes sure that a model's weights have values.
 

@@ -15,10 +15,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.keras_compat import holder_of
 from tfdist.parallel.files import as_plain, check_export
-from tfdist.parallel.optimizer import zero_in
 from tfdist.parallel.placement import Placement
-from tfdist.parallel.sharded import check_deferred, store_of
+from tfdist.parallel.sharded import check_deferred
 from tfdist.sync import Gradients, LocalSGD, Policy
 from tfdist.train import gradients, step
 from tfdist.train.anatomy import Anatomy, Recorder
@@ -201,7 +201,7 @@ class Engine(Hooks):
             self.merging.prepare(model.optimizer, model.trainable_variables)
 
     def apply(self, optimizer, keras_apply: Callable, grads, variables):
-        holder = zero_in(optimizer) or store_of(variables, optimizer)
+        holder = holder_of(optimizer, variables)
         if holder is not None:
             return gradients.apply_to_parts(holder, optimizer, keras_apply, list(grads), variables, step.local_replica(self.placement))
         return self.merging.apply(optimizer, keras_apply, list(grads), variables, self.watch_gradients)
@@ -289,7 +289,7 @@ class Engine(Hooks):
 
     def exchange_of(self, model: keras.Model) -> Any:
         """What makes one of the replicas of a compiled model, by its `policy`: its sharded optimizer, its shards, or `merging`."""
-        return zero_in(model.optimizer) or store_of(model.trainable_variables, model.optimizer) or self.merging
+        return holder_of(model.optimizer, model.trainable_variables) or self.merging
 
     def bytes_per_step(self, model: keras.Model) -> float:
         found = self.exchange_of(model)

@@ -9,9 +9,7 @@ from typing import Any
 from tfdist.backup import state
 from tfdist.backup.snapshot import Snapshot
 from tfdist.backup.store import Store
-from tfdist.keras_compat import engine_of
-from tfdist.parallel.optimizer import zero_in
-from tfdist.parallel.sharded import store_of
+from tfdist.keras_compat import engine_of, holder_of
 from tfdist.train.hooks import Hooks
 
 
@@ -58,7 +56,7 @@ def check(model: Any) -> None:
     Raises:
         ValueError: It is sharded over processes that train without a scope, each of which would take its rows for all.
     """
-    held = zero_in(model.optimizer) or store_of(model.trainable_weights, model.optimizer)
+    held = holder_of(model.optimizer, model.trainable_weights)
     if held is not None and held.group.size > 1 and engine_of(model.distribute_strategy) is None:
         raise ValueError(
             f"BackupAndRestore: expected a model and an optimizer that were made in their strategy's scope, received some that are sharded over {held.group.size} processes "
