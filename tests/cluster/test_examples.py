@@ -66,8 +66,9 @@ def test_training_in_functions_reaches_the_same_alone_and_on_two_workers(members
     members.start("alone", [PYTHON, *command], **environ)
     log = launch(members, environ, *command)
     words = r"(?:epoch 1: accuracy|test accuracy|test error) .*"
-    (alone,), (together,) = re.findall(words, members.log("alone")), re.findall(words, log)
-    ours, theirs = ([float(number) for number in re.findall(r"\d\.\d+", line)] for line in (alone, together))
+    alone, together = re.findall(words, members.log("alone")), re.findall(words, log)
+    assert len(alone) == len(together) == 1, members.logs()
+    ours, theirs = ([float(number) for number in re.findall(r"\d\.\d+", line)] for line in (*alone, *together))
     assert ours == pytest.approx(theirs, abs=1e-4), (alone, together)
 
 

@@ -1,7 +1,10 @@
 """What tasks write becomes readable lines: progress bars, colours, broken bytes."""
 
+import fcntl
 import io
 import os
+import struct
+import termios
 import time
 
 import pytest
@@ -24,6 +27,12 @@ def console():
         return Console(out, err, tasks=TASKS, drawer="worker:0", shown=TASKS, **options), out, err
 
     return make
+
+
+def taken(pipe):
+    """Returns once all that was written to a pipe has been read: the next piece comes in a reading of its own."""
+    while struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, b"\0" * 4))[0]:
+        time.sleep(0.001)
 
 
 def test_a_bar_leaves_its_last_state():
@@ -100,12 +109,27 @@ def test_a_quiet_bar_reaches_the_log_now_and_then(console, tmp_path):
     times = iter(range(0, 1000, 6))  # six seconds from one reading of the clock to the next
     pipe = os.fdopen(reading, "rb")
     output = TaskOutput("worker:0", pipe, str(tmp_path / "log"), board, clock=lambda: next(times))
-    for step in (1, 2, 3):
+    for step in (1, 2, 3, 3):
         os.write(writing, bar(step, 15).encode())
-        time.sleep(0.1)
+        taken(pipe)
     os.close(writing)
     output.join(5)
-    assert out.getvalue() == "[worker:0] 2/3 ━━ loss: 0.5  \n[worker:0] 3/3 ━━━ loss: 0.5  \n"
+    assert out.getvalue() == "[worker:0] 3/3 ━━━ loss: 0.5  \n" * 2
+
+
+def test_a_line_that_arrives_in_pieces_after_a_long_silence_is_one_line(console, tmp_path):
+    board, out, _ = console()
+    reading, writing = os.pipe()
+    times = iter([30.0, 30.0, 30.0, 60.0, 60.0])
+    pipe = os.fdopen(reading, "rb")
+    output = TaskOutput("worker:0", pipe, str(tmp_path / "log"), board, clock=lambda: next(times))
+    for piece in (b"a line", b" of two", b"\n", b"another", b"\n"):  # as `print` writes without a buffer
+        os.write(writing, piece)
+        taken(pipe)
+    os.close(writing)
+    output.join(5)
+    assert out.getvalue() == "[worker:0] a line of two\n[worker:0] another\n"
+    assert (tmp_path / "log").read_text() == "a line of two\nanother\n"
 
 
 def test_cursor_movements_are_removed():

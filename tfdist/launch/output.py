@@ -17,7 +17,7 @@ from typing import IO, TextIO
 
 from tfdist.launch.text import Line, clip, is_chatter, paint, printable
 
-SNAPSHOT_SECONDS = 10.0  # how often an unfinished line may become a line where nothing can be redrawn
+SNAPSHOT_SECONDS = 10.0  # how long an unfinished line is drawn over until it becomes a line where nothing can be redrawn
 
 
 class Console:
@@ -135,13 +135,16 @@ class TaskOutput:
 
     def _copy(self) -> None:
         line = Line()
-        last = self._clock()
+        since: float | None = None  # when the unfinished line began, or last became a line: a `print` may arrive in two pieces
         while data := os.read(self._pipe.fileno(), 1 << 16):
-            finished = line.feed(data)
-            now = self._clock()
-            snapshot = not finished and bool(line.text.strip()) and now - last >= SNAPSHOT_SECONDS
-            if finished or snapshot:
-                last = now
+            finished, now = line.feed(data), self._clock()
+            if finished:
+                since = None
+            if line.text.strip() and since is None:
+                since = now
+            snapshot = bool(line.text.strip()) and since is not None and now - since >= SNAPSHOT_SECONDS
+            if snapshot:
+                since = now
             self._keep([*finished, line.text] if snapshot else finished)
             self._console.show(self._task, finished, line.text, snapshot)
         rest = [line.text] if line.text else []
