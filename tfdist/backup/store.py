@@ -96,11 +96,7 @@ class Store:
 
     def numbers(self) -> list[int]:
         """Of the snapshots that are there, oldest first."""
-        try:
-            names = tf.io.gfile.listdir(self.directory)
-        except (tf.errors.NotFoundError, tf.errors.FailedPreconditionError):
-            return []
-        return sorted(int(found[1]) for name in names if (found := _NAME.fullmatch(name)))
+        return _numbers(self._names())
 
     def path(self, number: int) -> str:
         """Of a snapshot."""
@@ -108,8 +104,7 @@ class Store:
 
     def next(self) -> int:
         """The number that the next snapshot will have."""
-        numbers = self.numbers()
-        return numbers[-1] + 1 if numbers else 0
+        return _next(self.numbers())
 
     def write(self, snapshot: Snapshot) -> int:
         """Adds a snapshot, and then removes those that are too many.
@@ -124,12 +119,12 @@ class Store:
             OSError: It cannot be written there; what was there before still is.
             Superseded: This process claimed the directory, and another has done so since; nothing was added.
         """
-        number = self.next()
+        names = self._names()
+        numbers = _numbers(names)
+        number = _next(numbers)
         self._write(self.path(number), snapshot)
         self.reached("saved")
-        for old in self.numbers()[: -self.keep]:
-            self._remove(self.path(old))
-        self._remove_rows()
+        self._keep([*numbers, number][-self.keep :], names)
         return number
 
     def rows_path(self, number: int, token: str, rank: int, workers: int) -> str:
@@ -247,9 +242,7 @@ class Store:
             Superseded: This process claimed the directory, and another has done so since; nothing was removed.
         """
         self._check()
-        for number in self.numbers():
-            self._remove(self.path(number))
-        self._remove_rows()
+        self._keep([], self._names())
         self._remove(os.path.join(self.directory, claim.NAME))
         self._token = None
         with contextlib.suppress(*_CANNOT):
@@ -259,17 +252,22 @@ class Store:
     def sweep(self) -> None:
         """Removes what writers that were killed left behind; for the only writer, before it writes."""
         with contextlib.suppress(*_CANNOT):
-            for name in tf.io.gfile.listdir(self.directory):
-                if _PART.fullmatch(name):
-                    self._remove(os.path.join(self.directory, name))
-        self._remove_rows()
+            names = self._names()
+            for name in filter(_PART.fullmatch, names):
+                self._remove(os.path.join(self.directory, name))
+            self._keep(_numbers(names), names)
 
-    def _remove_rows(self) -> None:
-        """Removes the rows of snapshots that are no more, or never were; the next one's are not there yet."""
-        with contextlib.suppress(*_CANNOT):
-            kept = self.numbers()
-            for name in tf.io.gfile.listdir(self.directory):
-                if (found := _ROWS.fullmatch(name)) and int(found[1]) not in kept:
+    def _names(self) -> list[str]:
+        try:
+            return tf.io.gfile.listdir(self.directory)
+        except (tf.errors.NotFoundError, tf.errors.FailedPreconditionError):
+            return []
+
+    def _keep(self, numbers: list[int], names: list[str]) -> None:
+        """Of the files of these names, removes snapshots of other numbers, and then rows of snapshots that are no more or never were."""
+        for kind in (_NAME, _ROWS):
+            for name in names:
+                if (found := kind.fullmatch(name)) and int(found[1]) not in numbers:
                     self._remove(os.path.join(self.directory, name))
 
     def _pieces(self, snapshot: Snapshot) -> Iterator[bytes | memoryview]:
@@ -286,6 +284,14 @@ class Store:
     def _remove(path: str) -> None:
         with contextlib.suppress(*_CANNOT):
             tf.io.gfile.remove(path)
+
+
+def _numbers(names: Iterable[str]) -> list[int]:
+    return sorted(int(found[1]) for name in names if (found := _NAME.fullmatch(name)))
+
+
+def _next(numbers: list[int]) -> int:
+    return numbers[-1] + 1 if numbers else 0
 
 
 def write_local(path: str, pieces: Iterable[bytes | memoryview]) -> None:
