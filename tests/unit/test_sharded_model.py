@@ -343,15 +343,11 @@ def test_a_graph_is_freed_with_its_function(two, model, keep):
             loss = tf.reduce_sum(model(x))
         return tape.gradient(loss, model.trainable_weights)
 
-    gc.freeze()  # what other tests have left is not looked through
-    try:
-        function = tf.function(lambda x: two.run(step, args=(x,)), autograph=False)
-        graph = weakref.ref(function.get_concrete_function(tf.ones([2, 3])).graph)
-        del function
-        gc.collect()
-        assert graph() is None
-    finally:
-        gc.unfreeze()
+    function = tf.function(lambda x: two.run(step, args=(x,)), autograph=False)
+    graph = weakref.ref(function.get_concrete_function(tf.ones([2, 3])).graph)
+    del function
+    gc.collect()
+    assert graph() is None
 
 
 def test_a_sharded_model_is_not_exported(model, tmp_path):

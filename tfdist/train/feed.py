@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tfdist.data.order import share
 from tfdist.data.rows import count_rows, cut
+from tfdist.data.tuner import untuned
 from tfdist.parallel.placement import Placement
 
 
@@ -102,7 +103,7 @@ class Feed:
                 dataset = dataset.map(lambda *x: _worker_batch(_element(x), placement))
             else:
                 dataset = dataset.map(lambda *x: Batch(_element(x)))
-        return dataset.prefetch(2)
+        return untuned(dataset.prefetch(2))
 
     def _bounded(self, dataset: tf.data.Dataset, skipped: int) -> tf.data.Dataset:
         """Before any `map`: tf.data runs those ahead too."""
