@@ -13,7 +13,9 @@ _real_stderr = pytest.StashKey[int]()
 
 
 def pytest_configure(config):
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, here and in the processes that tests start
+    # Under nohup, or in a script's background, these are ignored, here and in the processes that tests start.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     config.stash[_real_stderr] = os.dup(2)  # of a test it is captured
 
 
