@@ -100,6 +100,15 @@ def test_a_task_that_makes_no_step_is_ended_as_hung(hang, launch):
     assert len(events(launch, "attempt")) == 2
 
 
+def test_who_was_heard_last_is_ended_as_hung_where_the_others_wait_for_it(launch):
+    script = STEPS + "\ndef all_reduce(): time.sleep(600)\n"
+    script += "steps(1, 5)\nif attempt == 0:\n    if me == 'worker:0': all_reduce()\n    time.sleep(1)\n    steps(5, 5)\n    os.kill(os.getpid(), signal.SIGSTOP)"
+    code, _, err = launch.run("--workers", "2", "--restarts", "1", "--hang-timeout", "4", script=script)
+    assert code == 0, err
+    assert "ROOT CAUSE: worker:1" in err
+    assert "it is stopped" in err
+
+
 # Python reads this before anything else, in the launcher and in all tasks.
 JUMPING_CLOCK = """
 import itertools, time

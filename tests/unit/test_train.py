@@ -139,6 +139,18 @@ def every_callback(directory):
     return [(type(callback).__name__, callback, *expected) for callback, *expected in rows]
 
 
+def test_directories_of_checkpoints_are_there_before_two_workers_would_make_them(one_device, tmp_path):
+    made, late = tmp_path / "a" / "b" / "{epoch}.weights.h5", tmp_path / "c" / "{epoch}" / "last.weights.h5"
+    (tmp_path / "file").touch()
+    there = []
+    look = keras.callbacks.LambdaCallback(on_train_begin=lambda logs: there.extend(sorted(p.name for p in tmp_path.rglob("*"))))
+    saves = [keras.callbacks.ModelCheckpoint(path, save_weights_only=True) for path in (made, late)]
+    compiled(one_device).fit(dataset(*data()), verbose=0, callbacks=[*saves, look])
+    assert there == ["a", "b", "c", "file"]
+    assert (tmp_path / "c" / "1" / "last.weights.h5").exists()
+    callbacks.make_directories([keras.callbacks.ModelCheckpoint(tmp_path / "file" / "x.keras"), keras.callbacks.ModelCheckpoint("x.keras")])
+
+
 def test_who_watches_batches(tmp_path):
     rows = every_callback(tmp_path)
     for name, callback, train, test in rows:

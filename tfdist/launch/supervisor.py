@@ -243,9 +243,10 @@ class Supervisor:
         self._looked = now
         if any(process.silence for process in group):  # it is known already who hangs
             return
-        silent = [process for process in group if process.silent_for(self._silence) is not None]
-        if silent:
-            self._blame(group, silent)
+        if any(process.silent_for(self._silence) is not None for process in group):
+            # The one that these wait for may have been heard a little later.
+            half = {phase: seconds / 2 for phase, seconds in self._silence.items()}
+            self._blame(group, [process for process in group if process.silent_for(half) is not None])
 
     def _blame(self, group: list[Process], silent: list[Process]) -> None:
         """Finds among those that wait for each other the one for which the others wait."""
@@ -256,7 +257,7 @@ class Supervisor:
         behind = min((place_of(process.sign) or (0, 0) for process in silent), default=(0, 0))
         last = [process for process in silent if (place_of(process.sign) or (0, 0)) == behind]
         culprit = (stopped or elsewhere or last)[0]
-        seconds = culprit.silent_for(self._silence) or 0.0
+        seconds = culprit.silent_for(dict.fromkeys(self._silence, 0.0)) or 0.0
         sign = culprit.sign
         where = "" if sign is None else f" after step {sign.step} of epoch {sign.epoch + 1}"
         why = "; it is stopped (SIGSTOP, a debugger)" if culprit in stopped else ""

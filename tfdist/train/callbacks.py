@@ -8,12 +8,14 @@ file of the chief's is kept from the others. (`model.save` and `save_weights`, w
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import shutil
 import tempfile
 from collections.abc import Iterable
 
 import keras
+import tensorflow as tf
 
 from tfdist.keras_compat import profiles
 from tfdist.train.backup import BackupAndRestore
@@ -87,6 +89,14 @@ def _turn(callback) -> int:
     if isinstance(callback, keras.callbacks.History | keras.callbacks.ProgbarLogger):
         return 2
     return isinstance(callback, BackupAndRestore)
+
+
+def make_directories(callbacks: Iterable[keras.callbacks.Callback]) -> None:
+    """Makes where ModelCheckpoint will write, up to the first placeholder: its own way fails where two workers do it at once."""
+    for callback in callbacks:
+        if isinstance(callback, keras.callbacks.ModelCheckpoint) and (directory := os.path.dirname(callback.filepath.partition("{")[0])):
+            with contextlib.suppress(tf.errors.OpError):  # Keras says so, where it writes
+                tf.io.gfile.makedirs(directory)
 
 
 def is_progress_bar(callback) -> bool:

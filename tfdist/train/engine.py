@@ -24,7 +24,7 @@ from tfdist.train import gradients, step
 from tfdist.train.anatomy import Anatomy, Recorder
 from tfdist.train.backing import backing, told_alike
 from tfdist.train.backup import BackupAndRestore
-from tfdist.train.callbacks import backups_last, follow, is_progress_bar, watches
+from tfdist.train.callbacks import backups_last, follow, is_progress_bar, make_directories, watches
 from tfdist.train.feed import Feed
 from tfdist.train.hooks import Hooks, bind, check_optimizer, fewest
 from tfdist.train.local import LocalSteps
@@ -359,6 +359,7 @@ class Engine(Hooks):
         """Leaves console and files to the chief; returns all callbacks."""
         kwargs = call["kwargs"]
         callbacks = backups_last(kwargs)
+        make_directories(callbacks)
         call["progress"] = call["verbose"] != 0 or any(is_progress_bar(c) for c in callbacks)
         if not self.placement.is_chief:
             kwargs["verbose"] = 0
