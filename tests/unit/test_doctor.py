@@ -9,6 +9,7 @@ import time
 import pytest
 
 from tests.processes import ROOT
+from tfdist import limits
 from tfdist.cluster import ClusterSpec
 from tfdist.launch import check
 from tfdist.launch import flags as launch_flags
@@ -157,8 +158,8 @@ MEMINFO = "MemTotal:       33554432 kB\nMemFree:         1000 kB\nMemAvailable: 
 
 def test_what_files_say_of_a_machine(tmp_path):
     plant(tmp_path, {"proc/meminfo": MEMINFO})
-    assert machine.memory(tmp_path) == (16 * GB, 32 * GB)
-    assert machine.quota(tmp_path) is None
+    assert limits.memory(tmp_path) == (16 * GB, 32 * GB)
+    assert limits.quota(tmp_path) is None
     assert machine.driven_cards(tmp_path) == machine.pci_cards(tmp_path) == 0
 
 
@@ -183,8 +184,8 @@ def test_what_files_say_of_a_machine(tmp_path):
 )
 def test_limits_of_a_container(files, tmp_path):
     plant(tmp_path, {"proc/meminfo": MEMINFO, **files})
-    assert machine.memory(tmp_path) == (1 * GB, 4 * GB)
-    assert machine.quota(tmp_path) == 1.5
+    assert limits.memory(tmp_path) == (1 * GB, 4 * GB)
+    assert limits.quota(tmp_path) == 1.5
 
 
 def test_cards_on_the_bus_and_in_a_container(tmp_path):

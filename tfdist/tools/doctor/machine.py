@@ -12,12 +12,13 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import tfdist
 from tfdist.contract import THREAD_VARIABLES, inherited
 from tfdist.handshake import PACKAGES
+from tfdist.limits import memory, quota, read_text
 
 SMI_S = 20.0  # for nvidia-smi, which takes seconds where no process keeps the driver awake
 _NVIDIA, _DISPLAY = "0x10de", "0x03"  # a PCI device's vendor, and the beginning of its class
@@ -165,7 +166,7 @@ def pci_cards(root: Path) -> int:
     """NVIDIA's display and computing cards on the PCI bus, with a driver or without."""
     found = 0
     for device in (root / "sys/bus/pci/devices").glob("*"):
-        found += _text(device / "vendor") == _NVIDIA and _text(device / "class").startswith(_DISPLAY)
+        found += read_text(device / "vendor") == _NVIDIA and read_text(device / "class").startswith(_DISPLAY)
     return found
 
 
@@ -174,51 +175,6 @@ def driven_cards(root: Path) -> int:
     known = len(list((root / "proc/driver/nvidia/gpus").glob("*")))
     given = len([entry for entry in (root / "dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", entry.name)])
     return min(known, given) if known and given else known
-
-
-def memory(root: Path) -> tuple[int | None, int | None]:
-    """Bytes that may still be taken, and of all; a container's limit counts where it is lower."""
-    rows = {name: int(size) * 1024 for name, size in re.findall(r"^(\w+): +(\d+) kB", _text(root / "proc/meminfo"), re.MULTILINE)}
-    available, capacity = rows.get("MemAvailable"), rows.get("MemTotal")
-    for most, used in _memory_limits(root):
-        if capacity is None or most < capacity:
-            capacity, left = most, max(most - used, 0)
-            available = left if available is None else min(available, left)
-    return available, capacity
-
-
-def quota(root: Path) -> float | None:
-    """Cores' worth of time that this process' control groups allow; None: no limit."""
-    limits = []
-    for group in _groups(root):
-        most, _, period = _text(group / "cpu.max").partition(" ")
-        if most.isdecimal() and period.isdecimal():
-            limits.append(int(most) / int(period))
-    old = root / "sys/fs/cgroup/cpu"
-    most, period = _text(old / "cpu.cfs_quota_us"), _text(old / "cpu.cfs_period_us")
-    if most.isdecimal() and period.isdecimal():
-        limits.append(int(most) / int(period))
-    return min(limits, default=None)
-
-
-def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Bytes allowed and used, of each control group with a limit."""
-    old = root / "sys/fs/cgroup/memory"
-    for group, names in [*((group, ("memory.max", "memory.current")) for group in _groups(root)),
-                         (old, ("memory.limit_in_bytes", "memory.usage_in_bytes"))]:  # fmt: skip
-        most, used = (_text(group / name) for name in names)
-        if most.isdecimal() and used.isdecimal():
-            yield int(most), int(used)
-
-
-def _groups(root: Path) -> Iterator[Path]:
-    """The control group of this process (version 2), and those around it."""
-    top = root / "sys/fs/cgroup"
-    name = next((line[3:] for line in _text(root / "proc/self/cgroup").splitlines() if line.startswith("0::")), "/")
-    group = Path(os.path.normpath(f"{top}/{name.lstrip('/')}"))
-    while group.is_relative_to(top):
-        yield group
-        group = group.parent
 
 
 def _space(path: Path) -> tuple[int, int] | None:
@@ -238,10 +194,3 @@ def _smi() -> tuple[Card, ...]:
             name, total, free, uuid = line.rsplit(",", 3)
             cards.append(Card(name.strip(), int(total) << 20, int(free) << 20, uuid.strip()))
     return tuple(cards)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""

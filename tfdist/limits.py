@@ -1,0 +1,63 @@
+"""Limits on this process: memory and cores that the host and its control groups leave to it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path("/")
+
+
+def memory(root: Path = ROOT) -> tuple[int | None, int | None]:
+    """Return the bytes that may still be taken and all bytes; a lower container limit counts."""
+    rows = {name: int(size) * 1024 for name, size in re.findall(r"^(\w+): +(\d+) kB", read_text(root / "proc/meminfo"), re.MULTILINE)}
+    available, capacity = rows.get("MemAvailable"), rows.get("MemTotal")
+    for most, used in _memory_limits(root):
+        if capacity is None or most < capacity:
+            capacity, left = most, max(most - used, 0)
+            available = left if available is None else min(available, left)
+    return available, capacity
+
+
+def quota(root: Path) -> float | None:
+    """Return how many cores' time the control groups allow; None without a limit."""
+    limits = []
+    for group in _groups(root):
+        most, _, period = read_text(group / "cpu.max").partition(" ")
+        if most.isdecimal() and period.isdecimal():
+            limits.append(int(most) / int(period))
+    old = root / "sys/fs/cgroup/cpu"
+    most, period = read_text(old / "cpu.cfs_quota_us"), read_text(old / "cpu.cfs_period_us")
+    if most.isdecimal() and period.isdecimal():
+        limits.append(int(most) / int(period))
+    return min(limits, default=None)
+
+
+def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
+    """Yield the bytes allowed and used of each control group with a limit."""
+    old = root / "sys/fs/cgroup/memory"
+    for group, names in [*((group, ("memory.max", "memory.current")) for group in _groups(root)),
+                         (old, ("memory.limit_in_bytes", "memory.usage_in_bytes"))]:  # fmt: skip
+        most, used = (read_text(group / name) for name in names)
+        if most.isdecimal() and used.isdecimal():
+            yield int(most), int(used)
+
+
+def _groups(root: Path) -> Iterator[Path]:
+    """Yield the control group of this process (version 2) and those around it."""
+    top = root / "sys/fs/cgroup"
+    name = next((line[3:] for line in read_text(root / "proc/self/cgroup").splitlines() if line.startswith("0::")), "/")
+    group = Path(os.path.normpath(f"{top}/{name.lstrip('/')}"))
+    while group.is_relative_to(top):
+        yield group
+        group = group.parent
+
+
+def read_text(path: Path) -> str:
+    """Return a small file's text without the white space around it; "" where it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
