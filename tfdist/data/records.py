@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfdist.data import dataset_file, storage
 from tfdist.data.features import Features
 from tfdist.data.index import SUFFIX, Index, open_indexes
+from tfdist.data.rows import plain
 from tfdist.data.sources import Source
 
 ACCESS = ("auto", "random", "stream")
@@ -299,11 +300,13 @@ class _Table:
                 None if order is None else tf.constant(order, tf.int64),
             )
 
+    @plain
     def record(self, number: tf.Tensor) -> tf.Tensor:
         """A stored record; fails where its checksum is wrong."""
         number, file = self._place(number)
         return self._from(file, self.offsets[number], 0).take(1).get_single_element()
 
+    @plain
     def scan(self, file: tf.Tensor, first: tf.Tensor, count: tf.Tensor) -> tf.data.Dataset:
         """Some records of a file, one after the other; `_UNREADABLE` in place of each that cannot be read."""
 
@@ -331,6 +334,7 @@ class _Table:
         record = self._from(file, self.offsets[number], 0).take(alone).ignore_errors()
         return record.concatenate(tf.data.Dataset.from_tensors(_UNREADABLE)).take(1).get_single_element()
 
+    @plain
     def describe(self, number: tf.Tensor) -> tf.Tensor:
         """ "FILE, byte OFFSET"; "FILE, record NUMBER" in a compressed file."""
         number, file = self._place(number)

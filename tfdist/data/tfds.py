@@ -18,6 +18,7 @@ from absl import logging
 from tfdist.data import storage
 from tfdist.data.index import Index, open_indexes
 from tfdist.data.records import of_indexes
+from tfdist.data.rows import plain
 from tfdist.data.sources import Source, of_dataset
 
 if TYPE_CHECKING:  # it takes seconds to import
@@ -110,6 +111,7 @@ def _of_records(
         indexes.append(Index(path, "", part.take, whole[path].offsets[part.skip : part.skip + part.take]))
     keys = builder.info.supervised_keys
 
+    @plain
     def decode(serialized: tf.Tensor) -> Any:
         features = builder.info.features.deserialize_example(serialized)
         return tf.nest.map_structure(lambda key: features[key], keys) if keys else features

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfdist.data.order import share
-from tfdist.data.rows import count_rows, cut
+from tfdist.data.rows import count_rows, cut, plain
 from tfdist.data.tuner import untuned
 from tfdist.parallel.placement import Placement
 
@@ -94,15 +94,15 @@ class Feed:
         placement = self.placement
         if placement.replicas > 1 and (shares := _shares(dataset, placement, skipped)):
             compared = placement.workers > 1
-            dataset = self._bounded(shares, skipped).map(lambda s: Batch(s.data, s.rows, s.fingerprint if compared else None))
+            dataset = self._bounded(shares, skipped).map(plain(lambda s: Batch(s.data, s.rows, s.fingerprint if compared else None)))
         else:
             if skipped:
                 dataset = dataset.of_epoch(None, skipped) if hasattr(dataset, "of_epoch") else dataset.skip(skipped)
             dataset = self._bounded(dataset, skipped)
             if placement.replicas > 1:
-                dataset = dataset.map(lambda *x: _worker_batch(_element(x), placement))
+                dataset = dataset.map(plain(lambda *x: _worker_batch(_element(x), placement)))
             else:
-                dataset = dataset.map(lambda *x: Batch(_element(x)))
+                dataset = dataset.map(plain(lambda *x: Batch(_element(x))))
         return untuned(dataset.prefetch(2))
 
     def _bounded(self, dataset: tf.data.Dataset, skipped: int) -> tf.data.Dataset:
@@ -157,7 +157,7 @@ def replica_slices(dataset: tf.data.Dataset, placement: Placement) -> tf.data.Da
         return replicas.map(lambda r: of_replica(r, part.data, part.rows, begin))
 
     shares = _shares(dataset, placement)
-    return dataset.flat_map(of_batch) if shares is None else shares.flat_map(of_share)
+    return dataset.flat_map(plain(of_batch)) if shares is None else shares.flat_map(plain(of_share))
 
 
 def batch_of(data: Any, placement: Placement) -> Batch:
