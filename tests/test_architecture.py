@@ -21,7 +21,7 @@ LONGEST = 400  # lines of a file: the time to look for a second purpose
 
 # A room is a set of modules that may import each other; it imports rooms of lower levels, and no others.
 LEVELS = (
-    ({"addresses", "cluster"}, {"arguments"}, {"words"}, {"signals"}, {"contract", "chaos"}, {"config", "functions"}, {"sync"}, {"telemetry"}, {"keras_compat"}),
+    ({"addresses", "cluster"}, {"arguments"}, {"words"}, {"signals"}, {"limits"}, {"contract", "chaos"}, {"config", "functions"}, {"sync"}, {"telemetry"}, {"keras_compat"}),
     ({"resolvers"}, {"handshake", "preflight"}, {"flags", "app"}, {"data"}, {"backup"}, {"models"}, {"layers"}),
     ({"parallel"},),
     ({"train"},),
@@ -30,10 +30,10 @@ LEVELS = (
     ({"run", "building", "inputs", "observers"},),
     ({"tools"},),
 )
-LAUNCH_SEES = {"arguments", "words", "signals", "contract", "chaos", "config", "addresses", "cluster", "resolvers"}
+LAUNCH_SEES = {"arguments", "limits", "words", "signals", "contract", "chaos", "config", "addresses", "cluster", "resolvers"}
 DOORS = {"__init__", "__main__", "cli"}  # they name rooms, and load what is asked for
 WITHOUT_FRAMEWORKS = {
-    "addresses", "arguments", "chaos", "cluster", "contract", "config", "functions", "resolvers", "handshake", "preflight", "flags", "app", "launch", "signals", "words", *DOORS
+    "addresses", "arguments", "chaos", "cluster", "contract", "config", "functions", "resolvers", "handshake", "preflight", "flags", "app", "launch", "limits", "signals", "words", *DOORS
 }  # fmt: skip
 SEES_ENVIRON = {"cluster", "contract", "resolvers", "launch"}
 SEES_PRIVATE_NAMES = {"keras_compat"}

@@ -19,7 +19,7 @@ SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTER
 _TASK_VERBS = (*SIGNALS, "hang", "raise")
 _MOMENTS = ("start", "saving", "saved", "restoring", "end")
 _GRAMMAR = re.compile(
-    r"(?:(?P<verb>kill|stop|term|hang|raise)\s+(?P<task>chief|[a-z]+:\d+)|(?P<other>corrupt\s+newest|fill\s+disk))"
+    r"(?:(?P<verb>kill|stop|term|hang|raise)\s+(?P<task>chief|[a-z]+:\d+)|(?P<other>corrupt\s+newest|fill\s+disk|kill\s+standby))"
     r"(?:\s*@\s*(?:step\s*=\s*(?P<step>\d+)|(?P<moment>[a-z]+)))?(?:\s+for\s+(?P<seconds>\d+(?:\.\d+)?)\s*s)?"
 )
 
@@ -31,7 +31,7 @@ class Fault:
     Attributes:
         number: Its place in the plan, from 0.
         text: As it was written.
-        verb: "kill", "stop", "term", "hang", "raise", "corrupt newest" or "fill disk".
+        verb: "kill", "stop", "term", "hang", "raise", "corrupt newest", "fill disk" or "kill standby" (at a hand-over).
         task: "worker:1", or "chief" for the task that writes, whatever its name; "" for faults of no task.
         step: After how many steps since the beginning of training; None: at no step.
         moment: "start" of a fit, "saving" (half of the file is written), "saved" (it is there), "restoring", "end" of a fit; or "".
@@ -80,7 +80,7 @@ def _fault(number: int, text: str) -> Fault:
     if not found or (moment and moment not in _MOMENTS):
         raise ValueError(
             f"expected VERB TASK@WHEN [for Ns] with a verb of {', '.join(_TASK_VERBS)}, a task such as worker:1 or chief, and "
-            f"step=N, {', '.join(_MOMENTS[:-1])} or {_MOMENTS[-1]} after the @; or `corrupt newest` or `fill disk`; received {text!r}"
+            f"step=N, {', '.join(_MOMENTS[:-1])} or {_MOMENTS[-1]} after the @; or `corrupt newest`, `fill disk` or `kill standby`; received {text!r}"
         )
     verb = found["verb"] or " ".join(found["other"].split())
     if found["verb"] and not (moment or found["step"]):
@@ -89,6 +89,8 @@ def _fault(number: int, text: str) -> Fault:
         raise ValueError(f"{text!r}: expected `for {found['seconds']}s` after `stop` only")
     if found["other"] and moment:
         raise ValueError(f"{text!r}: expected @step=N or nothing after `{verb}`")
+    if verb == "kill standby" and found["step"]:
+        raise ValueError(f"{text!r}: expected nothing after `kill standby`, which strikes when a task is next handed over")
     return Fault(
         number=number,
         text=text,

@@ -12,6 +12,7 @@ from tfdist import cli
 from tfdist.cluster import ClusterSpec
 from tfdist.launch import flags, plan
 from tfdist.launch import main as launch
+from tfdist.launch.plan import SHIM
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -109,9 +110,6 @@ def test_a_mistake_is_named_before_anything_starts(words, message, workplace, ca
     assert err.startswith("tfdist launch: error: ")
     assert message in err
     assert not (workplace / "runs").exists()
-
-
-SHIM = (sys.executable, "-m", "tfdist.launch.shim")
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,18 @@ class Chaos:
                 self._note(fault, task=fault.task, pid=process.pid, total=reached, seconds=fault.seconds)
                 kill_group(process.pid, chaos.SIGNALS[fault.verb])
 
+    def hand_over(self, pid: int) -> None:
+        """Kill a standby process that is about to be handed a task, where that is due.
+
+        Args:
+            pid: Its process id.
+        """
+        for fault in chaos.left(self._faults, read_journal(self._log_dir)):
+            if fault.verb == "kill standby":
+                self._note(fault, pid=pid)
+                kill_group(pid)
+                return
+
     def between(self) -> None:
         """Strikes what is due when an attempt has ended and the next one has not begun."""
         journal = read_journal(self._log_dir)

@@ -44,7 +44,8 @@ _HINTS = {
     "SIGSEGV": "native code touched memory that is not its own",
     "SIGBUS": "memory that is gone; often /dev/shm or the disk is full",
     "SIGABRT": "native code gave up; the reason is in the log's last lines",
-    "SIGILL": "an instruction that this CPU does not have: a wheel built for another machine",
+    "SIGILL": "an instruction that this CPU does not have: a wheel built for another machine, or AMX in a virtual machine that "
+    "shows it but does not allow it (set ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16)",
     "SIGFPE": "an arithmetic fault in native code",
     "SIGTERM": "asked to end from outside: `kill`, a scheduler, a preemption",
     "SIGINT": "interrupted from outside",

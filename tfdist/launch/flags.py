@@ -79,6 +79,11 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         raise ValueError(
             f"{given[0]}: expected without --cluster, received both; {flags.cluster} says which tasks exist"
         )
+    if flags.standby and not flags.restarts and flags.rendezvous is None:
+        raise ValueError(
+            f"--standby: expected together with --restarts K, received --standby {flags.standby} alone; without restarts "
+            "nothing is handed over to standby processes"
+        )
     _check_hosts(flags)
     if flags.workers == 0 and not flags.chief:
         raise ValueError(
@@ -199,6 +204,13 @@ def _parser() -> argparse.ArgumentParser:
         default=0,
         metavar="K",
         help="how often to start again after a failure (0); preemptions are not counted",
+    )
+    faults.add_argument(
+        "--standby",
+        type=whole(0),
+        metavar="N",
+        help="processes that wait with TensorFlow imported, 0.7 GB each, so that a restart begins at once "
+        "(with --restarts one for each Python task here, as far as memory allows; else 0)",
     )
     faults.add_argument(
         "--hang-timeout",

@@ -29,6 +29,7 @@ from tfdist.launch.output import Console
 from tfdist.launch.plan import data_names, plan_tasks, resolve_command
 from tfdist.launch.policy import Policy
 from tfdist.launch.report import short_path
+from tfdist.launch.standby import Standbys
 from tfdist.launch.supervisor import Supervisor
 from tfdist.launch.text import wants_colour
 
@@ -111,15 +112,17 @@ def _launch(argv: Sequence[str]) -> int:
             columns=columns,
             data_workers=_data_addresses(flags.data_workers or 0, cluster),
             chaos=flags.chaos,
+            standby=standby,
         )
 
+    standby = flags.restarts > 0 if flags.standby is None else flags.standby > 0
     launch, policy = uuid.uuid4().hex, Policy(flags.restarts)
 
     def plan_here(attempt: int):
         cluster = spec if spec is not None and flags.cluster else _local(flags)
         return plan(cluster, members if flags.cluster else cluster.tasks, attempt, launch)
 
-    with Guard() as guard:
+    with Guard() as guard, contextlib.closing(Standbys(flags.standby if standby else 0, guard, log_dir, console.notice)) as standbys:
         supervisor = Supervisor(
             plan_here,
             guard,
@@ -132,6 +135,7 @@ def _launch(argv: Sequence[str]) -> int:
             isolated=isolated,
             colour=colour,
             chaos=None if faults is None else Chaos(faults, log_dir),
+            standbys=standbys,
         )
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup stays nohup

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from tfdist import contract
 from tfdist.cluster import DATA_WORKERS, ClusterSpec, Task
 
-_SHIM = (sys.executable, "-m", "tfdist.launch.shim")
+SHIM = (sys.executable, "-m", "tfdist.launch.shim")
 
 
 class Role(enum.Enum):
@@ -51,9 +51,9 @@ class TaskPlan:
     replaceable: bool = False
 
     @property
-    def shimmed(self) -> bool:
-        """Whether the shim runs it, which writes stacks and errors."""
-        return self.argv[: len(_SHIM)] == _SHIM
+    def words(self) -> tuple[str, ...]:
+        """The Python program and its arguments, which the shim runs; of other commands none."""
+        return self.argv[len(SHIM) :] if self.argv[: len(SHIM)] == SHIM else ()
 
     def life(self, number: int) -> TaskPlan:
         """The same task started once more, with files of its own; life 0 is this one."""
@@ -82,6 +82,7 @@ def plan_tasks(
     columns: int | None = None,
     data_workers: Sequence[str] = (),
     chaos: str | None = None,
+    standby: bool = False,
 ) -> list[TaskPlan]:
     """Plans the tasks of a cluster that run on this host.
 
@@ -99,6 +100,7 @@ def plan_tasks(
         columns: Width left for a task's line on the terminal, if there is one.
         data_workers: Addresses of the processes to start that read data for them.
         chaos: Faults that tasks inject into themselves.
+        standby: Whether tasks are to record what they import, for standby processes.
 
     Returns:
         One plan per member, then one per data worker.
@@ -130,6 +132,7 @@ def plan_tasks(
             contract.PROGRESS_FILE: f"{stem}.progress",
             **(dict.fromkeys(contract.THREAD_VARIABLES, share) if threads else {}),
             **({} if chaos is None else {contract.CHAOS: chaos}),
+            **({contract.IMPORTS_FILE: f"{stem}.imports"} if standby else {}),
         }
         whole = {**inherited, **told}
         whole.pop("TF_CONFIG", None)  # of another cluster
@@ -152,7 +155,7 @@ def plan_tasks(
         config = spec.for_task(task.type, task.index).to_tf_config()
         plans.append(plan(str(task), role_of(task.type, spec.jobs), argv, config))
     for name, address in zip(data_names(len(data_workers)), data_workers, strict=True):
-        plans.append(plan(name, Role.SERVES, (*_SHIM, "-m", "tfdist.data.service", address), None))
+        plans.append(plan(name, Role.SERVES, (*SHIM, "-m", "tfdist.data.service", address), None))
     return plans
 
 
@@ -209,11 +212,11 @@ def resolve_command(words: Sequence[str]) -> tuple[str, ...]:
     if program == "-m":
         if not rest:
             raise ValueError("-m: expected a module's name, received nothing")
-        return (*_SHIM, "-m", _module(rest[0]), *rest[1:])
+        return (*SHIM, "-m", _module(rest[0]), *rest[1:])
     if program == "tfdist":
-        return (*_SHIM, "-m", "tfdist", *rest)
+        return (*SHIM, "-m", "tfdist", *rest)
     if program.endswith(".py"):
-        return (*_SHIM, _script(program), *rest)
+        return (*SHIM, _script(program), *rest)
     if shutil.which(program) is None:
         hint = "make it executable (chmod +x)" if os.path.isfile(program) else "check its name and PATH"
         raise ValueError(f"COMMAND: expected a program that can be executed, received {program!r}; {hint}")

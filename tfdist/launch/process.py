@@ -8,9 +8,9 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from tfdist.contract import Phase, Sign, read_sign
+from tfdist.contract import IMPORTS_FILE, Phase, Sign, read_sign
 from tfdist.launch.failures import Ending, last_stacks
 from tfdist.launch.guard import Guard, kill_group
 from tfdist.launch.output import Console, TaskOutput
@@ -26,23 +26,31 @@ class Process:
         plan: The task.
         console: Shows its output.
         guard: Kills its group should this process die.
+        take: Returns a standby process that has begun to run the task; None: start a fresh one.
 
     Raises:
         ValueError: It cannot be executed.
     """
 
-    def __init__(self, plan: TaskPlan, console: Console, guard: Guard):
+    def __init__(
+        self,
+        plan: TaskPlan,
+        console: Console,
+        guard: Guard,
+        take: Callable[[TaskPlan], subprocess.Popen | None] = lambda plan: None,
+    ):
         self.plan, self._guard = plan, guard
         self._told: float | None = None
         self._erred = False  # whether there was an error file when it was told to end
         self._time: float | None = None
         self.silence: str | None = None  # in words, once it counts as hung
-        for path in (plan.error_path, plan.progress_path):  # of an earlier launch into the same directory
+        traces = (plan.error_path, plan.progress_path, plan.environ.get(IMPORTS_FILE))
+        for path in filter(None, traces):  # of an earlier launch into the same directory
             with contextlib.suppress(FileNotFoundError):
                 os.remove(path)
         os.makedirs(os.path.dirname(plan.log_path), exist_ok=True)
         try:
-            self._popen = subprocess.Popen(
+            self._popen = take(plan) or subprocess.Popen(
                 plan.argv,
                 env=plan.environ,
                 stdin=subprocess.DEVNULL,  # N tasks would fight for the terminal's input
@@ -126,7 +134,7 @@ class Process:
 
     def ask_for_stacks(self) -> None:
         """Has it write the stacks of all threads to its log, as the shim has arranged."""
-        if not self.ended and self.plan.shimmed:
+        if not self.ended and self.plan.words:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGUSR1)
 

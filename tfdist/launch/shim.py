@@ -14,20 +14,42 @@ import sys
 import time
 import traceback
 
-from tfdist.contract import ERROR_FILE
+from tfdist.contract import ERROR_FILE, IMPORTS_FILE
+from tfdist.launch.imports import ImportRecorder
 
 _OURS = (__file__, runpy.__file__, "<frozen runpy>")
 
 
 def main() -> None:
+    """Run the words on the command line."""
+    run(sys.argv[1:])
+
+
+def run(words: list[str]) -> None:
+    """Run a task in this process, and end it as Python would.
+
+    Args:
+        words: FILE.py ARGS, or -m MODULE ARGS.
+
+    Raises:
+        SystemExit: As the task asks; with code 1, or the error's `exit_code`, after an exception.
+    """
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # `kill -USR1 PID` writes every thread's stack to the log
+    prepare(words)
+    if IMPORTS_FILE in os.environ:
+        sys.meta_path.insert(0, ImportRecorder(os.environ[IMPORTS_FILE], os.environ))
     try:
-        _run(sys.argv[1:])
+        if words[0] == "-m":
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(words[0], run_name="__main__")
     except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)  # a Ctrl-C, passed on by the launcher: where it struck helps nobody
+        # A Ctrl-C that the launcher has passed on: where it struck helps nobody.
+        sys.exit(128 + signal.SIGINT)
     except SystemExit as stop:
-        if stop.__cause__ is not None:  # `raise SystemExit(78) from error`: the error was told plainly, the report names it
+        # `raise SystemExit(78) from error`: the error was told plainly, the report names it.
+        if stop.__cause__ is not None:
             write_error(os.environ.get(ERROR_FILE), stop.__cause__)
         raise
     except Exception as error:
@@ -35,6 +57,20 @@ def main() -> None:
         write_error(os.environ.get(ERROR_FILE), error)
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(getattr(error, "exit_code", 1))  # our own errors say whether a restart can help
+
+
+def prepare(words: list[str]) -> None:
+    """Set the command line and the first place of imports as Python does.
+
+    Args:
+        words: FILE.py ARGS, or -m MODULE ARGS.
+    """
+    if words[0] == "-m":
+        sys.argv[:] = words[1:]
+        return
+    sys.argv[:] = words
+    if not getattr(sys.flags, "safe_path", False):  # Python 3.11's -P
+        sys.path[0] = os.path.dirname(os.path.abspath(words[0]))
 
 
 def write_error(path: str | None, error: BaseException) -> None:
@@ -52,17 +88,6 @@ def write_error(path: str | None, error: BaseException) -> None:
         with open(f"{path}.tmp", "w", encoding="utf-8", errors="backslashreplace") as file:
             json.dump(record, file)
         os.replace(f"{path}.tmp", path)
-
-
-def _run(words: list[str]) -> None:
-    if words[0] == "-m":
-        sys.argv[:] = words[1:]
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-        return
-    sys.argv[:] = words
-    if not getattr(sys.flags, "safe_path", False):  # Python 3.11's -P
-        sys.path[0] = os.path.dirname(os.path.abspath(words[0]))
-    runpy.run_path(words[0], run_name="__main__")
 
 
 def _users_part(trace):

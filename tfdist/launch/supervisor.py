@@ -8,6 +8,7 @@ meanwhile is started again alone. What endings mean, and what follows from them,
 from __future__ import annotations
 
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -20,8 +21,10 @@ from tfdist.launch.plan import Role, TaskPlan
 from tfdist.launch.policy import Failed, Policy
 from tfdist.launch.process import Process, place_of
 from tfdist.launch.report import format_verdict, short_path
+from tfdist.launch.standby import Standbys
 
 POLL_SECONDS = 0.05
+REAP_POLL_SECONDS = 0.01  # after SIGKILL
 LOOK_SECONDS = 0.5  # between two looks at signs of life
 PEER_SECONDS = 3.0  # after a failure: peers notice within 3 s, see their own error, and end
 STUCK_SECONDS = 0.3  # after a failure, for tasks of which nothing more is to come
@@ -29,6 +32,7 @@ STACK_SECONDS = 1.0  # for writing the stacks of all threads
 DRAIN_SECONDS = (
     2.0  # for what is left in a pipe; a daemon that left the task's group may hold it open for ever
 )
+SETTLE_SECONDS = 20.0  # after which tasks that tell of no steps have started
 REAP_SECONDS = 10.0  # after SIGKILL: only a process stuck in the kernel (a dead network disk) takes longer
 
 
@@ -47,6 +51,7 @@ class Supervisor:
         isolated: Whether the tasks are cut off from the network.
         colour: Whether the report may be coloured.
         chaos: Faults to inject, where a chaos plan has some.
+        standbys: Processes to hand tasks over to; None: each task gets a fresh one.
     """
 
     def __init__(
@@ -63,13 +68,15 @@ class Supervisor:
         isolated: bool = False,
         colour: bool = False,
         chaos: Chaos | None = None,
+        standbys: Standbys | None = None,
     ):
         self._plan, self._guard, self._console = plan, guard, console
         self._log_dir, self._grace, self._evaluator_wait = log_dir, grace, evaluator_wait
         self._policy, self._silence = policy or Policy(0), silence or {}
         self._isolated, self._colour, self._chaos = isolated, colour, chaos
+        self._standbys = standbys
         self._signals: list[int] = []
-        self._looked = time.monotonic()
+        self._looked = self._begun = time.monotonic()
         self._errors: dict[int, float] = {}  # by process: when its error was seen
 
     def interrupt(self, number: int, frame: object = None) -> None:
@@ -134,10 +141,11 @@ class Supervisor:
         """
         group: list[Process] = []
         self._errors = {}
+        self._begun = time.monotonic()
         note(self._log_dir, "attempt", attempt=number, tasks=[plan.name for plan in plans])
         try:
             for plan in plans:
-                group.append(Process(plan, self._console, self._guard))
+                group.append(self._start(plan))
             self._watch(group, ordered)
         finally:
             self._end(group, ordered, patience)
@@ -164,6 +172,13 @@ class Supervisor:
         rest = "; the training is saved, and the same command goes on from there" if saved else ""
         self._console.notice(f"tfdist: ended by {name} after {seconds:.1f} s{rest}")
         return PREEMPTED_CODE if saved else 128 + self._signals[0]
+
+    def _start(self, plan: TaskPlan) -> Process:
+        return Process(plan, self._console, self._guard, self._take)
+
+    def _take(self, plan: TaskPlan) -> subprocess.Popen | None:
+        strike = self._chaos.hand_over if self._chaos else lambda pid: None
+        return self._standbys.take(plan, strike) if self._standbys else None
 
     def _watch(self, group: list[Process], ordered: Callable[[], bool]) -> None:
         """Returns when there is nothing more to wait for."""
@@ -203,7 +218,8 @@ class Supervisor:
                 # Who was killed is the cause. An error may be a victim's, whose cause is yet to come.
                 killed = any(process.ended and process.code == -signal.SIGKILL for process in group)
                 bound = time.monotonic() + PEER_SECONDS
-                self._until_ended(awaited(), lambda: bound, hoping=not killed)
+                if not (killed and self._deaf(group)):
+                    self._until_ended(awaited(), lambda: bound, hoping=not killed)
 
     def _replace(self, group: list[Process], lives: dict[str, int], said: dict[str, str]) -> None:
         """Starts tasks again alone that others do without meanwhile, as long as restarts are left."""
@@ -221,7 +237,7 @@ class Supervisor:
             lives[name] = lives.get(name, 0) + 1
             self._console.notice(f"tfdist: {name} {how.removesuffix(': ')}; it is started again, the others go on")
             note(self._log_dir, "replaced", task=name, life=lives[name])
-            group[place] = Process(process.plan.life(lives[name]), self._console, self._guard)
+            group[place] = self._start(process.plan.life(lives[name]))
 
     def _ending_alone(self, process: Process) -> bool:
         """Whether a task has told its error, is on its way out, and will be started again alone."""
@@ -241,12 +257,22 @@ class Supervisor:
             for process in group:
                 process.forgive()
         self._looked = now
+        if self._standbys:
+            self._standbys.keep([process.plan for process in group], self._training(group, now))
         if any(process.silence for process in group):  # it is known already who hangs
             return
         if any(process.silent_for(self._silence) is not None for process in group):
             # The one that these wait for may have been heard a little later.
             half = {phase: seconds / 2 for phase, seconds in self._silence.items()}
             self._blame(group, [process for process in group if process.silent_for(half) is not None])
+
+    def _training(self, group: Sequence[Process], now: float) -> bool:
+        """Return whether the tasks have started, and leave time for standby processes."""
+        if now - self._begun > SETTLE_SECONDS:
+            return True
+        training = [process for process in group if process.plan.role is Role.TRAINS]
+        signs = [process.sign for process in training]
+        return bool(signs) and all(sign and sign.phase == Phase.RUNNING for sign in signs)
 
     def _blame(self, group: list[Process], silent: list[Process]) -> None:
         """Finds among those that wait for each other the one for which the others wait."""
@@ -287,18 +313,19 @@ class Supervisor:
             self._console.notice(
                 f"tfdist: {name}: ending the tasks within {self._grace:g} s; once more ends them at once"
             )
-        hung = [process for process in group if process.silence]
+        hung = any(process.silence for process in group)
+        deaf = not patient and self._deaf(group)
         # Who trains may have to read from servers what it saves.
         serving = [process for process in group if process.plan.role is Role.SERVES] if patient else []
         for part in ([process for process in group if process not in serving], serving):
             for process in part:
-                process.tell(signal.SIGKILL if hung or at_once else number)
+                process.tell(signal.SIGKILL if hung or deaf or at_once else number)
             self._until_ended(part, lambda: begun + grace(), hoping=patient, signals=len(self._signals[:1]))
         for process in group:
             process.tell(signal.SIGKILL)
         deadline = time.monotonic() + REAP_SECONDS
         while not all(process.ended for process in group) and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
+            time.sleep(REAP_POLL_SECONDS)
         for process in group:
             process.output.join(DRAIN_SECONDS)
             if not process.ended:
@@ -323,6 +350,13 @@ class Supervisor:
             return False
         last = next((line for line in reversed(read_journal(self._log_dir)) if line["event"] in ("saving", "saved")), None)
         return last is None or last["event"] == "saved" or last["task"] not in {process.plan.name for process in living}
+
+    def _deaf(self, group: list[Process]) -> bool:
+        """Return whether all that run wait in a step for a peer that failed, and have not told of it.
+
+        In a collective a process hears no SIGTERM, and it has nothing to say but that its peer is gone.
+        """
+        return self._stuck(group) and not any(process.failed for process in group if not process.ended)
 
     def _until(self, condition: Callable[[], bool], seconds: float = float("inf"), signals: int = 0) -> None:
         """Waits for the condition, more than that many signals, or the bound."""

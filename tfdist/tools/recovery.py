@@ -83,7 +83,7 @@ class Attempt:
             for line in self.lines[: self.lines.index(detected)]
             if line["event"] == chaos.EVENT
             and line["number"] not in alone
-            and not line["text"].startswith("corrupt")
+            and not line["text"].startswith(("corrupt", "kill standby"))
             and not (line.get("seconds") is not None and line["time"] + line["seconds"] < detected["time"])
         )
 
