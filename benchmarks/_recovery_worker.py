@@ -1,6 +1,6 @@
 """The CNN of configs/digits.py becomes a worker's training, which notes when it has come how far, or that is timed with saves and without.
 
-    tfdist launch --workers 2 -- benchmarks/_recovery_worker.py DIRECTORY SAVE_FREQ EPOCHS
+    tfdist launch --workers 2 -- benchmarks/_recovery_worker.py DIRECTORY SAVE_FREQ EPOCHS STANDBYS [MODEL]
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import time
 from collections.abc import Callable
 
 from tfdist import ClusterSpec
-from tfdist.contract import Launched, note
+from tfdist.contract import Launched, Phase, note, progress, read_journal
 
+WAIT_STEPS, WAIT_SECONDS = 6, 120
+LARGE_BATCH = 4
 CONFIG = pathlib.Path(__file__).parents[1] / "configs" / "digits.py"
 
 
@@ -60,7 +62,7 @@ def serve(job: Job) -> tuple[int, Callable[[str, int], tuple[float, float]]]:
     return model.count_params(), measure
 
 
-def main(directory: str, save_freq: str, epochs: str) -> None:
+def main(directory: str, save_freq: str, epochs: str, standbys: str, model_name: str = "cnn") -> None:
     """Trains as a task of a launch, whose journal gets a note at each stage."""
     told = Launched.from_environ()
 
@@ -84,9 +86,61 @@ def main(directory: str, save_freq: str, epochs: str) -> None:
     preflight.check = met
     strategy = tfdist.make_strategy("auto")
     reached("joined")
-    model, batches = _built(strategy)
+    model, batches = _built(strategy) if model_name == "cnn" else _large(strategy, model_name)
     reached("built")
-    model.fit(batches, epochs=int(epochs), verbose=0, callbacks=[tfdist.BackupAndRestore(os.path.join(directory, "backup"), int(save_freq))])
+    backup = tfdist.BackupAndRestore(os.path.join(directory, "backup"), int(save_freq))
+    model.fit(batches, epochs=int(epochs), verbose=0, callbacks=[backup, _waiting(told.log_dir, int(standbys))])
+
+
+def _large(strategy, name: str):
+    """Return ResNet-50 or a transformer of 12 layers, and 24 small batches."""
+    import keras
+    import numpy as np
+
+    from tfdist import data
+
+    rng, rows = np.random.default_rng(0), 24 * LARGE_BATCH
+    labels = rng.integers(0, 10, rows)
+    with strategy.scope():
+        if name == "resnet50":
+            rows_x = rng.normal(size=(rows, 32, 32, 3)).astype(np.float32)
+            model = keras.applications.ResNet50(weights=None, input_shape=(32, 32, 3), classes=10)
+        else:
+            rows_x = rng.integers(0, 1000, (rows, 32))
+            tokens = keras.Input([32], dtype="int32")
+            x = keras.layers.Embedding(1000, 128)(tokens)
+            for _ in range(12):
+                y = keras.layers.LayerNormalization()(x)
+                x = x + keras.layers.MultiHeadAttention(4, 32)(y, y)
+                y = keras.layers.Dense(512, "gelu")(keras.layers.LayerNormalization()(x))
+                x = x + keras.layers.Dense(128)(y)
+            x = keras.layers.GlobalAveragePooling1D()(x)
+            model = keras.Model(tokens, keras.layers.Dense(10, "softmax")(x))
+        model.compile(keras.optimizers.Adam(1e-4), "sparse_categorical_crossentropy")
+    return model, data.pipeline((rows_x, labels), LARGE_BATCH, seed=1)
+
+
+def _waiting(log_dir: str, standbys: int):
+    """Return a callback that holds training some steps before each fault until standby processes are ready.
+
+    A failure mostly comes hours after the start. Here faults follow each other within a second.
+    """
+    import keras
+
+    def ready() -> int:
+        lines = [line for line in read_journal(log_dir) if line["event"] == "standby"]
+        gone = {line["pid"] for line in lines if line["what"] in ("taken", "lost", "refused")}
+        return len({line["pid"] for line in lines if line["what"] == "ready"} - gone)
+
+    class Waiting(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            end = time.monotonic() + WAIT_SECONDS
+            while batch % WAIT_STEPS == WAIT_STEPS - 1 and ready() < standbys:
+                assert time.monotonic() < end, f"no {standbys} standby processes after {WAIT_SECONDS} s"
+                progress().beat(Phase.RUNNING, 0, batch)  # not hung
+                time.sleep(0.1)
+
+    return Waiting()
 
 
 def _built(strategy):

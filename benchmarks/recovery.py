@@ -1,9 +1,10 @@
 """Launches whose workers are killed become seconds until they train again; `fit` with and without saves becomes what saves cost.
 
-    python benchmarks/recovery.py            # both parts, writes benchmarks/reports/recovery.{md,json}
-    python benchmarks/recovery.py --quick    # one launch and a few steps, writes nothing
+    python benchmarks/recovery.py            # all parts, writes benchmarks/reports/recovery.{md,json}
+    python benchmarks/recovery.py --quick    # one launch of each kind and a few steps, writes nothing
 
-Each round is one `tfdist launch` of two workers with a chaos plan, whose journal has the times. Saves are measured by processes
+Each round is two launches of two workers with a chaos plan, whose journals have the times: one with standby processes, one
+without, in alternating order. Saves are measured by processes
 that stay alive, of which one group runs at a time; short fits of every `save_freq` take turns, each second turn in reverse order, and
 ratios are taken between fits that follow each other.
 """
@@ -59,7 +60,10 @@ STAGES = (
     ("stepping", "tracing, first step", "TensorFlow's"),
 )
 FREQUENCIES = {"none": "no backups", str(SAVE_FREQ): f"save_freq={SAVE_FREQ}", "epoch": 'save_freq="epoch"'}
-DETECTION, REBUILD, COST = 1.0, 2.0, 0.05  # seconds, seconds, share of throughput
+LARGE = {"resnet50": "ResNet-50, 32 x 32", "transformer": "transformer, 12 layers of 128"}
+KINDS = {"standby": 2, "fresh": 0}  # standby processes
+DETECTION, RECOVERY, OWN, COST = 1.0, 2.0, 0.5, 0.05  # seconds, seconds, seconds, share of throughput
+Recoveries = dict[str, dict[str, list["Recovery"]]]
 Saves = dict[int, dict[str, list[tuple[float, float]]]]
 
 
@@ -98,7 +102,7 @@ class Team(Processes):
         return max(seconds), sum(cpu)
 
 
-def launch(directory: pathlib.Path, faults: list[str], timeout: float) -> list[Recovery]:
+def launch(directory: pathlib.Path, faults: list[str], standbys: int, timeout: float, model: str = "cnn", epochs: int = EPOCHS) -> list[Recovery]:
     """One launch that is disturbed by these faults, one after the other.
 
     Raises:
@@ -107,8 +111,8 @@ def launch(directory: pathlib.Path, faults: list[str], timeout: float) -> list[R
     script = pathlib.Path(__file__).with_name("_recovery_worker.py")
     logs = directory / "logs"
     plan = "; ".join(FAULTS[fault] for fault in faults)
-    words = [sys.executable, "-m", "tfdist", "launch", "--workers", "2", "--restarts", "9", "--hang-timeout", str(HANG_TIMEOUT),
-             "--log-dir", str(logs), "--chaos", plan, "--", str(script), str(directory), str(SAVE_FREQ), str(EPOCHS)]  # fmt: skip
+    words = [sys.executable, "-m", "tfdist", "launch", "--workers", "2", "--restarts", "9", "--hang-timeout", str(HANG_TIMEOUT), "--standby", str(standbys),
+             "--log-dir", str(logs), "--chaos", plan, "--", str(script), str(directory), str(SAVE_FREQ), str(epochs), str(standbys), model]  # fmt: skip
     done = subprocess.run(words, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout, check=False)
     if done.returncode:
         raise ProcessFailed(f"`tfdist launch --chaos {plan!r}` ended with code {done.returncode}:\n{done.stdout[-4000:]}")
@@ -136,15 +140,28 @@ def recoveries(journal: list[dict], faults: list[str]) -> list[Recovery]:
     return found
 
 
-def recover(faults: list[str], rounds: int, timeout: float) -> dict[str, list[Recovery]]:
-    """The recoveries of all rounds, by fault."""
-    found = collections.defaultdict(list)
+def recover(faults: list[str], rounds: int, timeout: float) -> Recoveries:
+    """Return the recoveries of all rounds, by kind of launch and by fault."""
+    found: Recoveries = {kind: collections.defaultdict(list) for kind in KINDS}
     for number in range(rounds):
-        with tempfile.TemporaryDirectory(prefix="recovery-") as directory:
-            for each in launch(pathlib.Path(directory), faults, timeout):
-                found[each.fault].append(each)
-        totals = "  ".join(f"{name} {sum(each[-1].stages.values()):.1f}" for name, each in found.items())
-        print(f"launch {number + 1} of {rounds}, seconds until the next step: {totals}", file=sys.stderr, flush=True)
+        for kind in KINDS if number % 2 == 0 else reversed(KINDS):
+            with tempfile.TemporaryDirectory(prefix="recovery-") as directory:
+                for each in launch(pathlib.Path(directory), faults, KINDS[kind], timeout):
+                    found[kind][each.fault].append(each)
+            totals = "  ".join(f"{name} {total(each[-1]):.1f}" for name, each in found[kind].items())
+            print(f"launch {number + 1} of {rounds}, {kind}, seconds until the next step: {totals}", file=sys.stderr, flush=True)
+    return found
+
+
+def restart_large(rounds: int, timeout: float) -> Recoveries:
+    """Return the recoveries of larger models from the loss of a worker, by model and kind of launch."""
+    found: Recoveries = {model: collections.defaultdict(list) for model in LARGE}
+    for number in range(rounds):
+        for model in LARGE:
+            for kind in KINDS if number % 2 == 0 else reversed(KINDS):
+                with tempfile.TemporaryDirectory(prefix="recovery-") as directory:
+                    found[model][kind] += launch(pathlib.Path(directory), ["worker"], KINDS[kind], timeout, model, epochs=1)
+                print(f"{model}, {kind}: {total(found[model][kind][-1]):.1f} s until the next step", file=sys.stderr, flush=True)
     return found
 
 
@@ -167,24 +184,27 @@ def save(rounds: int, epochs: int, cores: list[int], timeout: float) -> Saves:
     return found
 
 
+def total(recovery: Recovery) -> float:
+    """Return the seconds from the failure to the next step."""
+    return sum(recovery.stages.values())
+
+
 def ours(recovery: Recovery) -> float:
     """Seconds of a recovery that are tfdist's own."""
     return sum(recovery.stages[event] for event, _, whose in STAGES if whose == "ours")
 
 
-def rebuild(recovery: Recovery) -> float:
-    """Seconds of a recovery but for the import of TensorFlow and the tracing of the step."""
-    return sum(seconds for event, seconds in recovery.stages.items() if event not in ("imported", "stepping"))
-
-
-def judge(found: dict[str, list[Recovery]], saved: Saves) -> list[dict]:
+def judge(recoveries: Recoveries, saved: Saves) -> list[dict]:
     """The figures that have a bar; the worst of all rounds, but of saves the median ratio."""
+    found = {name: [*recoveries["standby"][name], *recoveries["fresh"][name]] for name in FAULTS} if recoveries else {}
+    ready = [each for name in ("worker", "chief", "writing") for each in recoveries["standby"][name]] if recoveries else []
     killed = [each for name in ("worker", "chief", "writing") for each in found.get(name, [])]
     within = [each for name in ("worker", "chief", "hung") for each in found.get(name, [])]
     rows: list[tuple[str, float | None, str, float]] = [
         ("detection of a dead process, s", max((each.stages["detected"] for each in killed), default=None), "<", DETECTION),
         ("detection of a hung process, s", max((each.stages["detected"] for each in found.get("hung", [])), default=None), "<=", HANG_BOUND),
-        ("a recovery but for TensorFlow's import and tracing, median, s", statistics.median(map(rebuild, killed)) if killed else None, "<", REBUILD),
+        ("from kill to next step with standby processes, median, s", statistics.median(map(total, ready)) if ready else None, "<=", RECOVERY),
+        ("of it tfdist's own, median, s", statistics.median(map(ours, ready)) if ready else None, "<=", OWN),
         (f"lost steps, saved every {SAVE_FREQ}", max((each.lost for each in within), default=None), "<=", SAVE_FREQ),
     ]
     for workers, seconds in saved.items():
@@ -197,25 +217,34 @@ def judge(found: dict[str, list[Recovery]], saved: Saves) -> list[dict]:
     ]
 
 
-def report(found: dict[str, list[Recovery]], saved: Saves, verdicts: list[dict], facts: dict) -> str:
+def report(recoveries: Recoveries, large: Recoveries, saved: Saves, verdicts: list[dict], facts: dict) -> str:
     """The Markdown that is printed and written."""
     lines = ["# What a failure and what a save costs", "", *(f"- {key}: {value}" for key, value in facts.items()), ""]
     lines += ["The CNN of `configs/digits.py`: 24 steps of 64 images an epoch. Medians over the rounds, min..max in brackets.", "", *table("bar", "measured", "", "")]
     for each in verdicts:
         value = "" if each["value"] is None else f"{each['value']:.3g}"
         lines += row(each["name"], value, each["bar"], verdict(each["passed"], each["value"] is not None))
-    if found:
+    for kind, found in recoveries.items():
         names = list(found)
-        lines += ["", "## From a failure to the next step", "", "Two workers on this machine, `tfdist launch --chaos`. Seconds.", ""]
+        how = "With standby processes" if KINDS[kind] else "Without standby processes (`--standby 0`)"
+        lines += ["", f"## {how}: from a failure to the next step", "", "Two workers on this machine, `tfdist launch --chaos`. Seconds.", ""]
         lines += table("stage", *(TITLES[name] for name in names), "whose time")
         for event, title, whose in STAGES:
             lines += row(title, *(spread([each.stages[event] for each in found[name]], ".2f") for name in names), whose)
-        lines += row("**all**", *(spread([sum(each.stages.values()) for each in found[name]], ".1f") for name in names), "")
+        lines += row("**all**", *(spread(list(map(total, found[name])), ".1f") for name in names), "")
         lines += row("**tfdist's own**", *(spread([ours(each) for each in found[name]], ".2f") for name in names), "")
-        lines += row("**all but import of TensorFlow, and tracing**", *(spread([rebuild(each) for each in found[name]], ".2f") for name in names), "")
         lines += row(f"steps lost, saved every {SAVE_FREQ}", *(spread([each.lost for each in found[name]], ".0f") for name in names), "")
+    if recoveries:
         lines += ["", "A file is written while training goes on. A chief that is killed before the file is complete takes it along: then the snapshot",
                   "before it counts, and the steps run since the save began are lost besides those of an interval."]  # fmt: skip
+    if large:
+        columns = [(model, kind) for model in large for kind in KINDS]
+        lines += ["", "## Larger models: from the death of a worker to the next step", "", f"Two workers, batches of 4. Rounds: {len(next(iter(large.values()))['fresh'])}. Seconds.", ""]
+        lines += table("stage", *(f"{LARGE[model]}, {'standby' if KINDS[kind] else 'without'}" for model, kind in columns), "whose time")
+        for event, title, whose in STAGES:
+            lines += row(title, *(spread([each.stages[event] for each in large[model][kind]], ".2f") for model, kind in columns), whose)
+        lines += row("**all**", *(spread(list(map(total, large[model][kind])), ".1f") for model, kind in columns), "")
+        lines += row("**tfdist's own**", *(spread(list(map(ours, large[model][kind])), ".2f") for model, kind in columns), "")
     for workers, seconds in saved.items():
         lines += ["", f"## Saving, {'one worker on two cores' if workers == 1 else 'two workers, each on a core of its own'}", ""]
         lines += table("backups", "steps/s", "throughput lost", "CPU ms per step", "CPU ms more per save")
@@ -230,7 +259,7 @@ def report(found: dict[str, list[Recovery]], saved: Saves, verdicts: list[dict],
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--parts", nargs="+", choices=("recover", "save"), default=["recover", "save"], help="default: all")
+    parser.add_argument("--parts", nargs="+", choices=("recover", "large", "save"), default=["recover", "large", "save"], help="default: all")
     add_options(parser, ROUNDS, f"timed epochs of {STEPS} steps per `save_freq` and round, default {SAVE_EPOCHS}")
     args = parser.parse_args(argv)
     fill_options(args, ROUNDS, quick_steps=2)
@@ -244,13 +273,18 @@ def main(argv: list[str]) -> int:
     faults = ["worker"] if args.quick else list(FAULTS)
     try:
         found = recover(faults, args.rounds, args.timeout) if "recover" in args.parts else {}
+        large = restart_large(args.rounds, args.timeout) if "large" in args.parts else {}
         saved = save(args.rounds, args.steps or SAVE_EPOCHS, args.cores, args.timeout) if "save" in args.parts else {}
     except (ProcessFailed, subprocess.TimeoutExpired) as failure:
         print(f"recovery: {failure}", file=sys.stderr)
         return 2
     verdicts = judge(found, saved)
-    text = report(found, saved, verdicts, facts)
-    figures = {"recoveries": {name: [dataclasses.asdict(each) for each in values] for name, values in found.items()}, "seconds_per_epoch": saved}
+    text = report(found, large, saved, verdicts, facts)
+    figures = {
+        "recoveries": {kind: {name: list(map(dataclasses.asdict, values)) for name, values in each.items()} for kind, each in found.items()},
+        "larger_models": {model: {kind: list(map(dataclasses.asdict, values)) for kind, values in each.items()} for model, each in large.items()},
+        "seconds_per_epoch": saved,
+    }
     return conclude(args, "recovery", text, {"about": facts, "bars": verdicts, **figures})
 
 
