@@ -1,5 +1,6 @@
 """A fit that was interrupted at any step, and goes on in another model, ends as one that was not."""
 
+import functools
 import itertools
 import os
 import time
@@ -42,8 +43,9 @@ class Interrupts(keras.callbacks.Callback):
             raise Stop
 
 
-@pytest.fixture(scope="module", params=["one_device", "mirrored"])
+@pytest.fixture
 def strategy(request):
+    """The one that a test names; what both do alike is tested with the one that is traced in less time."""
     return request.getfixturevalue(request.param)
 
 
@@ -63,7 +65,13 @@ def model_of(strategy, seed, steps_per_execution=1):
     if key not in MODELS:
         with strategy.scope():
             model = keras.Sequential(
-                [keras.Input([5]), keras.layers.Dense(6, "relu"), keras.layers.BatchNormalization(), keras.layers.Dropout(0.3), keras.layers.Dense(1)]
+                [
+                    keras.Input([5]),
+                    keras.layers.Dense(6, "relu"),
+                    keras.layers.BatchNormalization(center=False, scale=False),
+                    keras.layers.Dropout(0.3),
+                    keras.layers.Dense(1),
+                ]
             )
             model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"], steps_per_execution=steps_per_execution)
             model.optimizer.build(model.trainable_variables)
@@ -118,27 +126,41 @@ def same(found, expected):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(strategy, tmp_path_factory):
-    return {kind: train(strategy, tmp_path_factory.mktemp("whole"), kind) for kind in DATA}
+def undisturbed(tmp_path_factory):
+    """What a fit on a strategy comes to that nothing interrupts; each runs once."""
+
+    @functools.cache
+    def fit(strategy, kind="pipeline"):
+        return train(strategy, tmp_path_factory.mktemp("whole"), kind)
+
+    return fit
 
 
 @pytest.mark.parametrize(
-    ("kind", "interrupt"),
-    [*(("pipeline", where) for where in [(0, 2), (0, 3), (1, 0), (1, 4), (1, STEPS), (2, STEPS - 1)]), ("tf.data", (0, 3)), ("tf.data", (1, STEPS))],
+    ("strategy", "kind", "interrupts"),
+    [
+        ("one_device", "pipeline", [(0, 2), (1, 4), (2, STEPS - 1)]),
+        ("mirrored", "pipeline", [(0, 3), (1, 0), (1, STEPS)]),
+        ("one_device", "tf.data", [(0, 3)]),
+        ("mirrored", "tf.data", [(1, STEPS)]),
+    ],
+    indirect=["strategy"],
 )
-def test_it_ends_as_if_it_had_never_stopped(strategy, undisturbed, tmp_path, kind, interrupt):
-    first = train(strategy, tmp_path, kind, interrupt)
-    assert not first["ended"]
-    same(train(strategy, tmp_path, kind, seed=5), undisturbed[kind])
+def test_it_ends_as_if_it_had_never_stopped(strategy, undisturbed, tmp_path, kind, interrupts):
+    """Each attempt goes on in another model than the one before, whose weights are others until then."""
+    seeds = itertools.cycle([1, 5])
+    for interrupt in interrupts:
+        assert not train(strategy, tmp_path, kind, interrupt, seed=next(seeds))["ended"]
+    same(train(strategy, tmp_path, kind, seed=next(seeds)), undisturbed(strategy, kind))
     assert not tmp_path.exists()
 
 
-def test_callbacks_know_each_step_wherever_they_are_listed(strategy, tmp_path):
+def test_callbacks_know_each_step_wherever_they_are_listed(one_device, tmp_path):
     before, after = Counter(), Counter()
     options = {"callbacks": lambda saves: [before, saves, after], "save_freq": 3}
-    assert not train(strategy, tmp_path, interrupt=(1, 5), **options)["ended"]
+    assert not train(one_device, tmp_path, interrupt=(1, 5), **options)["ended"]
     before.count = after.count = 100
-    assert train(strategy, tmp_path, seed=5, **options)["ended"]
+    assert train(one_device, tmp_path, seed=5, **options)["ended"]
     assert (before.count, after.count) == (STEPS * EPOCHS, STEPS * EPOCHS)
 
 
@@ -150,32 +172,35 @@ def test_in_a_list_of_keras_it_comes_before_keras_own(one_device, tmp_path):
     assert [type(c).__name__ for c in together.callbacks] == ["Counter", "BackupAndRestore", "History"]
 
 
-def test_a_training_killed_before_its_first_save_begins_from_the_same_state(strategy, undisturbed, tmp_path):
-    assert not train(strategy, tmp_path, interrupt=(0, 3), save_freq="epoch")["ended"]
+def test_a_training_killed_before_its_first_save_begins_from_the_same_state(mirrored, undisturbed, tmp_path):
+    assert not train(mirrored, tmp_path, interrupt=(0, 3), save_freq="epoch")["ended"]
     assert os.listdir(tmp_path).count("snapshot-0.tfdist") == 1
-    same(train(strategy, tmp_path, save_freq="epoch", seed=5), undisturbed["pipeline"])
+    same(train(mirrored, tmp_path, save_freq="epoch", seed=5), undisturbed(mirrored))
 
 
-def test_twice(strategy, undisturbed, tmp_path):
+def test_twice(one_device, undisturbed, tmp_path):
     for interrupt in ((0, 5), (1, 2), (1, 6)):
-        assert not train(strategy, tmp_path, "pipeline", interrupt)["ended"]
-    found = train(strategy, tmp_path, "pipeline")
+        assert not train(one_device, tmp_path, "pipeline", interrupt)["ended"]
+    found = train(one_device, tmp_path, "pipeline")
     assert not tmp_path.exists()
-    same(found, undisturbed["pipeline"])
+    same(found, undisturbed(one_device))
     assert found["seen"][0] == (1, 0)  # the callbacks see the whole epoch
 
 
-@pytest.mark.parametrize(("save_freq", "steps_per_execution"), [("epoch", 1), ("0.001s", 1), (5, 3)])
+@pytest.mark.parametrize(
+    ("strategy", "save_freq", "steps_per_execution"),
+    [("one_device", "epoch", 1), ("mirrored", "0.001s", 1), ("one_device", 5, 3)],
+    indirect=["strategy"],
+)
 def test_at_whatever_time_it_saves(strategy, undisturbed, tmp_path, save_freq, steps_per_execution):
     options = {"save_freq": save_freq, "steps_per_execution": steps_per_execution}
-    expected = undisturbed["pipeline"] if steps_per_execution == 1 else train(strategy, tmp_path / "whole", **options)
     assert not train(strategy, tmp_path / "cut", interrupt=(2, 3), **options)["ended"]
-    same(train(strategy, tmp_path / "cut", seed=5, **options), expected)
+    same(train(strategy, tmp_path / "cut", seed=5, **options), undisturbed(strategy))
 
 
-def test_a_clock_that_jumps_by_a_year_disturbs_nothing(one_device, tmp_path, monkeypatch):
+def test_a_clock_that_jumps_by_a_year_disturbs_nothing(one_device, undisturbed, tmp_path, monkeypatch):
     """Neither when it saves, nor which snapshot is the newest."""
-    expected = train(one_device, tmp_path / "whole")
+    expected = undisturbed(one_device)
     true, jumps, written = time.time, itertools.cycle([0, 3e7, -3e7]), []
     monkeypatch.setattr(time, "time", lambda: true() + next(jumps))
     write = Store.write
@@ -197,9 +222,9 @@ def test_wrong_times_are_refused(save_freq, tmp_path):
         tfdist.BackupAndRestore(tmp_path, save_freq=save_freq)
 
 
-def test_a_table_of_epochs_goes_on(strategy, tmp_path):
+def test_a_table_of_epochs_goes_on(one_device, tmp_path):
     def fit(interrupt, directory):
-        model = model_of(strategy, 1)
+        model = model_of(one_device, 1)
         table = keras.callbacks.CSVLogger(tmp_path / directory / "log.csv")
         callbacks = [table, tfdist.BackupAndRestore(tmp_path / directory / "backup", save_freq=3), Interrupts(*interrupt)]
         try:
@@ -218,12 +243,12 @@ def test_a_table_of_epochs_goes_on(strategy, tmp_path):
     np.testing.assert_allclose(fit((None, None), "cut"), whole, rtol=1e-6)
 
 
-def test_a_model_that_is_compiled_again_saves_its_new_optimizer(strategy, tmp_path):
+def test_a_model_that_is_compiled_again_saves_its_new_optimizer(one_device, tmp_path):
     keras.utils.set_random_seed(1)
-    with strategy.scope():
+    with one_device.scope():
         model = keras.Sequential([keras.Input([5]), keras.layers.Dense(1)])
     for attempt, optimizer in enumerate(("sgd", "adam", "adam")):
-        with strategy.scope():
+        with one_device.scope():
             model.compile(optimizer, "mse", metrics=["mae"])
         saves = tfdist.BackupAndRestore(tmp_path / str(attempt), save_freq="epoch", delete_checkpoint=False)
         model.fit(X, Y, epochs=1 + attempt, batch_size=BATCH, verbose=0, callbacks=[saves])

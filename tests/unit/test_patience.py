@@ -1,6 +1,12 @@
 """How long a call waits for others: in processes of their own, as what ends one call ends all later ones."""
 
+import subprocess
+import sys
+
 import pytest
+
+from tests.forkserver import Popen
+from tests.processes import ROOT, environment
 
 SCRIPT = """
 import sys, time, tensorflow as tf
@@ -29,26 +35,45 @@ except TimeoutError as error:
     print("ended:", error)
 """
 GOOD = """
-for _ in range(30):  # short ones
+for _ in range(25):  # short ones
     with patience.bound():
         stuck(0.1)
 with patience.bound():
     stuck(0.3)
-stuck(3)  # in none
+stuck(2.5)  # in none
 with patience.bound(lambda: time.monotonic()):  # one step after the other
-    stuck(3)
+    stuck(2.5)
 for endless in Patience(0.1), Patience(0.1, Placement()), Patience(float("inf"), Placement(workers=2)):
     with endless.bound():
         stuck(0.5)
 """
+ENDLESS = """
+with patience.bound({}):
+    for _ in range(200):
+        stuck(0.1)
+        total()
+"""
+SIGNS = ["", "lambda: 7", "lambda: time.sleep(60)"]  # the last: as of a device that hangs
 
 
-def test_calls_that_make_steps_are_left_alone(run_python):
-    done = run_python(SCRIPT, GOOD)
-    assert done.stdout == "later: 2.0\n", done.stderr
+@pytest.fixture(scope="module")
+def said():
+    """What each process says, output and errors: they wait more than they work, and so at the same time."""
+    started = {
+        code: Popen(
+            [sys.executable, "-c", SCRIPT, code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment()
+        )
+        for code in (GOOD, *map(ENDLESS.format, SIGNS))
+    }
+    return {code: process.communicate(timeout=120) for code, process in started.items()}
 
 
-@pytest.mark.parametrize("sign", ["", "lambda: 7", "lambda: time.sleep(60)"])  # the last: as of a device that hangs
-def test_a_call_without_a_step_is_ended(run_python, sign):
-    done = run_python(SCRIPT, f"with patience.bound({sign}): stuck(4); total()")
-    assert done.stdout.startswith("ended: worker:0 waited too long for worker:1, 1.6 s without a step: "), done.stderr
+def test_calls_that_make_steps_are_left_alone(said):
+    output, errors = said[GOOD]
+    assert output == "later: 2.0\n", errors
+
+
+@pytest.mark.parametrize("sign", SIGNS)
+def test_a_call_without_a_step_is_ended(said, sign):
+    output, errors = said[ENDLESS.format(sign)]
+    assert output.startswith("ended: worker:0 waited too long for worker:1, 1.6 s without a step: "), errors

@@ -12,6 +12,7 @@ from tfdist.data.sources import Source, of_arrays, of_generator
 
 LENGTHS = (5, 0, 7, 3)
 COUNT = sum(LENGTHS)
+IN_ORDER = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14]]
 
 
 @pytest.fixture(scope="module")
@@ -54,44 +55,59 @@ def rows(dataset):
     return [np.asarray(batch[0] if isinstance(batch, tuple) else batch, np.int64).tolist() for batch in dataset]
 
 
-def joined(batches, replicas, **where):
+def shared(batches, replicas, **where):
+    """What each replica reads."""
+    return [batches.share(r, 1, replicas, **where) for r in range(replicas)]
+
+
+def joined(shares):
     """The batches that the replicas' shares make together."""
-    shares = [list(batches.share(r, 1, replicas, **where)) for r in range(replicas)]
+    shares = [list(share) for share in shares]
     assert len({len(share) for share in shares}) == 1
     for parts in zip(*shares, strict=True):
         assert len({(int(p.rows), float(p.fingerprint)) for p in parts}) == 1
     return [[n for p in parts for n in p.numbers.numpy().tolist()] for parts in zip(*shares, strict=True)]
 
 
-@pytest.mark.parametrize("kind", ["arrays", "singles", "stream", "transformed"])
-def test_batches_and_shares_are_those_of_the_order(kind, files):
-    source = {"arrays": np.arange(COUNT), "singles": single(), "stream": stream(files), "transformed": np.arange(COUNT)}[kind]
-    batches = pipeline(source, 6, seed=3, transform=(lambda x: x) if kind == "transformed" else None)
-    assert rows(batches.of_epoch(1)) == expected(batches, 1)
-    assert joined(batches, 3, epoch=1) == expected(batches, 1)
-    assert joined(batches, 2, epoch=1, first_step=1) == expected(batches, 1, first_step=1)
-    assert rows(batches.of_epoch(1, first_step=2)) == expected(batches, 1, first_step=2)
-    assert rows(batches.of_epoch(1, first_step=batches.order.steps)) == []
+@pytest.mark.parametrize(("kind", "replicas", "first_step"), [("arrays", 3, 0), ("singles", 2, 1), ("transformed", 2, 0)])
+def test_batches_and_shares_are_those_of_the_order(kind, replicas, first_step):
+    batches = pipeline(single() if kind == "singles" else np.arange(COUNT), 6, seed=3, transform=(lambda x: x) if kind == "transformed" else None)
+    batches.epochs.next = 1
+    assert rows(batches) == expected(batches, 1)
+    assert joined(shared(batches, replicas, epoch=1, first_step=first_step)) == expected(batches, 1, first_step)
+    if kind != "transformed":  # it is read as the singles are
+        assert rows(batches.of_epoch(1, first_step=2)) == expected(batches, 1, first_step=2)
+        assert rows(batches.of_epoch(1, first_step=batches.order.steps)) == []
 
 
 def test_a_stream_shared_across_its_parts_resumes_in_a_block(files, monkeypatch):
+    """And anywhere else. Its data sets take long to make: each is read from several positions."""
     monkeypatch.setattr(sys.modules[Epochs.__module__], "SMALLEST_BLOCK", 2)
-    batches = pipeline(stream(files), 4, shuffle=8)  # 4 parts of 3 examples, in blocks of 2
-    assert (batches.order.streams, batches.order.block) == (4, 2)
-    assert joined(batches, 2, epoch=0, first_step=1) == expected(batches, 0, first_step=1)
+    batches = pipeline(stream(files), 4, seed=3, shuffle=8)  # 4 parts of 3 examples, in blocks of 2; and a batch of 3
+    assert (batches.order.streams, batches.order.block, batches.order.steps) == (4, 2, 4)
+    batches.epochs.next = 1
+    assert rows(batches) == expected(batches, 1)
+    now = [0, 0]
+
+    def position(_):
+        return tuple(tf.ensure_shape(x, []) for x in tf.numpy_function(lambda: tuple(map(np.int64, now)), [], (tf.int64, tf.int64)))
+
+    shares = [batches.batches.shares(Window(r, 1, 2), tf.data.Dataset.from_tensors(0).map(position)) for r in range(2)]
+    for now[:] in ([1, 1], [0, 3], [1, batches.order.steps]):
+        assert joined(shares) == expected(batches, *now)
 
 
 def test_a_stream_in_order_is_in_order(files):
-    assert rows(pipeline(stream(files), 4, shuffle=False)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14]]
+    assert rows(pipeline(stream(files), 4, shuffle=False)) == IN_ORDER
 
 
 def test_a_generator_is_shared_by_rows():
     source = of_generator(lambda: iter(range(COUNT)), tf.TensorSpec([], tf.int64))
     batches = pipeline(source, 4, shuffle=5)
-    seen = joined(batches, 2, epoch=0)
-    assert seen == rows(batches.of_epoch(0))
+    seen = joined(shared(batches, 2, epoch=0))
+    assert seen == rows(batches)
     assert sorted(n for batch in seen for n in batch) == list(range(COUNT))
-    assert joined(batches, 2, epoch=0, first_step=2) == seen[2:]
+    assert joined(shared(batches, 2, epoch=0, first_step=2)) == seen[2:]
 
 
 @pytest.mark.parametrize("kind", ["arrays", "generator"])
@@ -126,14 +142,16 @@ def test_randomness_follows_from_seed_epoch_and_example(files):
     def noisy(x, seed):
         return tf.stack([tf.cast(x, tf.float32), tf.random.stateless_uniform([], seed)])
 
-    def seen(batches, epoch):
-        return {int(x): float(noise) for batch in batches.of_epoch(epoch) for x, noise in batch.numpy()}
+    def seen(batches, epoch=2):
+        batches.epochs.next = epoch
+        return {int(x): float(noise) for batch in batches for x, noise in batch.numpy()}
 
     one = pipeline(np.arange(COUNT), 4, transform=noisy)
-    assert seen(one, 2) == seen(pipeline(stream(files), 6, transform=noisy), 2)  # other batches, another way of reading
-    assert seen(one, 2) == seen(pipeline(np.arange(COUNT), 5, shuffle=False, transform=noisy), 2)
-    assert not set(seen(one, 2).values()) & set(seen(one, 3).values())
-    assert not set(seen(one, 2).values()) & set(seen(pipeline(np.arange(COUNT), 4, seed=1, transform=noisy), 2).values())
+    found = seen(one)
+    assert len(found) == COUNT
+    assert found == seen(pipeline(stream(files), 5, shuffle=False, transform=noisy))  # other batches, another order and way of reading
+    assert not set(found.values()) & set(seen(one, 3).values())
+    assert not set(found.values()) & set(seen(pipeline(np.arange(COUNT), 4, seed=1, transform=noisy)).values())
 
 
 def test_batch_transforms_get_a_seed_for_each_row():
@@ -230,9 +248,8 @@ def test_labels_can_be_left_out():
 
 @pytest.mark.parametrize("kind", ["singles", "stream"])
 def test_a_cache_holds_the_same_examples(kind, files):
-    source = single() if kind == "singles" else stream(files)
-    kept = pipeline(source, 4, cache=True, shuffle=False)
-    assert rows(kept) == rows(pipeline(source, 4, shuffle=False))
+    kept = pipeline(single() if kind == "singles" else stream(files), 4, cache=True, shuffle=False)
+    assert rows(kept) == IN_ORDER
     assert kept.batches.source.gather is not None
 
 
@@ -269,11 +286,11 @@ def test_examples_of_different_shapes_are_refused_before_reading():
         pipeline(images, 2)
 
 
-@pytest.mark.parametrize("tail", ["partial", "drop"])
-def test_a_stream_begun_at_its_end_is_empty(tail, files):
-    for batch in (5, 4):  # the former without a short batch
-        batches = pipeline(stream(files), batch, tail=tail)
-        assert list(batches.share(0, 1, 1, epoch=0, first_step=batches.order.steps)) == []
+@pytest.mark.parametrize(("batch", "tail"), [(5, "partial"), (4, "drop")])
+def test_a_stream_begun_at_its_end_is_empty(batch, tail, files):
+    """Where all batches are full; the one above has a short one."""
+    batches = pipeline(stream(files), batch, tail=tail)
+    assert list(batches.share(0, 1, 1, epoch=0, first_step=batches.order.steps)) == []
 
 
 def test_the_parts_of_a_pass_load_their_own_steps(files):

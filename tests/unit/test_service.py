@@ -40,29 +40,40 @@ def at(epoch, first):
 
 
 # --- Order -----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("count", [1, 2])
-def test_epochs_are_those_of_the_pipeline_without_service(count, data_workers):
-    plain = pipeline((X, Y), 4, seed=3, transform=noisy)
-    served = pipeline((X, Y), 4, seed=3, transform=noisy, service=data_workers[:count])
-    assert served.element_spec == plain.element_spec
-    for _ in range(2):
-        assert values(served) == values(plain)
-    assert values(served.of_epoch(5, first_step=3)) == values(plain.of_epoch(5, first_step=3))
+@pytest.fixture(scope="module")
+def both(data_workers):
+    """A pipeline without service, and the same by way of two data workers."""
+    return [pipeline((X, Y), 4, seed=3, transform=noisy, service=addresses) for addresses in (None, data_workers)]
 
 
-def test_workers_that_read_at_the_same_time_get_their_own_rows(data_workers):
-    plain = pipeline((X, Y), 4, transform=noisy)
-    served = pipeline((X, Y), 4, transform=noisy, service=data_workers)
-    shares = [served.share(index, 1, 2, epoch=1) for index in range(2)]
-    expected = [values(plain.share(index, 1, 2, epoch=1)) for index in range(2)]
-    assert list(zip(*map(values, shares), strict=True)) == list(zip(*expected, strict=True))
+def test_epochs_are_those_of_the_pipeline_without_service(both, data_workers):
+    plain, served = both
+    one = pipeline((X, Y), 4, seed=3, transform=noisy, service=data_workers[:1])
+    assert served.element_spec == one.element_spec == plain.element_spec
+    expected = [values(plain) for _ in range(2)]
+    assert [values(served) for _ in range(2)] == expected
+    assert values(one) == expected[0]
+    assert values(one.of_epoch(1, first_step=3)) == expected[1][3:]
+
+
+def test_workers_that_read_at_the_same_time_get_their_own_rows(both):
+    expected, shares = ([batches.share(index, 1, 2, epoch=1, first_step=1) for index in range(2)] for batches in both)
+    found = list(zip(*map(values, shares), strict=True))
+    assert len(found) == 5
+    assert found == list(zip(*map(values, expected), strict=True))
 
 
 @pytest.mark.parametrize("steps", [7, None])
-@pytest.mark.parametrize("first", [0, 5, 7])
-def test_a_pass_begins_and_ends_anywhere(first, steps, data_workers):
-    served = service.distribute(counted, at(2, first), data_workers, steps=steps, name="counted")
-    assert values(served) == [[2, step] for step in range(first, 7)]
+def test_a_pass_begins_and_ends_anywhere_and_asks_once_where(steps, data_workers):
+    asked = zip(itertools.count(), itertools.cycle([0, 5, 7]))
+
+    def position(_):
+        where = tf.numpy_function(lambda: tuple(map(np.int64, next(asked))), [], (tf.int64, tf.int64))
+        return tuple(tf.ensure_shape(x, []) for x in where)
+
+    served = service.distribute(counted, tf.data.Dataset.from_tensors(0).map(position), data_workers, steps=steps, name="counted")
+    for epoch, first in enumerate((0, 5, 7, 0)):
+        assert values(served) == [[epoch, step] for step in range(first, 7)]
 
 
 def test_structures_of_all_kinds_come_whole(data_workers):
@@ -82,14 +93,6 @@ def test_structures_of_all_kinds_come_whole(data_workers):
             np.testing.assert_array_equal(a.numpy(), b.numpy())
 
 
-def test_the_position_is_asked_for_once_in_a_pass(data_workers):
-    asked = itertools.count()
-    epoch = tf.data.Dataset.from_tensors(0).map(lambda _: tf.ensure_shape(tf.numpy_function(lambda: np.int64(next(asked)), [], tf.int64), []))
-    position = epoch.map(lambda epoch: (epoch, tf.constant(5, tf.int64)))
-    served = service.distribute(counted, position, data_workers, steps=7, name="counted")
-    assert [values(served) for _ in range(3)] == [[[epoch, 5], [epoch, 6]] for epoch in range(3)]
-
-
 def test_a_lost_element_is_an_error_and_not_a_gap(data_workers):
     part = tf.data.Dataset.from_tensor_slices(([0, 2], ["a", "c"])).map(lambda n, x: (tf.cast(n, tf.int64), x))
     checked = tf.data.Dataset.zip((tf.data.Dataset.counter(), part)).map(lambda n, p: service._checked(n, p, 1))
@@ -97,34 +100,29 @@ def test_a_lost_element_is_an_error_and_not_a_gap(data_workers):
         list(checked)
 
 
-DETERMINISTIC = """
-import numpy as np, tensorflow as tf
-tf.keras.utils.set_random_seed(1)
-tf.config.experimental.enable_op_determinism()
-from tfdist.data import pipeline
-pipeline(np.arange(10), 2, seed=1, service=["127.0.0.1:1"])
-"""
-
-
-def test_deterministic_operations_are_refused(run_python):
-    ended = run_python(DETERMINISTIC)
-    assert "ValueError: service: the pipeline of arrays cannot go to data workers after tf.config" in ended.stderr
-
-
-DELETED = """
-import faulthandler, tensorflow as tf
-from tfdist.data import service
+ALONE = """
+import faulthandler, numpy as np, tensorflow as tf
+from tfdist.data import pipeline, service
 service.TICK_US = 1
 state = tf.raw_ops.VarHandleOp(dtype=tf.string, shape=[], shared_name="state")
 tf.raw_ops.AssignVariableOp(resource=state, value=tf.constant(""))
 faulthandler.dump_traceback_later(60, exit=True)
-for _ in range(500):
-    next(iter(service._ticks(state).prefetch(2)))
+for _ in range(4):
+    ticks = service._ticks(state).prefetch(2)
+    for _ in range(50):
+        next(iter(ticks))
+print("ended")
+tf.keras.utils.set_random_seed(1)
+tf.config.experimental.enable_op_determinism()
+pipeline(np.arange(10), 2, seed=1, service=["127.0.0.1:1"])
 """
 
 
-def test_a_pass_that_is_left_while_it_ticks_ends(run_python):
-    assert run_python(DELETED).returncode == 0
+def test_a_pass_that_is_left_while_it_ticks_ends_and_deterministic_operations_are_refused(run_python):
+    """In a process of its own, which would hang, and whose operations stay deterministic."""
+    ended = run_python(ALONE)
+    assert ended.stdout == "ended\n", ended.stderr
+    assert "ValueError: service: the pipeline of arrays cannot go to data workers after tf.config" in ended.stderr
 
 
 # --- What it leaves --------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import shutil
 import signal
 import threading
 
@@ -31,6 +32,15 @@ def same(a, b):
 
 def shards(directory):
     return sorted(path for path in directory.iterdir() if path.name.endswith(".tfrecord"))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """100 numbers: in one file and in several, which are written once."""
+    root = tmp_path_factory.mktemp("written")
+    for name, options in {"one": {}, "several": {"shard_bytes": 1000}}.items():
+        write(of_arrays(np.arange(100)), root / name, **options)
+    return root
 
 
 def images(tmp_path, count=6):
@@ -216,9 +226,8 @@ def test_progress_counts_all_examples(tmp_path):
     assert len(told) >= 3
 
 
-def test_a_part_of_the_files_can_be_read(tmp_path):
-    write(of_arrays(np.arange(100)), tmp_path, shard_bytes=1000)
-    first = shards(tmp_path)[0]
+def test_a_part_of_the_files_can_be_read(written):
+    first = shards(written / "several")[0]
     part = records(first)
     assert [int(x) for x in part.dataset()] == list(range(part.cardinality))
     assert 0 < part.cardinality < 100
@@ -333,14 +342,14 @@ def test_two_at_the_same_time(tmp_path):
         ({"x": np.arange(100)}, {}, "its structure"),
     ],
 )
-def test_another_data_set_is_never_overwritten(tmp_path, other, options, message):
-    write(of_arrays(np.arange(100)), tmp_path)
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+def test_another_data_set_is_never_overwritten(written, other, options, message):
+    out = written / "one"
+    before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
     with pytest.raises(
         ValueError, match=f"(?s)holds another data set than arrays: ({message}).*Name another directory"
     ):
-        write(of_arrays(other), tmp_path, **options)
-    assert before == {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+        write(of_arrays(other), out, **options)
+    assert before == {path: path.stat().st_mtime_ns for path in out.iterdir()}
 
 
 def test_records_of_others_are_never_overwritten(tmp_path):
@@ -399,8 +408,8 @@ def test_an_example_that_cannot_be_read_is_named(tmp_path):
 
 
 # --- Damage ---------------------------------------------------------------------------------------------------------------
-def test_verify_names_the_first_damaged_file(tmp_path):
-    write(of_arrays(np.arange(100)), tmp_path, shard_bytes=1000)
+def test_verify_names_the_first_damaged_file(tmp_path, written):
+    shutil.copytree(written / "several", tmp_path, dirs_exist_ok=True)
     verify(tmp_path)
     first, second, *_ = shards(tmp_path)
     whole = second.read_bytes()
@@ -420,8 +429,8 @@ def test_verify_names_the_first_damaged_file(tmp_path):
         verify(tmp_path)
 
 
-def test_a_file_of_other_records_is_noticed(tmp_path):
-    write(of_arrays(np.arange(100)), tmp_path, shard_bytes=1000)
+def test_a_file_of_other_records_is_noticed(tmp_path, written):
+    shutil.copytree(written / "several", tmp_path, dirs_exist_ok=True)
     second = shards(tmp_path)[1]
     with tf.io.TFRecordWriter(str(second)) as writer:
         writer.write(b"one")
