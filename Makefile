@@ -12,12 +12,13 @@ PYTEST = -m pytest -q
 TWO = -n 2 --dist loadfile --max-worker-restart 0
 SCALED = one_device,mirrored,central_storage,multi_worker_mirrored
 
-.PHONY: help train test test-compat chaos lint bench notebooks clean
+.PHONY: help train test test-quick test-compat chaos lint bench notebooks clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make train        train a small network on two local workers"
 	@echo "make test         lint, types, doctests and all tests"
+	@echo "make test-quick   lint, types, doctests and unit tests"
 	@echo "make test-compat  the Keras hooks and parity on the oldest Keras supported"
 	@echo "make lint         lint and types"
 	@echo "make notebooks    execute the notebooks and save their outputs; on a machine that does nothing else"
@@ -33,9 +34,11 @@ lint: .venv/installed-test
 	$(BIN)/ruff check -q .
 	$(BIN)/mypy
 
-test: .venv/installed-test lint
+test-quick: .venv/installed-test lint
 	$(BIN)/python $(PYTEST) --doctest-modules tfdist
 	$(BIN)/python $(PYTEST) $(TWO) tests/test_architecture.py tests/unit
+
+test: test-quick
 	$(BIN)/python $(PYTEST) $(TWO) tests/cluster
 	$(BIN)/python $(PYTEST) tests/parity tests/gpu
 

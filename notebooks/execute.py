@@ -68,14 +68,12 @@ def execute(notebook: nbformat.NotebookNode, timeout: int) -> nbformat.NotebookN
 
 
 def environment(directory: str) -> dict[str, str]:
-    """This process' environment with its Python's programs first, and temporary files in the directory."""
+    """This process' environment with its Python's programs in PATH, and temporary files in the directory."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(LEFT_OUT)}
-    programs = os.path.dirname(sys.executable)
-    return {
-        **kept,
-        "PATH": f"{programs}{os.pathsep}{kept.get('PATH', os.defpath)}",
-        "TMPDIR": directory,
-    }
+    programs, path = os.path.dirname(sys.executable), kept.get("PATH", os.defpath)
+    if programs not in path.split(os.pathsep):
+        path = f"{programs}{os.pathsep}{path}"
+    return {**kept, "PATH": path, "TMPDIR": directory}
 
 
 def tidy(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:

@@ -1,18 +1,34 @@
 """Fixtures that tests of several directories share, and an end to tests that no other bound ends."""
 
 import faulthandler
+import functools
 import gc
 import os
 import signal
+import sys
 
 import pytest
+
+from tests import forkserver
 
 LATE = 240  # seconds after a test's own bound, which neither ends a call that never returns to Python nor waits in what clears up after it
 
 _real_stderr = pytest.StashKey[int]()
 
 
+# A virtual machine may show AMX to programs and end those that use it (SIGILL); oneDNN takes this as its limit.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--standby", type=int, default=1, help="0: start each process by exec, none from the fork server")
+
+
 def pytest_configure(config):
+    if config.getoption("standby") and sys.platform == "linux":
+        foreign = ("TF_CONFIG", "TFDIST_", "SLURM_", "OMPI_")
+        environ = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+        forkserver.Popen.make_server = functools.partial(forkserver.Server.start, environ)
     # Under nohup, or in a script's background, these are ignored, here and in the processes that tests start.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

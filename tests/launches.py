@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import time
 import uuid
 
+from tests.forkserver import OFF, Popen, environ_of
 from tests.processes import ROOT, lean
 
 BOUND = 120  # seconds for any launch here; each takes one to five where nothing else runs
@@ -25,23 +27,29 @@ def ready(): open(f"{me}.ready", "w").close()
 """
 
 
+USES_TENSORFLOW = r"import (tensorflow|keras|tfdist)\b|from (keras|tfdist) import"
+
+
 class Launch:
     """`tfdist launch` in a directory of its own; all its processes carry a mark in their environment."""
 
     def __init__(self, directory, bound=BOUND):
         self.directory = directory
         self.bound = bound
-        self._mark = f"TFDIST_TEST_MARK={uuid.uuid4()}"
+        self._mark = f"LAUNCH_TEST_MARK={uuid.uuid4()}"
         self._process = None
 
     def start(self, *flags, script=None, command=("task.py",), environ=None, prefix=()):
+        fresh = {}
         if script is not None:
             (self.directory / "task.py").write_text(PRELUDE + script)
+            if not re.search(USES_TENSORFLOW, script):  # then a process starts more quickly than a large one forks
+                fresh = {OFF: "1"}
         name, _, value = self._mark.partition("=")
-        self._process = subprocess.Popen(
+        self._process = Popen(
             [*prefix, sys.executable, "-m", "tfdist", "launch", *flags, "--", *command],
             cwd=self.directory,
-            env=lean({**os.environ, "PYTHONPATH": str(ROOT), name: value, **(environ or {})}),
+            env=lean({**os.environ, "PYTHONPATH": str(ROOT), name: value, **fresh, **(environ or {})}),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -69,15 +77,17 @@ class Launch:
 
     def living(self, tasks=False):
         """Process ids of the launcher, its guardian, its tasks and whatever they started; or of tasks only."""
+        name, _, value = self._mark.partition("=")
         found = []
         for entry in pathlib.Path("/proc").glob("[0-9]*"):
-            try:
-                words = (entry / "environ").read_bytes().split(b"\0")
-                if self._mark.encode() in words and (not tasks or any(word.startswith(b"TFDIST_TASK=") for word in words)):
-                    found.append(int(entry.name))
-            except OSError:
-                continue  # gone meanwhile, or somebody else's
+            environ = environ_of(entry.name)
+            if environ.get(name) == value and (not tasks or "TFDIST_TASK" in environ):
+                found.append(int(entry.name))
         return found
+
+    def pid_of(self, task):
+        """Process id of a task."""
+        return next(pid for pid in self.living(tasks=True) if environ_of(pid).get("TFDIST_TASK") == task)
 
     def wait_for_nobody(self, seconds=5.0):
         deadline = time.monotonic() + seconds

@@ -13,8 +13,8 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-LEAN = ROOT / "tests" / "lean"  # at its start each process imports what is there
+from tests.forkserver import LEAN, Popen
+from tests.forkserver import ROOT as ROOT
 
 
 @dataclasses.dataclass
@@ -24,11 +24,11 @@ class Group:
     directory: pathlib.Path
     processes: dict[str, subprocess.Popen] = dataclasses.field(default_factory=dict)
 
-    def start(self, name: str, command: Sequence[str], **environ: str) -> subprocess.Popen:
-        """Starts a command; its output goes to `<name>.log`."""
+    def start(self, name: str, command: Sequence[str], stderr: int = subprocess.STDOUT, **environ: str) -> subprocess.Popen:
+        """Starts a command; its output goes to `<name>.log`, and so do its errors, unless `stderr` says otherwise."""
         with open(self.directory / f"{name}.log", "w", encoding="utf-8") as log:
-            self.processes[name] = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, env=environment(**environ), start_new_session=True
+            self.processes[name] = Popen(
+                command, stdout=log, stderr=stderr, env=environment(**environ), start_new_session=True
             )
         return self.processes[name]
 
@@ -86,6 +86,17 @@ def environment(**more: str) -> Mapping[str, str]:
 def lean(environ: Mapping[str, str]) -> dict[str, str]:
     """An environment whose Python processes start quickly."""
     return {**environ, "PYTHONPATH": os.pathsep.join([*filter(None, [environ.get("PYTHONPATH")]), str(LEAN)])}
+
+
+def run(command: Sequence[str], timeout: float = 120.0, **options) -> subprocess.CompletedProcess:
+    """`subprocess.run` for text, of a process that may be a fork; fails when it takes too long."""
+    with Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 def is_gone(pid: int | str) -> bool:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pathlib
 import signal
 import time
 
@@ -48,13 +47,6 @@ def launch(tmp_path):
     assert not left, f"processes left behind: {left}"
 
 
-def pid_of(launch, task):
-    for pid in launch.living():
-        if f"TFDIST_TASK={task}".encode() in pathlib.Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-            return pid
-    raise AssertionError(f"no process of {task}")
-
-
 # --- Order -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("workers", "count"), [(1, 1), (2, 2)])
 def test_each_worker_gets_what_it_gets_without_data_workers(workers, count, directory, data_workers):
@@ -78,7 +70,7 @@ def test_a_launch_of_two_workers_and_two_data_workers(launch, directory):
 def test_a_data_worker_that_is_killed_is_named(launch, directory):
     launch.start("--workers", "2", "--data-workers", "2", command=(SCRIPT, "forever", directory))
     launch.wait_for("worker:0.ready", "worker:1.ready")
-    os.kill(pid_of(launch, "data:1"), signal.SIGKILL)
+    os.kill(launch.pid_of("data:1"), signal.SIGKILL)
     code, _, err = launch.finish()
     assert code == 137
     assert "ROOT CAUSE: data:1 was killed by SIGKILL" in err
@@ -88,7 +80,7 @@ def test_a_data_worker_that_is_killed_is_named(launch, directory):
 def test_a_data_worker_that_freezes_is_named(launch, directory):
     launch.start("--data-workers", "2", command=(SCRIPT, "forever", directory))
     launch.wait_for("worker:0.ready")
-    os.kill(pid_of(launch, "data:1"), signal.SIGSTOP)
+    os.kill(launch.pid_of("data:1"), signal.SIGSTOP)
     code, _, err = launch.finish()
     assert code == 1
     assert "ROOT CAUSE: data:1 no longer answered, says worker:0; the launcher found it alive and ended it" in err

@@ -14,6 +14,7 @@ import shutil
 import pytest
 import yaml
 
+from tests.forkserver import write_programs
 from tests.processes import PYTHON, ROOT, group
 from tfdist import addresses, resolvers
 
@@ -39,8 +40,9 @@ def runnable() -> list:
 @pytest.fixture(scope="module")
 def environ(tmp_path_factory):
     """What the commands find: this Python's programs first, and a place for data of their own."""
+    programs = write_programs(tmp_path_factory.mktemp("programs"))
     return {
-        "PATH": f"{pathlib.Path(PYTHON).parent}:{os.environ['PATH']}",
+        "PATH": f"{programs}:{pathlib.Path(PYTHON).parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
         "TFDS_DATA_DIR": str(tmp_path_factory.mktemp("tfds")),
         # In a container one is root, and has fewer cores than processes.

@@ -9,6 +9,7 @@ import uuid
 import nbformat
 import pytest
 
+from tests.forkserver import environ_of, write_programs
 from tests.processes import PYTHON, ROOT, group
 
 DIRECTORY = ROOT / "notebooks"
@@ -42,14 +43,7 @@ def texts(output):
 
 def living(mark):
     """Process ids of what a notebook's run started and that is there still."""
-    found = []
-    for entry in pathlib.Path("/proc").glob("[0-9]*"):
-        try:
-            if f"NOTEBOOK_TEST_MARK={mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(int(entry.name))
-        except OSError:
-            continue
-    return found
+    return [entry.name for entry in pathlib.Path("/proc").glob("[0-9]*") if environ_of(entry.name).get("NOTEBOOK_TEST_MARK") == mark]
 
 
 def test_the_notebooks_are_there():
@@ -60,7 +54,9 @@ def test_it_runs_and_leaves_nothing(path, tmp_path):
     mark, before = str(uuid.uuid4()), sorted(os.listdir(DIRECTORY))
     for name in ("to", "tmp"):
         (tmp_path / name).mkdir()
-    environ = {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path / "tmp"), "NOTEBOOK_TEST_MARK": mark}
+    (tmp_path / "programs").mkdir()
+    path_of_programs = f"{write_programs(tmp_path / 'programs')}:{pathlib.Path(PYTHON).parent}:{os.environ['PATH']}"
+    environ = {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path / "tmp"), "NOTEBOOK_TEST_MARK": mark, "PATH": path_of_programs}
     with group(tmp_path) as members:
         members.start("execute", [PYTHON, str(DIRECTORY / "execute.py"), str(path), "--to", str(tmp_path / "to")], **environ)
         members.succeed(SECONDS)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pathlib
 import signal
 import socket
 import time
@@ -46,9 +45,7 @@ def test_a_lost_stage_ends_the_job(launch, how):
     while not (log := launch.directory / "runs" / "latest" / "chief-0.log").exists() or "epoch 2\n" not in log.read_text():
         assert time.monotonic() < end
         time.sleep(0.2)
-    for pid in launch.living(tasks=True):
-        if b"TFDIST_TASK=worker:1\0" in pathlib.Path(f"/proc/{pid}/environ").read_bytes():
-            os.kill(pid, how)
+    os.kill(launch.pid_of("worker:1"), how)
     code, out, errors = launch.finish()
     assert code, out + errors
     assert "worker:1" in errors

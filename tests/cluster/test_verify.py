@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import json
+import subprocess
 
 import pytest
 
@@ -34,7 +35,7 @@ def done(tmp_path_factory, digits_dir):
             config = ROOT / "configs" / "digits.py" if name == "digits" else f"{SCRIPT}:{name}"
             command = [PYTHON, "-m", "tfdist", "verify", f"--config={config}", "--steps=3", *RUNS[name]]
             environ = {"PYTHONPATH": str(ROOT), "TFDS_DATA_DIR": str(digits_dir)}
-            members.start(name, ["bash", "-c", 'exec "$@" 2>/dev/null', "bash", *command], **environ)
+            members.start(name, command, stderr=subprocess.DEVNULL, **environ)
             return members.wait(SECONDS)[name], members.log(name)
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:

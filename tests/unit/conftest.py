@@ -5,7 +5,14 @@ import sys
 
 import pytest
 
+from tests import processes
+from tests.forkserver import OFF, Popen
 from tests.processes import ROOT, environment
+
+
+def environ_for(code):
+    """The environment of a process that runs code; what looks at the modules that are loaded is to be a fresh one."""
+    return environment(**({OFF: "1"} if "sys.modules" in code else {}))
 
 
 @pytest.fixture(scope="session")
@@ -13,14 +20,7 @@ def run_python():
     """Runs Python code in a process of its own, with these command-line words."""
 
     def run(code, *words):
-        return subprocess.run(
-            [sys.executable, "-c", code, *words],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            cwd=ROOT,
-            env=environment(),
-        )
+        return processes.run([sys.executable, "-c", code, *words], cwd=ROOT, env=environ_for(code))
 
     return run
 
@@ -31,13 +31,13 @@ def run_python_twice():
 
     def run(code, *words):
         both = [
-            subprocess.Popen(
+            Popen(
                 [sys.executable, "-c", code, *words],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
                 cwd=ROOT,
-                env=environment(),
+                env=environ_for(code),
             )
             for _ in range(2)
         ]
