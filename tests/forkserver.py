@@ -110,6 +110,9 @@ class Server:
     @classmethod
     def start(cls, environ: Mapping[str, str]) -> Server:
         """Start a server by exec; its forks are children of this process."""
+        for entry in REGISTRY.glob("*"):  # of processes that were killed
+            if not pathlib.Path(f"/proc/{entry.name.partition('-')[0]}").exists():
+                entry.unlink(missing_ok=True)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environ = {**environ, "PYTHONPATH": str(LEAN), "TF_CPP_MIN_LOG_LEVEL": "2"}
         with theirs:
