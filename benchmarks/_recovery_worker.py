@@ -15,7 +15,7 @@ from collections.abc import Callable
 from tfdist import ClusterSpec
 from tfdist.contract import Launched, Phase, note, progress, read_journal
 
-WAIT_STEPS, WAIT_SECONDS = 6, 120
+WAIT_SECONDS = 120
 LARGE_BATCH = 4
 CONFIG = pathlib.Path(__file__).parents[1] / "configs" / "digits.py"
 
@@ -121,7 +121,7 @@ def _large(strategy, name: str):
 
 
 def _waiting(log_dir: str, standbys: int):
-    """Return a callback that holds training some steps before each fault until standby processes are ready.
+    """Return a callback that holds training after its first step until standby processes are ready.
 
     A failure mostly comes hours after the start. Here faults follow each other within a second.
     """
@@ -132,10 +132,20 @@ def _waiting(log_dir: str, standbys: int):
         gone = {line["pid"] for line in lines if line["what"] in ("taken", "lost", "refused")}
         return len({line["pid"] for line in lines if line["what"] == "ready"} - gone)
 
+    def stepping() -> bool:
+        told = Launched.from_environ()
+        lines = [line for line in read_journal(log_dir) if line["event"] == "stepping"]
+        return any(line["attempt"] == told.attempt and line["task"] == told.task for line in lines)
+
     class Waiting(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
+        waited = not standbys
+
+        def on_train_batch_begin(self, batch, logs=None):
+            if self.waited or not stepping():  # the first step is timed
+                return
+            self.waited = True
             end = time.monotonic() + WAIT_SECONDS
-            while batch % WAIT_STEPS == WAIT_STEPS - 1 and ready() < standbys:
+            while ready() < standbys:
                 assert time.monotonic() < end, f"no {standbys} standby processes after {WAIT_SECONDS} s"
                 progress().beat(Phase.RUNNING, 0, batch)  # not hung
                 time.sleep(0.1)
