@@ -55,6 +55,16 @@ def _groups(root: Path) -> Iterator[Path]:
         group = group.parent
 
 
+def cores() -> tuple[int, ...]:
+    """Return the numbers of the cores that this process may use.
+
+    A container or `taskset` may allow fewer than the machine has; macOS does not say.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
+
+
 def read_text(path: Path) -> str:
     """Return a small file's text without the white space around it; "" where it cannot be read."""
     try:

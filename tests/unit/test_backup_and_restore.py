@@ -127,7 +127,7 @@ def same(found, expected):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """What a fit on a strategy comes to that nothing interrupts; each runs once."""
+    """Return the result of an uninterrupted fit on a strategy; each runs once."""
 
     @functools.cache
     def fit(strategy, kind="pipeline"):

@@ -110,7 +110,7 @@ OPTIMIZERS = {
 
 @pytest.fixture(scope="module")
 def training(one_device, mirrored):
-    """What so many replicas come to by an optimizer, with so many shards, or None of Keras' own layer: once each."""
+    """Return the result of training with an optimizer, replicas and shards; None: of Keras' own layer."""
 
     @functools.cache
     def known(optimizer, shards, replicas=1):

@@ -58,7 +58,7 @@ SIGNS = ["", "lambda: 7", "lambda: time.sleep(60)"]  # the last: as of a device 
 
 @pytest.fixture(scope="module")
 def said():
-    """What each process says, output and errors: they wait more than they work, and so at the same time."""
+    """Return the output and errors of each process; all run at the same time, as they mostly wait."""
     started = {
         code: Popen(
             [sys.executable, "-c", SCRIPT, code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment()

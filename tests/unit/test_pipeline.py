@@ -56,7 +56,7 @@ def rows(dataset):
 
 
 def shared(batches, replicas, **where):
-    """What each replica reads."""
+    """Return the batches that each replica reads."""
     return [batches.share(r, 1, replicas, **where) for r in range(replicas)]
 
 
@@ -288,7 +288,7 @@ def test_examples_of_different_shapes_are_refused_before_reading():
 
 @pytest.mark.parametrize(("batch", "tail"), [(5, "partial"), (4, "drop")])
 def test_a_stream_begun_at_its_end_is_empty(batch, tail, files):
-    """Where all batches are full; the one above has a short one."""
+    """Check a stream whose batches are all full; the one above has a short one."""
     batches = pipeline(stream(files), batch, tail=tail)
     assert list(batches.share(0, 1, 1, epoch=0, first_step=batches.order.steps)) == []
 

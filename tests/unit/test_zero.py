@@ -193,7 +193,7 @@ def wait_for(parts, count):
 
 @pytest.fixture(scope="module")
 def interrupted(request, tmp_path_factory):
-    """What a sharded fit left, which saved after each fourth step and was interrupted in the ninth, once."""
+    """Return what a sharded fit left that saved every fourth step and was interrupted in the ninth."""
 
     @functools.cache
     def parts(strategy):

@@ -1,4 +1,4 @@
-"""What a task imports of TensorFlow, Keras and tfdist, and in which environment: for its standby processes."""
+"""A record of the modules that a task imports and of its environment, for standby processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ READ_AT_IMPORT = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Imports:
-    """What a task imported.
+    """Modules that a task imported.
 
     Attributes:
         modules: Their names, in order; without TensorFlow, none.

@@ -32,6 +32,7 @@ from tfdist.launch.report import short_path
 from tfdist.launch.standby import Standbys
 from tfdist.launch.supervisor import Supervisor
 from tfdist.launch.text import wants_colour
+from tfdist.limits import cores
 
 
 def main(argv: Sequence[str]) -> int:
@@ -108,7 +109,7 @@ def _launch(argv: Sequence[str]) -> int:
             launch=launch,
             restarts=flags.restarts,
             threads=flags.threads,
-            cores=_cores(),
+            cores=len(cores()),
             columns=columns,
             data_workers=_data_addresses(flags.data_workers or 0, cluster),
             chaos=flags.chaos,
@@ -282,11 +283,6 @@ def _data_addresses(count: int, cluster: ClusterSpec) -> list[str]:
 
 def _is_chief(spec: ClusterSpec, task: Task) -> bool:
     return spec.for_task(task.type, task.index).is_chief
-
-
-def _cores() -> int:
-    # A container or `taskset` may allow fewer than the machine has; macOS does not say.
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _listing(names: Iterable[str]) -> str:

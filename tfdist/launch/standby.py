@@ -23,7 +23,7 @@ from tfdist.launch.guard import Guard, kill_group
 from tfdist.launch.imports import Imports, changed, read_imports
 from tfdist.launch.plan import TaskPlan
 from tfdist.launch.standby_process import BEGUN, READY
-from tfdist.limits import memory
+from tfdist.limits import cores, memory
 
 BYTES = 700 << 20  # of one with TensorFlow, Keras and TFDS
 SHARE = 0.5  # of the memory that is available; the rest is for what trains
@@ -37,7 +37,7 @@ EVENT = "standby"  # of the journal
 
 @dataclasses.dataclass(frozen=True)
 class Image:
-    """What a process has from its start and keeps.
+    """Properties that a process has from its start and keeps.
 
     Attributes:
         environ: Variables, but for those of one task alone.
@@ -97,7 +97,7 @@ class Standby:
         return self.popen.poll() is not None
 
     def look(self) -> bool:
-        """Take note of what it has said; return whether it has just become ready."""
+        """Read its next message; return whether it has just become ready."""
         if self.ready:
             return False
         message = self._message(0.0)
@@ -205,7 +205,7 @@ class Standbys:
         plans = [plan for plan in plans if plan.words]
         wanted = len(plans) if self._count is None else self._count
         starting = sum(not standby.ready for standby in self._pool)
-        limit = max(1, len(_cores()) // CORES_PER_START)
+        limit = max(1, len(cores()) // CORES_PER_START)
         if self._off or not training or len(self._pool) >= wanted or starting >= limit:
             return
         image = self._image(plans)
@@ -294,7 +294,7 @@ class Standbys:
                 self._give_up(f"{names} of {plan.name} differs from that of {plans[0].name}")
                 return None
         modules = dict.fromkeys(name for each in imports for name in each.modules)
-        return Image(environs[0], Imports(tuple(modules), imports[0].environ), _cores())
+        return Image(environs[0], Imports(tuple(modules), imports[0].environ), cores())
 
     def _has_memory(self) -> bool:
         available = self._available()
@@ -314,8 +314,8 @@ def _difference(image: Image, plan: TaskPlan) -> str:
     """Return in words what a task needs otherwise than an image has it; "" for nothing."""
     if differing := changed(image.environ, _shared(plan.environ)):
         return f"{', '.join(differing)} of {plan.name} differs"
-    if image.cores != _cores():
-        return f"it may use cores {list(image.cores)}, {plan.name} {list(_cores())}"
+    if image.cores != cores():
+        return f"it may use cores {list(image.cores)}, {plan.name} {list(cores())}"
     return ""
 
 
@@ -330,11 +330,3 @@ def _shared(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _text(environ: Mapping[str, str | None]) -> dict[str, str]:
     return {name: "" if value is None else value for name, value in environ.items()}
-
-
-def _cores() -> tuple[int, ...]:
-    if hasattr(os, "sched_getaffinity"):
-        return tuple(sorted(os.sched_getaffinity(0)))
-    return tuple(range(os.cpu_count() or 1))  # macOS does not say
-
-

@@ -24,6 +24,7 @@ import tfdist
 from tfdist import app
 from tfdist.arguments import refuse
 from tfdist.contract import CONFIGURATION_CODE
+from tfdist.limits import cores
 from tfdist.signals import ending
 from tfdist.tools.bench import plan, words
 from tfdist.tools.bench.groups import Group, GroupError
@@ -31,7 +32,6 @@ from tfdist.tools.bench.jobs import Case, Job
 from tfdist.tools.bench.notes import notes
 from tfdist.tools.bench.reason import Facts, reason
 from tfdist.tools.bench.results import FILE, Bench, Setup, baseline, compared
-from tfdist.tools.doctor.machine import usable_cores
 from tfdist.words import counted
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def _bench(flags: argparse.Namespace, settings: config.Run | None, jobs: list[Jo
         for number in range(flags.rounds):
             if rounds.alive:
                 rounds.measure(number, flags.rounds)
-    machine = {"system": f"{platform.system()} {platform.machine()}", "cores": usable_cores(), "memory": _memory(), "gpus": rounds.gpus, "load": load}
+    machine = {"system": f"{platform.system()} {platform.machine()}", "cores": len(cores()), "memory": _memory(), "gpus": rounds.gpus, "load": load}
     options = {"steps": jobs[0].steps, "warmup": flags.warmup, "rounds": flags.rounds, "threads": flags.threads, "parameters": rounds.parameters}
     setups = compared(rounds.setups())
     if settings:

@@ -18,7 +18,7 @@ from pathlib import Path
 import tfdist
 from tfdist.contract import THREAD_VARIABLES, inherited
 from tfdist.handshake import PACKAGES
-from tfdist.limits import memory, quota, read_text
+from tfdist.limits import cores, memory, quota, read_text
 
 SMI_S = 20.0  # for nvidia-smi, which takes seconds where no process keeps the driver awake
 _NVIDIA, _DISPLAY = "0x10de", "0x03"  # a PCI device's vendor, and the beginning of its class
@@ -113,7 +113,7 @@ def look(root: str | os.PathLike = "/") -> Machine:
         smi=_smi() if driven else (),
         available=available,
         capacity=capacity,
-        cores=usable_cores(),
+        cores=len(cores()),
         machine_cores=os.cpu_count() or 1,
         quota=quota(root),
         threads=told,
@@ -130,11 +130,6 @@ def version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def usable_cores() -> int:
-    """Cores that this process may use; where the system does not say, all."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def visible_count(driven: int, visible: str | None) -> int:
