@@ -142,18 +142,25 @@ def pipeline(
     )
     count = None if source.cardinality is None else _count(source.name, source.cardinality, global_batch, tail == "drop")
 
+    def shares(window: Window, epoch: int | None, first_step: int) -> tf.data.Dataset:
+        if window == Window() and epoch is None and not first_step:
+            return of_all  # traced once
+        return batches.shares(window, _position(epochs, epoch, first_step))
+
     def share(first: int, count: int, replicas: int, epoch: int | None = None, first_step: int = 0) -> tf.data.Dataset:
         _check_replicas(source, global_batch, replicas)
-        return batches.shares(Window(first, count, replicas), _position(epochs, epoch, first_step))
+        window = Window() if count == replicas else Window(first, count, replicas)
+        return shares(window, epoch, first_step)
 
     def whole(epoch: int | None, first_step: int = 0) -> tf.data.Dataset:
-        result = batches.shares(Window(), _position(epochs, epoch, first_step)).map(plain(lambda share: share.data))
+        result = shares(Window(), epoch, first_step).map(plain(lambda share: share.data))
         if count is not None:
             result = result.apply(tf.data.experimental.assert_cardinality(count - first_step))
         result = result.with_options(batches.options)
         return result if device is None else result.apply(tf.data.experimental.prefetch_to_device(device))
 
     epochs = Epochs()
+    of_all = batches.shares(Window(), _position(epochs, None, 0))
     result = whole(None)
     result.epochs = epochs
     result.of_epoch = whole
