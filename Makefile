@@ -40,7 +40,7 @@ test-quick: .venv/installed-test lint
 
 test: test-quick
 	$(BIN)/python $(PYTEST) $(TWO) tests/cluster
-	$(BIN)/python $(PYTEST) tests/parity tests/gpu
+	$(BIN)/python $(PYTEST) $(TWO) tests/parity tests/gpu
 
 chaos: .venv/installed-test
 	TFDIST_CHAOS_ROUNDS=4 $(BIN)/python $(PYTEST) tests/cluster/test_faults.py

@@ -87,7 +87,6 @@ MODULES = [
     "tfdist.train.board",
     "tfdist.train.engine",
 ]
-UNFIT = {"tfdist.data.service"}  # in a fork its readers wait for ever
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -233,7 +232,6 @@ def is_python(words: object) -> bool:
         and len(words) > 1
         and words[0] == sys.executable
         and (words[1] in ("-m", "-c") or str(words[1]).endswith(".py"))
-        and not UNFIT.intersection(map(str, words))
     )
 
 
