@@ -7,7 +7,15 @@ from setuptools import find_packages, setup
 PLOT = ["matplotlib>=3.8"]
 DIGITS = ["scikit-learn>=1.4"]
 NOTEBOOKS = ["ipykernel>=6.29", "nbclient>=0.10", "nbformat>=5.10", *PLOT, *DIGITS]
-TEST = ["pytest>=8", "pytest-timeout>=2.3", "ruff>=0.6", "mypy>=1.11", "types-PyYAML", "hypothesis>=6.100", "pytest-xdist>=3.5"]
+TEST = [
+    "pytest>=8",
+    "pytest-timeout>=2.3",
+    "ruff>=0.6",
+    "mypy>=1.11",
+    "types-PyYAML",
+    "hypothesis>=6.100",
+    "pytest-xdist>=3.5",
+]
 BENCH = ["tf-keras>=2.19", *PLOT, *DIGITS]
 
 setup(

@@ -19,7 +19,10 @@ WIDTH, HEIGHT, QUALITY = 500, 375, 93
 CLASSES = 32
 VERSION = 1  # of what the files hold
 _PLANE, _PLANES = 1024, 4
-_LUMA, _CHROMA = (1.3, 50.0), (1.6, 20.0)  # how fast the amplitude falls with the frequency, and the contrast
+_LUMA, _CHROMA = (
+    (1.3, 50.0),
+    (1.6, 20.0),
+)  # how fast the amplitude falls with the frequency, and the contrast
 
 
 def folder(count: int, processes: int) -> pathlib.Path:
@@ -57,17 +60,23 @@ def _write(directory: pathlib.Path, numbers: range) -> None:
 
     for number in numbers:
         random = np.random.default_rng(number)
-        planes = [128 + contrast * _cut(random, slope) for slope, contrast in (_LUMA, _CHROMA, _CHROMA)]
+        planes = [
+            128 + contrast * _cut(random, slope) for slope, contrast in (_LUMA, _CHROMA, _CHROMA)
+        ]
         pixels = np.clip(np.stack(planes, -1), 0, 255).astype(np.uint8)
         path = directory / f"class_{number % CLASSES:03}" / f"{number:06}.jpg"
-        Image.frombytes("YCbCr", (WIDTH, HEIGHT), pixels.tobytes()).save(path, "JPEG", quality=QUALITY)
+        Image.frombytes("YCbCr", (WIDTH, HEIGHT), pixels.tobytes()).save(
+            path, "JPEG", quality=QUALITY
+        )
 
 
 def _cut(random: np.random.Generator, slope: float) -> np.ndarray:
     """A piece of one of the planes, turned at random; [HEIGHT, WIDTH] with mean 0 and deviation 1, but for chance."""
     plane = _planes(slope)[random.integers(_PLANES)]
     top, left = random.integers(_PLANE - HEIGHT), random.integers(_PLANE - WIDTH)
-    return plane[top : top + HEIGHT, left : left + WIDTH][:: random.choice((1, -1)), :: random.choice((1, -1))]
+    return plane[top : top + HEIGHT, left : left + WIDTH][
+        :: random.choice((1, -1)), :: random.choice((1, -1))
+    ]
 
 
 @functools.cache
@@ -75,5 +84,8 @@ def _planes(slope: float) -> list[np.ndarray]:
     random = np.random.default_rng(0)
     frequency = np.hypot(np.fft.fftfreq(_PLANE)[:, None], np.fft.rfftfreq(_PLANE)[None])
     amplitude = np.maximum(frequency, 1 / 250) ** -slope
-    planes = [np.fft.irfft2(np.fft.rfft2(random.standard_normal((_PLANE, _PLANE))) * amplitude) for _ in range(_PLANES)]
+    planes = [
+        np.fft.irfft2(np.fft.rfft2(random.standard_normal((_PLANE, _PLANE))) * amplitude)
+        for _ in range(_PLANES)
+    ]
     return [(plane / plane.std()).astype(np.float32) for plane in planes]

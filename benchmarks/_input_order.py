@@ -46,7 +46,12 @@ def _tf_data(job: Job) -> dict:
     import tensorflow as tf
 
     def make(examples):
-        return tf.data.Dataset.range(examples).shuffle(min(examples, job.buffer)).batch(BATCH).prefetch(tf.data.AUTOTUNE)
+        return (
+            tf.data.Dataset.range(examples)
+            .shuffle(min(examples, job.buffer))
+            .batch(BATCH)
+            .prefetch(tf.data.AUTOTUNE)
+        )
 
     return _measure(make, job.examples)
 
@@ -62,8 +67,14 @@ def _resume(job: Job) -> dict:
     batch = next(iterator)
     end = time.perf_counter()
     wanted = job.examples - last * BATCH
-    if batch.shape[0] != wanted or next(iterator, None) is not None or (batch.numpy() != batches.order.batch(0, last).numpy()).any():
-        raise ValueError(f"expected the last batch of {wanted} examples, and no other; received {batch}")
+    if (
+        batch.shape[0] != wanted
+        or next(iterator, None) is not None
+        or (batch.numpy() != batches.order.batch(0, last).numpy()).any()
+    ):
+        raise ValueError(
+            f"expected the last batch of {wanted} examples, and no other; received {batch}"
+        )
     return {"all": end - begin, "iterator": end - built}
 
 
@@ -76,7 +87,10 @@ def _numbers(examples: int):
 
     from tfdist.data import Source, pipeline
 
-    return pipeline(Source("numbers", tf.TensorSpec([], tf.int64), cardinality=examples, gather=tf.identity), BATCH)
+    return pipeline(
+        Source("numbers", tf.TensorSpec([], tf.int64), cardinality=examples, gather=tf.identity),
+        BATCH,
+    )
 
 
 def _measure(make: Callable, examples: int) -> dict:
@@ -100,7 +114,11 @@ def _measure(make: Callable, examples: int) -> dict:
     for _ in range(steps):
         next(iterator)
     seconds = time.perf_counter() - begin
-    return {"first": first, "million": 1e6 * seconds / (steps * BATCH), "memory": _status("VmHWM") - before}
+    return {
+        "first": first,
+        "million": 1e6 * seconds / (steps * BATCH),
+        "memory": _status("VmHWM") - before,
+    }
 
 
 def _status(field: str) -> int:

@@ -14,7 +14,10 @@ import time
 from collections.abc import Callable, Iterable
 
 BATCH, SIDE = 64, 224
-AREA, ASPECT = (0.08, 1.0), (3 / 4, 4 / 3)  # of the random crop, as torchvision and TensorFlow's ImageNet examples have it
+AREA, ASPECT = (
+    (0.08, 1.0),
+    (3 / 4, 4 / 3),
+)  # of the random crop, as torchvision and TensorFlow's ImageNet examples have it
 KERAS_SIDE = 256  # what Keras' utility resizes to, before the random crop
 
 
@@ -48,7 +51,12 @@ def serve(job: Job) -> tuple[None, Callable[[int, int], dict]]:
         for _ in range(timed):
             next(iterator)
         seconds = time.perf_counter() - begin
-        return {"first": first, "seconds": seconds, "cpu": _total(_processor_time) - cpu, "memory": max(memory, _total(_memory))}
+        return {
+            "first": first,
+            "seconds": seconds,
+            "cpu": _total(_processor_time) - cpu,
+            "memory": max(memory, _total(_memory)),
+        }
 
     return None, measure
 
@@ -58,7 +66,9 @@ def _tfdist(job: Job) -> Iterable:
     from tfdist.data import files, pipeline, transforms
 
     source = files.image_folder(job.directory, decode=False)
-    return pipeline(source, BATCH, tail="drop", transform=transforms.images(SIDE, augment=True, std=255.0))
+    return pipeline(
+        source, BATCH, tail="drop", transform=transforms.images(SIDE, augment=True, std=255.0)
+    )
 
 
 def _tf_data(job: Job) -> Iterable:
@@ -66,14 +76,22 @@ def _tf_data(job: Job) -> Iterable:
     import tensorflow as tf
 
     names = sorted(path.name for path in job.directory.iterdir())
-    files = [(str(path), label) for label, name in enumerate(names) for path in sorted((job.directory / name).iterdir())]
+    files = [
+        (str(path), label)
+        for label, name in enumerate(names)
+        for path in sorted((job.directory / name).iterdir())
+    ]
     paths, labels = map(list, zip(*files, strict=True))
 
     def load(path, label):
         encoded = tf.io.read_file(path)
         shape = tf.image.extract_jpeg_shape(encoded)
         begin, size, _ = tf.image.sample_distorted_bounding_box(
-            shape, tf.constant([[[0.0, 0.0, 1.0, 1.0]]]), aspect_ratio_range=ASPECT, area_range=AREA, max_attempts=10
+            shape,
+            tf.constant([[[0.0, 0.0, 1.0, 1.0]]]),
+            aspect_ratio_range=ASPECT,
+            area_range=AREA,
+            max_attempts=10,
         )
         window = tf.stack([begin[0], begin[1], size[0], size[1]])
         image = tf.image.decode_and_crop_jpeg(encoded, window, channels=3)
@@ -93,11 +111,22 @@ def _keras(job: Job) -> Iterable:
     import tensorflow as tf
 
     data = keras.utils.image_dataset_from_directory(
-        job.directory, label_mode="int", image_size=(KERAS_SIDE, KERAS_SIDE), batch_size=BATCH, shuffle=True, seed=1
+        job.directory,
+        label_mode="int",
+        image_size=(KERAS_SIDE, KERAS_SIDE),
+        batch_size=BATCH,
+        shuffle=True,
+        seed=1,
     )
-    layers = [keras.layers.RandomCrop(SIDE, SIDE), keras.layers.RandomFlip("horizontal"), keras.layers.Rescaling(1 / 255)]
+    layers = [
+        keras.layers.RandomCrop(SIDE, SIDE),
+        keras.layers.RandomFlip("horizontal"),
+        keras.layers.Rescaling(1 / 255),
+    ]
     augment = keras.Sequential(layers)
-    data = data.map(lambda x, y: (augment(x, training=True), y), num_parallel_calls=tf.data.AUTOTUNE)
+    data = data.map(
+        lambda x, y: (augment(x, training=True), y), num_parallel_calls=tf.data.AUTOTUNE
+    )
     return data.prefetch(tf.data.AUTOTUNE)
 
 
@@ -106,7 +135,11 @@ def _torch(job: Job) -> Iterable:
     import torch
 
     return torch.utils.data.DataLoader(
-        _Folder(job.directory), batch_size=BATCH, shuffle=True, drop_last=True, num_workers=len(job.cores)
+        _Folder(job.directory),
+        batch_size=BATCH,
+        shuffle=True,
+        drop_last=True,
+        num_workers=len(job.cores),
     )
 
 
@@ -115,7 +148,11 @@ class _Folder:
 
     def __init__(self, directory: pathlib.Path):
         names = sorted(path.name for path in directory.iterdir())
-        self._files = [(path, label) for label, name in enumerate(names) for path in sorted((directory / name).iterdir())]
+        self._files = [
+            (path, label)
+            for label, name in enumerate(names)
+            for path in sorted((directory / name).iterdir())
+        ]
 
     def __len__(self) -> int:
         return len(self._files)
@@ -158,18 +195,28 @@ def _check(batch) -> None:
     """A contender that does less than the others is no contender."""
     images, labels = batch
     shape = tuple(images.shape)
-    if shape not in ((BATCH, SIDE, SIDE, 3), (BATCH, 3, SIDE, SIDE)) or tuple(labels.shape) != (BATCH,):
-        raise ValueError(f"expected {BATCH} images of {SIDE} x {SIDE} and their labels, received {shape} and {tuple(labels.shape)}")
+    if shape not in ((BATCH, SIDE, SIDE, 3), (BATCH, 3, SIDE, SIDE)) or tuple(labels.shape) != (
+        BATCH,
+    ):
+        raise ValueError(
+            f"expected {BATCH} images of {SIDE} x {SIDE} and their labels, received {shape} and {tuple(labels.shape)}"
+        )
     values = images.numpy()
     if values.dtype != "float32" or not (0 <= values.min() < 0.2 and 0.8 < values.max() <= 1.001):
-        raise ValueError(f"expected float32 from 0 to 1, received {values.dtype} from {values.min()} to {values.max()}")
+        raise ValueError(
+            f"expected float32 from 0 to 1, received {values.dtype} from {values.min()} to {values.max()}"
+        )
 
 
 def _total(figure: Callable[[pathlib.Path], float], pid: int | None = None) -> float:
     """The sum of a figure over this process and all that it started."""
     process = pathlib.Path("/proc") / str(pid or os.getpid())
     try:
-        children = {child for task in (process / "task").iterdir() for child in (task / "children").read_text().split()}
+        children = {
+            child
+            for task in (process / "task").iterdir()
+            for child in (task / "children").read_text().split()
+        }
         return figure(process) + sum(_total(figure, int(child)) for child in children)
     except OSError:  # it has just ended
         return 0.0

@@ -36,7 +36,9 @@ def _after(x: tf.Tensor, seconds: float) -> tf.Tensor:
         time.sleep(seconds)
         return value
 
-    y = tf.numpy_function(sleep, [x], x.dtype, stateful=False)  # TensorFlow would run stateful ones one after the other
+    y = tf.numpy_function(
+        sleep, [x], x.dtype, stateful=False
+    )  # TensorFlow would run stateful ones one after the other
     return tf.ensure_shape(y, x.shape)
 
 
@@ -50,7 +52,9 @@ def sleeping(stages: int, seconds: float) -> tuple[keras.Model, list[str]]:
     return keras.Model(inputs, x), ends[:-1]
 
 
-def step_seconds(schedule: str, stages: int, microbatches: int, seconds: float, steps: int) -> list[float]:
+def step_seconds(
+    schedule: str, stages: int, microbatches: int, seconds: float, steps: int
+) -> list[float]:
     """What each step takes, with a device for each stage."""
     devices = [tf.config.LogicalDeviceConfiguration()] * stages
     tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], devices)
@@ -67,12 +71,27 @@ def step_seconds(schedule: str, stages: int, microbatches: int, seconds: float, 
     return found
 
 
-def peak_bytes(schedule: str, stages: int, microbatches: int, recompute: bool, steps: int, layers: int = LAYERS, beyond: bool = False) -> list[int]:
+def peak_bytes(
+    schedule: str,
+    stages: int,
+    microbatches: int,
+    recompute: bool,
+    steps: int,
+    layers: int = LAYERS,
+    beyond: bool = False,
+) -> list[int]:
     """The most bytes that tensors take in each step, with all stages on one device: weights and batch included, or `beyond` what was there before."""
     inputs = x = keras.Input((WIDTH,))
     for _ in range(layers):
         x = keras.layers.Dense(WIDTH, activation="relu")(x)
-    staged = pipeline(keras.Model(inputs, x), stages, microbatches=microbatches, schedule=schedule, recompute=recompute, devices=["cpu:0"] * stages)
+    staged = pipeline(
+        keras.Model(inputs, x),
+        stages,
+        microbatches=microbatches,
+        schedule=schedule,
+        recompute=recompute,
+        devices=["cpu:0"] * stages,
+    )
     staged.compile("sgd", "mse")
     rows = tf.zeros((ROWS * microbatches, WIDTH))
     staged.train_on_batch(rows, rows)

@@ -19,13 +19,17 @@ class PowerSGD:
 
     def __init__(self, rank: int):
         self._rank = rank
-        self._state: dict[int, tuple[tf.Variable, tf.Variable]] = {}  # place of a gradient -> what was left out, and the second thin matrix
+        self._state: dict[
+            int, tuple[tf.Variable, tf.Variable]
+        ] = {}  # place of a gradient -> what was left out, and the second thin matrix
 
     def __call__(self, gradients: list) -> list:
         """The sums of gradients over the replicas, of matrices nearly."""
         group, result = tfdist.parallel.replicas("power"), list(gradients)
         places = [i for i, g in enumerate(gradients) if g is not None]
-        matrices = [i for i in places if gradients[i].shape.rank > 1 and self._saves(gradients[i].shape)]
+        matrices = [
+            i for i in places if gradients[i].shape.rank > 1 and self._saves(gradients[i].shape)
+        ]
         others = [i for i in places if i not in matrices]
         whole, lefts = {}, {}
         for i in matrices:
@@ -37,7 +41,9 @@ class PowerSGD:
             result[i] = total
         lefts = {i: tf.linalg.qr(total)[0] for i, total in zip(matrices, sums, strict=False)}
         own = {i: tf.matmul(whole[i], lefts[i], transpose_a=True) for i in matrices}
-        for i, right in zip(matrices, _sum(group, [own[i] for i in matrices], "right"), strict=True):
+        for i, right in zip(
+            matrices, _sum(group, [own[i] for i in matrices], "right"), strict=True
+        ):
             left_out, before = self._state[i]
             left_out.assign(whole[i] - tf.matmul(lefts[i], own[i], transpose_b=True))
             before.assign(right)
@@ -52,7 +58,9 @@ class PowerSGD:
         if place not in self._state:
             rows, columns = shape.num_elements() // shape[-1], shape[-1]
             with tf.init_scope():
-                right = tf.random.stateless_normal([columns, self._rank], [place, 1])  # equal on all replicas
+                right = tf.random.stateless_normal(
+                    [columns, self._rank], [place, 1]
+                )  # equal on all replicas
                 self._state[place] = tf.Variable(tf.zeros([rows, columns])), tf.Variable(right)
         return self._state[place]
 

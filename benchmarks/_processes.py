@@ -33,7 +33,9 @@ class Processes:
         self._processes: dict = {}  # connection -> process
         self._logs: dict = {}  # connection -> file of its output
 
-    def start(self, name: str, target: Callable, job: Any, children: bool = False) -> multiprocessing.connection.Connection:
+    def start(
+        self, name: str, target: Callable, job: Any, children: bool = False
+    ) -> multiprocessing.connection.Connection:
         """Starts a process.
 
         Args:
@@ -50,7 +52,12 @@ class Processes:
         screen, terminal = os.openpty()  # progress bars are drawn as on a person's terminal
         log = self._logs_directory / f"{name}.log"
         ours, theirs = context.Pipe()
-        process = context.Process(target=_run, args=(target, job, os.ttyname(terminal), theirs), name=name, daemon=not children)
+        process = context.Process(
+            target=_run,
+            args=(target, job, os.ttyname(terminal), theirs),
+            name=name,
+            daemon=not children,
+        )
         process.start()
         theirs.close()
         threading.Thread(target=_copy, args=(screen, terminal, log), daemon=True).start()
@@ -65,7 +72,9 @@ class Processes:
     def order(self, connections: list, *words: Any) -> None:
         """Tells processes what to do."""
         for connection in connections:
-            with contextlib.suppress(BrokenPipeError):  # a dead process has left its reason in its answer
+            with contextlib.suppress(
+                BrokenPipeError
+            ):  # a dead process has left its reason in its answer
                 connection.send(words)
 
     def answers(self, connections: list, task: str) -> list:
@@ -87,7 +96,9 @@ class Processes:
                 if isinstance(answers[-1], str):
                     raise self._failed(task, answers[-1])
             if not ready:
-                raise self._failed(task, f"no answer in {self._timeout:g} s; allow more with --timeout")
+                raise self._failed(
+                    task, f"no answer in {self._timeout:g} s; allow more with --timeout"
+                )
         return answers
 
     def end(self) -> None:
@@ -98,11 +109,17 @@ class Processes:
             process.join(10)
 
     def _failed(self, task: str, reason: str) -> ProcessFailed:
-        outputs = [f"--- {log.name}\n{log.read_text(errors='replace')[-4000:]}" for log in self._logs.values() if log.exists()]
+        outputs = [
+            f"--- {log.name}\n{log.read_text(errors='replace')[-4000:]}"
+            for log in self._logs.values()
+            if log.exists()
+        ]
         return ProcessFailed("\n".join([f"{self.name}, asked to {task}: {reason}", *outputs]))
 
 
-def _run(target: Callable, job: Any, terminal: str, connection: multiprocessing.connection.Connection) -> None:
+def _run(
+    target: Callable, job: Any, terminal: str, connection: multiprocessing.connection.Connection
+) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     screen = os.open(terminal, os.O_WRONLY | os.O_NOCTTY)
     for stream in (1, 2):

@@ -1,6 +1,6 @@
 """The CNN of configs/digits.py becomes a worker's training, which notes when it has come how far, or that is timed with saves and without.
 
-    tfdist launch --workers 2 -- benchmarks/_recovery_worker.py DIRECTORY SAVE_FREQ EPOCHS STANDBYS [MODEL]
+tfdist launch --workers 2 -- benchmarks/_recovery_worker.py DIRECTORY SAVE_FREQ EPOCHS STANDBYS [MODEL]
 """
 
 from __future__ import annotations
@@ -39,7 +39,12 @@ def serve(job: Job) -> tuple[int, Callable[[str, int], tuple[float, float]]]:
     import tfdist
 
     alone = len(job.cluster.training_tasks) == 1
-    strategy = tfdist.make_strategy("one_device" if alone else "multi_worker_mirrored", job.cluster, "cpu", start_timeout=job.timeout)
+    strategy = tfdist.make_strategy(
+        "one_device" if alone else "multi_worker_mirrored",
+        job.cluster,
+        "cpu",
+        start_timeout=job.timeout,
+    )
     model, batches = _built(strategy)
     fits = 0
 
@@ -54,7 +59,15 @@ def serve(job: Job) -> tuple[int, Callable[[str, int], tuple[float, float]]]:
         nonlocal fits
         clock, fits = Clock(), fits + 1
         where = os.path.join(job.directory, f"backup-{fits}")
-        backups = [] if save_freq == "none" else [tfdist.BackupAndRestore(where, int(save_freq) if save_freq.isdecimal() else save_freq)]
+        backups = (
+            []
+            if save_freq == "none"
+            else [
+                tfdist.BackupAndRestore(
+                    where, int(save_freq) if save_freq.isdecimal() else save_freq
+                )
+            ]
+        )
         model.fit(batches, epochs=epochs + 1, verbose=0, callbacks=[clock, *backups])
         (begin, cpu_before), (end, cpu) = clock.ends[0], clock.ends[-1]
         return (end - begin) / epochs, (cpu - cpu_before) / epochs
@@ -62,7 +75,9 @@ def serve(job: Job) -> tuple[int, Callable[[str, int], tuple[float, float]]]:
     return model.count_params(), measure
 
 
-def main(directory: str, save_freq: str, epochs: str, standbys: str, model_name: str = "cnn") -> None:
+def main(
+    directory: str, save_freq: str, epochs: str, standbys: str, model_name: str = "cnn"
+) -> None:
     """Trains as a task of a launch, whose journal gets a note at each stage."""
     told = Launched.from_environ()
 
@@ -89,7 +104,12 @@ def main(directory: str, save_freq: str, epochs: str, standbys: str, model_name:
     model, batches = _built(strategy) if model_name == "cnn" else _large(strategy, model_name)
     reached("built")
     backup = tfdist.BackupAndRestore(os.path.join(directory, "backup"), int(save_freq))
-    model.fit(batches, epochs=int(epochs), verbose=0, callbacks=[backup, _waiting(told.log_dir, int(standbys))])
+    model.fit(
+        batches,
+        epochs=int(epochs),
+        verbose=0,
+        callbacks=[backup, _waiting(told.log_dir, int(standbys))],
+    )
 
 
 def _large(strategy, name: str):
@@ -146,7 +166,9 @@ def _waiting(log_dir: str, standbys: int):
             self.waited = True
             end = time.monotonic() + WAIT_SECONDS
             while ready() < standbys:
-                assert time.monotonic() < end, f"no {standbys} standby processes after {WAIT_SECONDS} s"
+                assert time.monotonic() < end, (
+                    f"no {standbys} standby processes after {WAIT_SECONDS} s"
+                )
                 progress().beat(Phase.RUNNING, 0, batch)  # not hung
                 time.sleep(0.1)
 
@@ -164,8 +186,15 @@ def _built(strategy):
     batches = inputs.pipeline(settings, "train")
     shape, classes = inputs.shapes(batches)
     with strategy.scope():
-        model = models.build(settings.model.name, **{"input_shape": shape, "classes": classes, **settings.model.options})
-        model.compile(keras.optimizers.Adam(settings.train.learning_rate), "sparse_categorical_crossentropy", metrics=["accuracy"])
+        model = models.build(
+            settings.model.name,
+            **{"input_shape": shape, "classes": classes, **settings.model.options},
+        )
+        model.compile(
+            keras.optimizers.Adam(settings.train.learning_rate),
+            "sparse_categorical_crossentropy",
+            metrics=["accuracy"],
+        )
     return model, batches
 
 

@@ -76,11 +76,21 @@ def add_options(parser: argparse.ArgumentParser, rounds: int, steps: str) -> Non
         rounds: The default of --rounds, for its help.
         steps: The help of --steps.
     """
-    parser.add_argument("--rounds", type=positive, help=f"rounds over all contenders, default {rounds}")
+    parser.add_argument(
+        "--rounds", type=positive, help=f"rounds over all contenders, default {rounds}"
+    )
     parser.add_argument("--steps", type=positive, help=steps)
-    parser.add_argument("--timeout", type=positive, default=300, help="seconds that any wait may take, default 300")
-    parser.add_argument("--out", type=pathlib.Path, help="directory of the report, default benchmarks/reports; none with --quick")
-    parser.add_argument("--quick", action="store_true", help="smoke run of 1 round, its figures mean nothing")
+    parser.add_argument(
+        "--timeout", type=positive, default=300, help="seconds that any wait may take, default 300"
+    )
+    parser.add_argument(
+        "--out",
+        type=pathlib.Path,
+        help="directory of the report, default benchmarks/reports; none with --quick",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="smoke run of 1 round, its figures mean nothing"
+    )
 
 
 def fill_options(args: argparse.Namespace, rounds: int, quick_steps: int) -> None:
@@ -96,7 +106,9 @@ def cores(parser: argparse.ArgumentParser) -> list[int]:
     """A core for each of two workers; ends the process where it may use fewer."""
     usable = sorted(os.sched_getaffinity(0))
     if len(usable) < 2:
-        parser.error(f"two workers need a core each, but this process may use only {usable}; give it two, or run elsewhere")
+        parser.error(
+            f"two workers need a core each, but this process may use only {usable}; give it two, or run elsewhere"
+        )
     return usable[:2]
 
 
@@ -118,5 +130,7 @@ def positive(text: str) -> int:
 
 def _versions() -> str:
     packages = ("tfdist", "tensorflow", "keras", "tf_keras", "torch", "numpy")
-    found = [f"{p} {importlib.metadata.version(p)}" for p in packages if importlib.util.find_spec(p)]
+    found = [
+        f"{p} {importlib.metadata.version(p)}" for p in packages if importlib.util.find_spec(p)
+    ]
     return ", ".join([f"Python {platform.python_version()}", *found])

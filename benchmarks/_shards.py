@@ -47,7 +47,9 @@ def serve(job: Job) -> tuple[int, Callable[[int], dict[str, Any]]]:
     import tfdist
     from tfdist.parallel import deferred, fsdp, zero
 
-    strategy = tfdist.make_strategy("multi_worker_mirrored", job.cluster, "cpu", start_timeout=job.timeout)
+    strategy = tfdist.make_strategy(
+        "multi_worker_mirrored", job.cluster, "cpu", start_timeout=job.timeout
+    )
     keras.utils.set_random_seed(3)
     with strategy.scope():
         optimizer = keras.optimizers.Adam(1e-4)
@@ -57,7 +59,9 @@ def serve(job: Job) -> tuple[int, Callable[[int], dict[str, Any]]]:
             fsdp(model, reshard_after_forward=job.way == "fsdp")
         else:
             model = _model(keras, job)
-            optimizer = zero(optimizer, stage=int(job.way[-1])) if job.way.startswith("zero") else optimizer
+            optimizer = (
+                zero(optimizer, stage=int(job.way[-1])) if job.way.startswith("zero") else optimizer
+            )
         model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
 
     class Watch(keras.callbacks.Callback):
@@ -75,9 +79,16 @@ def serve(job: Job) -> tuple[int, Callable[[int], dict[str, Any]]]:
         x = rng.normal(size=(job.batch * (steps + 1), job.width)).astype("float32")
         y = rng.integers(0, CLASSES, len(x))
         watch = Watch()
-        losses = model.fit(x, y, batch_size=job.batch, shuffle=False, verbose=0, callbacks=[watch]).history["loss"]
+        losses = model.fit(
+            x, y, batch_size=job.batch, shuffle=False, verbose=0, callbacks=[watch]
+        ).history["loss"]
         peak = tf.config.experimental.get_memory_info("CPU:0")["peak"]
-        return {"resident": watch.resident, "peak": peak, "seconds": min(watch.seconds[1:]), "loss": losses[-1]}
+        return {
+            "resident": watch.resident,
+            "peak": peak,
+            "seconds": min(watch.seconds[1:]),
+            "loss": losses[-1],
+        }
 
     return 4 * model.count_params(), train
 
@@ -92,7 +103,10 @@ def _model(keras, job: Job):
     class Block(keras.layers.Layer):
         def build(self, shape):
             self.norm = keras.layers.LayerNormalization()
-            self.wide, self.narrow = keras.layers.Dense(4 * shape[-1], "relu"), keras.layers.Dense(shape[-1])
+            self.wide, self.narrow = (
+                keras.layers.Dense(4 * shape[-1], "relu"),
+                keras.layers.Dense(shape[-1]),
+            )
             self.norm.build(shape)
             self.wide.build(shape)
             self.narrow.build((*shape[:-1], 4 * shape[-1]))
@@ -101,5 +115,9 @@ def _model(keras, job: Job):
         def call(self, x):
             return x + self.narrow(self.wide(self.norm(x)))
 
-    layers = [keras.Input([job.width]), *[Block() for _ in range(job.blocks)], keras.layers.Dense(CLASSES)]
+    layers = [
+        keras.Input([job.width]),
+        *[Block() for _ in range(job.blocks)],
+        keras.layers.Dense(CLASSES),
+    ]
     return keras.Sequential(layers)

@@ -47,7 +47,9 @@ def _tfdist(job: Job) -> tuple[int, Callable[..., Any]]:
 
     import tfdist
 
-    strategy = tfdist.make_strategy("multi_worker_mirrored", job.cluster, "cpu", start_timeout=job.timeout)
+    strategy = tfdist.make_strategy(
+        "multi_worker_mirrored", job.cluster, "cpu", start_timeout=job.timeout
+    )
     engine = strategy.tfdist_engine
 
     def build(name: str, seed: int = 1):
@@ -56,7 +58,9 @@ def _tfdist(job: Job) -> tuple[int, Callable[..., Any]]:
         engine.use(policy or Gradients(combine=PowerSGD(RANK)))
         with strategy.scope():
             optimizer = keras.optimizers.Adam(LEARNING_RATE)
-            return _model(keras, job, tfdist.parallel.zero(optimizer, stage) if stage else optimizer, seed), engine.merging
+            return _model(
+                keras, job, tfdist.parallel.zero(optimizer, stage) if stage else optimizer, seed
+            ), engine.merging
 
     built = {name: build(name) for name in VARIANTS}
 
@@ -65,7 +69,11 @@ def _tfdist(job: Job) -> tuple[int, Callable[..., Any]]:
         if what == "bytes":
             return engine.bytes_per_step(model)
         # The first training is that of the model which is timed afterwards: it need not be traced twice.
-        return _accuracy(model if seed == 1 else build(name, seed)[0], job, count) if what == "accuracy" else _seconds(keras, model, job, count)
+        return (
+            _accuracy(model if seed == 1 else build(name, seed)[0], job, count)
+            if what == "accuracy"
+            else _seconds(keras, model, job, count)
+        )
 
     return built["mean"][0].count_params(), carry_out
 
@@ -84,7 +92,11 @@ def _tf_keras(job: Job) -> tuple[int, Callable[..., Any]]:
     model = build()
 
     def carry_out(what: str, name: str, count: int = 0, seed: int = 1) -> float:
-        return _accuracy(model if seed == 1 else build(seed), job, count) if what == "accuracy" else _seconds(tf_keras, model, job, count)
+        return (
+            _accuracy(model if seed == 1 else build(seed), job, count)
+            if what == "accuracy"
+            else _seconds(tf_keras, model, job, count)
+        )
 
     return model.count_params(), carry_out
 
@@ -92,13 +104,20 @@ def _tf_keras(job: Job) -> tuple[int, Callable[..., Any]]:
 def _seconds(keras, model, job: Job, steps: int) -> float:
     """Of one epoch of so many steps, after another one."""
     clock = _clock(keras)
-    model.fit(_repeated(*_digits()[0], job), epochs=2, steps_per_epoch=steps, verbose=0, callbacks=[clock])
+    model.fit(
+        _repeated(*_digits()[0], job), epochs=2, steps_per_epoch=steps, verbose=0, callbacks=[clock]
+    )
     return clock.ends[1] - clock.ends[0]
 
 
 def _accuracy(model, job: Job, epochs: int) -> float:
     """Of a new model after so many epochs, on the digits that were left out."""
-    model.fit(_repeated(*_digits()[0], job), epochs=epochs, steps_per_epoch=SPLIT // (job.model.replica_batch * job.workers), verbose=0)
+    model.fit(
+        _repeated(*_digits()[0], job),
+        epochs=epochs,
+        steps_per_epoch=SPLIT // (job.model.replica_batch * job.workers),
+        verbose=0,
+    )
     return model.evaluate(*_digits()[1], batch_size=120, verbose=0, return_dict=True)["accuracy"]
 
 
@@ -119,8 +138,14 @@ def _model(keras, job: Job, optimizer, seed: int):
     filters = job.model.filters
     body = [layers.Conv2D(filters, 3, activation="relu"), layers.MaxPooling2D()] if filters else []
     dense = [layers.Dense(width, activation="relu") for width in job.model.widths]
-    model = keras.Sequential([keras.Input((SIDE, SIDE, 1)), *body, layers.Flatten(), *dense, layers.Dense(CLASSES)])
-    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+    model = keras.Sequential(
+        [keras.Input((SIDE, SIDE, 1)), *body, layers.Flatten(), *dense, layers.Dense(CLASSES)]
+    )
+    model.compile(
+        optimizer,
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
     optimizer.build(model.trainable_variables)
     return model
 

@@ -58,7 +58,9 @@ def tfdist_strategy(job: Job):
     if job.cluster is None:
         strategy = tfdist.make_strategy("one_device", devices="cpu")
     else:
-        strategy = tfdist.make_strategy("parameter_server", job.cluster, timeout=job.timeout, start_timeout=job.timeout)
+        strategy = tfdist.make_strategy(
+            "parameter_server", job.cluster, timeout=job.timeout, start_timeout=job.timeout
+        )
     import keras
 
     return keras, strategy
@@ -69,7 +71,9 @@ def stock_strategy(job: Job):
     import tensorflow as tf
 
     job.cluster.export()
-    strategy = tf.distribute.ParameterServerStrategy(tf.distribute.cluster_resolver.TFConfigClusterResolver())
+    strategy = tf.distribute.ParameterServerStrategy(
+        tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    )
     import tf_keras
 
     return tf_keras, strategy
@@ -90,7 +94,9 @@ class Trainer:
         self._keras, self._strategy = keras, strategy
         self._models: dict = {}
 
-    def speed(self, kind: str, optimizer: str, steps_per_execution: int, steps: int, pids: dict[str, int]) -> dict[str, Any]:
+    def speed(
+        self, kind: str, optimizer: str, steps_per_execution: int, steps: int, pids: dict[str, int]
+    ) -> dict[str, Any]:
         """Trains an epoch to warm up, and measures the next one.
 
         Args:
@@ -105,7 +111,9 @@ class Trainer:
         """
         key = kind, optimizer, steps_per_execution
         if key not in self._models:
-            self._models[key] = self._compiled(lambda: LAYERS[kind](self._keras), optimizer, steps_per_execution)
+            self._models[key] = self._compiled(
+                lambda: LAYERS[kind](self._keras), optimizer, steps_per_execution
+            )
 
         class Clock(self._keras.callbacks.Callback):
             def on_train_begin(self, logs=None):
@@ -119,7 +127,11 @@ class Trainer:
         data = self._dataset(_images if kind == "cnn" else _ids)
         self._models[key].fit(data, epochs=2, steps_per_epoch=steps, verbose=0, callbacks=[clock])
         (begin, cpu, sent), (end, cpu_after, sent_after) = clock.ends
-        return {"seconds": end - begin, "cpu": {n: cpu_after[n] - cpu[n] for n in pids}, "bytes": sent_after - sent}
+        return {
+            "seconds": end - begin,
+            "cpu": {n: cpu_after[n] - cpu[n] for n in pids},
+            "bytes": sent_after - sent,
+        }
 
     def first_batch(self, how: str, megabytes: float) -> float:
         """Seconds from calling `fit` of a model that is built, to the end of its first step.
@@ -131,8 +143,14 @@ class Trainer:
         rows = max(BATCH, int(megabytes * 1e6 / 4 / WIDE))
         x, y = np.random.default_rng(0).random((rows, WIDE), np.float32), np.zeros(rows, np.int32)
         layers = self._keras.layers
-        model = self._compiled(lambda: [self._keras.Input((WIDE,)), layers.Dense(CLASSES)], "sgd", 1)
-        data = {"x": x, "y": y, "batch_size": BATCH} if how == "arrays" else {"x": self._dataset(lambda: (x, y))}
+        model = self._compiled(
+            lambda: [self._keras.Input((WIDE,)), layers.Dense(CLASSES)], "sgd", 1
+        )
+        data = (
+            {"x": x, "y": y, "batch_size": BATCH}
+            if how == "arrays"
+            else {"x": self._dataset(lambda: (x, y))}
+        )
         began = time.perf_counter()
         model.fit(**data, epochs=1, steps_per_epoch=1, verbose=0)
         return time.perf_counter() - began
@@ -145,12 +163,20 @@ class Trainer:
 
         config: ConfigDict = _config("digits_ps.py")
         keras, batch = self._keras, config.data.global_batch
-        train = data.pipeline(data.load(config.data.name, "train", data_dir), batch, seed=seed, cache=True)
-        test = data.pipeline(data.load(config.data.name, "test", data_dir), batch, shuffle=False, cache=True)
+        train = data.pipeline(
+            data.load(config.data.name, "train", data_dir), batch, seed=seed, cache=True
+        )
+        test = data.pipeline(
+            data.load(config.data.name, "test", data_dir), batch, shuffle=False, cache=True
+        )
         keras.utils.set_random_seed(seed)
         with self._strategy.scope():
-            model = models.build(config.model.name, input_shape=(8, 8, 1), classes=10, **config.model.options)
-            rate = keras.optimizers.schedules.CosineDecay(config.train.learning_rate, int(train.cardinality()) * epochs)
+            model = models.build(
+                config.model.name, input_shape=(8, 8, 1), classes=10, **config.model.options
+            )
+            rate = keras.optimizers.schedules.CosineDecay(
+                config.train.learning_rate, int(train.cardinality()) * epochs
+            )
             model.compile(
                 keras.optimizers.Adam(rate),
                 "sparse_categorical_crossentropy",
@@ -162,20 +188,37 @@ class Trainer:
 
     def _compiled(self, layers: Callable[[], list], optimizer: str, steps_per_execution: int):
         keras = self._keras
-        kinds = {"sgd": lambda: keras.optimizers.SGD(0.1), "adam": lambda: keras.optimizers.Adam(1e-3)}
+        kinds = {
+            "sgd": lambda: keras.optimizers.SGD(0.1),
+            "adam": lambda: keras.optimizers.Adam(1e-3),
+        }
         with self._strategy.scope():
             model = keras.Sequential(layers())
             loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-            model.compile(kinds[optimizer](), loss, metrics=["accuracy"], steps_per_execution=steps_per_execution)
+            model.compile(
+                kinds[optimizer](),
+                loss,
+                metrics=["accuracy"],
+                steps_per_execution=steps_per_execution,
+            )
         return model
 
     def _dataset(self, arrays: Callable[[], tuple]):
         import tensorflow as tf
 
         def batches(context=None):
-            return tf.data.Dataset.from_tensor_slices(arrays()).repeat().batch(BATCH).prefetch(tf.data.AUTOTUNE)
+            return (
+                tf.data.Dataset.from_tensor_slices(arrays())
+                .repeat()
+                .batch(BATCH)
+                .prefetch(tf.data.AUTOTUNE)
+            )
 
-        creator = getattr(self._keras.utils.experimental, "DatasetCreator", None) if _is_keras_2(self._keras) else None
+        creator = (
+            getattr(self._keras.utils.experimental, "DatasetCreator", None)
+            if _is_keras_2(self._keras)
+            else None
+        )
         return batches() if creator is None else creator(batches)
 
 
@@ -194,7 +237,12 @@ def _cnn(keras) -> list:
 
 
 def _embedding(keras, layer) -> list:
-    return [keras.Input((LENGTH,), dtype="int32"), layer, keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(CLASSES)]
+    return [
+        keras.Input((LENGTH,), dtype="int32"),
+        layer,
+        keras.layers.GlobalAveragePooling1D(),
+        keras.layers.Dense(CLASSES),
+    ]
 
 
 def _sharded_embedding(keras) -> list:
@@ -213,19 +261,25 @@ LAYERS: dict[str, Callable] = {
 def _images() -> tuple[np.ndarray, np.ndarray]:
     """Images `[EXAMPLES, SIDE, SIDE, 1]` and labels `[EXAMPLES]`."""
     random = np.random.default_rng(0)
-    return random.random((EXAMPLES, SIDE, SIDE, 1), np.float32), random.integers(0, CLASSES, EXAMPLES, np.int32)
+    return random.random((EXAMPLES, SIDE, SIDE, 1), np.float32), random.integers(
+        0, CLASSES, EXAMPLES, np.int32
+    )
 
 
 def _ids() -> tuple[np.ndarray, np.ndarray]:
     """Rows of the table `[EXAMPLES, LENGTH]` and labels `[EXAMPLES]`."""
     random = np.random.default_rng(0)
-    return random.integers(0, ROWS, (EXAMPLES, LENGTH), np.int32), random.integers(0, CLASSES, EXAMPLES, np.int32)
+    return random.integers(0, ROWS, (EXAMPLES, LENGTH), np.int32), random.integers(
+        0, CLASSES, EXAMPLES, np.int32
+    )
 
 
 def _config(name: str):
     import runpy
 
-    return runpy.run_path(str(pathlib.Path(__file__).parent.parent / "configs" / name))["get_config"]()
+    return runpy.run_path(str(pathlib.Path(__file__).parent.parent / "configs" / name))[
+        "get_config"
+    ]()
 
 
 def _is_keras_2(keras) -> bool:
@@ -241,4 +295,6 @@ def _cpu_seconds(pid: int) -> float:
 def _loopback_bytes() -> int:
     """Received by the loopback interface of this network namespace."""
     lines = pathlib.Path("/proc/net/dev").read_text().splitlines()
-    return next(int(line.split(":")[1].split()[0]) for line in lines if line.strip().startswith("lo:"))
+    return next(
+        int(line.split(":")[1].split()[0]) for line in lines if line.strip().startswith("lo:")
+    )

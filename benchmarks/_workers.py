@@ -19,7 +19,9 @@ from tfdist import ClusterSpec
 
 SIDE, CLASSES, EXAMPLES, LEARNING_RATE = 28, 10, 4096, 1e-3
 # Of a worker that has one core.
-ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"), "1")
+ONE_THREAD = dict.fromkeys(
+    ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"), "1"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +74,12 @@ def tfdist_fit(job: Job) -> tuple[int, Measures]:
     import tfdist
 
     alone = job.workers == 1
-    strategy = tfdist.make_strategy("one_device" if alone else "multi_worker_mirrored", job.cluster, "cpu", start_timeout=job.timeout)
+    strategy = tfdist.make_strategy(
+        "one_device" if alone else "multi_worker_mirrored",
+        job.cluster,
+        "cpu",
+        start_timeout=job.timeout,
+    )
     import keras
 
     runs = tempfile.mkdtemp(prefix="anatomy-", dir=job.directory)
@@ -97,8 +104,12 @@ def hand_loop(job: Job) -> tuple[int, Measures]:
     own = [array[job.cluster.rank :: job.workers] for array in _examples()]
     with strategy.scope():
         model, optimizer = _built(keras, job)
-    lone_model, lone_optimizer = _built(keras, job)  # outside of the scope: what one worker does by itself
-    batches = iter(strategy.distribute_datasets_from_function(lambda _: _dataset(own, job.model.replica_batch)))
+    lone_model, lone_optimizer = _built(
+        keras, job
+    )  # outside of the scope: what one worker does by itself
+    batches = iter(
+        strategy.distribute_datasets_from_function(lambda _: _dataset(own, job.model.replica_batch))
+    )
     lone_batches = iter(_dataset(own, job.model.replica_batch))
 
     def gradients_of(model, batch):
@@ -157,17 +168,25 @@ def ddp(job: Job) -> tuple[int, Measures]:
     filters, widths = job.model.filters, job.model.widths
     body = [nn.Conv2d(1, filters, 3), nn.ReLU(), nn.MaxPool2d(2)] if filters else []
     sizes = [filters * ((SIDE - 2) // 2) ** 2 or SIDE**2, *widths]
-    dense = [layer for sides in itertools.pairwise(sizes) for layer in (nn.Linear(*sides), nn.ReLU())]
+    dense = [
+        layer for sides in itertools.pairwise(sizes) for layer in (nn.Linear(*sides), nn.ReLU())
+    ]
     model = nn.Sequential(*body, nn.Flatten(), *dense, nn.Linear(sizes[-1], CLASSES))
     parallel = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.Adam(model.parameters(), LEARNING_RATE)
     loss_of = nn.CrossEntropyLoss()
 
-    images, labels = (torch.from_numpy(array[job.cluster.rank :: job.workers]) for array in _examples())
+    images, labels = (
+        torch.from_numpy(array[job.cluster.rank :: job.workers]) for array in _examples()
+    )
     rows = data.TensorDataset(images.reshape(-1, 1, SIDE, SIDE), labels)
     # Whole batches are indexed at once: much faster than the loader's default of one row at a time.
-    sampler = data.BatchSampler(data.SequentialSampler(rows), job.model.replica_batch, drop_last=True)
-    batches = itertools.chain.from_iterable(itertools.repeat(data.DataLoader(rows, sampler=sampler, batch_size=None)))
+    sampler = data.BatchSampler(
+        data.SequentialSampler(rows), job.model.replica_batch, drop_last=True
+    )
+    batches = itertools.chain.from_iterable(
+        itertools.repeat(data.DataLoader(rows, sampler=sampler, batch_size=None))
+    )
 
     def step():
         images, labels = next(batches)
@@ -190,7 +209,9 @@ def _stock_strategy(job: Job):
     return tf.distribute.MultiWorkerMirroredStrategy()
 
 
-def _fit(keras, strategy, job: Job, watched: dict[str, Callable[[], list]] | None = None) -> tuple[int, Measures]:
+def _fit(
+    keras, strategy, job: Job, watched: dict[str, Callable[[], list]] | None = None
+) -> tuple[int, Measures]:
     """`fit` of either Keras, with and without progress bar, or with callbacks: one epoch as warm-up, the next one timed."""
     with strategy.scope():
         model, optimizer = _built(keras, job)
@@ -207,11 +228,24 @@ def _fit(keras, strategy, job: Job, watched: dict[str, Callable[[], list]] | Non
 
     def measure(steps: int, verbose: int, callbacks: Callable[[], list] = list) -> float:
         clock = Clock()
-        model.fit(batches, epochs=2, steps_per_epoch=steps, verbose=verbose, callbacks=[*callbacks(), clock])
+        model.fit(
+            batches,
+            epochs=2,
+            steps_per_epoch=steps,
+            verbose=verbose,
+            callbacks=[*callbacks(), clock],
+        )
         return clock.ends[1] - clock.ends[0]
 
-    with_callbacks = {name: lambda steps, make=make: measure(steps, 0, make) for name, make in (watched or {}).items()}
-    return model.count_params(), {"quiet": lambda steps: measure(steps, 0), "progress": lambda steps: measure(steps, 1), **with_callbacks}
+    with_callbacks = {
+        name: lambda steps, make=make: measure(steps, 0, make)
+        for name, make in (watched or {}).items()
+    }
+    return model.count_params(), {
+        "quiet": lambda steps: measure(steps, 0),
+        "progress": lambda steps: measure(steps, 1),
+        **with_callbacks,
+    }
 
 
 def _built(keras, job: Job):
@@ -220,7 +254,9 @@ def _built(keras, job: Job):
     filters = job.model.filters
     body = [layers.Conv2D(filters, 3, activation="relu"), layers.MaxPooling2D()] if filters else []
     dense = [layers.Dense(width, activation="relu") for width in job.model.widths]
-    model = keras.Sequential([keras.Input((SIDE, SIDE, 1)), *body, layers.Flatten(), *dense, layers.Dense(CLASSES)])
+    model = keras.Sequential(
+        [keras.Input((SIDE, SIDE, 1)), *body, layers.Flatten(), *dense, layers.Dense(CLASSES)]
+    )
     optimizer = keras.optimizers.Adam(LEARNING_RATE)
     optimizer.build(model.trainable_variables)
     return model, optimizer
@@ -229,13 +265,20 @@ def _built(keras, job: Job):
 def _examples() -> tuple[np.ndarray, np.ndarray]:
     """The same images `[EXAMPLES, SIDE, SIDE, 1]` and labels `[EXAMPLES]` in every process."""
     random = np.random.default_rng(0)
-    return random.random((EXAMPLES, SIDE, SIDE, 1), np.float32), random.integers(0, CLASSES, EXAMPLES)
+    return random.random((EXAMPLES, SIDE, SIDE, 1), np.float32), random.integers(
+        0, CLASSES, EXAMPLES
+    )
 
 
 def _dataset(arrays, batch: int):
     import tensorflow as tf
 
-    return tf.data.Dataset.from_tensor_slices(tuple(arrays)).batch(batch, drop_remainder=True).repeat().prefetch(tf.data.AUTOTUNE)
+    return (
+        tf.data.Dataset.from_tensor_slices(tuple(arrays))
+        .batch(batch, drop_remainder=True)
+        .repeat()
+        .prefetch(tf.data.AUTOTUNE)
+    )
 
 
 def _timed(step: Callable[[], object], steps: int) -> float:

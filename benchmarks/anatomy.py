@@ -19,7 +19,18 @@ import sys
 import tempfile
 
 from _processes import Processes, ProcessFailed
-from _report import add_options, begin, conclude, cores, fill_options, positive, row, spread, table, verdict
+from _report import (
+    add_options,
+    begin,
+    conclude,
+    cores,
+    fill_options,
+    positive,
+    row,
+    spread,
+    table,
+    verdict,
+)
 from _workers import EXAMPLES, ONE_THREAD, Job, Model, serve
 
 from tfdist import ClusterSpec
@@ -35,14 +46,30 @@ ALONE = 2.5  # one worker makes about that many times the steps of two in the sa
 MEASURES = ("quiet", "anatomy")
 
 
-def measure(model: Model, workers: int, rounds: int, steps: int, cores: list[int], timeout: float) -> dict[str, list[float]]:
+def measure(
+    model: Model, workers: int, rounds: int, steps: int, cores: list[int], timeout: float
+) -> dict[str, list[float]]:
     """Seconds per step of the slowest worker, in each round: without and with the anatomy."""
     seconds = collections.defaultdict(list)
     with tempfile.TemporaryDirectory(prefix="anatomy-") as directory:
-        team = Processes(f"{model.title} on {workers} worker{'s' * (workers > 1)}", pathlib.Path(directory), timeout)
+        team = Processes(
+            f"{model.title} on {workers} worker{'s' * (workers > 1)}",
+            pathlib.Path(directory),
+            timeout,
+        )
         try:
             cluster = ClusterSpec.local(workers)
-            jobs = [Job("tfdist", model, cluster.for_task("worker", rank), cores[rank], timeout, directory) for rank in range(workers)]
+            jobs = [
+                Job(
+                    "tfdist",
+                    model,
+                    cluster.for_task("worker", rank),
+                    cores[rank],
+                    timeout,
+                    directory,
+                )
+                for rank in range(workers)
+            ]
             members = [team.start(f"worker-{rank}", serve, job) for rank, job in enumerate(jobs)]
             team.answers(members, "build the model")
             for number in range(-1, rounds):  # the first one traces and compiles
@@ -53,7 +80,11 @@ def measure(model: Model, workers: int, rounds: int, steps: int, cores: list[int
                         seconds[name].append(found)
                 if number >= 0:
                     ratio = seconds["anatomy"][-1] / seconds["quiet"][-1]
-                    print(f"{team.name}, round {number + 1} of {rounds}: {100 * (ratio - 1):+.1f} %", file=sys.stderr, flush=True)
+                    print(
+                        f"{team.name}, round {number + 1} of {rounds}: {100 * (ratio - 1):+.1f} %",
+                        file=sys.stderr,
+                        flush=True,
+                    )
         finally:
             team.end()
     return dict(seconds)
@@ -65,29 +96,54 @@ def judge(results: dict[str, list]) -> list[dict]:
     for name, starts in results.items():
         ratios = [min(seconds["anatomy"]) / min(seconds["quiet"]) for seconds in starts]
         ratio = statistics.median(ratios)
-        verdicts.append({"name": name, "bar": BAR, "ratio": ratio, "ratios": ratios, "passed": ratio <= BAR})
+        verdicts.append(
+            {"name": name, "bar": BAR, "ratio": ratio, "ratios": ratios, "passed": ratio <= BAR}
+        )
     return verdicts
 
 
 def report(results: dict, verdicts: list[dict], facts: dict) -> str:
     """The Markdown that is printed and written."""
-    lines = ["# What the anatomy of steps costs", "", *(f"- {key}: {value}" for key, value in facts.items()), ""]
+    lines = [
+        "# What the anatomy of steps costs",
+        "",
+        *(f"- {key}: {value}" for key, value in facts.items()),
+        "",
+    ]
     lines += [f"Synthetic images of 28 x 28 in memory ({EXAMPLES}), Adam, 64 examples per worker and step, each worker on a core of its own with",
               "one thread; epochs of about half a second, of which each writes records and curves, and in which two workers exchange their times once.",
               "The quickest round of each start of the processes; of these the median over the starts (min..max).", ""]  # fmt: skip
     lines += table("", "ms/step", "ms/step measured", "cost, %", f"bar {100 * (BAR - 1):.0f} %")
     for name, each in zip(results, verdicts, strict=True):
-        times = [spread([1e3 * min(seconds[kind]) for seconds in results[name]], ".3f") for kind in MEASURES]
-        lines += row(name, *times, spread([100 * (ratio - 1) for ratio in each["ratios"]], "+.1f"), verdict(each["passed"], True))
+        times = [
+            spread([1e3 * min(seconds[kind]) for seconds in results[name]], ".3f")
+            for kind in MEASURES
+        ]
+        lines += row(
+            name,
+            *times,
+            spread([100 * (ratio - 1) for ratio in each["ratios"]], "+.1f"),
+            verdict(each["passed"], True),
+        )
     return "\n".join(lines) + "\n"
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: all")
-    parser.add_argument("--starts", type=positive, help=f"how often the processes are started, for so many rounds, default {STARTS}")
+    parser.add_argument(
+        "--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: all"
+    )
+    parser.add_argument(
+        "--starts",
+        type=positive,
+        help=f"how often the processes are started, for so many rounds, default {STARTS}",
+    )
     defaults = ", ".join(f"{model.steps} ({name})" for name, model in MODELS.items())
-    add_options(parser, ROUNDS, f"timed steps of two workers in each epoch, default: {defaults}; one worker makes {ALONE:g} times as many")
+    add_options(
+        parser,
+        ROUNDS,
+        f"timed steps of two workers in each epoch, default: {defaults}; one worker makes {ALONE:g} times as many",
+    )
     args = parser.parse_args(argv)
     fill_options(args, ROUNDS, quick_steps=5)
     args.starts = args.starts or (1 if args.quick else STARTS)
@@ -105,12 +161,20 @@ def main(argv: list[str]) -> int:
             for workers in (1, 2):
                 steps = int((args.steps or model.steps) * (ALONE if workers == 1 else 1))
                 title = f"{model.title}, {'one worker' if workers == 1 else 'two workers'}"
-                results[title] = [measure(model, workers, args.rounds, steps, args.cores, args.timeout) for _ in range(args.starts)]
+                results[title] = [
+                    measure(model, workers, args.rounds, steps, args.cores, args.timeout)
+                    for _ in range(args.starts)
+                ]
     except ProcessFailed as failure:
         print(f"anatomy: {failure}", file=sys.stderr)
         return 2
     verdicts = judge(results)
-    return conclude(args, "anatomy", report(results, verdicts, facts), {"about": facts, "bars": verdicts, "seconds": results})
+    return conclude(
+        args,
+        "anatomy",
+        report(results, verdicts, facts),
+        {"about": facts, "bars": verdicts, "seconds": results},
+    )
 
 
 if __name__ == "__main__":

@@ -53,7 +53,9 @@ VARIANTS = {
     "b": Variant("hand-written loop, stock strategy", "hand_loop", "step"),
     "c": Variant("PyTorch DDP, gloo", "ddp", "step", package="torch"),
     "t1": Variant("tfdist `fit`, one worker alone", "tfdist", "quiet", workers=1),
-    "a1": Variant("tf_keras `fit`, one worker alone", "tf_keras", "quiet", workers=1, package="tf_keras"),
+    "a1": Variant(
+        "tf_keras `fit`, one worker alone", "tf_keras", "quiet", workers=1, package="tf_keras"
+    ),
     "g": Variant("forward and backward alone", "hand_loop", "gradient"),
     "u": Variant("forward, backward and update alone", "hand_loop", "local"),
     "r": Variant("all-reduce of the gradients' bytes alone", "hand_loop", "all_reduce"),
@@ -73,11 +75,17 @@ class Team(Processes):
         timeout: Seconds that any answer may take.
     """
 
-    def __init__(self, framework: str, model: Model, cores: list[int], logs: pathlib.Path, timeout: float):
+    def __init__(
+        self, framework: str, model: Model, cores: list[int], logs: pathlib.Path, timeout: float
+    ):
         super().__init__(f"{framework} on {len(cores)} workers", logs, timeout)
         cluster = ClusterSpec.local(len(cores))
         self._workers = [
-            self.start(f"{framework}-{len(cores)}-worker-{rank}", serve, Job(framework, model, cluster.for_task("worker", rank), core, timeout))
+            self.start(
+                f"{framework}-{len(cores)}-worker-{rank}",
+                serve,
+                Job(framework, model, cluster.for_task("worker", rank), core, timeout),
+            )
             for rank, core in enumerate(cores)
         ]
 
@@ -98,18 +106,26 @@ def measure(model: Model, rounds: int, steps: int, cores: list[int], timeout: fl
         "parameters": their number; "seconds": for each variant a list, seconds per step in each round; "skipped": for each
         variant that cannot run, why.
     """
-    skipped = {k: f"{v.package} is not installed" for k, v in VARIANTS.items() if not importlib.util.find_spec(v.package)}
+    skipped = {
+        k: f"{v.package} is not installed"
+        for k, v in VARIANTS.items()
+        if not importlib.util.find_spec(v.package)
+    }
     variants = {k: v for k, v in VARIANTS.items() if k not in skipped}
     seconds = collections.defaultdict(list)
     with contextlib.ExitStack() as stack:
-        logs = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fit-overhead-")))
+        logs = pathlib.Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="fit-overhead-"))
+        )
         teams, counts = {}, {}
         for key in dict.fromkeys((v.framework, v.workers) for v in variants.values()):
             teams[key] = team = Team(key[0], model, cores[: key[1]], logs, timeout)
             stack.callback(team.end)
             counts[team.name] = team.ready()
         if len(set(counts.values())) != 1:
-            raise ProcessFailed(f"{model.title}: the frameworks built different models; parameters: {counts}")
+            raise ProcessFailed(
+                f"{model.title}: the frameworks built different models; parameters: {counts}"
+            )
         for v in variants.values():  # traces and compiles every variant
             teams[v.framework, v.workers].measure(v.measure, 3)
         for number in range(rounds):
@@ -117,8 +133,17 @@ def measure(model: Model, rounds: int, steps: int, cores: list[int], timeout: fl
             for key, v in order if number % 2 == 0 else reversed(order):
                 seconds[key].append(teams[v.framework, v.workers].measure(v.measure, steps))
             rates = "  ".join(f"{k} {1 / seconds[k][-1]:.1f}" for k in variants)
-            print(f"{model.title}, round {number + 1} of {rounds}, steps/s: {rates}", file=sys.stderr, flush=True)
-    return {"parameters": counts.popitem()[1], "steps": steps, "seconds": dict(seconds), "skipped": skipped}
+            print(
+                f"{model.title}, round {number + 1} of {rounds}, steps/s: {rates}",
+                file=sys.stderr,
+                flush=True,
+            )
+    return {
+        "parameters": counts.popitem()[1],
+        "steps": steps,
+        "seconds": dict(seconds),
+        "skipped": skipped,
+    }
 
 
 def judge(results: dict) -> list[dict]:
@@ -130,18 +155,36 @@ def judge(results: dict) -> list[dict]:
             ratios = [u / o for o, u in zip(over, under, strict=False)]
             median = statistics.median(ratios) if ratios else None
             passed = None if bar is None or median is None else median >= bar
-            verdicts.append({"model": name, "ratio": ratio, "bar": bar, "median": median, "rounds": ratios, "passed": passed})
+            verdicts.append(
+                {
+                    "model": name,
+                    "ratio": ratio,
+                    "bar": bar,
+                    "median": median,
+                    "rounds": ratios,
+                    "passed": passed,
+                }
+            )
     return verdicts
 
 
 def report(results: dict, verdicts: list[dict], facts: dict) -> str:
     """The Markdown that is printed and written."""
-    lines = ["# What `fit` costs on two workers", "", *(f"- {key}: {value}" for key, value in facts.items()), ""]
+    lines = [
+        "# What `fit` costs on two workers",
+        "",
+        *(f"- {key}: {value}" for key, value in facts.items()),
+        "",
+    ]
     lines += [f"Synthetic images of 28 x 28 in memory ({EXAMPLES}), Adam, steps_per_execution 1, each worker on a core of its own with",
               "one thread. Medians over the rounds, min..max in brackets; ratios are of speeds within a round."]  # fmt: skip
     for name, result in results.items():
         model, seconds = MODELS[name], result["seconds"]
-        lines += ["", f"## {model.title}: {result['parameters']:,} parameters, {model.replica_batch} examples per worker and step", ""]
+        lines += [
+            "",
+            f"## {model.title}: {result['parameters']:,} parameters, {model.replica_batch} examples per worker and step",
+            "",
+        ]
         lines += table("variant", "steps/s", "ms/step", "examples/s")
         for key, v in VARIANTS.items():
             label = f"({key}) {v.title}"
@@ -149,25 +192,50 @@ def report(results: dict, verdicts: list[dict], facts: dict) -> str:
                 lines += row(label, f"skipped: {result['skipped'][key]}", "", "")
                 continue
             rates = [1 / s for s in seconds[key]]
-            examples = f"{statistics.median(rates) * model.replica_batch * v.workers:,.0f}" if key not in "gur" else ""
-            lines += row(label, spread(rates, ".1f"), f"{1e3 * statistics.median(seconds[key]):.1f}", examples)
+            examples = (
+                f"{statistics.median(rates) * model.replica_batch * v.workers:,.0f}"
+                if key not in "gur"
+                else ""
+            )
+            lines += row(
+                label,
+                spread(rates, ".1f"),
+                f"{1e3 * statistics.median(seconds[key]):.1f}",
+                examples,
+            )
         lines += ["", *table("ratio", "median", "bar", "")]
         for each in (v for v in verdicts if v["model"] == name):
             values, bar = each["rounds"], each["bar"]
             word = verdict(each["passed"], bool(values))
-            lines += row(each["ratio"], spread(values, ".2f") if values else "", f">= {bar}" if bar else "none", word)
+            lines += row(
+                each["ratio"],
+                spread(values, ".2f") if values else "",
+                f">= {bar}" if bar else "none",
+                word,
+            )
         gradient, local, sync, step = (1e3 * statistics.median(seconds[k]) for k in "gurb")
-        lines += ["", f"Parts of a step, ms: forward and backward {gradient:.1f}, update {local - gradient:.1f}, sync {sync:.1f};"]
+        lines += [
+            "",
+            f"Parts of a step, ms: forward and backward {gradient:.1f}, update {local - gradient:.1f}, sync {sync:.1f};",
+        ]
         lines += [f"together {local + sync:.1f}, where the hand-written loop takes {step:.1f}."]
     return "\n".join(lines) + "\n"
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: all")
+    parser.add_argument(
+        "--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: all"
+    )
     defaults = ", ".join(f"{model.steps} ({name})" for name, model in MODELS.items())
     add_options(parser, ROUNDS, f"timed steps per variant and round, default: {defaults}")
-    parser.add_argument("--cores", type=int, nargs=2, metavar="CORE", help="cores of the two workers, default: the first two")
+    parser.add_argument(
+        "--cores",
+        type=int,
+        nargs=2,
+        metavar="CORE",
+        help="cores of the two workers, default: the first two",
+    )
     args = parser.parse_args(argv)
     fill_options(args, ROUNDS, quick_steps=5)
     args.cores, usable = args.cores or cores(parser), sorted(os.sched_getaffinity(0))
@@ -183,13 +251,17 @@ def main(argv: list[str]) -> int:
     try:
         for name in args.models:
             model = MODELS[name]
-            results[name] = measure(model, args.rounds, args.steps or model.steps, args.cores, args.timeout)
+            results[name] = measure(
+                model, args.rounds, args.steps or model.steps, args.cores, args.timeout
+            )
     except ProcessFailed as failure:
         print(f"fit_overhead: {failure}", file=sys.stderr)
         return 2
     verdicts = judge(results)
     text = report(results, verdicts, facts)
-    return conclude(args, "fit_overhead", text, {"about": facts, "bars": verdicts, "models": results})
+    return conclude(
+        args, "fit_overhead", text, {"about": facts, "bars": verdicts, "models": results}
+    )
 
 
 if __name__ == "__main__":

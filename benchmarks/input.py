@@ -41,7 +41,10 @@ from _report import (
 )
 
 ROUNDS = 5
-UNTIMED, STEPS = 16, 40  # batches of a pass: those before tf.data has found its number of threads, and those timed
+UNTIMED, STEPS = (
+    16,
+    40,
+)  # batches of a pass: those before tf.data has found its number of threads, and those timed
 PARTS = ("images", "order")
 
 
@@ -121,7 +124,11 @@ def images(args: argparse.Namespace, cores: tuple[int, ...]) -> dict:
                 speed = {"rate": count / got.pop("seconds"), "cpu": 1e3 * got.pop("cpu") / count}
                 results[key].append(speed | got)
             rates = "  ".join(f"{key} {values[-1]['rate']:.0f}" for key, values in results.items())
-            print(f"images, round {number + 1} of {args.rounds}, images/s: {rates}", file=sys.stderr, flush=True)
+            print(
+                f"images, round {number + 1} of {args.rounds}, images/s: {rates}",
+                file=sys.stderr,
+                flush=True,
+            )
     return {"files": files, "bytes": total, "contenders": results, "skipped": skipped}
 
 
@@ -137,7 +144,9 @@ def order(args: argparse.Namespace, cores: tuple[int, ...]) -> dict:
 
         def run(name: str, examples: int) -> dict:
             job = _input_order.Job(name, examples, args.buffer, cores)
-            group = Group(f"{name}-{examples}", _input_order.serve, job, pathlib.Path(logs), args.timeout)
+            group = Group(
+                f"{name}-{examples}", _input_order.serve, job, pathlib.Path(logs), args.timeout
+            )
             try:
                 return group.answer(f"measure {name} on {examples:,} examples")
             finally:
@@ -148,8 +157,15 @@ def order(args: argparse.Namespace, cores: tuple[int, ...]) -> dict:
             for name, n in cells if number % 2 == 0 else reversed(cells):
                 results[name][n].append(run(name, n))
             results["resume"].append(run("resume", SIZES[-1]))
-            last = "  ".join(f"{name} {_power(n)} {results[name][n][-1]['memory'] / 1e6:.0f}" for name, n in cells)
-            print(f"order, round {number + 1} of {_order_rounds(args.rounds)}, MB: {last}", file=sys.stderr, flush=True)
+            last = "  ".join(
+                f"{name} {_power(n)} {results[name][n][-1]['memory'] / 1e6:.0f}"
+                for name, n in cells
+            )
+            print(
+                f"order, round {number + 1} of {_order_rounds(args.rounds)}, MB: {last}",
+                file=sys.stderr,
+                flush=True,
+            )
     return results
 
 
@@ -166,23 +182,40 @@ def judge(results: dict) -> list[dict]:
         rounds = [a["rate"] / b["rate"] for a, b in zip(over, under, strict=False)]
         median = statistics.median(rounds) if rounds else None
         passed = None if median is None else median >= bar
-        verdicts.append({"what": ratio, "bar": bar, "median": median, "rounds": rounds, "passed": passed})
+        verdicts.append(
+            {"what": ratio, "bar": bar, "median": median, "rounds": rounds, "passed": passed}
+        )
     if "order" in results:
-        peaks = {n: statistics.median(r["memory"] for r in rounds) for n, rounds in results["order"]["tfdist"].items()}
+        peaks = {
+            n: statistics.median(r["memory"] for r in rounds)
+            for n, rounds in results["order"]["tfdist"].items()
+        }
         growth = max(peaks.values()) - peaks[SIZES[0]]
         resumed = [r["all"] for r in results["order"]["resume"]]
         median = statistics.median(resumed)
         passed = median < RESUME
-        verdicts.append({"what": "growth", "bar": GROWTH, "median": growth, "passed": growth <= GROWTH})
-        verdicts.append({"what": "resume", "bar": RESUME, "median": median, "rounds": resumed, "passed": passed})
+        verdicts.append(
+            {"what": "growth", "bar": GROWTH, "median": growth, "passed": growth <= GROWTH}
+        )
+        verdicts.append(
+            {"what": "resume", "bar": RESUME, "median": median, "rounds": resumed, "passed": passed}
+        )
     return verdicts
 
 
 def report(results: dict, verdicts: list[dict], facts: dict) -> str:
     """The Markdown that is printed and written."""
-    lines = ["# How fast examples arrive, and what their order costs", "", *(f"- {key}: {value}" for key, value in facts.items()), ""]
+    lines = [
+        "# How fast examples arrive, and what their order costs",
+        "",
+        *(f"- {key}: {value}" for key, value in facts.items()),
+        "",
+    ]
     lines += ["Medians over the rounds, min..max in brackets; ratios are of speeds within a round."]
-    return "\n".join([*lines, *_report_images(results, verdicts), *_report_order(results, verdicts)]) + "\n"
+    return (
+        "\n".join([*lines, *_report_images(results, verdicts), *_report_order(results, verdicts)])
+        + "\n"
+    )
 
 
 def _report_images(results: dict, verdicts: list[dict]) -> list[str]:
@@ -205,7 +238,10 @@ def _report_images(results: dict, verdicts: list[dict]) -> list[str]:
             lines += row(label, f"skipped: {got['skipped'][key]}", "", "", "")
             continue
         rounds = got["contenders"][key]
-        figures = (spread([r[name] for r in rounds], form) for name, form in (("rate", ".0f"), ("cpu", ".2f"), ("first", ".2f")))
+        figures = (
+            spread([r[name] for r in rounds], form)
+            for name, form in (("rate", ".0f"), ("cpu", ".2f"), ("first", ".2f"))
+        )
         lines += row(label, *figures, f"{max(r['memory'] for r in rounds) / 1e6:,.0f}")
     lines += ["", *table("ratio", "median", "bar", "")]
     for each in (v for v in verdicts if v["what"] in BARS):
@@ -235,8 +271,18 @@ def _report_order(results: dict, verdicts: list[dict]) -> list[str]:
     megabytes, most = f"{growth['median'] / 1e6:.1f} MB", f"<= {growth['bar'] / 1e6:.0f} MB"
     last = f"to the last batch of {_power(SIZES[-1])}"
     lines += ["", *table("what", "median", "bar", "")]
-    lines += row(f"tfdist's memory: growth from {_power(SIZES[0])}", megabytes, most, verdict(growth["passed"], True))
-    lines += row(f"{last}, no pipeline before", f"{seconds} s", f"< {resume['bar']:g} s", verdict(resume["passed"], True))
+    lines += row(
+        f"tfdist's memory: growth from {_power(SIZES[0])}",
+        megabytes,
+        most,
+        verdict(growth["passed"], True),
+    )
+    lines += row(
+        f"{last}, no pipeline before",
+        f"{seconds} s",
+        f"< {resume['bar']:g} s",
+        verdict(resume["passed"], True),
+    )
     lines += row(f"{last}, of a pipeline", f"{again} s", "none", "")
     return lines
 
@@ -248,10 +294,16 @@ def _power(number: int) -> str:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all"
+    )
     add_options(parser, ROUNDS, f"timed batches per pipeline and round, default {STEPS}")
-    parser.add_argument("--images", type=positive, help=f"JPEG files, default {BATCH * (UNTIMED + STEPS + 8)}")
-    parser.add_argument("--cores", type=positive, help="how many cores the pipelines have, default: all")
+    parser.add_argument(
+        "--images", type=positive, help=f"JPEG files, default {BATCH * (UNTIMED + STEPS + 8)}"
+    )
+    parser.add_argument(
+        "--cores", type=positive, help="how many cores the pipelines have, default: all"
+    )
     args = parser.parse_args(argv)
     fill_options(args, ROUNDS, quick_steps=4)
     args.steps = args.steps or STEPS
@@ -259,7 +311,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     needed = BATCH * (args.untimed + args.steps)
     args.images = args.images or needed + 8 * BATCH
     if args.images < needed:
-        parser.error(f"--images {args.images}: a pass needs {needed} at least; more of them, or fewer --steps")
+        parser.error(
+            f"--images {args.images}: a pass needs {needed} at least; more of them, or fewer --steps"
+        )
     usable = len(os.sched_getaffinity(0))
     args.cores = args.cores or usable
     if args.cores > usable:
@@ -281,7 +335,12 @@ def main(argv: list[str]) -> int:
         print(f"input: {failure}", file=sys.stderr)
         return 2
     verdicts = judge(results)
-    return conclude(args, "input", report(results, verdicts, facts), {"about": facts, "bars": verdicts, "parts": results})
+    return conclude(
+        args,
+        "input",
+        report(results, verdicts, facts),
+        {"about": facts, "bars": verdicts, "parts": results},
+    )
 
 
 if __name__ == "__main__":

@@ -37,7 +37,11 @@ from tfdist import ClusterSpec
 from tfdist.launch import isolation
 
 # As `tfdist launch` sets them where tasks outnumber the cores; and no word of what killed processes leave behind.
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1", "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning"}
+ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "TF_NUM_INTRAOP_THREADS": "1",
+    "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",
+}
 ROUNDS = 3
 WORKERS = 2
 PER_EXECUTION = (1, 10, 50)
@@ -80,14 +84,25 @@ _EMBEDDINGS = {
     "e": Contender("tfdist `fit`, keras Embedding", "tfdist", "embedding"),
     "k": Contender("tf_keras `fit`, its Embedding", "tf_keras", "embedding"),
 }
-_CNN = {"t": Contender("tfdist `fit`", "tfdist", "cnn"), "k": Contender("tf_keras `fit`, stock strategy", "tf_keras", "cnn")}
+_CNN = {
+    "t": Contender("tfdist `fit`", "tfdist", "cnn"),
+    "k": Contender("tf_keras `fit`, stock strategy", "tf_keras", "cnn"),
+}
 _TABLE = f"Embedding of {ROWS:,} x {WIDTH}, ids [{BATCH}, {LENGTH}]"
 SPEED = {
     "cnn": Part("Small CNN, Adam", 1, "adam", _CNN, {"t/k": True}, 300),
     "embedding": Part(f"{_TABLE}, SGD", 2, "sgd", _EMBEDDINGS, {"s/k": True, "e/k": False}, 60),
-    "embedding_adam": Part(f"{_TABLE}, Adam", 2, "adam", _EMBEDDINGS, {"s/k": False, "e/k": False}, 40, (10,)),
+    "embedding_adam": Part(
+        f"{_TABLE}, Adam", 2, "adam", _EMBEDDINGS, {"s/k": False, "e/k": False}, 40, (10,)
+    ),
 }
-PARTS = ("cnn", "first_batch", "accuracy", "embedding", "embedding_adam")  # those with the same clusters together
+PARTS = (
+    "cnn",
+    "first_batch",
+    "accuracy",
+    "embedding",
+    "embedding_adam",
+)  # those with the same clusters together
 FIRST_BATCH = {  # how -> framework, title, bar in seconds
     "arrays": ("tfdist", "tfdist `fit(x, y)`, NumPy arrays", 2.0),
     "from_tensor_slices": ("tfdist", "tfdist `fit`, tf.data from_tensor_slices", 2.0),
@@ -138,7 +153,9 @@ class Clusters:
         self._timeout = timeout
         self._stack = contextlib.ExitStack()
         self._running: dict[tuple[str, int], Cluster] = {}
-        self._logs = pathlib.Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="parameter-server-")))
+        self._logs = pathlib.Path(
+            self._stack.enter_context(tempfile.TemporaryDirectory(prefix="parameter-server-"))
+        )
 
     def __enter__(self) -> Clusters:
         return self
@@ -167,16 +184,24 @@ def speed(part: Part, clusters: Clusters, rounds: int, steps: int | None) -> dic
         process, "bytes" of a step.
     """
     found = clusters.get(*((c.framework, part.servers) for c in part.contenders.values()))
-    cells = [(key, c, cluster, n) for (key, c), cluster in zip(part.contenders.items(), found, strict=True) for n in part.per_execution]
+    cells = [
+        (key, c, cluster, n)
+        for (key, c), cluster in zip(part.contenders.items(), found, strict=True)
+        for n in part.per_execution
+    ]
     results: dict = {key: {n: [] for n in part.per_execution} for key in part.contenders}
 
     def measure(contender: Contender, cluster: Cluster, per_execution: int, count: int) -> dict:
         # Four executions at least: two for each worker.
         count = -(-max(count, 2 * WORKERS * per_execution) // per_execution) * per_execution
-        got = cluster.measure("speed", contender.layers, part.optimizer, per_execution, count, cluster.pids)
+        got = cluster.measure(
+            "speed", contender.layers, part.optimizer, per_execution, count, cluster.pids
+        )
         return {
             "steps_per_second": count / got["seconds"],
-            "cpu_milliseconds": {name: 1e3 * seconds / count for name, seconds in got["cpu"].items()},
+            "cpu_milliseconds": {
+                name: 1e3 * seconds / count for name, seconds in got["cpu"].items()
+            },
             "bytes": got["bytes"] / count,
         }
 
@@ -185,8 +210,14 @@ def speed(part: Part, clusters: Clusters, rounds: int, steps: int | None) -> dic
     for number in range(rounds):
         for key, contender, cluster, n in cells if number % 2 == 0 else reversed(cells):
             results[key][n].append(measure(contender, cluster, n, steps or part.steps))
-        rates = "  ".join(f"{key}{n} {results[key][n][-1]['steps_per_second']:.1f}" for key, _, _, n in cells)
-        print(f"{part.title}, round {number + 1} of {rounds}, steps/s: {rates}", file=sys.stderr, flush=True)
+        rates = "  ".join(
+            f"{key}{n} {results[key][n][-1]['steps_per_second']:.1f}" for key, _, _, n in cells
+        )
+        print(
+            f"{part.title}, round {number + 1} of {rounds}, steps/s: {rates}",
+            file=sys.stderr,
+            flush=True,
+        )
     return results
 
 
@@ -198,11 +229,17 @@ def first_batch(clusters: Clusters, rounds: int, megabytes: float) -> dict:
     found = clusters.get(*((framework, 1) for framework, _, _ in FIRST_BATCH.values()))
     results: dict = {how: {"seconds": [], "of_little": []} for how in FIRST_BATCH}
     for number in range(rounds):
-        cells = [(how, c) for how, c in zip(FIRST_BATCH, found, strict=True) if number == 0 or FIRST_BATCH[how][2]]
+        cells = [
+            (how, c)
+            for how, c in zip(FIRST_BATCH, found, strict=True)
+            if number == 0 or FIRST_BATCH[how][2]
+        ]
         for how, cluster in cells if number % 2 == 0 else reversed(cells):
             results[how]["of_little"].append(cluster.measure("first_batch", how, 0))
             results[how]["seconds"].append(cluster.measure("first_batch", how, megabytes))
-        print(f"first batch, round {number + 1} of {rounds}: {results}", file=sys.stderr, flush=True)
+        print(
+            f"first batch, round {number + 1} of {rounds}: {results}", file=sys.stderr, flush=True
+        )
     return results
 
 
@@ -226,22 +263,40 @@ def judge(results: dict) -> list[dict]:
         for ratio, barred in SPEED[name].bars.items():
             over, under = (results[name][key] for key in ratio.split("/"))
             for n in over:
-                rounds = [a["steps_per_second"] / b["steps_per_second"] for a, b in zip(over[n], under[n], strict=True)]
+                rounds = [
+                    a["steps_per_second"] / b["steps_per_second"]
+                    for a, b in zip(over[n], under[n], strict=True)
+                ]
                 median, bar = statistics.median(rounds), bar_of(n) if barred else None
                 passed = None if bar is None else median >= bar
                 verdicts.append(
-                    {"part": name, "what": ratio, "per_execution": n, "bar": bar, "median": median, "rounds": rounds, "passed": passed}
+                    {
+                        "part": name,
+                        "what": ratio,
+                        "per_execution": n,
+                        "bar": bar,
+                        "median": median,
+                        "rounds": rounds,
+                        "passed": passed,
+                    }
                 )
     for how, result in results.get("first_batch", {}).items():
         median, bar = statistics.median(result["seconds"]), FIRST_BATCH[how][2]
         passed = None if bar is None else median < bar
-        verdicts.append({"part": "first_batch", "what": how, "bar": bar, "median": median, "passed": passed})
+        verdicts.append(
+            {"part": "first_batch", "what": how, "bar": bar, "median": median, "passed": passed}
+        )
     return verdicts
 
 
 def report(results: dict, verdicts: list[dict], facts: dict) -> str:
     """The Markdown that is printed and written."""
-    lines = ["# What parameter servers cost, and what they do to accuracy", "", *(f"- {key}: {value}" for key, value in facts.items()), ""]
+    lines = [
+        "# What parameter servers cost, and what they do to accuracy",
+        "",
+        *(f"- {key}: {value}" for key, value in facts.items()),
+        "",
+    ]
     lines += [f"One chief, {WORKERS} workers and the parameter servers, all on this machine, one thread per operation. Synthetic data in",
               f"memory, {BATCH} examples per step. tf_keras is Keras 2 under TensorFlow's own ParameterServerStrategy, with a",
               "DatasetCreator. CPU is that of all processes of the job; bytes are those on the loopback interface. Medians over the",
@@ -262,7 +317,12 @@ def report(results: dict, verdicts: list[dict], facts: dict) -> str:
         lines += ["", *table("ratio, steps_per_execution", "median", "bar", "")]
         for each in (v for v in verdicts if v["part"] == name):
             bar = f">= {each['bar']}" if each["bar"] else "none"
-            lines += row(f"{each['what']}, {each['per_execution']}", spread(each["rounds"], ".2f"), bar, verdict(each["passed"], True))
+            lines += row(
+                f"{each['what']}, {each['per_execution']}",
+                spread(each["rounds"], ".2f"),
+                bar,
+                verdict(each["passed"], True),
+            )
     if "first_batch" in results:
         lines += ["", f"## First batch of {MEGABYTES} MB in memory", "", "Seconds from calling `fit` to the end of the first step. The model is",
                   "built, the step is traced anew. Beside it the same with one batch of data.", ""]  # fmt: skip
@@ -275,24 +335,44 @@ def report(results: dict, verdicts: list[dict], facts: dict) -> str:
     if "accuracy" in results:
         one, many = (results["accuracy"][key] for key in ("synchronous", "parameter_server"))
         lost = [100 * (a - b) for a, b in zip(one, many, strict=True)]
-        lines += ["", "## Accuracy after equal epochs", "", f"configs/digits_ps.py, {facts['Epochs']} epochs, {len(one)} seeds; the 297 test images.", ""]
+        lines += [
+            "",
+            "## Accuracy after equal epochs",
+            "",
+            f"configs/digits_ps.py, {facts['Epochs']} epochs, {len(one)} seeds; the 297 test images.",
+            "",
+        ]
         lines += table("training", "mean", "min..max")
-        for label, values in (("one process, synchronous", one), (f"{WORKERS} workers, 1 parameter server", many)):
-            lines += row(label, f"{statistics.mean(values):.2%}", f"{min(values):.2%}..{max(values):.2%}")
-        lines += row("lost, percentage points, by seed", f"{statistics.mean(lost):.2f}", f"{min(lost):.2f}..{max(lost):.2f}")
+        for label, values in (
+            ("one process, synchronous", one),
+            (f"{WORKERS} workers, 1 parameter server", many),
+        ):
+            lines += row(
+                label, f"{statistics.mean(values):.2%}", f"{min(values):.2%}..{max(values):.2%}"
+            )
+        lines += row(
+            "lost, percentage points, by seed",
+            f"{statistics.mean(lost):.2f}",
+            f"{min(lost):.2f}..{max(lost):.2f}",
+        )
     return "\n".join(lines) + "\n"
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all"
+    )
     defaults = ", ".join(f"{part.steps} ({name})" for name, part in SPEED.items())
     add_options(parser, ROUNDS, f"least number of timed steps, default: {defaults}")
     parser.add_argument("--seeds", type=positive, help="trainings for the accuracy, default 5")
     parser.add_argument("--epochs", type=positive, help="of each of them, default 10")
     args = parser.parse_args(argv)
     fill_options(args, ROUNDS, quick_steps=10)
-    args.seeds, args.epochs = args.seeds or (1 if args.quick else 5), args.epochs or (1 if args.quick else 10)
+    args.seeds, args.epochs = (
+        args.seeds or (1 if args.quick else 5),
+        args.epochs or (1 if args.quick else 10),
+    )
     return args
 
 
@@ -300,7 +380,10 @@ def main(argv: list[str]) -> int:
     args = parse(argv)
     refusal = isolation.isolate()  # before any thread or process
     if refusal:
-        print(f"{isolation.warning(refusal)}\nBytes on the loopback interface are those of all programs.", file=sys.stderr)
+        print(
+            f"{isolation.warning(refusal)}\nBytes on the loopback interface are those of all programs.",
+            file=sys.stderr,
+        )
     facts = begin("parameter_server.py", argv, args.rounds, **ONE_THREAD) | {"Epochs": args.epochs}
     results = {}
     try:
@@ -317,7 +400,9 @@ def main(argv: list[str]) -> int:
         return 2
     verdicts = judge(results)
     text = report(results, verdicts, facts)
-    return conclude(args, "parameter_server", text, {"about": facts, "bars": verdicts, "parts": results})
+    return conclude(
+        args, "parameter_server", text, {"about": facts, "bars": verdicts, "parts": results}
+    )
 
 
 if __name__ == "__main__":

@@ -29,7 +29,12 @@ SCHEDULES = ("gpipe", "1f1b")
 ROUNDS = 3
 STEPS = 5
 OF_GPIPE = 0.45  # the most of GPipe's peak memory that 1F1B may take
-MEMORY = {"GPipe": ("gpipe", False), "1F1B": ("1f1b", False), "GPipe, recompute": ("gpipe", True), "1F1B, recompute": ("1f1b", True)}
+MEMORY = {
+    "GPipe": ("gpipe", False),
+    "1F1B": ("1f1b", False),
+    "GPipe, recompute": ("gpipe", True),
+    "1F1B, recompute": ("1f1b", True),
+}
 
 
 class Failed(Exception):
@@ -40,7 +45,12 @@ def measure(timeout: float, **order: object) -> list[float]:
     """What a process of its own has measured."""
     words = ", ".join(map(str, order.values()))
     try:
-        done = subprocess.run([sys.executable, str(WORKER), json.dumps(order)], capture_output=True, text=True, timeout=timeout)
+        done = subprocess.run(
+            [sys.executable, str(WORKER), json.dumps(order)],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
     except subprocess.TimeoutExpired:
         raise Failed(f"{words} took more than {timeout:g} s; --timeout allows more") from None
     if done.returncode:
@@ -65,18 +75,40 @@ def most(microbatches: int) -> float:
 
 def run(args: argparse.Namespace) -> dict[str, dict]:
     """Seconds of steps by schedule and number of micro-batches, and peak bytes by schedule; rounds take turns."""
-    seconds: dict[str, list[float]] = {f"{kind} {m}": [] for m in MICROBATCHES for kind in SCHEDULES}
+    seconds: dict[str, list[float]] = {
+        f"{kind} {m}": [] for m in MICROBATCHES for kind in SCHEDULES
+    }
     peaks: dict[str, list[float]] = {name: [] for name in MEMORY}
     for number in range(args.rounds):
         for key in seconds:
             kind, m = key.split()
-            order = {"schedule": kind, "stages": STAGES, "microbatches": int(m), "seconds": FORWARD, "steps": args.steps}
+            order = {
+                "schedule": kind,
+                "stages": STAGES,
+                "microbatches": int(m),
+                "seconds": FORWARD,
+                "steps": args.steps,
+            }
             seconds[key].append(statistics.median(measure(args.timeout, kind="sleep", **order)))
-            print(f"round {number + 1} of {args.rounds}: {key}: {seconds[key][-1]:.3f} s", file=sys.stderr, flush=True)
+            print(
+                f"round {number + 1} of {args.rounds}: {key}: {seconds[key][-1]:.3f} s",
+                file=sys.stderr,
+                flush=True,
+            )
         for name, (kind, recompute) in MEMORY.items():
-            order = {"schedule": kind, "stages": STAGES, "microbatches": MICROBATCHES[-1], "recompute": recompute, "steps": args.steps}
+            order = {
+                "schedule": kind,
+                "stages": STAGES,
+                "microbatches": MICROBATCHES[-1],
+                "recompute": recompute,
+                "steps": args.steps,
+            }
             peaks[name].append(max(measure(args.timeout, kind="memory", **order)))
-            print(f"round {number + 1} of {args.rounds}: {name}: {peaks[name][-1] / 2**20:.1f} MiB", file=sys.stderr, flush=True)
+            print(
+                f"round {number + 1} of {args.rounds}: {name}: {peaks[name][-1] / 2**20:.1f} MiB",
+                file=sys.stderr,
+                flush=True,
+            )
     return {"seconds": seconds, "peaks": peaks}
 
 
@@ -86,15 +118,33 @@ def judge(results: dict[str, dict]) -> list[dict]:
     for key, values in results["seconds"].items():
         m = int(key.split()[1])
         part = waiting(m, statistics.median(values))
-        found.append({"name": f"bubble {key}", "theory": bubble(STAGES, m), "bar": most(m), "found": part, "passed": part <= most(m)})
-    ratio = statistics.median(results["peaks"]["1F1B"]) / statistics.median(results["peaks"]["GPipe"])
-    return [*found, {"name": "memory", "bar": OF_GPIPE, "found": ratio, "passed": ratio <= OF_GPIPE}]
+        found.append(
+            {
+                "name": f"bubble {key}",
+                "theory": bubble(STAGES, m),
+                "bar": most(m),
+                "found": part,
+                "passed": part <= most(m),
+            }
+        )
+    ratio = statistics.median(results["peaks"]["1F1B"]) / statistics.median(
+        results["peaks"]["GPipe"]
+    )
+    return [
+        *found,
+        {"name": "memory", "bar": OF_GPIPE, "found": ratio, "passed": ratio <= OF_GPIPE},
+    ]
 
 
 def report(results: dict[str, dict], verdicts: list[dict], facts: dict) -> str:
     """The Markdown that is printed and written."""
     by_name = {each["name"]: each for each in verdicts}
-    lines = ["# Pipeline stages: bubble and memory", "", *(f"- {key}: {value}" for key, value in facts.items()), ""]
+    lines = [
+        "# Pipeline stages: bubble and memory",
+        "",
+        *(f"- {key}: {value}" for key, value in facts.items()),
+        "",
+    ]
     lines += [f"{STAGES} stages, each a device of its own that sleeps {1e3 * FORWARD:g} ms in a forward and {2e3 * FORWARD:g} ms in a backward pass: they stand",
               "for equally fast devices, which this machine has too few cores for. In theory a step is M + S - 1 turns, each a forward and a backward pass, and in",
               "S - 1 of them a stage waits: that is the bubble. Measured, it is the part of a step in which a stage did not sleep. Bar: S of M + S turns, as of a",
@@ -103,8 +153,17 @@ def report(results: dict[str, dict], verdicts: list[dict], facts: dict) -> str:
     lines += table("", "step, s", "theory, s", "bubble, %", "theory, %", "bar, %", "")
     for key, values in results["seconds"].items():
         kind, m = key.split()
-        gaps, judged = spread([100 * waiting(int(m), value) for value in values], ".1f"), by_name[f"bubble {key}"]
-        cells = [spread(values, ".3f"), f"{theory(kind, int(m)):.3f}", gaps, f"{100 * judged['theory']:.1f}", f"{100 * judged['bar']:.1f}"]
+        gaps, judged = (
+            spread([100 * waiting(int(m), value) for value in values], ".1f"),
+            by_name[f"bubble {key}"],
+        )
+        cells = [
+            spread(values, ".3f"),
+            f"{theory(kind, int(m)):.3f}",
+            gaps,
+            f"{100 * judged['theory']:.1f}",
+            f"{100 * judged['bar']:.1f}",
+        ]
         lines += row(f"{kind}, {m} micro-batches", *cells, verdict(judged["passed"], True))
     lines += ["", f"Bytes of all tensors of a step: weights, batch, activations and gradients of {STAGES} stages on one device, {MICROBATCHES[-1]} micro-batches of 256 rows,",
               "16 Dense layers of 256 units with ReLU, SGD; the most of the steps of each round. Stage s, from 0, holds activations of S - s micro-batches with 1F1B,",
@@ -114,7 +173,12 @@ def report(results: dict[str, dict], verdicts: list[dict], facts: dict) -> str:
     whole = statistics.median(results["peaks"]["GPipe"])
     for name, values in results["peaks"].items():
         passed = by_name["memory"]["passed"] if name == "1F1B" else None
-        lines += row(name, spread([value / 2**20 for value in values], ".1f"), f"{statistics.median(values) / whole:.2f}", verdict(passed, True))
+        lines += row(
+            name,
+            spread([value / 2**20 for value in values], ".1f"),
+            f"{statistics.median(values) / whole:.2f}",
+            verdict(passed, True),
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -124,14 +188,26 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     fill_options(args, ROUNDS, quick_steps=2)
     args.steps = args.steps or STEPS
-    facts = begin("pipeline.py", argv, args.rounds, TF_NUM_INTEROP_THREADS="16", TF_NUM_INTRAOP_THREADS="1", TF_ENABLE_ONEDNN_OPTS="1")
+    facts = begin(
+        "pipeline.py",
+        argv,
+        args.rounds,
+        TF_NUM_INTEROP_THREADS="16",
+        TF_NUM_INTRAOP_THREADS="1",
+        TF_ENABLE_ONEDNN_OPTS="1",
+    )
     try:
         results = run(args)
     except Failed as failure:
         print(f"pipeline: {failure}", file=sys.stderr)
         return 2
     verdicts = judge(results)
-    return conclude(args, "pipeline", report(results, verdicts, facts), {"about": facts, "bars": verdicts, **results})
+    return conclude(
+        args,
+        "pipeline",
+        report(results, verdicts, facts),
+        {"about": facts, "bars": verdicts, **results},
+    )
 
 
 if __name__ == "__main__":

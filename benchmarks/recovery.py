@@ -59,10 +59,19 @@ STAGES = (
     ("restored", "restoring", "ours"),
     ("stepping", "tracing, first step", "TensorFlow's"),
 )
-FREQUENCIES = {"none": "no backups", str(SAVE_FREQ): f"save_freq={SAVE_FREQ}", "epoch": 'save_freq="epoch"'}
+FREQUENCIES = {
+    "none": "no backups",
+    str(SAVE_FREQ): f"save_freq={SAVE_FREQ}",
+    "epoch": 'save_freq="epoch"',
+}
 LARGE = {"resnet50": "ResNet-50, 32 x 32", "transformer": "transformer, 12 layers of 128"}
 KINDS = {"standby": 2, "fresh": 0}  # standby processes
-DETECTION, RECOVERY, OWN, COST = 1.0, 2.0, 0.5, 0.05  # seconds, seconds, seconds, share of throughput
+DETECTION, RECOVERY, OWN, COST = (
+    1.0,
+    2.0,
+    0.5,
+    0.05,
+)  # seconds, seconds, seconds, share of throughput
 Recoveries = dict[str, dict[str, list["Recovery"]]]
 Saves = dict[int, dict[str, list[tuple[float, float]]]]
 
@@ -90,7 +99,14 @@ class Team(Processes):
         super().__init__(f"{workers} workers", directory, timeout)
         cluster = ClusterSpec.local(workers)
         jobs = [
-            Job(cluster.for_task("worker", rank), rank, cores[rank::workers], str(directory / f"of-{workers}"), timeout) for rank in range(workers)
+            Job(
+                cluster.for_task("worker", rank),
+                rank,
+                cores[rank::workers],
+                str(directory / f"of-{workers}"),
+                timeout,
+            )
+            for rank in range(workers)
         ]
         self._workers = [self.start(f"fit-{workers}-worker-{job.rank}", serve, job) for job in jobs]
         self.parameters = max(self.answers(self._workers, "build the model"))
@@ -98,11 +114,21 @@ class Team(Processes):
     def measure(self, save_freq: str, epochs: int) -> tuple[float, float]:
         """Seconds per epoch of the slowest worker, and seconds of CPU of all."""
         self.order(self._workers, save_freq, epochs)
-        seconds, cpu = zip(*self.answers(self._workers, f"run {epochs} epochs with save_freq {save_freq!r}"), strict=True)
+        seconds, cpu = zip(
+            *self.answers(self._workers, f"run {epochs} epochs with save_freq {save_freq!r}"),
+            strict=True,
+        )
         return max(seconds), sum(cpu)
 
 
-def launch(directory: pathlib.Path, faults: list[str], standbys: int, timeout: float, model: str = "cnn", epochs: int = EPOCHS) -> list[Recovery]:
+def launch(
+    directory: pathlib.Path,
+    faults: list[str],
+    standbys: int,
+    timeout: float,
+    model: str = "cnn",
+    epochs: int = EPOCHS,
+) -> list[Recovery]:
     """One launch that is disturbed by these faults, one after the other.
 
     Raises:
@@ -113,9 +139,19 @@ def launch(directory: pathlib.Path, faults: list[str], standbys: int, timeout: f
     plan = "; ".join(FAULTS[fault] for fault in faults)
     words = [sys.executable, "-m", "tfdist", "launch", "--workers", "2", "--restarts", "9", "--hang-timeout", str(HANG_TIMEOUT), "--standby", str(standbys),
              "--log-dir", str(logs), "--chaos", plan, "--", str(script), str(directory), str(SAVE_FREQ), str(epochs), str(standbys), model]  # fmt: skip
-    done = subprocess.run(words, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout, check=False)
+    done = subprocess.run(
+        words,
+        cwd=directory,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
     if done.returncode:
-        raise ProcessFailed(f"`tfdist launch --chaos {plan!r}` ended with code {done.returncode}:\n{done.stdout[-4000:]}")
+        raise ProcessFailed(
+            f"`tfdist launch --chaos {plan!r}` ended with code {done.returncode}:\n{done.stdout[-4000:]}"
+        )
     return recoveries(read_journal(str(logs)), faults)
 
 
@@ -123,19 +159,43 @@ def recoveries(journal: list[dict], faults: list[str]) -> list[Recovery]:
     """What the journal of a launch says of its faults."""
     found = []
     for number, name in enumerate(faults):
-        fault = next(line for line in journal if line["event"] == "fault" and line["number"] == number)
+        fault = next(
+            line for line in journal if line["event"] == "fault" and line["number"] == number
+        )
         attempt = fault["attempt"] + 1
         later = [line for line in journal if line["time"] >= fault["time"]]
-        begin = next(line["time"] for line in later if line["event"] == "attempt" and line["attempt"] == attempt)
-        times = {event: next(line["time"] for line in later if line["event"] == event) for event in ("detected", "ended")}
+        begin = next(
+            line["time"]
+            for line in later
+            if line["event"] == "attempt" and line["attempt"] == attempt
+        )
+        times = {
+            event: next(line["time"] for line in later if line["event"] == event)
+            for event in ("detected", "ended")
+        }
         for event in ("started", "imported", "met", "joined", "built", "stepping"):
-            times[event] = max(line["time"] for line in later if line["event"] == event and line["attempt"] == attempt)
-        restored = [line for line in later if line["event"] == "restored" and begin < line["time"] < times["stepping"]]
+            times[event] = max(
+                line["time"]
+                for line in later
+                if line["event"] == event and line["attempt"] == attempt
+            )
+        restored = [
+            line
+            for line in later
+            if line["event"] == "restored" and begin < line["time"] < times["stepping"]
+        ]
         last = max(restored, key=lambda line: line["time"])
         times |= {"restored": last["time"], "fitting": last["time"] - last["seconds"]}
         ends = [fault["time"], *(times[event] for event, _, _ in STAGES)]
-        first = min(line["total"] for line in later if line["event"] == "stepping" and line["attempt"] == attempt)
-        stages = {event: end - before for (event, _, _), before, end in zip(STAGES, ends, ends[1:], strict=False)}
+        first = min(
+            line["total"]
+            for line in later
+            if line["event"] == "stepping" and line["attempt"] == attempt
+        )
+        stages = {
+            event: end - before
+            for (event, _, _), before, end in zip(STAGES, ends, ends[1:], strict=False)
+        }
         found.append(Recovery(name, stages, fault["total"] - (first - 1)))
     return found
 
@@ -148,8 +208,14 @@ def recover(faults: list[str], rounds: int, timeout: float) -> Recoveries:
             with tempfile.TemporaryDirectory(prefix="recovery-") as directory:
                 for each in launch(pathlib.Path(directory), faults, KINDS[kind], timeout):
                     found[kind][each.fault].append(each)
-            totals = "  ".join(f"{name} {total(each[-1]):.1f}" for name, each in found[kind].items())
-            print(f"launch {number + 1} of {rounds}, {kind}, seconds until the next step: {totals}", file=sys.stderr, flush=True)
+            totals = "  ".join(
+                f"{name} {total(each[-1]):.1f}" for name, each in found[kind].items()
+            )
+            print(
+                f"launch {number + 1} of {rounds}, {kind}, seconds until the next step: {totals}",
+                file=sys.stderr,
+                flush=True,
+            )
     return found
 
 
@@ -160,8 +226,14 @@ def restart_large(rounds: int, timeout: float) -> Recoveries:
         for model in LARGE:
             for kind in KINDS if number % 2 == 0 else reversed(KINDS):
                 with tempfile.TemporaryDirectory(prefix="recovery-") as directory:
-                    found[model][kind] += launch(pathlib.Path(directory), ["worker"], KINDS[kind], timeout, model, epochs=1)
-                print(f"{model}, {kind}: {total(found[model][kind][-1]):.1f} s until the next step", file=sys.stderr, flush=True)
+                    found[model][kind] += launch(
+                        pathlib.Path(directory), ["worker"], KINDS[kind], timeout, model, epochs=1
+                    )
+                print(
+                    f"{model}, {kind}: {total(found[model][kind][-1]):.1f} s until the next step",
+                    file=sys.stderr,
+                    flush=True,
+                )
     return found
 
 
@@ -180,7 +252,11 @@ def save(rounds: int, epochs: int, cores: list[int], timeout: float) -> Saves:
                 for key in FREQUENCIES if number % 2 == 0 else reversed(FREQUENCIES):
                     seconds[key].append(team.measure(key, epochs))
                 times = "  ".join(f"{key} {1e3 * seconds[key][-1][0]:.1f}" for key in FREQUENCIES)
-                print(f"{workers} workers, fit {number + 1} of {FITS * rounds}, ms per epoch: {times}", file=sys.stderr, flush=True)
+                print(
+                    f"{workers} workers, fit {number + 1} of {FITS * rounds}, ms per epoch: {times}",
+                    file=sys.stderr,
+                    flush=True,
+                )
     return found
 
 
@@ -196,71 +272,201 @@ def ours(recovery: Recovery) -> float:
 
 def judge(recoveries: Recoveries, saved: Saves) -> list[dict]:
     """The figures that have a bar; the worst of all rounds, but of saves the median ratio."""
-    found = {name: [*recoveries["standby"][name], *recoveries["fresh"][name]] for name in FAULTS} if recoveries else {}
-    ready = [each for name in ("worker", "chief", "writing") for each in recoveries["standby"][name]] if recoveries else []
+    found = (
+        {name: [*recoveries["standby"][name], *recoveries["fresh"][name]] for name in FAULTS}
+        if recoveries
+        else {}
+    )
+    ready = (
+        [each for name in ("worker", "chief", "writing") for each in recoveries["standby"][name]]
+        if recoveries
+        else []
+    )
     killed = [each for name in ("worker", "chief", "writing") for each in found.get(name, [])]
     within = [each for name in ("worker", "chief", "hung") for each in found.get(name, [])]
     rows: list[tuple[str, float | None, str, float]] = [
-        ("detection of a dead process, s", max((each.stages["detected"] for each in killed), default=None), "<", DETECTION),
-        ("detection of a hung process, s", max((each.stages["detected"] for each in found.get("hung", [])), default=None), "<=", HANG_BOUND),
-        ("from kill to next step with standby processes, median, s", statistics.median(map(total, ready)) if ready else None, "<=", RECOVERY),
-        ("of it tfdist's own, median, s", statistics.median(map(ours, ready)) if ready else None, "<=", OWN),
-        (f"lost steps, saved every {SAVE_FREQ}", max((each.lost for each in within), default=None), "<=", SAVE_FREQ),
+        (
+            "detection of a dead process, s",
+            max((each.stages["detected"] for each in killed), default=None),
+            "<",
+            DETECTION,
+        ),
+        (
+            "detection of a hung process, s",
+            max((each.stages["detected"] for each in found.get("hung", [])), default=None),
+            "<=",
+            HANG_BOUND,
+        ),
+        (
+            "from kill to next step with standby processes, median, s",
+            statistics.median(map(total, ready)) if ready else None,
+            "<=",
+            RECOVERY,
+        ),
+        (
+            "of it tfdist's own, median, s",
+            statistics.median(map(ours, ready)) if ready else None,
+            "<=",
+            OWN,
+        ),
+        (
+            f"lost steps, saved every {SAVE_FREQ}",
+            max((each.lost for each in within), default=None),
+            "<=",
+            SAVE_FREQ,
+        ),
     ]
     for workers, seconds in saved.items():
-        ratios = [1 - none[0] / some[0] for none, some in zip(seconds["none"], seconds[str(SAVE_FREQ)], strict=True)]
+        ratios = [
+            1 - none[0] / some[0]
+            for none, some in zip(seconds["none"], seconds[str(SAVE_FREQ)], strict=True)
+        ]
         name = f"throughput lost by saves every {SAVE_FREQ} steps, {workers} worker{'s' * (workers > 1)}"
         rows.append((name, statistics.median(ratios) if ratios else None, "<", COST))
     return [
-        {"name": name, "value": value, "bar": f"{sign} {bar}", "passed": None if value is None else value < bar or (sign == "<=" and value == bar)}
+        {
+            "name": name,
+            "value": value,
+            "bar": f"{sign} {bar}",
+            "passed": None if value is None else value < bar or (sign == "<=" and value == bar),
+        }
         for name, value, sign, bar in rows
     ]
 
 
-def report(recoveries: Recoveries, large: Recoveries, saved: Saves, verdicts: list[dict], facts: dict) -> str:
+def report(
+    recoveries: Recoveries, large: Recoveries, saved: Saves, verdicts: list[dict], facts: dict
+) -> str:
     """The Markdown that is printed and written."""
-    lines = ["# What a failure and what a save costs", "", *(f"- {key}: {value}" for key, value in facts.items()), ""]
-    lines += ["The CNN of `configs/digits.py`: 24 steps of 64 images an epoch. Medians over the rounds, min..max in brackets.", "", *table("bar", "measured", "", "")]
+    lines = [
+        "# What a failure and what a save costs",
+        "",
+        *(f"- {key}: {value}" for key, value in facts.items()),
+        "",
+    ]
+    lines += [
+        "The CNN of `configs/digits.py`: 24 steps of 64 images an epoch. Medians over the rounds, min..max in brackets.",
+        "",
+        *table("bar", "measured", "", ""),
+    ]
     for each in verdicts:
         value = "" if each["value"] is None else f"{each['value']:.3g}"
-        lines += row(each["name"], value, each["bar"], verdict(each["passed"], each["value"] is not None))
+        lines += row(
+            each["name"], value, each["bar"], verdict(each["passed"], each["value"] is not None)
+        )
     for kind, found in recoveries.items():
         names = list(found)
-        how = "With standby processes" if KINDS[kind] else "Without standby processes (`--standby 0`)"
-        lines += ["", f"## {how}: from a failure to the next step", "", "Two workers on this machine, `tfdist launch --chaos`. Seconds.", ""]
+        how = (
+            "With standby processes" if KINDS[kind] else "Without standby processes (`--standby 0`)"
+        )
+        lines += [
+            "",
+            f"## {how}: from a failure to the next step",
+            "",
+            "Two workers on this machine, `tfdist launch --chaos`. Seconds.",
+            "",
+        ]
         lines += table("stage", *(TITLES[name] for name in names), "whose time")
         for event, title, whose in STAGES:
-            lines += row(title, *(spread([each.stages[event] for each in found[name]], ".2f") for name in names), whose)
-        lines += row("**all**", *(spread(list(map(total, found[name])), ".1f") for name in names), "")
-        lines += row("**tfdist's own**", *(spread([ours(each) for each in found[name]], ".2f") for name in names), "")
-        lines += row(f"steps lost, saved every {SAVE_FREQ}", *(spread([each.lost for each in found[name]], ".0f") for name in names), "")
+            lines += row(
+                title,
+                *(spread([each.stages[event] for each in found[name]], ".2f") for name in names),
+                whose,
+            )
+        lines += row(
+            "**all**", *(spread(list(map(total, found[name])), ".1f") for name in names), ""
+        )
+        lines += row(
+            "**tfdist's own**",
+            *(spread([ours(each) for each in found[name]], ".2f") for name in names),
+            "",
+        )
+        lines += row(
+            f"steps lost, saved every {SAVE_FREQ}",
+            *(spread([each.lost for each in found[name]], ".0f") for name in names),
+            "",
+        )
     if recoveries:
         lines += ["", "A file is written while training goes on. A chief that is killed before the file is complete takes it along: then the snapshot",
                   "before it counts, and the steps run since the save began are lost besides those of an interval."]  # fmt: skip
     if large:
         columns = [(model, kind) for model in large for kind in KINDS]
-        lines += ["", "## Larger models: from the death of a worker to the next step", "", f"Two workers, batches of 4. Rounds: {len(next(iter(large.values()))['fresh'])}. Seconds.", ""]
-        lines += table("stage", *(f"{LARGE[model]}, {'standby' if KINDS[kind] else 'without'}" for model, kind in columns), "whose time")
+        lines += [
+            "",
+            "## Larger models: from the death of a worker to the next step",
+            "",
+            f"Two workers, batches of 4. Rounds: {len(next(iter(large.values()))['fresh'])}. Seconds.",
+            "",
+        ]
+        lines += table(
+            "stage",
+            *(
+                f"{LARGE[model]}, {'standby' if KINDS[kind] else 'without'}"
+                for model, kind in columns
+            ),
+            "whose time",
+        )
         for event, title, whose in STAGES:
-            lines += row(title, *(spread([each.stages[event] for each in large[model][kind]], ".2f") for model, kind in columns), whose)
-        lines += row("**all**", *(spread(list(map(total, large[model][kind])), ".1f") for model, kind in columns), "")
-        lines += row("**tfdist's own**", *(spread(list(map(ours, large[model][kind])), ".2f") for model, kind in columns), "")
+            lines += row(
+                title,
+                *(
+                    spread([each.stages[event] for each in large[model][kind]], ".2f")
+                    for model, kind in columns
+                ),
+                whose,
+            )
+        lines += row(
+            "**all**",
+            *(spread(list(map(total, large[model][kind])), ".1f") for model, kind in columns),
+            "",
+        )
+        lines += row(
+            "**tfdist's own**",
+            *(spread(list(map(ours, large[model][kind])), ".2f") for model, kind in columns),
+            "",
+        )
     for workers, seconds in saved.items():
-        lines += ["", f"## Saving, {'one worker on two cores' if workers == 1 else 'two workers, each on a core of its own'}", ""]
-        lines += table("backups", "steps/s", "throughput lost", "CPU ms per step", "CPU ms more per save")
+        lines += [
+            "",
+            f"## Saving, {'one worker on two cores' if workers == 1 else 'two workers, each on a core of its own'}",
+            "",
+        ]
+        lines += table(
+            "backups", "steps/s", "throughput lost", "CPU ms per step", "CPU ms more per save"
+        )
         for key, title in FREQUENCIES.items():
             pairs = list(zip(seconds["none"], seconds[key], strict=True))
             saves = STEPS / SAVE_FREQ if key.isdecimal() else 1
             lost = spread([1 - a / b for (a, _), (b, _) in pairs], ".1%") if key != "none" else ""
-            more = spread([1e3 * (b - a) / saves for (_, a), (_, b) in pairs], ".1f") if key != "none" else ""
-            lines += row(title, spread([STEPS / s for s, _ in seconds[key]], ".1f"), lost, spread([1e3 * c / STEPS for _, c in seconds[key]], ".1f"), more)
+            more = (
+                spread([1e3 * (b - a) / saves for (_, a), (_, b) in pairs], ".1f")
+                if key != "none"
+                else ""
+            )
+            lines += row(
+                title,
+                spread([STEPS / s for s, _ in seconds[key]], ".1f"),
+                lost,
+                spread([1e3 * c / STEPS for _, c in seconds[key]], ".1f"),
+                more,
+            )
     return "\n".join(lines) + "\n"
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--parts", nargs="+", choices=("recover", "large", "save"), default=["recover", "large", "save"], help="default: all")
-    add_options(parser, ROUNDS, f"timed epochs of {STEPS} steps per `save_freq` and round, default {SAVE_EPOCHS}")
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        choices=("recover", "large", "save"),
+        default=["recover", "large", "save"],
+        help="default: all",
+    )
+    add_options(
+        parser,
+        ROUNDS,
+        f"timed epochs of {STEPS} steps per `save_freq` and round, default {SAVE_EPOCHS}",
+    )
     args = parser.parse_args(argv)
     fill_options(args, ROUNDS, quick_steps=2)
     args.cores = cores(parser)
@@ -274,15 +480,25 @@ def main(argv: list[str]) -> int:
     try:
         found = recover(faults, args.rounds, args.timeout) if "recover" in args.parts else {}
         large = restart_large(args.rounds, args.timeout) if "large" in args.parts else {}
-        saved = save(args.rounds, args.steps or SAVE_EPOCHS, args.cores, args.timeout) if "save" in args.parts else {}
+        saved = (
+            save(args.rounds, args.steps or SAVE_EPOCHS, args.cores, args.timeout)
+            if "save" in args.parts
+            else {}
+        )
     except (ProcessFailed, subprocess.TimeoutExpired) as failure:
         print(f"recovery: {failure}", file=sys.stderr)
         return 2
     verdicts = judge(found, saved)
     text = report(found, large, saved, verdicts, facts)
     figures = {
-        "recoveries": {kind: {name: list(map(dataclasses.asdict, values)) for name, values in each.items()} for kind, each in found.items()},
-        "larger_models": {model: {kind: list(map(dataclasses.asdict, values)) for kind, values in each.items()} for model, each in large.items()},
+        "recoveries": {
+            kind: {name: list(map(dataclasses.asdict, values)) for name, values in each.items()}
+            for kind, each in found.items()
+        },
+        "larger_models": {
+            model: {kind: list(map(dataclasses.asdict, values)) for kind, values in each.items()}
+            for model, each in large.items()
+        },
         "seconds_per_epoch": saved,
     }
     return conclude(args, "recovery", text, {"about": facts, "bars": verdicts, **figures})

@@ -52,7 +52,10 @@ def theory(way: str, processes: int, weights: int, layer: float) -> dict[str, fl
     if way.startswith("zero"):
         resident = weights + 3 * weights / processes
         return {"resident": resident, "peak": resident + weights + weights / processes}
-    return {"resident": 3 * weights / processes, "peak": 4 * weights / processes + (layer if way == "fsdp" else weights)}
+    return {
+        "resident": 3 * weights / processes,
+        "peak": 4 * weights / processes + (layer if way == "fsdp" else weights),
+    }
 
 
 def measure(way: str, processes: int, args: argparse.Namespace) -> tuple[int, list[dict]]:
@@ -64,7 +67,15 @@ def measure(way: str, processes: int, args: argparse.Namespace) -> tuple[int, li
             members = []
             for rank in range(processes):
                 core = args.cores[rank % len(args.cores)]
-                job = Job(way, args.width, args.blocks, args.batch, cluster.for_task("worker", rank), core, args.timeout)
+                job = Job(
+                    way,
+                    args.width,
+                    args.blocks,
+                    args.batch,
+                    cluster.for_task("worker", rank),
+                    core,
+                    args.timeout,
+                )
                 members.append(team.start(f"worker-{rank}", serve, job))
             weights = team.answers(members, "build the model")[0]
             team.order(members, args.steps)
@@ -79,26 +90,61 @@ def judge(results: dict) -> list[dict]:
     for (way, processes), found in results.items():
         for kind, expected in theory(way, processes, found["weights"], found["layer"]).items():
             off = found[kind] / expected - 1
-            verdicts.append({"name": f"{way}, {processes} processes: {kind} bytes against theory", "bar": NEAR, "found": off, "passed": abs(off) <= NEAR})
+            verdicts.append(
+                {
+                    "name": f"{way}, {processes} processes: {kind} bytes against theory",
+                    "bar": NEAR,
+                    "found": off,
+                    "passed": abs(off) <= NEAR,
+                }
+            )
     plain = results.get(("data parallel", 2))
     for (way, processes), found in results.items() if plain else ():
         if found is plain:
             continue
         off = max(abs(a / b - 1) for a in found["losses"] for b in plain["losses"])
-        verdicts.append({"name": f"{way}, {processes} processes: loss against data parallel", "bar": SAME, "found": off, "passed": off <= SAME})
+        verdicts.append(
+            {
+                "name": f"{way}, {processes} processes: loss against data parallel",
+                "bar": SAME,
+                "found": off,
+                "passed": off <= SAME,
+            }
+        )
         if processes == 2:
-            ratio = statistics.median(a / b for a, b in zip(found["seconds"], plain["seconds"], strict=True))
-            verdicts.append({"name": f"{way}, 2 processes: step time over that of data parallel", "bar": 1.0, "found": ratio, "passed": ratio <= 1})
+            ratio = statistics.median(
+                a / b for a, b in zip(found["seconds"], plain["seconds"], strict=True)
+            )
+            verdicts.append(
+                {
+                    "name": f"{way}, 2 processes: step time over that of data parallel",
+                    "bar": 1.0,
+                    "found": ratio,
+                    "passed": ratio <= 1,
+                }
+            )
     if ("fsdp", 4) in results:
         for kind, bar in zip(("resident", "peak"), TO_BEAT, strict=True):
             found = results["fsdp", 4][kind] / MIB
-            verdicts.append({"name": f"fsdp, 4 processes: {kind} MiB of the prototype", "bar": bar, "found": found, "passed": found <= bar})
+            verdicts.append(
+                {
+                    "name": f"fsdp, 4 processes: {kind} MiB of the prototype",
+                    "bar": bar,
+                    "found": found,
+                    "passed": found <= bar,
+                }
+            )
     return verdicts
 
 
 def report(results: dict, verdicts: list[dict], facts: dict) -> str:
     """The Markdown that is printed and written."""
-    lines = ["# What sharding saves, and what it costs", "", *(f"- {key}: {value}" for key, value in facts.items()), ""]
+    lines = [
+        "# What sharding saves, and what it costs",
+        "",
+        *(f"- {key}: {value}" for key, value in facts.items()),
+        "",
+    ]
     lines += ["MiB of tensors per process, of the process with the most, as TensorFlow's allocator counts them, which rounds up. In theory P bytes of weights",
               "make 3 P resident with data parallel, P + 3 P / N with ZeRO stages 1 and 2, and 3 P / N with FSDP: weights and Adam's two slots. In a step",
               "gradients come to it, and their sums: 2 P; P + P / N with ZeRO, which keeps a part of the sums; P / N and a layer's weights with FSDP. Seconds: the quickest step of the slowest",
@@ -106,21 +152,42 @@ def report(results: dict, verdicts: list[dict], facts: dict) -> str:
               "Bars. Bytes: within 10 % of theory, which leaves out the batch, activations and what is under way. Step time in 2 processes: at most data parallel's of the",
               f"same round, as memory is not to be paid for with time. Loss, the mean over all steps: within {SAME:g} of data parallel's, as sums are rounded in another",
               "order, and nothing else may differ. MiB of the prototype: what this project's first FSDP took.", ""]  # fmt: skip
-    lines += table("", "processes", "MiB resident", "in theory", "MiB in a step", "in theory", "s/step")
+    lines += table(
+        "", "processes", "MiB resident", "in theory", "MiB in a step", "in theory", "s/step"
+    )
     for (way, processes), found in results.items():
         expected = theory(way, processes, found["weights"], found["layer"])
-        pairs = [f"{each[kind] / MIB:.0f}" for kind in ("resident", "peak") for each in (found, expected)]
+        pairs = [
+            f"{each[kind] / MIB:.0f}" for kind in ("resident", "peak") for each in (found, expected)
+        ]
         lines += row(way, str(processes), *pairs, spread(found["seconds"], ".2f"))
     lines += ["", *table("", "bar", "found", "")]
     for each in verdicts:
-        lines += row(each["name"], f"{each['bar']:.3g}", f"{each['found']:.3g}", verdict(each["passed"], True))
+        lines += row(
+            each["name"],
+            f"{each['bar']:.3g}",
+            f"{each['found']:.3g}",
+            verdict(each["passed"], True),
+        )
     return "\n".join(lines) + "\n"
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--ways", nargs="+", choices=sorted({way for ways in CONTENDERS.values() for way in ways}), help="default: all")
-    parser.add_argument("--processes", nargs="+", type=int, choices=sorted(CONTENDERS), default=sorted(CONTENDERS), help="default: all")
+    parser.add_argument(
+        "--ways",
+        nargs="+",
+        choices=sorted({way for ways in CONTENDERS.values() for way in ways}),
+        help="default: all",
+    )
+    parser.add_argument(
+        "--processes",
+        nargs="+",
+        type=int,
+        choices=sorted(CONTENDERS),
+        default=sorted(CONTENDERS),
+        help="default: all",
+    )
     add_options(parser, ROUNDS, f"timed steps, default {STEPS}")
     args = parser.parse_args(argv)
     fill_options(args, ROUNDS, quick_steps=2)
@@ -137,22 +204,40 @@ def main(argv: list[str]) -> int:
     try:
         for number in range(args.rounds):
             for processes in args.processes:
-                for way in CONTENDERS[processes] if number % 2 == 0 else CONTENDERS[processes][::-1]:
+                for way in (
+                    CONTENDERS[processes] if number % 2 == 0 else CONTENDERS[processes][::-1]
+                ):
                     if args.ways and way not in args.ways:
                         continue
                     weights, found = measure(way, processes, args)
-                    entry = results.setdefault((way, processes), {"weights": weights, "layer": 32 * args.width**2, "seconds": [], "losses": []})
+                    entry = results.setdefault(
+                        (way, processes),
+                        {
+                            "weights": weights,
+                            "layer": 32 * args.width**2,
+                            "seconds": [],
+                            "losses": [],
+                        },
+                    )
                     entry["seconds"].append(max(each["seconds"] for each in found))
                     for kind in ("resident", "peak"):
                         entry[kind] = max(entry.get(kind, 0), *(each[kind] for each in found))
                     entry["losses"].append(found[0]["loss"])
-                    print(f"{way}, {processes} processes, round {number + 1}: {entry}", file=sys.stderr, flush=True)
+                    print(
+                        f"{way}, {processes} processes, round {number + 1}: {entry}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
     except ProcessFailed as failure:
         print(f"sharding: {failure}", file=sys.stderr)
         return 2
     facts["Parameters"] = f"{next(iter(results.values()))['weights'] // 4:,}"
     verdicts = judge(results)
-    document = {"about": facts, "bars": verdicts, "results": [{"way": way, "processes": n, **found} for (way, n), found in results.items()]}
+    document = {
+        "about": facts,
+        "bars": verdicts,
+        "results": [{"way": way, "processes": n, **found} for (way, n), found in results.items()],
+    }
     return conclude(args, "sharding", report(results, verdicts, facts), document)
 
 

@@ -46,7 +46,10 @@ TITLES = {
 }
 # Model -> (variant, measured against, at least so many times its speed).
 SPEED = {"mlp50": [("zero2 bfloat16", STOCK, 1.6)], "cnn": [("diloco", "mean", 1.5)]}
-LOSS = {"cnn": [("diloco", "mean", 0.01)], "mlp": [("diloco", "mean", 0.01)]}  # ... at most so much less accurate
+LOSS = {
+    "cnn": [("diloco", "mean", 0.01)],
+    "mlp": [("diloco", "mean", 0.01)],
+}  # ... at most so much less accurate
 
 
 class Team(Processes):
@@ -60,11 +63,18 @@ class Team(Processes):
         timeout: Seconds that any answer may take.
     """
 
-    def __init__(self, framework: str, model: Model, cores: list[int], logs: pathlib.Path, timeout: float):
+    def __init__(
+        self, framework: str, model: Model, cores: list[int], logs: pathlib.Path, timeout: float
+    ):
         super().__init__(framework, logs, timeout)
         cluster = ClusterSpec.local(len(cores))
-        jobs = [Job(framework, model, cluster.for_task("worker", rank), core, timeout) for rank, core in enumerate(cores)]
-        self._workers = [self.start(f"{framework}-worker-{rank}", serve, job) for rank, job in enumerate(jobs)]
+        jobs = [
+            Job(framework, model, cluster.for_task("worker", rank), core, timeout)
+            for rank, core in enumerate(cores)
+        ]
+        self._workers = [
+            self.start(f"{framework}-worker-{rank}", serve, job) for rank, job in enumerate(jobs)
+        ]
 
     def ready(self) -> int:
         """Waits until the models are built; returns their number of parameters."""
@@ -94,23 +104,43 @@ def measure(name: str, args: argparse.Namespace) -> dict:
             stack.callback(team.end)
         parameters = {team.ready() for team in teams.values()}
         if len(parameters) != 1:
-            raise ProcessFailed(f"{model.title}: the frameworks built different models; parameters: {parameters}")
+            raise ProcessFailed(
+                f"{model.title}: the frameworks built different models; parameters: {parameters}"
+            )
         of = {variant: teams[STOCK if variant == STOCK else "tfdist"] for variant in variants}
         epochs = args.epochs or EPOCHS[name]
         compared = {v for verdict in LOSS.get(name, []) for v in verdict[:2]}
         seeds = {v: SEEDS if v in compared and not args.quick else 1 for v in variants}
         accuracy = {}
         for variant in variants:  # the first training traces and compiles, too
-            found = [max(of[variant].ask("accuracy", variant, epochs, seed)) for seed in range(1, 1 + seeds[variant])]
+            found = [
+                max(of[variant].ask("accuracy", variant, epochs, seed))
+                for seed in range(1, 1 + seeds[variant])
+            ]
             accuracy[variant] = statistics.mean(found)
-            print(f"{model.title}, {variant}: accuracies {', '.join(f'{each:.2%}' for each in found)}", file=sys.stderr, flush=True)
+            print(
+                f"{model.title}, {variant}: accuracies {', '.join(f'{each:.2%}' for each in found)}",
+                file=sys.stderr,
+                flush=True,
+            )
         for number in range(args.rounds):
             for variant in variants if number % 2 == 0 else reversed(variants):
                 seconds[variant].append(max(of[variant].ask("time", variant, steps)) / steps)
             rates = "  ".join(f"{variant} {1 / seconds[variant][-1]:.1f}" for variant in variants)
-            print(f"{model.title}, round {number + 1} of {args.rounds}, steps/s: {rates}", file=sys.stderr, flush=True)
+            print(
+                f"{model.title}, round {number + 1} of {args.rounds}, steps/s: {rates}",
+                file=sys.stderr,
+                flush=True,
+            )
         sent = {variant: max(of[variant].ask("bytes", variant)) for variant in VARIANTS}
-    return {"parameters": parameters.pop(), "steps": steps, "seconds": seconds, "bytes": sent, "accuracy": accuracy, "trainings": seeds}
+    return {
+        "parameters": parameters.pop(),
+        "steps": steps,
+        "seconds": seconds,
+        "bytes": sent,
+        "accuracy": accuracy,
+        "trainings": seeds,
+    }
 
 
 def judge(results: dict) -> list[dict]:
@@ -118,43 +148,94 @@ def judge(results: dict) -> list[dict]:
     verdicts = []
     for name, result in results.items():
         for variant, other, bar in SPEED.get(name, []):
-            ratios = [b / a for a, b in zip(result["seconds"][variant], result["seconds"].get(other, []), strict=False)]
+            ratios = [
+                b / a
+                for a, b in zip(
+                    result["seconds"][variant], result["seconds"].get(other, []), strict=False
+                )
+            ]
             passed = statistics.median(ratios) >= bar if ratios else None
-            verdicts.append({"model": name, "what": f"speed of {variant} / {other}", "bar": f">= {bar}", "values": ratios, "passed": passed})
+            verdicts.append(
+                {
+                    "model": name,
+                    "what": f"speed of {variant} / {other}",
+                    "bar": f">= {bar}",
+                    "values": ratios,
+                    "passed": passed,
+                }
+            )
         for variant, other, bar in LOSS.get(name, []):
             less = result["accuracy"][other] - result["accuracy"][variant]
-            verdicts.append({"model": name, "what": f"accuracy of {other} - {variant}", "bar": f"<= {bar}", "values": [less], "passed": less <= bar})
+            verdicts.append(
+                {
+                    "model": name,
+                    "what": f"accuracy of {other} - {variant}",
+                    "bar": f"<= {bar}",
+                    "values": [less],
+                    "passed": less <= bar,
+                }
+            )
     return verdicts
 
 
 def report(results: dict, verdicts: list[dict], facts: dict) -> str:
     """The Markdown that is printed and written."""
-    lines = ["# What each way to exchange costs, and is worth", "", *(f"- {key}: {value}" for key, value in facts.items()), ""]
+    lines = [
+        "# What each way to exchange costs, and is worth",
+        "",
+        *(f"- {key}: {value}" for key, value in facts.items()),
+        "",
+    ]
     lines += ["Two workers on one machine, each on a core of its own with one thread, Adam, steps_per_execution 1. Images of 28 x 28 made of the digits.",
               "Medians over the rounds, min..max in brackets. Bytes are what a worker sends in a step, on average. Accuracy is that on digits that were left",
               f"out, after equally many examples; where a bar is about it, the mean of {SEEDS} trainings."]  # fmt: skip
     for name, result in results.items():
         model = MODELS[name]
-        lines += ["", f"## {model.title}: {result['parameters']:,} parameters, {model.replica_batch} examples per worker and step", ""]
+        lines += [
+            "",
+            f"## {model.title}: {result['parameters']:,} parameters, {model.replica_batch} examples per worker and step",
+            "",
+        ]
         lines += table("policy", "steps/s", "of the default's", "kB a step", "accuracy")
         for variant, seconds in result["seconds"].items():
             ratios = [b / a for a, b in zip(seconds, result["seconds"]["mean"], strict=True)]
             sent = f"{result['bytes'][variant] / 1e3:,.1f}" if variant in result["bytes"] else ""
             rates = spread([1 / s for s in seconds], ".1f")
-            lines += row(TITLES[variant], rates, spread(ratios, ".2f"), sent, f"{result['accuracy'][variant]:.2%}")
+            lines += row(
+                TITLES[variant],
+                rates,
+                spread(ratios, ".2f"),
+                sent,
+                f"{result['accuracy'][variant]:.2%}",
+            )
     if verdicts:
         lines += ["", *table("bar", "measured", "bar", "")]
         for each in verdicts:
             form = ".2f" if each["what"].startswith("speed") else ".4f"
-            lines += row(f"{MODELS[each['model']].title}: {each['what']}", spread(each["values"], form) if each["values"] else "", each["bar"], verdict(each["passed"], bool(each["values"])))
+            lines += row(
+                f"{MODELS[each['model']].title}: {each['what']}",
+                spread(each["values"], form) if each["values"] else "",
+                each["bar"],
+                verdict(each["passed"], bool(each["values"])),
+            )
     return "\n".join(lines) + "\n"
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: all")
-    add_options(parser, ROUNDS, f"timed steps per variant and round, default: {', '.join(f'{steps} ({name})' for name, steps in STEPS.items())}")
-    parser.add_argument("--epochs", type=int, help=f"of the digits, default: {', '.join(f'{epochs} ({name})' for name, epochs in EPOCHS.items())}")
+    parser.add_argument(
+        "--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: all"
+    )
+    add_options(
+        parser,
+        ROUNDS,
+        f"timed steps per variant and round, default: {', '.join(f'{steps} ({name})' for name, steps in STEPS.items())}",
+    )
+    parser.add_argument(
+        "--epochs",
+        type=int,
+        help=f"of the digits, default: {', '.join(f'{epochs} ({name})' for name, epochs in EPOCHS.items())}",
+    )
     args = parser.parse_args(argv)
     fill_options(args, ROUNDS, quick_steps=EVERY)
     args.cores, args.epochs = cores(parser), args.epochs or (1 if args.quick else None)
@@ -165,7 +246,12 @@ def main(argv: list[str]) -> int:
         print(f"sync: {failure}", file=sys.stderr)
         return 2
     verdicts = judge(results)
-    return conclude(args, "sync", report(results, verdicts, facts), {"about": facts, "bars": verdicts, "models": results})
+    return conclude(
+        args,
+        "sync",
+        report(results, verdicts, facts),
+        {"about": facts, "bars": verdicts, "models": results},
+    )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,9 @@ def get_config():
     config.name = "digits_ps"  # logs, backup and model go to runs/digits_ps
 
     config.data.name = "tfdist_digits"
-    config.data.global_batch = 32  # of one step, on one worker: more workers make more steps at a time, not smaller shares
+    config.data.global_batch = (
+        32  # of one step, on one worker: more workers make more steps at a time, not smaller shares
+    )
     config.data.cache = True
 
     config.model.name = "cnn"

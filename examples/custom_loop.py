@@ -28,7 +28,9 @@ def build():
 
 def main(_):
     strategy = tfdist.make_strategy()
-    dataset = tfdist.data.pipeline(tfdist.data.load("tfdist_digits", "train"), global_batch=GLOBAL_BATCH, tail="drop")
+    dataset = tfdist.data.pipeline(
+        tfdist.data.load("tfdist_digits", "train"), global_batch=GLOBAL_BATCH, tail="drop"
+    )
     with strategy.scope():
         model = build()
         model.optimizer.build(model.trainable_variables)
@@ -57,11 +59,16 @@ def main(_):
 
 def check(strategy, trained, loss):
     """Trains the same model on the same batches with `fit`; raises where the two differ."""
-    dataset = tfdist.data.pipeline(tfdist.data.load("tfdist_digits", "train"), global_batch=GLOBAL_BATCH, tail="drop")
+    dataset = tfdist.data.pipeline(
+        tfdist.data.load("tfdist_digits", "train"), global_batch=GLOBAL_BATCH, tail="drop"
+    )
     with strategy.scope():
         model = build()
     history = model.fit(dataset, epochs=FLAGS.epochs, verbose=0).history
-    pairs = [(loss, history["loss"][-1]), *zip(trained.get_weights(), model.get_weights(), strict=True)]
+    pairs = [
+        (loss, history["loss"][-1]),
+        *zip(trained.get_weights(), model.get_weights(), strict=True),
+    ]
     worst = max(float(tf.reduce_max(tf.abs(a - b))) for a, b in pairs)
     if worst > 1e-4:
         raise SystemExit(f"the loop and fit differ by {worst:g}")

@@ -20,7 +20,9 @@ from absl import flags
 import tfdist
 
 EPOCHS = flags.DEFINE_integer("epochs", 8, "Passes over the data.")
-GLOBAL_BATCH = flags.DEFINE_integer("global_batch", 64, "Examples per step, of all workers together.")
+GLOBAL_BATCH = flags.DEFINE_integer(
+    "global_batch", 64, "Examples per step, of all workers together."
+)
 LEARNING_RATE = flags.DEFINE_float("learning_rate", 3e-3, "Step size.")
 
 
@@ -32,7 +34,9 @@ def main(argv):
     train = tfdist.data.pipeline(
         tfdist.data.load("tfdist_digits", "train"), GLOBAL_BATCH.value, seed=args.seed
     )
-    test = tfdist.data.pipeline(tfdist.data.load("tfdist_digits", "test"), GLOBAL_BATCH.value, shuffle=False)
+    test = tfdist.data.pipeline(
+        tfdist.data.load("tfdist_digits", "test"), GLOBAL_BATCH.value, shuffle=False
+    )
 
     with strategy.scope():
         model = tfdist.models.build("cnn", input_shape=(8, 8, 1), classes=10)

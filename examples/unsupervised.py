@@ -1,8 +1,8 @@
 """Images without labels become codes of a few numbers, from which they are drawn again: a denoising autoencoder, by a loop of one's own.
 
-    python examples/unsupervised.py                                       # this machine's devices
-    python examples/unsupervised.py --devices cpu:0,cpu:1                 # two replicas
-    tfdist launch --workers 2 -- examples/unsupervised.py                 # two workers
+python examples/unsupervised.py                                       # this machine's devices
+python examples/unsupervised.py --devices cpu:0,cpu:1                 # two replicas
+tfdist launch --workers 2 -- examples/unsupervised.py                 # two workers
 """
 
 import keras
@@ -37,13 +37,28 @@ def show(image, _):
 def main(_):
     strategy = tfdist.make_strategy()
     keras.utils.set_random_seed(FLAGS.seed)
-    train = tfdist.data.pipeline(tfdist.data.load("tfdist_digits", "train"), GLOBAL_BATCH, seed=FLAGS.seed, transform=hide)
-    test = tfdist.data.pipeline(tfdist.data.load("tfdist_digits", "test"), GLOBAL_BATCH, shuffle=False, transform=show)
+    train = tfdist.data.pipeline(
+        tfdist.data.load("tfdist_digits", "train"), GLOBAL_BATCH, seed=FLAGS.seed, transform=hide
+    )
+    test = tfdist.data.pipeline(
+        tfdist.data.load("tfdist_digits", "test"), GLOBAL_BATCH, shuffle=False, transform=show
+    )
 
     def build():
-        encoder = [keras.layers.Flatten(), keras.layers.Dense(64, "relu"), keras.layers.Dense(FLAGS.code)]
-        decoder = [keras.layers.Dense(64, "relu"), keras.layers.Dense(64), keras.layers.Reshape([8, 8, 1])]
-        return {"encoder": keras.Sequential([keras.Input([8, 8, 1]), *encoder]), "decoder": keras.Sequential([keras.Input([FLAGS.code]), *decoder])}
+        encoder = [
+            keras.layers.Flatten(),
+            keras.layers.Dense(64, "relu"),
+            keras.layers.Dense(FLAGS.code),
+        ]
+        decoder = [
+            keras.layers.Dense(64, "relu"),
+            keras.layers.Dense(64),
+            keras.layers.Reshape([8, 8, 1]),
+        ]
+        return {
+            "encoder": keras.Sequential([keras.Input([8, 8, 1]), *encoder]),
+            "decoder": keras.Sequential([keras.Input([FLAGS.code]), *decoder]),
+        }
 
     state = loops.prepare_training(build, train, strategy, lambda: keras.optimizers.Adam(3e-3))
 
@@ -51,7 +66,9 @@ def main(_):
     def step(rows):
         """One replica's step; what is returned becomes the mean over the global batch."""
         gradients, logs = loops.train_step(loss, state, rows)
-        gradients = [tf.clip_by_value(g, -0.1, 0.1) for g in gradients]  # whatever one wants between the two
+        gradients = [
+            tf.clip_by_value(g, -0.1, 0.1) for g in gradients
+        ]  # whatever one wants between the two
         loops.update(state, gradients)
         return logs
 
@@ -62,7 +79,10 @@ def main(_):
             print(f"epoch {epoch + 1}: loss {float(sum(losses)) / len(losses):.5f}", flush=True)
     last = loops.evaluate(loss, state, test)["loss"]
     if state.is_chief:
-        print(f"test error {first:.5f} before, {last:.5f} after, with codes of {FLAGS.code} numbers", flush=True)
+        print(
+            f"test error {first:.5f} before, {last:.5f} after, with codes of {FLAGS.code} numbers",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

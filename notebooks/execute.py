@@ -28,10 +28,21 @@ CHATTER_GOES_ON = "To enable the following instructions: "
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("notebooks", nargs="*", type=pathlib.Path, help="files (all notebooks beside this program)")
-    parser.add_argument("--to", type=pathlib.Path, metavar="DIR", help="where the executed notebooks go (over the given ones)")
-    parser.add_argument("--timeout", type=int, default=600, metavar="S", help="seconds for one cell (600)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "notebooks", nargs="*", type=pathlib.Path, help="files (all notebooks beside this program)"
+    )
+    parser.add_argument(
+        "--to",
+        type=pathlib.Path,
+        metavar="DIR",
+        help="where the executed notebooks go (over the given ones)",
+    )
+    parser.add_argument(
+        "--timeout", type=int, default=600, metavar="S", help="seconds for one cell (600)"
+    )
     flags = parser.parse_args()
     if flags.to and not flags.to.is_dir():
         parser.error(f"--to: expected a directory, received {flags.to}, which is none")
@@ -104,7 +115,11 @@ def _tidy_outputs(outputs: list[nbformat.NotebookNode]) -> list[nbformat.Noteboo
     for output in kept:
         if output.output_type == "stream":
             lines = output.text.splitlines(keepends=True)
-            output.text = "".join(line for line in lines if not is_chatter(line) and not line.startswith(CHATTER_GOES_ON))
+            output.text = "".join(
+                line
+                for line in lines
+                if not is_chatter(line) and not line.startswith(CHATTER_GOES_ON)
+            )
     return [output for output in kept if output.output_type != "stream" or output.text.strip()]
 
 

@@ -21,13 +21,20 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--standby", type=int, default=1, help="0: start each process by exec, none from the fork server")
+    parser.addoption(
+        "--standby",
+        type=int,
+        default=1,
+        help="0: start each process by exec, none from the fork server",
+    )
 
 
 def pytest_configure(config):
     if config.getoption("standby") and sys.platform == "linux":
         foreign = ("TF_CONFIG", "TFDIST_", "SLURM_", "OMPI_")
-        environ = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+        environ = {
+            name: value for name, value in os.environ.items() if not name.startswith(foreign)
+        }
         forkserver.Popen.make_server = functools.partial(forkserver.Server.start, environ)
     # Under nohup, or in a script's background, these are ignored, here and in the processes that tests start.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -43,7 +50,9 @@ def pytest_runtest_protocol(item):
     if item.config.getoption("usepdb") or not seconds:
         return (yield)
     seconds = own.args[0] if own else seconds
-    faulthandler.dump_traceback_later(seconds + LATE, exit=True, file=item.config.stash[_real_stderr])
+    faulthandler.dump_traceback_later(
+        seconds + LATE, exit=True, file=item.config.stash[_real_stderr]
+    )
     try:
         return (yield)
     finally:

@@ -276,7 +276,9 @@ def main() -> None:
             job, files = fork.job, fork.files
 
 
-def _serve(connection: socket.socket, listener: socket.socket | None = None) -> tuple[dict, list[int]]:
+def _serve(
+    connection: socket.socket, listener: socket.socket | None = None
+) -> tuple[dict, list[int]]:
     """Fork a process for each job; return in that process alone."""
     while True:
         ready, _, _ = select.select([connection, *filter(None, [listener])], [], [])

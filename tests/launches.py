@@ -43,13 +43,17 @@ class Launch:
         fresh = {}
         if script is not None:
             (self.directory / "task.py").write_text(PRELUDE + script)
-            if not re.search(USES_TENSORFLOW, script):  # then a process starts more quickly than a large one forks
+            if not re.search(
+                USES_TENSORFLOW, script
+            ):  # then a process starts more quickly than a large one forks
                 fresh = {OFF: "1"}
         name, _, value = self._mark.partition("=")
         self._process = Popen(
             [*prefix, sys.executable, "-m", "tfdist", "launch", *flags, "--", *command],
             cwd=self.directory,
-            env=lean({**os.environ, "PYTHONPATH": str(ROOT), name: value, **fresh, **(environ or {})}),
+            env=lean(
+                {**os.environ, "PYTHONPATH": str(ROOT), name: value, **fresh, **(environ or {})}
+            ),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -87,7 +91,9 @@ class Launch:
 
     def pid_of(self, task):
         """Process id of a task."""
-        return next(pid for pid in self.living(tasks=True) if environ_of(pid).get("TFDIST_TASK") == task)
+        return next(
+            pid for pid in self.living(tasks=True) if environ_of(pid).get("TFDIST_TASK") == task
+        )
 
     def wait_for_nobody(self, seconds=5.0):
         deadline = time.monotonic() + seconds

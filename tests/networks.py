@@ -33,7 +33,18 @@ class Network:
             self._ip("link", "set", "bridge", "up")
             for host in range(1, count + 1):
                 self._hold(*self._enter(0), "unshare", "--net")
-                self._ip("link", "add", f"veth{host}", "type", "veth", "peer", "name", "eth0", "netns", str(self._holders[host].pid))
+                self._ip(
+                    "link",
+                    "add",
+                    f"veth{host}",
+                    "type",
+                    "veth",
+                    "peer",
+                    "name",
+                    "eth0",
+                    "netns",
+                    str(self._holders[host].pid),
+                )
                 self.join(host)
                 self._ip("link", "set", f"veth{host}", "up")
                 self._ip("addr", "add", f"{self.address(host)}/24", "dev", "eth0", host=host)
@@ -70,19 +81,35 @@ class Network:
                 holder.communicate(timeout=BOUND)
 
     def _enter(self, host: int) -> list[str]:
-        return ["nsenter", "--target", str(self._holders[host].pid), "--user", "--net", "--preserve-credentials", "--"]
+        return [
+            "nsenter",
+            "--target",
+            str(self._holders[host].pid),
+            "--user",
+            "--net",
+            "--preserve-credentials",
+            "--",
+        ]
 
     def _hold(self, *words: str) -> None:
         """A process whose namespaces stay as long as this one lives."""
         command = [*words, "sh", "-c", "ip link set lo up && echo ready && exec cat"]
-        holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        holder = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         self._holders.append(holder)
         assert holder.stdout is not None
         if holder.stdout.readline() != "ready\n":
             raise OSError(f"{' '.join(words)}: {holder.communicate()[1].strip()}")
 
     def _ip(self, *words: str, host: int = 0) -> None:
-        done = subprocess.run([*self._enter(host), "ip", *words], capture_output=True, text=True, timeout=BOUND)
+        done = subprocess.run(
+            [*self._enter(host), "ip", *words], capture_output=True, text=True, timeout=BOUND
+        )
         if done.returncode:
             raise OSError(f"ip {' '.join(words)}: {done.stderr.strip()}")
 

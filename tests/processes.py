@@ -24,11 +24,17 @@ class Group:
     directory: pathlib.Path
     processes: dict[str, subprocess.Popen] = dataclasses.field(default_factory=dict)
 
-    def start(self, name: str, command: Sequence[str], stderr: int = subprocess.STDOUT, **environ: str) -> subprocess.Popen:
+    def start(
+        self, name: str, command: Sequence[str], stderr: int = subprocess.STDOUT, **environ: str
+    ) -> subprocess.Popen:
         """Starts a command; its output goes to `<name>.log`, and so do its errors, unless `stderr` says otherwise."""
         with open(self.directory / f"{name}.log", "w", encoding="utf-8") as log:
             self.processes[name] = Popen(
-                command, stdout=log, stderr=stderr, env=environment(**environ), start_new_session=True
+                command,
+                stdout=log,
+                stderr=stderr,
+                env=environment(**environ),
+                start_new_session=True,
             )
         return self.processes[name]
 
@@ -39,9 +45,13 @@ class Group:
         """Waits until a process' output matches a pattern, and returns when it did; fails with all logs otherwise."""
         end = time.monotonic() + seconds
         while not re.search(pattern, self.log(name), re.DOTALL):
-            ended = self.processes[name].poll() is not None and not re.search(pattern, self.log(name), re.DOTALL)
+            ended = self.processes[name].poll() is not None and not re.search(
+                pattern, self.log(name), re.DOTALL
+            )
             if ended or time.monotonic() > end:
-                raise AssertionError(f"{name} did not say {pattern!r} within {seconds:g} s\n{self.logs()}")
+                raise AssertionError(
+                    f"{name} did not say {pattern!r} within {seconds:g} s\n{self.logs()}"
+                )
             time.sleep(0.05)
         return time.monotonic()
 
@@ -52,7 +62,9 @@ class Group:
             try:
                 process.wait(max(0.1, end - time.monotonic()))
             except subprocess.TimeoutExpired:
-                raise AssertionError(f"{name} is still running after {seconds:g} s\n{self.logs()}") from None
+                raise AssertionError(
+                    f"{name} is still running after {seconds:g} s\n{self.logs()}"
+                ) from None
         return {name: process.returncode for name, process in self.processes.items()}
 
     def succeed(self, seconds: float) -> None:
@@ -61,7 +73,9 @@ class Group:
         assert not any(codes.values()), f"exit codes {codes}\n{self.logs()}"
 
     def logs(self, characters: int = 4000) -> str:
-        return "\n".join(f"--- {name}.log\n{self.log(name)[-characters:]}" for name in self.processes)
+        return "\n".join(
+            f"--- {name}.log\n{self.log(name)[-characters:]}" for name in self.processes
+        )
 
 
 @contextlib.contextmanager
@@ -79,18 +93,27 @@ def group(directory: pathlib.Path) -> Iterator[Group]:
 
 def environment(**more: str) -> Mapping[str, str]:
     """This process' environment without what a launcher or scheduler may have left in it."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("TF_CONFIG", "TFDIST_", "SLURM_", "OMPI_"))}
+    kept = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("TF_CONFIG", "TFDIST_", "SLURM_", "OMPI_"))
+    }
     return lean({**kept, "TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1", **more})
 
 
 def lean(environ: Mapping[str, str]) -> dict[str, str]:
     """An environment whose Python processes start quickly."""
-    return {**environ, "PYTHONPATH": os.pathsep.join([*filter(None, [environ.get("PYTHONPATH")]), str(LEAN)])}
+    return {
+        **environ,
+        "PYTHONPATH": os.pathsep.join([*filter(None, [environ.get("PYTHONPATH")]), str(LEAN)]),
+    }
 
 
 def run(command: Sequence[str], timeout: float = 120.0, **options) -> subprocess.CompletedProcess:
     """`subprocess.run` for text, of a process that may be a fork; fails when it takes too long."""
-    with Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as process:
+    with Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    ) as process:
         try:
             out, err = process.communicate(timeout=timeout)
         except BaseException:
@@ -114,7 +137,9 @@ def workers(members: Group, count: int, command: Sequence[str], **environ: str) 
     spec = ClusterSpec.local(workers=count)
     for index in range(count):
         config = spec.for_task("worker", index).to_tf_config()
-        members.start(f"worker-{index}", [c.format(index=index) for c in command], TF_CONFIG=config, **environ)
+        members.start(
+            f"worker-{index}", [c.format(index=index) for c in command], TF_CONFIG=config, **environ
+        )
 
 
 PYTHON = sys.executable

@@ -19,7 +19,9 @@ from typing import Any
 from tests.processes import PYTHON, group
 
 SECONDS = 90  # for the server to start, or one answer; two to ten on an idle machine
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+BROWSER = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +42,11 @@ class Server:
 
     def post(self, path: str, value: Any) -> Any:
         """What it answers to a JSON object."""
-        request = urllib.request.Request(f"{self.url}/data/{path}", json.dumps(value).encode(), {"Content-Type": "application/json"})
+        request = urllib.request.Request(
+            f"{self.url}/data/{path}",
+            json.dumps(value).encode(),
+            {"Content-Type": "application/json"},
+        )
         with urllib.request.urlopen(request, timeout=SECONDS) as answer:
             return json.loads(answer.read())
 
@@ -48,10 +54,22 @@ class Server:
         """A PNG of one of its tabs, such as "timeseries"."""
         assert BROWSER is not None
         profile = path.with_suffix(".profile")
-        flags = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}", f"--window-size={size}"]
+        flags = [
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            f"--user-data-dir={profile}",
+            f"--window-size={size}",
+        ]
         flags += ["--virtual-time-budget=20000", f"--screenshot={path}"]
         try:
-            subprocess.run([BROWSER, *flags, f"{self.url}/#{tab}"], check=True, timeout=SECONDS, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            subprocess.run(
+                [BROWSER, *flags, f"{self.url}/#{tab}"],
+                check=True,
+                timeout=SECONDS,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
         finally:
             shutil.rmtree(profile, ignore_errors=True)
         return path.read_bytes()
@@ -61,7 +79,16 @@ class Server:
 def serving(logdir: pathlib.Path, scratch: pathlib.Path, runs: int = 1) -> Iterator[Server]:
     """A server that has read at least so many runs; its log goes to the directory `scratch`."""
     with group(scratch) as members:
-        words = ["--logdir", str(logdir), "--host", "127.0.0.1", "--port", "0", "--reload_interval", "1"]
+        words = [
+            "--logdir",
+            str(logdir),
+            "--host",
+            "127.0.0.1",
+            "--port",
+            "0",
+            "--reload_interval",
+            "1",
+        ]
         members.start("tensorboard", [PYTHON, "-m", "tensorboard.main", *words])
         members.says("tensorboard", r"at http://127\.0\.0\.1:\d+/", SECONDS)
         found = re.search(r"at (http://127\.0\.0\.1:\d+)/", members.log("tensorboard"))

@@ -21,8 +21,27 @@ LONGEST = 400  # lines of a file: the time to look for a second purpose
 
 # A room is a set of modules that may import each other; it imports rooms of lower levels, and no others.
 LEVELS = (
-    ({"addresses", "cluster"}, {"arguments"}, {"words"}, {"signals"}, {"limits"}, {"contract", "chaos"}, {"config", "functions"}, {"sync"}, {"telemetry"}, {"keras_compat"}),
-    ({"resolvers"}, {"handshake", "preflight"}, {"flags", "app"}, {"data"}, {"backup"}, {"models"}, {"layers"}),
+    (
+        {"addresses", "cluster"},
+        {"arguments"},
+        {"words"},
+        {"signals"},
+        {"limits"},
+        {"contract", "chaos"},
+        {"config", "functions"},
+        {"sync"},
+        {"telemetry"},
+        {"keras_compat"},
+    ),
+    (
+        {"resolvers"},
+        {"handshake", "preflight"},
+        {"flags", "app"},
+        {"data"},
+        {"backup"},
+        {"models"},
+        {"layers"},
+    ),
     ({"parallel"},),
     ({"train"},),
     ({"strategies"},),
@@ -30,7 +49,18 @@ LEVELS = (
     ({"run", "building", "inputs", "observers"},),
     ({"tools"},),
 )
-LAUNCH_SEES = {"arguments", "limits", "words", "signals", "contract", "chaos", "config", "addresses", "cluster", "resolvers"}
+LAUNCH_SEES = {
+    "arguments",
+    "limits",
+    "words",
+    "signals",
+    "contract",
+    "chaos",
+    "config",
+    "addresses",
+    "cluster",
+    "resolvers",
+}
 DOORS = {"__init__", "__main__", "cli"}  # they name rooms, and load what is asked for
 WITHOUT_FRAMEWORKS = {
     "addresses", "arguments", "chaos", "cluster", "contract", "config", "functions", "resolvers", "handshake", "preflight", "flags", "app", "launch", "limits", "signals", "words", *DOORS
@@ -45,7 +75,9 @@ def files(*rooms: str, without: Iterable[str] = ()) -> list[pathlib.Path]:
     """The package's files; of these rooms, if any are named, and not of those."""
     found = sorted(PACKAGE.rglob("*.py"))
     assert found
-    return [path for path in found if room(path) not in without and (not rooms or room(path) in rooms)]
+    return [
+        path for path in found if room(path) not in without and (not rooms or room(path) in rooms)
+    ]
 
 
 def room(path: pathlib.Path) -> str:
@@ -122,7 +154,11 @@ def test_every_room_has_a_place():
 
 def test_every_directory_is_a_package():
     """Or `pip install .` would leave it out."""
-    none(str(path.parent.relative_to(ROOT)) for path in files() if not (path.parent / "__init__.py").exists())
+    none(
+        str(path.parent.relative_to(ROOT))
+        for path in files()
+        if not (path.parent / "__init__.py").exists()
+    )
 
 
 def test_a_room_imports_only_lower_levels():
@@ -151,16 +187,32 @@ def test_frameworks_stay_in_their_rooms():
 
 @pytest.mark.parametrize(
     "code",
-    ["import tfdist", "from tfdist import cli; cli.main(['--help'])", "import tfdist.app, tfdist.resolvers, tfdist.preflight", "import tfdist.tools.plan.main"],
+    [
+        "import tfdist",
+        "from tfdist import cli; cli.main(['--help'])",
+        "import tfdist.app, tfdist.resolvers, tfdist.preflight",
+        "import tfdist.tools.plan.main",
+    ],
 )
 def test_what_loads_no_framework(code):
     check = f"import sys; found = {FRAMEWORKS!r} & set(sys.modules); assert not found, found"
-    subprocess.run([sys.executable, "-c", f"{code}\n{check}"], check=True, cwd=ROOT, timeout=60, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, "-c", f"{code}\n{check}"],
+        check=True,
+        cwd=ROOT,
+        timeout=60,
+        stdout=subprocess.DEVNULL,
+    )
 
 
 def test_the_environment_is_read_where_clusters_are_found():
     banned = {"os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv"}
-    none(f"{place(path, node)}: {name}" for path in files(without=SEES_ENVIRON) for node, name in names(path) if name in banned)
+    none(
+        f"{place(path, node)}: {name}"
+        for path in files(without=SEES_ENVIRON)
+        for node, name in names(path)
+        if name in banned
+    )
 
 
 def test_private_names_of_frameworks_are_hooks():
@@ -185,7 +237,9 @@ def test_private_attributes_are_our_own():
 
 def _private(name: str) -> bool:
     head, *rest = name.split(".")
-    internal = rest[:1] in (["python"], ["src"]) or "__internal__" in rest or any(map(_hidden, rest))
+    internal = (
+        rest[:1] in (["python"], ["src"]) or "__internal__" in rest or any(map(_hidden, rest))
+    )
     return head in {*FRAMEWORKS, "tf", "tfds"} and internal
 
 
@@ -199,16 +253,30 @@ def _defined(path: pathlib.Path) -> Iterator[str]:
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and dotted(node.value) == "self":
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and dotted(node.value) == "self"
+        ):
             yield node.attr
 
 
 def test_data_and_backup_know_no_strategy():
-    none(f"{place(path, node)}: {name}" for path in files("data", "backup") for node, name in names(path) if "tf.distribute" in name)
+    none(
+        f"{place(path, node)}: {name}"
+        for path in files("data", "backup")
+        for node, name in names(path)
+        if "tf.distribute" in name
+    )
 
 
 def test_the_package_stands_alone():
-    none(f"{place(path, node)}: {name}" for path in files() for node, name in imports(path) if name.split(".")[0] in OUTSIDE)
+    none(
+        f"{place(path, node)}: {name}"
+        for path in files()
+        for node, name in imports(path)
+        if name.split(".")[0] in OUTSIDE
+    )
 
 
 def test_every_file_is_one_room():
@@ -216,4 +284,6 @@ def test_every_file_is_one_room():
         lines = path.read_text(encoding="utf-8").splitlines()
         assert len(lines) <= LONGEST, f"{path.relative_to(ROOT)}: {len(lines)} lines"
         header = (ast.get_docstring(nodes(path)[0]) or "").partition("\n")[0]
-        assert header.endswith(".") or not lines, f"{path.relative_to(ROOT)}: its first line says in a sentence what it does"
+        assert header.endswith(".") or not lines, (
+            f"{path.relative_to(ROOT)}: its first line says in a sentence what it does"
+        )

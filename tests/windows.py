@@ -7,4 +7,7 @@ from tfdist.telemetry.anatomy import PARTS
 
 def typical(windows):
     """Seconds per step of each part: the median over the windows, of which a pause of the machine spoils a few."""
-    return {part: statistics.median(window.parts[part] / window.steps for window in windows) for part in PARTS}
+    return {
+        part: statistics.median(window.parts[part] / window.steps for window in windows)
+        for part in PARTS
+    }

@@ -71,7 +71,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
-        raise AttributeError(f"module 'tfdist' has no attribute {name!r}; it has {', '.join(sorted(_HOMES))}")
+        raise AttributeError(
+            f"module 'tfdist' has no attribute {name!r}; it has {', '.join(sorted(_HOMES))}"
+        )
     module = importlib.import_module(home)
     value = module if home == f"tfdist.{name}" else getattr(module, name)
     globals()[name] = value  # asked for once, found like any other name from then on

@@ -52,7 +52,9 @@ def address_problem(address: Any) -> str | None:
     >>> address_problem("10.0.0.1:99999")
     'has the bad port 99999; use 1 to 65535'
     """
-    match = isinstance(address, str) and re.fullmatch(r"(\[[\da-fA-F:.%\w]+\]|[^\[\]:/\s]+):(\d+)", address)
+    match = isinstance(address, str) and re.fullmatch(
+        r"(\[[\da-fA-F:.%\w]+\]|[^\[\]:/\s]+):(\d+)", address
+    )
     if not match:
         return "is not host:port; write 10.0.0.1:2222, name:2222 or [fd00::1]:2222"
     if not 0 < int(match[2]) < 65536:
@@ -81,7 +83,9 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def resolve_address(address: str, lookup: Lookup = socket.getaddrinfo) -> tuple[socket.AddressFamily, tuple]:
+def resolve_address(
+    address: str, lookup: Lookup = socket.getaddrinfo
+) -> tuple[socket.AddressFamily, tuple]:
     """The family and socket address that an address has on this machine, IPv4 first; OSError if it has none.
 
     >>> resolve_address("127.0.0.1:2222")[1]
@@ -256,7 +260,12 @@ class Presence:
     (None, True)
     """
 
-    def __init__(self, address: str, look: Callable[[str, float], bool] = answers, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        address: str,
+        look: Callable[[str, float], bool] = answers,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self.address, self._look, self._clock = address, look, clock
         self.seen = False
         self._since: float | None = clock()
@@ -271,7 +280,9 @@ class Presence:
         return self._clock() - self._since
 
 
-def _check_own(task: str, address: str, family: socket.AddressFamily, sockaddr: tuple, source: str) -> None:
+def _check_own(
+    task: str, address: str, family: socket.AddressFamily, sockaddr: tuple, source: str
+) -> None:
     everywhere = "::" if family == socket.AF_INET6 else "0.0.0.0"
     # The port on every interface, for there TensorFlow listens, whatever the address says. Bound, not
     # listened on.
@@ -286,7 +297,9 @@ def _check_own(task: str, address: str, family: socket.AddressFamily, sockaddr: 
 
 
 def _check_apart(addresses: Mapping[str, str], where: Mapping[str, tuple], source: str) -> None:
-    loopback = [task for task, sockaddr in where.items() if ipaddress.ip_address(sockaddr[0]).is_loopback]
+    loopback = [
+        task for task, sockaddr in where.items() if ipaddress.ip_address(sockaddr[0]).is_loopback
+    ]
     if loopback and len(loopback) < len(where):
         names = ", ".join(f"{task} at {addresses[task]} ({where[task][0]})" for task in loopback)
         raise ValueError(

@@ -34,7 +34,9 @@ def run(main: Callable[[list[str]], Any], argv: Sequence[str] | None = None) -> 
         SystemExit
     """
     flags.define()
-    absl.app.run(functools.partial(plainly, main), None if argv is None else list(argv), flags_parser=_parse)
+    absl.app.run(
+        functools.partial(plainly, main), None if argv is None else list(argv), flags_parser=_parse
+    )
 
 
 def plainly(function: Callable[..., Any], *args: Any) -> Any:

@@ -41,7 +41,9 @@ def whole(least: int) -> Callable[[str], int]:
 
     def convert(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"expected a whole number of at least {least}, received {text!r}")
+            raise argparse.ArgumentTypeError(
+                f"expected a whole number of at least {least}, received {text!r}"
+            )
         return int(text)
 
     return convert
@@ -106,7 +108,9 @@ def no_such_flag(word: str, known: Sequence[str]) -> str:
     return f"{word}: no such flag. {f'Did you mean {nearest}?' if nearest else 'Expected one of ' + ', '.join(known) + '.'}"
 
 
-def flags_beside_config(parser: argparse.ArgumentParser, argv: Sequence[str], needed: bool = True) -> tuple[argparse.Namespace, list[str]]:
+def flags_beside_config(
+    parser: argparse.ArgumentParser, argv: Sequence[str], needed: bool = True
+) -> tuple[argparse.Namespace, list[str]]:
     """A command line of flags of a command's own, and words about a run's config.
 
     Args:
@@ -125,7 +129,9 @@ def flags_beside_config(parser: argparse.ArgumentParser, argv: Sequence[str], ne
     if unknown:
         raise ValueError(no_such_flag(unknown[0], ["--config", *map(flag_of, vars(flags))]))
     if needed and not any(re.match(r"--?config(=|$)", word) for word in words):
-        raise ValueError("--config: expected a config file, such as --config=configs/digits.py; received none")
+        raise ValueError(
+            "--config: expected a config file, such as --config=configs/digits.py; received none"
+        )
     return flags, words
 
 

@@ -36,14 +36,29 @@ def policy(how: config.Sync) -> sync.Policy:
         ValueError: For a value that no policy takes.
     """
     if how.kind == "gradients":
-        return sync.Gradients(how.combine, how.wire, how.bucket_bytes, how.clip_norm, how.accumulate, how.skip_nonfinite)
+        return sync.Gradients(
+            how.combine,
+            how.wire,
+            how.bucket_bytes,
+            how.clip_norm,
+            how.accumulate,
+            how.skip_nonfinite,
+        )
     outer = {"outer_learning_rate": how.outer_learning_rate, "outer_momentum": how.outer_momentum}
     given = {name: value for name, value in outer.items() if value is not None}
     make = sync.DiLoCo if how.kind == "diloco" else sync.LocalSGD
-    return make(every=how.every or "epoch", warmup=how.warmup, wire=how.wire, bucket_bytes=how.bucket_bytes, **given)
+    return make(
+        every=how.every or "epoch",
+        warmup=how.warmup,
+        wire=how.wire,
+        bucket_bytes=how.bucket_bytes,
+        **given,
+    )
 
 
-def make_model(settings: config.Run, strategy: tf.distribute.Strategy, train: tf.data.Dataset) -> keras.Model:
+def make_model(
+    settings: config.Run, strategy: tf.distribute.Strategy, train: tf.data.Dataset
+) -> keras.Model:
     """The model of a run, compiled, with the weights that follow from its seed.
 
     Args:
@@ -67,7 +82,10 @@ def make_model(settings: config.Run, strategy: tf.distribute.Strategy, train: tf
         inputs.check_supervised(train, settings.model.options)
     shape, classes = inputs.shapes(train)
     with strategy.scope():
-        model = models.build(settings.model.name, **{"input_shape": shape, "classes": classes, **settings.model.options})
+        model = models.build(
+            settings.model.name,
+            **{"input_shape": shape, "classes": classes, **settings.model.options},
+        )
         if model.compiled and settings.parallel.zero:
             raise ValueError(
                 f"parallel.zero: {settings.model.name} returns a model that is compiled, with an optimizer of its own; expected one that is not, or 0 here and "
@@ -88,7 +106,9 @@ def make_model(settings: config.Run, strategy: tf.distribute.Strategy, train: tf
     return model
 
 
-def _optimizer(settings: config.Train, train: tf.data.Dataset, accumulate: int) -> keras.optimizers.Optimizer:
+def _optimizer(
+    settings: config.Train, train: tf.data.Dataset, accumulate: int
+) -> keras.optimizers.Optimizer:
     """The optimizer of a run.
 
     Args:
@@ -101,7 +121,9 @@ def _optimizer(settings: config.Train, train: tf.data.Dataset, accumulate: int) 
     kinds = {
         name.lower(): kind
         for name, kind in vars(keras.optimizers).items()
-        if isinstance(kind, type) and issubclass(kind, keras.optimizers.Optimizer) and name != "Optimizer"
+        if isinstance(kind, type)
+        and issubclass(kind, keras.optimizers.Optimizer)
+        and name != "Optimizer"
     }
     kind = kinds.get(settings.optimizer.lower())
     if kind is None:
@@ -112,6 +134,10 @@ def _optimizer(settings: config.Train, train: tf.data.Dataset, accumulate: int) 
     if settings.schedule == "cosine":
         steps = int(train.cardinality())
         if steps < 0:
-            raise ValueError("train.schedule: 'cosine' needs a data set of known length. Choose 'constant'.")
-        rate = keras.optimizers.schedules.CosineDecay(rate, max(1, steps * settings.epochs // accumulate))
+            raise ValueError(
+                "train.schedule: 'cosine' needs a data set of known length. Choose 'constant'."
+            )
+        rate = keras.optimizers.schedules.CosineDecay(
+            rate, max(1, steps * settings.epochs // accumulate)
+        )
     return kind(learning_rate=rate)

@@ -1,6 +1,6 @@
 """A chaos plan in words becomes faults, and the journal tells which of them have struck; nothing is harmed here.
 
-    kill worker:1@step=37; stop worker:0@step=80 for 20s; kill chief@saving; corrupt newest; fill disk@step=40
+kill worker:1@step=37; stop worker:0@step=80 for 20s; kill chief@saving; corrupt newest; fill disk@step=40
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ def parse(plan: str) -> tuple[Fault, ...]:
         return ()
     words = [text.strip() for text in plan.split(";") if text.strip()]
     if not words:
-        raise ValueError('expected faults such as "kill worker:1@step=37; kill chief@saving", or "none", received nothing')
+        raise ValueError(
+            'expected faults such as "kill worker:1@step=37; kill chief@saving", or "none", received nothing'
+        )
     return tuple(_fault(number, text) for number, text in enumerate(words))
 
 
@@ -84,13 +86,17 @@ def _fault(number: int, text: str) -> Fault:
         )
     verb = found["verb"] or " ".join(found["other"].split())
     if found["verb"] and not (moment or found["step"]):
-        raise ValueError(f"{text!r}: expected a moment, such as {verb} {found['task']}@step=37 or @saving")
+        raise ValueError(
+            f"{text!r}: expected a moment, such as {verb} {found['task']}@step=37 or @saving"
+        )
     if found["seconds"] and verb != "stop":
         raise ValueError(f"{text!r}: expected `for {found['seconds']}s` after `stop` only")
     if found["other"] and moment:
         raise ValueError(f"{text!r}: expected @step=N or nothing after `{verb}`")
     if verb == "kill standby" and found["step"]:
-        raise ValueError(f"{text!r}: expected nothing after `kill standby`, which strikes when a task is next handed over")
+        raise ValueError(
+            f"{text!r}: expected nothing after `kill standby`, which strikes when a task is next handed over"
+        )
     return Fault(
         number=number,
         text=text,

@@ -23,14 +23,35 @@ COMMANDS = {
     "launch": Command(
         "tfdist.launch.main", "run a script as a group of processes: workers, chief, evaluator, ps"
     ),
-    "train": Command("tfdist.run", "train what a config file describes: tfdist train --config=configs/X.py"),
-    "data": Command("tfdist.tools.data", "look at data sets: tfdist data list, show, head, write, audit"),
-    "doctor": Command("tfdist.tools.doctor.main", "find what is wrong with this host, a cluster or a run, before it starts"),
-    "verify": Command("tfdist.tools.verify.main", "prove that several replicas compute what one does, step by step"),
-    "plan": Command("tfdist.tools.plan.main", "predict memory and traffic of a run over N devices, and how to spread it: tfdist plan --config=..."),
-    "bench": Command("tfdist.tools.bench.main", "measure how training, inference or sums scale, and why not: tfdist bench --config=..."),
-    "report": Command("tfdist.tools.report.main", "make one HTML file of a run, of several, or of a benchmark: tfdist report runs/digits"),
-    "chaos": Command("tfdist.tools.chaos", "tell what faults have cost a launch: tfdist chaos report"),
+    "train": Command(
+        "tfdist.run", "train what a config file describes: tfdist train --config=configs/X.py"
+    ),
+    "data": Command(
+        "tfdist.tools.data", "look at data sets: tfdist data list, show, head, write, audit"
+    ),
+    "doctor": Command(
+        "tfdist.tools.doctor.main",
+        "find what is wrong with this host, a cluster or a run, before it starts",
+    ),
+    "verify": Command(
+        "tfdist.tools.verify.main",
+        "prove that several replicas compute what one does, step by step",
+    ),
+    "plan": Command(
+        "tfdist.tools.plan.main",
+        "predict memory and traffic of a run over N devices, and how to spread it: tfdist plan --config=...",
+    ),
+    "bench": Command(
+        "tfdist.tools.bench.main",
+        "measure how training, inference or sums scale, and why not: tfdist bench --config=...",
+    ),
+    "report": Command(
+        "tfdist.tools.report.main",
+        "make one HTML file of a run, of several, or of a benchmark: tfdist report runs/digits",
+    ),
+    "chaos": Command(
+        "tfdist.tools.chaos", "tell what faults have cost a launch: tfdist chaos report"
+    ),
 }
 
 

@@ -92,7 +92,11 @@ class ClusterSpec:
         name = f"[{host}]" if ":" in host else host
         addresses = iter([f"{name}:{port}" for port in free_ports(sum(counts.values()), host)])
         return cls(
-            {job: tuple(next(addresses) for _ in range(count)) for job, count in counts.items() if count},
+            {
+                job: tuple(next(addresses) for _ in range(count))
+                for job, count in counts.items()
+                if count
+            },
             source="local cluster",
         )
 
@@ -204,7 +208,9 @@ class ClusterSpec:
         # to every task in "cluster" (tensorflow/python/eager/remote.py) and would wait for an evaluator,
         # which serves nobody.
         document: dict[str, Any] = {
-            "cluster": {job: list(addresses) for job, addresses in self.jobs.items() if job != "evaluator"},
+            "cluster": {
+                job: list(addresses) for job, addresses in self.jobs.items() if job != "evaluator"
+            },
             "task": {"type": self.task_type, "index": self.task_index},
         }
         if "evaluator" in self.jobs:
@@ -218,7 +224,9 @@ class ClusterSpec:
     @property
     def tasks(self) -> tuple[Task, ...]:
         """All tasks: chief, workers, parameter servers, evaluator."""
-        return tuple(Task(job, i, address) for job in self.jobs for i, address in enumerate(self.jobs[job]))
+        return tuple(
+            Task(job, i, address) for job in self.jobs for i, address in enumerate(self.jobs[job])
+        )
 
     @property
     def task(self) -> Task | None:
@@ -226,7 +234,9 @@ class ClusterSpec:
         if self.task_type is None or self.task_index is None:
             return None
         addresses = self.jobs.get(self.task_type)
-        return Task(self.task_type, self.task_index, addresses[self.task_index] if addresses else "")
+        return Task(
+            self.task_type, self.task_index, addresses[self.task_index] if addresses else ""
+        )
 
     @property
     def training_tasks(self) -> tuple[Task, ...]:
@@ -294,9 +304,13 @@ def data_workers(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     >>> data_workers({"TFDIST_DATA_WORKERS": "127.0.0.1:5050,127.0.0.1:5051"}), data_workers({})
     (('127.0.0.1:5050', '127.0.0.1:5051'), ())
     """
-    addresses = tuple(word.strip() for word in environ.get(DATA_WORKERS, "").split(",") if word.strip())
+    addresses = tuple(
+        word.strip() for word in environ.get(DATA_WORKERS, "").split(",") if word.strip()
+    )
     for place, address in enumerate(addresses):
-        problem = address_problem(address) or ("is there twice" if addresses.index(address) < place else None)
+        problem = address_problem(address) or (
+            "is there twice" if addresses.index(address) < place else None
+        )
         if problem:
             raise ValueError(f"{DATA_WORKERS}: data:{place}: address {address!r} {problem}")
     return addresses
@@ -308,7 +322,9 @@ def _parse(parser: Callable[[str], Any], text: str, source: str) -> dict[str, An
     except (ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{source}: cannot be parsed: {error}") from error
     if not isinstance(document, dict):
-        raise ValueError(f"{source}: expected a mapping of jobs to addresses, received {document!r}")
+        raise ValueError(
+            f"{source}: expected a mapping of jobs to addresses, received {document!r}"
+        )
     return document
 
 
@@ -325,7 +341,10 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
     def construct_mapping(self, node, deep=False):
         return _unique(
-            [(self.construct_object(key), self.construct_object(value, True)) for key, value in node.value]
+            [
+                (self.construct_object(key), self.construct_object(value, True))
+                for key, value in node.value
+            ]
         )
 
 
@@ -345,11 +364,15 @@ def _checked_jobs(jobs: Mapping[str, Any], source: str) -> dict[str, tuple[str, 
         if job not in JOBS:
             raise ValueError(f"{place}: unknown; jobs are {', '.join(JOBS)}")
         if isinstance(addresses, Mapping):
-            raise ValueError(f"{place}: is sparse (index: address); list the address of every task, by index")
+            raise ValueError(
+                f"{place}: is sparse (index: address); list the address of every task, by index"
+            )
         if not isinstance(addresses, (list, tuple)):
             raise ValueError(f"{place}: expected a list of addresses, received {addresses!r}")
         if not addresses:
-            raise ValueError(f"{place}: addresses are missing; list one host:port per task or remove the job")
+            raise ValueError(
+                f"{place}: addresses are missing; list one host:port per task or remove the job"
+            )
         if job in ("chief", "evaluator") and len(addresses) > 1:
             raise ValueError(
                 f"{place}: has {len(addresses)} tasks, at most one is possible; make the others workers"
@@ -373,7 +396,9 @@ def _checked_jobs(jobs: Mapping[str, Any], source: str) -> dict[str, tuple[str, 
     return {job: tuple(jobs[job]) for job in JOBS if job in jobs}
 
 
-def _check_task(jobs: Mapping[str, tuple[str, ...]], task_type: Any, index: Any, source: str) -> None:
+def _check_task(
+    jobs: Mapping[str, tuple[str, ...]], task_type: Any, index: Any, source: str
+) -> None:
     if task_type is None and index is None:
         return
     place = f"{source}: task {task_type}:{index}"

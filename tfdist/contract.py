@@ -16,7 +16,9 @@ from collections.abc import Mapping
 from typing import Any
 
 PREEMPTED_CODE = 42  # ended by SIGTERM after a snapshot: starting again goes on from there
-TRANSIENT_CODE = 75  # sysexits.h EX_TEMPFAIL: peers were absent or lost; another attempt may find them
+TRANSIENT_CODE = (
+    75  # sysexits.h EX_TEMPFAIL: peers were absent or lost; another attempt may find them
+)
 CONFIGURATION_CODE = 78  # sysexits.h EX_CONFIG: wrong in itself, never worth a restart
 
 TASK = "TFDIST_TASK"
@@ -29,7 +31,11 @@ PROGRESS_FILE = "TFDIST_PROGRESS_FILE"
 IMPORTS_FILE = "TFDIST_IMPORTS_FILE"  # for what a standby process is to import
 CHAOS = "TFDIST_CHAOS"
 
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")  # sizes of a task's pools
+THREAD_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "TF_NUM_INTRAOP_THREADS",
+    "TF_NUM_INTEROP_THREADS",
+)  # sizes of a task's pools
 
 JOURNAL = "events.jsonl"  # in the directory of the logs
 RESULT = "result.tfdist"  # there too, of a launch with a chaos plan
@@ -183,7 +189,11 @@ def note(log_dir: str | None, event: str, **facts: Any) -> None:
     line = json.dumps({"time": time.time(), "event": event, **facts}) + "\n"
     # One write to a file opened for appending: lines of several processes do not mix.
     with contextlib.suppress(OSError):
-        descriptor = os.open(os.path.join(log_dir, JOURNAL), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(
+            os.path.join(log_dir, JOURNAL),
+            os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC,
+            0o644,
+        )
         try:
             os.write(descriptor, line.encode())
         finally:
@@ -201,7 +211,10 @@ def read_journal(log_dir: str) -> list[dict[str, Any]]:
         [('saved', 3)]
     """
     events = []
-    with contextlib.suppress(FileNotFoundError), open(os.path.join(log_dir, JOURNAL), encoding="utf-8") as file:
+    with (
+        contextlib.suppress(FileNotFoundError),
+        open(os.path.join(log_dir, JOURNAL), encoding="utf-8") as file,
+    ):
         for line in file:
             with contextlib.suppress(ValueError):
                 events.append(json.loads(line))

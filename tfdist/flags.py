@@ -32,7 +32,10 @@ def define(flag_values: flags.FlagValues = flags.FLAGS) -> None:
         flags.DEFINE_string(name, None, meaning, flag_values=flag_values)
 
     text("strategy", "Strategy, see tfdist.make_strategy; 'auto' picks one by cluster and devices.")
-    text("cluster", "YAML or JSON file with the addresses of all tasks; default: what the environment says.")
+    text(
+        "cluster",
+        "YAML or JSON file with the addresses of all tasks; default: what the environment says.",
+    )
     text("task_type", "Job of this process in the cluster: chief, worker, ps or evaluator.")
     flags.DEFINE_integer(
         "task_index",
@@ -70,7 +73,9 @@ def parsed_options(flag_values: flags.FlagValues = flags.FLAGS) -> dict[str, str
         return {}
     given = {name: flag_values[name].value for name in flag_values if flag_values[name].present}
     options = {
-        name: given[name] for name in ("strategy", "cluster", "devices", "communication") if name in given
+        name: given[name]
+        for name in ("strategy", "cluster", "devices", "communication")
+        if name in given
     }
     if ("task_type" in given) != ("task_index" in given):
         missing = "task_index" if "task_type" in given else "task_type"

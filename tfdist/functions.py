@@ -52,11 +52,19 @@ def load(text: str, key: str) -> Callable[..., Any]:
     where, colon, name = text.rpartition(":")
     if not colon or not where or not name.isidentifier():
         raise ValueError(f"{key}: expected FILE.py:FUNCTION, received {text!r}.")
-    module = _file(os.path.abspath(where), f"{key}={text}") if where.endswith(".py") else _module(where, f"{key}={text}")
+    module = (
+        _file(os.path.abspath(where), f"{key}={text}")
+        if where.endswith(".py")
+        else _module(where, f"{key}={text}")
+    )
     function = getattr(module, name, None)
     if not callable(function):
-        known = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-        raise ValueError(f"{key}={text}: {where} defines no function {name}. {nearest(name, known) if known else ''}".rstrip())
+        known = [
+            n for n, value in vars(module).items() if callable(value) and not n.startswith("_")
+        ]
+        raise ValueError(
+            f"{key}={text}: {where} defines no function {name}. {nearest(name, known) if known else ''}".rstrip()
+        )
     return function
 
 
@@ -64,7 +72,9 @@ def _module(name: str, given: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise ValueError(f"{given}: no module {error.name} can be imported. Name a file, FILE.py:FUNCTION, or install it.") from error
+        raise ValueError(
+            f"{given}: no module {error.name} can be imported. Name a file, FILE.py:FUNCTION, or install it."
+        ) from error
     except Exception as error:
         raise failed(given, error) from error
 
@@ -101,9 +111,17 @@ def failed(given: str, error: Exception) -> ValueError:
         error: As the caller has caught it.
     """
     if isinstance(error, SyntaxError) and error.filename:
-        return ValueError(f"{given}: {type(error).__name__} in line {error.lineno} of {error.filename}: {error.msg}")
+        return ValueError(
+            f"{given}: {type(error).__name__} in line {error.lineno} of {error.filename}: {error.msg}"
+        )
     files = (__file__, importlib.__file__, runpy.__file__)
-    frames = [f for f in traceback.extract_tb(error.__traceback__)[1:] if f.filename not in files and "<frozen " not in f.filename]  # the first: who has caught it
-    own = [frame for frame in frames if frame.filename == frames[0].filename]  # the user's file is the first that runs
+    frames = [
+        f
+        for f in traceback.extract_tb(error.__traceback__)[1:]
+        if f.filename not in files and "<frozen " not in f.filename
+    ]  # the first: who has caught it
+    own = [
+        frame for frame in frames if frame.filename == frames[0].filename
+    ]  # the user's file is the first that runs
     where = f" in line {own[-1].lineno} of {own[-1].filename}" if own else ""
     return ValueError(f"{given}: {type(error).__name__}{where}: {error}")

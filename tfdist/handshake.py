@@ -54,7 +54,14 @@ def badge(spec: ClusterSpec, task: str, versions: str, attempt: str, nonce: str)
       attempt: which start of the cluster this is.
       nonce: a word that no other process has.
     """
-    return {"tfdist": 1, "task": task, "cluster": fingerprint(spec), "versions": versions, "attempt": attempt, "nonce": nonce}
+    return {
+        "tfdist": 1,
+        "task": task,
+        "cluster": fingerprint(spec),
+        "versions": versions,
+        "attempt": attempt,
+        "nonce": nonce,
+    }
 
 
 def fingerprint(spec: ClusterSpec) -> str:
@@ -140,7 +147,9 @@ def send(connection: socket.socket, message: Mapping[str, Any]) -> None:
     connection.sendall(json.dumps(message).encode() + b"\n")
 
 
-def receive(connection: socket.socket, limit: float, most: int = LINE_BYTES, what: str = "preflight") -> dict[str, Any]:
+def receive(
+    connection: socket.socket, limit: float, most: int = LINE_BYTES, what: str = "preflight"
+) -> dict[str, Any]:
     """One JSON line of a tfdist process, complete before `limit` on the monotonic clock.
 
     Args:
@@ -161,7 +170,9 @@ def receive(connection: socket.socket, limit: float, most: int = LINE_BYTES, wha
             line += piece
             if not piece or len(line) > most:
                 raise ValueError("closed" if not piece else "too long a line")
-            if not line.startswith(b"{"):  # TensorFlow of a task that may go already; closing would wait for the end of its line
+            if not line.startswith(
+                b"{"
+            ):  # TensorFlow of a task that may go already; closing would wait for the end of its line
                 raise ValueError("not of tfdist")
         message = json.loads(line)
         if not isinstance(message, dict) or message.get("tfdist") != 1:

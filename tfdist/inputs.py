@@ -46,12 +46,26 @@ def pipeline(settings: config.Run, split: str = "train") -> tf.data.Dataset:
         if isinstance(source, tf.data.Dataset):
             return source
     else:
-        source = resolve(where.name, where.train_split if train else where.eval_split, where.data_dir, where.catalog)
+        source = resolve(
+            where.name,
+            where.train_split if train else where.eval_split,
+            where.data_dir,
+            where.catalog,
+        )
     if where.image_size is not None:
         options["transform"] = _resized(source, where, where.augment and train)
     elif where.augment:
-        raise ValueError("data.augment: expected data.image_size with it, the size of the crops in pixels; received none.")
-    return data.pipeline(source, where.global_batch, seed=settings.train.seed, cache=where.cache, threads=where.threads, **options)
+        raise ValueError(
+            "data.augment: expected data.image_size with it, the size of the crops in pixels; received none."
+        )
+    return data.pipeline(
+        source,
+        where.global_batch,
+        seed=settings.train.seed,
+        cache=where.cache,
+        threads=where.threads,
+        **options,
+    )
 
 
 def is_pipeline(batches: tf.data.Dataset) -> bool:
@@ -102,7 +116,7 @@ def check_supervised(batches: tf.data.Dataset, options: Mapping[str, Any]) -> No
     if single and (classes is not None or "classes" in options):
         return
     name = batches.batches.source.name if is_pipeline(batches) else "this data set"
-    remedy = 'Set model.options.classes, or' if single else "Choose one with supervised_keys, or"
+    remedy = "Set model.options.classes, or" if single else "Choose one with supervised_keys, or"
     raise ValueError(
         f"data.name: {name} is no data set of inputs with a known number of classes, but of {spec}. {remedy} name a model of your own, "
         "model.name=FILE.py:FUNCTION."
@@ -130,6 +144,8 @@ def _resized(source: Source, where: config.Data, augment: bool) -> Any:
     spec = source.element_spec[0] if isinstance(source.element_spec, tuple) else source.element_spec
     shape = getattr(spec, "shape", None)
     if shape is None or shape.rank not in (0, 3):
-        raise ValueError(f"data.image_size: expected a data set of images, received {source.name} of {source.element_spec}. Leave it out.")
+        raise ValueError(
+            f"data.image_size: expected a data set of images, received {source.name} of {source.element_spec}. Leave it out."
+        )
     channels = {"channels": shape[-1]} if shape.rank == 3 else {}
     return images(where.image_size, augment=augment, **channels)  # type: ignore[arg-type]

@@ -97,7 +97,9 @@ class ShardedEmbedding(keras.layers.Layer):
     ):
         for name in _OF_EMBEDDING_ONLY:
             if kwargs.pop(name, None) is not None:
-                raise ValueError(f"ShardedEmbedding: {name} is not supported; use keras.layers.Embedding.")
+                raise ValueError(
+                    f"ShardedEmbedding: {name} is not supported; use keras.layers.Embedding."
+                )
         super().__init__(**kwargs)
         if self.quantization_mode is not None:
             raise ValueError(
@@ -107,19 +109,27 @@ class ShardedEmbedding(keras.layers.Layer):
         self.input_dim = _positive("input_dim", input_dim)
         self.output_dim = _positive("output_dim", output_dim)
         self.embeddings_initializer = keras.initializers.get(embeddings_initializer)
-        self.embeddings_regularizer = _summed_regularizer(keras.regularizers.get(embeddings_regularizer))
+        self.embeddings_regularizer = _summed_regularizer(
+            keras.regularizers.get(embeddings_regularizer)
+        )
         self.embeddings_constraint = _row_constraint(keras.constraints.get(embeddings_constraint))
         if not isinstance(mask_zero, bool):
-            raise ValueError(f"ShardedEmbedding: mask_zero: expected True or False, received {mask_zero!r}.")
+            raise ValueError(
+                f"ShardedEmbedding: mask_zero: expected True or False, received {mask_zero!r}."
+            )
         self.mask_zero = mask_zero
         self.shards = shards
         if shards is not None and _positive("shards", shards) > input_dim:
-            raise ValueError(f"ShardedEmbedding: shards: expected at most input_dim={input_dim}, received {shards}.")
+            raise ValueError(
+                f"ShardedEmbedding: shards: expected at most input_dim={input_dim}, received {shards}."
+            )
         self.supports_masking = mask_zero
         self.autocast = False  # float ids stay as they are: bfloat16 would round 257 to 256
         self.supports_jit = shards in (None, 1)  # XLA needs to know how many rows each shard gives
         if weights is not None:
-            self.set_table(weights[0] if isinstance(weights, list) and len(weights) == 1 else weights)
+            self.set_table(
+                weights[0] if isinstance(weights, list) and len(weights) == 1 else weights
+            )
 
     def build(self, input_shape: Any = None) -> None:
         if self.built:
@@ -128,7 +138,12 @@ class ShardedEmbedding(keras.layers.Layer):
         self._parts = [
             self.add_weight(
                 shape=(len(range(shard, self.input_dim, self.shards)), self.output_dim),
-                initializer=_shard_initializer(self.embeddings_initializer, (self.input_dim, self.output_dim), shard, self.shards),
+                initializer=_shard_initializer(
+                    self.embeddings_initializer,
+                    (self.input_dim, self.output_dim),
+                    shard,
+                    self.shards,
+                ),
                 regularizer=self.embeddings_regularizer,
                 constraint=self.embeddings_constraint,
                 autocast=False,  # a cast would read the shard whole; rows are cast instead
@@ -148,14 +163,18 @@ class ShardedEmbedding(keras.layers.Layer):
             ids = tf.cast(ids, tf.int64)
         with tf.control_dependencies([self._check_range(ids)]):
             rows = _lookup([part.value for part in self._parts], tf.reshape(ids, [-1]))
-        rows = tf.reshape(tf.cast(rows, self.compute_dtype), tf.concat([tf.shape(ids), [self.output_dim]], 0))
+        rows = tf.reshape(
+            tf.cast(rows, self.compute_dtype), tf.concat([tf.shape(ids), [self.output_dim]], 0)
+        )
         return tf.ensure_shape(rows, ids.shape.concatenate(self.output_dim))
 
     def _check_range(self, ids: tf.Tensor):
         """Else TensorFlow would name the row's number in its shard, which tells nobody anything."""
         lowest, highest = tf.reduce_min(ids), tf.reduce_max(ids)
         message = f"{self.name}: expected ids from 0 to {self.input_dim - 1}, as input_dim says; received lowest, highest:"
-        return tf.debugging.Assert((lowest >= 0) & (highest < self.input_dim), [message, lowest, highest])
+        return tf.debugging.Assert(
+            (lowest >= 0) & (highest < self.input_dim), [message, lowest, highest]
+        )
 
     def compute_mask(self, inputs, mask=None):
         return keras.ops.not_equal(inputs, 0) if self.mask_zero else None
@@ -176,7 +195,9 @@ class ShardedEmbedding(keras.layers.Layer):
             `[input_dim, output_dim]`, in the dtype of the weights.
         """
         self.build()
-        table = np.empty((self.input_dim, self.output_dim), tf.as_dtype(self.variable_dtype).as_numpy_dtype)
+        table = np.empty(
+            (self.input_dim, self.output_dim), tf.as_dtype(self.variable_dtype).as_numpy_dtype
+        )
         for shard, part in enumerate(self._parts):
             table[shard :: self.shards] = part.numpy()
         return table
@@ -240,7 +261,12 @@ def _lookup(parts: list, ids: tf.Tensor) -> tf.Tensor:
     owner = tf.cast(distinct % len(parts), tf.int32)
     wanted = tf.dynamic_partition(distinct // len(parts), owner, len(parts))
     place = tf.dynamic_partition(tf.range(tf.size(distinct)), owner, len(parts))
-    return _repeat(tf.dynamic_stitch(place, [tf.gather(part, i) for part, i in zip(parts, wanted, strict=True)]), position)
+    return _repeat(
+        tf.dynamic_stitch(
+            place, [tf.gather(part, i) for part, i in zip(parts, wanted, strict=True)]
+        ),
+        position,
+    )
 
 
 @tf.custom_gradient
@@ -262,11 +288,15 @@ def _parameter_servers() -> int:
 
 def connected_tasks(job: str) -> int:
     """How many tasks of a job this process has connected to."""
-    devices = (tf.DeviceSpec.from_string(device.name) for device in tf.config.list_logical_devices("CPU"))
+    devices = (
+        tf.DeviceSpec.from_string(device.name) for device in tf.config.list_logical_devices("CPU")
+    )
     return len({device.task for device in devices if device.job == job})
 
 
-def _shard_initializer(initializer: Any, table: tuple[int, int], shard: int, shards: int) -> Callable:
+def _shard_initializer(
+    initializer: Any, table: tuple[int, int], shard: int, shards: int
+) -> Callable:
     """What fills a shard; called where the shard lies."""
     if shards == 1:
         return initializer
@@ -286,12 +316,18 @@ def _shard_initializer(initializer: Any, table: tuple[int, int], shard: int, sha
 # --- Arguments --------------------------------------------------------------------------------------------------------
 def _positive(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise ValueError(f"ShardedEmbedding: {name}: expected a positive integer, received {value!r}.")
+        raise ValueError(
+            f"ShardedEmbedding: {name}: expected a positive integer, received {value!r}."
+        )
     return value
 
 
 def _summed_regularizer(regularizer: Any) -> Any:
-    if regularizer is None or type(regularizer) in (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2):
+    if regularizer is None or type(regularizer) in (
+        keras.regularizers.L1,
+        keras.regularizers.L2,
+        keras.regularizers.L1L2,
+    ):
         return regularizer
     raise ValueError(
         "ShardedEmbedding: embeddings_regularizer: expected L1, L2, L1L2 or None, as the sum over shards must equal the whole; "
@@ -303,7 +339,11 @@ def _row_constraint(constraint: Any) -> Any:
     rows_only = type(constraint) in _BY_ROW and constraint.axis in (1, -1, [1], [-1])
     if constraint is None or type(constraint) is keras.constraints.NonNeg or rows_only:
         return constraint
-    received = f"{type(constraint).__name__}(axis={constraint.axis})" if type(constraint) in _BY_ROW else repr(constraint)
+    received = (
+        f"{type(constraint).__name__}(axis={constraint.axis})"
+        if type(constraint) in _BY_ROW
+        else repr(constraint)
+    )
     raise ValueError(
         "ShardedEmbedding: embeddings_constraint: expected NonNeg, or MaxNorm, MinMaxNorm or UnitNorm with axis=1, as a column's "
         f"values lie in several shards; received {received}."

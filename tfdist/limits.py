@@ -12,7 +12,12 @@ ROOT = Path("/")
 
 def memory(root: Path = ROOT) -> tuple[int | None, int | None]:
     """Return the bytes that may still be taken and all bytes; a lower container limit counts."""
-    rows = {name: int(size) * 1024 for name, size in re.findall(r"^(\w+): +(\d+) kB", read_text(root / "proc/meminfo"), re.MULTILINE)}
+    rows = {
+        name: int(size) * 1024
+        for name, size in re.findall(
+            r"^(\w+): +(\d+) kB", read_text(root / "proc/meminfo"), re.MULTILINE
+        )
+    }
     available, capacity = rows.get("MemAvailable"), rows.get("MemTotal")
     for most, used in _memory_limits(root):
         if capacity is None or most < capacity:
@@ -48,7 +53,14 @@ def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
 def _groups(root: Path) -> Iterator[Path]:
     """Yield the control group of this process (version 2) and those around it."""
     top = root / "sys/fs/cgroup"
-    name = next((line[3:] for line in read_text(root / "proc/self/cgroup").splitlines() if line.startswith("0::")), "/")
+    name = next(
+        (
+            line[3:]
+            for line in read_text(root / "proc/self/cgroup").splitlines()
+            if line.startswith("0::")
+        ),
+        "/",
+    )
     group = Path(os.path.normpath(f"{top}/{name.lstrip('/')}"))
     while group.is_relative_to(top):
         yield group

@@ -38,7 +38,9 @@ def build(name: str, **options: Any) -> keras.Model:
     if is_own(name):
         return _own(name, options)
     if name not in MODELS:
-        raise ValueError(f"model {name!r}: no such model. {nearest(name, MODELS)} Or name a function of yours, FILE.py:FUNCTION.")
+        raise ValueError(
+            f"model {name!r}: no such model. {nearest(name, MODELS)} Or name a function of yours, FILE.py:FUNCTION."
+        )
     known = inspect.signature(MODELS[name]).parameters
     for option in options:
         if option not in known:
@@ -141,7 +143,9 @@ def resnet(
             strides = 2 if stage > 0 and block == 0 else 1
             y = _conv(_norm(x), count, strides)
             y = _conv(_norm(y), count)
-            shortcut = x if x.shape[-1] == count and strides == 1 else layers.Conv2D(count, 1, strides)(x)
+            shortcut = (
+                x if x.shape[-1] == count and strides == 1 else layers.Conv2D(count, 1, strides)(x)
+            )
             x = layers.Add()([shortcut, y])
     x = layers.GlobalAveragePooling2D()(_norm(x))
     return keras.Model(inputs, _classify(x, classes), name="resnet")
@@ -203,7 +207,9 @@ class Positions(layers.Layer):
     """Adds a learnt vector for each position to a sequence, `[batch, length, width]`."""
 
     def build(self, input_shape):
-        self.table = self.add_weight(shape=tuple(input_shape[1:]), initializer="random_normal", name="table")
+        self.table = self.add_weight(
+            shape=tuple(input_shape[1:]), initializer="random_normal", name="table"
+        )
 
     def call(self, inputs):
         return inputs + self.table
@@ -223,10 +229,14 @@ def _own(name: str, options: dict[str, Any]) -> keras.Model:
         inspect.signature(function).bind(**options)
     except TypeError as error:
         given = ", ".join(options)
-        raise ValueError(f"model.name={name}: expected a function that can be called with {given} (model.options are among them): {error}.") from error
+        raise ValueError(
+            f"model.name={name}: expected a function that can be called with {given} (model.options are among them): {error}."
+        ) from error
     model = function(**options)
     if not isinstance(model, keras.Model):
-        raise ValueError(f"model.name={name}: expected the function to return a keras.Model, received {type(model).__name__}.")
+        raise ValueError(
+            f"model.name={name}: expected the function to return a keras.Model, received {type(model).__name__}."
+        )
     return model
 
 
@@ -236,9 +246,9 @@ def _classify(x: Any, classes: int) -> Any:
 
 
 def _conv(x: Any, filters: int, strides: int = 1) -> Any:
-    return layers.Conv2D(filters, 3, strides, padding="same", use_bias=False, kernel_initializer="he_normal")(
-        x
-    )
+    return layers.Conv2D(
+        filters, 3, strides, padding="same", use_bias=False, kernel_initializer="he_normal"
+    )(x)
 
 
 def _norm(x: Any) -> Any:

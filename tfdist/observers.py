@@ -26,7 +26,11 @@ SERVICES = ("wandb", "mlflow")  # words of `telemetry.backends` that are also th
 
 
 def callbacks(
-    settings: config.Run, strategy: tf.distribute.Strategy, directory: Path, backup: BackupAndRestore, test: tf.data.Dataset
+    settings: config.Run,
+    strategy: tf.distribute.Strategy,
+    directory: Path,
+    backup: BackupAndRestore,
+    test: tf.data.Dataset,
 ) -> tuple[Log, list[keras.callbacks.Callback]]:
     """What looks at a run's training.
 
@@ -58,11 +62,17 @@ def callbacks(
         found.append(tfdist.Anatomy(directory))
     if told.images:
         try:
-            found.append(tfdist.ImageSamples(directory.parent, test, told.images, run=directory.name))
+            found.append(
+                tfdist.ImageSamples(directory.parent, test, told.images, run=directory.name)
+            )
         except ValueError as error:
             raise ValueError(f"telemetry.images: of the evaluation split, {error}") from error
     if chief:
-        found.append(keras.callbacks.LambdaCallback(on_epoch_begin=_NoteSession(settings, strategy, directory, backup)))
+        found.append(
+            keras.callbacks.LambdaCallback(
+                on_epoch_begin=_NoteSession(settings, strategy, directory, backup)
+            )
+        )
     return log, found
 
 
@@ -72,10 +82,14 @@ def check(settings: config.Run) -> None:
     places = told.places()
     for name in SERVICES:
         if name in places and importlib.util.find_spec(name) is None:
-            raise ValueError(f"telemetry.backends: {name} needs the package {name}, which is not installed: pip install {name}. Or leave it out.")
+            raise ValueError(
+                f"telemetry.backends: {name} needs the package {name}, which is not installed: pip install {name}. Or leave it out."
+            )
     for key in ("profile", "images"):
         if getattr(told, key) and "tensorboard" not in places:
-            raise ValueError(f"telemetry.{key}: expected tensorboard in telemetry.backends, which shows it; received {told.backends!r}.")
+            raise ValueError(
+                f"telemetry.{key}: expected tensorboard in telemetry.backends, which shows it; received {told.backends!r}."
+            )
 
 
 def writers(settings: config.Run, directory: Path) -> list[Writer]:
@@ -96,7 +110,17 @@ def hyperparameters(settings: config.Run, strategy: tf.distribute.Strategy) -> d
     """What runs are compared by."""
     return flat(
         {
-            **{name: getattr(settings.train, name) for name in ("optimizer", "learning_rate", "schedule", "epochs", "precision", "seed")},
+            **{
+                name: getattr(settings.train, name)
+                for name in (
+                    "optimizer",
+                    "learning_rate",
+                    "schedule",
+                    "epochs",
+                    "precision",
+                    "seed",
+                )
+            },
             "global_batch": settings.data.global_batch,
             "data": settings.data.name,
             "model": {"name": settings.model.name, **settings.model.options},
@@ -143,8 +167,19 @@ def sent(strategy: tf.distribute.Strategy, model: keras.Model) -> float | None:
 class _NoteSession:
     """Writes a line of `sessions.jsonl` when the first epoch begins: what there was is restored by then."""
 
-    def __init__(self, settings: config.Run, strategy: tf.distribute.Strategy, directory: Path, backup: BackupAndRestore):
-        self._settings, self._strategy, self._directory, self._backup = settings, strategy, directory, backup
+    def __init__(
+        self,
+        settings: config.Run,
+        strategy: tf.distribute.Strategy,
+        directory: Path,
+        backup: BackupAndRestore,
+    ):
+        self._settings, self._strategy, self._directory, self._backup = (
+            settings,
+            strategy,
+            directory,
+            backup,
+        )
         self._written = False
 
     def __call__(self, epoch: int, logs: dict) -> None:

@@ -16,7 +16,13 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from tfdist.addresses import PortTaken, UnresolvedAddress, bind_problem, resolve_address, split_address
+from tfdist.addresses import (
+    PortTaken,
+    UnresolvedAddress,
+    bind_problem,
+    resolve_address,
+    split_address,
+)
 from tfdist.cluster import ClusterSpec, Task
 from tfdist.handshake import (
     LINE_BYTES,
@@ -38,7 +44,10 @@ from tfdist.handshake import (
 logger = logging.getLogger("tfdist")
 
 PROGRESS_S = 10.0  # between two lines that say whom we wait for
-FIRST_S, RETRY_S = 0.02, 0.2  # between two attempts to reach an absent task: the first time, and at most
+FIRST_S, RETRY_S = (
+    0.02,
+    0.2,
+)  # between two attempts to reach an absent task: the first time, and at most
 EXCHANGE_S = 3.0  # for one question and its answer
 LINGER_S = 1.0  # how long a task that failed goes on answering
 
@@ -74,7 +83,9 @@ def check(
             f"{spec.source}: this process is no task of the cluster; choose one with for_task"
         )
     if spec.task in spec.listening_tasks:
-        _Meeting(spec, spec.task, timeout, attempt, versions or installed_versions(), progress).hold()
+        _Meeting(
+            spec, spec.task, timeout, attempt, versions or installed_versions(), progress
+        ).hold()
 
 
 class _Meeting:
@@ -89,7 +100,13 @@ class _Meeting:
         versions: str,
         progress: Callable[[str], None],
     ):
-        self.spec, self.me, self.timeout, self.attempt, self.progress = spec, me, timeout, attempt, progress
+        self.spec, self.me, self.timeout, self.attempt, self.progress = (
+            spec,
+            me,
+            timeout,
+            attempt,
+            progress,
+        )
         self.peers = {str(task): task for task in spec.listening_tasks if task != me}
         self.leader = spec.listening_tasks[0]
         nonce = uuid.uuid4().hex
@@ -112,7 +129,9 @@ class _Meeting:
                 if self.me == self.leader:
                     self._wait(lambda: dict.fromkeys(self.peers.keys() - self.ready, "not ready"))
                     self.go = True
-                    self._wait(lambda: dict.fromkeys(self.peers.keys() - self.told, "has not heard: go"))
+                    self._wait(
+                        lambda: dict.fromkeys(self.peers.keys() - self.told, "has not heard: go")
+                    )
                 else:
                     self._wait(self._leader_waits)
             except (ConfigurationError, PeersAbsent) as error:
@@ -121,7 +140,9 @@ class _Meeting:
                 self._ask_all(self.peers.keys() & self.nonces.keys())
                 time.sleep(LINGER_S)
                 raise
-        logger.info("preflight: all %d tasks met after %.1f s", len(self.peers) + 1, self._elapsed())
+        logger.info(
+            "preflight: all %d tasks met after %.1f s", len(self.peers) + 1, self._elapsed()
+        )
 
     def answer(self, hello: Mapping[str, Any], host: str) -> dict[str, Any]:
         """The reply to another process's badge."""
@@ -169,7 +190,9 @@ class _Meeting:
         """A task's reply to our badge and "", or {} and why there is none; what cannot mend is a fault."""
         limit = time.monotonic() + EXCHANGE_S
         try:
-            with socket.create_connection(split_address(task.address), timeout=EXCHANGE_S) as connection:
+            with socket.create_connection(
+                split_address(task.address), timeout=EXCHANGE_S
+            ) as connection:
                 send(connection, {**self._message(), "ready": ready})
                 reply = receive(connection, limit)
         except (OSError, ValueError) as error:
@@ -177,7 +200,10 @@ class _Meeting:
         if reply.get("nonce") == self.badge["nonce"]:
             return {}, "nobody listens"  # Linux can connect a free port to itself
         if reply.get("attempt") != self.attempt:
-            return {}, f"still attempt {short(reply.get('attempt'))} there, this is attempt {self.attempt}"
+            return (
+                {},
+                f"still attempt {short(reply.get('attempt'))} there, this is attempt {self.attempt}",
+            )
         if not self._judge(reply, f"{task} at {task.address}", expected=str(task)):
             return {}, "see the fault"
         return reply, ""
@@ -217,10 +243,14 @@ class _Meeting:
             if not missing:
                 return
             if self._elapsed() >= self.timeout:
-                raise PeersAbsent(f"preflight of {self.me}: {absent_too_long(missing, self.spec, self.timeout)}")
+                raise PeersAbsent(
+                    f"preflight of {self.me}: {absent_too_long(missing, self.spec, self.timeout)}"
+                )
             if time.monotonic() >= self.next_line:
                 self.next_line += PROGRESS_S
-                self.progress(f"preflight: after {self._elapsed():.0f} s {self.me} waits for {absent(missing, self.spec)}")
+                self.progress(
+                    f"preflight: after {self._elapsed():.0f} s {self.me} waits for {absent(missing, self.spec)}"
+                )
             time.sleep(pause)
             pause = min(2 * pause, RETRY_S)
 
@@ -256,7 +286,9 @@ class _Handler(socketserver.BaseRequestHandler):
             reply = self.server.meeting.answer(hello, self.client_address[0])
             send(self.request, reply)
             self.request.settimeout(EXCHANGE_S)
-            self.request.recv(1)  # the asker closes first: TIME_WAIT stays with it, not on TensorFlow's port
+            self.request.recv(
+                1
+            )  # the asker closes first: TIME_WAIT stays with it, not on TensorFlow's port
         except (OSError, ValueError):
             return  # a stranger, or a task that left; a task asks again
         if reply.get("go"):
@@ -267,5 +299,7 @@ def _serve(meeting: _Meeting) -> _Server:
     try:
         return _Server(meeting)
     except OSError as error:
-        kind: type[ValueError] = PortTaken if error.errno == errno.EADDRINUSE else ConfigurationError
+        kind: type[ValueError] = (
+            PortTaken if error.errno == errno.EADDRINUSE else ConfigurationError
+        )
         raise kind(bind_problem(str(meeting.me), meeting.me.address, error)) from error

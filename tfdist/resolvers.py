@@ -124,7 +124,9 @@ def from_slurm(environ: Mapping[str, str]) -> ClusterSpec | None:
             f"with {sum(per_node)} tasks, {size} in SLURM_STEP_NUM_TASKS; use a step of a homogeneous job"
         )
     places = _places(per_node, _slurm_chunk(environ))
-    rank, node, local = (_integer(environ, f"SLURM_{name}") for name in ("PROCID", "NODEID", "LOCALID"))
+    rank, node, local = (
+        _integer(environ, f"SLURM_{name}") for name in ("PROCID", "NODEID", "LOCALID")
+    )
     if rank >= size or places[rank] != (node, local):
         raise ValueError(
             f"Slurm: SLURM_PROCID {rank} is task {local} of node {node}, but SLURM_DISTRIBUTION "
@@ -229,7 +231,9 @@ def from_kubernetes(environ: Mapping[str, str]) -> ClusterSpec | None:
     if replicas < 2:
         return None
     service = _text(environ, "TFDIST_K8S_SERVICE", remedy)
-    pod = _text(environ, "HOSTNAME").partition(".")[0]  # all of the DNS name under setHostnameAsFQDN
+    pod = _text(environ, "HOSTNAME").partition(".")[
+        0
+    ]  # all of the DNS name under setHostnameAsFQDN
     job = pod.removesuffix(f"-{index}")
     if job == pod:
         raise ValueError(
@@ -238,7 +242,9 @@ def from_kubernetes(environ: Mapping[str, str]) -> ClusterSpec | None:
         )
     hosts = [f"{job}-{i}.{service}" for i in range(replicas)]
     port = _integer(environ, "TFDIST_PORT", 2222)
-    return _workers(hosts, [(i, 0) for i in range(replicas)], [port], index, f"Kubernetes job {job}")
+    return _workers(
+        hosts, [(i, 0) for i in range(replicas)], [port], index, f"Kubernetes job {job}"
+    )
 
 
 def expand_hostlist(hostlist: str) -> list[str]:
@@ -263,8 +269,12 @@ def _expand_ranges(text: str) -> list[str]:
     for part in text.split(","):
         first, _, last = part.partition("-")
         if not first.isdigit() or not (last or first).isdigit():
-            raise ValueError(f"Slurm: expected numbers and ranges such as 2,09-10, received {text!r}")
-        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
+            raise ValueError(
+                f"Slurm: expected numbers and ranges such as 2,09-10, received {text!r}"
+            )
+        numbers += [
+            str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)
+        ]
     return numbers
 
 
@@ -326,11 +336,17 @@ def _ports(environ: Mapping[str, str], count: int, key: int) -> range:
 
 
 def _workers(
-    hosts: Sequence[str], places: Sequence[tuple[int, int]], ports: Sequence[int], rank: int, source: str
+    hosts: Sequence[str],
+    places: Sequence[tuple[int, int]],
+    ports: Sequence[int],
+    rank: int,
+    source: str,
 ) -> ClusterSpec:
     # A port per rank, if there are enough: then nodes that share one machine (test clusters) do not collide.
     by_rank = len(ports) >= len(places)
-    addresses = [f"{hosts[node]}:{ports[i if by_rank else local]}" for i, (node, local) in enumerate(places)]
+    addresses = [
+        f"{hosts[node]}:{ports[i if by_rank else local]}" for i, (node, local) in enumerate(places)
+    ]
     return ClusterSpec({"worker": tuple(addresses)}, "worker", rank, source)
 
 

@@ -70,7 +70,9 @@ def parse(argv: Sequence[str]) -> config.Run:
         raise ValueError(
             f"--config: expected one config file, such as --config=configs/digits.py; received {len(places)}."
         )
-    path = words.pop(places[0]).partition("=")[2] or (words.pop(places[0]) if words[places[0] :] else "")
+    path = words.pop(places[0]).partition("=")[2] or (
+        words.pop(places[0]) if words[places[0] :] else ""
+    )
     for word in words:
         if key := re.match(r"--?(?:no)?config\.([^=]+)", word):
             config.check_key(key[1])
@@ -161,7 +163,10 @@ def run(settings: config.Run) -> dict[str, Any]:
             keras.callbacks.LambdaCallback(on_epoch_begin=begin_epoch),
         ],
     )
-    metrics = {name: float(value) for name, value in model.evaluate(test, verbose=0, return_dict=True).items()}
+    metrics = {
+        name: float(value)
+        for name, value in model.evaluate(test, verbose=0, return_dict=True).items()
+    }
     if "model" in paths:
         model.save(paths["model"])
 
@@ -236,15 +241,30 @@ def describe(summary: dict[str, Any]) -> str:
     """
     speed = summary["examples_per_second"]
     rate = "nothing left to train" if speed is None else f"{speed:,.0f} examples/s"
-    backup = summary["backup"] if os.path.isdir(summary["backup"]) else "none any more: training is complete"
-    metrics = dict(sorted(summary["metrics"].items(), key=lambda item: {"accuracy": 0, "loss": 1}.get(item[0], 2)))
-    results = [f"{name} {value:.2%}" if name == "accuracy" else f"{name} {value:.4f}" for name, value in metrics.items()]
+    backup = (
+        summary["backup"]
+        if os.path.isdir(summary["backup"])
+        else "none any more: training is complete"
+    )
+    metrics = dict(
+        sorted(
+            summary["metrics"].items(), key=lambda item: {"accuracy": 0, "loss": 1}.get(item[0], 2)
+        )
+    )
+    results = [
+        f"{name} {value:.2%}" if name == "accuracy" else f"{name} {value:.4f}"
+        for name, value in metrics.items()
+    ]
     lines = [
         "",
         f"{summary['name']}: {', '.join(results) or 'no metrics'} on the evaluation split "
         f"after {summary['epochs']} epochs",
         f"  speed    {rate} on {_trained_on(summary)}, {summary['seconds']:.0f} s in all",
-        *([f"  sync     {summary['bytes_per_step'] / 1e3:,.1f} kB a step sent by each replica"] if summary.get("bytes_per_step") else []),
+        *(
+            [f"  sync     {summary['bytes_per_step'] / 1e3:,.1f} kB a step sent by each replica"]
+            if summary.get("bytes_per_step")
+            else []
+        ),
         f"  model    {summary.get('model', 'not saved')}",
         f"  history  {summary.get('history', 'not kept')}",
         f"  backup   {backup}",
@@ -255,7 +275,9 @@ def describe(summary: dict[str, Any]) -> str:
 
 def _trained_on(summary: dict[str, Any]) -> str:
     keys = ("workers", "parameter_servers") if "workers" in summary else ("replicas",)
-    return " and ".join(f"{summary[k]} {k[: None if summary[k] > 1 else -1].replace('_', ' ')}" for k in keys)
+    return " and ".join(
+        f"{summary[k]} {k[: None if summary[k] > 1 else -1].replace('_', ' ')}" for k in keys
+    )
 
 
 def _profile_spelt_out(argv: Sequence[str]) -> list[str]:
@@ -265,7 +287,9 @@ def _profile_spelt_out(argv: Sequence[str]) -> list[str]:
         if re.match(r"--?profile(=|$)", word):
             text = word.partition("=")[2] if "=" in word else " ".join(words[place + 1 : place + 2])
             config.step_range("--profile", text)
-            words[place : place + (1 if "=" in word else 2)] = [f"--config.telemetry.profile={text}"]
+            words[place : place + (1 if "=" in word else 2)] = [
+                f"--config.telemetry.profile={text}"
+            ]
     return words
 
 

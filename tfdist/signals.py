@@ -21,11 +21,15 @@ def ending() -> Iterator[None]:
         SystemExit: 143
     """
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+    before = {
+        number: handler for number, handler in before.items() if handler is not signal.SIG_IGN
+    }
     for number in before:
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not Python's, and cannot be put back
+            signal.signal(
+                number, signal.SIG_DFL if handler is None else handler
+            )  # None: not Python's, and cannot be put back

@@ -58,7 +58,9 @@ class Gradients:
             _one_of("combine", self.combine, COMBINE, "or a function of a list of gradients")
         _wire(self.wire)
         if callable(self.combine) and self.wire is not None:
-            raise ValueError(f"sync.wire: a function that combines gradients sends them itself; received {self.wire!r}. Give its own calls wire={self.wire!r}.")
+            raise ValueError(
+                f"sync.wire: a function that combines gradients sends them itself; received {self.wire!r}. Give its own calls wire={self.wire!r}."
+            )
         _whole("bucket_bytes", self.bucket_bytes, 1)
         _whole("accumulate", self.accumulate, 1)
         if self.clip_norm is not None:
@@ -107,7 +109,9 @@ class LocalSGD:
         _whole("warmup", self.warmup, 0)
         _number("outer_learning_rate", self.outer_learning_rate, 0.0, "above 0")
         if not 0 <= _number("outer_momentum", self.outer_momentum, -1.0, "from 0 to below 1") < 1:
-            raise ValueError(f"sync.outer_momentum: expected a number from 0 to below 1, received {self.outer_momentum!r}.")
+            raise ValueError(
+                f"sync.outer_momentum: expected a number from 0 to below 1, received {self.outer_momentum!r}."
+            )
         _wire(self.wire)
         _whole("bucket_bytes", self.bucket_bytes, 1)
 
@@ -117,7 +121,13 @@ class LocalSGD:
         return (self.outer_learning_rate, self.outer_momentum) == (1.0, 0.0)
 
 
-def DiLoCo(every: int | str = 8, warmup: int = 0, outer_learning_rate: float = 0.7, outer_momentum: float = 0.9, **kwargs: Any) -> LocalSGD:
+def DiLoCo(
+    every: int | str = 8,
+    warmup: int = 0,
+    outer_learning_rate: float = 0.7,
+    outer_momentum: float = 0.9,
+    **kwargs: Any,
+) -> LocalSGD:
     """Local steps, and an outer optimizer with Nesterov's momentum on what they come to.
 
     Douillard et al. 2023, arXiv:2311.08105, algorithm 1, whose defaults for the outer step these are.
@@ -166,7 +176,9 @@ def policy(given: Any) -> Policy:
 
 def _one_of(name: str, value: Any, choices: tuple[str, ...], more: str = "") -> None:
     if value not in choices:
-        raise ValueError(f"sync.{name}: expected one of {', '.join(choices)}{f', {more}' if more else ''}; received {value!r}.{_near(value, choices)}")
+        raise ValueError(
+            f"sync.{name}: expected one of {', '.join(choices)}{f', {more}' if more else ''}; received {value!r}.{_near(value, choices)}"
+        )
 
 
 def _wire(value: Any) -> None:

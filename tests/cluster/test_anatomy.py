@@ -14,7 +14,9 @@ SECONDS = 200  # some ten on an idle machine
 
 def run(directory, *words):
     with group(directory) as members:
-        workers(members, 2, [PYTHON, SCRIPT, "{index}", str(directory), *words], PYTHONPATH=str(ROOT))
+        workers(
+            members, 2, [PYTHON, SCRIPT, "{index}", str(directory), *words], PYTHONPATH=str(ROOT)
+        )
         members.succeed(SECONDS)
     return read(directory)
 
@@ -35,8 +37,12 @@ def test_the_fast_worker_waits_for_the_slow_one(tmp_path):
         for window in found:
             assert window.worker == rank
             assert sum(window.parts.values()) == pytest.approx(window.seconds, abs=1e-4)
-        file, = (tmp_path / f"worker-{rank}").glob("events.*")
-        tags = {value.tag for event in tf.compat.v1.train.summary_iterator(str(file)) for value in event.summary.value}
+        (file,) = (tmp_path / f"worker-{rank}").glob("events.*")
+        tags = {
+            value.tag
+            for event in tf.compat.v1.train.summary_iterator(str(file))
+            for value in event.summary.value
+        }
         assert {f"anatomy/{part}_milliseconds" for part in PARTS} < tags
 
 
@@ -44,4 +50,7 @@ def test_a_worker_without_the_callback_is_named(tmp_path):
     assert run(tmp_path, "0", "0") == {}
     for index in range(2):
         error = (tmp_path / f"error-{index}").read_text()
-        assert "worker:1 differs from worker:0 in number of tfdist.Anatomy callbacks: 0 against 1" in error
+        assert (
+            "worker:1 differs from worker:0 in number of tfdist.Anatomy callbacks: 0 against 1"
+            in error
+        )

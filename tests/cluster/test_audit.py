@@ -51,14 +51,21 @@ def all_gone(log):
 
 
 def test_two_workers_read_images_of_which_one_is_broken(members, directory):
-    code, log = audit(members, directory, f"--pipeline={SCRIPT}:images", "--workers=2", "--stage-seconds=0.2")
+    code, log = audit(
+        members, directory, f"--pipeline={SCRIPT}:images", "--workers=2", "--stage-seconds=0.2"
+    )
     assert code == 0, log
-    assert "every example exactly once per epoch, but for 1 row whose example cannot be read (ignore_errors)" in log
+    assert (
+        "every example exactly once per epoch, but for 1 row whose example cannot be read (ignore_errors)"
+        in log
+    )
     assert f"left out: example {audited.BROKEN}: file {directory}/images/class-1/4.jpg" in log
     assert re.findall(r"^(order|read|decode|transform|batch) +[\d,]+ +\d+%$", log, re.M) == [
         "order", "read", "decode", "transform", "batch"
     ]  # fmt: skip
-    assert re.search(r"bounded by: (order|read|decode|transform|batch)\. A model that takes less than", log)
+    assert re.search(
+        r"bounded by: (order|read|decode|transform|batch)\. A model that takes less than", log
+    )
     assert re.search(r"^all +26 ", log, re.M)
     assert all_gone(log)
 
@@ -67,7 +74,9 @@ def test_two_workers_of_two_replicas_read_records_at_random(members, directory):
     flags = ["--workers=2", "--devices=2", "--stage-seconds=0"]
     code, log = audit(members, directory, f"--pipeline={SCRIPT}:random_records", *flags)
     assert code == 0, log
-    assert 'every example exactly once per epoch, but for 6 examples of the tails (tail="drop")' in log
+    assert (
+        'every example exactly once per epoch, but for 6 examples of the tails (tail="drop")' in log
+    )
     assert "each global batch, row by row, is that which follows from seed, epoch and step" in log
 
 
@@ -75,18 +84,31 @@ def test_three_workers_read_records_as_a_stream(members, directory):
     flags = ["--workers=3", "--epochs=2", "--stage-seconds=0"]
     code, log = audit(members, directory, f"--pipeline={SCRIPT}:stream", *flags)
     assert code == 0, log
-    assert "proved for epochs 0 to 1, 26 batches, 300 examples:\n  every example exactly once per epoch\n" in log
+    assert (
+        "proved for epochs 0 to 1, 26 batches, 300 examples:\n  every example exactly once per epoch\n"
+        in log
+    )
 
 
 def test_two_workers_read_the_digits_of_a_config(members, directory, digits_dir):
-    flags = ["--workers=2", "--epochs=2", "--stage-seconds=0", f"--config.data.data_dir={digits_dir}"]
+    flags = [
+        "--workers=2",
+        "--epochs=2",
+        "--stage-seconds=0",
+        f"--config.data.data_dir={digits_dir}",
+    ]
     code, log = audit(members, directory, f"--config={ROOT / 'configs' / 'digits.py'}", *flags)
     assert code == 0, log
-    assert "proved for epochs 0 to 1, 48 batches, 3,000 examples:\n  every example exactly once per epoch\n" in log
+    assert (
+        "proved for epochs 0 to 1, 48 batches, 3,000 examples:\n  every example exactly once per epoch\n"
+        in log
+    )
 
 
 def test_the_first_wrong_example_is_named(members, directory):
-    code, log = audit(members, directory, f"--pipeline={SCRIPT}:defective", "--workers=2", "--epochs=2")
+    code, log = audit(
+        members, directory, f"--pipeline={SCRIPT}:defective", "--workers=2", "--epochs=2"
+    )
     assert code == 1, log
     found = re.search(
         r"audit failed: epoch 1, step 2, row 5, worker 1: expected example (\d+); received example (\d+), which worker 0 had in "
@@ -97,7 +119,9 @@ def test_the_first_wrong_example_is_named(members, directory):
     assert all_gone(log)
 
 
-def test_a_killed_job_goes_on_with_more_workers_and_no_example_is_lost_or_seen_twice(members, directory):
+def test_a_killed_job_goes_on_with_more_workers_and_no_example_is_lost_or_seen_twice(
+    members, directory
+):
     before, after = (members.directory / name for name in ("before", "after"))
     flags = [f"--pipeline={SCRIPT}:slow_stream", "--stage-seconds=0"]
     start(members, directory, "before", *flags, "--workers=2", f"--keep={before}")
@@ -115,7 +139,12 @@ def test_a_killed_job_goes_on_with_more_workers_and_no_example_is_lost_or_seen_t
     assert 3 <= int(resume[1]) < 13
     start(members, directory, "after", *flags, "--workers=3", f"--keep={after}", *resume[0].split())
     assert members.wait(SECONDS)["after"] == 0, members.logs()
-    seen = [step.numbers for rank in range(2) for step in taken(before, rank) if step.step < int(resume[1])]
+    seen = [
+        step.numbers
+        for rank in range(2)
+        for step in taken(before, rank)
+        if step.step < int(resume[1])
+    ]
     seen += [step.numbers for rank in range(3) for step in taken(after, rank)]
     assert sorted(np.concatenate(seen).tolist()) == list(range(sum(LENGTHS)))
 
@@ -140,9 +169,21 @@ def test_workers_end_with_the_audit(members, directory, number):
     [
         ([], 2, "expected --config=FILE.py, or --pipeline=FILE.py:FUNCTION; received neither"),
         (["--config=digits.py"], 78, "--config=digits.py: no such file in"),
-        (["--config=configs/digits.py", "--config.data.globl_batch=3"], 78, "data.globl_batch: no such key. Did you mean data.global_batch?"),
-        (["--config=configs/digits.py", "--wrokers", "3"], 2, "--wrokers: no such flag. Did you mean --workers?"),
-        (["--config=configs/digits.py", "--workers=0"], 2, "--workers: expected a whole number of at least 1, received '0'"),
+        (
+            ["--config=configs/digits.py", "--config.data.globl_batch=3"],
+            78,
+            "data.globl_batch: no such key. Did you mean data.global_batch?",
+        ),
+        (
+            ["--config=configs/digits.py", "--wrokers", "3"],
+            2,
+            "--wrokers: no such flag. Did you mean --workers?",
+        ),
+        (
+            ["--config=configs/digits.py", "--workers=0"],
+            2,
+            "--workers: expected a whole number of at least 1, received '0'",
+        ),
         (["--pipeline=train.py"], 78, "--pipeline=train.py: expected FILE.py:FUNCTION"),
     ],
 )
@@ -161,7 +202,10 @@ def test_mistakes_are_named_before_a_worker_starts(capfd, monkeypatch, flags, co
 def test_an_example_that_cannot_be_read_is_named(members, directory):
     code, log = audit(members, directory, f"--pipeline={SCRIPT}:all_images")
     assert code == 1, log
-    assert re.search(rf"audit failed: worker 0 failed.*cannot be read or decoded.*file {directory}/images/class-1/4.jpg", log), log
+    assert re.search(
+        rf"audit failed: worker 0 failed.*cannot be read or decoded.*file {directory}/images/class-1/4.jpg",
+        log,
+    ), log
     assert all_gone(log)
 
 

@@ -56,7 +56,12 @@ def bench(directory: pathlib.Path, *words: str) -> tuple[int, str, str]:
 
 def test_scaling_of_workers_beside_a_setup_that_fails(tmp_path):
     code, out, err = bench(
-        tmp_path, "--config=config.py", "--workers=2", "--strategies=one_device,central_storage,multi_worker_mirrored", "--rounds=2", "--steps=6"
+        tmp_path,
+        "--config=config.py",
+        "--workers=2",
+        "--strategies=one_device,central_storage,multi_worker_mirrored",
+        "--rounds=2",
+        "--steps=6",
     )
     assert code == 1, err
     found = read(tmp_path / "runs" / "bench-tiny")
@@ -64,7 +69,10 @@ def test_scaling_of_workers_beside_a_setup_that_fails(tmp_path):
     assert [setup.global_batch for setup in found.setups] == [8, 8, 16, 8, 16]
     assert all("tiny.py has no room for a central storage" in setup.error for setup in failed)
     assert out.count("FAILED: central_storage with 2 replicas") == 1
-    assert "no room" in (tmp_path / "runs" / "bench-tiny" / "logs" / "central_storage-2-log.log").read_text()
+    assert (
+        "no room"
+        in (tmp_path / "runs" / "bench-tiny" / "logs" / "central_storage-2-log.log").read_text()
+    )
     for setup in (alone, strong, weak):
         assert setup.error is None
         assert len(setup.rates) == len(setup.seconds) == 2
@@ -76,27 +84,54 @@ def test_scaling_of_workers_beside_a_setup_that_fails(tmp_path):
             assert parts.keys() == PARTS.keys()
             assert sum(parts.values()) > 0
         assert setup.reason
-    assert (alone.bytes, strong.bytes) == (0, 4 * (3 * 4 + 4 + 4 + 1))  # float32 gradients of two layers
+    assert (alone.bytes, strong.bytes) == (
+        0,
+        4 * (3 * 4 + 4 + 4 + 1),
+    )  # float32 gradients of two layers
     assert strong.efficiency == pytest.approx(strong.rate / alone.rate / 2)
     page = (tmp_path / "runs" / "bench-tiny" / "bench.md").read_text()
     assert "| multi_worker_mirrored | 2 |" in page
 
 
 def test_inference_over_batches_and_devices(tmp_path):
-    code, out, err = bench(tmp_path, "--config=config.py", "--predict", "--batches=2,30", "--rounds=2", "--steps=2", "--out=here", "--json")
+    code, out, err = bench(
+        tmp_path,
+        "--config=config.py",
+        "--predict",
+        "--batches=2,30",
+        "--rounds=2",
+        "--steps=2",
+        "--out=here",
+        "--json",
+    )
     assert code == 0, err
     found = read(tmp_path / "here")
     assert json.loads(out) == json.loads((tmp_path / "here" / "bench.json").read_text())
-    assert [(setup.replicas, setup.global_batch) for setup in found.setups] == [(1, 2), (1, 30), (2, 2), (2, 30)]
+    assert [(setup.replicas, setup.global_batch) for setup in found.setups] == [
+        (1, 2),
+        (1, 30),
+        (2, 2),
+        (2, 30),
+    ]
     for setup in found.setups:
         assert setup.error is None
-        assert [rate * seconds for rate, seconds in zip(setup.rates, setup.seconds, strict=True)] == pytest.approx([setup.global_batch] * 2)
+        assert [
+            rate * seconds for rate, seconds in zip(setup.rates, setup.seconds, strict=True)
+        ] == pytest.approx([setup.global_batch] * 2)
         assert setup.speedup is not None
     assert len(found.notes) == 1
 
 
 def test_all_reduces_between_workers_and_between_devices(tmp_path):
-    code, out, err = bench(tmp_path, "allreduce", "--workers=2", "--bytes=4,64k", "--rounds=2", "--steps=3", "--communication=ring")
+    code, out, err = bench(
+        tmp_path,
+        "allreduce",
+        "--workers=2",
+        "--bytes=4,64k",
+        "--rounds=2",
+        "--steps=3",
+        "--communication=ring",
+    )
     assert code == 0, err
     found = read(tmp_path / "runs" / "bench-allreduce")
     assert [(setup.strategy, setup.workers, setup.bytes) for setup in found.setups] == [
@@ -104,5 +139,7 @@ def test_all_reduces_between_workers_and_between_devices(tmp_path):
     ]  # fmt: skip
     for setup in found.setups:
         assert setup.error is None
-        assert setup.algorithm_bandwidth == setup.bus_bandwidth == setup.bytes / setup.step  # of two replicas
+        assert (
+            setup.algorithm_bandwidth == setup.bus_bandwidth == setup.bytes / setup.step
+        )  # of two replicas
     assert "64k" in out

@@ -30,7 +30,10 @@ def data_workers(tmp_path_factory):
     """Address and process id of two data workers."""
     addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
     with group(tmp_path_factory.mktemp("data")) as members:
-        found = {a: members.start(f"data-{i}", [PYTHON, "-m", "tfdist.data.service", a]).pid for i, a in enumerate(addresses)}
+        found = {
+            a: members.start(f"data-{i}", [PYTHON, "-m", "tfdist.data.service", a]).pid
+            for i, a in enumerate(addresses)
+        }
         for i in range(len(addresses)):
             members.says(f"data-{i}", "serves at", SECONDS)
         yield found
@@ -49,19 +52,29 @@ def launch(tmp_path):
 
 # --- Order -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("workers", "count"), [(1, 1), (2, 2)])
-def test_each_worker_gets_what_it_gets_without_data_workers(workers, count, directory, data_workers):
+def test_each_worker_gets_what_it_gets_without_data_workers(
+    workers, count, directory, data_workers
+):
     for worker in range(workers):
         plain = served.read(served.by_number(directory, None), worker, workers)
-        assert served.read(served.by_number(directory, list(data_workers)[:count]), worker, workers) == plain
+        assert (
+            served.read(served.by_number(directory, list(data_workers)[:count]), worker, workers)
+            == plain
+        )
 
 
 def test_a_launch_of_two_workers_and_two_data_workers(launch, directory):
-    code, _, err = launch.run("--workers", "2", "--data-workers", "2", command=(SCRIPT, "read", directory))
+    code, _, err = launch.run(
+        "--workers", "2", "--data-workers", "2", command=(SCRIPT, "read", directory)
+    )
     assert code == 0, err
     assert "worker:0, worker:1, data:0, data:1 on this host" in err
     for worker in range(2):
         found = json.loads((launch.directory / f"worker:{worker}.json").read_text())
-        assert found == [served.read(kind(directory, None), worker, 2) for kind in (served.by_number, served.by_file)]
+        assert found == [
+            served.read(kind(directory, None), worker, 2)
+            for kind in (served.by_number, served.by_file)
+        ]
         assert f"data:{worker}" not in launch.log(f"worker-{worker}")
         assert "serves at 127.0.0.1:" in launch.log(f"data-{worker}")
 
@@ -83,7 +96,10 @@ def test_a_data_worker_that_freezes_is_named(launch, directory):
     os.kill(launch.pid_of("data:1"), signal.SIGSTOP)
     code, _, err = launch.finish()
     assert code == 1
-    assert "ROOT CAUSE: data:1 no longer answered, says worker:0; the launcher found it alive and ended it" in err
+    assert (
+        "ROOT CAUSE: data:1 no longer answered, says worker:0; the launcher found it alive and ended it"
+        in err
+    )
 
 
 def test_a_data_worker_that_cannot_start_is_named(launch, directory):
@@ -92,7 +108,9 @@ def test_a_data_worker_that_cannot_start_is_named(launch, directory):
         "import os, sys\nif os.environ.get('TFDIST_TASK') == 'data:0': sys.modules['tensorflow'] = None\n"
     )
     environ = {"PYTHONPATH": f"{launch.directory}:{ROOT}"}
-    code, _, err = launch.run("--data-workers", "1", command=(SCRIPT, "forever", directory), environ=environ)
+    code, _, err = launch.run(
+        "--data-workers", "1", command=(SCRIPT, "forever", directory), environ=environ
+    )
     assert code == 1
     assert "ROOT CAUSE: data:0 failed with exit code 1: ModuleNotFoundError" in err
 
@@ -116,7 +134,9 @@ def test_passes_leave_no_threads(directory, data_workers):
     for _ in range(8):
         next(iter(batches.repeat().prefetch(2)))
     end = time.monotonic() + SECONDS
-    while any(now > was + 8 for now, was in zip(threads(), before, strict=True)):  # gRPC's come and go
+    while any(
+        now > was + 8 for now, was in zip(threads(), before, strict=True)
+    ):  # gRPC's come and go
         assert time.monotonic() < end, f"{threads()} threads, {before} before"
         time.sleep(0.2)
 

@@ -22,11 +22,18 @@ def disks(tmp_path_factory):
     place.mkdir()
     if not shutil.which("unshare"):
         pytest.skip("a disk of the test's own needs the program unshare")
-    trial = subprocess.run([*PRIVATE, "mount", "-t", "tmpfs", "none", str(place)], capture_output=True, text=True, timeout=20)
+    trial = subprocess.run(
+        [*PRIVATE, "mount", "-t", "tmpfs", "none", str(place)],
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
     if trial.returncode:
         pytest.skip(f"a mount namespace is refused here: {trial.stderr.strip()}")
     with group(root) as members:
-        members.start("disks", [*PRIVATE, PYTHON, SCRIPT, str(place), str(out)], PYTHONPATH=str(ROOT))
+        members.start(
+            "disks", [*PRIVATE, PYTHON, SCRIPT, str(place), str(out)], PYTHONPATH=str(ROOT)
+        )
         members.succeed(SECONDS)
     return json.loads(out.read_text())
 
@@ -41,8 +48,13 @@ def test_a_disk_that_fills_up_ends_the_training_and_keeps_what_was_saved(disks):
     assert kind == "OSError"
     assert "backup/snapshot-2.tfdist: cannot be written" in text
     assert "No space left on device" in text
-    assert "Expected a directory with room that this process may write to; the snapshots that are there stay." in text
-    assert disks["kept"] == [[0, 0], [1, 1]], "number and epoch of each snapshot, and all can be read"
+    assert (
+        "Expected a directory with room that this process may write to; the snapshots that are there stay."
+        in text
+    )
+    assert disks["kept"] == [[0, 0], [1, 1]], (
+        "number and epoch of each snapshot, and all can be read"
+    )
     assert not parts(full)
     assert 2 * STEPS <= full["iterations"] <= 3 * STEPS, "it ends with the next save"
 

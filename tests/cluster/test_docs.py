@@ -25,7 +25,11 @@ SECONDS = 180  # for one block; each takes some ten
 
 def blocks(page: pathlib.Path, language: str) -> list[tuple[str, str]]:
     """(words after the language, text) of a page's blocks of code."""
-    return [(words, text) for found, words, text in FENCE.findall(page.read_text(encoding="utf-8")) if found == language]
+    return [
+        (words, text)
+        for found, words, text in FENCE.findall(page.read_text(encoding="utf-8"))
+        if found == language
+    ]
 
 
 def runnable() -> list:
@@ -75,16 +79,22 @@ def test_a_command_of_the_docs(page, programs, text, project, environ, tmp_path)
         if name:
             (project / name).write_text(code)
     with group(tmp_path) as members:
-        members.start("block", ["bash", "-euo", "pipefail", "-c", f"cd '{project}'\n{text}"], **environ)
+        members.start(
+            "block", ["bash", "-euo", "pipefail", "-c", f"cd '{project}'\n{text}"], **environ
+        )
         members.succeed(SECONDS)
 
 
 def test_every_command_is_marked():
     for page in PAGES:
         for words, text in blocks(page, "bash"):
-            assert re.fullmatch(r"run( \w+)?|tested test_\w+|elsewhere", words), f"{page.name}: {words!r} of\n{text}"
+            assert re.fullmatch(r"run( \w+)?|tested test_\w+|elsewhere", words), (
+                f"{page.name}: {words!r} of\n{text}"
+            )
             if words.startswith("tested"):
-                assert (ROOT / "tests" / "cluster" / f"{words.split()[1]}.py").is_file(), f"{page.name}: {words!r}"
+                assert (ROOT / "tests" / "cluster" / f"{words.split()[1]}.py").is_file(), (
+                    f"{page.name}: {words!r}"
+                )
 
 
 def test_links_lead_somewhere():
@@ -95,13 +105,19 @@ def test_links_lead_somewhere():
 
 def test_the_kubernetes_manifest_fits_the_resolver():
     """A pod's environment, as Kubernetes would make it of the manifest, becomes the worker that the Service can reach."""
-    ((_, text),) = (block for block in blocks(ROOT / "docs" / "clusters.md", "yaml") if block[0] == "kubernetes")
+    ((_, text),) = (
+        block for block in blocks(ROOT / "docs" / "clusters.md", "yaml") if block[0] == "kubernetes"
+    )
     service, job = yaml.safe_load_all(text)
     name, pod = job["metadata"]["name"], job["spec"]["template"]["spec"]
     given = {entry["name"]: entry["value"] for entry in pod["containers"][0]["env"]}
-    spec = resolvers.from_kubernetes({**given, "JOB_COMPLETION_INDEX": "1", "HOSTNAME": f"{name}-1"})
+    spec = resolvers.from_kubernetes(
+        {**given, "JOB_COMPLETION_INDEX": "1", "HOSTNAME": f"{name}-1"}
+    )
     port = service["spec"]["ports"][0]["port"]
     assert pod["subdomain"] == service["metadata"]["name"]
     assert service["spec"]["selector"] == {"job-name": name}
     assert job["spec"]["completions"] == job["spec"]["parallelism"]
-    assert spec.jobs["worker"] == tuple(f"{name}-{i}.{pod['subdomain']}:{port}" for i in range(job["spec"]["completions"]))
+    assert spec.jobs["worker"] == tuple(
+        f"{name}-{i}.{pod['subdomain']}:{port}" for i in range(job["spec"]["completions"])
+    )

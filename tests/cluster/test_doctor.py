@@ -23,7 +23,9 @@ def members(tmp_path, monkeypatch):
 
 def write(path, spec):
     """A cluster file."""
-    path.write_text(json.dumps({"cluster": {job: list(addresses) for job, addresses in spec.jobs.items()}}))
+    path.write_text(
+        json.dumps({"cluster": {job: list(addresses) for job, addresses in spec.jobs.items()}})
+    )
     return str(path)
 
 
@@ -34,17 +36,45 @@ def doctor(members, name, *words, prefix=(), **environ):
 
 def serve(members, file, task, *words, **options):
     """A server, ready."""
-    doctor(members, task, "--cluster", file, "--task", task, "--serve", "--timeout", str(SECONDS), *words, **options)
+    doctor(
+        members,
+        task,
+        "--cluster",
+        file,
+        "--task",
+        task,
+        "--serve",
+        "--timeout",
+        str(SECONDS),
+        *words,
+        **options,
+    )
     members.says(task, "serves worker", SECONDS)
 
 
 def ask(members, file, task, *words, timeout=20, name="asker", **options):
     """Exit code, and the checks of the cluster that do not pass, by name; a warning of the network is the test machine's own."""
-    process = doctor(members, name, "--json", "--cluster", file, "--task", task, "--timeout", str(timeout), *words, **options)
+    process = doctor(
+        members,
+        name,
+        "--json",
+        "--cluster",
+        file,
+        "--task",
+        task,
+        "--timeout",
+        str(timeout),
+        *words,
+        **options,
+    )
     code = process.wait(SECONDS)
     said = json.loads(members.log(name)[members.log(name).index("{") :])
     assert code == (said["status"] == "fail")
-    bad = [check for check in said["checks"] if check["status"] != "pass" and (check["name"], check["status"]) != ("network", "warn")]
+    bad = [
+        check
+        for check in said["checks"]
+        if check["status"] != "pass" and (check["name"], check["status"]) != ("network", "warn")
+    ]
     return code, {check["name"]: f"{check['found']}; {check['remedy']}" for check in bad}
 
 
@@ -52,7 +82,10 @@ def test_two_hosts_that_fit(members, tmp_path):
     file, place = write(tmp_path / "c.yaml", ClusterSpec.local(workers=2)), str(tmp_path / "shared")
     serve(members, file, "worker:1", "--place", place)
     assert ask(members, file, "worker:0", "--place", place) == (0, {})
-    assert ask(members, file, "worker:0", "--place", place, name="again") == (0, {})  # a server stays
+    assert ask(members, file, "worker:0", "--place", place, name="again") == (
+        0,
+        {},
+    )  # a server stays
     assert not os.path.exists(place)
     members.processes["worker:1"].terminate()
     assert members.processes["worker:1"].wait(SECONDS) == 143
@@ -80,7 +113,9 @@ def test_hosts_with_faults_of_their_own(members, tmp_path):
     mine = ["--place", str(tmp_path / "mine")]
     serve(members, swapped, "worker:0", *mine)  # at the address of worker:1
     serve(members, file, "worker:2", *mine, PYTHONPATH=f"{metadata.parent}:{ROOT}")
-    serve(members, file, "worker:3", "--place", str(tmp_path / "theirs"), str(tmp_path / "in the way"))
+    serve(
+        members, file, "worker:3", "--place", str(tmp_path / "theirs"), str(tmp_path / "in the way")
+    )
     code, found = ask(members, file, "worker:0", *mine)
     assert code == 1
     assert f"another order: worker:0 is {first} here and {second} there" in found["spec"]
@@ -97,10 +132,22 @@ def test_hosts_that_look_together(members, tmp_path):
     (tmp_path / "in the way").write_text("")
     for name, places in (("good", ["shared"] * 3), ("bad", ["shared", "shared", "in the way"])):
         for index, place in enumerate(places):
-            words = ["--cluster", file, "--task", f"worker:{index}", "--together", "--timeout", str(SECONDS), "--place", place]
+            words = [
+                "--cluster",
+                file,
+                "--task",
+                f"worker:{index}",
+                "--together",
+                "--timeout",
+                str(SECONDS),
+                "--place",
+                place,
+            ]
             doctor(members, f"{name} {index}", *words)
         codes = members.wait(SECONDS)
-        assert [codes[f"{name} {index}"] for index in range(3)] == [int(name == "bad")] * 3, members.logs()
+        assert [codes[f"{name} {index}"] for index in range(3)] == [int(name == "bad")] * 3, (
+            members.logs()
+        )
     assert "the doctor of worker:2 found: place: in the way" in members.log("bad 0")
     assert "network" in members.log("good 0")  # one of them measures
     assert "network" not in members.log("good 1")
@@ -111,12 +158,16 @@ def test_a_task_that_is_started_twice(members, tmp_path):
     file = write(tmp_path / "c.yaml", ClusterSpec.local(workers=2))
     words = ["--cluster", file, "--together", "--timeout", str(SECONDS), "--place", "shared"]
     doctor(members, "first", *words, "--task", "worker:0")
-    port = int(json.loads((tmp_path / "c.yaml").read_text())["cluster"]["worker"][0].rpartition(":")[2])
+    port = int(
+        json.loads((tmp_path / "c.yaml").read_text())["cluster"]["worker"][0].rpartition(":")[2]
+    )
     end = time.monotonic() + SECONDS
     while not listens(port):
         assert time.monotonic() < end, members.logs()
         time.sleep(0.05)
-    assert doctor(members, "second", *words, "--task", "worker:0").wait(SECONDS) == 1, members.logs()
+    assert doctor(members, "second", *words, "--task", "worker:0").wait(SECONDS) == 1, (
+        members.logs()
+    )
     doctor(members, "other", *words, "--task", "worker:1")
     assert members.wait(SECONDS) == {"first": 1, "second": 1, "other": 1}, members.logs()
     assert "is already in use on this machine" in members.log("second")
@@ -126,11 +177,27 @@ def test_a_task_that_is_started_twice(members, tmp_path):
 
 def test_hosts_of_a_network(members, tmp_path):
     with network(2) as hosts:
-        file = write(tmp_path / "c.yaml", ClusterSpec({"worker": tuple(f"{hosts.address(host)}:{PORT}" for host in (1, 2))}))
-        doctor(members, "server", "--cluster", file, "--serve", "--timeout", str(SECONDS), "--place", "here", prefix=hosts.prefix(2))
+        file = write(
+            tmp_path / "c.yaml",
+            ClusterSpec({"worker": tuple(f"{hosts.address(host)}:{PORT}" for host in (1, 2))}),
+        )
+        doctor(
+            members,
+            "server",
+            "--cluster",
+            file,
+            "--serve",
+            "--timeout",
+            str(SECONDS),
+            "--place",
+            "here",
+            prefix=hosts.prefix(2),
+        )
         members.says("server", "serves worker:1 at 10.77.0.2:2222", SECONDS)
         words = ["--json", "--cluster", file, "--timeout", "1", "--place", "here"]
-        assert doctor(members, "whole", *words, prefix=hosts.prefix(1)).wait(SECONDS) == 0, members.logs()
+        assert doctor(members, "whole", *words, prefix=hosts.prefix(1)).wait(SECONDS) == 0, (
+            members.logs()
+        )
         process = doctor(members, "mistaken", *words, "--task", "worker:1", prefix=hosts.prefix(1))
         assert process.wait(SECONDS) == 1
         assert "10.77.0.2:2222 is not an address of this machine" in members.log("mistaken")
@@ -141,8 +208,12 @@ def test_hosts_of_a_network(members, tmp_path):
 
 def test_launch_checks_first(launch, tmp_path):
     script = "open('ran', 'w').close()\n"
-    (tmp_path / "bad.py").write_text("import tfdist\ndef get_config():\n    config = tfdist.config.default()\n    config.train.epohs = 3\n    return config\n")
-    code, out, err = launch.run("--workers", "2", "--check", command=("tfdist", "train", "--config=bad.py"))
+    (tmp_path / "bad.py").write_text(
+        "import tfdist\ndef get_config():\n    config = tfdist.config.default()\n    config.train.epohs = 3\n    return config\n"
+    )
+    code, out, err = launch.run(
+        "--workers", "2", "--check", command=("tfdist", "train", "--config=bad.py")
+    )
     assert (code, "no task was started" in err) == (1, True), out + err
     assert "train.epohs: no such key" in out
     assert not (tmp_path / "runs").exists()
@@ -155,7 +226,9 @@ def test_launch_checks_first(launch, tmp_path):
 
 def test_a_check_ends_with_its_launch(launch, tmp_path):
     """And so does the process that imports TensorFlow: the fixture looks for those that are left."""
-    (tmp_path / "tensorflow.py").write_text("import time; open('imported', 'w').close(); time.sleep(100)")
+    (tmp_path / "tensorflow.py").write_text(
+        "import time; open('imported', 'w').close(); time.sleep(100)"
+    )
     process = launch.start("--check", script="", environ={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
     launch.wait_for("imported")
     process.terminate()

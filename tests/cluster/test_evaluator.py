@@ -15,7 +15,15 @@ pytestmark = pytest.mark.timeout(2 * SECONDS)
 def launch(directory, *command):
     """The log of a job of two workers and an evaluator."""
     with group(directory) as members:
-        words = ["--workers", "2", "--evaluator", "--log-dir", str(directory / "launch"), "--", *command]
+        words = [
+            "--workers",
+            "2",
+            "--evaluator",
+            "--log-dir",
+            str(directory / "launch"),
+            "--",
+            *command,
+        ]
         members.start("launch", [PYTHON, "-m", "tfdist", "launch", *words], PYTHONPATH=str(ROOT))
         members.succeed(SECONDS)
         return members.log("launch")
@@ -24,13 +32,25 @@ def launch(directory, *command):
 def losses(directory):
     """The evaluator's scalars `epoch_loss`, by epoch."""
     events = tf.data.TFRecordDataset([str(path) for path in (directory / "evaluator").iterdir()])
-    scalars = [(e.step, v) for e in map(tf.compat.v1.Event.FromString, events.as_numpy_iterator()) for v in e.summary.value]
-    return [float(tf.make_ndarray(v.tensor)) for _, v in sorted(scalars, key=lambda s: s[0]) if v.tag == "epoch_loss"]
+    scalars = [
+        (e.step, v)
+        for e in map(tf.compat.v1.Event.FromString, events.as_numpy_iterator())
+        for v in e.summary.value
+    ]
+    return [
+        float(tf.make_ndarray(v.tensor))
+        for _, v in sorted(scalars, key=lambda s: s[0])
+        if v.tag == "epoch_loss"
+    ]
 
 
 def test_tfdist_train_has_its_epochs_evaluated(tmp_path, digits_dir):
     run = tmp_path / "run"
-    words = [f"--config={ROOT / 'configs' / 'digits.py'}", "--config.train.epochs=2", f"--config.output.dir={run}"]
+    words = [
+        f"--config={ROOT / 'configs' / 'digits.py'}",
+        "--config.train.epochs=2",
+        f"--config.output.dir={run}",
+    ]
     log = launch(tmp_path, "tfdist", "train", *words, f"--config.data.data_dir={digits_dir}")
     history = [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
     truth = [line["val_loss"] for line in history if "val_loss" in line]
@@ -42,7 +62,10 @@ def test_tfdist_train_has_its_epochs_evaluated(tmp_path, digits_dir):
 
 def test_a_script_that_stops_early_ends_its_evaluator(tmp_path):
     log = launch(tmp_path, PYTHON, "-m", "tests.cluster.scripts.evaluated", str(tmp_path))
-    chief, evaluator = (pickle.loads((tmp_path / f"{name}.pickle").read_bytes()) for name in ("worker:0", "evaluator:0"))
+    chief, evaluator = (
+        pickle.loads((tmp_path / f"{name}.pickle").read_bytes())
+        for name in ("worker:0", "evaluator:0")
+    )
     assert chief[0] == evaluator[0] == [0, 1, 2]
     for name in ("val_loss", "val_accuracy"):
         assert evaluator[1][name] == pytest.approx(chief[1][name], rel=1e-5)

@@ -38,7 +38,20 @@ def losses(log):
 
 def test_a_script_by_hand_and_through_the_launcher_prints_the_same(members, environ, tmp_path):
     flags = ["--epochs", "2", "--global_batch", "128"]
-    workers(members, 2, [PYTHON, DIGITS, *flags, "--log_dir", str(tmp_path / "tb"), "--backup_dir", str(tmp_path / "backup")], **environ)
+    workers(
+        members,
+        2,
+        [
+            PYTHON,
+            DIGITS,
+            *flags,
+            "--log_dir",
+            str(tmp_path / "tb"),
+            "--backup_dir",
+            str(tmp_path / "backup"),
+        ],
+        **environ,
+    )
     members.succeed(SECONDS)
     by_hand = losses(members.log("worker-0"))
     assert by_hand, members.logs()
@@ -55,7 +68,9 @@ def test_a_loop_of_ones_own_equals_fit_on_two_workers(members, environ):
 
 
 def test_a_loop_of_ones_own_equals_fit_on_two_devices(members, environ):
-    members.start("loop", [PYTHON, LOOP, "--check", "--epochs", "1", "--devices", "cpu:0,cpu:1"], **environ)
+    members.start(
+        "loop", [PYTHON, LOOP, "--check", "--epochs", "1", "--devices", "cpu:0,cpu:1"], **environ
+    )
     members.succeed(SECONDS)
     assert "fit agrees" in members.log("loop")
 
@@ -68,13 +83,23 @@ def test_training_in_functions_reaches_the_same_alone_and_on_two_workers(members
     words = r"(?:epoch 1: accuracy|test accuracy|test error) .*"
     alone, together = re.findall(words, members.log("alone")), re.findall(words, log)
     assert len(alone) == len(together) == 1, members.logs()
-    ours, theirs = ([float(number) for number in re.findall(r"\d\.\d+", line)] for line in (*alone, *together))
+    ours, theirs = (
+        [float(number) for number in re.findall(r"\d\.\d+", line)] for line in (*alone, *together)
+    )
     assert ours == pytest.approx(theirs, abs=1e-4), (alone, together)
 
 
-def test_digits_under_a_parameter_server_are_learnt_through_the_launcher(members, environ, tmp_path):
+def test_digits_under_a_parameter_server_are_learnt_through_the_launcher(
+    members, environ, tmp_path
+):
     run = tmp_path / "run"
-    log = launch(members, environ, *UNDER_SERVERS, f"--config.output.dir={run}", tasks=("--chief", "--workers", "2", "--ps", "1"))
+    log = launch(
+        members,
+        environ,
+        *UNDER_SERVERS,
+        f"--config.output.dir={run}",
+        tasks=("--chief", "--workers", "2", "--ps", "1"),
+    )
     summary = json.loads((run / "summary.json").read_text())
     assert summary["accuracy"] > 0.96
     assert "on 2 workers and 1 parameter server, " in log
@@ -88,7 +113,12 @@ def test_all_tasks_of_a_parameter_server_job_by_hand_end_with_it(members, enviro
     flags = ["--config.train.epochs=1", f"--config.output.dir={tmp_path / 'run'}"]
     for task in spec.tasks:
         config = spec.for_task(task.type, task.index).to_tf_config()
-        members.start(str(task).replace(":", "-"), [PYTHON, "-m", *UNDER_SERVERS, *flags], TF_CONFIG=config, **environ)
+        members.start(
+            str(task).replace(":", "-"),
+            [PYTHON, "-m", *UNDER_SERVERS, *flags],
+            TF_CONFIG=config,
+            **environ,
+        )
     members.succeed(SECONDS)
     assert "strategy parameter_server" in members.log("worker-1")
     assert not losses(members.log("worker-1"))

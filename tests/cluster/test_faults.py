@@ -31,17 +31,36 @@ def undisturbed(tmp_path_factory):
 
     @functools.cache
     def run(setup):
-        flags, name = (("--workers", "2"), "auto") if setup == "workers" else (("--workers", "1"), "mirrored")
+        flags, name = (
+            (("--workers", "2"), "auto") if setup == "workers" else (("--workers", "1"), "mirrored")
+        )
         root = tmp_path_factory.mktemp("undisturbed")
         disturb(Launch(root, SECONDS), flags, name, "none")
-        return flags, name, results(root), points(root), (root / "log.csv").read_text(), root / "runs" / "latest"
+        return (
+            flags,
+            name,
+            results(root),
+            points(root),
+            (root / "log.csv").read_text(),
+            root / "runs" / "latest",
+        )
 
     return run
 
 
 def disturb(launch, flags, name, plan, save_freq="3", attempts=None):
     """A launch with a chaos plan that must end well, all faults having struck."""
-    code, _, err = launch.run(*flags, "--restarts", "99", "--chaos", plan, "--hang-timeout", "10", command=(SCRIPT, ".", save_freq, name), environ=QUIET)
+    code, _, err = launch.run(
+        *flags,
+        "--restarts",
+        "99",
+        "--chaos",
+        plan,
+        "--hang-timeout",
+        "10",
+        command=(SCRIPT, ".", save_freq, name),
+        environ=QUIET,
+    )
     journal = read_journal(str(launch.directory / "runs" / "latest"))
     assert code == 0, f"{err[-6000:]}\n{journal}"
     struck = [line["text"] for line in journal if line["event"] == EVENT]
@@ -63,8 +82,15 @@ def results(root):
 def points(root):
     """Tags and steps of all curves but those that tell of speed."""
     files = sorted(str(file) for file in (root / "logs").rglob("events.*"))
-    found = [tf.compat.v1.Event.FromString(record.numpy()) for record in tf.data.TFRecordDataset(files)]
-    return sorted((v.tag, event.step) for event in found for v in event.summary.value if not v.tag.startswith(("speed/", "keras")))
+    found = [
+        tf.compat.v1.Event.FromString(record.numpy()) for record in tf.data.TFRecordDataset(files)
+    ]
+    return sorted(
+        (v.tag, event.step)
+        for event in found
+        for v in event.summary.value
+        if not v.tag.startswith(("speed/", "keras"))
+    )
 
 
 def check(root, setup):
@@ -102,7 +128,11 @@ def random_plan(seed, kills=9):
     rng = random.Random(seed)
     steps = sorted(rng.sample(range(1, EPOCHS * STEPS), kills - 3))
     faults = [f"kill {rng.choice(('worker:0', 'worker:1', 'chief'))}@step={step}" for step in steps]
-    faults += [f"kill {rng.choice(('chief', 'worker:1'))}@{rng.choice(('start', 'restoring', 'end'))}", "kill chief@saving", "kill chief@saved"]
+    faults += [
+        f"kill {rng.choice(('chief', 'worker:1'))}@{rng.choice(('start', 'restoring', 'end'))}",
+        "kill chief@saving",
+        "kill chief@saved",
+    ]
     return "; ".join(faults)
 
 
@@ -120,7 +150,18 @@ def test_it_ends_as_if_undisturbed(setup, plan, undisturbed, launch, capsys):
     flags, name, *_ = setup
     disturb(launch, flags, name, plan)
     check(launch.directory, setup)
-    assert cli.main(["chaos", "report", str(launch.directory / "runs" / "latest"), "--against", str(setup[-1])]) == 0
+    assert (
+        cli.main(
+            [
+                "chaos",
+                "report",
+                str(launch.directory / "runs" / "latest"),
+                "--against",
+                str(setup[-1]),
+            ]
+        )
+        == 0
+    )
     told = capsys.readouterr().out
     check_report(told.splitlines(), [fault.text for fault in parse(plan)], told)
 
@@ -129,20 +170,28 @@ def check_report(lines, faults, told):
     """A row for each fault; those that cost an attempt were seen, and training went on after them."""
     head, *rows = lines[: 1 + len(faults)]
     assert head.split()[0] == "fault"
-    assert sorted(next(text for text in sorted(faults, key=len, reverse=True) if row.startswith(text)) for row in rows) == sorted(faults), told
+    assert sorted(
+        next(text for text in sorted(faults, key=len, reverse=True) if row.startswith(text))
+        for row in rows
+    ) == sorted(faults), told
     for row in rows:
         cost = row.split()[0] in LETHAL
         assert len(re.findall(r" \d+\.\d+ s", row)) == (3 if cost else 1), told
         assert bool(re.search(r" \d+  (snapshot-\d+|the beginning)", row)) == cost, told
     attempts = 1 + sum(fault.split()[0] in LETHAL for fault in faults)
-    assert re.fullmatch(rf"{attempts} attempts in \d+\.\d s, \d+ steps? lost.*; a snapshot every \d+ steps?", lines[-2]), told
+    assert re.fullmatch(
+        rf"{attempts} attempts in \d+\.\d s, \d+ steps? lost.*; a snapshot every \d+ steps?",
+        lines[-2],
+    ), told
     assert re.match(r"result: (equal bit for bit to|within 1e-06 of) ", lines[-1]), told
 
 
 def test_servers_are_replaced_or_begun_anew_and_each_example_counts_once(launch):
     launch.bound = SECONDS
     plan = "kill worker:1@step=5; kill ps:0@step=12; kill chief@step=22"
-    err, _ = disturb(launch, ("--chief", "--workers", "2", "--ps", "1"), "auto", plan, "epoch", attempts=3)
+    err, _ = disturb(
+        launch, ("--chief", "--workers", "2", "--ps", "1"), "auto", plan, "epoch", attempts=3
+    )
     assert "worker:1 was killed by SIGKILL; it is started again, the others go on" in err
     (end,) = results(launch.directory)
     assert end["epochs"] == list(range(EPOCHS))

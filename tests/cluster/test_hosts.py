@@ -23,7 +23,18 @@ while not os.path.exists("../finish"):
     progress.beat(Phase.RUNNING, 0, step, step)
     time.sleep(0.05)
 """
-FLAGS = ("--restarts", "5", "--restart-window", "2", "--host-timeout", "30", "--token-file", "../token", "--grace", "5")
+FLAGS = (
+    "--restarts",
+    "5",
+    "--restart-window",
+    "2",
+    "--host-timeout",
+    "30",
+    "--token-file",
+    "../token",
+    "--grace",
+    "5",
+)
 
 
 class Hosts:
@@ -40,9 +51,17 @@ class Hosts:
         directory = self.root / name
         directory.mkdir(exist_ok=True)
         self.launches[name] = launch = Launch(directory)
-        launch.process = launch.start("--rendezvous", self.address, *FLAGS, *flags, script=script, **options)
-        while len(self.launches) == 1 and launch.process.poll() is None and not listens(int(self.address.rpartition(":")[2])):
-            time.sleep(0.02)  # here all have the address, and the one that binds it is the first host
+        launch.process = launch.start(
+            "--rendezvous", self.address, *FLAGS, *flags, script=script, **options
+        )
+        while (
+            len(self.launches) == 1
+            and launch.process.poll() is None
+            and not listens(int(self.address.rpartition(":")[2]))
+        ):
+            time.sleep(
+                0.02
+            )  # here all have the address, and the one that binds it is the first host
         return launch
 
     def says(self, name, words, seconds=60.0):
@@ -53,7 +72,9 @@ class Hosts:
             time.sleep(0.05)
 
     def logs(self, name):
-        return "".join(path.read_text() for path in sorted((self.root / name).rglob("worker-*.log")))
+        return "".join(
+            path.read_text() for path in sorted((self.root / name).rglob("worker-*.log"))
+        )
 
     def finish(self):
         (self.root / "finish").touch()
@@ -88,7 +109,17 @@ def test_hosts_form_one_cluster_lose_one_and_grow_again(hosts):
     for launch in (first, second, again):
         code, _, err = launch.finish()
         assert code == 0, err
-    assert len({line.split()[-1] for name in "abc" for line in hosts.logs(name).splitlines() if "world" in line}) == 1
+    assert (
+        len(
+            {
+                line.split()[-1]
+                for name in "abc"
+                for line in hosts.logs(name).splitlines()
+                if "world" in line
+            }
+        )
+        == 1
+    )
 
 
 def test_a_worker_that_dies_restarts_all_hosts(hosts):
@@ -175,7 +206,11 @@ def test_hosts_that_never_come_are_told_of(hosts):
     ("flags", "token", "said"),
     [
         ((), None, "--max-workers"),
-        (("--max-workers", "2", "--rendezvous", "nohost"), None, "--rendezvous: 'nohost' is not host:port; write 10.0.0.1:2222"),
+        (
+            ("--max-workers", "2", "--rendezvous", "nohost"),
+            None,
+            "--rendezvous: 'nohost' is not host:port; write 10.0.0.1:2222",
+        ),
         (("--max-workers", "2", "--min-workers", "3"), None, "--min-workers: expected at most"),
         (("--max-workers", "2", "--ps", "1"), None, "--ps: expected without --rendezvous"),
         (("--max-workers", "2", "--host-timeout", "0"), None, "--host-timeout"),
@@ -218,7 +253,10 @@ def test_without_a_rendezvous_its_flags_are_refused(launch):
 
 
 def test_an_error_with_a_long_message_restarts_all_hosts_once(hosts):
-    script = SCRIPT.replace("step = 0\n", "if me == 'worker:1': time.sleep(0.5); raise ValueError('no ' * 400)\nstep = 0\n")
+    script = SCRIPT.replace(
+        "step = 0\n",
+        "if me == 'worker:1': time.sleep(0.5); raise ValueError('no ' * 400)\nstep = 0\n",
+    )
     launches = [hosts.start(name, "--max-workers", "2", script=script) for name in "ab"]
     ends = [launch.finish() for launch in launches]
     assert [code for code, _, _ in ends] == [1, 1], ends

@@ -63,18 +63,33 @@ def members(tmp_path):
 
 
 def launch(members, *words, prefix=()):
-    command = [*prefix, PYTHON, "-m", "tfdist", "launch", "--log-dir", str(members.directory / "logs"), *words]
+    command = [
+        *prefix,
+        PYTHON,
+        "-m",
+        "tfdist",
+        "launch",
+        "--log-dir",
+        str(members.directory / "logs"),
+        *words,
+    ]
     return members.start("launch", command, PYTHONPATH=str(ROOT))
 
 
 def own_addresses():
     """This host's addresses, 127.0.0.1 among them."""
-    ipv4 = re.findall(r"\|-- ([\d.]+)\n\s+/32 host LOCAL", pathlib.Path("/proc/net/fib_trie").read_text())
+    ipv4 = re.findall(
+        r"\|-- ([\d.]+)\n\s+/32 host LOCAL", pathlib.Path("/proc/net/fib_trie").read_text()
+    )
     assert "127.0.0.1" in ipv4
     ipv6 = pathlib.Path("/proc/net/if_inet6")
     rows = [line.split() for line in ipv6.read_text().splitlines()] if ipv6.exists() else []
-    hosts = [(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(row[0])), int(row[1], 16)) for row in rows]
-    return sorted(set(ipv4)), [f"{host}%{scope}" if host.startswith("fe80") else host for host, scope in hosts]
+    hosts = [
+        (socket.inet_ntop(socket.AF_INET6, bytes.fromhex(row[0])), int(row[1], 16)) for row in rows
+    ]
+    return sorted(set(ipv4)), [
+        f"{host}%{scope}" if host.startswith("fe80") else host for host, scope in hosts
+    ]
 
 
 def outcome(host, port):
@@ -112,7 +127,10 @@ def test_nobody_outside_reaches_the_tasks(members, private_network):
     outcomes = {(host, port): outcome(host, port) for host in (*ipv4, *ipv6) for port in ports}
     assert set(outcomes.values()) == {"ConnectionRefusedError"}, outcomes
     finish(members)
-    assert "worker:0, worker:1 on this host, cut off from the network (--allow-remote lifts that)" in members.log("launch")
+    assert (
+        "worker:0, worker:1 on this host, cut off from the network (--allow-remote lifts that)"
+        in members.log("launch")
+    )
 
 
 def test_allow_remote_lets_all_interfaces_in(members):
@@ -138,7 +156,9 @@ def test_a_single_task_is_cut_off_for_it_may_have_a_server(members, private_netw
     launch(members, "--", str(members.directory / "alone.py"))
     members.succeed(SECONDS)
     # /proc/net/tcp shows a whole namespace: nothing but this server listens in it.
-    assert re.search(r"listens at (0{8}|0{32}):[0-9A-F]{4}\n", members.log("launch")), members.logs()
+    assert re.search(r"listens at (0{8}|0{32}):[0-9A-F]{4}\n", members.log("launch")), (
+        members.logs()
+    )
 
 
 NAMESPACE = "import os; print(os.readlink('/proc/self/ns/net'))"
@@ -158,7 +178,9 @@ def test_who_needs_the_network_learns_why_there_is_none(members, private_network
     download = "import urllib.request; urllib.request.urlopen('http://192.0.2.1/')"  # reserved for documentation
     launch(members, "--workers", "2", "--", PYTHON, "-c", download)
     assert members.wait(SECONDS) == {"launch": 1}
-    assert re.search(r"ROOT CAUSE.*\n  that is: these tasks are cut off .*--allow-remote", members.log("launch"))
+    assert re.search(
+        r"ROOT CAUSE.*\n  that is: these tasks are cut off .*--allow-remote", members.log("launch")
+    )
 
 
 def test_where_it_is_refused_the_launch_goes_on_with_a_warning(members):
@@ -186,11 +208,26 @@ def test_an_ordinary_user_is_cut_off_and_keeps_the_files(request, members, priva
     prefix = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
     # By a shell: setpriv itself still has root's rights when it executes a program.
     can = [*prefix, "sh", "-c", 'exec "$0" -c "import tfdist.launch.main"', PYTHON]
-    trial = subprocess.run(can, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=60)
+    trial = subprocess.run(
+        can, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=60
+    )
     if trial.returncode:
-        pytest.skip(f"the user nobody cannot run this Python: {trial.stderr.strip().splitlines()[-1:]}")
+        pytest.skip(
+            f"the user nobody cannot run this Python: {trial.stderr.strip().splitlines()[-1:]}"
+        )
     home = request.getfixturevalue("home")
-    launch(members, "--log-dir", str(home), "--workers", "2", "--", PYTHON, "-c", NAMESPACE, prefix=prefix)
+    launch(
+        members,
+        "--log-dir",
+        str(home),
+        "--workers",
+        "2",
+        "--",
+        PYTHON,
+        "-c",
+        NAMESPACE,
+        prefix=prefix,
+    )
     members.succeed(SECONDS)
     assert "cut off from the network" in members.log("launch")
     assert os.readlink("/proc/self/ns/net") not in members.log("launch")

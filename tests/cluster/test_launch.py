@@ -14,7 +14,9 @@ from tfdist.cluster import ClusterSpec
 
 def test_environment_prefixes_and_logs(launch):
     script = "print(json.dumps(dict(os.environ)), sys.argv, flush=True); print('to stderr', file=sys.stderr)"
-    code, out, err = launch.run("--workers", "2", "--chief", script=script, command=("task.py", "--lr", "1"))
+    code, out, err = launch.run(
+        "--workers", "2", "--chief", script=script, command=("task.py", "--lr", "1")
+    )
     assert code == 0
     assert "all tasks done" in err
     for task in ("chief:0", "worker:0", "worker:1"):
@@ -41,7 +43,9 @@ def test_log_dir_and_colour(launch):
 
 
 def test_only_the_chief_is_shown(launch):
-    code, out, _ = launch.run("--workers", "2", "--show", "chief", "--no-prefix", script="print(me)")
+    code, out, _ = launch.run(
+        "--workers", "2", "--show", "chief", "--no-prefix", script="print(me)"
+    )
     assert (code, out) == (0, "worker:0\n")
     assert launch.log("worker-1") == "worker:1\n"
 
@@ -62,7 +66,9 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_worker_that(fault, launch):
     action, expected, cause = FAULTS[fault]
-    code, _, err = launch.run("--workers", "3", script=f"if me == 'worker:1': {action}\nlose_peers()")
+    code, _, err = launch.run(
+        "--workers", "3", script=f"if me == 'worker:1': {action}\nlose_peers()"
+    )
     assert code == expected
     report = err[err.index("ROOT CAUSE: ") :]
     assert report.splitlines()[0] == f"ROOT CAUSE: {cause}"
@@ -110,7 +116,9 @@ def test_a_signal_ends_all_tasks_quietly(number, launch):
     assert "Traceback" not in out
 
 
-DEAF = "signal.signal(2, signal.SIG_IGN); signal.signal(15, signal.SIG_IGN); ready(); time.sleep(300)"
+DEAF = (
+    "signal.signal(2, signal.SIG_IGN); signal.signal(15, signal.SIG_IGN); ready(); time.sleep(300)"
+)
 
 
 def test_tasks_that_ignore_a_signal_are_killed_after_the_grace(launch):
@@ -177,7 +185,9 @@ def test_the_evaluator_is_not_waited_for_without_bound(launch):
 
 def test_modules_and_exit_codes_pass_through_the_shim(launch):
     (launch.directory / "package").mkdir()
-    (launch.directory / "package" / "__main__.py").write_text("import sys; print(sys.argv[1:]); sys.exit(7)")
+    (launch.directory / "package" / "__main__.py").write_text(
+        "import sys; print(sys.argv[1:]); sys.exit(7)"
+    )
     code, out, _ = launch.run(command=("-m", "package", "a"))
     assert code == 7
     assert out == "[worker:0] ['a']\n"
@@ -200,7 +210,9 @@ def test_a_file_that_cannot_be_executed(launch):
 
 
 def test_sigusr1_writes_stacks_to_the_log(launch):
-    script = "def stuck():\n    ready()\n    time.sleep(300)\nprint(os.getpid(), flush=True)\nstuck()"
+    script = (
+        "def stuck():\n    ready()\n    time.sleep(300)\nprint(os.getpid(), flush=True)\nstuck()"
+    )
     process = launch.start(script=script)
     launch.wait_for("worker:0.ready")
     os.kill(int(launch.log("worker-0")), signal.SIGUSR1)
@@ -246,8 +258,14 @@ def test_without_a_task_all_of_this_host(launch, cluster_file):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--cluster", "elsewhere.json"], "expected a task with an address of this host, received worker:0"),
-        (["--cluster", "elsewhere.json", "--task", "worker:0"], "is not an address of this machine"),
+        (
+            ["--cluster", "elsewhere.json"],
+            "expected a task with an address of this host, received worker:0",
+        ),
+        (
+            ["--cluster", "elsewhere.json", "--task", "worker:0"],
+            "is not an address of this machine",
+        ),
         (["--cluster", "both.json"], "worker:0"),
         (["--cluster", "here.json", "--task", "worker:2"], "index out of range"),
         (["--cluster", "here.json", "--task", "worker"], "expected TYPE:INDEX"),

@@ -39,7 +39,12 @@ class Hosts:
 
     def start(self, host, **what):
         words = ("--rendezvous", f"{self.net.address(1)}:{PORT}", *HOST)
-        launch = self.launch(f"{len(self.launches)}-of-host{host}", *words, prefix=self.net.prefix(host), **(what or {"command": (SCRIPT, "..")}))
+        launch = self.launch(
+            f"{len(self.launches)}-of-host{host}",
+            *words,
+            prefix=self.net.prefix(host),
+            **(what or {"command": (SCRIPT, "..")}),
+        )
         if host == 1:  # the first to join has the chief
             self.until(lambda: self.net.listens(1, PORT), "the rendezvous")
             time.sleep(0.5)
@@ -56,7 +61,9 @@ class Hosts:
         end = time.monotonic() + SECONDS
         while not (found := condition()):
             ended = [launch for launch in self.launches if launch.process.poll() is not None]
-            assert time.monotonic() < end, f"waited for {what}; ended: {[launch.finish() for launch in ended]}\n{self.journals()}"
+            assert time.monotonic() < end, (
+                f"waited for {what}; ended: {[launch.finish() for launch in ended]}\n{self.journals()}"
+            )
             time.sleep(0.05)
         return found
 
@@ -67,7 +74,14 @@ class Hosts:
 def journal(launch, event=None, attempt=0):
     """The events of a launch, from an attempt on; of a kind, or all."""
     lines = read_journal(str(launch.directory / "runs" / "latest"))
-    begun = next((place for place, line in enumerate(lines) if line["event"] == "attempt" and line["attempt"] >= attempt), len(lines))
+    begun = next(
+        (
+            place
+            for place, line in enumerate(lines)
+            if line["event"] == "attempt" and line["attempt"] >= attempt
+        ),
+        len(lines),
+    )
     return [line for line in lines[begun:] if event in (None, line["event"])]
 
 
@@ -97,29 +111,43 @@ def gives_up(launch):
     """Ends as who is cut off does."""
     code, _, err = launch.finish()
     assert code == TRANSIENT_CODE, err
-    assert f"lost the rendezvous at 10.77.0.1:{PORT}, and did not find it again within {WINDOW} s" in err
+    assert (
+        f"lost the rendezvous at 10.77.0.1:{PORT}, and did not find it again within {WINDOW} s"
+        in err
+    )
     assert not launch.wait_for_nobody()
 
 
 def test_a_host_that_is_cut_off_ends_and_the_others_go_on_without_it(hosts):
     first = hosts.start(1)
     second = hosts.start(2)
-    hosts.until(lambda: [line for line in journal(first, "saved") if line["step"]], "a snapshot of the first steps")
+    hosts.until(
+        lambda: [line for line in journal(first, "saved") if line["step"]],
+        "a snapshot of the first steps",
+    )
 
     hosts.net.cut(2)
     time.sleep(1)
     hosts.net.join(2)
     time.sleep(SILENCE - 1)
-    assert len(journal(first, "attempt")) == len(journal(second, "attempt")) == 1, "a short cut is survived"
+    assert len(journal(first, "attempt")) == len(journal(second, "attempt")) == 1, (
+        "a short cut is survived"
+    )
 
     cut = hosts.net.cut(2)
     hosts.until(lambda: not second.living(tasks=True), "the end of the workers that are cut off")
     ended = time.time() - cut
     (hosts.root / "whole").mkdir()
     (hosts.root / "whole" / "hurry").touch()
-    undisturbed = hosts.launch("undisturbed", "--workers", "1", command=(SCRIPT, "../whole"))  # now, as nothing else has work to do
-    again = hosts.until(lambda: journal(first, "attempt", 1), "an attempt without the second host")[0]
-    assert ended < SILENCE, f"its workers ended {ended:.1f} s after the cut: the others give it up after {SILENCE} s"
+    undisturbed = hosts.launch(
+        "undisturbed", "--workers", "1", command=(SCRIPT, "../whole")
+    )  # now, as nothing else has work to do
+    again = hosts.until(lambda: journal(first, "attempt", 1), "an attempt without the second host")[
+        0
+    ]
+    assert ended < SILENCE, (
+        f"its workers ended {ended:.1f} s after the cut: the others give it up after {SILENCE} s"
+    )
     assert SILENCE < again["time"] - cut < SILENCE + WINDOW + 5
     gives_up(second)
     assert not journal(second, "saved"), "who is not the chief never writes"
@@ -141,7 +169,9 @@ def test_a_host_that_is_cut_off_ends_and_the_others_go_on_without_it(hosts):
 def check(found, undisturbed):
     assert found["iterations"] == EPOCHS * STEPS
     assert found["epochs"] == list(range(EPOCHS))
-    assert found["history"]["seen"] == [EXAMPLES * (EXAMPLES + 1) * (2 * EXAMPLES + 1) / 6] * EPOCHS  # each example once an epoch
+    assert (
+        found["history"]["seen"] == [EXAMPLES * (EXAMPLES + 1) * (2 * EXAMPLES + 1) / 6] * EPOCHS
+    )  # each example once an epoch
     assert found["history"].keys() == undisturbed["history"].keys()
     for name, values in undisturbed["history"].items():
         np.testing.assert_allclose(found["history"][name], values, rtol=1e-5, err_msg=name)

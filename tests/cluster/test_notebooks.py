@@ -17,8 +17,12 @@ NOTEBOOKS = sorted(DIRECTORY.glob("*.ipynb"))
 SECONDS = 540  # for one notebook: 20 to 60 on an idle machine of 2 cores
 LARGEST = 300_000  # bytes: outputs must not make the repository grow
 # Of the machine that made the outputs; what a command was told, such as a relative path, may be there.
-MACHINES = re.compile(r"(?<![\w.~])/(?:tmp|home|root|work|usr|var|opt|private|Users)/\S*|\b(?!127\.0\.0\.1:)\d+\.\d+\.\d+\.\d+:\d+")
-CHATTER = re.compile(r"[IWE]\d{4} \d\d:|oneDNN|cuInit|absl::InitializeLog|rebuild TensorFlow|Warning:")
+MACHINES = re.compile(
+    r"(?<![\w.~])/(?:tmp|home|root|work|usr|var|opt|private|Users)/\S*|\b(?!127\.0\.0\.1:)\d+\.\d+\.\d+\.\d+:\d+"
+)
+CHATTER = re.compile(
+    r"[IWE]\d{4} \d\d:|oneDNN|cuInit|absl::InitializeLog|rebuild TensorFlow|Warning:"
+)
 
 
 def names(paths):
@@ -32,7 +36,12 @@ def path(request):
 
 def outputs(path):
     """(cell, its output) of all outputs of a notebook."""
-    return [(cell, output) for cell in nbformat.read(path, 4).cells if cell.cell_type == "code" for output in cell.outputs]
+    return [
+        (cell, output)
+        for cell in nbformat.read(path, 4).cells
+        if cell.cell_type == "code"
+        for output in cell.outputs
+    ]
 
 
 def texts(output):
@@ -43,7 +52,11 @@ def texts(output):
 
 def living(mark):
     """Process ids of what a notebook's run started and that is there still."""
-    return [entry.name for entry in pathlib.Path("/proc").glob("[0-9]*") if environ_of(entry.name).get("NOTEBOOK_TEST_MARK") == mark]
+    return [
+        entry.name
+        for entry in pathlib.Path("/proc").glob("[0-9]*")
+        if environ_of(entry.name).get("NOTEBOOK_TEST_MARK") == mark
+    ]
 
 
 def test_the_notebooks_are_there():
@@ -56,22 +69,41 @@ def test_it_runs_and_leaves_nothing(path, tmp_path):
         (tmp_path / name).mkdir()
     (tmp_path / "programs").mkdir()
     path_of_programs = f"{write_programs(tmp_path / 'programs')}:{pathlib.Path(PYTHON).parent}:{os.environ['PATH']}"
-    environ = {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path / "tmp"), "NOTEBOOK_TEST_MARK": mark, "PATH": path_of_programs}
+    environ = {
+        "PYTHONPATH": str(ROOT),
+        "TMPDIR": str(tmp_path / "tmp"),
+        "NOTEBOOK_TEST_MARK": mark,
+        "PATH": path_of_programs,
+    }
     with group(tmp_path) as members:
-        members.start("execute", [PYTHON, str(DIRECTORY / "execute.py"), str(path), "--to", str(tmp_path / "to")], **environ)
+        members.start(
+            "execute",
+            [PYTHON, str(DIRECTORY / "execute.py"), str(path), "--to", str(tmp_path / "to")],
+            **environ,
+        )
         members.succeed(SECONDS)
-    assert all(cell.outputs for cell in nbformat.read(tmp_path / "to" / path.name, 4).cells if cell.source.startswith("%%bash"))
+    assert all(
+        cell.outputs
+        for cell in nbformat.read(tmp_path / "to" / path.name, 4).cells
+        if cell.source.startswith("%%bash")
+    )
     assert not living(mark)
     assert not os.listdir(tmp_path / "tmp")
     assert sorted(os.listdir(DIRECTORY)) == before
 
 
 def test_a_failing_command_is_an_error(tmp_path):
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("%%bash\ntfdist train --config=missing.py 2>&1")])
+    notebook = nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_code_cell("%%bash\ntfdist train --config=missing.py 2>&1")]
+    )
     nbformat.write(notebook, tmp_path / "failing.ipynb")
     before = (tmp_path / "failing.ipynb").read_bytes()
     with group(tmp_path) as members:
-        members.start("execute", [PYTHON, str(DIRECTORY / "execute.py"), str(tmp_path / "failing.ipynb")], PYTHONPATH=str(ROOT))
+        members.start(
+            "execute",
+            [PYTHON, str(DIRECTORY / "execute.py"), str(tmp_path / "failing.ipynb")],
+            PYTHONPATH=str(ROOT),
+        )
         assert members.wait(120) == {"execute": 1}
         assert "no such file" in members.log("execute")
     assert (tmp_path / "failing.ipynb").read_bytes() == before
@@ -83,7 +115,10 @@ def test_the_committed_one_was_run_from_top_to_bottom(path):
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
     silent = [cell.source for cell in code if not cell.outputs]
     # What defines and imports says nothing.
-    assert all("print(" not in source and "plt.show()" not in source and not source.startswith("%%") for source in silent), silent
+    assert all(
+        "print(" not in source and "plt.show()" not in source and not source.startswith("%%")
+        for source in silent
+    ), silent
     assert not [output for _, output in outputs(path) if output.output_type == "error"]
     assert any("image/png" in output.get("data", {}) for _, output in outputs(path))
 

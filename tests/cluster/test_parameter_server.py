@@ -20,7 +20,9 @@ def results_of(directory, workers, ps, *features):
     with group(directory) as members:
         for task in spec.tasks:
             config = spec.for_task(task.type, task.index).to_tf_config()
-            members.start(str(task).replace(":", "-"), command, TF_CONFIG=config, PYTHONPATH=str(ROOT))
+            members.start(
+                str(task).replace(":", "-"), command, TF_CONFIG=config, PYTHONPATH=str(ROOT)
+            )
         members.succeed(SECONDS)
     return json.loads(out.read_text())
 
@@ -52,13 +54,18 @@ def test_there_may_be_more_workers_than_parameter_servers_and_the_reverse(tmp_pa
 )
 def test_a_cluster_without_a_job_that_is_needed(jobs, missing):
     cluster = ClusterSpec.local(**jobs)
-    with pytest.raises(ValueError, match=f"lists no {missing}. On one machine: tfdist launch --chief --workers 2 --ps 1"):
+    with pytest.raises(
+        ValueError,
+        match=f"lists no {missing}. On one machine: tfdist launch --chief --workers 2 --ps 1",
+    ):
         make_strategy("parameter_server", cluster.for_task(*cluster.tasks[0][:2]))
 
 
 def test_a_variable_partitioner():
     cluster = ClusterSpec.local(workers=1, ps=1, chief=True).for_task("chief", 0)
-    with pytest.raises(ValueError, match=r"variable_partitioner: .*tfdist\.layers.ShardedEmbedding"):
+    with pytest.raises(
+        ValueError, match=r"variable_partitioner: .*tfdist\.layers.ShardedEmbedding"
+    ):
         make_strategy("parameter_server", cluster, variable_partitioner=lambda shape, dtype: [2, 1])
 
 
@@ -68,16 +75,35 @@ def test_a_strategy_that_comes_after_tensors(tmp_path):
     with group(tmp_path) as members:
         members.start("chief", [PYTHON, "-c", code], TF_CONFIG=config, PYTHONPATH=str(ROOT))
         assert members.wait(60) == {"chief": 1}
-        assert "ValueError: make_strategy was called too late: a cluster cannot be set up" in members.log("chief"), members.logs()
+        assert (
+            "ValueError: make_strategy was called too late: a cluster cannot be set up"
+            in members.log("chief")
+        ), members.logs()
 
 
 # --- A table on several parameter servers -------------------------------------------------------------------------------
 def test_a_sharded_table_is_never_pulled_and_saved_as_one(tmp_path):
     """In a network namespace of its own, whose loopback interface counts the job's bytes alone."""
     out, module = tmp_path / "report.json", "tests.cluster.scripts.embedding"
-    launch = [PYTHON, "-m", "tfdist", "launch", "--chief", "--workers", "2", "--ps", "2", "--log-dir", str(tmp_path / "logs")]
+    launch = [
+        PYTHON,
+        "-m",
+        "tfdist",
+        "launch",
+        "--chief",
+        "--workers",
+        "2",
+        "--ps",
+        "2",
+        "--log-dir",
+        str(tmp_path / "logs"),
+    ]
     with group(tmp_path) as members:
-        members.start("launch", [*launch, "--", "-m", module, str(out), "sharded", "adam"], PYTHONPATH=str(ROOT))
+        members.start(
+            "launch",
+            [*launch, "--", "-m", module, str(out), "sharded", "adam"],
+            PYTHONPATH=str(ROOT),
+        )
         members.succeed(SECONDS)
     report = json.loads(out.read_text())
     assert report["devices"] == ["ps:0", "ps:1"]

@@ -21,7 +21,15 @@ def test_two_groups_of_stages_on_workers(launch):
     """One is killed in the third epoch; the launch begins again from a snapshot, and comes to what one process does that nobody disturbs."""
     out = launch.directory / "result.json"
     command = (SCRIPT, str(out), "3", "snapshots")
-    code, printed, errors = launch.run("--chief", "--workers", "4", "--restarts", "1", command=command, environ={"CUDA_VISIBLE_DEVICES": "-1"})
+    code, printed, errors = launch.run(
+        "--chief",
+        "--workers",
+        "4",
+        "--restarts",
+        "1",
+        command=command,
+        environ={"CUDA_VISIBLE_DEVICES": "-1"},
+    )
     assert code == 0, printed + errors
     assert "worker:1 was killed by SIGKILL" in errors
     first, second = launch.log("chief-0"), launch.log("attempt-1/chief-0")
@@ -32,7 +40,9 @@ def test_two_groups_of_stages_on_workers(launch):
     result = json.loads(out.read_text())
     assert list(result["found"]) == list(result["expected"])
     for name, values in result["expected"].items():
-        np.testing.assert_allclose(result["found"][name], values, rtol=1e-5, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(
+            result["found"][name], values, rtol=1e-5, atol=1e-6, err_msg=name
+        )
     assert result["weights"] < 1e-6
     # The first group holds the variables.
     assert result["places"] == [f"/job:worker/replica:0/task:{i}/device:CPU:0" for i in range(2)]
@@ -40,9 +50,18 @@ def test_two_groups_of_stages_on_workers(launch):
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_stage_ends_the_job(launch, how):
-    launch.start("--chief", "--workers", "2", command=(SCRIPT, "result.json", "1000000"), environ={"CUDA_VISIBLE_DEVICES": "-1"})
+    launch.start(
+        "--chief",
+        "--workers",
+        "2",
+        command=(SCRIPT, "result.json", "1000000"),
+        environ={"CUDA_VISIBLE_DEVICES": "-1"},
+    )
     end = time.monotonic() + 120
-    while not (log := launch.directory / "runs" / "latest" / "chief-0.log").exists() or "epoch 2\n" not in log.read_text():
+    while (
+        not (log := launch.directory / "runs" / "latest" / "chief-0.log").exists()
+        or "epoch 2\n" not in log.read_text()
+    ):
         assert time.monotonic() < end
         time.sleep(0.2)
     os.kill(launch.pid_of("worker:1"), how)
@@ -56,7 +75,10 @@ def test_a_lost_stage_ends_the_job(launch, how):
 @pytest.mark.parametrize(
     ("jobs", "message"),
     [
-        ({"workers": 2}, "expected a chief, which runs the program, and a worker for each stage; .* lists the jobs worker"),
+        (
+            {"workers": 2},
+            "expected a chief, which runs the program, and a worker for each stage; .* lists the jobs worker",
+        ),
         ({"workers": 1, "ps": 1, "chief": True}, "lists the jobs chief, worker, ps"),
     ],
 )
@@ -71,8 +93,13 @@ def test_a_worker_that_stops_before_the_chief_connects(tmp_path):
     """It has answered, as a server of gRPC does; later, like a stopped process, it accepts connections and says nothing."""
     config = ClusterSpec.local(workers=1, chief=True).for_task("chief", 0)
     code = "import tfdist; tfdist.pipeline_devices(timeout=2)"
-    with socket.create_server(split_address(config.jobs["worker"][0])) as server, group(tmp_path) as members:
-        members.start("chief", [PYTHON, "-c", code], TF_CONFIG=config.to_tf_config(), PYTHONPATH=str(ROOT))
+    with (
+        socket.create_server(split_address(config.jobs["worker"][0])) as server,
+        group(tmp_path) as members,
+    ):
+        members.start(
+            "chief", [PYTHON, "-c", code], TF_CONFIG=config.to_tf_config(), PYTHONPATH=str(ROOT)
+        )
         server.settimeout(60)
         with server.accept()[0] as connection:
             connection.sendall(bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))  # its settings: RFC 9113, 3.4

@@ -15,7 +15,11 @@ WAYS = {
     "one device": (0, "cpu:0", []),
     "data parallel": (0, "cpu:0,cpu:1", []),
     "ZeRO-1": (0, "cpu:0,cpu:1", ["--config.parallel.zero=1"]),
-    "ZeRO-2, bfloat16": (0, "cpu:0,cpu:1", ["--config.parallel.zero=2", "--config.sync.wire=bfloat16"]),
+    "ZeRO-2, bfloat16": (
+        0,
+        "cpu:0,cpu:1",
+        ["--config.parallel.zero=2", "--config.sync.wire=bfloat16"],
+    ),
     "FSDP (ZeRO-3)": (0, "cpu:0,cpu:1", ["--config.parallel.zero=3"]),
     "pipeline": (2, "cpu:0,cpu:1", []),
 }
@@ -35,12 +39,39 @@ def runs(tmp_path_factory, digits_dir):
     with group(tmp_path_factory.mktemp("plan")) as members:
         # A config that shards already is planned as any other.
         planned = words(digits_dir, "cpu:0,cpu:1", "--config.parallel.zero=2")
-        members.start("plan", [PYTHON, "-m", "tfdist", "plan", *planned, "--devices", "2", "--memory", "1GB", "--json"])
+        members.start(
+            "plan",
+            [
+                PYTHON,
+                "-m",
+                "tfdist",
+                "plan",
+                *planned,
+                "--devices",
+                "2",
+                "--memory",
+                "1GB",
+                "--json",
+            ],
+        )
         for way, (stages, devices, more) in WAYS.items():
-            members.start(way, [PYTHON, str(ROOT / "tests" / "cluster" / "scripts" / "resident.py"), str(stages), *words(digits_dir, devices, *more)])
+            members.start(
+                way,
+                [
+                    PYTHON,
+                    str(ROOT / "tests" / "cluster" / "scripts" / "resident.py"),
+                    str(stages),
+                    *words(digits_dir, devices, *more),
+                ],
+            )
         members.succeed(SECONDS)
-        found = {way: dict(re.findall(r"^(resident|peak|sent) (\d+)$", members.log(way), re.MULTILINE)) for way in WAYS}
-        return json.loads(members.log("plan")), {way: {what: int(count) for what, count in each.items()} for way, each in found.items()}
+        found = {
+            way: dict(re.findall(r"^(resident|peak|sent) (\d+)$", members.log(way), re.MULTILINE))
+            for way in WAYS
+        }
+        return json.loads(members.log("plan")), {
+            way: {what: int(count) for what, count in each.items()} for way, each in found.items()
+        }
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -48,7 +79,9 @@ def test_predictions_are_near_what_training_holds_and_sends(runs, way):
     plan, found = runs
     predicted = next(each for each in plan["ways"] if each["name"] == way)
     assert found[way]["resident"] == pytest.approx(predicted["resident"], rel=0.1)
-    assert 0.95 * found[way]["peak"] < predicted["peak"] < 1.4 * found[way]["peak"]  # what may be there at a time is not always
+    assert (
+        0.95 * found[way]["peak"] < predicted["peak"] < 1.4 * found[way]["peak"]
+    )  # what may be there at a time is not always
     if way != "pipeline":
         assert found[way]["sent"] == pytest.approx(predicted["sent"], rel=0.1)
 
@@ -60,12 +93,24 @@ def test_the_plan_takes_the_first_that_fits(runs):
 
 def test_the_docs_have_what_is_predicted(tmp_path, digits_dir):
     text = (ROOT / "docs" / "choosing.md").read_text()
-    (command,) = re.findall(r"^tfdist (plan .*--config.data.tail=drop --devices 4) --memory 1GB$", text, re.MULTILINE)
-    plan = [PYTHON, "-m", "tfdist", *command.replace("configs", str(ROOT / "configs")).split(), f"--config.data.data_dir={digits_dir}", "--json"]
+    (command,) = re.findall(
+        r"^tfdist (plan .*--config.data.tail=drop --devices 4) --memory 1GB$", text, re.MULTILINE
+    )
+    plan = [
+        PYTHON,
+        "-m",
+        "tfdist",
+        *command.replace("configs", str(ROOT / "configs")).split(),
+        f"--config.data.data_dir={digits_dir}",
+        "--json",
+    ]
     with group(tmp_path) as members:
         members.start("plan", plan)
         members.start("half", [*plan, "--config.train.precision=mixed_float16"])
-        members.start("muon", [*plan, "--config.train.precision=mixed_float16", "--config.train.optimizer=muon"])
+        members.start(
+            "muon",
+            [*plan, "--config.train.precision=mixed_float16", "--config.train.optimizer=muon"],
+        )
         members.succeed(SECONDS)
         plan, muon, half = (json.loads(members.log(name)) for name in ("plan", "muon", "half"))
     for way in plan["ways"]:
@@ -80,7 +125,10 @@ def test_the_docs_have_what_is_predicted(tmp_path, digits_dir):
 
 def test_a_config_that_cannot_be_built_is_told(tmp_path, digits_dir):
     with group(tmp_path) as members:
-        process = members.start("plan", [PYTHON, "-m", "tfdist", "plan", *words(digits_dir, "cpu", "--config.model.name=mpl")])
+        process = members.start(
+            "plan",
+            [PYTHON, "-m", "tfdist", "plan", *words(digits_dir, "cpu", "--config.model.name=mpl")],
+        )
         assert process.wait(SECONDS) == 78, members.logs()
         assert "model 'mpl': no such model. Did you mean mlp?" in members.log("plan")
         assert "Traceback" not in members.log("plan")

@@ -65,7 +65,10 @@ def job(tmp_path):
 
 def epochs(log):
     """What the chief said of each epoch: number, examples seen exactly once, optimizer iterations."""
-    return [tuple(map(int, found)) for found in re.findall(r"epoch (\d+): once (\d+) iterations (\d+)", log)]
+    return [
+        tuple(map(int, found))
+        for found in re.findall(r"epoch (\d+): once (\d+) iterations (\d+)", log)
+    ]
 
 
 @pytest.mark.timeout(600)
@@ -127,8 +130,12 @@ def test_a_lost_parameter_server_and_a_lost_chief_cost_one_epoch_at_most(job):
     job.start("chief-0", epochs=6)
     job.says("done")
     numbers = epochs(log) + epochs(job.log())
-    assert [n for n, _, _ in numbers] == sorted({n for n, _, _ in numbers}) == list(range(6))  # each epoch ends once
-    assert all(once == EXAMPLES and iterations == (n + 1) * STEPS for n, once, iterations in numbers)
+    assert (
+        [n for n, _, _ in numbers] == sorted({n for n, _, _ in numbers}) == list(range(6))
+    )  # each epoch ends once
+    assert all(
+        once == EXAMPLES and iterations == (n + 1) * STEPS for n, once, iterations in numbers
+    )
     assert set(job.members.wait(SECONDS).values()) == {0}
 
 
@@ -140,7 +147,9 @@ def test_when_no_worker_comes_back_they_are_named(job):
     job.in_the_middle_of_an_epoch()
     job.kill("worker-0")
     job.kill("worker-1")
-    job.says(r"TimeoutError: No worker is left: worker:0 at .*, worker:1 at .* did not come back within 8 s")
+    job.says(
+        r"TimeoutError: No worker is left: worker:0 at .*, worker:1 at .* did not come back within 8 s"
+    )
     assert job.members.processes["chief-0"].wait(SECONDS) != 0
 
 
@@ -148,6 +157,13 @@ def test_when_no_worker_comes_back_they_are_named(job):
 def test_tasks_that_never_start_are_named(tmp_path):
     config = ClusterSpec.local(workers=1, ps=1, chief=True).for_task("chief", 0).to_tf_config()
     with group(tmp_path) as members:
-        members.start("chief-0", [PYTHON, "-c", "import tfdist; tfdist.make_strategy(start_timeout=2)"], TF_CONFIG=config)
+        members.start(
+            "chief-0",
+            [PYTHON, "-c", "import tfdist; tfdist.make_strategy(start_timeout=2)"],
+            TF_CONFIG=config,
+        )
         assert members.wait(60)["chief-0"] != 0
-        assert re.search(r"PeersAbsent: ps:0 at \S+, worker:0 at \S+ did not answer within 2 s", members.log("chief-0"))
+        assert re.search(
+            r"PeersAbsent: ps:0 at \S+, worker:0 at \S+ did not answer within 2 s",
+            members.log("chief-0"),
+        )

@@ -27,7 +27,11 @@ def steps(first, last):
 
 
 def events(launch, name):
-    return [line for line in read_journal(str(launch.directory / "runs" / "latest")) if line["event"] == name]
+    return [
+        line
+        for line in read_journal(str(launch.directory / "runs" / "latest"))
+        if line["event"] == name
+    ]
 
 
 @pytest.mark.parametrize(
@@ -39,13 +43,19 @@ def events(launch, name):
     ],
 )
 def test_a_failure_is_followed_by_another_attempt_on_fresh_ports(fault, said, launch):
-    script = ATTEMPT + f"print(os.environ['TF_CONFIG'])\nif me == 'worker:1' and attempt == 0:\n    time.sleep(0.5)\n    {fault}\ntime.sleep(1)\n"
+    script = (
+        ATTEMPT
+        + f"print(os.environ['TF_CONFIG'])\nif me == 'worker:1' and attempt == 0:\n    time.sleep(0.5)\n    {fault}\ntime.sleep(1)\n"
+    )
     code, _, err = launch.run("--workers", "2", "--restarts", "3", script=script)
     assert code == 0, err
     assert said in err
     assert "restart 1 of 3" in err
     assert len(events(launch, "attempt")) == 2
-    clusters = [json.loads(launch.log(name).splitlines()[0])["cluster"] for name in ("worker-0", "attempt-1/worker-0")]
+    clusters = [
+        json.loads(launch.log(name).splitlines()[0])["cluster"]
+        for name in ("worker-0", "attempt-1/worker-0")
+    ]
     assert not set(clusters[0]["worker"]) & set(clusters[1]["worker"])
 
 
@@ -58,7 +68,9 @@ def test_the_last_failure_is_the_exit_code_once_restarts_are_used_up(launch):
 
 
 def test_an_error_that_comes_back_at_the_same_step_is_not_tried_again(launch):
-    script = STEPS + "steps(1, 5)\nif me == 'worker:1': raise ValueError('a mistake')\ntime.sleep(60)\n"
+    script = (
+        STEPS + "steps(1, 5)\nif me == 'worker:1': raise ValueError('a mistake')\ntime.sleep(60)\n"
+    )
     code, _, err = launch.run("--workers", "2", "--restarts", "5", script=script)
     assert code == 1
     assert len(events(launch, "attempt")) == 2
@@ -90,8 +102,14 @@ HANGS = {
 def test_a_task_that_makes_no_step_is_ended_as_hung(hang, launch):
     how, said = HANGS[hang]
     waits = "\ndef all_reduce(): time.sleep(600)\n"
-    script = STEPS + waits + f"steps(1, 5)\nif attempt == 0:\n    all_reduce() if me == 'worker:0' else {how}\nsteps(6, 8)"
-    code, _, err = launch.run("--workers", "2", "--restarts", "1", "--hang-timeout", "2", script=script)
+    script = (
+        STEPS
+        + waits
+        + f"steps(1, 5)\nif attempt == 0:\n    all_reduce() if me == 'worker:0' else {how}\nsteps(6, 8)"
+    )
+    code, _, err = launch.run(
+        "--workers", "2", "--restarts", "1", "--hang-timeout", "2", script=script
+    )
     assert code == 0, err
     assert "after step 5 of epoch 1, and was ended as hung" in err
     assert said in err
@@ -103,7 +121,9 @@ def test_a_task_that_makes_no_step_is_ended_as_hung(hang, launch):
 def test_who_was_heard_last_is_ended_as_hung_where_the_others_wait_for_it(launch):
     script = STEPS + "\ndef all_reduce(): time.sleep(600)\n"
     script += "steps(1, 5)\nif attempt == 0:\n    if me == 'worker:0': all_reduce()\n    time.sleep(1)\n    steps(5, 5)\n    os.kill(os.getpid(), signal.SIGSTOP)"
-    code, _, err = launch.run("--workers", "2", "--restarts", "1", "--hang-timeout", "4", script=script)
+    code, _, err = launch.run(
+        "--workers", "2", "--restarts", "1", "--hang-timeout", "4", script=script
+    )
     assert code == 0, err
     assert "ROOT CAUSE: worker:1" in err
     assert "it is stopped" in err
@@ -120,17 +140,35 @@ time.time = lambda: true() + next(jumps)
 def test_a_clock_that_jumps_by_a_year_neither_makes_nor_hides_a_hang(launch):
     (launch.directory / "sitecustomize.py").write_text(JUMPING_CLOCK)
     path = os.pathsep.join([str(launch.directory), str(ROOT)])
-    script = STEPS + "assert abs(time.time() - time.time()) > 1e7\nsteps(1, 120)\nif attempt == 0: steps(121, 900) if me == 'worker:0' else time.sleep(600)\n"
+    script = (
+        STEPS
+        + "assert abs(time.time() - time.time()) > 1e7\nsteps(1, 120)\nif attempt == 0: steps(121, 900) if me == 'worker:0' else time.sleep(600)\n"
+    )
     begun = time.monotonic()
-    code, _, err = launch.run("--workers", "2", "--restarts", "1", "--hang-timeout", "2", script=script, environ={"PYTHONPATH": path})
+    code, _, err = launch.run(
+        "--workers",
+        "2",
+        "--restarts",
+        "1",
+        "--hang-timeout",
+        "2",
+        script=script,
+        environ={"PYTHONPATH": path},
+    )
     assert code == 0, err
-    assert re.search(r"ROOT CAUSE: worker:1 made no step for \d s after step 120 of epoch 1, and was ended as hung", err), err
+    assert re.search(
+        r"ROOT CAUSE: worker:1 made no step for \d s after step 120 of epoch 1, and was ended as hung",
+        err,
+    ), err
     assert len(events(launch, "attempt")) == 2
     assert float(re.search(r"all tasks done after ([\d.]+) s", err)[1]) < time.monotonic() - begun
 
 
 def test_silence_outside_of_training_and_while_compiling_is_allowed(launch):
-    script = STEPS + "progress.beat(Phase.TRACING, 0, 0)\ntime.sleep(3)\nsteps(1, 3)\nprogress.beat(Phase.IDLE, 0, 3)\ntime.sleep(3)\n"
+    script = (
+        STEPS
+        + "progress.beat(Phase.TRACING, 0, 0)\ntime.sleep(3)\nsteps(1, 3)\nprogress.beat(Phase.IDLE, 0, 3)\ntime.sleep(3)\n"
+    )
     code, _, err = launch.run("--hang-timeout", "1", "--start-timeout", "60", script=script)
     assert code == 0, err
 
@@ -147,14 +185,18 @@ if me == "chief:0":
 else:
     time.sleep(600)
 """
-    code, _, err = launch.run("--chief", "--workers", "2", "--ps", "1", "--restarts", "1", script=script)
+    code, _, err = launch.run(
+        "--chief", "--workers", "2", "--ps", "1", "--restarts", "1", script=script
+    )
     assert code == 0, err
     assert "worker:0 was killed by SIGKILL; it is started again, the others go on" in err
     assert len(events(launch, "attempt")) == 1
 
 
 def test_an_evaluator_that_fails_is_started_again_alone_but_not_for_the_same_error_again(launch):
-    script = STEPS + """
+    script = (
+        STEPS
+        + """
 if me == "evaluator:0":
     names = [name for name in os.listdir(".") if name.startswith("life-")]
     open(f"life-{len(names)}", "w").close()
@@ -163,6 +205,7 @@ if me == "evaluator:0":
     raise ValueError(f"error {min(len(names), 1)}")
 steps(1, 300)
 """
+    )
     code, _, err = launch.run("--workers", "1", "--evaluator", "--restarts", "5", script=script)
     assert code == 1
     assert len(events(launch, "replaced")) >= 2  # the two errors differ
@@ -193,8 +236,13 @@ while True: time.sleep(0.05)
 
 
 def test_a_parameter_server_takes_the_attempt_with_it(launch):
-    script = ATTEMPT + "time.sleep(0.3)\nif me == 'ps:0' and not attempt: sys.exit(5)\nif me != 'chief:0': time.sleep(600)\ntime.sleep(1)\n"
-    code, _, err = launch.run("--chief", "--workers", "1", "--ps", "1", "--restarts", "1", script=script)
+    script = (
+        ATTEMPT
+        + "time.sleep(0.3)\nif me == 'ps:0' and not attempt: sys.exit(5)\nif me != 'chief:0': time.sleep(600)\ntime.sleep(1)\n"
+    )
+    code, _, err = launch.run(
+        "--chief", "--workers", "1", "--ps", "1", "--restarts", "1", script=script
+    )
     assert code == 0, err
     assert len(events(launch, "attempt")) == 2
 
@@ -213,14 +261,25 @@ def test_an_interruption_that_let_tasks_save_says_so(launch):
 def test_no_restart_after_an_interruption_in_the_delay(launch):
     process = launch.start("--restarts", "50", script="os._exit(75)")
     end = time.monotonic() + launch.bound
-    while len(events(launch, "decided") if (launch.directory / "runs").exists() else []) < 3 and time.monotonic() < end:
+    while (
+        len(events(launch, "decided") if (launch.directory / "runs").exists() else []) < 3
+        and time.monotonic() < end
+    ):
         time.sleep(0.05)
     os.kill(process.pid, signal.SIGTERM)
     code, _, err = launch.finish()
     assert code == 128 + signal.SIGTERM, err
 
 
-@pytest.mark.parametrize("flags", [("--restarts", "-1"), ("--restarts", "two"), ("--hang-timeout", "soon"), ("--start-timeout", "-3")])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--restarts", "-1"),
+        ("--restarts", "two"),
+        ("--hang-timeout", "soon"),
+        ("--start-timeout", "-3"),
+    ],
+)
 def test_bad_flags_are_named(flags, launch):
     code, _, err = launch.run(*flags, script="pass")
     assert code == 2
@@ -237,10 +296,27 @@ def test_a_wrong_chaos_plan_is_named_before_anything_starts(plan, launch):
 
 
 def test_chaos_strikes_servers_at_the_chiefs_step(launch):
-    script = STEPS + "if me == 'chief:0':\n    for step in range(1, 40): progress.beat(Phase.RUNNING, 0, step, step); time.sleep(0.1)\nelse: time.sleep(600)\n"
-    code, _, err = launch.run("--chief", "--workers", "2", "--ps", "1", "--restarts", "2", "--chaos", "kill worker:1@step=3; kill ps:0@step=9", script=script)
+    script = (
+        STEPS
+        + "if me == 'chief:0':\n    for step in range(1, 40): progress.beat(Phase.RUNNING, 0, step, step); time.sleep(0.1)\nelse: time.sleep(600)\n"
+    )
+    code, _, err = launch.run(
+        "--chief",
+        "--workers",
+        "2",
+        "--ps",
+        "1",
+        "--restarts",
+        "2",
+        "--chaos",
+        "kill worker:1@step=3; kill ps:0@step=9",
+        script=script,
+    )
     assert code == 0, err
-    assert [line["text"] for line in events(launch, "fault")] == ["kill worker:1@step=3", "kill ps:0@step=9"]
+    assert [line["text"] for line in events(launch, "fault")] == [
+        "kill worker:1@step=3",
+        "kill ps:0@step=9",
+    ]
     assert "worker:1 was killed by SIGKILL; it is started again" in err
     assert "ROOT CAUSE: ps:0 was killed by SIGKILL" in err
     assert len(events(launch, "attempt")) == 2
@@ -248,7 +324,10 @@ def test_chaos_strikes_servers_at_the_chiefs_step(launch):
 
 @pytest.mark.parametrize("saves", [False, True])
 def test_who_waits_for_a_killed_task_is_ended_soon_unless_it_writes_a_snapshot(saves, launch):
-    script = STEPS + "from tfdist.contract import note\nsignal.signal(15, signal.SIG_IGN)\nsteps(1, 1)\nready()\n"
+    script = (
+        STEPS
+        + "from tfdist.contract import note\nsignal.signal(15, signal.SIG_IGN)\nsteps(1, 1)\nready()\n"
+    )
     script += "if me == 'worker:1':\n    while not os.path.exists('worker:0.ready'): time.sleep(0.01)\n    time.sleep(0.3)\n    os.kill(os.getpid(), 9)\n"
     if saves:
         log_dir = "os.environ['TFDIST_LOG_DIR']"
@@ -296,9 +375,19 @@ strategy = tfdist.make_strategy("multi_worker_mirrored", devices="cpu")
 print("met", strategy.num_replicas_in_sync)
 """
     )
-    code, _, err = launch.run("--workers", "2", "--restarts", "1", script=script, environ={"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1"})
+    code, _, err = launch.run(
+        "--workers",
+        "2",
+        "--restarts",
+        "1",
+        script=script,
+        environ={"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1"},
+    )
     assert code == 0, err
     port = re.search(r"mine was (\d+)", launch.log("worker-0"))[1]
     assert re.search(rf"ROOT CAUSE: worker:0 failed with exit code 75.*{port}", err, re.DOTALL), err
     assert "restart 1 of 1" in err
-    assert [launch.log(f"attempt-1/worker-{index}").splitlines()[-1] for index in range(2)] == ["met 2", "met 2"]
+    assert [launch.log(f"attempt-1/worker-{index}").splitlines()[-1] for index in range(2)] == [
+        "met 2",
+        "met 2",
+    ]

@@ -22,7 +22,12 @@ def attempt(root, backup, count, *where, how="whole", **environ):
     out = root / f"{backup}-{count}{'-'.join(where)}"
     out.mkdir()
     with group(out) as members:
-        workers(members, count, [PYTHON, SCRIPT, str(root / backup), str(out / "{index}.pickle"), how, *where], **environ)
+        workers(
+            members,
+            count,
+            [PYTHON, SCRIPT, str(root / backup), str(out / "{index}.pickle"), how, *where],
+            **environ,
+        )
         if where:
             assert -9 in members.wait(SECONDS).values()
         else:
@@ -48,21 +53,30 @@ def test_sharded_weights_go_on_with_any_number_of_workers(tmp_path, undisturbed)
     store = Store(tmp_path / "two")
     newest = store.newest()
     assert newest.snapshot.facts["epoch"] == 1
-    assert not any(key.startswith("model/") and array.size > 1 for key, array in newest.snapshot.arrays.items())
+    assert not any(
+        key.startswith("model/") and array.size > 1 for key, array in newest.snapshot.arrays.items()
+    )
     names = newest.snapshot.facts["rows"]
     assert [name.split(".")[2] for name in names] == ["0-of-2", "1-of-2"]
     for rank, name in enumerate(names):
         rows = store.read(str(tmp_path / "two" / name))
-        assert (rows.facts["first"], rows.arrays["model/0"].shape) == (rank, (1, 15))  # of a kernel of 5 times 6
+        assert (rows.facts["first"], rows.arrays["model/0"].shape) == (
+            rank,
+            (1, 15),
+        )  # of a kernel of 5 times 6
     shutil.copytree(tmp_path / "two", tmp_path / "three")
     for backup, count in (("two", 2), ("three", 3)):
-        found = attempt(tmp_path, backup, count, how="sharded", **{CHAOS: "", LOG_DIR: str(tmp_path)})
+        found = attempt(
+            tmp_path, backup, count, how="sharded", **{CHAOS: "", LOG_DIR: str(tmp_path)}
+        )
         equal(found, count, undisturbed)
         assert not (tmp_path / backup).exists()
         arrays = result.read(str(tmp_path)).arrays  # with which `tfdist launch --chaos` compares
         for place, weight in enumerate(found[0]["weights"]):
             np.testing.assert_array_equal(arrays[f"model/{place}"], weight)
-        assert [array.shape for key, array in arrays.items() if key.startswith("optimizer/")][2:4] == [(5, 6), (5, 6)]  # Adam's slots
+        assert [array.shape for key, array in arrays.items() if key.startswith("optimizer/")][
+            2:4
+        ] == [(5, 6), (5, 6)]  # Adam's slots
 
 
 def test_local_steps_go_on(tmp_path):

@@ -45,7 +45,9 @@ def test_a_running_server_answers_and_a_stopped_or_killed_one_does_not(tmp_path)
         assert all(answers(address, 10) for _ in range(1000))
         time.sleep(1)
         assert members.log("server") == log
-        assert len(os.listdir(f"/proc/{server.pid}/fd")) <= files + 2  # some sockets are still being closed
+        assert (
+            len(os.listdir(f"/proc/{server.pid}/fd")) <= files + 2
+        )  # some sockets are still being closed
         server.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, server.pid, os.WSTOPPED | os.WNOWAIT)  # all its threads
         answer, seconds = timed(answers, address, 0.5)
@@ -100,7 +102,11 @@ class Job:
 
     def serve(self, **options):
         self.start("worker:0", "worker:1", "ps:0", **options)
-        until(lambda: all(answers(task.address, 1) for task in self.spec.tasks if task.type != "chief"))
+        until(
+            lambda: all(
+                answers(task.address, 1) for task in self.spec.tasks if task.type != "chief"
+            )
+        )
 
     def says(self, task, words):
         until(lambda: words in self.members.log(task))
@@ -121,7 +127,9 @@ def test_servers_end_with_a_chief_that_finished(job):
     job.members.processes["chief:0"].wait(SECONDS)
     started = time.monotonic()
     job.members.succeed(SECONDS)
-    assert time.monotonic() - started < 15  # less than a second on an idle machine; without the chief's word, 60
+    assert (
+        time.monotonic() - started < 15
+    )  # less than a second on an idle machine; without the chief's word, 60
     assert "chief answers: True" in job.members.log("chief:0")
     assert "counted 50" in job.members.log("chief:0")
     for task in ("worker:0", "worker:1", "ps:0"):
@@ -160,7 +168,9 @@ def test_signals_end_a_server_at_once(job, number):
     job.serve()
     job.start("chief:0", how="stay")
     job.says("chief:0", "counted 50")
-    servers = {name: process for name, process in job.members.processes.items() if name != "chief:0"}
+    servers = {
+        name: process for name, process in job.members.processes.items() if name != "chief:0"
+    }
     for process in servers.values():
         process.send_signal(number)
     started = time.monotonic()

@@ -72,7 +72,9 @@ def slurm_config(home):
 def slurm():
     """Starts Slurm's daemons as our children; yields the environment for its commands."""
     missing = [
-        program for program in PROGRAMS if not shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin")
+        program
+        for program in PROGRAMS
+        if not shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin")
     ]
     if missing:
         pytest.skip(
@@ -80,7 +82,9 @@ def slurm():
         )
     if os.geteuid() != 0:
         pytest.skip("slurmd and munged must be started by root")
-    home = pathlib.Path(tempfile.mkdtemp(prefix="slurm", dir="/tmp"))  # a Unix socket's path must be short
+    home = pathlib.Path(
+        tempfile.mkdtemp(prefix="slurm", dir="/tmp")
+    )  # a Unix socket's path must be short
     home.chmod(0o755)
     for name, mode in {"munge": 0o700, "state": 0o700}.items():
         (home / name).mkdir(mode=mode)
@@ -90,7 +94,9 @@ def slurm():
     config = home / "slurm.conf"
     config.write_text(slurm_config(home))
     environ = {
-        name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "TF_CONFIG"))
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("SLURM_", "TF_CONFIG"))
     }
     environ |= {
         "SLURM_CONF": str(config),
@@ -126,7 +132,9 @@ def wait_until_idle(environ, home):
     command = ["sinfo", "-h", "-N", "-o", "%T"]
     limit = time.monotonic() + BOUND_S
     while time.monotonic() < limit:
-        states = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=BOUND_S)
+        states = subprocess.run(
+            command, env=environ, capture_output=True, text=True, timeout=BOUND_S
+        )
         if states.stdout.split() == ["idle"] * len(NODES):
             return
         time.sleep(0.2)
@@ -145,7 +153,9 @@ def tasks_of(environ, *command):
         timeout=BOUND_S,
     )
     assert result.returncode == 0, result.stderr
-    return sorted((json.loads(line) for line in result.stdout.splitlines()), key=lambda task: task["procid"])
+    return sorted(
+        (json.loads(line) for line in result.stdout.splitlines()), key=lambda task: task["procid"]
+    )
 
 
 @pytest.mark.parametrize("ports", ["--resv-ports=5", "--resv-ports=0"])

@@ -59,27 +59,49 @@ def standby(launch, what):
 def test_a_restart_takes_over_standby_processes_that_scripts_cannot_tell(launch):
     launch.bound = SECONDS
     flags = ("--workers", "2", "--restarts", "1", "--standby", "3", "--chaos", "kill standby")
-    code, _, err = launch.run(*flags, script=SCRIPT.replace("LAST", "1").replace("TASKS", "3"), environ=FRESH)
+    code, _, err = launch.run(
+        *flags, script=SCRIPT.replace("LAST", "1").replace("TASKS", "3"), environ=FRESH
+    )
     assert code == 0, f"{err}\n{launch.log('worker-0')}"
     # One is killed at the hand-over: the task goes to the next, and no restart is counted for it.
-    assert [line["why"] for line in standby(launch, "lost")] == ["no answer at the hand-over to worker:0"]
+    assert [line["why"] for line in standby(launch, "lost")] == [
+        "no answer at the hand-over to worker:0"
+    ]
     assert [line["task"] for line in standby(launch, "taken")] == ["worker:0", "worker:1"]
     for task in ("worker:0", "worker:1"):
-        fresh, handed_over = (json.loads((launch.directory / f"{task}-{attempt}.json").read_text()) for attempt in range(2))
+        fresh, handed_over = (
+            json.loads((launch.directory / f"{task}-{attempt}.json").read_text())
+            for attempt in range(2)
+        )
         assert fresh == handed_over
     drawn = {tuple(json.loads(path.read_text())) for path in launch.directory.glob("*.random")}
     assert len(drawn) == 2  # one of each attempt, whose workers share the chief's seed
 
 
 def test_no_standby_processes_without_restarts_unless_asked_for(launch):
-    for flags, expected in ((), "False"), (("--restarts", "1"), "True"), (("--restarts", "1", "--standby", "0"), "False"):
-        code, out, err = launch.run(*flags, "--no-prefix", script="print('TFDIST_IMPORTS_FILE' in os.environ)")
+    for flags, expected in (
+        ((), "False"),
+        (("--restarts", "1"), "True"),
+        (("--restarts", "1", "--standby", "0"), "False"),
+    ):
+        code, out, err = launch.run(
+            *flags, "--no-prefix", script="print('TFDIST_IMPORTS_FILE' in os.environ)"
+        )
         assert (code, out) == (0, f"{expected}\n"), err
 
 
 def test_they_end_when_the_launcher_is_killed(launch):
     launch.bound = SECONDS
-    process = launch.start("--workers", "2", "--restarts", "1", "--standby", "1", script=SCRIPT.replace("LAST", "9").replace("TASKS", "9"), environ=FRESH)
+    process = launch.start(
+        "--workers",
+        "2",
+        "--restarts",
+        "1",
+        "--standby",
+        "1",
+        script=SCRIPT.replace("LAST", "9").replace("TASKS", "9"),
+        environ=FRESH,
+    )
     end = time.monotonic() + SECONDS
     while not ((launch.directory / "runs").exists() and standby(launch, "ready")):
         assert time.monotonic() < end

@@ -33,9 +33,18 @@ def runs(tmp_path_factory, digits_dir):
         "name": "tiny", "data.data_dir": digits_dir, "data.train_split": "train[:500]", "data.eval_split": "test[:100]", "train.epochs": 2,
         "telemetry.histograms": 1, "telemetry.images": 8, "telemetry.profile_workers": "all",
     }  # fmt: skip
-    words = [f"--config={ROOT / 'configs' / 'digits.py'}", "--profile", "steps=10..12", *(f"--config.{name}={value}" for name, value in keys.items())]
+    words = [
+        f"--config={ROOT / 'configs' / 'digits.py'}",
+        "--profile",
+        "steps=10..12",
+        *(f"--config.{name}={value}" for name, value in keys.items()),
+    ]
     code, log = run(directory, words)
-    if re.search(r"Fatal Python error: .*Current thread \S+ \(most recent call first\):\n\s+File \S+profiler_v2.py\S+ line \d+ in stop\n", log, re.DOTALL):
+    if re.search(
+        r"Fatal Python error: .*Current thread \S+ \(most recent call first\):\n\s+File \S+profiler_v2.py\S+ line \d+ in stop\n",
+        log,
+        re.DOTALL,
+    ):
         # One of 28 such runs: TensorFlow frees a name twice in TraceMeRecorder::Consume, by a native stack (as in tensorboard #3149).
         directory = tmp_path_factory.mktemp("again")
         code, log = run(directory, words)
@@ -54,15 +63,26 @@ def server(runs, tmp_path_factory):
 def test_each_run_has_its_curves(server, runs):
     assert set(server.json("runs")) == RUNS
     tags = {run: set(found) for run, found in server.json("plugin/scalars/tags").items()}
-    assert {"epoch_loss", "epoch_accuracy", "epoch_learning_rate", "speed/examples_per_second"} <= tags["tiny/train"]
+    assert {
+        "epoch_loss",
+        "epoch_accuracy",
+        "epoch_learning_rate",
+        "speed/examples_per_second",
+    } <= tags["tiny/train"]
     assert {"epoch_loss", "epoch_accuracy"} <= tags["tiny/validation"]
-    history = [json.loads(line) for line in (runs / "tiny" / "history.jsonl").read_text().splitlines()]
+    history = [
+        json.loads(line) for line in (runs / "tiny" / "history.jsonl").read_text().splitlines()
+    ]
     for run, name in (("tiny/train", "loss"), ("tiny/validation", "val_loss")):
         points = server.json("plugin/scalars/scalars", run=run, tag="epoch_loss")
         assert [step for _, step, _ in points] == [0, 1]
-        assert [value for *_, value in points] == pytest.approx([line[name] for line in history], rel=1e-5)
+        assert [value for *_, value in points] == pytest.approx(
+            [line[name] for line in history], rel=1e-5
+        )
     for rank in (0, 1):
-        points = server.json("plugin/scalars/scalars", run=f"tiny/worker-{rank}", tag="speed/step_milliseconds")
+        points = server.json(
+            "plugin/scalars/scalars", run=f"tiny/worker-{rank}", tag="speed/step_milliseconds"
+        )
         assert [step for _, step, _ in points] == [0, 1]
         assert all(value > 0 for *_, value in points)
 
@@ -71,7 +91,9 @@ def test_the_graph_is_there_as_layers_and_as_operations(server):
     found = server.json("plugin/graphs/info")["tiny/train"]
     assert found["run_graph"]
     assert found["tags"]["keras"]["conceptual_graph"]
-    layers = server.get("plugin/graphs/graph", run="tiny/train", tag="keras", conceptual="true").decode()
+    layers = server.get(
+        "plugin/graphs/graph", run="tiny/train", tag="keras", conceptual="true"
+    ).decode()
     operations = server.get("plugin/graphs/graph", run="tiny/train", conceptual="false").decode()
     assert 'name: "cnn/conv2d"' in layers
     assert 'op: "Conv2D"' in operations
@@ -81,14 +103,27 @@ def test_the_graph_is_there_as_layers_and_as_operations(server):
 def test_weights_have_histograms(server):
     tags = server.json("plugin/histograms/tags")["tiny/train"]
     assert {"conv2d/kernel/histogram", "dense/bias/histogram"} <= set(tags)
-    assert [step for _, step, _ in server.json("plugin/histograms/histograms", run="tiny/train", tag="conv2d/kernel/histogram")] == [0, 1]
+    assert [
+        step
+        for _, step, _ in server.json(
+            "plugin/histograms/histograms", run="tiny/train", tag="conv2d/kernel/histogram"
+        )
+    ] == [0, 1]
 
 
 def test_images_show_predictions(server):
     assert set(server.json("plugin/images/tags")) == {"tiny/validation"}
-    found = server.json("plugin/images/images", run="tiny/validation", tag="predictions", sample="0")
+    found = server.json(
+        "plugin/images/images", run="tiny/validation", tag="predictions", sample="0"
+    )
     assert [image["step"] for image in found] == [0, 1]
-    picture = Image.open(io.BytesIO(server.get("plugin/images/individualImage", blob_key=found[1]["query"].partition("=")[2])))
+    picture = Image.open(
+        io.BytesIO(
+            server.get(
+                "plugin/images/individualImage", blob_key=found[1]["query"].partition("=")[2]
+            )
+        )
+    )
     assert picture.size == (424, 272)  # two rows of four
     assert len(np.unique(np.asarray(picture))) > 8  # grey values of digits
 
@@ -96,14 +131,30 @@ def test_images_show_predictions(server):
 def test_hyperparameters_stand_beside_results(server):
     experiment = server.post("plugin/hparams/experiment", {"experimentName": "0"})
     names = {info["name"]: info for info in experiment["hparamInfos"]}
-    assert {"optimizer", "learning_rate", "global_batch", "model.name", "epochs", "seed", "strategy", "replicas"} <= names.keys()
+    assert {
+        "optimizer",
+        "learning_rate",
+        "global_batch",
+        "model.name",
+        "epochs",
+        "seed",
+        "strategy",
+        "replicas",
+    } <= names.keys()
     request = {
         "experimentName": "0", "startIndex": 0, "sliceSize": 9, "allowedStatuses": ["STATUS_SUCCESS"],
         "colParams": [{"metric": {"group": "validation", "tag": "epoch_accuracy"}}],
     }  # fmt: skip
     (trial,) = server.post("plugin/hparams/session_groups", request)["sessionGroups"]
-    assert (trial["name"], trial["hparams"]["replicas"], trial["hparams"]["optimizer"]) == ("tiny", 2.0, "adam")
-    values = {(value["name"].get("group"), value["name"]["tag"]): value["value"] for value in trial["metricValues"]}
+    assert (trial["name"], trial["hparams"]["replicas"], trial["hparams"]["optimizer"]) == (
+        "tiny",
+        2.0,
+        "adam",
+    )
+    values = {
+        (value["name"].get("group"), value["name"]["tag"]): value["value"]
+        for value in trial["metricValues"]
+    }
     assert 0 < values["validation", "epoch_accuracy"] <= 1
 
 

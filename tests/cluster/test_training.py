@@ -35,10 +35,16 @@ class Job:
                 else:
                     members.succeed(SECONDS)
                 self.logs = [members.log(f"worker-{i}") for i in range(2)]
-        self.results = [pickle.loads((directory / f"result-{i}.pickle").read_bytes()) for i in range(2)]
+        self.results = [
+            pickle.loads((directory / f"result-{i}.pickle").read_bytes()) for i in range(2)
+        ]
 
     def files(self, where):
-        return sorted(str(p.relative_to(self.directory / where)) for p in (self.directory / where).rglob("*") if p.is_file())
+        return sorted(
+            str(p.relative_to(self.directory / where))
+            for p in (self.directory / where).rglob("*")
+            if p.is_file()
+        )
 
 
 @pytest.fixture(scope="module")
@@ -71,26 +77,47 @@ def test_the_chiefs_files_are_whole(job):
     with open(chief / "log.csv", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert [int(r["epoch"]) for r in rows] == list(range(EPOCHS))  # those before the crash too
-    np.testing.assert_allclose([float(r["val_loss"]) for r in rows], job.results[0]["history"]["val_loss"], rtol=1e-6)
+    np.testing.assert_allclose(
+        [float(r["val_loss"]) for r in rows], job.results[0]["history"]["val_loss"], rtol=1e-6
+    )
     files = job.files("rank-0")
-    assert [f for f in files if f.startswith("epoch-")] == [f"epoch-{i}.keras" for i in range(1, EPOCHS + 1)]
+    assert [f for f in files if f.startswith("epoch-")] == [
+        f"epoch-{i}.keras" for i in range(1, EPOCHS + 1)
+    ]
     assert {"step-2.weights.h5", "step-4.weights.h5"} <= set(files)
     assert "exported/saved_model.pb" in files
     for name in ("model.keras", f"epoch-{EPOCHS}.keras", "model.weights.h5"):
-        saved = keras.models.load_model(chief / (name if name.endswith(".keras") else "model.keras"))
+        saved = keras.models.load_model(
+            chief / (name if name.endswith(".keras") else "model.keras")
+        )
         if name.endswith(".h5"):
             saved.load_weights(chief / name)
         for a, b in zip(saved.get_weights(), job.results[0]["weights"], strict=True):
             np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("where", ["rank-0/keras/train", "rank-0/keras/validation", "rank-0/chief/train", "each/train", "each/worker-0", "each/worker-1"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "rank-0/keras/train",
+        "rank-0/keras/validation",
+        "rank-0/chief/train",
+        "each/train",
+        "each/worker-0",
+        "each/worker-1",
+    ],
+)
 def test_tensorboard_logs_lie_where_they_should(job, where):
     assert any("events.out" in f for f in job.files(where))
 
 
 def test_nothing_else_lies_in_the_log_directory_of_all_workers(job):
-    assert {f.split("/")[0] for f in job.files("each")} == {"train", "validation", "worker-0", "worker-1"}
+    assert {f.split("/")[0] for f in job.files("each")} == {
+        "train",
+        "validation",
+        "worker-0",
+        "worker-1",
+    }
 
 
 def test_one_progress_bar(job):
@@ -110,7 +137,9 @@ def test_a_long_call_is_looked_at_while_it_runs(job):
 
 def test_steps_start_no_threads_of_their_own(job):
     """With TensorFlow's own timeout of collectives each of them does."""
-    assert all(r["slow threads"] < SLOW_STEPS / 2 for r in job.results), [r["slow threads"] for r in job.results]
+    assert all(r["slow threads"] < SLOW_STEPS / 2 for r in job.results), [
+        r["slow threads"] for r in job.results
+    ]
 
 
 # --- Mistakes -----------------------------------------------------------------------------------------------------------
@@ -134,7 +163,12 @@ def mistakes(tmp_path_factory):
     """Error of each mistake, on each worker; the last one's is what ended the process."""
     directory = tmp_path_factory.mktemp("mistakes")
     with group(directory) as members:
-        workers(members, 2, script("mistakes", directory / "{index}.json", *MISTAKES), PYTHONPATH=str(ROOT))
+        workers(
+            members,
+            2,
+            script("mistakes", directory / "{index}.json", *MISTAKES),
+            PYTHONPATH=str(ROOT),
+        )
         codes = members.wait(SECONDS)
         errors = [json.loads((directory / f"{i}.json").read_text()) for i in range(2)]
         for i in range(2):
@@ -153,11 +187,18 @@ def test_workers_that_differ_are_named_with_what_differs(mistakes, mistake):
 
 def test_another_model_on_one_worker_ends_both(tmp_path):
     with group(tmp_path) as members:
-        workers(members, 2, script("mistakes", tmp_path / "{index}.json", "other_model"), PYTHONPATH=str(ROOT))
+        workers(
+            members,
+            2,
+            script("mistakes", tmp_path / "{index}.json", "other_model"),
+            PYTHONPATH=str(ROOT),
+        )
         assert 0 not in members.wait(SECONDS).values(), members.logs()
         logs = [members.log(worker) for worker in members.processes]
         assert all("Collective ops is aborted by" in log for log in logs), members.logs()
-        assert any("Collective instance" in log for log in logs), members.logs()  # the other may see only that its peer is gone
+        assert any("Collective instance" in log for log in logs), (
+            members.logs()
+        )  # the other may see only that its peer is gone
 
 
 def test_a_worker_that_never_comes_is_named_in_time(tmp_path):
@@ -165,7 +206,11 @@ def test_a_worker_that_never_comes_is_named_in_time(tmp_path):
 
     config = ClusterSpec.local(workers=2).for_task("worker", 0).to_tf_config()
     with group(tmp_path) as members:
-        members.start("worker-0", [PYTHON, "-c", "import tfdist; tfdist.make_strategy(start_timeout=3)"], TF_CONFIG=config)
+        members.start(
+            "worker-0",
+            [PYTHON, "-c", "import tfdist; tfdist.make_strategy(start_timeout=3)"],
+            TF_CONFIG=config,
+        )
         assert members.wait(60)["worker-0"] != 0
         assert "TimeoutError" in members.log("worker-0") or "PeersAbsent" in members.log("worker-0")
         assert "worker:1 at 127.0.0.1" in members.log("worker-0")

@@ -33,7 +33,15 @@ def done(tmp_path_factory, digits_dir):
         (directory / name).mkdir()
         with group(directory / name) as members:
             config = ROOT / "configs" / "digits.py" if name == "digits" else f"{SCRIPT}:{name}"
-            command = [PYTHON, "-m", "tfdist", "verify", f"--config={config}", "--steps=3", *RUNS[name]]
+            command = [
+                PYTHON,
+                "-m",
+                "tfdist",
+                "verify",
+                f"--config={config}",
+                "--steps=3",
+                *RUNS[name],
+            ]
             environ = {"PYTHONPATH": str(ROOT), "TFDS_DATA_DIR": str(digits_dir)}
             members.start(name, command, stderr=subprocess.DEVNULL, **environ)
             return members.wait(SECONDS)[name], members.log(name)
@@ -47,11 +55,18 @@ def test_workers_equal_one_replica_whichever_way_they_run(done):
     assert code == 0, out
     found = json.loads(out)
     assert found["same"]
-    assert list(found["ways"]) == ["AUTO, compiled", "AUTO, not compiled", "RING, compiled", "one replica, not compiled"]
+    assert list(found["ways"]) == [
+        "AUTO, compiled",
+        "AUTO, not compiled",
+        "RING, compiled",
+        "one replica, not compiled",
+    ]
     for name, way in found["ways"].items():
         assert way["steps"] == 3
         assert way["replicas"] == (1 if name.startswith("one") else 2)
-        assert {"loss and metrics", "gradients' norms", "weights", "optimizer"} <= set(way["largest"])
+        assert {"loss and metrics", "gradients' norms", "weights", "optimizer"} <= set(
+            way["largest"]
+        )
         assert all(difference["value"] <= 1e-4 for difference in way["largest"].values()), way
 
 
@@ -85,7 +100,10 @@ def test_statistics_that_are_not_synchronized_are_named(done):
 def test_a_loss_that_is_not_scaled_is_named(done):
     code, out = done["unscaled"]
     assert code == 1, out
-    assert "step 1, layer hidden (Dense): the norm of the gradient of hidden/kernel differs by 1.0e+00" in out
+    assert (
+        "step 1, layer hidden (Dense): the norm of the gradient of hidden/kernel differs by 1.0e+00"
+        in out
+    )
     assert "the loss is not scaled: all gradients are 2 times too large" in out
 
 
@@ -100,5 +118,8 @@ def test_a_worker_with_another_seed_is_named(done):
 def test_shards_that_overlap_are_named(done):
     code, out = done["overlapping"]
     assert code == 1, out
-    assert "the workers took 16 rows, one replica 16; 8 taken by several workers, 8 taken by nobody" in out
+    assert (
+        "the workers took 16 rows, one replica 16; 8 taken by several workers, 8 taken by nobody"
+        in out
+    )
     assert "the workers' shards overlap: in step 1" in " ".join(out.split())

@@ -14,7 +14,14 @@ from tests.parity.sharded_cases import compare
 from tests.processes import PYTHON, group
 
 RUNNER = str(pathlib.Path(__file__).parents[1] / "parity" / "runner.py")
-CASES = ("sequential", "convolution_with_regularization", "embedding_with_repeated_ids", "uneven_last_batch", "evaluate_and_predict", "mixed_float16")
+CASES = (
+    "sequential",
+    "convolution_with_regularization",
+    "embedding_with_repeated_ids",
+    "uneven_last_batch",
+    "evaluate_and_predict",
+    "mixed_float16",
+)
 SETUPS = {  # name: strategy, devices
     "one": ("one_device", "gpu:0"),
     "mirrored": ("mirrored", "gpu"),
@@ -29,7 +36,11 @@ SECONDS = 400
 # `processes.environment` hides GPUs from tests that need none; here all that this process sees are shown again.
 VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(str(i) for i in range(16))
 gpus = len(tf.config.list_physical_devices("GPU"))
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(2 * SECONDS), pytest.mark.skipif(gpus < 1, reason="needs a GPU that TensorFlow sees")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(2 * SECONDS),
+    pytest.mark.skipif(gpus < 1, reason="needs a GPU that TensorFlow sees"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +53,12 @@ def run(tmp_path_factory):
             directory = tmp_path_factory.mktemp(strategy)
             with group(directory) as members:
                 command = [PYTHON, RUNNER, strategy, devices, str(directory / "out"), *CASES]
-                members.start("process", command, CUDA_VISIBLE_DEVICES=VISIBLE, TF_FORCE_GPU_ALLOW_GROWTH="true")
+                members.start(
+                    "process",
+                    command,
+                    CUDA_VISIBLE_DEVICES=VISIBLE,
+                    TF_FORCE_GPU_ALLOW_GROWTH="true",
+                )
                 members.succeed(SECONDS)
             done[strategy, devices] = pickle.loads((directory / "out").read_bytes())
         return done[strategy, devices]
@@ -61,13 +77,20 @@ def test_equals_the_cpu(run, setup, case):
     assert set(numbers) == set(expected)
     tolerance = TOLERANCE.get(case, 5e-3)
     for name, value in expected.items():
-        np.testing.assert_allclose(numbers[name], value, rtol=tolerance, atol=tolerance, err_msg=f"{case}: {name}")
+        np.testing.assert_allclose(
+            numbers[name], value, rtol=tolerance, atol=tolerance, err_msg=f"{case}: {name}"
+        )
 
 
 def test_batches_are_copied_ahead_of_time(tmp_path):
     code = "import numpy as np; from tfdist import data; print(*(b.device for b in data.pipeline(np.arange(8), 4, device='/gpu:0')))"
     with group(tmp_path) as members:
-        members.start("process", [PYTHON, "-c", code], CUDA_VISIBLE_DEVICES=VISIBLE, TF_FORCE_GPU_ALLOW_GROWTH="true")
+        members.start(
+            "process",
+            [PYTHON, "-c", code],
+            CUDA_VISIBLE_DEVICES=VISIBLE,
+            TF_FORCE_GPU_ALLOW_GROWTH="true",
+        )
         members.succeed(SECONDS)
         assert members.log("process").count("device:GPU:0") == 2
 
@@ -75,10 +98,15 @@ def test_batches_are_copied_ahead_of_time(tmp_path):
 @pytest.mark.skipif(gpus < 2, reason="needs two GPUs that TensorFlow sees")
 def test_sharded_training_equals_plain_training(tmp_path):
     """ZeRO stages 1 to 3 on GPUs beside plain data parallel training on the same ones."""
-    runner, cases = pathlib.Path(RUNNER).with_name("sharded_cases.py"), ("mlp sgd", "cnn rmsprop", "transformer adamw")
+    runner, cases = (
+        pathlib.Path(RUNNER).with_name("sharded_cases.py"),
+        ("mlp sgd", "cnn rmsprop", "transformer adamw"),
+    )
     with group(tmp_path) as members:
         command = [PYTHON, str(runner), "mirrored", "gpu:0,gpu:1", str(tmp_path / "out"), *cases]
-        members.start("process", command, CUDA_VISIBLE_DEVICES=VISIBLE, TF_FORCE_GPU_ALLOW_GROWTH="true")
+        members.start(
+            "process", command, CUDA_VISIBLE_DEVICES=VISIBLE, TF_FORCE_GPU_ALLOW_GROWTH="true"
+        )
         members.succeed(SECONDS)
     results = pickle.loads((tmp_path / "out").read_bytes())
     for (case, way), numbers in results.items():

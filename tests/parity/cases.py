@@ -41,11 +41,15 @@ def data(rows=GLOBAL_BATCH * STEPS, features=6, classes=3, seed=0):
 
 
 def dataset(*arrays, batch=GLOBAL_BATCH, **kwargs):
-    return tf.data.Dataset.from_tensor_slices(arrays if len(arrays) > 1 else arrays[0]).batch(batch, **kwargs)
+    return tf.data.Dataset.from_tensor_slices(arrays if len(arrays) > 1 else arrays[0]).batch(
+        batch, **kwargs
+    )
 
 
 def mlp(classes=3, **kwargs):
-    return keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(classes, **kwargs)])
+    return keras.Sequential(
+        [keras.Input((6,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(classes, **kwargs)]
+    )
 
 
 CROSSENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -59,7 +63,9 @@ def fitted(model, train, *, watch=True, **kwargs):
     """Trains and returns history, weights, and the logs of each step if watched."""
     steps = Steps()
     callbacks = [*kwargs.pop("callbacks", []), *([steps] if watch else [])]
-    history = model.fit(*train if isinstance(train, tuple) else [train], verbose=0, callbacks=callbacks, **kwargs)
+    history = model.fit(
+        *train if isinstance(train, tuple) else [train], verbose=0, callbacks=callbacks, **kwargs
+    )
     result = {f"history/{k}": v for k, v in history.history.items()}
     result |= weights(model)
     if watch:
@@ -71,7 +77,11 @@ def simple(strategy, optimizer, train=None, model=mlp, epochs=2, loss=CROSSENTRO
     keras.utils.set_random_seed(1)
     with strategy.scope():
         built = model()
-        built.compile(optimizer=optimizer() if callable(optimizer) else optimizer, loss=loss, metrics=["accuracy"])
+        built.compile(
+            optimizer=optimizer() if callable(optimizer) else optimizer,
+            loss=loss,
+            metrics=["accuracy"],
+        )
     return fitted(built, dataset(*data()) if train is None else train, epochs=epochs, **kwargs)
 
 
@@ -109,8 +119,19 @@ def several_inputs_and_outputs_as_dicts(strategy):
     with strategy.scope():
         a, b = keras.Input((6,), name="a"), keras.Input((2,), name="b")
         h = keras.layers.Concatenate()([keras.layers.Dense(5, "tanh")(a), b])
-        model = keras.Model({"a": a, "b": b}, {"label": keras.layers.Dense(3, name="label")(h), "sum": keras.layers.Dense(1, name="sum")(h)})
-        model.compile("adam", {"label": CROSSENTROPY, "sum": "mse"}, metrics={"label": ["accuracy"], "sum": ["mae"]}, loss_weights={"label": 1.0, "sum": 0.3})
+        model = keras.Model(
+            {"a": a, "b": b},
+            {
+                "label": keras.layers.Dense(3, name="label")(h),
+                "sum": keras.layers.Dense(1, name="sum")(h),
+            },
+        )
+        model.compile(
+            "adam",
+            {"label": CROSSENTROPY, "sum": "mse"},
+            metrics={"label": ["accuracy"], "sum": ["mae"]},
+            loss_weights={"label": 1.0, "sum": 0.3},
+        )
     train = dataset({"a": x, "b": x[:, :2]}, {"label": y, "sum": x.sum(1, keepdims=True)})
     result = fitted(model, train, epochs=2)
     predicted = model.predict(train, verbose=0)
@@ -155,8 +176,17 @@ def embedding_with_repeated_ids(strategy):
     rng = np.random.default_rng(3)
     train = dataset(rng.integers(0, 5, (60, 4)), rng.integers(0, 3, 60))
     return simple(
-        strategy, lambda: keras.optimizers.Adam(0.05), train,
-        lambda: keras.Sequential([keras.Input((4,), dtype="int32"), keras.layers.Embedding(7, 3), keras.layers.Flatten(), keras.layers.Dense(3)]),
+        strategy,
+        lambda: keras.optimizers.Adam(0.05),
+        train,
+        lambda: keras.Sequential(
+            [
+                keras.Input((4,), dtype="int32"),
+                keras.layers.Embedding(7, 3),
+                keras.layers.Flatten(),
+                keras.layers.Dense(3),
+            ]
+        ),
     )
 
 
@@ -165,13 +195,24 @@ def embedding_of_other_lengths_unwatched(strategy):
     """The sparse gradient has other rows in each step, while several steps run at once."""
     rng = np.random.default_rng(3)
     lengths = 1 + np.arange(60) % 4
-    rows = tf.RaggedTensor.from_row_lengths(rng.integers(0, 5, 6 * lengths.sum()), np.repeat(lengths, 6))
-    train = tf.data.Dataset.from_tensor_slices((rows, rng.integers(0, 3, 360))).map(lambda x, y: (tf.convert_to_tensor(x), y)).padded_batch(6)
+    rows = tf.RaggedTensor.from_row_lengths(
+        rng.integers(0, 5, 6 * lengths.sum()), np.repeat(lengths, 6)
+    )
+    train = (
+        tf.data.Dataset.from_tensor_slices((rows, rng.integers(0, 3, 360)))
+        .map(lambda x, y: (tf.convert_to_tensor(x), y))
+        .padded_batch(6)
+    )
 
     def model():
-        return keras.Sequential([
-            keras.Input((None,), dtype="int32"), keras.layers.Embedding(7, 3), keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(3)
-        ])
+        return keras.Sequential(
+            [
+                keras.Input((None,), dtype="int32"),
+                keras.layers.Embedding(7, 3),
+                keras.layers.GlobalAveragePooling1D(),
+                keras.layers.Dense(3),
+            ]
+        )
 
     return simple(strategy, "sgd", train, model, watch=False)
 
@@ -184,10 +225,14 @@ def recurrent_with_masking(strategy):
     train = dataset(ids, rng.integers(0, 4, (60, 5)))
 
     def model():
-        return keras.Sequential([
-            keras.Input((5,), dtype="int32"), keras.layers.Embedding(6, 4, mask_zero=True),
-            keras.layers.GRU(5, return_sequences=True), keras.layers.Dense(4),
-        ])
+        return keras.Sequential(
+            [
+                keras.Input((5,), dtype="int32"),
+                keras.layers.Embedding(6, 4, mask_zero=True),
+                keras.layers.GRU(5, return_sequences=True),
+                keras.layers.Dense(4),
+            ]
+        )
 
     return simple(strategy, "adam", train, model)
 
@@ -195,10 +240,15 @@ def recurrent_with_masking(strategy):
 @case
 def synchronized_batch_normalization(strategy):
     def model():
-        return keras.Sequential([
-            keras.Input((6,)), keras.layers.Dense(8, use_bias=False), keras.layers.BatchNormalization(synchronized=True), keras.layers.ReLU(),
-            keras.layers.Dense(3),
-        ])
+        return keras.Sequential(
+            [
+                keras.Input((6,)),
+                keras.layers.Dense(8, use_bias=False),
+                keras.layers.BatchNormalization(synchronized=True),
+                keras.layers.ReLU(),
+                keras.layers.Dense(3),
+            ]
+        )
 
     return simple(strategy, "sgd", model=model, validation_data=dataset(*data(20, seed=5)))
 
@@ -209,10 +259,16 @@ def convolution_with_regularization(strategy):
     train = dataset(rng.normal(size=(60, 6, 6, 1)).astype("float32"), rng.integers(0, 3, 60))
 
     def model():
-        return keras.Sequential([
-            keras.Input((6, 6, 1)), keras.layers.Conv2D(4, 3, activation="relu", kernel_regularizer="l2"),
-            keras.layers.MaxPooling2D(), keras.layers.Flatten(), keras.layers.Dropout(0.0), keras.layers.Dense(3),
-        ])
+        return keras.Sequential(
+            [
+                keras.Input((6, 6, 1)),
+                keras.layers.Conv2D(4, 3, activation="relu", kernel_regularizer="l2"),
+                keras.layers.MaxPooling2D(),
+                keras.layers.Flatten(),
+                keras.layers.Dropout(0.0),
+                keras.layers.Dense(3),
+            ]
+        )
 
     return simple(strategy, "adam", train, model)
 
@@ -236,7 +292,9 @@ def py_dataset(strategy):
 
         def __getitem__(self, i):
             x, y = data()
-            return x[i * GLOBAL_BATCH : (i + 1) * GLOBAL_BATCH], y[i * GLOBAL_BATCH : (i + 1) * GLOBAL_BATCH]
+            return x[i * GLOBAL_BATCH : (i + 1) * GLOBAL_BATCH], y[
+                i * GLOBAL_BATCH : (i + 1) * GLOBAL_BATCH
+            ]
 
     return simple(strategy, "sgd", Batches())
 
@@ -260,13 +318,17 @@ def sample_weight(strategy):
 
 @case
 def class_weight(strategy):
-    return simple(strategy, "sgd", data(), batch_size=GLOBAL_BATCH, class_weight={0: 0.2, 1: 1.0, 2: 3.0})
+    return simple(
+        strategy, "sgd", data(), batch_size=GLOBAL_BATCH, class_weight={0: 0.2, 1: 1.0, 2: 3.0}
+    )
 
 
 @case
 def mean_with_sample_weight(strategy):
     w = np.random.default_rng(7).uniform(size=60).astype("float32")
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="mean_with_sample_weight")
+    loss = keras.losses.SparseCategoricalCrossentropy(
+        from_logits=True, reduction="mean_with_sample_weight"
+    )
     return simple(strategy, "sgd", dataset(*data(), w), loss=loss)
 
 
@@ -278,7 +340,9 @@ def sum_reduction(strategy):
 
 @case
 def steps_per_epoch_of_an_endless_data_set(strategy):
-    return simple(strategy, "sgd", dataset(*data()).repeat(), steps_per_epoch=3, epochs=3, watch=False)
+    return simple(
+        strategy, "sgd", dataset(*data()).repeat(), steps_per_epoch=3, epochs=3, watch=False
+    )
 
 
 def _spe(strategy, watch):
@@ -305,14 +369,23 @@ def distributed_by_the_user(strategy):
 
     def pipeline(context):
         batch = GLOBAL_BATCH // strategy.num_replicas_in_sync
-        return dataset(*data(GLOBAL_BATCH * 2 + 7), batch=batch).shard(context.num_input_pipelines, context.input_pipeline_id)
+        return dataset(*data(GLOBAL_BATCH * 2 + 7), batch=batch).shard(
+            context.num_input_pipelines, context.input_pipeline_id
+        )
 
-    return simple(strategy, "adam", strategy.distribute_datasets_from_function(pipeline), watch=False)
+    return simple(
+        strategy, "adam", strategy.distribute_datasets_from_function(pipeline), watch=False
+    )
 
 
 @case
 def uneven_last_batch(strategy):
-    return simple(strategy, "adam", dataset(*data(GLOBAL_BATCH * 2 + 7)), validation_data=dataset(*data(17, seed=5)))
+    return simple(
+        strategy,
+        "adam",
+        dataset(*data(GLOBAL_BATCH * 2 + 7)),
+        validation_data=dataset(*data(17, seed=5)),
+    )
 
 
 @case
@@ -320,11 +393,22 @@ def last_batch_leaves_replicas_empty(strategy):
     """One row for two or three replicas, under batch statistics that all replicas share."""
 
     def model():
-        return keras.Sequential([
-            keras.Input((6,)), keras.layers.Dense(8, use_bias=False), keras.layers.BatchNormalization(synchronized=True), keras.layers.Dense(3)
-        ])
+        return keras.Sequential(
+            [
+                keras.Input((6,)),
+                keras.layers.Dense(8, use_bias=False),
+                keras.layers.BatchNormalization(synchronized=True),
+                keras.layers.Dense(3),
+            ]
+        )
 
-    return simple(strategy, "sgd", dataset(*data(GLOBAL_BATCH * 2 + 1)), model, validation_data=dataset(*data(13, seed=5)))
+    return simple(
+        strategy,
+        "sgd",
+        dataset(*data(GLOBAL_BATCH * 2 + 1)),
+        model,
+        validation_data=dataset(*data(13, seed=5)),
+    )
 
 
 # --- Optimizers -----------------------------------------------------------------------------------------------------
@@ -345,17 +429,26 @@ def clip_by_value(strategy):
 
 @case
 def gradient_accumulation(strategy):
-    return simple(strategy, lambda: keras.optimizers.Adam(0.05, gradient_accumulation_steps=2, clipnorm=0.1))
+    return simple(
+        strategy, lambda: keras.optimizers.Adam(0.05, gradient_accumulation_steps=2, clipnorm=0.1)
+    )
 
 
 @case
 def average_of_weights(strategy):
-    return simple(strategy, lambda: keras.optimizers.AdamW(0.05, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2))
+    return simple(
+        strategy,
+        lambda: keras.optimizers.AdamW(
+            0.05, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2
+        ),
+    )
 
 
 @case
 def learning_rate_schedule(strategy):
-    return simple(strategy, lambda: keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.5, 8)))
+    return simple(
+        strategy, lambda: keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.5, 8))
+    )
 
 
 @case
@@ -364,7 +457,12 @@ def loss_scaling(strategy):
     x, y = data()
     x[GLOBAL_BATCH - 1] *= 1e30
     return simple(
-        strategy, lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=2.0**60), dataset(x, y), epochs=3
+        strategy,
+        lambda: keras.optimizers.LossScaleOptimizer(
+            keras.optimizers.SGD(0.1), initial_scale=2.0**60
+        ),
+        dataset(x, y),
+        epochs=3,
     )
 
 
@@ -396,24 +494,47 @@ def metrics_with_other_than_scalar_state(strategy):
     with strategy.scope():
         model = mlp(1, activation="sigmoid")
         model.compile(
-            "adam", "binary_crossentropy",
-            metrics=["accuracy", keras.metrics.AUC(num_thresholds=50), keras.metrics.Precision(), keras.metrics.Recall(), keras.metrics.TruePositives(),
-             keras.metrics.BinaryIoU(), keras.metrics.F1Score(threshold=0.5), keras.metrics.SensitivityAtSpecificity(0.5),
-             keras.metrics.RootMeanSquaredError(), keras.metrics.R2Score()],
+            "adam",
+            "binary_crossentropy",
+            metrics=[
+                "accuracy",
+                keras.metrics.AUC(num_thresholds=50),
+                keras.metrics.Precision(),
+                keras.metrics.Recall(),
+                keras.metrics.TruePositives(),
+                keras.metrics.BinaryIoU(),
+                keras.metrics.F1Score(threshold=0.5),
+                keras.metrics.SensitivityAtSpecificity(0.5),
+                keras.metrics.RootMeanSquaredError(),
+                keras.metrics.R2Score(),
+            ],
         )
-    result = fitted(model, dataset(x, target), epochs=2, watch=False, validation_data=dataset(x[:20], target[:20]))
+    result = fitted(
+        model,
+        dataset(x, target),
+        epochs=2,
+        watch=False,
+        validation_data=dataset(x[:20], target[:20]),
+    )
     return result | {"evaluate": model.evaluate(dataset(x, target), verbose=0)[:3]}
 
 
 @case
 def callbacks_that_decide(strategy):
     callbacks = [
-        keras.callbacks.EarlyStopping("val_loss", patience=1, min_delta=0.05, restore_best_weights=True),
+        keras.callbacks.EarlyStopping(
+            "val_loss", patience=1, min_delta=0.05, restore_best_weights=True
+        ),
         keras.callbacks.ReduceLROnPlateau("loss", patience=0, factor=0.5, min_delta=0.2),
         keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.9),
     ]
     return simple(
-        strategy, lambda: keras.optimizers.SGD(0.5), epochs=12, watch=False, callbacks=callbacks, validation_data=dataset(*data(20, seed=5))
+        strategy,
+        lambda: keras.optimizers.SGD(0.5),
+        epochs=12,
+        watch=False,
+        callbacks=callbacks,
+        validation_data=dataset(*data(20, seed=5)),
     )
 
 

@@ -11,7 +11,13 @@ import pytest
 from tests.processes import PYTHON, group, workers
 
 
-def runs(make: pytest.TempPathFactory, runner: str, setups: Mapping[str, Sequence], pairs: Sequence[Sequence[str]], seconds: float) -> Callable[[str], list]:
+def runs(
+    make: pytest.TempPathFactory,
+    runner: str,
+    setups: Mapping[str, Sequence],
+    pairs: Sequence[Sequence[str]],
+    seconds: float,
+) -> Callable[[str], list]:
     """A function of a setup's name that gives what each of its processes pickled, in their order.
 
     Args:
@@ -30,14 +36,23 @@ def runs(make: pytest.TempPathFactory, runner: str, setups: Mapping[str, Sequenc
             with group(make.mktemp("logs")) as members:
                 for name, directory in directories.items():
                     strategy, devices, processes, *cases = setups[name]
-                    command = [PYTHON, str(pathlib.Path(__file__).with_name(runner)), strategy, devices, str(directory / "{index}.pickle"), *cases]
+                    command = [
+                        PYTHON,
+                        str(pathlib.Path(__file__).with_name(runner)),
+                        strategy,
+                        devices,
+                        str(directory / "{index}.pickle"),
+                        *cases,
+                    ]
                     if processes > 1:
                         workers(members, processes, command)
                     else:
                         members.start(name, [c.format(index=0) for c in command])
                 members.succeed(seconds)
             for name, directory in directories.items():
-                done[name] = [pickle.loads(file.read_bytes()) for file in sorted(directory.glob("*.pickle"))]
+                done[name] = [
+                    pickle.loads(file.read_bytes()) for file in sorted(directory.glob("*.pickle"))
+                ]
         return done[setup]
 
     return run

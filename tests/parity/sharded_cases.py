@@ -24,13 +24,19 @@ from tfdist.parallel import deferred, fsdp, zero
 from tfdist.train.patience import Patience
 
 ROWS, BATCH, EPOCHS = 24, 8, 2
-ZEROS = ("key/bias", "key_bias")  # the gradient of these is zero but for rounding, and so is what comes of that
+ZEROS = (
+    "key/bias",
+    "key_bias",
+)  # the gradient of these is zero but for rounding, and so is what comes of that
 SQUARES = "velocity"  # Keras' name of means of squared gradients: a square has twice the relative error of what is squared
 ALONE = " alone"  # ends a way in which processes train without a scope, each with its own rows
 SHARDED = {  # way: what it does with the model, with the optimizer
     "zero1": (None, functools.partial(zero, stage=1)),
     "zero2": (None, functools.partial(zero, stage=2)),
-    "fsdp": (functools.partial(fsdp, prefetch=0), None),  # or all of a small model's weights would stay until backward
+    "fsdp": (
+        functools.partial(fsdp, prefetch=0),
+        None,
+    ),  # or all of a small model's weights would stay until backward
     "fsdp keep": (functools.partial(fsdp, reshard_after_forward=False, prefetch=2), None),
 }
 
@@ -41,8 +47,15 @@ class Block(keras.layers.Layer):
     def __init__(self, width: int = 8):
         super().__init__()
         self.attention = keras.layers.MultiHeadAttention(2, width // 2, dropout=0.2)
-        self.first, self.second = keras.layers.LayerNormalization(), keras.layers.LayerNormalization()
-        self.wide, self.narrow, self.drop = keras.layers.Dense(2 * width, "gelu"), keras.layers.Dense(width), keras.layers.Dropout(0.2)
+        self.first, self.second = (
+            keras.layers.LayerNormalization(),
+            keras.layers.LayerNormalization(),
+        )
+        self.wide, self.narrow, self.drop = (
+            keras.layers.Dense(2 * width, "gelu"),
+            keras.layers.Dense(width),
+            keras.layers.Dropout(0.2),
+        )
 
     def build(self, shape):
         for layer in (self.first, self.second, self.wide):
@@ -74,7 +87,9 @@ class Subclassed(keras.Model):
     def __init__(self):
         super().__init__()
         self.embedding = keras.layers.Embedding(11, 6)
-        self.inner = keras.Sequential([keras.Input([6]), keras.layers.Dense(6, "tanh"), keras.layers.Dropout(0.2)])
+        self.inner = keras.Sequential(
+            [keras.Input([6]), keras.layers.Dense(6, "tanh"), keras.layers.Dropout(0.2)]
+        )
 
     def build(self, shape):
         self.embedding.build(shape)
@@ -96,14 +111,26 @@ class Penalized(keras.layers.Dense):
 
 
 def mlp(dropout=0.3, first=keras.layers.Dense, **of_first):
-    return keras.Sequential([keras.Input([5]), first(7, "relu", **of_first), keras.layers.Dropout(dropout), keras.layers.Dense(3)])
+    return keras.Sequential(
+        [
+            keras.Input([5]),
+            first(7, "relu", **of_first),
+            keras.layers.Dropout(dropout),
+            keras.layers.Dense(3),
+        ]
+    )
 
 
 def frozen():
     """Has weights and statistics that no optimizer knows, with values that depend on the seed."""
     normal = {f"{name}_initializer": "random_normal" for name in ("beta", "moving_mean")}
-    fixed = [keras.layers.Dense(7, "tanh", trainable=False), keras.layers.BatchNormalization(trainable=False, **normal)]
-    return keras.Sequential([keras.Input([5]), keras.layers.Dense(7, "relu"), *fixed, keras.layers.Dense(3)])
+    fixed = [
+        keras.layers.Dense(7, "tanh", trainable=False),
+        keras.layers.BatchNormalization(trainable=False, **normal),
+    ]
+    return keras.Sequential(
+        [keras.Input([5]), keras.layers.Dense(7, "relu"), *fixed, keras.layers.Dense(3)]
+    )
 
 
 def cnn():
@@ -134,7 +161,13 @@ def subclassed():
 
 
 def nested():
-    inside = keras.Sequential([keras.Input([5]), keras.layers.Dense(6, "tanh", activity_regularizer="l2"), keras.layers.BatchNormalization()])
+    inside = keras.Sequential(
+        [
+            keras.Input([5]),
+            keras.layers.Dense(6, "tanh", activity_regularizer="l2"),
+            keras.layers.BatchNormalization(),
+        ]
+    )
     x = keras.Input([5])
     shared = keras.layers.Dense(5)
     return keras.Model(x, keras.layers.Dense(3)(inside(shared(shared(x)))))
@@ -166,39 +199,100 @@ class Case:
 
 
 def _scaled():
-    return keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01), initial_scale=2.0**20, dynamic_growth_steps=4)
+    return keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.Adam(0.01), initial_scale=2.0**20, dynamic_growth_steps=4
+    )
 
 
 def _overflowing():
-    return keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01), initial_scale=2.0**124, dynamic_growth_steps=4)
+    return keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.Adam(0.01), initial_scale=2.0**124, dynamic_growth_steps=4
+    )
 
 
 CASES = {
-    "mlp sgd": Case(mlp, lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True, global_clipnorm=0.3), ("zero1", "zero2", "fsdp"), saved=True),
-    "cnn rmsprop": Case(cnn, lambda: keras.optimizers.RMSprop(0.01), ("zero2", "fsdp"), "images", deferred=True),
-    "lstm adam": Case(lstm, lambda: keras.optimizers.Adam(0.01, clipnorm=0.1), ("zero1", "fsdp", "fsdp keep"), "words"),
+    "mlp sgd": Case(
+        mlp,
+        lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True, global_clipnorm=0.3),
+        ("zero1", "zero2", "fsdp"),
+        saved=True,
+    ),
+    "cnn rmsprop": Case(
+        cnn, lambda: keras.optimizers.RMSprop(0.01), ("zero2", "fsdp"), "images", deferred=True
+    ),
+    "lstm adam": Case(
+        lstm,
+        lambda: keras.optimizers.Adam(0.01, clipnorm=0.1),
+        ("zero1", "fsdp", "fsdp keep"),
+        "words",
+    ),
     # The gradient of a key's bias is zero but for rounding, of which Adam would make whole steps: hence epsilon.
-    "transformer adamw": Case(transformer, lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1, epsilon=1e-3), ("zero2", "fsdp", "fsdp keep"), "next", deferred=True),
+    "transformer adamw": Case(
+        transformer,
+        lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1, epsilon=1e-3),
+        ("zero2", "fsdp", "fsdp keep"),
+        "next",
+        deferred=True,
+    ),
     "mlp lion": Case(mlp, lambda: keras.optimizers.Lion(0.003), ("zero1", "zero2", "fsdp")),
 }
 OF_PROCESSES = {
     # The gradients of the process that has the huge row overflow; all processes must leave that update out.
-    "outlier": Case(frozen, _overflowing, ("zero2", "zero2 alone", "fsdp alone"), "outlier", saved=True),
-    "lstm adam of four": Case(lstm, lambda: keras.optimizers.Adam(0.01, clipnorm=0.1), ("zero1", "fsdp"), "words"),
+    "outlier": Case(
+        frozen, _overflowing, ("zero2", "zero2 alone", "fsdp alone"), "outlier", saved=True
+    ),
+    "lstm adam of four": Case(
+        lstm, lambda: keras.optimizers.Adam(0.01, clipnorm=0.1), ("zero1", "fsdp"), "words"
+    ),
 }
 FEATURES = {  # of one setup
-    "average": Case(mlp, lambda: keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2), ("fsdp", "zero2"), saved=True),
-    "average at the end": Case(mlp, lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5)),
-    "accumulation": Case(mlp, lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=3, clipvalue=0.05)),
-    "schedule": Case(mlp, lambda: keras.optimizers.Nadam(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5))),
-    "constraint": Case(lambda: mlp(kernel_constraint=keras.constraints.MaxNorm(0.5)), lambda: keras.optimizers.Adam(0.05), ("fsdp", "zero2")),
-    "regularizer": Case(lambda: mlp(first=Penalized, kernel_regularizer="l1l2", activity_regularizer="l2"), lambda: keras.optimizers.Adam(0.01), ("fsdp", "fsdp keep")),
+    "average": Case(
+        mlp,
+        lambda: keras.optimizers.Adam(
+            0.01, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2
+        ),
+        ("fsdp", "zero2"),
+        saved=True,
+    ),
+    "average at the end": Case(
+        mlp, lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5)
+    ),
+    "accumulation": Case(
+        mlp, lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=3, clipvalue=0.05)
+    ),
+    "schedule": Case(
+        mlp,
+        lambda: keras.optimizers.Nadam(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)),
+    ),
+    "constraint": Case(
+        lambda: mlp(kernel_constraint=keras.constraints.MaxNorm(0.5)),
+        lambda: keras.optimizers.Adam(0.05),
+        ("fsdp", "zero2"),
+    ),
+    "regularizer": Case(
+        lambda: mlp(first=Penalized, kernel_regularizer="l1l2", activity_regularizer="l2"),
+        lambda: keras.optimizers.Adam(0.01),
+        ("fsdp", "fsdp keep"),
+    ),
     "loss scale": Case(mlp, _scaled, ("fsdp", "zero2")),
-    "subclassed": Case(subclassed, lambda: keras.optimizers.Adagrad(0.1), ("fsdp", "fsdp keep"), "words", deferred=True),
+    "subclassed": Case(
+        subclassed,
+        lambda: keras.optimizers.Adagrad(0.1),
+        ("fsdp", "fsdp keep"),
+        "words",
+        deferred=True,
+    ),
     # Adam makes whole steps of gradients that are small, and of their rounding: here 1.5e-6 of the largest bias.
     "nested": Case(nested, lambda: keras.optimizers.Adam(0.01), tolerance=4e-6, deferred=True),
     # Gradients of tied and packed weights are rounded to 8 bits of precision in another order.
-    "bfloat16": Case(transformer, lambda: keras.optimizers.SGD(0.1), ("fsdp", "fsdp keep"), "next", 1e-3, "mixed_bfloat16"),
+    "bfloat16": Case(
+        transformer,
+        lambda: keras.optimizers.SGD(0.1),
+        ("fsdp", "fsdp keep"),
+        "next",
+        1e-3,
+        "mixed_bfloat16",
+    ),
 }
 
 
@@ -217,7 +311,9 @@ def data(kind: str):
     return (words, (3 * words + 1) % 11) if kind == "next" else (words, labels)
 
 
-def train(case: Case, way: str, strategy: tf.distribute.Strategy, directory: str = "") -> dict[str, np.ndarray]:
+def train(
+    case: Case, way: str, strategy: tf.distribute.Strategy, directory: str = ""
+) -> dict[str, np.ndarray]:
     """Numbers of a training: losses, weights, the optimizer's state, what it predicts, and how many numbers each replica holds of weights and state.
 
     Args:
@@ -228,10 +324,15 @@ def train(case: Case, way: str, strategy: tf.distribute.Strategy, directory: str
     """
     keras.backend.clear_session()
     alone = way.endswith(ALONE)
-    keras.utils.set_random_seed(7 + alone * strategy.tfdist_engine.placement.rank)  # of processes without a scope, the chief's weights count
+    keras.utils.set_random_seed(
+        7 + alone * strategy.tfdist_engine.placement.rank
+    )  # of processes without a scope, the chief's weights count
     keras.config.set_dtype_policy(case.policy)
     where = {"strategy": strategy} if alone else {}
-    shard, wrap = (None if f is None else functools.partial(f, **where) for f in SHARDED.get(way.removesuffix(ALONE), (None, None)))
+    shard, wrap = (
+        None if f is None else functools.partial(f, **where)
+        for f in SHARDED.get(way.removesuffix(ALONE), (None, None))
+    )
     try:
         with contextlib.nullcontext() if alone else strategy.scope():
             if shard and case.deferred:
@@ -246,22 +347,51 @@ def train(case: Case, way: str, strategy: tf.distribute.Strategy, directory: str
                 optimizer.inner_optimizer = wrap(optimizer.inner_optimizer)
             elif wrap:
                 optimizer = wrap(optimizer)
-            model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
+            model.compile(
+                optimizer,
+                keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+                jit_compile=False,
+            )
         x, y = data(case.inputs)
         begun = [] if alone else model.get_weights()
-        mine, batch = own_rows(strategy.tfdist_engine.placement) if alone else (np.arange(ROWS), BATCH)
-        history = model.fit(x[mine], y[mine], batch_size=batch, epochs=EPOCHS, shuffle=False, verbose=0).history
+        mine, batch = (
+            own_rows(strategy.tfdist_engine.placement) if alone else (np.arange(ROWS), BATCH)
+        )
+        history = model.fit(
+            x[mine], y[mine], batch_size=batch, epochs=EPOCHS, shuffle=False, verbose=0
+        ).history
         found = {f"first {i}": value for i, value in enumerate(begun)}
-        found |= {f"{v.path} {i}": np.array(v.numpy(), np.float64) for i, v in enumerate(model.weights)}
-        found |= {f"state {v.path} {i}": np.array(v.numpy(), np.float64) for i, v in enumerate(optimizer.variables)}
+        found |= {
+            f"{v.path} {i}": np.array(v.numpy(), np.float64) for i, v in enumerate(model.weights)
+        }
+        found |= {
+            f"state {v.path} {i}": np.array(v.numpy(), np.float64)
+            for i, v in enumerate(optimizer.variables)
+        }
         if not alone:  # each process has that of its own rows
             found |= {f"history {name}": np.array(values) for name, values in history.items()}
-        for kind, variables in (("weights", model.trainable_weights), ("state", optimizer.variables)):
-            found[f"held {kind}"] = np.array([int(np.prod(local_component(v, 0).shape)) for v in variables])
+        for kind, variables in (
+            ("weights", model.trainable_weights),
+            ("state", optimizer.variables),
+        ):
+            found[f"held {kind}"] = np.array(
+                [int(np.prod(local_component(v, 0).shape)) for v in variables]
+            )
         if way != "plain" and case.saved:
             with tempfile.TemporaryDirectory() as own:
-                check_files(model, optimizer, case, shard, contextlib.nullcontext() if alone else strategy.scope(), pathlib.Path(directory or own))
-        return {**found, "evaluated": np.array(model.evaluate(x, y, batch_size=BATCH, verbose=0)), "predicted": model.predict(x, batch_size=BATCH, verbose=0)}
+                check_files(
+                    model,
+                    optimizer,
+                    case,
+                    shard,
+                    contextlib.nullcontext() if alone else strategy.scope(),
+                    pathlib.Path(directory or own),
+                )
+        return {
+            **found,
+            "evaluated": np.array(model.evaluate(x, y, batch_size=BATCH, verbose=0)),
+            "predicted": model.predict(x, batch_size=BATCH, verbose=0),
+        }
     finally:
         keras.config.set_dtype_policy("float32")
 
@@ -283,13 +413,24 @@ def compare(plain: dict, numbers: dict, tolerance: float, rounding: float, what:
         what: For messages.
     """
     # Processes without a scope have histories of their own, and their first weights are not known before they train.
-    names = [name for name in plain if not name.startswith("held") and (name in numbers or not name.startswith(("history", "first")))]
+    names = [
+        name
+        for name in plain
+        if not name.startswith("held")
+        and (name in numbers or not name.startswith(("history", "first")))
+    ]
     found = {name: value for name, value in numbers.items() if not name.startswith("held")}
     assert len(found) == len(names)
     for name, value in zip(names, found.values(), strict=True):
         largest = np.abs(plain[name]).max(initial=0.0)
-        limit = rounding if any(zero in name for zero in ZEROS) else tolerance * largest * (2 if SQUARES in name else 1)
-        np.testing.assert_allclose(value, plain[name], rtol=0, atol=limit, err_msg=f"{what}: {name}")
+        limit = (
+            rounding
+            if any(zero in name for zero in ZEROS)
+            else tolerance * largest * (2 if SQUARES in name else 1)
+        )
+        np.testing.assert_allclose(
+            value, plain[name], rtol=0, atol=limit, err_msg=f"{what}: {name}"
+        )
 
 
 def left_alone(strategy: tf.distribute.Strategy, directory: pathlib.Path) -> dict[str, str]:
@@ -308,10 +449,15 @@ def left_alone(strategy: tf.distribute.Strategy, directory: pathlib.Path) -> dic
     shards = fsdp(model, gather_dtype="bfloat16", strategy=strategy)
     after = model.get_weights()
     assert shards.bytes_per_step == 0  # nobody has made a step
-    assert not place.is_chief or all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+    assert not place.is_chief or all(
+        np.array_equal(a, b) for a, b in zip(before, after, strict=True)
+    )
     model.compile("sgd", "mse", jit_compile=False)
     backup = tfdist.BackupAndRestore(directory / "backup")
-    for name, use in (("an export", lambda: model.export(directory / "exported")), ("a backup", lambda: model.fit(x, x[:, :3], verbose=0, callbacks=[backup]))):
+    for name, use in (
+        ("an export", lambda: model.export(directory / "exported")),
+        ("a backup", lambda: model.fit(x, x[:, :3], verbose=0, callbacks=[backup])),
+    ):
         try:
             use()
         except ValueError as error:
@@ -337,7 +483,14 @@ def left_alone(strategy: tf.distribute.Strategy, directory: pathlib.Path) -> dic
     return told
 
 
-def check_files(model, optimizer, case: Case, shard, scope: contextlib.AbstractContextManager, directory: pathlib.Path) -> None:
+def check_files(
+    model,
+    optimizer,
+    case: Case,
+    shard,
+    scope: contextlib.AbstractContextManager,
+    directory: pathlib.Path,
+) -> None:
     """Makes sure that a sharded model's file is a plain model's, and that sharded ones load it.
 
     Args:
@@ -350,12 +503,21 @@ def check_files(model, optimizer, case: Case, shard, scope: contextlib.AbstractC
     """
     file = directory / "model.keras"
     model.save(file)
-    weights, state = model.get_weights(), [v.numpy() for v in optimizer.variables]  # a collective: no worker goes on before the chief has written
+    weights, state = (
+        model.get_weights(),
+        [v.numpy() for v in optimizer.variables],
+    )  # a collective: no worker goes on before the chief has written
     plain = keras.models.load_model(file)
-    for found, expected in zip([*plain.get_weights(), *[v.numpy() for v in plain.optimizer.variables]], [*weights, *state], strict=True):
+    for found, expected in zip(
+        [*plain.get_weights(), *[v.numpy() for v in plain.optimizer.variables]],
+        [*weights, *state],
+        strict=True,
+    ):
         np.testing.assert_array_equal(found, expected)
     expected = case.optimizer()
-    assert [type(x) for x in (plain.optimizer, getattr(plain.optimizer, "inner_optimizer", None))] == [type(x) for x in (expected, getattr(expected, "inner_optimizer", None))]
+    assert [
+        type(x) for x in (plain.optimizer, getattr(plain.optimizer, "inner_optimizer", None))
+    ] == [type(x) for x in (expected, getattr(expected, "inner_optimizer", None))]
     if shard:
         with scope:
             keras.utils.set_random_seed(8)
@@ -364,7 +526,11 @@ def check_files(model, optimizer, case: Case, shard, scope: contextlib.AbstractC
             other.compile(case.optimizer(), "mse", jit_compile=False)
             other.optimizer.build(other.trainable_weights)
             other.load_weights(file)
-        for found, expected in zip([*other.get_weights(), *[v.numpy() for v in other.optimizer.variables]], [*weights, *state], strict=True):
+        for found, expected in zip(
+            [*other.get_weights(), *[v.numpy() for v in other.optimizer.variables]],
+            [*weights, *state],
+            strict=True,
+        ):
             np.testing.assert_array_equal(found, expected)
 
 

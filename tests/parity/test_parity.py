@@ -50,7 +50,12 @@ SECONDS = 500  # for one setup: about 60 on an idle machine of 2 cores
 
 def cases(prefix=""):
     """(setup, case) of what is compared with one replica."""
-    return [(setup, case) for setup, facts in SETUPS.items() if setup != "one" and setup.startswith(prefix) for case in facts[3:] or CASES]
+    return [
+        (setup, case)
+        for setup, facts in SETUPS.items()
+        if setup != "one" and setup.startswith(prefix)
+        for case in facts[3:] or CASES
+    ]
 
 
 @pytest.fixture(scope="session")
@@ -72,7 +77,9 @@ def test_equals_one_replica(run, setup, case):
         assert set(numbers) == set(one)
         for name, expected in one.items():
             tolerance = CASES[case].tolerance
-            np.testing.assert_allclose(numbers[name], expected, rtol=tolerance, atol=tolerance, err_msg=f"{case}: {name}")
+            np.testing.assert_allclose(
+                numbers[name], expected, rtol=tolerance, atol=tolerance, err_msg=f"{case}: {name}"
+            )
 
 
 @pytest.mark.parametrize(("setup", "case"), cases("workers"))

@@ -12,7 +12,15 @@ SETUPS = {  # name: strategy, devices, processes, cases
     "mirrored-2": ("mirrored", "2", 1, *CASES),
     "features": ("mirrored", "2", 1, *FEATURES),
     "mirrored-4": ("mirrored", "4", 1, "cnn rmsprop", "transformer adamw"),
-    "workers-2": ("multi_worker_mirrored", "-", 2, "mlp sgd", "transformer adamw", "outlier", "left alone"),
+    "workers-2": (
+        "multi_worker_mirrored",
+        "-",
+        2,
+        "mlp sgd",
+        "transformer adamw",
+        "outlier",
+        "left alone",
+    ),
     "workers-4": ("multi_worker_mirrored", "-", 4, "cnn rmsprop", "lstm adam of four"),
 }
 PAIRS = (("mirrored-2", "features"),)  # two processes at a time, each on one core
@@ -27,7 +35,15 @@ def run(tmp_path_factory):
 
 
 @pytest.mark.timeout(2 * SECONDS)
-@pytest.mark.parametrize(("setup", "case"), [(setup, case) for setup, facts in SETUPS.items() for case in facts[3:] if case != "left alone"])
+@pytest.mark.parametrize(
+    ("setup", "case"),
+    [
+        (setup, case)
+        for setup, facts in SETUPS.items()
+        for case in facts[3:]
+        if case != "left alone"
+    ],
+)
 def test_equals_plain_training(run, setup, case):
     facts = {**CASES, **FEATURES, **OF_PROCESSES}[case]
     for process in run(setup):
@@ -40,22 +56,37 @@ def test_equals_plain_training(run, setup, case):
 
 
 @pytest.mark.timeout(2 * SECONDS)
-@pytest.mark.parametrize(("setup", "case", "replicas"), [("mirrored-2", "lstm adam", 2), ("workers-4", "cnn rmsprop", 4)])
+@pytest.mark.parametrize(
+    ("setup", "case", "replicas"), [("mirrored-2", "lstm adam", 2), ("workers-4", "cnn rmsprop", 4)]
+)
 def test_each_replica_holds_its_part(run, setup, case, replicas):
     for process in run(setup):
         weights, state = (process[case, "plain"][f"held {kind}"] for kind in ("weights", "state"))
         for way in CASES[case].ways:
             numbers = process[case, way]
-            np.testing.assert_array_equal(numbers["held weights"], weights if way.startswith("zero") else -(-weights // replicas), err_msg=way)
+            np.testing.assert_array_equal(
+                numbers["held weights"],
+                weights if way.startswith("zero") else -(-weights // replicas),
+                err_msg=way,
+            )
             np.testing.assert_array_equal(numbers["held state"], -(-state // replicas), err_msg=way)
 
 
 @pytest.mark.timeout(2 * SECONDS)
 def test_a_process_without_a_scope_refuses_what_needs_one_and_names_who_leaves_it_alone(run):
     chief, other = (process["left alone"] for process in run("workers-2"))
-    assert "zero: XLA cannot compile the collectives of 2 replicas (keras #18716). Pass compile(jit_compile=False)" in chief["of XLA"]
+    assert (
+        "zero: XLA cannot compile the collectives of 2 replicas (keras #18716). Pass compile(jit_compile=False)"
+        in chief["of XLA"]
+    )
     assert "worker:0 waited too long for worker:1, 3 s without a step" in chief["of others"]
     assert list(other) == ["of an export", "of a backup", "of XLA"]
     for told in (chief, other):
-        assert "export: the model's weights are sharded. Save it by model.save()" in told["of an export"]
-        assert "sharded over 2 processes without one, of which none knows the others' part" in told["of a backup"]
+        assert (
+            "export: the model's weights are sharded. Save it by model.save()"
+            in told["of an export"]
+        )
+        assert (
+            "sharded over 2 processes without one, of which none knows the others' part"
+            in told["of a backup"]
+        )

@@ -55,7 +55,9 @@ def logical_devices():
     tf = sys.modules.get("tensorflow")  # where no test file imports it, nothing is waited for
     if tf is not None:
         cpu = tf.config.list_physical_devices("CPU")[0]
-        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 3)
+        tf.config.set_logical_device_configuration(
+            cpu, [tf.config.LogicalDeviceConfiguration()] * 3
+        )
 
 
 @pytest.fixture(scope="session")

@@ -30,7 +30,9 @@ class Sleep(keras.layers.Layer):
             time.sleep(DELAY)
             return x
 
-        return x + 0 * tf.ensure_shape(tf.numpy_function(wait, [tf.stop_gradient(x)], tf.float32), x.shape)
+        return x + 0 * tf.ensure_shape(
+            tf.numpy_function(wait, [tf.stop_gradient(x)], tf.float32), x.shape
+        )
 
     def compute_output_shape(self, shape):
         return shape
@@ -50,7 +52,9 @@ class Tied(keras.Model):
     def call(self, x, training=False):
         rows = self.table(tf.cast(tf.abs(x * 5), tf.int32) % 20)
         rows = self.dense(self.dense(rows))
-        return self.out(self.drop(self.norm(tf.reduce_mean(rows, 1), training=training), training=training))
+        return self.out(
+            self.drop(self.norm(tf.reduce_mean(rows, 1), training=training), training=training)
+        )
 
 
 def image_model():
@@ -58,14 +62,29 @@ def image_model():
                              keras.layers.Flatten(), keras.layers.Dense(3)])  # fmt: skip
 
 
-def trained(strategy, directory, build=mlp, epochs=2, steps=12, optimizer=None, callbacks=(), data=None, **kwargs):
+def trained(
+    strategy,
+    directory,
+    build=mlp,
+    epochs=2,
+    steps=12,
+    optimizer=None,
+    callbacks=(),
+    data=None,
+    **kwargs,
+):
     """A model after a fit, measured where there is a directory, with its windows."""
     keras.utils.set_random_seed(3)
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(steps * 8, 6)).astype(np.float32), rng.integers(0, 3, steps * 8)
     with strategy.scope():
         model = build()
-        model.compile(optimizer() if optimizer else keras.optimizers.Adam(0.01), CROSSENTROPY, metrics=["accuracy"], **kwargs)
+        model.compile(
+            optimizer() if optimizer else keras.optimizers.Adam(0.01),
+            CROSSENTROPY,
+            metrics=["accuracy"],
+            **kwargs,
+        )
     batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(8, drop_remainder=True)
     batches = data(batches) if data else batches
     measured = [tfdist.Anatomy(directory)] if directory else []
@@ -84,7 +103,10 @@ def whole(windows, steps):
 
 
 # --- No result changes ----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("name", "build"), [("one_device", image_model), ("one_device", Tied), ("mirrored", Tied), ("central", mlp)])
+@pytest.mark.parametrize(
+    ("name", "build"),
+    [("one_device", image_model), ("one_device", Tied), ("mirrored", Tied), ("central", mlp)],
+)
 def test_measured_steps_give_the_same_weights_to_the_bit(request, tmp_path, name, build):
     strategy = request.getfixturevalue(name)
     plain, history, _ = trained(strategy, None, build)
@@ -110,7 +132,9 @@ def slow_data(batches):
         time.sleep(DELAY)
         return x
 
-    return batches.map(lambda x, y: (tf.ensure_shape(tf.numpy_function(wait, [x], tf.float32), x.shape), y))
+    return batches.map(
+        lambda x, y: (tf.ensure_shape(tf.numpy_function(wait, [x], tf.float32), x.shape), y)
+    )
 
 
 def slow_model():
@@ -147,13 +171,17 @@ def test_replicas_of_one_process_wait_for_the_slowest(mirrored, tmp_path):
     """Both sleep, one after the other, as Python functions of a graph do."""
     _, _, windows = trained(mirrored, tmp_path, slow_model)
     parts = per_step(whole(windows, 24))
-    assert parts["wait"] > DELAY / 4  # half a delay: the mean of the one that waits a whole one and of the other
+    assert (
+        parts["wait"] > DELAY / 4
+    )  # half a delay: the mean of the one that waits a whole one and of the other
     assert windows[0].bytes == 4 * (6 * 3 + 3)
 
 
 def test_the_input_wait_of_the_tensorboard_callback_is_the_same(one_device, tmp_path):
     model, _, windows = trained(one_device, tmp_path, data=slow_data)
-    assert model.train_function.stats.input_seconds == pytest.approx(sum(w.parts["input"] for w in windows), rel=1e-3)
+    assert model.train_function.stats.input_seconds == pytest.approx(
+        sum(w.parts["input"] for w in windows), rel=1e-3
+    )
     plain, _, _ = trained(one_device, None, data=slow_data)
     assert plain.train_function.stats.input_seconds > 24 * DELAY / 2
 
@@ -174,11 +202,20 @@ class OwnLogs(keras.Model):
         for _ in range(2):
             with tf.GradientTape() as tape:
                 loss = self.compute_loss(x, y, self(x, training=True))
-            self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+            self.optimizer.apply(
+                tape.gradient(loss, self.trainable_variables), self.trainable_variables
+            )
         return {"own": loss}
 
 
-@pytest.mark.parametrize("how", [{"build": OwnLogs}, {"run_eagerly": True}, {"optimizer": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())}])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"build": OwnLogs},
+        {"run_eagerly": True},
+        {"optimizer": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())},
+    ],
+)
 def test_steps_that_run_by_themselves_are_measured_too(mirrored, tmp_path, how):
     _, _, windows = trained(mirrored, tmp_path, steps=6, **how)
     parts = per_step(whole(windows, 12)) or windows[0].parts
@@ -186,14 +223,22 @@ def test_steps_that_run_by_themselves_are_measured_too(mirrored, tmp_path, how):
 
 
 def test_data_of_unknown_length_are_measured_to_their_end(one_device, tmp_path):
-    _, _, windows = trained(one_device, tmp_path, data=lambda batches: batches.filter(lambda x, y: True))
+    _, _, windows = trained(
+        one_device, tmp_path, data=lambda batches: batches.filter(lambda x, y: True)
+    )
     assert sum(window.steps for window in windows) == 24
 
 
 def test_accumulated_gradients_count_as_steps(one_device, tmp_path):
     accumulated = {"optimizer": lambda: keras.optimizers.SGD(gradient_accumulation_steps=3)}
     model, _, _ = trained(one_device, tmp_path, **accumulated)
-    model.fit(np.zeros([24, 6], np.float32), np.zeros(24, np.int64), batch_size=8, verbose=0, callbacks=[tfdist.Anatomy(tmp_path)])
+    model.fit(
+        np.zeros([24, 6], np.float32),
+        np.zeros(24, np.int64),
+        batch_size=8,
+        verbose=0,
+        callbacks=[tfdist.Anatomy(tmp_path)],
+    )
     assert read(tmp_path)[0][-1].step == 24 + 3
 
 
@@ -216,7 +261,11 @@ def test_a_resumed_fit_goes_on_counting(one_device, tmp_path):
 
     backup = lambda: tfdist.BackupAndRestore(str(tmp_path / "backup"), save_freq=5)  # noqa: E731
     with pytest.raises(KeyboardInterrupt):
-        trained(one_device, tmp_path, callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=end), backup()])
+        trained(
+            one_device,
+            tmp_path,
+            callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=end), backup()],
+        )
     before = len(read(tmp_path).get(0, []))
     _, _, windows = trained(one_device, tmp_path, callbacks=[backup()])
     again = whole(windows[before:], 24 - 5)
@@ -227,9 +276,16 @@ def test_a_resumed_fit_goes_on_counting(one_device, tmp_path):
 # --- Files, and where there is nothing to measure ---------------------------------------------------------------------------
 def test_curves_lie_beside_the_records(one_device, tmp_path):
     _, _, windows = trained(one_device, tmp_path)
-    file, = (tmp_path / "worker-0").glob("events.*")
-    found = {value.tag: event.step for event in tf.compat.v1.train.summary_iterator(str(file)) for value in event.summary.value}
-    assert set(found) == {*(f"anatomy/{part}_milliseconds" for part in PARTS), "anatomy/examples_per_second"}
+    (file,) = (tmp_path / "worker-0").glob("events.*")
+    found = {
+        value.tag: event.step
+        for event in tf.compat.v1.train.summary_iterator(str(file))
+        for value in event.summary.value
+    }
+    assert set(found) == {
+        *(f"anatomy/{part}_milliseconds" for part in PARTS),
+        "anatomy/examples_per_second",
+    }
     assert set(found.values()) == {windows[-1].step} == {24}
 
 
@@ -247,7 +303,9 @@ def test_where_nothing_can_be_written_training_goes_on(one_device, tmp_path, cap
     else:
         (tmp_path / "worker-0").touch()
     with caplog.at_level(logging.WARNING, "tfdist"):
-        model, _, _ = trained(one_device, None, callbacks=[tfdist.Anatomy(tmp_path), tfdist.Anatomy(other)])  # /dev/full has no end to read
+        model, _, _ = trained(
+            one_device, None, callbacks=[tfdist.Anatomy(tmp_path), tfdist.Anatomy(other)]
+        )  # /dev/full has no end to read
     assert int(model.optimizer.iterations.numpy()) == 24
     assert "cannot be written" in caplog.text
     assert sum(window.steps for window in read(other)[0]) == 24
@@ -270,4 +328,9 @@ def test_readings_of_two_replicas():
 def test_a_clock_that_was_set_makes_no_part_negative():
     found = times_of(10.0, np.array([[7.0, 5.0, 6.0, 7.0]]))
     assert min(found[:4]) == 0
-    assert complete({"input": 6.0, "update": 2.0}, 4.0) == {"input": 3.0, "update": 1.0, "wait": 0.0, "host": 0.0}
+    assert complete({"input": 6.0, "update": 2.0}, 4.0) == {
+        "input": 3.0,
+        "update": 1.0,
+        "wait": 0.0,
+        "host": 0.0,
+    }

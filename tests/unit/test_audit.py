@@ -32,7 +32,9 @@ def taken(plan, workers=2):
                 numbers = np.pad(numbers, (0, BATCH - len(numbers)), constant_values=-1)
             for worker in range(workers):
                 begin, end = share(len(numbers), worker, 1, workers)
-                found[worker].append(Step(epoch, step, len(numbers), 7.0 * step, 0, numbers[begin:end].copy()))
+                found[worker].append(
+                    Step(epoch, step, len(numbers), 7.0 * step, 0, numbers[begin:end].copy())
+                )
     return found
 
 
@@ -41,7 +43,9 @@ def check(plan, found, left_out=None):
 
 
 @pytest.mark.parametrize("order", [True, False])
-@pytest.mark.parametrize(("tail", "examples", "dropped"), [("partial", 20, 0), ("pad", 20, 0), ("drop", 16, 4)])
+@pytest.mark.parametrize(
+    ("tail", "examples", "dropped"), [("partial", 20, 0), ("pad", 20, 0), ("drop", 16, 4)]
+)
 def test_what_is_right_is_counted(tail, examples, dropped, order):
     what = plan(tail, order)
     verdict = check(what, taken(what))
@@ -64,7 +68,9 @@ def test_an_example_on_two_workers_is_named_with_both(order):
     stolen = found[0][4].numbers[1]
     expected = found[1][5].numbers[0]
     found[1][5].numbers[0] = stolen
-    with pytest.raises(Offence, match=rf"received example {stolen}, which worker 0 had in step 1, row 1$") as caught:
+    with pytest.raises(
+        Offence, match=rf"received example {stolen}, which worker 0 had in step 1, row 1$"
+    ) as caught:
         check(what, found)
     offence = caught.value
     assert (offence.epoch, offence.step, offence.row, offence.worker) == (1, 2, 1, 1)
@@ -85,7 +91,9 @@ def test_an_example_that_does_not_exist_is_named():
     what = plan(order=False, epochs=range(1))
     found = taken(what)
     found[0][0].numbers[0] = EXAMPLES
-    with pytest.raises(Offence, match=f"expected examples below {EXAMPLES}; received example {EXAMPLES}"):
+    with pytest.raises(
+        Offence, match=f"expected examples below {EXAMPLES}; received example {EXAMPLES}"
+    ):
         check(what, found)
 
 
@@ -113,7 +121,10 @@ def test_one_row_too_many_is_named():
     found = taken(what)
     more = int(found[1][0].numbers[0])
     replace(found, 0, 0, numbers=np.append(found[0][0].numbers, more))
-    with pytest.raises(Offence, match=f"row 2, worker 0: expected none, as its rows are 0 to 1; received example {more}"):
+    with pytest.raises(
+        Offence,
+        match=f"row 2, worker 0: expected none, as its rows are 0 to 1; received example {more}",
+    ):
         check(what, found)
 
 
@@ -121,12 +132,17 @@ def test_an_example_left_out_must_be_reported_by_its_worker():
     what = plan()
     found = taken(what)
     number = int(found[1][0].numbers[1])
-    places = [int(step.numbers.tolist().index(number)) if number in step.numbers else None for step in found[1]]
+    places = [
+        int(step.numbers.tolist().index(number)) if number in step.numbers else None
+        for step in found[1]
+    ]
     for step, place in zip(found[1], places, strict=True):
         if place is not None:
             step.numbers[place] = -1
     gone = sum(place is not None for place in places)
-    if any(number in step.numbers for step in found[0]):  # worker 0 reads it in the other epoch, and can
+    if any(
+        number in step.numbers for step in found[0]
+    ):  # worker 0 reads it in the other epoch, and can
         gone = 1
     verdict = check(what, found, [{}, {number: "file a"}])
     assert (verdict.left_out, verdict.examples) == (gone, 20 - gone)
@@ -146,8 +162,12 @@ def test_stages_leave_out_what_the_pipeline_does(tmp_path):
     content = bytearray(path.read_bytes())
     content[17 * 2 + 12] ^= 1
     path.write_bytes(content)
-    source = records(str(path), access="random").map(lambda stored: (tf.strings.to_number(stored), 0))
-    batches = pipeline(dataclasses.replace(source, raw=records(str(path), access="random").raw), 2, ignore_errors=1).batches
+    source = records(str(path), access="random").map(
+        lambda stored: (tf.strings.to_number(stored), 0)
+    )
+    batches = pipeline(
+        dataclasses.replace(source, raw=records(str(path), access="random").raw), 2, ignore_errors=1
+    ).batches
     found = [stage.name for stage in stages.measure(batches, (0, 1, 1), 0.02)]
     assert found == ["order", "read", "decode", "batch"]
     assert stages.stored_bytes(batches) == 1

@@ -19,7 +19,14 @@ from tfdist.backup.claim import Superseded
 from tfdist.backup.snapshot import MAGIC, Damaged, Snapshot, pack, unpack
 from tfdist.backup.store import Store
 
-STATE = Snapshot({"a": np.arange(6.0).reshape(2, 3), "b": np.array(7, np.int64), "empty": np.zeros([0, 4], np.float32)}, {"epoch": 3, "history": {"loss": [0.5, 0.25]}})
+STATE = Snapshot(
+    {
+        "a": np.arange(6.0).reshape(2, 3),
+        "b": np.array(7, np.int64),
+        "empty": np.zeros([0, 4], np.float32),
+    },
+    {"epoch": 3, "history": {"loss": [0.5, 0.25]}},
+)
 
 
 def packed(snapshot=STATE):
@@ -34,11 +41,16 @@ def same(found, expected):
         np.testing.assert_array_equal(found.arrays[name], array)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "int8", "uint64", "bool", "complex64"])
+@pytest.mark.parametrize(
+    "dtype", ["float32", "float64", "float16", "bfloat16", "int8", "uint64", "bool", "complex64"]
+)
 @pytest.mark.parametrize("shape", [(), (3,), (2, 0), (2, 3)])
 def test_arrays_of_all_kinds_come_back(dtype, shape):
     array = np.ones(shape).astype(tf.as_dtype(dtype).as_numpy_dtype)
-    same(unpack(packed(Snapshot({"x": array, "turned": array.T}, {})), "f"), Snapshot({"x": array, "turned": array.T}, {}))
+    same(
+        unpack(packed(Snapshot({"x": array, "turned": array.T}, {})), "f"),
+        Snapshot({"x": array, "turned": array.T}, {}),
+    )
 
 
 # --- Damage ----------------------------------------------------------------------------------------------------------
@@ -64,7 +76,10 @@ def test_every_truncation_is_seen():
 @given(st.integers(0, 400), st.integers(1, 400))
 @settings(max_examples=50, deadline=None)
 def test_a_mixture_of_two_is_seen(begin, length):
-    one, other = packed(), packed(Snapshot({k: v + 1 for k, v in STATE.arrays.items()}, {**STATE.facts, "epoch": 4}))
+    one, other = (
+        packed(),
+        packed(Snapshot({k: v + 1 for k, v in STATE.arrays.items()}, {**STATE.facts, "epoch": 4})),
+    )
     mixed = one[:begin] + other[begin : begin + length] + one[begin + length :]
     if mixed in (one, other):
         return
@@ -84,7 +99,9 @@ def test_another_version_is_no_damage(monkeypatch):
     monkeypatch.setattr("tfdist.backup.snapshot.VERSION", 2)
     content = packed()
     monkeypatch.undo()
-    with pytest.raises(ValueError, match=r"here: expected a snapshot of version 1, received one of version 2") as caught:
+    with pytest.raises(
+        ValueError, match=r"here: expected a snapshot of version 1, received one of version 2"
+    ) as caught:
         unpack(content, "here")
     assert not isinstance(caught.value, Damaged)
 
@@ -108,7 +125,9 @@ def test_the_last_ones_are_kept(tmp_path, place):
     assert not tf.io.gfile.exists(store.directory)
 
 
-@pytest.mark.parametrize("harm", [lambda c: c[:-40], lambda c: b"", lambda c: c[:90] + b"x" + c[91:]])
+@pytest.mark.parametrize(
+    "harm", [lambda c: c[:-40], lambda c: b"", lambda c: c[:90] + b"x" + c[91:]]
+)
 def test_a_damaged_one_is_passed_over_by_name(tmp_path, harm, caplog):
     store = Store(tmp_path)
     for number in range(2):
@@ -131,13 +150,18 @@ def test_rows_are_read_as_far_as_they_are_asked_for(tmp_path, place):
     whole = np.arange(2**21, dtype=np.float32).reshape(4, -1)  # 8 MiB
     paths = [store.rows_path(0, "a", rank, 2) for rank in range(2)]
     for rank, path in enumerate(paths):
-        store.write_rows(path, Snapshot({"v": whole[2 * rank : 2 * rank + 2], "more": whole[:1]}, {"first": 2 * rank}))
+        store.write_rows(
+            path,
+            Snapshot({"v": whole[2 * rank : 2 * rank + 2], "more": whole[:1]}, {"first": 2 * rank}),
+        )
     store.write(Snapshot({}, {"rows": [os.path.basename(path) for path in paths]}))
     tracemalloc.start()
     try:
         pieces = store.pieces(store.newest().snapshot)
         found = shards.rows(pieces("v"), whole.shape, np.float32, replicas=16, first=7, count=2)
-        assert tracemalloc.get_traced_memory()[1] < 5 * 2**20  # 1 MiB of numbers, and pieces of 1 MiB
+        assert (
+            tracemalloc.get_traced_memory()[1] < 5 * 2**20
+        )  # 1 MiB of numbers, and pieces of 1 MiB
     finally:
         tracemalloc.stop()
     np.testing.assert_array_equal(found, whole.reshape(16, -1)[7:9])  # of both files
@@ -156,7 +180,9 @@ def test_what_others_have_there_stays(tmp_path):
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match=r"file/snapshot-0.tfdist: cannot be written: .*Expected a directory"):
+    with pytest.raises(
+        OSError, match=r"file/snapshot-0.tfdist: cannot be written: .*Expected a directory"
+    ):
         Store(tmp_path / "file").write(epoch(0))
 
 
@@ -171,7 +197,14 @@ def test_a_full_disk_leaves_what_was_there(tmp_path):
         "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n"
         "store.write(Snapshot({'x': np.zeros(100_000)}, {'epoch': 1}))\n"
     )
-    ended = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert "OSError" in ended.stderr
     assert "cannot be written" in ended.stderr
     assert os.listdir(tmp_path) == ["snapshot-0.tfdist"]
@@ -194,7 +227,13 @@ def test_a_writer_killed_at_any_moment_leaves_whole_ones(tmp_path):
     )
     before = 0
     for wait in (0.02, 0.11):
-        with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True) as writer:
+        with subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path)],
+            cwd=ROOT,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as writer:
             assert writer.stdout.readline() == "ready\n"
             time.sleep(wait)
             writer.send_signal(signal.SIGKILL)
@@ -214,7 +253,10 @@ def test_the_last_to_claim_a_directory_is_the_only_writer(tmp_path, place):
     first.claim()
     first.write(epoch(0))
     second.claim()
-    with pytest.raises(Superseded, match=rf"now another is: process {os.getpid()} on .*, since \d+-.*end this process"):
+    with pytest.raises(
+        Superseded,
+        match=rf"now another is: process {os.getpid()} on .*, since \d+-.*end this process",
+    ):
         first.write(epoch(1))
     with pytest.raises(Superseded):
         first.clear()
@@ -228,7 +270,9 @@ def test_the_last_to_claim_a_directory_is_the_only_writer(tmp_path, place):
 def test_an_attempt_that_was_given_up_cannot_take_over(tmp_path):
     for launch, attempt in (("a", 1), ("a", 1), ("a", 2), ("", 0), ("b", 0), ("a", 0), ("a", 1)):
         Store(tmp_path).claim(launch, attempt)
-    with pytest.raises(Superseded, match="attempt 0 of the launch a may not write there any more: attempt 1 does"):
+    with pytest.raises(
+        Superseded, match="attempt 0 of the launch a may not write there any more: attempt 1 does"
+    ):
         Store(tmp_path).claim("a", 0)
 
 
@@ -243,5 +287,7 @@ def test_a_writer_whose_claim_is_gone_stops(tmp_path):
 
 def test_a_place_that_cannot_be_claimed_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match=r"file/writer.json: cannot be written: .*Expected a directory"):
+    with pytest.raises(
+        OSError, match=r"file/writer.json: cannot be written: .*Expected a directory"
+    ):
         Store(tmp_path / "file").claim()

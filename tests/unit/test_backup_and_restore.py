@@ -73,7 +73,12 @@ def model_of(strategy, seed, steps_per_execution=1):
                     keras.layers.Dense(1),
                 ]
             )
-            model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"], steps_per_execution=steps_per_execution)
+            model.compile(
+                keras.optimizers.Adam(0.01),
+                "mse",
+                metrics=["mae"],
+                steps_per_execution=steps_per_execution,
+            )
             model.optimizer.build(model.trainable_variables)
         MODELS[key] = strategy, model, state.of_model(model)
     _, model, begin = MODELS[key]
@@ -98,14 +103,30 @@ class Counter(keras.callbacks.Callback):
         self.count = state
 
 
-def train(strategy, directory, kind="pipeline", interrupt=(None, None), save_freq=2, seed=1, steps_per_execution=1, callbacks=lambda saves: [saves], **fit):
+def train(
+    strategy,
+    directory,
+    kind="pipeline",
+    interrupt=(None, None),
+    save_freq=2,
+    seed=1,
+    steps_per_execution=1,
+    callbacks=lambda saves: [saves],
+    **fit,
+):
     model = model_of(strategy, seed, steps_per_execution)
     stopping = keras.callbacks.EarlyStopping("loss", patience=9)
     interrupts = Interrupts(*interrupt)
     saves = tfdist.BackupAndRestore(directory, save_freq=save_freq)
     ended = True
     try:
-        history = model.fit(DATA[kind](), epochs=EPOCHS, verbose=0, callbacks=[stopping, *callbacks(saves), interrupts], **fit)
+        history = model.fit(
+            DATA[kind](),
+            epochs=EPOCHS,
+            verbose=0,
+            callbacks=[stopping, *callbacks(saves), interrupts],
+            **fit,
+        )
     except Stop:
         ended, history = False, model.history
         saves._finish()
@@ -167,12 +188,20 @@ def test_callbacks_know_each_step_wherever_they_are_listed(one_device, tmp_path)
 def test_in_a_list_of_keras_it_comes_before_keras_own(one_device, tmp_path):
     counter, own = Counter(), tfdist.BackupAndRestore(tmp_path, save_freq=2)
     model = model_of(one_device, 1)
-    together = keras.callbacks.CallbackList([own, counter], add_history=True, model=model, epochs=1, steps=STEPS)
+    together = keras.callbacks.CallbackList(
+        [own, counter], add_history=True, model=model, epochs=1, steps=STEPS
+    )
     model.fit(DATA["pipeline"](), verbose=0, callbacks=together)
-    assert [type(c).__name__ for c in together.callbacks] == ["Counter", "BackupAndRestore", "History"]
+    assert [type(c).__name__ for c in together.callbacks] == [
+        "Counter",
+        "BackupAndRestore",
+        "History",
+    ]
 
 
-def test_a_training_killed_before_its_first_save_begins_from_the_same_state(mirrored, undisturbed, tmp_path):
+def test_a_training_killed_before_its_first_save_begins_from_the_same_state(
+    mirrored, undisturbed, tmp_path
+):
     assert not train(mirrored, tmp_path, interrupt=(0, 3), save_freq="epoch")["ended"]
     assert os.listdir(tmp_path).count("snapshot-0.tfdist") == 1
     same(train(mirrored, tmp_path, save_freq="epoch", seed=5), undisturbed(mirrored))
@@ -198,18 +227,32 @@ def test_at_whatever_time_it_saves(strategy, undisturbed, tmp_path, save_freq, s
     same(train(strategy, tmp_path / "cut", seed=5, **options), undisturbed(strategy))
 
 
-def test_a_clock_that_jumps_by_a_year_disturbs_nothing(one_device, undisturbed, tmp_path, monkeypatch):
+def test_a_clock_that_jumps_by_a_year_disturbs_nothing(
+    one_device, undisturbed, tmp_path, monkeypatch
+):
     """Neither when it saves, nor which snapshot is the newest."""
     expected = undisturbed(one_device)
     true, jumps, written = time.time, itertools.cycle([0, 3e7, -3e7]), []
     monkeypatch.setattr(time, "time", lambda: true() + next(jumps))
     write = Store.write
-    monkeypatch.setattr(Store, "write", lambda store, snapshot: written.append(time.monotonic()) or write(store, snapshot))
+    monkeypatch.setattr(
+        Store,
+        "write",
+        lambda store, snapshot: written.append(time.monotonic()) or write(store, snapshot),
+    )
     pace = keras.callbacks.LambdaCallback(on_train_batch_begin=lambda batch, logs: time.sleep(0.04))
     begun = time.monotonic()
-    train(one_device, tmp_path / "cut", interrupt=(2, 5), save_freq="0.2s", callbacks=lambda saves: [saves, pace])
+    train(
+        one_device,
+        tmp_path / "cut",
+        interrupt=(2, 5),
+        save_freq="0.2s",
+        callbacks=lambda saves: [saves, pace],
+    )
     assert 3 <= len(written) <= 2 + (time.monotonic() - begun) / 0.2
-    files = sorted((tmp_path / "cut").glob("*.tfdist"), key=lambda file: int(file.stem.partition("-")[2]))
+    files = sorted(
+        (tmp_path / "cut").glob("*.tfdist"), key=lambda file: int(file.stem.partition("-")[2])
+    )
     for years, file in enumerate(files):  # the newer, the older
         os.utime(file, (true() - 3e7 * years,) * 2)
     assert Store(tmp_path / "cut").newest().number == len(written) - 1
@@ -226,7 +269,11 @@ def test_a_table_of_epochs_goes_on(one_device, tmp_path):
     def fit(interrupt, directory):
         model = model_of(one_device, 1)
         table = keras.callbacks.CSVLogger(tmp_path / directory / "log.csv")
-        callbacks = [table, tfdist.BackupAndRestore(tmp_path / directory / "backup", save_freq=3), Interrupts(*interrupt)]
+        callbacks = [
+            table,
+            tfdist.BackupAndRestore(tmp_path / directory / "backup", save_freq=3),
+            Interrupts(*interrupt),
+        ]
         try:
             model.fit(DATA["pipeline"](), epochs=EPOCHS, verbose=0, callbacks=callbacks)
         except Stop:
@@ -239,7 +286,10 @@ def test_a_table_of_epochs_goes_on(one_device, tmp_path):
         (tmp_path / directory).mkdir()
     whole = fit((None, None), "whole")
     assert [row[0] for row in whole] == [0, 1, 2]
-    assert [row[0] for row in fit((2, 1), "cut")] == [0, 1]  # saved after step 6 of epoch 1, whose row is written anew
+    assert [row[0] for row in fit((2, 1), "cut")] == [
+        0,
+        1,
+    ]  # saved after step 6 of epoch 1, whose row is written anew
     np.testing.assert_allclose(fit((None, None), "cut"), whole, rtol=1e-6)
 
 
@@ -250,7 +300,9 @@ def test_a_model_that_is_compiled_again_saves_its_new_optimizer(one_device, tmp_
     for attempt, optimizer in enumerate(("sgd", "adam", "adam")):
         with one_device.scope():
             model.compile(optimizer, "mse", metrics=["mae"])
-        saves = tfdist.BackupAndRestore(tmp_path / str(attempt), save_freq="epoch", delete_checkpoint=False)
+        saves = tfdist.BackupAndRestore(
+            tmp_path / str(attempt), save_freq="epoch", delete_checkpoint=False
+        )
         model.fit(X, Y, epochs=1 + attempt, batch_size=BATCH, verbose=0, callbacks=[saves])
         found = Store(tmp_path / str(attempt)).newest().snapshot
         for place, variable in enumerate(model.optimizer.variables):

@@ -35,16 +35,29 @@ def launched(monkeypatch, tmp_path_factory):
 
     def launch(name, attempt=0):
         monkeypatch.setattr(backup, "_completed", set())
-        for variable, value in ((contract.LAUNCH, name), (contract.RESTARTS, "1" if name else "0"), (contract.ATTEMPT, str(attempt)), (contract.TASK, "worker:0"), (contract.LOG_DIR, str(logs))):
+        for variable, value in (
+            (contract.LAUNCH, name),
+            (contract.RESTARTS, "1" if name else "0"),
+            (contract.ATTEMPT, str(attempt)),
+            (contract.TASK, "worker:0"),
+            (contract.LOG_DIR, str(logs)),
+        ):
             monkeypatch.setenv(variable, value)
         return logs
 
     return launch
 
 
-def fit(strategy, directory, *, seed=1, epochs=EPOCHS, pipeline=DATA["pipeline"], others=(), **options):
+def fit(
+    strategy, directory, *, seed=1, epochs=EPOCHS, pipeline=DATA["pipeline"], others=(), **options
+):
     model = model_of(strategy, seed)
-    history = model.fit(pipeline(), epochs=epochs, verbose=0, callbacks=[tfdist.BackupAndRestore(directory, **options), *others])
+    history = model.fit(
+        pipeline(),
+        epochs=epochs,
+        verbose=0,
+        callbacks=[tfdist.BackupAndRestore(directory, **options), *others],
+    )
     return model.get_weights(), history.history, history.epoch
 
 
@@ -83,7 +96,9 @@ def test_a_second_fit_of_the_same_process_begins_anew(one_device, tmp_path, laun
     assert counter.count == STEPS * EPOCHS
 
 
-def test_without_a_launch_what_one_left_is_not_gone_on_from(one_device, tmp_path, launched, monkeypatch):
+def test_without_a_launch_what_one_left_is_not_gone_on_from(
+    one_device, tmp_path, launched, monkeypatch
+):
     launched("one")
     expected = fit(one_device, tmp_path)
     launched("")
@@ -93,7 +108,9 @@ def test_without_a_launch_what_one_left_is_not_gone_on_from(one_device, tmp_path
 
 def test_an_early_end_is_an_end(one_device, tmp_path, launched):
     launched("one")
-    stop = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: setattr(stop.model, "stop_training", epoch == 1))
+    stop = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: setattr(stop.model, "stop_training", epoch == 1)
+    )
     expected = fit(one_device, tmp_path, others=[stop])
     assert expected[2] == [0, 1]
     launched("one", attempt=1)
@@ -106,8 +123,12 @@ def test_the_best_weights_are_given_back_at_the_end(one_device, tmp_path):
     """Those of an epoch before the interruption too."""
 
     def attempt(directory, **options):
-        best = keras.callbacks.EarlyStopping("loss", mode="max", patience=9, restore_best_weights=True)  # the first epoch's
-        return train(one_device, directory, callbacks=lambda saves: [saves, best], **options)["weights"]
+        best = keras.callbacks.EarlyStopping(
+            "loss", mode="max", patience=9, restore_best_weights=True
+        )  # the first epoch's
+        return train(one_device, directory, callbacks=lambda saves: [saves, best], **options)[
+            "weights"
+        ]
 
     expected = attempt(tmp_path / "whole")
     attempt(tmp_path / "cut", interrupt=(2, 3))
@@ -126,24 +147,39 @@ def test_what_is_not_deleted_has_its_history_and_goes_on(one_device, tmp_path):
 def test_the_models_next_fit_begins_at_its_own_epoch(one_device, tmp_path):
     train(one_device, tmp_path, interrupt=(1, 4))
     model = model_of(one_device, 5)
-    model.fit(DATA["pipeline"](), epochs=EPOCHS, verbose=0, callbacks=[tfdist.BackupAndRestore(tmp_path)])
+    model.fit(
+        DATA["pipeline"](), epochs=EPOCHS, verbose=0, callbacks=[tfdist.BackupAndRestore(tmp_path)]
+    )
     assert model.fit(DATA["pipeline"](), epochs=1, verbose=0).epoch == [0]
 
 
 # --- The beginning -----------------------------------------------------------------------------------------------------
 def test_an_epoch_of_another_length_is_refused(one_device, tmp_path):
     train(one_device, tmp_path, interrupt=(1, 4))
-    with pytest.raises(ValueError, match=rf"saved after step \d of an epoch of {STEPS} steps, and an epoch has 4 now: the global batch or the data"):
+    with pytest.raises(
+        ValueError,
+        match=rf"saved after step \d of an epoch of {STEPS} steps, and an epoch has 4 now: the global batch or the data",
+    ):
         fit(one_device, tmp_path, pipeline=lambda: data.pipeline((X, Y), 2 * BATCH, seed=2))
 
 
-def test_a_worker_that_reads_another_directory_than_the_chief_is_told(one_device, tmp_path, monkeypatch):
+def test_a_worker_that_reads_another_directory_than_the_chief_is_told(
+    one_device, tmp_path, monkeypatch
+):
     train(one_device, tmp_path, interrupt=(1, 4))
     number = Store(tmp_path).numbers()[-1]
     engine = one_device.tfdist_engine
-    for chief, told in (([number, 1.0, 2.0], f"snapshot-{number} of epoch 1, step 2; this worker found none"), ([-1.0, 0.0, 0.0], f"none; this worker found snapshot-{number}")):
-        monkeypatch.setattr(engine, "chief_says", lambda numbers, chief=chief: [float(x) for x in chief])
-        with pytest.raises(ValueError, match=rf"expected what the chief restores, {told}.*All workers must reach backup_dir"):
+    for chief, told in (
+        ([number, 1.0, 2.0], f"snapshot-{number} of epoch 1, step 2; this worker found none"),
+        ([-1.0, 0.0, 0.0], f"none; this worker found snapshot-{number}"),
+    ):
+        monkeypatch.setattr(
+            engine, "chief_says", lambda numbers, chief=chief: [float(x) for x in chief]
+        )
+        with pytest.raises(
+            ValueError,
+            match=rf"expected what the chief restores, {told}.*All workers must reach backup_dir",
+        ):
             fit(one_device, tmp_path / "elsewhere" if chief[0] >= 0 else tmp_path)
 
 
@@ -174,8 +210,18 @@ def test_the_launch_is_told_of_what_was_saved_and_restored(one_device, tmp_path,
     assert not train(one_device, tmp_path, interrupt=(1, 4), save_freq=5)["ended"]
     train(one_device, tmp_path, seed=5, save_freq=5)
     told = [e for e in contract.read_journal(logs) if e["event"] != "saving"]
-    assert [(e["event"], e["epoch"], e["step"], e["number"]) for e in told][:4] == [("saved", 0, 0, 0), ("saved", 0, 5, 1), ("saved", 1, 3, 2), ("restored", 1, 3, 2)]
-    assert all(e["task"] == "worker:0" and e["seconds"] >= 0 and e["path"] == str(tmp_path / f"snapshot-{e['number']}.tfdist") for e in told)
+    assert [(e["event"], e["epoch"], e["step"], e["number"]) for e in told][:4] == [
+        ("saved", 0, 0, 0),
+        ("saved", 0, 5, 1),
+        ("saved", 1, 3, 2),
+        ("restored", 1, 3, 2),
+    ]
+    assert all(
+        e["task"] == "worker:0"
+        and e["seconds"] >= 0
+        and e["path"] == str(tmp_path / f"snapshot-{e['number']}.tfdist")
+        for e in told
+    )
     assert told[-1]["epoch"] == EPOCHS
 
 
@@ -183,14 +229,23 @@ def test_a_call_of_more_steps_than_where_it_was_saved_is_refused(one_device, tmp
     with pytest.raises(Stop):
         fit(one_device, tmp_path, save_freq=3, others=[Interrupts(0, 4)])
     with pytest.raises(ValueError, match="steps_per_execution was 1; now it is 4"):
-        model_of(one_device, 1, 4).fit(DATA["pipeline"](), epochs=EPOCHS, verbose=0, callbacks=[tfdist.BackupAndRestore(tmp_path, save_freq=3)])
+        model_of(one_device, 1, 4).fit(
+            DATA["pipeline"](),
+            epochs=EPOCHS,
+            verbose=0,
+            callbacks=[tfdist.BackupAndRestore(tmp_path, save_freq=3)],
+        )
 
 
 def test_a_signal_that_comes_too_late_for_a_fit_is_not_forgotten(one_device, tmp_path):
     heard = []
     before = signal.signal(signal.SIGTERM, lambda *_: heard.append(True))
     try:
-        late = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: epoch == EPOCHS - 1 and os.kill(os.getpid(), signal.SIGTERM))
+        late = keras.callbacks.LambdaCallback(
+            on_epoch_end=lambda epoch, logs: (
+                epoch == EPOCHS - 1 and os.kill(os.getpid(), signal.SIGTERM)
+            )
+        )
         fit(one_device, tmp_path, others=[late])
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -27,16 +27,29 @@ def points(directory):
     """Tags and steps of all values in the files of events, and the values."""
     found = collections.defaultdict(list)
     for path in sorted(directory.glob("*/events*")):
-        for event in map(tf.compat.v1.Event.FromString, tf.data.TFRecordDataset(str(path)).as_numpy_iterator()):
+        for event in map(
+            tf.compat.v1.Event.FromString, tf.data.TFRecordDataset(str(path)).as_numpy_iterator()
+        ):
             for value in event.summary.value:
                 if value.tag != "keras" and not value.tag.startswith("speed/"):
-                    found[path.parent.name, value.tag, event.step].append(tf.make_ndarray(value.tensor))
+                    found[path.parent.name, value.tag, event.step].append(
+                        tf.make_ndarray(value.tensor)
+                    )
     return found
 
 
 def speeds(directory):
-    events = (map(tf.compat.v1.Event.FromString, tf.data.TFRecordDataset(str(path)).as_numpy_iterator()) for path in directory.glob("*/*.speed*"))
-    return sorted(event.step for each in events for event in each for value in event.summary.value if value.tag == "speed/input_wait")
+    events = (
+        map(tf.compat.v1.Event.FromString, tf.data.TFRecordDataset(str(path)).as_numpy_iterator())
+        for path in directory.glob("*/*.speed*")
+    )
+    return sorted(
+        event.step
+        for each in events
+        for event in each
+        for value in event.summary.value
+        if value.tag == "speed/input_wait"
+    )
 
 
 @pytest.mark.parametrize(
@@ -72,8 +85,12 @@ def test_curves_have_each_point_once(one_device, tmp_path, board, update_freq, i
 def test_checkpoints_are_those_of_an_undisturbed_training(one_device, tmp_path):
     def fit(name, **options):
         (tmp_path / name).mkdir(exist_ok=True)
-        saves = keras.callbacks.ModelCheckpoint(tmp_path / name / "{epoch}-{batch}.weights.h5", save_weights_only=True, save_freq=4)
-        ended = train(one_device, tmp_path / "backup", callbacks=lambda backup: [backup, saves], **options)["ended"]
+        saves = keras.callbacks.ModelCheckpoint(
+            tmp_path / name / "{epoch}-{batch}.weights.h5", save_weights_only=True, save_freq=4
+        )
+        ended = train(
+            one_device, tmp_path / "backup", callbacks=lambda backup: [backup, saves], **options
+        )["ended"]
         assert saves.save_freq == 4
         return ended
 
@@ -81,8 +98,14 @@ def test_checkpoints_are_those_of_an_undisturbed_training(one_device, tmp_path):
     assert not fit("cut", interrupt=(1, 5))
     written = (tmp_path / "cut" / "2-1.weights.h5").read_bytes()
     assert fit("cut", seed=5)
-    assert sorted(os.listdir(tmp_path / "cut")) == sorted(os.listdir(tmp_path / "whole")) == [f"{e}-{b}.weights.h5" for e, b in [(1, 4), (2, 1), (2, 5), (3, 2), (3, 6)]]
-    assert (tmp_path / "cut" / "2-1.weights.h5").read_bytes() == written  # not once more, with what the weights are later
+    assert (
+        sorted(os.listdir(tmp_path / "cut"))
+        == sorted(os.listdir(tmp_path / "whole"))
+        == [f"{e}-{b}.weights.h5" for e, b in [(1, 4), (2, 1), (2, 5), (3, 2), (3, 6)]]
+    )
+    assert (
+        tmp_path / "cut" / "2-1.weights.h5"
+    ).read_bytes() == written  # not once more, with what the weights are later
 
 
 def test_an_error_while_steps_are_only_counted_leaves_no_silence(one_device, tmp_path):
@@ -106,7 +129,10 @@ def test_files_are_cut_to_what_was_recorded(tmp_path, place):
 
     def read(into=board):
         directory = os.path.join(into.log_dir, "train")
-        return {name: tf.io.gfile.GFile(os.path.join(directory, name), "rb").read() for name in tf.io.gfile.listdir(directory)}
+        return {
+            name: tf.io.gfile.GFile(os.path.join(directory, name), "rb").read()
+            for name in tf.io.gfile.listdir(directory)
+        }
 
     write("events.out.tfevents.1", b"abc")
     write("notes.txt", b"mine")

@@ -8,14 +8,26 @@ import numpy as np
 import pytest
 
 from tfdist.backup.snapshot import pack, unpack
-from tfdist.backup.state import into_callbacks, into_model, into_random, of_callbacks, of_model, of_random
+from tfdist.backup.state import (
+    into_callbacks,
+    into_model,
+    into_random,
+    of_callbacks,
+    of_model,
+    of_random,
+)
 
 X = np.random.default_rng(0).normal(size=(24, 5)).astype(np.float32)
 Y = X.sum(axis=1, keepdims=True)
 
 
 def model(units=4, optimizer="adam", extra=False):
-    layers = [keras.layers.Dense(units, "relu"), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
+    layers = [
+        keras.layers.Dense(units, "relu"),
+        keras.layers.BatchNormalization(),
+        keras.layers.Dropout(0.5),
+        keras.layers.Dense(1),
+    ]
     built = keras.Sequential(layers + [keras.layers.Dense(1)] * extra)
     built.compile(optimizer, "mse")
     built.build([None, 5])
@@ -24,7 +36,9 @@ def model(units=4, optimizer="adam", extra=False):
 
 
 def fit(model, epochs, **options):
-    return model.fit(X, Y, batch_size=8, epochs=epochs, shuffle=False, verbose=0, **options).history.get("loss")
+    return model.fit(
+        X, Y, batch_size=8, epochs=epochs, shuffle=False, verbose=0, **options
+    ).history.get("loss")
 
 
 def through_a_file(snapshot):
@@ -33,7 +47,11 @@ def through_a_file(snapshot):
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd", "scaled"])
 def test_training_goes_on_as_if_it_had_never_stopped(optimizer):
-    make = {"scaled": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01), initial_scale=8.0, dynamic_growth_steps=4)}.get(optimizer, lambda: optimizer)
+    make = {
+        "scaled": lambda: keras.optimizers.LossScaleOptimizer(
+            keras.optimizers.Adam(0.01), initial_scale=8.0, dynamic_growth_steps=4
+        )
+    }.get(optimizer, lambda: optimizer)
     keras.utils.set_random_seed(3)
     whole = model(optimizer=make())
     fit(whole, 2)
@@ -50,8 +68,14 @@ def test_training_goes_on_as_if_it_had_never_stopped(optimizer):
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (lambda: model(units=5), r"here: .*expected sequential\w*/dense\w*/kernel float32 \[5, 5\] as model variable 0, received .*/kernel float32 \[5, 4\]"),
-        (lambda: model(optimizer="sgd"), "here: expected the state of a model with the optimizer SGD, received one with Adam"),
+        (
+            lambda: model(units=5),
+            r"here: .*expected sequential\w*/dense\w*/kernel float32 \[5, 5\] as model variable 0, received .*/kernel float32 \[5, 4\]",
+        ),
+        (
+            lambda: model(optimizer="sgd"),
+            "here: expected the state of a model with the optimizer SGD, received one with Adam",
+        ),
         (lambda: model(extra=True), r"expected .* as model variable \d+, received"),
     ],
 )
@@ -79,7 +103,13 @@ class Counts(keras.callbacks.Callback):
 
 def test_callbacks_remember():
     def callbacks():
-        return [keras.callbacks.EarlyStopping("loss", patience=9), keras.callbacks.ReduceLROnPlateau("loss", patience=7), Counts(), keras.callbacks.History(), Counts()]
+        return [
+            keras.callbacks.EarlyStopping("loss", patience=9),
+            keras.callbacks.ReduceLROnPlateau("loss", patience=7),
+            Counts(),
+            keras.callbacks.History(),
+            Counts(),
+        ]
 
     first = callbacks()
     fit(model(), 3, callbacks=first)
@@ -89,7 +119,12 @@ def test_callbacks_remember():
     fit(model(), 0, callbacks=second)
     into_callbacks(states, second)
     assert (second[2].count, second[4].count) == (5, 6)
-    assert (second[0].best, second[0].wait, second[1].best, second[1].wait) == (first[0].best, first[0].wait, first[1].best, first[1].wait)
+    assert (second[0].best, second[0].wait, second[1].best, second[1].wait) == (
+        first[0].best,
+        first[0].wait,
+        first[1].best,
+        first[1].wait,
+    )
     into_callbacks(states, second[3:])  # those that are no longer there are no error
     assert second[4].count == 5
 

@@ -29,9 +29,19 @@ def images(classes=3):
 def fit(strategy, *callbacks, epochs=2, outputs=3, validated=False, **compiled):
     keras.utils.set_random_seed(1)
     with strategy.scope():
-        model = keras.Sequential([keras.Input((6, 6, 1)), keras.layers.Flatten(), keras.layers.Dense(outputs, "softmax")])
-        model.compile(**{"optimizer": "adam", "loss": "sparse_categorical_crossentropy", **compiled})
-    model.fit(images(), validation_data=images() if validated else None, epochs=epochs, verbose=0, callbacks=list(callbacks))
+        model = keras.Sequential(
+            [keras.Input((6, 6, 1)), keras.layers.Flatten(), keras.layers.Dense(outputs, "softmax")]
+        )
+        model.compile(
+            **{"optimizer": "adam", "loss": "sparse_categorical_crossentropy", **compiled}
+        )
+    model.fit(
+        images(),
+        validation_data=images() if validated else None,
+        epochs=epochs,
+        verbose=0,
+        callbacks=list(callbacks),
+    )
     return model
 
 
@@ -55,7 +65,10 @@ def traced(directory):
 def test_a_profile_has_the_steps_it_was_asked_for(mirrored, tmp_path):
     """They lie in two epochs, of which each call would run several steps."""
     board = tfdist.TensorBoard(tmp_path, "try", profile="steps=4..7", profile_workers="all")
-    assert int(fit(mirrored, board, validated=True, metrics=["accuracy"]).optimizer.iterations.numpy()) == 2 * STEPS
+    assert (
+        int(fit(mirrored, board, validated=True, metrics=["accuracy"]).optimizer.iterations.numpy())
+        == 2 * STEPS
+    )
     assert traced(tmp_path / "try" / "train") == [4, 5, 6, 7]
 
 
@@ -65,19 +78,34 @@ def test_a_profile_that_training_does_not_reach_is_named(one_device, tmp_path, c
     assert "steps 11 to 12 were not among those that ran" in caplog.text
     assert traced(tmp_path / "train") == []
     caplog.clear()
-    with caplog.at_level(logging.WARNING, "tfdist"):  # as after a resume: what was beyond the window is no miss
-        model.fit(images(), epochs=1, verbose=0, callbacks=[tfdist.TensorBoard(tmp_path, profile="steps=2..3", graph=False)])
+    with caplog.at_level(
+        logging.WARNING, "tfdist"
+    ):  # as after a resume: what was beyond the window is no miss
+        model.fit(
+            images(),
+            epochs=1,
+            verbose=0,
+            callbacks=[tfdist.TensorBoard(tmp_path, profile="steps=2..3", graph=False)],
+        )
     assert "profile" not in caplog.text
 
 
 def test_a_profile_has_whole_executions(mirrored, tmp_path):
     """Of 2, 2 and 1 steps in each epoch; the trace names each one's first."""
-    fit(mirrored, tfdist.TensorBoard(tmp_path, profile="steps=4..7", graph=False), validated=True, steps_per_execution=2)
+    fit(
+        mirrored,
+        tfdist.TensorBoard(tmp_path, profile="steps=4..7", graph=False),
+        validated=True,
+        steps_per_execution=2,
+    )
     assert traced(tmp_path / "train") == [3, 5, 6]
 
 
 def test_two_profiles_have_each_their_steps(mirrored, tmp_path):
-    boards = [tfdist.TensorBoard(tmp_path, name, profile=steps, graph=False) for name, steps in (("a", "steps=7..7"), ("b", "steps=9..9"))]
+    boards = [
+        tfdist.TensorBoard(tmp_path, name, profile=steps, graph=False)
+        for name, steps in (("a", "steps=7..7"), ("b", "steps=9..9"))
+    ]
     pauses = []
 
     class Looks(keras.callbacks.Callback):
@@ -86,7 +114,10 @@ def test_two_profiles_have_each_their_steps(mirrored, tmp_path):
 
     fit(mirrored, *boards, Looks())
     assert [traced(tmp_path / name / "train") for name in "ab"] == [[7], [9]]
-    assert pauses == [[6, 8], [1, 3]]  # neither takes the place of the other's, in steps of the epoch
+    assert pauses == [
+        [6, 8],
+        [1, 3],
+    ]  # neither takes the place of the other's, in steps of the epoch
 
 
 def test_the_profiler_ends_with_a_fit_that_fails(mirrored, tmp_path):
@@ -120,14 +151,23 @@ def test_a_model_without_an_optimizer_has_a_profile(one_device, tmp_path):
         inputs = keras.Input((6, 6, 1))
         model = Counts(inputs, keras.layers.Flatten()(inputs))
         model.compile(optimizer=None)
-    model.fit(images(), epochs=2, verbose=0, callbacks=[tfdist.TensorBoard(tmp_path, profile="steps=5..6", graph=False)])
+    model.fit(
+        images(),
+        epochs=2,
+        verbose=0,
+        callbacks=[tfdist.TensorBoard(tmp_path, profile="steps=5..6", graph=False)],
+    )
     assert traced(tmp_path / "train") == [5, 6]
 
 
 def test_a_worker_has_a_directory_in_a_bucket_too():
     board = tfdist.TensorBoard("gs://bucket/logs", "try")
     place = types.SimpleNamespace(rank=1, workers=2)
-    model = types.SimpleNamespace(distribute_strategy=types.SimpleNamespace(tfdist_engine=types.SimpleNamespace(placement=place)))
+    model = types.SimpleNamespace(
+        distribute_strategy=types.SimpleNamespace(
+            tfdist_engine=types.SimpleNamespace(placement=place)
+        )
+    )
     keras.callbacks.Callback.set_model(board, model)  # the board's own would write
     assert board._worker_directory() == "gs://bucket/logs/try/worker-1"
 
@@ -142,7 +182,9 @@ def test_a_graph_that_cannot_be_written_is_a_warning(one_device, tmp_path, caplo
     assert "TensorBoard gets no graph" in caplog.text
 
 
-@pytest.mark.parametrize("text", ["", "steps=", "steps=5..2", "steps=0..2", "10..15", "steps=1-2", "steps=1..2..3"])
+@pytest.mark.parametrize(
+    "text", ["", "steps=", "steps=5..2", "steps=0..2", "10..15", "steps=1-2", "steps=1..2..3"]
+)
 def test_a_bad_profile_is_an_error(text, tmp_path):
     for name, call in (
         ("profile", lambda: tfdist.TensorBoard(tmp_path, profile=text)),
@@ -150,26 +192,41 @@ def test_a_bad_profile_is_an_error(text, tmp_path):
         ("--profile", lambda: run.parse(["--config=any.py", "--profile", text])),
         ("--profile", lambda: run.parse(["--config=any.py", f"--profile={text}"])),
     ):
-        with pytest.raises(ValueError, match=rf"^{name}: expected steps from 1 on, the first and the last, such as steps=10\.\.15; received"):
+        with pytest.raises(
+            ValueError,
+            match=rf"^{name}: expected steps from 1 on, the first and the last, such as steps=10\.\.15; received",
+        ):
             call()
 
 
 def test_the_flag_is_short_for_the_key(tmp_path):
     path = tmp_path / "settings.py"
     path.write_text("import tfdist\n\ndef get_config():\n    return tfdist.config.default()\n")
-    for words in (["--profile", "steps=3"], ["--profile=steps=3"], ["--config.telemetry.profile=steps=3"]):
+    for words in (
+        ["--profile", "steps=3"],
+        ["--profile=steps=3"],
+        ["--config.telemetry.profile=steps=3"],
+    ):
         assert run.parse([f"--config={path}", *words]).telemetry.profile == "steps=3"
     with pytest.raises(ValueError, match=r"expected tensorboard in telemetry\.backends"):
-        run.run(run.parse([f"--config={path}", "--profile=steps=3", "--config.telemetry.backends=jsonl"]))
+        run.run(
+            run.parse(
+                [f"--config={path}", "--profile=steps=3", "--config.telemetry.backends=jsonl"]
+            )
+        )
     with pytest.raises(ValueError, match=r"received 'tensorbord'\. Did you mean tensorboard"):
         run.parse([f"--config={path}", "--config.telemetry.backends=tensorbord"])
 
 
 def test_images_come_with_what_the_model_says(mirrored, tmp_path):
-    samples = tfdist.ImageSamples(tmp_path, images(), 6, run="try", classes=["ant", "bee", "cat"], every=2)
+    samples = tfdist.ImageSamples(
+        tmp_path, images(), 6, run="try", classes=["ant", "bee", "cat"], every=2
+    )
     fit(mirrored, samples, epochs=4, validated=True)
     (path,) = (tmp_path / "try" / "validation").iterdir()
-    events = map(tf.compat.v1.Event.FromString, tf.data.TFRecordDataset(str(path)).as_numpy_iterator())
+    events = map(
+        tf.compat.v1.Event.FromString, tf.data.TFRecordDataset(str(path)).as_numpy_iterator()
+    )
     found = {event.step: value for event in events for value in event.summary.value}
     assert sorted(found) == [1, 3]
     width, height, picture = tf.make_ndarray(found[3].tensor)
@@ -179,7 +236,10 @@ def test_images_come_with_what_the_model_says(mirrored, tmp_path):
 
 def test_images_that_are_none_are_named(tmp_path):
     vectors = tf.data.Dataset.from_tensors((np.zeros([2, 3], np.float32), np.zeros([2])))
-    with pytest.raises(ValueError, match=r"data: expected images \[batch, height, width, 1, 3 or 4\] with labels \[batch\]; received \[2, 3\] with \[2\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"data: expected images \[batch, height, width, 1, 3 or 4\] with labels \[batch\]; received \[2, 3\] with \[2\]",
+    ):
         tfdist.ImageSamples(tmp_path, vectors)
     with pytest.raises(ValueError, match="count: expected a number, 1 or more; received 0"):
         tfdist.ImageSamples(tmp_path, images(), 0)
@@ -188,9 +248,17 @@ def test_images_that_are_none_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("labels", "classes", "message"),
     [
-        ([0, 3], ["a", "b", "c"], "classes: expected a name for each label; received 3 names, and labels from 0 to 3"),
+        (
+            [0, 3],
+            ["a", "b", "c"],
+            "classes: expected a name for each label; received 3 names, and labels from 0 to 3",
+        ),
         ([0, -1], ["a", "b", "c"], "received 3 names, and labels from -1 to 0"),
-        (["a", "b"], None, "data: expected labels that are numbers of classes, whole ones; received"),
+        (
+            ["a", "b"],
+            None,
+            "data: expected labels that are numbers of classes, whole ones; received",
+        ),
         ([0.0, 0.5], None, "whole ones; received float32"),
     ],
 )
@@ -202,7 +270,10 @@ def test_labels_without_a_class_are_named_when_it_is_made(tmp_path, labels, clas
 
 def test_a_model_with_other_outputs_is_named_on_all_workers(one_device, tmp_path):
     samples = tfdist.ImageSamples(tmp_path, images(), 4, classes=["ant", "bee", "cat"])
-    with pytest.raises(ValueError, match="classes: expected a name for each of the model's 4 outputs; received 3 names"):
+    with pytest.raises(
+        ValueError,
+        match="classes: expected a name for each of the model's 4 outputs; received 3 names",
+    ):
         fit(one_device, samples, outputs=4)
     samples._writer = None  # as on a worker that does not write
     with pytest.raises(ValueError, match="the model's 4 outputs"):
@@ -221,13 +292,21 @@ def test_logits_are_told_as_probabilities():
 @pytest.mark.parametrize("other", [{}, {"every": 2}])
 def test_image_samples_of_one_worker_alone_are_noticed(tmp_path, other):
     samples = tfdist.ImageSamples(tmp_path, images(), 4)
-    assert told_alike([samples]) != told_alike([tfdist.ImageSamples(tmp_path, images(), 4, **other)] if other else [])
+    assert told_alike([samples]) != told_alike(
+        [tfdist.ImageSamples(tmp_path, images(), 4, **other)] if other else []
+    )
 
 
 def test_a_log_has_each_epoch_and_step_once_after_a_resume(one_device, tmp_path):
     def attempt(name, **options):
         log = tfdist.Log([JsonlWriter(tmp_path / f"{name}.jsonl")], every=2)
-        return train(one_device, tmp_path / "backup", callbacks=lambda saves: [saves, log], save_freq=3, **options)
+        return train(
+            one_device,
+            tmp_path / "backup",
+            callbacks=lambda saves: [saves, log],
+            save_freq=3,
+            **options,
+        )
 
     assert attempt("whole")["ended"]
     assert not attempt("cut", interrupt=(1, 5))["ended"]

@@ -28,7 +28,9 @@ def labelled(tmp_path):
     with tf.io.TFRecordWriter(str(tmp_path / "a.tfrecord")) as writer:
         for label in (0, 1, 7, 2):
             feature = {"y": tf.train.Feature(int64_list=tf.train.Int64List(value=[label]))}
-            writer.write(tf.train.Example(features=tf.train.Features(feature=feature)).SerializeToString())
+            writer.write(
+                tf.train.Example(features=tf.train.Features(feature=feature)).SerializeToString()
+            )
     return tmp_path / "a.tfrecord"
 
 
@@ -38,7 +40,9 @@ def resized(image, label):
 
 def test_images_are_kept_as_they_are_stored(folder):
     source = image_folder(folder)
-    plain, kept = (list(pipeline(source, 2, transform=resized, cache=cache)) for cache in (False, True))
+    plain, kept = (
+        list(pipeline(source, 2, transform=resized, cache=cache)) for cache in (False, True)
+    )
     for (x, y), (image, label) in zip(plain, kept, strict=True):
         np.testing.assert_array_equal(x, image)
         np.testing.assert_array_equal(y, label)
@@ -56,7 +60,9 @@ def test_a_file_that_cannot_be_read_is_named(folder, mapped):
         (folder / "dogs" / "1.png").write_bytes(b"no image")
     else:
         (folder / "dogs" / "1.png").unlink()
-    with pytest.raises(ValueError, match=r"images in .*: example 4 \(file .*/dogs/1.png\) cannot be read"):
+    with pytest.raises(
+        ValueError, match=r"images in .*: example 4 \(file .*/dogs/1.png\) cannot be read"
+    ):
         cached(source, True)
 
 
@@ -66,13 +72,17 @@ def test_a_damaged_record_is_named(labelled):
     labelled.write_bytes(content)
     for access in ("random", "stream"):
         source = records(str(labelled), {"y": "int64"}, access=access)
-        with pytest.raises(ValueError, match=r"example 3 \(.*a.tfrecord, byte \d+\) cannot be read"):
+        with pytest.raises(
+            ValueError, match=r"example 3 \(.*a.tfrecord, byte \d+\) cannot be read"
+        ):
             cached(source, True)
 
 
 def test_labels_are_checked(labelled):
     source = records(str(labelled), {"y": "int64"}).map(lambda y: (y, y))
-    with pytest.raises(ValueError, match=r"expected labels from 0 to 2.* received 7 in .*a.tfrecord, byte \d+"):
+    with pytest.raises(
+        ValueError, match=r"expected labels from 0 to 2.* received 7 in .*a.tfrecord, byte \d+"
+    ):
         cached(dataclasses.replace(source, classes=3), True)
 
 

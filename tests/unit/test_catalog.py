@@ -57,7 +57,9 @@ def test_splits_have_their_own_settings(write, points):
 
 
 def test_without_splits_there_is_one(write, points):
-    source = write("points: {kind: arrays, location: points.npz, features: [x, few, y], label: of_few}")
+    source = write(
+        "points: {kind: arrays, location: points.npz, features: [x, few, y], label: of_few}"
+    )
     assert list(source.entries["points"].splits) == ["train"]
     with pytest.raises(ValueError, match="equal length, received 3, 5, 5, 3 rows"):
         source.source("points", "train")
@@ -81,7 +83,9 @@ def test_locations_are_relative_to_the_file_and_to_the_entry(write, tmp_path, mo
         "cloud: {kind: images, location: gs://bucket/x, splits: {one: one, two: s3://other/two}}\n"
         "digits: {kind: tfds, name: tfdist_digits, splits: {half: 'train[:50%]'}}\n"
     )
-    places = {f"{e.name} {s}": e.split(s).location() for e in names.entries.values() for s in e.splits}
+    places = {
+        f"{e.name} {s}": e.split(s).location() for e in names.entries.values() for s in e.splits
+    }
     assert places == {
         "here train": str(tmp_path / "b"),
         "there one": "/data/x/one",
@@ -121,7 +125,10 @@ def test_a_catalog_may_be_empty(write):
             "a: {kind: images, location: x, classes: [0, 1]}",
             "a.classes: expected a list of names, received [0, 1]. Put",
         ),
-        ("a: {kind: images, location: x, labels: 3}", "a.labels: expected true or false, received 3."),
+        (
+            "a: {kind: images, location: x, labels: 3}",
+            "a.labels: expected true or false, received 3.",
+        ),
         (
             "a: {kind: arrays, location: x, classes: cat}",
             "expected a whole number or a list of names, received 'cat'.",
@@ -135,7 +142,10 @@ def test_a_catalog_may_be_empty(write):
             "a: {kind: images, splits: {one: x, two: {channels: 1}}}",
             "a.location: it is missing, for the split 'two'",
         ),
-        ("a: {kind: images, location: x, splits: {}}", "a.splits: expected names of splits, received none"),
+        (
+            "a: {kind: images, location: x, splits: {}}",
+            "a.splits: expected names of splits, received none",
+        ),
         (
             "a: {kind: images, location: x, splits: [one]}",
             "a.splits: expected a mapping of names of splits, received ['one']",
@@ -148,8 +158,14 @@ def test_a_catalog_may_be_empty(write):
             "a: {kind: images, location: x, splits: {one: {chanels: 1}}}",
             "a.splits.one.chanels: no such key. Did you mean chan",
         ),
-        ("a: {kind: images, location: x, splits: {one: {license: x}}}", "a.splits.one.license: no such key."),
-        ("a: {kind: tfds}\na: {kind: tfds}", "the key 'a' appears twice; give each its own name in line 2"),
+        (
+            "a: {kind: images, location: x, splits: {one: {license: x}}}",
+            "a.splits.one.license: no such key.",
+        ),
+        (
+            "a: {kind: tfds}\na: {kind: tfds}",
+            "the key 'a' appears twice; give each its own name in line 2",
+        ),
         ("a: {kind: tfds, name: x, name: y}", "the key 'name' appears twice"),
         ("a: {kind: tfds", "cannot be read as YAML: while parsing a flow mapping"),
         ("a: {[x]: 3}", "cannot be read as YAML: "),
@@ -175,9 +191,13 @@ def test_files_that_are_no_catalog(tmp_path):
 
 def test_unknown_names(write):
     names = write("points: {kind: arrays, location: x, splits: {train: a, test: b}}")
-    with pytest.raises(ValueError, match=r"datasets.yaml: no data set 'pionts'. Did you mean points\?"):
+    with pytest.raises(
+        ValueError, match=r"datasets.yaml: no data set 'pionts'. Did you mean points\?"
+    ):
         names.source("pionts", "train")
-    with pytest.raises(ValueError, match=r"datasets.yaml: points has no split 'tset'. Did you mean test\?"):
+    with pytest.raises(
+        ValueError, match=r"datasets.yaml: points has no split 'tset'. Did you mean test\?"
+    ):
         names.source("points", "tset")
 
 
@@ -196,7 +216,9 @@ def test_a_missing_location_says_which_entry_and_file(write, tmp_path, monkeypat
     )
     with pytest.raises(ValueError, match=missing):
         names.source("points", "train")
-    with pytest.raises(ValueError, match=r"datasets.yaml: far.location: nowhere://x cannot be read"):
+    with pytest.raises(
+        ValueError, match=r"datasets.yaml: far.location: nowhere://x cannot be read"
+    ):
         names.source("far", "train")
 
 
@@ -207,7 +229,8 @@ def test_damaged_arrays_are_named_with_their_entry(write, tmp_path):
     (tmp_path / "empty").mkdir()
     names = write(
         "\n".join(
-            f"{x}: {{kind: arrays, location: {x}}}" for x in ("bad.npz", "bad.npy", "pickled.npy", "empty")
+            f"{x}: {{kind: arrays, location: {x}}}"
+            for x in ("bad.npz", "bad.npy", "pickled.npy", "empty")
         )
     )
     for name in names.entries:
@@ -231,12 +254,16 @@ def pictures(tmp_path):
         (tmp_path / "pets" / name).mkdir(parents=True)
         content = tf.io.encode_png(np.full([4, 6, 3], colour, np.uint8)).numpy()
         (tmp_path / "pets" / name / "1.png").write_bytes(content)
-    (tmp_path / "pets.tsv").write_text("file\tkind\ndog/1.png\tdog\ncat/1.png\tcat\ndog/1.png\tdog\n")
+    (tmp_path / "pets.tsv").write_text(
+        "file\tkind\ndog/1.png\tdog\ncat/1.png\tcat\ndog/1.png\tdog\n"
+    )
     (tmp_path / "kinds.txt").write_text("dog a dog\ncat a cat\n")
     images = tmp_path / "imagenet" / "ILSVRC" / "Data" / "CLS-LOC" / "val"
     images.mkdir(parents=True)
     (images / "a.JPEG").write_bytes(tf.io.encode_jpeg(np.zeros([4, 6, 3], np.uint8)).numpy())
-    (tmp_path / "imagenet" / "LOC_val_solution.csv").write_text("ImageId,PredictionString\na,n2 1 2 3 4\n")
+    (tmp_path / "imagenet" / "LOC_val_solution.csv").write_text(
+        "ImageId,PredictionString\na,n2 1 2 3 4\n"
+    )
     (tmp_path / "imagenet" / "LOC_synset_mapping.txt").write_text("n1 tench\nn2 goldfish\n")
     (tmp_path / "people.csv").write_text("name,age,paid\nAda,36,1\nAlan,,0\n")
     with tf.io.TFRecordWriter(str(tmp_path / "some.tfrecord")) as file:
@@ -257,7 +284,8 @@ def test_every_kind_is_read(write, pictures):
         "records: {kind: records, location: 'some*', features: {x: int64, y: int64}, label: y, classes: 2}\n"
     )
     sources_ = {
-        entry.name: names.source(entry.name, next(iter(entry.splits))) for entry in names.entries.values()
+        entry.name: names.source(entry.name, next(iter(entry.splits)))
+        for entry in names.entries.values()
     }
     names_of = {name: source.class_names for name, source in sources_.items() if source.class_names}
     assert names_of == {
@@ -298,7 +326,8 @@ def test_names_are_those_of_the_catalog_else_of_tfds(write, points, digits_dir):
     assert catalog.resolve("mine", "train[:10%]", digits_dir, names.file).cardinality == 150
     assert isinstance(catalog.resolve("mine", "test", digits_dir, names), sources.Source)
     with pytest.raises(
-        ValueError, match=r"datasets.yaml: no data set 'mnie'. Did you mean mine\? Nor has TFDS one: "
+        ValueError,
+        match=r"datasets.yaml: no data set 'mnie'. Did you mean mine\? Nor has TFDS one: ",
     ):
         catalog.resolve("mnie", "train", digits_dir, names)
     with pytest.raises(ValueError, match=r"^'mnie': no such data set"):

@@ -9,7 +9,14 @@ from tfdist.train.pulse import Pulse
 def test_a_plan_of_all_kinds():
     plan = "kill worker:1@step=37; stop worker:0@step=80 for 20s; kill chief@saving;corrupt newest ; fill disk@step=4; term chief@end"
     faults = chaos.parse(plan)
-    assert [fault.verb for fault in faults] == ["kill", "stop", "kill", "corrupt newest", "fill disk", "term"]
+    assert [fault.verb for fault in faults] == [
+        "kill",
+        "stop",
+        "kill",
+        "corrupt newest",
+        "fill disk",
+        "term",
+    ]
     assert [fault.number for fault in faults] == list(range(6))
     assert faults[2].of("worker:0", is_chief=True)
     assert not faults[2].of("worker:1", is_chief=False)
@@ -34,7 +41,10 @@ def test_a_wrong_fault_is_named(wrong):
 
 def test_each_strikes_once():
     faults = chaos.parse("kill chief@step=1; kill chief@step=1")
-    assert [fault.number for fault in chaos.left(faults, [{"event": chaos.EVENT, "number": 0}, {"event": "saved"}])] == [1]
+    assert [
+        fault.number
+        for fault in chaos.left(faults, [{"event": chaos.EVENT, "number": 0}, {"event": "saved"}])
+    ] == [1]
 
 
 def test_steps_pause_for_a_fault_in_an_epoch_that_has_just_begun(monkeypatch):

@@ -32,20 +32,38 @@ class Journal:
         self.attempt += 1
         self.add("attempt", attempt=self.attempt, tasks=["worker:0", "worker:1"])
         if restored is not None:
-            self.add("restored", epoch=0, step=restored, total=restored, number=number, path=f"backup/snapshot-{number}.tfdist")
+            self.add(
+                "restored",
+                epoch=0,
+                step=restored,
+                total=restored,
+                number=number,
+                path=f"backup/snapshot-{number}.tfdist",
+            )
         if first is not None:
             self.add("stepping", task="worker:0", epoch=0, step=first, total=first)
         return self
 
     def saved(self, total, number):
-        return self.add("saved", total=total, number=number, path=f"backup/snapshot-{number}.tfdist")
+        return self.add(
+            "saved", total=total, number=number, path=f"backup/snapshot-{number}.tfdist"
+        )
 
     def fault(self, text, total=0, task="worker:1", seconds=None, number=None):
         self.count += 1
-        return self.add("fault", number=self.count - 1 if number is None else number, text=text, task=task, total=total, seconds=seconds)
+        return self.add(
+            "fault",
+            number=self.count - 1 if number is None else number,
+            text=text,
+            task=task,
+            total=total,
+            seconds=seconds,
+        )
 
     def end(self, detected="worker:1", total=0, restart=True, text="restart 1 of 9"):
-        self.add("detected", task=detected).add("ended", codes={"worker:0": -15, "worker:1": -9}, total=total)
+        self.add("detected", task=detected).add(
+            "ended", codes={"worker:0": -15, "worker:1": -9}, total=total
+        )
         return self.add("decided", restart=restart, delay=0.0, text=text)
 
     def over(self, code=0):
@@ -68,21 +86,65 @@ class Journal:
 
 
 def test_a_fault_costs_an_attempt():
-    journal = Journal().begin(first=1).saved(3, 0).saved(6, 1).fault("kill worker:1@step=8", total=8).end(total=9).begin(6, 1, first=7).over()
+    journal = (
+        Journal()
+        .begin(first=1)
+        .saved(3, 0)
+        .saved(6, 1)
+        .fault("kill worker:1@step=8", total=8)
+        .end(total=9)
+        .begin(6, 1, first=7)
+        .over()
+    )
     (strike,) = journal.strikes
-    assert (strike.when, strike.detected, strike.recovered, strike.lost, strike.origin) == (4.0, 1.0, 6.0, 2, "snapshot-1")
-    assert journal.text == "2 attempts in 12.0 s, 2 steps lost, 2 at most by one attempt; a snapshot every 3 steps"
+    assert (strike.when, strike.detected, strike.recovered, strike.lost, strike.origin) == (
+        4.0,
+        1.0,
+        6.0,
+        2,
+        "snapshot-1",
+    )
+    assert (
+        journal.text
+        == "2 attempts in 12.0 s, 2 steps lost, 2 at most by one attempt; a snapshot every 3 steps"
+    )
 
 
 def test_a_damaged_snapshot_is_passed_over():
-    journal = Journal().begin(first=1).saved(3, 0).saved(6, 1).fault("kill chief@step=7", total=7).end().fault("corrupt newest").begin(3, 0, first=4).over()
+    journal = (
+        Journal()
+        .begin(first=1)
+        .saved(3, 0)
+        .saved(6, 1)
+        .fault("kill chief@step=7", total=7)
+        .end()
+        .fault("corrupt newest")
+        .begin(3, 0, first=4)
+        .over()
+    )
     kill, corrupt = journal.strikes
     assert (kill.lost, kill.origin) == (4, "snapshot-0 (snapshot-1 damaged)")
-    assert (corrupt.detected, corrupt.recovered, corrupt.lost, corrupt.origin) == (None, None, None, "")
+    assert (corrupt.detected, corrupt.recovered, corrupt.lost, corrupt.origin) == (
+        None,
+        None,
+        None,
+        "",
+    )
 
 
 def test_an_attempt_that_makes_no_step_loses_none_but_its_own_time():
-    journal = Journal().begin(first=1).saved(3, 0).fault("kill worker:1@step=5", total=5).end().begin().fault("kill worker:1@start").end().begin(3, 0, 4).over()
+    journal = (
+        Journal()
+        .begin(first=1)
+        .saved(3, 0)
+        .fault("kill worker:1@step=5", total=5)
+        .end()
+        .begin()
+        .fault("kill worker:1@start")
+        .end()
+        .begin(3, 0, 4)
+        .over()
+    )
     first, second = journal.strikes
     assert (first.lost, second.lost) == (2, 0)
     assert first.recovered > second.recovered == 6.0
@@ -90,34 +152,71 @@ def test_an_attempt_that_makes_no_step_loses_none_but_its_own_time():
 
 
 def test_no_snapshot():
-    journal = Journal().begin(first=1).fault("kill chief@saving", total=1).end().begin(first=1).over()
+    journal = (
+        Journal().begin(first=1).fault("kill chief@saving", total=1).end().begin(first=1).over()
+    )
     assert (journal.strikes[0].lost, journal.strikes[0].origin) == (1, "the beginning")
 
 
 def test_killed_when_all_was_done():
     """No step is left: the state is restored, and that is it."""
-    journal = Journal().begin(first=1).saved(40, 9).fault("kill chief@end", total=40).end().begin(40, 9).over()
+    journal = (
+        Journal()
+        .begin(first=1)
+        .saved(40, 9)
+        .fault("kill chief@end", total=40)
+        .end()
+        .begin(40, 9)
+        .over()
+    )
     assert (journal.strikes[0].lost, journal.strikes[0].recovered) == (0, 5.0)
 
 
 def test_two_faults_at_once_are_counted_once():
-    journal = Journal().begin(first=1).saved(3, 0).fault("kill chief@step=5", 5, "worker:0").fault("kill worker:1@step=5", 5).end().begin(3, 0, 4).over()
+    journal = (
+        Journal()
+        .begin(first=1)
+        .saved(3, 0)
+        .fault("kill chief@step=5", 5, "worker:0")
+        .fault("kill worker:1@step=5", 5)
+        .end()
+        .begin(3, 0, 4)
+        .over()
+    )
     assert [strike.lost for strike in journal.strikes] == [2, 2]
     assert "2 steps lost, 2 at most" in journal.text
 
 
 def test_a_stop_that_ends_costs_nothing():
     journal = Journal().begin(first=1).fault("stop worker:1@step=5 for 0.5s", 5, seconds=0.5)
-    journal.add("saved", total=6, number=1, path="backup/snapshot-1.tfdist").fault("kill worker:1@step=8", 8).end().begin(6, 1, 7).over()
+    journal.add("saved", total=6, number=1, path="backup/snapshot-1.tfdist").fault(
+        "kill worker:1@step=8", 8
+    ).end().begin(6, 1, 7).over()
     stop, kill = journal.strikes
-    assert (stop.detected, stop.recovered, stop.lost, stop.origin) == (None, None, None, "all went on")
+    assert (stop.detected, stop.recovered, stop.lost, stop.origin) == (
+        None,
+        None,
+        None,
+        "all went on",
+    )
     assert kill.lost == 2
 
 
 def test_a_task_that_is_replaced():
-    journal = Journal().begin(first=1).fault("kill worker:1@step=5", 5).add("replaced", task="worker:1", life=1).over()
+    journal = (
+        Journal()
+        .begin(first=1)
+        .fault("kill worker:1@step=5", 5)
+        .add("replaced", task="worker:1", life=1)
+        .over()
+    )
     (strike,) = journal.strikes
-    assert (strike.detected, strike.recovered, strike.lost, strike.origin) == (1.0, None, None, "worker:1 began again, alone")
+    assert (strike.detected, strike.recovered, strike.lost, strike.origin) == (
+        1.0,
+        None,
+        None,
+        "worker:1 began again, alone",
+    )
 
 
 def test_a_failure_that_no_plan_had():
@@ -128,11 +227,18 @@ def test_a_failure_that_no_plan_had():
 
 def test_how_a_launch_ends():
     journal = Journal("kill chief@end; hang worker:1@step=9").begin(first=1)
-    assert journal.text.splitlines()[:2] == ["not struck: kill chief@end", "not struck: hang worker:1@step=9"]
+    assert journal.text.splitlines()[:2] == [
+        "not struck: kill chief@end",
+        "not struck: hang worker:1@step=9",
+    ]
     assert "NOT ENDED" in journal.text
     assert "is 7 s old" in journal.text
-    journal.fault("kill chief@end").end(restart=False, text="the restarts are used up (--restarts 0)").over(137)
-    assert journal.text.endswith("The launch did NOT END WELL: exit code 137: the restarts are used up (--restarts 0).")
+    journal.fault("kill chief@end").end(
+        restart=False, text="the restarts are used up (--restarts 0)"
+    ).over(137)
+    assert journal.text.endswith(
+        "The launch did NOT END WELL: exit code 137: the restarts are used up (--restarts 0)."
+    )
     assert journal.strikes[0].recovered is None
 
 
@@ -140,7 +246,10 @@ def test_how_a_launch_ends():
 def snapshot(weights=(1.0, 2.0), steps=7, loss=(0.5, 0.25), optimizer="Adam"):
     arrays = {"model/0": np.array(weights, np.float32), "optimizer/0": np.array(steps, np.int64)}
     history = {"epoch": list(range(len(loss))), "values": {"loss": list(loss)}}
-    return Snapshot(arrays, {"optimizer": optimizer, "names": ["dense/kernel", "adam/iterations"], "history": history})
+    return Snapshot(
+        arrays,
+        {"optimizer": optimizer, "names": ["dense/kernel", "adam/iterations"], "history": history},
+    )
 
 
 @pytest.fixture
@@ -153,28 +262,64 @@ def calm(tmp_path):
 
 @pytest.fixture
 def wild(tmp_path):
-    return Journal("kill chief@step=5").begin(first=1).saved(3, 0).fault("kill chief@step=5", 5).end().begin(3, 0, 4).over().write(tmp_path / "wild")
+    return (
+        Journal("kill chief@step=5")
+        .begin(first=1)
+        .saved(3, 0)
+        .fault("kill chief@step=5", 5)
+        .end()
+        .begin(3, 0, 4)
+        .over()
+        .write(tmp_path / "wild")
+    )
 
 
 @pytest.mark.parametrize(
     ("mine", "code", "text"),
     [
         (snapshot(), 0, "equal bit for bit to"),
-        (snapshot((1.0, 2.0 + 1e-6)), 0, "within 1e-06 of CALM: the largest difference is 9.5e-07, in dense/kernel; 1 of 4 arrays differ"),
-        (snapshot((1.0, 2.1)), 1, "DIFFERENT from CALM: dense/kernel [1]: 2.1 here, 2.0 there; 1 of 4 arrays differ"),
+        (
+            snapshot((1.0, 2.0 + 1e-6)),
+            0,
+            "within 1e-06 of CALM: the largest difference is 9.5e-07, in dense/kernel; 1 of 4 arrays differ",
+        ),
+        (
+            snapshot((1.0, 2.1)),
+            1,
+            "DIFFERENT from CALM: dense/kernel [1]: 2.1 here, 2.0 there; 1 of 4 arrays differ",
+        ),
         (snapshot((1.0, np.nan)), 1, "dense/kernel [1]: nan here, 2.0 there"),
         (snapshot(steps=8), 1, "adam/iterations: 8 here, 7 there"),
         (snapshot(loss=(0.5, 0.3)), 1, "history loss [1]: 0.3 here, 0.25 there"),
         (snapshot(loss=(0.5,)), 1, "history epoch: 1 long here, 2 there"),
-        (snapshot((1.0, 2.0, 3.0)), 1, "of ANOTHER MODEL than CALM: model variable 0, dense/kernel: float32 [3] here, float32 [2] there"),
-        (snapshot(optimizer="SGD"), 1, "of ANOTHER MODEL than CALM: optimizer SGD here, Adam there"),
+        (
+            snapshot((1.0, 2.0, 3.0)),
+            1,
+            "of ANOTHER MODEL than CALM: model variable 0, dense/kernel: float32 [3] here, float32 [2] there",
+        ),
+        (
+            snapshot(optimizer="SGD"),
+            1,
+            "of ANOTHER MODEL than CALM: optimizer SGD here, Adam there",
+        ),
     ],
 )
 def test_results_are_compared(mine, code, text, wild, calm, tmp_path, capsys):
     (tmp_path / "wild" / RESULT).write_bytes(b"".join(pack(mine)))
     assert cli.main(["chaos", "report", wild, "--against", calm]) == code
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split() == ["kill", "chief@step=5", "3.0", "s", "1.00", "s", "6.0", "s", "2", "snapshot-0"]
+    assert lines[1].split() == [
+        "kill",
+        "chief@step=5",
+        "3.0",
+        "s",
+        "1.00",
+        "s",
+        "6.0",
+        "s",
+        "2",
+        "snapshot-0",
+    ]
     assert text.replace("CALM", calm) in lines[-1]
 
 
@@ -199,11 +344,17 @@ def test_a_launch_that_failed_or_goes_on(tmp_path, calm, capsys):
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["report", "nowhere"], "expected the directory of a launch's logs, received nowhere, which is none"),
+        (
+            ["report", "nowhere"],
+            "expected the directory of a launch's logs, received nowhere, which is none",
+        ),
         (["report"], "LOG_DIR (default)"),
         (["report", "."], f"it has no {JOURNAL}"),
         (["report", "CALM", "--against", "."], "--against: expected the directory"),
-        (["report", "WILD", "--against", "CALM"], "Expected the result of a training with tfdist.BackupAndRestore"),
+        (
+            ["report", "WILD", "--against", "CALM"],
+            "Expected the result of a training with tfdist.BackupAndRestore",
+        ),
         (["report", "CALM", "--again", "."], "--again"),
         (["reprot"], "Did you mean tfdist chaos report?"),
         (["--wrong"], "error"),
@@ -211,7 +362,10 @@ def test_a_launch_that_failed_or_goes_on(tmp_path, calm, capsys):
 )
 def test_mistakes(words, text, tmp_path, monkeypatch, capsys, calm, wild):
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["chaos", *(word.replace("CALM", calm).replace("WILD", wild) for word in words)]) == 2
+    assert (
+        cli.main(["chaos", *(word.replace("CALM", calm).replace("WILD", wild) for word in words)])
+        == 2
+    )
     assert text in capsys.readouterr().err
 
 
@@ -252,7 +406,13 @@ def test_a_fit_writes_it(plan, there, tmp_path, monkeypatch):
         monkeypatch.setenv("TFDIST_CHAOS", plan)
     model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
     model.compile("adam", "mse")
-    history = model.fit(np.ones([8, 2]), np.ones([8, 1]), epochs=2, verbose=0, callbacks=[tfdist.BackupAndRestore(tmp_path / "backup")])
+    history = model.fit(
+        np.ones([8, 2]),
+        np.ones([8, 1]),
+        epochs=2,
+        verbose=0,
+        callbacks=[tfdist.BackupAndRestore(tmp_path / "backup")],
+    )
     assert (tmp_path / RESULT).exists() == there
     if there:
         found = result.read(str(tmp_path))
@@ -261,7 +421,13 @@ def test_a_fit_writes_it(plan, there, tmp_path, monkeypatch):
 
 
 def test_calls_pause_at_faults_of_the_epoch_that_begins(tmp_path, monkeypatch):
-    monkeypatch.setattr(pulse, "Launched", types.SimpleNamespace(from_environ=lambda: Launched(chaos="kill worker:9@step=12; kill worker:9@step=37")))
+    monkeypatch.setattr(
+        pulse,
+        "Launched",
+        types.SimpleNamespace(
+            from_environ=lambda: Launched(chaos="kill worker:9@step=12; kill worker:9@step=37")
+        ),
+    )
     found = pulse.Pulse(True)
     found.begin(0, 24)
     assert found.next_pause(0, 0) == 12

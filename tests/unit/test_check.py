@@ -13,7 +13,19 @@ def test_a_doctor_that_does_not_end_is_ended_and_named(tmp_path, capfd):
     file = tmp_path / "cluster.json"
     file.write_text(json.dumps({"worker": [f"127.0.0.1:{free_ports(1)[0]}"]}))
     flags = argparse.Namespace(cluster=str(file), rendezvous=None)
-    words = ["--cluster", str(file), "--serve", "--timeout", "100", "--quick", "--place", str(tmp_path)]
+    words = [
+        "--cluster",
+        str(file),
+        "--serve",
+        "--timeout",
+        "100",
+        "--quick",
+        "--place",
+        str(tmp_path),
+    ]
     assert check.run(flags, words, timeout=0.5) == 1
     said = capfd.readouterr().err
-    assert "--check: doctor had not ended after 0.5 s; no task was started. See where it waits: tfdist doctor --cluster" in said
+    assert (
+        "--check: doctor had not ended after 0.5 s; no task was started. See where it waits: tfdist doctor --cluster"
+        in said
+    )

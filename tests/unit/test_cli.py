@@ -25,7 +25,17 @@ def workplace(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("words", [["--help"], ["launch", "--help"], ["data", "--help"], ["chaos", "report", "--help"], ["doctor", "--help"], ["--version"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"],
+        ["launch", "--help"],
+        ["data", "--help"],
+        ["chaos", "report", "--help"],
+        ["doctor", "--help"],
+        ["--version"],
+    ],
+)
 def test_help_is_quick_and_imports_no_tensorflow(words):
     code = (
         "import sys\nfrom tfdist.cli import main\n"
@@ -36,7 +46,11 @@ def test_help_is_quick_and_imports_no_tensorflow(words):
     for _ in range(3):  # the best of three, of processor time: others may keep the machine busy
         started = processor_time()
         subprocess.run(
-            [sys.executable, "-c", code], check=True, cwd=ROOT, stdout=subprocess.DEVNULL, timeout=60
+            [sys.executable, "-c", code],
+            check=True,
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+            timeout=60,
         )
         seconds.append(processor_time() - started)
     assert min(seconds) < 0.3
@@ -50,7 +64,11 @@ def processor_time():
 
 def test_python_m_tfdist_is_the_same(capsys):
     run = subprocess.run(
-        [sys.executable, "-m", "tfdist", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "tfdist", "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert run.returncode == cli.main(["--help"]) == 0
     assert run.stdout == capsys.readouterr().out
@@ -61,7 +79,12 @@ def test_python_m_tfdist_is_the_same(capsys):
     ("words", "message"),
     [
         (["lanch"], "received 'lanch'. Did you mean `tfdist launch`?"),
-        (["dance"], "expected a command (" + ", ".join(cli.COMMANDS) + "), received 'dance'. See `tfdist --help`."),
+        (
+            ["dance"],
+            "expected a command ("
+            + ", ".join(cli.COMMANDS)
+            + "), received 'dance'. See `tfdist --help`.",
+        ),
     ],
 )
 def test_an_unknown_command(words, message, capsys):
@@ -77,11 +100,23 @@ def test_no_command_shows_the_help(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--workers x -- train.py", "--workers: expected a whole number of at least 0, received 'x'"),
-        ("--workers -1 -- train.py", "--workers: expected a whole number of at least 0, received '-1'"),
-        ("--workers 0 -- train.py", "--workers: expected at least 1 where there is no --chief, received 0"),
+        (
+            "--workers x -- train.py",
+            "--workers: expected a whole number of at least 0, received 'x'",
+        ),
+        (
+            "--workers -1 -- train.py",
+            "--workers: expected a whole number of at least 0, received '-1'",
+        ),
+        (
+            "--workers 0 -- train.py",
+            "--workers: expected at least 1 where there is no --chief, received 0",
+        ),
         ("--workers", "--workers: expected one argument"),
-        ("--threads 0 -- train.py", "--threads: expected auto or a whole number of at least 1, received '0'"),
+        (
+            "--threads 0 -- train.py",
+            "--threads: expected auto or a whole number of at least 1, received '0'",
+        ),
         ("--grace soon -- train.py", "--grace: expected seconds, 0 or more, received 'soon'"),
         ("--grace inf -- train.py", "--grace: expected seconds, 0 or more, received 'inf'"),
         ("--color red -- train.py", "--color: invalid choice: 'red'"),
@@ -90,7 +125,10 @@ def test_no_command_shows_the_help(capsys):
         ("--allow_remote -- train.py", "received --allow_remote; did you mean --allow-remote?"),
         ("--learning_rate 1 -- train.py", "the COMMAND's own flags go after `--` and its name"),
         ("--workers 2 train.py", "expected `--` before the COMMAND, received 'train.py'"),
-        ("--task worker:1 -- train.py", "--task: expected together with --cluster FILE, received alone"),
+        (
+            "--task worker:1 -- train.py",
+            "--task: expected together with --cluster FILE, received alone",
+        ),
         ("--cluster c.yaml --ps 1 -- train.py", "--ps: expected without --cluster, received both"),
         ("--cluster none.yaml -- train.py", "none.yaml"),
         ("--log-dir train.py -- train.py", "--log-dir: expected a directory that can be written"),
@@ -100,7 +138,10 @@ def test_no_command_shows_the_help(capsys):
         ("-- no-such-program", "can be executed, received 'no-such-program'; check its name"),
         ("-- ./data.txt", "received './data.txt'; make it executable (chmod +x)"),
         ("-- -m", "-m: expected a module's name, received nothing"),
-        ("-- -m no_such_package.train", "received -m no_such_package.train; there is no 'no_such_package'"),
+        (
+            "-- -m no_such_package.train",
+            "received -m no_such_package.train; there is no 'no_such_package'",
+        ),
     ],
 )
 def test_a_mistake_is_named_before_anything_starts(words, message, workplace, capsys):
@@ -137,7 +178,9 @@ def test_the_commands_own_words_are_left_alone():
 def test_tasks_are_cut_off_unless_allowed():
     assert not flags.parse(["--", "train.py"])[0].allow_remote
     assert flags.parse(["--allow-remote", "--", "train.py"])[0].allow_remote
-    assert flags.parse(["--cluster", "c.yaml", "--allow-remote", "--", "train.py"])[0].allow_remote  # true there anyway
+    assert flags.parse(["--cluster", "c.yaml", "--allow-remote", "--", "train.py"])[
+        0
+    ].allow_remote  # true there anyway
 
 
 @pytest.mark.parametrize(

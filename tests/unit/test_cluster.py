@@ -30,7 +30,13 @@ def lookup(**hosts):
 
 def test_tasks_have_an_order_ranks_and_one_chief():
     spec = ClusterSpec(dict(reversed(FULL.items())))
-    assert [str(task) for task in spec.tasks] == ["chief:0", "worker:0", "worker:1", "ps:0", "evaluator:0"]
+    assert [str(task) for task in spec.tasks] == [
+        "chief:0",
+        "worker:0",
+        "worker:1",
+        "ps:0",
+        "evaluator:0",
+    ]
     seen = [spec.for_task(task.type, task.index) for task in spec.tasks]
     assert [s.rank for s in seen[:3]] == [0, 1, 2]
     assert [s.is_chief for s in seen] == [True, False, False, False, False]
@@ -72,7 +78,9 @@ def test_evaluator_may_be_in_the_cluster_beside_it_or_nowhere():
     assert ClusterSpec.from_tf_config(nowhere.to_tf_config()) == nowhere
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"cluster": {}}', '{"task": {"type": "worker", "index": 0}}'])
+@pytest.mark.parametrize(
+    "text", ["", "{}", '{"cluster": {}}', '{"task": {"type": "worker", "index": 0}}']
+)
 def test_tf_config_without_a_cluster_means_alone(text):
     assert ClusterSpec.from_environ({"TF_CONFIG": text}) is None
 
@@ -207,9 +215,17 @@ def test_unresolved_names_are_all_named():
 @pytest.mark.parametrize(
     ("jobs", "hosts", "words"),
     [
-        (["a:1", "b:1"], {"a": "10.0.0.1", "b": "10.0.0.1"}, "worker:0 .* worker:1 .* same machine and port"),
+        (
+            ["a:1", "b:1"],
+            {"a": "10.0.0.1", "b": "10.0.0.1"},
+            "worker:0 .* worker:1 .* same machine and port",
+        ),
         (["a:1", "b:1"], {"a": "127.0.0.1", "b": "127.0.0.2"}, "same machine and port"),
-        (["a:1", "b:1"], {"a": "127.0.1.1", "b": "10.0.0.2"}, "worker:0 at a:1 .127.0.1.1. is loopback"),
+        (
+            ["a:1", "b:1"],
+            {"a": "127.0.1.1", "b": "10.0.0.2"},
+            "worker:0 at a:1 .127.0.1.1. is loopback",
+        ),
     ],
 )
 def test_hosts_that_do_not_fit_together(jobs, hosts, words):
@@ -222,7 +238,9 @@ def test_own_address_of_another_machine():
     with pytest.raises(
         ValueError, match=r"this process is worker:1: b:2222 is not an address of this machine"
     ):
-        spec.check_host(lookup(a="203.0.113.1", b="203.0.113.2"))  # addresses for documentation, nobody's own
+        spec.check_host(
+            lookup(a="203.0.113.1", b="203.0.113.2")
+        )  # addresses for documentation, nobody's own
 
 
 @pytest.mark.parametrize(

@@ -23,16 +23,23 @@ def exchanged(strategy, method, dtypes):
     def on_replica():
         row = tf.constant([1, 2, 3]) + 3 * group.rank
         given = row if method == "all_gather" else tf.stack([row, row])
-        return [getattr(group, method)(tf.cast(given, dtype), f"{method} {dtype}") for dtype in dtypes]
+        return [
+            getattr(group, method)(tf.cast(given, dtype), f"{method} {dtype}") for dtype in dtypes
+        ]
 
-    found = tf.function(lambda: [strategy.experimental_local_results(x) for x in strategy.run(on_replica)], autograph=False)()
+    found = tf.function(
+        lambda: [strategy.experimental_local_results(x) for x in strategy.run(on_replica)],
+        autograph=False,
+    )()
     return dict(zip(dtypes, found, strict=True))
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_dtypes_that_travel(mirrored, method):
     also = ["int16", "uint16"] if method == "all_gather" else []
-    for dtype, found in exchanged(mirrored, method, ["bfloat16", "float16", "float32", "float64", "int32", "int64", *also]).items():
+    for dtype, found in exchanged(
+        mirrored, method, ["bfloat16", "float16", "float32", "float64", "int32", "int64", *also]
+    ).items():
         assert [np.asarray(tf.cast(x, tf.int32)).tolist() for x in found] == EXPECTED[method], dtype
         assert {x.dtype.name for x in found} == {dtype}
 
@@ -40,5 +47,8 @@ def test_dtypes_that_travel(mirrored, method):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("dtype", ["bool", "int8", "complex64"])
 def test_dtypes_that_do_not(mirrored, method, dtype):
-    with pytest.raises(ValueError, match=f"TensorFlow's collectives send float32, .*int64, received {dtype}; cast it before"):
+    with pytest.raises(
+        ValueError,
+        match=f"TensorFlow's collectives send float32, .*int64, received {dtype}; cast it before",
+    ):
         exchanged(mirrored, method, [dtype])

@@ -17,18 +17,30 @@ from tfdist.run import find_directory, parse
         ({"train": {"epochs": True}}, "train.epochs: expected a whole number, received True"),
         ({"train": {"epochs": 2.0}}, "train.epochs: expected a whole number, received 2.0"),
         ({"train": {"learning_rate": -1}}, "train.learning_rate: expected a number above 0"),
-        ({"train": {"learning_rate": float("nan")}}, "train.learning_rate: expected a number above 0"),
+        (
+            {"train": {"learning_rate": float("nan")}},
+            "train.learning_rate: expected a number above 0",
+        ),
         ({"data": {"shuffle": 1}}, "data.shuffle: expected true or false, received 1"),
         ({"data": {"data_dir": 1}}, "data.data_dir: expected text"),
         (
             {"strategy": {"communication": "rong"}},
             "strategy.communication: received 'rong'. Did you mean ring?",
         ),
-        ({"strategy": {"reading": "worker"}}, "strategy.reading: received 'worker'. Did you mean workers?"),
+        (
+            {"strategy": {"reading": "worker"}},
+            "strategy.reading: received 'worker'. Did you mean workers?",
+        ),
         ({"model": {"options": 3}}, "model.options: expected a mapping"),
         ({"name": 1}, "name: expected text"),
-        ({"sync": {"every": 4}}, 'sync.every: says nothing where sync.kind is "gradients"; received 4. Leave it out'),
-        ({"sync": {"kind": "diloco", "clip_norm": 1}}, 'sync.clip_norm: says nothing where sync.kind is "diloco"; received 1.0.'),
+        (
+            {"sync": {"every": 4}},
+            'sync.every: says nothing where sync.kind is "gradients"; received 4. Leave it out',
+        ),
+        (
+            {"sync": {"kind": "diloco", "clip_norm": 1}},
+            'sync.clip_norm: says nothing where sync.kind is "diloco"; received 1.0.',
+        ),
         ({"parallel": {"zero": 4}}, "parallel.zero: expected 0, 1, 2 or 3, received 4."),
     ],
 )
@@ -38,7 +50,9 @@ def test_a_mistake_is_named_with_its_key(settings, message):
 
 
 def test_a_run_survives_the_way_through_a_dict():
-    run = config.Run.from_dict({"train": {"learning_rate": 1}, "model": {"options": {"dropout": 0.5}}})
+    run = config.Run.from_dict(
+        {"train": {"learning_rate": 1}, "model": {"options": {"dropout": 0.5}}}
+    )
     assert run.train.learning_rate == 1.0
     assert isinstance(run.train.learning_rate, float)
     assert config.Run.from_dict(run.to_dict()) == run
@@ -58,7 +72,12 @@ def test_the_command_line_changes_a_config_file():
             "--config.model.options.units=32",
         ]
     )
-    assert (run.name, run.train.epochs, run.data.data_dir, run.data.shuffle) == ("digits", 3, "here", False)
+    assert (run.name, run.train.epochs, run.data.data_dir, run.data.shuffle) == (
+        "digits",
+        3,
+        "here",
+        False,
+    )
     assert run.model.options == {"dropout": 0.25, "units": 32}
 
 
@@ -87,7 +106,10 @@ def test_a_wrong_command_line_is_named(words, message):
         ("def get_config():\n    return 1 / 0\n", "ZeroDivisionError in line 2"),
         ("x = 3\n", "KeyError"),
         ("x = 1\ny = = 2\n", r"SyntaxError in line 2 of .*config\.py: invalid syntax"),
-        ("import json\ndef get_config():\n    return json.loads('{')\n", r"JSONDecodeError in line 3 of .*config\.py"),
+        (
+            "import json\ndef get_config():\n    return json.loads('{')\n",
+            r"JSONDecodeError in line 3 of .*config\.py",
+        ),
         ("def get_config(): return {}\n", "expected get_config.. to return"),
     ],
 )

@@ -56,7 +56,9 @@ def test_batches_are_global_and_counted():
 
 def test_arrays_and_transform():
     x = {"a": np.arange(5.0), "b": np.zeros([5, 2])}
-    pipeline = data.pipeline((x, np.arange(5)), 5, shuffle=False, transform=lambda x, y: (x["a"] * 2, y))
+    pipeline = data.pipeline(
+        (x, np.arange(5)), 5, shuffle=False, transform=lambda x, y: (x["a"] * 2, y)
+    )
     features, labels = next(iter(pipeline))
     np.testing.assert_array_equal(features, 2 * labels.numpy())
 

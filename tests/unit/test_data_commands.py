@@ -28,7 +28,9 @@ def workplace(tmp_path, monkeypatch):
             f"{name}.tfrecord", tf.io.TFRecordOptions(compression_type=compression)
         ) as file:
             for i in range(6):
-                file.write(record(b"no image" if i == 4 else tf.io.encode_png(colours[i]).numpy(), i % 3))
+                file.write(
+                    record(b"no image" if i == 4 else tf.io.encode_png(colours[i]).numpy(), i % 3)
+                )
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "datasets.yaml").write_text(
         "images: {kind: arrays, location: ../images.npz, label: y, classes: [cat, dog, eel], license: CC0}\n"
@@ -110,7 +112,9 @@ def test_show_tells_features_sizes_and_classes_and_draws_a_sheet(workplace, tfdi
     assert "y        int64 [], 3 classes\n" in out
     assert "248 B each, 7.44 kB in all\n" in out  # 240 bytes of pixels, 8 of the label
     assert "classes    counted in all 30 examples\n" in out
-    assert re.findall(r"\d \((\w+)\) +(\d+) +([\d.]+%)", out) == [(name, "10", "33.3%") for name in NAMES]
+    assert re.findall(r"\d \((\w+)\) +(\d+) +([\d.]+%)", out) == [
+        (name, "10", "33.3%") for name in NAMES
+    ]
     assert "sheet      runs/data/images_train.png: 24 images\n" in out
     first = (workplace / "runs/data/images_train.png").read_bytes()
     assert Image.open(workplace / "runs/data/images_train.png").size[0] > 8 * 96
@@ -159,7 +163,15 @@ def test_head_prints_values(workplace, tfdist):
 
 def test_write_makes_records_and_goes_on(workplace, tfdist):
     code, out, _ = tfdist(
-        "write", "images", "--to", "copy", "--shard-size", "1kB", "--compression", "GZIP", "--verify"
+        "write",
+        "images",
+        "--to",
+        "copy",
+        "--shard-size",
+        "1kB",
+        "--compression",
+        "GZIP",
+        "--verify",
     )
     assert code == 0
     assert re.match(
@@ -167,7 +179,10 @@ def test_write_makes_records_and_goes_on(workplace, tfdist):
     )
     (workplace / "copy.yaml").write_text("copy: {kind: records, location: copy}")
     assert "y        int64 [], 3 classes\n" in tfdist("show", "copy", "--catalog", "copy.yaml")[1]
-    assert tfdist("write", "images", "--to", "copy", "--shard-size", "1kB", "--compression", "GZIP")[0] == 0
+    assert (
+        tfdist("write", "images", "--to", "copy", "--shard-size", "1kB", "--compression", "GZIP")[0]
+        == 0
+    )
     code, _, err = tfdist("write", "table", "--to", "copy")
     assert code == 78
     assert "copy" in err
@@ -179,7 +194,14 @@ def test_write_makes_records_and_goes_on(workplace, tfdist):
 def test_a_tfds_name_needs_no_catalog(tmp_path, monkeypatch, tfdist, digits_dir):
     monkeypatch.chdir(tmp_path)
     code, out, _ = tfdist(
-        "show", "tfdist_digits", "--split", "test", "--data-dir", str(digits_dir), "--sheet", "x.png"
+        "show",
+        "tfdist_digits",
+        "--split",
+        "test",
+        "--data-dir",
+        str(digits_dir),
+        "--sheet",
+        "x.png",
     )
     assert code == 0
     assert "examples   297\n" in out
@@ -187,7 +209,10 @@ def test_a_tfds_name_needs_no_catalog(tmp_path, monkeypatch, tfdist, digits_dir)
     assert len(re.findall(r"^ +\d +\d+ +[\d.]+%", out, re.MULTILINE)) == 10
     code, _, err = tfdist("show", "tfdist_digts", "--data-dir", str(digits_dir))
     assert code == 78
-    assert f"Or name a catalog, --catalog FILE: there is no configs/datasets.yaml in {tmp_path}." in err
+    assert (
+        f"Or name a catalog, --catalog FILE: there is no configs/datasets.yaml in {tmp_path}."
+        in err
+    )
 
 
 @pytest.mark.parametrize(
@@ -199,11 +224,19 @@ def test_a_tfds_name_needs_no_catalog(tmp_path, monkeypatch, tfdist, digits_dir)
             "tfdist data: error: expected a command, received 'lsit'. Did you mean tfdist data list?",
         ),
         ("show", 2, "tfdist data show: error: the following arguments are required: NAME"),
-        ("show images --splt x", 2, "--splt: no such flag of `tfdist data show`. Did you mean --split?"),
+        (
+            "show images --splt x",
+            2,
+            "--splt: no such flag of `tfdist data show`. Did you mean --split?",
+        ),
         ("show images table", 2, "table: no such flag"),
         ("head images -n 0", 2, "-n: expected a whole number of at least 1, received '0'"),
         ("write images", 2, "the following arguments are required: --to"),
-        ("write images --to x --shard-size big", 2, "--shard-size: expected a size such as 100MB, 1GiB"),
+        (
+            "write images --to x --shard-size big",
+            2,
+            "--shard-size: expected a size such as 100MB, 1GiB",
+        ),
         ("write images --to x --compression ZIP", 2, "--compression: invalid choice: 'ZIP'"),
         ("show imagse", 78, "datasets.yaml: no data set 'imagse'. Did you mean images?"),
         ("show images --split test", 78, "images has no split 'test'. Expected one of train."),
@@ -297,7 +330,14 @@ def test_streams_are_read_from_each_file_and_past_damaged_ones(tmp_path):
                 writer.write(f"{file}{i}".encode())
     path = tmp_path / "1.tfrecord"
     source = records(str(tmp_path / "*.tfrecord"), access="stream")
-    assert [x.data.numpy() for x in examples.draw(source, 7)] == [b"00", b"01", b"10", b"11", b"20", b"21"]
+    assert [x.data.numpy() for x in examples.draw(source, 7)] == [
+        b"00",
+        b"01",
+        b"10",
+        b"11",
+        b"20",
+        b"21",
+    ]
     assert numbers(source, 12) == list(range(12))
     content = bytearray(path.read_bytes())
     content[18 * 1 + 12] ^= 1  # the second record: a frame of 16 bytes, and 2 of its own
@@ -306,4 +346,9 @@ def test_streams_are_read_from_each_file_and_past_damaged_ones(tmp_path):
     assert [x.number for x in read] == list(range(12))
     assert [x.number for x in read if x.error is not None] == [5]
     found = list(examples.numbered(source, np.array([4, 5, 6, 9])))
-    assert [(x.number, x.error is None) for x in found] == [(4, True), (5, False), (6, True), (9, True)]
+    assert [(x.number, x.error is None) for x in found] == [
+        (4, True),
+        (5, False),
+        (6, True),
+        (9, True),
+    ]

@@ -33,7 +33,13 @@ GOOD = Machine(
 )
 GPUS = dataclasses.replace(GOOD, cards=2, driven=2, smi=(Card("H200", 140 * GB, 139 * GB),) * 2)
 TENSORFLOW = Frameworks(seconds=3.0, tensorflow="2.21.0", keras="3.15.1")
-CUDA = dataclasses.replace(TENSORFLOW, cuda=True, cuda_version="12.5.1", cudnn_version="9", gpus=("/physical_device:GPU:0", "/physical_device:GPU:1"))
+CUDA = dataclasses.replace(
+    TENSORFLOW,
+    cuda=True,
+    cuda_version="12.5.1",
+    cudnn_version="9",
+    gpus=("/physical_device:GPU:0", "/physical_device:GPU:1"),
+)
 
 
 def bad(found):
@@ -52,13 +58,38 @@ def test_a_good_host_passes(facts, said):
     [
         ({"python": (3, 9, 1)}, "Python", "fail", "3.9.1; supported: 3.10 to 3.13"),
         ({"python": (3, 15, 0)}, "Python", "warn", "3.15.0; supported"),
-        ({"versions": {"tensorflow": None, "keras": "3.15.1"}}, "TensorFlow", "fail", "not installed"),
-        ({"versions": {"tensorflow": "2.21.0", "keras": "2.15.0"}}, "Keras", "fail", "2.15.0; supported: 3.10 to 3.15"),
-        ({"versions": {"tensorflow": "2.30.0rc1", "keras": "3.15.1"}}, "TensorFlow", "warn", "2.30.0rc1"),
-        ({"now": 1.6e9}, "clock", "fail", "2020-09-13 12:26:40 UTC, which is before tfdist was installed"),
+        (
+            {"versions": {"tensorflow": None, "keras": "3.15.1"}},
+            "TensorFlow",
+            "fail",
+            "not installed",
+        ),
+        (
+            {"versions": {"tensorflow": "2.21.0", "keras": "2.15.0"}},
+            "Keras",
+            "fail",
+            "2.15.0; supported: 3.10 to 3.15",
+        ),
+        (
+            {"versions": {"tensorflow": "2.30.0rc1", "keras": "3.15.1"}},
+            "TensorFlow",
+            "warn",
+            "2.30.0rc1",
+        ),
+        (
+            {"now": 1.6e9},
+            "clock",
+            "fail",
+            "2020-09-13 12:26:40 UTC, which is before tfdist was installed",
+        ),
         ({"now": 5e9}, "clock", "fail", "2128"),
         ({"available": 1 * GB}, "memory", "fail", "1.07 GB available"),
-        ({"available": 2 * GB}, "memory", "warn", "2 workers of TensorFlow alone take some 1.26 GB"),
+        (
+            {"available": 2 * GB},
+            "memory",
+            "warn",
+            "2 workers of TensorFlow alone take some 1.26 GB",
+        ),
         ({"available": None}, "memory", "warn", "unknown"),
         ({"cores": 1}, "cores", "warn", "1 of 8 cores for 2 workers"),
         ({"quota": 1.5}, "cores", "warn", "time of 1.5 by the container's limit"),
@@ -80,12 +111,32 @@ def test_a_fault_of_the_machine(fault, name, status, text):
 @pytest.mark.parametrize(
     ("facts", "said", "name", "text"),
     [
-        (GOOD, Frameworks(error="failed: ImportError: libcudart.so.12"), "import", "import of TensorFlow and Keras failed: ImportError: libcudart.so.12"),
+        (
+            GOOD,
+            Frameworks(error="failed: ImportError: libcudart.so.12"),
+            "import",
+            "import of TensorFlow and Keras failed: ImportError: libcudart.so.12",
+        ),
         (GOOD, dataclasses.replace(TENSORFLOW, backend="jax"), "Keras backend", "jax"),
-        (dataclasses.replace(GOOD, cards=1), CUDA.__class__(seconds=1.0), "GPUs", "1 card of NVIDIA on the bus, but no driver is loaded"),
-        (GPUS, TENSORFLOW, "GPUs", "2 with a driver, but TensorFlow sees 0: it is built without CUDA"),
+        (
+            dataclasses.replace(GOOD, cards=1),
+            CUDA.__class__(seconds=1.0),
+            "GPUs",
+            "1 card of NVIDIA on the bus, but no driver is loaded",
+        ),
+        (
+            GPUS,
+            TENSORFLOW,
+            "GPUs",
+            "2 with a driver, but TensorFlow sees 0: it is built without CUDA",
+        ),
         (GPUS, dataclasses.replace(CUDA, gpus=()), "GPUs", "its libraries of CUDA are missing"),
-        (dataclasses.replace(GPUS, visible="0,7"), dataclasses.replace(CUDA, gpus=("GPU:0",)), "GPUs", "'0,7' names 2, TensorFlow sees 1"),
+        (
+            dataclasses.replace(GPUS, visible="0,7"),
+            dataclasses.replace(CUDA, gpus=("GPU:0",)),
+            "GPUs",
+            "'0,7' names 2, TensorFlow sees 1",
+        ),
     ],
 )
 def test_a_fault_of_the_frameworks(facts, said, name, text):
@@ -96,21 +147,38 @@ def test_a_fault_of_the_frameworks(facts, said, name, text):
 
 
 def test_hidden_gpus_are_meant_so():
-    assert not bad(host.check_frameworks(dataclasses.replace(GPUS, visible="-1"), dataclasses.replace(CUDA, gpus=())))
+    assert not bad(
+        host.check_frameworks(
+            dataclasses.replace(GPUS, visible="-1"), dataclasses.replace(CUDA, gpus=())
+        )
+    )
 
 
 def test_busy_gpus():
-    busy = dataclasses.replace(GPUS, smi=(Card("H200", 140 * GB, 139 * GB), Card("H200", 140 * GB, 3 * GB)))
+    busy = dataclasses.replace(
+        GPUS, smi=(Card("H200", 140 * GB, 139 * GB), Card("H200", 140 * GB, 3 * GB))
+    )
     assert bad(host.check_frameworks(busy, CUDA))["GPUs"].status == "warn"
 
 
 def test_the_memory_of_gpus_is_unknown():
-    assert "free memory: unknown" in bad(host.check_frameworks(dataclasses.replace(GPUS, smi=()), CUDA))["GPUs"].found
+    assert (
+        "free memory: unknown"
+        in bad(host.check_frameworks(dataclasses.replace(GPUS, smi=()), CUDA))["GPUs"].found
+    )
 
 
 def test_gpus_that_are_hidden_are_not_judged():
     cards = (Card("T4", 16 * GB, 0, "GPU-11aa"), Card("H200", 140 * GB, 139 * GB, "GPU-22bb"))
-    for visible, shown in ((None, cards), ("1", cards[1:]), ("GPU-22", cards[1:]), ("1,0", cards[::-1]), ("1,-1,0", cards[1:]), ("MIG-33", ()), ("-1", ())):
+    for visible, shown in (
+        (None, cards),
+        ("1", cards[1:]),
+        ("GPU-22", cards[1:]),
+        ("1,0", cards[::-1]),
+        ("1,-1,0", cards[1:]),
+        ("MIG-33", ()),
+        ("-1", ()),
+    ):
         assert dataclasses.replace(GPUS, smi=cards, visible=visible).shown == shown
     one = dataclasses.replace(CUDA, gpus=CUDA.gpus[:1])
     assert not bad(host.check_frameworks(dataclasses.replace(GPUS, driven=1, smi=cards[1:]), one))
@@ -190,9 +258,18 @@ def test_limits_of_a_container(files, tmp_path):
 
 def test_cards_on_the_bus_and_in_a_container(tmp_path):
     for number in range(4):
-        plant(tmp_path, {f"sys/bus/pci/devices/{number}/vendor": "0x10de\n", f"sys/bus/pci/devices/{number}/class": "0x030200\n"})
+        plant(
+            tmp_path,
+            {
+                f"sys/bus/pci/devices/{number}/vendor": "0x10de\n",
+                f"sys/bus/pci/devices/{number}/class": "0x030200\n",
+            },
+        )
         plant(tmp_path, {f"proc/driver/nvidia/gpus/{number}/information": ""})
-    plant(tmp_path, {"sys/bus/pci/devices/9/vendor": "0x10de\n", "sys/bus/pci/devices/9/class": "0x040300\n"})  # a sound device
+    plant(
+        tmp_path,
+        {"sys/bus/pci/devices/9/vendor": "0x10de\n", "sys/bus/pci/devices/9/class": "0x040300\n"},
+    )  # a sound device
     assert (machine.pci_cards(tmp_path), machine.driven_cards(tmp_path)) == (4, 4)
     plant(tmp_path, {"dev/nvidia0": "", "dev/nvidia1": "", "dev/nvidiactl": ""})
     assert machine.driven_cards(tmp_path) == 2
@@ -203,7 +280,11 @@ def test_this_machine_is_looked_at():
     assert found.available
     assert found.cores >= 1
     assert found.versions["keras"]
-    assert not [check for check in host.check_machine(found, 1) if check.name in ("Python", "TensorFlow", "Keras", "clock") and check.status == "fail"]
+    assert not [
+        check
+        for check in host.check_machine(found, 1)
+        if check.name in ("Python", "TensorFlow", "Keras", "clock") and check.status == "fail"
+    ]
 
 
 # Places: real ones.
@@ -255,9 +336,21 @@ def test_a_file_system_that_hangs(monkeypatch):
     [
         (Place("runs", free=10 << 20, total=GB, skew=0.0), "fail", "10.5 MB free"),
         (Place("runs", free=GB, total=2 * GB, skew=0.0), "warn", "1.07 GB free of 2.15 GB"),
-        (Place("runs", free=9 * GB, total=9 * GB, skew=-60.0), "warn", "its clock is 60 s behind this host's"),
-        (Place("runs", free=9 * GB, total=9 * GB, skew=4000.0), "fail", "its clock is 67 min ahead of this host's"),
-        (Place("gs://bucket/runs", error="writing a file: Permission denied"), "fail", "gs://bucket/runs: writing a file"),
+        (
+            Place("runs", free=9 * GB, total=9 * GB, skew=-60.0),
+            "warn",
+            "its clock is 60 s behind this host's",
+        ),
+        (
+            Place("runs", free=9 * GB, total=9 * GB, skew=4000.0),
+            "fail",
+            "its clock is 67 min ahead of this host's",
+        ),
+        (
+            Place("gs://bucket/runs", error="writing a file: Permission denied"),
+            "fail",
+            "gs://bucket/runs: writing a file",
+        ),
     ],
 )
 def test_a_fault_of_a_place(place, status, text):
@@ -289,14 +382,20 @@ def test_json_for_machines(capsys, tmp_path, monkeypatch):
     assert main.main(["--quick", "--json", "--place", str(tmp_path)]) == 0
     said = json.loads(capsys.readouterr().out)
     assert set(said) == {"tfdist", "host", "status", "counts", "checks"}
-    assert all(set(check) == {"part", "name", "status", "found", "remedy"} for check in said["checks"])
+    assert all(
+        set(check) == {"part", "name", "status", "found", "remedy"} for check in said["checks"]
+    )
     assert sum(said["counts"].values()) == len(said["checks"])
 
 
 def test_a_failure_is_exit_code_1(capsys, tmp_path):
     (tmp_path / "runs").write_text("a file")
     assert main.main(["--quick", "--place", str(tmp_path / "runs")]) == 1
-    assert re.search(r"fail  place .* remedy: a file is in its way.*1 failure", capsys.readouterr().out, re.DOTALL)
+    assert re.search(
+        r"fail  place .* remedy: a file is in its way.*1 failure",
+        capsys.readouterr().out,
+        re.DOTALL,
+    )
 
 
 @pytest.mark.parametrize(
@@ -326,7 +425,16 @@ def test_a_mistake_on_the_command_line(words, message, capsys, monkeypatch):
 
 
 def test_words_of_a_config_pass():
-    words = ["--config", str(ROOT / "configs/digits.py"), "--config.data.cache", "--workers", "2", "--config.train.epochs", "3", "--noconfig.data.cache"]
+    words = [
+        "--config",
+        str(ROOT / "configs/digits.py"),
+        "--config.data.cache",
+        "--workers",
+        "2",
+        "--config.train.epochs",
+        "3",
+        "--noconfig.data.cache",
+    ]
     found, config = flags.parse(words)
     assert found.workers == 2
     assert config == [words[0], words[1], words[2], *words[5:]]
@@ -337,16 +445,26 @@ def test_words_of_a_config_pass():
     [
         ("--workers 3 -- train.py", "--workers 3 --place runs"),
         ("--chief --workers 2 --ps 1 --log-dir logs -- train.py", "--workers 4 --place logs"),
-        ("--cluster c.yaml --task worker:1 -- train.py", "--cluster c.yaml --together --task worker:1"),
+        (
+            "--cluster c.yaml --task worker:1 -- train.py",
+            "--cluster c.yaml --together --task worker:1",
+        ),
         ("--rendezvous a:1 --max-workers 4 --workers 2 -- train.py", "--workers 2 --place runs"),
-        ("-- tfdist train --config=c.py --config.train.epochs=3", "--workers 1 --place runs --config=c.py --config.train.epochs=3"),
+        (
+            "-- tfdist train --config=c.py --config.train.epochs=3",
+            "--workers 1 --place runs --config=c.py --config.train.epochs=3",
+        ),
         ("-- tfdist train --help", "--workers 1 --place runs"),
         ("-- other train --config=c.py", "--workers 1 --place runs"),
     ],
 )
 def test_what_a_launch_asks_doctor(words, expected):
     found, command = launch_flags.parse(words.split())
-    counts = {"workers": 1 if found.workers is None else found.workers, "ps": found.ps or 0, "chief": bool(found.chief)}
+    counts = {
+        "workers": 1 if found.workers is None else found.workers,
+        "ps": found.ps or 0,
+        "chief": bool(found.chief),
+    }
     spec = None if found.rendezvous else ClusterSpec.local(**counts)
     asked = check.doctor_words(found, spec, command)
     assert asked == expected.split()

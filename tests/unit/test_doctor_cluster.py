@@ -21,7 +21,9 @@ from tfdist.tools.doctor.exchange import Link
 from tfdist.tools.doctor.meeting import Meeting, Peer, Sight, serving
 from tfdist.tools.doctor.server import Desk
 
-SPEC = ClusterSpec({"worker": ("10.0.0.1:2222", "10.0.0.2:2222", "10.0.0.3:2222")}, source="file c.yaml")
+SPEC = ClusterSpec(
+    {"worker": ("10.0.0.1:2222", "10.0.0.2:2222", "10.0.0.3:2222")}, source="file c.yaml"
+)
 
 
 def who(spec, task="worker:0", versions="keras 3.15", nonce="mine", gpus=0):
@@ -61,7 +63,9 @@ def judged(**changes):
 
 def same_words(check, sentence):
     """Whether a check says what another part of tfdist says of the same mistake."""
-    assert f"{check.found}; {check.remedy}" in sentence or f"{check.found}. {check.remedy}" in sentence, (check, sentence)
+    assert (
+        f"{check.found}; {check.remedy}" in sentence or f"{check.found}. {check.remedy}" in sentence
+    ), (check, sentence)
 
 
 def test_hosts_that_fit_together():
@@ -72,18 +76,31 @@ def test_hosts_that_fit_together():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("worker: [a:1, b:99999]", "worker:1: address 'b:99999' has the bad port 99999; use 1 to 65535"),
-        ("worker: [a:1, a:1]", "worker:1 has the duplicate address a:1 of worker:0; give each task its own port"),
+        (
+            "worker: [a:1, b:99999]",
+            "worker:1: address 'b:99999' has the bad port 99999; use 1 to 65535",
+        ),
+        (
+            "worker: [a:1, a:1]",
+            "worker:1 has the duplicate address a:1 of worker:0; give each task its own port",
+        ),
         ("wroker: [a:1]", "job 'wroker': unknown; jobs are chief, worker, ps, evaluator"),
         ("ps: [a:1]", "nobody trains: no chief or worker among the jobs ['ps']; add a worker"),
-        ("worker: [a:1]\nworker: [b:1]", "the key 'worker' appears twice; list all its addresses under one"),
+        (
+            "worker: [a:1]\nworker: [b:1]",
+            "the key 'worker' appears twice; list all its addresses under one",
+        ),
         ("worker: {0: a:1", "cannot be parsed"),
     ],
 )
 def test_a_wrong_file(text, message, tmp_path, capsys):
     (tmp_path / "c.yaml").write_text(text)
     assert main.main(["--quick", "--json", "--cluster", str(tmp_path / "c.yaml")]) == 1
-    found = [check for check in json.loads(capsys.readouterr().out)["checks"] if check["part"] == "cluster"]
+    found = [
+        check
+        for check in json.loads(capsys.readouterr().out)["checks"]
+        if check["part"] == "cluster"
+    ]
     assert [(check["name"], check["status"]) for check in found] == [("file", "fail")]
     assert message in f"{found[0]['found']}; {found[0]['remedy']}"
 
@@ -98,13 +115,20 @@ def alone(spec):
 def test_a_name_that_does_not_resolve():
     spec = ClusterSpec({"worker": ("127.0.0.1:2222", "no-such-host.invalid:2222")})
     found, _ = cluster.check_spec(spec, spec.tasks[:1])
-    one(found, "names", "worker:1 at no-such-host.invalid:2222 does not resolve", "add it to DNS or /etc/hosts")
+    one(
+        found,
+        "names",
+        "worker:1 at no-such-host.invalid:2222 does not resolve",
+        "add it to DNS or /etc/hosts",
+    )
 
 
 def test_an_address_of_another_machine():
     spec = ClusterSpec({"worker": ("203.0.113.1:2222", "203.0.113.2:2222")}, "worker", 0)
     found, _ = cluster.check_spec(spec, [spec.task])
-    same_words(one(found, "addresses", "203.0.113.1:2222 is not an address of this machine"), alone(spec))
+    same_words(
+        one(found, "addresses", "203.0.113.1:2222 is not an address of this machine"), alone(spec)
+    )
 
 
 def test_loopback_beside_real_addresses():
@@ -129,7 +153,9 @@ def test_a_port_that_is_taken():
 
 def test_no_task_is_here(tmp_path, capsys):
     (tmp_path / "c.yaml").write_text("worker: ['203.0.113.1:2222', '203.0.113.2:2222']")
-    assert main.main(["--quick", "--json", "--together", "--cluster", str(tmp_path / "c.yaml")]) == 1
+    assert (
+        main.main(["--quick", "--json", "--together", "--cluster", str(tmp_path / "c.yaml")]) == 1
+    )
     assert "expected a task with an address of this host" in capsys.readouterr().out
 
 
@@ -139,7 +165,9 @@ def test_a_task_that_does_not_come():
     meeting = Meeting(Desk(spec, who(spec), {}), [spec.task], timeout=0.2)
     meeting.ask_all()
     found = cluster.check_peers(spec, who(spec), meeting.own, meeting.peers, meeting.missing, 0.2)
-    check = one(found, "reach", "1 of 2 tasks are absent: worker:1 at 127.0.0.1:", "Connection refused")
+    check = one(
+        found, "reach", "1 of 2 tasks are absent: worker:1 at 127.0.0.1:", "Connection refused"
+    )
     with pytest.raises(preflight.PeersAbsent) as error:
         preflight.check(spec, timeout=0.2)
     same_words(check, str(error.value))
@@ -150,14 +178,18 @@ def test_a_task_that_reaches_us_but_cannot_be_reached():
     spec = ClusterSpec.local(workers=2)
     desk = Desk(spec, who(spec), {})
     with serving(desk, spec.tasks[:1]):
-        blocked = Meeting(Desk(spec, who(spec, "worker:1", nonce="theirs"), {}), spec.tasks[1:], timeout=5)
+        blocked = Meeting(
+            Desk(spec, who(spec, "worker:1", nonce="theirs"), {}), spec.tasks[1:], timeout=5
+        )
         blocked.ask_all()
         assert not blocked.missing
         blocked.tell("", ["worker:1"])
         meeting = Meeting(desk, spec.tasks[:1], timeout=0.5)
         meeting.ask_all()
     assert desk.done == {"worker:1": ""}
-    found = cluster.check_peers(spec, who(spec), meeting.own, meeting.peers, meeting.missing, meeting.elapsed)
+    found = cluster.check_peers(
+        spec, who(spec), meeting.own, meeting.peers, meeting.missing, meeting.elapsed
+    )
     one(found, "reach", "1 of 2 tasks are absent: worker:1 at 127.0.0.1:")
 
 
@@ -169,16 +201,26 @@ def test_a_fault_of_a_task_that_is_gone_is_enough():
     meeting.ask_all()
     assert not meeting.missing
     assert meeting.elapsed < 20
-    assert not cluster.check_peers(spec, who(spec), meeting.own, meeting.peers, meeting.missing, 0.0)  # not that all are here
+    assert not cluster.check_peers(
+        spec, who(spec), meeting.own, meeting.peers, meeting.missing, 0.0
+    )  # not that all are here
 
 
 def test_a_doctor_that_is_done_serves_until_it_was_asked():
     spec = ClusterSpec.local(workers=2)
     desks = [Desk(spec, who(spec, str(task), nonce=f"of {task}"), {}) for task in spec.tasks]
-    first, second = (Meeting(desk, [task], timeout=0.5) for desk, task in zip(desks, spec.tasks, strict=True))
+    first, second = (
+        Meeting(desk, [task], timeout=0.5) for desk, task in zip(desks, spec.tasks, strict=True)
+    )
     with serving(desks[0], spec.tasks[:1]), serving(desks[1], spec.tasks[1:]):
         second.ask_all()
-        exchange.ask(spec.tasks[1].address, who(spec, nonce="twin"), "done", serves=["worker:0"], wrong="ports: taken")
+        exchange.ask(
+            spec.tasks[1].address,
+            who(spec, nonce="twin"),
+            "done",
+            serves=["worker:0"],
+            wrong="ports: taken",
+        )
         assert second.wait_until_asked("") == {"worker:0": "it has not asked this host"}
         assert second.wait_until_asked("a fault, which the others were told") == {}
         first.ask_all()
@@ -190,10 +232,15 @@ def test_a_doctor_with_another_cluster_gets_the_time_to_ask():
     spec = ClusterSpec.local(workers=2)
     theirs = ClusterSpec({"worker": spec.jobs["worker"][::-1]})
     desk = Desk(spec, who(spec), {})
-    with serving(desk, spec.tasks[:1]), serving(Desk(theirs, who(theirs, nonce="theirs"), {}), theirs.tasks[:1]):
+    with (
+        serving(desk, spec.tasks[:1]),
+        serving(Desk(theirs, who(theirs, nonce="theirs"), {}), theirs.tasks[:1]),
+    ):
         meeting = Meeting(desk, spec.tasks[:1], timeout=30)
         meeting.ask_all()
-        late_asker = threading.Timer(0.3, exchange.ask, (spec.tasks[0].address, who(theirs, nonce="theirs"), "hello"))
+        late_asker = threading.Timer(
+            0.3, exchange.ask, (spec.tasks[0].address, who(theirs, nonce="theirs"), "hello")
+        )
         late_asker.start()
         meeting.tell("spec: differs", ["worker:0"])
         assert meeting.wait_until_asked("spec: differs") == {}
@@ -222,61 +269,127 @@ def other(*addresses):
 @pytest.mark.parametrize(
     ("spec", "where"),
     [
-        (other("10.0.0.2:2222", "10.0.0.1:2222", "10.0.0.3:2222"), "another order: worker:0 is 10.0.0.1:2222 here and 10.0.0.2:2222 there"),
-        (other("10.0.0.1:9999", "10.0.0.2:2222", "10.0.0.3:2222"), "worker:0 is 10.0.0.1:2222 here and 10.0.0.1:9999 there"),
-        (other("10.0.0.1:2222", "10.0.0.2:2222"), "3 tasks here, 2 there: worker:2 is 10.0.0.3:2222 here and missing there"),
+        (
+            other("10.0.0.2:2222", "10.0.0.1:2222", "10.0.0.3:2222"),
+            "another order: worker:0 is 10.0.0.1:2222 here and 10.0.0.2:2222 there",
+        ),
+        (
+            other("10.0.0.1:9999", "10.0.0.2:2222", "10.0.0.3:2222"),
+            "worker:0 is 10.0.0.1:2222 here and 10.0.0.1:9999 there",
+        ),
+        (
+            other("10.0.0.1:2222", "10.0.0.2:2222"),
+            "3 tasks here, 2 there: worker:2 is 10.0.0.3:2222 here and missing there",
+        ),
     ],
     ids=["order", "the leader's port", "size"],
 )
 def test_different_clusters(spec, where):
-    found = judged(**{key: who(spec, "worker:1", nonce="of worker:1")[key] for key in ("cluster", "tasks")})
-    check = one(found, "spec", "worker:1 at 10.0.0.2:2222 has a different cluster spec", where, "give all of them the same file")
-    same_words(dataclasses.replace(check, found=check.found.replace(f" ({where})", "")), theirs(spec))
+    found = judged(
+        **{key: who(spec, "worker:1", nonce="of worker:1")[key] for key in ("cluster", "tasks")}
+    )
+    check = one(
+        found,
+        "spec",
+        "worker:1 at 10.0.0.2:2222 has a different cluster spec",
+        where,
+        "give all of them the same file",
+    )
+    same_words(
+        dataclasses.replace(check, found=check.found.replace(f" ({where})", "")), theirs(spec)
+    )
 
 
 def theirs(spec, versions="keras 3.15"):
     """What the preflight says to worker:1 with another cluster or other versions."""
     with pytest.raises(preflight.ConfigurationError) as error:
-        preflight.compare(badge(spec, "worker:1", versions, "0", "x"), "worker:1 at 10.0.0.2:2222", who(SPEC), SPEC.source)
+        preflight.compare(
+            badge(spec, "worker:1", versions, "0", "x"),
+            "worker:1 at 10.0.0.2:2222",
+            who(SPEC),
+            SPEC.source,
+        )
     return str(error.value)
 
 
 def test_different_versions():
-    check = one(judged(versions="keras 3.10"), "versions", "has different versions: keras 3.10; worker:0 has keras 3.15", "install the same")
+    check = one(
+        judged(versions="keras 3.10"),
+        "versions",
+        "has different versions: keras 3.10; worker:0 has keras 3.15",
+        "install the same",
+    )
     same_words(check, theirs(SPEC, "keras 3.10"))
 
 
 def test_a_task_that_is_claimed_twice():
     found = peers()
-    found["worker:2"] = dataclasses.replace(found["worker:2"], badge=who(SPEC, "worker:2", nonce="another"))
-    found["worker:1"] = dataclasses.replace(found["worker:1"], badge=who(SPEC, "worker:0", nonce="other"))
+    found["worker:2"] = dataclasses.replace(
+        found["worker:2"], badge=who(SPEC, "worker:2", nonce="another")
+    )
+    found["worker:1"] = dataclasses.replace(
+        found["worker:1"], badge=who(SPEC, "worker:0", nonce="other")
+    )
     checks = bad(cluster.check_peers(SPEC, who(SPEC), {"worker:0"}, found, {}, 5.0))
-    assert "worker:0 expected worker:1 at 10.0.0.2:2222 and found worker:0: the address leads to another machine" in checks[0].found
+    assert (
+        "worker:0 expected worker:1 at 10.0.0.2:2222 and found worker:0: the address leads to another machine"
+        in checks[0].found
+    )
     found["worker:0"] = Peer("worker:0", "10.0.0.1:2222", who(SPEC, "worker:0", nonce="other"))
     checks = bad(cluster.check_peers(SPEC, who(SPEC), {"worker:0"}, found, {}, 5.0))
     assert any("two processes claim to be worker:0" in check.found for check in checks)
 
 
 def test_different_numbers_of_devices():
-    one(judged(gpus=4), "devices", "GPUs differ: worker:0 0, worker:1 4, worker:2 0", "CUDA_VISIBLE_DEVICES")
+    one(
+        judged(gpus=4),
+        "devices",
+        "GPUs differ: worker:0 0, worker:1 4, worker:2 0",
+        "CUDA_VISIBLE_DEVICES",
+    )
 
 
 def test_parameter_servers_need_no_gpus():
     spec = ClusterSpec({"chief": ("a:1",), "worker": ("b:1", "c:1"), "ps": ("d:1",)})
-    found = {task: Peer(task, "x:1", {**who(spec, task, nonce=task), "gpus": 2}) for task in ("worker:0", "worker:1")}
+    found = {
+        task: Peer(task, "x:1", {**who(spec, task, nonce=task), "gpus": 2})
+        for task in ("worker:0", "worker:1")
+    }
     found["ps:0"] = Peer("ps:0", "d:1", who(spec, "ps:0", nonce="ps"))
     assert not bad(cluster.check_peers(spec, who(spec, "chief:0"), {"chief:0"}, found, {}, 5.0))
 
 
-@pytest.mark.parametrize(("offset", "status", "text"), [(5.0, "warn", "is 5 s ahead of this host's"), (-4000.0, "fail", "is 67 min behind")])
+@pytest.mark.parametrize(
+    ("offset", "status", "text"),
+    [(5.0, "warn", "is 5 s ahead of this host's"), (-4000.0, "fail", "is 67 min behind")],
+)
 def test_clocks_that_differ(offset, status, text):
-    one(judged(offset=offset), "clocks", f"that of worker:1 at 10.0.0.2:2222 {text}", "timedatectl", status=status)
+    one(
+        judged(offset=offset),
+        "clocks",
+        f"that of worker:1 at 10.0.0.2:2222 {text}",
+        "timedatectl",
+        status=status,
+    )
 
 
 def test_a_place_that_is_not_shared():
-    blind = [Sight("/runs", "worker:1", "/runs", seen=False), Sight("/runs", "worker:2", "/runs", seen=True)]
-    one(cluster.check_sights(blind), "shared place", "/runs: a file written here is not seen by worker:1 in /runs", "mount the same file system")
-    one(cluster.check_sights([Sight("/runs", "worker:1")]), "shared place", "unknown of worker:1", status="warn")
+    blind = [
+        Sight("/runs", "worker:1", "/runs", seen=False),
+        Sight("/runs", "worker:2", "/runs", seen=True),
+    ]
+    one(
+        cluster.check_sights(blind),
+        "shared place",
+        "/runs: a file written here is not seen by worker:1 in /runs",
+        "mount the same file system",
+    )
+    one(
+        cluster.check_sights([Sight("/runs", "worker:1")]),
+        "shared place",
+        "unknown of worker:1",
+        status="warn",
+    )
 
 
 def test_a_place_that_cannot_be_used_keeps_its_number(tmp_path):
@@ -287,13 +400,18 @@ def test_a_place_that_cannot_be_used_keeps_its_number(tmp_path):
         meeting = Meeting(Desk(spec, who(spec), {}), spec.tasks[:1], timeout=5)
         meeting.ask_all()
         sights = meeting.share([str(tmp_path / "a"), str(tmp_path / "b"), None])
-    assert [(sight.other, sight.seen) for sight in sights] == [(None, False), (str(tmp_path / "b"), True)]
+    assert [(sight.other, sight.seen) for sight in sights] == [
+        (None, False),
+        (str(tmp_path / "b"), True),
+    ]
     assert [entry.name for entry in tmp_path.rglob("*")] == ["b"]
 
 
 def test_directories_that_were_made_are_removed(tmp_path):
     spec = ClusterSpec.local(workers=2)
-    Meeting(Desk(spec, who(spec), {}), spec.tasks[:1], timeout=5).share([str(tmp_path / "a" / "b" / "c")])
+    Meeting(Desk(spec, who(spec), {}), spec.tasks[:1], timeout=5).share(
+        [str(tmp_path / "a" / "b" / "c")]
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -303,9 +421,21 @@ GOOD = Link("worker:0", "worker:1", latency=1e-4, rate=1e9)
 @pytest.mark.parametrize(
     ("link", "status", "text"),
     [
-        (Link("worker:1", "worker:2", 1e-4, 1e8), "warn", "the slowest is from worker:1 to worker:2"),
-        (Link("worker:1", "worker:2", 2e-2, 1e9), "warn", "the farthest is from worker:1 to worker:2"),
-        (Link("worker:1", "worker:2", error="timed out"), "fail", "from worker:1 to worker:2: timed out"),
+        (
+            Link("worker:1", "worker:2", 1e-4, 1e8),
+            "warn",
+            "the slowest is from worker:1 to worker:2",
+        ),
+        (
+            Link("worker:1", "worker:2", 2e-2, 1e9),
+            "warn",
+            "the farthest is from worker:1 to worker:2",
+        ),
+        (
+            Link("worker:1", "worker:2", error="timed out"),
+            "fail",
+            "from worker:1 to worker:2: timed out",
+        ),
     ],
 )
 def test_a_link_that_is_slow_or_broken(link, status, text):
@@ -318,19 +448,36 @@ def test_a_pause_is_not_a_slow_link(monkeypatch):
     spec = ClusterSpec.local(workers=2)
     rates = {("worker:0", "worker:1"): [1e8, 1e9, 2e9], ("worker:1", "worker:0"): [1e9]}
     monkeypatch.setattr(Meeting, "hosts", lambda self: ["worker:0", "worker:1"])
-    monkeypatch.setattr(Meeting, "_measure", lambda self, source, target: Link(source, target, 1e-4, rates[source, target].pop(0)))
+    monkeypatch.setattr(
+        Meeting,
+        "_measure",
+        lambda self, source, target: Link(source, target, 1e-4, rates[source, target].pop(0)),
+    )
     found = Meeting(Desk(spec, who(spec), {}), spec.tasks[:1], timeout=5).links(cluster.odd_links)
     assert [link.rate for link in found] == [1e9, 1e9]
     rates.update({("worker:0", "worker:1"): [1e8, 2e8, 1e8], ("worker:1", "worker:0"): [1e9]})
     found = Meeting(Desk(spec, who(spec), {}), spec.tasks[:1], timeout=5).links(cluster.odd_links)
     assert [link.rate for link in found] == [2e8, 1e9]
-    one(cluster.check_links([*found, found[1]]), "network", "the slowest is from worker:0 to worker:1", status="warn")
+    one(
+        cluster.check_links([*found, found[1]]),
+        "network",
+        "the slowest is from worker:0 to worker:1",
+        status="warn",
+    )
     assert GOOD.better(Link("worker:0", "worker:1", error="timed out")) == GOOD
 
 
 def test_a_fault_that_another_host_found():
-    one(cluster.check_ends({"worker:1": "Python: 2.7", "worker:2": ""}, {}, SPEC, 5.0), "other hosts", "the doctor of worker:1 found: Python: 2.7")
-    one(cluster.check_ends({"worker:2": ""}, {"worker:1": "it hangs"}, SPEC, 5.0), "other hosts", "worker:1 at 10.0.0.2:2222 (it hangs)")
+    one(
+        cluster.check_ends({"worker:1": "Python: 2.7", "worker:2": ""}, {}, SPEC, 5.0),
+        "other hosts",
+        "the doctor of worker:1 found: Python: 2.7",
+    )
+    one(
+        cluster.check_ends({"worker:2": ""}, {"worker:1": "it hangs"}, SPEC, 5.0),
+        "other hosts",
+        "worker:1 at 10.0.0.2:2222 (it hangs)",
+    )
 
 
 def test_a_preflight_that_answers_in_place_of_a_doctor():
@@ -342,8 +489,19 @@ def test_a_preflight_that_answers_in_place_of_a_doctor():
 
 def test_the_words_of_the_page_are_those_of_the_code():
     """docs/doctor.md tells who catches which mistake, with which words; each is a part of some text in the package."""
-    rows = (ROOT / "docs/doctor.md").read_text().partition("## Which mistake")[2].partition("## JSON")[0].splitlines()
-    words = [word for row in rows if row.startswith("|") for word in re.findall(r"`([^`]+)`", row.split("|")[3])]
+    rows = (
+        (ROOT / "docs/doctor.md")
+        .read_text()
+        .partition("## Which mistake")[2]
+        .partition("## JSON")[0]
+        .splitlines()
+    )
+    words = [
+        word
+        for row in rows
+        if row.startswith("|")
+        for word in re.findall(r"`([^`]+)`", row.split("|")[3])
+    ]
     texts = {
         node.value
         for path in (ROOT / "tfdist").rglob("*.py")
@@ -359,7 +517,9 @@ def test_the_words_of_the_page_are_those_of_the_code():
 def served(tmp_path):
     """(address, badge, directory) of a doctor that serves worker:0 of two."""
     spec = ClusterSpec.local(workers=2)
-    with serving(Desk(spec, who(spec), {"tasks": [], "gpus": 0}, [str(tmp_path)]), spec.tasks[:1]) as failed:
+    with serving(
+        Desk(spec, who(spec), {"tasks": [], "gpus": 0}, [str(tmp_path)]), spec.tasks[:1]
+    ) as failed:
         assert not failed
         yield spec.tasks[0].address, who(spec, "worker:1", nonce="theirs"), tmp_path
 
@@ -403,7 +563,11 @@ def test_a_fault_counts_whoever_said_before_that_there_is_none():
     spec = ClusterSpec.local(workers=2)
     desk = Desk(spec, who(spec), {})
     for wrong, told in (("", ""), ("place: full", "place: full"), ("", "place: full")):
-        desk.answer({**who(spec), "ask": "done", "serves": ["worker:1", "worker:9", 7], "wrong": wrong}, "worker:0", "here")
+        desk.answer(
+            {**who(spec), "ask": "done", "serves": ["worker:1", "worker:9", 7], "wrong": wrong},
+            "worker:0",
+            "here",
+        )
         assert desk.done == {"worker:1": told}
 
 
@@ -414,13 +578,29 @@ def test_a_budget_of_questions(served):
         with pytest.raises(exchange.Refused) as refused:
             exchange.ask(address, mine, "measure", peer=None)
         said.add(str(refused.value))
-    assert said == {"no task of this cluster", "this doctor was asked to measure too often; start it again"}
+    assert said == {
+        "no task of this cluster",
+        "this doctor was asked to measure too often; start it again",
+    }
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n\r\n", b"null\n", b"\xff\n", b"[" * 5000 + b"\n", b"{" + b"x" * 100000])
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"null\n",
+        b"\xff\n",
+        b"[" * 5000 + b"\n",
+        b"{" + b"x" * 100000,
+    ],
+)
 def test_strangers_do_no_harm(served, sent, capsys):
     address, mine, _ = served
-    with socket.create_connection(split_address(address)) as connection, contextlib.suppress(OSError):
+    with (
+        socket.create_connection(split_address(address)) as connection,
+        contextlib.suppress(OSError),
+    ):
         connection.sendall(sent)
     assert exchange.ask(address, mine, "hello")["task"] == "worker:0"
     assert "Traceback" not in capsys.readouterr().err
@@ -451,8 +631,12 @@ def test_a_link_is_measured(served):
 @pytest.mark.parametrize("received", [[], None, "x", 10**400])
 def test_a_peer_that_sends_another_type(served, monkeypatch, received):
     send = server.send
-    monkeypatch.setattr(server, "send", lambda connection, said: send(connection, {**said, "received": received}))
+    monkeypatch.setattr(
+        server, "send", lambda connection, said: send(connection, {**said, "received": received})
+    )
     address, mine, _ = served
     assert exchange.measure("worker:1", "worker:0", address, mine).error
-    meeting = Meeting(Desk(ClusterSpec({"worker": (address, "127.0.0.1:1")}), mine, {}), [], timeout=0.2)
+    meeting = Meeting(
+        Desk(ClusterSpec({"worker": (address, "127.0.0.1:1")}), mine, {}), [], timeout=0.2
+    )
     assert meeting._hello("worker:0")

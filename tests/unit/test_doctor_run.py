@@ -17,9 +17,20 @@ ROOMY = Machine(available=64 * GB, capacity=64 * GB)
 def words(tmp_path, digits_dir, monkeypatch):
     """A config that fits; more words change it."""
     monkeypatch.chdir(tmp_path)
-    lines = ["import tfdist", "def get_config():", "    config = tfdist.config.default()", "    config.model.name = 'mlp'", "    return config"]
+    lines = [
+        "import tfdist",
+        "def get_config():",
+        "    config = tfdist.config.default()",
+        "    config.model.name = 'mlp'",
+        "    return config",
+    ]
     (tmp_path / "run.py").write_text("\n".join(lines))
-    return ["--config=run.py", f"--config.data.data_dir={digits_dir}", "--config.data.train_split=train[:20%]", "--config.strategy.devices=cpu"]
+    return [
+        "--config=run.py",
+        f"--config.data.data_dir={digits_dir}",
+        "--config.data.train_split=train[:20%]",
+        "--config.strategy.devices=cpu",
+    ]
 
 
 def tried(words, workers=2):
@@ -64,14 +75,24 @@ def test_data_and_a_model_of_the_users(words, tmp_path):
         "    return model",
     ]
     (tmp_path / "mine.py").write_text("\n".join(lines))
-    found = tried([*words, "--config.data.name=mine.py:data", "--config.model.name=mine.py:model", "--config.data.global_batch=4"])
+    found = tried(
+        [
+            *words,
+            "--config.data.name=mine.py:data",
+            "--config.model.name=mine.py:model",
+            "--config.data.global_batch=4",
+        ]
+    )
     assert (found.error, found.stage, found.parameters, found.rows) == ("", "done", 4, 2)
     assert "inputs a [3]" in found.data
 
 
 @pytest.mark.parametrize("kind", ["sparse", "ragged"])
 def test_inputs_that_are_not_dense(words, tmp_path, kind):
-    make = {"sparse": "tf.sparse.from_dense(tf.eye(4))", "ragged": "tf.RaggedTensor.from_tensor(tf.eye(4))"}[kind]
+    make = {
+        "sparse": "tf.sparse.from_dense(tf.eye(4))",
+        "ragged": "tf.RaggedTensor.from_tensor(tf.eye(4))",
+    }[kind]
     lines = [
         "import keras, tensorflow as tf",
         "def data(settings, split):",
@@ -88,14 +109,25 @@ def test_inputs_that_are_not_dense(words, tmp_path, kind):
         "    return model",
     ]
     (tmp_path / "mine.py").write_text("\n".join(lines))
-    found = tried([*words, "--config.data.name=mine.py:data", "--config.model.name=mine.py:model", "--config.data.global_batch=4"])
+    found = tried(
+        [
+            *words,
+            "--config.data.name=mine.py:data",
+            "--config.model.name=mine.py:model",
+            "--config.data.global_batch=4",
+        ]
+    )
     assert (found.error, found.stage, found.rows) == ("", "done", 2)
 
 
 @pytest.mark.parametrize(
     ("word", "stage", "text"),
     [
-        ("--config.train.epohs=3", "config", "train.epohs: no such key. Did you mean train.epochs?"),
+        (
+            "--config.train.epohs=3",
+            "config",
+            "train.epohs: no such key. Did you mean train.epochs?",
+        ),
         ("--config.train.epochs=0", "config", "train.epochs: expected at least 1, received 0"),
         ("--config.data.name=no_such_data", "data", "no such data set"),
         ("--config.data.eval_split=validation", "data", "no such split"),
@@ -127,15 +159,29 @@ def test_a_directory_with_a_finished_run(words, tmp_path):
 
 
 def test_a_data_set_that_would_be_downloaded(words, tmp_path):
-    found = tried([*words, "--config.data.name=mnist", f"--config.data.data_dir={tmp_path / 'empty'}"])
+    found = tried(
+        [*words, "--config.data.name=mnist", f"--config.data.data_dir={tmp_path / 'empty'}"]
+    )
     assert found.unprepared.startswith("mnist in ")
     assert bad(runs.check_trial(found, ROOMY, 2, 2)) == [("data", "warn")]
     assert not (tmp_path / "empty").exists()
 
 
-@pytest.mark.parametrize(("batch", "workers", "expected"), [(64, 2, []), (64, 3, [("batch", "warn")]), (3, 4, [("batch", "warn")])])
+@pytest.mark.parametrize(
+    ("batch", "workers", "expected"),
+    [(64, 2, []), (64, 3, [("batch", "warn")]), (3, 4, [("batch", "warn")])],
+)
 def test_a_batch_that_does_not_divide(batch, workers, expected):
-    found = trial.Trial("done", name="x", directory="runs/x", global_batch=batch, data="x", parameters=1, rows=1, peak=GB)
+    found = trial.Trial(
+        "done",
+        name="x",
+        directory="runs/x",
+        global_batch=batch,
+        data="x",
+        parameters=1,
+        rows=1,
+        peak=GB,
+    )
     assert bad(runs.check_trial(found, ROOMY, workers, 1)) == expected
     servers = dataclasses.replace(found, strategy="parameter_server")
     assert not bad(runs.check_trial(servers, ROOMY, workers, 1))
@@ -152,30 +198,79 @@ def test_a_batch_that_does_not_divide(batch, workers, expected):
         (Machine(available=64 * GB, smi=(Card("T4", 16 * GB, 15 * GB),)), 14 * GB, "warn"),
         (Machine(available=64 * GB), 1 * GB, "warn"),  # unknown
         (Machine(available=3 * GB), 1 * GB, "fail"),
-        (Machine(available=64 * GB, driven=2, visible="1", smi=(Card("T4", 16 * GB, 0), Card("H200", 140 * GB, 139 * GB))), 20 * GB, "pass"),
+        (
+            Machine(
+                available=64 * GB,
+                driven=2,
+                visible="1",
+                smi=(Card("T4", 16 * GB, 0), Card("H200", 140 * GB, 139 * GB)),
+            ),
+            20 * GB,
+            "pass",
+        ),
     ],
 )
 def test_memory_that_is_too_little(machine, gpu_peak, status):
     """Two processes of 2.2 GB on this host."""
-    found = trial.Trial("done", name="x", directory="x", global_batch=2, data="x", parameters=1, rows=1, grown=GB, peak=int(2.2 * GB), gpu_peak=gpu_peak)
-    (memory,) = [check for check in runs.check_trial(found, machine, 2, 2) if check.name == "memory"]
+    found = trial.Trial(
+        "done",
+        name="x",
+        directory="x",
+        global_batch=2,
+        data="x",
+        parameters=1,
+        rows=1,
+        grown=GB,
+        peak=int(2.2 * GB),
+        gpu_peak=gpu_peak,
+    )
+    (memory,) = [
+        check for check in runs.check_trial(found, machine, 2, 2) if check.name == "memory"
+    ]
     assert memory.status == status
 
 
 @pytest.mark.parametrize(("replicas", "status"), [(1, "pass"), (2, "warn"), (5, "fail")])
 def test_replicas_share_the_memory_of_their_process(replicas, status):
     """Two processes of 2.2 GB with one replica, of which each takes 1 GB."""
-    found = trial.Trial("done", name="x", directory="x", global_batch=20, replicas=replicas, data="x", parameters=1, rows=1, grown=GB, peak=int(2.2 * GB))
-    (memory,) = [check for check in runs.check_trial(found, Machine(available=7 * GB), 2, 2) if check.name == "memory"]
+    found = trial.Trial(
+        "done",
+        name="x",
+        directory="x",
+        global_batch=20,
+        replicas=replicas,
+        data="x",
+        parameters=1,
+        rows=1,
+        grown=GB,
+        peak=int(2.2 * GB),
+    )
+    (memory,) = [
+        check
+        for check in runs.check_trial(found, Machine(available=7 * GB), 2, 2)
+        if check.name == "memory"
+    ]
     assert memory.status == status
     assert (f"({replicas} replicas, of which one was measured)" in memory.found) == (replicas > 1)
     on_gpus = dataclasses.replace(found, gpu_peak=GB)
-    assert not bad(runs.check_trial(on_gpus, Machine(available=7 * GB, smi=(Card("T4", 16 * GB, 15 * GB),)), 2, 2))
+    assert not bad(
+        runs.check_trial(
+            on_gpus, Machine(available=7 * GB, smi=(Card("T4", 16 * GB, 15 * GB),)), 2, 2
+        )
+    )
 
 
 def test_places_that_only_tensorflow_writes_to(tmp_path):
     (tmp_path / "file").write_text("mine")
-    found = [probe.try_place(path) for path in ("ram://somewhere/runs", f"file://{tmp_path}/new", f"file://{tmp_path}/file/x", "none://x")]
+    found = [
+        probe.try_place(path)
+        for path in (
+            "ram://somewhere/runs",
+            f"file://{tmp_path}/new",
+            f"file://{tmp_path}/file/x",
+            "none://x",
+        )
+    ]
     assert [places.check_place(place).status for place in found] == ["pass", "pass", "fail", "fail"]
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 

@@ -24,7 +24,9 @@ X, Y = np.random.default_rng(0).normal(size=(32, 4)).astype("float32"), np.arang
 def build(strategy=None, seed=0, units=8):
     keras.utils.set_random_seed(seed)
     with strategy.scope() if strategy else tf.distribute.get_strategy().scope():
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(units, "relu"), keras.layers.Dense(3)])
+        model = keras.Sequential(
+            [keras.Input((4,)), keras.layers.Dense(units, "relu"), keras.layers.Dense(3)]
+        )
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile("adam", loss, metrics=["accuracy"])
     return model
@@ -41,7 +43,9 @@ def strategy(monkeypatch):
 
 def chief_until(strategy, event):
     """A chief that answers until an event."""
-    strategy.tfdist_engine._presence = Presence("a:1", look=lambda address, timeout: not event.is_set())
+    strategy.tfdist_engine._presence = Presence(
+        "a:1", look=lambda address, timeout: not event.is_set()
+    )
 
 
 def train(callbacks, epochs, seed=0):
@@ -69,7 +73,13 @@ def test_a_checkpoints_name_tells_its_epoch(tmp_path, template, name, epoch):
     path.write_bytes(b"x")
     (tmp_path / "other.txt").write_bytes(b"x")
     for freq, finished in (("epoch", None if epoch is None else epoch + 1), (5, None)):
-        (source,) = find_sources([keras.callbacks.ModelCheckpoint(tmp_path / template, save_freq=freq, save_weights_only="weights" in name)])
+        (source,) = find_sources(
+            [
+                keras.callbacks.ModelCheckpoint(
+                    tmp_path / template, save_freq=freq, save_weights_only="weights" in name
+                )
+            ]
+        )
         (found,) = source()
         assert (found.path, found.epoch, found.finished) == (str(path), epoch, finished)
 
@@ -78,7 +88,9 @@ def test_a_backup_tells_its_epoch(tmp_path):
     backup = tfdist.BackupAndRestore(tmp_path)
     (source,) = find_sources([backup])
     assert source() == []
-    backup.store.write(Snapshot({}, {"epoch": 0, "step": 0, "first": True}))  # nothing was trained yet
+    backup.store.write(
+        Snapshot({}, {"epoch": 0, "step": 0, "first": True})
+    )  # nothing was trained yet
     assert source() == []
     backup.store.write(Snapshot({}, {"epoch": 3, "step": 0}))
     assert [(c.epoch, c.finished) for c in source()] == [(2, 3)]
@@ -90,17 +102,25 @@ def test_a_backup_tells_its_epoch(tmp_path):
 
 # --- fit -------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["{epoch}.keras", "{epoch:03d}-{val_loss:.2f}.weights.h5"])
-def test_fit_evaluates_each_checkpoint_once_and_writes_nothing_else(strategy, tmp_path, capsys, name):
-    saves = keras.callbacks.ModelCheckpoint(tmp_path / "saved" / name, save_weights_only=name.endswith(".weights.h5"))
+def test_fit_evaluates_each_checkpoint_once_and_writes_nothing_else(
+    strategy, tmp_path, capsys, name
+):
+    saves = keras.callbacks.ModelCheckpoint(
+        tmp_path / "saved" / name, save_weights_only=name.endswith(".weights.h5")
+    )
     truth = train([saves, keras.callbacks.ModelCheckpoint(tmp_path / "saved" / "last.keras")], 3)
     before = sorted(os.listdir(tmp_path / "saved"))
     called = []
     callbacks = [
         saves,
-        keras.callbacks.ModelCheckpoint(tmp_path / "saved" / "last.keras"),  # the last state, saved twice
+        keras.callbacks.ModelCheckpoint(
+            tmp_path / "saved" / "last.keras"
+        ),  # the last state, saved twice
         tfdist.TensorBoard(str(tmp_path / "logs")),
         keras.callbacks.CSVLogger(tmp_path / "log.csv"),
-        keras.callbacks.LambdaCallback(on_train_begin=called.append, on_epoch_end=lambda *a: called.append(a)),
+        keras.callbacks.LambdaCallback(
+            on_train_begin=called.append, on_epoch_end=lambda *a: called.append(a)
+        ),
     ]
     model = build(strategy, seed=1)
     history = model.fit(X, Y, epochs=3, batch_size=8, validation_data=(X, Y), callbacks=callbacks)
@@ -127,7 +147,9 @@ def test_a_model_that_trains_in_parts_is_evaluated(strategy, tmp_path, parts):
         if parts == "weights":
             tfdist.parallel.fsdp(model)
         model.compile(tfdist.parallel.zero("adam") if parts == "state" else "adam", model.loss)
-    history = model.fit(X, Y, epochs=2, batch_size=8, validation_data=(X, Y), callbacks=[saves], verbose=0)
+    history = model.fit(
+        X, Y, epochs=2, batch_size=8, validation_data=(X, Y), callbacks=[saves], verbose=0
+    )
     np.testing.assert_allclose(history.history["val_loss"], truth.history["val_loss"], rtol=1e-6)
 
 
@@ -142,7 +164,9 @@ def test_the_model_is_evaluated_predicts_and_is_left_to_the_chief_to_save(strate
     assert os.listdir(tmp_path) == []
 
 
-def test_a_backup_is_followed_while_it_changes_until_the_chief_is_gone(strategy, tmp_path, monkeypatch):
+def test_a_backup_is_followed_while_it_changes_until_the_chief_is_gone(
+    strategy, tmp_path, monkeypatch
+):
     load, gone = room._load, []
 
     def late(model, checkpoint):
@@ -165,11 +189,18 @@ def test_a_backup_is_followed_while_it_changes_until_the_chief_is_gone(strategy,
     thread.start()
     model = build(strategy, seed=1)
     history = model.fit(
-        X, Y, epochs=10, validation_data=(X, Y), verbose=0, callbacks=[tfdist.BackupAndRestore(tmp_path / "backup")]
+        X,
+        Y,
+        epochs=10,
+        validation_data=(X, Y),
+        verbose=0,
+        callbacks=[tfdist.BackupAndRestore(tmp_path / "backup")],
     )
     thread.join()
     assert history.epoch == [1, 2]
-    np.testing.assert_allclose(history.history["val_loss"], truth[0].history["val_loss"][1:], rtol=1e-6)
+    np.testing.assert_allclose(
+        history.history["val_loss"], truth[0].history["val_loss"][1:], rtol=1e-6
+    )
 
 
 def test_a_half_written_file_is_read_when_it_is_whole(strategy, tmp_path):
@@ -186,8 +217,12 @@ def test_a_half_written_file_is_read_when_it_is_whole(strategy, tmp_path):
 
     threading.Thread(target=mend).start()
     saves = keras.callbacks.ModelCheckpoint(tmp_path / "{epoch}.weights.h5", save_weights_only=True)
-    history = build(strategy).fit(X, Y, epochs=1, validation_data=(X, Y), verbose=0, callbacks=[saves])
-    assert history.history["val_loss"] == pytest.approx([build(seed=2).evaluate(X, Y, verbose=0)[0]])
+    history = build(strategy).fit(
+        X, Y, epochs=1, validation_data=(X, Y), verbose=0, callbacks=[saves]
+    )
+    assert history.history["val_loss"] == pytest.approx(
+        [build(seed=2).evaluate(X, Y, verbose=0)[0]]
+    )
 
 
 def test_of_old_files_only_the_newest_is_evaluated_and_ends_nothing(strategy, tmp_path):
@@ -199,7 +234,9 @@ def test_of_old_files_only_the_newest_is_evaluated_and_ends_nothing(strategy, tm
     chief_until(strategy, ended)
     threading.Timer(1.0, ended.set).start()
     started = time.monotonic()
-    history = build(strategy, seed=1).fit(X, Y, epochs=3, validation_data=(X, Y), verbose=0, callbacks=[saves])
+    history = build(strategy, seed=1).fit(
+        X, Y, epochs=3, validation_data=(X, Y), verbose=0, callbacks=[saves]
+    )
     assert history.epoch == [2]
     assert time.monotonic() - started > 1
 
@@ -213,10 +250,14 @@ def test_an_unbuilt_model_and_a_dataset_do_too(strategy, tmp_path):
         return model
 
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8)
-    truth = unbuilt().fit(data, validation_data=data, validation_steps=2, epochs=2, verbose=0, callbacks=[saves])
+    truth = unbuilt().fit(
+        data, validation_data=data, validation_steps=2, epochs=2, verbose=0, callbacks=[saves]
+    )
     with strategy.scope():
         model = unbuilt()
-    history = model.fit(data, validation_data=data, validation_steps=2, epochs=2, verbose=0, callbacks=[saves])
+    history = model.fit(
+        data, validation_data=data, validation_steps=2, epochs=2, verbose=0, callbacks=[saves]
+    )
     np.testing.assert_allclose(history.history["val_loss"], truth.history["val_loss"], rtol=1e-6)
 
 
@@ -224,21 +265,29 @@ def test_an_unbuilt_model_and_a_dataset_do_too(strategy, tmp_path):
 def test_what_cannot_be_evaluated_is_told(strategy, tmp_path):
     model = build(strategy)
     saves = keras.callbacks.ModelCheckpoint(tmp_path / "{epoch}.keras")
-    with pytest.raises(ValueError, match=r"validation_data: the evaluator needs data .* received none"):
+    with pytest.raises(
+        ValueError, match=r"validation_data: the evaluator needs data .* received none"
+    ):
         model.fit(X, Y, callbacks=[saves])
     with pytest.raises(ValueError, match="validation_split takes them from the training data"):
         model.fit(X, Y, validation_split=0.1, callbacks=[saves])
-    with pytest.raises(ValueError, match=r"nothing to evaluate: expected a keras.callbacks.ModelCheckpoint"):
+    with pytest.raises(
+        ValueError, match=r"nothing to evaluate: expected a keras.callbacks.ModelCheckpoint"
+    ):
         model.fit(X, Y, validation_data=(X, Y), callbacks=[keras.callbacks.CSVLogger("log.csv")])
 
 
 def test_a_training_that_never_begins_is_told(strategy, tmp_path):
     saves = keras.callbacks.ModelCheckpoint(tmp_path / "{epoch}.keras")
-    with pytest.raises(PeersAbsent, match=r"no checkpoint, and no chief answered at 127.0.0.1:\d+ within 0.5 s"):
+    with pytest.raises(
+        PeersAbsent, match=r"no checkpoint, and no chief answered at 127.0.0.1:\d+ within 0.5 s"
+    ):
         build(strategy).fit(X, Y, validation_data=(X, Y), verbose=0, callbacks=[saves])
 
 
-def test_checkpoints_of_another_model_are_an_error_when_there_are_no_others(strategy, tmp_path, monkeypatch):
+def test_checkpoints_of_another_model_are_an_error_when_there_are_no_others(
+    strategy, tmp_path, monkeypatch
+):
     monkeypatch.setattr(room, "GIVE_UP_S", 0.2)
     build(units=5).save(tmp_path / "1.keras")
     saves = keras.callbacks.ModelCheckpoint(tmp_path / "{epoch}.keras")

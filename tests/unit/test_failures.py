@@ -20,7 +20,9 @@ def error(kind, message, time):
 
 
 def victim(task, time, message=ABORTED):
-    return Ending(task, 1, time, error=error("UnavailableError", message, time), log_path=f"{task}.log")
+    return Ending(
+        task, 1, time, error=error("UnavailableError", message, time), log_path=f"{task}.log"
+    )
 
 
 def test_nobody_failed():
@@ -32,7 +34,11 @@ def test_nobody_failed():
     [
         (Ending("worker:1", -9, 7.0), Kind.SIGNAL, 137),
         (Ending("worker:1", 137, 7.0), Kind.SIGNAL, 137),
-        (Ending("worker:1", -6, 7.0, log="Check failed\nFatal Python error: Aborted"), Kind.SIGNAL, 134),
+        (
+            Ending("worker:1", -6, 7.0, log="Check failed\nFatal Python error: Aborted"),
+            Kind.SIGNAL,
+            134,
+        ),
         (Ending("worker:1", 1, 7.0, error=error("KeyError", "'x'", 6.0)), Kind.ERROR, 1),
         (Ending("worker:1", 3, 7.0), Kind.ERROR, 3),
         (Ending("worker:1", 78, 7.0), Kind.CONFIGURATION, 78),
@@ -43,11 +49,17 @@ def test_the_one_that_did_it_is_blamed_although_its_victim_was_quicker(ending, k
     verdict = judge([victim("worker:0", 5.0), ending])
     assert (verdict.cause.task, verdict.cause.kind, verdict.cause.code) == ("worker:1", kind, code)
     assert [(other.task, other.kind) for other in verdict.others] == [("worker:0", Kind.LOST_PEERS)]
-    assert verdict.others[0].message == "UnavailableError: Collective ops is aborted by: Socket closed"
+    assert (
+        verdict.others[0].message == "UnavailableError: Collective ops is aborted by: Socket closed"
+    )
 
 
 def test_who_waited_too_long_is_no_cause():
-    waited = error("TimeoutError", "worker:0 waited too long for worker:1, 600 s without a step: a worker hangs, is cut off", 3.0)
+    waited = error(
+        "TimeoutError",
+        "worker:0 waited too long for worker:1, 600 s without a step: a worker hangs, is cut off",
+        3.0,
+    )
     verdict = judge([Ending("worker:0", 1, 5.0, error=waited), Ending("worker:1", -9, 6.0)])
     assert verdict.cause.task == "worker:1"
     assert verdict.others[0].kind is Kind.LOST_PEERS
@@ -62,7 +74,10 @@ def test_of_two_errors_the_first_is_the_cause():
 def test_an_abort_over_lost_peers_is_no_cause():
     endings = [
         Ending(
-            "worker:0", -6, 5.0, log="E0000 ABORTED: Mutex corrupt\nFatal Python error: Aborted\n  File a"
+            "worker:0",
+            -6,
+            5.0,
+            log="E0000 ABORTED: Mutex corrupt\nFatal Python error: Aborted\n  File a",
         ),
         Ending("worker:1", 1, 6.0, log="Traceback (most recent call last):\n  File\nKeyError: 1\n"),
     ]
@@ -97,7 +112,9 @@ def test_a_frozen_task_is_named_by_its_peers():
 
 
 def test_only_victims_the_first_is_shown():
-    verdict = judge([victim("worker:0", 5.0), victim("worker:1", 4.0), Ending("worker:2", -9, 9.0, told=8.0)])
+    verdict = judge(
+        [victim("worker:0", 5.0), victim("worker:1", 4.0), Ending("worker:2", -9, 9.0, told=8.0)]
+    )
     assert verdict.cause.task == "worker:1"
     assert verdict.stopped == ("worker:2",)
 
@@ -121,18 +138,23 @@ def test_a_native_crash_keeps_the_lines_before_it():
 def test_the_last_traceback_of_a_log():
     start = "Traceback (most recent call last):\n"
     assert (
-        last_traceback(f"{start}  old\nOld: 1\nmore\n\x1b[1m{start}  new\nNew: 1") == f"{start}  new\nNew: 1"
+        last_traceback(f"{start}  old\nOld: 1\nmore\n\x1b[1m{start}  new\nNew: 1")
+        == f"{start}  new\nNew: 1"
     )
     assert last_traceback("all is well") == ""
 
 
 def test_a_log_stands_in_for_a_missing_error_file():
-    failure = classify(Ending("worker:0", 4, 1.0, log="I0000 00:00:1.2 77 a.cc:1] chat\nline 1\nline 2\n"))
+    failure = classify(
+        Ending("worker:0", 4, 1.0, log="I0000 00:00:1.2 77 a.cc:1] chat\nline 1\nline 2\n")
+    )
     assert failure.traceback == "line 1\nline 2"
 
 
 def test_report():
-    cause = Ending("worker:1", 1, 12.0, error=error("KeyError", "'x'", 11.0), log_path="/logs/worker-1.log")
+    cause = Ending(
+        "worker:1", 1, 12.0, error=error("KeyError", "'x'", 11.0), log_path="/logs/worker-1.log"
+    )
     verdict = judge([victim("worker:0", 12.5), cause, Ending("worker:2", -15, 15.0, told=14.0)])
     lines = format_verdict(verdict, 1.0, "/logs").splitlines()
     assert lines[1] == "ROOT CAUSE: worker:1 failed with exit code 1: KeyError: 'x'"
@@ -143,4 +165,6 @@ def test_report():
     assert f"  worker:0 failed with exit code 1: {lost} (1.5 s later)" in lines
     assert "  worker:2: ended by the launcher" in lines
     unhinted = dataclasses.replace(verdict.cause, hint="a hint")
-    assert "  that is: a hint" in format_verdict(dataclasses.replace(verdict, cause=unhinted), 1.0, "/logs")
+    assert "  that is: a hint" in format_verdict(
+        dataclasses.replace(verdict, cause=unhinted), 1.0, "/logs"
+    )

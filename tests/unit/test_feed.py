@@ -116,7 +116,9 @@ def test_keras_gets_shapes_for_its_first_batch_and_no_batch_is_lost(workers):
 
 def test_components_that_are_absent_stay_absent():
     """Keras marks a missing sample weight in a data set by an empty Optional."""
-    data = dataset(np.arange(ROWS), batch=BATCH).map(lambda x: (x, x, tf.experimental.Optional.empty(None)))
+    data = dataset(np.arange(ROWS), batch=BATCH).map(
+        lambda x: (x, x, tf.experimental.Optional.empty(None))
+    )
     for place in (*places(1), *places(2)):
         shapes, batches = fed_to_keras(data, place)
         assert shapes[2] is None
@@ -141,7 +143,11 @@ def test_loops_outside_of_keras_get_the_same_rows():
     data = dataset(np.arange(ROWS), batch=BATCH)
     for place in places(2, local_replicas=2):
         slices = [x.numpy().tolist() for x in replica_slices(data, place)]
-        from_feed = [replica_rows(b, local, place, HOST).numpy().tolist() for b in fed(data, place) for local in range(2)]
+        from_feed = [
+            replica_rows(b, local, place, HOST).numpy().tolist()
+            for b in fed(data, place)
+            for local in range(2)
+        ]
         assert slices == from_feed
 
 
@@ -162,13 +168,21 @@ def test_a_batch_without_tensors_is_refused():
 
 
 def test_rows_distributed_by_somebody_else_are_left_alone():
-    assert replica_rows(Batch([tf.range(2), tf.range(3)]), 1, Placement(2, 0, 2), HOST).numpy().tolist() == [0, 1, 2]
-    assert replica_rows(Batch(tf.range(3)), 0, Placement(2, 0, 1), HOST).numpy().tolist() == [0, 1, 2]
+    assert replica_rows(
+        Batch([tf.range(2), tf.range(3)]), 1, Placement(2, 0, 2), HOST
+    ).numpy().tolist() == [0, 1, 2]
+    assert replica_rows(Batch(tf.range(3)), 0, Placement(2, 0, 1), HOST).numpy().tolist() == [
+        0,
+        1,
+        2,
+    ]
 
 
 # --- Gradients --------------------------------------------------------------------------------------------------------
 def test_repeated_indices_of_a_sparse_gradient_are_summed():
-    grad = tf.IndexedSlices(tf.constant([[1.0], [10.0], [100.0]]), tf.constant([4, 2, 4]), tf.constant([6, 1]))
+    grad = tf.IndexedSlices(
+        tf.constant([[1.0], [10.0], [100.0]]), tf.constant([4, 2, 4]), tf.constant([6, 1])
+    )
     merged = gradients.merge_duplicates(grad)
     assert merged.indices.numpy().tolist() == [4, 2]
     assert merged.values.numpy().tolist() == [[101.0], [10.0]]
@@ -181,11 +195,19 @@ def test_gradients_of_any_dtype_are_summed_and_none_stays_none(mirrored):
     def replica():
         context = tf.distribute.get_replica_context()
         n = tf.cast(context.replica_id_in_sync_group + 1, tf.float32)
-        grads = [n, None, tf.cast(n, tf.float16), tf.IndexedSlices(n[None], tf.constant([0]), tf.constant([1])), n * 10]
+        grads = [
+            n,
+            None,
+            tf.cast(n, tf.float16),
+            tf.IndexedSlices(n[None], tf.constant([0]), tf.constant([1])),
+            n * 10,
+        ]
         sums = gradients.sum_over_replicas(context, grads)
         assert sums[1] is None
         return [tf.reduce_sum(getattr(s, "values", s)) for s in sums if s is not None]
 
     results = tf.function(lambda: mirrored.run(replica))()
-    for replica_sums in zip(*(mirrored.experimental_local_results(r) for r in results), strict=True):
+    for replica_sums in zip(
+        *(mirrored.experimental_local_results(r) for r in results), strict=True
+    ):
         assert [float(s) for s in replica_sums] == [3, 3, 3, 30]

@@ -39,14 +39,20 @@ def folder(tmp_path_factory):
 
 
 def names(source):
-    return [source.describe(tf.constant(i, tf.int64)).numpy().decode() for i in range(source.cardinality)]
+    return [
+        source.describe(tf.constant(i, tf.int64)).numpy().decode()
+        for i in range(source.cardinality)
+    ]
 
 
 def test_classes_are_directories_by_name(folder):
     source = files.image_folder(folder)
     assert source.class_names == ("ants", "cats", "dogs")
     assert (source.cardinality, source.classes) == (5, 3)
-    assert names(source) == [f"file {folder}/{x}" for x in ("ants/x.jpg", "cats/a.jpeg", "cats/b.JPG", "cats/old/2019/c.png", "dogs/1.png")]
+    assert names(source) == [
+        f"file {folder}/{x}"
+        for x in ("ants/x.jpg", "cats/a.jpeg", "cats/b.JPG", "cats/old/2019/c.png", "dogs/1.png")
+    ]
     examples = list(source.dataset())
     assert [int(y) for _, y in examples] == source.labels().tolist() == [0, 1, 1, 1, 2]
     assert [tuple(x.shape) for x, _ in examples] == [(20, 30, 3)] * 3 + [(10, 12, 3)] * 2
@@ -79,7 +85,11 @@ def test_undecoded_images_are_the_files_content(folder):
 def test_images_can_be_read_in_a_graph_that_knows_no_python(folder):
     source = files.image_folder(folder)
     numbers = tf.data.Dataset.range(source.cardinality)
-    definition = tf.function(source.read, input_signature=[tf.TensorSpec([], tf.int64)]).get_concrete_function().graph.as_graph_def()
+    definition = (
+        tf.function(source.read, input_signature=[tf.TensorSpec([], tf.int64)])
+        .get_concrete_function()
+        .graph.as_graph_def()
+    )
     assert not any(node.op in ("PyFunc", "EagerPyFunc") for node in definition.node)
     assert len(list(numbers.map(source.read))) == 5
 
@@ -87,8 +97,16 @@ def test_images_can_be_read_in_a_graph_that_knows_no_python(folder):
 @pytest.mark.parametrize("content", [tf.io.encode_jpeg, tf.io.encode_png, "bmp", "gif"])
 def test_kinds_of_images(tmp_path, content):
     if content == "bmp":
-        head = b"BM" + (54 + 12).to_bytes(4, "little") + bytes(4) + (54).to_bytes(4, "little") + (40).to_bytes(4, "little")
-        head += (1).to_bytes(4, "little") + (3).to_bytes(4, "little") + b"\x01\x00\x18\x00" + bytes(24)
+        head = (
+            b"BM"
+            + (54 + 12).to_bytes(4, "little")
+            + bytes(4)
+            + (54).to_bytes(4, "little")
+            + (40).to_bytes(4, "little")
+        )
+        head += (
+            (1).to_bytes(4, "little") + (3).to_bytes(4, "little") + b"\x01\x00\x18\x00" + bytes(24)
+        )
         stored = head + bytes([7] * 12)
     elif content == "gif":  # two pictures of 1 x 1
         one = b"\x2c\x00\x00\x00\x00\x01\x00\x01\x00\x00\x02\x02\x44\x01\x00"
@@ -111,7 +129,10 @@ def test_what_is_missing_in_a_folder_is_named(tmp_path, folder):
     write(tmp_path / "a" / "1.webp")
     write(tmp_path / "a" / "2.webp")
     write(tmp_path / "a" / ".x")
-    with pytest.raises(ValueError, match=r"none in its 1 class directories. Expected .*\.gif; passed over 3 others: 2 \.webp, 1 hidden"):
+    with pytest.raises(
+        ValueError,
+        match=r"none in its 1 class directories. Expected .*\.gif; passed over 3 others: 2 \.webp, 1 hidden",
+    ):
         files.image_folder(tmp_path)
     with pytest.raises(ValueError, match="nor in the directories below"):
         files.image_folder(tmp_path, labels=False)
@@ -129,7 +150,9 @@ def test_a_pipeline_reads_a_folder(folder):
     pipeline = data.pipeline(source, 2, transform=transforms.images(8, augment=True))
     epochs = [[(x.numpy(), y.numpy().tolist()) for x, y in pipeline] for _ in range(2)]
     assert [x.shape for x, _ in epochs[0]] == [(2, 8, 8, 3), (2, 8, 8, 3), (1, 8, 8, 3)]
-    assert [sorted(label for _, y in epoch for label in y) for epoch in epochs] == [[0, 1, 1, 1, 2]] * 2
+    assert [sorted(label for _, y in epoch for label in y) for epoch in epochs] == [
+        [0, 1, 1, 1, 2]
+    ] * 2
 
 
 LISTING = "name,kind,path\nfirst,cat,cats/a.jpeg\n\nsecond,dog,dogs/1.png\nthird,cat,cats/a.jpeg\n"
@@ -141,13 +164,19 @@ def test_a_manifest_names_files_and_labels(folder, tmp_path):
     assert (source.class_names, source.labels().tolist()) == (("cat", "dog"), [0, 1, 0])
     assert [(x.shape[0], int(y)) for x, y in source.dataset()] == [(20, 0), (10, 1), (20, 0)]
     assert names(source)[1] == f"file {folder}/dogs/1.png"
-    alone = files.manifest(file, root=folder, path_column=2, label_column=None, header=True, decode=False)
-    assert [len(x.numpy()) for x in alone.dataset()][1] == (folder / "dogs" / "1.png").stat().st_size
+    alone = files.manifest(
+        file, root=folder, path_column=2, label_column=None, header=True, decode=False
+    )
+    assert [len(x.numpy()) for x in alone.dataset()][1] == (
+        folder / "dogs" / "1.png"
+    ).stat().st_size
 
 
 @pytest.mark.parametrize("separator", ["\t", ",", ";", "|"])
 def test_a_manifest_without_header_beside_its_files(folder, separator):
-    file = write(folder / "list.txt", f"cats/a.jpeg{separator}1\r\n{folder}/dogs/1.png{separator}0\r\n")
+    file = write(
+        folder / "list.txt", f"cats/a.jpeg{separator}1\r\n{folder}/dogs/1.png{separator}0\r\n"
+    )
     source = files.manifest(file, classes=["dog", "cat"])
     assert (source.class_names, source.labels().tolist()) == (("dog", "cat"), [1, 0])
     assert [x.shape[0] for x, _ in source.dataset()] == [20, 10]
@@ -160,24 +189,60 @@ def test_a_manifest_without_header_beside_its_files(folder, separator):
     ("listing", "options", "message"),
     [
         ("path,kind\na.png,\n", {}, r"list.csv, line 2: the label is empty"),
-        ("path,kind\na.png,3\n", {"classes": 3}, r"expected labels from 0 to 2.*received 3 in line 2"),
+        (
+            "path,kind\na.png,3\n",
+            {"classes": 3},
+            r"expected labels from 0 to 2.*received 3 in line 2",
+        ),
         ("path,kind\na.png,-1\n", {"classes": ["x"]}, r"received -1 in line 2"),
-        ("path,kind\na.png,x\n", {"classes": 3}, r"line 2: expected a label from 0 to 2, received 'x'"),
-        ("path,kind\n\na.png,dog\na.png,cta\na.png,y\n", {"classes": ["cat", "dog"]}, r"line 4: the label 'cta' is none of the 2 classes, nor are 1 more. Did you mean cat"),
+        (
+            "path,kind\na.png,x\n",
+            {"classes": 3},
+            r"line 2: expected a label from 0 to 2, received 'x'",
+        ),
+        (
+            "path,kind\n\na.png,dog\na.png,cta\na.png,y\n",
+            {"classes": ["cat", "dog"]},
+            r"line 4: the label 'cta' is none of the 2 classes, nor are 1 more. Did you mean cat",
+        ),
         ("path,kind\na.png,x\n", {"classes": ["x", "x"]}, "'x' twice"),
-        ("path,type\na.png,x\n", {}, r"no column 'kind' in its first line. Expected one of path, type"),
-        ("path,kinds\na.png,x\n", {}, r"no column 'kind' in its first line. It has path, kinds. Did you mean kinds"),
+        (
+            "path,type\na.png,x\n",
+            {},
+            r"no column 'kind' in its first line. Expected one of path, type",
+        ),
+        (
+            "path,kinds\na.png,x\n",
+            {},
+            r"no column 'kind' in its first line. It has path, kinds. Did you mean kinds",
+        ),
         ("path,kind,kind\na.png,x,y\n", {}, "2 columns are called 'kind'"),
-        ("path,kind\na.png,x\nb.png,x,1\n", {}, r"line 3: expected 2 columns, as in the first line, received 3"),
-        ("path,kind\na.png,x\nb.png,x\nc.png,x\n", {}, r"line 3: 'b.png' is not there, nor are the files of 1 more of 3 lines"),
+        (
+            "path,kind\na.png,x\nb.png,x,1\n",
+            {},
+            r"line 3: expected 2 columns, as in the first line, received 3",
+        ),
+        (
+            "path,kind\na.png,x\nb.png,x\nc.png,x\n",
+            {},
+            r"line 3: 'b.png' is not there, nor are the files of 1 more of 3 lines",
+        ),
         ("path,kind\ndeep/b.png,x\n", {}, r"line 2: 'deep/b.png' is not there of 1 lines"),
         ("path,kind\n", {}, "no rows beside the header"),
         ("", {}, "no rows. Expected one a line"),
         (b"path,kind\na.png,\xff\n", {}, "byte 16: expected text in UTF-8"),
         ('path,kind\na.png,"' + "x" * 200_000, {}, "a quote that is never closed"),
         ("path,kind\na.png,x\n", {"delimiter": ", "}, "expected one character"),
-        ("path,kind\na.png,x\n", {"path_column": 0, "label_column": 1}, r"line 1: 'path' is not there.*Is that line a header"),
-        ("path,kind\na.png,x\n", {"path_column": 0, "label_column": 2}, r"no column 2; expected 0 to 1"),
+        (
+            "path,kind\na.png,x\n",
+            {"path_column": 0, "label_column": 1},
+            r"line 1: 'path' is not there.*Is that line a header",
+        ),
+        (
+            "path,kind\na.png,x\n",
+            {"path_column": 0, "label_column": 2},
+            r"no column 2; expected 0 to 1",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_manifest_is_named(tmp_path, listing, options, message):
@@ -206,11 +271,22 @@ def imagenet(tmp_path):
     """ImageNet's layout, with three classes."""
     png = tf.io.encode_jpeg(picture(6, 8, 90)).numpy()
     images = tmp_path / "ILSVRC" / "Data" / "CLS-LOC"
-    for name in ("train/n02/n02_7", "train/n01/n01_10", "val/ILSVRC2012_val_00000001", "test/ILSVRC2012_test_00000002"):
+    for name in (
+        "train/n02/n02_7",
+        "train/n01/n01_10",
+        "val/ILSVRC2012_val_00000001",
+        "test/ILSVRC2012_test_00000002",
+    ):
         write(images / f"{name}.JPEG", png)
     write(tmp_path / "LOC_synset_mapping.txt", "n01 tench, Tinca tinca\nn03 crane\nn02 goldfish\n")
-    write(tmp_path / "LOC_train_solution.csv", "ImageId,PredictionString\nn02_7,n02 115 49 448 294 n02 1 2 3 4 \nn01_10,n01 1 2 3 4 \n")
-    write(tmp_path / "LOC_val_solution.csv", "ImageId,PredictionString\nILSVRC2012_val_00000001,n03 1 2 3 4 \n")
+    write(
+        tmp_path / "LOC_train_solution.csv",
+        "ImageId,PredictionString\nn02_7,n02 115 49 448 294 n02 1 2 3 4 \nn01_10,n01 1 2 3 4 \n",
+    )
+    write(
+        tmp_path / "LOC_val_solution.csv",
+        "ImageId,PredictionString\nILSVRC2012_val_00000001,n03 1 2 3 4 \n",
+    )
     return tmp_path
 
 
@@ -225,11 +301,19 @@ def test_imagenet(imagenet):
 
 
 def test_what_is_wrong_with_imagenet_is_named(imagenet):
-    write(imagenet / "LOC_val_solution.csv", "ImageId,PredictionString\nILSVRC2012_val_00000001,n04 1 2 3 4 \n")
-    with pytest.raises(ValueError, match=r"line 2: the label 'n04' is none of the 3 classes of .*LOC_synset_mapping.txt. Did you mean n03"):
+    write(
+        imagenet / "LOC_val_solution.csv",
+        "ImageId,PredictionString\nILSVRC2012_val_00000001,n04 1 2 3 4 \n",
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"line 2: the label 'n04' is none of the 3 classes of .*LOC_synset_mapping.txt. Did you mean n03",
+    ):
         files.imagenet(imagenet, "val")
     (imagenet / "ILSVRC/Data/CLS-LOC/train/n01/n01_10.JPEG").unlink()
-    with pytest.raises(ValueError, match=r"LOC_train_solution.csv, line 3: 'n01/n01_10.JPEG' is not there"):
+    with pytest.raises(
+        ValueError, match=r"LOC_train_solution.csv, line 3: 'n01/n01_10.JPEG' is not there"
+    ):
         files.imagenet(imagenet, "train")
     assert files.imagenet(imagenet, "train", check=False).cardinality == 2
     write(imagenet / "LOC_synset_mapping.txt", "n01 a\nn01 b\n")
@@ -244,7 +328,10 @@ def test_a_table_is_held_in_memory(tmp_path):
     file = write(tmp_path / "houses.csv", TABLE)
     source = tables.table(file, label="price", types={"zip": "string", "rooms": "float32"})
     assert {name: spec.dtype for name, spec in source.element_spec[0].items()} == {
-        "city": tf.string, "age": tf.float32, "rooms": tf.float32, "zip": tf.string,
+        "city": tf.string,
+        "age": tf.float32,
+        "rooms": tf.float32,
+        "zip": tf.string,
     }
     x, y = source.gather(tf.constant([2, 1], tf.int64))
     np.testing.assert_array_equal(x["age"], [41, np.nan])
@@ -256,15 +343,23 @@ def test_a_table_is_held_in_memory(tmp_path):
     assert named.labels().tolist() == [1, 0, 1]
     assert named.gather(tf.constant([0], tf.int64))[0]["rooms"].dtype == tf.int64
     one = tables.table(file, features="city", label="rooms", classes=4)
-    assert [(x.numpy(), int(y)) for x, y in one.dataset()] == [(b"Paris", 2), (b"Rome", 3), (b"Paris", 1)]
-    assert [sorted(x) for x in tables.table(file, features=["age", "zip"]).dataset()] == [["age", "zip"]] * 3
+    assert [(x.numpy(), int(y)) for x, y in one.dataset()] == [
+        (b"Paris", 2),
+        (b"Rome", 3),
+        (b"Paris", 1),
+    ]
+    assert [sorted(x) for x in tables.table(file, features=["age", "zip"]).dataset()] == [
+        ["age", "zip"]
+    ] * 3
 
 
 def test_what_is_wrong_with_a_table_is_named(tmp_path):
     file = write(tmp_path / "houses.csv", TABLE)
     with pytest.raises(ValueError, match=r"line 3: expected int64 in column 'age', received ''"):
         tables.table(file, types={"age": "int64"})
-    with pytest.raises(ValueError, match=r"line 2: expected float32 in column 'city', received 'Paris'"):
+    with pytest.raises(
+        ValueError, match=r"line 2: expected float32 in column 'city', received 'Paris'"
+    ):
         tables.table(file, types={"city": "float32"})
     with pytest.raises(ValueError, match=r"types\['age'\]: received 'int'. Did you mean int64"):
         tables.table(file, types={"age": "int"})

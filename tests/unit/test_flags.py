@@ -15,7 +15,9 @@ def parsed(*words):
 
 
 def test_only_what_the_user_gave_counts():
-    assert flags.parsed_options(parsed("--seed=3", "--strategy=mirrored")) == {"strategy": "mirrored"}
+    assert flags.parsed_options(parsed("--seed=3", "--strategy=mirrored")) == {
+        "strategy": "mirrored"
+    }
     words = [
         "--cluster=c.yaml",
         "--task_type=worker",

@@ -69,7 +69,9 @@ def file(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "beside", raising=False)
     monkeypatch.delitem(sys.modules, "own_parts", raising=False)
-    (tmp_path / "beside.py").write_text("count = 0\ndef note():\n    global count\n    count += 1\n    return count\n")
+    (tmp_path / "beside.py").write_text(
+        "count = 0\ndef note():\n    global count\n    count += 1\n    return count\n"
+    )
     (tmp_path / "own_parts.py").write_text(CODE)
     return tmp_path / "own_parts.py"
 
@@ -92,7 +94,9 @@ def test_data_are_what_a_function_returns(file, tmp_path, data, rows):
     assert inputs.shapes(batches) == ((3,), None)
     assert sum(len(x) for x, _ in batches) == 24
     assert inputs.is_pipeline(batches) == (rows is not None)
-    assert functions.load(f"{file}:batches", "data.name").__globals__["RUNS"] == 1  # a file runs once
+    assert (
+        functions.load(f"{file}:batches", "data.name").__globals__["RUNS"] == 1
+    )  # a file runs once
 
 
 def test_a_run_of_own_data_and_a_compiled_model(file, tmp_path, capsys):
@@ -113,7 +117,9 @@ def test_metrics_of_a_test_step_of_ones_own_are_told(file, tmp_path, capsys):
 
 
 def test_a_model_that_is_not_compiled_is_compiled_as_usual(file, tmp_path):
-    assert "accuracy" in run(settings(tmp_path, f"{file}:source", f"{file}:build", options={"width": 2}))
+    assert "accuracy" in run(
+        settings(tmp_path, f"{file}:source", f"{file}:build", options={"width": 2})
+    )
 
 
 @pytest.mark.parametrize(
@@ -121,11 +127,23 @@ def test_a_model_that_is_not_compiled_is_compiled_as_usual(file, tmp_path):
     [
         ("absent.py:batches", "mlp", "data.name=absent.py:batches: no such file as"),
         ("{file}:batchs", "mlp", "data.name=.*defines no function batchs. Did you mean batches"),
-        ("{file}:number", "mlp", "data.name=.*expected the function to return a Source.*'train'; received int"),
-        ("{file}:source", "mlp", "data.name: an array .*|data.name: .*known number of classes.*model.options.classes"),
+        (
+            "{file}:number",
+            "mlp",
+            "data.name=.*expected the function to return a Source.*'train'; received int",
+        ),
+        (
+            "{file}:source",
+            "mlp",
+            "data.name: an array .*|data.name: .*known number of classes.*model.options.classes",
+        ),
         ("{file}:source", "absent.py:build", "model.name=absent.py:build: no such file"),
         ("{file}:source", "absent.parts:build", "model.name=absent.parts:build: no module absent"),
-        ("{file}:source", "{file}:nothing", "model.name=.*expected the function to return a keras.Model, received NoneType"),
+        (
+            "{file}:source",
+            "{file}:nothing",
+            "model.name=.*expected the function to return a keras.Model, received NoneType",
+        ),
         ("{file}:source", "{file}:compiled?", "model.name: expected FILE.py:FUNCTION"),
     ],
 )
@@ -135,13 +153,18 @@ def test_mistakes_name_their_key(file, tmp_path, data, model, message):
 
 
 def test_options_that_a_function_does_not_take_are_named(file, tmp_path):
-    with pytest.raises(ValueError, match=r"model.name=.*input_shape, classes, depth \(model.options are among them\).*'depth'"):
+    with pytest.raises(
+        ValueError,
+        match=r"model.name=.*input_shape, classes, depth \(model.options are among them\).*'depth'",
+    ):
         run(settings(tmp_path, f"{file}:source", f"{file}:build", options={"depth": 2}))
 
 
 def test_code_that_fails_is_named_with_its_line(tmp_path):
     (tmp_path / "broken_parts.py").write_text("x = 1\ny = x / 0\n")
-    with pytest.raises(ValueError, match=r"model.name=.*ZeroDivisionError in line 2 of .*broken_parts.py"):
+    with pytest.raises(
+        ValueError, match=r"model.name=.*ZeroDivisionError in line 2 of .*broken_parts.py"
+    ):
         models.build(f"{tmp_path}/broken_parts.py:build", input_shape=(1,), classes=2)
 
 
@@ -149,10 +172,15 @@ def test_code_that_fails_is_named_with_its_line(tmp_path):
     ("code", "message"),
     [
         ("x = 1\ny = = 2\n", r"SyntaxError in line 2 of .*broken_parts\.py: invalid syntax"),
-        ("x = 1\nimport json\njson.loads('{')\n", r"JSONDecodeError in line 3 of .*broken_parts\.py"),
+        (
+            "x = 1\nimport json\njson.loads('{')\n",
+            r"JSONDecodeError in line 3 of .*broken_parts\.py",
+        ),
     ],
 )
-def test_code_that_fails_elsewhere_is_named_with_the_line_of_the_file(tmp_path, monkeypatch, code, message):
+def test_code_that_fails_elsewhere_is_named_with_the_line_of_the_file(
+    tmp_path, monkeypatch, code, message
+):
     (tmp_path / "broken_parts.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     for name in (f"{tmp_path}/broken_parts.py", "broken_parts"):

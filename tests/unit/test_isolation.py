@@ -28,12 +28,24 @@ def half_way(flags):
 @pytest.mark.parametrize(
     ("unshare", "platform", "refusal"),
     [
-        (raising(PermissionError(errno.EPERM, "Operation not permitted")), "linux", "NEWNET): Operation not permitted"),
-        (raising(OSError(errno.ENOSYS, "Function not implemented")), "linux", "NEWNET): Function not implemented"),
+        (
+            raising(PermissionError(errno.EPERM, "Operation not permitted")),
+            "linux",
+            "NEWNET): Operation not permitted",
+        ),
+        (
+            raising(OSError(errno.ENOSYS, "Function not implemented")),
+            "linux",
+            "NEWNET): Function not implemented",
+        ),
         (half_way, "linux", "NEWNET): Invalid argument"),
         (raising(ImportError("no ctypes")), "linux", "a child that tried it ended with code 1"),
         (killed, "linux", "a child that tried it ended with code -31"),
-        (raising(AssertionError("called")), "darwin", "only Linux has network namespaces, this is darwin"),
+        (
+            raising(AssertionError("called")),
+            "darwin",
+            "only Linux has network namespaces, this is darwin",
+        ),
     ],
 )
 def test_a_refusal_is_named_and_changes_nothing(unshare, platform, refusal):
@@ -43,7 +55,9 @@ def test_a_refusal_is_named_and_changes_nothing(unshare, platform, refusal):
     assert (os.readlink("/proc/self/ns/net"), os.readlink("/proc/self/ns/user")) == before
     text = isolation.warning(found, colour=True)
     assert text.startswith("\x1b[1;31mWARNING: other hosts may reach these tasks.\x1b[0m\n")
-    assert all(part in text for part in (found, "without authentication", "firewall", "--allow-remote"))
+    assert all(
+        part in text for part in (found, "without authentication", "firewall", "--allow-remote")
+    )
 
 
 THREADS = """
@@ -103,13 +117,18 @@ WORDS = [
 
 @pytest.mark.parametrize("words", WORDS)
 def test_a_failure_for_want_of_a_network_says_so(words):
-    endings = [Ending("worker:0", 1, 5.0, log=f"epoch 1\n{words}\n"), Ending("worker:1", -15, 9.0, told=8.0)]
+    endings = [
+        Ending("worker:0", 1, 5.0, log=f"epoch 1\n{words}\n"),
+        Ending("worker:1", -15, 9.0, told=8.0),
+    ]
     assert "--allow-remote" in judge(endings, isolated=True).cause.hint
     assert "--allow-remote" not in judge(endings, isolated=False).cause.hint
 
 
 def test_another_failure_does_not_speak_of_the_network():
-    lost = "UnavailableError: failed to connect to all addresses; ipv4:127.0.0.1:2: Connection refused"
+    lost = (
+        "UnavailableError: failed to connect to all addresses; ipv4:127.0.0.1:2: Connection refused"
+    )
     endings = [Ending("worker:0", 1, 5.0, log=lost), Ending("worker:1", -9, 6.0)]
     verdict = judge(endings, isolated=True)
     assert verdict.cause.task == "worker:1"

@@ -50,7 +50,9 @@ def recorded():
 @pytest.fixture
 def two():
     """TensorFlow's own strategy of two replicas, without an engine; its sums need no collectives, whose keys strategies share."""
-    return tf.distribute.MirroredStrategy(["/cpu:0", "/cpu:1"], tf.distribute.ReductionToOneDevice())
+    return tf.distribute.MirroredStrategy(
+        ["/cpu:0", "/cpu:1"], tf.distribute.ReductionToOneDevice()
+    )
 
 
 def compiled(strategy, optimizer=keras.optimizers.SGD):
@@ -87,7 +89,13 @@ def test_a_public_method_is_wrapped_once(name):
 
 def test_every_hook_reaches_the_engine(recorded, tmp_path):
     use(compiled(recorded), tmp_path)
-    hooks = {*keras_compat.MODEL_HOOKS, "apply", "scale_loss_for_distribution", "unscale_loss_for_distribution", "reduce_weighted_values"}
+    hooks = {
+        *keras_compat.MODEL_HOOKS,
+        "apply",
+        "scale_loss_for_distribution",
+        "unscale_loss_for_distribution",
+        "reduce_weighted_values",
+    }
     assert hooks - set(recorded.tfdist_engine.asked) == set()
 
 
@@ -100,7 +108,20 @@ def test_without_an_engine_keras_does_as_ever(two, recorded, tmp_path):
 @pytest.mark.parametrize(
     ("method", "names"),
     [
-        ("fit", {"x", "epochs", "initial_epoch", "steps_per_epoch", "batch_size", "validation_data", "validation_steps", "callbacks", "verbose"}),
+        (
+            "fit",
+            {
+                "x",
+                "epochs",
+                "initial_epoch",
+                "steps_per_epoch",
+                "batch_size",
+                "validation_data",
+                "validation_steps",
+                "callbacks",
+                "verbose",
+            },
+        ),
         ("evaluate", {"x", "steps", "batch_size", "callbacks", "verbose"}),
         ("predict", {"x", "steps", "batch_size", "callbacks", "verbose"}),
         ("make_train_function", {"force"}),
@@ -112,7 +133,9 @@ def test_arguments_that_the_engine_reads_have_their_names(method, names):
 
 def test_fit_asks_eagerly_for_the_metrics_of_an_epoch_after_its_last_step(recorded):
     eager = []
-    recorded.tfdist_engine.get_metrics_result = lambda model, keras_method: eager.append(tf.executing_eagerly()) or keras_method(model)
+    recorded.tfdist_engine.get_metrics_result = lambda model, keras_method: (
+        eager.append(tf.executing_eagerly()) or keras_method(model)
+    )
     compiled(recorded).fit(dataset(*data(24)), epochs=2, verbose=0)
     assert sum(eager) == 2
 
@@ -174,7 +197,10 @@ def test_building_is_seen_while_keras_learns_shapes(recorded):
 
 
 # --- Losses -----------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", ["scale_loss_for_distribution", "unscale_loss_for_distribution", "reduce_weighted_values"])
+@pytest.mark.parametrize(
+    "name",
+    ["scale_loss_for_distribution", "unscale_loss_for_distribution", "reduce_weighted_values"],
+)
 def test_losses_look_their_functions_up_in_the_module_that_is_hooked(name, recorded):
     compiled(recorded).evaluate(*data(12), verbose=0)
     assert name in recorded.tfdist_engine.asked
@@ -186,7 +212,9 @@ def test_keras_divides_losses_by_replicas(two):
 
     def replica():
         values = tf.constant([1.0, 3.0])
-        return losses.reduce_weighted_values(values), losses.unscale_loss_for_distribution(tf.constant(1.0))
+        return losses.reduce_weighted_values(values), losses.unscale_loss_for_distribution(
+            tf.constant(1.0)
+        )
 
     scaled, unscaled = two.run(replica)
     assert [float(v) for v in two.experimental_local_results(scaled)] == [1.0, 1.0]
@@ -194,7 +222,9 @@ def test_keras_divides_losses_by_replicas(two):
 
 
 def test_a_mask_and_weights_merge_into_one_weight():
-    weight = keras_compat.combined_weight(tf.constant([2.0, 4.0]), tf.constant([True, False]), "float32", "mean_with_sample_weight")
+    weight = keras_compat.combined_weight(
+        tf.constant([2.0, 4.0]), tf.constant([True, False]), "float32", "mean_with_sample_weight"
+    )
     assert weight.numpy().tolist() == [2.0, 0.0]
 
 
@@ -212,7 +242,9 @@ def test_the_sum_over_replicas_is_left_out_inside_a_local_update(two, accumulate
         optimizer.build([weight])
 
     def replica():
-        local = int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
+        local = int(
+            tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group)
+        )
         with keras_compat.local_update(optimizer, local):
             optimizer.apply([tf.constant([4.0 if scaled else 1.0])], [weight])
 
@@ -222,7 +254,10 @@ def test_the_sum_over_replicas_is_left_out_inside_a_local_update(two, accumulate
     copies = [float(v.numpy()[0]) for v in two.experimental_local_results(weight.value)]
     assert copies == [-2.0 if accumulate is None else -1.0] * 2
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    assert [int(v.numpy()) for v in two.experimental_local_results(inner._iterations.value)] == [2, 2]
+    assert [int(v.numpy()) for v in two.experimental_local_results(inner._iterations.value)] == [
+        2,
+        2,
+    ]
     assert "_all_reduce_sum_gradients" not in vars(optimizer)
     assert "assign_add" not in vars(optimizer._iterations)
 
@@ -276,14 +311,22 @@ def test_central_storage_keeps_what_replicas_change_by_themselves_apart():
         optimizer = keras.optimizers.Adam()
         optimizer.build([weight])
         statistics = keras.Variable([1.0], trainable=False)
-    counts = [len(strategy.experimental_local_results(v.value)) for v in (weight, metric.total, statistics)]
+    counts = [
+        len(strategy.experimental_local_results(v.value))
+        for v in (weight, metric.total, statistics)
+    ]
     assert counts == [1, 2, 2]
     slots = [v for v in optimizer.variables if tuple(v.shape) == (1,)]
     assert slots
     assert all(len(strategy.experimental_local_results(v.value)) == 1 for v in slots)
 
     def replica():
-        metric.update_state([1.0 + tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32)])
+        metric.update_state(
+            [
+                1.0
+                + tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32)
+            ]
+        )
 
     tf.function(lambda: strategy.run(replica))()
     assert [float(v) for v in strategy.experimental_local_results(metric.total.value)] == [1.0, 2.0]
@@ -327,7 +370,9 @@ def test_an_optimizer_knows_the_strategy_of_its_scope():
 
 
 def test_the_length_of_a_distributed_data_set_can_be_hidden(two):
-    dataset = two.distribute_datasets_from_function(lambda context: tf.data.Dataset.range(4).batch(1))
+    dataset = two.distribute_datasets_from_function(
+        lambda context: tf.data.Dataset.range(4).batch(1)
+    )
     assert dataset.cardinality == 4
     adapter = keras.src.trainers.data_adapters.get_data_adapter(keras_compat.hide_length(dataset))
     assert adapter.num_batches is None
@@ -337,11 +382,25 @@ def test_the_length_of_a_distributed_data_set_can_be_hidden(two):
 
 # --- Callbacks --------------------------------------------------------------------------------------------------------------
 def test_callbacks_count_steps_where_it_is_said(two, tmp_path):
-    saves = keras.callbacks.ModelCheckpoint(tmp_path / "{batch}.weights.h5", save_weights_only=True, save_freq=5)
+    saves = keras.callbacks.ModelCheckpoint(
+        tmp_path / "{batch}.weights.h5", save_weights_only=True, save_freq=5
+    )
     board = keras.callbacks.TensorBoard(tmp_path / "logs", update_freq=1)
     x, y = data(24)
-    compiled(two).fit(x, y, batch_size=8, epochs=2, validation_data=(x, y), validation_batch_size=12, verbose=0, callbacks=[saves, board])
-    found = [[getattr(callback, name) for name in names] for callback, (_, names) in zip((saves, board), keras_compat.STEP_COUNTERS, strict=True)]
+    compiled(two).fit(
+        x,
+        y,
+        batch_size=8,
+        epochs=2,
+        validation_data=(x, y),
+        validation_batch_size=12,
+        verbose=0,
+        callbacks=[saves, board],
+    )
+    found = [
+        [getattr(callback, name) for name in names]
+        for callback, (_, names) in zip((saves, board), keras_compat.STEP_COUNTERS, strict=True)
+    ]
     assert found == [[1, 2], [6, 4]]
 
 
@@ -366,7 +425,15 @@ def test_an_error_in_fit_leaves_no_condition_on_summaries(tmp_path):
     model.compile("sgd", CROSSENTROPY)
     x, y = data(24)
     with pytest.raises(ZeroDivisionError):
-        model.fit(x, y, verbose=0, callbacks=[board, keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: 1 / 0)])
+        model.fit(
+            x,
+            y,
+            verbose=0,
+            callbacks=[
+                board,
+                keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: 1 / 0),
+            ],
+        )
     other = tf.summary.create_file_writer(str(tmp_path / "other"))
     assert board._prev_summary_state  # else the function is not needed; at which steps Keras would write nothing depends on its version
     keras_compat.leave_summaries(board)
@@ -385,13 +452,23 @@ def test_an_unordered_operation_waits_for_no_other():
     stamps = [op for op in graph.get_operations() if op.type == "Timestamp"]
     assert [op.control_inputs for op in stamps] == [[], []]
     ordered = tf.function(lambda: (tf.timestamp(), tf.timestamp())).get_concrete_function().graph
-    assert any(op.control_inputs for op in ordered.get_operations() if op.type == "Timestamp")  # else the function is not needed
+    assert any(
+        op.control_inputs for op in ordered.get_operations() if op.type == "Timestamp"
+    )  # else the function is not needed
 
 
 def test_a_process_trains_with_one_mirrored_strategy_after_the_other():
     for layers in (1, 2):
         with tfdist.make_strategy("mirrored", devices=2).scope():
-            model = keras.Sequential([keras.Input([3]), *[keras.layers.Dense(3, use_bias=False, kernel_initializer="ones") for _ in range(layers)]])
+            model = keras.Sequential(
+                [
+                    keras.Input([3]),
+                    *[
+                        keras.layers.Dense(3, use_bias=False, kernel_initializer="ones")
+                        for _ in range(layers)
+                    ],
+                ]
+            )
             model.compile(keras.optimizers.SGD(0.1), "mse")
         model.fit(np.ones([4, 3]), np.zeros([4, 3]), verbose=0)
     assert model.optimizer.iterations.numpy() == 1
@@ -407,7 +484,9 @@ def test_an_optimizer_clips_by_another_function_while_it_is_told_to():
     np.testing.assert_array_equal(variable, [-1.0, 1.0])
     optimizer.apply([tf.constant([1.0, 0.0])])
     np.testing.assert_array_equal(variable, [-1.5, 1.0])
-    assert [g.numpy().tolist() for g in parallel.clip_elementwise(optimizer, [tf.constant([3.0, -3.0])])] == [[0.5, -0.5]]
+    assert [
+        g.numpy().tolist() for g in parallel.clip_elementwise(optimizer, [tf.constant([3.0, -3.0])])
+    ] == [[0.5, -0.5]]
 
 
 @pytest.mark.parametrize("by", ["name", "variable"])
@@ -415,7 +494,9 @@ def test_shards_are_excluded_from_weight_decay_with_their_variables(by):
     variables = [keras.Variable([1.0, 1.0], name=name) for name in ("kernel", "bias")]
     shards = [keras.Variable([1.0], name=name) for name in ("kernel", "bias")]
     optimizer = keras.optimizers.SGD(0.1, weight_decay=1.0)
-    optimizer.exclude_from_weight_decay(**({"var_names": ["bias"]} if by == "name" else {"var_list": variables[1:]}))
+    optimizer.exclude_from_weight_decay(
+        **({"var_names": ["bias"]} if by == "name" else {"var_list": variables[1:]})
+    )
     parallel.exclude_alike(optimizer, variables, optimizer, shards)
     optimizer.build(shards)
     optimizer.apply([tf.zeros([1])] * 2)

@@ -42,7 +42,11 @@ def variable():
 
 
 def test_a_sharded_variable_is_whole_but_in_shards(variable):
-    assert (tuple(variable.shape), variable.ndim, variable.numpy().tolist()) == ((2, 3), 2, [[0, 1, 2], [3, 4, 5]])
+    assert (tuple(variable.shape), variable.ndim, variable.numpy().tolist()) == (
+        (2, 3),
+        2,
+        [[0, 1, 2], [3, 4, 5]],
+    )
     variable.assign(variable + 1)
     with compat.as_shards():
         assert variable.numpy().tolist() == [1, 2, 3, 4, 5, 6]
@@ -52,7 +56,10 @@ def test_a_sharded_variable_is_whole_but_in_shards(variable):
     assert not compat.gives([variable])
 
 
-@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Lion", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Nadam", "Ftrl"])
+@pytest.mark.parametrize(
+    "name",
+    ["SGD", "Adam", "AdamW", "Lion", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Nadam", "Ftrl"],
+)
 def test_slots_are_as_long_as_a_part_and_marked(variable, name):
     optimizer = getattr(keras.optimizers, name)(use_ema=True)
     optimizer.build([variable])
@@ -76,7 +83,9 @@ def test_deferred_variables_are_left_alone():
     with compat.without_values():
         layer = keras.layers.Dense(2, kernel_initializer=keras.initializers.GlorotUniform(seed=4))
         layer.build((None, 3))
-    keras.Sequential([keras.Input([3]), keras.layers.Dense(2)])  # Keras gives variables their values when it is done with a model
+    keras.Sequential(
+        [keras.Input([3]), keras.layers.Dense(2)]
+    )  # Keras gives variables their values when it is done with a model
     assert not compat.has_value(layer.kernel)
     first = compat.first_value(layer.kernel)
     compat.initialize(layer.kernel)
@@ -120,7 +129,9 @@ def test_a_model_is_saved_with_another_optimizer(tmp_path):
     with compat.saved_with(model, keras.optimizers.SGD(0.5)):
         model.save(tmp_path / "model.keras")
     assert isinstance(model.optimizer, keras.optimizers.Adam)
-    assert isinstance(keras.models.load_model(tmp_path / "model.keras").optimizer, keras.optimizers.SGD)
+    assert isinstance(
+        keras.models.load_model(tmp_path / "model.keras").optimizer, keras.optimizers.SGD
+    )
 
 
 @pytest.mark.parametrize("freed", [False, True])

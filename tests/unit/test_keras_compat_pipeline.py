@@ -48,7 +48,9 @@ def test_masks_are_found_by_layers():
     assert mask_of(embedded).numpy().tolist() == [[True, True, False]]
     assert mask_of(tf.identity(embedded)) is None
     average = L.GlobalAveragePooling1D()
-    np.testing.assert_allclose(average(with_mask(tf.identity(embedded), mask_of(embedded))), average(embedded), rtol=1e-6)
+    np.testing.assert_allclose(
+        average(with_mask(tf.identity(embedded), mask_of(embedded))), average(embedded), rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -71,31 +73,63 @@ def test_slots_and_updates_are_where_their_variables_are(scaled):
 
     graph = step.get_concrete_function().graph
     assert inner._distribution_strategy is stock
-    assert not {"_all_reduce_sum_gradients", "_backend_reset_gradient_accumulators"} & vars(inner).keys()
+    assert (
+        not {"_all_reduce_sum_gradients", "_backend_reset_gradient_accumulators"}
+        & vars(inner).keys()
+    )
     slots = [v for v in inner.variables if v.shape == (2,)]
     assert len(slots) == 3
     assert {v.value.device[-5:] for v in slots} == {"CPU:1"}
     found = graph.as_graph_def(add_shapes=True)
-    nodes = [node for nodes in (found.node, *(f.node_def for f in found.library.function)) for node in nodes]
+    nodes = [
+        node
+        for nodes in (found.node, *(f.node_def for f in found.library.function))
+        for node in nodes
+    ]
     assert "IdentityN" not in {node.op for node in nodes}
-    large = [node for node in nodes if any([size.size for size in shape.dim] == [2] for shape in node.attr["_output_shapes"].list.shape)]
+    large = [
+        node
+        for node in nodes
+        if any(
+            [size.size for size in shape.dim] == [2]
+            for shape in node.attr["_output_shapes"].list.shape
+        )
+    ]
     assert {"Sqrt", "AddV2"} <= {node.op for node in large}
-    assert {node.device[-5:] for node in large if node.op not in ("Placeholder", "ReadVariableOp", "Const")} == {"CPU:1"}
+    assert {
+        node.device[-5:]
+        for node in large
+        if node.op not in ("Placeholder", "ReadVariableOp", "Const")
+    } == {"CPU:1"}
 
 
 def test_frozen_weights_are_told_from_state():
-    layer = keras.Sequential([keras.Input((4,)), L.Dense(2), L.BatchNormalization(), L.Dropout(0.5)])
+    layer = keras.Sequential(
+        [keras.Input((4,)), L.Dense(2), L.BatchNormalization(), L.Dropout(0.5)]
+    )
     layer.trainable = False
     assert [v.name for v in layer_weights(layer)] == ["kernel", "bias", "gamma", "beta"]
-    assert {v.name for v in layer.variables} - {v.name for v in layer_weights(layer)} == {"moving_mean", "moving_variance", "seed_generator_state"}
+    assert {v.name for v in layer.variables} - {v.name for v in layer_weights(layer)} == {
+        "moving_mean",
+        "moving_variance",
+        "seed_generator_state",
+    }
 
 
 def test_a_stateless_scope_collects_seeds_and_losses():
-    layer = keras.Sequential([keras.Input((4,)), L.Dense(4, activity_regularizer="l2", kernel_regularizer="l2"), L.Dropout(0.5)])
+    layer = keras.Sequential(
+        [
+            keras.Input((4,)),
+            L.Dense(4, activity_regularizer="l2", kernel_regularizer="l2"),
+            L.Dropout(0.5),
+        ]
+    )
     seeds = [v for v in layer.variables if is_seed(v)]
     assert [v.shape for v in seeds] == [(2,)]
     before = seeds[0].numpy()
-    with keras.StatelessScope([(v, v.value) for v in layer.variables], collect_losses=True) as scope:
+    with keras.StatelessScope(
+        [(v, v.value) for v in layer.variables], collect_losses=True
+    ) as scope:
         layer(tf.ones([2, 4]), training=True)
     assert len(scope.losses) == 1  # the kernel's is not among them
     assert (scope.get_current_value(seeds[0]).numpy() != before).any()

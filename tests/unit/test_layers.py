@@ -24,7 +24,10 @@ def ids(*shape, seed=0, low=0):
 def pair(shards, **kwargs):
     """A Keras layer and ours, with the same table."""
     keras.utils.set_random_seed(1)
-    theirs, ours = keras.layers.Embedding(ROWS, WIDTH, **kwargs), ShardedEmbedding(ROWS, WIDTH, shards=shards, **kwargs)
+    theirs, ours = (
+        keras.layers.Embedding(ROWS, WIDTH, **kwargs),
+        ShardedEmbedding(ROWS, WIDTH, shards=shards, **kwargs),
+    )
     theirs.build()
     ours.set_table(theirs.get_weights()[0])
     return theirs, ours
@@ -52,7 +55,9 @@ def model(layer, optimizer="adam", length=5):
 
 def fit(model, seed=0, steps=6, **kwargs):
     x = ids(8 * steps, 5, seed=seed)
-    return model.fit(x, x[:, :1] / ROWS, batch_size=8, epochs=1, shuffle=False, verbose=0, **kwargs).history["loss"]
+    return model.fit(
+        x, x[:, :1] / ROWS, batch_size=8, epochs=1, shuffle=False, verbose=0, **kwargs
+    ).history["loss"]
 
 
 def trained(strategy, layer, optimizer, **options):
@@ -73,7 +78,10 @@ def table(layer):
 def test_rows_equal_those_of_keras(shards):
     theirs, ours = pair(shards)
     for dtype in ("int32", "int64", "uint8", "float32"):
-        known, unknown = tf.function(ours), tf.function(ours, input_signature=[tf.TensorSpec(None, dtype)])
+        known, unknown = (
+            tf.function(ours),
+            tf.function(ours, input_signature=[tf.TensorSpec(None, dtype)]),
+        )
         for shape in ((), (6,), (4, 5), (2, 3, 4), (0, 5)):
             inputs = tf.constant(ids(*shape).astype(dtype))
             expected = theirs(inputs)
@@ -117,14 +125,23 @@ def training(one_device, mirrored):
         initial = keras.initializers.RandomNormal(seed=2)
 
         def layer():
-            return keras.layers.Embedding(ROWS, WIDTH, initial) if shards is None else ShardedEmbedding(ROWS, WIDTH, initial, shards=shards)
+            return (
+                keras.layers.Embedding(ROWS, WIDTH, initial)
+                if shards is None
+                else ShardedEmbedding(ROWS, WIDTH, initial, shards=shards)
+            )
 
-        return trained({1: one_device, 2: mirrored}[replicas], layer, OPTIMIZERS[optimizer], learning_rate=0.1)
+        return trained(
+            {1: one_device, 2: mirrored}[replicas], layer, OPTIMIZERS[optimizer], learning_rate=0.1
+        )
 
     return known
 
 
-@pytest.mark.parametrize(("optimizer", "shards"), [("sgd", 3), ("momentum", 2), ("adam", 1), ("adam", 3), ("adagrad", 1), ("adagrad", 7)])
+@pytest.mark.parametrize(
+    ("optimizer", "shards"),
+    [("sgd", 3), ("momentum", 2), ("adam", 1), ("adam", 3), ("adagrad", 1), ("adagrad", 7)],
+)
 def test_training_equals_that_of_keras(optimizer, shards, training):
     theirs, ours = training(optimizer, None), training(optimizer, shards)
     np.testing.assert_allclose(ours[0], theirs[0], rtol=1e-5)
@@ -158,7 +175,10 @@ def test_an_id_that_occurs_twice_has_one_gradient(optimizer):
     "options",
     [
         {"embeddings_regularizer": "l2", "embeddings_constraint": "non_neg"},
-        {"activity_regularizer": "l1", "embeddings_constraint": keras.constraints.MaxNorm(0.05, axis=1)},
+        {
+            "activity_regularizer": "l1",
+            "embeddings_constraint": keras.constraints.MaxNorm(0.05, axis=1),
+        },
     ],
 )
 def test_regularizers_and_constraints_equal_those_of_keras(options, one_device):
@@ -232,7 +252,10 @@ def test_mixed_precision_casts_rows_not_the_table(shards):
 def test_an_id_out_of_range_is_named(wrong):
     layer = ShardedEmbedding(ROWS, WIDTH, shards=3, name="words")
     for call in (layer, tf.function(layer)):
-        with pytest.raises(tf.errors.InvalidArgumentError, match=rf"(?s)words: expected ids from 0 to 22, .*{wrong}"):
+        with pytest.raises(
+            tf.errors.InvalidArgumentError,
+            match=rf"(?s)words: expected ids from 0 to 22, .*{wrong}",
+        ):
             call(tf.constant([3, wrong, 5] if wrong > 0 else [3, wrong]))
 
 
@@ -241,9 +264,14 @@ def test_an_id_out_of_range_is_named(wrong):
 @pytest.mark.parametrize("name", ["random_normal", "glorot_uniform", "orthogonal", "zeros"])
 def test_initial_values_equal_those_of_keras(shards, name):
     def initializer():
-        return keras.initializers.get({"class_name": name, "config": {} if name == "zeros" else {"seed": 5}})
+        return keras.initializers.get(
+            {"class_name": name, "config": {} if name == "zeros" else {"seed": 5}}
+        )
 
-    theirs, ours = keras.layers.Embedding(ROWS, WIDTH, initializer()), ShardedEmbedding(ROWS, WIDTH, initializer(), shards=shards)
+    theirs, ours = (
+        keras.layers.Embedding(ROWS, WIDTH, initializer()),
+        ShardedEmbedding(ROWS, WIDTH, initializer(), shards=shards),
+    )
     theirs.build()
     np.testing.assert_array_equal(ours.get_table(), theirs.get_weights()[0])
 
@@ -258,11 +286,18 @@ def test_a_large_table_is_drawn_in_parts(monkeypatch):
             return super().__call__(shape, dtype)
 
     monkeypatch.setattr(layers, "_BY_VALUE", (*layers._BY_VALUE, Recorded))
-    tables = [ShardedEmbedding(ROWS, WIDTH, Recorded(seed=seed), shards=2).get_table() for seed in (5, 5, None, None)]
+    tables = [
+        ShardedEmbedding(ROWS, WIDTH, Recorded(seed=seed), shards=2).get_table()
+        for seed in (5, 5, None, None)
+    ]
     assert set(shapes) == {(12, WIDTH), (11, WIDTH)}
     np.testing.assert_array_equal(tables[0], tables[1])
-    assert len(np.unique(tables)) == 3 * ROWS * WIDTH  # no two shards, and no two tables without seed, are alike
-    with pytest.raises(ValueError, match=r"is drawn in parts, which works with Zeros, .*GlorotUniform"):
+    assert (
+        len(np.unique(tables)) == 3 * ROWS * WIDTH
+    )  # no two shards, and no two tables without seed, are alike
+    with pytest.raises(
+        ValueError, match=r"is drawn in parts, which works with Zeros, .*GlorotUniform"
+    ):
         ShardedEmbedding(ROWS, WIDTH, "glorot_uniform", shards=2).build()
     assert ShardedEmbedding(ROWS, WIDTH, "glorot_uniform", shards=1).get_table().any()
 
@@ -270,19 +305,33 @@ def test_a_large_table_is_drawn_in_parts(monkeypatch):
 def test_weights_are_the_initial_table():
     values = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype("float32")
     for weights in (values, [values], values.tolist()):
-        np.testing.assert_array_equal(ShardedEmbedding(ROWS, WIDTH, weights=weights, shards=3).get_table(), values)
-    with pytest.raises(ValueError, match=r"expected a table of shape \(23, 4\), .* received \(4, 23\)"):
+        np.testing.assert_array_equal(
+            ShardedEmbedding(ROWS, WIDTH, weights=weights, shards=3).get_table(), values
+        )
+    with pytest.raises(
+        ValueError, match=r"expected a table of shape \(23, 4\), .* received \(4, 23\)"
+    ):
         ShardedEmbedding(ROWS, WIDTH, weights=values.T)
 
 
 @pytest.mark.parametrize(("rows", "shards"), [(ROWS, 3), (2, 2)])
 def test_there_is_one_shard_for_each_parameter_server(rows, shards, monkeypatch):
-    jobs = ("/job:chief/task:0", "/job:ps/task:0", "/job:ps/task:1", "/job:ps/task:2", "/job:worker/task:0")
+    jobs = (
+        "/job:chief/task:0",
+        "/job:ps/task:0",
+        "/job:ps/task:1",
+        "/job:ps/task:2",
+        "/job:worker/task:0",
+    )
     devices = [tf.config.LogicalDevice(f"{job}/device:CPU:0", "CPU") for job in jobs]
     layer = ShardedEmbedding(rows, WIDTH)
     assert layer.get_config()["shards"] is None
     with monkeypatch.context() as patch:
-        patch.setattr(tf.distribute, "get_strategy", lambda: mock.Mock(spec=tf.distribute.ParameterServerStrategy))
+        patch.setattr(
+            tf.distribute,
+            "get_strategy",
+            lambda: mock.Mock(spec=tf.distribute.ParameterServerStrategy),
+        )
         patch.setattr(tf.config, "list_logical_devices", lambda kind: devices)
         layer.build()
     assert layer.get_config()["shards"] == len(layer.weights) == shards
@@ -302,7 +351,11 @@ def test_weights_files_hold_one_table(before, after, tmp_path):
     """None: keras.layers.Embedding."""
 
     def build(shards):
-        return model(keras.layers.Embedding(ROWS, WIDTH) if shards is None else ShardedEmbedding(ROWS, WIDTH, shards=shards))
+        return model(
+            keras.layers.Embedding(ROWS, WIDTH)
+            if shards is None
+            else ShardedEmbedding(ROWS, WIDTH, shards=shards)
+        )
 
     saved, loaded = build(before), build(after)
     assert (table(saved.layers[0]) != table(loaded.layers[0])).any()
@@ -313,7 +366,10 @@ def test_weights_files_hold_one_table(before, after, tmp_path):
 
 @pytest.mark.parametrize("optimizer", ["adam", "adagrad"])
 def test_a_saved_model_goes_on_training(optimizer, tmp_path):
-    whole = model(ShardedEmbedding(ROWS, WIDTH, "random_normal", "l2", "non_neg", mask_zero=True, shards=3), optimizer)
+    whole = model(
+        ShardedEmbedding(ROWS, WIDTH, "random_normal", "l2", "non_neg", mask_zero=True, shards=3),
+        optimizer,
+    )
     fit(whole)
     whole.save(tmp_path / "m.keras")
     loaded = keras.models.load_model(tmp_path / "m.keras")
@@ -326,14 +382,20 @@ def test_a_saved_model_goes_on_training(optimizer, tmp_path):
 def test_a_table_is_read_once_to_be_saved(monkeypatch, tmp_path):
     """And not at all to be loaded: through parameter servers it is large."""
     built, reads = model(ShardedEmbedding(ROWS, WIDTH, shards=3)), []
-    monkeypatch.setattr(ShardedEmbedding, "get_table", lambda self, get=ShardedEmbedding.get_table: reads.append(1) or get(self))
+    monkeypatch.setattr(
+        ShardedEmbedding,
+        "get_table",
+        lambda self, get=ShardedEmbedding.get_table: reads.append(1) or get(self),
+    )
     built.save_weights(tmp_path / "m.weights.h5")
     built.load_weights(tmp_path / "m.weights.h5")
     assert len(reads) == 1
 
 
 def test_bfloat16_tables_survive_saving(tmp_path):
-    saved, loaded = (model(ShardedEmbedding(ROWS, WIDTH, shards=3, dtype="bfloat16")) for _ in range(2))
+    saved, loaded = (
+        model(ShardedEmbedding(ROWS, WIDTH, shards=3, dtype="bfloat16")) for _ in range(2)
+    )
     saved.save_weights(tmp_path / "m.weights.h5")
     loaded.load_weights(tmp_path / "m.weights.h5")
     np.testing.assert_array_equal(table(loaded.layers[0]), table(saved.layers[0]))
@@ -345,7 +407,10 @@ def test_files_of_other_layers_are_refused(tmp_path):
     with pytest.raises(ValueError, match="never built"):
         layer.load_own_variables({"0": 0})
     layer.build()
-    with pytest.raises(ValueError, match=r"words: expected one array, '0', of an embedding table; the file has \['0', '1'\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"words: expected one array, '0', of an embedding table; the file has \['0', '1'\]",
+    ):
         layer.load_own_variables({"0": 0, "1": 0})
 
 
@@ -358,7 +423,9 @@ def test_a_saved_model_serves(tmp_path):
 
 # --- Arguments ------------------------------------------------------------------------------------------------------------
 def test_the_config_of_keras_is_taken():
-    theirs = keras.layers.Embedding(ROWS, WIDTH, "zeros", "l2", mask_zero=True, name="words").get_config()
+    theirs = keras.layers.Embedding(
+        ROWS, WIDTH, "zeros", "l2", mask_zero=True, name="words"
+    ).get_config()
     ours = ShardedEmbedding.from_config(theirs).get_config()
     assert {**theirs, **ours} == {**theirs, "shards": None}
 
@@ -374,10 +441,19 @@ def test_the_config_of_keras_is_taken():
         ({"shards": 24}, "shards: expected at most input_dim=23, received 24"),
         ({"mask_zero": "no"}, "mask_zero: expected True or False, received 'no'"),
         ({"lora_rank": 2}, "lora_rank is not supported; use keras.layers.Embedding"),
-        ({"dtype": "int8_from_float32"}, "dtype: expected a policy without quantization, received 'int8_from_float32'"),
+        (
+            {"dtype": "int8_from_float32"},
+            "dtype: expected a policy without quantization, received 'int8_from_float32'",
+        ),
         ({"embeddings_initializer": "no_such"}, "no_such"),
-        ({"embeddings_regularizer": "orthogonal_regularizer"}, "embeddings_regularizer: expected L1, L2, L1L2 or None"),
-        ({"embeddings_constraint": "unit_norm"}, r"or UnitNorm with axis=1.*received UnitNorm\(axis=0\)"),
+        (
+            {"embeddings_regularizer": "orthogonal_regularizer"},
+            "embeddings_regularizer: expected L1, L2, L1L2 or None",
+        ),
+        (
+            {"embeddings_constraint": "unit_norm"},
+            r"or UnitNorm with axis=1.*received UnitNorm\(axis=0\)",
+        ),
         ({"embeddings_constraint": lambda w: w}, "embeddings_constraint: expected NonNeg"),
         ({"no_such": 1}, "no_such"),
     ],

@@ -10,7 +10,10 @@ import tensorflow as tf
 import tfdist
 from tfdist import loops
 
-ROWS, GLOBAL_BATCH = 25, 8  # three full batches, and one of one row, of which a second replica has none
+ROWS, GLOBAL_BATCH = (
+    25,
+    8,
+)  # three full batches, and one of one row, of which a second replica has none
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 
 
@@ -34,37 +37,67 @@ def batches(rows=ROWS, **kwargs):
 def build(out=3):
     keras.utils.set_random_seed(1)
     return keras.Sequential(
-        [keras.Input([4]), keras.layers.Dense(8, "relu"), keras.layers.BatchNormalization(synchronized=True), keras.layers.Dense(out, use_bias=False)]
+        [
+            keras.Input([4]),
+            keras.layers.Dense(8, "relu"),
+            keras.layers.BatchNormalization(synchronized=True),
+            keras.layers.Dense(out, use_bias=False),
+        ]
     )
 
 
 def small():
     """Its statistics are those of each replica."""
     keras.utils.set_random_seed(1)
-    return keras.Sequential([keras.Input([4]), keras.layers.BatchNormalization(center=False, scale=False), keras.layers.Dense(3, use_bias=False)])
+    return keras.Sequential(
+        [
+            keras.Input([4]),
+            keras.layers.BatchNormalization(center=False, scale=False),
+            keras.layers.Dense(3, use_bias=False),
+        ]
+    )
 
 
 def crossentropy(model, x, y, training):
     logits = model(x, training=training)
     hits = tf.cast(tf.equal(tf.argmax(logits, 1), tf.cast(y, tf.int64)), tf.float32)
-    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)(y, logits), {"accuracy": tf.reduce_mean(hits)}
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)(y, logits), {
+        "accuracy": tf.reduce_mean(hits)
+    }
 
 
 def fitted(strategy, make=build, optimizer=lambda: keras.optimizers.Adam(0.01), **kwargs):
     with strategy.scope():
         model = make()
-        model.compile(optimizer(), keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+        model.compile(
+            optimizer(),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+        )
     history = model.fit(batches(), epochs=2, verbose=0, **kwargs).history
     return history, model.get_weights()
 
 
-def trained(strategy, loss=crossentropy, data=batches, make=build, optimizer=lambda: keras.optimizers.Adam(0.01), **kwargs):
+def trained(
+    strategy,
+    loss=crossentropy,
+    data=batches,
+    make=build,
+    optimizer=lambda: keras.optimizers.Adam(0.01),
+    **kwargs,
+):
     state = loops.prepare_training(make, data, strategy, optimizer)
     history = loops.train(loss, state, **{"epochs": 2, **kwargs})
     return history, [v.numpy() for v in state.learner.variables]
 
 
-def walked(strategy, loss=crossentropy, compiled=True, make=build, optimizer=lambda: keras.optimizers.Adam(0.01)):
+def walked(
+    strategy,
+    loss=crossentropy,
+    compiled=True,
+    make=build,
+    optimizer=lambda: keras.optimizers.Adam(0.01),
+):
     """Losses of the steps of a loop of one's own, and the weights it comes to."""
     state = loops.prepare_training(make, batches, strategy, optimizer, compiled=compiled)
 
@@ -120,7 +153,9 @@ def test_a_loop_of_ones_own_equals_fit(one_device, mirrored, plain):
 
 def autoencoder():
     keras.utils.set_random_seed(1)
-    return keras.Sequential([keras.Input([4]), keras.layers.Dense(2, "tanh"), keras.layers.Dense(4)])
+    return keras.Sequential(
+        [keras.Input([4]), keras.layers.Dense(2, "tanh"), keras.layers.Dense(4)]
+    )
 
 
 def reconstruction(model, batch):
@@ -129,7 +164,9 @@ def reconstruction(model, batch):
 
 def teacher_and_student():
     keras.utils.set_random_seed(1)
-    teacher, student = (keras.Sequential([keras.Input([4]), keras.layers.Dense(3)]) for _ in range(2))
+    teacher, student = (
+        keras.Sequential([keras.Input([4]), keras.layers.Dense(3)]) for _ in range(2)
+    )
     teacher.trainable = False
     return {"teacher": teacher, "student": student}
 
@@ -137,17 +174,28 @@ def teacher_and_student():
 def semi_supervised(models, batch, training):
     """Each row has one labelled example and two that are not."""
     known = models["student"](batch["x"])
-    supervised = tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(batch["y"], known, from_logits=True))
+    supervised = tf.reduce_mean(
+        keras.losses.sparse_categorical_crossentropy(batch["y"], known, from_logits=True)
+    )
     views = [models["student"](batch["others"][:, i]) for i in range(2)]
     taught = models["teacher"](batch["others"][:, 0], training=False)
-    consistency = tf.reduce_mean(tf.square(views[0] - views[1])) + tf.reduce_mean(tf.square(views[0] - taught))
+    consistency = tf.reduce_mean(tf.square(views[0] - views[1])) + tf.reduce_mean(
+        tf.square(views[0] - taught)
+    )
     return supervised + (0.5 * consistency if training else 0.0), {"supervised": supervised}
 
 
 def rows_of_three():
     x, y = arrays()
-    parts = tf.data.Dataset.zip((tf.data.Dataset.from_tensor_slices((x, y)), tf.data.Dataset.from_tensor_slices(np.stack([x[::-1], -x], 1))))
-    return parts.map(lambda known, others: {"x": known[0], "y": known[1], "others": others}).batch(GLOBAL_BATCH)
+    parts = tf.data.Dataset.zip(
+        (
+            tf.data.Dataset.from_tensor_slices((x, y)),
+            tf.data.Dataset.from_tensor_slices(np.stack([x[::-1], -x], 1)),
+        )
+    )
+    return parts.map(lambda known, others: {"x": known[0], "y": known[1], "others": others}).batch(
+        GLOBAL_BATCH
+    )
 
 
 KINDS = {
@@ -167,7 +215,9 @@ def test_losses_of_every_kind_are_the_same_on_two_replicas(one_device, mirrored,
 def test_a_masked_loss_of_keras_has_the_divisor_of_the_global_batch(one_device, mirrored):
     def loss(model, x, y):
         weights = tf.cast(x[:, 0] > 0, tf.float32)
-        found = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="mean_with_sample_weight")
+        found = keras.losses.SparseCategoricalCrossentropy(
+            from_logits=True, reduction="mean_with_sample_weight"
+        )
         return found(y, model(x, training=False), sample_weight=weights)
 
     same(trained(one_device, loss, make=small), trained(mirrored, loss, make=small))
@@ -175,7 +225,10 @@ def test_a_masked_loss_of_keras_has_the_divisor_of_the_global_batch(one_device, 
 
 # --- Policies, ZeRO, snapshots ----------------------------------------------------------------------------------------------
 POLICIES = {
-    "gradients": (tfdist.sync.Gradients(combine="sum", accumulate=2, wire="bfloat16", clip_norm=1.0), None),
+    "gradients": (
+        tfdist.sync.Gradients(combine="sum", accumulate=2, wire="bfloat16", clip_norm=1.0),
+        None,
+    ),
     "local": (tfdist.sync.LocalSGD(every=3, warmup=1), None),
     "zero": (None, lambda: tfdist.parallel.zero(keras.optimizers.Adam(0.01))),
 }
@@ -212,7 +265,13 @@ class Stop(keras.callbacks.Callback):
 
 def test_a_training_goes_on_from_its_snapshot(one_device, tmp_path):
     def run(*callbacks):
-        return trained(one_device, make=small, epochs=3, schedule=lambda step: 0.02 / (1.0 + step), callbacks=callbacks)
+        return trained(
+            one_device,
+            make=small,
+            epochs=3,
+            schedule=lambda step: 0.02 / (1.0 + step),
+            callbacks=callbacks,
+        )
 
     def backup():
         return tfdist.BackupAndRestore(tmp_path / "backup", save_freq=2)
@@ -226,8 +285,16 @@ def test_a_training_goes_on_from_its_snapshot(one_device, tmp_path):
 def test_a_schedule_is_a_function_of_the_step(one_device):
     state = loops.prepare_training(small, batches, one_device, "sgd")
     rates = []
-    record = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: rates.append(float(state.optimizer.learning_rate)))
-    loops.train(crossentropy, state, epochs=2, schedule=lambda step: tf.where(step < 5, 0.1, 0.1 / (1.0 + step)), callbacks=[record])
+    record = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda *_: rates.append(float(state.optimizer.learning_rate))
+    )
+    loops.train(
+        crossentropy,
+        state,
+        epochs=2,
+        schedule=lambda step: tf.where(step < 5, 0.1, 0.1 / (1.0 + step)),
+        callbacks=[record],
+    )
     np.testing.assert_allclose(rates, [0.1, 0.1 / 9], rtol=1e-6)
     before = [v.numpy() for v in state.variables]
     loops.train(crossentropy, state, steps_per_epoch=2, schedule=lambda step: 0.0 * step)
@@ -275,7 +342,10 @@ def test_an_optimizer_made_elsewhere_is_copied(mirrored):
     assert decayed == [False, False, True, True, True]
     model.optimizer = optimizer
     optimizer.build(model.trainable_variables)
-    with pytest.raises(ValueError, match=r"optimizer: .* was made outside of the strategy's scope and has trained another model\. Pass a new one"):
+    with pytest.raises(
+        ValueError,
+        match=r"optimizer: .* was made outside of the strategy's scope and has trained another model\. Pass a new one",
+    ):
         loops.prepare_training(build, batches, mirrored, optimizer)
 
 
@@ -288,9 +358,14 @@ def test_models_that_share_layers_are_made_in_a_function(mirrored):
     def loss(models, batch):
         return tf.reduce_mean(tf.square(models["autoencoder"][0](batch) - batch))
 
-    with pytest.raises(ValueError, match=r"model\['encoder'\] and model\['autoencoder'\]\[0\] share .*kernel.*Pass the function"):
+    with pytest.raises(
+        ValueError,
+        match=r"model\['encoder'\] and model\['autoencoder'\]\[0\] share .*kernel.*Pass the function",
+    ):
         loops.prepare_training(encoder_and_autoencoder(), batches, mirrored, "sgd")
-    state = loops.prepare_training(encoder_and_autoencoder, lambda: batches(labels=False), mirrored, "sgd")
+    state = loops.prepare_training(
+        encoder_and_autoencoder, lambda: batches(labels=False), mirrored, "sgd"
+    )
     before = state.model["encoder"].get_weights()[0]
     loops.train(loss, state, steps_per_epoch=1)
     assert np.abs(state.model["encoder"].get_weights()[0] - before).max() > 1e-5
@@ -331,7 +406,11 @@ def test_evaluate_is_the_mean_over_the_examples(mirrored):
     x, y = arrays()
     found = loops.evaluate(crossentropy, state, batches())
     expected = crossentropy(state.model, x, y, training=False)
-    np.testing.assert_allclose([found["loss"], found["accuracy"]], [float(expected[0]), float(expected[1]["accuracy"])], **TOLERANCE)
+    np.testing.assert_allclose(
+        [found["loss"], found["accuracy"]],
+        [float(expected[0]), float(expected[1]["accuracy"])],
+        **TOLERANCE,
+    )
 
 
 def test_python_is_read_where_nothing_is_compiled(one_device):
@@ -345,7 +424,9 @@ def test_python_is_read_where_nothing_is_compiled(one_device):
     state = loops.prepare_training(autoencoder, batches, one_device, "sgd", compiled=False)
     history = loops.train(loss, state, epochs=1)
     assert len(seen) == 1 + 4  # the first call learns the names of metrics
-    np.testing.assert_allclose(history["loss"][0], np.average(seen[1:], weights=[8, 8, 8, 1]), rtol=1e-5)
+    np.testing.assert_allclose(
+        history["loss"][0], np.average(seen[1:], weights=[8, 8, 8, 1]), rtol=1e-5
+    )
 
 
 # --- Errors -----------------------------------------------------------------------------------------------------------------
@@ -355,13 +436,21 @@ def uneven():
 
 PREPARE = {
     "model: expected a keras.Model": {"model": "mlp"},
-    "model: expected one that is built": {"model": lambda: keras.Sequential([keras.layers.Dense(1)])},
-    "all of its variables are frozen": {"model": lambda: keras.Sequential([keras.Input([4]), keras.layers.Flatten()])},
-    "data: expected a tf.data.Dataset of global batches.*ndarray.*global_batch=": {"data": np.zeros(3)},
+    "model: expected one that is built": {
+        "model": lambda: keras.Sequential([keras.layers.Dense(1)])
+    },
+    "all of its variables are frozen": {
+        "model": lambda: keras.Sequential([keras.Input([4]), keras.layers.Flatten()])
+    },
+    "data: expected a tf.data.Dataset of global batches.*ndarray.*global_batch=": {
+        "data": np.zeros(3)
+    },
     "one is a scalar. Call batch": {"data": tf.data.Dataset.range},
     "optimizer: expected a Keras optimizer.*'adma'": {"optimizer": "adma"},
     "optimizer: .* received None": {"optimizer": None},
-    "devices: expected a synchronous strategy of tfdist.*DefaultDistributionStrategy": {"devices": tf.distribute.get_strategy},
+    "devices: expected a synchronous strategy of tfdist.*DefaultDistributionStrategy": {
+        "devices": tf.distribute.get_strategy
+    },
     "sync: expected None beside a strategy": {"sync": "bfloat16"},
     "compiled: expected True with 2 replicas": {"compiled": False},
 }
@@ -375,19 +464,31 @@ def test_bad_arguments_of_prepare_training(mirrored, message):
     if given.get("data") is tf.data.Dataset.range:
         given["data"] = tf.data.Dataset.range(8)
     with pytest.raises(ValueError, match=message):
-        loops.prepare_training(**{"model": build, "data": batches, "devices": mirrored, "optimizer": "sgd", **given})
+        loops.prepare_training(
+            **{"model": build, "data": batches, "devices": mirrored, "optimizer": "sgd", **given}
+        )
 
 
 TRAIN = {
     "loss: expected a function.*'mse'": {"loss": "mse"},
     "Huber takes no model. Of a loss of Keras: lambda": {"loss": keras.losses.Huber()},
     "takes no batch beside the model": {"loss": lambda model: 0.0},
-    "takes 3 arguments after the model, but a batch has 2 parts": {"loss": lambda model, x, y, weight: 0.0},
-    "returned the loss of shape .*expected a scalar": {"loss": lambda model, x, y: tf.square(model(x))},
-    "expected a scalar of a floating dtype.*int32": {"loss": lambda model, x, y: tf.reduce_sum(tf.shape(x))},
+    "takes 3 arguments after the model, but a batch has 2 parts": {
+        "loss": lambda model, x, y, weight: 0.0
+    },
+    "returned the loss of shape .*expected a scalar": {
+        "loss": lambda model, x, y: tf.square(model(x))
+    },
+    "expected a scalar of a floating dtype.*int32": {
+        "loss": lambda model, x, y: tf.reduce_sum(tf.shape(x))
+    },
     "returned None as the loss": {"loss": lambda model, x, y: None},
-    'no metric named "loss"': {"loss": lambda model, x, y: (tf.reduce_mean(model(x)), {"loss": 0.0})},
-    "returned the metric rows of shape": {"loss": lambda model, x, y: (tf.reduce_mean(model(x)), {"rows": x})},
+    'no metric named "loss"': {
+        "loss": lambda model, x, y: (tf.reduce_mean(model(x)), {"loss": 0.0})
+    },
+    "returned the metric rows of shape": {
+        "loss": lambda model, x, y: (tf.reduce_mean(model(x)), {"rows": x})
+    },
     "depends on none of the 5 trainable variables": {"loss": lambda model, x, y: tf.reduce_mean(x)},
     "epochs: expected a number, 1 or more; received 0": {"epochs": 0},
     "steps_per_epoch: expected": {"steps_per_epoch": -1},
@@ -412,7 +513,10 @@ def test_bad_arguments_of_train(prepared, message):
 
 def test_parts_of_a_batch_have_equally_many_rows(mirrored):
     state = loops.prepare_training(build, uneven, mirrored, "sgd")
-    with pytest.raises((tf.errors.InvalidArgumentError, ValueError), match="expected equally many rows in all parts of a batch"):
+    with pytest.raises(
+        (tf.errors.InvalidArgumentError, ValueError),
+        match="expected equally many rows in all parts of a batch",
+    ):
         loops.train(lambda model, x, y: tf.reduce_mean(model(x)), state)
 
 
@@ -422,7 +526,9 @@ def test_steps_are_called_in_replicas(prepared):
         loops.train_step(crossentropy, state, arrays())
     with pytest.raises(ValueError, match="update: expected to be called in a replica"):
         loops.update(state, [])
-    with pytest.raises(ValueError, match=r"step: expected a batch of state\.batches, received tuple"):
+    with pytest.raises(
+        ValueError, match=r"step: expected a batch of state\.batches, received tuple"
+    ):
         state.step(lambda rows: None)(arrays())
     with pytest.raises(ValueError, match="expected 5 gradients"):
         state.step(lambda rows: loops.update(state, []))(next(iter(state.batches)))

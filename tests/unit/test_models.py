@@ -43,7 +43,11 @@ def test_probabilities_are_float32_under_mixed_precision(name):
     ("name", "options", "message"),
     [
         ("cnm", IMAGE, "model 'cnm': no such model. Did you mean cnn"),
-        ("mlp", {**IMAGE, "drop_out": 0.1}, "model 'mlp' has no option 'drop_out'. Did you mean dropout"),
+        (
+            "mlp",
+            {**IMAGE, "drop_out": 0.1},
+            "model 'mlp' has no option 'drop_out'. Did you mean dropout",
+        ),
         ("mlp", {"classes": 10}, "option 'input_shape' is missing"),
         (
             "transformer",

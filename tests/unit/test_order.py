@@ -50,7 +50,9 @@ def excess(cells, count):
     """By how many standard deviations the chi-square of these cells is above that of equally likely ones."""
     observed = np.bincount(np.ravel(cells), minlength=count)
     expected = observed.sum() / count
-    return (np.sum((observed - expected) ** 2) / expected - (count - 1)) / math.sqrt(2 * (count - 1))
+    return (np.sum((observed - expected) ** 2) / expected - (count - 1)) / math.sqrt(
+        2 * (count - 1)
+    )
 
 
 def keys_of_epochs(count, seed=3):
@@ -97,7 +99,9 @@ def test_an_epoch_has_each_example_once(order, epoch):
 )
 def test_a_permutation_has_each_number_once(count):
     # TensorFlow's op gives a number twice where the greatest one is a power of 4, from 2^16 on.
-    np.testing.assert_array_equal(np.sort(permute(np.arange(count), count, [5, 6, 7])), np.arange(count))
+    np.testing.assert_array_equal(
+        np.sort(permute(np.arange(count), count, [5, 6, 7])), np.arange(count)
+    )
 
 
 @properties
@@ -119,7 +123,12 @@ def test_the_last_step_of_many_examples_needs_no_memory_for_the_others(examples,
     if not shuffle:
         np.testing.assert_array_equal(last, np.arange(examples - len(last), examples))
     stream = StreamOrder.of(
-        [examples // 2, 0, examples - examples // 2], 1000, seed=1, shuffle=shuffle, streams=4, block=5000
+        [examples // 2, 0, examples - examples // 2],
+        1000,
+        seed=1,
+        shuffle=shuffle,
+        streams=4,
+        block=5000,
     )
     numbers = stream.numbers(2**33, [0, 999, examples - 1]).numpy()
     assert len(set(numbers)) == 3
@@ -156,9 +165,13 @@ def test_workers_share_the_rows_of_a_batch(rows, devices):
     if rows % replicas == 0:
         assert {end - begin for begin, end in alone} == {rows // replicas}
     firsts = [0, *itertools.accumulate(devices)]
-    for first, count in zip(firsts, devices, strict=False):  # a worker's rows are those of its replicas
+    for first, count in zip(
+        firsts, devices, strict=False
+    ):  # a worker's rows are those of its replicas
         begin, end = share(rows, first, count, replicas)
-        assert [*range(begin, end)] == [row for one in alone[first : first + count] for row in range(*one)]
+        assert [*range(begin, end)] == [
+            row for one in alone[first : first + count] for row in range(*one)
+        ]
 
 
 @properties
@@ -182,7 +195,10 @@ def test_numbers_are_the_same_within_graphs(order):
     epoch = 2**40
     expected = np.concatenate(epoch_of(order, epoch))
     batch = tf.function(order.batch, input_signature=[tf.TensorSpec([], tf.int64)] * 2)
-    traced = [batch(tf.constant(epoch, tf.int64), tf.constant(step, tf.int64)) for step in range(order.steps)]
+    traced = [
+        batch(tf.constant(epoch, tf.int64), tf.constant(step, tf.int64))
+        for step in range(order.steps)
+    ]
     np.testing.assert_array_equal(tf.concat(traced, 0), expected)
     epochs = tf.data.Dataset.from_tensors(tf.constant(epoch, tf.int64))
     steps = tf.data.Dataset.range(order.steps)
@@ -195,11 +211,16 @@ def test_numbers_are_the_same_within_graphs(order):
 # Epochs and seeds
 
 
-@pytest.mark.parametrize("order", [Order(40, 40), StreamOrder.of([15, 25], 40, streams=2, block=20)])
+@pytest.mark.parametrize(
+    "order", [Order(40, 40), StreamOrder.of([15, 25], 40, streams=2, block=20)]
+)
 def test_epochs_and_seeds_differ(order):
     asked = [(0, epoch) for epoch in (0, 1, 2**31, 2**32, 2**63 - 1)]
     asked += [(seed, 0) for seed in (1, -1, 2**31, 2**32, -(2**32), 2**63 - 1, -(2**63))]
-    seen = {tuple(dataclasses.replace(order, seed=seed).batch(epoch, 0).numpy()) for seed, epoch in asked}
+    seen = {
+        tuple(dataclasses.replace(order, seed=seed).batch(epoch, 0).numpy())
+        for seed, epoch in asked
+    }
     assert len(seen) == len(asked)
 
 
@@ -218,7 +239,9 @@ def test_each_example_has_a_seed_of_its_own_in_each_epoch():
         for row in example_seeds(seed, epoch, numbers).numpy()
     ]
     assert len(set(seeds)) == len(seeds) == 6 * len(numbers)
-    np.testing.assert_array_equal(example_seeds(0, 1, numbers[::-1])[::-1], example_seeds(0, 1, numbers))
+    np.testing.assert_array_equal(
+        example_seeds(0, 1, numbers[::-1])[::-1], example_seeds(0, 1, numbers)
+    )
     assert example_seeds(0, 1, tf.constant(3, tf.int64)).shape == (2,)
 
 
@@ -252,8 +275,12 @@ def test_a_stream_permutes_files_and_blocks_of_its_parts(order, epoch):
     ends = np.cumsum(order.lengths)
     inside = [np.arange(ends[file] - order.lengths[file], ends[file]) for file in files]
     sequence = np.concatenate(inside)  # the examples as files are read
-    np.testing.assert_array_equal(order.ends(epoch), np.cumsum([len(numbers) for numbers in inside]))
-    np.testing.assert_array_equal(order.numbers_of(epoch, tf.range(order.examples, dtype=tf.int64)), sequence)
+    np.testing.assert_array_equal(
+        order.ends(epoch), np.cumsum([len(numbers) for numbers in inside])
+    )
+    np.testing.assert_array_equal(
+        order.numbers_of(epoch, tf.range(order.examples, dtype=tf.int64)), sequence
+    )
     numbers, begin = whole(order, epoch), order.tail_begin
     parts = numbers[:begin].reshape(order.full, order.streams, order.per_stream).swapaxes(0, 1)
     parts = [*parts.reshape(order.streams, order.part), numbers[begin:]]
@@ -294,7 +321,9 @@ def test_places_are_uniform_and_independent(keys, count):
     assert max(excess(sixteenth[:, place], 16) for place in range(16)) < LIMIT
     for apart in (1, 2, 8):  # rows of a batch
         assert excess(sixteenth[:, :-apart] * 16 + sixteenth[:, apart:], 256) < LIMIT
-        assert excess((found[:, apart:] - found[:, :-apart]) % count * cells // count, cells) < LIMIT
+        assert (
+            excess((found[:, apart:] - found[:, :-apart]) % count * cells // count, cells) < LIMIT
+        )
     for apart in (1, 2):  # epochs, or seeds
         assert excess(sixteenth[:-apart] * 16 + sixteenth[apart:], 256) < LIMIT
         assert excess((found[apart:] - found[:-apart]) % count * cells // count, cells) < LIMIT

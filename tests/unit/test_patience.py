@@ -61,7 +61,12 @@ def said():
     """Return the output and errors of each process; all run at the same time, as they mostly wait."""
     started = {
         code: Popen(
-            [sys.executable, "-c", SCRIPT, code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment()
+            [sys.executable, "-c", SCRIPT, code],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=environment(),
         )
         for code in (GOOD, *map(ENDLESS.format, SIGNS))
     }
@@ -76,4 +81,6 @@ def test_calls_that_make_steps_are_left_alone(said):
 @pytest.mark.parametrize("sign", SIGNS)
 def test_a_call_without_a_step_is_ended(said, sign):
     output, errors = said[ENDLESS.format(sign)]
-    assert output.startswith("ended: worker:0 waited too long for worker:1, 1.6 s without a step: "), errors
+    assert output.startswith(
+        "ended: worker:0 waited too long for worker:1, 1.6 s without a step: "
+    ), errors

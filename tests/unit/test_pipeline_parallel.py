@@ -45,7 +45,10 @@ def test_a_schedule(kind, stages, microbatches):
     steps = duration(each, 1.0, 2.0)
     assert steps == (microbatches + stages - 1) * 3.0
     assert 1 - microbatches * 3.0 / steps == pytest.approx(bubble(stages, microbatches))
-    most = [min(stages - stage, microbatches) if kind == "1f1b" else microbatches for stage in range(stages)]
+    most = [
+        min(stages - stage, microbatches) if kind == "1f1b" else microbatches
+        for stage in range(stages)
+    ]
     assert [held(own) for own in each] == most
 
 
@@ -69,7 +72,14 @@ def small(**options):
 
 
 def nested():
-    return keras.Sequential([keras.Input((8,)), keras.Sequential([L.Dense(8, name="inside")], name="block"), L.Dense(2, name="head")], name="outer")
+    return keras.Sequential(
+        [
+            keras.Input((8,)),
+            keras.Sequential([L.Dense(8, name="inside")], name="block"),
+            L.Dense(2, name="head"),
+        ],
+        name="outer",
+    )
 
 
 def shared(layer):
@@ -79,7 +89,9 @@ def shared(layer):
     return keras.Model(inputs, L.Dense(2, name="head")(layer(x)))
 
 
-@pytest.mark.parametrize(("units", "stages"), [((8, 8, 8), 4), ((64, 8, 8, 8), 2), ((8, 64, 64, 8, 8, 32), 3)])
+@pytest.mark.parametrize(
+    ("units", "stages"), [((8, 8, 8), 4), ((64, 8, 8, 8), 2), ((8, 64, 64, 8, 8, 32), 3)]
+)
 def test_the_largest_stage_is_as_small_as_can_be(units, stages):
     graph = graph_of(mlp(units))
     costs = parameters(graph)
@@ -92,13 +104,17 @@ def test_the_largest_stage_is_as_small_as_can_be(units, stages):
     best = min(largest(ends) for ends in itertools.combinations(weighty[1:], stages - 1))
     found = balanced(graph, stages, costs)
     assert largest(found) == best
-    assert all(stage.layers[0].startswith(("dense", "head")) for stage in split(graph, found))  # a ReLU stays with its Dense
+    assert all(
+        stage.layers[0].startswith(("dense", "head")) for stage in split(graph, found)
+    )  # a ReLU stays with its Dense
 
 
 def test_seconds_of_layers():
     inputs = keras.Input((None, 4))
     model = keras.Model(inputs, L.Dense(2)(L.LSTM(4)(inputs)))
-    with pytest.raises(ValueError, match=r'balance="time": the shape of input .* is not known; pass sample='):
+    with pytest.raises(
+        ValueError, match=r'balance="time": the shape of input .* is not known; pass sample='
+    ):
         seconds(graph_of(model))
     found = seconds(graph_of(model), np.zeros((4, 20, 4), "float32"))
     assert len(found) == 2
@@ -116,8 +132,14 @@ def test_a_light_layer_that_takes_long_moves_the_cut():
     """Some 1e9 operations of the convolution against 1e6 of all others."""
     by_weights = pipeline(busy(), 2, microbatches=2)
     by_time = pipeline(busy(), 2, microbatches=2, balance="time", sample=np.ones((16, 96, 96, 4)))
-    assert [stage.layers for stage in by_weights.plan.stages] == [("busy", "pool", "light"), ("heavy",)]
-    assert [stage.layers for stage in by_time.plan.stages] == [("busy",), ("pool", "light", "heavy")]
+    assert [stage.layers for stage in by_weights.plan.stages] == [
+        ("busy", "pool", "light"),
+        ("heavy",),
+    ]
+    assert [stage.layers for stage in by_time.plan.stages] == [
+        ("busy",),
+        ("pool", "light", "heavy"),
+    ]
 
 
 def test_a_sample_by_names():
@@ -125,7 +147,9 @@ def test_a_sample_by_names():
     wide, narrow = keras.Input((64,), name="wide"), keras.Input((2,), name="narrow")
     model = keras.Model([wide, narrow], L.Dense(2)(L.Concatenate()([L.Dense(8)(wide), narrow])))
     assert len(seconds(graph_of(model), {"narrow": np.ones((4, 2)), "wide": np.ones((4, 64))})) == 3
-    with pytest.raises(ValueError, match="needs the inputs wide, narrow; received wide, other, without narrow"):
+    with pytest.raises(
+        ValueError, match="needs the inputs wide, narrow; received wide, other, without narrow"
+    ):
         seconds(graph_of(model), {"wide": np.ones((4, 64)), "other": np.ones((4, 2))})
     with pytest.raises(ValueError, match="needs the inputs a, b; received a, c, without b"):
         seconds(graph_of(several()), {"a": X, "c": X[:, :4]})
@@ -153,36 +177,112 @@ def stepping():
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
-        (mlp, {"cut_at": ["dense_7"]}, "model 'mlp' has no layer 'dense_7'; its layers are dense_0, relu_0, dense_1"),
-        (nested, {"cut_at": ["inside"]}, "layer 'inside' is inside the nested model 'block', through which no cut goes; cut behind 'block'"),
-        (nested, {"stages": 3}, "can be cut into at most 2 stages with weights; its layers with weights are block, head"),
+        (
+            mlp,
+            {"cut_at": ["dense_7"]},
+            "model 'mlp' has no layer 'dense_7'; its layers are dense_0, relu_0, dense_1",
+        ),
+        (
+            nested,
+            {"cut_at": ["inside"]},
+            "layer 'inside' is inside the nested model 'block', through which no cut goes; cut behind 'block'",
+        ),
+        (
+            nested,
+            {"stages": 3},
+            "can be cut into at most 2 stages with weights; its layers with weights are block, head",
+        ),
         (mlp, {"stages": 5}, "stages=5: the model 'mlp' can be cut into at most 4 stages"),
-        (lambda: shared(L.Dense(8, name="tied")), {"cut_at": ["tied"]}, "layer 'tied' is used 2 times, which leaves open where to cut"),
-        (lambda: shared(L.BatchNormalization(name="norm")), {"cut_at": ["between"]}, "cut behind 'between' lies between two uses of layer 'norm', whose state"),
+        (
+            lambda: shared(L.Dense(8, name="tied")),
+            {"cut_at": ["tied"]},
+            "layer 'tied' is used 2 times, which leaves open where to cut",
+        ),
+        (
+            lambda: shared(L.BatchNormalization(name="norm")),
+            {"cut_at": ["between"]},
+            "cut behind 'between' lies between two uses of layer 'norm', whose state",
+        ),
         (mlp, {"cut_at": ["dense_1", "relu_1"]}, r"stage 1 \(relu_1\) has no weights"),
         (mlp, {"cut_at": ["head"]}, "'head' is the last layer, behind which nothing is left"),
         (mlp, {"cut_at": ["relu_1", "relu_1"]}, "cut_at: expected different layers"),
-        (Own, {"stages": 2}, r"expected a Sequential or Functional model, whose graph can be cut; Own .* call\(\) of its own"),
+        (
+            Own,
+            {"stages": 2},
+            r"expected a Sequential or Functional model, whose graph can be cut; Own .* call\(\) of its own",
+        ),
         (stepping, {"stages": 2}, "Stepping overrides train_step"),
-        (lambda: keras.Sequential([L.Dense(2)], name="late"), {"stages": 2}, "'late' has no shapes yet; begin it with keras.Input"),
-        (mlp, {"stages": 4}, r"4 stages need 4, received 3 \(.*CPU:0.*\). Take fewer stages, or name the devices"),
-        (mlp, {"stages": 2, "data": 2, "tensor": 2}, "data=2 x 2 stages x tensor=2 need 8, received 3"),
-        (mlp, {"stages": 1, "tensor": 2}, r"tensor=2: stage 0 \(dense_0, .*head\) has no ShardedMLP of 2 shards, so that .*CPU:1 would have nothing to do"),
-        (lambda: sharded(2), {"stages": 1, "tensor": 3}, "has no ShardedMLP of 3 shards, so that .*CPU:2 would"),
-        (mlp, {"stages": 2, "devices": ["cpu:0", "gpu:5"]}, "devices: gpu:5: TensorFlow has no such device; it has .*CPU:0"),
-        (mlp, {"stages": 2, "devices": [0, 1]}, r'devices: expected a list of names such as "gpu:0", received \[0, 1\]'),
-        (mlp, {"stages": 2, "devices": ["cpu:0"] * 3}, r"2 stages need 2, received 3 \(.*CPU:0\)\. Take more stages, or name 2 devices\.$"),
-        (mlp, {"stages": 2, "sample": X}, r"sample: expected with stages=S .* alone, received it with stages=2 and balance='parameters'"),
-        (mlp, {"cut_at": ["relu_0"], "balance": "time", "sample": X}, "sample: expected .* alone, received it with stages=None and balance='time'"),
+        (
+            lambda: keras.Sequential([L.Dense(2)], name="late"),
+            {"stages": 2},
+            "'late' has no shapes yet; begin it with keras.Input",
+        ),
+        (
+            mlp,
+            {"stages": 4},
+            r"4 stages need 4, received 3 \(.*CPU:0.*\). Take fewer stages, or name the devices",
+        ),
+        (
+            mlp,
+            {"stages": 2, "data": 2, "tensor": 2},
+            "data=2 x 2 stages x tensor=2 need 8, received 3",
+        ),
+        (
+            mlp,
+            {"stages": 1, "tensor": 2},
+            r"tensor=2: stage 0 \(dense_0, .*head\) has no ShardedMLP of 2 shards, so that .*CPU:1 would have nothing to do",
+        ),
+        (
+            lambda: sharded(2),
+            {"stages": 1, "tensor": 3},
+            "has no ShardedMLP of 3 shards, so that .*CPU:2 would",
+        ),
+        (
+            mlp,
+            {"stages": 2, "devices": ["cpu:0", "gpu:5"]},
+            "devices: gpu:5: TensorFlow has no such device; it has .*CPU:0",
+        ),
+        (
+            mlp,
+            {"stages": 2, "devices": [0, 1]},
+            r'devices: expected a list of names such as "gpu:0", received \[0, 1\]',
+        ),
+        (
+            mlp,
+            {"stages": 2, "devices": ["cpu:0"] * 3},
+            r"2 stages need 2, received 3 \(.*CPU:0\)\. Take more stages, or name 2 devices\.$",
+        ),
+        (
+            mlp,
+            {"stages": 2, "sample": X},
+            r"sample: expected with stages=S .* alone, received it with stages=2 and balance='parameters'",
+        ),
+        (
+            mlp,
+            {"cut_at": ["relu_0"], "balance": "time", "sample": X},
+            "sample: expected .* alone, received it with stages=None and balance='time'",
+        ),
         (mlp, {"stages": 2, "balance": "time", "sample": [X, X]}, "mlp has 1 inputs, received 2"),
         (mlp, {"cut_at": 1}, "cut_at: expected layers or their names, received 1"),
         (lambda: 5, {"stages": 2}, "model: expected a Sequential or Functional model, received 5"),
         (mlp, {"stages": 2, "cut_at": ["relu_0"]}, "expected either stages or cut_at"),
         (mlp, {}, "expected either stages or cut_at"),
-        (mlp, {"stages": 2, "microbatches": 0}, "microbatches: expected a whole number from 1, received 0"),
+        (
+            mlp,
+            {"stages": 2, "microbatches": 0},
+            "microbatches: expected a whole number from 1, received 0",
+        ),
         (mlp, {"stages": 0}, "stages: expected a whole number from 1, received 0"),
-        (mlp, {"stages": 2, "schedule": "zigzag"}, "schedule: expected 'gpipe' or '1f1b', received 'zigzag'"),
-        (mlp, {"stages": 2, "balance": "size"}, "balance: expected 'parameters' or 'time', received 'size'"),
+        (
+            mlp,
+            {"stages": 2, "schedule": "zigzag"},
+            "schedule: expected 'gpipe' or '1f1b', received 'zigzag'",
+        ),
+        (
+            mlp,
+            {"stages": 2, "balance": "size"},
+            "balance: expected 'parameters' or 'time', received 'size'",
+        ),
     ],
 )
 def test_what_cannot_be_a_pipeline(model, options, message):
@@ -264,7 +364,9 @@ def trained(build, x, y, compiled, options=None, fit=None):
     inner = build()
     model = inner if options is None else pipeline(inner, **options)
     model.compile(**compiled(), run_eagerly=options is None)
-    history = model.fit(x, y, **{"batch_size": 12, "epochs": 1, "shuffle": False, "verbose": 0, **(fit or {})}).history
+    history = model.fit(
+        x, y, **{"batch_size": 12, "epochs": 1, "shuffle": False, "verbose": 0, **(fit or {})}
+    ).history
     return inner, model, history
 
 
@@ -276,17 +378,49 @@ def same(build, x, y, compiled, fit=None, tolerance=1e-6, **options):
     for name, values in expected.items():
         np.testing.assert_allclose(history[name], values, rtol=tolerance, err_msg=name)
     for a, b in zip(plain.weights, inner.weights, strict=True):
-        np.testing.assert_allclose(b.numpy(), a.numpy(), rtol=tolerance, atol=tolerance, err_msg=a.path)
-    np.testing.assert_allclose(staged.evaluate(x, y, verbose=0), plain.evaluate(x, y, verbose=0), rtol=tolerance)
+        np.testing.assert_allclose(
+            b.numpy(), a.numpy(), rtol=tolerance, atol=tolerance, err_msg=a.path
+        )
+    np.testing.assert_allclose(
+        staged.evaluate(x, y, verbose=0), plain.evaluate(x, y, verbose=0), rtol=tolerance
+    )
     return plain, staged
 
 
 CASES = {
     "mlp, 1f1b, S=4": (mlp, X, Y, adam, "mse", {"stages": 4, "devices": FOUR, "microbatches": 6}),
-    "cnn, gpipe, S=4, recompute": (cnn, IMAGES, LABELS, adam, classes, {"stages": 4, "devices": FOUR, "schedule": "gpipe", "recompute": True, "microbatches": 2}),
-    "lstm, 1f1b, S=2, recompute": (lstm, SEQUENCES, LABELS, momentum, classes, {"stages": 2, "recompute": True, "microbatches": 2}),
-    "transformer, 1f1b, S=2, recompute": (transformer, TOKENS, (TOKENS * 7 + 3) % 11, lambda: DenseAdam(0.01), classes, {"stages": 2, "recompute": True, "microbatches": 2}),
-    "transformer, gpipe, S=4": (transformer, TOKENS, (TOKENS * 7 + 3) % 11, momentum, classes, {"stages": 4, "devices": FOUR, "schedule": "gpipe", "microbatches": 2}),
+    "cnn, gpipe, S=4, recompute": (
+        cnn,
+        IMAGES,
+        LABELS,
+        adam,
+        classes,
+        {"stages": 4, "devices": FOUR, "schedule": "gpipe", "recompute": True, "microbatches": 2},
+    ),
+    "lstm, 1f1b, S=2, recompute": (
+        lstm,
+        SEQUENCES,
+        LABELS,
+        momentum,
+        classes,
+        {"stages": 2, "recompute": True, "microbatches": 2},
+    ),
+    "transformer, 1f1b, S=2, recompute": (
+        transformer,
+        TOKENS,
+        (TOKENS * 7 + 3) % 11,
+        lambda: DenseAdam(0.01),
+        classes,
+        {"stages": 2, "recompute": True, "microbatches": 2},
+    ),
+    "transformer, gpipe, S=4": (
+        transformer,
+        TOKENS,
+        (TOKENS * 7 + 3) % 11,
+        momentum,
+        classes,
+        {"stages": 4, "devices": FOUR, "schedule": "gpipe", "microbatches": 2},
+    ),
 }
 
 
@@ -296,15 +430,23 @@ def test_a_pipeline_equals_the_model(case):
     metrics = ["mae"] if loss == "mse" else ["accuracy"]
 
     def compiled():
-        return {"optimizer": optimizer(), "loss": loss if loss == "mse" else loss(), "metrics": metrics}
+        return {
+            "optimizer": optimizer(),
+            "loss": loss if loss == "mse" else loss(),
+            "metrics": metrics,
+        }
 
     _, staged = same(build, x, y, compiled, {"epochs": 2}, **options)
     for stage in staged.plan.stages:
         homes = {staged.plan.home(v) for v in stage.model.variables}
         assert homes == {v.value.device for v in stage.model.variables}
-        assert homes - {staged.plan.mesh.home(0)} <= {staged.plan.mesh.home(stage.number)}  # embeddings that two stages share lie with the first
+        assert homes - {staged.plan.mesh.home(0)} <= {
+            staged.plan.mesh.home(stage.number)
+        }  # embeddings that two stages share lie with the first
     slots = staged.optimizer.variables[2:]
-    assert {v.value.device for v in slots} == {staged.plan.mesh.home(s.number) for s in staged.plan.stages}
+    assert {v.value.device for v in slots} == {
+        staged.plan.mesh.home(s.number) for s in staged.plan.stages
+    }
 
 
 def test_a_prediction_for_few_rows():
@@ -312,14 +454,18 @@ def test_a_prediction_for_few_rows():
     staged = pipeline(inner, 2, microbatches=3)
     staged.compile("sgd", "mse")
     for rows in (1, 5):  # also fewer than micro-batches
-        np.testing.assert_allclose(staged.predict_on_batch(X[:rows]), inner(X[:rows]), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            staged.predict_on_batch(X[:rows]), inner(X[:rows]), rtol=1e-5, atol=1e-6
+        )
 
 
 def several():
     a, b = keras.Input((8,), name="a"), keras.Input((4,), name="b")
     h = L.Dense(8, activation="relu")(a)
     early = L.Dense(1, name="early")(h)
-    x = L.Dense(8)(L.Dense(8, kernel_regularizer="l2", activity_regularizer="l2")(L.Concatenate()([h, b])))
+    x = L.Dense(8)(
+        L.Dense(8, kernel_regularizer="l2", activity_regularizer="l2")(L.Concatenate()([h, b]))
+    )
     return keras.Model({"a": a, "b": b}, {"early": early, "late": L.Dense(2, name="late")(x)})
 
 
@@ -328,15 +474,26 @@ def test_several_inputs_and_outputs_and_all_kinds_of_losses():
     weights = {"early": RANDOM.rand(24), "late": RANDOM.rand(24)}
 
     def compiled():
-        losses = {"loss": {"early": "mae", "late": "mse"}, "loss_weights": {"early": 0.3, "late": 1.0}}
-        return {"optimizer": adam(global_clipnorm=0.1), **losses, "metrics": {"late": ["mae"]}, "weighted_metrics": {"early": ["mse"]}}
+        losses = {
+            "loss": {"early": "mae", "late": "mse"},
+            "loss_weights": {"early": 0.3, "late": 1.0},
+        }
+        return {
+            "optimizer": adam(global_clipnorm=0.1),
+            **losses,
+            "metrics": {"late": ["mae"]},
+            "weighted_metrics": {"early": ["mse"]},
+        }
 
     same(several, x, y, compiled, {"sample_weight": weights}, stages=3, microbatches=2)
 
 
 def tied():
     inputs = keras.Input((8,))
-    layer, frozen = L.Dense(8, activation="tanh", name="tied"), L.Dense(8, name="frozen", trainable=False)
+    layer, frozen = (
+        L.Dense(8, activation="tanh", name="tied"),
+        L.Dense(8, name="frozen", trainable=False),
+    )
     x = L.Dense(8, name="between")(frozen(layer(inputs)))
     return keras.Model(inputs, L.Dense(2)(frozen(layer(L.Dense(8)(x)))))
 
@@ -352,12 +509,24 @@ def test_layers_of_two_stages():
 def masked():
     inputs = keras.Input((6,), dtype="int32")
     x = L.Dense(8, name="first")(L.Embedding(9, 8, mask_zero=True)(inputs))
-    return keras.Model(inputs, L.Dense(2)(L.Dense(8)(L.GlobalAveragePooling1D()(x))))  # an average over what is not masked
+    return keras.Model(
+        inputs, L.Dense(2)(L.Dense(8)(L.GlobalAveragePooling1D()(x)))
+    )  # an average over what is not masked
 
 
 def test_masks_cross_cuts():
-    tokens = np.where(np.arange(6) < RANDOM.randint(2, 6, (24, 1)), RANDOM.randint(1, 9, (24, 6)), 0)
-    _, staged = same(masked, tokens, Y, lambda: {"optimizer": momentum(), "loss": "mse"}, cut_at=["first"], microbatches=2, recompute=True)
+    tokens = np.where(
+        np.arange(6) < RANDOM.randint(2, 6, (24, 1)), RANDOM.randint(1, 9, (24, 6)), 0
+    )
+    _, staged = same(
+        masked,
+        tokens,
+        Y,
+        lambda: {"optimizer": momentum(), "loss": "mse"},
+        cut_at=["first"],
+        microbatches=2,
+        recompute=True,
+    )
     assert any(name.startswith("global_average") for name in staged.plan.stages[1].layers)
 
 
@@ -369,16 +538,26 @@ def sharded(shards=2):
 
 def test_groups_of_stages_with_shards():
     def compiled():
-        return {"optimizer": keras.optimizers.AdamW(0.01, weight_decay=0.1, clipnorm=0.1), "loss": "mse", "metrics": ["mae"]}
+        return {
+            "optimizer": keras.optimizers.AdamW(0.01, weight_decay=0.1, clipnorm=0.1),
+            "loss": "mse",
+            "metrics": ["mae"],
+        }
 
     devices = ["cpu:0", "cpu:1", "cpu:2", "cpu:2", "cpu:1", "cpu:0", "cpu:1", "cpu:1"]
-    _, staged = same(sharded, X, Y, compiled, stages=2, microbatches=2, data=2, tensor=2, devices=devices)
+    _, staged = same(
+        sharded, X, Y, compiled, stages=2, microbatches=2, data=2, tensor=2, devices=devices
+    )
     layer = next(layer for layer in staged.inner.layers if isinstance(layer, ShardedMLP))
     assert [v.value.device[-5:] for v in layer.columns] == ["CPU:0", "CPU:1"]
 
 
 def test_shards_are_a_pair_of_dense_layers():
-    first, second, layer = L.Dense(16, activation="gelu"), L.Dense(8), ShardedMLP(16, 8, 4, activation="gelu")
+    first, second, layer = (
+        L.Dense(16, activation="gelu"),
+        L.Dense(8),
+        ShardedMLP(16, 8, 4, activation="gelu"),
+    )
     x = tf.constant(X)
     with tf.GradientTape() as tape:
         tape.watch(x)
@@ -393,10 +572,16 @@ def test_shards_are_a_pair_of_dense_layers():
     np.testing.assert_allclose(tape.gradient(found, x), slope, rtol=1e-5, atol=1e-6)
     again = ShardedMLP.from_config(layer.get_config())
     assert again.get_config() == layer.get_config()
-    for numbers, message in (((16, 8, 3), "hidden: expected a multiple of shards=3, received 16"), ((16, 8, 0), "shards: expected a whole number from 1, received 0")):
+    for numbers, message in (
+        ((16, 8, 3), "hidden: expected a multiple of shards=3, received 16"),
+        ((16, 8, 0), "shards: expected a whole number from 1, received 0"),
+    ):
         with pytest.raises(ValueError, match=message):
             ShardedMLP(*numbers)
-    with pytest.raises(ValueError, match=r"second: expected Dense\(8, use_bias=True\), received Dense\(8, use_bias=False\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"second: expected Dense\(8, use_bias=True\), received Dense\(8, use_bias=False\)",
+    ):
         layer.set_dense(first, L.Dense(8, use_bias=False))
     with pytest.raises(ValueError, match="expected layers that have weights"):
         ShardedMLP(16, 8, 2).set_dense(first, second)
@@ -439,8 +624,23 @@ class Seen(L.Layer):
 
 def test_groups_drop_other_units():
     seen = Seen()
-    layers = [keras.Input((64,)), L.BatchNormalization(center=False, scale=False), L.Dropout(0.5), seen, L.Dense(2), L.Dense(2)]
-    staged = pipeline(keras.Sequential(layers), 2, microbatches=1, data=2, devices=["cpu:0"] * 4, schedule="gpipe", recompute=True)
+    layers = [
+        keras.Input((64,)),
+        L.BatchNormalization(center=False, scale=False),
+        L.Dropout(0.5),
+        seen,
+        L.Dense(2),
+        L.Dense(2),
+    ]
+    staged = pipeline(
+        keras.Sequential(layers),
+        2,
+        microbatches=1,
+        data=2,
+        devices=["cpu:0"] * 4,
+        schedule="gpipe",
+        recompute=True,
+    )
     staged.compile("sgd", "mse", run_eagerly=True)
     staged.train_on_batch(np.tile(RANDOM.randn(2, 64), (2, 1)), np.zeros((4, 2)))
     first, other, first_again, other_again = (x != 0 for x in seen.values["all"])
@@ -472,7 +672,9 @@ def by_microbatches():
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_cnn_with_batch_normalization(recompute, by_microbatches):
     options = {"cut_at": ["second"], "microbatches": 3, "recompute": recompute}
-    inner, _, _ = trained(normalized, IMAGES, LABELS, lambda: {"optimizer": momentum(), "loss": classes()}, options)
+    inner, _, _ = trained(
+        normalized, IMAGES, LABELS, lambda: {"optimizer": momentum(), "loss": classes()}, options
+    )
     for a, b in zip(by_microbatches.variables, inner.variables, strict=True):
         np.testing.assert_allclose(b.numpy(), a.numpy(), rtol=1e-6, atol=1e-6, err_msg=a.path)
 
@@ -482,10 +684,22 @@ def test_mixed_precision(kind):
     """To 1e-2: the sums over micro-batches are rounded at other places than that over a batch."""
 
     def compiled():
-        optimizer = momentum() if kind == "bfloat16" else keras.optimizers.LossScaleOptimizer(momentum(), initial_scale=128.0)
+        optimizer = (
+            momentum()
+            if kind == "bfloat16"
+            else keras.optimizers.LossScaleOptimizer(momentum(), initial_scale=128.0)
+        )
         return {"optimizer": optimizer, "loss": "mse"}
 
-    same(lambda: small(dtype=f"mixed_{kind}"), X, Y, compiled, tolerance=1e-2, stages=2, microbatches=2)
+    same(
+        lambda: small(dtype=f"mixed_{kind}"),
+        X,
+        Y,
+        compiled,
+        tolerance=1e-2,
+        stages=2,
+        microbatches=2,
+    )
 
 
 def test_what_keras_offers(tmp_path):
@@ -515,7 +729,14 @@ def test_a_resumed_pipeline_equals_an_uninterrupted_one(tmp_path):
         keras.utils.set_random_seed(7)
         model = pipeline(dropping(), 2, microbatches=2)
         model.compile(adam(), "mse")
-        return model, lambda: model.fit(X, Y, batch_size=12, epochs=2, shuffle=False, verbose=0, callbacks=callbacks).history
+        return (
+            model,
+            lambda: (
+                model.fit(
+                    X, Y, batch_size=12, epochs=2, shuffle=False, verbose=0, callbacks=callbacks
+                ).history
+            ),
+        )
 
     whole, fit = train()
     expected = fit()
@@ -548,7 +769,9 @@ def test_xla():
 
 
 def test_losses_that_do_not_add_up():
-    with pytest.raises(ValueError, match="reductions are None: those of micro-batches do not add up"):
+    with pytest.raises(
+        ValueError, match="reductions are None: those of micro-batches do not add up"
+    ):
         of_two(loss=keras.losses.MeanSquaredError(reduction=None))
     model = of_two(loss=keras.losses.MeanSquaredError(reduction="mean_with_sample_weight"))
     model.train_on_batch(X, Y)
@@ -558,7 +781,11 @@ def test_losses_that_do_not_add_up():
 
 def test_an_output_with_a_mask():
     inputs = keras.Input((6,), dtype="int32")
-    model = pipeline(keras.Model(inputs, L.Dense(2, name="out")(L.Embedding(9, 8, mask_zero=True)(inputs))), 2, microbatches=2)
+    model = pipeline(
+        keras.Model(inputs, L.Dense(2, name="out")(L.Embedding(9, 8, mask_zero=True)(inputs))),
+        2,
+        microbatches=2,
+    )
     model.compile("sgd", "mse")
     with pytest.raises(ValueError, match="output 'out' has a mask"):
         model.fit(np.ones((4, 6)), np.zeros((4, 6, 2)), verbose=0)
@@ -571,7 +798,11 @@ def test_no_loss_at_all():
 
 # --- Devices of a cluster ---------------------------------------------------------------------------------------------------------
 def devices_of(**kinds):
-    return [f"/job:worker/replica:0/task:{task}/device:{kind}:0" for kind, tasks in kinds.items() for task in tasks]
+    return [
+        f"/job:worker/replica:0/task:{task}/device:{kind}:0"
+        for kind, tasks in kinds.items()
+        for task in tasks
+    ]
 
 
 def test_each_worker_gives_a_device():
@@ -582,7 +813,10 @@ def test_each_worker_gives_a_device():
 
 
 def test_some_workers_have_no_gpu():
-    with pytest.raises(ValueError, match=r"expected a GPU in each worker or in none, received GPUs of worker:1, and none of worker:0, worker:2\. .*CUDA_VISIBLE_DEVICES=-1"):
+    with pytest.raises(
+        ValueError,
+        match=r"expected a GPU in each worker or in none, received GPUs of worker:1, and none of worker:0, worker:2\. .*CUDA_VISIBLE_DEVICES=-1",
+    ):
         of_workers(devices_of(CPU=range(3), GPU=[1]))
 
 
@@ -606,14 +840,22 @@ def taken_apart(graph):
     found = graph.as_graph_def(add_shapes=True)
     for nodes in (found.node, *(function.node_def for function in found.library.function)):
         for node in nodes:
-            yield node, [tuple(size.size for size in shape.dim) for shape in node.attr["_output_shapes"].list.shape]
+            yield (
+                node,
+                [
+                    tuple(size.size for size in shape.dim)
+                    for shape in node.attr["_output_shapes"].list.shape
+                ],
+            )
 
 
 ELSEWHERE = ("Placeholder", "ReadVariableOp")  # which TensorFlow puts where what they stand for is
 
 OPTIMIZERS = {
     "averaged, clipped": lambda: adam(use_ema=True, ema_overwrite_frequency=2, clipnorm=0.1),
-    "scaled, accumulated, clipped": lambda: keras.optimizers.LossScaleOptimizer(adam(global_clipnorm=0.1, gradient_accumulation_steps=2), 128.0),
+    "scaled, accumulated, clipped": lambda: keras.optimizers.LossScaleOptimizer(
+        adam(global_clipnorm=0.1, gradient_accumulation_steps=2), 128.0
+    ),
 }
 
 
@@ -640,8 +882,15 @@ def test_what_is_as_large_as_a_weight_stays_on_its_device(name):
     assert list(homes.values()) == [model.plan.mesh.home(i) for i in (0, 1, 1)]
     lying: dict[tuple, set] = {}
     for node, shapes in taken_apart(step.graph):
-        assert node.op != "IdentityN" or len(shapes) <= 8, f"{node.name} takes all gradients to one place"  # a Dense has two, and a custom gradient each twice
+        assert node.op != "IdentityN" or len(shapes) <= 8, (
+            f"{node.name} takes all gradients to one place"
+        )  # a Dense has two, and a custom gradient each twice
         for shape in set(shapes) & homes.keys():
             lying.setdefault(shape, set()).add((node.device or "nowhere", node.op))
     assert lying.keys() == homes.keys()
-    assert not {(shape, *each) for shape, found in lying.items() for each in found if each[0] != homes[shape] and each[1] not in ELSEWHERE}
+    assert not {
+        (shape, *each)
+        for shape, found in lying.items()
+        for each in found
+        if each[0] != homes[shape] and each[1] not in ELSEWHERE
+    }

@@ -9,7 +9,17 @@ from tfdist.tools.plan.ways import Needs, Stage, choose, ways
 
 MEGA = 1_000_000
 # Four equal layers with Adam: 40 MB of weights, 80 MB of slots; 1 MB of activations an example.
-NEEDS = Needs([10 * MEGA] * 4, [10 * MEGA] * 4, frozen=0, slots=80 * MEGA, scalars=0, fixed=0, per_row=MEGA, rows=32, last=32)
+NEEDS = Needs(
+    [10 * MEGA] * 4,
+    [10 * MEGA] * 4,
+    frozen=0,
+    slots=80 * MEGA,
+    scalars=0,
+    fixed=0,
+    per_row=MEGA,
+    rows=32,
+    last=32,
+)
 
 
 def found(devices, needs=None, **more):
@@ -19,7 +29,9 @@ def found(devices, needs=None, **more):
 
 def cut(*stages):
     """The model in stages of so many layers, with these shares of the activations."""
-    return dataclasses.replace(NEEDS, stages=[Stage(layers * 10 * MEGA, 0, share, 1000) for layers, share in stages])
+    return dataclasses.replace(
+        NEEDS, stages=[Stage(layers * 10 * MEGA, 0, share, 1000) for layers, share in stages]
+    )
 
 
 FOUR = cut(*[(1, 0.25)] * 4)
@@ -27,7 +39,12 @@ FOUR = cut(*[(1, 0.25)] * 4)
 
 def test_one_device_has_one_way():
     (way,) = ways(NEEDS, 1)
-    assert (way.name, way.resident, way.peak, way.sent) == ("one device", 120 * MEGA, (120 + 40 + 32 + 2 * 10) * MEGA, 0)  # gradients, activations, two products of a variable
+    assert (way.name, way.resident, way.peak, way.sent) == (
+        "one device",
+        120 * MEGA,
+        (120 + 40 + 32 + 2 * 10) * MEGA,
+        0,
+    )  # gradients, activations, two products of a variable
 
 
 @pytest.mark.parametrize(
@@ -49,7 +66,9 @@ def test_four_devices(name, resident, peak, sent):
 def test_a_pipeline_holds_its_heaviest_stage_and_the_activations_of_its_depth():
     way = found(2, cut((2, 0.5), (2, 0.5)), microbatches=8)["pipeline"]
     assert (way.resident, way.sent) == (60 * MEGA, 1000 * 32)
-    assert way.peak == (60 + 2 * 20 + 4) * MEGA  # gradients, and their sums; of two micro-batches of four rows half of the activations
+    assert (
+        way.peak == (60 + 2 * 20 + 4) * MEGA
+    )  # gradients, and their sums; of two micro-batches of four rows half of the activations
     early = found(2, cut((1, 0.9), (3, 0.1)), microbatches=4)["pipeline"]
     assert early.resident == 90 * MEGA
     assert early.peak == max(30 + 10 + 20 + 0.9 * 8 * 2, 90 + 2 * 30 + 0.1 * 8) * MEGA
@@ -58,16 +77,36 @@ def test_a_pipeline_holds_its_heaviest_stage_and_the_activations_of_its_depth():
 def test_a_pipeline_that_sends_what_only_the_data_tell():
     needs = dataclasses.replace(NEEDS, stages=[Stage(20 * MEGA, 0, 0.5, None)] * 2)
     assert found(2, needs)["pipeline"].sent is None
-    assert "not known" in "\n".join(table(needs, ways(needs, 2), None, *choose(ways(needs, 2), None)))
+    assert "not known" in "\n".join(
+        table(needs, ways(needs, 2), None, *choose(ways(needs, 2), None))
+    )
 
 
 @pytest.mark.parametrize(
     ("needs", "name", "reason"),
     [
-        (dataclasses.replace(NEEDS, not_cut="the model can be cut into at most 1 stages"), "pipeline", "at most 1 stages"),
-        (dataclasses.replace(cut((2, 0.5), (2, 0.5)), rows=30), "pipeline", "8 micro-batches do not divide the batch of 30 examples"),
-        (dataclasses.replace(cut((2, 0.5), (2, 0.5)), last=12), "pipeline", "an epoch's last batch of 12 examples; take data.tail"),
-        (dataclasses.replace(cut((2, 0.5), (2, 0.5)), not_sharded="the optimizer Muon cannot be sharded"), "ZeRO-2", "Muon"),
+        (
+            dataclasses.replace(NEEDS, not_cut="the model can be cut into at most 1 stages"),
+            "pipeline",
+            "at most 1 stages",
+        ),
+        (
+            dataclasses.replace(cut((2, 0.5), (2, 0.5)), rows=30),
+            "pipeline",
+            "8 micro-batches do not divide the batch of 30 examples",
+        ),
+        (
+            dataclasses.replace(cut((2, 0.5), (2, 0.5)), last=12),
+            "pipeline",
+            "an epoch's last batch of 12 examples; take data.tail",
+        ),
+        (
+            dataclasses.replace(
+                cut((2, 0.5), (2, 0.5)), not_sharded="the optimizer Muon cannot be sharded"
+            ),
+            "ZeRO-2",
+            "Muon",
+        ),
     ],
 )
 def test_what_cannot_be_had_is_said_and_not_taken(needs, name, reason):
@@ -75,7 +114,10 @@ def test_what_cannot_be_had_is_said_and_not_taken(needs, name, reason):
     assert reason in next(way.refused for way in all_ways if way.name == name)
     chosen, _ = choose(all_ways, 100 * MEGA)
     assert chosen is None or not chosen.refused
-    assert any("not possible" in line and reason in line for line in table(needs, all_ways, None, *choose(all_ways, None)))
+    assert any(
+        "not possible" in line and reason in line
+        for line in table(needs, all_ways, None, *choose(all_ways, None))
+    )
 
 
 def test_rows_of_a_batch_that_does_not_divide_are_those_of_the_fullest_replica():
@@ -106,7 +148,10 @@ def test_nothing_fits():
 def test_the_table_says_what_fits_and_how_to_have_it():
     all_ways = ways(FOUR, 4)
     lines = table(FOUR, all_ways, 170 * MEGA, *choose(all_ways, 170 * MEGA))
-    assert lines[0] == "One device, 32 examples a step: weights 40 MB, gradients 40 MB, optimizer 80 MB, activations 32 MB"
+    assert (
+        lines[0]
+        == "One device, 32 examples a step: weights 40 MB, gradients 40 MB, optimizer 80 MB, activations 32 MB"
+    )
     by_name = {line.split("  ")[0]: line for line in lines}
     assert "too large" in by_name["data parallel"]
     assert "fits" in by_name["ZeRO-2"]
@@ -118,7 +163,10 @@ def test_the_table_says_what_fits_and_how_to_have_it():
     ("words", "message"),
     [
         (["--devices", "4"], "--config: expected a config file"),
-        (["--config=a.py", "--memory", "16"], "expected an amount with a unit, such as 16GB or 800MiB; received '16'"),
+        (
+            ["--config=a.py", "--memory", "16"],
+            "expected an amount with a unit, such as 16GB or 800MiB; received '16'",
+        ),
         (["--config=a.py", "--memory", "0GB"], "received '0GB'"),
         (["--config=a.py", "--devices", "0"], "received '0'"),
         (["--config=a.py", "--device", "4"], "Did you mean --devices?"),

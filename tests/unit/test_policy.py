@@ -7,7 +7,9 @@ from tfdist.launch.policy import LONGEST_DELAY, Failed, Policy
 
 
 def cause(kind=Kind.SIGNAL, stepped=True, reached=(0, 5), message="", code=1):
-    return Failed(Verdict(Failure("worker:1", kind, code, 0.0, "ended", message)), stepped, reached).cause
+    return Failed(
+        Verdict(Failure("worker:1", kind, code, 0.0, "ended", message)), stepped, reached
+    ).cause
 
 
 def test_restarts_are_counted():

@@ -14,12 +14,20 @@ from tfdist import handshake, preflight
 from tfdist.addresses import PortTaken, split_address
 from tfdist.cluster import ClusterSpec
 
-LONG, SHORT = 80.0, 0.8  # seconds: a bound that no passing test reaches; one for tasks that are absent
+LONG, SHORT = (
+    80.0,
+    0.8,
+)  # seconds: a bound that no passing test reaches; one for tasks that are absent
 
 
 @pytest.fixture(autouse=True)
 def _hurry(monkeypatch):
-    for name, seconds in {"RETRY_S": 0.05, "LINGER_S": 0.3, "EXCHANGE_S": 1.0, "PROGRESS_S": 0.3}.items():
+    for name, seconds in {
+        "RETRY_S": 0.05,
+        "LINGER_S": 0.3,
+        "EXCHANGE_S": 1.0,
+        "PROGRESS_S": 0.3,
+    }.items():
         monkeypatch.setattr(preflight, name, seconds)
 
 
@@ -32,7 +40,10 @@ def meet(specs, timeout=LONG, **differences):
     with concurrent.futures.ThreadPoolExecutor(len(specs)) as pool:
         futures = []
         for i, spec in enumerate(specs):
-            options = {"versions": "same", **{name: values[i] for name, values in differences.items()}}
+            options = {
+                "versions": "same",
+                **{name: values[i] for name, values in differences.items()},
+            }
             futures.append(pool.submit(preflight.check, spec, timeout=timeout, **options))
         return [future.exception() for future in futures]
 
@@ -43,7 +54,8 @@ def message(error, kind):
 
 
 @pytest.mark.parametrize(
-    "jobs", [{"workers": 1}, {"workers": 4}, {"workers": 2, "ps": 1, "chief": True, "evaluator": True}]
+    "jobs",
+    [{"workers": 1}, {"workers": 4}, {"workers": 2, "ps": 1, "chief": True, "evaluator": True}],
 )
 def test_all_meet_and_leave_their_ports_free(jobs):
     specs = members(ClusterSpec.local(**jobs))
@@ -90,8 +102,12 @@ def test_absent_tasks_are_named_with_their_last_error():
 
 
 def test_a_name_that_never_resolves_is_an_absent_task():
-    spec = ClusterSpec({"worker": [*ClusterSpec.local().jobs["worker"], "nowhere.invalid:2222"]}, "worker", 0)
-    assert "worker:1 at nowhere.invalid:2222 (" in message(*meet([spec], SHORT), preflight.PeersAbsent)
+    spec = ClusterSpec(
+        {"worker": [*ClusterSpec.local().jobs["worker"], "nowhere.invalid:2222"]}, "worker", 0
+    )
+    assert "worker:1 at nowhere.invalid:2222 (" in message(
+        *meet([spec], SHORT), preflight.PeersAbsent
+    )
 
 
 def other_cluster(specs):
@@ -108,7 +124,9 @@ def test_different_clusters():
 
 
 def test_different_versions():
-    errors = meet(members(ClusterSpec.local(workers=3)), versions=["keras 3.15", "keras 3.15", "keras 3.10"])
+    errors = meet(
+        members(ClusterSpec.local(workers=3)), versions=["keras 3.15", "keras 3.15", "keras 3.10"]
+    )
     texts = [message(error, preflight.ConfigurationError) for error in errors]
     assert all("keras 3.10" in text and "keras 3.15" in text for text in texts)
     assert "different versions" in texts[2]
@@ -136,16 +154,22 @@ def test_a_second_process_of_one_task_elsewhere():
             badge = {"cluster": handshake.fingerprint(specs[0]), "versions": "same", "attempt": "0"}
             line = {"tfdist": 1, "task": "worker:1", "nonce": "another", **badge}
             connection.sendall(json.dumps(line).encode() + b"\n")
-            assert "two processes claim to be worker:1" in json.loads(connection.recv(8192))["fault"]
+            assert (
+                "two processes claim to be worker:1" in json.loads(connection.recv(8192))["fault"]
+            )
         assert "two processes claim" in message(real[0].exception(), preflight.ConfigurationError)
-        assert "worker:0 gave up: two processes" in message(real[1].exception(), preflight.ConfigurationError)
+        assert "worker:0 gave up: two processes" in message(
+            real[1].exception(), preflight.ConfigurationError
+        )
 
 
 def test_an_address_that_leads_to_another_task(monkeypatch):
     """As where names are swapped in one machine's /etc/hosts; here for all that ask."""
     specs = members(ClusterSpec.local(workers=3))
     one, two = (spec.task.address for spec in specs[1:])
-    monkeypatch.setattr(preflight, "split_address", lambda a: split_address({one: two, two: one}.get(a, a)))
+    monkeypatch.setattr(
+        preflight, "split_address", lambda a: split_address({one: two, two: one}.get(a, a))
+    )
     text = message(meet(specs)[0], preflight.ConfigurationError)
     assert "expected worker:" in text
     assert "found worker:" in text
@@ -182,7 +206,16 @@ def test_another_program_at_an_address(sent):
 
 
 @pytest.mark.parametrize(
-    "sent", [b"", b"GET / HTTP/1.1\r\n\r\n", b"{}\n", b"null\n", b"\xff\n", b"[" * 5000 + b"\n", b"x" * 20000]
+    "sent",
+    [
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"{}\n",
+        b"null\n",
+        b"\xff\n",
+        b"[" * 5000 + b"\n",
+        b"x" * 20000,
+    ],
 )
 def test_strangers_who_call_do_no_harm(sent, capsys):
     specs = members(ClusterSpec.local(workers=2))
@@ -204,7 +237,9 @@ def test_tensorflow_of_a_task_that_may_go_already_delays_nobody(monkeypatch):
         first = pool.submit(preflight.check, specs[0], LONG, versions="same")
         time.sleep(0.3)
         with socket.create_connection(split_address(specs[0].task.address)) as connection:
-            connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04")  # of gRPC, which waits for an answer
+            connection.sendall(
+                b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04"
+            )  # of gRPC, which waits for an answer
             preflight.check(specs[1], LONG, versions="same")
             first.result()
     assert time.monotonic() - started < LONG / 2
@@ -217,6 +252,10 @@ def test_own_faults_come_at_once():
         text = message(*meet(specs[:1]), PortTaken)
     assert "already in use" in text
     elsewhere = ClusterSpec({"worker": ["203.0.113.1:2222", "203.0.113.2:2222"]}, "worker", 0)
-    assert "not an address of this machine" in message(*meet([elsewhere]), preflight.ConfigurationError)
-    assert "no task of the cluster" in message(*meet([ClusterSpec.local()]), preflight.ConfigurationError)
+    assert "not an address of this machine" in message(
+        *meet([elsewhere]), preflight.ConfigurationError
+    )
+    assert "no task of the cluster" in message(
+        *meet([ClusterSpec.local()]), preflight.ConfigurationError
+    )
     assert time.monotonic() - started < LONG / 2

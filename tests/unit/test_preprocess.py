@@ -28,9 +28,19 @@ def test_text_and_tables_in_a_pipeline():
     assert layers["note"].get_vocabulary()[2:4] == ["good", "food"]
     rows = {}
     for x, y in data.pipeline((X, Y), 2, batch_transform=prepare):
-        assert {name: value.shape[1:] for name, value in x.items()} == {"age": (1,), "city": (4,), "note": (2,), "other": ()}
-        rows |= {int(label): {name: value[i].numpy() for name, value in x.items()} for i, label in enumerate(y)}
-    np.testing.assert_allclose([rows[i]["age"][0] for i in range(5)], (X["age"] - 4) / np.std(X["age"]), rtol=1e-5)
+        assert {name: value.shape[1:] for name, value in x.items()} == {
+            "age": (1,),
+            "city": (4,),
+            "note": (2,),
+            "other": (),
+        }
+        rows |= {
+            int(label): {name: value[i].numpy() for name, value in x.items()}
+            for i, label in enumerate(y)
+        }
+    np.testing.assert_allclose(
+        [rows[i]["age"][0] for i in range(5)], (X["age"] - 4) / np.std(X["age"]), rtol=1e-5
+    )
     assert [rows[i]["city"].argmax() for i in range(5)] == [1, 2, 1, 3, 1]
     assert rows[2]["note"].tolist() == [2, layers["note"].get_vocabulary().index("bad")]
     assert [rows[i]["other"] for i in range(5)] == Y.tolist()
@@ -48,7 +58,11 @@ def test_text_and_tables_in_a_pipeline():
 )
 def test_one_layer_for_x_itself(make, x, expected):
     layer = make()
-    prepare = preprocess.adapt(layer, (x, Y)) if "mean" not in layer.get_config() or layer.get_config()["mean"] is None else preprocess.Preprocess(layer)
+    prepare = (
+        preprocess.adapt(layer, (x, Y))
+        if "mean" not in layer.get_config() or layer.get_config()["mean"] is None
+        else preprocess.Preprocess(layer)
+    )
     ((result, labels),) = data.pipeline((x, Y), 5, shuffle=False, batch_transform=prepare)
     assert labels.numpy().tolist() == Y.tolist()
     assert result.shape[0] == 5
@@ -58,7 +72,10 @@ def test_one_layer_for_x_itself(make, x, expected):
 
 def test_x_alone_and_learning_in_any_size_of_batch():
     layers = [keras.layers.Normalization() for _ in range(2)]
-    results = [preprocess.adapt(layer, X["age"], global_batch=size)(tf.constant(X["age"])) for layer, size in zip(layers, (2, 100), strict=True)]
+    results = [
+        preprocess.adapt(layer, X["age"], global_batch=size)(tf.constant(X["age"]))
+        for layer, size in zip(layers, (2, 100), strict=True)
+    ]
     np.testing.assert_allclose(*results, rtol=1e-5)
 
 
@@ -70,9 +87,18 @@ def test_wrong_layers_are_refused():
         preprocess.adapt({"citi": keras.layers.StringLookup()}, (X, Y))
     with pytest.raises(ValueError, match="x has the features age, city, note, other"):
         preprocess.Preprocess(lookup)(X)
-    with pytest.raises(ValueError, match="x has no features: expected one layer, received one for the feature 'city'"):
+    with pytest.raises(
+        ValueError,
+        match="x has no features: expected one layer, received one for the feature 'city'",
+    ):
         preprocess.Preprocess({"city": lookup})(tf.constant(["a"]))
-    with pytest.raises(ValueError, match=r"as long as the longest of its batch.*output_sequence_length"):
-        data.pipeline((X["note"], Y), 2, batch_transform=preprocess.adapt(keras.layers.TextVectorization(), X["note"]))
+    with pytest.raises(
+        ValueError, match=r"as long as the longest of its batch.*output_sequence_length"
+    ):
+        data.pipeline(
+            (X["note"], Y),
+            2,
+            batch_transform=preprocess.adapt(keras.layers.TextVectorization(), X["note"]),
+        )
     with pytest.raises(ValueError, match=r"has learned nothing yet. Call adapt"):
         preprocess.Preprocess(keras.layers.Normalization())(tf.constant(X["age"]))

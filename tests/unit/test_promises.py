@@ -15,5 +15,9 @@ def test_every_promise_has_its_tests():
     for row in rows:
         names = re.findall(r"`(tests/\S+?\.py)::(\w+)`", row)
         assert names, row
-        missing += [f"{path}::{name}" for path, name in names if f"def {name}(" not in (ROOT / path).read_text()]
+        missing += [
+            f"{path}::{name}"
+            for path, name in names
+            if f"def {name}(" not in (ROOT / path).read_text()
+        ]
     assert not missing

@@ -85,7 +85,9 @@ def test_streams_begin_anywhere(tmp_path, compression):
     together = tf.data.Dataset.from_tensor_slices(np.array(parts, np.int64)).flat_map(
         lambda part: source.scan(part[0], part[1], part[2])
     )
-    assert [record.numpy() for record in together] == words(5) + words(2, 3) + words(1, 6) + words(2, 5)
+    assert [record.numpy() for record in together] == words(5) + words(2, 3) + words(1, 6) + words(
+        2, 5
+    )
     assert [record.numpy() for record in source.scan(*int64(0, 4, 1))] == words(1, 4)
 
 
@@ -120,7 +122,13 @@ def test_a_stale_or_damaged_index_is_built_anew(three):
     write(path, [b"a" * 20, b"b"])
     assert read(records(path)) == [b"a" * 20, b"b"]
     whole = kept.read_bytes()
-    for damaged in (b"", b"{}", whole[:-1], whole[:-1] + bytes([whole[-1] ^ 1]), b"\xff\xfe" + whole):
+    for damaged in (
+        b"",
+        b"{}",
+        whole[:-1],
+        whole[:-1] + bytes([whole[-1] ^ 1]),
+        b"\xff\xfe" + whole,
+    ):
         kept.write_bytes(damaged)
         assert read(records(path)) == [b"a" * 20, b"b"]
     assert kept.read_bytes() == whole
@@ -182,7 +190,14 @@ def test_truncated_and_corrupt_files_are_named_with_the_byte(tmp_path, zipped):
         return str(error.value)
 
     word = "decompressed byte" if zipped else "byte"
-    for cut, begin in [(22, 21), (36, 21), (45, 37), (60, 37), (100_000, 37), (len(whole) - 1, begins[3])]:
+    for cut, begin in [
+        (22, 21),
+        (36, 21),
+        (45, 37),
+        (60, 37),
+        (100_000, 37),
+        (len(whole) - 1, begins[3]),
+    ]:
         assert f"{path}, {word} {begin}: truncated" in refused(whole[:cut])
     for flipped, begin in [(21, 21), (28, 21), (32, 21), (38, 37), (begins[3] + 9, begins[3])]:
         changed = bytearray(whole)
@@ -270,7 +285,9 @@ def test_missing_and_wrong_files(tmp_path, files, message):
     (tmp_path / "x.csv").write_text("image,label\n")
     with pytest.raises(ValueError, match=message):
         records(
-            files.format(tmp_path) if isinstance(files, str) else [file.format(tmp_path) for file in files]
+            files.format(tmp_path)
+            if isinstance(files, str)
+            else [file.format(tmp_path) for file in files]
         )
 
 
@@ -341,7 +358,8 @@ def test_one_feature_is_no_dict_and_tf_io_features_pass(tmp_path):
     path = write(tmp_path / "a.tfrecord", [example(a=[1], b=[2.0, 3.0])])
     assert [int(x) for x in records(path, {"a": "int64"}).dataset()] == [1]
     (both,) = records(
-        path, {"a": tf.io.FixedLenFeature([], tf.int64), "c": tf.io.FixedLenFeature([], tf.int64, 9)}
+        path,
+        {"a": tf.io.FixedLenFeature([], tf.int64), "c": tf.io.FixedLenFeature([], tf.int64, 9)},
     ).dataset()
     assert {name: int(value) for name, value in both.items()} == {"a": 1, "c": 9}
     ((x, y),) = records(path, {"a": "int64", "b": "float32[2]"}, label="a").dataset()
@@ -360,9 +378,15 @@ def test_one_feature_is_no_dict_and_tf_io_features_pass(tmp_path):
             r"features\['label'\]: expected int64, 1 values in a int64_list; received 1 values in a float_list in .*byte 0",
         ),
         ({"label": [1, 2]}, r"features\['label'\]: expected int64, .*received 2 values"),
-        ({"grid": [1, 2]}, r"features\['grid'\]: expected uint8\[2,2\], 4 values .*received 2 values"),
+        (
+            {"grid": [1, 2]},
+            r"features\['grid'\]: expected uint8\[2,2\], 4 values .*received 2 values",
+        ),
         ({"box": [1.0]}, "byte 0: does not hold .* as declared: .*multiple of 4"),
-        ({"image": [b"no image"]}, "byte 0: does not hold .* as declared: .*Unknown image file format"),
+        (
+            {"image": [b"no image"]},
+            "byte 0: does not hold .* as declared: .*Unknown image file format",
+        ),
         ({"wide": [b"12345678"]}, "byte 0: does not hold .* as declared"),
     ],
 )
@@ -373,12 +397,15 @@ def test_features_are_checked_in_the_first_and_the_last_file(tmp_path, changes, 
     with pytest.raises(ValueError, match=message):
         records([tmp_path / "a.tfrecord", tmp_path / "b.tfrecord"], DECLARED)
     with pytest.raises(ValueError, match=message):
-        records([tmp_path / "b.tfrecord", tmp_path / "a.tfrecord", tmp_path / "c.tfrecord"], DECLARED)
+        records(
+            [tmp_path / "b.tfrecord", tmp_path / "a.tfrecord", tmp_path / "c.tfrecord"], DECLARED
+        )
 
 
 def test_features_that_change_later_fail_by_name(tmp_path):
     path = write(
-        tmp_path / "a.tfrecord", [full(), full(label=[2.5]), full(box=[1.0]), full(grid=[1]), full()]
+        tmp_path / "a.tfrecord",
+        [full(), full(label=[2.5]), full(box=[1.0]), full(grid=[1]), full()],
     )
     source = records(path, DECLARED)
     for number, name in [(1, "label"), (2, "feature_box"), (3, "grid")]:
@@ -399,7 +426,10 @@ def test_records_that_hold_no_examples(tmp_path):
 @pytest.mark.parametrize(
     ("features", "message"),
     [
-        ({"a": "int65"}, r"features\['a'\]: expected a tf.io feature, or words .*; received 'int65'"),
+        (
+            {"a": "int65"},
+            r"features\['a'\]: expected a tf.io feature, or words .*; received 'int65'",
+        ),
         ({"a": "int64[2"}, "received 'int64"),
         ({"a": 3}, "received 3"),
         ({"a": "image[3]"}, "expected an image of a height, a width"),
@@ -415,9 +445,13 @@ def test_wrong_declarations(three, features, message):
         records(three, features)
 
 
-@pytest.mark.parametrize(("features", "label"), [({"a": "int64", "b": "int64"}, "c"), ({"a": "int64"}, "a")])
+@pytest.mark.parametrize(
+    ("features", "label"), [({"a": "int64", "b": "int64"}, "c"), ({"a": "int64"}, "a")]
+)
 def test_the_label_is_one_of_several_features(three, features, label):
-    with pytest.raises(ValueError, match=f"label='{label}': expected one of several features, which are a"):
+    with pytest.raises(
+        ValueError, match=f"label='{label}': expected one of several features, which are a"
+    ):
         records(three, features, label=label)
 
 

@@ -44,7 +44,12 @@ def limited(restarts):
         nonlocal used
         used += outcome.cause.counted
         text = f"{outcome.cause.host}: {outcome.cause.text}"
-        return Decision(used <= restarts, text=f"{text}; all {restarts} restarts are used" if used > restarts else f"{text}; restart {used} of {restarts}")
+        return Decision(
+            used <= restarts,
+            text=f"{text}; all {restarts} restarts are used"
+            if used > restarts
+            else f"{text}; restart {used} of {restarts}",
+        )
 
     return decide
 
@@ -56,7 +61,9 @@ class House:
         self.lines, self.outcomes = [], []
         self.stack = contextlib.ExitStack()
 
-    def serve(self, min_workers, max_workers, decide=None, address="127.0.0.1:0", restarts=0, **terms):
+    def serve(
+        self, min_workers, max_workers, decide=None, address="127.0.0.1:0", restarts=0, **terms
+    ):
         terms = {"window": WINDOW, "silence": SILENCE, "timeout": NEVER, "grace": LONG, **terms}
         decide = decide or limited(restarts)
 
@@ -64,13 +71,21 @@ class House:
             self.outcomes.append(outcome)
             return decide(outcome)
 
-        self.server = Rendezvous(address, TOKEN, Terms(min_workers, max_workers, **terms), decide=ask, say=self.lines.append)
+        self.server = Rendezvous(
+            address,
+            TOKEN,
+            Terms(min_workers, max_workers, **terms),
+            decide=ask,
+            say=self.lines.append,
+        )
         self.stack.callback(self.server.close)
         return self.server
 
     def join(self, name, slots=1, digest="train.py", address=None, **options):
         options = {"token": TOKEN, "host": "127.0.0.1", "patience": LONG, **options}
-        joined = Member(address or self.server.address, slots=slots, command_digest=digest, name=name, **options)
+        joined = Member(
+            address or self.server.address, slots=slots, command_digest=digest, name=name, **options
+        )
         self.stack.callback(joined.close)
         return joined
 
@@ -93,7 +108,9 @@ def house():
     house = House()
     with house.stack:
         yield house
-    left = [t.name for t in threading.enumerate() if t.name.startswith("rendezvous") and not _ends(t)]
+    left = [
+        t.name for t in threading.enumerate() if t.name.startswith("rendezvous") and not _ends(t)
+    ]
     assert not left
 
 
@@ -188,7 +205,9 @@ def test_a_host_that_leaves_is_a_loss_and_takes_its_place_again(house):
     b.stopped()
     back = house.join("a")
     assert starts(back, b)[0].generation == 1
-    assert [(report.host, report.what) for report in house.outcomes[0].reports] == [("a (127.0.0.1)", "lost")]
+    assert [(report.host, report.what) for report in house.outcomes[0].reports] == [
+        ("a (127.0.0.1)", "lost")
+    ]
 
 
 def test_never_below_the_minimum(house):
@@ -200,13 +219,20 @@ def test_never_below_the_minimum(house):
     a.stopped()
     order = get(a, Finish)
     assert order.code == 75
-    assert "1 of at least 2 workers can run. Here: a (127.0.0.1) with 1 slot. Missing: b (127.0.0.1), which had 1 slot" in order.text
+    assert (
+        "1 of at least 2 workers can run. Here: a (127.0.0.1) with 1 slot. Missing: b (127.0.0.1), which had 1 slot"
+        in order.text
+    )
 
 
 def test_nobody_comes(house):
     server = house.serve(2, 2, timeout=0.3)
     a = house.join("a")
-    finishes(75, "after 0.3 s, 1 of at least 2 workers can run. Here: a (127.0.0.1) with 1 slot. Missing: hosts that never joined", a)
+    finishes(
+        75,
+        "after 0.3 s, 1 of at least 2 workers can run. Here: a (127.0.0.1) with 1 slot. Missing: hosts that never joined",
+        a,
+    )
     assert server.wait(LONG).code == 75
     finishes(75, "never joined", house.join("late"))
 
@@ -216,7 +242,11 @@ def test_another_command_is_refused_and_named(house):
     a = house.join("a", digest="train.py --lr 1")
     house.says("a (127.0.0.1) joined")
     b = house.join("b", digest="train.py --lr 2")
-    finishes(78, "refused b (127.0.0.1): its command is train.py --lr 2, the others run train.py --lr 1", b)
+    finishes(
+        78,
+        "refused b (127.0.0.1): its command is train.py --lr 2, the others run train.py --lr 1",
+        b,
+    )
     assert a.order(0) is None
     house.says("refused b")
 
@@ -251,7 +281,9 @@ def test_a_failure_stops_the_others_and_the_policy_is_asked(house):
     stop = get(a, Stop)
     assert not stop.gently
     assert stop.reason == "b (127.0.0.1) failed: UnavailableError"
-    a.failed("signal", "worker:0 was killed by SIGKILL", signature="SIGKILL@7", counted=False, code=137)
+    a.failed(
+        "signal", "worker:0 was killed by SIGKILL", signature="SIGKILL@7", counted=False, code=137
+    )
     after = starts(a, b)[0]
     assert (before.generation, after.generation) == (0, 1)
     assert before.launch_id == after.launch_id
@@ -260,7 +292,12 @@ def test_a_failure_stops_the_others_and_the_policy_is_asked(house):
     assert [report.kind for report in outcome.reports] == ["lost peers", "signal"]
     assert outcome.generation == 0
     cause = outcome.cause
-    assert (cause.host, cause.signature, cause.counted, cause.code) == ("a (127.0.0.1)", "SIGKILL@7", False, 137)
+    assert (cause.host, cause.signature, cause.counted, cause.code) == (
+        "a (127.0.0.1)",
+        "SIGKILL@7",
+        False,
+        137,
+    )
     house.says("once more; waiting 0.1 s")
 
 
@@ -316,7 +353,13 @@ def test_reports_of_an_older_generation_are_ignored(house):
             message = channel.receive(0.05) or {}
             channel.send({"do": "beat", "number": 0})
             if message.get("do") == "ports":
-                channel.send({"do": "ports", "generation": message["generation"], "ports": free_ports(message["count"])})
+                channel.send(
+                    {
+                        "do": "ports",
+                        "generation": message["generation"],
+                        "ports": free_ports(message["count"]),
+                    }
+                )
             heard[message.get("do")] = message
         return heard.pop(word)
 
@@ -359,7 +402,11 @@ def test_members_come_before_the_rendezvous(house):
     assert a.order(0.2) is None
     house.serve(1, 1, address=address)
     starts(a)
-    finishes(75, f"no rendezvous at {(gone := f'127.0.0.1:{free_ports(1)[0]}')} after 0.2 s", house.join("b", address=gone, patience=0.2))
+    finishes(
+        75,
+        f"no rendezvous at {(gone := f'127.0.0.1:{free_ports(1)[0]}')} after 0.2 s",
+        house.join("b", address=gone, patience=0.2),
+    )
 
 
 def test_only_the_first_host_can_serve_and_only_at_its_address(house):
@@ -396,7 +443,9 @@ def test_the_rendezvous_vanishes(house):
         "import sys, time\nfrom tfdist.launch.rendezvous import Rendezvous, Terms\n"
         f"Rendezvous({address!r}, {TOKEN!r}, Terms(2, 2, window={WINDOW}), decide=print)\ntime.sleep({4 * LONG})"
     )
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment(), start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment(), start_new_session=True
+    )
     try:
         members = house.join("a", address=address), house.join("b", address=address)
         for one in members:
@@ -404,7 +453,11 @@ def test_the_rendezvous_vanishes(house):
         os.kill(process.pid, signal.SIGKILL)
         for one in members:
             assert f"lost the rendezvous at {address}" in get(one, Cut).reason
-        finishes(75, f"lost the rendezvous at {address}, and did not find it again within {WINDOW:g} s", *members)
+        finishes(
+            75,
+            f"lost the rendezvous at {address}, and did not find it again within {WINDOW:g} s",
+            *members,
+        )
     finally:
         process.kill()
         process.wait(LONG)
@@ -421,7 +474,12 @@ def test_a_frozen_launcher_is_lost_and_cuts_as_soon_as_it_wakes(house):
     a = house.join("a")
     house.says("a (127.0.0.1) joined")
     with subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     ) as process:
         try:
             order = get(a, Start)
@@ -577,13 +635,26 @@ class Table:
             self.outcomes.append(outcome)
             return Decision(True, 20.0)
 
-        self.assembly = Assembly(Terms(min_workers, max_workers, **terms), decide, self.lines.append, self.now)
+        self.assembly = Assembly(
+            Terms(min_workers, max_workers, **terms), decide, self.lines.append, self.now
+        )
         self.alive, self.words, self.port = set(), [], 20_000
 
     def join(self, key, slots=1, host=None):
         host = host or f"10.0.0.{key}"
         self.alive.add(key)
-        self.assembly.joined(key, {"do": "join", "id": f"id-{key}", "host": host, "name": "", "slots": slots, "digest": "d"}, self.now)
+        self.assembly.joined(
+            key,
+            {
+                "do": "join",
+                "id": f"id-{key}",
+                "host": host,
+                "name": "",
+                "slots": slots,
+                "digest": "d",
+            },
+            self.now,
+        )
         self.step()
 
     def say(self, key, word, **facts):
@@ -598,7 +669,11 @@ class Table:
             if word == "ports" and ports and key in self.alive:
                 chosen = range(self.port, self.port + message["count"])
                 self.port = chosen.stop
-                self.assembly.heard(key, {"do": "ports", "generation": message["generation"], "ports": [*chosen]}, self.now)
+                self.assembly.heard(
+                    key,
+                    {"do": "ports", "generation": message["generation"], "ports": [*chosen]},
+                    self.now,
+                )
                 self.assembly.tick(self.now)
             elif word not in ("ack", "welcome", "ports", "note"):
                 self.words.append((key, word))
@@ -696,7 +771,9 @@ def test_a_host_that_names_no_ports_is_lost_and_not_counted():
     table = Table(1, 2)
     table.join(1)
     table.alive.add(2)
-    table.assembly.joined(2, {"do": "join", "id": "b", "host": "b", "name": "", "slots": 1, "digest": "d"}, 0.0)
+    table.assembly.joined(
+        2, {"do": "join", "id": "b", "host": "b", "name": "", "slots": 1, "digest": "d"}, 0.0
+    )
     table.step(ports=False)
     assert table.take() == []
     table.pass_by(10)
@@ -708,13 +785,19 @@ def test_two_launchers_of_a_host_that_chose_the_same_port_are_asked_again():
     table = Table(2, 2)
     asked = []
     for key in (1, 2):
-        table.assembly.joined(key, {"do": "join", "id": f"{key}", "host": "h", "name": "", "slots": 1, "digest": "d"}, 0.0)
+        table.assembly.joined(
+            key,
+            {"do": "join", "id": f"{key}", "host": "h", "name": "", "slots": 1, "digest": "d"},
+            0.0,
+        )
     for ports in ((7, 7), (7, 8)):
         table.assembly.tick(0.0)
         generation = [m["generation"] for _, m in table.assembly.outbox if m["do"] == "ports"][-1]
         asked.append(generation)
         for key, port in zip((1, 2), ports, strict=True):
-            table.assembly.heard(key, {"do": "ports", "generation": generation, "ports": [port]}, 0.0)
+            table.assembly.heard(
+                key, {"do": "ports", "generation": generation, "ports": [port]}, 0.0
+            )
     table.step()
     assert asked == [0, 1]
     assert table.take() == [(1, "start"), (2, "start")]
@@ -723,7 +806,11 @@ def test_two_launchers_of_a_host_that_chose_the_same_port_are_asked_again():
 def test_launchers_that_always_choose_the_same_port_end_it():
     table = Table(2, 2)
     for key in (1, 2):
-        table.assembly.joined(key, {"do": "join", "id": f"{key}", "host": "h", "name": "", "slots": 1, "digest": "d"}, 0.0)
+        table.assembly.joined(
+            key,
+            {"do": "join", "id": f"{key}", "host": "h", "name": "", "slots": 1, "digest": "d"},
+            0.0,
+        )
     for generation in range(100):
         table.assembly.tick(0.0)
         for key in (1, 2):
@@ -751,9 +838,18 @@ def test_a_loss_while_all_save_ends_the_saving_and_is_not_counted():
 
 def test_commands_that_differ_late_differ():
     table = Table(1, 2)
-    table.assembly.joined(1, {"do": "join", "id": "1", "host": "a", "name": "", "slots": 1, "digest": "x" * 1000}, 0.0)
-    table.assembly.joined(2, {"do": "join", "id": "2", "host": "b", "name": "", "slots": 1, "digest": "x" * 1000 + "y"}, 0.0)
-    assert [message and message["do"] for key, message in table.assembly.outbox if key == 2] == ["finish", None]
+    table.assembly.joined(
+        1, {"do": "join", "id": "1", "host": "a", "name": "", "slots": 1, "digest": "x" * 1000}, 0.0
+    )
+    table.assembly.joined(
+        2,
+        {"do": "join", "id": "2", "host": "b", "name": "", "slots": 1, "digest": "x" * 1000 + "y"},
+        0.0,
+    )
+    assert [message and message["do"] for key, message in table.assembly.outbox if key == 2] == [
+        "finish",
+        None,
+    ]
 
 
 class World:
@@ -771,7 +867,12 @@ class World:
         self.mute = set()
         self.last_counts = []
         terms = Terms(self.low, self.high, window=3.0, silence=5.0, timeout=100.0, grace=8.0)
-        self.assembly = Assembly(terms, lambda outcome: Decision(True, self.random.choice((0, 1, 7))), lambda text: None, 0.0)
+        self.assembly = Assembly(
+            terms,
+            lambda outcome: Decision(True, self.random.choice((0, 1, 7))),
+            lambda text: None,
+            0.0,
+        )
 
     def step(self, calm):
         self.now += 0.25
@@ -779,7 +880,9 @@ class World:
             if key not in self.mute:
                 self.assembly.heard(key, {"do": "beat", "number": 0}, self.now)
                 if key in self.told and (calm or self.random.random() < 0.2):
-                    self.report(key, self.told[key], self.random.choice(("stopped", "failed", "preempted")))
+                    self.report(
+                        key, self.told[key], self.random.choice(("stopped", "failed", "preempted"))
+                    )
         if not calm and self.random.random() < 0.08:
             self.trouble()
         if calm:
@@ -790,10 +893,14 @@ class World:
         self.deliver()
 
     def trouble(self):
-        what = self.random.choice(("join", "join", "join", "vanish", "mute", "fail", "preempt", "leave", "old"))
+        what = self.random.choice(
+            ("join", "join", "join", "vanish", "mute", "fail", "preempt", "leave", "old")
+        )
         key = self.random.choice(list(self.hosts)) if self.hosts else None
         if what == "join":
-            self.join(self.random.choice(list(self.slots)))  # perhaps while its old connection is open
+            self.join(
+                self.random.choice(list(self.slots))
+            )  # perhaps while its old connection is open
         elif key is None or key in self.mute:
             return
         elif what == "vanish":
@@ -805,7 +912,9 @@ class World:
             self.assembly.heard(key, {"do": "failed", "generation": self.last - 1}, self.now)
         elif key in self.running and what in ("fail", "preempt", "leave"):
             facts = {"leaving": True} if what == "leave" else {}
-            self.report(key, self.running[key], "failed" if what == "fail" else "preempted", **facts)
+            self.report(
+                key, self.running[key], "failed" if what == "fail" else "preempted", **facts
+            )
             if what == "leave":
                 self.assembly.heard(key, {"do": "bye"}, self.now)
                 self.lose(key)
@@ -815,7 +924,14 @@ class World:
         for other in [key for key, known in self.hosts.items() if known == id]:
             self.lose(other)  # its launcher cut, and began anew
         self.hosts[self.key] = id
-        hello = {"do": "join", "id": id, "host": id, "name": "", "slots": self.slots[id], "digest": ""}
+        hello = {
+            "do": "join",
+            "id": id,
+            "host": id,
+            "name": "",
+            "slots": self.slots[id],
+            "digest": "",
+        }
         self.assembly.joined(self.key, hello, self.now)
 
     def report(self, key, generation, word, **facts):
@@ -836,9 +952,15 @@ class World:
                 self.lose(key)
             elif message["do"] == "ports" and key in self.hosts and key not in self.mute:
                 ports = self.random.sample(range(1, 1000), message["count"])
-                self.assembly.heard(key, {"do": "ports", "generation": message["generation"], "ports": ports}, self.now)
+                self.assembly.heard(
+                    key,
+                    {"do": "ports", "generation": message["generation"], "ports": ports},
+                    self.now,
+                )
             elif message["do"] == "start":
-                assert not self.running, "the last generation has ended everywhere before the next begins"
+                assert not self.running, (
+                    "the last generation has ended everywhere before the next begins"
+                )
                 starts.append((key, message))
             elif message["do"] == "stop" and self.running.get(key) == message["generation"]:
                 self.told[key] = message["generation"]
@@ -849,7 +971,9 @@ class World:
             self.last = generation
             counts = self.last_counts = [message["count"] for _, message in starts]
             assert self.low <= sum(counts) <= self.high
-            assert [message["first"] for _, message in starts] == [sum(counts[:i]) for i in range(len(counts))]
+            assert [message["first"] for _, message in starts] == [
+                sum(counts[:i]) for i in range(len(counts))
+            ]
             assert all(len(message["addresses"]) == sum(counts) for _, message in starts)
             self.running.update({key: generation for key, _ in starts if key in self.hosts})
 
@@ -880,7 +1004,11 @@ def test_a_host_that_comes_back_before_its_old_connection_is_known_to_be_dead():
     table.join(2)
     table.take()
     table.alive = {1, 3}
-    table.assembly.joined(3, {"do": "join", "id": "id-2", "host": "10.0.0.2", "name": "", "slots": 1, "digest": "d"}, 0.0)
+    table.assembly.joined(
+        3,
+        {"do": "join", "id": "id-2", "host": "10.0.0.2", "name": "", "slots": 1, "digest": "d"},
+        0.0,
+    )
     table.step()
     assert table.take() == [(1, "stop"), (2, None)]
     table.say(2, "done", generation=0)

@@ -22,7 +22,9 @@ NASTY = "<script>alert('x')</script> $x_1 & \"q\" </style></svg>"
 
 @pytest.fixture
 def run(tmp_path):
-    return write_run(tmp_path / "runs" / "digits", launch=write_launch(tmp_path / "runs" / "launch-1"))
+    return write_run(
+        tmp_path / "runs" / "digits", launch=write_launch(tmp_path / "runs" / "launch-1")
+    )
 
 
 @pytest.fixture
@@ -56,7 +58,17 @@ def test_the_facts_of_a_run(run):
 
 def test_a_page_says_all(run, tmp_path, capsys):
     page = report(run, "--png", tmp_path / "png")
-    for text in ("digits", "finished", "93.75 %", "4,321", "lost steps", "kill worker:1@step=37", "snapshot-1", "epoch 2, step 0", "2.21.0"):
+    for text in (
+        "digits",
+        "finished",
+        "93.75 %",
+        "4,321",
+        "lost steps",
+        "kill worker:1@step=37",
+        "snapshot-1",
+        "epoch 2, step 0",
+        "2.21.0",
+    ):
         assert text in page.text
     for title in ("Loss", "Loss over time", "Accuracy", "Throughput by worker", "A mean step of each worker", "The step over training",
                   "Steps done, and what each attempt did", "gradient sync", "begun again"):  # fmt: skip
@@ -80,7 +92,9 @@ def test_a_page_needs_no_other_file(run):
     assert "http" not in page.source
     ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
     assert len(ids) == len(set(ids))
-    used = {attributes["xlink:href"] for _, attributes in page.tags if "xlink:href" in attributes} | set(re.findall(r"url\((#[^)]*)\)", page.source))
+    used = {
+        attributes["xlink:href"] for _, attributes in page.tags if "xlink:href" in attributes
+    } | set(re.findall(r"url\((#[^)]*)\)", page.source))
     assert used
     assert used <= {f"#{name}" for name in ids}
 
@@ -100,7 +114,13 @@ def test_what_is_not_there_is_left_out(small, capsys):
     page = report(small)
     assert page.figures == 1
     out = capsys.readouterr().out
-    for remedy in ("--config.telemetry.anatomy=true", "--launch DIR", "tfdist.TensorBoard", layout.CONFIG, layout.SUMMARY):
+    for remedy in (
+        "--config.telemetry.anatomy=true",
+        "--launch DIR",
+        "tfdist.TensorBoard",
+        layout.CONFIG,
+        layout.SUMMARY,
+    ):
         assert remedy in out
         assert remedy in page.text
     assert "finished" not in page.text
@@ -128,7 +148,10 @@ def test_a_launch_is_found_or_asked_for(run, tmp_path):
 
 def test_values_that_are_not_finite(small, capsys):
     for epoch in (1, 2):
-        layout.append_json(small / layout.HISTORY, {"step": epoch, "loss": float("nan"), "val_loss": float("inf"), "seconds": 2.0})
+        layout.append_json(
+            small / layout.HISTORY,
+            {"step": epoch, "loss": float("nan"), "val_loss": float("inf"), "seconds": 2.0},
+        )
     page = report(small, code=1)
     assert "loss of training is not finite after epoch 2" in capsys.readouterr().err
     assert "loss of validation is not finite after epoch 2" in page.text
@@ -210,9 +233,26 @@ def test_runs_are_compared(small, capsys):
 @pytest.mark.parametrize(
     ("kind", "texts"),
     [
-        ("scaling", ("Strong scaling", "Weak scaling", "Efficiency", "ideal", "with 4 replicas 17 % of the step is gradient synchronization")),
+        (
+            "scaling",
+            (
+                "Strong scaling",
+                "Weak scaling",
+                "Efficiency",
+                "ideal",
+                "with 4 replicas 17 % of the step is gradient synchronization",
+            ),
+        ),
         ("predict", ("Inference", "mirrored \N{MULTIPLICATION SIGN}4")),
-        ("allreduce", ("Bandwidth", "Time of a sum", "16 KiB", "bandwidth at most: mirrored \N{MULTIPLICATION SIGN}4")),
+        (
+            "allreduce",
+            (
+                "Bandwidth",
+                "Time of a sum",
+                "16 KiB",
+                "bandwidth at most: mirrored \N{MULTIPLICATION SIGN}4",
+            ),
+        ),
     ],
 )
 def test_benchmarks(kind, texts, tmp_path):
@@ -226,7 +266,14 @@ def test_benchmarks(kind, texts, tmp_path):
 def test_a_benchmark_with_failures(tmp_path, capsys):
     path = write_benchmark(tmp_path / "bench", "scaling") / "bench.json"
     facts = json.loads(path.read_text())
-    facts["setups"][0] |= {"rates": [], "seconds": [], "anatomy": {}, "speedup": None, "efficiency": None, "error": "out of memory"}
+    facts["setups"][0] |= {
+        "rates": [],
+        "seconds": [],
+        "anatomy": {},
+        "speedup": None,
+        "efficiency": None,
+        "error": "out of memory",
+    }
     facts["setups"][1] = {"strategy": "mirrored", "replicas": "two", "workers": 1}
     path.write_text(json.dumps(facts))
     page = report(path.parent, code=1)
@@ -241,14 +288,23 @@ def test_a_benchmark_with_failures(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["nowhere"], "LOGDIR: expected the directory of a run, of runs or of a benchmark, received nowhere, which is not there"),
+        (
+            ["nowhere"],
+            "LOGDIR: expected the directory of a run, of runs or of a benchmark, received nowhere, which is not there",
+        ),
         (["file"], "which is a file"),
         (["empty"], "empty holds no run; expected config.json"),
         (["runs/launch-1"], "tfdist report RUN --launch runs/launch-1"),
         (["benches"], "benches holds no run, but a benchmark: tfdist report benches/one"),
-        (["runs/digits", "--launch", "empty"], "--launch: expected the directory of a launch's logs, received empty: it has no events.jsonl"),
+        (
+            ["runs/digits", "--launch", "empty"],
+            "--launch: expected the directory of a launch's logs, received empty: it has no events.jsonl",
+        ),
         (["runs", "--launch", "runs/launch-1"], "--launch: expected with the directory of one run"),
-        (["benches/one", "--launch", "runs/launch-1"], "--launch: expected with the directory of one run"),
+        (
+            ["benches/one", "--launch", "runs/launch-1"],
+            "--launch: expected with the directory of one run",
+        ),
         (["runs/digits", "--pgn", "here"], "--pgn"),
         ([], "LOGDIR"),
     ],
@@ -265,9 +321,15 @@ def test_mistakes(words, text, run, tmp_path, monkeypatch, capsys):
 
 def test_a_place_that_cannot_be_written(small, tmp_path, capsys):
     (tmp_path / "file").touch()
-    for words in (["--out", tmp_path / "file" / "x.html"], ["--out", tmp_path], ["--png", tmp_path / "file"]):
+    for words in (
+        ["--out", tmp_path / "file" / "x.html"],
+        ["--out", tmp_path],
+        ["--png", tmp_path / "file"],
+    ):
         assert cli.main(["report", str(small), *map(str, words)]) == 1
-        assert re.search(f"cannot be written: .*; name another place with {words[0]}", capsys.readouterr().err)
+        assert re.search(
+            f"cannot be written: .*; name another place with {words[0]}", capsys.readouterr().err
+        )
     assert not list(tmp_path.rglob(".*"))
 
 
@@ -315,15 +377,30 @@ _FRAMES = """<!DOCTYPE html><body><ol id="results"></ol><script>addEventListener
 def test_pages_in_a_browser(run, tmp_path):
     """No complaint of the browser, no words over each other or cut off, nothing wider than the screen: on a desktop, and on a phone."""
     names = ("accuracy", "top_k_categorical_accuracy_of_a_very_long_name_indeed", "f1", NASTY)
-    write_run(run.parent / "crowded-with-a-rather-long-name-of-a-directory", name="crowded", workers=12, launch=run.parent / "launch-1", metrics=names)
+    write_run(
+        run.parent / "crowded-with-a-rather-long-name-of-a-directory",
+        name="crowded",
+        workers=12,
+        launch=run.parent / "launch-1",
+        metrics=names,
+    )
     journal = run.parent / "launch-1" / "events.jsonl"
     lines = [json.loads(line) for line in journal.read_text().splitlines()]
-    lines += [{**lines[4], "time": BEGUN + 19 + 0.1 * number, "number": number} for number in range(1, 5)]
-    journal.write_text("".join(json.dumps(line) + "\n" for line in sorted(lines, key=lambda line: line["time"])))
-    places = [run.parent, *(write_benchmark(tmp_path / kind, kind) for kind in ("scaling", "predict", "allreduce"))]
+    lines += [
+        {**lines[4], "time": BEGUN + 19 + 0.1 * number, "number": number} for number in range(1, 5)
+    ]
+    journal.write_text(
+        "".join(json.dumps(line) + "\n" for line in sorted(lines, key=lambda line: line["time"]))
+    )
+    places = [
+        run.parent,
+        *(write_benchmark(tmp_path / kind, kind) for kind in ("scaling", "predict", "allreduce")),
+    ]
     pages = [report(place) for place in places]
 
-    dom, complaints = browse(tmp_path, f"file://{run.parent}/report.html", 1280, f"--screenshot={tmp_path / 'page.png'}")
+    dom, complaints = browse(
+        tmp_path, f"file://{run.parent}/report.html", 1280, f"--screenshot={tmp_path / 'page.png'}"
+    )
     assert complaints == ""
     assert dom.count("<svg") == pages[0].figures
     assert dom.count("<article") == 3
@@ -334,15 +411,24 @@ def test_pages_in_a_browser(run, tmp_path):
     for number, page in enumerate(pages):
         path = tmp_path / f"page-{number}.html"
         path.write_text(page.source.replace("</body>", _MEASURE + "</body>"), encoding="utf-8")
-        frames += [f'<iframe src="{path.name}" style="width: {width}px; height: 900px"></iframe>' for width in (1280, 420)]
+        frames += [
+            f'<iframe src="{path.name}" style="width: {width}px; height: 900px"></iframe>'
+            for width in (1280, 420)
+        ]
     (tmp_path / "frames.html").write_text(_FRAMES + "".join(frames), encoding="utf-8")
     dom, complaints = browse(tmp_path, f"file://{tmp_path}/frames.html", 1400)
     assert complaints == ""
     results = [json.loads(html.unescape(line)) for line in re.findall("<li>(.*?)</li>", dom)]
     (bad,) = (found for _, name, _, found in results if name == "bad")
-    assert [sentence.partition(":")[0] for sentence in bad] == ["wider than the screen", "overlap", "cut off"]  # it sees what is wrong
+    assert [sentence.partition(":")[0] for sentence in bad] == [
+        "wider than the screen",
+        "overlap",
+        "cut off",
+    ]  # it sees what is wrong
     results = [result for result in results if result[1] != "bad"]
-    assert sorted((width, figures) for width, _, figures, _ in results) == sorted((width, page.figures) for page in pages for width in (1280, 420))
+    assert sorted((width, figures) for width, _, figures, _ in results) == sorted(
+        (width, page.figures) for page in pages for width in (1280, 420)
+    )
     assert not [(width, name, found) for width, name, _, found in results if found]
 
 

@@ -7,7 +7,9 @@ import pytest
 from tfdist import resolvers
 from tfdist.cluster import ClusterSpec
 
-TF_CONFIG = json.dumps({"cluster": {"worker": ["t:1", "t:2"]}, "task": {"type": "worker", "index": 0}})
+TF_CONFIG = json.dumps(
+    {"cluster": {"worker": ["t:1", "t:2"]}, "task": {"type": "worker", "index": 0}}
+)
 SLURM = {
     "SLURM_JOB_ID": "7",
     "SLURM_STEP_ID": "1",
@@ -102,7 +104,9 @@ def test_slurm_placements(per_node, distribution, expected):
             "SLURM_NODEID": str(["n2", "n10"].index(host)),
             "SLURM_LOCALID": str(hosts_by_rank[:rank].count(host)),
         }
-        spec = resolvers.from_slurm({**SLURM, "SLURM_STEP_TASKS_PER_NODE": per_node, **distribution, **own})
+        spec = resolvers.from_slurm(
+            {**SLURM, "SLURM_STEP_TASKS_PER_NODE": per_node, **distribution, **own}
+        )
         assert spec.rank == rank
         specs.append(spec.jobs)
     assert hosts(spec) == hosts_by_rank
@@ -148,7 +152,9 @@ def test_open_mpi():
 
 
 def test_kubernetes():
-    spec = resolvers.from_kubernetes({**KUBERNETES, "HOSTNAME": "my-job-10.net.default.svc.cluster.local"})
+    spec = resolvers.from_kubernetes(
+        {**KUBERNETES, "HOSTNAME": "my-job-10.net.default.svc.cluster.local"}
+    )
     assert spec.task.address == "my-job-10.net:2222"
     assert ports(resolvers.from_kubernetes({**KUBERNETES, "TFDIST_PORT": "5"})) == [5] * 11
 
@@ -162,7 +168,10 @@ def test_kubernetes():
         ),
         ({**SLURM, "SLURM_LOCALID": "1"}, "SLURM_PROCID 2 is task 1 of node 1"),
         ({**SLURM, "SLURM_PROCID": "9"}, "SLURM_PROCID 9"),
-        ({**SLURM, "SLURM_STEP_RESV_PORTS": "400"}, "1 ports for 2 tasks on a node; use srun --resv-ports=2"),
+        (
+            {**SLURM, "SLURM_STEP_RESV_PORTS": "400"},
+            "1 ports for 2 tasks on a node; use srun --resv-ports=2",
+        ),
         ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2"}, "2 nodes in SLURM_STEP_NODELIST, 1 in"),
         ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "two"}, "expected counts such as"),
         ({**SLURM, "SLURM_STEP_NODELIST": "n[a-b]"}, "expected numbers and ranges"),

@@ -35,7 +35,10 @@ def test_a_run_leaves_what_it_says(settings, tmp_path, capsys):
     summary = run(settings)
     directory = tmp_path / "run"
     assert json.loads((directory / "summary.json").read_text()) == summary
-    assert config.Run.from_dict(json.loads((directory / "config.json").read_text())).train == settings.train
+    assert (
+        config.Run.from_dict(json.loads((directory / "config.json").read_text())).train
+        == settings.train
+    )
     history = read_json_lines(directory / "history.jsonl")
     assert [line["step"] for line in history] == [0, 1]
     assert {"loss", "accuracy", "val_loss", "val_accuracy", "seconds"} <= history[0].keys()
@@ -46,11 +49,21 @@ def test_a_run_leaves_what_it_says(settings, tmp_path, capsys):
         "config.json", "events.out", "history.jsonl", "model.keras", "sessions.jsonl", "summary.json", "train", "validation"
     ]  # fmt: skip
     assert all(any((directory / part).glob("events*")) for part in ("train", "validation"))
-    (session,) = (sessions.Session(**line) for line in read_json_lines(directory / "sessions.jsonl"))
-    assert (session.epoch, session.step, session.resumed, session.workers, session.global_batch) == (0, 0, False, 1, 50)
+    (session,) = (
+        sessions.Session(**line) for line in read_json_lines(directory / "sessions.jsonl")
+    )
+    assert (
+        session.epoch,
+        session.step,
+        session.resumed,
+        session.workers,
+        session.global_batch,
+    ) == (0, 0, False, 1, 50)
     assert session.versions["tfdist"] == tfdist.__version__
     assert summary["examples_per_second"] > 0
-    assert capsys.readouterr().out.count(f"tensorboard --logdir {directory}") == 2  # at the beginning, and at the end
+    assert (
+        capsys.readouterr().out.count(f"tensorboard --logdir {directory}") == 2
+    )  # at the beginning, and at the end
     with pytest.raises(ValueError, match="holds a finished run"):
         run(settings)
 
@@ -89,11 +102,23 @@ def test_a_summary_without_training_or_model_can_be_told():
     ("section", "policy"),
     [
         ({}, Gradients()),
-        ({"combine": "sum", "wire": "float16", "clip_norm": 1.0, "accumulate": 3, "skip_nonfinite": True}, Gradients("sum", "float16", 4 << 20, 1.0, 3, True)),
+        (
+            {
+                "combine": "sum",
+                "wire": "float16",
+                "clip_norm": 1.0,
+                "accumulate": 3,
+                "skip_nonfinite": True,
+            },
+            Gradients("sum", "float16", 4 << 20, 1.0, 3, True),
+        ),
         ({"kind": "local_sgd", "warmup": 5, "bucket_bytes": 7}, LocalSGD(8, 5, bucket_bytes=7)),
         ({"kind": "local_sgd", "every": 0}, LocalSGD("epoch")),
         ({"kind": "diloco", "wire": "bfloat16"}, DiLoCo(wire="bfloat16")),
-        ({"kind": "diloco", "every": 4, "outer_learning_rate": 0.5, "outer_momentum": 0.0}, DiLoCo(4, 0, 0.5, 0.0)),
+        (
+            {"kind": "diloco", "every": 4, "outer_learning_rate": 0.5, "outer_momentum": 0.0},
+            DiLoCo(4, 0, 0.5, 0.0),
+        ),
     ],
 )
 def test_a_section_becomes_a_policy(section, policy):
@@ -102,11 +127,21 @@ def test_a_section_becomes_a_policy(section, policy):
     assert building.policy(config.Run.from_dict({"sync": section}).sync) == policy
 
 
-@pytest.mark.parametrize(("sync", "updates"), [({}, 24), ({"accumulate": 3}, 8)], ids=["each step", "every third"])
+@pytest.mark.parametrize(
+    ("sync", "updates"), [({}, 24), ({"accumulate": 3}, 8)], ids=["each step", "every third"]
+)
 def test_a_schedule_ends_with_the_last_update(settings, one_device, sync, updates):
     from tfdist import building
 
-    given = config.Run.from_dict({**dataclasses.asdict(settings), "model": {"name": "mlp", "options": {"widths": (4,), "classes": 10}}, "sync": sync})
-    train = tf.data.Dataset.from_tensor_slices((np.zeros([48, 8, 8, 1], np.float32), np.arange(48) % 10)).batch(4)
+    given = config.Run.from_dict(
+        {
+            **dataclasses.asdict(settings),
+            "model": {"name": "mlp", "options": {"widths": (4,), "classes": 10}},
+            "sync": sync,
+        }
+    )
+    train = tf.data.Dataset.from_tensor_slices(
+        (np.zeros([48, 8, 8, 1], np.float32), np.arange(48) % 10)
+    ).batch(4)
     optimizer = building.make_model(given, one_device, train).optimizer
     assert optimizer.get_config()["learning_rate"]["config"]["decay_steps"] == updates

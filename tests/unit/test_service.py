@@ -28,7 +28,9 @@ def noisy(x, y, seed):
 
 
 def values(elements):
-    return [[np.asarray(part).tolist() for part in tf.nest.flatten(element)] for element in elements]
+    return [
+        [np.asarray(part).tolist() for part in tf.nest.flatten(element)] for element in elements
+    ]
 
 
 def counted(epoch, first, stride):
@@ -36,14 +38,19 @@ def counted(epoch, first, stride):
 
 
 def at(epoch, first):
-    return tf.data.Dataset.from_tensors((tf.constant(epoch, tf.int64), tf.constant(first, tf.int64)))
+    return tf.data.Dataset.from_tensors(
+        (tf.constant(epoch, tf.int64), tf.constant(first, tf.int64))
+    )
 
 
 # --- Order -----------------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def both(data_workers):
     """A pipeline without service, and the same by way of two data workers."""
-    return [pipeline((X, Y), 4, seed=3, transform=noisy, service=addresses) for addresses in (None, data_workers)]
+    return [
+        pipeline((X, Y), 4, seed=3, transform=noisy, service=addresses)
+        for addresses in (None, data_workers)
+    ]
 
 
 def test_epochs_are_those_of_the_pipeline_without_service(both, data_workers):
@@ -57,7 +64,10 @@ def test_epochs_are_those_of_the_pipeline_without_service(both, data_workers):
 
 
 def test_workers_that_read_at_the_same_time_get_their_own_rows(both):
-    expected, shares = ([batches.share(index, 1, 2, epoch=1, first_step=1) for index in range(2)] for batches in both)
+    expected, shares = (
+        [batches.share(index, 1, 2, epoch=1, first_step=1) for index in range(2)]
+        for batches in both
+    )
     found = list(zip(*map(values, shares), strict=True))
     assert len(found) == 5
     assert found == list(zip(*map(values, expected), strict=True))
@@ -68,10 +78,18 @@ def test_a_pass_begins_and_ends_anywhere_and_asks_once_where(steps, data_workers
     asked = zip(itertools.count(), itertools.cycle([0, 5, 7]))
 
     def position(_):
-        where = tf.numpy_function(lambda: tuple(map(np.int64, next(asked))), [], (tf.int64, tf.int64))
+        where = tf.numpy_function(
+            lambda: tuple(map(np.int64, next(asked))), [], (tf.int64, tf.int64)
+        )
         return tuple(tf.ensure_shape(x, []) for x in where)
 
-    served = service.distribute(counted, tf.data.Dataset.from_tensors(0).map(position), data_workers, steps=steps, name="counted")
+    served = service.distribute(
+        counted,
+        tf.data.Dataset.from_tensors(0).map(position),
+        data_workers,
+        steps=steps,
+        name="counted",
+    )
     for epoch, first in enumerate((0, 5, 7, 0)):
         assert values(served) == [[epoch, step] for step in range(first, 7)]
 
@@ -81,7 +99,12 @@ def test_structures_of_all_kinds_come_whole(data_workers):
         def one(step):
             ragged = tf.RaggedTensor.from_row_lengths(tf.range(step), [step])
             sparse = tf.sparse.from_dense(tf.one_hot([step], 4))
-            return {"ragged": ragged, "sparse": sparse, "text": tf.strings.as_string(step), "half": tf.cast(step, tf.bfloat16)}
+            return {
+                "ragged": ragged,
+                "sparse": sparse,
+                "text": tf.strings.as_string(step),
+                "half": tf.cast(step, tf.bfloat16),
+            }
 
         return tf.data.Dataset.range(first, 4, stride).map(one)
 
@@ -89,13 +112,19 @@ def test_structures_of_all_kinds_come_whole(data_workers):
     plain = make(tf.constant(0, tf.int64), tf.constant(1, tf.int64), 1)
     assert served.element_spec == plain.element_spec
     for ours, theirs in zip(served, plain, strict=True):
-        for a, b in zip(*(tf.nest.flatten(x, expand_composites=True) for x in (ours, theirs)), strict=True):
+        for a, b in zip(
+            *(tf.nest.flatten(x, expand_composites=True) for x in (ours, theirs)), strict=True
+        ):
             np.testing.assert_array_equal(a.numpy(), b.numpy())
 
 
 def test_a_lost_element_is_an_error_and_not_a_gap(data_workers):
-    part = tf.data.Dataset.from_tensor_slices(([0, 2], ["a", "c"])).map(lambda n, x: (tf.cast(n, tf.int64), x))
-    checked = tf.data.Dataset.zip((tf.data.Dataset.counter(), part)).map(lambda n, p: service._checked(n, p, 1))
+    part = tf.data.Dataset.from_tensor_slices(([0, 2], ["a", "c"])).map(
+        lambda n, x: (tf.cast(n, tf.int64), x)
+    )
+    checked = tf.data.Dataset.zip((tf.data.Dataset.counter(), part)).map(
+        lambda n, p: service._checked(n, p, 1)
+    )
     with pytest.raises(tf.errors.InvalidArgumentError, match="answer was lost"):
         list(checked)
 
@@ -118,11 +147,16 @@ pipeline(np.arange(10), 2, seed=1, service=["127.0.0.1:1"])
 """
 
 
-def test_a_pass_that_is_left_while_it_ticks_ends_and_deterministic_operations_are_refused(run_python):
+def test_a_pass_that_is_left_while_it_ticks_ends_and_deterministic_operations_are_refused(
+    run_python,
+):
     """In a process of its own, which would hang, and whose operations stay deterministic."""
     ended = run_python(ALONE)
     assert ended.stdout == "ended\n", ended.stderr
-    assert "ValueError: service: the pipeline of arrays cannot go to data workers after tf.config" in ended.stderr
+    assert (
+        "ValueError: service: the pipeline of arrays cannot go to data workers after tf.config"
+        in ended.stderr
+    )
 
 
 # --- What it leaves --------------------------------------------------------------------------------------------------
@@ -153,7 +187,11 @@ def with_variable():
         (lambda: (X, Y), lambda: {"transform": python_map}, "runs Python code"),
         (lambda: (X, Y), lambda: {"transform": with_variable()}, "uses a tf.Variable"),
         (lambda: (np.zeros([40, 2**20], np.float32), np.zeros(40)), dict, "160 MiB of data"),
-        (lambda: of_generator(lambda: iter([1, 2, 3]), tf.TensorSpec([], tf.int64), 3), dict, "runs Python code"),
+        (
+            lambda: of_generator(lambda: iter([1, 2, 3]), tf.TensorSpec([], tf.int64), 3),
+            dict,
+            "runs Python code",
+        ),
     ],
 )
 def test_what_is_bound_to_this_process_is_refused_at_once(source, options, cause):
@@ -196,7 +234,11 @@ def test_wrong_addresses_are_named(wrong, message):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("a:1,b", "data:1: address 'b' is not host:port"), ("a:1,a:1", "data:1: address 'a:1' is there twice")]
+    ("text", "message"),
+    [
+        ("a:1,b", "data:1: address 'b' is not host:port"),
+        ("a:1,a:1", "data:1: address 'a:1' is there twice"),
+    ],
 )
 def test_a_wrong_variable_is_named(text, message):
     with pytest.raises(ValueError, match=f"TFDIST_DATA_WORKERS: {message}"):
@@ -206,7 +248,10 @@ def test_a_wrong_variable_is_named(text, message):
 # --- Absence ---------------------------------------------------------------------------------------------------------
 def test_what_is_said_of_data_workers():
     there, now = {"a:1": False, "b:1": False}, [0.0]
-    presences = [Presence(address, look=lambda address, _: there[address], clock=lambda: now[0]) for address in there]
+    presences = [
+        Presence(address, look=lambda address, _: there[address], clock=lambda: now[0])
+        for address in there
+    ]
     assert service.verdict(presences) == "?"
     there["a:1"] = True
     assert service.verdict(presences) == "?"

@@ -37,8 +37,13 @@ def test_mlflow_has_one_run_with_all_values(tmp_path, monkeypatch):
     (run,) = client.search_runs([client.get_experiment_by_name("tfdist").experiment_id])
     assert (run.info.run_name, run.info.status) == ("try", "FINISHED")
     assert run.data.params == {"optimizer": "adam", "learning_rate": "0.5"}
-    assert [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, "loss")] == [(0, 2.0), (1, 1.0)]
-    assert [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, "batch_loss")] == [(4, 3.0), (12, 2.0)]
+    assert [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, "loss")] == [
+        (0, 2.0),
+        (1, 1.0),
+    ]
+    assert [
+        (m.step, m.value) for m in client.get_metric_history(run.info.run_id, "batch_loss")
+    ] == [(4, 3.0), (12, 2.0)]
 
 
 class _Run:
@@ -90,7 +95,9 @@ def test_an_outage_in_the_middle_is_told_once(writer, package, tmp_path, monkeyp
             each.scalars(epoch, {"loss": 1.0})
         each.close()
     (record,) = caplog.records
-    assert record.getMessage().startswith(f"{name} does not take what this run tells: ConnectionError: network is down.")
+    assert record.getMessage().startswith(
+        f"{name} does not take what this run tells: ConnectionError: network is down."
+    )
 
 
 def test_an_outage_at_the_begin_is_an_error(tmp_path, monkeypatch):
@@ -112,8 +119,14 @@ def test_wandb_offline_has_one_run_with_all_values(tmp_path, monkeypatch):
     files = list((tmp_path / "run").rglob(f"*{name}.wandb"))
     assert files
     found = [line for path in files for line in history(path)]
-    assert [(line["epoch"], line["loss"]) for line in found if "loss" in line] == [(0, 2.0), (1, 1.0)]
-    assert [(line["step"], line["batch_loss"]) for line in found if "batch_loss" in line] == [(4, 3.0), (12, 2.0)]
+    assert [(line["epoch"], line["loss"]) for line in found if "loss" in line] == [
+        (0, 2.0),
+        (1, 1.0),
+    ]
+    assert [(line["step"], line["batch_loss"]) for line in found if "batch_loss" in line] == [
+        (4, 3.0),
+        (12, 2.0),
+    ]
 
 
 def history(path):
@@ -123,7 +136,10 @@ def history(path):
     for data in records(path.read_bytes()):
         record = wandb_internal_pb2.Record.FromString(data)
         if record.HasField("history"):
-            yield {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            yield {
+                item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                for item in record.history.item
+            }
 
 
 def records(content):
@@ -146,5 +162,7 @@ def test_a_service_that_is_not_installed_is_named(writer, tmp_path):
     package = writer.__name__.removesuffix("Writer").lower()
     if importlib.util.find_spec(package) is not None:
         pytest.skip(f"the package {package} is installed")
-    with pytest.raises(ValueError, match=f"{writer.__name__} needs the package {package}.*pip install {package}"):
+    with pytest.raises(
+        ValueError, match=f"{writer.__name__} needs the package {package}.*pip install {package}"
+    ):
         writer(tmp_path)

@@ -35,12 +35,27 @@ def model(two):
     ("wrong", "words"),
     [
         ({"prefetch": -1}, "prefetch: expected a number of layers"),
-        ({"gather_dtype": "int8"}, "gather_dtype: expected None or one of float32, bfloat16, float16, which TensorFlow gathers, received 'int8'"),
+        (
+            {"gather_dtype": "int8"},
+            "gather_dtype: expected None or one of float32, bfloat16, float16, which TensorFlow gathers, received 'int8'",
+        ),
         ({"grad_dtype": "float8_e4m3fn"}, "grad_dtype: expected None or one of bfloat16, float16"),
-        ({"reshard_after_forward": "no"}, "reshard_after_forward: expected True or False, received 'no'"),
-        ({"sync": Gradients(accumulate=2)}, "Give the optimizer gradient_accumulation_steps=2 instead"),
-        ({"sync": Gradients(combine="replicas")}, 'expected tfdist.sync.Gradients with combine="mean", as gradients are summed within backward'),
-        ({"sync": "sum"}, 'expected tfdist.sync.Gradients with combine="mean", as gradients are summed within backward'),
+        (
+            {"reshard_after_forward": "no"},
+            "reshard_after_forward: expected True or False, received 'no'",
+        ),
+        (
+            {"sync": Gradients(accumulate=2)},
+            "Give the optimizer gradient_accumulation_steps=2 instead",
+        ),
+        (
+            {"sync": Gradients(combine="replicas")},
+            'expected tfdist.sync.Gradients with combine="mean", as gradients are summed within backward',
+        ),
+        (
+            {"sync": "sum"},
+            'expected tfdist.sync.Gradients with combine="mean", as gradients are summed within backward',
+        ),
     ],
 )
 def test_wrong_arguments_are_named(model, wrong, words):
@@ -72,7 +87,10 @@ def test_replicas_that_share_their_variables_are_refused(shard):
     for strategy in (central, coordinated):
         with strategy.scope():
             model = keras.Sequential([keras.Input([3]), keras.layers.Dense(2)])
-            with pytest.raises(ValueError, match=rf"received {type(strategy).__name__}, where all share one\. Use the strategy mirrored"):
+            with pytest.raises(
+                ValueError,
+                match=rf"received {type(strategy).__name__}, where all share one\. Use the strategy mirrored",
+            ):
                 shard(model)
 
 
@@ -127,7 +145,10 @@ def test_a_deferred_model_needs_its_weights(two):
         assert keras.layers.Dense(2).built is False  # what is made afterwards is as ever
         model.compile("adam", "mse")
     x = np.ones([4, 3])
-    uses = [lambda: model.fit(x, np.ones([4, 2]), verbose=0), lambda: model.evaluate(x, np.ones([4, 2]), verbose=0)]
+    uses = [
+        lambda: model.fit(x, np.ones([4, 2]), verbose=0),
+        lambda: model.evaluate(x, np.ones([4, 2]), verbose=0),
+    ]
     for use in (*uses, lambda: model.predict(x, verbose=0), lambda: model.predict_on_batch(x)):
         with pytest.raises(ValueError, match=r"Call tfdist\.parallel\.fsdp\(model\)"):
             use()
@@ -137,7 +158,9 @@ class Adapted(keras.layers.Layer):
     """A unit with a frozen weight, one that trains, and one that each step changes; all are cast to the dtype that the layer computes in."""
 
     def build(self, shape):
-        self.frozen = self.add_weight(shape=[3, 5], initializer="glorot_uniform", trainable=False, name="frozen")
+        self.frozen = self.add_weight(
+            shape=[3, 5], initializer="glorot_uniform", trainable=False, name="frozen"
+        )
         self.added = self.add_weight(shape=[3, 5], initializer="zeros", name="added")
         self.seen = self.add_weight(shape=[], initializer="zeros", trainable=False, name="seen")
 
@@ -183,7 +206,10 @@ def test_a_sharded_weight_looks_whole_but_to_optimizers(two, model):
     np.testing.assert_array_equal(model.get_weights()[0], before[0])
     model.set_weights([before[0] + 1, before[1]])
     np.testing.assert_array_equal(kernel.numpy(), before[0] + 1)
-    np.testing.assert_array_equal(np.concatenate([v.numpy() for v in two.experimental_local_results(kernel._value)])[:15], (before[0] + 1).ravel())
+    np.testing.assert_array_equal(
+        np.concatenate([v.numpy() for v in two.experimental_local_results(kernel._value)])[:15],
+        (before[0] + 1).ravel(),
+    )
 
 
 def bfloat16(x):
@@ -223,10 +249,14 @@ def test_a_step_is_what_its_options_say(two, model, how, weights, merged):
     if policy.clip_norm:
         grads = clipped(grads)
     model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
-    for found, value, g, of_replicas in zip(model.get_weights(), before, grads, zip(*parts, strict=True), strict=True):
+    for found, value, g, of_replicas in zip(
+        model.get_weights(), before, grads, zip(*parts, strict=True), strict=True
+    ):
         expected = value - 0.5 * g
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
-        assert np.abs(found - (value - 0.5 * sum(of_replicas))).max() > 1e-5 or "gather_dtype" in how  # not as without the option
+        assert (
+            np.abs(found - (value - 0.5 * sum(of_replicas))).max() > 1e-5 or "gather_dtype" in how
+        )  # not as without the option
     if "gather_dtype" in how:
         assert np.abs(bfloat16(before[0]) - before[0]).max() > 1e-4
 
@@ -262,16 +292,27 @@ def test_weights_are_whole_for_a_moment(run_python):
     assert len(peaks) == 3, done.stderr
     made, dropped, kept = peaks
     whole = 4 * 12 * 2**20  # of all replicas
-    assert made < whole / 4 + 5 * 2**20  # the parts, and what becomes of one weight of 1 MiB; 3.0 was seen
+    assert (
+        made < whole / 4 + 5 * 2**20
+    )  # the parts, and what becomes of one weight of 1 MiB; 3.0 was seen
     assert kept > whole
     assert dropped < 0.7 * whole  # 0.42 was seen
 
 
 # Of each of six layers in forward, and of the first three in backward: the multiplications that are done before its weights are gathered.
-@pytest.mark.parametrize(("prefetch", "before"), [(0, [0, 1, 2, 3, 4, 5, 8, 9, 10]), (1, [0, 0, 1, 2, 3, 4, 6, 7, 8]), (2, [0, 0, 0, 1, 2, 3, 4, 5, 6])])
+@pytest.mark.parametrize(
+    ("prefetch", "before"),
+    [
+        (0, [0, 1, 2, 3, 4, 5, 8, 9, 10]),
+        (1, [0, 0, 1, 2, 3, 4, 6, 7, 8]),
+        (2, [0, 0, 0, 1, 2, 3, 4, 5, 6]),
+    ],
+)
 def test_weights_are_gathered_so_many_layers_ahead(two, prefetch, before):
     with two.scope():
-        model = keras.Sequential([keras.Input([3]), *[keras.layers.Dense(3, use_bias=False) for _ in range(6)]])
+        model = keras.Sequential(
+            [keras.Input([3]), *[keras.layers.Dense(3, use_bias=False) for _ in range(6)]]
+        )
         fsdp(model, prefetch=prefetch)
 
     def step(x):
@@ -279,8 +320,16 @@ def test_weights_are_gathered_so_many_layers_ahead(two, prefetch, before):
             loss = tf.reduce_sum(model(x))
         return tape.gradient(loss, model.trainable_weights)
 
-    graph = tf.function(lambda x: two.run(step, args=(x,)), autograph=False).get_concrete_function(tf.ones([2, 3])).graph
-    gathers = [op for op in graph.get_operations() if op.type == "CollectiveGatherV2" and op.device.endswith(":0")]
+    graph = (
+        tf.function(lambda x: two.run(step, args=(x,)), autograph=False)
+        .get_concrete_function(tf.ones([2, 3]))
+        .graph
+    )
+    gathers = [
+        op
+        for op in graph.get_operations()
+        if op.type == "CollectiveGatherV2" and op.device.endswith(":0")
+    ]
     assert [sum(op.type == "MatMul" for op in _causes(gather)) for gather in gathers] == before
 
 
@@ -357,7 +406,10 @@ def test_a_sharded_model_is_not_exported(model, tmp_path):
 
 
 def test_a_result_has_what_replicas_share(two, model, tmp_path):
-    launched, history = Launched(chaos=str(tmp_path), log_dir=str(tmp_path)), {"epoch": [0], "values": {}}
+    launched, history = (
+        Launched(chaos=str(tmp_path), log_dir=str(tmp_path)),
+        {"epoch": [0], "values": {}},
+    )
     fsdp(model)
     model.compile("adam", "mse")
     model.optimizer.build(model.trainable_weights)
@@ -366,7 +418,10 @@ def test_a_result_has_what_replicas_share(two, model, tmp_path):
         model.set_weights([value + change for value in model.get_weights()])
         result.write(launched, model, history)
         found.append(result.read(str(tmp_path)))
-    assert [array.shape for key, array in found[0].arrays.items() if key.startswith("model/")] == [(3, 5), (5,)]
+    assert [array.shape for key, array in found[0].arrays.items() if key.startswith("model/")] == [
+        (3, 5),
+        (5,),
+    ]
     assert result.compare(found[0], found[1]).text == "equal bit for bit to"
     assert result.compare(found[0], found[2]).text == "DIFFERENT from"
 
@@ -380,12 +435,24 @@ def test_a_fit_that_was_interrupted_goes_on_exactly(mirrored, tmp_path, after):
     def run(directory, *callbacks, how="sharded"):
         keras.utils.set_random_seed(1)
         with mirrored.scope():
-            model = keras.Sequential([keras.Input([5]), keras.layers.Dense(7, "tanh"), keras.layers.LayerNormalization(), keras.layers.Dense(1)])
+            model = keras.Sequential(
+                [
+                    keras.Input([5]),
+                    keras.layers.Dense(7, "tanh"),
+                    keras.layers.LayerNormalization(),
+                    keras.layers.Dense(1),
+                ]
+            )
             if how == "sharded":
                 tfdist.parallel.fsdp(model)
             model.compile(keras.optimizers.AdamW(1e-2, weight_decay=0.1), "mse")
         backup = tfdist.BackupAndRestore(tmp_path / directory, save_freq=4)
-        model.fit(tf.data.Dataset.from_tensor_slices((x, y)).batch(9), epochs=2, verbose=0, callbacks=[backup, *callbacks])
+        model.fit(
+            tf.data.Dataset.from_tensor_slices((x, y)).batch(9),
+            epochs=2,
+            verbose=0,
+            callbacks=[backup, *callbacks],
+        )
         return model.get_weights()
 
     with pytest.raises(Stop):

@@ -36,7 +36,9 @@ def test_a_benchmark_whose_terminal_is_closed_leaves_nothing(tmp_path):
     place.mkdir()
     words = ["bench", "allreduce", "--strategies", "mirrored", "--out", str(tmp_path / "out")]
     with group(tmp_path) as members:
-        process = members.start("bench", [sys.executable, "-m", "tfdist", *words], TMPDIR=str(place))
+        process = members.start(
+            "bench", [sys.executable, "-m", "tfdist", *words], TMPDIR=str(place)
+        )
         end = time.monotonic() + 60
         while not list(place.glob("tfdist-bench-*/*/log")):
             assert time.monotonic() < end, members.logs()

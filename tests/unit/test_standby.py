@@ -47,8 +47,15 @@ def plan(tmp_path):
         if modules:
             lines = [{"module": module} for module in modules]
             lines[0]["environ"] = record_environ or {}
-            stem.with_suffix(".imports").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        whole = {**os.environ, IMPORTS_FILE: str(stem.with_suffix(".imports")), "TFDIST_TASK": name, **environ}
+            stem.with_suffix(".imports").write_text(
+                "".join(json.dumps(line) + "\n" for line in lines)
+            )
+        whole = {
+            **os.environ,
+            IMPORTS_FILE: str(stem.with_suffix(".imports")),
+            "TFDIST_TASK": name,
+            **environ,
+        }
         return TaskPlan(
             name=name,
             role=Role.TRAINS,
@@ -80,7 +87,11 @@ def fill(standbys, plans, ready):
 
 
 def events(tmp_path, what):
-    return [line for line in read_journal(str(tmp_path)) if line["event"] == "standby" and line["what"] == what]
+    return [
+        line
+        for line in read_journal(str(tmp_path))
+        if line["event"] == "standby" and line["what"] == what
+    ]
 
 
 def finish(popen):
@@ -120,7 +131,9 @@ sys.exit(7)
 def facts_of(popen, tmp_path):
     code, out = finish(popen)
     assert (code, out) == (7, "to stdout\nto stderr\n"), out
-    return json.loads((tmp_path / "facts.json").read_text()), json.loads((tmp_path / "random.json").read_text())
+    return json.loads((tmp_path / "facts.json").read_text()), json.loads(
+        (tmp_path / "random.json").read_text()
+    )
 
 
 def test_a_script_cannot_tell_the_difference(standbys, plan, tmp_path, monkeypatch):
@@ -134,7 +147,12 @@ def test_a_script_cannot_tell_the_difference(standbys, plan, tmp_path, monkeypat
     handed, drawn = facts_of(popen, tmp_path)
     os.remove(task.environ[IMPORTS_FILE])
     fresh = subprocess.Popen(
-        task.argv, env=task.environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        task.argv,
+        env=task.environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
     )
     expected, drawn_anew = facts_of(fresh, tmp_path)
     assert handed == expected
@@ -150,14 +168,27 @@ def test_an_exception_leaves_the_same_traces(standbys, plan, tmp_path):
     fill(own, [task], 1)
     code, out = finish(take(own, task))
     handed = out, {**json.loads(error.read_text()), "time": 0}
-    done = subprocess.run(task.argv, env=task.environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=BOUND)
-    assert (code, *handed) == (done.returncode, done.stdout, {**json.loads(error.read_text()), "time": 0})
+    done = subprocess.run(
+        task.argv,
+        env=task.environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=BOUND,
+    )
+    assert (code, *handed) == (
+        done.returncode,
+        done.stdout,
+        {**json.loads(error.read_text()), "time": 0},
+    )
 
 
 SLOW = "import os, time\nopen('importing', 'w').close()\nwhile not os.path.exists('go'): time.sleep(0.01)\n"
 
 
-def test_imports_have_the_lowest_priority_and_go_first_where_memory_is_short(standbys, plan, tmp_path, monkeypatch):
+def test_imports_have_the_lowest_priority_and_go_first_where_memory_is_short(
+    standbys, plan, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "slow.py").write_text(SLOW)
     own, _ = standbys(1)
@@ -167,7 +198,10 @@ def test_imports_have_the_lowest_priority_and_go_first_where_memory_is_short(sta
     wait_until((tmp_path / "importing").exists, "the import")
     if os.geteuid() == 0:  # others may not be able to return from it
         assert os.getpriority(os.PRIO_PROCESS, process.pid) == 19
-    with open(f"/proc/{process.pid}/oom_score_adj") as score, open(f"/proc/{process.pid}/comm") as comm:
+    with (
+        open(f"/proc/{process.pid}/oom_score_adj") as score,
+        open(f"/proc/{process.pid}/comm") as comm,
+    ):
         assert (score.read(), comm.read()) == ("1000\n", "tfdist-standby\n")
     (tmp_path / "go").touch()
     fill(own, [task], 1)
@@ -209,7 +243,11 @@ def test_a_module_that_would_be_imported_twice_is_run_by_a_fresh_process(standby
 
 def test_it_is_started_as_the_task_was_when_it_imported_tensorflow(standbys, plan):
     own, _ = standbys(1)
-    task = plan("import os; print(os.environ.get('TF_MINE'), os.environ['KERAS_MINE'])", record_environ={"TF_MINE": "set by the script", "KERAS_MINE": None}, KERAS_MINE="x")
+    task = plan(
+        "import os; print(os.environ.get('TF_MINE'), os.environ['KERAS_MINE'])",
+        record_environ={"TF_MINE": "set by the script", "KERAS_MINE": None},
+        KERAS_MINE="x",
+    )
     own.keep([task], True)
     assert own._pool[0].image.start_environ()["TF_MINE"] == "set by the script"
     assert "KERAS_MINE" not in own._pool[0].image.start_environ()
@@ -221,7 +259,9 @@ def test_tasks_that_differ_have_none_and_it_is_said_why(standbys, plan, tmp_path
     own, said = standbys(2)
     own.keep([plan(), plan(name="worker:1", record_environ={"CUDA_VISIBLE_DEVICES": "1"})], True)
     assert not own._pool
-    assert said == ["tfdist: no more standby processes (CUDA_VISIBLE_DEVICES of worker:1 differs from that of worker:0); restarts start fresh ones"]
+    assert said == [
+        "tfdist: no more standby processes (CUDA_VISIBLE_DEVICES of worker:1 differs from that of worker:0); restarts start fresh ones"
+    ]
 
 
 def test_none_starts_before_training_does_nor_without_tensorflow(standbys, plan):
@@ -237,7 +277,9 @@ def test_without_memory_there_is_none_and_it_is_said(standbys, plan, tmp_path):
     own.keep([plan()], True)
     own.keep([plan()], True)
     assert not own._pool
-    assert said == ["tfdist: --standby 2: no standby process, as 1.0 GB of memory are available, 1.5 needed"]
+    assert said == [
+        "tfdist: --standby 2: no standby process, as 1.0 GB of memory are available, 1.5 needed"
+    ]
     quiet, said = standbys(None, lambda: 10**9)
     quiet.keep([plan()], True)
     assert said == []
@@ -249,7 +291,9 @@ def test_a_broken_package_is_named_once_and_ends_the_pool(standbys, plan, tmp_pa
     own, said = standbys(1)
     task = plan(modules=("colorsys", "broken"))
     wait_until(lambda: own.keep([task], True) or said, "the error")
-    assert said == ["tfdist: no more standby processes (ImportError: its library is missing); restarts start fresh ones"]
+    assert said == [
+        "tfdist: no more standby processes (ImportError: its library is missing); restarts start fresh ones"
+    ]
     own.keep([task], True)
     assert not own._pool
     assert take(own, task) is None
@@ -266,12 +310,19 @@ def test_one_that_is_killed_while_it_waits_is_replaced_three_times(standbys, pla
     for count in range(1, pool.MOST_LOST + 1):
         fill(own, [plan()], 1)
         os.kill(own._pool[0].pid, signal.SIGKILL)
-        wait_until(lambda count=count: own.keep([plan()], False) or len(events(tmp_path, "lost")) == count, "its loss")
-    assert said == ["tfdist: no more standby processes (ended with code -9); restarts start fresh ones"]
+        wait_until(
+            lambda count=count: own.keep([plan()], False) or len(events(tmp_path, "lost")) == count,
+            "its loss",
+        )
+    assert said == [
+        "tfdist: no more standby processes (ended with code -9); restarts start fresh ones"
+    ]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_one_that_is_struck_at_the_hand_over_is_followed_by_the_next(number, standbys, plan, tmp_path, monkeypatch):
+def test_one_that_is_struck_at_the_hand_over_is_followed_by_the_next(
+    number, standbys, plan, tmp_path, monkeypatch
+):
     monkeypatch.setattr(pool, "HANDOVER_SECONDS", 0.5)
     own, said = standbys(2)
     task = plan("print('ran')")
@@ -296,11 +347,15 @@ while not standby.look(): time.sleep(0.01)
 print(standby.pid, flush=True)
 time.sleep(60)
 """
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as launcher:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    ) as launcher:
         pid = int(launcher.stdout.readline())
         assert not is_gone(pid)
         launcher.kill()
-    wait_until(lambda: is_gone(pid), "the standby process's end")  # by the channel's end; nobody told the guard
+    wait_until(
+        lambda: is_gone(pid), "the standby process's end"
+    )  # by the channel's end; nobody told the guard
 
 
 # --- What is recorded -----------------------------------------------------------------------------------------------
@@ -329,7 +384,18 @@ def test_a_record_that_cannot_be_written_or_read_hurts_nobody(tmp_path):
     assert read_imports(str(tmp_path / "cut off")).modules == ("tensorflow",)
 
 
-@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "TF_ENABLE_ONEDNN_OPTS", "KERAS_BACKEND", "LD_PRELOAD", "PYTHONHASHSEED", "HOME", "CUDA_VISIBLE_DEVICES"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "OMP_NUM_THREADS",
+        "TF_ENABLE_ONEDNN_OPTS",
+        "KERAS_BACKEND",
+        "LD_PRELOAD",
+        "PYTHONHASHSEED",
+        "HOME",
+        "CUDA_VISIBLE_DEVICES",
+    ],
+)
 def test_variables_that_imports_read(name):
     assert changed({}, {name: "1"}) == {name: "1"}
 

@@ -30,7 +30,12 @@ def task(kind="worker", index=0, **jobs):
         ("one_device", "cpu", tf.distribute.OneDeviceStrategy, 1),
         ("one_device", "cpu:1", tf.distribute.OneDeviceStrategy, 1),
         ("mirrored", "cpu:0,cpu:1,cpu:2", tf.distribute.MirroredStrategy, 3),
-        ("central_storage", ["cpu:0", "cpu:1"], tf.distribute.experimental.CentralStorageStrategy, 2),
+        (
+            "central_storage",
+            ["cpu:0", "cpu:1"],
+            tf.distribute.experimental.CentralStorageStrategy,
+            2,
+        ),
         ("auto", "cpu", tf.distribute.OneDeviceStrategy, 1),
         ("auto", "cpu:0,cpu:2", tf.distribute.MirroredStrategy, 2),
         (None, "cpu", tf.distribute.OneDeviceStrategy, 1),
@@ -50,7 +55,9 @@ def test_a_name_makes_a_strategy_of_tensorflow(name, given, kind, replicas, capl
 @pytest.mark.parametrize("cross_device", ["hierarchical_copy", "one_device"])
 def test_sums_over_devices_can_be_chosen(cross_device):
     strategy = make_strategy("mirrored", devices="cpu:0,cpu:1", cross_device=cross_device)
-    sums = strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("SUM", tf.constant(1.0)))
+    sums = strategy.run(
+        lambda: tf.distribute.get_replica_context().all_reduce("SUM", tf.constant(1.0))
+    )
     assert [float(s) for s in strategy.experimental_local_results(sums)] == [2.0, 2.0]
 
 
@@ -74,10 +81,19 @@ def test_auto_follows_cluster_and_devices(cluster, names, chosen, why):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"name": "miror"}, r"strategy: expected one of auto.*received 'miror', did you mean 'mirrored'\?"),
+        (
+            {"name": "miror"},
+            r"strategy: expected one of auto.*received 'miror', did you mean 'mirrored'\?",
+        ),
         ({"name": "xyz"}, r"received 'xyz'$"),
-        ({"name": "one_device", "communication": "nkcl"}, r"communication: expected one of .*did you mean 'nccl'\?"),
-        ({"name": "mirrored", "cross_device": "hierarchical"}, r"cross_device: .*did you mean 'hierarchical_copy'\?"),
+        (
+            {"name": "one_device", "communication": "nkcl"},
+            r"communication: expected one of .*did you mean 'nccl'\?",
+        ),
+        (
+            {"name": "mirrored", "cross_device": "hierarchical"},
+            r"cross_device: .*did you mean 'hierarchical_copy'\?",
+        ),
         ({"threads": 0}, "threads: expected a positive number, received 0"),
         ({"devices": "gpu:64"}, "devices: received 'gpu:64', but TensorFlow sees"),
         ({"devices": "cpu:0,cpu:5"}, "make_strategy was called too late: 6 CPU devices"),
@@ -93,20 +109,24 @@ def test_what_is_wrong_is_named(arguments, message):
 
 
 def test_tpu_without_a_tpu():
-    with pytest.raises(ValueError, match=r"tpu needs a TPU, but this machine has none .*use the strategy auto"):
+    with pytest.raises(
+        ValueError, match=r"tpu needs a TPU, but this machine has none .*use the strategy auto"
+    ):
         make_strategy("tpu", devices="cpu")
 
 
 @pytest.mark.parametrize("name", ["one_device", "mirrored", "central_storage", "tpu"])
 def test_a_strategy_of_one_process_refuses_a_cluster_of_several(name):
-    with pytest.raises(ValueError, match=f"strategy: {name} trains in one process, but .* 2 training tasks; use multi_worker_mirrored or auto"):
+    with pytest.raises(
+        ValueError,
+        match=f"strategy: {name} trains in one process, but .* 2 training tasks; use multi_worker_mirrored or auto",
+    ):
         make_strategy(name, task(workers=2), devices="cpu")
 
 
 def test_an_evaluator_stands_beside_the_training():
     strategy = make_strategy("auto", task("evaluator", 0, workers=2, evaluator=True), devices="cpu")
     assert isinstance(strategy, tf.distribute.OneDeviceStrategy)
-
 
 
 def test_a_strategy_of_tensorflow_itself_is_its_own_chief():
@@ -155,12 +175,17 @@ def test_a_strategy_that_comes_too_late_says_so(run_python):
     code = "import tensorflow as tf; tf.constant(1); import tfdist; tfdist.make_strategy(devices=2)"
     done = run_python(code)
     assert done.returncode != 0
-    assert "make_strategy was called too late: 2 CPU devices cannot be set up once TensorFlow has started" in done.stderr
+    assert (
+        "make_strategy was called too late: 2 CPU devices cannot be set up once TensorFlow has started"
+        in done.stderr
+    )
 
 
 def test_a_cluster_of_one_and_its_devices_and_threads(run_python):
     """multi_worker_mirrored by itself, and what it refuses first."""
-    config = json.dumps({"cluster": {"worker": ["localhost:1"]}, "task": {"type": "worker", "index": 0}})
+    config = json.dumps(
+        {"cluster": {"worker": ["localhost:1"]}, "task": {"type": "worker", "index": 0}}
+    )
     code = f"""
 import os, tfdist, tensorflow as tf
 try:
@@ -172,7 +197,10 @@ print(type(tfdist.make_strategy("auto", devices="cpu", threads=1)).__name__)
 del os.environ["TF_CONFIG"]
 """
     done = run_python(code)
-    assert "multi_worker_mirrored uses one CPU device a worker, received 2; start more workers" in done.stdout, done.stderr
+    assert (
+        "multi_worker_mirrored uses one CPU device a worker, received 2; start more workers"
+        in done.stdout
+    ), done.stderr
     assert done.stdout.split()[-1] == "OneDeviceStrategy", done.stderr
 
 

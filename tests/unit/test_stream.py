@@ -48,13 +48,21 @@ DATA_SETS = {
     "seeded": lambda: numbers().shuffle(40, seed=3),
     "once": lambda: numbers().shuffle(40, reshuffle_each_iteration=False),
     "seeded once": lambda: numbers().shuffle(40, seed=3, reshuffle_each_iteration=False),
-    "in parts": lambda: numbers().batch(8).flat_map(lambda x: tf.data.Dataset.from_tensor_slices(x).shuffle(8)),
+    "in parts": lambda: (
+        numbers().batch(8).flat_map(lambda x: tf.data.Dataset.from_tensor_slices(x).shuffle(8))
+    ),
     "permuted by a map": lambda: numbers().batch(40).map(tf.random.shuffle).unbatch(),
     "drawn": lambda: tf.data.Dataset.random().take(5),
-    "raced": lambda: numbers().shuffle(40).map(lambda x: x + 1, num_parallel_calls=4, deterministic=False),
-    "raced by files": lambda: numbers().interleave(tf.data.Dataset.from_tensors, 4, num_parallel_calls=4, deterministic=False),
+    "raced": lambda: (
+        numbers().shuffle(40).map(lambda x: x + 1, num_parallel_calls=4, deterministic=False)
+    ),
+    "raced by files": lambda: numbers().interleave(
+        tf.data.Dataset.from_tensors, 4, num_parallel_calls=4, deterministic=False
+    ),
     "cached": lambda: numbers().cache().shuffle(40),
-    "paired": lambda: tf.data.Dataset.zip((numbers().shuffle(40), numbers().shuffle(40))).map(lambda x, y: tf.stack([x, y])),
+    "paired": lambda: tf.data.Dataset.zip((numbers().shuffle(40), numbers().shuffle(40))).map(
+        lambda x, y: tf.stack([x, y])
+    ),
     "a pipeline": lambda: data.pipeline(np.arange(40), 8, seed=5),
     "looked up": lambda: numbers().map(squares().lookup),
 }
@@ -78,7 +86,10 @@ def orders(tmp_path_factory):
             graphs |= {(name, seed, number): iter(made).graph for number in range(1, 1 + passes)}
     (directory / "graphs").write_bytes(pickle.dumps(graphs))
     readers = [  # a fresh one, and one that starts sooner
-        start([sys.executable, "-c", READER, str(directory / "graphs"), str(directory / str(i))], env=environment())
+        start(
+            [sys.executable, "-c", READER, str(directory / "graphs"), str(directory / str(i))],
+            env=environment(),
+        )
         for i, start in enumerate((subprocess.Popen, Popen))
     ]
     assert [reader.wait(120) for reader in readers] == [0, 0]
@@ -91,7 +102,9 @@ def test_every_process_reads_the_same_order(orders, name):
     assert one == two
 
 
-@pytest.mark.parametrize("name", ["shuffled", "seeded", "in parts", "permuted by a map", "cached", "raced"])
+@pytest.mark.parametrize(
+    "name", ["shuffled", "seeded", "in parts", "permuted by a map", "cached", "raced"]
+)
 def test_each_pass_has_an_order_of_its_own_and_every_example(orders, name):
     one, two = (np.ravel(orders[0][name, 1, number]).tolist() for number in (1, 2))
     assert one != two
@@ -106,7 +119,10 @@ def test_a_shuffle_that_does_not_reshuffle_keeps_its_order(orders, name):
 def test_orders_follow_from_the_seeds(orders):
     assert orders[0]["shuffled", 1, 1] != orders[0]["shuffled", 2, 1]
     assert orders[0]["seeded", 1, 1] == orders[0]["seeded", 2, 1]
-    assert iter(make(numbers().shuffle(40), None)).graph != iter(make(numbers().shuffle(40), None)).graph
+    assert (
+        iter(make(numbers().shuffle(40), None)).graph
+        != iter(make(numbers().shuffle(40), None)).graph
+    )
 
 
 def test_a_pipeline_reads_on_workers_what_it_reads_here(orders):
@@ -137,14 +153,21 @@ def immovable():
     return {
         "Python code": numbers().map(lambda x: tf.py_function(lambda v: v, [x], tf.int64)),
         "NumPy code": numbers().map(lambda x: tf.numpy_function(lambda v: v, [x], tf.int64)),
-        "a generator": tf.data.Dataset.from_generator(lambda: iter(range(3)), output_signature=tf.TensorSpec((), tf.int32)),
+        "a generator": tf.data.Dataset.from_generator(
+            lambda: iter(range(3)), output_signature=tf.TensorSpec((), tf.int32)
+        ),
         "a variable": numbers().map(lambda x: x + variable),
         "much data in a map": numbers().map(lambda x: big[x]),
-        "much data": tf.data.Dataset.from_tensor_slices(np.zeros((stream.LARGEST_MOVED // 2, 1), np.float32)),
+        "much data": tf.data.Dataset.from_tensor_slices(
+            np.zeros((stream.LARGEST_MOVED // 2, 1), np.float32)
+        ),
     }
 
 
-@pytest.mark.parametrize("what", ["Python code", "NumPy code", "a generator", "a variable", "much data in a map", "much data"])
+@pytest.mark.parametrize(
+    "what",
+    ["Python code", "NumPy code", "a generator", "a variable", "much data in a map", "much data"],
+)
 def test_what_cannot_move_is_read_here(what):
     assert not make(immovable()[what]).by_workers
 
@@ -173,12 +196,16 @@ def test_length():
 @pytest.mark.parametrize(("batches", "stacks"), [(None, False), (3, False), (3, True)])
 def test_what_a_worker_is_told_travels_with_the_call(batches, stacks):
     """A tensor made on the worker would travel before, in a call that keeps all of Python waiting for a worker that is stopped."""
-    runner = RemoteRunner(None, None, types.SimpleNamespace(metrics_variables=[]), None, None, None, HOST)
+    runner = RemoteRunner(
+        None, None, types.SimpleNamespace(metrics_variables=[]), None, None, None, HOST
+    )
     runner._seeds = tf.zeros([0, 2], tf.int64)
     runner._pass = types.SimpleNamespace(graph=b"a data set")
     graph = types.SimpleNamespace(opener="open", function="run", stacks=stacks)
     with tf.device(HOST):
-        rows = batches and [tf.zeros([n + 1, 2]) for n in range(batches)]  # as read, each of another shape
+        rows = batches and [
+            tf.zeros([n + 1, 2]) for n in range(batches)
+        ]  # as read, each of another shape
     devices, indices = [], []
 
     def call(function, *given):

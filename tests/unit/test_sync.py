@@ -15,7 +15,13 @@ from tfdist import observers, sync
 from tfdist.data.order import share
 from tfdist.sync import DiLoCo, Gradients, LocalSGD
 
-EXAMPLES, BATCH, EPOCHS, RATE, MOMENTUM = 50, 9, 3, 0.05, 0.8  # nine rows are five for one replica, and four for the other
+EXAMPLES, BATCH, EPOCHS, RATE, MOMENTUM = (
+    50,
+    9,
+    3,
+    0.05,
+    0.8,
+)  # nine rows are five for one replica, and four for the other
 X = np.random.default_rng(0).normal(size=(EXAMPLES, 5)).astype(np.float32)
 Y = X.sum(axis=1, keepdims=True) + 1
 START = np.linspace(-1, 1, 6).astype(np.float32)  # five weights and a bias
@@ -53,10 +59,14 @@ def together(policy, own, combine):
     for _ in range(EPOCHS):
         for parts in batches():
             shares = [1 if own else len(rows) / sum(map(len, parts)) for rows in parts]
-            added.append([gradient(weights, rows) * s for rows, s in zip(parts, shares, strict=True)])
+            added.append(
+                [gradient(weights, rows) * s for rows, s in zip(parts, shares, strict=True)]
+            )
             if len(added) < policy.accumulate:
                 continue
-            both = [np.mean([each[r] for each in added], axis=0, dtype=np.float32) for r in range(2)]
+            both = [
+                np.mean([each[r] for each in added], axis=0, dtype=np.float32) for r in range(2)
+            ]
             added = []
             total = combine(*both)
             if policy.clip_norm:
@@ -76,7 +86,9 @@ def apart(policy):
         nonlocal anchor, velocity, copies, since, sent
         difference = anchor - np.mean(copies, axis=0)
         velocity = policy.outer_momentum * velocity + difference
-        anchor = anchor - policy.outer_learning_rate * (difference + policy.outer_momentum * velocity)
+        anchor = anchor - policy.outer_learning_rate * (
+            difference + policy.outer_momentum * velocity
+        )
         copies, since, sent = [anchor] * 2, 0, sent + size
 
     for _ in range(EPOCHS):
@@ -123,7 +135,12 @@ def trained(strategy, policy, x=X, epochs=EPOCHS, optimizer=None, **kwargs):
             model = keras.Sequential([keras.Input([5]), keras.layers.Dense(1)])
             model.compile(optimizer or keras.optimizers.SGD(RATE, momentum=MOMENTUM), "mse")
         model.set_weights([START[:5, None], START[5:]])
-        model.fit(tf.data.Dataset.from_tensor_slices((x, Y)).batch(BATCH), epochs=epochs, verbose=0, **kwargs)
+        model.fit(
+            tf.data.Dataset.from_tensor_slices((x, Y)).batch(BATCH),
+            epochs=epochs,
+            verbose=0,
+            **kwargs,
+        )
         for v in (*model.weights, *model.optimizer.variables):
             first, *others = [copy.numpy() for copy in strategy.experimental_local_results(v.value)]
             assert all(np.array_equal(first, other) for other in others), v.path
@@ -150,9 +167,21 @@ TOGETHER = {
     "small buckets": (Gradients(wire="bfloat16", bucket_bytes=1), False, total_in_bfloat16),
     "clipped": (Gradients(clip_norm=0.5), False, total),
     "accumulated": (Gradients(accumulate=4), False, total),
-    "sum, accumulated": (Gradients(combine="sum", accumulate=4), True, total),  # the last batch of an epoch is short
-    "replicas, accumulated": (Gradients(combine="replicas", accumulate=4), True, lambda one, other: (one + other) / 2),
-    "accumulated in float16": (Gradients(accumulate=2, wire="float16", skip_nonfinite=True), False, total),
+    "sum, accumulated": (
+        Gradients(combine="sum", accumulate=4),
+        True,
+        total,
+    ),  # the last batch of an epoch is short
+    "replicas, accumulated": (
+        Gradients(combine="replicas", accumulate=4),
+        True,
+        lambda one, other: (one + other) / 2,
+    ),
+    "accumulated in float16": (
+        Gradients(accumulate=2, wire="float16", skip_nonfinite=True),
+        False,
+        total,
+    ),
     "function": (signs, False, lambda one, other: np.sign(one + other)),
 }
 APART = {
@@ -176,7 +205,10 @@ def test_gradients_become_one(mirrored, name):
     np.testing.assert_allclose(flat(model), expected, rtol=tolerance, atol=tolerance)
     elements = 8 if name == "small buckets" else 6  # by itself each is padded to an even number
     assert sent == elements * (2 if policy.wire else 4) / policy.accumulate
-    assert int(keras.ops.convert_to_numpy(model.optimizer.iterations)) == EPOCHS * math.ceil(EXAMPLES / BATCH) // policy.accumulate
+    assert (
+        int(keras.ops.convert_to_numpy(model.optimizer.iterations))
+        == EPOCHS * math.ceil(EXAMPLES / BATCH) // policy.accumulate
+    )
 
 
 @pytest.mark.parametrize("name", APART)
@@ -194,7 +226,9 @@ def test_an_update_that_is_not_finite_is_left_out_on_all(mirrored):
     x[1, 0] = np.inf  # of the first replica's rows in the first step
     model, _ = trained(mirrored, Gradients(skip_nonfinite=True), x=x)
     assert np.isfinite(flat(model)).all()
-    assert int(keras.ops.convert_to_numpy(model.optimizer.iterations)) == EPOCHS * (math.ceil(EXAMPLES / BATCH) - 1)
+    assert int(keras.ops.convert_to_numpy(model.optimizer.iterations)) == EPOCHS * (
+        math.ceil(EXAMPLES / BATCH) - 1
+    )
 
 
 def test_one_replica_takes_policies_too(one_device):
@@ -209,15 +243,39 @@ def test_one_replica_takes_policies_too(one_device):
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: Gradients(combine="median"), "sync.combine: expected one of mean, replicas, sum, or a function of a list of gradients; received 'median'."),
-        (lambda: Gradients(wire="bfloat"), "sync.wire: expected one of bfloat16, float16, or None; received 'bfloat'. Did you mean 'bfloat16'?"),
-        (lambda: Gradients(accumulate=0), "sync.accumulate: expected a number, 1 or more; received 0."),
-        (lambda: Gradients(clip_norm=-1.0), "sync.clip_norm: expected a number above 0, received -1.0."),
-        (lambda: LocalSGD(every="epochs"), 'sync.every: expected steps, or "epoch", 1 or more; received \'epochs\'.'),
+        (
+            lambda: Gradients(combine="median"),
+            "sync.combine: expected one of mean, replicas, sum, or a function of a list of gradients; received 'median'.",
+        ),
+        (
+            lambda: Gradients(wire="bfloat"),
+            "sync.wire: expected one of bfloat16, float16, or None; received 'bfloat'. Did you mean 'bfloat16'?",
+        ),
+        (
+            lambda: Gradients(accumulate=0),
+            "sync.accumulate: expected a number, 1 or more; received 0.",
+        ),
+        (
+            lambda: Gradients(clip_norm=-1.0),
+            "sync.clip_norm: expected a number above 0, received -1.0.",
+        ),
+        (
+            lambda: LocalSGD(every="epochs"),
+            "sync.every: expected steps, or \"epoch\", 1 or more; received 'epochs'.",
+        ),
         (lambda: LocalSGD(warmup=-1), "sync.warmup: expected a number, 0 or more; received -1."),
-        (lambda: DiLoCo(outer_momentum=1.0), "sync.outer_momentum: expected a number from 0 to below 1, received 1.0."),
-        (lambda: Gradients(combine=sum, wire="float16"), "sync.wire: a function that combines gradients sends them itself; received 'float16'."),
-        (lambda: sync.policy("meen"), "a function of a list of gradients, or one of mean, replicas, sum, bfloat16, float16; received 'meen'. Did you mean 'mean'?"),
+        (
+            lambda: DiLoCo(outer_momentum=1.0),
+            "sync.outer_momentum: expected a number from 0 to below 1, received 1.0.",
+        ),
+        (
+            lambda: Gradients(combine=sum, wire="float16"),
+            "sync.wire: a function that combines gradients sends them itself; received 'float16'.",
+        ),
+        (
+            lambda: sync.policy("meen"),
+            "a function of a list of gradients, or one of mean, replicas, sum, bfloat16, float16; received 'meen'. Did you mean 'mean'?",
+        ),
     ],
 )
 def test_a_bad_policy_is_named(make, text):
@@ -227,20 +285,32 @@ def test_a_bad_policy_is_named(make, text):
 
 
 def test_what_a_policy_cannot_do_is_named(mirrored):
-    with pytest.raises(ValueError, match=r"the function must return a list like the one it was given, with gradients of shapes \[\(5, 1\), \(1,\)\]; it returned \[\(5, 1\)\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"the function must return a list like the one it was given, with gradients of shapes \[\(5, 1\), \(1,\)\]; it returned \[\(5, 1\)\]",
+    ):
         trained(mirrored, lambda gradients: gradients[:1])
     with mirrored.scope():
         optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
-    with pytest.raises(ValueError, match=r"LossScaleOptimizer .* finds another scale on each replica"):
+    with pytest.raises(
+        ValueError, match=r"LossScaleOptimizer .* finds another scale on each replica"
+    ):
         trained(mirrored, LocalSGD(), optimizer=optimizer)
-    with pytest.raises(ValueError, match="sync: the strategy central_storage does not exchange gradients by policies, received 'sum'"):
+    with pytest.raises(
+        ValueError,
+        match="sync: the strategy central_storage does not exchange gradients by policies, received 'sum'",
+    ):
         tfdist.make_strategy("central_storage", devices="cpu:0,cpu:1", sync="sum")
 
 
 # --- Loss scales, shapes, scalars --------------------------------------------------------------------------------------
 def scaled(scale):
     """A function that makes an optimizer that scales the loss by so much, for good while gradients are finite."""
-    return lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(RATE, momentum=MOMENTUM), initial_scale=scale, dynamic_growth_steps=1000)
+    return lambda: keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(RATE, momentum=MOMENTUM),
+        initial_scale=scale,
+        dynamic_growth_steps=1000,
+    )
 
 
 def made(strategy, optimizer):
@@ -250,9 +320,16 @@ def made(strategy, optimizer):
 
 @pytest.mark.parametrize("name", ["scaled", "constant"])
 def test_norms_are_those_without_the_scale_of_the_loss(mirrored, name):
-    make = {"scaled": scaled(2.0**15), "constant": lambda: keras.optimizers.SGD(RATE, momentum=MOMENTUM, loss_scale_factor=2.0**15)}[name]
+    make = {
+        "scaled": scaled(2.0**15),
+        "constant": lambda: keras.optimizers.SGD(
+            RATE, momentum=MOMENTUM, loss_scale_factor=2.0**15
+        ),
+    }[name]
     model, _ = trained(mirrored, Gradients(clip_norm=0.5), optimizer=made(mirrored, make))
-    np.testing.assert_allclose(flat(model), together(Gradients(clip_norm=0.5), False, total), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        flat(model), together(Gradients(clip_norm=0.5), False, total), rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("how", ["merged", "zero", "fsdp"])
@@ -267,7 +344,11 @@ def test_a_scale_falls_where_gradients_are_not_finite(mirrored, how):
                 tfdist.parallel.fsdp(model, sync=policy)
             if how == "zero":
                 optimizer = tfdist.parallel.zero(optimizer, sync=policy)
-            model.compile(keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=2.0**127), "mse", jit_compile=False)
+            model.compile(
+                keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=2.0**127),
+                "mse",
+                jit_compile=False,
+            )
         return model
 
     mirrored.tfdist_engine.use(policy if how == "merged" else Gradients())
@@ -277,7 +358,11 @@ def test_a_scale_falls_where_gradients_are_not_finite(mirrored, how):
     finally:
         mirrored.tfdist_engine.use(Gradients())
     assert float(model.optimizer.dynamic_scale.numpy()) < 2.0**126
-    assert 0 < int(keras.ops.convert_to_numpy(model.optimizer.iterations)) < 4 * math.ceil(EXAMPLES / BATCH)
+    assert (
+        0
+        < int(keras.ops.convert_to_numpy(model.optimizer.iterations))
+        < 4 * math.ceil(EXAMPLES / BATCH)
+    )
     assert np.isfinite(flat(model)).all()
 
 
@@ -298,7 +383,9 @@ class Tied(keras.layers.Layer):
         return tf.matmul(tf.reduce_sum(tf.gather(table, x), 1), table, transpose_b=True)
 
 
-@pytest.mark.parametrize("policy", [Gradients(wire="bfloat16"), LocalSGD(every=2, warmup=4)], ids=["bfloat16", "warm"])
+@pytest.mark.parametrize(
+    "policy", [Gradients(wire="bfloat16"), LocalSGD(every=2, warmup=4)], ids=["bfloat16", "warm"]
+)
 def test_gradients_of_tied_weights_become_one(mirrored, policy):
     def run(policy):
         mirrored.tfdist_engine.use(policy)
@@ -306,7 +393,10 @@ def test_gradients_of_tied_weights_become_one(mirrored, policy):
             keras.utils.set_random_seed(1)
             with mirrored.scope():
                 model = keras.Sequential([keras.Input([2], dtype="int32"), Tied()])
-                model.compile(keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+                model.compile(
+                    keras.optimizers.SGD(0.1),
+                    keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+                )
             words = np.arange(36).reshape(18, 2) % 7
             model.fit(words, words[:, 0], batch_size=6, epochs=1, shuffle=False, verbose=0)
             return flat(model), mirrored.tfdist_engine.bytes_per_step(model)
@@ -315,7 +405,9 @@ def test_gradients_of_tied_weights_become_one(mirrored, policy):
 
     (found, sent), (expected, _) = run(policy), run(Gradients())
     np.testing.assert_allclose(found, expected, rtol=1e-2, atol=1e-3)
-    assert sent == (22 * 2 if policy.wire else 21 * 4)  # 21 elements, padded where they travel in parts
+    assert sent == (
+        22 * 2 if policy.wire else 21 * 4
+    )  # 21 elements, padded where they travel in parts
 
 
 class Scale(keras.layers.Layer):
@@ -343,10 +435,17 @@ def test_slots_of_scalars_become_one_too(mirrored):
 
 
 # --- Several models, models with policies of their own -----------------------------------------------------------------
-def built(strategy, width=1, how=lambda model: None, optimizer=lambda: keras.optimizers.SGD(0.01, momentum=0.9)):
+def built(
+    strategy,
+    width=1,
+    how=lambda model: None,
+    optimizer=lambda: keras.optimizers.SGD(0.01, momentum=0.9),
+):
     keras.utils.set_random_seed(1)
     with strategy.scope():
-        model = keras.Sequential([keras.Input([5]), keras.layers.Dense(width), keras.layers.Dense(1)])
+        model = keras.Sequential(
+            [keras.Input([5]), keras.layers.Dense(width), keras.layers.Dense(1)]
+        )
         how(model)
         model.compile(optimizer(), "mse", jit_compile=False)
     return model
@@ -364,21 +463,36 @@ def under(mirrored):
     mirrored.tfdist_engine.use(Gradients())
 
 
-@pytest.mark.parametrize("policy", ["bfloat16", Gradients(), LocalSGD(every=1)], ids=["bfloat16", "mean", "local"])
+@pytest.mark.parametrize(
+    "policy", ["bfloat16", Gradients(), LocalSGD(every=1)], ids=["bfloat16", "mean", "local"]
+)
 def test_each_model_sends_its_own_bytes(under, policy):
     strategy = under(policy)
     small, large = built(strategy, 2), built(strategy, 30)
     for model in (large, small):
         model.fit(X[:8], Y[:8], batch_size=8, verbose=0)
-    size = {"bfloat16": 2, LocalSGD(every=1): 8}.get(policy, 4)  # of local steps the optimizer's slots too, where somebody looks
-    assert strategy.tfdist_engine.bytes_per_step(small) == size * (small.count_params() + (policy == "bfloat16"))
-    assert strategy.tfdist_engine.bytes_per_step(large) == size * (large.count_params() + (policy == "bfloat16"))
+    size = {"bfloat16": 2, LocalSGD(every=1): 8}.get(
+        policy, 4
+    )  # of local steps the optimizer's slots too, where somebody looks
+    assert strategy.tfdist_engine.bytes_per_step(small) == size * (
+        small.count_params() + (policy == "bfloat16")
+    )
+    assert strategy.tfdist_engine.bytes_per_step(large) == size * (
+        large.count_params() + (policy == "bfloat16")
+    )
 
 
 def test_what_rows_of_a_table_take_is_not_known(under):
     strategy = under("mean")
     with strategy.scope():
-        model = keras.Sequential([keras.Input([2], dtype="int32"), keras.layers.Embedding(7, 3), keras.layers.Flatten(), keras.layers.Dense(1)])
+        model = keras.Sequential(
+            [
+                keras.Input([2], dtype="int32"),
+                keras.layers.Embedding(7, 3),
+                keras.layers.Flatten(),
+                keras.layers.Dense(1),
+            ]
+        )
         model.compile("sgd", "mse")
     model.fit(np.ones([4, 2], np.int32), np.ones([4, 1]), batch_size=4, verbose=0)
     assert math.isnan(strategy.tfdist_engine.bytes_per_step(model))
@@ -395,12 +509,18 @@ def test_what_a_function_sends_otherwise_is_not_known(under):
 
 
 OWN_POLICY = {
-    "zero": {"optimizer": lambda: tfdist.parallel.zero(keras.optimizers.SGD(0.01, momentum=0.9), sync="mean")},
+    "zero": {
+        "optimizer": lambda: tfdist.parallel.zero(
+            keras.optimizers.SGD(0.01, momentum=0.9), sync="mean"
+        )
+    },
     "fsdp": {"how": lambda model: tfdist.parallel.fsdp(model, sync=Gradients())},
 }
 
 
-@pytest.mark.parametrize("policy", [Gradients(accumulate=4), DiLoCo(every=2)], ids=["accumulated", "outer"])
+@pytest.mark.parametrize(
+    "policy", [Gradients(accumulate=4), DiLoCo(every=2)], ids=["accumulated", "outer"]
+)
 @pytest.mark.parametrize("name", OWN_POLICY)
 def test_a_sharded_model_has_a_policy_of_its_own(under, name, policy):
     def run(policy):
@@ -422,7 +542,9 @@ def test_a_model_meets_by_itself(under):
     apart = [copy.numpy() for copy in strategy.experimental_local_results(other.weights[0].value)]
     assert not np.array_equal(*apart)
     model.fit(X, Y, batch_size=BATCH, epochs=2, verbose=0)
-    for before, after in zip(apart, strategy.experimental_local_results(other.weights[0].value), strict=True):
+    for before, after in zip(
+        apart, strategy.experimental_local_results(other.weights[0].value), strict=True
+    ):
         np.testing.assert_array_equal(before, after.numpy())
 
 
@@ -434,9 +556,14 @@ def test_train_on_batch_follows_the_policy(under, policy):
     for begin in range(0, 40, 8):
         neighbour.train_on_batch(X[:8], Y[:8])
         model.train_on_batch(X[begin : begin + 8], Y[begin : begin + 8])
-        one, other = (copy.numpy() for copy in model.distribute_strategy.experimental_local_results(model.weights[0].value))
+        one, other = (
+            copy.numpy()
+            for copy in model.distribute_strategy.experimental_local_results(model.weights[0].value)
+        )
         assert np.array_equal(one, other) == (begin == 24)
-    assert model.test_on_batch(X[:8], Y[:8]) == pytest.approx(fitted.test_on_batch(X[:8], Y[:8]), rel=1e-5)  # replicas meet before
+    assert model.test_on_batch(X[:8], Y[:8]) == pytest.approx(
+        fitted.test_on_batch(X[:8], Y[:8]), rel=1e-5
+    )  # replicas meet before
     np.testing.assert_allclose(flat(model), flat(fitted), rtol=1e-5, atol=1e-6)
 
 
@@ -445,11 +572,19 @@ def test_a_file_has_what_all_replicas_came_to(under, tmp_path):
     model = built(strategy, 2)
     for begin in range(0, 40, 8):
         model.train_on_batch(X[begin : begin + 8], Y[begin : begin + 8])
-    copies = [np.mean([copy.numpy() for copy in strategy.experimental_local_results(v.value)], 0) for v in model.weights]
-    slots = [np.mean([copy.numpy() for copy in strategy.experimental_local_results(v.value)], 0) for v in model.optimizer.variables[2:]]
+    copies = [
+        np.mean([copy.numpy() for copy in strategy.experimental_local_results(v.value)], 0)
+        for v in model.weights
+    ]
+    slots = [
+        np.mean([copy.numpy() for copy in strategy.experimental_local_results(v.value)], 0)
+        for v in model.optimizer.variables[2:]
+    ]
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
-    for found, expected in zip((*loaded.weights, *loaded.optimizer.variables[2:]), (*copies, *slots), strict=True):
+    for found, expected in zip(
+        (*loaded.weights, *loaded.optimizer.variables[2:]), (*copies, *slots), strict=True
+    ):
         np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -458,14 +593,21 @@ SKIPS = Gradients(skip_nonfinite=True)
 
 @pytest.mark.parametrize(
     ("policy", "how"),
-    [(Gradients(accumulate=3), lambda model: None), (SKIPS, lambda model: None), (Gradients(), lambda model: tfdist.parallel.fsdp(model, sync=SKIPS))],
+    [
+        (Gradients(accumulate=3), lambda model: None),
+        (SKIPS, lambda model: None),
+        (Gradients(), lambda model: tfdist.parallel.fsdp(model, sync=SKIPS)),
+    ],
     ids=["accumulated", "left out", "left out of shards"],
 )
 def test_a_failure_is_at_the_step_where_it_was(under, policy, how):
     """Also where an update comes every third step, or was left out."""
     strategy = under(policy)
     model = built(strategy, how=how)
-    model.compile(model.optimizer, lambda y, found: keras.ops.square(found - tf.debugging.check_numerics(y, "labels")))
+    model.compile(
+        model.optimizer,
+        lambda y, found: keras.ops.square(found - tf.debugging.check_numerics(y, "labels")),
+    )
     x, y = X[:48].copy(), Y[:48].copy()
     x[1], y[41] = np.inf, np.nan
     with pytest.raises(tf.errors.InvalidArgumentError, match="labels"):
@@ -475,7 +617,10 @@ def test_a_failure_is_at_the_step_where_it_was(under, policy, how):
 
 # --- Convergence ---------------------------------------------------------------------------------------------------------
 CONVERGES = {
-    **{name: TOGETHER[name][0] for name in ("sum", "replicas", "bfloat16", "clipped", "accumulated", "function")},
+    **{
+        name: TOGETHER[name][0]
+        for name in ("sum", "replicas", "bfloat16", "clipped", "accumulated", "function")
+    },
     "float16": Gradients(wire="float16", skip_nonfinite=True),
     **{name: APART[name] for name in ("each fourth", "each epoch", "warm", "outer")},
     "weights in bfloat16": APART["bfloat16"],
@@ -484,7 +629,9 @@ CONVERGES = {
 
 def losses(strategy, policy):
     """Of the epochs of a fit: a plane through points."""
-    model, _ = trained(strategy, policy, epochs=20, optimizer=made(strategy, lambda: keras.optimizers.SGD(RATE)))
+    model, _ = trained(
+        strategy, policy, epochs=20, optimizer=made(strategy, lambda: keras.optimizers.SGD(RATE))
+    )
     return model.history.history["loss"]
 
 
@@ -505,12 +652,20 @@ def test_every_policy_converges(mirrored, plain_loss, name):
 def uninterrupted(mirrored, tmp_path_factory):
     """Weights after a fit by a policy that saves after each step."""
     backup = tmp_path_factory.mktemp("whole")
-    return functools.cache(lambda policy: flat(trained(mirrored, policy, callbacks=[tfdist.BackupAndRestore(backup, save_freq=1)])[0]))
+    return functools.cache(
+        lambda policy: flat(
+            trained(mirrored, policy, callbacks=[tfdist.BackupAndRestore(backup, save_freq=1)])[0]
+        )
+    )
 
 
 @pytest.mark.parametrize("steps", [5, 8])
-@pytest.mark.parametrize("policy", [Gradients(accumulate=4), DiLoCo(every=4, warmup=2)], ids=["accumulated", "outer"])
-def test_a_fit_that_was_interrupted_goes_on_exactly(mirrored, uninterrupted, tmp_path, policy, steps):
+@pytest.mark.parametrize(
+    "policy", [Gradients(accumulate=4), DiLoCo(every=4, warmup=2)], ids=["accumulated", "outer"]
+)
+def test_a_fit_that_was_interrupted_goes_on_exactly(
+    mirrored, uninterrupted, tmp_path, policy, steps
+):
     def backup():
         return tfdist.BackupAndRestore(tmp_path, save_freq=1)
 
@@ -523,13 +678,25 @@ def test_a_fit_that_was_interrupted_goes_on_exactly(mirrored, uninterrupted, tmp
 @pytest.mark.parametrize(
     ("other", "text"),
     [
-        (Gradients(), r"sync: expected the 0 arrays of Gradients.*received 3 of another policy\. Go on with that one"),
-        (Gradients(accumulate=2), r"sync.accumulate: expected gradients of fewer than 2 steps that were added up, received those of 2: saved where"),
+        (
+            Gradients(),
+            r"sync: expected the 0 arrays of Gradients.*received 3 of another policy\. Go on with that one",
+        ),
+        (
+            Gradients(accumulate=2),
+            r"sync.accumulate: expected gradients of fewer than 2 steps that were added up, received those of 2: saved where",
+        ),
     ],
     ids=["plain", "fewer"],
 )
-def test_another_policy_does_not_go_on_with_gradients_that_were_added_up(mirrored, tmp_path, other, text):
+def test_another_policy_does_not_go_on_with_gradients_that_were_added_up(
+    mirrored, tmp_path, other, text
+):
     with pytest.raises(Stop):
-        trained(mirrored, Gradients(accumulate=4), callbacks=[tfdist.BackupAndRestore(tmp_path, save_freq=1), Interrupts(3)])
+        trained(
+            mirrored,
+            Gradients(accumulate=4),
+            callbacks=[tfdist.BackupAndRestore(tmp_path, save_freq=1), Interrupts(3)],
+        )
     with pytest.raises(ValueError, match=text):
         trained(mirrored, other, callbacks=[tfdist.BackupAndRestore(tmp_path, save_freq=1)])

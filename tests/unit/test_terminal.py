@@ -37,7 +37,9 @@ def taken(pipe):
 
 def test_a_bar_leaves_its_last_state():
     line = Line()
-    finished = line.feed(("Epoch 1\n" + bar(1, 0) + bar(2, 15) + bar(3, 16) + "\nEpoch 2\n").encode())
+    finished = line.feed(
+        ("Epoch 1\n" + bar(1, 0) + bar(2, 15) + bar(3, 16) + "\nEpoch 2\n").encode()
+    )
     assert finished == ["Epoch 1", "\x1b[1m3/3\x1b[0m ━━━ loss: 0.5", "Epoch 2"]
 
 
@@ -123,7 +125,13 @@ def test_a_line_that_arrives_in_pieces_after_a_long_silence_is_one_line(console,
     times = iter([30.0, 30.0, 30.0, 60.0, 60.0])
     pipe = os.fdopen(reading, "rb")
     output = TaskOutput("worker:0", pipe, str(tmp_path / "log"), board, clock=lambda: next(times))
-    for piece in (b"a line", b" of two", b"\n", b"another", b"\n"):  # as `print` writes without a buffer
+    for piece in (
+        b"a line",
+        b" of two",
+        b"\n",
+        b"another",
+        b"\n",
+    ):  # as `print` writes without a buffer
         os.write(writing, piece)
         taken(pipe)
     os.close(writing)
@@ -133,12 +141,17 @@ def test_a_line_that_arrives_in_pieces_after_a_long_silence_is_one_line(console,
 
 
 def test_cursor_movements_are_removed():
-    assert printable("\x1b[2K\x1b[1Aa\x1b]0;title\x07b\x1b[31mc", colour=True) == "ab\x1b[31mc\x1b[0m"
+    assert (
+        printable("\x1b[2K\x1b[1Aa\x1b]0;title\x07b\x1b[31mc", colour=True) == "ab\x1b[31mc\x1b[0m"
+    )
     assert printable("\x1b[31mc\x1b", colour=False) == "c"
 
 
 def test_a_drawn_line_fits_the_terminal():
-    assert clip("\x1b[36m[a] \x1b[0mbar \x1b[1mrest\x1b[0m", 6) == "\x1b[36m[a] \x1b[0mba\x1b[1m\x1b[0m"
+    assert (
+        clip("\x1b[36m[a] \x1b[0mbar \x1b[1mrest\x1b[0m", 6)
+        == "\x1b[36m[a] \x1b[0mba\x1b[1m\x1b[0m"
+    )
 
 
 @pytest.mark.parametrize(

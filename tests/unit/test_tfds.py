@@ -149,10 +149,14 @@ def test_preparing_in_the_cloud_is_refused():
 
 
 # --- Order and numbers ----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("split", ["train", "train[:10%]", "train[40%:60%]", "test[290:]+train[:3]"])
+@pytest.mark.parametrize(
+    "split", ["train", "train[:10%]", "train[40%:60%]", "test[290:]+train[:3]"]
+)
 def test_slices_of_one_shard(digits_dir, split):
     source = tfds.load("tfdist_digits", split, digits_dir)
-    expected = tensorflow_datasets.load("tfdist_digits", split=split, data_dir=digits_dir, as_supervised=True)
+    expected = tensorflow_datasets.load(
+        "tfdist_digits", split=split, data_dir=digits_dir, as_supervised=True
+    )
     assert rows(source) == [(x.tobytes(), int(y)) for x, y in expected.as_numpy_iterator()]
     assert source.read is not None
 
@@ -165,7 +169,11 @@ def test_the_order_is_that_of_tfds(sharded_dir, split):
             "sharded", split=split, data_dir=sharded_dir, as_supervised=True
         ).as_numpy_iterator()
     )
-    assert (source.cardinality, source.classes, source.class_names) == (len(expected), 2, ("even", "odd"))
+    assert (source.cardinality, source.classes, source.class_names) == (
+        len(expected),
+        2,
+        ("even", "odd"),
+    )
     assert list(source.dataset().as_numpy_iterator()) == expected
     places = tf.data.Dataset.range(source.cardinality).map(source.describe)
     assert len(set(places.as_numpy_iterator())) == source.cardinality
@@ -181,7 +189,9 @@ def test_interleaving_is_that_of_tf_data():
             lambda file, begins=begins: tf.data.Dataset.range(begins[file], begins[file + 1]),
             cycle_length=cycle, block_length=block, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True,
         )  # fmt: skip
-        assert tfds.interleaved(lengths.tolist(), cycle, block).tolist() == list(expected.as_numpy_iterator())
+        assert tfds.interleaved(lengths.tolist(), cycle, block).tolist() == list(
+            expected.as_numpy_iterator()
+        )
 
 
 def test_examples_say_where_they_lie(digits_dir):

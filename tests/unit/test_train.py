@@ -63,8 +63,19 @@ def test_a_callback_that_watches_batches_sees_each_step(mirrored, calls):
     steps, ends = Steps(), []
     watched.fit(dataset(x, y), epochs=2, verbose=0, callbacks=[steps])
     assert [c for c in calls if c] == [1] * 2 * STEPS
-    free.fit(dataset(x, y), epochs=2, verbose=0, callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=lambda e, logs: ends.append(dict(logs)))])
-    np.testing.assert_allclose([steps.rows[STEPS - 1], steps.rows[-1]], [[e[k] for k in sorted(e)] for e in ends], rtol=1e-5)
+    free.fit(
+        dataset(x, y),
+        epochs=2,
+        verbose=0,
+        callbacks=[
+            keras.callbacks.LambdaCallback(on_epoch_end=lambda e, logs: ends.append(dict(logs)))
+        ],
+    )
+    np.testing.assert_allclose(
+        [steps.rows[STEPS - 1], steps.rows[-1]],
+        [[e[k] for k in sorted(e)] for e in ends],
+        rtol=1e-5,
+    )
     assert steps.rows[0] != steps.rows[1]
 
 
@@ -73,7 +84,12 @@ def test_training_stops_at_the_very_step_that_a_callback_names(mirrored):
         model.stop_training = batch == 2
 
     model = compiled(mirrored)
-    history = model.fit(dataset(*data()), epochs=3, verbose=0, callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=stop)])
+    history = model.fit(
+        dataset(*data()),
+        epochs=3,
+        verbose=0,
+        callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=stop)],
+    )
     assert int(model.optimizer.iterations.numpy()) == 3
     assert len(history.history["loss"]) == 1
 
@@ -81,7 +97,9 @@ def test_training_stops_at_the_very_step_that_a_callback_names(mirrored):
 @pytest.mark.parametrize("a_call", [1, 2])
 def test_an_endless_data_set_begins_no_pass_that_nobody_trains_on(mirrored, a_call):
     begun = []
-    once = tf.data.Dataset.from_tensors(0).map(lambda _: tf.numpy_function(lambda: begun.append(1) or np.int64(0), [], tf.int64))
+    once = tf.data.Dataset.from_tensors(0).map(
+        lambda _: tf.numpy_function(lambda: begun.append(1) or np.int64(0), [], tf.int64)
+    )
     endless = once.flat_map(lambda _: dataset(*data(6 * GLOBAL_BATCH))).repeat()
     model = compiled(mirrored, steps_per_execution=a_call)
     for first, last in ((0, 1), (1, 3)):
@@ -97,7 +115,11 @@ def test_results_stay_right_when_a_model_is_compiled_anew(mirrored):
     expected = None
     for _ in range(6):
         with mirrored.scope():
-            model.compile("sgd", CROSSENTROPY, metrics=["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(2, name="top")])
+            model.compile(
+                "sgd",
+                CROSSENTROPY,
+                metrics=["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(2, name="top")],
+            )
         gc.collect()
         result = model.evaluate(dataset(x, y), verbose=0)
         expected = expected or result
@@ -143,42 +165,71 @@ def every_callback(directory):
     return [(type(callback).__name__, callback, *expected) for callback, *expected in rows]
 
 
-def test_directories_of_checkpoints_are_there_before_two_workers_would_make_them(one_device, tmp_path):
-    made, late = tmp_path / "a" / "b" / "{epoch}.weights.h5", tmp_path / "c" / "{epoch}" / "last.weights.h5"
+def test_directories_of_checkpoints_are_there_before_two_workers_would_make_them(
+    one_device, tmp_path
+):
+    made, late = (
+        tmp_path / "a" / "b" / "{epoch}.weights.h5",
+        tmp_path / "c" / "{epoch}" / "last.weights.h5",
+    )
     (tmp_path / "file").touch()
     there = []
-    look = keras.callbacks.LambdaCallback(on_train_begin=lambda logs: there.extend(sorted(p.name for p in tmp_path.rglob("*"))))
+    look = keras.callbacks.LambdaCallback(
+        on_train_begin=lambda logs: there.extend(sorted(p.name for p in tmp_path.rglob("*")))
+    )
     saves = [keras.callbacks.ModelCheckpoint(path, save_weights_only=True) for path in (made, late)]
     compiled(one_device).fit(dataset(*data()), verbose=0, callbacks=[*saves, look])
     assert there == ["a", "b", "c", "file"]
     assert (tmp_path / "c" / "1" / "last.weights.h5").exists()
-    callbacks.make_directories([keras.callbacks.ModelCheckpoint(tmp_path / "file" / "x.keras"), keras.callbacks.ModelCheckpoint("x.keras")])
+    callbacks.make_directories(
+        [
+            keras.callbacks.ModelCheckpoint(tmp_path / "file" / "x.keras"),
+            keras.callbacks.ModelCheckpoint("x.keras"),
+        ]
+    )
 
 
 def test_who_watches_batches(tmp_path):
     rows = every_callback(tmp_path)
     for name, callback, train, test in rows:
-        assert (callbacks.watches([callback], "train"), callbacks.watches([callback], "test")) == (train, test), (name, vars(callback))
+        assert (callbacks.watches([callback], "train"), callbacks.watches([callback], "test")) == (
+            train,
+            test,
+        ), (name, vars(callback))
     assert not callbacks.watches([], "train")
     assert callbacks.watches([c for _, c, *_ in rows], "train")
     theirs = {name for name, value in vars(keras.callbacks).items() if isinstance(value, type)}
     rest = theirs - {name for name, *_ in rows}
     # A container, a base class, and one that takes a package of its own and is its own base's only batch watcher.
-    assert rest <= {"CallbackList", "MonitorCallback", "OrbaxCheckpoint"}, f"Keras has callbacks that this test does not know: {rest}"
+    assert rest <= {"CallbackList", "MonitorCallback", "OrbaxCheckpoint"}, (
+        f"Keras has callbacks that this test does not know: {rest}"
+    )
 
 
 def test_tensorboard_writes_results_and_speed(one_device, tmp_path):
     tensorboard = tfdist.TensorBoard(str(tmp_path), write_graph=False)
-    compiled(one_device).fit(dataset(*data()), epochs=2, verbose=0, callbacks=[tensorboard], validation_data=dataset(*data(20)))
+    compiled(one_device).fit(
+        dataset(*data()),
+        epochs=2,
+        verbose=0,
+        callbacks=[tensorboard],
+        validation_data=dataset(*data(20)),
+    )
     scalars: dict[str, dict] = {}
     for path in sorted(tmp_path.rglob("events*")):
         for event in tf.compat.v1.train.summary_iterator(str(path)):
             for value in event.summary.value:
-                scalars.setdefault(f"{path.parent.name}/{value.tag}", {})[event.step] = float(tf.make_ndarray(value.tensor).sum())
+                scalars.setdefault(f"{path.parent.name}/{value.tag}", {})[event.step] = float(
+                    tf.make_ndarray(value.tensor).sum()
+                )
     assert {"train/epoch_loss", "validation/epoch_loss"} <= set(scalars)
     for name in ("examples_per_second", "step_milliseconds", "input_wait"):
         assert set(scalars[f"train/speed/{name}"]) == {0, 1}, name
-    for rate, milliseconds in zip(scalars["train/speed/examples_per_second"].values(), scalars["train/speed/step_milliseconds"].values(), strict=True):
+    for rate, milliseconds in zip(
+        scalars["train/speed/examples_per_second"].values(),
+        scalars["train/speed/step_milliseconds"].values(),
+        strict=True,
+    ):
         assert rate == pytest.approx(GLOBAL_BATCH / milliseconds * 1e3, rel=1e-4)
     assert all(0 <= share <= 1 for share in scalars["train/speed/input_wait"].values())
 
@@ -189,7 +240,10 @@ def test_other_workers_write_elsewhere_or_not_at_all(tmp_path):
     each, chief = tfdist.TensorBoard(log, per_worker=True), tfdist.TensorBoard(log)
     for callback in (each, chief, k.TensorBoard(log)):
         assert not callbacks.follow(callback).log_dir.startswith(str(tmp_path))
-    assert (each.follows, each.root_dir) == (True, log)  # what it sees goes to `worker-1` there, as tests/cluster/test_training.py finds
+    assert (each.follows, each.root_dir) == (
+        True,
+        log,
+    )  # what it sees goes to `worker-1` there, as tests/cluster/test_training.py finds
     assert callbacks.follow(k.CSVLogger(log)).filename != log
     assert not isinstance(callbacks.follow(k.BackupAndRestore(log)), k.BackupAndRestore)
     stopping = k.EarlyStopping()
@@ -198,7 +252,9 @@ def test_other_workers_write_elsewhere_or_not_at_all(tmp_path):
 
 # --- Compilation ----------------------------------------------------------------------------------------------------------
 def test_xla_on_one_device_gives_the_same_numbers(one_device):
-    plain, xla = (compiled(one_device, jit_compile=jit, metrics=["accuracy"]) for jit in (False, True))
+    plain, xla = (
+        compiled(one_device, jit_compile=jit, metrics=["accuracy"]) for jit in (False, True)
+    )
     histories = [m.fit(dataset(*data()), epochs=2, verbose=0).history for m in (plain, xla)]
     assert set(histories[0]) == set(histories[1])
     for name, values in histories[0].items():
@@ -214,13 +270,17 @@ def test_xla_under_several_replicas_is_refused(mirrored):
 
 # --- Losses and optimizers as users make them -----------------------------------------------------------------------------
 def reduced_by_itself(y, outputs):
-    return keras.ops.mean(keras.losses.sparse_categorical_crossentropy(y, outputs, from_logits=True))
+    return keras.ops.mean(
+        keras.losses.sparse_categorical_crossentropy(y, outputs, from_logits=True)
+    )
 
 
 def test_a_loss_that_keras_does_not_reduce_counts_once(mirrored, one_device):
     """Keras scales only what it reduces, so that N replicas would give N times the loss."""
     one, two = (compiled(strategy, loss=reduced_by_itself) for strategy in (one_device, mirrored))
-    expected, history = (m.fit(dataset(*data(31)), epochs=2, verbose=0).history["loss"] for m in (one, two))
+    expected, history = (
+        m.fit(dataset(*data(31)), epochs=2, verbose=0).history["loss"] for m in (one, two)
+    )
     np.testing.assert_allclose(history, expected, rtol=1e-5)
     for a, b in zip(one.get_weights(), two.get_weights(), strict=True):
         np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-6)
@@ -243,7 +303,13 @@ def test_replicas_draw_other_dropout_masks_and_end_with_one_seed(mirrored, one_d
     """The gradient of the kernel is the sum of both rows' masks: 1 where one of them is kept."""
 
     def build():
-        return keras.Sequential([keras.Input((400,)), keras.layers.Dropout(0.5), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
+        return keras.Sequential(
+            [
+                keras.Input((400,)),
+                keras.layers.Dropout(0.5),
+                keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros"),
+            ]
+        )
 
     seeds = {}
     for strategy in (one_device, mirrored):
@@ -259,7 +325,13 @@ def test_replicas_draw_other_dropout_masks_and_end_with_one_seed(mirrored, one_d
 
 def test_statistics_of_batches_are_averaged_over_replicas(mirrored):
     x = np.random.default_rng(0).normal(2, 3, (16, 5)).astype("float32")
-    model = compiled(mirrored, lambda: keras.Sequential([keras.Input((5,)), keras.layers.BatchNormalization(momentum=0.5)]), loss="mse")
+    model = compiled(
+        mirrored,
+        lambda: keras.Sequential(
+            [keras.Input((5,)), keras.layers.BatchNormalization(momentum=0.5)]
+        ),
+        loss="mse",
+    )
     model.fit(dataset(x, x, batch=8), verbose=0)
     mean, variance = np.zeros(5), np.ones(5)
     for step in x.reshape(2, 2, 4, 5):  # [steps, replicas, rows, features]
@@ -274,8 +346,12 @@ def test_frozen_weights_are_not_touched(mirrored):
     """Of any dtype, to the last bit: what replicas average are statistics, and equal values stay as they are."""
 
     def build():
-        frozen = keras.layers.Dense(4, dtype="float64", trainable=False, kernel_initializer="glorot_uniform")
-        return keras.Sequential([keras.Input((6,), dtype="float64"), frozen, keras.layers.Dense(3, dtype="float64")])
+        frozen = keras.layers.Dense(
+            4, dtype="float64", trainable=False, kernel_initializer="glorot_uniform"
+        )
+        return keras.Sequential(
+            [keras.Input((6,), dtype="float64"), frozen, keras.layers.Dense(3, dtype="float64")]
+        )
 
     model = compiled(mirrored, build)
     before = model.layers[0].get_weights()
@@ -287,7 +363,12 @@ def test_frozen_weights_are_not_touched(mirrored):
 # --- evaluate and predict -----------------------------------------------------------------------------------------------
 def test_an_uneven_batch_weighs_each_row_alike(mirrored):
     x = np.arange(7.0, dtype="float32")[:, None]
-    model = compiled(mirrored, lambda: keras.Sequential([keras.Input((1,)), keras.layers.Identity()]), loss="mae", metrics=["mse"])
+    model = compiled(
+        mirrored,
+        lambda: keras.Sequential([keras.Input((1,)), keras.layers.Identity()]),
+        loss="mae",
+        metrics=["mse"],
+    )
     loss, mse = model.evaluate(dataset(x, np.zeros_like(x), batch=3), verbose=0)
     assert loss == pytest.approx(x.mean())
     assert mse == pytest.approx((x**2).mean())
@@ -296,12 +377,19 @@ def test_an_uneven_batch_weighs_each_row_alike(mirrored):
 def test_predictions_of_any_structure_come_in_the_order_of_rows(mirrored):
     def build():
         x = keras.Input((2,))
-        outputs = {"same": keras.layers.Identity()(x), "rows": keras.ops.sum(x, -1), "deep": (keras.ops.expand_dims(x, 1), x * 2)}
+        outputs = {
+            "same": keras.layers.Identity()(x),
+            "rows": keras.ops.sum(x, -1),
+            "deep": (keras.ops.expand_dims(x, 1), x * 2),
+        }
         return keras.Model(x, outputs)
 
     x = np.arange(22, dtype="float32").reshape(11, 2)
     model = compiled(mirrored, build, loss=None)
-    for predicted in (model.predict(dataset(x, batch=4), verbose=0), model.predict(x, batch_size=5, verbose=0)):
+    for predicted in (
+        model.predict(dataset(x, batch=4), verbose=0),
+        model.predict(x, batch_size=5, verbose=0),
+    ):
         np.testing.assert_array_equal(predicted["same"], x)
         np.testing.assert_array_equal(predicted["rows"], x.sum(-1))
         np.testing.assert_array_equal(predicted["deep"][0], x[:, None])
@@ -347,7 +435,12 @@ def test_outside_of_calls_silence_tells_nothing(one_device, monkeypatch):
         model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
     x, y = np.ones([8, 2], np.float32), np.ones([8, 1], np.float32)
-    for call in (lambda: model.fit(x, y, verbose=0), lambda: model.evaluate(x, y, verbose=0), lambda: model.train_on_batch(x, y), lambda: model.predict(x, verbose=0)):
+    for call in (
+        lambda: model.fit(x, y, verbose=0),
+        lambda: model.evaluate(x, y, verbose=0),
+        lambda: model.train_on_batch(x, y),
+        lambda: model.predict(x, verbose=0),
+    ):
         call()
         assert phases[-1] == Phase.IDLE
         phases.clear()

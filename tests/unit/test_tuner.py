@@ -26,25 +26,35 @@ def test_calls_run_at_the_same_time_without_it():
 
     options = tf.data.Options()
     options.threading.private_threadpool_size = 4  # wherever this runs
-    data = tf.data.Dataset.range(8).map(lambda x: tf.numpy_function(meet, [x], tf.int64), num_parallel_calls=tf.data.AUTOTUNE)
+    data = tf.data.Dataset.range(8).map(
+        lambda x: tf.numpy_function(meet, [x], tf.int64), num_parallel_calls=tf.data.AUTOTUNE
+    )
     assert list(untuned(data.with_options(options)).as_numpy_iterator()) == list(range(8))
 
 
-@pytest.mark.parametrize("asked", [{"enabled": True}, {"enabled": False}, {"cpu_budget": 2}, {"ram_budget": 10**6}], ids=str)
+@pytest.mark.parametrize(
+    "asked",
+    [{"enabled": True}, {"enabled": False}, {"cpu_budget": 2}, {"ram_budget": 10**6}],
+    ids=str,
+)
 def test_who_asks_for_it_keeps_it(asked):
     data = with_autotune(tf.data.Dataset.range(4), **asked)
     assert untuned(data) is data
 
 
 def test_the_parallelism_that_somebody_chose_stays():
-    autotune = untuned(with_autotune(tf.data.Dataset.range(4), initial_parallelism=3)).options().autotune
+    autotune = (
+        untuned(with_autotune(tf.data.Dataset.range(4), initial_parallelism=3)).options().autotune
+    )
     assert (autotune.enabled, autotune.initial_parallelism) == (False, 3)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("begun", [False, True])
 def test_steps_draw_from_data_without_it(replicas, begun):
-    feed = Feed(tf.data.Dataset.range(8).batch(4), Placement(replicas, 0, 1), "/cpu:0", symbolic_first=False)
+    feed = Feed(
+        tf.data.Dataset.range(8).batch(4), Placement(replicas, 0, 1), "/cpu:0", symbolic_first=False
+    )
     if begun:
         feed.begin_at(0, 1)
     assert feed.next_pass().options().autotune.enabled is False

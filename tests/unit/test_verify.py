@@ -50,7 +50,11 @@ def recording(**changes):
     arrays = {}
     for step in range(STEPS + 1):
         for place in range(len(VARIABLES)):
-            arrays[f"{step}/state/{place}"] = np.arange(1.0, 5.0) * (place + 1) * (1 + 0.1 * step * (VARIABLES[place].kind != SEEDS))
+            arrays[f"{step}/state/{place}"] = (
+                np.arange(1.0, 5.0)
+                * (place + 1)
+                * (1 + 0.1 * step * (VARIABLES[place].kind != SEEDS))
+            )
         arrays[f"{step}/copies"] = np.zeros(len(VARIABLES))
         if step:
             arrays[f"{step}/logs"] = np.array([2.0 / step, 0.1 * step])
@@ -69,7 +73,10 @@ def halves(whole):
     """What two workers record who share the rows of a recording."""
     parts = []
     for rank in range(2):
-        rows = {f"{step}/rows": whole.rows(step)[4 * rank : 4 * rank + 4] for step in range(1, STEPS + 1)}
+        rows = {
+            f"{step}/rows": whole.rows(step)[4 * rank : 4 * rank + 4]
+            for step in range(1, STEPS + 1)
+        }
         parts.append(dataclasses.replace(whole, replicas=2, arrays={**whole.arrays, **rows}))
     return parts
 
@@ -86,7 +93,10 @@ def test_equal_recordings_are_the_same():
 
 
 def test_the_first_difference_is_the_earliest_and_foremost():
-    late = recording(state__3=lambda step, x: x * (1 + 0.01 * (step >= 2)), state__0=lambda step, x: x * (1 + 0.01 * (step >= 2)))
+    late = recording(
+        state__3=lambda step, x: x * (1 + 0.01 * (step >= 2)),
+        state__0=lambda step, x: x * (1 + 0.01 * (step >= 2)),
+    )
     first = found(halves(late)).first
     assert (first.step, first.kind, first.name) == (2, WEIGHTS, "dense/kernel")
     assert first.value == pytest.approx(0.01)
@@ -95,11 +105,15 @@ def test_the_first_difference_is_the_earliest_and_foremost():
 def test_what_rounding_explains_is_no_difference():
     noisy = recording(state__4=lambda step, x: x * (1 + 1e-3 * (step > 0)))
     assert not found(halves(noisy)).same
-    comparison = found(halves(noisy), rounding=recording(state__4=lambda step, x: x * (1 - 1e-3 * (step > 0))))
+    comparison = found(
+        halves(noisy), rounding=recording(state__4=lambda step, x: x * (1 - 1e-3 * (step > 0)))
+    )
     assert comparison.same
     assert comparison.lenient == ["adam/velocity"]
     far = recording(state__4=lambda step, x: x * (1 + 0.1 * (step > 0)))
-    assert not found(halves(far), rounding=recording(state__4=lambda step, x: x * (1 - 1e-3 * (step > 0)))).same
+    assert not found(
+        halves(far), rounding=recording(state__4=lambda step, x: x * (1 - 1e-3 * (step > 0)))
+    ).same
 
 
 @pytest.mark.parametrize("far", [lambda step, x: x * 1.1, lambda step, x: x * np.inf])
@@ -111,7 +125,10 @@ def test_no_rounding_allows_an_unscaled_loss(far):
     told = " ".join(words.verdict({"compiled": comparison}, [], "2 devices"))
     assert told.startswith("NOT COMPARED: step 1: loss differs by") == (not comparison.differs)
     assert ("?" in words.table({"compiled": comparison})[1]) == (not comparison.differs)
-    near = found(halves(recording(gradient=lambda step, x: 1.005 * x)), rounding=recording(gradient=lambda step, x: x * 1.0004))
+    near = found(
+        halves(recording(gradient=lambda step, x: 1.005 * x)),
+        rounding=recording(gradient=lambda step, x: x * 1.0004),
+    )
     assert near.same
     assert near.largest("gradients' norms").allowed <= 0.01
 
@@ -121,17 +138,25 @@ def test_weights_whose_gradients_are_rounding_are_set_apart_and_others_are_not()
     comparison = found(halves(recording(**noisy)), rounding=recording(**noisy))
     assert comparison.same
     assert comparison.lenient == ["dense/bias"]
-    boundless = found(halves(recording(**noisy)), rounding=recording(state__1=lambda step, x: x * (np.inf if step else 1)))
+    boundless = found(
+        halves(recording(**noisy)),
+        rounding=recording(state__1=lambda step, x: x * (np.inf if step else 1)),
+    )
     assert not boundless.same
     begun = {"state__1": lambda step, x: x * 1.3}
-    assert found(halves(recording(**begun)), rounding=recording(**begun)).first.step == 0  # nothing is rounded before the first step
+    assert (
+        found(halves(recording(**begun)), rounding=recording(**begun)).first.step == 0
+    )  # nothing is rounded before the first step
 
 
 def test_what_is_not_finite_proves_nothing():
     broken = recording(logs=lambda step, x: x if step < 2 else x * np.nan)
     comparison = compare(broken, halves(broken), broken, 1e-4)
     assert not comparison.same
-    assert words.verdict({"compiled": comparison}, [], "2 devices")[0] == "NOT COMPARED: step 2: loss of one replica is not finite."
+    assert (
+        words.verdict({"compiled": comparison}, [], "2 devices")[0]
+        == "NOT COMPARED: step 2: loss of one replica is not finite."
+    )
     assert not words.facts({"compiled": comparison}, [])["same"]
 
 
@@ -139,14 +164,18 @@ def test_nothing_recorded_is_never_the_same(tmp_path):
     assert words.verdict({}, [], "2 devices")[0].startswith("NOT COMPARED: nothing was recorded")
     assert not words.facts({}, [])["same"]
     recording().write(tmp_path / "a.npz")
-    got, missing = read({"compiled": [tmp_path / "a.npz", tmp_path / "b.npz"], "eager": [tmp_path / "a.npz"]})
+    got, missing = read(
+        {"compiled": [tmp_path / "a.npz", tmp_path / "b.npz"], "eager": [tmp_path / "a.npz"]}
+    )
     assert list(got) == ["eager"]
     assert "worker 1 wrote no recording of the steps 'compiled'" in missing
 
 
 def test_each_worker_is_compared_with_the_chief():
     both = halves(recording())
-    both[1] = dataclasses.replace(both[1], arrays={**both[1].arrays, "2/logs": both[1].arrays["2/logs"] * 1.1})
+    both[1] = dataclasses.replace(
+        both[1], arrays={**both[1].arrays, "2/logs": both[1].arrays["2/logs"] * 1.1}
+    )
     first = found(both, recording()).first
     assert (first.step, first.kind, first.name, first.worker) == (2, LOGS, "loss", 1)
     assert "step 2, worker 1: loss differs" in " ".join(words.first(found(both)))
@@ -165,37 +194,56 @@ def test_a_worker_with_fewer_steps_is_a_difference():
     assert (comparison.rows.step, comparison.rows.missing) == (3, 4)
     assert (comparison.first.kind, comparison.first.worker) == (EXAMPLES, 1)
     assert "do not end with the same step" in likely(dataclasses.replace(comparison, rows=None), [])
-    assert "the number of steps (2, and 3 of one replica)" in " ".join(words.verdict({"compiled": comparison}, [], "2 workers"))
+    assert "the number of steps (2, and 3 of one replica)" in " ".join(
+        words.verdict({"compiled": comparison}, [], "2 workers")
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "cause"),
     [
         ({"state__0": lambda step, x: x + 0.5}, "begin with other weights"),
-        ({"gradient": lambda step, x: 2 * x, "state__4": lambda step, x: x * 4**step}, "the loss is not scaled: all gradients are 2 times too large"),
+        (
+            {"gradient": lambda step, x: 2 * x, "state__4": lambda step, x: x * 4**step},
+            "the loss is not scaled: all gradients are 2 times too large",
+        ),
         ({"gradient": lambda step, x: x / 2}, "the loss is scaled twice"),
         ({"gradient": lambda step, x: 3 * x}, "all gradients are 3 times"),
-        ({"state__2": lambda step, x: x * (1 + 0.1 * step), "logs": lambda step, x: x * 1.1}, r"^norm normalizes with .*synchronized=True"),
+        (
+            {"state__2": lambda step, x: x * (1 + 0.1 * step), "logs": lambda step, x: x * 1.1},
+            r"^norm normalizes with .*synchronized=True",
+        ),
         ({"logs": lambda step, x: x * 1.1}, "only what is reported differs: loss"),
         ({"state__3": lambda step, x: x * (1 + 0.1 * step)}, "something else than the optimizer"),
         ({"copies": lambda step, x: x + 0.1 * step}, "copies of dense/kernel have come apart"),
     ],
 )
 def test_a_pattern_has_its_cause(changes, cause):
-    workers = [dataclasses.replace(worker, local_replicas=2) for worker in halves(recording(**changes))]
-    variables = tuple(v for v in VARIABLES if v.kind != STATISTICS) if "only" in cause else VARIABLES
+    workers = [
+        dataclasses.replace(worker, local_replicas=2) for worker in halves(recording(**changes))
+    ]
+    variables = (
+        tuple(v for v in VARIABLES if v.kind != STATISTICS) if "only" in cause else VARIABLES
+    )
     workers = [dataclasses.replace(worker, variables=variables) for worker in workers]
     comparison = found(workers)
     if "only" in cause:  # without a layer that could be blamed for it
-        comparison = dataclasses.replace(comparison, differences=tuple(d for d in comparison.differences if d.kind != STATISTICS))
+        comparison = dataclasses.replace(
+            comparison, differences=tuple(d for d in comparison.differences if d.kind != STATISTICS)
+        )
     with pytest.raises(ValueError, match=cause):
         raise ValueError(likely(comparison, []))
 
 
 def test_a_difference_without_gradients_is_no_known_pattern():
     comparison = found(halves(recording(state__3=lambda step, x: x * (1 + 0.1 * step))))
-    without = dataclasses.replace(comparison, differences=tuple(d for d in comparison.differences if d.kind != GRADIENTS))
-    assert "replicas share them, and a train_step of your own may update without the optimizer" in likely(without, [])
+    without = dataclasses.replace(
+        comparison, differences=tuple(d for d in comparison.differences if d.kind != GRADIENTS)
+    )
+    assert (
+        "replicas share them, and a train_step of your own may update without the optimizer"
+        in likely(without, [])
+    )
 
 
 def test_rows_on_several_workers_overlap():
@@ -218,7 +266,10 @@ def test_a_table_marks_what_differs():
     comparison = found(halves(recording(gradient=lambda step, x: 2 * x)))
     lines = words.table({"compiled": comparison})
     assert lines[1].count("!") == 1
-    assert words.facts({"compiled": comparison}, [])["ways"]["compiled"]["first"]["name"] == "dense/kernel"
+    assert (
+        words.facts({"compiled": comparison}, [])["ways"]["compiled"]["first"]["name"]
+        == "dense/kernel"
+    )
 
 
 def test_random_numbers_that_are_drawn_leave_nothing_proved():
@@ -263,7 +314,9 @@ def test_fingerprints_of_ragged_and_sparse_rows():
         numbers = fingerprints(several([0, 1, 2, 3])[part]).numpy()
         assert numbers[0] == numbers[3]
         assert len(set(numbers.tolist())) == 3
-        np.testing.assert_array_equal(fingerprints(several([2, 0, 1])[part]).numpy(), numbers[[2, 0, 1]])
+        np.testing.assert_array_equal(
+            fingerprints(several([2, 0, 1])[part]).numpy(), numbers[[2, 0, 1]]
+        )
     assert fingerprints({"scale": tf.constant(1.0)}).shape == [0]
 
 
@@ -280,7 +333,10 @@ def test_all_of_a_batch_is_reversed_or_nothing():
 class Nested(keras.layers.Layer):
     def __init__(self):
         super().__init__()
-        self.parts = {"a": [keras.layers.Dropout(0.5)], "b": keras.layers.LSTM(3, dropout=0.2, recurrent_dropout=0.3)}
+        self.parts = {
+            "a": [keras.layers.Dropout(0.5)],
+            "b": keras.layers.LSTM(3, dropout=0.2, recurrent_dropout=0.3),
+        }
 
     def call(self, x, training=False):
         return self.parts["b"](self.parts["a"][0](x, training=training), training=training)
@@ -296,14 +352,23 @@ def test_dropout_is_silenced_however_deep():
     assert len(silence(model)) >= 4
     np.testing.assert_allclose(model(x, training=True), model(x))
     assert silence(model) == []
-    assert len([layer for layer in layers_of(model) if isinstance(layer, keras.layers.Dropout)]) == 2
+    assert (
+        len([layer for layer in layers_of(model) if isinstance(layer, keras.layers.Dropout)]) == 2
+    )
 
 
 # --- Processes and words --------------------------------------------------------------------------------------------------
 def test_a_process_that_takes_too_long_is_ended_and_named(tmp_path):
     (tmp_path / "slow.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(60)\n")
-    with pytest.raises(Failed, match=r"two workers had not taken its steps after 2 s.*--timeout") as info:
-        run(["timeit", "-n1", "-r1", f"exec(open({str(tmp_path / 'slow.py')!r}).read())"], tmp_path / "log", 2.0, "two workers")
+    with pytest.raises(
+        Failed, match=r"two workers had not taken its steps after 2 s.*--timeout"
+    ) as info:
+        run(
+            ["timeit", "-n1", "-r1", f"exec(open({str(tmp_path / 'slow.py')!r}).read())"],
+            tmp_path / "log",
+            2.0,
+            "two workers",
+        )
     assert info.value.code is None
     assert "begun" in str(info.value)
 
@@ -321,7 +386,9 @@ def test_processes_end_when_verify_does(tmp_path, number):
         "import os, pathlib, time; from tfdist.tools.owner import end_with_owner; "
         f"end_with_owner({str(tmp_path)!r}); pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid())); time.sleep(60)"
     )
-    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path), recorder], cwd=ROOT, env=environment()) as owner:
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path), recorder], cwd=ROOT, env=environment()
+    ) as owner:
         end = time.monotonic() + 30
         while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
             assert time.monotonic() < end
@@ -339,13 +406,24 @@ def test_processes_end_when_verify_does(tmp_path, number):
 def test_a_process_that_records_has_an_owner(tmp_path):
     (tmp_path / "config.py").write_text("import time\n\ntime.sleep(60)\n")
     told = Settings(str(tmp_path), (f"--config={tmp_path}/config.py",)).to_json()
-    done = subprocess.run([sys.executable, "-m", "tfdist.tools.verify.record", told], cwd=ROOT, env=environment(), timeout=50, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "tfdist.tools.verify.record", told],
+        cwd=ROOT,
+        env=environment(),
+        timeout=50,
+        capture_output=True,
+    )
     assert done.returncode == -signal.SIGKILL  # as nobody holds the lock
 
 
 def test_the_reason_is_the_launchers_root_cause(tmp_path):
     log = tmp_path / "log"
-    log.write_text("noise\n" + "-" * 72 + "\nROOT CAUSE: worker:1 failed: KeyError: 'x'\n  log:     a\n\n  line\n\nThe other tasks:\n  worker:0\n" + "-" * 72)
+    log.write_text(
+        "noise\n"
+        + "-" * 72
+        + "\nROOT CAUSE: worker:1 failed: KeyError: 'x'\n  log:     a\n\n  line\n\nThe other tasks:\n  worker:0\n"
+        + "-" * 72
+    )
     assert reason(log) == "worker:1 failed: KeyError: 'x'\n\n  line"
     log.write_text("noise\nerror: data.name: no such\n")
     assert reason(log) == "data.name: no such"
@@ -355,12 +433,27 @@ def test_the_reason_is_the_launchers_root_cause(tmp_path):
     ("argv", "message"),
     [
         ([], "--config: expected a config file"),
-        (["--config=a.py", "--strategy=miror"], "--strategy: expected one of .* Did you mean mirrored"),
-        (["--config=a.py", "--strategy=parameter_server"], "parameter_server is asynchronous.*Check its result instead"),
-        (["--config=a.py", "--workers=1"], "--workers: expected at least 2 with multi_worker_mirrored"),
-        (["--config=a.py", "--workers=2", "--strategy=mirrored"], "--workers: mirrored trains in one process.*--devices 2"),
+        (
+            ["--config=a.py", "--strategy=miror"],
+            "--strategy: expected one of .* Did you mean mirrored",
+        ),
+        (
+            ["--config=a.py", "--strategy=parameter_server"],
+            "parameter_server is asynchronous.*Check its result instead",
+        ),
+        (
+            ["--config=a.py", "--workers=1"],
+            "--workers: expected at least 2 with multi_worker_mirrored",
+        ),
+        (
+            ["--config=a.py", "--workers=2", "--strategy=mirrored"],
+            "--workers: mirrored trains in one process.*--devices 2",
+        ),
         (["--config=a.py", "--steps=0"], "--steps: expected a whole number of at least 1"),
-        (["--config=a.py", "--tolerance=0"], "--tolerance: expected a number above 0, received '0'"),
+        (
+            ["--config=a.py", "--tolerance=0"],
+            "--tolerance: expected a number above 0, received '0'",
+        ),
         (["--config=a.py", "--tolerance=-1"], "--tolerance: expected a number above 0"),
         (["--config=a.py", "--worker=2"], "--worker=2: no such flag. Did you mean --workers"),
     ],

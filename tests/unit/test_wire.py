@@ -18,7 +18,10 @@ LONG, SHORT = 20.0, 0.3  # seconds: a bound that no passing test reaches; one th
 @contextlib.contextmanager
 def server():
     """A listening socket, its address, and a pool for the other side."""
-    with socket.create_server(("127.0.0.1", 0)) as listener, concurrent.futures.ThreadPoolExecutor(2) as pool:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        concurrent.futures.ThreadPoolExecutor(2) as pool,
+    ):
         listener.settimeout(LONG)
         yield listener, f"127.0.0.1:{listener.getsockname()[1]}", pool
 
@@ -40,7 +43,10 @@ def middle():
             outer.settimeout(LONG)
             there = pool.submit(lambda: wire.accept(listener.accept()[0], TOKEN))
             here = pool.submit(lambda: wire.connect(f"127.0.0.1:{outer.getsockname()[1]}", TOKEN))
-            with outer.accept()[0] as client, socket.create_connection(wire.split_address(address), timeout=LONG) as service:
+            with (
+                outer.accept()[0] as client,
+                socket.create_connection(wire.split_address(address), timeout=LONG) as service,
+            ):
                 client.settimeout(LONG)
                 client.sendall(line(service))
                 service.sendall(line(client))
@@ -86,7 +92,12 @@ def test_messages_go_both_ways_in_order(pair):
 
 def test_many_threads_send_and_a_large_message_comes_whole(pair):
     here, there = pair
-    threads = [threading.Thread(target=lambda i=i: [here.send({"from": i, "text": "x" * 5000}) for _ in range(20)]) for i in range(4)]
+    threads = [
+        threading.Thread(
+            target=lambda i=i: [here.send({"from": i, "text": "x" * 5000}) for _ in range(20)]
+        )
+        for i in range(4)
+    ]
     for thread in threads:
         thread.start()
     received = [there.receive(LONG)["from"] for _ in range(80)]
@@ -187,7 +198,9 @@ def test_a_line_of_another_session_is_refused():
             there.receive(LONG)
 
 
-@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n", b"\x80\x04\x95pickle\n", b"\n", b"0" * 64 + b" 0\n"])
+@pytest.mark.parametrize(
+    "data", [b"GET / HTTP/1.1\r\n\r\n", b"\x80\x04\x95pickle\n", b"\n", b"0" * 64 + b" 0\n"]
+)
 def test_garbage_is_refused(data):
     with stranger() as (raw, accepted):
         raw.sendall(data)
@@ -243,7 +256,10 @@ def test_lines_that_never_end_are_refused():
 
 
 def test_who_says_nothing_or_a_byte_now_and_then_is_not_waited_for():
-    with stranger(SHORT) as (_, accepted), pytest.raises(wire.TooSlow, match="did not send its answer in time"):
+    with (
+        stranger(SHORT) as (_, accepted),
+        pytest.raises(wire.TooSlow, match="did not send its answer in time"),
+    ):
         accepted.result(LONG)
     with stranger(SHORT) as (raw, accepted):
         started = time.monotonic()
@@ -253,7 +269,10 @@ def test_who_says_nothing_or_a_byte_now_and_then_is_not_waited_for():
                 time.sleep(SHORT / 10)
         with pytest.raises(wire.TooSlow):
             accepted.result(LONG)
-    with server() as (_, address, _), pytest.raises(wire.TooSlow, match=f"{address} did not send its greeting"):
+    with (
+        server() as (_, address, _),
+        pytest.raises(wire.TooSlow, match=f"{address} did not send its greeting"),
+    ):
         wire.connect(address, TOKEN, SHORT)
 
 

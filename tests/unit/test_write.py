@@ -50,7 +50,8 @@ def images(tmp_path, count=6):
     for number in range(count):
         paths.append(str(tmp_path / f"{number}.jpg"))
         tf.io.write_file(
-            paths[-1], tf.io.encode_jpeg(random.integers(0, 255, [8 + number, 9, 3]).astype(np.uint8))
+            paths[-1],
+            tf.io.encode_jpeg(random.integers(0, 255, [8 + number, 9, 3]).astype(np.uint8)),
         )
     paths = tf.constant(paths)
 
@@ -61,7 +62,14 @@ def images(tmp_path, count=6):
     spec = (tf.TensorSpec([None, None, 3], tf.uint8), tf.TensorSpec([], tf.int64))
     raw = lambda number: tf.io.read_file(paths[number])  # noqa: E731
     return Source(
-        "photos", spec, count, 2, ("cat", "dog"), read=read, raw=raw, describe=lambda number: paths[number]
+        "photos",
+        spec,
+        count,
+        2,
+        ("cat", "dog"),
+        read=read,
+        raw=raw,
+        describe=lambda number: paths[number],
     )
 
 
@@ -93,7 +101,9 @@ def test_every_type_and_shape_comes_back():
     back = records("ram://every", access="random")
     assert same(source, back) == 5
     assert back.classes == 5
-    assert same(source, records("ram://every")) == 5  # as a stream, which is the rule for what is not local
+    assert (
+        same(source, records("ram://every")) == 5
+    )  # as a stream, which is the rule for what is not local
     verify("ram://every")
 
 
@@ -119,7 +129,11 @@ def test_sizes_that_differ_come_back(tmp_path):
     }
     source = of_generator(examples, spec)
     manifest = write(source, tmp_path / "out")
-    assert (manifest["examples"], manifest["features"]["grid"], manifest["features"]["deep/1/a"]) == (
+    assert (
+        manifest["examples"],
+        manifest["features"]["grid"],
+        manifest["features"]["deep/1/a"],
+    ) == (
         6,
         "int32[?,?,2]",
         "bytes of float64",
@@ -144,7 +158,10 @@ def test_image_files_are_kept_as_they_are(tmp_path):
     assert (back.classes, back.class_names) == (2, ("cat", "dog"))
     for number in range(6):
         stored = tf.train.Example.FromString(back.raw(tf.constant(number, tf.int64)).numpy())
-        assert stored.features.feature["x"].bytes_list.value[0] == (tmp_path / f"{number}.jpg").read_bytes()
+        assert (
+            stored.features.feature["x"].bytes_list.value[0]
+            == (tmp_path / f"{number}.jpg").read_bytes()
+        )
     # And so when records are written again, from whatever way of reading.
     write(records(tmp_path / "out"), tmp_path / "zipped", compression="GZIP")
     write(records(tmp_path / "zipped"), tmp_path / "again", shard_bytes=2000)
@@ -156,7 +173,9 @@ def test_image_files_are_kept_as_they_are(tmp_path):
 def test_images_that_are_changed_are_not_those_in_the_files(tmp_path):
     source = images(tmp_path)
     raw = source.raw
-    changed = Source("changed", source.element_spec, 6, read=lambda n: (255 - source.read(n)[0], n), raw=raw)
+    changed = Source(
+        "changed", source.element_spec, 6, read=lambda n: (255 - source.read(n)[0], n), raw=raw
+    )
     write(changed, tmp_path / "out")
     assert same(changed, records(tmp_path / "out")) == 6
 
@@ -174,7 +193,9 @@ def test_tfds_keeps_its_files(digits_dir, tmp_path):
         tuple("0123456789"),
     )
     stored = tf.train.Example.FromString(
-        next(iter(tf.data.TFRecordDataset(back.name + "/" + manifest["shards"][0]["file"], "GZIP"))).numpy()
+        next(
+            iter(tf.data.TFRecordDataset(back.name + "/" + manifest["shards"][0]["file"], "GZIP"))
+        ).numpy()
     )
     given = tf.train.Example.FromString(source.raw(tf.constant(0, tf.int64)).numpy())
     assert stored.features.feature["x"] == given.features.feature["image"]
@@ -187,7 +208,9 @@ def test_files_have_about_the_size_asked_for(tmp_path, compression, walk):
     random = np.random.default_rng(1)
     arrays = random.integers(0, 9, [300, 100]).astype(np.float32)
     source = (
-        of_generator(lambda: iter(arrays), tf.TensorSpec([100], tf.float32)) if walk else of_arrays(arrays)
+        of_generator(lambda: iter(arrays), tf.TensorSpec([100], tf.float32))
+        if walk
+        else of_arrays(arrays)
     )
     manifest = write(source, tmp_path / "my numbers", shard_bytes=20_000, compression=compression)
     sizes = [path.stat().st_size for path in shards(tmp_path / "my numbers")]
@@ -197,7 +220,10 @@ def test_files_have_about_the_size_asked_for(tmp_path, compression, walk):
     assert [path.name for path in shards(tmp_path / "my numbers")] == [
         f"my_numbers-{i:05d}-of-{len(sizes):05d}.tfrecord" for i in range(len(sizes))
     ]
-    assert {path.name for path in (tmp_path / "my numbers").iterdir()} == {".write.lock", "dataset.json"} | {
+    assert {path.name for path in (tmp_path / "my numbers").iterdir()} == {
+        ".write.lock",
+        "dataset.json",
+    } | {
         path.name + end for path in shards(tmp_path / "my numbers") for end in ("", ".tfdist-index")
     }
     np.testing.assert_array_equal(
@@ -220,7 +246,9 @@ def test_progress_counts_all_examples(tmp_path):
         with lock:
             told.append((done, total))
 
-    write(of_arrays(np.arange(2500)), tmp_path / "a", workers=2, shard_bytes=20_000, progress=progress)
+    write(
+        of_arrays(np.arange(2500)), tmp_path / "a", workers=2, shard_bytes=20_000, progress=progress
+    )
     assert [done for done, _ in told] == sorted(done for done, _ in told)
     assert told[-1] == (2500, 2500)
     assert len(told) >= 3
@@ -252,7 +280,11 @@ write(source, sys.argv[1], shard_bytes=20_000, workers=2, progress=die)
 @pytest.mark.parametrize("kind", ["arrays", "generator"])
 def test_a_killed_call_goes_on(tmp_path, run_python, kind):
     out, x = tmp_path / "out", np.arange(5000)
-    source = of_arrays(x) if kind == "arrays" else of_generator(lambda: iter(x), tf.TensorSpec([], tf.int64))
+    source = (
+        of_arrays(x)
+        if kind == "arrays"
+        else of_generator(lambda: iter(x), tf.TensorSpec([], tf.int64))
+    )
     assert run_python(KILLED, str(out), kind).returncode == -signal.SIGKILL
     with pytest.raises(
         ValueError, match=r"out holds a data set that is not written to its end. Write it again"
@@ -319,7 +351,9 @@ def test_two_at_the_same_time(tmp_path):
     source = of_arrays(np.arange(3000))
     found = []
     both = [
-        threading.Thread(target=lambda: found.append(write(source, tmp_path / "out", shard_bytes=10_000)))
+        threading.Thread(
+            target=lambda: found.append(write(source, tmp_path / "out", shard_bytes=10_000))
+        )
         for _ in range(2)
     ]
     for each in both:
@@ -346,7 +380,8 @@ def test_another_data_set_is_never_overwritten(written, other, options, message)
     out = written / "one"
     before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
     with pytest.raises(
-        ValueError, match=f"(?s)holds another data set than arrays: ({message}).*Name another directory"
+        ValueError,
+        match=f"(?s)holds another data set than arrays: ({message}).*Name another directory",
     ):
         write(of_arrays(other), out, **options)
     assert before == {path: path.stat().st_mtime_ns for path in out.iterdir()}
@@ -378,8 +413,16 @@ def test_another_process_that_hangs_is_named(tmp_path, monkeypatch):
     ("source", "options", "message"),
     [
         (np.zeros([0, 3]), {}, "expected examples to write; it has none"),
-        (np.zeros(3), {"shard_bytes": 0}, "shard_bytes: expected a whole number, 1 or more; received 0"),
-        (np.zeros(3), {"workers": 1.5}, "workers: expected a whole number, 1 or more; received 1.5"),
+        (
+            np.zeros(3),
+            {"shard_bytes": 0},
+            "shard_bytes: expected a whole number, 1 or more; received 0",
+        ),
+        (
+            np.zeros(3),
+            {"workers": 1.5},
+            "workers: expected a whole number, 1 or more; received 1.5",
+        ),
         (np.zeros(3), {"compression": "zip"}, "compression: expected None"),
         ("ragged", {}, "records hold dense tensors .*; received RaggedTensorSpec.* for y"),
         ({"a": {"b": np.zeros(3)}, "a/b": np.zeros(3)}, {}, "names of their own"),
@@ -401,7 +444,9 @@ def test_an_empty_generator(tmp_path):
 def test_an_example_that_cannot_be_read_is_named(tmp_path):
     source = images(tmp_path, count=130)
     (tmp_path / "72.jpg").unlink()
-    with pytest.raises(ValueError, match=r"photos: example 72 \(.*/72.jpg\) cannot be read: .*No such file"):
+    with pytest.raises(
+        ValueError, match=r"photos: example 72 \(.*/72.jpg\) cannot be read: .*No such file"
+    ):
         write(source, tmp_path / "out", shard_bytes=5000, workers=2)
     with pytest.raises(ValueError, match="not written to its end"):
         records(tmp_path / "out")
@@ -418,7 +463,8 @@ def test_verify_names_the_first_damaged_file(tmp_path, written):
         verify(tmp_path)
     second.write_bytes(whole[:-1])
     with pytest.raises(
-        ValueError, match=f"{second.name}: damaged: expected {len(whole)} bytes, received {len(whole) - 1}"
+        ValueError,
+        match=f"{second.name}: damaged: expected {len(whole)} bytes, received {len(whole) - 1}",
     ):
         verify(tmp_path)
     second.write_bytes(first.read_bytes()[: 16 + 20])
@@ -451,5 +497,7 @@ def test_a_damaged_manifest(tmp_path):
         ValueError, match=r"dataset.json: expected the manifest of a data set that tfdist wrote"
     ):
         records(tmp_path)
-    with pytest.raises(ValueError, match=r"expected a data set that tfdist wrote; found no dataset.json"):
+    with pytest.raises(
+        ValueError, match=r"expected a data set that tfdist wrote; found no dataset.json"
+    ):
         verify(tmp_path / "none")

@@ -1,6 +1,5 @@
 """Two replicas that share an optimizer's state train as with one whole on each, and go on from each other's snapshots."""
 
-
 import functools
 import shutil
 import time
@@ -27,10 +26,15 @@ def trained(strategy, optimizer, **kwargs):
     """A model after a fit; all copies of its weights are equal."""
     keras.utils.set_random_seed(1)
     with strategy.scope():
-        layers = [keras.layers.Dense(7, "tanh", kernel_constraint="max_norm"), keras.layers.Dense(1)]
+        layers = [
+            keras.layers.Dense(7, "tanh", kernel_constraint="max_norm"),
+            keras.layers.Dense(1),
+        ]
         model = keras.Sequential([keras.Input([5]), *layers])
         model.compile(optimizer(), "mse")
-    model.fit(tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH), epochs=EPOCHS, verbose=0, **kwargs)
+    model.fit(
+        tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH), epochs=EPOCHS, verbose=0, **kwargs
+    )
     for v in model.weights:
         first, *others = [copy.numpy() for copy in strategy.experimental_local_results(v.value)]
         assert all(np.array_equal(first, other) for other in others), v.path
@@ -39,7 +43,9 @@ def trained(strategy, optimizer, **kwargs):
 
 def compare(model, expected, tolerance=2e-6):
     for mine, other in zip(model.get_weights(), expected.get_weights(), strict=True):
-        np.testing.assert_allclose(mine, other, rtol=tolerance, atol=tolerance * np.abs(other).max())
+        np.testing.assert_allclose(
+            mine, other, rtol=tolerance, atol=tolerance * np.abs(other).max()
+        )
 
 
 def decayed():
@@ -51,7 +57,10 @@ def decayed():
 CASES = {  # more of them, each by itself: tests/parity/sharded_cases.py
     "adamw": decayed,
     "clipped each, averaged, scheduled": lambda: OPTIMIZERS.RMSprop(
-        OPTIMIZERS.schedules.CosineDecay(1e-2, 10), clipnorm=0.1, use_ema=True, ema_overwrite_frequency=5
+        OPTIMIZERS.schedules.CosineDecay(1e-2, 10),
+        clipnorm=0.1,
+        use_ema=True,
+        ema_overwrite_frequency=5,
     ),
     "clipped by value, accumulated": lambda: OPTIMIZERS.Lion(
         1e-3, clipvalue=0.01, gradient_accumulation_steps=3
@@ -68,7 +77,9 @@ def sharded(make, stage, **kwargs):
     def optimizer():
         whole = make()
         if isinstance(whole, OPTIMIZERS.LossScaleOptimizer):
-            return OPTIMIZERS.LossScaleOptimizer(zero(whole.inner_optimizer, stage, **kwargs), dynamic_growth_steps=3)
+            return OPTIMIZERS.LossScaleOptimizer(
+                zero(whole.inner_optimizer, stage, **kwargs), dynamic_growth_steps=3
+            )
         return zero(whole, stage, **kwargs)
 
     return optimizer
@@ -93,7 +104,9 @@ def test_equals_an_optimizer_that_is_whole(undisturbed, name, stage):
     compare(model, undisturbed(name, 0))
     slots = [v for v in model.optimizer.variables if hasattr(v, "tfdist_shape")]
     assert slots
-    assert all(local_component(v, 0).shape == (-(-int(np.prod(v.tfdist_shape)) // 2),) for v in slots)
+    assert all(
+        local_component(v, 0).shape == (-(-int(np.prod(v.tfdist_shape)) // 2),) for v in slots
+    )
 
 
 @pytest.mark.parametrize(
@@ -118,7 +131,9 @@ def test_an_update_that_is_not_finite_is_left_out_on_all(mirrored, monkeypatch):
     x = X.copy()
     x[1, 0] = np.inf  # of the first replica's rows in the first step
     monkeypatch.setitem(globals(), "X", x)
-    model = trained(mirrored, lambda: zero(OPTIMIZERS.SGD(1e-3), sync=sync.Gradients(skip_nonfinite=True)))
+    model = trained(
+        mirrored, lambda: zero(OPTIMIZERS.SGD(1e-3), sync=sync.Gradients(skip_nonfinite=True))
+    )
     assert all(np.isfinite(v.numpy()).all() for v in model.trainable_variables)
     assert int(keras.ops.convert_to_numpy(model.optimizer.iterations)) == EPOCHS * 5
 
@@ -126,8 +141,12 @@ def test_an_update_that_is_not_finite_is_left_out_on_all(mirrored, monkeypatch):
 def scaled(mirrored, policy, factor, scale, learning_rate):
     """A LossScaleOptimizer and the weights after a step, whose gradient is `factor` on each replica."""
     with mirrored.scope():
-        model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
-        optimizer = OPTIMIZERS.LossScaleOptimizer(zero(OPTIMIZERS.SGD(learning_rate), sync=policy), initial_scale=scale)
+        model = keras.Sequential(
+            [keras.Input([1]), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")]
+        )
+        optimizer = OPTIMIZERS.LossScaleOptimizer(
+            zero(OPTIMIZERS.SGD(learning_rate), sync=policy), initial_scale=scale
+        )
         model.compile(optimizer, lambda y, x: y * x, jit_compile=False)
     model.fit(np.ones([2, 1]), np.full([2, 1], 2 * factor, np.float32), batch_size=2, verbose=0)
     return optimizer, model.get_weights()[0][0, 0]
@@ -140,8 +159,14 @@ def test_small_gradients_travel_with_the_scale_of_the_loss(mirrored):
 
 @pytest.mark.parametrize("skip_nonfinite", [False, True])
 def test_a_scale_is_lowered_where_the_sum_is_not_finite(mirrored, skip_nonfinite):
-    optimizer, weight = scaled(mirrored, sync.Gradients(skip_nonfinite=skip_nonfinite), 1e38, 2.0, 1e-38)
-    assert (float(optimizer.dynamic_scale.numpy()), int(optimizer.step_counter.numpy()), weight) == (1.0, 0, 0.0)
+    optimizer, weight = scaled(
+        mirrored, sync.Gradients(skip_nonfinite=skip_nonfinite), 1e38, 2.0, 1e-38
+    )
+    assert (
+        float(optimizer.dynamic_scale.numpy()),
+        int(optimizer.step_counter.numpy()),
+        weight,
+    ) == (1.0, 0, 0.0)
 
 
 class Headed(keras.Model):
@@ -161,7 +186,15 @@ class Headed(keras.Model):
         return self.used(x)
 
 
-@pytest.mark.parametrize("more", [{}, {"ema_overwrite_frequency": 2}, {"ema_overwrite_frequency": 1, "gradient_accumulation_steps": 3}], ids=str)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"ema_overwrite_frequency": 2},
+        {"ema_overwrite_frequency": 1, "gradient_accumulation_steps": 3},
+    ],
+    ids=str,
+)
 def test_weights_without_gradients_keep_their_values_where_averages_are_published(mirrored, more):
     def fit(make):
         keras.utils.set_random_seed(1)
@@ -187,7 +220,10 @@ def kept(parts):
 def wait_for(parts, count):
     """Waits for the snapshot of the eighth step, written while training goes on, and for rows of so many."""
     store, end = Store(parts), time.monotonic() + 60
-    while (store.newest().snapshot.facts["step"], len(kept(parts))) != (2, count) and time.monotonic() < end:
+    while (store.newest().snapshot.facts["step"], len(kept(parts))) != (
+        2,
+        count,
+    ) and time.monotonic() < end:
         time.sleep(0.1)
 
 
@@ -211,7 +247,8 @@ def interrupted(request, tmp_path_factory):
 
 # From two shards to two: below, where rows are missing.
 @pytest.mark.parametrize(
-    ("before", "after"), [("mirrored", "one_device"), ("one_device", "mirrored"), ("mirrored", "whole")]
+    ("before", "after"),
+    [("mirrored", "one_device"), ("one_device", "mirrored"), ("mirrored", "whole")],
 )
 def test_a_fit_that_was_interrupted_goes_on_with_any_number_of_shards(
     request, undisturbed, interrupted, tmp_path, before, after
@@ -230,7 +267,9 @@ def test_a_fit_that_was_interrupted_goes_on_with_any_number_of_shards(
     assert not parts.exists()
 
 
-def test_a_snapshot_whose_rows_are_missing_or_damaged_is_passed_over(mirrored, undisturbed, tmp_path, caplog):
+def test_a_snapshot_whose_rows_are_missing_or_damaged_is_passed_over(
+    mirrored, undisturbed, tmp_path, caplog
+):
     def run(*callbacks):
         return trained(mirrored, sharded(CASES["adamw"], 2), callbacks=callbacks)
 
@@ -239,7 +278,13 @@ def test_a_snapshot_whose_rows_are_missing_or_damaged_is_passed_over(mirrored, u
     wait_for(tmp_path / "backup", 4)
     store = Store(tmp_path / "backup")
     assert store.newest().snapshot.facts["step"] == 2
-    newest, rows = store.newest().number, [tmp_path / "backup" / store.read(store.path(number)).facts["rows"][0] for number in store.numbers()]
+    newest, rows = (
+        store.newest().number,
+        [
+            tmp_path / "backup" / store.read(store.path(number)).facts["rows"][0]
+            for number in store.numbers()
+        ],
+    )
     rows[-1].unlink()
     assert store.newest().number == newest - 1
     content = rows[-2].read_bytes()
@@ -247,7 +292,11 @@ def test_a_snapshot_whose_rows_are_missing_or_damaged_is_passed_over(mirrored, u
     assert store.newest().number == newest - 2
     rows[-3].write_bytes(content[:-100])
     found = store.newest()
-    assert (found.number, found.snapshot.facts["epoch"], found.snapshot.facts["step"]) == (newest - 3, 0, 5)
+    assert (found.number, found.snapshot.facts["epoch"], found.snapshot.facts["step"]) == (
+        newest - 3,
+        0,
+        5,
+    )
     assert all(str(path) in caplog.text for path in rows[1:])
     compare(run(tfdist.BackupAndRestore(tmp_path / "backup")), undisturbed("adamw", 2))
     assert not (tmp_path / "backup").exists()
@@ -257,15 +306,33 @@ def test_a_snapshot_whose_rows_are_missing_or_damaged_is_passed_over(mirrored, u
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: zero("adafactor"), "zero: the optimizer Adafactor cannot be sharded: it looks at more than one element of a variable"),
+        (
+            lambda: zero("adafactor"),
+            "zero: the optimizer Adafactor cannot be sharded: it looks at more than one element of a variable",
+        ),
         (lambda: zero(OPTIMIZERS.Lamb(1e-3)), "zero: the optimizer Lamb cannot be sharded"),
         (lambda: zero(OPTIMIZERS.Muon(1e-3)), "zero: the optimizer Muon cannot be sharded"),
-        (lambda: zero(OPTIMIZERS.LossScaleOptimizer(OPTIMIZERS.Adam())), "a LossScaleOptimizer goes around it"),
-        (lambda: zero("adam", stage=3), "stage: expected 1 or 2, received 3; tfdist.parallel.fsdp() shards the model's weights too"),
+        (
+            lambda: zero(OPTIMIZERS.LossScaleOptimizer(OPTIMIZERS.Adam())),
+            "a LossScaleOptimizer goes around it",
+        ),
+        (
+            lambda: zero("adam", stage=3),
+            "stage: expected 1 or 2, received 3; tfdist.parallel.fsdp() shards the model's weights too",
+        ),
         (lambda: zero("adam", sync=sync.LocalSGD()), "zero: sync: expected tfdist.sync.Gradients"),
-        (lambda: zero("adam", sync=sync.Gradients(combine="replicas")), "zero: sync: expected tfdist.sync.Gradients"),
-        (lambda: zero("adam", sync=sync.Gradients(accumulate=2)), "zero: sync.accumulate: one exchange for 2 steps needs whole gradients on each replica"),
-        (lambda: zero(OPTIMIZERS.Adam(clipnorm=1.0), sync=sync.Gradients(clip_norm=1.0)), "exclude each other; give one of them"),
+        (
+            lambda: zero("adam", sync=sync.Gradients(combine="replicas")),
+            "zero: sync: expected tfdist.sync.Gradients",
+        ),
+        (
+            lambda: zero("adam", sync=sync.Gradients(accumulate=2)),
+            "zero: sync.accumulate: one exchange for 2 steps needs whole gradients on each replica",
+        ),
+        (
+            lambda: zero(OPTIMIZERS.Adam(clipnorm=1.0), sync=sync.Gradients(clip_norm=1.0)),
+            "exclude each other; give one of them",
+        ),
     ],
 )
 def test_what_cannot_be_sharded_is_named(mirrored, make, text):
@@ -276,18 +343,36 @@ def test_what_cannot_be_sharded_is_named(mirrored, make, text):
 
 def test_variables_and_gradients_that_do_not_fit_are_named(mirrored):
     with mirrored.scope():
-        v, counts = keras.Variable(np.ones(3, np.float32), name="v"), keras.Variable(np.ones(3, np.int32), dtype="int32", name="counts")
-        with pytest.raises(ValueError, match="zero: counts has dtype int32, expected one of float32, float64, bfloat16, float16"):
+        v, counts = (
+            keras.Variable(np.ones(3, np.float32), name="v"),
+            keras.Variable(np.ones(3, np.int32), dtype="int32", name="counts"),
+        )
+        with pytest.raises(
+            ValueError,
+            match="zero: counts has dtype int32, expected one of float32, float64, bfloat16, float16",
+        ):
             zero("sgd").build([v, counts])
         optimizer = zero("sgd")
         optimizer.build([v])
     for more in ([], [[v]]):
-        with pytest.raises(ValueError, match="zero: expected 1 gradients, one or None for each variable, received 2"):
-            tf.function(functools.partial(mirrored.run, functools.partial(optimizer.apply, [np.ones(3, np.float32)] * 2, *more)), autograph=False)()
+        with pytest.raises(
+            ValueError,
+            match="zero: expected 1 gradients, one or None for each variable, received 2",
+        ):
+            tf.function(
+                functools.partial(
+                    mirrored.run,
+                    functools.partial(optimizer.apply, [np.ones(3, np.float32)] * 2, *more),
+                ),
+                autograph=False,
+            )()
 
 
 def test_without_a_scope_a_process_has_one_replica(mirrored):
-    with pytest.raises(ValueError, match=r"strategy: outside of its scope expected one with one replica in each process, received one with 2\."):
+    with pytest.raises(
+        ValueError,
+        match=r"strategy: outside of its scope expected one with one replica in each process, received one with 2\.",
+    ):
         zero("sgd", strategy=mirrored)
 
 
@@ -300,7 +385,12 @@ def test_without_a_scope_a_deferred_model_needs_its_weights_too(one_device):
 
 
 def test_a_strategy_must_be_in_charge(mirrored):
-    with pytest.raises(ValueError, match="zero: expected to be called in the scope of a strategy of tfdist, or with strategy="):
+    with pytest.raises(
+        ValueError,
+        match="zero: expected to be called in the scope of a strategy of tfdist, or with strategy=",
+    ):
         zero("adam")
-    with pytest.raises(ValueError, match="expected a strategy of tfdist whose replicas train in step"):
+    with pytest.raises(
+        ValueError, match="expected a strategy of tfdist whose replicas train in step"
+    ):
         tfdist.parallel.Group.of(tf.distribute.get_strategy(), "mine")

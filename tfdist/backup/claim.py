@@ -53,7 +53,14 @@ def claim(directory: str, launch: str, attempt: int) -> str:
             f"{_described(held)}. End this process."
         )
     token = uuid.uuid4().hex
-    facts = {"launch": launch, "attempt": attempt, "token": token, "host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
+    facts = {
+        "launch": launch,
+        "attempt": attempt,
+        "token": token,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "time": time.time(),
+    }
     path = os.path.join(directory, NAME)
     part = f"{path}.{token}.part"
     try:
@@ -65,7 +72,9 @@ def claim(directory: str, launch: str, attempt: int) -> str:
         with contextlib.suppress(OSError, tf.errors.OpError):
             tf.io.gfile.remove(part)
         why = getattr(error, "message", None) or str(error)
-        raise OSError(f"{path}: cannot be written: {why}. Expected a directory with room that this process may write to.") from error
+        raise OSError(
+            f"{path}: cannot be written: {why}. Expected a directory with room that this process may write to."
+        ) from error
     return token
 
 
@@ -74,7 +83,9 @@ def holder(directory: str) -> Mapping[str, Any] | None:
     try:
         with tf.io.gfile.GFile(os.path.join(directory, NAME)) as file:
             held = json.loads(file.read())
-        return held if {"launch", "attempt", "token", "host", "pid", "time"} <= held.keys() else None
+        return (
+            held if {"launch", "attempt", "token", "host", "pid", "time"} <= held.keys() else None
+        )
     except (tf.errors.NotFoundError, tf.errors.FailedPreconditionError, ValueError, AttributeError):
         return None
 
@@ -87,7 +98,9 @@ def check(directory: str, token: str) -> None:
     """
     held = holder(directory)
     if held is None:
-        raise Superseded(f"{directory}: this process was its writer, and now nobody is: {NAME} was removed. Only one training may use a directory.")
+        raise Superseded(
+            f"{directory}: this process was its writer, and now nobody is: {NAME} was removed. Only one training may use a directory."
+        )
     if held["token"] != token:
         raise Superseded(
             f"{directory}: this process was its writer, and now another is: {_described(held)}. Only one training may use a directory: end this "

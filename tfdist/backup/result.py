@@ -110,9 +110,20 @@ def compare(mine: Snapshot, other: Snapshot) -> Comparison:
     far = [(name, a, b) for name, a, b in unequal if not _near(a, b)]
     if far:
         name, a, b = far[0]
-        return Comparison(False, "DIFFERENT from", f"{_first(name, a, b)}; {len(far)} of {len(pairs)} arrays differ")
-    apart, name = max((float(np.max(np.abs(np.nan_to_num(a.astype(np.float64) - b.astype(np.float64))))), name) for name, a, b in unequal)
-    return Comparison(True, f"within {TOLERANCE:g} of", f"the largest difference is {apart:.2g}, in {name}; {len(unequal)} of {len(pairs)} arrays differ")
+        return Comparison(
+            False,
+            "DIFFERENT from",
+            f"{_first(name, a, b)}; {len(far)} of {len(pairs)} arrays differ",
+        )
+    apart, name = max(
+        (float(np.max(np.abs(np.nan_to_num(a.astype(np.float64) - b.astype(np.float64))))), name)
+        for name, a, b in unequal
+    )
+    return Comparison(
+        True,
+        f"within {TOLERANCE:g} of",
+        f"the largest difference is {apart:.2g}, in {name}; {len(unequal)} of {len(pairs)} arrays differ",
+    )
 
 
 def _other_model(mine: Snapshot, other: Snapshot) -> Iterator[str]:
@@ -122,7 +133,10 @@ def _other_model(mine: Snapshot, other: Snapshot) -> Iterator[str]:
         yield f"optimizer {here} here, {there} there"
     ours, others = _described(mine), _described(other)
     for key in dict.fromkeys((*ours, *others)):
-        (name, here), (called, there) = ours.get(key, ("", "nothing")), others.get(key, ("", "nothing"))
+        (name, here), (called, there) = (
+            ours.get(key, ("", "nothing")),
+            others.get(key, ("", "nothing")),
+        )
         if here != there:  # names of layers count up from model to model
             yield f"{key.replace('/', ' variable ')}, {name or called}: {here} here, {there} there"
 
@@ -138,7 +152,10 @@ def _arrays(mine: Snapshot, other: Snapshot) -> Iterator[tuple[str, np.ndarray, 
 
 
 def _columns(mine: Snapshot, other: Snapshot) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-    here, there = ({"epoch": facts["history"].get("epoch", []), **facts["history"].get("values", {})} for facts in (mine.facts, other.facts))
+    here, there = (
+        {"epoch": facts["history"].get("epoch", []), **facts["history"].get("values", {})}
+        for facts in (mine.facts, other.facts)
+    )
     for key in dict.fromkeys((*here, *there)):
         a, b = (np.asarray(columns.get(key, ())) for columns in (here, there))
         if key != "epoch" or a.size or b.size:
@@ -152,12 +169,16 @@ def _bits(array: np.ndarray) -> tuple[tuple[int, ...], bytes]:
 def _near(a: np.ndarray, b: np.ndarray) -> bool:
     if a.shape != b.shape or a.dtype.kind in "iub":
         return False
-    return np.allclose(a.astype(np.float64), b.astype(np.float64), rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
+    return np.allclose(
+        a.astype(np.float64), b.astype(np.float64), rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True
+    )
 
 
 def _first(name: str, a: np.ndarray, b: np.ndarray) -> str:
     if a.shape != b.shape:
         return f"{name}: {len(a)} long here, {len(b)} there"
-    place = next(place for place in np.ndindex(a.shape) if not _near(a[place][None], b[place][None]))
+    place = next(
+        place for place in np.ndindex(a.shape) if not _near(a[place][None], b[place][None])
+    )
     where = f" {list(place)}" if place else ""
     return f"{name}{where}: {a[place]!s} here, {b[place]!s} there"

@@ -34,7 +34,14 @@ def is_sharded(variable: keras.Variable) -> bool:
     return hasattr(variable, "tfdist_shape")
 
 
-def rows(pieces: Iterable[Piece], shape: Sequence[int], dtype: np.dtype, replicas: int, first: int, count: int) -> np.ndarray:
+def rows(
+    pieces: Iterable[Piece],
+    shape: Sequence[int],
+    dtype: np.dtype,
+    replicas: int,
+    first: int,
+    count: int,
+) -> np.ndarray:
     """Some replicas' rows of a variable, put together from pieces.
 
     Args:
@@ -66,5 +73,7 @@ def rows(pieces: Iterable[Piece], shape: Sequence[int], dtype: np.dtype, replica
             found[low - begin : high - begin] = numbers[low - offset : high - offset]
             known += high - low
     if known != max(0, end - begin):
-        raise ValueError(f"expected {end - begin} numbers of a variable of shape {tuple(shape)}, found {known}.")
+        raise ValueError(
+            f"expected {end - begin} numbers of a variable of shape {tuple(shape)}, found {known}."
+        )
     return found.reshape(count, length)

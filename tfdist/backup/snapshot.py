@@ -93,7 +93,12 @@ def unpack(content: bytes, name: str) -> Snapshot:
     file = io.BytesIO(content)
     check(file, name)
     found, view = layout(file, name), memoryview(content)
-    arrays = {key: np.frombuffer(view[begin : begin + math.prod(shape) * kind.itemsize], kind).reshape(shape) for key, (kind, shape, begin) in found.arrays.items()}
+    arrays = {
+        key: np.frombuffer(view[begin : begin + math.prod(shape) * kind.itemsize], kind).reshape(
+            shape
+        )
+        for key, (kind, shape, begin) in found.arrays.items()
+    }
     return Snapshot(arrays, found.facts)
 
 
@@ -128,7 +133,9 @@ def check(file: Any, name: str) -> None:
     if begin != MAGIC[: len(begin)] or not begin:
         raise Damaged(f"{name}: expected a snapshot; it does not begin as one.")
     if size < len(MAGIC) + _LENGTH + _CHECKSUM or checksum != int.from_bytes(tail, "little"):
-        raise Damaged(f"{name}: its checksum is not that of its content ({size} bytes): it was cut off or changed.")
+        raise Damaged(
+            f"{name}: its checksum is not that of its content ({size} bytes): it was cut off or changed."
+        )
 
 
 def layout(file: Any, name: str) -> Layout:
@@ -145,7 +152,9 @@ def layout(file: Any, name: str) -> Layout:
     length = int.from_bytes(file.read(_LENGTH), "little")
     header = json.loads(file.read(length))
     if header["version"] != VERSION:
-        raise ValueError(f"{name}: expected a snapshot of version {VERSION}, received one of version {header['version']}. Take the tfdist that wrote it.")
+        raise ValueError(
+            f"{name}: expected a snapshot of version {VERSION}, received one of version {header['version']}. Take the tfdist that wrote it."
+        )
     arrays, place = {}, len(MAGIC) + _LENGTH + length
     for key, dtype, shape in header["arrays"]:
         kind = np.dtype(tf.as_dtype(dtype).as_numpy_dtype)

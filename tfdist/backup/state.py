@@ -38,7 +38,12 @@ def each_value(variables: Sequence[keras.Variable]) -> list[np.ndarray]:
     return [tf.convert_to_tensor(v.value).numpy() for v in variables]
 
 
-def of_model(model: keras.Model, values: Callable[[Sequence[keras.Variable]], list[np.ndarray]] = each_value, *, gathered: bool = False) -> Snapshot:
+def of_model(
+    model: keras.Model,
+    values: Callable[[Sequence[keras.Variable]], list[np.ndarray]] = each_value,
+    *,
+    gathered: bool = False,
+) -> Snapshot:
     """The state of a model and its optimizer: weights, moving statistics, seeds; slots, iterations, learning rate, loss scale.
 
     Args:
@@ -52,8 +57,16 @@ def of_model(model: keras.Model, values: Callable[[Sequence[keras.Variable]], li
     found = _variables(model)
     whole = {key: v for key, v in found.items() if gathered or not shards.is_sharded(v)}
     arrays = dict(zip(whole, values(list(whole.values())), strict=True))
-    sharded = {key: [v.path, shards.whole_shape(v), v.dtype] for key, v in found.items() if key not in whole}
-    facts = {"optimizer": _kind(model), "names": [v.path for v in whole.values()], "shards": sharded}
+    sharded = {
+        key: [v.path, shards.whole_shape(v), v.dtype]
+        for key, v in found.items()
+        if key not in whole
+    }
+    facts = {
+        "optimizer": _kind(model),
+        "names": [v.path for v in whole.values()],
+        "shards": sharded,
+    }
     return Snapshot(arrays, facts)
 
 
@@ -65,11 +78,20 @@ def is_sharded(model: keras.Model) -> bool:
 def rows_of_model(model: keras.Model) -> dict[str, np.ndarray]:
     """The rows that this process holds of a model's sharded variables, `[replicas of this process, length]` each; {} where none is sharded."""
     sharded = {key: v for key, v in _variables(model).items() if shards.is_sharded(v)}
-    return {key: np.stack([copy.numpy() for copy in _copies(model, v)]) for key, v in sharded.items()}
+    return {
+        key: np.stack([copy.numpy() for copy in _copies(model, v)]) for key, v in sharded.items()
+    }
 
 
 def into_model(
-    snapshot: Snapshot, model: keras.Model, where: str, *, weights_only: bool = False, pieces: Callable[[str], list[shards.Piece]] | None = None, replicas: int = 1, first: int = 0
+    snapshot: Snapshot,
+    model: keras.Model,
+    where: str,
+    *,
+    weights_only: bool = False,
+    pieces: Callable[[str], list[shards.Piece]] | None = None,
+    replicas: int = 1,
+    first: int = 0,
 ) -> None:
     """Gives a model the state that another had, whole or sharded over any number of replicas.
 
@@ -91,13 +113,25 @@ def into_model(
             f"{where}: expected the state of a model with the optimizer {_kind(model)}, received one with {snapshot.facts['optimizer']}. "
             "Compile with the same optimizer, or name another directory."
         )
-    arrays = {key: array for key, array in snapshot.arrays.items() if key.partition("/")[0] in _KINDS}
-    saved = {key: [name, arrays[key].shape, str(arrays[key].dtype)] for key, name in zip(arrays, snapshot.facts["names"], strict=True)}
+    arrays = {
+        key: array for key, array in snapshot.arrays.items() if key.partition("/")[0] in _KINDS
+    }
+    saved = {
+        key: [name, arrays[key].shape, str(arrays[key].dtype)]
+        for key, name in zip(arrays, snapshot.facts["names"], strict=True)
+    }
     saved |= snapshot.facts.get("shards", {})
     if weights_only:
-        found, saved = ({key: v for key, v in each.items() if key.startswith(_KINDS[0])} for each in (found, saved))
+        found, saved = (
+            {key: v for key, v in each.items() if key.startswith(_KINDS[0])}
+            for each in (found, saved)
+        )
     for key in dict.fromkeys((*found, *saved)):
-        here = _described(found[key].path, shards.whole_shape(found[key]), found[key].dtype) if key in found else "nothing"
+        here = (
+            _described(found[key].path, shards.whole_shape(found[key]), found[key].dtype)
+            if key in found
+            else "nothing"
+        )
         there = _described(*saved[key]) if key in saved else "nothing"
         if here.partition(" ")[2] != there.partition(" ")[2]:
             raise ValueError(
@@ -118,7 +152,9 @@ def into_model(
             variable.assign(shards.rows(given, shape, kind, 1, 0, 1).reshape(shape))
             continue
         copies = _copies(model, variable)
-        for copy, row in zip(copies, shards.rows(given, shape, kind, replicas, first, len(copies)), strict=True):
+        for copy, row in zip(
+            copies, shards.rows(given, shape, kind, replicas, first, len(copies)), strict=True
+        ):
             copy.assign(row)
 
 
@@ -149,19 +185,33 @@ def into_callbacks(states: Sequence[Any], callbacks: Sequence[keras.callbacks.Ca
 
 def best_of_callbacks(callbacks: Sequence[keras.callbacks.Callback]) -> dict[str, np.ndarray]:
     """The best weights so far that each EarlyStopping keeps in order to give them back at the end."""
-    kept = enumerate(callback.best_weights or () for callback in callbacks if isinstance(callback, keras.callbacks.EarlyStopping))
-    return {f"{_BEST}/{place}/{number}": np.array(array) for place, arrays in kept for number, array in enumerate(arrays)}
+    kept = enumerate(
+        callback.best_weights or ()
+        for callback in callbacks
+        if isinstance(callback, keras.callbacks.EarlyStopping)
+    )
+    return {
+        f"{_BEST}/{place}/{number}": np.array(array)
+        for place, arrays in kept
+        for number, array in enumerate(arrays)
+    }
 
 
-def best_into_callbacks(arrays: Mapping[str, np.ndarray], callbacks: Sequence[keras.callbacks.Callback]) -> None:
+def best_into_callbacks(
+    arrays: Mapping[str, np.ndarray], callbacks: Sequence[keras.callbacks.Callback]
+) -> None:
     """Gives each EarlyStopping the best weights that it had.
 
     Args:
         arrays: Those of a snapshot, `best_of_callbacks` among them.
         callbacks: The callbacks now.
     """
-    for place, callback in enumerate(c for c in callbacks if isinstance(c, keras.callbacks.EarlyStopping)):
-        callback.best_weights = [array for key, array in arrays.items() if key.startswith(f"{_BEST}/{place}/")] or None
+    for place, callback in enumerate(
+        c for c in callbacks if isinstance(c, keras.callbacks.EarlyStopping)
+    ):
+        callback.best_weights = [
+            array for key, array in arrays.items() if key.startswith(f"{_BEST}/{place}/")
+        ] or None
 
 
 def of_random() -> Snapshot:
@@ -182,8 +232,21 @@ def into_random(snapshot: Snapshot) -> None:
 def _of_callback(callback: keras.callbacks.Callback) -> dict[str, Any] | None:
     if hasattr(callback, "get_state") and hasattr(callback, "set_state"):
         return {"class": type(callback).__name__, "state": callback.get_state()}
-    names = [name for kind, names in _REMEMBERED if isinstance(callback, kind) for name in names if hasattr(callback, name)]
-    return {"class": type(callback).__name__, "memory": {name: _plain(getattr(callback, name)) for name in names}} if names else None
+    names = [
+        name
+        for kind, names in _REMEMBERED
+        if isinstance(callback, kind)
+        for name in names
+        if hasattr(callback, name)
+    ]
+    return (
+        {
+            "class": type(callback).__name__,
+            "memory": {name: _plain(getattr(callback, name)) for name in names},
+        }
+        if names
+        else None
+    )
 
 
 def _plain(value: Any) -> Any:
@@ -199,7 +262,9 @@ def _variables(model: keras.Model) -> dict[str, keras.Variable]:
 def _kind(model: keras.Model) -> str | None:
     """The optimizer's class; one that only shards another is named as that one."""
     optimizer = getattr(model, "optimizer", None)
-    return None if optimizer is None else getattr(optimizer, "tfdist_kind", type(optimizer).__name__)
+    return (
+        None if optimizer is None else getattr(optimizer, "tfdist_kind", type(optimizer).__name__)
+    )
 
 
 def _copies(model: keras.Model, variable: keras.Variable) -> list[tf.Variable]:

@@ -78,7 +78,9 @@ class Store:
     def __init__(self, directory: str | os.PathLike, keep: int = 2):
         self.directory = os.fspath(directory)
         self.keep = keep
-        self.reached: Callable[[str], None] = lambda moment: None  # told when a file is "saving", half of it, and "saved"
+        self.reached: Callable[[str], None] = lambda moment: (
+            None
+        )  # told when a file is "saving", half of it, and "saved"
         self._token: str | None = None
 
     def claim(self, launch: str = "", attempt: int = 0) -> None:
@@ -166,7 +168,10 @@ class Store:
 
         def of(key: str) -> list[Piece]:
             found = [(path, each.facts["first"], *each.arrays[key]) for path, each in files.items()]
-            return [(first * shape[1], Numbers(path, kind, begin, math.prod(shape))) for path, first, kind, shape, begin in found]
+            return [
+                (first * shape[1], Numbers(path, kind, begin, math.prod(shape)))
+                for path, first, kind, shape, begin in found
+            ]
 
         return of
 
@@ -214,7 +219,11 @@ class Store:
                         check(file, part)
                 return Found(number, found)
             except (Damaged, *_CANNOT) as error:
-                why = str(error) if isinstance(error, Damaged) else f"{path}: cannot be read, or its rows: {getattr(error, 'message', error)}"
+                why = (
+                    str(error)
+                    if isinstance(error, Damaged)
+                    else f"{path}: cannot be read, or its rows: {getattr(error, 'message', error)}"
+                )
                 logging.warning("%s The one before it is taken, if there is one.", why)
         if numbers:
             raise Damaged(

@@ -160,9 +160,16 @@ class Sync:
 
     def __post_init__(self) -> None:
         check(self, "sync")
-        of_gradients, of_local = ("combine", "clip_norm", "accumulate", "skip_nonfinite"), ("every", "warmup")
+        of_gradients, of_local = (
+            ("combine", "clip_norm", "accumulate", "skip_nonfinite"),
+            ("every", "warmup"),
+        )
         of_outer = ("outer_learning_rate", "outer_momentum")
-        idle = {"gradients": (*of_local, *of_outer), "local_sgd": (*of_gradients, *of_outer), "diloco": of_gradients}[self.kind]
+        idle = {
+            "gradients": (*of_local, *of_outer),
+            "local_sgd": (*of_gradients, *of_outer),
+            "diloco": of_gradients,
+        }[self.kind]
         for field in dataclasses.fields(self):
             if field.name in idle and getattr(self, field.name) != field.default:
                 raise ValueError(
@@ -244,7 +251,9 @@ class Telemetry:
         words = tuple(word.strip() for word in self.backends.split(",") if word.strip())
         for word in words:
             if word not in BACKENDS:
-                raise ValueError(f"telemetry.backends: received {word!r}. {nearest(word, BACKENDS)}")
+                raise ValueError(
+                    f"telemetry.backends: received {word!r}. {nearest(word, BACKENDS)}"
+                )
         return words
 
 
@@ -312,7 +321,9 @@ def default() -> ConfigDict:
     # A mistake in a config file is to be found, and reported with its key, by Run.from_dict alone.
     config = ConfigDict(Run().to_dict(), type_safe=False)
     for section, kind in typing.get_type_hints(Run).items():
-        for key, known in typing.get_type_hints(kind).items() if dataclasses.is_dataclass(kind) else ():
+        for key, known in (
+            typing.get_type_hints(kind).items() if dataclasses.is_dataclass(kind) else ()
+        ):
             if isinstance(known, types.UnionType):  # lets --config.output.dir=... know its type
                 config[section][key] = config_dict.placeholder(typing.get_args(known)[0])
     return config
@@ -331,7 +342,9 @@ def check_key(key: str) -> None:
     head, _, rest = key.partition(".")
     section = hint(Run, head, "")
     if rest and not dataclasses.is_dataclass(section):
-        raise ValueError(f"{key}: no such key; {head} is a value, not a section. Set {head} itself.")
+        raise ValueError(
+            f"{key}: no such key; {head} is a value, not a section. Set {head} itself."
+        )
     if rest:
         name, _, inner = rest.partition(".")
         if inner and "Mapping" not in str(hint(section, name, head)):
@@ -351,5 +364,3 @@ def _section(cls: type, key: str, value: Any) -> Any:
     for name in value:
         hint(kind, name, key)
     return kind(**value)  # type: ignore[operator]
-
-

@@ -40,7 +40,9 @@ def step_range(name: str, text: str) -> tuple[int, int]:
     found = re.fullmatch(r"steps=(\d+)(?:\.\.(\d+))?", text) if isinstance(text, str) else None
     first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= first <= last:
-        raise ValueError(f"{name}: expected steps from 1 on, the first and the last, such as steps=10..15; received {text!r}.")
+        raise ValueError(
+            f"{name}: expected steps from 1 on, the first and the last, such as steps=10..15; received {text!r}."
+        )
     return first, last
 
 
@@ -96,9 +98,12 @@ def _typed(key: str, value: Any, hint: Any) -> Any:
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        expected = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}.get(
-            kind, "a mapping"
-        )
+        expected = {
+            str: "text",
+            int: "a whole number",
+            float: "a number",
+            bool: "true or false",
+        }.get(kind, "a mapping")
         raise ValueError(
             f"{key}: expected {expected}, received {value!r}, which is of type {type(value).__name__}."
         )

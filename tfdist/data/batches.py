@@ -101,11 +101,18 @@ class Batches:
             return self._of_memory(window, self._steps(position, stride))
         return self._of_examples(window, position, stride)
 
-    def examples(self, window: Window, position: tf.data.Dataset, stride: int = 1) -> tf.data.Dataset:
+    def examples(
+        self, window: Window, position: tf.data.Dataset, stride: int = 1
+    ) -> tf.data.Dataset:
         """What is read for the window, before it is decoded: a data set of Examples `[width]`; of a walk, single ones of all windows."""
         if self.order is None:
             assert stride == 1, "all examples are walked through"
-            return walked(self.source, self.buffer, self._key, position.map(plain(lambda epoch, step: (epoch, step * self.global_batch))))
+            return walked(
+                self.source,
+                self.buffer,
+                self._key,
+                position.map(plain(lambda epoch, step: (epoch, step * self.global_batch))),
+            )
         if isinstance(self.order, StreamOrder):
             return by_file(self.source, self.order, window, position).shard(stride, 0)
         return by_number(self.order, window, self._steps(position, stride))
@@ -123,7 +130,9 @@ class Batches:
             example: One of `examples`.
             seed: Its row of `seeds`.
         """
-        return self._transformed(_checked(self.source, self._read(example, seed), example.number), seed)
+        return self._transformed(
+            _checked(self.source, self._read(example, seed), example.number), seed
+        )
 
     # --- The three ways -----------------------------------------------------------------------------------------------
     def _of_memory(self, window: Window, steps: tf.data.Dataset) -> tf.data.Dataset:
@@ -140,23 +149,33 @@ class Batches:
 
         return steps.map(one, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
 
-    def _of_examples(self, window: Window, position: tf.data.Dataset, stride: int) -> tf.data.Dataset:
+    def _of_examples(
+        self, window: Window, position: tf.data.Dataset, stride: int
+    ) -> tf.data.Dataset:
         width = window.width(self.global_batch)
 
         @plain
         def one(example, data, good):
-            return self._share(window, data, example.number, good, example.epoch[0], example.step[0])
+            return self._share(
+                window, data, example.number, good, example.epoch[0], example.step[0]
+            )
 
         # Of steps with few rows, enough together for all processors. The next ones are begun in any case.
         steps = -(-2 * self.processors // width)
         return self.examples(window, position, stride).interleave(
-            plain(lambda examples: self._loaded(examples).map(one)), cycle_length=steps, block_length=1, num_parallel_calls=steps, deterministic=True
+            plain(lambda examples: self._loaded(examples).map(one)),
+            cycle_length=steps,
+            block_length=1,
+            num_parallel_calls=steps,
+            deterministic=True,
         )
 
     def _loaded(self, examples: Example) -> tf.data.Dataset:
         """The examples of one step, `[width]`, with their data and for which of them it could be had: a data set of one element."""
         width = examples.number.shape[0]
-        rows = tf.data.Dataset.from_tensor_slices((examples, self.seeds(examples.epoch[0], examples.number)))
+        rows = tf.data.Dataset.from_tensor_slices(
+            (examples, self.seeds(examples.epoch[0], examples.number))
+        )
 
         @plain
         def quick(example, seed):
@@ -166,14 +185,23 @@ class Batches:
         def careful(example, seed):
             guard = functools.partial(guarded, source=self.source, errors=self.errors)
             if self.errors.allowed:
-                return Example((), *example[1:]), *guard("read, decoded or transformed", self.load, example, seed)
+                return Example((), *example[1:]), *guard(
+                    "read, decoded or transformed", self.load, example, seed
+                )
             data, _ = guard("read or decoded", self._read, example, seed)
             example = Example(_checked(self.source, data, example.number), *example[1:])
-            data, good = guard("transformed", lambda example, seed: self._transformed(example.data, seed), example, seed)
+            data, good = guard(
+                "transformed",
+                lambda example, seed: self._transformed(example.data, seed),
+                example,
+                seed,
+            )
             return Example((), *example[1:]), data, good
 
         def batch(load):
-            return rows.map(load, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True).batch(width, drop_remainder=True)
+            return rows.map(load, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True).batch(
+                width, drop_remainder=True
+            )
 
         # To look after each example by itself takes a sixth of the time. So that is done once one has failed.
         return batch(quick).ignore_errors().concatenate(batch(careful)).take(1)
@@ -183,7 +211,9 @@ class Batches:
 
         @plain
         def load(example):
-            return Example(self.load(example, self.seeds(example.epoch, example.number)), *example[1:])
+            return Example(
+                self.load(example, self.seeds(example.epoch, example.number)), *example[1:]
+            )
 
         loaded = examples.map(load, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
         batches = loaded.batch(self.global_batch, drop_remainder=self.tail == "drop")
@@ -196,8 +226,13 @@ class Batches:
             rows = found
             if self.tail == "pad":
                 rows = tf.constant(self.global_batch, tf.int64)
-                data, numbers = fill(data, self.global_batch), fill(numbers + 1, self.global_batch) - 1
-                data = self._weighted(data, tf.range(self.global_batch, dtype=tf.int64) < found, found)
+                data, numbers = (
+                    fill(data, self.global_batch),
+                    fill(numbers + 1, self.global_batch) - 1,
+                )
+                data = self._weighted(
+                    data, tf.range(self.global_batch, dtype=tf.int64) < found, found
+                )
             fingerprint = tf.cast(epoch * 31 + numbers[0], tf.float64)
             begin, end = share(rows, window.first, window.count, window.replicas, tf.minimum)
             if window.replicas > 1:
@@ -214,7 +249,13 @@ class Batches:
     def _steps(self, position: tf.data.Dataset, stride: int) -> tf.data.Dataset:
         assert self.order is not None
         count = self.order.steps
-        return position.flat_map(plain(lambda epoch, first: tf.data.Dataset.range(first, count, stride).map(lambda step: (epoch, step))))
+        return position.flat_map(
+            plain(
+                lambda epoch, first: tf.data.Dataset.range(first, count, stride).map(
+                    lambda step: (epoch, step)
+                )
+            )
+        )
 
     def _read(self, example: Example, _: Any) -> Any:
         source = self.source
@@ -227,9 +268,15 @@ class Batches:
     def _transformed(self, data: Any, seed: Any) -> Any:
         if self.transform is None:
             return data
-        return call(self.transform, data) if isinstance(seed, tuple) else call(self.transform, data, seed=seed)
+        return (
+            call(self.transform, data)
+            if isinstance(seed, tuple)
+            else call(self.transform, data, seed=seed)
+        )
 
-    def _share(self, window: Window, data: Any, numbers: tf.Tensor, good: Any, epoch, step) -> Share:
+    def _share(
+        self, window: Window, data: Any, numbers: tf.Tensor, good: Any, epoch, step
+    ) -> Share:
         """`width` examples become the window's rows of their batch."""
         order = self.order
         assert order is not None
@@ -238,7 +285,9 @@ class Batches:
         begin = window_begin(order, window, step)
         width = window.width(self.global_batch)
         uneven = order.steps > order.full
-        real = begin + tf.range(width, dtype=tf.int64) < rows if uneven else tf.ones([width], tf.bool)
+        real = (
+            begin + tf.range(width, dtype=tf.int64) < rows if uneven else tf.ones([width], tf.bool)
+        )
         if good is not None and self.errors.allowed:
             real &= good
         weighted = self.tail == "pad" or bool(self.errors.allowed)
@@ -283,7 +332,11 @@ def _without_label(data: Any) -> Any:
 
 def _checked(source: Source, data: Any, number: tf.Tensor) -> Any:
     """The example, once its label is known to be one of the classes."""
-    if source.classes is None or source.labels is not None or not (isinstance(data, tuple) and len(data) > 1):
+    if (
+        source.classes is None
+        or source.labels is not None
+        or not (isinstance(data, tuple) and len(data) > 1)
+    ):
         return data
     label = data[1]
     if not isinstance(label, tf.Tensor) or not label.dtype.is_integer or label.shape.rank != 0:

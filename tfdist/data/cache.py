@@ -43,7 +43,10 @@ def cached(source: Source, cache: bool | str) -> Source:
     if source.walk is not None:
         examples = source.walk().cache()
         return dataclasses.replace(source, walk=lambda: examples)
-    if all(isinstance(s, tf.TensorSpec) and s.shape.is_fully_defined() for s in tf.nest.flatten(source.element_spec)):
+    if all(
+        isinstance(s, tf.TensorSpec) and s.shape.is_fully_defined()
+        for s in tf.nest.flatten(source.element_spec)
+    ):
         return _of_tensors(source, _read(source, source.dataset()))
     if source.raw is None or (source.assemble is None and source.decode is None):
         raise ValueError(
@@ -65,10 +68,24 @@ def cached(source: Source, cache: bool | str) -> Source:
 
 def _of_tensors(source: Source, tensors) -> Source:
     label = tensors[1] if isinstance(tensors, tuple) and len(tensors) > 1 else None
-    if source.classes is not None and isinstance(label, tf.Tensor) and label.dtype.is_integer and label.shape.rank == 1:
-        check_labels(source.name, label.numpy(), source.classes, lambda number: place(source, number) or f"example {number}")
+    if (
+        source.classes is not None
+        and isinstance(label, tf.Tensor)
+        and label.dtype.is_integer
+        and label.shape.rank == 1
+    ):
+        check_labels(
+            source.name,
+            label.numpy(),
+            source.classes,
+            lambda number: place(source, number) or f"example {number}",
+        )
     return dataclasses.replace(
-        source, read=None, scan=None, raw=None, gather=lambda numbers: tf.nest.map_structure(lambda x: tf.gather(x, numbers), tensors)
+        source,
+        read=None,
+        scan=None,
+        raw=None,
+        gather=lambda numbers: tf.nest.map_structure(lambda x: tf.gather(x, numbers), tensors),
     )
 
 
@@ -77,7 +94,9 @@ def _read(source: Source, dataset: tf.data.Dataset):
     try:
         parts = list(dataset.batch(_BATCH))
     except tf.errors.OpError:
-        for _ in named(source, iter(dataset), itertools.count()):  # names the first that cannot be read
+        for _ in named(
+            source, iter(dataset), itertools.count()
+        ):  # names the first that cannot be read
             pass
         raise
     with tf.device("CPU"):

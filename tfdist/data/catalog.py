@@ -244,7 +244,9 @@ class Catalog:
             ValueError: For an unknown name or split, and where the data are missing or not what the entry says.
         """
         if name not in self.entries:
-            raise ValueError(f"{self.file}: no data set {name!r}. {config.nearest(name, self.entries)}")
+            raise ValueError(
+                f"{self.file}: no data set {name!r}. {config.nearest(name, self.entries)}"
+            )
         return self.entries[name].split(split).source(data_dir)
 
 
@@ -282,7 +284,9 @@ def resolve(
         if catalog is None or not isinstance(error.__cause__, DatasetNotFoundError):
             raise
         near = config.nearest(name, catalog.entries) if catalog.entries else "It is empty."
-        raise ValueError(f"{catalog.file}: no data set {name!r}. {near} Nor has TFDS one: {error}") from error
+        raise ValueError(
+            f"{catalog.file}: no data set {name!r}. {near} Nor has TFDS one: {error}"
+        ) from error
 
 
 def _entry(file: str, name: str, settings: Any) -> Entry:
@@ -306,7 +310,10 @@ def _entry(file: str, name: str, settings: Any) -> Entry:
 
 
 def _checked(
-    path: str, settings: Mapping[str, Any], keys: Mapping[str, tuple[str, ...]], others: tuple[str, ...] = ()
+    path: str,
+    settings: Mapping[str, Any],
+    keys: Mapping[str, tuple[str, ...]],
+    others: tuple[str, ...] = (),
 ) -> None:
     """Raises ValueError unless all settings are known, and hold what they should."""
     for key, value in settings.items():
@@ -338,14 +345,20 @@ def _mapping(value: Any, path: str, keys: str) -> dict[str, Any]:
         raise ValueError(f"{path}: expected a mapping of {keys}, received {value!r}.")
     for key in value:
         if not isinstance(key, str):
-            raise ValueError(f"{path}: expected text as a name, received {key!r}. Put it in quotes.")
+            raise ValueError(
+                f"{path}: expected text as a name, received {key!r}. Put it in quotes."
+            )
     return value
 
 
 def _check(path: str, expected: tuple[str, ...], value: Any) -> None:
     """Raises ValueError unless a setting holds one of the things expected, names in `kinds.FITS`."""
     if not any(kinds.FITS[kind](value) for kind in expected):
-        quotes = "" if isinstance(value, str) else " Put names that look like numbers, yes or no in quotes."
+        quotes = (
+            ""
+            if isinstance(value, str)
+            else " Put names that look like numbers, yes or no in quotes."
+        )
         raise ValueError(f"{path}: expected {' or '.join(expected)}, received {value!r}.{quotes}")
 
 

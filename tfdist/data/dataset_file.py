@@ -86,4 +86,6 @@ def from_json(structure: Any) -> Any:
     """The nest of names that `to_json` was given."""
     if isinstance(structure, dict):
         return {key: from_json(part) for key, part in structure.items()}
-    return tuple(from_json(part) for part in structure) if isinstance(structure, list) else structure
+    return (
+        tuple(from_json(part) for part in structure) if isinstance(structure, list) else structure
+    )

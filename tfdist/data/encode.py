@@ -50,7 +50,9 @@ class Encoder:
             columns[name] = _feature(source.name, name, spec)
 
         tf.nest.map_structure(add, structure, source.element_spec)
-        names = set(columns) | {shape_of(name) for name, feature in columns.items() if feature.has_shape}
+        names = set(columns) | {
+            shape_of(name) for name, feature in columns.items() if feature.has_shape
+        }
         if len(names) < len(tf.nest.flatten(structure)) + sum(
             feature.has_shape for feature in columns.values()
         ):
@@ -77,7 +79,8 @@ class Encoder:
                     p
                     for p in places
                     if all(
-                        _is(s, p, self._flat(e)[name], feature) for e, s in zip(examples, stored, strict=True)
+                        _is(s, p, self._flat(e)[name], feature)
+                        for e, s in zip(examples, stored, strict=True)
                     )
                 )
                 place = next(fits, None)
@@ -137,7 +140,9 @@ class Encoder:
 
     def _flat(self, example: Any) -> dict[str, Any]:
         """The parts of an example by name."""
-        return dict(zip(tf.nest.flatten(self.features.structure), tf.nest.flatten(example), strict=True))
+        return dict(
+            zip(tf.nest.flatten(self.features.structure), tf.nest.flatten(example), strict=True)
+        )
 
 
 def _names(spec: Any, path: tuple[str, ...]) -> Any:

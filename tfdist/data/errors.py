@@ -43,17 +43,25 @@ class Errors:
         with self._lock:
             if int(number) not in self.found:
                 self.found[int(number)] = place.decode(errors="replace")
-                logging.warning("%s: example %d left out: %s", self.name, number, self.found[int(number)])
+                logging.warning(
+                    "%s: example %d left out: %s", self.name, number, self.found[int(number)]
+                )
             if len(self.found) > self.allowed:
-                raise ValueError(f"{self.name}: more than ignore_errors={self.allowed} examples cannot be read or transformed: {self.report()}")
+                raise ValueError(
+                    f"{self.name}: more than ignore_errors={self.allowed} examples cannot be read or transformed: {self.report()}"
+                )
         return number
 
     def report(self) -> str:
         """The examples left out, one a line."""
-        return "\n".join(f"example {number}: {place}" for number, place in sorted(self.found.items()))
+        return "\n".join(
+            f"example {number}: {place}" for number, place in sorted(self.found.items())
+        )
 
 
-def guarded(what: str, load: Callable[..., Any], example: Any, seed: Any, source: Source, errors: Errors) -> tuple[Any, tf.Tensor]:
+def guarded(
+    what: str, load: Callable[..., Any], example: Any, seed: Any, source: Source, errors: Errors
+) -> tuple[Any, tf.Tensor]:
     """Loads an example; if that fails, names its place and fails, or leaves it out where errors are allowed.
 
     Args:
@@ -83,11 +91,19 @@ def guarded(what: str, load: Callable[..., Any], example: Any, seed: Any, source
 
     @plain
     def leave_out(example, _):
-        with tf.control_dependencies([tf.numpy_function(errors.add, [example.number, where(example)], tf.int64)]):
+        with tf.control_dependencies(
+            [tf.numpy_function(errors.add, [example.number, where(example)], tf.int64)]
+        ):
             return tf.nest.map_structure(_empty, loaded.element_spec[0]), tf.constant(False)
 
-    otherwise = one.map(leave_out) if errors.allowed else one.filter(fail).flat_map(plain(lambda *_: loaded))
-    data, good = loaded.ignore_errors(log_warning=True).concatenate(otherwise).take(1).get_single_element()
+    otherwise = (
+        one.map(leave_out)
+        if errors.allowed
+        else one.filter(fail).flat_map(plain(lambda *_: loaded))
+    )
+    data, good = (
+        loaded.ignore_errors(log_warning=True).concatenate(otherwise).take(1).get_single_element()
+    )
     return data, good
 
 

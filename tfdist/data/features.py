@@ -59,7 +59,11 @@ class Feature:
         match = re.fullmatch(r"(bytes of )?(\w+)(?:\[([\d?, ]*)\])?", text.strip())
         if not match:
             raise ValueError(f"features[{name!r}]: {_HOW}; received {text!r}.")
-        sizes = None if match[3] is None else [size.strip() for size in match[3].split(",") if size.strip()]
+        sizes = (
+            None
+            if match[3] is None
+            else [size.strip() for size in match[3].split(",") if size.strip()]
+        )
         shape = () if sizes is None else tuple(None if size == "?" else int(size) for size in sizes)
         if match[2] == "image" and not match[1]:
             shape = (None, None, 3) if sizes is None else shape
@@ -74,7 +78,9 @@ class Feature:
             raise ValueError(f"features[{name!r}]: {_HOW}; received {text!r}.") from None
         feature = cls(dtype, shape, packed=bool(match[1]))
         if feature.packed and not packable(dtype):
-            raise ValueError(f"features[{name!r}]: expected bytes of a type of numbers; received {text!r}.")
+            raise ValueError(
+                f"features[{name!r}]: expected bytes of a type of numbers; received {text!r}."
+            )
         if not feature.packed and not listable(dtype):
             raise ValueError(
                 f'features[{name!r}]: lists hold no {dtype.name}: write "bytes of {text}"; received {text!r}.'
@@ -118,7 +124,9 @@ class Feature:
 
     def decode(self, name: str, parsed: Mapping[str, Any]) -> tf.Tensor:
         """The tensor, from what `tf.io.parse_single_example` found."""
-        with tf.name_scope(re.sub(r"\W", "_", f"feature_{name}")):  # which TensorFlow's messages contain
+        with tf.name_scope(
+            re.sub(r"\W", "_", f"feature_{name}")
+        ):  # which TensorFlow's messages contain
             value = parsed[name]
             if self.image:
                 image = tf.io.decode_image(value, self.shape[2] or 0, expand_animations=False)
@@ -176,7 +184,9 @@ class Features:
     structure: Any
 
     @classmethod
-    def of(cls, declared: Mapping[str, Any], label: str | None = None, structure: Any = None) -> Features:
+    def of(
+        cls, declared: Mapping[str, Any], label: str | None = None, structure: Any = None
+    ) -> Features:
         """The features that declarations mean.
 
         Args:
@@ -213,7 +223,9 @@ class Features:
                     f"label={label!r}: expected one of several features, which are {', '.join(columns)}. "
                     "Correct label=, or add the feature to features=."
                 )
-            return cls(columns, (names[0] if len(names) == 1 else {name: name for name in names}, label))
+            return cls(
+                columns, (names[0] if len(names) == 1 else {name: name for name in names}, label)
+            )
         if structure is None:
             structure = names[0] if len(names) == 1 else {name: name for name in names}
         return cls(columns, structure)
@@ -259,7 +271,9 @@ class Features:
             ) from error
 
 
-def _check_one(name: str, feature: Feature, held: Mapping[str, tf.train.Feature], where: str) -> None:
+def _check_one(
+    name: str, feature: Feature, held: Mapping[str, tf.train.Feature], where: str
+) -> None:
     expected = _LISTS[feature.stored]
     if name not in held:
         if feature.values is None:

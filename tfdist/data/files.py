@@ -67,7 +67,9 @@ def image_folder(
         (('cats', 'dogs'), [(TensorShape([4, 6, 3]), 0), (TensorShape([4, 6, 3]), 1)])
     """
     if isinstance(extensions, str):
-        raise ValueError(f"extensions: expected several, such as ({extensions!r},); received {extensions!r}.")
+        raise ValueError(
+            f"extensions: expected several, such as ({extensions!r},); received {extensions!r}."
+        )
     root = absolute(directory)
     loose, below, ignored = _list(root, tuple(extensions))
     name = f"images in {root}"
@@ -75,21 +77,37 @@ def image_folder(
         found = _walk([os.path.join(root, place) for place in below], tuple(extensions), ignored)
         paths = sorted(itertools.chain(loose, *found))
         if not paths:
-            raise ValueError(f"{name}: there are none, nor in the directories below. {_passed_over(ignored, extensions)}")
+            raise ValueError(
+                f"{name}: there are none, nor in the directories below. {_passed_over(ignored, extensions)}"
+            )
         return _source(name, paths, None, channels, decode)
     names = tuple(below if classes is None else classes)
     for place in names:
         if place not in below:
-            raise ValueError(f"{root}: no directory {place!r}, though a class. {config.nearest(place, below) if below else 'It has no directories.'}")
+            raise ValueError(
+                f"{root}: no directory {place!r}, though a class. {config.nearest(place, below) if below else 'It has no directories.'}"
+            )
     found = _walk([os.path.join(root, place) for place in names], tuple(extensions), ignored)
     if not any(found):
-        unlabelled = f" {len(loose)} lie in {root} itself: pass labels=False, if they have no labels." if loose else ""
-        raise ValueError(f"{name}: there are none in its {len(names)} class directories.{unlabelled} {_passed_over(ignored, extensions)}")
+        unlabelled = (
+            f" {len(loose)} lie in {root} itself: pass labels=False, if they have no labels."
+            if loose
+            else ""
+        )
+        raise ValueError(
+            f"{name}: there are none in its {len(names)} class directories.{unlabelled} {_passed_over(ignored, extensions)}"
+        )
     for place, paths in zip(names, found, strict=True):
         if not paths:
-            raise ValueError(f"{os.path.join(root, place)}: a class directory without images. Remove it, or name the classes wanted in classes=.")
-    numbers: np.ndarray = np.repeat(np.arange(len(names), dtype=np.int64), [len(paths) for paths in found])
-    return _source(name, list(itertools.chain(*found)), Labels(numbers, len(names), names), channels, decode)
+            raise ValueError(
+                f"{os.path.join(root, place)}: a class directory without images. Remove it, or name the classes wanted in classes=."
+            )
+    numbers: np.ndarray = np.repeat(
+        np.arange(len(names), dtype=np.int64), [len(paths) for paths in found]
+    )
+    return _source(
+        name, list(itertools.chain(*found)), Labels(numbers, len(names), names), channels, decode
+    )
 
 
 def manifest(
@@ -142,11 +160,22 @@ def manifest(
     paths = [path if is_remote(path) else os.path.join(base, path) for path in listed.columns[0]]
     if check:
         _check_present(listed.file, listed.columns[0], paths, listed.lines, base)
-    labels = None if label_column is None else classify(listed.columns[1], listed.file, listed.lines, classes)
+    labels = (
+        None
+        if label_column is None
+        else classify(listed.columns[1], listed.file, listed.lines, classes)
+    )
     return _source(f"files of {listed.file}", paths, labels, channels, decode)
 
 
-def imagenet(root: str | os.PathLike, split: str = "train", *, channels: int = 3, decode: bool = True, check: bool = True) -> Source:
+def imagenet(
+    root: str | os.PathLike,
+    split: str = "train",
+    *,
+    channels: int = 3,
+    decode: bool = True,
+    check: bool = True,
+) -> Source:
     """A Source of ImageNet (ILSVRC 2012) as Kaggle's archive has it, unpacked and otherwise left alone.
 
     Args:
@@ -168,12 +197,18 @@ def imagenet(root: str | os.PathLike, split: str = "train", *, channels: int = 3
     if split == "test":
         return image_folder(images, labels=False, channels=channels, decode=decode)
     if split not in ("train", "val"):
-        raise ValueError(f"split: received {split!r}. {config.nearest(split, ('train', 'val', 'test'))}")
+        raise ValueError(
+            f"split: received {split!r}. {config.nearest(split, ('train', 'val', 'test'))}"
+        )
     listed = read(os.path.join(base, f"LOC_{split}_solution.csv"), ["ImageId", "PredictionString"])
     # "n02017213 115 49 448 294": the first word is the class, the rest a box.
     synsets = [text.split(" ", 1)[0] for text in listed.columns[1]]
-    labels = classify(synsets, listed.file, listed.lines, os.path.join(base, "LOC_synset_mapping.txt"))
-    places = (f"{synset}/{image}.JPEG" for synset, image in zip(synsets, listed.columns[0], strict=True))
+    labels = classify(
+        synsets, listed.file, listed.lines, os.path.join(base, "LOC_synset_mapping.txt")
+    )
+    places = (
+        f"{synset}/{image}.JPEG" for synset, image in zip(synsets, listed.columns[0], strict=True)
+    )
     names = list(places) if split == "train" else [f"{image}.JPEG" for image in listed.columns[0]]
     paths = [os.path.join(images, name) for name in names]
     if check:
@@ -181,7 +216,9 @@ def imagenet(root: str | os.PathLike, split: str = "train", *, channels: int = 3
     return _source(f"imagenet[{split}] in {base}", paths, labels, channels, decode)
 
 
-def _source(name: str, paths: list[str], labels: Labels | None, channels: int, decode: bool) -> Source:
+def _source(
+    name: str, paths: list[str], labels: Labels | None, channels: int, decode: bool
+) -> Source:
     if channels not in (1, 3, 4):
         raise ValueError(f"channels: expected 1, 3 or 4, received {channels!r}.")
     with tf.device("CPU"):
@@ -195,7 +232,9 @@ def _source(name: str, paths: list[str], labels: Labels | None, channels: int, d
         x = decode_image(content, channels) if decode else content
         return x if numbers is None else (x, numbers[number])
 
-    spec = tf.TensorSpec([None, None, channels], tf.uint8) if decode else tf.TensorSpec([], tf.string)
+    spec = (
+        tf.TensorSpec([None, None, channels], tf.uint8) if decode else tf.TensorSpec([], tf.string)
+    )
     return Source(
         name,
         spec if labels is None else (spec, tf.TensorSpec([], labels.values.dtype)),
@@ -210,17 +249,29 @@ def _source(name: str, paths: list[str], labels: Labels | None, channels: int, d
     )
 
 
-def _check_present(file: str, names: Sequence[str], paths: Sequence[str], lines: Sequence[int], root: str) -> None:
+def _check_present(
+    file: str, names: Sequence[str], paths: Sequence[str], lines: Sequence[int], root: str
+) -> None:
     """Raises ValueError unless all files are there."""
     wanted: dict[str, set[str]] = collections.defaultdict(set)
     for path in paths:
         directory, _, name = path.rpartition("/")
         wanted[directory].add(name)
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
-        missing = dict(zip(wanted, threads.map(lambda place: wanted[place].difference(_names(place) or ()), wanted), strict=True))
+        missing = dict(
+            zip(
+                wanted,
+                threads.map(lambda place: wanted[place].difference(_names(place) or ()), wanted),
+                strict=True,
+            )
+        )
     if not any(missing.values()):
         return
-    absent = [i for i, path in enumerate(paths) if path.rpartition("/")[2] in missing[path.rpartition("/")[0]]]
+    absent = [
+        i
+        for i, path in enumerate(paths)
+        if path.rpartition("/")[2] in missing[path.rpartition("/")[0]]
+    ]
     first = absent[0]
     remedy = f"Relative paths begin at {root}: correct the list, or say in root= where they do."
     if lines[first] == 1:
@@ -239,7 +290,9 @@ def _names(directory: str) -> list[str] | None:
         return None
 
 
-def _list(directory: str, extensions: tuple[str, ...]) -> tuple[list[str], list[str], collections.Counter]:
+def _list(
+    directory: str, extensions: tuple[str, ...]
+) -> tuple[list[str], list[str], collections.Counter]:
     """Paths of the images in a directory, names of its directories, and what else it holds: how many of which kind."""
     names = _names(directory)
     if names is None:
@@ -249,7 +302,9 @@ def _list(directory: str, extensions: tuple[str, ...]) -> tuple[list[str], list[
         name = entry.rstrip("/")  # with which some file systems mark directories
         if name.startswith("."):
             ignored["hidden"] += 1
-        elif name.lower().endswith(extensions):  # asking of each whether it is a directory would take minutes
+        elif name.lower().endswith(
+            extensions
+        ):  # asking of each whether it is a directory would take minutes
             images.append(os.path.join(directory, name))
         elif entry != name or tf.io.gfile.isdir(os.path.join(directory, name)):
             below.append(name)
@@ -258,7 +313,9 @@ def _list(directory: str, extensions: tuple[str, ...]) -> tuple[list[str], list[
     return images, below, ignored
 
 
-def _walk(directories: Sequence[str], extensions: tuple[str, ...], ignored: collections.Counter) -> list[list[str]]:
+def _walk(
+    directories: Sequence[str], extensions: tuple[str, ...], ignored: collections.Counter
+) -> list[list[str]]:
     """Paths of the images below each directory; what else there is, is added to `ignored`."""
 
     def one(directory: str) -> tuple[list[str], collections.Counter]:

@@ -111,7 +111,9 @@ def write_index(index: Index, directory: str | None, stamp: tuple[int, int]) -> 
         "records": index.records,
         "crc32": zlib.crc32(content),
     }
-    storage.write_whole(_place(index.path, directory), json.dumps(header).encode() + b"\n" + content)
+    storage.write_whole(
+        _place(index.path, directory), json.dumps(header).encode() + b"\n" + content
+    )
 
 
 def _open(path: str, compression: str, index_dir: str | None) -> tuple[Index, bool]:
@@ -123,7 +125,9 @@ def _open(path: str, compression: str, index_dir: str | None) -> tuple[Index, bo
             return index, True
     index = build(path, compression)
     if _stamp(path) != stamp:
-        raise ValueError(f"{path} changes while it is read. Wait until it is written, then start again.")
+        raise ValueError(
+            f"{path} changes while it is read. Wait until it is written, then start again."
+        )
     try:
         write_index(index, index_dir, stamp)
     except storage.CANNOT_WRITE as error:
@@ -152,7 +156,8 @@ def _place(path: str, directory: str | None) -> str:
         return path + SUFFIX
     # Files of the same name in several directories may share one directory of indexes.
     return os.path.join(
-        directory, f"{os.path.basename(path)}-{hashlib.sha256(path.encode()).hexdigest()[:12]}{SUFFIX}"
+        directory,
+        f"{os.path.basename(path)}-{hashlib.sha256(path.encode()).hexdigest()[:12]}{SUFFIX}",
     )
 
 
@@ -169,7 +174,10 @@ def _read(path: str, stamp: tuple[int, int], place: str) -> Index | None:
         ):
             return None
         return Index(
-            path, header["compression"], header["records"], np.frombuffer(content, "<i8").astype(np.int64)
+            path,
+            header["compression"],
+            header["records"],
+            np.frombuffer(content, "<i8").astype(np.int64),
         )
     except (OSError, tf.errors.OpError, ValueError, KeyError, TypeError):
         return None
@@ -198,7 +206,8 @@ def build(path: str, compression: str = "auto") -> Index:
             compression = "GZIP" if zipped else ""
         if compression == "":
             offsets = _hop(
-                path, _Headers(file, size, _REMOTE_CHUNK if storage.is_remote(path) else _LOCAL_CHUNK)
+                path,
+                _Headers(file, size, _REMOTE_CHUNK if storage.is_remote(path) else _LOCAL_CHUNK),
             )
             return Index(path, "", len(offsets), offsets)
         try:

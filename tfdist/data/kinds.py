@@ -46,7 +46,9 @@ FITS: Mapping[str, Callable[[Any], bool]] = {
     "a whole number": lambda x: isinstance(x, int) and not isinstance(x, bool),
     "true or false": lambda x: isinstance(x, bool),
     "null": lambda x: x is None,
-    "a list of names": lambda x: isinstance(x, list) and x != [] and all(isinstance(name, str) for name in x),
+    "a list of names": lambda x: (
+        isinstance(x, list) and x != [] and all(isinstance(name, str) for name in x)
+    ),
     "a mapping of names to text": lambda x: (
         isinstance(x, dict) and x != {} and all(isinstance(y, str) for xy in x.items() for y in xy)
     ),
@@ -92,7 +94,10 @@ def _records(split: Split, _: Any) -> Source:
     options = {key: value for key, value in split.options.items() if key != "classes"}
     classes, names = _classes(split)
     return records(
-        _location(split), classes=classes, class_names=names, **{**options, **_some(split, "index_dir")}
+        _location(split),
+        classes=classes,
+        class_names=names,
+        **{**options, **_some(split, "index_dir")},
     )
 
 
@@ -105,7 +110,10 @@ def _location(split: Split) -> str:
 def _some(split: Split, *keys: str) -> dict[str, Any]:
     """These settings, if they are there; text among them is a path."""
     given = {key: split.options[key] for key in keys if key in split.options}
-    return {key: split.path(value, key) if isinstance(value, str) else value for key, value in given.items()}
+    return {
+        key: split.path(value, key) if isinstance(value, str) else value
+        for key, value in given.items()
+    }
 
 
 def _arrays(split: Split, _: Any) -> Source:
@@ -154,7 +162,9 @@ class _Arrays:
 
     def read(self, name: str) -> np.ndarray:
         if name not in self._files:
-            raise ValueError(f"{self.location}: no array {name!r}. {config.nearest(name, self._files)}")
+            raise ValueError(
+                f"{self.location}: no array {name!r}. {config.nearest(name, self._files)}"
+            )
         with self._open(self._files[name]) as file:
             loaded = self._loaded(file)
             if isinstance(loaded, np.ndarray):
@@ -197,7 +207,13 @@ KINDS: Mapping[str, Kind] = {
     "imagenet": Kind(_imagenet, {"split": TEXT, "check": TRUTH, **_FILES}, "split"),
     "table": Kind(
         _table,
-        {"features": TEXT + NAMES, "label": TEXT, "classes": _CLASSES, "types": MAPPING, "delimiter": TEXT},
+        {
+            "features": TEXT + NAMES,
+            "label": TEXT,
+            "classes": _CLASSES,
+            "types": MAPPING,
+            "delimiter": TEXT,
+        },
     ),
     "records": Kind(
         _records,

@@ -82,7 +82,9 @@ def permute(numbers: Any, count: Any, key: Any) -> tf.Tensor:
 
 
 def _cipher(numbers: tf.Tensor, keys: tf.Tensor, largest: tf.Tensor) -> tf.Tensor:
-    return tf.raw_ops.RandomIndexShuffle(index=numbers, seed=keys, max_index=largest, rounds=_ROUNDS)
+    return tf.raw_ops.RandomIndexShuffle(
+        index=numbers, seed=keys, max_index=largest, rounds=_ROUNDS
+    )
 
 
 def key_of(seed: Any, epoch: Any) -> tf.Tensor:

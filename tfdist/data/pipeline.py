@@ -112,12 +112,18 @@ def pipeline(
     """
     source = Source.of(source)
     _check_count("global_batch", global_batch)
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not -(2**63) <= seed < 2**63:
+    if (
+        isinstance(seed, bool)
+        or not isinstance(seed, int | np.integer)
+        or not -(2**63) <= seed < 2**63
+    ):
         raise ValueError(f"seed: expected a whole number of 64 bits, received {seed!r}.")
     if tail not in TAILS:
         raise ValueError(f"tail: expected one of {', '.join(TAILS)}; received {tail!r}.")
     if isinstance(ignore_errors, bool) or not isinstance(ignore_errors, int) or ignore_errors < 0:
-        raise ValueError(f"ignore_errors: expected how many examples may be left out, 0 or more; received {ignore_errors!r}.")
+        raise ValueError(
+            f"ignore_errors: expected how many examples may be left out, 0 or more; received {ignore_errors!r}."
+        )
     if source.walk is not None and ignore_errors:
         raise ValueError(
             f"ignore_errors: {source.name} is read by code of your own, which tfdist cannot read on from after an error. "
@@ -125,9 +131,13 @@ def pipeline(
         )
     addresses = addresses_of(service)
     if addresses and ignore_errors:
-        raise ValueError("ignore_errors: expected 0 with service=..., as data workers cannot count what all of them leave out; leave one of the two out.")
+        raise ValueError(
+            "ignore_errors: expected 0 with service=..., as data workers cannot count what all of them leave out; leave one of the two out."
+        )
     if not labels and tail == "pad":
-        raise ValueError('labels=False: expected tail="partial", as padding would make outputs of nothing; received "pad".')
+        raise ValueError(
+            'labels=False: expected tail="partial", as padding would make outputs of nothing; received "pad".'
+        )
     buffer = _buffer(shuffle)
     if source.cardinality is not None:
         _count(source.name, source.cardinality, global_batch, tail == "drop")
@@ -137,17 +147,35 @@ def pipeline(
     order = _order(source, global_batch, seed, buffer, tail)
     errors = Errors(source.name, ignore_errors)
     batches = Batches(
-        source, order, global_batch, seed, tail, buffer, transform, batch_transform, labels, errors, _options(threads, ram_budget), prefetch,
-        threads or os.cpu_count() or 1, addresses,
+        source,
+        order,
+        global_batch,
+        seed,
+        tail,
+        buffer,
+        transform,
+        batch_transform,
+        labels,
+        errors,
+        _options(threads, ram_budget),
+        prefetch,
+        threads or os.cpu_count() or 1,
+        addresses,
     )
-    count = None if source.cardinality is None else _count(source.name, source.cardinality, global_batch, tail == "drop")
+    count = (
+        None
+        if source.cardinality is None
+        else _count(source.name, source.cardinality, global_batch, tail == "drop")
+    )
 
     def shares(window: Window, epoch: int | None, first_step: int) -> tf.data.Dataset:
         if window == Window() and epoch is None and not first_step:
             return of_all  # traced once
         return batches.shares(window, _position(epochs, epoch, first_step))
 
-    def share(first: int, count: int, replicas: int, epoch: int | None = None, first_step: int = 0) -> tf.data.Dataset:
+    def share(
+        first: int, count: int, replicas: int, epoch: int | None = None, first_step: int = 0
+    ) -> tf.data.Dataset:
         _check_replicas(source, global_batch, replicas)
         window = Window() if count == replicas else Window(first, count, replicas)
         return shares(window, epoch, first_step)
@@ -157,7 +185,11 @@ def pipeline(
         if count is not None:
             result = result.apply(tf.data.experimental.assert_cardinality(count - first_step))
         result = result.with_options(batches.options)
-        return result if device is None else result.apply(tf.data.experimental.prefetch_to_device(device))
+        return (
+            result
+            if device is None
+            else result.apply(tf.data.experimental.prefetch_to_device(device))
+        )
 
     epochs = Epochs()
     of_all = batches.shares(Window(), _position(epochs, None, 0))
@@ -174,7 +206,9 @@ def pipeline(
 def _position(epochs: Epochs, epoch: int | None, first_step: int) -> tf.data.Dataset:
     """The epoch and step where a pass begins, asked for when it does."""
     if epoch is not None:
-        return tf.data.Dataset.from_tensors((tf.constant(epoch, tf.int64), tf.constant(first_step, tf.int64)))
+        return tf.data.Dataset.from_tensors(
+            (tf.constant(epoch, tf.int64), tf.constant(first_step, tf.int64))
+        )
 
     # A counter in Python can be read and set, and is no variable of a strategy.
     @plain
@@ -185,17 +219,37 @@ def _position(epochs: Epochs, epoch: int | None, first_step: int) -> tf.data.Dat
     return tf.data.Dataset.from_tensors(0).map(now)
 
 
-def _order(source: Source, global_batch: int, seed: int, buffer: int | None, tail: str) -> Order | None:
+def _order(
+    source: Source, global_batch: int, seed: int, buffer: int | None, tail: str
+) -> Order | None:
     if source.walk is not None or source.cardinality is None:
         return None
     if source.scan is None:
         return Order(source.cardinality, global_batch, seed, buffer is not None, tail)
     assert source.lengths is not None
     if buffer is None:
-        return StreamOrder.of(source.lengths, global_batch, seed=seed, shuffle=False, tail=tail, block=min(256, source.cardinality))
+        return StreamOrder.of(
+            source.lengths,
+            global_batch,
+            seed=seed,
+            shuffle=False,
+            tail=tail,
+            block=min(256, source.cardinality),
+        )
     # A block of few examples takes as long to permute as one of a thousand.
-    streams = max(n for n in range(1, STREAMS + 1) if global_batch % n == 0 and (n == 1 or buffer // n >= SMALLEST_BLOCK))
-    return StreamOrder.of(source.lengths, global_batch, seed=seed, tail=tail, streams=streams, block=max(1, buffer // streams))
+    streams = max(
+        n
+        for n in range(1, STREAMS + 1)
+        if global_batch % n == 0 and (n == 1 or buffer // n >= SMALLEST_BLOCK)
+    )
+    return StreamOrder.of(
+        source.lengths,
+        global_batch,
+        seed=seed,
+        tail=tail,
+        streams=streams,
+        block=max(1, buffer // streams),
+    )
 
 
 def _options(threads: int | None, ram_budget: int | None) -> tf.data.Options:
@@ -226,7 +280,11 @@ def _count(name: str, examples: int, global_batch: int, drop: bool) -> int:
     """Batches of an epoch."""
     count = examples // global_batch if drop else -(-examples // global_batch)
     if count == 0:
-        remedy = 'Take a smaller global_batch, or another tail than "drop".' if examples else "Look at where it is read from."
+        remedy = (
+            'Take a smaller global_batch, or another tail than "drop".'
+            if examples
+            else "Look at where it is read from."
+        )
         raise ValueError(
             f"{name} has {examples} examples, which make no batch of global_batch={global_batch}. {remedy}"
         )
@@ -235,14 +293,19 @@ def _count(name: str, examples: int, global_batch: int, drop: bool) -> int:
 
 def _check_replicas(source: Source, global_batch: int, replicas: int) -> None:
     if global_batch % replicas:
-        below, above = global_batch // replicas * replicas, math.ceil(global_batch / replicas) * replicas
+        below, above = (
+            global_batch // replicas * replicas,
+            math.ceil(global_batch / replicas) * replicas,
+        )
         nearest = f"{below} and {above}" if below else f"{above}"
         raise ValueError(
             f"global_batch={global_batch}: expected a multiple of the {replicas} replicas, so that each takes equally many rows; "
             f"the nearest {'are' if below else 'is'} {nearest}."
         )
     if source.cardinality is not None and source.cardinality < replicas:
-        raise ValueError(f"{source.name} has {source.cardinality} examples, fewer than there are replicas ({replicas}). Take fewer workers or devices.")
+        raise ValueError(
+            f"{source.name} has {source.cardinality} examples, fewer than there are replicas ({replicas}). Take fewer workers or devices."
+        )
 
 
 def _check_shapes(source: Source, transform: Any) -> None:

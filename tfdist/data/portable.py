@@ -7,7 +7,12 @@ from typing import Any
 import tensorflow as tf
 
 # Resources that a process makes for itself where it does not find the one of the graph's origin: the op's input that names it.
-_OWN_RESOURCES = {"ShuffleDatasetV3": 4, "ShuffleAndRepeatDatasetV2": 5, "CacheDatasetV2": 2, "RandomDatasetV2": 2}
+_OWN_RESOURCES = {
+    "ShuffleDatasetV3": 4,
+    "ShuffleAndRepeatDatasetV2": 5,
+    "CacheDatasetV2": 2,
+    "RandomDatasetV2": 2,
+}
 
 
 def graph_of(dataset: tf.data.Dataset) -> bytes:
@@ -17,7 +22,9 @@ def graph_of(dataset: tf.data.Dataset) -> bytes:
         tf.errors.OpError: An operation in it cannot be written down.
     """
     variant = tf.data.experimental.to_variant(dataset)
-    return tf.raw_ops.DatasetToGraphV2(input_dataset=variant, external_state_policy=1, strip_device_assignment=True).numpy()
+    return tf.raw_ops.DatasetToGraphV2(
+        input_dataset=variant, external_state_policy=1, strip_device_assignment=True
+    ).numpy()
 
 
 def bound_to_process(graph: bytes) -> str | None:
@@ -40,7 +47,10 @@ def bound_to_process(graph: bytes) -> str | None:
     for node in nodes(definition):
         if "PyFunc" in node.op:
             return "runs Python code (a generator, tf.py_function or tf.numpy_function)"
-        handle = node.op == "Const" and node.attr["dtype"].type in (tf.resource.as_datatype_enum, tf.variant.as_datatype_enum)
+        handle = node.op == "Const" and node.attr["dtype"].type in (
+            tf.resource.as_datatype_enum,
+            tf.variant.as_datatype_enum,
+        )
         # A variable would stay as it is now.
         if node.op == "VarHandleOp" or (handle and node.name not in own):
             return "uses a tf.Variable or another resource of this process"
@@ -49,4 +59,7 @@ def bound_to_process(graph: bytes) -> str | None:
 
 def nodes(definition: Any) -> list:
     """All nodes of a GraphDef, those of its functions too."""
-    return [*definition.node, *(node for function in definition.library.function for node in function.node_def)]
+    return [
+        *definition.node,
+        *(node for function in definition.library.function for node in function.node_def),
+    ]

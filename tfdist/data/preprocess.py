@@ -38,7 +38,9 @@ class Preprocess:
         found = self.layers.values() if isinstance(self.layers, Mapping) else [self.layers]
         for layer in found:
             if not isinstance(layer, keras.Layer):
-                raise ValueError(f"layers: expected a Keras layer, or a dict of them; received {layer!r}.")
+                raise ValueError(
+                    f"layers: expected a Keras layer, or a dict of them; received {layer!r}."
+                )
 
     def __call__(self, x: Any, *rest: Any) -> Any:
         """Changes a batch.
@@ -60,7 +62,9 @@ class Preprocess:
         return (changed, *rest) if rest else changed
 
 
-def adapt(layers: keras.Layer | Mapping[str, keras.Layer], source: Any, *, global_batch: int = 1024) -> Preprocess:
+def adapt(
+    layers: keras.Layer | Mapping[str, keras.Layer], source: Any, *, global_batch: int = 1024
+) -> Preprocess:
     """Lets layers learn from all examples of a source: their vocabulary, mean and variance, quantiles.
 
     The examples come in the order of their numbers, so that every worker's layers learn the same; each worker reads them all.
@@ -87,7 +91,11 @@ def adapt(layers: keras.Layer | Mapping[str, keras.Layer], source: Any, *, globa
     result = Preprocess(layers)
     for name, layer in _named(layers):
         if hasattr(layer, "adapt"):
-            layer.adapt(source.dataset().batch(global_batch).map(_select(name), num_parallel_calls=tf.data.AUTOTUNE))
+            layer.adapt(
+                source.dataset()
+                .batch(global_batch)
+                .map(_select(name), num_parallel_calls=tf.data.AUTOTUNE)
+            )
     return result
 
 
@@ -102,10 +110,14 @@ def _named(layers: Any) -> list[tuple[str | None, keras.Layer]]:
 def _feature(x: Any, name: str | None) -> Any:
     if name is None:
         if isinstance(x, Mapping):
-            raise ValueError(f"layers: x has the features {', '.join(map(str, x))}: expected layers by the name of their feature, received one layer.")
+            raise ValueError(
+                f"layers: x has the features {', '.join(map(str, x))}: expected layers by the name of their feature, received one layer."
+            )
         return x
     if not isinstance(x, Mapping):
-        raise ValueError(f"layers: x has no features: expected one layer, received one for the feature {name!r}.")
+        raise ValueError(
+            f"layers: x has no features: expected one layer, received one for the feature {name!r}."
+        )
     if name not in x:
         raise ValueError(f"layers: x has no feature {name!r}. {config.nearest(name, x)}")
     return x[name]
@@ -116,11 +128,21 @@ def _column(value: Any) -> Any:
 
 
 def _run(layer: keras.Layer, value: Any, name: str | None) -> Any:
-    if isinstance(layer, keras.layers.Normalization) and not layer.built and layer.input_mean is None:
-        raise ValueError(f"layers: {layer.name} has learned nothing yet. Call adapt(layers, source), or give it mean and variance.")
+    if (
+        isinstance(layer, keras.layers.Normalization)
+        and not layer.built
+        and layer.input_mean is None
+    ):
+        raise ValueError(
+            f"layers: {layer.name} has learned nothing yet. Call adapt(layers, source), or give it mean and variance."
+        )
     value = _column(value)
     result = layer(value)
-    if isinstance(result, tf.Tensor) and value.shape[1:].is_fully_defined() and not result.shape[1:].is_fully_defined():
+    if (
+        isinstance(result, tf.Tensor)
+        and value.shape[1:].is_fully_defined()
+        and not result.shape[1:].is_fully_defined()
+    ):
         raise ValueError(
             f"layers: {layer.name}{'' if name is None else f', of the feature {name!r},'} makes rows as long as the longest of its batch ({result.shape}), "
             "though a row must not depend on others. Give it a length: TextVectorization(output_sequence_length=...)."

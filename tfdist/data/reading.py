@@ -67,13 +67,17 @@ def positions(order: Order, window: Window, step: Any) -> tf.Tensor:
     Returns:
         int64 `[width]`. In a batch that is not full, rows beyond its end repeat its last example.
     """
-    row = window_begin(order, window, step) + tf.range(window.width(order.global_batch), dtype=tf.int64)
+    row = window_begin(order, window, step) + tf.range(
+        window.width(order.global_batch), dtype=tf.int64
+    )
     return step * order.global_batch + tf.minimum(row, order.rows(step, tf.minimum) - 1)
 
 
 def window_begin(order: Order, window: Window, step: Any) -> tf.Tensor:
     """Row of a step's batch where the window begins, int64 scalar: padded batches are shared like full ones."""
-    rows = tf.cast(order.global_batch if order.tail == "pad" else order.rows(step, tf.minimum), tf.int64)
+    rows = tf.cast(
+        order.global_batch if order.tail == "pad" else order.rows(step, tf.minimum), tf.int64
+    )
     return share(rows, window.first, window.count, window.replicas, tf.minimum)[0]
 
 
@@ -98,7 +102,9 @@ def by_number(order: Order, window: Window, steps: tf.data.Dataset) -> tf.data.D
     return steps.map(numbers, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
 
 
-def by_file(source: Source, order: StreamOrder, window: Window, position: tf.data.Dataset) -> tf.data.Dataset:
+def by_file(
+    source: Source, order: StreamOrder, window: Window, position: tf.data.Dataset
+) -> tf.data.Dataset:
     """The window's examples as they are stored in files, read from beginning to end.
 
     Args:
@@ -136,10 +142,19 @@ def by_file(source: Source, order: StreamOrder, window: Window, position: tf.dat
     @plain
     def tail(epoch, step):
         last = tf.constant(order.full, tf.int64)
-        rest = _segment(source, _sequence(order, epoch), tf.constant(order.tail_begin, tf.int64), tf.constant(order.examples, tf.int64))
+        rest = _segment(
+            source,
+            _sequence(order, epoch),
+            tf.constant(order.tail_begin, tf.int64),
+            tf.constant(order.examples, tf.int64),
+        )
         wanted = order.places(epoch, positions(order, window, last)) - order.tail_begin
         together = rest.batch(order.examples - order.tail_begin)
-        rows = together.flat_map(lambda *held: tf.data.Dataset.from_tensor_slices(tuple(tf.gather(x, wanted) for x in held)))
+        rows = together.flat_map(
+            lambda *held: tf.data.Dataset.from_tensor_slices(
+                tuple(tf.gather(x, wanted) for x in held)
+            )
+        )
         begun = rows.take(tf.where(step <= last, tf.constant(-1, tf.int64), 0))
         return begun.map(lambda stored, number: Example(stored, number, epoch, last))
 
@@ -149,11 +164,15 @@ def by_file(source: Source, order: StreamOrder, window: Window, position: tf.dat
     elif not order.full:
         examples = position.flat_map(tail)
     else:
-        examples = position.flat_map(plain(lambda epoch, step: full(epoch, step).concatenate(tail(epoch, step))))
+        examples = position.flat_map(
+            plain(lambda epoch, step: full(epoch, step).concatenate(tail(epoch, step)))
+        )
     return examples.batch(width, drop_remainder=True)
 
 
-def walked(source: Source, buffer: int | None, key: Callable[[Any], tf.Tensor], position: tf.data.Dataset) -> tf.data.Dataset:
+def walked(
+    source: Source, buffer: int | None, key: Callable[[Any], tf.Tensor], position: tf.data.Dataset
+) -> tf.data.Dataset:
     """All examples of a source that can only be walked through, in an epoch's order.
 
     Args:
@@ -175,7 +194,9 @@ def walked(source: Source, buffer: int | None, key: Callable[[Any], tf.Tensor], 
         shuffled = examples
         if buffer is not None:
             shuffled = examples.shuffle(buffer, seed=key(epoch), reshuffle_each_iteration=False)
-        return shuffled.skip(first).map(lambda number, data: Example(data, number, epoch, tf.constant(0, tf.int64)))
+        return shuffled.skip(first).map(
+            lambda number, data: Example(data, number, epoch, tf.constant(0, tf.int64))
+        )
 
     return position.flat_map(one_epoch)
 
@@ -192,10 +213,17 @@ class _Sequence(NamedTuple):
 def _sequence(order: StreamOrder, epoch) -> _Sequence:
     files, ends = order.files(epoch), order.ends(epoch)
     lengths = tf.constant(order.lengths, tf.int64)
-    return _Sequence(files, ends - tf.gather(lengths, files), ends, tf.gather(tf.cumsum(lengths, exclusive=True), files))
+    return _Sequence(
+        files,
+        ends - tf.gather(lengths, files),
+        ends,
+        tf.gather(tf.cumsum(lengths, exclusive=True), files),
+    )
 
 
-def _stream(source: Source, order: StreamOrder, sequence: _Sequence, epoch, stream, step) -> tf.data.Dataset:
+def _stream(
+    source: Source, order: StreamOrder, sequence: _Sequence, epoch, stream, step
+) -> tf.data.Dataset:
     """Stored examples of one part from a step on, with their numbers."""
     done = step * order.per_stream
     block = done // order.block
@@ -205,10 +233,14 @@ def _stream(source: Source, order: StreamOrder, sequence: _Sequence, epoch, stre
     def permuted(index, held):
         first = (block + index) * order.block
         within = first + tf.range(tf.size(held[1], tf.int64))
-        places = order.shuffled(epoch, tf.fill(tf.shape(within), stream), within, order.part) - first
+        places = (
+            order.shuffled(epoch, tf.fill(tf.shape(within), stream), within, order.part) - first
+        )
         return tuple(tf.gather(x, places) for x in held)
 
-    return read.batch(order.block).enumerate().map(permuted).unbatch().skip(done - block * order.block)
+    return (
+        read.batch(order.block).enumerate().map(permuted).unbatch().skip(done - block * order.block)
+    )
 
 
 def _segment(source: Source, sequence: _Sequence, begin, end) -> tf.data.Dataset:
@@ -223,6 +255,11 @@ def _segment(source: Source, sequence: _Sequence, begin, end) -> tf.data.Dataset
         skipped = tf.maximum(begin - sequence.starts[place], 0)
         count = tf.minimum(sequence.ends[place], end) - sequence.starts[place] - skipped
         number = sequence.numbers[place] + skipped
-        return tf.data.Dataset.zip((scan(sequence.files[place], skipped, count), tf.data.Dataset.range(number, number + count)))
+        return tf.data.Dataset.zip(
+            (
+                scan(sequence.files[place], skipped, count),
+                tf.data.Dataset.range(number, number + count),
+            )
+        )
 
     return tf.data.Dataset.range(first, after).flat_map(of_file)

@@ -79,7 +79,9 @@ def records(
         os.fspath(files) if isinstance(files, str | os.PathLike) else f"{len(files)} record files"
     )
     if class_names is not None and classes not in (None, len(class_names)):
-        raise ValueError(f"classes={classes}: expected {len(class_names)}, as there are so many class_names.")
+        raise ValueError(
+            f"classes={classes}: expected {len(class_names)}, as there are so many class_names."
+        )
     found = find(files)
     manifest = dataset_file.read(os.path.dirname(found[0]))
     if manifest is not None and not _covers(manifest, found):
@@ -110,7 +112,10 @@ def records(
     if parsed is not None:
         check_features(parsed, indexes)
     source = of_indexes(
-        name, indexes, parsed.decode if parsed is not None else tf.identity, stream=access == "stream"
+        name,
+        indexes,
+        parsed.decode if parsed is not None else tf.identity,
+        stream=access == "stream",
     )
     names = None if class_names is None else tuple(class_names)
     return dataclasses.replace(
@@ -139,7 +144,9 @@ def find(files: str | os.PathLike | Sequence[str | os.PathLike]) -> list[str]:
             more = [each]
         else:
             more = sorted(
-                path for path in tf.io.gfile.glob(each) if not _is_ours(path) and not tf.io.gfile.isdir(path)
+                path
+                for path in tf.io.gfile.glob(each)
+                if not _is_ours(path) and not tf.io.gfile.isdir(path)
             )
         if not more:
             raise ValueError(
@@ -166,7 +173,9 @@ def _of_directory(directory: str) -> list[str]:
         return [os.path.join(directory, shard["file"]) for shard in manifest["shards"]]
     names = sorted(tf.io.gfile.listdir(directory))
     return [
-        os.path.join(directory, name) for name in names if "tfrecord" in name.lower() and not _is_ours(name)
+        os.path.join(directory, name)
+        for name in names
+        if "tfrecord" in name.lower() and not _is_ours(name)
     ]
 
 
@@ -206,12 +215,16 @@ def check_features(features: Features, indexes: Sequence[Index]) -> None:
         ValueError: With the feature and the file.
     """
     filled = [index for index in indexes if index.records]
-    for index in {filled[0].path: filled[0], filled[-1].path: filled[-1]}.values() if filled else ():
+    for index in (
+        {filled[0].path: filled[0], filled[-1].path: filled[-1]}.values() if filled else ()
+    ):
         where = f"{index.path}, {'record 0' if index.compression else 'byte 0'}"
         try:
             first = next(iter(tf.data.TFRecordDataset(index.path, index.compression).take(1)))
         except tf.errors.OpError as error:
-            raise ValueError(f"{where}: corrupt: {error.message}. Write or copy the file again.") from error
+            raise ValueError(
+                f"{where}: corrupt: {error.message}. Write or copy the file again."
+            ) from error
         features.check(first.numpy(), where)
 
 
@@ -252,7 +265,11 @@ def of_indexes(
         )
     else:
         source = Source(
-            name, spec, sum(lengths), read=lambda number: decode(table.record(number)), decode=decode
+            name,
+            spec,
+            sum(lengths),
+            read=lambda number: decode(table.record(number)),
+            decode=decode,
         )
     return dataclasses.replace(source, describe=table.describe, raw=raw)
 
@@ -287,7 +304,8 @@ class _Table:
     @classmethod
     def of(cls, indexes: Sequence[Index], order: np.ndarray | None) -> _Table:
         offsets = [
-            np.zeros(index.records, np.int64) if index.compression else index.offsets for index in indexes
+            np.zeros(index.records, np.int64) if index.compression else index.offsets
+            for index in indexes
         ] + [np.zeros(1, np.int64)]
         remote = any(storage.is_remote(index.path) for index in indexes)
         with tf.device("CPU"):
@@ -318,10 +336,14 @@ class _Table:
             done = whole.reduce(tf.constant(0, tf.int64), lambda so_far, _: so_far + 1)
             return tf.data.Dataset.range(begin + done, begin + count).map(self._record_or_not)
 
-        rest = tf.data.Dataset.from_tensors(0).flat_map(others)  # read only where there are not enough
+        rest = tf.data.Dataset.from_tensors(0).flat_map(
+            others
+        )  # read only where there are not enough
         return whole.concatenate(rest).take(count)
 
-    def _up_to_an_error(self, file: tf.Tensor, first: tf.Tensor, count: tf.Tensor) -> tf.data.Dataset:
+    def _up_to_an_error(
+        self, file: tf.Tensor, first: tf.Tensor, count: tf.Tensor
+    ) -> tf.data.Dataset:
         """Some records of a file, up to the first that cannot be read: TensorFlow goes no further in a file."""
         rows = self._from(file, self.offsets[self._begin(file) + first], self.buffer)
         rows = rows.skip(tf.where(self.compressions[file] != "", first, 0))
@@ -332,7 +354,11 @@ class _Table:
         _, file = self._place(number)
         alone = tf.where(self.compressions[file] == "", tf.constant(1, tf.int64), 0)
         record = self._from(file, self.offsets[number], 0).take(alone).ignore_errors()
-        return record.concatenate(tf.data.Dataset.from_tensors(_UNREADABLE)).take(1).get_single_element()
+        return (
+            record.concatenate(tf.data.Dataset.from_tensors(_UNREADABLE))
+            .take(1)
+            .get_single_element()
+        )
 
     @plain
     def describe(self, number: tf.Tensor) -> tf.Tensor:

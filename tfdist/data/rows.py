@@ -46,7 +46,9 @@ def cut(batch: Any, begin, end) -> Any:
             return x
         if isinstance(x, tf.SparseTensor):
             size = tf.concat([[end - begin], x.dense_shape[1:]], 0)
-            return tf.sparse.slice(x, tf.concat([[begin], tf.zeros_like(x.dense_shape[1:])], 0), size)
+            return tf.sparse.slice(
+                x, tf.concat([[begin], tf.zeros_like(x.dense_shape[1:])], 0), size
+            )
         return x[begin:end]
 
     return tf.nest.map_structure(of, batch)

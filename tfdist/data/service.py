@@ -33,7 +33,9 @@ from tfdist.data.rows import plain
 from tfdist.keras_compat import held_bytes
 
 AHEAD = 2  # steps that a data worker makes ahead, and steps of each that the reader has ahead
-LARGEST = 128 * 2**20  # bytes of a pipeline: they go to each data worker at the beginning of each pass
+LARGEST = (
+    128 * 2**20
+)  # bytes of a pipeline: they go to each data worker at the beginning of each pass
 START_S = 120.0  # for a data worker to come
 RETURN_S = 10.0  # for one that does not answer any more
 LOOK_S = 1.0  # between two looks at the data workers
@@ -76,7 +78,9 @@ def addresses_of(service: bool | Sequence[str] | None) -> tuple[str, ...]:
             )
         return found
     if isinstance(service, str):
-        raise ValueError(f"service: expected True or a list of addresses, received the text {service!r}; write [{service!r}].")
+        raise ValueError(
+            f"service: expected True or a list of addresses, received the text {service!r}; write [{service!r}]."
+        )
     found = tuple(service)
     for place, address in enumerate(found):
         problem = address_problem(address)
@@ -85,11 +89,15 @@ def addresses_of(service: bool | Sequence[str] | None) -> tuple[str, ...]:
         if problem:
             raise ValueError(f"service: address {address!r} {problem}.")
     if not found:
-        raise ValueError("service: expected at least one address, received none; leave service=None.")
+        raise ValueError(
+            "service: expected at least one address, received none; leave service=None."
+        )
     return found
 
 
-def distribute(make: Make, position: tf.data.Dataset, addresses: Sequence[str], *, steps: int | None, name: str) -> tf.data.Dataset:
+def distribute(
+    make: Make, position: tf.data.Dataset, addresses: Sequence[str], *, steps: int | None, name: str
+) -> tf.data.Dataset:
     """Lets data workers make the elements of a pass.
 
     Args:
@@ -131,8 +139,12 @@ def distribute(make: Make, position: tf.data.Dataset, addresses: Sequence[str], 
             parts = [_remote(make(epoch, first + k, count), addresses[k]) for k in range(count)]
             if count > 1:
                 turns = tf.data.Dataset.range(count).repeat()
-                parts = [tf.data.Dataset.choose_from_datasets(parts, turns, stop_on_empty_dataset=True)]
-            result = tf.data.Dataset.zip((tf.data.Dataset.counter(), parts[0])).map(plain(lambda n, part: _checked(n, part, count)))
+                parts = [
+                    tf.data.Dataset.choose_from_datasets(parts, turns, stop_on_empty_dataset=True)
+                ]
+            result = tf.data.Dataset.zip((tf.data.Dataset.counter(), parts[0])).map(
+                plain(lambda n, part: _checked(n, part, count))
+            )
             return result if steps is None else result.take(tf.maximum(steps - first, 0))
 
         # Registering and reading block without bound, so both begin when all have answered, and race with the look-out.
@@ -163,7 +175,9 @@ def check_portable(make: Make, name: str) -> Any:
         try:
             graph = graph_of(dataset) if size <= LARGEST else b""
         except tf.errors.OpError as error:
-            raise ValueError(f"service: the pipeline of {name} cannot go to data workers: {error.message}. Leave service=None.") from error
+            raise ValueError(
+                f"service: the pipeline of {name} cannot go to data workers: {error.message}. Leave service=None."
+            ) from error
     size = max(size, len(graph))
     if size > LARGEST:
         raise ValueError(
@@ -199,12 +213,21 @@ def serve(address: str, directory: str) -> int:
     service = tf.data.experimental.service
     # With a directory, the dispatcher keeps no pipeline in memory. It forgets none by itself.
     dispatcher = service.DispatchServer(
-        service.DispatcherConfig(port=port, work_dir=directory, job_gc_check_interval_ms=FORGET_MS, job_gc_timeout_ms=FORGET_MS)
+        service.DispatcherConfig(
+            port=port,
+            work_dir=directory,
+            job_gc_check_interval_ms=FORGET_MS,
+            job_gc_timeout_ms=FORGET_MS,
+        )
     )
     port = int(dispatcher.target.rpartition(":")[2])
     name = f"[{host}]" if ":" in host else host
     worker = service.WorkerServer(
-        service.WorkerConfig(dispatcher_address=f"{name}:{port}", worker_address=f"{name}:%port%", heartbeat_interval_ms=FORGET_MS)
+        service.WorkerConfig(
+            dispatcher_address=f"{name}:{port}",
+            worker_address=f"{name}:%port%",
+            heartbeat_interval_ms=FORGET_MS,
+        )
     )
     _kept.append((worker, dispatcher))
     return port
@@ -224,12 +247,18 @@ def main(argv: Sequence[str]) -> NoReturn:
         raise KeyboardInterrupt(number)
 
     try:
-        problem = address_problem(argv[0]) if len(argv) == 1 else "is missing; write: python -m tfdist.data.service HOST:PORT"
+        problem = (
+            address_problem(argv[0])
+            if len(argv) == 1
+            else "is missing; write: python -m tfdist.data.service HOST:PORT"
+        )
         if problem:
             raise ValueError(f"data worker: address {' '.join(argv)!r} {problem}")
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, end)
-        with tempfile.TemporaryDirectory(prefix="tfdist-data-", ignore_cleanup_errors=True) as directory:
+        with tempfile.TemporaryDirectory(
+            prefix="tfdist-data-", ignore_cleanup_errors=True
+        ) as directory:
             serve(argv[0], directory)
             print(f"data worker: serves at {argv[0]}", flush=True)
             while True:
@@ -239,7 +268,9 @@ def main(argv: Sequence[str]) -> NoReturn:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(78) from error
     except KeyboardInterrupt as stop:
-        _exit(128 + stop.args[0])  # TensorFlow's servers take seconds to end, and have nothing to save
+        _exit(
+            128 + stop.args[0]
+        )  # TensorFlow's servers take seconds to end, and have nothing to save
 
 
 def _remote(dataset: tf.data.Dataset, address: str) -> tf.data.Dataset:
@@ -250,10 +281,15 @@ def _remote(dataset: tf.data.Dataset, address: str) -> tf.data.Dataset:
     options.autotune.enabled = False
     numbered = dataset.enumerate().prefetch(AHEAD).with_options(options)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "To make it possible to preserve tf.data options", UserWarning)
+        warnings.filterwarnings(
+            "ignore", "To make it possible to preserve tf.data options", UserWarning
+        )
         return numbered.apply(
             tf.data.experimental.service.distribute(
-                tf.data.experimental.service.ShardingPolicy.OFF, f"grpc://{address}", max_outstanding_requests=AHEAD, compression=None
+                tf.data.experimental.service.ShardingPolicy.OFF,
+                f"grpc://{address}",
+                max_outstanding_requests=AHEAD,
+                compression=None,
             )
         )
 
@@ -262,7 +298,9 @@ def _checked(expected: tf.Tensor, part: tuple[tf.Tensor, Any], count: int) -> An
     """The element of a part, if it is the one whose turn it is."""
     number, element = part
     message = f"service: a data worker's answer was lost. Expected and received element of data worker, counted from 0, and their number ({count}):"
-    right = tf.debugging.Assert(number == expected // count, [message, expected // count, number, expected % count])
+    right = tf.debugging.Assert(
+        number == expected // count, [message, expected // count, number, expected % count]
+    )
     with tf.control_dependencies([right]):
         return tf.nest.map_structure(tf.identity, element, expand_composites=True)
 
@@ -274,13 +312,19 @@ def _guarded(data: tf.data.Dataset, spec: Any, state: tf.Tensor) -> tf.data.Data
     def empty(kind):
         return tf.constant(kind), optional.empty(spec)
 
-    steps = data.map(plain(lambda *x: (tf.constant(_STEP), optional.from_value(x if len(x) > 1 else x[0]))))
+    steps = data.map(
+        plain(lambda *x: (tf.constant(_STEP), optional.from_value(x if len(x) > 1 else x[0])))
+    )
     ended = steps.concatenate(tf.data.Dataset.from_tensors(0).map(plain(lambda _: empty(_END))))
     ticks = _ticks(state).map(plain(lambda _: empty(_TICK)))
     both = tf.data.Dataset.from_tensors(ended).concatenate(tf.data.Dataset.from_tensors(ticks))
     # Whatever comes first: the steps among each other keep their order.
-    first = both.interleave(lambda branch: branch, cycle_length=2, num_parallel_calls=2, deterministic=False)
-    kept = first.take_while(plain(lambda kind, _: kind != _END)).filter(plain(lambda kind, _: kind == _STEP))
+    first = both.interleave(
+        lambda branch: branch, cycle_length=2, num_parallel_calls=2, deterministic=False
+    )
+    kept = first.take_while(plain(lambda kind, _: kind != _END)).filter(
+        plain(lambda kind, _: kind == _STEP)
+    )
     return kept.map(plain(lambda _, step: step.get_value()))
 
 
@@ -322,7 +366,9 @@ def _watch(addresses: tuple[str, ...]) -> tf.Tensor:
     """A string in TensorFlow's memory that says what is the matter with these data workers, kept true by a thread."""
     # No tf.Variable: a strategy would make it its own.
     with tf.init_scope(), tf.device("CPU"):
-        state = tf.raw_ops.VarHandleOp(dtype=tf.string, shape=[], shared_name=f"tfdist-data-{uuid.uuid4()}")
+        state = tf.raw_ops.VarHandleOp(
+            dtype=tf.string, shape=[], shared_name=f"tfdist-data-{uuid.uuid4()}"
+        )
         tf.raw_ops.AssignVariableOp(resource=state, value=tf.constant(_ABSENT))
     threading.Thread(target=_look_out, args=(addresses, state), daemon=True).start()
     return state

@@ -44,7 +44,9 @@ class Progress:
         """Counts this many more."""
         with self._lock:
             self._done += examples
-            if self._tell is not None and (self._done - self._told >= _REPORTED or self._done == self._total):
+            if self._tell is not None and (
+                self._done - self._told >= _REPORTED or self._done == self._total
+            ):
                 self._told = self._done
                 self._tell(self._done, self._total)
 
@@ -96,7 +98,9 @@ class Shards:
                 )
 
         with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-            entries = list(pool.map(lambda number: self._whole(number, len(counts)), range(len(counts))))
+            entries = list(
+                pool.map(lambda number: self._whole(number, len(counts)), range(len(counts)))
+            )
             missing = [number for number, entry in enumerate(entries) if entry is None]
             self.progress.add(sum(counts) - sum(counts[number] for number in missing))
             # Each thread writes neighbouring files, so that it makes one data set, which takes as long as many examples.
@@ -127,7 +131,9 @@ class Shards:
         self.progress.add(begin)
         records = self._records([(begin, None)])
         for first in records:
-            entries.append(self._write(len(entries), itertools.chain([first], records), None, limit))
+            entries.append(
+                self._write(len(entries), itertools.chain([first], records), None, limit)
+            )
         total = sum(entry["examples"] for entry in entries if entry)
         if self.source.cardinality not in (None, total):
             raise ValueError(
@@ -269,7 +275,10 @@ def chosen(
     parallel = tf.data.AUTOTUNE
     if source.walk is not None:
         whole = isinstance(source.element_spec, tuple)
-        walks = [source.walk().skip(begin).take(-1 if end is None else end - begin) for begin, end in ranges]
+        walks = [
+            source.walk().skip(begin).take(-1 if end is None else end - begin)
+            for begin, end in ranges
+        ]
         examples = functools.reduce(tf.data.Dataset.concatenate, walks)
         return examples.map(
             lambda *parts: function(parts if whole else parts[0], None), num_parallel_calls=parallel

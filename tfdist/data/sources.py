@@ -43,14 +43,18 @@ class Source:
     class_names: tuple[str, ...] | None = None
     gather: Callable[[tf.Tensor], Any] | None = dataclasses.field(default=None, repr=False)
     read: Callable[[tf.Tensor], Any] | None = dataclasses.field(default=None, repr=False)
-    scan: Callable[[tf.Tensor, tf.Tensor, tf.Tensor], tf.data.Dataset] | None = dataclasses.field(default=None, repr=False)
+    scan: Callable[[tf.Tensor, tf.Tensor, tf.Tensor], tf.data.Dataset] | None = dataclasses.field(
+        default=None, repr=False
+    )
     lengths: tuple[int, ...] | None = dataclasses.field(default=None, repr=False)
     decode: Callable[[tf.Tensor], Any] | None = dataclasses.field(default=None, repr=False)
     walk: Callable[[], tf.data.Dataset] | None = dataclasses.field(default=None, repr=False)
     describe: Callable[[tf.Tensor], tf.Tensor] | None = dataclasses.field(default=None, repr=False)
     labels: Callable[[], np.ndarray] | None = dataclasses.field(default=None, repr=False)
     raw: Callable[[tf.Tensor], tf.Tensor] | None = dataclasses.field(default=None, repr=False)
-    assemble: Callable[[tf.Tensor, tf.Tensor], Any] | None = dataclasses.field(default=None, repr=False)
+    assemble: Callable[[tf.Tensor, tf.Tensor], Any] | None = dataclasses.field(
+        default=None, repr=False
+    )
 
     def __post_init__(self) -> None:
         ways = [way for way in ("gather", "read", "scan", "walk") if getattr(self, way) is not None]
@@ -63,12 +67,18 @@ class Source:
         if self.scan is not None:
             assert self.lengths is not None
             assert self.decode is not None
-            scan, zero, lengths = self.scan, tf.constant(0, tf.int64), tf.constant(self.lengths, tf.int64)
+            scan, zero, lengths = (
+                self.scan,
+                tf.constant(0, tf.int64),
+                tf.constant(self.lengths, tf.int64),
+            )
             files = tf.data.Dataset.range(len(self.lengths))
             examples = files.flat_map(lambda file: scan(file, zero, lengths[file]))
             examples = examples.map(self.decode, num_parallel_calls=tf.data.AUTOTUNE)
             return examples.apply(tf.data.experimental.assert_cardinality(self.cardinality))
-        return tf.data.Dataset.range(self.cardinality).map(self.single, num_parallel_calls=tf.data.AUTOTUNE)
+        return tf.data.Dataset.range(self.cardinality).map(
+            self.single, num_parallel_calls=tf.data.AUTOTUNE
+        )
 
     def single(self, number: tf.Tensor) -> Any:
         """One example, of a source with `gather` or `read`.
@@ -97,7 +107,11 @@ class Source:
         """
         changed: dict[str, Any] = {"raw": None, "assemble": None, "labels": None}
         if self.gather is not None or self.read is not None:
-            changed |= {"gather": None, "decode": None, "read": lambda number: call(function, self.single(number))}
+            changed |= {
+                "gather": None,
+                "decode": None,
+                "read": lambda number: call(function, self.single(number)),
+            }
         elif self.scan is not None:
             decode = self.decode
             assert decode is not None
@@ -105,7 +119,9 @@ class Source:
         else:
             walk = self.walk
             assert walk is not None
-            changed["walk"] = lambda: walk().map(function, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+            changed["walk"] = lambda: walk().map(
+                function, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
+            )
         new = dataclasses.replace(self, **changed)
         return dataclasses.replace(new, element_spec=new.dataset().element_spec)
 
@@ -157,7 +173,12 @@ def of_dataset(name: str, dataset: tf.data.Dataset) -> Source:
     return Source(name, dataset.element_spec, known, walk=lambda: dataset)
 
 
-def of_generator(function: Callable[[], Any], element_spec: Any, examples: int | None = None, name: str = "generator") -> Source:
+def of_generator(
+    function: Callable[[], Any],
+    element_spec: Any,
+    examples: int | None = None,
+    name: str = "generator",
+) -> Source:
     """A Source of what a Python generator yields, the same at each pass.
 
     Every worker runs the generator, and transforms all examples, to keep its own rows.
@@ -211,7 +232,12 @@ def of_arrays(arrays: Any, name: str = "arrays", classes: int | None = None) -> 
     with tf.device("CPU"):
         tensors = tf.nest.map_structure(tf.convert_to_tensor, arrays)
     labels = None
-    if isinstance(arrays, tuple) and len(arrays) > 1 and getattr(tensors[1], "dtype", tf.string).is_integer and tensors[1].shape.rank == 1:
+    if (
+        isinstance(arrays, tuple)
+        and len(arrays) > 1
+        and getattr(tensors[1], "dtype", tf.string).is_integer
+        and tensors[1].shape.rank == 1
+    ):
         labels = tensors[1].numpy
         if classes is not None:
             check_labels(name, labels(), classes)
@@ -225,7 +251,9 @@ def of_arrays(arrays: Any, name: str = "arrays", classes: int | None = None) -> 
     )
 
 
-def check_labels(name: str, labels: np.ndarray, classes: int, where: Callable[[int], str] | None = None) -> None:
+def check_labels(
+    name: str, labels: np.ndarray, classes: int, where: Callable[[int], str] | None = None
+) -> None:
     """Raises ValueError unless all labels are in [0, classes); names the first that is not.
 
     Args:
@@ -246,7 +274,11 @@ def check_labels(name: str, labels: np.ndarray, classes: int, where: Callable[[i
 
 def call(function: Callable[..., Any], example: Any, **options: Any) -> Any:
     """Calls a function with an example, as `tf.data.Dataset.map` does: a tuple's parts are its arguments."""
-    return function(*example, **options) if isinstance(example, tuple) else function(example, **options)
+    return (
+        function(*example, **options)
+        if isinstance(example, tuple)
+        else function(example, **options)
+    )
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:

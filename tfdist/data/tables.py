@@ -50,7 +50,10 @@ class Labels(NamedTuple):
 
 
 def read(
-    file: str | os.PathLike, columns: Sequence[str | int] | None = None, delimiter: str = "auto", header: bool | None = None
+    file: str | os.PathLike,
+    columns: Sequence[str | int] | None = None,
+    delimiter: str = "auto",
+    header: bool | None = None,
 ) -> Table:
     """Reads columns of a CSV or TSV file.
 
@@ -92,7 +95,11 @@ def read(
     try:
         for line, row in rows:
             if not first:
-                first = tuple(name.strip() for name in row) if header else tuple(map(str, range(len(row))))
+                first = (
+                    tuple(name.strip() for name in row)
+                    if header
+                    else tuple(map(str, range(len(row))))
+                )
                 places = _places(path, first, columns, header)
                 found = [[] for _ in places]
                 if header:
@@ -106,9 +113,13 @@ def read(
                 cells.append(row[place])
             lines.append(line)
     except csv.Error as error:
-        raise ValueError(f"{path}, line {reader.line_num}: {error}. Look for a quote that is never closed.") from error
+        raise ValueError(
+            f"{path}, line {reader.line_num}: {error}. Look for a quote that is never closed."
+        ) from error
     if not lines:
-        raise ValueError(f"{path}: no rows{' beside the header' if first else ''}. Expected one a line.")
+        raise ValueError(
+            f"{path}: no rows{' beside the header' if first else ''}. Expected one a line."
+        )
     return Table(path, tuple(first[place] for place in places), tuple(found), lines)
 
 
@@ -147,7 +158,9 @@ def table(
         >>> x["city"].numpy(), x["age"].numpy(), int(y), source.class_names
         (b'Paris', np.float32(36.0), 0, ('no', 'yes'))
     """
-    wanted = None if features is None else [features] if isinstance(features, str) else list(features)
+    wanted = (
+        None if features is None else [features] if isinstance(features, str) else list(features)
+    )
     if wanted is not None and label is not None and label not in wanted:
         wanted.append(label)
     rows = read(file, wanted, delimiter, header=True)
@@ -156,9 +169,15 @@ def table(
         if name not in cells:
             raise ValueError(f"{rows.file}: no column {name!r}. {config.nearest(name, cells)}")
     names = [name for name in rows.names if name != label] if features is None else wanted
-    columns = {name: _typed(rows, name, cells[name], (types or {}).get(name)) for name in names or () if name in cells}
+    columns = {
+        name: _typed(rows, name, cells[name], (types or {}).get(name))
+        for name in names or ()
+        if name in cells
+    }
     if features is not None:
-        columns = {name: columns[name] for name in ([features] if isinstance(features, str) else features)}
+        columns = {
+            name: columns[name] for name in ([features] if isinstance(features, str) else features)
+        }
     x: Any = columns[features] if isinstance(features, str) else columns
     labels = None if label is None else classify(cells[label], rows.file, rows.lines, classes)
     with tf.device("CPU"):
@@ -170,14 +189,21 @@ def table(
         len(rows.lines),
         None if labels is None else labels.classes,
         None if labels is None else labels.names,
-        gather=lambda numbers: tf.nest.map_structure(lambda column: tf.gather(column, numbers), data),
-        describe=lambda number: tf.strings.join([f"{rows.file}, line ", tf.strings.as_string(lines[number])]),
+        gather=lambda numbers: tf.nest.map_structure(
+            lambda column: tf.gather(column, numbers), data
+        ),
+        describe=lambda number: tf.strings.join(
+            [f"{rows.file}, line ", tf.strings.as_string(lines[number])]
+        ),
         labels=labels_of(labels),
     )
 
 
 def classify(
-    values: Sequence[str], file: str, lines: Sequence[int], classes: int | Sequence[str] | str | os.PathLike | None = None
+    values: Sequence[str],
+    file: str,
+    lines: Sequence[int],
+    classes: int | Sequence[str] | str | os.PathLike | None = None,
 ) -> Labels:
     """Cells of a label column become the numbers of classes.
 
@@ -202,7 +228,9 @@ def classify(
     values = [value.strip() for value in values]
     for value, line in zip(values, lines, strict=True):
         if not value:
-            raise ValueError(f"{file}, line {line}: the label is empty. Fill it in, or take the line out.")
+            raise ValueError(
+                f"{file}, line {line}: the label is empty. Fill it in, or take the line out."
+            )
     numbers = _numbers(values)
     if classes is None:
         if numbers is not None:
@@ -233,7 +261,11 @@ def classify(
     if -1 in found:
         wrong = found.index(-1)
         others = found.count(-1) - 1
-        near = config.nearest(values[wrong], keys) if len(keys) <= 1000 else "Correct the label, or the classes."
+        near = (
+            config.nearest(values[wrong], keys)
+            if len(keys) <= 1000
+            else "Correct the label, or the classes."
+        )
         raise ValueError(
             f"{file}, line {lines[wrong]}: the label {values[wrong]!r} is none of the {len(keys)} {origin}"
             f"{f', nor are {others} more' if others else ''}. {near}"
@@ -256,7 +288,9 @@ def read_classes(file: str | os.PathLike) -> tuple[tuple[str, ...], tuple[str, .
         raise ValueError(f"{path}: no classes. Expected one a line.")
     keys = tuple(part[0] for part in parts)
     if len(set(keys)) < len(keys):
-        raise ValueError(f"{path}: the class {_twice(keys)!r} appears twice. Expected each on one line.")
+        raise ValueError(
+            f"{path}: the class {_twice(keys)!r} appears twice. Expected each on one line."
+        )
     return keys, tuple(part[-1].strip() for part in parts)
 
 
@@ -274,7 +308,9 @@ def _text(path: str) -> str:
     except tf.errors.FailedPreconditionError:
         raise ValueError(f"{path}: expected a file, received a directory.") from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}, byte {error.start}: expected text in UTF-8. Save it as such.") from None
+        raise ValueError(
+            f"{path}, byte {error.start}: expected text in UTF-8. Save it as such."
+        ) from None
 
 
 def _delimiter(path: str, text: str) -> str:
@@ -284,7 +320,9 @@ def _delimiter(path: str, text: str) -> str:
     return max(",;|", key=line.count)  # the first of them, where there is none
 
 
-def _places(path: str, names: tuple[str, ...], columns: Sequence[str | int] | None, header: bool) -> list[int]:
+def _places(
+    path: str, names: tuple[str, ...], columns: Sequence[str | int] | None, header: bool
+) -> list[int]:
     """Positions of the columns wanted."""
     if columns is None:
         columns = names
@@ -292,10 +330,14 @@ def _places(path: str, names: tuple[str, ...], columns: Sequence[str | int] | No
     for column in columns:
         if isinstance(column, int):
             if not 0 <= column < len(names):
-                raise ValueError(f"{path}: no column {column}; expected 0 to {len(names) - 1}, as its first line has {len(names)}.")
+                raise ValueError(
+                    f"{path}: no column {column}; expected 0 to {len(names) - 1}, as its first line has {len(names)}."
+                )
             places.append(column)
         elif names.count(column) > 1:
-            raise ValueError(f"{path}: {names.count(column)} columns are called {column!r}. Give each a name of its own.")
+            raise ValueError(
+                f"{path}: {names.count(column)} columns are called {column!r}. Give each a name of its own."
+            )
         elif column in names:
             places.append(names.index(column))
         else:
@@ -309,7 +351,9 @@ def _typed(rows: Table, name: str, cells: list[str], wanted: str | None) -> np.n
     """A column as numbers or text."""
     if wanted is not None and wanted not in _TYPES:
         raise ValueError(f"types[{name!r}]: received {wanted!r}. {config.nearest(wanted, _TYPES)}")
-    text = np.array(cells, object)  # not NumPy's own strings, each of which is as long as the longest
+    text = np.array(
+        cells, object
+    )  # not NumPy's own strings, each of which is as long as the longest
     if wanted == "string":
         return text
     filled = [cell.strip() or "nan" for cell in cells]
@@ -322,7 +366,9 @@ def _typed(rows: Table, name: str, cells: list[str], wanted: str | None) -> np.n
         return text
     for cell, value, line in zip(cells, filled, rows.lines, strict=True):
         if not _is_number(value, wanted):
-            raise ValueError(f"{rows.file}, line {line}: expected {wanted} in column {name!r}, received {cell!r}.")
+            raise ValueError(
+                f"{rows.file}, line {line}: expected {wanted} in column {name!r}, received {cell!r}."
+            )
     raise AssertionError(name)
 
 

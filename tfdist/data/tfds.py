@@ -79,7 +79,9 @@ def load(
     if not parts:
         raise ValueError(f"split={split!r}: holds no examples of {name}. Take a larger slice.")
     if _is_indexed(builder):
-        source = _of_records(title, builder, parts, None if index_dir is None else os.fspath(index_dir))
+        source = _of_records(
+            title, builder, parts, None if index_dir is None else os.fspath(index_dir)
+        )
     else:
         source = _of_builder(title, builder, split)
     label = _label(builder.info)
@@ -108,7 +110,9 @@ def _of_records(
                 f"{path}: expected {part.examples_in_shard} records, as {builder.name} says; received {whole[path].records}. "
                 "Delete the data set and prepare it again."
             )
-        indexes.append(Index(path, "", part.take, whole[path].offsets[part.skip : part.skip + part.take]))
+        indexes.append(
+            Index(path, "", part.take, whole[path].offsets[part.skip : part.skip + part.take])
+        )
     keys = builder.info.supervised_keys
 
     @plain
@@ -141,7 +145,9 @@ def interleaved(lengths: Sequence[int], cycle: int, block: int) -> np.ndarray:
         [0, 1, 3, 2, 4, 5]
     """
     ends = np.cumsum(lengths)
-    waiting = iter([(int(end) - length, int(end)) for length, end in zip(lengths, ends, strict=True)])
+    waiting = iter(
+        [(int(end) - length, int(end)) for length, end in zip(lengths, ends, strict=True)]
+    )
     slots: list[tuple[int, int] | None] = [None] * cycle
     blocks: list[np.ndarray] = []
     slot, more = 0, True
@@ -188,7 +194,9 @@ def _builder(name: str, data_dir: str | os.PathLike | None) -> tfds.core.Dataset
         return tfds.builder(name, data_dir=data_dir)
     except tfds.core.DatasetNotFoundError as error:
         # TFDS' own message lists every data set there is.
-        nearest = difflib.get_close_matches(name, tfds.list_builders(with_community_datasets=False), n=3)
+        nearest = difflib.get_close_matches(
+            name, tfds.list_builders(with_community_datasets=False), n=3
+        )
         hint = f"Did you mean {' or '.join(nearest)}? " if nearest else ""
         raise ValueError(
             f"{name!r}: no such data set, neither in TFDS nor prepared under {data_dir or 'its default data_dir'}. "
@@ -217,7 +225,9 @@ def _prepare(builder: tfds.core.DatasetBuilder, timeout: float) -> None:
         if not _is_prepared(builder):
             logging.info("Preparing %s in %s", builder.name, builder.data_dir)
             with _random_state_kept():
-                builder.download_and_prepare(download_config=tfds.download.DownloadConfig(try_download_gcs=False))
+                builder.download_and_prepare(
+                    download_config=tfds.download.DownloadConfig(try_download_gcs=False)
+                )
 
 
 @contextlib.contextmanager

@@ -32,7 +32,11 @@ _SHRINK = 8
 _YIQ = np.array([[0.299, 0.587, 0.114], [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]])
 _GREY, _COLOUR, _QUARTER = (
     (np.linalg.inv(_YIQ) @ np.array(part) @ _YIQ).T.astype(np.float32)
-    for part in ([[1, 0, 0], [0, 0, 0], [0, 0, 0]], [[0, 0, 0], [0, 1, 0], [0, 0, 1]], [[0, 0, 0], [0, 0, -1], [0, 1, 0]])
+    for part in (
+        [[1, 0, 0], [0, 0, 0], [0, 0, 0]],
+        [[0, 0, 0], [0, 1, 0], [0, 0, 1]],
+        [[0, 0, 0], [0, 0, -1], [0, 1, 0]],
+    )
 )
 # Makes another seed of one; no seed of another example, as their numbers differ from each other in few of the upper bits.
 _OTHER = (0x2545F491, 0x4F6CDD1D)
@@ -122,20 +126,51 @@ class Images:
 
     def __post_init__(self) -> None:
         size = (self.size, self.size) if isinstance(self.size, int) else self.size
-        _check("size", self.size, len(size) == 2 and all(side >= 1 for side in size), "height and width, in pixels")
+        _check(
+            "size",
+            self.size,
+            len(size) == 2 and all(side >= 1 for side in size),
+            "height and width, in pixels",
+        )
         for name, known in (("crop", _CROPS), ("method", _METHODS)):
             if getattr(self, name) not in known:
-                raise ValueError(f"{name}: received {getattr(self, name)!r}. {config.nearest(str(getattr(self, name)), known)}")
-        _check("area", self.area, len(self.area) == 2 and 0 < self.area[0] <= self.area[1] <= 1, "two shares between 0 and 1, the lesser first")
-        _check("aspect", self.aspect, len(self.aspect) == 2 and 0 < self.aspect[0] <= self.aspect[1], "two ratios, the lesser first")
-        _check("fraction", self.fraction, 0 < self.fraction <= 1, "a share, more than 0 and at most 1")
+                raise ValueError(
+                    f"{name}: received {getattr(self, name)!r}. {config.nearest(str(getattr(self, name)), known)}"
+                )
+        _check(
+            "area",
+            self.area,
+            len(self.area) == 2 and 0 < self.area[0] <= self.area[1] <= 1,
+            "two shares between 0 and 1, the lesser first",
+        )
+        _check(
+            "aspect",
+            self.aspect,
+            len(self.aspect) == 2 and 0 < self.aspect[0] <= self.aspect[1],
+            "two ratios, the lesser first",
+        )
+        _check(
+            "fraction", self.fraction, 0 < self.fraction <= 1, "a share, more than 0 and at most 1"
+        )
         for name, most in (("brightness", 1), ("contrast", 1), ("saturation", 1), ("hue", 0.5)):
-            _check(name, getattr(self, name), 0 <= getattr(self, name) <= most, f"a number from 0 to {most}")
+            _check(
+                name,
+                getattr(self, name),
+                0 <= getattr(self, name) <= most,
+                f"a number from 0 to {most}",
+            )
         _check("channels", self.channels, self.channels in (1, 3, 4), "1, 3 or 4")
         dtype = tf.as_dtype(self.dtype)
-        _check("dtype", self.dtype, dtype.is_floating or dtype == tf.uint8, '"uint8" or a floating type')
+        _check(
+            "dtype",
+            self.dtype,
+            dtype.is_floating or dtype == tf.uint8,
+            '"uint8" or a floating type',
+        )
         if dtype == tf.uint8 and self._scales:
-            raise ValueError('dtype="uint8" holds pixels from 0 to 255: leave mean and std out, or take dtype="float32".')
+            raise ValueError(
+                'dtype="uint8" holds pixels from 0 to 255: leave mean and std out, or take dtype="float32".'
+            )
 
     @property
     def random(self) -> bool:
@@ -162,7 +197,9 @@ class Images:
             The image `[*size, channels]`; with `rest`, a tuple.
         """
         if self.random and seed is None:
-            raise ValueError("images: a random transform takes a seed; pass it as transform= to tfdist.data.pipeline, not to Source.map.")
+            raise ValueError(
+                "images: a random transform takes a seed; pass it as transform= to tfdist.data.pipeline, not to Source.map."
+            )
         if isinstance(image, Mapping):
             raise ValueError(
                 f"images: expected an image, received features {', '.join(map(str, image))}. Take the image out first: "
@@ -170,9 +207,17 @@ class Images:
             )
         image = tf.convert_to_tensor(image)
         if image.shape.rank not in (None, 0 if image.dtype == tf.string else 3):
-            raise ValueError(f"images: expected pixels [height, width, channels], or a file's content; received {image.dtype.name} of shape {image.shape}.")
-        where, how = (seed, tf.cast(seed, tf.int32) ^ _OTHER) if self.random else (None, None)  # cheaper than seeds_for
-        cropped = self._decoded(image, where) if image.dtype == tf.string else tf.slice(image, *self._window(tf.shape(image), where))
+            raise ValueError(
+                f"images: expected pixels [height, width, channels], or a file's content; received {image.dtype.name} of shape {image.shape}."
+            )
+        where, how = (
+            (seed, tf.cast(seed, tf.int32) ^ _OTHER) if self.random else (None, None)
+        )  # cheaper than seeds_for
+        cropped = (
+            self._decoded(image, where)
+            if image.dtype == tf.string
+            else tf.slice(image, *self._window(tf.shape(image), where))
+        )
         result = self._finished(cropped, how)
         return (result, *rest) if rest else result
 
@@ -208,15 +253,28 @@ class Images:
         def part() -> tf.Tensor:
             begin, size = self._window(tf.io.extract_jpeg_shape(content), seed)
             window = tf.gather(tf.concat([begin, size], 0), [0, 1, 3, 4])
-            return shrunk(1, window, tf.reduce_min(window[2:] // self._height_and_width)) if self.shrink else at(1, window)
+            return (
+                shrunk(1, window, tf.reduce_min(window[2:] // self._height_and_width))
+                if self.shrink
+                else at(1, window)
+            )
 
         def shrunk(ratio: int, window: tf.Tensor, times: tf.Tensor) -> tf.Tensor:
             if ratio == _SHRINK:
                 return at(ratio, window)
-            return tf.cond(times < 2 * ratio, lambda: at(ratio, window), lambda: shrunk(2 * ratio, window, times))
+            return tf.cond(
+                times < 2 * ratio,
+                lambda: at(ratio, window),
+                lambda: shrunk(2 * ratio, window, times),
+            )
 
         def at(ratio: int, window: tf.Tensor) -> tf.Tensor:
-            return tf.io.decode_and_crop_jpeg(content, window // ratio if ratio > 1 else window, channels=self.channels, ratio=ratio)
+            return tf.io.decode_and_crop_jpeg(
+                content,
+                window // ratio if ratio > 1 else window,
+                channels=self.channels,
+                ratio=ratio,
+            )
 
         def whole() -> tf.Tensor:
             image = decode_image(content, self.channels)
@@ -231,12 +289,17 @@ class Images:
 
     def _finished(self, image: tf.Tensor, seed: Any) -> tf.Tensor:
         """A crop becomes the result."""
-        if self.random:  # all numbers drawn in any case, so that an option does not change what the others do
+        if (
+            self.random
+        ):  # all numbers drawn in any case, so that an option does not change what the others do
             # One op; tf.random.stateless_uniform makes some ten, which take a tenth of the whole image's time.
             draws = tf.raw_ops.StatelessRandomUniform(shape=[5], seed=seed)
         if self.flip:  # bytes, where the result has numbers of four
             image = tf.cond(draws[0] < 0.5, lambda: tf.reverse(image, [1]), lambda: image)
-        image = tf.cast(tf.image.resize(image, self._height_and_width, self.method, antialias=self.antialias), tf.float32)
+        image = tf.cast(
+            tf.image.resize(image, self._height_and_width, self.method, antialias=self.antialias),
+            tf.float32,
+        )
         if self._colours:
             image = self._coloured(image, 2.0 * draws[1:] - 1.0)
         if tf.as_dtype(self.dtype) == tf.uint8:
@@ -251,7 +314,9 @@ class Images:
         channels = image.shape[-1]
         for name in ("mean", "std"):
             if np.size(getattr(self, name)) not in (1, channels):
-                raise ValueError(f"{name}: expected one number, or one for each of {channels} channels; received {getattr(self, name)!r}.")
+                raise ValueError(
+                    f"{name}: expected one number, or one for each of {channels} channels; received {getattr(self, name)!r}."
+                )
         if np.size(self.std) == 1 and not np.any(self.mean):
             return image * (1.0 / float(np.squeeze(self.std)))
         scale = np.broadcast_to(1.0 / np.asarray(self.std, np.float32), [channels])
@@ -264,13 +329,22 @@ class Images:
         """
         channels = image.shape[-1]
         if channels not in ((3,) if self.saturation or self.hue else (1, 3)):
-            raise ValueError(f"brightness, contrast, saturation, hue: expected images of 3 channels, or 1 for the first two; received {channels}. Leave them out.")
-        brightness, contrast = amounts[0] * self.brightness * 255.0, 1.0 + amounts[1] * self.contrast
+            raise ValueError(
+                f"brightness, contrast, saturation, hue: expected images of 3 channels, or 1 for the first two; received {channels}. Leave them out."
+            )
+        brightness, contrast = (
+            amounts[0] * self.brightness * 255.0,
+            1.0 + amounts[1] * self.contrast,
+        )
         turned = tf.eye(channels)
         if channels == 3:
             angle = amounts[3] * self.hue * 2 * math.pi
-            turned = _GREY + (1.0 + amounts[2] * self.saturation) * (tf.cos(angle) * _COLOUR + tf.sin(angle) * _QUARTER)
-        mean = tf.reduce_mean(tf.reduce_mean(image, 0), 0)  # over both at once takes four times as long
+            turned = _GREY + (1.0 + amounts[2] * self.saturation) * (
+                tf.cos(angle) * _COLOUR + tf.sin(angle) * _QUARTER
+            )
+        mean = tf.reduce_mean(
+            tf.reduce_mean(image, 0), 0
+        )  # over both at once takes four times as long
         shift = tf.linalg.matvec(turned, (1.0 - contrast) * mean + brightness, transpose_a=True)
         pixels = tf.reshape(image, [-1, channels]) @ (contrast * turned)
         return tf.clip_by_value(_by_rows(tf.reshape(pixels, image.shape), shift=shift), 0.0, 255.0)
@@ -293,9 +367,13 @@ def chain(*transforms: Callable[..., Any]) -> Callable[..., Any]:
         >>> both(3, 0)
         (8, 0)
     """
-    kinds = {name for transform in transforms for name in ("seed", "seeds") if takes(transform, name)}
+    kinds = {
+        name for transform in transforms for name in ("seed", "seeds") if takes(transform, name)
+    }
     if len(kinds) > 1:
-        raise ValueError("chain: one transform takes seed, of an example, and another seeds, of a batch. Pass them as transform= and batch_transform=.")
+        raise ValueError(
+            "chain: one transform takes seed, of an example, and another seeds, of a batch. Pass them as transform= and batch_transform=."
+        )
 
     def run(example: tuple, name: str = "", seed: Any = None) -> Any:
         seeds = [] if seed is None else seeds_for(seed, len(transforms))
@@ -329,9 +407,13 @@ def seeds_for(seed: Any, count: int) -> list[tf.Tensor]:
     """
     # SplitMix64 (Steele, Lea, Flood 2014): a hash of row by row, where tf.random.split takes one seed only.
     seed = tf.bitcast(tf.cast(seed, tf.int32), tf.uint64)
-    state = seed[..., tf.newaxis] + tf.constant([(i * 0x9E3779B97F4A7C15) % 2**64 for i in range(1, count + 1)], tf.uint64)
+    state = seed[..., tf.newaxis] + tf.constant(
+        [(i * 0x9E3779B97F4A7C15) % 2**64 for i in range(1, count + 1)], tf.uint64
+    )
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        state = tf.bitwise.bitwise_xor(state, tf.bitwise.right_shift(state, tf.constant(shift, tf.uint64))) * tf.constant(factor, tf.uint64)
+        state = tf.bitwise.bitwise_xor(
+            state, tf.bitwise.right_shift(state, tf.constant(shift, tf.uint64))
+        ) * tf.constant(factor, tf.uint64)
     state = tf.bitwise.bitwise_xor(state, tf.bitwise.right_shift(state, tf.constant(31, tf.uint64)))
     return tf.unstack(tf.bitcast(state, tf.int32), axis=-2)
 

@@ -21,7 +21,9 @@ from tfdist.data.index import FRAME, open_indexes
 from tfdist.data.shards import Progress, Shards, chosen, named, sha256, writable
 from tfdist.data.sources import Source
 
-STALLED = 600.0  # seconds to wait for another process that writes the same data set and gets no further
+STALLED = (
+    600.0  # seconds to wait for another process that writes the same data set and gets no further
+)
 _SAMPLE = 64  # examples that say how large a record is
 _GROUP_BYTES = 1 << 20  # handed over from TensorFlow to Python at a time, about
 _PLAN = "plan.json"
@@ -96,7 +98,12 @@ def write(
         plan = _resume(directory, plan)
         group = max(1, min(256, _GROUP_BYTES * len(sample) // (1 + sum(map(len, sample)))))
         shards = Shards(
-            source, encoder, directory, plan["compression"], group, Progress(progress, plan["examples"])
+            source,
+            encoder,
+            directory,
+            plan["compression"],
+            group,
+            Progress(progress, plan["examples"]),
         )
         return _finish(directory, plan, shards, workers or os.cpu_count() or 1)
 
@@ -122,7 +129,9 @@ def verify(directory: str | os.PathLike, workers: int | None = None) -> dict[str
         )
     _check_sizes(directory, manifest)
     with concurrent.futures.ThreadPoolExecutor(workers or os.cpu_count() or 1) as pool:
-        sums = pool.map(lambda shard: sha256(os.path.join(directory, shard["file"])), manifest["shards"])
+        sums = pool.map(
+            lambda shard: sha256(os.path.join(directory, shard["file"])), manifest["shards"]
+        )
         for shard, found in zip(manifest["shards"], sums, strict=True):
             if found != shard["sha256"]:
                 raise ValueError(
@@ -135,7 +144,10 @@ def verify(directory: str | os.PathLike, workers: int | None = None) -> dict[str
 def _check(shard_bytes: Any, compression: Any, workers: Any) -> None:
     if compression not in (None, "", "GZIP"):
         raise ValueError(f'compression: expected None or "GZIP"; received {compression!r}.')
-    for key, value in {"shard_bytes": shard_bytes, "workers": 1 if workers is None else workers}.items():
+    for key, value in {
+        "shard_bytes": shard_bytes,
+        "workers": 1 if workers is None else workers,
+    }.items():
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
             raise ValueError(f"{key}: expected a whole number, 1 or more; received {value!r}.")
 
@@ -149,20 +161,30 @@ def _sampled(source: Source) -> tuple[Encoder, list[bytes]]:
         )
     ranges = [(0, _SAMPLE if source.cardinality is None else min(_SAMPLE, source.cardinality))]
     if source.cardinality is not None and source.scan is None and source.walk is None:
-        spread = np.unique(np.linspace(0, source.cardinality - 1, _SAMPLE).astype(np.int64)).tolist()
+        spread = np.unique(
+            np.linspace(0, source.cardinality - 1, _SAMPLE).astype(np.int64)
+        ).tolist()
         ranges = [(number, number + 1) for number in spread]
     tells = source.scan is not None or source.raw is not None
-    pairs = chosen(source, ranges, lambda example, stored: (example, stored) if tells else (example,), tells)
-    shown = list(named(source, iter(pairs), [number for range_ in ranges for number in range(*range_)]))
+    pairs = chosen(
+        source, ranges, lambda example, stored: (example, stored) if tells else (example,), tells
+    )
+    shown = list(
+        named(source, iter(pairs), [number for range_ in ranges for number in range(*range_)])
+    )
     if not shown:
         raise ValueError(
             f"{source.name}: expected examples to write; it has none. Look at where it is read from."
         )
     encoder = Encoder.of(source)
     if tells:
-        encoder = encoder.with_images([pair[0] for pair in shown], [pair[1].numpy() for pair in shown])
+        encoder = encoder.with_images(
+            [pair[0] for pair in shown], [pair[1].numpy() for pair in shown]
+        )
     parts = [encoder.prepare(*pair, *([] if tells else [None])) for pair in shown]
-    return encoder, [encoder.serialize({name: part.numpy() for name, part in each.items()}) for each in parts]
+    return encoder, [
+        encoder.serialize({name: part.numpy() for name, part in each.items()}) for each in parts
+    ]
 
 
 def _plan(
@@ -199,7 +221,9 @@ def _refuse_others(directory: str) -> None:
     if tf.io.gfile.isdir(directory) and not tf.io.gfile.exists(
         os.path.join(directory, dataset_file.UNFINISHED)
     ):
-        others = sorted(name for name in tf.io.gfile.listdir(directory) if "tfrecord" in name.lower())
+        others = sorted(
+            name for name in tf.io.gfile.listdir(directory) if "tfrecord" in name.lower()
+        )
         finished = tf.io.gfile.exists(
             os.path.join(directory, dataset_file.NAME)
         )  # by another process, just now
@@ -217,7 +241,9 @@ def _take_turn(held: contextlib.ExitStack, directory: str) -> None:
         before = _traces(directory)
         try:
             held.enter_context(
-                storage.locked(os.path.join(directory, ".write.lock"), STALLED, f"writing {directory}")
+                storage.locked(
+                    os.path.join(directory, ".write.lock"), STALLED, f"writing {directory}"
+                )
             )
             return
         except TimeoutError:

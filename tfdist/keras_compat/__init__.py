@@ -17,22 +17,42 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.losses import loss as _loss  # scale_loss_for_distribution has no public name, keras #18624
+from keras.src.losses import (
+    loss as _loss,
+)  # scale_loss_for_distribution has no public name, keras #18624
 from tensorflow.python.distribute import distribute_utils as _distribute_utils
 from tensorflow.python.eager import context as _context
 
 # Public methods of the public class keras.Model; the engine has a method of the same name, called with
 # (model, keras_method, *args, **kwargs).
 MODEL_HOOKS = (
-    *("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch", "save", "save_weights", "export"),
+    *(
+        "fit",
+        "evaluate",
+        "predict",
+        "train_on_batch",
+        "test_on_batch",
+        "predict_on_batch",
+        "save",
+        "save_weights",
+        "export",
+    ),
     *("make_train_function", "make_test_function", "make_predict_function", "get_metrics_result"),
 )
 
 # Functions of Keras' module of losses, and methods of the engine as well.
-LOSS_HOOKS = ("scale_loss_for_distribution", "unscale_loss_for_distribution", "reduce_weighted_values")
+LOSS_HOOKS = (
+    "scale_loss_for_distribution",
+    "unscale_loss_for_distribution",
+    "reduce_weighted_values",
+)
 
 # What makes the functions that run steps, and where Keras keeps each.
-_FUNCTIONS = {"make_train_function": "train_function", "make_test_function": "test_function", "make_predict_function": "predict_function"}
+_FUNCTIONS = {
+    "make_train_function": "train_function",
+    "make_test_function": "test_function",
+    "make_predict_function": "predict_function",
+}
 
 # What writes files.
 _FILES = ("save", "save_weights", "export")
@@ -117,7 +137,11 @@ def _hook_model(name: str) -> None:
         engine = engine_of(self.distribute_strategy)
         if engine is not None:
             return getattr(engine, name)(self, keras_method, *args, **kwargs)
-        if name in _FILES and (holder := holder_of(getattr(self, "optimizer", None), self.trainable_weights)) is not None:
+        if (
+            name in _FILES
+            and (holder := holder_of(getattr(self, "optimizer", None), self.trainable_weights))
+            is not None
+        ):
             return holder.save_beside(self, keras_method, *args, **kwargs)
         result = keras_method(self, *args, **kwargs)
         if name in _FUNCTIONS:
@@ -148,7 +172,11 @@ def holder_of(optimizer: Any, variables: Any) -> Any:
             return each
         innermost, each = each, getattr(each, "inner_optimizer", None)
     known = variables if variables is not None else getattr(innermost, "_trainable_variables", ())
-    return next((v.tfdist_store for v in known if hasattr(v, "tfdist_store")), None) if isinstance(known, list | tuple) else None  # an iterator stays as it is
+    return (
+        next((v.tfdist_store for v in known if hasattr(v, "tfdist_store")), None)
+        if isinstance(known, list | tuple)
+        else None
+    )  # an iterator stays as it is
 
 
 def _hook_symbolic_build() -> None:
@@ -184,7 +212,11 @@ def _hook_apply(cls: Any) -> None:
                 f"The model was made outside of the scope of the strategy in which its optimizer {self.name} was made. Make the model, and "
                 "call compile(), inside `with strategy.scope():`."
             )
-        alone = None if engine is not None or in_local_update() else holder_of(self, trainable_variables)
+        alone = (
+            None
+            if engine is not None or in_local_update()
+            else holder_of(self, trainable_variables)
+        )
         if alone is not None:  # a process without a scope, beside others
             return alone.update(self, keras_apply, list(grads), trainable_variables)
         if engine is None or tf.distribute.in_cross_replica_context() or in_local_update():
@@ -263,7 +295,10 @@ def keep_state_per_replica(strategy: tf.distribute.Strategy) -> None:
 
     def create(next_creator, **kwargs):
         synchronized_late = kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ
-        state = not kwargs.get("trainable", True) and kwargs.get("aggregation") == tf.VariableAggregation.NONE
+        state = (
+            not kwargs.get("trainable", True)
+            and kwargs.get("aggregation") == tf.VariableAggregation.NONE
+        )
         if not synchronized_late and (not state or "colocate_with" in kwargs):
             return stock(next_creator, **kwargs)
 
@@ -276,7 +311,11 @@ def keep_state_per_replica(strategy: tf.distribute.Strategy) -> None:
             return copies
 
         return _distribute_utils.create_mirrored_variable(
-            strategy, on_each_device, _distribute_utils.VARIABLE_CLASS_MAPPING, _distribute_utils.VARIABLE_POLICY_MAPPING, **kwargs
+            strategy,
+            on_each_device,
+            _distribute_utils.VARIABLE_CLASS_MAPPING,
+            _distribute_utils.VARIABLE_POLICY_MAPPING,
+            **kwargs,
         )
 
     extended._create_variable = create
@@ -288,7 +327,9 @@ def in_local_update() -> bool:
 
 
 @contextlib.contextmanager
-def local_update(optimizer: keras.optimizers.Optimizer, local_replica: int | None) -> Iterator[None]:
+def local_update(
+    optimizer: keras.optimizers.Optimizer, local_replica: int | None
+) -> Iterator[None]:
     """Inside, the optimizer takes gradients as already reduced, and updates the variables of this replica only.
 
     Args:
@@ -304,7 +345,9 @@ def local_update(optimizer: keras.optimizers.Optimizer, local_replica: int | Non
         each._all_reduce_sum_gradients = lambda grads_and_vars: grads_and_vars
         if local_replica is not None:
             # Aggregation "only_first_replica" broadcasts through merge_call; every replica counts the same steps anyway.
-            each._iterations.assign_add = functools.partial(_assign_add_local, each._iterations, local_replica)
+            each._iterations.assign_add = functools.partial(
+                _assign_add_local, each._iterations, local_replica
+            )
     try:
         yield
     finally:
@@ -360,7 +403,9 @@ def step_counter(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
 
 
 @contextlib.contextmanager
-def accumulating(optimizer: keras.optimizers.Optimizer, stand_in: Callable[[tf.Variable], Any]) -> Iterator[None]:
+def accumulating(
+    optimizer: keras.optimizers.Optimizer, stand_in: Callable[[tf.Variable], Any]
+) -> Iterator[None]:
     """Inside, an optimizer that sums gradients up between updates does so in stand-ins for its variables, by their method `add`."""
     sums = [v for v in getattr(optimizer, "_accumulated_gradients", []) if v is not None]
 

@@ -42,11 +42,20 @@ def clip_elementwise(optimizer: keras.optimizers.Optimizer, grads: list) -> list
 
 
 def exclude_alike(
-    given: keras.optimizers.Optimizer, variables: Sequence[keras.Variable], optimizer: keras.optimizers.Optimizer, others: Sequence[keras.Variable]
+    given: keras.optimizers.Optimizer,
+    variables: Sequence[keras.Variable],
+    optimizer: keras.optimizers.Optimizer,
+    others: Sequence[keras.Variable],
 ) -> None:
     """Excludes those of others from weight decay by an optimizer that stand for variables which the user has excluded of what is given."""
-    excluded = {optimizer._var_key(other) for v, other in zip(variables, others, strict=True) if not given._use_weight_decay(v)}
-    optimizer._exclude_from_weight_decay = getattr(optimizer, "_exclude_from_weight_decay", set()) | excluded
+    excluded = {
+        optimizer._var_key(other)
+        for v, other in zip(variables, others, strict=True)
+        if not given._use_weight_decay(v)
+    }
+    optimizer._exclude_from_weight_decay = (
+        getattr(optimizer, "_exclude_from_weight_decay", set()) | excluded
+    )
 
 
 def moving_averages(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
@@ -63,7 +72,12 @@ def graph_calls(model: keras.Model) -> list[tuple[Any, list, list]] | None:
     depths = getattr(model, "_nodes_by_depth", None)
     if depths is None:
         return None
-    nodes = [node for depth in sorted(depths, reverse=True) for node in depths[depth] if not node.is_input]
+    nodes = [
+        node
+        for depth in sorted(depths, reverse=True)
+        for node in depths[depth]
+        if not node.is_input
+    ]
     return [(node.operation, list(node.input_tensors), list(node.output_tensors)) for node in nodes]
 
 
@@ -78,7 +92,13 @@ def move(variable: keras.Variable, device: str) -> None:
     if tf.DeviceSpec.from_string(before.device) == tf.DeviceSpec.from_string(device):
         return
     with tf.init_scope(), tf.device(device):
-        variable._value = tf.Variable(before.read_value(), trainable=variable.trainable, dtype=before.dtype, name=variable.name, aggregation=before.aggregation)
+        variable._value = tf.Variable(
+            before.read_value(),
+            trainable=variable.trainable,
+            dtype=before.dtype,
+            name=variable.name,
+            aggregation=before.aggregation,
+        )
 
 
 def with_mask(x: tf.Tensor, mask: tf.Tensor | None) -> tf.Tensor:
@@ -106,15 +126,21 @@ class _Beside:
     """Names the device of an operation that has none: where the largest of what it takes lies, or the variable that it uses."""
 
     def __init__(self):
-        self._outer: dict[tf.Graph, dict[str, tf.Tensor]] = {}  # what placeholders of a function stand for
+        self._outer: dict[
+            tf.Graph, dict[str, tf.Tensor]
+        ] = {}  # what placeholders of a function stand for
 
     def __call__(self, operation: tf.Operation) -> str:
-        return operation.device or (self._place(max(operation.inputs, key=_size)) if operation.inputs else "")
+        return operation.device or (
+            self._place(max(operation.inputs, key=_size)) if operation.inputs else ""
+        )
 
     def _place(self, x: tf.Tensor) -> str:
         if isinstance(x, tf.__internal__.EagerTensor) or x.device:
             return x.device
-        if x.op.type == "ReadVariableOp":  # goes where its variable is, whatever device is asked for
+        if (
+            x.op.type == "ReadVariableOp"
+        ):  # goes where its variable is, whatever device is asked for
             return self._place(x.op.inputs[0])
         if x.op.type != "Placeholder":
             return ""
@@ -147,7 +173,11 @@ def updating_in_place(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
         each._backend_reset_gradient_accumulators = functools.partial(_reset_accumulators, each)
     try:
         # `tf.device` takes no function; run eagerly, each operation is where TensorFlow finds its inputs.
-        with contextlib.nullcontext() if tf.executing_eagerly() else tf.compat.v1.get_default_graph().device(_Beside()):
+        with (
+            contextlib.nullcontext()
+            if tf.executing_eagerly()
+            else tf.compat.v1.get_default_graph().device(_Beside())
+        ):
             yield
     finally:
         for each, strategy in chain:
@@ -272,7 +302,11 @@ def known_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variabl
 def hook_optimizers() -> None:
     """Lets optimizers treat a sharded variable's row as a variable, and mark the slots that they make for it."""
     cls = keras.optimizers.Optimizer
-    stock_slot, stock_key, stock_finalize = cls.add_variable_from_reference, cls._var_key, cls.finalize_variable_values
+    stock_slot, stock_key, stock_finalize = (
+        cls.add_variable_from_reference,
+        cls._var_key,
+        cls.finalize_variable_values,
+    )
 
     @functools.wraps(stock_slot)
     def add_variable_from_reference(self, reference_variable, *args, **kwargs):
@@ -280,7 +314,9 @@ def hook_optimizers() -> None:
             return stock_slot(self, reference_variable, *args, **kwargs)
         with as_shards():
             slot = stock_slot(self, reference_variable, *args, **kwargs)
-        make_sharded(slot, None, reference_variable.tfdist_shape, reference_variable.tfdist_store.slots)
+        make_sharded(
+            slot, None, reference_variable.tfdist_shape, reference_variable.tfdist_store.slots
+        )
         return slot
 
     @functools.wraps(stock_key)
@@ -293,7 +329,11 @@ def hook_optimizers() -> None:
         with as_shards():
             return stock_finalize(self, var_list)
 
-    cls.add_variable_from_reference, cls._var_key, cls.finalize_variable_values = add_variable_from_reference, key, finalize_variable_values
+    cls.add_variable_from_reference, cls._var_key, cls.finalize_variable_values = (
+        add_variable_from_reference,
+        key,
+        finalize_variable_values,
+    )
 
 
 # --- Layers that are computed twice -----------------------------------------------------------------------------------
@@ -351,7 +391,9 @@ def freed_with_graph(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         kept[name] = entry["type"]
         weak = weakref.ref(entry["type"])
         entry["type"] = lambda op, *grads: weak()(op, *grads)  # type: ignore[misc]  # it is there as long as the graph
-        weakref.finalize(tensors[0].graph, gradient_registry._registry.pop, name, None).atexit = False
+        weakref.finalize(
+            tensors[0].graph, gradient_registry._registry.pop, name, None
+        ).atexit = False
     return tensors
 
 

@@ -52,7 +52,9 @@ def trace_anywhere(strategy: tf.distribute.ParameterServerStrategy) -> None:
     strategy.extended._allow_run_without_coordinator = True
 
 
-def schedule(coordinator: tf.distribute.coordinator.ClusterCoordinator, function: Callable[[], None]) -> None:
+def schedule(
+    coordinator: tf.distribute.coordinator.ClusterCoordinator, function: Callable[[], None]
+) -> None:
     """Runs a Python function in the thread of some worker; the public method takes a `tf.function` only."""
     coordinator._cluster.schedule(function, args=(), kwargs={})
 

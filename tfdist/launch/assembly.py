@@ -77,7 +77,9 @@ class Assembly:
         self.finish: Finish | None = None
         self._digest = terms.command_digest
         self._hosts: dict[int, _Host] = {}
-        self._places: list[tuple[str, str]] = []  # (id, host and name), in the order of first joining
+        self._places: list[
+            tuple[str, str]
+        ] = []  # (id, host and name), in the order of first joining
         self._departed: dict[str, str] = {}  # id -> who it was and why it went
         self._generation: _Generation | None = None
         self._number = 0  # of the next generation
@@ -92,11 +94,19 @@ class Assembly:
         host = _host(hello, now)
         digest = str(hello.get("digest", ""))
         if host is None:
-            return self._refuse(key, "a launcher of another version", "its words are unknown; install the same tfdist everywhere")
+            return self._refuse(
+                key,
+                "a launcher of another version",
+                "its words are unknown; install the same tfdist everywhere",
+            )
         if not self._number and not self._hosts:
             self._digest = self.terms.command_digest or digest
         if digest != self._digest:
-            return self._refuse(key, str(host), f"its command is {digest[:SHOWN]}, the others run {self._digest[:SHOWN]}; start the same on all")
+            return self._refuse(
+                key,
+                str(host),
+                f"its command is {digest[:SHOWN]}, the others run {self._digest[:SHOWN]}; start the same on all",
+            )
         for other, known in list(self._hosts.items()):
             if known.id == host.id:
                 self.gone(other, "it came back over a new connection", now)
@@ -106,7 +116,14 @@ class Assembly:
         self._hosts[key] = host
         self._changed = now
         terms = self.terms
-        self._send(key, "welcome", launch=terms.launch_id, silence=terms.silence, window=terms.window, beat=min(BEAT_S, terms.silence / 4))
+        self._send(
+            key,
+            "welcome",
+            launch=terms.launch_id,
+            silence=terms.silence,
+            window=terms.window,
+            beat=min(BEAT_S, terms.silence / 4),
+        )
         self._say(f"tfdist: {host} joined with {counted(host.slots, 'slot')}; {self._present()}")
 
     def heard(self, key: int, message: Mapping[str, Any], now: float) -> None:
@@ -120,7 +137,11 @@ class Assembly:
             self._send(key, "ack", number=message.get("number"))
         elif word == "bye":
             self.gone(key, _text(message, "reason"), now)
-        elif generation is None or message.get("generation") != generation.number or key not in generation.counts:
+        elif (
+            generation is None
+            or message.get("generation") != generation.number
+            or key not in generation.counts
+        ):
             return
         elif word == "ports" and not generation.started:
             self._ports(key, message)
@@ -131,7 +152,12 @@ class Assembly:
         elif word == "stopped":
             generation.ended.add(key)
             if generation.stop is None:  # nobody had asked for it
-                self._lose(generation, key, Report(str(host), "failed", text="it ended its workers by itself"), now)
+                self._lose(
+                    generation,
+                    key,
+                    Report(str(host), "failed", text="it ended its workers by itself"),
+                    now,
+                )
         elif word == "failed":
             self._lose(generation, key, _report(str(host), message), now)
         elif word == "preempted":
@@ -155,7 +181,9 @@ class Assembly:
         if not generation.started:
             self._generation = None
         else:
-            self._lose(generation, key, Report(str(host), "lost", text=why, code=TRANSIENT_CODE), now)
+            self._lose(
+                generation, key, Report(str(host), "lost", text=why, code=TRANSIENT_CODE), now
+            )
 
     def tick(self, now: float) -> None:
         """Does what is due; called after everything heard, and at least some times a second."""
@@ -164,7 +192,9 @@ class Assembly:
         if self.finish:
             return
         for key, host in list(self._hosts.items()):
-            if stalled > self.terms.silence / 4:  # this process was stopped, or starved: nobody is to blame
+            if (
+                stalled > self.terms.silence / 4
+            ):  # this process was stopped, or starved: nobody is to blame
                 host.heard = min(now, host.heard + stalled)
             if now - host.heard >= self.terms.silence:
                 self._expel([key], f"it was silent for {self.terms.silence:g} s", now)
@@ -180,7 +210,9 @@ class Assembly:
         elif not generation.busy:
             self._settled(generation, now)
         elif now - generation.stopped >= self.terms.grace:
-            self._expel(generation.busy, f"its workers did not end within {self.terms.grace:g} s", now)
+            self._expel(
+                generation.busy, f"its workers did not end within {self.terms.grace:g} s", now
+            )
 
     def end(self, code: int, text: str) -> None:
         """Ends the launch for all hosts; the first end counts."""
@@ -197,7 +229,13 @@ class Assembly:
             if late or self._ripe(now):
                 self._form(now)
         elif late:
-            here = ", ".join(f"{host} with {counted(host.slots, 'slot')}" for host in self._ordered().values()) or "nobody"
+            here = (
+                ", ".join(
+                    f"{host} with {counted(host.slots, 'slot')}"
+                    for host in self._ordered().values()
+                )
+                or "nobody"
+            )
             gone = "; ".join(self._departed.values()) or "hosts that never joined"
             self.end(
                 TRANSIENT_CODE,
@@ -217,7 +255,11 @@ class Assembly:
             if count:
                 counts[key] = count
             else:
-                self._send(key, "note", text=f"tfdist: {host} is spare: {self.terms.max_workers} workers run elsewhere")
+                self._send(
+                    key,
+                    "note",
+                    text=f"tfdist: {host} is spare: {self.terms.max_workers} workers run elsewhere",
+                )
         self._generation = _Generation(self._number, counts, now, tries)
         self._number += 1
         for key, count in counts.items():
@@ -226,12 +268,21 @@ class Assembly:
     def _ports(self, key: int, message: Mapping[str, Any]) -> None:
         assert self._generation
         ports, count = message.get("ports"), self._generation.counts[key]
-        if isinstance(ports, list) and len(ports) == count and all(type(port) is int and 0 < port < 65536 for port in ports):
+        if (
+            isinstance(ports, list)
+            and len(ports) == count
+            and all(type(port) is int and 0 < port < 65536 for port in ports)
+        ):
             self._generation.ports[key] = ports
         else:
             problem = _text(message, "problem") or f"it named {str(ports)[:SHOWN]}"
             host = self._hosts[key]
-            self._send(key, "finish", code=TRANSIENT_CODE, text=f"{host} has no {counted(count, 'free port')}: {problem}")
+            self._send(
+                key,
+                "finish",
+                code=TRANSIENT_CODE,
+                text=f"{host} has no {counted(count, 'free port')}: {problem}",
+            )
             self.gone(key, f"it has no {counted(count, 'free port')}: {problem}", self._ticked)
 
     def _asked(self, generation: _Generation, now: float) -> None:
@@ -241,11 +292,16 @@ class Assembly:
                 self._expel(silent, f"it named no ports within {PORTS_S:g} s", now)
             return
         hosts = [(self._hosts[key].host, key) for key in generation.counts]
-        addresses = [join_address(host, port) for host, key in hosts for port in generation.ports[key]]
+        addresses = [
+            join_address(host, port) for host, key in hosts for port in generation.ports[key]
+        ]
         if len(set(addresses)) < len(addresses):  # two launchers of one host chose the same
             if generation.tries < PORTS_TRIES:
                 return self._form(now, generation.tries + 1)
-            return self.end(TRANSIENT_CODE, f"{PORTS_TRIES} times two workers chose the same port: {', '.join(addresses)[:SHOWN]}")
+            return self.end(
+                TRANSIENT_CODE,
+                f"{PORTS_TRIES} times two workers chose the same port: {', '.join(addresses)[:SHOWN]}",
+            )
         generation.started, generation.since, first = True, now, 0
         self._say(
             f"tfdist: generation {generation.number}: {counted(len(addresses), 'worker')} on "
@@ -259,20 +315,32 @@ class Assembly:
     def _grown(self, generation: _Generation, now: float) -> None:
         """Others wait to run: all stop gently, unless some are done, and so all are soon."""
         running = sum(generation.counts.values())
-        if not generation.done and min(self._slots(), self.terms.max_workers) > running and self._ripe(now):
+        if (
+            not generation.done
+            and min(self._slots(), self.terms.max_workers) > running
+            and self._ripe(now)
+        ):
             self._stop(f"{self._present()}, {running} of them at work", True, now)
 
     def _lose(self, generation: _Generation, key: int, report: Report, now: float) -> None:
         generation.ended.add(key)
-        if generation.stop is None or not generation.stop.gently:  # who is told to stop may well fail
+        if (
+            generation.stop is None or not generation.stop.gently
+        ):  # who is told to stop may well fail
             generation.reports.append(report)
         if generation.stop is None:
             self._changed = now
-            self._stop(f"{report.host} {'was lost' if report.what == 'lost' else 'failed'}: {report.text}", False, now)
+            self._stop(
+                f"{report.host} {'was lost' if report.what == 'lost' else 'failed'}: {report.text}",
+                False,
+                now,
+            )
         elif report.what == "failed":
             self._say(f"tfdist: while stopping, {report.host} failed: {report.text}")
         elif generation.stop.gently:  # the others may wait for it in vain while they save
-            self._stop(f"{generation.stop.reason}; then {report.host} was lost: {report.text}", False, now)
+            self._stop(
+                f"{generation.stop.reason}; then {report.host} was lost: {report.text}", False, now
+            )
 
     def _stop(self, reason: str, gently: bool, now: float) -> None:
         generation = self._generation
@@ -285,13 +353,20 @@ class Assembly:
     def _settled(self, generation: _Generation, now: float) -> None:
         """All have ended: another generation, or the end."""
         if generation.reports:
-            outcome = Outcome(generation.number, generation.stopped - generation.since, tuple(generation.reports))
+            outcome = Outcome(
+                generation.number, generation.stopped - generation.since, tuple(generation.reports)
+            )
             decision = self._decide(outcome)
             if not decision.restart:
                 code = outcome.cause.code if decision.code is None else decision.code
-                return self.end(code, decision.text or f"{outcome.cause.host}: {outcome.cause.text}")
+                return self.end(
+                    code, decision.text or f"{outcome.cause.host}: {outcome.cause.text}"
+                )
             self._not_before = now + decision.delay
-            self._say(f"tfdist: {decision.text}" + (f"; waiting {decision.delay:g} s" if decision.delay else ""))
+            self._say(
+                f"tfdist: {decision.text}"
+                + (f"; waiting {decision.delay:g} s" if decision.delay else "")
+            )
         self._generation, self._gathering = None, max(now, self._not_before)
 
     def _expel(self, keys: Iterable[int], why: str, now: float) -> None:
@@ -326,7 +401,11 @@ class Assembly:
 
     def _present(self) -> str:
         slots, terms = self._slots(), self.terms
-        wanted = terms.max_workers if terms.min_workers == terms.max_workers else f"{terms.min_workers} to {terms.max_workers}"
+        wanted = (
+            terms.max_workers
+            if terms.min_workers == terms.max_workers
+            else f"{terms.min_workers} to {terms.max_workers}"
+        )
         return f"{counted(slots, 'worker')} can run, {wanted} wanted"
 
     def _send(self, key: int, word: str, **facts: Any) -> None:
@@ -337,7 +416,12 @@ def _host(hello: Mapping[str, Any], now: float) -> _Host | None:
     """What a host says of itself; None where that is not understood."""
     texts = [hello.get(name) for name in ("id", "host", "name")]
     slots = hello.get("slots")
-    if hello.get("do") != "join" or not all(isinstance(text, str) for text in texts) or type(slots) is not int or slots < 1:
+    if (
+        hello.get("do") != "join"
+        or not all(isinstance(text, str) for text in texts)
+        or type(slots) is not int
+        or slots < 1
+    ):
         return None
     id, host, name = (_text(hello, key) for key in ("id", "host", "name"))
     return _Host(id, host, name, slots, now)

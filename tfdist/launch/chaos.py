@@ -43,13 +43,21 @@ class Chaos:
         journal = read_journal(self._log_dir)
         living = {process.pid: process for process in group if not process.ended}
         for line in journal:
-            if line["event"] == chaos.EVENT and line.get("seconds") is not None and line["number"] not in self._stopped:
+            if (
+                line["event"] == chaos.EVENT
+                and line.get("seconds") is not None
+                and line["number"] not in self._stopped
+            ):
                 self._stopped[line["number"]] = line["pid"], now + line["seconds"]
         for pid, until in self._stopped.values():
             if pid in living and now >= until and living[pid].state == "T":
                 kill_group(pid, signal.SIGCONT)
         reached = max((sign.total for process in group if (sign := process.sign)), default=0)
-        served = {process.plan.name: process for process in living.values() if process.plan.role is Role.SERVES}
+        served = {
+            process.plan.name: process
+            for process in living.values()
+            if process.plan.role is Role.SERVES
+        }
         for fault in chaos.left(self._faults, journal):
             if fault.step is None or reached < fault.step:
                 continue
@@ -57,7 +65,9 @@ class Chaos:
                 self._corrupt(fault, journal)
             elif fault.task in served and fault.verb in chaos.SIGNALS:
                 process = served[fault.task]
-                self._note(fault, task=fault.task, pid=process.pid, total=reached, seconds=fault.seconds)
+                self._note(
+                    fault, task=fault.task, pid=process.pid, total=reached, seconds=fault.seconds
+                )
                 kill_group(process.pid, chaos.SIGNALS[fault.verb])
 
     def hand_over(self, pid: int) -> None:
@@ -81,7 +91,14 @@ class Chaos:
 
     def _corrupt(self, fault: chaos.Fault, journal: Sequence[dict]) -> None:
         """Turns over a bit in the middle of the newest snapshot, if it is a local file."""
-        path = next((line["path"] for line in reversed(journal) if line["event"] == "saved" and os.path.exists(line["path"])), None)
+        path = next(
+            (
+                line["path"]
+                for line in reversed(journal)
+                if line["event"] == "saved" and os.path.exists(line["path"])
+            ),
+            None,
+        )
         if path is None:
             return
         self._note(fault, path=path)

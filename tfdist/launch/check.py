@@ -18,7 +18,9 @@ LOOKING_S = 1800.0  # for doctor, whose own waits have bounds: for TensorFlow 60
 ENDING_S = 10.0  # for doctor to end its own processes
 
 
-def doctor_words(flags: argparse.Namespace, spec: ClusterSpec | None, command: Sequence[str]) -> list[str]:
+def doctor_words(
+    flags: argparse.Namespace, spec: ClusterSpec | None, command: Sequence[str]
+) -> list[str]:
     """What doctor is asked.
 
     Args:
@@ -31,12 +33,24 @@ def doctor_words(flags: argparse.Namespace, spec: ClusterSpec | None, command: S
     """
     words: list[str] = []
     if flags.cluster:
-        words += ["--cluster", flags.cluster, "--together", *(["--task", flags.task] if flags.task else [])]
+        words += [
+            "--cluster",
+            flags.cluster,
+            "--together",
+            *(["--task", flags.task] if flags.task else []),
+        ]
     else:
         # Under parameter servers each worker takes whole batches, else the training tasks share them.
         tasks = () if spec is None else spec.tasks if "ps" in spec.jobs else spec.training_tasks
-        words += ["--workers", str(len(tasks) or flags.workers or 1), "--place", flags.log_dir or "runs"]
-    if list(command[:2]) == ["tfdist", "train"] and any(re.match(r"--?config(=|$)", word) for word in command[2:]):
+        words += [
+            "--workers",
+            str(len(tasks) or flags.workers or 1),
+            "--place",
+            flags.log_dir or "runs",
+        ]
+    if list(command[:2]) == ["tfdist", "train"] and any(
+        re.match(r"--?config(=|$)", word) for word in command[2:]
+    ):
         words += command[2:]
     return words
 
@@ -71,9 +85,17 @@ def run(flags: argparse.Namespace, words: Sequence[str], timeout: float = LOOKIN
                 return 128 + signal.SIGINT
             if isinstance(error, subprocess.TimeoutExpired):
                 alone = shlex.join(["tfdist", "doctor", *words])
-                print(f"tfdist: --check: doctor had not ended after {timeout:g} s; no task was started. See where it waits: {alone}", file=sys.stderr, flush=True)
+                print(
+                    f"tfdist: --check: doctor had not ended after {timeout:g} s; no task was started. See where it waits: {alone}",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 return 1
             raise
     if code:
-        print("tfdist: --check has found something wrong; no task was started", file=sys.stderr, flush=True)
+        print(
+            "tfdist: --check has found something wrong; no task was started",
+            file=sys.stderr,
+            flush=True,
+        )
     return code if code >= 0 else 128 - code

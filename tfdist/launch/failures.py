@@ -58,9 +58,7 @@ _EXIT_HINTS = {
     126: "the shell could not execute the command",
     127: "the shell did not find the command",
 }
-_CUT_OFF = (
-    "these tasks are cut off from the network; fetch the data before, or pass --allow-remote to `tfdist launch`"
-)
+_CUT_OFF = "these tasks are cut off from the network; fetch the data before, or pass --allow-remote to `tfdist launch`"
 
 
 class Kind(enum.Enum):
@@ -171,7 +169,8 @@ def judge(endings: Sequence[Ending], isolated: bool = False) -> Verdict | None:
         stopped=tuple(
             ending.task
             for ending in endings
-            if ending.told is not None and ending.task not in {cause.task, *(f.task for f in failures)}
+            if ending.told is not None
+            and ending.task not in {cause.task, *(f.task for f in failures)}
         ),
     )
 
@@ -318,7 +317,9 @@ def _silent_cause(endings: Sequence[Ending], victims: Sequence[Failure]) -> Fail
 
 
 def _last_lines(log: str) -> str:
-    lines = [line for line in printable(log, colour=False).strip().splitlines() if not is_chatter(line)]
+    lines = [
+        line for line in printable(log, colour=False).strip().splitlines() if not is_chatter(line)
+    ]
     return "\n".join(lines[-15:])
 
 

@@ -94,24 +94,40 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def _check_hosts(flags: argparse.Namespace) -> None:
     """Makes sure that the flags of several hosts come together, and sets their defaults."""
-    alone = ("token_file", "host", "max_workers", "min_workers", "restart_window", "host_timeout", "join_timeout")
+    alone = (
+        "token_file",
+        "host",
+        "max_workers",
+        "min_workers",
+        "restart_window",
+        "host_timeout",
+        "join_timeout",
+    )
     if flags.rendezvous is None:
         for name in alone:
             if getattr(flags, name) is not None:
-                raise ValueError(f"{flag_of(name)}: expected together with --rendezvous HOST:PORT, received alone")
+                raise ValueError(
+                    f"{flag_of(name)}: expected together with --rendezvous HOST:PORT, received alone"
+                )
         return
     if problem := address_problem(flags.rendezvous):
         raise ValueError(f"--rendezvous: {flags.rendezvous!r} {problem}")
     for name in ("cluster", "ps", "chief", "evaluator", "data_workers"):
         if getattr(flags, name) is not None:
-            raise ValueError(f"{flag_of(name)}: expected without --rendezvous, where all tasks are workers, received both")
+            raise ValueError(
+                f"{flag_of(name)}: expected without --rendezvous, where all tasks are workers, received both"
+            )
     if flags.max_workers is None:
-        raise ValueError("--max-workers: expected how many workers all hosts together run, received nothing beside --rendezvous")
+        raise ValueError(
+            "--max-workers: expected how many workers all hosts together run, received nothing beside --rendezvous"
+        )
     if flags.workers == 0:
         raise ValueError("--workers: expected at least 1 beside --rendezvous, received 0")
     flags.min_workers = flags.max_workers if flags.min_workers is None else flags.min_workers
     if flags.min_workers > flags.max_workers:
-        raise ValueError(f"--min-workers: expected at most --max-workers {flags.max_workers}, received {flags.min_workers}")
+        raise ValueError(
+            f"--min-workers: expected at most --max-workers {flags.max_workers}, received {flags.min_workers}"
+        )
     for name, default in (("restart_window", 30.0), ("host_timeout", 5.0), ("join_timeout", 300.0)):
         if getattr(flags, name) is None:
             setattr(flags, name, default)
@@ -124,7 +140,9 @@ def _threads(text: str) -> int | None:
     if text == "auto":
         return None
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected auto or a whole number of at least 1, received {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"expected auto or a whole number of at least 1, received {text!r}"
+        )
     return int(text)
 
 
@@ -141,7 +159,9 @@ def _parser() -> argparse.ArgumentParser:
     local = parser.add_argument_group("a cluster on this machine")
     local.add_argument("--workers", type=whole(0), metavar="N", help="number of workers (1)")
     local.add_argument("--ps", type=whole(0), metavar="M", help="number of parameter servers (0)")
-    local.add_argument("--chief", action="store_true", default=None, help="a chief besides the workers")
+    local.add_argument(
+        "--chief", action="store_true", default=None, help="a chief besides the workers"
+    )
     local.add_argument(
         "--evaluator", action="store_true", default=None, help="an evaluator besides the workers"
     )
@@ -157,24 +177,59 @@ def _parser() -> argparse.ArgumentParser:
         help="let tasks use the network, and other hosts reach them (as ever with --cluster)",
     )
     written = parser.add_argument_group("a cluster of several hosts")
-    written.add_argument("--cluster", metavar="FILE", help="YAML or JSON file: job names and their addresses")
+    written.add_argument(
+        "--cluster", metavar="FILE", help="YAML or JSON file: job names and their addresses"
+    )
     written.add_argument(
         "--task", metavar="worker:1", help="the task to run here (all with an address of this host)"
     )
-    hosts = parser.add_argument_group("several hosts that agree by themselves: the same command on each")
-    hosts.add_argument("--rendezvous", metavar="HOST:PORT", help="where the launchers meet: a free port of the first host")
-    hosts.add_argument("--token-file", metavar="FILE", help="the secret that all hosts share (the variable TFDIST_TOKEN)")
-    hosts.add_argument("--host", metavar="ADDRESS", help="of this host for the others (where it reaches the rendezvous from)")
-    hosts.add_argument("--max-workers", type=whole(1), metavar="B", help="workers on all hosts together; --workers is those of this host")
-    hosts.add_argument("--min-workers", type=whole(1), metavar="A", help="go on with as few, where hosts are lost (B)")
-    hosts.add_argument(
-        "--restart-window", type=seconds, metavar="S", help="seconds that the others wait for a lost host, or for one more (30)"
+    hosts = parser.add_argument_group(
+        "several hosts that agree by themselves: the same command on each"
     )
     hosts.add_argument(
-        "--host-timeout", type=seconds, metavar="S", help="seconds without a sign of life after which a host counts as lost (5)"
+        "--rendezvous",
+        metavar="HOST:PORT",
+        help="where the launchers meet: a free port of the first host",
     )
     hosts.add_argument(
-        "--join-timeout", type=seconds, metavar="S", help="seconds for A workers to come together (300)"
+        "--token-file",
+        metavar="FILE",
+        help="the secret that all hosts share (the variable TFDIST_TOKEN)",
+    )
+    hosts.add_argument(
+        "--host",
+        metavar="ADDRESS",
+        help="of this host for the others (where it reaches the rendezvous from)",
+    )
+    hosts.add_argument(
+        "--max-workers",
+        type=whole(1),
+        metavar="B",
+        help="workers on all hosts together; --workers is those of this host",
+    )
+    hosts.add_argument(
+        "--min-workers",
+        type=whole(1),
+        metavar="A",
+        help="go on with as few, where hosts are lost (B)",
+    )
+    hosts.add_argument(
+        "--restart-window",
+        type=seconds,
+        metavar="S",
+        help="seconds that the others wait for a lost host, or for one more (30)",
+    )
+    hosts.add_argument(
+        "--host-timeout",
+        type=seconds,
+        metavar="S",
+        help="seconds without a sign of life after which a host counts as lost (5)",
+    )
+    hosts.add_argument(
+        "--join-timeout",
+        type=seconds,
+        metavar="S",
+        help="seconds for A workers to come together (300)",
     )
     tasks = parser.add_argument_group("tasks")
     tasks.add_argument(
@@ -195,7 +250,9 @@ def _parser() -> argparse.ArgumentParser:
         help="seconds for the evaluator to finish (300)",
     )
     tasks.add_argument(
-        "--check", action="store_true", help="let `tfdist doctor` look first, with --cluster on all hosts at once; start only if nothing fails"
+        "--check",
+        action="store_true",
+        help="let `tfdist doctor` look first, with --cluster on all hosts at once; start only if nothing fails",
     )
     faults = parser.add_argument_group("failures")
     faults.add_argument(

@@ -51,7 +51,9 @@ def read_token(path: str | None) -> bytes:
         try:
             with open(path, "rb") as file:
                 if os.fstat(file.fileno()).st_mode & 0o077:
-                    raise ValueError(f"{source}: expected a file that its owner alone can read, received one open to others; chmod 600 {path}")
+                    raise ValueError(
+                        f"{source}: expected a file that its owner alone can read, received one open to others; chmod 600 {path}"
+                    )
                 token = file.read().strip()
         except OSError as error:
             raise ValueError(f"{source}: cannot be read: {error.strerror}") from error
@@ -77,15 +79,21 @@ def own_host(rendezvous: str) -> str:
     """
     try:
         family, place = resolve_address(rendezvous)
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:  # sends nothing: asks the kernel for the way
+        with socket.socket(
+            family, socket.SOCK_DGRAM
+        ) as probe:  # sends nothing: asks the kernel for the way
             probe.connect(place)
             return probe.getsockname()[0]
     except OSError as error:
-        raise ValueError(f"--rendezvous {rendezvous}: there is no way to it from here ({error}); name this host's address with --host") from error
+        raise ValueError(
+            f"--rendezvous {rendezvous}: there is no way to it from here ({error}); name this host's address with --host"
+        ) from error
 
 
 @contextlib.contextmanager
-def meeting(address: str, token: bytes, terms: Terms, policy: Policy, say: Callable[[str], None]) -> Iterator[Rendezvous | None]:
+def meeting(
+    address: str, token: bytes, terms: Terms, policy: Policy, say: Callable[[str], None]
+) -> Iterator[Rendezvous | None]:
     """The rendezvous itself where this is the first host, None on all others.
 
     Args:
@@ -100,7 +108,11 @@ def meeting(address: str, token: bytes, terms: Terms, policy: Policy, say: Calla
         cause = outcome.cause
         lost = Cause(Kind.SIGNAL.value, f"{cause.host} {cause.what}")
         decision = policy.decide(Cause.from_text(cause.signature) if cause.signature else lost)
-        return Decision(decision.restart, decision.delay, f"{cause.host}: {cause.text}; {decision.text}".removesuffix("; "))
+        return Decision(
+            decision.restart,
+            decision.delay,
+            f"{cause.host}: {cause.text}; {decision.text}".removesuffix("; "),
+        )
 
     try:
         server = Rendezvous(address, token, terms, decide=decide, say=say)
@@ -139,7 +151,9 @@ def run(
         order = member.order(POLL_SECONDS)
         if isinstance(order, Finish):
             why = "over" if server else order.text  # the rendezvous has said why where it is
-            console.notice(f"tfdist: {why} after {time.monotonic() - begun:.1f} s; logs in {short_path(log_dir)}")
+            console.notice(
+                f"tfdist: {why} after {time.monotonic() - begun:.1f} s; logs in {short_path(log_dir)}"
+            )
             return order.code
         if supervisor.interrupted:
             return _leave(supervisor, member, server, time.monotonic() - begun, {})
@@ -151,7 +165,9 @@ def run(
                 return _leave(supervisor, member, server, time.monotonic() - begun, left)
 
 
-def _attempt(supervisor: Supervisor, member: Member, plan, start: Start, console: Console, log_dir: str) -> dict[str, int | None] | None:
+def _attempt(
+    supervisor: Supervisor, member: Member, plan, start: Start, console: Console, log_dir: str
+) -> dict[str, int | None] | None:
     """One generation's share of this host; the return codes where somebody here has asked for the end."""
     received: list[Order] = []
 
@@ -166,7 +182,11 @@ def _attempt(supervisor: Supervisor, member: Member, plan, start: Start, console
     def patience() -> float:
         if any(isinstance(order, Cut) for order in received):
             return 0.0  # the others go on, and nobody here may be at work by then
-        return math.inf if all(isinstance(order, Stop) and order.gently for order in received) else PEER_SECONDS
+        return (
+            math.inf
+            if all(isinstance(order, Stop) and order.gently for order in received)
+            else PEER_SECONDS
+        )
 
     spec = ClusterSpec({"worker": start.addresses})
     began = time.time()
@@ -194,10 +214,22 @@ def _report(member: Member, outcome: Failed, console: Console, began: float, log
         return
     console.notice(format_verdict(outcome.verdict, began, log_dir))
     text = f"{failure.task} {failure.how}" + (f": {failure.message}" if failure.message else "")
-    member.failed(failure.kind.value, text, counted=not preempted, signature=cause.to_text(), code=failure.code)
+    member.failed(
+        failure.kind.value,
+        text,
+        counted=not preempted,
+        signature=cause.to_text(),
+        code=failure.code,
+    )
 
 
-def _leave(supervisor: Supervisor, member: Member, server: Rendezvous | None, seconds: float, codes: dict[str, int | None]) -> int:
+def _leave(
+    supervisor: Supervisor,
+    member: Member,
+    server: Rendezvous | None,
+    seconds: float,
+    codes: dict[str, int | None],
+) -> int:
     """Ends this host's part because somebody here has asked for it."""
     if PREEMPTED_CODE in codes.values():
         member.preempted(leaving=True)

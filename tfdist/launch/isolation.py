@@ -75,12 +75,23 @@ def enter(flags: int, unshare: Unshare) -> None:
         OSError: A step was refused, its `filename` says which; some steps before it may have been taken.
     """
     user, group = os.geteuid(), os.getegid()
-    with _step("unshare(CLONE_NEWUSER | CLONE_NEWNET)" if flags & CLONE_NEWUSER else "unshare(CLONE_NEWNET)"):
+    with _step(
+        "unshare(CLONE_NEWUSER | CLONE_NEWNET)"
+        if flags & CLONE_NEWUSER
+        else "unshare(CLONE_NEWNET)"
+    ):
         unshare(flags)
     if flags & CLONE_NEWUSER:
         # Each keeps its number. Linux wants setgroups denied before an ordinary user may map a group.
-        for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
-            with _step(f"write /proc/self/{name}"), open(f"/proc/self/{name}", "wb", buffering=0) as file:
+        for name, text in (
+            ("setgroups", "deny"),
+            ("uid_map", f"{user} {user} 1"),
+            ("gid_map", f"{group} {group} 1"),
+        ):
+            with (
+                _step(f"write /proc/self/{name}"),
+                open(f"/proc/self/{name}", "wb", buffering=0) as file,
+            ):
                 file.write(text.encode())
     with _step("ioctl(SIOCSIFFLAGS), to bring the loopback interface up"):
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:

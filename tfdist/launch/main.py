@@ -61,7 +61,10 @@ def _launch(argv: Sequence[str]) -> int:
     else:
         spec, members = find_tasks(flags)
         names = [*map(str, members), *data_names(flags.data_workers or 0)]
-        drawer, known = next((str(task) for task in members if _is_chief(spec, task)), names[0]), [*map(str, spec.tasks)]
+        drawer, known = (
+            next((str(task) for task in members if _is_chief(spec, task)), names[0]),
+            [*map(str, spec.tasks)],
+        )
     faults = find_faults(flags.chaos, known)
     command = resolve_command(words)
     if flags.check and (code := check.run(flags, check.doctor_words(flags, spec, words))):
@@ -123,7 +126,12 @@ def _launch(argv: Sequence[str]) -> int:
         cluster = spec if spec is not None and flags.cluster else _local(flags)
         return plan(cluster, members if flags.cluster else cluster.tasks, attempt, launch)
 
-    with Guard() as guard, contextlib.closing(Standbys(flags.standby if standby else 0, guard, log_dir, console.notice)) as standbys:
+    with (
+        Guard() as guard,
+        contextlib.closing(
+            Standbys(flags.standby if standby else 0, guard, log_dir, console.notice)
+        ) as standbys,
+    ):
         supervisor = Supervisor(
             plan_here,
             guard,
@@ -144,14 +152,27 @@ def _launch(argv: Sequence[str]) -> int:
         if flags.rendezvous:
             code = _launch_hosts(flags, words, token, policy, supervisor, plan, console, log_dir)
         else:
-            place = "on this host, cut off from the network (--allow-remote lifts that)" if isolated else "on this host"
+            place = (
+                "on this host, cut off from the network (--allow-remote lifts that)"
+                if isolated
+                else "on this host"
+            )
             console.notice(f"tfdist: {_listing(names)} {place}; logs in {short_path(log_dir)}")
             code = supervisor.run()
     note(log_dir, "over", code=code)
     return code
 
 
-def _launch_hosts(flags, words, token, policy: Policy, supervisor: Supervisor, plan, console: Console, log_dir: str) -> int:
+def _launch_hosts(
+    flags,
+    words,
+    token,
+    policy: Policy,
+    supervisor: Supervisor,
+    plan,
+    console: Console,
+    log_dir: str,
+) -> int:
     """This host's part of a launch over several."""
     slots, host = flags.workers or 1, flags.host or hosts.own_host(flags.rendezvous)
     terms = Terms(
@@ -164,14 +185,29 @@ def _launch_hosts(flags, words, token, policy: Policy, supervisor: Supervisor, p
     )
 
     def plan_start(start: Start, spec: ClusterSpec):
-        return plan(spec, spec.tasks[start.first : start.first + start.count], start.generation, start.launch_id)
+        return plan(
+            spec,
+            spec.tasks[start.first : start.first + start.count],
+            start.generation,
+            start.launch_id,
+        )
 
     count = f"{slots} worker{'s' * (slots > 1)}"
-    console.notice(f"tfdist: {count} of {host} for {flags.rendezvous}; logs in {short_path(log_dir)}")
+    console.notice(
+        f"tfdist: {count} of {host} for {flags.rendezvous}; logs in {short_path(log_dir)}"
+    )
     digest = hosts.digest(words)
     with (
         hosts.meeting(flags.rendezvous, token, terms, policy, console.notice) as server,
-        Member(flags.rendezvous, token, host, slots, digest, patience=flags.join_timeout, say=console.notice) as member,
+        Member(
+            flags.rendezvous,
+            token,
+            host,
+            slots,
+            digest,
+            patience=flags.join_timeout,
+            say=console.notice,
+        ) as member,
     ):
         return hosts.run(supervisor, member, server, plan_start, console, log_dir)
 
@@ -194,7 +230,9 @@ def find_faults(plan: str | None, tasks: Sequence[str]) -> tuple[Fault, ...] | N
         raise ValueError(f"--chaos: {error}") from error
     for fault in faults:
         if fault.task not in (*tasks, "chief", ""):
-            raise ValueError(f"--chaos: expected a task of {', '.join(tasks)}, or chief, received {fault.text!r}")
+            raise ValueError(
+                f"--chaos: expected a task of {', '.join(tasks)}, or chief, received {fault.text!r}"
+            )
     return faults
 
 
@@ -227,7 +265,9 @@ def find_tasks(flags: argparse.Namespace) -> tuple[ClusterSpec, tuple[Task, ...]
     else:
         members = tuple(task for task in spec.tasks if task.address and is_here(task.address))
     if not members:
-        raise ValueError(nobody_here(flags.cluster, {str(task): task.address for task in spec.tasks}))
+        raise ValueError(
+            nobody_here(flags.cluster, {str(task): task.address for task in spec.tasks})
+        )
     for task in members:
         spec.for_task(task.type, task.index).check_host()
     return spec, members
@@ -247,7 +287,10 @@ def make_log_dir(wanted: str | None) -> str:
         os.makedirs(parent, exist_ok=True)
         if wanted:
             return os.path.abspath(wanted)
-        flag, stamp = "--log-dir (default)", datetime.datetime.now().strftime("launch-%Y%m%d-%H%M%S")
+        flag, stamp = (
+            "--log-dir (default)",
+            datetime.datetime.now().strftime("launch-%Y%m%d-%H%M%S"),
+        )
         name, count = stamp, 1
         while True:
             with contextlib.suppress(FileExistsError):
@@ -287,4 +330,6 @@ def _is_chief(spec: ClusterSpec, task: Task) -> bool:
 
 def _listing(names: Iterable[str]) -> str:
     names = list(names)
-    return ", ".join(names) if len(names) <= 8 else f"{', '.join(names[:7])} and {len(names) - 7} more"
+    return (
+        ", ".join(names) if len(names) <= 8 else f"{', '.join(names[:7])} and {len(names) - 7} more"
+    )

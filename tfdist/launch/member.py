@@ -65,7 +65,13 @@ class Member:
         if slots < 1:
             raise ValueError(f"slots: expected at least 1 worker, received {slots}")
         self.id = secrets.token_hex(8)
-        self._address, self._token, self._patience, self._say, self._clock = address, token, patience, say, clock
+        self._address, self._token, self._patience, self._say, self._clock = (
+            address,
+            token,
+            patience,
+            say,
+            clock,
+        )
         self._ports = ports or (lambda count: free_ports(count, "::" if ":" in host else "0.0.0.0"))
         self._hello = {
             "do": "join",
@@ -116,7 +122,9 @@ class Member:
         """All workers here did their work."""
         self._report("done")
 
-    def failed(self, kind: str, text: str, counted: bool = True, signature: str = "", code: int = 1) -> None:
+    def failed(
+        self, kind: str, text: str, counted: bool = True, signature: str = "", code: int = 1
+    ) -> None:
         """A worker here failed, and all workers here have ended.
 
         Args:
@@ -126,7 +134,9 @@ class Member:
             signature: Equal for the same error at the same step; "": unknown.
             code: Exit code of the launch should this be its end.
         """
-        self._report("failed", kind=kind, text=text[:4000], counted=counted, signature=signature, code=code)
+        self._report(
+            "failed", kind=kind, text=text[:4000], counted=counted, signature=signature, code=code
+        )
 
     def preempted(self, leaving: bool = False) -> None:
         """The workers here ended after a snapshot since somebody sent them SIGTERM.
@@ -194,7 +204,9 @@ class Member:
             if welcome.get("do") == "finish":
                 self._end(int(welcome["code"]), str(welcome["text"]))
                 raise wire.Closed(str(welcome["text"]))
-            self._silence, self._window, self._beat = (float(welcome[name]) for name in ("silence", "window", "beat"))
+            self._silence, self._window, self._beat = (
+                float(welcome[name]) for name in ("silence", "window", "beat")
+            )
         except wire.WrongToken as error:
             self._end(CONFIGURATION_CODE, str(error))
             return None, str(error)
@@ -234,7 +246,9 @@ class Member:
         word = message.pop("do", None)
         if word == "ack":
             self._proven = max(self._proven, self._beats.get(message["number"], 0.0))
-            self._beats = {number: sent for number, sent in self._beats.items() if number > message["number"]}
+            self._beats = {
+                number: sent for number, sent in self._beats.items() if number > message["number"]
+            }
         elif word == "ports":
             try:
                 facts: dict[str, Any] = {"ports": self._ports(message["count"])}

@@ -41,10 +41,14 @@ class Terms:
 
     def __post_init__(self):
         if not 1 <= self.min_workers <= self.max_workers:
-            raise ValueError(f"workers: expected 1 <= MIN <= MAX, received MIN {self.min_workers}, MAX {self.max_workers}")
+            raise ValueError(
+                f"workers: expected 1 <= MIN <= MAX, received MIN {self.min_workers}, MAX {self.max_workers}"
+            )
         for name in ("silence", "timeout", "grace"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"{name}: expected more than 0 seconds, received {getattr(self, name)}")
+                raise ValueError(
+                    f"{name}: expected more than 0 seconds, received {getattr(self, name)}"
+                )
         if not self.window >= 0:
             raise ValueError(f"window: expected 0 seconds or more, received {self.window}")
 
@@ -149,7 +153,11 @@ class Outcome:
             >>> Outcome(0, 60.0, (victim, lost)).cause.host
             'b'
         """
-        own = (report for report in self.reports if report.what != "preempted" and report.kind not in _VICTIMS)
+        own = (
+            report
+            for report in self.reports
+            if report.what != "preempted" and report.kind not in _VICTIMS
+        )
         return next(own, self.reports[0])
 
 

@@ -76,7 +76,9 @@ class Console:
                 if snapshot and not self._redraw:
                     lines.append(unfinished)
             prefix = self._prefixes[task]
-            self._write(self._out, "".join(prefix + printable(line, self._colour) + "\n" for line in lines))
+            self._write(
+                self._out, "".join(prefix + printable(line, self._colour) + "\n" for line in lines)
+            )
 
     def notice(self, text: str) -> None:
         """Shows words of the launcher itself."""
@@ -135,14 +137,18 @@ class TaskOutput:
 
     def _copy(self) -> None:
         line = Line()
-        since: float | None = None  # when the unfinished line began, or last became a line: a `print` may arrive in two pieces
+        since: float | None = (
+            None  # when the unfinished line began, or last became a line: a `print` may arrive in two pieces
+        )
         while data := os.read(self._pipe.fileno(), 1 << 16):
             finished, now = line.feed(data), self._clock()
             if finished:
                 since = None
             if line.text.strip() and since is None:
                 since = now
-            snapshot = bool(line.text.strip()) and since is not None and now - since >= SNAPSHOT_SECONDS
+            snapshot = (
+                bool(line.text.strip()) and since is not None and now - since >= SNAPSHOT_SECONDS
+            )
             if snapshot:
                 since = now
             self._keep([*finished, line.text] if snapshot else finished)
@@ -160,7 +166,9 @@ class TaskOutput:
         try:
             self._log.write("".join(line + "\n" for line in lines))
             self._log.flush()
-        except OSError as error:  # a full disk must not stop the reading: the task would block on its pipe
+        except (
+            OSError
+        ) as error:  # a full disk must not stop the reading: the task would block on its pipe
             self._console.notice(f"tfdist: the log of {self._task} ends here: {error}")
             with contextlib.suppress(OSError):
                 self._log.close()

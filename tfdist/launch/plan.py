@@ -60,7 +60,10 @@ class TaskPlan:
         if not number:
             return self
         stem = f"{self.log_path.removesuffix('.log')}.{number}"
-        paths = {contract.ERROR_FILE: f"{stem}.error.json", contract.PROGRESS_FILE: f"{stem}.progress"}
+        paths = {
+            contract.ERROR_FILE: f"{stem}.error.json",
+            contract.PROGRESS_FILE: f"{stem}.progress",
+        }
         return dataclasses.replace(
             self, environ={**self.environ, **paths}, log_path=f"{stem}.log", error_path=paths[contract.ERROR_FILE],
             progress_path=paths[contract.PROGRESS_FILE],
@@ -147,7 +150,8 @@ def plan_tasks(
             error_path=f"{stem}.error.json",
             progress_path=f"{stem}.progress",
             # Coordinators go on without a worker, and nobody waits for the evaluator's results.
-            replaceable=role is Role.EVALUATES or (role is Role.SERVES and name.startswith("worker")),
+            replaceable=role is Role.EVALUATES
+            or (role is Role.SERVES and name.startswith("worker")),
         )
 
     plans = []
@@ -218,8 +222,14 @@ def resolve_command(words: Sequence[str]) -> tuple[str, ...]:
     if program.endswith(".py"):
         return (*SHIM, _script(program), *rest)
     if shutil.which(program) is None:
-        hint = "make it executable (chmod +x)" if os.path.isfile(program) else "check its name and PATH"
-        raise ValueError(f"COMMAND: expected a program that can be executed, received {program!r}; {hint}")
+        hint = (
+            "make it executable (chmod +x)"
+            if os.path.isfile(program)
+            else "check its name and PATH"
+        )
+        raise ValueError(
+            f"COMMAND: expected a program that can be executed, received {program!r}; {hint}"
+        )
     return tuple(words)
 
 
@@ -244,7 +254,9 @@ def _script(path: str) -> str:
 def _module(name: str) -> str:
     # Only the outermost package is looked for: looking for a submodule would import its parents.
     top = name.partition(".")[0]
-    known = importlib.machinery.PathFinder.find_spec(top, [os.getcwd()]) or importlib.util.find_spec(top)
+    known = importlib.machinery.PathFinder.find_spec(
+        top, [os.getcwd()]
+    ) or importlib.util.find_spec(top)
     if not known:
         raise ValueError(
             f"COMMAND: expected a module that can be imported, received -m {name}; there is no {top!r}"

@@ -31,9 +31,18 @@ class Failed:
     def cause(self) -> Cause:
         """What decides about a restart."""
         failure = self.verdict.cause
-        where = "before the first step" if self.reached is None else f"after step {self.reached[1]} of epoch {self.reached[0] + 1}"
+        where = (
+            "before the first step"
+            if self.reached is None
+            else f"after step {self.reached[1]} of epoch {self.reached[0] + 1}"
+        )
         error = f"{failure.message}\n{failure.traceback.rpartition(chr(10))[2]}"
-        return Cause(failure.kind.value, hashlib.sha256(ascii(error).encode()).hexdigest()[:16], where, self.stepped)
+        return Cause(
+            failure.kind.value,
+            hashlib.sha256(ascii(error).encode()).hexdigest()[:16],
+            where,
+            self.stepped,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +111,9 @@ class Policy:
         if not self._restarts:
             return Decision(False, 0.0, "")
         if cause.kind == Kind.ERROR.value and again:
-            return Decision(False, 0.0, f"the same error {cause.where} a second time: a restart does not help")
+            return Decision(
+                False, 0.0, f"the same error {cause.where} a second time: a restart does not help"
+            )
         if cause.kind == Kind.PREEMPTED.value:
             return Decision(True, self._delay(), "preempted: restart, not counted")
         if not self.left:
@@ -122,4 +133,8 @@ class Policy:
         return allowed
 
     def _delay(self) -> float:
-        return 0.0 if self._fruitless < 2 else min(LONGEST_DELAY, FIRST_DELAY * 2.0 ** (self._fruitless - 2))
+        return (
+            0.0
+            if self._fruitless < 2
+            else min(LONGEST_DELAY, FIRST_DELAY * 2.0 ** (self._fruitless - 2))
+        )

@@ -50,16 +50,21 @@ class Process:
                 os.remove(path)
         os.makedirs(os.path.dirname(plan.log_path), exist_ok=True)
         try:
-            self._popen = take(plan) or subprocess.Popen(
-                plan.argv,
-                env=plan.environ,
-                stdin=subprocess.DEVNULL,  # N tasks would fight for the terminal's input
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C comes to the launcher only, which ends them in order
+            self._popen = (
+                take(plan)
+                or subprocess.Popen(
+                    plan.argv,
+                    env=plan.environ,
+                    stdin=subprocess.DEVNULL,  # N tasks would fight for the terminal's input
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # Ctrl-C comes to the launcher only, which ends them in order
+                )
             )
         except OSError as error:
-            raise ValueError(f"COMMAND: cannot execute {plan.argv[0]!r}: {error.strerror}") from error
+            raise ValueError(
+                f"COMMAND: cannot execute {plan.argv[0]!r}: {error.strerror}"
+            ) from error
         self.pid = self._popen.pid
         guard.add(self.pid)
         assert self._popen.stdout is not None
@@ -69,7 +74,9 @@ class Process:
             kill_group(self.pid)
             self._popen.wait()
             guard.remove(self.pid)
-            raise ValueError(f"--log-dir: cannot write {plan.log_path}: {error.strerror}") from error
+            raise ValueError(
+                f"--log-dir: cannot write {plan.log_path}: {error.strerror}"
+            ) from error
         self._sign: Sign | None = None
         self._heard = time.monotonic()
 
@@ -168,7 +175,11 @@ class Process:
 
 def place_of(sign: Sign | None) -> tuple[int, int] | None:
     """Epoch and step of a sign of life in training; None where it tells of none."""
-    return None if sign is None or (sign.phase == Phase.IDLE and not (sign.epoch or sign.step)) else (sign.epoch, sign.step)
+    return (
+        None
+        if sign is None or (sign.phase == Phase.IDLE and not (sign.epoch or sign.step))
+        else (sign.epoch, sign.step)
+    )
 
 
 def _read_error(path: str) -> Mapping | None:

@@ -72,7 +72,9 @@ class Rendezvous:
         self.address = join_address(host, port)
         place = self._socket.getsockname()[0]
         if ipaddress.ip_address(place).is_loopback and host not in (place, "localhost"):
-            say(f"tfdist: {host} is {place} on this machine, where no other host can connect; better give its IP address")
+            say(
+                f"tfdist: {host} is {place} on this machine, where no other host can connect; better give its IP address"
+            )
         self._assembly = Assembly(terms, decide, say, clock())
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._channels: dict[int, wire.Channel] = {}
@@ -98,7 +100,9 @@ class Rendezvous:
         self._over.wait(timeout)
         return self._assembly.finish
 
-    def close(self, code: int = TRANSIENT_CODE, text: str = "the first host's launcher ended") -> None:
+    def close(
+        self, code: int = TRANSIENT_CODE, text: str = "the first host's launcher ended"
+    ) -> None:
         """Ends the launch, if it has not ended, and waits at most some seconds until all members have heard of it.
 
         Args:
@@ -135,7 +139,12 @@ class Rendezvous:
                 connection.close()
                 continue
             key += 1
-            threading.Thread(target=self._serve, args=(key, connection, peer[0]), name=f"rendezvous-{key}", daemon=True).start()
+            threading.Thread(
+                target=self._serve,
+                args=(key, connection, peer[0]),
+                name=f"rendezvous-{key}",
+                daemon=True,
+            ).start()
 
     def _serve(self, key: int, connection: socket.socket, host: str) -> None:
         """One connection, from the handshake to its end."""

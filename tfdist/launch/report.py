@@ -34,7 +34,9 @@ def format_verdict(verdict: Verdict, started: float, log_dir: str, colour: bool 
         lines += ["", *("  " + line for line in cause.traceback.splitlines())]
     if verdict.others or verdict.stopped:
         lines += ["", "The other tasks:"]
-        lines += [f"  {other.task} {_ended(other)} ({after(other, cause)})" for other in verdict.others]
+        lines += [
+            f"  {other.task} {_ended(other)} ({after(other, cause)})" for other in verdict.others
+        ]
         if verdict.stopped:
             lines.append(f"  {', '.join(verdict.stopped)}: ended by the launcher")
         lines.append(f"  logs: {short_path(log_dir)}")

@@ -33,7 +33,9 @@ DRAIN_SECONDS = (
     2.0  # for what is left in a pipe; a daemon that left the task's group may hold it open for ever
 )
 SETTLE_SECONDS = 20.0  # after which tasks that tell of no steps have started
-REAP_SECONDS = 10.0  # after SIGKILL: only a process stuck in the kernel (a dead network disk) takes longer
+REAP_SECONDS = (
+    10.0  # after SIGKILL: only a process stuck in the kernel (a dead network disk) takes longer
+)
 
 
 class Supervisor:
@@ -106,7 +108,14 @@ class Supervisor:
                 )
                 return 0
             decision = self._policy.decide(outcome.cause)
-            note(self._log_dir, "decided", attempt=number, restart=decision.restart, delay=decision.delay, text=decision.text)
+            note(
+                self._log_dir,
+                "decided",
+                attempt=number,
+                restart=decision.restart,
+                delay=decision.delay,
+                text=decision.text,
+            )
             report = format_verdict(outcome.verdict, begun, self._log_dir, self._colour)
             follows = decision.text and f"\ntfdist: {decision.text}"
             if decision.restart and decision.delay:
@@ -151,13 +160,22 @@ class Supervisor:
             self._end(group, ordered, patience)
         codes = {process.plan.name: process.code for process in group}
         signs = [sign for process in group if (sign := process.sign)]
-        note(self._log_dir, "ended", attempt=number, codes=codes, total=max((sign.total for sign in signs), default=0))
+        note(
+            self._log_dir,
+            "ended",
+            attempt=number,
+            codes=codes,
+            total=max((sign.total for sign in signs), default=0),
+        )
         verdict = judge([process.ending() for process in group], self._isolated)
         if verdict is None:
             return None, codes
         reached = [place for sign in signs if (place := place_of(sign))]
         running = any(sign.phase == Phase.RUNNING for sign in signs)
-        stepped = running or any(line["event"] == "stepping" and line["attempt"] == number for line in read_journal(self._log_dir))
+        stepped = running or any(
+            line["event"] == "stepping" and line["attempt"] == number
+            for line in read_journal(self._log_dir)
+        )
         return Failed(verdict, stepped, max(reached, default=None)), codes
 
     def farewell(self, seconds: float, codes: Mapping[str, int | None]) -> int:
@@ -196,14 +214,27 @@ class Supervisor:
                 self._chaos.look(group)
             self._replace(group, lives, said)
             self._look(group)
-            return ordered() or any((process.failed and not self._ending_alone(process)) or process.silence for process in group)
+            return ordered() or any(
+                (process.failed and not self._ending_alone(process)) or process.silence
+                for process in group
+            )
 
         self._until(lambda: failed() or all(process.ended for process in awaited()))
         if evaluators and not failed():
             self._until(
-                lambda: failed() or all(process.ended for process in group if process.plan.role is Role.EVALUATES), self._evaluator_wait
+                lambda: (
+                    failed()
+                    or all(
+                        process.ended for process in group if process.plan.role is Role.EVALUATES
+                    )
+                ),
+                self._evaluator_wait,
             )
-            late = [p.plan.name for p in group if p.plan.role is Role.EVALUATES and not p.ended and not self._signals]
+            late = [
+                p.plan.name
+                for p in group
+                if p.plan.role is Role.EVALUATES and not p.ended and not self._signals
+            ]
             if late and not failed():
                 seconds = f"{self._evaluator_wait:g} s"
                 self._console.notice(
@@ -230,12 +261,16 @@ class Supervisor:
             process.output.join(DRAIN_SECONDS)
             verdict = judge([process.ending()])
             how = f"{verdict.cause.how}: {verdict.cause.message}" if verdict else "is gone"
-            again = verdict is not None and verdict.cause.kind is Kind.ERROR and how == said.get(name)
+            again = (
+                verdict is not None and verdict.cause.kind is Kind.ERROR and how == said.get(name)
+            )
             if again or not self._policy.allow_one():  # its attempt ends with it
                 continue
             said[name] = how
             lives[name] = lives.get(name, 0) + 1
-            self._console.notice(f"tfdist: {name} {how.removesuffix(': ')}; it is started again, the others go on")
+            self._console.notice(
+                f"tfdist: {name} {how.removesuffix(': ')}; it is started again, the others go on"
+            )
             note(self._log_dir, "replaced", task=name, life=lives[name])
             group[place] = self._start(process.plan.life(lives[name]))
 
@@ -264,7 +299,9 @@ class Supervisor:
         if any(process.silent_for(self._silence) is not None for process in group):
             # The one that these wait for may have been heard a little later.
             half = {phase: seconds / 2 for phase, seconds in self._silence.items()}
-            self._blame(group, [process for process in group if process.silent_for(half) is not None])
+            self._blame(
+                group, [process for process in group if process.silent_for(half) is not None]
+            )
 
     def _training(self, group: Sequence[Process], now: float) -> bool:
         """Return whether the tasks have started, and leave time for standby processes."""
@@ -279,7 +316,9 @@ class Supervisor:
         stopped = [process for process in silent if process.state == "T"]
         self._stacks([process for process in silent if process not in stopped])
         # In a collective the main thread is inside of TensorFlow; who hangs in code of the user's is not.
-        elsewhere = [process for process in silent if (stack := process.stack()) and not _in_framework(stack)]
+        elsewhere = [
+            process for process in silent if (stack := process.stack()) and not _in_framework(stack)
+        ]
         behind = min((place_of(process.sign) or (0, 0) for process in silent), default=(0, 0))
         last = [process for process in silent if (place_of(process.sign) or (0, 0)) == behind]
         culprit = (stopped or elsewhere or last)[0]
@@ -295,7 +334,9 @@ class Supervisor:
             process.ask_for_stacks()
         self._until(lambda: False, STACK_SECONDS)
 
-    def _end(self, group: list[Process], ordered: Callable[[], bool], patience: Callable[[], float]) -> None:
+    def _end(
+        self, group: list[Process], ordered: Callable[[], bool], patience: Callable[[], float]
+    ) -> None:
         """Ends what still runs: politely, then surely."""
 
         def grace() -> float:
@@ -316,11 +357,15 @@ class Supervisor:
         hung = any(process.silence for process in group)
         deaf = not patient and self._deaf(group)
         # Who trains may have to read from servers what it saves.
-        serving = [process for process in group if process.plan.role is Role.SERVES] if patient else []
+        serving = (
+            [process for process in group if process.plan.role is Role.SERVES] if patient else []
+        )
         for part in ([process for process in group if process not in serving], serving):
             for process in part:
                 process.tell(signal.SIGKILL if hung or deaf or at_once else number)
-            self._until_ended(part, lambda: begun + grace(), hoping=patient, signals=len(self._signals[:1]))
+            self._until_ended(
+                part, lambda: begun + grace(), hoping=patient, signals=len(self._signals[:1])
+            )
         for process in group:
             process.tell(signal.SIGKILL)
         deadline = time.monotonic() + REAP_SECONDS
@@ -333,32 +378,56 @@ class Supervisor:
                     f"tfdist: {process.plan.name} (pid {process.pid}) outlives SIGKILL: see `ps -l`"
                 )
 
-    def _until_ended(self, group: list[Process], deadline: Callable[[], float], hoping: bool, signals: int = 0) -> None:
+    def _until_ended(
+        self, group: list[Process], deadline: Callable[[], float], hoping: bool, signals: int = 0
+    ) -> None:
         """Waits for the end of all; without hoping not for long where nothing is to come but the end."""
         soon = time.monotonic() + STUCK_SECONDS
 
         def over() -> bool:
             now = time.monotonic()
-            return all(process.ended for process in group) or now >= deadline() or (not hoping and now > soon and self._stuck(group))
+            return (
+                all(process.ended for process in group)
+                or now >= deadline()
+                or (not hoping and now > soon and self._stuck(group))
+            )
 
         self._until(over, signals=signals)
 
     def _stuck(self, group: list[Process]) -> bool:
         """Whether after a failure all that run are within a fit, or have told their error, and none writes a snapshot."""
         living = [process for process in group if not process.ended]
-        if not all(process.failed or ((sign := process.sign) is not None and sign.phase != Phase.IDLE) for process in living):
+        if not all(
+            process.failed or ((sign := process.sign) is not None and sign.phase != Phase.IDLE)
+            for process in living
+        ):
             return False
-        last = next((line for line in reversed(read_journal(self._log_dir)) if line["event"] in ("saving", "saved")), None)
-        return last is None or last["event"] == "saved" or last["task"] not in {process.plan.name for process in living}
+        last = next(
+            (
+                line
+                for line in reversed(read_journal(self._log_dir))
+                if line["event"] in ("saving", "saved")
+            ),
+            None,
+        )
+        return (
+            last is None
+            or last["event"] == "saved"
+            or last["task"] not in {process.plan.name for process in living}
+        )
 
     def _deaf(self, group: list[Process]) -> bool:
         """Return whether all that run wait in a step for a peer that failed, and have not told of it.
 
         In a collective a process hears no SIGTERM, and it has nothing to say but that its peer is gone.
         """
-        return self._stuck(group) and not any(process.failed for process in group if not process.ended)
+        return self._stuck(group) and not any(
+            process.failed for process in group if not process.ended
+        )
 
-    def _until(self, condition: Callable[[], bool], seconds: float = float("inf"), signals: int = 0) -> None:
+    def _until(
+        self, condition: Callable[[], bool], seconds: float = float("inf"), signals: int = 0
+    ) -> None:
         """Waits for the condition, more than that many signals, or the bound."""
         deadline = time.monotonic() + seconds
         while not condition() and len(self._signals) <= signals and time.monotonic() < deadline:

@@ -8,9 +8,22 @@ from collections.abc import Mapping
 
 LONGEST_LINE = 1 << 16  # characters; a task that never ends its line must not fill the memory
 
-_COLOURS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)  # readable on dark and light; red is left to errors
+_COLOURS = (
+    36,
+    33,
+    35,
+    32,
+    34,
+    96,
+    93,
+    95,
+    92,
+    94,
+)  # readable on dark and light; red is left to errors
 _COLOUR_CODE = re.compile(r"\x1b\[[0-9;:]*m")
-_OTHER_ESCAPE = re.compile(r"\x1b(?:\[[0-9;:?]*(?:[@-ln-~]|$)|\][^\x07\x1b]*(?:\x07|\x1b\\|$)|[^\[\]]|$)")
+_OTHER_ESCAPE = re.compile(
+    r"\x1b(?:\[[0-9;:?]*(?:[@-ln-~]|$)|\][^\x07\x1b]*(?:\x07|\x1b\\|$)|[^\[\]]|$)"
+)
 # glog's form. 303: libcuda is a stub, that is, there is no GPU driver, which is no error on a CPU machine.
 _CHATTER = re.compile(
     r"I\d{4} [\d:.]+ +\d+ \S+:\d+\]|WARNING: All log messages before absl::InitializeLog"

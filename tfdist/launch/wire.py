@@ -104,7 +104,9 @@ class Channel:
             number = b"%d" % self._sent
             line = b" ".join((_mac(self._key, self._mine, number, body), number, body)) + b"\n"
             if len(line) > LINE_BYTES:
-                raise TooLong(f"{self.peer}: a message of {len(line)} bytes is longer than {LINE_BYTES}; it was not sent")
+                raise TooLong(
+                    f"{self.peer}: a message of {len(line)} bytes is longer than {LINE_BYTES}; it was not sent"
+                )
             self._sent += 1
             try:
                 self._lines.write(line, time.monotonic() + timeout)
@@ -141,9 +143,13 @@ class Channel:
             raise Garbage(f"{self.peer} sent what is no message: {line[:40]!r}")
         mac, number, body = match.groups()
         if not hmac.compare_digest(mac, _mac(self._key, self._theirs, number, body)):
-            raise Tampered(f"{self.peer}: line {self._received} was changed on its way, or is not of this session")
+            raise Tampered(
+                f"{self.peer}: line {self._received} was changed on its way, or is not of this session"
+            )
         if int(number) != self._received:
-            raise Replayed(f"{self.peer}: received line {int(number)} where line {self._received} was due")
+            raise Replayed(
+                f"{self.peer}: received line {int(number)} where line {self._received} was due"
+            )
         self._received += 1
         try:
             message = json.loads(body)
@@ -186,15 +192,21 @@ def connect(address: str, token: bytes, timeout: float = HANDSHAKE_S) -> Channel
     try:
         greeting = _expected(lines, limit, "its greeting")
         if not re.fullmatch(re.escape(_GREETING) + rb"[0-9a-f]{64}", greeting):
-            raise Garbage(f"{address}: what listens there is no tfdist launcher of this version: it sent {greeting[:40]!r}")
+            raise Garbage(
+                f"{address}: what listens there is no tfdist launcher of this version: it sent {greeting[:40]!r}"
+            )
         nonce = secrets.token_bytes(_NONCE_BYTES)
         both = bytes.fromhex(greeting[len(_GREETING) :].decode()) + nonce
         lines.write(nonce.hex().encode() + b" " + _mac(token, b"client" + both) + b"\n", limit)
         proof = _expected(lines, limit, "its proof that it knows the token")
         if proof == _REFUSED:
-            raise WrongToken(f"{address} does not accept this host's token; give all hosts the same one")
+            raise WrongToken(
+                f"{address} does not accept this host's token; give all hosts the same one"
+            )
         if not hmac.compare_digest(proof, _mac(token, b"server" + both)):
-            raise WrongToken(f"{address} does not know this host's token; give all hosts the same one")
+            raise WrongToken(
+                f"{address} does not know this host's token; give all hosts the same one"
+            )
         return Channel(lines, _session(token, both), b"client", b"server")
     except BaseException:
         lines.close()
@@ -220,7 +232,9 @@ def accept(connection: socket.socket, token: bytes, timeout: float = HANDSHAKE_S
         lines.write(_GREETING + nonce.hex().encode() + b"\n", limit)
         answer = _expected(lines, limit, "its answer")
         if not re.fullmatch(rb"[0-9a-f]{64} [0-9a-f]{64}", answer):
-            raise Garbage(f"{lines.peer} is no tfdist launcher of this version: it sent {answer[:40]!r}")
+            raise Garbage(
+                f"{lines.peer} is no tfdist launcher of this version: it sent {answer[:40]!r}"
+            )
         theirs, proof = answer.split(b" ")
         both = nonce + bytes.fromhex(theirs.decode())
         if not hmac.compare_digest(proof, _mac(token, b"client" + both)):
@@ -310,7 +324,9 @@ class _Lines:
         except WireError:
             raise
         except OSError as error:
-            raise Closed(f"{self.peer}: the connection was lost: {error.strerror or error}") from error
+            raise Closed(
+                f"{self.peer}: the connection was lost: {error.strerror or error}"
+            ) from error
 
 
 def _expected(lines: _Lines, limit: float, what: str) -> bytes:

@@ -27,7 +27,9 @@ __all__ = ["State", "evaluate", "prepare_training", "train", "train_step", "upda
 def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
-        raise AttributeError(f"module 'tfdist.loops' has no attribute {name!r}; it has {', '.join(sorted(_HOMES))}")
+        raise AttributeError(
+            f"module 'tfdist.loops' has no attribute {name!r}; it has {', '.join(sorted(_HOMES))}"
+        )
     value = globals()[name] = getattr(importlib.import_module(home), name)
     return value
 

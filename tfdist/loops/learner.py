@@ -75,7 +75,11 @@ class Learner(keras.Model):
             schedule: It.
         """
         if given is not self._schedule:
-            self._schedule, self.optimizer.learning_rate, self.train_function = given, schedule, None
+            self._schedule, self.optimizer.learning_rate, self.train_function = (
+                given,
+                schedule,
+                None,
+            )
 
     @property
     def task(self) -> _Task:
@@ -98,7 +102,9 @@ class Learner(keras.Model):
     def _count(self, logs: dict[str, tf.Tensor], batch: Any) -> dict[str, Any]:
         means = self.task.means
         if set(logs) != set(means):
-            raise ValueError(f"loss: expected the same metrics in each call, in training and validation: {', '.join(means)}; received {', '.join(logs)}.")
+            raise ValueError(
+                f"loss: expected the same metrics in each call, in training and validation: {', '.join(means)}; received {', '.join(logs)}."
+            )
         rows = tf.cast(count_rows(batch), tf.float32)
         for name, value in logs.items():
             means[name].update_state(tf.cast(value, tf.float32), sample_weight=rows)
@@ -112,7 +118,9 @@ class Learner(keras.Model):
 
     def _one(self, method: str) -> Any:
         if not hasattr(self.inner, method):
-            raise ValueError(f"{method}: expected one model, received {type(self.inner).__name__}. Call {method} of each, or use tfdist.BackupAndRestore.")
+            raise ValueError(
+                f"{method}: expected one model, received {type(self.inner).__name__}. Call {method} of each, or use tfdist.BackupAndRestore."
+            )
         if self._task is not None:
             self._task.state.gather()
         return self.inner
@@ -130,14 +138,24 @@ def _metric_names(state: State, loss: Callable, data: tf.data.Dataset, training:
         state.strategy.run(on_replica, args=(batch,))
 
     if state.compiled:
-        tf.function(on_all, autograph=False).get_concrete_function(tf.nest.map_structure(_any_rows, symbolic(data.element_spec)))
+        tf.function(on_all, autograph=False).get_concrete_function(
+            tf.nest.map_structure(_any_rows, symbolic(data.element_spec))
+        )
     else:
-        first = data.of_epoch(0) if hasattr(data, "of_epoch") else data  # of a pipeline, which then goes on as if it had not been read
-        with engine_of(state.strategy).patience.bound():  # the loss may exchange tensors with other workers
+        first = (
+            data.of_epoch(0) if hasattr(data, "of_epoch") else data
+        )  # of a pipeline, which then goes on as if it had not been read
+        with engine_of(
+            state.strategy
+        ).patience.bound():  # the loss may exchange tensors with other workers
             on_all(without_optionals(next(iter(first.take(1)))))
     return found
 
 
 def _any_rows(spec: Any) -> Any:
     """The spec of some rows: a replica's."""
-    return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype) if isinstance(spec, tf.TensorSpec) and spec.shape.rank else spec
+    return (
+        tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
+        if isinstance(spec, tf.TensorSpec) and spec.shape.rank
+        else spec
+    )

@@ -24,15 +24,22 @@ def check_loss(loss: Any) -> None:
         raise ValueError(f"loss: expected {EXPECTED}; received {loss!r}. {of_keras}")
     try:
         positional = _positional(loss)
-    except (TypeError, ValueError):  # its signature is not known, as that of some functions written in C
+    except (
+        TypeError,
+        ValueError,
+    ):  # its signature is not known, as that of some functions written in C
         return
     if "y_true" in inspect.signature(loss).parameters:
         raise ValueError(f"loss: expected {EXPECTED}; {_name(loss)} takes no model. {of_keras}")
     if positional < 2:
-        raise ValueError(f"loss: expected {EXPECTED}; {_name(loss)}{inspect.signature(loss)} takes no batch beside the model.")
+        raise ValueError(
+            f"loss: expected {EXPECTED}; {_name(loss)}{inspect.signature(loss)} takes no batch beside the model."
+        )
 
 
-def value_of(loss: Callable, model: Any, batch: Any, training: bool) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
+def value_of(
+    loss: Callable, model: Any, batch: Any, training: bool
+) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
     """What a loss gives for one replica's rows; Keras' own losses are means over these rows in it.
 
     Args:
@@ -49,23 +56,40 @@ def value_of(loss: Callable, model: Any, batch: Any, training: bool) -> tuple[tf
         ValueError: It takes or returns something else.
     """
     with own_means():
-        result = loss(model, *_parts(loss, batch), **({"training": training} if _takes_training(loss) else {}))
+        result = loss(
+            model, *_parts(loss, batch), **({"training": training} if _takes_training(loss) else {})
+        )
     value, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
-    if not isinstance(metrics, dict) or "loss" in metrics or not all(isinstance(name, str) for name in metrics):
-        raise ValueError(f'loss: expected {EXPECTED}, no metric named "loss"; {_name(loss)} returned {result!r}.')
+    if (
+        not isinstance(metrics, dict)
+        or "loss" in metrics
+        or not all(isinstance(name, str) for name in metrics)
+    ):
+        raise ValueError(
+            f'loss: expected {EXPECTED}, no metric named "loss"; {_name(loss)} returned {result!r}.'
+        )
     value = _scalar(loss, "the loss", value)
     if not value.dtype.is_floating:
-        raise ValueError(f"loss: expected a scalar of a floating dtype; {_name(loss)} returned {value.dtype.name}.")
-    return value, {name: tf.cast(_scalar(loss, f"the metric {name}", x), tf.float32) for name, x in metrics.items()}
+        raise ValueError(
+            f"loss: expected a scalar of a floating dtype; {_name(loss)} returned {value.dtype.name}."
+        )
+    return value, {
+        name: tf.cast(_scalar(loss, f"the metric {name}", x), tf.float32)
+        for name, x in metrics.items()
+    }
 
 
 def _scalar(loss: Callable, what: str, value: Any) -> tf.Tensor:
     try:
         value = tf.convert_to_tensor(value)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"loss: expected {EXPECTED}; {_name(loss)} returned {value!r} as {what}.") from error
+        raise ValueError(
+            f"loss: expected {EXPECTED}; {_name(loss)} returned {value!r} as {what}."
+        ) from error
     if value.shape.rank != 0:
-        raise ValueError(f"loss: {_name(loss)} returned {what} of shape {value.shape}; expected a scalar, the mean over the rows that it was given: tf.reduce_mean(...).")
+        raise ValueError(
+            f"loss: {_name(loss)} returned {what} of shape {value.shape}; expected a scalar, the mean over the rows that it was given: tf.reduce_mean(...)."
+        )
     return value
 
 
@@ -78,9 +102,13 @@ def _parts(loss: Callable, batch: Any) -> tuple:
     if positional <= 2:
         return (batch,)
     if not isinstance(batch, tuple):
-        raise ValueError(f"loss: {_name(loss)} takes {positional - 1} arguments after the model, but a batch is no tuple: {tf.nest.map_structure(_shape, batch)}.")
+        raise ValueError(
+            f"loss: {_name(loss)} takes {positional - 1} arguments after the model, but a batch is no tuple: {tf.nest.map_structure(_shape, batch)}."
+        )
     if not wanted - 1 <= len(batch) <= positional - 1:
-        raise ValueError(f"loss: {_name(loss)} takes {positional - 1} arguments after the model, but a batch has {len(batch)} parts. Take (model, batch), or as many.")
+        raise ValueError(
+            f"loss: {_name(loss)} takes {positional - 1} arguments after the model, but a batch has {len(batch)} parts. Take (model, batch), or as many."
+        )
     return batch
 
 
@@ -90,7 +118,11 @@ def _positional(loss: Callable, required: bool = False) -> float:
     found = [p for p in inspect.signature(loss).parameters.values() if p.name != "training"]
     if not required and any(p.kind is kinds.VAR_POSITIONAL for p in found):
         return float("inf")
-    return sum(p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD) and not (required and p.default is not kinds.empty) for p in found)
+    return sum(
+        p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
+        and not (required and p.default is not kinds.empty)
+        for p in found
+    )
 
 
 def _takes_training(loss: Callable) -> bool:

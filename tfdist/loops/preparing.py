@@ -66,12 +66,23 @@ def prepare_training(
     with strategy.scope():
         given = _made(model, keras.layers.Layer)
         model = _model(given, strategy)
-        found = _optimizer(_made(optimizer, keras.optimizers.Optimizer), strategy, _weights(given), _weights(model))
+        found = _optimizer(
+            _made(optimizer, keras.optimizers.Optimizer), strategy, _weights(given), _weights(model)
+        )
         learner = Learner(model, found, eager=not compiled)
         if not learner.trainable_variables:
-            raise ValueError("model: expected a model with trainable variables; all of its variables are frozen, or it has none.")
+            raise ValueError(
+                "model: expected a model with trainable variables; all of its variables are frozen, or it has none."
+            )
         learner.optimizer.build(learner.trainable_variables)
-    return State(strategy, model, learner.optimizer, _data(_made(data, tf.data.Dataset), global_batch), compiled, learner)
+    return State(
+        strategy,
+        model,
+        learner.optimizer,
+        _data(_made(data, tf.data.Dataset), global_batch),
+        compiled,
+        learner,
+    )
 
 
 def _made(given: Any, kind: type) -> Any:
@@ -83,7 +94,9 @@ def _strategy(devices: Any, sync: Any) -> tf.distribute.Strategy:
     if not isinstance(devices, tf.distribute.Strategy):
         strategy = make_strategy(devices=devices, sync=sync)
     elif sync is not None:
-        raise ValueError(f"sync: expected None beside a strategy, received {sync!r}. Give it to tfdist.make_strategy(sync=...).")
+        raise ValueError(
+            f"sync: expected None beside a strategy, received {sync!r}. Give it to tfdist.make_strategy(sync=...)."
+        )
     else:
         strategy = devices
     if not isinstance(engine_of(strategy), Engine):
@@ -94,7 +107,12 @@ def _strategy(devices: Any, sync: Any) -> tf.distribute.Strategy:
     return strategy
 
 
-def _model(given: Any, strategy: tf.distribute.Strategy, name: str = "", owners: dict[int, tuple[str, bool]] | None = None) -> Any:
+def _model(
+    given: Any,
+    strategy: tf.distribute.Strategy,
+    name: str = "",
+    owners: dict[int, tuple[str, bool]] | None = None,
+) -> Any:
     """One model or several, made in the strategy's scope.
 
     Args:
@@ -105,11 +123,15 @@ def _model(given: Any, strategy: tf.distribute.Strategy, name: str = "", owners:
     """
     owners = {} if owners is None else owners
     if isinstance(given, dict):
-        return {key: _model(each, strategy, f"{name}[{key!r}]", owners) for key, each in given.items()}
+        return {
+            key: _model(each, strategy, f"{name}[{key!r}]", owners) for key, each in given.items()
+        }
     if isinstance(given, list | tuple) and given:
         return [_model(each, strategy, f"{name}[{i}]", owners) for i, each in enumerate(given)]
     if not isinstance(given, keras.Model):
-        raise ValueError(f"model: expected a keras.Model, a dict or list of them, or a function that makes one; received {given!r}.")
+        raise ValueError(
+            f"model: expected a keras.Model, a dict or list of them, or a function that makes one; received {given!r}."
+        )
     if not given.built:
         raise ValueError(
             f"model: expected one that is built; {given.name} has no variables yet. Give it an Input layer, call model.build(shape), or call it once in the "
@@ -132,7 +154,9 @@ def _copy(model: keras.Model) -> keras.Model:
         copy = keras.models.clone_model(model)
         copy.set_weights(model.get_weights())
     except (TypeError, ValueError, NotImplementedError) as error:
-        raise ValueError(f"model: {model.name} was made outside of the strategy's scope, and cannot be copied: {error} Pass the function that makes it.") from error
+        raise ValueError(
+            f"model: {model.name} was made outside of the strategy's scope, and cannot be copied: {error} Pass the function that makes it."
+        ) from error
     return copy
 
 
@@ -140,7 +164,9 @@ def _weights(models: Any) -> list[keras.Variable]:
     return [v for model in tf.nest.flatten(models) for v in model.trainable_variables]
 
 
-def _optimizer(given: Any, strategy: tf.distribute.Strategy, variables: list, copies: list) -> keras.optimizers.Optimizer:
+def _optimizer(
+    given: Any, strategy: tf.distribute.Strategy, variables: list, copies: list
+) -> keras.optimizers.Optimizer:
     """The optimizer, made in the strategy's scope.
 
     Args:
@@ -152,27 +178,42 @@ def _optimizer(given: Any, strategy: tf.distribute.Strategy, variables: list, co
     try:
         found = keras.optimizers.get(given)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"optimizer: expected a Keras optimizer, its name, or a function that makes one; received {given!r}.") from error
+        raise ValueError(
+            f"optimizer: expected a Keras optimizer, its name, or a function that makes one; received {given!r}."
+        ) from error
     if found is None:
-        raise ValueError("optimizer: expected a Keras optimizer, its name, or a function that makes one; received None.")
+        raise ValueError(
+            "optimizer: expected a Keras optimizer, its name, or a function that makes one; received None."
+        )
     if strategy_of(found) is not strategy:
         if found.built:
-            raise ValueError(f"optimizer: {found.name} was made outside of the strategy's scope and has trained another model. Pass a new one, or its name.")
+            raise ValueError(
+                f"optimizer: {found.name} was made outside of the strategy's scope and has trained another model. Pass a new one, or its name."
+            )
         given, found = found, type(found).from_config(found.get_config())
-        exclude_alike(getattr(given, "inner_optimizer", given), variables, getattr(found, "inner_optimizer", found), copies)  # no config has it
+        exclude_alike(
+            getattr(given, "inner_optimizer", given),
+            variables,
+            getattr(found, "inner_optimizer", found),
+            copies,
+        )  # no config has it
     return found
 
 
 def _data(given: Any, global_batch: int | None) -> tf.data.Dataset:
     if global_batch is not None:
         return pipeline(given, global_batch)
-    return check_batches(given, "data", " Of examples or arrays batches are made with global_batch=.")
+    return check_batches(
+        given, "data", " Of examples or arrays batches are made with global_batch=."
+    )
 
 
 def check_batches(given: Any, name: str, remedy: str = "") -> tf.data.Dataset:
     """A data set whose batches can be cut by rows."""
     if not isinstance(given, tf.data.Dataset):
-        raise ValueError(f"{name}: expected a tf.data.Dataset of global batches, such as tfdist.data.pipeline makes; received {type(given).__name__}.{remedy}")
+        raise ValueError(
+            f"{name}: expected a tf.data.Dataset of global batches, such as tfdist.data.pipeline makes; received {type(given).__name__}.{remedy}"
+        )
     return given if hasattr(given, "share") else _even(given, name)
 
 
@@ -184,11 +225,15 @@ def _even(data: tf.data.Dataset, name: str) -> tf.data.Dataset:
         leaves = [x for x in tf.nest.flatten(parts) if isinstance(x, tf.Tensor)]
         counts = [tf.shape(x)[0] for x in leaves if x.shape.rank != 0]
         if len(counts) < len(leaves):
-            raise ValueError(f"{name}: expected batches of tensors [rows, ...]; one is a scalar. Call batch(global_batch) on a data set of examples.")
+            raise ValueError(
+                f"{name}: expected batches of tensors [rows, ...]; one is a scalar. Call batch(global_batch) on a data set of examples."
+            )
         message = f"{name}: expected equally many rows in all parts of a batch. Of k examples beside each other one make a row [rows, k, ...]."
         checks = [tf.debugging.assert_equal(count, counts[0], message) for count in counts[1:]]
         with tf.control_dependencies([c for c in checks if c is not None]):
-            parts = tf.nest.map_structure(lambda x: tf.identity(x) if isinstance(x, tf.Tensor) else x, parts)
+            parts = tf.nest.map_structure(
+                lambda x: tf.identity(x) if isinstance(x, tf.Tensor) else x, parts
+            )
         return parts if len(parts) > 1 else parts[0]
 
     return data.map(checked)

@@ -131,34 +131,57 @@ class _Steps:
 
     def __call__(self, batch: Batch) -> Any:
         if not isinstance(batch, Batch):
-            raise ValueError(f"step: expected a batch of state.batches, received {type(batch).__name__}. Iterate over state.batches.")
+            raise ValueError(
+                f"step: expected a batch of state.batches, received {type(batch).__name__}. Iterate over state.batches."
+            )
         if self._function is None:
             self._engine.prepare(self._state.learner)
         with self._engine.patience.bound():
             self._engine.merging.begin(self._state.optimizer, anew=self._function is None)
         if self._function is None:
             function = tf.function(self._on_all, autograph=False)
-            self._function = function.get_concrete_function(any_rows(batch)) if self._state.compiled else self._on_all
+            self._function = (
+                function.get_concrete_function(any_rows(batch))
+                if self._state.compiled
+                else self._on_all
+            )
         with self._engine.patience.bound():
             means = self._function(batch)
-        return None if self._nest is None else tf.nest.pack_sequence_as(self._nest, tf.unstack(means))
+        return (
+            None if self._nest is None else tf.nest.pack_sequence_as(self._nest, tf.unstack(means))
+        )
 
     def _on_all(self, batch: Batch):
-        return self._state.strategy.experimental_local_results(self._state.strategy.run(self._on_replica, args=(batch,)))[0]
+        return self._state.strategy.experimental_local_results(
+            self._state.strategy.run(self._on_replica, args=(batch,))
+        )[0]
 
     def _on_replica(self, batch: Batch):
         engine, state = self._engine, self._state
-        return run_replica(self._mean, state.learner, batch, engine.placement, engine.host, state._feed.even)
+        return run_replica(
+            self._mean, state.learner, batch, engine.placement, engine.host, state._feed.even
+        )
 
     def _mean(self, rows):
         """The means over the global batch of what the body gives for one replica's rows."""
         results = self._body(rows)
-        values = [] if results is None else [tf.convert_to_tensor(x) for x in tf.nest.flatten(results)]
+        values = (
+            [] if results is None else [tf.convert_to_tensor(x) for x in tf.nest.flatten(results)]
+        )
         if any(x.shape.rank != 0 for x in values):
-            raise ValueError(f"step: expected that the function returns {RETURNS}; received the shapes {[tuple(x.shape) for x in values]}.")
+            raise ValueError(
+                f"step: expected that the function returns {RETURNS}; received the shapes {[tuple(x.shape) for x in values]}."
+            )
         self._nest = None if results is None else tf.nest.map_structure(lambda _: 0, results)
         if not values:
             return tf.zeros([0])
         # A replica without rows has no mean.
-        part = tf.math.multiply_no_nan(tf.stack([tf.cast(x, tf.float32) for x in values]), tf.cast(own_weight(self._state.replicas), tf.float32))
-        return part if self._state.replicas == 1 else tf.distribute.get_replica_context().all_reduce("SUM", part)
+        part = tf.math.multiply_no_nan(
+            tf.stack([tf.cast(x, tf.float32) for x in values]),
+            tf.cast(own_weight(self._state.replicas), tf.float32),
+        )
+        return (
+            part
+            if self._state.replicas == 1
+            else tf.distribute.get_replica_context().all_reduce("SUM", part)
+        )

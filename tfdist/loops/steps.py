@@ -38,7 +38,9 @@ def train_step(loss: Callable, state: State, batch: Any) -> tuple[list, dict[str
         scaled = state.optimizer.scale_loss(part)
     gradients = tape.gradient(scaled, variables)
     if all(g is None for g in gradients):
-        raise ValueError(f"loss: what it returns depends on none of the {len(variables)} trainable variables of the model. Compute it from what the model gives.")
+        raise ValueError(
+            f"loss: what it returns depends on none of the {len(variables)} trainable variables of the model. Compute it from what the model gives."
+        )
     return gradients, {"loss": value, **metrics}
 
 
@@ -56,10 +58,17 @@ def update(state: State, gradients: Sequence[Any]) -> None:
     variables = state.variables
     if not isinstance(gradients, Sequence) or len(gradients) != len(variables):
         found = len(gradients) if isinstance(gradients, Sequence) else type(gradients).__name__
-        raise ValueError(f"update: expected {len(variables)} gradients, one a variable of state.variables, or None; received {found}.")
+        raise ValueError(
+            f"update: expected {len(variables)} gradients, one a variable of state.variables, or None; received {found}."
+        )
     state.optimizer.apply(list(gradients), variables)
 
 
 def _check_place(state: State, name: str) -> None:
-    if tf.distribute.get_strategy() is not state.strategy or tf.distribute.in_cross_replica_context():
-        raise ValueError(f"{name}: expected to be called in a replica. Call it in a function that state.step(...) made one of all replicas; or use tfdist.loops.train.")
+    if (
+        tf.distribute.get_strategy() is not state.strategy
+        or tf.distribute.in_cross_replica_context()
+    ):
+        raise ValueError(
+            f"{name}: expected to be called in a replica. Call it in a function that state.step(...) made one of all replicas; or use tfdist.loops.train."
+        )

@@ -65,7 +65,12 @@ def train(
     check_loss(loss)
     _check_state(state)
     for name, value in (("epochs", epochs), ("steps_per_epoch", steps_per_epoch)):
-        if isinstance(value, bool) or (value is not None and not isinstance(value, int)) or (value is None and name == "epochs") or (value is not None and value < 1):
+        if (
+            isinstance(value, bool)
+            or (value is not None and not isinstance(value, int))
+            or (value is None and name == "epochs")
+            or (value is not None and value < 1)
+        ):
             raise ValueError(f"{name}: expected a number, 1 or more; received {value!r}.")
     if validation is not None:
         validation = check_batches(validation, "validation")
@@ -73,7 +78,12 @@ def train(
     if schedule is not None:
         state.learner.follow(schedule, _schedule(schedule))
     history = state.learner.fit(
-        state.data, epochs=epochs, steps_per_epoch=steps_per_epoch, validation_data=validation, callbacks=list(callbacks), verbose=verbose
+        state.data,
+        epochs=epochs,
+        steps_per_epoch=steps_per_epoch,
+        validation_data=validation,
+        callbacks=list(callbacks),
+        verbose=verbose,
     )
     return history.history
 
@@ -96,12 +106,17 @@ def evaluate(loss: Callable, state: State, data: tf.data.Dataset) -> dict[str, f
     _check_state(state)
     data = check_batches(data, "data")
     state.learner.learn(state, loss, data, training=False)
-    return {name: float(value) for name, value in state.learner.evaluate(data, verbose=0, return_dict=True).items()}
+    return {
+        name: float(value)
+        for name, value in state.learner.evaluate(data, verbose=0, return_dict=True).items()
+    }
 
 
 def _check_state(state: Any) -> None:
     if not isinstance(state, State):
-        raise ValueError(f"state: expected what tfdist.loops.prepare_training returns, received {type(state).__name__}.")
+        raise ValueError(
+            f"state: expected what tfdist.loops.prepare_training returns, received {type(state).__name__}."
+        )
 
 
 class _Schedule(keras.optimizers.schedules.LearningRateSchedule):
@@ -127,5 +142,7 @@ def _schedule(given: Any) -> keras.optimizers.schedules.LearningRateSchedule:
     if isinstance(given, keras.optimizers.schedules.LearningRateSchedule):
         return given
     if not callable(given):
-        raise ValueError(f"schedule: expected a function of the step, or a keras.optimizers.schedules.LearningRateSchedule; received {given!r}.")
+        raise ValueError(
+            f"schedule: expected a function of the step, or a keras.optimizers.schedules.LearningRateSchedule; received {given!r}."
+        )
     return _Schedule(given)

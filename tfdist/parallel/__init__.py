@@ -24,13 +24,24 @@ _HOMES = {
     "zero": "tfdist.parallel.optimizer",
 }
 
-__all__ = ["Group", "PipelineModel", "ShardedMLP", "deferred", "fsdp", "pipeline", "replicas", "zero"]
+__all__ = [
+    "Group",
+    "PipelineModel",
+    "ShardedMLP",
+    "deferred",
+    "fsdp",
+    "pipeline",
+    "replicas",
+    "zero",
+]
 
 
 def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
-        raise AttributeError(f"module 'tfdist.parallel' has no attribute {name!r}; it has {', '.join(sorted(_HOMES))}")
+        raise AttributeError(
+            f"module 'tfdist.parallel' has no attribute {name!r}; it has {', '.join(sorted(_HOMES))}"
+        )
     value = globals()[name] = getattr(importlib.import_module(home), name)
     return value
 

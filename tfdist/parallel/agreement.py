@@ -15,10 +15,23 @@ from tfdist.parallel.collectives import FLOATS, Group
 from tfdist.sync import Gradients, policy
 
 # Their update of each element depends on that element's gradient and state alone.
-ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lion", "Nadam", "RMSprop", "SGD")
+ELEMENTWISE = (
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "Ftrl",
+    "Lion",
+    "Nadam",
+    "RMSprop",
+    "SGD",
+)
 
 
-def clip(group: Group, optimizer: keras.optimizers.Optimizer, grads: list, clip_norm: float | None = None) -> list:
+def clip(
+    group: Group, optimizer: keras.optimizers.Optimizer, grads: list, clip_norm: float | None = None
+) -> list:
     """Clips as an optimizer does, by norms over all replicas' parts.
 
     Args:
@@ -33,7 +46,10 @@ def clip(group: Group, optimizer: keras.optimizers.Optimizer, grads: list, clip_
         grads = [g * tf.cast(limit / tf.maximum(norm, limit), g.dtype) for g in grads]
     if optimizer.clipnorm:
         norms = tf.sqrt(_squares(group, grads, "norms"))
-        return [g * tf.cast(optimizer.clipnorm / tf.maximum(norms[i], optimizer.clipnorm), g.dtype) for i, g in enumerate(grads)]
+        return [
+            g * tf.cast(optimizer.clipnorm / tf.maximum(norms[i], optimizer.clipnorm), g.dtype)
+            for i, g in enumerate(grads)
+        ]
     return clip_elementwise(optimizer, grads) if optimizer.clipvalue else grads
 
 
@@ -49,11 +65,15 @@ def true_on_all(group: Group, truth: tf.Tensor, name: str) -> tf.Tensor:
 
 def finite_on_all(group: Group, grads: list) -> tf.Tensor:
     """Whether all parts of all gradients are numbers."""
-    return true_on_all(group, tf.reduce_all([tf.reduce_all(tf.math.is_finite(g)) for g in grads]), "finite")
+    return true_on_all(
+        group, tf.reduce_all([tf.reduce_all(tf.math.is_finite(g)) for g in grads]), "finite"
+    )
 
 
 @contextlib.contextmanager
-def agreeing(group: Group, outer: keras.optimizers.Optimizer, inner: keras.optimizers.Optimizer) -> Iterator[None]:
+def agreeing(
+    group: Group, outer: keras.optimizers.Optimizer, inner: keras.optimizers.Optimizer
+) -> Iterator[None]:
     """Inside, an optimizer around another that scales the loss skips an update on all replicas or on none.
 
     Args:
@@ -65,7 +85,9 @@ def agreeing(group: Group, outer: keras.optimizers.Optimizer, inner: keras.optim
         yield
         return
     stock: Callable = outer.check_finite
-    outer.check_finite = lambda grads: true_on_all(group, stock([g for g in grads if g is not None]), "finite to the scale")
+    outer.check_finite = lambda grads: true_on_all(
+        group, stock([g for g in grads if g is not None]), "finite to the scale"
+    )
     try:
         yield
     finally:
@@ -97,8 +119,12 @@ def engine_in_step(strategy: tf.distribute.Strategy, who: str) -> Any:
     """
     engine = engine_of(strategy)
     if engine is None:
-        raise ValueError(f"{who}: expected to be called in the scope of a strategy of tfdist, or with strategy=; none is in charge here.")
-    if isinstance(strategy, tf.distribute.experimental.CentralStorageStrategy) or not hasattr(engine, "placement"):
+        raise ValueError(
+            f"{who}: expected to be called in the scope of a strategy of tfdist, or with strategy=; none is in charge here."
+        )
+    if isinstance(strategy, tf.distribute.experimental.CentralStorageStrategy) or not hasattr(
+        engine, "placement"
+    ):
         raise ValueError(
             f"{who}: expected a strategy each of whose replicas has a copy of the variables, where it keeps its part; received {type(strategy).__name__}, "
             "where all share one. Use the strategy mirrored or multi_worker_mirrored, or leave the state whole."
@@ -121,7 +147,9 @@ def checked_policy(given: Any, who: str, combine: Sequence[str], why: str) -> Gr
     found = policy(given)
     if not isinstance(found, Gradients) or found.combine not in combine:
         allowed = " or ".join(f'"{name}"' for name in combine)
-        raise ValueError(f"{who}: sync: expected tfdist.sync.Gradients with combine={allowed}, as {why}; received {given!r}.")
+        raise ValueError(
+            f"{who}: sync: expected tfdist.sync.Gradients with combine={allowed}, as {why}; received {given!r}."
+        )
     if found.accumulate > 1:
         raise ValueError(
             f"{who}: sync.accumulate: one exchange for {found.accumulate} steps needs whole gradients on each replica meanwhile. Give the optimizer "
@@ -142,7 +170,9 @@ def check_variables(variables: Sequence[keras.Variable], who: str) -> None:
     """
     for v in variables:
         if getattr(v, "overwrite_with_gradient", False):
-            raise ValueError(f"{who}: {v.path}: a variable that its gradient overwrites (float8 training) cannot be sharded.")
+            raise ValueError(
+                f"{who}: {v.path}: a variable that its gradient overwrites (float8 training) cannot be sharded."
+            )
         if v.dtype not in FLOATS:
             raise ValueError(
                 f"{who}: {v.path} has dtype {v.dtype}, expected one of {', '.join(FLOATS)}, which TensorFlow's collectives sum. Freeze it, or cast it."
@@ -157,8 +187,12 @@ def check_clipping(policy: Gradients, optimizer: keras.optimizers.Optimizer, who
         optimizer: The innermost optimizer.
         who: For the message.
     """
-    if policy.clip_norm and (optimizer.clipnorm or optimizer.global_clipnorm or optimizer.clipvalue):
-        raise ValueError(f"{who}: sync.clip_norm and the optimizer's own clipping exclude each other; give one of them.")
+    if policy.clip_norm and (
+        optimizer.clipnorm or optimizer.global_clipnorm or optimizer.clipvalue
+    ):
+        raise ValueError(
+            f"{who}: sync.clip_norm and the optimizer's own clipping exclude each other; give one of them."
+        )
 
 
 def check_elementwise(optimizer: keras.optimizers.Optimizer, who: str = "zero") -> None:
@@ -173,9 +207,14 @@ def check_elementwise(optimizer: keras.optimizers.Optimizer, who: str = "zero") 
     """
     name = type(optimizer).__name__
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        raise ValueError(f"{who}: a LossScaleOptimizer goes around it: keras.optimizers.LossScaleOptimizer(tfdist.parallel.zero(optimizer)).")
+        raise ValueError(
+            f"{who}: a LossScaleOptimizer goes around it: keras.optimizers.LossScaleOptimizer(tfdist.parallel.zero(optimizer))."
+        )
     kinds = (getattr(keras.optimizers, kind) for kind in ELEMENTWISE)
-    if not any(isinstance(optimizer, kind) and type(optimizer).update_step is kind.update_step for kind in kinds):
+    if not any(
+        isinstance(optimizer, kind) and type(optimizer).update_step is kind.update_step
+        for kind in kinds
+    ):
         raise ValueError(
             f"{who}: the optimizer {name} cannot be sharded: it looks at more than one element of a variable, or is not Keras' own. Use one of "
             f"{', '.join(ELEMENTWISE)}; or pass {who}(..., elementwise=True) if {name}.update_step treats each element by itself."

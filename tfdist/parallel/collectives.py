@@ -40,20 +40,33 @@ class Group:
         members: The replicas of the group by number, in their order; None: all. This process's replicas are all among them.
     """
 
-    def __init__(self, name: str, placement: Placement, devices: Sequence[str], hint: str = "auto", members: Sequence[int] | None = None):
+    def __init__(
+        self,
+        name: str,
+        placement: Placement,
+        devices: Sequence[str],
+        hint: str = "auto",
+        members: Sequence[int] | None = None,
+    ):
         self.name, self._devices, self._hint = name, list(devices), hint
         self._placement = placement
         self.members = tuple(range(placement.replicas)) if members is None else tuple(members)
         self.size = len(self.members)
         self._key = zlib.crc32(f"tfdist {name} {self.members}".encode()) & _KEY
-        self.bytes: dict[str, int] = {}  # what a replica sends in each call that was traced, by its name
+        self.bytes: dict[
+            str, int
+        ] = {}  # what a replica sends in each call that was traced, by its name
         with tf.init_scope():
             # A resource of each device. With it, TensorFlow keeps the order of a device's collectives; without one it would also order
             # those of different devices of this process, which then wait for each other.
-            self._tokens = [_token(f"tfdist {name} {self.members} {device}", device) for device in self._devices]
+            self._tokens = [
+                _token(f"tfdist {name} {self.members} {device}", device) for device in self._devices
+            ]
 
     @classmethod
-    def of(cls, strategy: tf.distribute.Strategy, name: str, members: Sequence[int] | None = None) -> Group:
+    def of(
+        cls, strategy: tf.distribute.Strategy, name: str, members: Sequence[int] | None = None
+    ) -> Group:
         """The replicas of a strategy made by tfdist.
 
         Args:
@@ -96,7 +109,9 @@ class Group:
         """Index in the group of the replica in whose context this is."""
         return self.members.index(self._placement.first_replica + self.local)
 
-    def all_reduce(self, x: tf.Tensor, name: str, op: str = "Add", wire: str | None = None) -> tf.Tensor:
+    def all_reduce(
+        self, x: tf.Tensor, name: str, op: str = "Add", wire: str | None = None
+    ) -> tf.Tensor:
         """The sum of a tensor over the group.
 
         Args:
@@ -112,7 +127,9 @@ class Group:
             return x
         if wire is None or x.dtype.size <= 2:
             self._count(name, x, 2 * (self.size - 1) / self.size)
-            return self._on_device(tf.raw_ops.CollectiveReduceV2, x, name, merge_op=op, final_op="Id")
+            return self._on_device(
+                tf.raw_ops.CollectiveReduceV2, x, name, merge_op=op, final_op="Id"
+            )
         part = self.reduce_scatter(rows.to_rows(x, self.size), f"{name}/parts", wire)
         full = self.all_gather(tf.cast(part, wire), f"{name}/whole")
         return rows.from_rows(tf.cast(full, x.dtype), x.shape)
@@ -131,7 +148,9 @@ class Group:
         if self.size == 1:
             return x[0]
         sent = x if wire is None or x.dtype.size <= 2 else tf.cast(x, wire)
-        return tf.add_n([tf.cast(row, x.dtype) for row in tf.unstack(self.all_to_all(sent, name))])  # in half of reduce_sum's time
+        return tf.add_n(
+            [tf.cast(row, x.dtype) for row in tf.unstack(self.all_to_all(sent, name))]
+        )  # in half of reduce_sum's time
 
     def all_gather(self, x: tf.Tensor, name: str) -> tf.Tensor:
         """The tensors of all replicas of the group.
@@ -149,9 +168,14 @@ class Group:
         self._count(name, x, self.size - 1)
         if dtype in (tf.bfloat16, tf.uint16, tf.int16):  # travels as pairs
             pairs = tf.reshape(tf.pad(x, [[0, count % 2]]) if count % 2 else x, [-1, 2])
-            gathered = tf.bitcast(self._on_device(tf.raw_ops.CollectiveGatherV2, tf.bitcast(pairs, tf.int32), name), dtype)
+            gathered = tf.bitcast(
+                self._on_device(tf.raw_ops.CollectiveGatherV2, tf.bitcast(pairs, tf.int32), name),
+                dtype,
+            )
             return tf.reshape(gathered, [self.size, count + count % 2])[:, :count]
-        return tf.reshape(self._on_device(tf.raw_ops.CollectiveGatherV2, x, name), [self.size, count])
+        return tf.reshape(
+            self._on_device(tf.raw_ops.CollectiveGatherV2, x, name), [self.size, count]
+        )
 
     def all_to_all(self, x: tf.Tensor, name: str) -> tf.Tensor:
         """Row i of each replica goes to replica i.
@@ -170,7 +194,9 @@ class Group:
 
     def _on_device(self, op, x: tf.Tensor, name: str, **attributes) -> tf.Tensor:
         if x.dtype not in _DTYPES:
-            raise ValueError(f"{self.name}: {name}: TensorFlow's collectives send {', '.join(d.name for d in _DTYPES)}, received {x.dtype.name}; cast it before.")
+            raise ValueError(
+                f"{self.name}: {name}: TensorFlow's collectives send {', '.join(d.name for d in _DTYPES)}, received {x.dtype.name}; cast it before."
+            )
         local = self.local
         if tf.executing_eagerly() and len(self._devices) > 1:
             raise RuntimeError(

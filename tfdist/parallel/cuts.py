@@ -105,17 +105,25 @@ def graph_of(model: keras.Model) -> Graph:
         ValueError: It has no graph, or one that is not all there is to its training.
     """
     if not isinstance(model, keras.Model):
-        raise ValueError(f"pipeline: model: expected a Sequential or Functional model, received {model!r}.")
+        raise ValueError(
+            f"pipeline: model: expected a Sequential or Functional model, received {model!r}."
+        )
     if isinstance(model, keras.Sequential):
         if not model.built:
-            raise ValueError(f"pipeline: the Sequential model {model.name!r} has no shapes yet; begin it with keras.Input(shape).")
+            raise ValueError(
+                f"pipeline: the Sequential model {model.name!r} has no shapes yet; begin it with keras.Input(shape)."
+            )
         functional = keras.Model(model.inputs, model.outputs, name=model.name)
     else:
         functional = model
     found = graph_calls(functional)
     own = [name for name in ("call", "train_step", "compute_loss") if _overrides(model, name)]
     if found is None or own:
-        what = f"overrides {', '.join(own)}" if found is not None else "is a subclass of keras.Model with a call() of its own"
+        what = (
+            f"overrides {', '.join(own)}"
+            if found is not None
+            else "is a subclass of keras.Model with a call() of its own"
+        )
         raise ValueError(
             f"pipeline: expected a Sequential or Functional model, whose graph can be cut; {type(model).__name__} {what}. Build it as "
             "keras.Model(inputs, outputs); its blocks may be layers of any kind, as long as no cut goes through one."
@@ -130,7 +138,10 @@ def graph_of(model: keras.Model) -> Graph:
         return numbers[id(x)]
 
     inputs = tuple(map(number, functional.inputs))
-    calls = tuple(Call(operation, tuple(map(number, takes)), tuple(map(number, makes))) for operation, takes, makes in found)
+    calls = tuple(
+        Call(operation, tuple(map(number, takes)), tuple(map(number, makes)))
+        for operation, takes, makes in found
+    )
     return Graph(functional, calls, tuple(tensors), inputs, tuple(map(number, functional.outputs)))
 
 
@@ -150,11 +161,15 @@ def numbered(graph: Graph, x: Any) -> dict[int, Any]:
         names = list(model.input) if named else [t.name for t in model.inputs]
         missing = [name for name in names if name not in x]
         if missing:
-            raise ValueError(f"pipeline: {model.name} needs the inputs {', '.join(names)}; received {', '.join(map(str, x))}, without {', '.join(missing)}.")
+            raise ValueError(
+                f"pipeline: {model.name} needs the inputs {', '.join(names)}; received {', '.join(map(str, x))}, without {', '.join(missing)}."
+            )
         x = {name: x[name] for name in names} if named else [x[name] for name in names]
     flat = keras.tree.flatten(x)
     if len(flat) != len(model.inputs):
-        raise ValueError(f"pipeline: {model.name} has {len(model.inputs)} inputs, received {len(flat)}.")
+        raise ValueError(
+            f"pipeline: {model.name} has {len(model.inputs)} inputs, received {len(flat)}."
+        )
     return dict(zip(graph.inputs, flat, strict=True))
 
 
@@ -175,7 +190,9 @@ def cut_behind(graph: Graph, layers: Sequence[keras.layers.Layer | str]) -> list
     names = [call.name for call in graph.calls]
     for layer in layers:
         if not isinstance(layer, (keras.layers.Layer, str)):
-            raise ValueError(f"pipeline: cut_at: expected layers or their names, received {layer!r}.")
+            raise ValueError(
+                f"pipeline: cut_at: expected layers or their names, received {layer!r}."
+            )
         name = layer if isinstance(layer, str) else layer.name
         places = [i for i, each in enumerate(names) if each == name]
         if not places:
@@ -186,9 +203,13 @@ def cut_behind(graph: Graph, layers: Sequence[keras.layers.Layer | str]) -> list
             )
         ends.append(places[0] + 1)
     if len(set(ends)) < len(ends):
-        raise ValueError(f"pipeline: cut_at: expected different layers, received {[getattr(x, 'name', x) for x in layers]}.")
+        raise ValueError(
+            f"pipeline: cut_at: expected different layers, received {[getattr(x, 'name', x) for x in layers]}."
+        )
     if len(names) in ends:
-        raise ValueError(f"pipeline: cut_at: {names[-1]!r} is the last layer, behind which nothing is left for another stage; leave it out.")
+        raise ValueError(
+            f"pipeline: cut_at: {names[-1]!r} is the last layer, behind which nothing is left for another stage; leave it out."
+        )
     return sorted(ends)
 
 
@@ -250,7 +271,12 @@ def split(graph: Graph, ends: Sequence[int]) -> tuple[Stage, ...]:
     """
     bounds = list(itertools.pairwise([0, *ends, len(graph.calls)]))
     _check(graph, bounds)
-    stage_of = {n: s for s, (begin, end) in enumerate(bounds) for call in graph.calls[begin:end] for n in call.makes}
+    stage_of = {
+        n: s
+        for s, (begin, end) in enumerate(bounds)
+        for call in graph.calls[begin:end]
+        for n in call.makes
+    }
     users: dict[int, set[int]] = {}
     for s, (begin, end) in enumerate(bounds):
         for call in graph.calls[begin:end]:
@@ -261,10 +287,27 @@ def split(graph: Graph, ends: Sequence[int]) -> tuple[Stage, ...]:
         own = graph.calls[begin:end]
         takes = tuple(dict.fromkeys(n for call in own for n in call.takes if stage_of.get(n) != s))
         made = [n for call in own for n in call.makes]
-        makes = tuple(n for n in dict.fromkeys(made) if n in graph.outputs or any(user > s for user in users.get(n, ())))
-        needs = (*takes, *(n for n in dict.fromkeys(graph.outputs) if s == last and stage_of.get(n) != s and n not in takes))
-        model = StageModel([graph.tensors[n] for n in takes], [graph.tensors[n] for n in makes], f"{graph.model.name}_stage_{s}")
-        found.append(Stage(s, model, takes, makes, needs, tuple(dict.fromkeys(call.name for call in own))))
+        makes = tuple(
+            n
+            for n in dict.fromkeys(made)
+            if n in graph.outputs or any(user > s for user in users.get(n, ()))
+        )
+        needs = (
+            *takes,
+            *(
+                n
+                for n in dict.fromkeys(graph.outputs)
+                if s == last and stage_of.get(n) != s and n not in takes
+            ),
+        )
+        model = StageModel(
+            [graph.tensors[n] for n in takes],
+            [graph.tensors[n] for n in makes],
+            f"{graph.model.name}_stage_{s}",
+        )
+        found.append(
+            Stage(s, model, takes, makes, needs, tuple(dict.fromkeys(call.name for call in own)))
+        )
     return tuple(found)
 
 
@@ -281,20 +324,28 @@ def parameters(graph: Graph) -> list[float]:
 
 def _overrides(model: keras.Model, name: str) -> bool:
     """Whether a user's class has a method of its own in place of Keras'."""
-    return any(name in vars(cls) and not cls.__module__.startswith("keras.") for cls in type(model).__mro__)
+    return any(
+        name in vars(cls) and not cls.__module__.startswith("keras.") for cls in type(model).__mro__
+    )
 
 
 def _absent(graph: Graph, name: str) -> str:
     for call in graph.calls:
         inner: Callable | None = getattr(call.operation, "get_layer", None)
-        if inner is not None and any(layer.name == name for layer in getattr(call.operation, "layers", ())):
+        if inner is not None and any(
+            layer.name == name for layer in getattr(call.operation, "layers", ())
+        ):
             return f"layer {name!r} is inside the nested model {call.name!r}, through which no cut goes; cut behind {call.name!r}, or build the model flat."
     return f"the model {graph.model.name!r} has no layer {name!r}; its layers are {', '.join(dict.fromkeys(call.name for call in graph.calls))}."
 
 
 def _state(call: Call) -> list[keras.Variable]:
     """What a call may change: all variables but weights, which may be frozen."""
-    weights = {id(v) for v in layer_weights(call.operation)} if isinstance(call.operation, keras.layers.Layer) else set()
+    weights = (
+        {id(v) for v in layer_weights(call.operation)}
+        if isinstance(call.operation, keras.layers.Layer)
+        else set()
+    )
     return [v for v in call.variables if id(v) not in weights]
 
 
@@ -314,10 +365,14 @@ def _check(graph: Graph, bounds: Sequence[tuple[int, int]]) -> None:
         own = graph.calls[begin:end]
         if not any(call.weights for call in own):
             names = ", ".join(dict.fromkeys(call.name for call in own)) or "nothing"
-            raise ValueError(f"pipeline: stage {s} ({names}) has no weights, so that it would only pass tensors on; move the cuts, or take fewer stages.")
+            raise ValueError(
+                f"pipeline: stage {s} ({names}) has no weights, so that it would only pass tensors on; move the cuts, or take fewer stages."
+            )
         if end in torn:
             shared = {id(v): call.name for call in graph.calls[:end] for v in _state(call)}
-            name = next(shared[id(v)] for call in graph.calls[end:] for v in _state(call) if id(v) in shared)
+            name = next(
+                shared[id(v)] for call in graph.calls[end:] for v in _state(call) if id(v) in shared
+            )
             raise ValueError(
                 f"pipeline: the cut behind {graph.calls[end - 1].name!r} lies between two uses of layer {name!r}, whose state (moving statistics, "
                 "seeds) both stages would change; cut before its first use or behind its last one."

@@ -11,7 +11,9 @@ from tfdist.parallel import rows
 from tfdist.parallel.collectives import Group
 
 
-def all_reduce(group: Group, tensors: list, name: str, bucket_bytes: int, wire: str | None = None) -> list:
+def all_reduce(
+    group: Group, tensors: list, name: str, bucket_bytes: int, wire: str | None = None
+) -> list:
     """The sums of tensors over a group, small ones packed together.
 
     Args:
@@ -24,16 +26,30 @@ def all_reduce(group: Group, tensors: list, name: str, bucket_bytes: int, wire: 
     places = [i for i, x in enumerate(tensors) if x is not None]
     given = [tensors[i] for i in places]
     result = list(tensors)
-    plan = rows.buckets([x.shape.num_elements() * x.dtype.size for x in given], [x.dtype for x in given], bucket_bytes)
+    plan = rows.buckets(
+        [x.shape.num_elements() * x.dtype.size for x in given],
+        [x.dtype for x in given],
+        bucket_bytes,
+    )
     for number, bucket in enumerate(plan):
-        members = [tf.reshape(given[i], [-1]) for i in bucket] if len(bucket) > 1 else [given[bucket[0]]]
-        sums = _together(members, 0, 0, functools.partial(group.all_reduce, name=f"{name}/{number}", wire=wire))
+        members = (
+            [tf.reshape(given[i], [-1]) for i in bucket] if len(bucket) > 1 else [given[bucket[0]]]
+        )
+        sums = _together(
+            members, 0, 0, functools.partial(group.all_reduce, name=f"{name}/{number}", wire=wire)
+        )
         for i, part in zip(bucket, sums, strict=True):
             result[places[i]] = tf.reshape(part, given[i].shape)
     return result
 
 
-def reduce_scatter(group: Group, tensors: Sequence[tf.Tensor | None], plan: Sequence[Sequence[int]], name: str, wire: str | None = None) -> list[tf.Tensor | None]:
+def reduce_scatter(
+    group: Group,
+    tensors: Sequence[tf.Tensor | None],
+    plan: Sequence[Sequence[int]],
+    name: str,
+    wire: str | None = None,
+) -> list[tf.Tensor | None]:
     """This replica's rows of the sums of tensors over a group.
 
     Args:
@@ -49,13 +65,20 @@ def reduce_scatter(group: Group, tensors: Sequence[tf.Tensor | None], plan: Sequ
     result: list[tf.Tensor | None] = [None] * len(tensors)
     for number, bucket in enumerate(plan):
         if members := {i: x for i in bucket if (x := tensors[i]) is not None}:
-            sums = _together(list(members.values()), 1, 0, functools.partial(group.reduce_scatter, name=f"{name} {number}", wire=wire))
+            sums = _together(
+                list(members.values()),
+                1,
+                0,
+                functools.partial(group.reduce_scatter, name=f"{name} {number}", wire=wire),
+            )
             for i, part in zip(members, sums, strict=True):
                 result[i] = part
     return result
 
 
-def all_gather(group: Group, tensors: Sequence[tf.Tensor | None], plan: Sequence[Sequence[int]], name: str) -> Iterator[tuple[int, tf.Tensor]]:
+def all_gather(
+    group: Group, tensors: Sequence[tf.Tensor | None], plan: Sequence[Sequence[int]], name: str
+) -> Iterator[tuple[int, tf.Tensor]]:
     """The rows of tensors of all replicas of a group, one bucket after the other.
 
     Args:
@@ -69,12 +92,21 @@ def all_gather(group: Group, tensors: Sequence[tf.Tensor | None], plan: Sequence
     """
     for number, bucket in enumerate(plan):
         if members := {i: x for i in bucket if (x := tensors[i]) is not None}:
-            whole = _together(list(members.values()), 0, 1, functools.partial(group.all_gather, name=f"{name} {number}"))
+            whole = _together(
+                list(members.values()),
+                0,
+                1,
+                functools.partial(group.all_gather, name=f"{name} {number}"),
+            )
             yield from zip(members, whole, strict=True)
 
 
-def _together(members: list[tf.Tensor], given: int, received: int, exchange: Callable[[tf.Tensor], tf.Tensor]) -> list[tf.Tensor]:
+def _together(
+    members: list[tf.Tensor], given: int, received: int, exchange: Callable[[tf.Tensor], tf.Tensor]
+) -> list[tf.Tensor]:
     """Exchanges tensors as one, which joins them along the axis `given` and comes back so along the axis `received`."""
     if len(members) == 1:
         return [exchange(members[0])]
-    return tf.split(exchange(tf.concat(members, given)), [x.shape[given] for x in members], received)
+    return tf.split(
+        exchange(tf.concat(members, given)), [x.shape[given] for x in members], received
+    )

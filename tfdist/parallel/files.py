@@ -33,7 +33,9 @@ def check_export(model: keras.Model) -> None:
         ValueError: They are sharded.
     """
     if any(isinstance(v, Sharded) for v in model.trainable_weights):
-        raise ValueError("export: the model's weights are sharded. Save it by model.save(), and export what keras.models.load_model() makes of the file.")
+        raise ValueError(
+            "export: the model's weights are sharded. Save it by model.save(), and export what keras.models.load_model() makes of the file."
+        )
 
 
 @contextlib.contextmanager

@@ -81,11 +81,17 @@ def equal_pieces(tree: Any, count: int, model: str) -> list[Any]:
         rows = x.shape[0]
         if rows is None:
             actual = tf.shape(x)[0]
-            words = [f"{INDIVISIBLE} = {count} must divide every batch that {model} trains on, received a batch of", actual, f"examples; {REMEDY}"]
+            words = [
+                f"{INDIVISIBLE} = {count} must divide every batch that {model} trains on, received a batch of",
+                actual,
+                f"examples; {REMEDY}",
+            ]
             with tf.control_dependencies([tf.debugging.Assert(tf.equal(actual % count, 0), words)]):
                 x = tf.identity(x)
         elif rows % count:
-            raise ValueError(f"{INDIVISIBLE} = {count} must divide every batch that {model} trains on, received a batch of {rows} examples; {REMEDY}")
+            raise ValueError(
+                f"{INDIVISIBLE} = {count} must divide every batch that {model} trains on, received a batch of {rows} examples; {REMEDY}"
+            )
         return tf.split(x, count)
 
     return _turned(tree, cut, count)
@@ -121,7 +127,10 @@ def whole(pieces: Sequence[tf.Tensor], rows: tf.Tensor) -> tf.Tensor:
         rows: Of the batch.
     """
     masks = [mask_of(x) for x in pieces]
-    return with_mask(tf.concat(pieces, 0)[:rows], tf.concat(masks, 0)[:rows] if all(m is not None for m in masks) else None)
+    return with_mask(
+        tf.concat(pieces, 0)[:rows],
+        tf.concat(masks, 0)[:rows] if all(m is not None for m in masks) else None,
+    )
 
 
 def _turned(tree: Any, cut: Callable[[Any], list], count: int) -> list[Any]:

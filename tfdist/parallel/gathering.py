@@ -26,11 +26,32 @@ class Gathering:
         bucket_bytes: Weights of a layer that are smaller travel together, in buckets of at most so many bytes.
     """
 
-    def __init__(self, forth: Group, back: Group, gather_dtype: str | None, grad_dtype: str | None, scale: Callable[[], float], bucket_bytes: int):
-        self.forth, self.back, self.gather_dtype, self.grad_dtype, self._scale = forth, back, gather_dtype, grad_dtype, scale
+    def __init__(
+        self,
+        forth: Group,
+        back: Group,
+        gather_dtype: str | None,
+        grad_dtype: str | None,
+        scale: Callable[[], float],
+        bucket_bytes: int,
+    ):
+        self.forth, self.back, self.gather_dtype, self.grad_dtype, self._scale = (
+            forth,
+            back,
+            gather_dtype,
+            grad_dtype,
+            scale,
+        )
         self._bucket_bytes = bucket_bytes
 
-    def gather(self, variables: Sequence[Sharded], parts: Sequence[tf.Tensor], name: str, gates: Sequence[tf.Tensor], compute_dtype: str) -> list[tf.Tensor]:
+    def gather(
+        self,
+        variables: Sequence[Sharded],
+        parts: Sequence[tf.Tensor],
+        name: str,
+        gates: Sequence[tf.Tensor],
+        compute_dtype: str,
+    ) -> list[tf.Tensor]:
         """Whole weights.
 
         Args:
@@ -42,12 +63,25 @@ class Gathering:
         """
         whole: dict[int, tf.Tensor] = {}
         with tf.control_dependencies(list(gates)) if gates else contextlib.nullcontext():
-            for i, received in all_gather(self.forth, [self._narrowed(x) for x in parts], self._buckets(variables, parts), name):
+            for i, received in all_gather(
+                self.forth,
+                [self._narrowed(x) for x in parts],
+                self._buckets(variables, parts),
+                name,
+            ):
                 value = rows.from_rows(received, variables[i].tfdist_shape)
-                whole[i] = value if value.dtype.name == compute_dtype else tf.cast(value, parts[i].dtype)
+                whole[i] = (
+                    value if value.dtype.name == compute_dtype else tf.cast(value, parts[i].dtype)
+                )
         return [whole[i] for i in range(len(variables))]
 
-    def scatter(self, variables: Sequence[Sharded], parts: Sequence[tf.Tensor], grads: Sequence[Any], name: str) -> list[tf.Tensor | None]:
+    def scatter(
+        self,
+        variables: Sequence[Sharded],
+        parts: Sequence[tf.Tensor],
+        grads: Sequence[Any],
+        name: str,
+    ) -> list[tf.Tensor | None]:
         """This replica's row of the sum of each gradient; None stays None.
 
         Args:
@@ -60,11 +94,26 @@ class Gathering:
         given: list[tf.Tensor | None] = [None] * len(variables)
         for i, (g, v, part) in enumerate(zip(grads, variables, parts, strict=True)):
             if g is not None:
-                given[i] = rows.to_rows(tf.reshape(tf.cast(tf.convert_to_tensor(g), part.dtype), v.tfdist_shape), self.back.size)
-        sums = reduce_scatter(self.back, given, self._buckets(variables, parts), name, self.grad_dtype)
-        return sums if scale == 1.0 else [None if x is None else x * tf.cast(scale, x.dtype) for x in sums]
+                given[i] = rows.to_rows(
+                    tf.reshape(tf.cast(tf.convert_to_tensor(g), part.dtype), v.tfdist_shape),
+                    self.back.size,
+                )
+        sums = reduce_scatter(
+            self.back, given, self._buckets(variables, parts), name, self.grad_dtype
+        )
+        return (
+            sums
+            if scale == 1.0
+            else [None if x is None else x * tf.cast(scale, x.dtype) for x in sums]
+        )
 
-    def gathered(self, variables: Sequence[Sharded], name: str, gates: Sequence[tf.Tensor], compute_dtype: str) -> list[tf.Tensor]:
+    def gathered(
+        self,
+        variables: Sequence[Sharded],
+        name: str,
+        gates: Sequence[tf.Tensor],
+        compute_dtype: str,
+    ) -> list[tf.Tensor]:
         """Whole weights that stay until their gradients are known.
 
         Args:
@@ -89,4 +138,11 @@ class Gathering:
     def _buckets(self, variables: Sequence[Sharded], parts: Sequence[tf.Tensor]) -> list[list[int]]:
         """Places of the variables that travel together."""
         kinds = [part.dtype for part in parts]
-        return rows.buckets([rows.elements(v.tfdist_shape) * kind.size for v, kind in zip(variables, kinds, strict=True)], kinds, self._bucket_bytes)
+        return rows.buckets(
+            [
+                rows.elements(v.tfdist_shape) * kind.size
+                for v, kind in zip(variables, kinds, strict=True)
+            ],
+            kinds,
+            self._bucket_bytes,
+        )

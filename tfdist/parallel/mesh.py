@@ -43,37 +43,65 @@ def mesh_of(names: Sequence[str] | None, groups: int, stages: int, shards: int) 
     """
     known = [_full(d.name) for d in tf.config.list_logical_devices()]
     if names is None:
-        of_kind = {kind: [_full(d.name) for d in tf.config.list_logical_devices(kind)] for kind in ("GPU", "CPU")}
+        of_kind = {
+            kind: [_full(d.name) for d in tf.config.list_logical_devices(kind)]
+            for kind in ("GPU", "CPU")
+        }
         found = of_kind["GPU"] or of_kind["CPU"]
     else:
         if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-            raise ValueError(f'pipeline: devices: expected a list of names such as "gpu:0", received {names!r}.')
+            raise ValueError(
+                f'pipeline: devices: expected a list of names such as "gpu:0", received {names!r}.'
+            )
         unknown = [name for name in names if _full(name) not in known]
         if unknown:
-            raise ValueError(f"pipeline: devices: {', '.join(unknown)}: TensorFlow has no such device; it has {', '.join(known)}.")
+            raise ValueError(
+                f"pipeline: devices: {', '.join(unknown)}: TensorFlow has no such device; it has {', '.join(known)}."
+            )
         found = [_full(name) for name in names]
     needed = groups * stages * shards
     if len(found) < needed or (names is not None and len(found) > needed):
-        product = " x ".join([*([f"data={groups}"] if groups > 1 else []), f"{stages} stages", *([f"tensor={shards}"] if shards > 1 else [])])
+        product = " x ".join(
+            [
+                *([f"data={groups}"] if groups > 1 else []),
+                f"{stages} stages",
+                *([f"tensor={shards}"] if shards > 1 else []),
+            ]
+        )
         remedy = f"Take more stages, or name {needed} devices."
         if len(found) < needed:
             remedy = (
                 "Take fewer stages, or name the devices, one several times if they are to share it; logical CPU devices are made before TensorFlow "
                 f'starts, by tfdist.make_strategy("mirrored", devices={needed}) or tf.config.set_logical_device_configuration.'
             )
-        raise ValueError(f"pipeline: devices: {product} need {needed}, received {len(found)} ({', '.join(found)}). {remedy}")
+        raise ValueError(
+            f"pipeline: devices: {product} need {needed}, received {len(found)} ({', '.join(found)}). {remedy}"
+        )
     cells = iter(found[:needed])
-    return Mesh(tuple(tuple(tuple(next(cells) for _ in range(shards)) for _ in range(stages)) for _ in range(groups)))
+    return Mesh(
+        tuple(
+            tuple(tuple(next(cells) for _ in range(shards)) for _ in range(stages))
+            for _ in range(groups)
+        )
+    )
 
 
 def _full(name: str) -> str:
     """A device's name with all its parts; without a job it is of this process."""
     try:
-        spec = tf.DeviceSpec.from_string(name if name.startswith("/") else f"/device:{name}" if name.count(":") == 1 else f"/{name}")
+        spec = tf.DeviceSpec.from_string(
+            name
+            if name.startswith("/")
+            else f"/device:{name}"
+            if name.count(":") == 1
+            else f"/{name}"
+        )
     except ValueError:
         return name
     local = tf.DeviceSpec.from_string(tf.config.list_logical_devices("CPU")[0].name)
-    spec = spec.replace(device_type=(spec.device_type or "CPU").upper(), device_index=spec.device_index or 0)
+    spec = spec.replace(
+        device_type=(spec.device_type or "CPU").upper(), device_index=spec.device_index or 0
+    )
     if spec.job is None:
         spec = spec.replace(job=local.job or "localhost", replica=local.replica, task=local.task)
     return spec.replace(replica=spec.replica or 0, task=spec.task or 0).to_string()

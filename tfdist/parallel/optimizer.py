@@ -73,7 +73,13 @@ def zero(
         ...     print(zero("adam", stage=2).inner_optimizer.name)
         adam
     """
-    return Zero(keras.optimizers.get(optimizer), stage, sync=sync, strategy=strategy, elementwise=elementwise)
+    return Zero(
+        keras.optimizers.get(optimizer),
+        stage,
+        sync=sync,
+        strategy=strategy,
+        elementwise=elementwise,
+    )
 
 
 @dataclasses.dataclass
@@ -107,15 +113,24 @@ class Zero(keras.optimizers.Optimizer):
         strategy = strategy or tf.distribute.get_strategy()
         engine = agreement.engine_in_step(strategy, "zero")
         if stage not in (1, 2):
-            raise ValueError(f"stage: expected 1 or 2, received {stage!r}; tfdist.parallel.fsdp() shards the model's weights too (stage 3).")
+            raise ValueError(
+                f"stage: expected 1 or 2, received {stage!r}; tfdist.parallel.fsdp() shards the model's weights too (stage 3)."
+            )
         if not elementwise:
             check_elementwise(inner_optimizer)
         policy = _policy(sync if sync is not None else engine.merging.policy, inner_optimizer)
         super().__init__(learning_rate=0.0, name=name or f"zero_{inner_optimizer.name}")
-        self.inner_optimizer, self.stage, self.policy, self._elementwise = inner_optimizer, stage, policy, elementwise
+        self.inner_optimizer, self.stage, self.policy, self._elementwise = (
+            inner_optimizer,
+            stage,
+            policy,
+            elementwise,
+        )
         self.group = Group.of(strategy, f"zero {next(_numbers)}")
         self._store = Store(strategy, self.group)
-        self.reduced: Callable[[list], None] | None = None  # called with this replica's part of the sums
+        self.reduced: Callable[[list], None] | None = (
+            None  # called with this replica's part of the sums
+        )
         self._parts = _Parts()
         self._scaled = False  # whether an optimizer around this one scales the loss
 
@@ -145,11 +160,18 @@ class Zero(keras.optimizers.Optimizer):
         return self.inner_optimizer.scale_loss(loss)
 
     def get_config(self) -> dict[str, Any]:
-        return {"name": self.name, "inner_optimizer": keras.optimizers.serialize(self.inner_optimizer), "stage": self.stage, "elementwise": self._elementwise}
+        return {
+            "name": self.name,
+            "inner_optimizer": keras.optimizers.serialize(self.inner_optimizer),
+            "stage": self.stage,
+            "elementwise": self._elementwise,
+        }
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects=None) -> Zero:
-        inner = keras.optimizers.deserialize(config["inner_optimizer"], custom_objects=custom_objects)
+        inner = keras.optimizers.deserialize(
+            config["inner_optimizer"], custom_objects=custom_objects
+        )
         if engine_of(tf.distribute.get_strategy()) is None:
             return inner  # nobody to share with: a file of `model.save` in a process by itself
         return cls(inner, config["stage"], elementwise=config["elementwise"], name=config["name"])
@@ -164,7 +186,9 @@ class Zero(keras.optimizers.Optimizer):
         if self.built:
             return
         if any(isinstance(v, Sharded) for v in variables):
-            raise ValueError("zero: fsdp(model) has sharded the optimizer's state already; compile the model with the optimizer itself.")
+            raise ValueError(
+                "zero: fsdp(model) has sharded the optimizer's state already; compile the model with the optimizer itself."
+            )
         agreement.check_variables(variables, "zero")
         self._store.share(variables)
         full, shards = list(variables), []
@@ -176,23 +200,33 @@ class Zero(keras.optimizers.Optimizer):
             exclude_alike(self.inner_optimizer, full, self.inner_optimizer, shards)
             self.inner_optimizer.build(shards)
         sizes = [rows.elements(v.shape) * tf.as_dtype(v.dtype).size for v in full]
-        self._parts = _Parts(full, shards, rows.buckets(sizes, [v.dtype for v in full], self.policy.bucket_bytes))
+        self._parts = _Parts(
+            full, shards, rows.buckets(sizes, [v.dtype for v in full], self.policy.bucket_bytes)
+        )
         super().build(variables)
 
     @property
     def resident_bytes(self) -> int:
         """Bytes of the state of each replica."""
         with as_shards():
-            return sum(rows.elements(v.shape) * tf.as_dtype(v.dtype).size for v in (*self._parts.shards, *self.variables))
+            return sum(
+                rows.elements(v.shape) * tf.as_dtype(v.dtype).size
+                for v in (*self._parts.shards, *self.variables)
+            )
 
     @property
     def bytes_per_step(self) -> float:
         """Bytes that a replica sends in a step, on average; 0 before one was traced."""
         steps = 1 if self._gathers_always else self.inner_optimizer.gradient_accumulation_steps
-        return sum(sent / (steps if name.startswith("whole") else 1) for name, sent in self.group.bytes_in_steps.items())
+        return sum(
+            sent / (steps if name.startswith("whole") else 1)
+            for name, sent in self.group.bytes_in_steps.items()
+        )
 
     # --- A step ----------------------------------------------------------------------------------------------------------
-    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[keras.Variable] | None = None) -> None:
+    def apply(
+        self, grads: Sequence[Any], trainable_variables: Sequence[keras.Variable] | None = None
+    ) -> None:
         """Reduces the gradients over the replicas, updates this replica's part of the variables, and gathers all.
 
         Args:
@@ -207,7 +241,13 @@ class Zero(keras.optimizers.Optimizer):
         else:
             engine.apply(self, Zero._apply, grads, trainable_variables)
 
-    def update(self, optimizer: keras.optimizers.Optimizer, keras_apply: Callable, grads: Sequence[Any], variables: Sequence[Any] | None) -> Any:
+    def update(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        keras_apply: Callable,
+        grads: Sequence[Any],
+        variables: Sequence[Any] | None,
+    ) -> Any:
         """Updates the variables; called in replica context, in place of `optimizer.apply`.
 
         Gradients are reduced before an optimizer around this one takes the scale of the loss out of them: small ones travel with it, and sums that
@@ -219,10 +259,16 @@ class Zero(keras.optimizers.Optimizer):
             grads: This replica's.
             variables: The variables; None: those that it was built with.
         """
-        with self._store.bounded(), local_update(optimizer, self.group.local), agreement.agreeing(self.group, optimizer, self):
+        with (
+            self._store.bounded(),
+            local_update(optimizer, self.group.local),
+            agreement.agreeing(self.group, optimizer, self),
+        ):
             if not self.built:
                 if variables is None:
-                    raise ValueError("zero: expected apply(gradients, variables), or build(variables) before.")
+                    raise ValueError(
+                        "zero: expected apply(gradients, variables), or build(variables) before."
+                    )
                 optimizer.build(list(variables))
             known = self._parts.full if variables is None else list(variables)
             parts = self._reduce(self._by_place(list(grads), known))
@@ -241,9 +287,14 @@ class Zero(keras.optimizers.Optimizer):
         """A model's file in a process without a scope; see `Store.save_beside`."""
         return self._store.save_beside(model, keras_method, *args, **kwargs)
 
-    def _apply(self, sums: Sequence[Any], trainable_variables: Sequence[keras.Variable] | None = None) -> None:
+    def _apply(
+        self, sums: Sequence[Any], trainable_variables: Sequence[keras.Variable] | None = None
+    ) -> None:
         """Updates this replica's part of the variables by its parts of the sums, and gathers all."""
-        parts = self._by_place(list(sums), self._parts.full if trainable_variables is None else list(trainable_variables))
+        parts = self._by_place(
+            list(sums),
+            self._parts.full if trainable_variables is None else list(trainable_variables),
+        )
         local = self.group.local
         places = [i for i, p in enumerate(parts) if p is not None]
 
@@ -251,23 +302,37 @@ class Zero(keras.optimizers.Optimizer):
             before = {}
             # Averages are of all variables, also of those that got no gradient.
             for i in range(len(parts)) if self.inner_optimizer.use_ema else places:
-                own = rows.to_rows(tf.convert_to_tensor(local_component(self._parts.full[i], local)), self.group.size)[self.group.rank]
+                own = rows.to_rows(
+                    tf.convert_to_tensor(local_component(self._parts.full[i], local)),
+                    self.group.size,
+                )[self.group.rank]
                 # A slice shares the memory of the whole, and would keep it.
                 local_component(self._parts.shards[i], local).assign(tf.raw_ops.DeepCopy(x=own))
                 if self.policy.wire:
                     before[i] = own
             inner, limit = self.inner_optimizer, self.policy.clip_norm
-            with as_shards(), clipping(inner, lambda grads: agreement.clip(self.group, inner, grads, limit)):
-                self.inner_optimizer.apply([parts[i] for i in places], [self._parts.shards[i] for i in places])
+            with (
+                as_shards(),
+                clipping(inner, lambda grads: agreement.clip(self.group, inner, grads, limit)),
+            ):
+                self.inner_optimizer.apply(
+                    [parts[i] for i in places], [self._parts.shards[i] for i in places]
+                )
             self._when_updated(lambda: self._gather(places, before, local), local)
-            for v in (self._parts.full[i] for i in places if self._parts.full[i].constraint is not None):
+            for v in (
+                self._parts.full[i] for i in places if self._parts.full[i].constraint is not None
+            ):
                 copy = local_component(v, local)
                 copy.assign(v.constraint(tf.convert_to_tensor(copy)))
 
-        if not self.policy.skip_nonfinite or self._scaled:  # by an optimizer that must see them, and leaves them out itself
+        if (
+            not self.policy.skip_nonfinite or self._scaled
+        ):  # by an optimizer that must see them, and leaves them out itself
             update()
             return
-        tf.cond(agreement.finite_on_all(self.group, [parts[i] for i in places]), update, lambda: None)
+        tf.cond(
+            agreement.finite_on_all(self.group, [parts[i] for i in places]), update, lambda: None
+        )
 
     def _by_place(self, grads: list, variables: list[keras.Variable]) -> list:
         """A gradient or None for each variable it was built with.
@@ -279,9 +344,13 @@ class Zero(keras.optimizers.Optimizer):
         places = self._places()
         unknown = [v.path for v in variables if id(v) not in places]
         if unknown:
-            raise ValueError(f"zero: {', '.join(unknown[:4])}: not among the variables that the optimizer was built with; make another optimizer for them.")
+            raise ValueError(
+                f"zero: {', '.join(unknown[:4])}: not among the variables that the optimizer was built with; make another optimizer for them."
+            )
         if len(grads) != len(variables):
-            raise ValueError(f"zero: expected {len(variables)} gradients, one or None for each variable, received {len(grads)}.")
+            raise ValueError(
+                f"zero: expected {len(variables)} gradients, one or None for each variable, received {len(grads)}."
+            )
         given: list = [None] * len(places)
         for g, v in zip(grads, variables, strict=True):
             given[places[id(v)]] = g
@@ -294,12 +363,22 @@ class Zero(keras.optimizers.Optimizer):
     def _reduce(self, grads: list) -> list:
         """This replica's part of the sum of each gradient over the replicas."""
         # A sum of sparse and dense ones, as of tied weights, has lost its shape.
-        dense = [None if g is None else tf.cast(tf.reshape(g, v.shape), v.dtype) for g, v in zip(grads, self._parts.full, strict=True)]
+        dense = [
+            None if g is None else tf.cast(tf.reshape(g, v.shape), v.dtype)
+            for g, v in zip(grads, self._parts.full, strict=True)
+        ]
         scale = agreement.scale(self.policy, self.group.size)
-        dense = dense if scale == 1.0 else [None if g is None else g * tf.cast(scale, g.dtype) for g in dense]
+        dense = (
+            dense
+            if scale == 1.0
+            else [None if g is None else g * tf.cast(scale, g.dtype) for g in dense]
+        )
         if self.stage == 1:
             sums = all_reduce(self.group, dense, "sums", self.policy.bucket_bytes, self.policy.wire)
-            return [None if x is None else rows.to_rows(x, self.group.size)[self.group.rank] for x in sums]
+            return [
+                None if x is None else rows.to_rows(x, self.group.size)[self.group.rank]
+                for x in sums
+            ]
         given = [None if g is None else rows.to_rows(g, self.group.size) for g in dense]
         return reduce_scatter(self.group, given, self._parts.buckets, "sum", self.policy.wire)
 
@@ -309,13 +388,19 @@ class Zero(keras.optimizers.Optimizer):
             gather()
             return
         counter = local_component(step_counter(self.inner_optimizer), local)
-        tf.cond(tf.equal(counter % self.inner_optimizer.gradient_accumulation_steps, 0), gather, lambda: None)
+        tf.cond(
+            tf.equal(counter % self.inner_optimizer.gradient_accumulation_steps, 0),
+            gather,
+            lambda: None,
+        )
 
     @property
     def _gathers_always(self) -> bool:
         """Whether each step changes variables: without accumulation, or where averages may overwrite them between updates."""
         inner = self.inner_optimizer
-        return not inner.gradient_accumulation_steps or bool(inner.use_ema and inner.ema_overwrite_frequency)
+        return not inner.gradient_accumulation_steps or bool(
+            inner.use_ema and inner.ema_overwrite_frequency
+        )
 
     def _gather(self, places: list[int], before: dict[int, tf.Tensor], local: int) -> None:
         own: list = [None] * len(self._parts.shards)
@@ -340,7 +425,10 @@ class Zero(keras.optimizers.Optimizer):
         def publish() -> None:
             local = self.group.local
             for place, (v, average) in enumerate(zip(self._parts.full, averages, strict=True)):
-                whole = self.group.all_gather(tf.convert_to_tensor(local_component(average, local)), f"{OUTSIDE}average {place}")
+                whole = self.group.all_gather(
+                    tf.convert_to_tensor(local_component(average, local)),
+                    f"{OUTSIDE}average {place}",
+                )
                 local_component(v, local).assign(rows.from_rows(whole, v.shape))
 
         strategy = strategy_of(self)
@@ -349,6 +437,8 @@ class Zero(keras.optimizers.Optimizer):
 
 
 def _policy(given: Any, optimizer: keras.optimizers.Optimizer) -> Gradients:
-    policy = agreement.checked_policy(given, "zero", ("mean", "sum"), "all replicas update one state")
+    policy = agreement.checked_policy(
+        given, "zero", ("mean", "sum"), "all replicas update one state"
+    )
     agreement.check_clipping(policy, optimizer, "zero")
     return policy

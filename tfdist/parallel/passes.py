@@ -42,9 +42,22 @@ class StageInGroup:
     """
 
     def __init__(
-        self, stage: Stage, devices: Sequence[str], group: int, last: bool, recompute: bool, shares: Sequence[tf.Tensor], given: Sequence[int]
+        self,
+        stage: Stage,
+        devices: Sequence[str],
+        group: int,
+        last: bool,
+        recompute: bool,
+        shares: Sequence[tf.Tensor],
+        given: Sequence[int],
     ):
-        self.stage, self.devices, self._last, self._recompute, self._shares = stage, list(devices), last, recompute, shares
+        self.stage, self.devices, self._last, self._recompute, self._shares = (
+            stage,
+            list(devices),
+            last,
+            recompute,
+            shares,
+        )
         self._asked = [i for i, n in enumerate(stage.needs) if n not in given]
         self._trainable = list(stage.model.trainable_variables)
         self._fixed = list(stage.model.non_trainable_variables)
@@ -52,9 +65,13 @@ class StageInGroup:
         self.state = self._before = [_apart(v, self._read(v), group) for v in self._fixed]
         self.sums: list[tf.Tensor | None] = [None] * len(self._trainable)
         self._passes: dict[int, _Pass] = {}
-        self.added: list[tf.Tensor] = []  # of layers' own losses, each pass' part of the step's loss
+        self.added: list[
+            tf.Tensor
+        ] = []  # of layers' own losses, each pass' part of the step's loss
 
-    def forward(self, microbatch: int, tensors: dict[int, tf.Tensor], loss: Loss | None, training: bool) -> list[tf.Tensor]:
+    def forward(
+        self, microbatch: int, tensors: dict[int, tf.Tensor], loss: Loss | None, training: bool
+    ) -> list[tf.Tensor]:
         """Runs the stage on a micro-batch.
 
         Args:
@@ -77,13 +94,17 @@ class StageInGroup:
                 tape.watch([*(inputs[i] for i in self._differentiable(inputs)), *self._values])
             made, losses, self.state = self._run(microbatch, inputs, state, True)
             losses = self._with_loss(losses, loss, microbatch, inputs, made)
-        done = self._passes[microbatch] = _Pass(inputs, state, tape, [], [] if tape is None else losses)
+        done = self._passes[microbatch] = _Pass(
+            inputs, state, tape, [], [] if tape is None else losses
+        )
         done.targets = [] if tape is None else [made[n] for n in self.stage.makes]
         self.added += [tf.stop_gradient(x) for x in losses]
         tensors.update(made)
         return [*made.values(), *losses]
 
-    def backward(self, microbatch: int, gradients: dict[int, tf.Tensor], loss: Loss | None) -> list[tf.Tensor]:
+    def backward(
+        self, microbatch: int, gradients: dict[int, tf.Tensor], loss: Loss | None
+    ) -> list[tf.Tensor]:
         """Runs the stage backwards on a micro-batch.
 
         Args:
@@ -97,7 +118,9 @@ class StageInGroup:
         done = self._passes.pop(microbatch)
         inputs, tape, targets, losses = done.inputs, done.tape, done.targets, done.losses
         if tape is None:
-            inputs = [with_mask(tf.identity(x), mask_of(x)) for x in inputs]  # or TensorFlow would merge both passes into one
+            inputs = [
+                with_mask(tf.identity(x), mask_of(x)) for x in inputs
+            ]  # or TensorFlow would merge both passes into one
             with tf.GradientTape() as tape:
                 tape.watch([*(inputs[i] for i in self._differentiable(inputs)), *self._values])
                 made, losses, _ = self._run(microbatch, inputs, done.state, True)
@@ -106,7 +129,9 @@ class StageInGroup:
             targets = [made[n] for n in self.stage.makes]
         places = self._differentiable(inputs)
         sources = [inputs[i] for i in places] + self._values
-        pairs = [(x, gradients.pop(n, None)) for n, x in zip(self.stage.makes, targets, strict=True)]
+        pairs = [
+            (x, gradients.pop(n, None)) for n, x in zip(self.stage.makes, targets, strict=True)
+        ]
         ends = [(x, g) for x, g in pairs if g is not None] + [(x, tf.ones_like(x)) for x in losses]
         if not ends:
             return []
@@ -120,18 +145,37 @@ class StageInGroup:
                 with tf.device(self._device(self._trainable[i])):
                     so_far = self.sums[i]
                     self.sums[i] = tf.convert_to_tensor(g) if so_far is None else so_far + g
-        return [x for x in (*self.sums, *(gradients.get(n) for n in self.stage.needs)) if x is not None]
+        return [
+            x for x in (*self.sums, *(gradients.get(n) for n in self.stage.needs)) if x is not None
+        ]
 
-    def _run(self, microbatch: int, inputs: list, state: list, training: bool) -> tuple[dict[int, tf.Tensor], list[tf.Tensor], list[tf.Tensor]]:
+    def _run(
+        self, microbatch: int, inputs: list, state: list, training: bool
+    ) -> tuple[dict[int, tf.Tensor], list[tf.Tensor], list[tf.Tensor]]:
         """What the stage makes, losses that its layers add, and its state afterwards; changes no variable."""
-        mapping = [*zip(self._trainable, self._values, strict=True), *zip(self._fixed, state, strict=True)]
-        with keras.StatelessScope(state_mapping=mapping, collect_losses=True) as scope, sharded_over(self.devices):
+        mapping = [
+            *zip(self._trainable, self._values, strict=True),
+            *zip(self._fixed, state, strict=True),
+        ]
+        with (
+            keras.StatelessScope(state_mapping=mapping, collect_losses=True) as scope,
+            sharded_over(self.devices),
+        ):
             outputs = self.stage.model(inputs[: len(self.stage.takes)], training=training)
         made = dict(zip(self.stage.makes, keras.tree.flatten(outputs), strict=True))
-        losses = [tf.cast(tf.reduce_sum(x), tf.float32) * self._shares[microbatch] for x in scope.losses]
+        losses = [
+            tf.cast(tf.reduce_sum(x), tf.float32) * self._shares[microbatch] for x in scope.losses
+        ]
         return made, losses, [scope.get_current_value(v) for v in self._fixed]
 
-    def _with_loss(self, losses: list, loss: Loss | None, microbatch: int, inputs: list, made: dict[int, tf.Tensor]) -> list[tf.Tensor]:
+    def _with_loss(
+        self,
+        losses: list,
+        loss: Loss | None,
+        microbatch: int,
+        inputs: list,
+        made: dict[int, tf.Tensor],
+    ) -> list[tf.Tensor]:
         if not self._last or loss is None:
             return losses
         value = loss(microbatch, {**dict(zip(self.stage.needs, inputs, strict=True)), **made})

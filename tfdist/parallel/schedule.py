@@ -47,7 +47,11 @@ def tasks(stages: int, microbatches: int, kind: str) -> list[list[Task]]:
     found = []
     for stage in range(stages):
         early = min(stages - stage - 1, microbatches)  # passes until the first micro-batch is back
-        pairs = [task for m in range(microbatches) for task in (*forward[early + m : early + m + 1], backward[m])]
+        pairs = [
+            task
+            for m in range(microbatches)
+            for task in (*forward[early + m : early + m + 1], backward[m])
+        ]
         found.append(forward[:early] + pairs)
     return found
 
@@ -74,13 +78,19 @@ def together(each: Sequence[Sequence[Task]]) -> list[tuple[int, Task]]:
             if places[stage] == len(own):
                 continue
             task = own[places[stage]]
-            needs = {(stage - 1, task)} if not task.backward else {(stage, Task(False, task.microbatch)), (stage + 1, task)}
+            needs = (
+                {(stage - 1, task)}
+                if not task.backward
+                else {(stage, Task(False, task.microbatch)), (stage + 1, task)}
+            )
             if all(need in done for need in needs if 0 <= need[0] <= last):
                 done.add((stage, task))
                 order.append((stage, task))
                 places[stage] += 1
         if len(order) == before:
-            raise ValueError(f"schedule: stages wait for each other; {before} of {sum(map(len, each))} tasks can run")
+            raise ValueError(
+                f"schedule: stages wait for each other; {before} of {sum(map(len, each))} tasks can run"
+            )
     return order
 
 
@@ -138,4 +148,7 @@ def kept(sizes: Sequence[int], prefetch: int, room: int) -> int:
     >>> kept([10, 10, 10, 10], 0, 25), kept([10, 10, 10, 10], 2, 25), kept([10], 2, 0)
     (2, 3, 1)
     """
-    return max(min(1 + prefetch, len(sizes)), sum(total <= room for total in itertools.accumulate(reversed(sizes))))
+    return max(
+        min(1 + prefetch, len(sizes)),
+        sum(total <= room for total in itertools.accumulate(reversed(sizes))),
+    )

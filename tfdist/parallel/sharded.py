@@ -95,7 +95,16 @@ def fsdp(
         ...     print(fsdp(model).group.size)
         1
     """
-    return FSDP(model, prefetch, gather_dtype, grad_dtype, reshard_after_forward, sync, strategy, elementwise)
+    return FSDP(
+        model,
+        prefetch,
+        gather_dtype,
+        grad_dtype,
+        reshard_after_forward,
+        sync,
+        strategy,
+        elementwise,
+    )
 
 
 class FSDP(Store):
@@ -106,7 +115,17 @@ class FSDP(Store):
         weights: The sharded variables.
     """
 
-    def __init__(self, model: keras.Model, prefetch, gather_dtype, grad_dtype, reshard_after_forward, sync, strategy, elementwise):
+    def __init__(
+        self,
+        model: keras.Model,
+        prefetch,
+        gather_dtype,
+        grad_dtype,
+        reshard_after_forward,
+        sync,
+        strategy,
+        elementwise,
+    ):
         strategy = strategy or tf.distribute.get_strategy()
         engine = agreement.engine_in_step(strategy, "fsdp")
         self.policy = _policy(sync if sync is not None else engine.merging.policy)
@@ -115,13 +134,22 @@ class FSDP(Store):
         name = f"fsdp {next(_numbers)}"
         super().__init__(strategy, Group.of(strategy, name))
         self.slots = Store(strategy, self.group)
-        self.reduced: Callable[[list], None] | None = None  # called with this replica's part of the sums
+        self.reduced: Callable[[list], None] | None = (
+            None  # called with this replica's part of the sums
+        )
         self._elementwise = elementwise
         self._chains = Chains(lambda: self.group.local)
         back = Group.of(strategy, f"{name} gradients")
 
         def gathering(dtype: str | None) -> Gathering:
-            return Gathering(self.group, back, dtype, grad_dtype, lambda: agreement.scale(self.policy, self.group.size), self.policy.bucket_bytes)
+            return Gathering(
+                self.group,
+                back,
+                dtype,
+                grad_dtype,
+                lambda: agreement.scale(self.policy, self.group.size),
+                self.policy.bucket_bytes,
+            )
 
         self._gathering = gathering(gather_dtype)
         self._exact = gathering(None)  # for those who look from outside of a step
@@ -137,17 +165,31 @@ class FSDP(Store):
         self._names = {id(v): f"weight {i}" for i, v in enumerate(self.weights)}
         room = self.resident_bytes if reshard_after_forward else None
         for number, layer in enumerate({id(layer): layer for layer in layers_of(model)}.values()):
-            Unit(layer, f"unit {number}", self._gathering, self._chains, prefetch, room, lambda: self.check_xla(self._model))
+            Unit(
+                layer,
+                f"unit {number}",
+                self._gathering,
+                self._chains,
+                prefetch,
+                room,
+                lambda: self.check_xla(self._model),
+            )
 
     @property
     def bytes_per_step(self) -> int:
         """Bytes that a replica sends in a step; 0 before one was traced."""
-        return sum(sum(group.bytes_in_steps.values()) for group in (self._gathering.forth, self._gathering.back))
+        return sum(
+            sum(group.bytes_in_steps.values())
+            for group in (self._gathering.forth, self._gathering.back)
+        )
 
     @property
     def resident_bytes(self) -> int:
         """Bytes of each replica's part of the weights."""
-        return sum(rows.length(rows.elements(v.tfdist_shape), self.group.size) * tf.as_dtype(v.dtype).size for v in self.weights)
+        return sum(
+            rows.length(rows.elements(v.tfdist_shape), self.group.size) * tf.as_dtype(v.dtype).size
+            for v in self.weights
+        )
 
     def whole(self, variable: Sharded) -> tf.Tensor:
         """The whole value; within a step, gradients flow through it."""
@@ -155,13 +197,23 @@ class FSDP(Store):
             return super().whole(variable)
         name = self._names[id(variable)]
         with self.bounded():
-            if not self.scoped and not self.steps and tf.executing_eagerly():  # a loop of the user's own gets its gradients here too
+            if (
+                not self.scoped and not self.steps and tf.executing_eagerly()
+            ):  # a loop of the user's own gets its gradients here too
                 return self._exact.gathered([variable], f"{OUTSIDE}{name}", [], variable.dtype)[0]
             reads = self._chains.current().reads
             reads[name] += 1
-            return self._gathering.gathered([variable], f"{name} read {reads[name]}", [], variable.dtype)[0]
+            return self._gathering.gathered(
+                [variable], f"{name} read {reads[name]}", [], variable.dtype
+            )[0]
 
-    def update(self, optimizer: keras.optimizers.Optimizer, keras_apply: Callable, grads: Sequence[Any], variables: Sequence[Any] | None) -> Any:
+    def update(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        keras_apply: Callable,
+        grads: Sequence[Any],
+        variables: Sequence[Any] | None,
+    ) -> Any:
         """Updates this replica's part of the weights; called in replica context, in place of `optimizer.apply`.
 
         Args:
@@ -178,22 +230,43 @@ class FSDP(Store):
         agreement.check_clipping(self.policy, inner, "fsdp")
         known = variables if variables is not None else known_variables(inner)
         if strange := [v.path for v in known if getattr(v, "tfdist_store", None) is not self]:
-            raise ValueError(f"fsdp: {', '.join(strange[:4])}: not among the trainable weights when fsdp(model) was called. Set `trainable`, and build, before.")
+            raise ValueError(
+                f"fsdp: {', '.join(strange[:4])}: not among the trainable weights when fsdp(model) was called. Set `trainable`, and build, before."
+            )
         if self.reduced is not None:
             self.reduced([g for g in grads if g is not None])
 
         def go() -> Any:
-            with as_shards(), self._constrained(known), agreement.agreeing(self.group, optimizer, inner):
-                with self.bounded(), local_update(optimizer, self.group.local), clipping(inner, lambda parts: agreement.clip(self.group, inner, parts, self.policy.clip_norm)):
+            with (
+                as_shards(),
+                self._constrained(known),
+                agreement.agreeing(self.group, optimizer, inner),
+            ):
+                with (
+                    self.bounded(),
+                    local_update(optimizer, self.group.local),
+                    clipping(
+                        inner,
+                        lambda parts: agreement.clip(
+                            self.group, inner, parts, self.policy.clip_norm
+                        ),
+                    ),
+                ):
                     return keras_apply(optimizer, grads, variables)
 
-        if not self.policy.skip_nonfinite or isinstance(optimizer, keras.optimizers.LossScaleOptimizer):  # which must see them, and leaves them out itself
+        if not self.policy.skip_nonfinite or isinstance(
+            optimizer, keras.optimizers.LossScaleOptimizer
+        ):  # which must see them, and leaves them out itself
             return go()
 
         def update() -> None:
             go()
 
-        return tf.cond(agreement.finite_on_all(self.group, [g for g in grads if g is not None]), update, lambda: None)
+        return tf.cond(
+            agreement.finite_on_all(self.group, [g for g in grads if g is not None]),
+            update,
+            lambda: None,
+        )
 
     @contextlib.contextmanager
     def _constrained(self, variables: Sequence[Sharded]) -> Iterator[None]:
@@ -208,8 +281,13 @@ class FSDP(Store):
                 replace_constraint(v, constraint)
 
     def _constrain(self, variable: Sharded, constraint: Callable) -> tf.Tensor:
-        whole = rows.from_rows(self.group.all_gather(own_copy(variable), f"constraint {self._names[id(variable)]}"), variable.tfdist_shape)
-        return rows.to_rows(tf.convert_to_tensor(constraint(whole)), self.group.size)[self.group.rank]
+        whole = rows.from_rows(
+            self.group.all_gather(own_copy(variable), f"constraint {self._names[id(variable)]}"),
+            variable.tfdist_shape,
+        )
+        return rows.to_rows(tf.convert_to_tensor(constraint(whole)), self.group.size)[
+            self.group.rank
+        ]
 
 
 def check_deferred(model: keras.Model) -> None:
@@ -222,7 +300,9 @@ def check_deferred(model: keras.Model) -> None:
         ValueError: It was built in `deferred`, and not sharded since.
     """
     if any(not has_value(v) for v in model.weights):
-        raise ValueError(f"The model {model.name} was built in tfdist.parallel.deferred(), and its weights have no values. Call tfdist.parallel.fsdp(model).")
+        raise ValueError(
+            f"The model {model.name} was built in tfdist.parallel.deferred(), and its weights have no values. Call tfdist.parallel.fsdp(model)."
+        )
 
 
 def _policy(given: Any) -> Gradients:
@@ -230,21 +310,41 @@ def _policy(given: Any) -> Gradients:
     return agreement.checked_policy(given, "fsdp", ("mean",), why)
 
 
-def _check(model: keras.Model, prefetch: Any, gather_dtype: Any, grad_dtype: Any, reshard_after_forward: Any) -> None:
+def _check(
+    model: keras.Model,
+    prefetch: Any,
+    gather_dtype: Any,
+    grad_dtype: Any,
+    reshard_after_forward: Any,
+) -> None:
     if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
-        raise ValueError(f"fsdp: prefetch: expected a number of layers from 0 on, received {prefetch!r}.")
+        raise ValueError(
+            f"fsdp: prefetch: expected a number of layers from 0 on, received {prefetch!r}."
+        )
     if gather_dtype not in (None, *_GATHER_DTYPES):
-        raise ValueError(f"fsdp: gather_dtype: expected None or one of {', '.join(_GATHER_DTYPES)}, which TensorFlow gathers, received {gather_dtype!r}.")
+        raise ValueError(
+            f"fsdp: gather_dtype: expected None or one of {', '.join(_GATHER_DTYPES)}, which TensorFlow gathers, received {gather_dtype!r}."
+        )
     if grad_dtype not in (None, *WIRES):
-        raise ValueError(f"fsdp: grad_dtype: expected None or one of {', '.join(WIRES)}, received {grad_dtype!r}.")
+        raise ValueError(
+            f"fsdp: grad_dtype: expected None or one of {', '.join(WIRES)}, received {grad_dtype!r}."
+        )
     if not isinstance(reshard_after_forward, bool):
-        raise ValueError(f"fsdp: reshard_after_forward: expected True or False, received {reshard_after_forward!r}.")
+        raise ValueError(
+            f"fsdp: reshard_after_forward: expected True or False, received {reshard_after_forward!r}."
+        )
     if not isinstance(model, keras.Model):
         raise ValueError(f"fsdp: expected a keras.Model, received {type(model).__name__}.")
     if not model.built or not model.trainable_weights:
-        raise ValueError(f"fsdp: the model {model.name} has no trainable weights{'' if model.built else ' yet'}: build it first, as by model.build(input_shape).")
+        raise ValueError(
+            f"fsdp: the model {model.name} has no trainable weights{'' if model.built else ' yet'}: build it first, as by model.build(input_shape)."
+        )
     if any(isinstance(v, Sharded) for v in model.weights):
-        raise ValueError(f"fsdp: the model {model.name} is sharded already; a model is sharded once.")
+        raise ValueError(
+            f"fsdp: the model {model.name} is sharded already; a model is sharded once."
+        )
     if getattr(getattr(model, "optimizer", None), "built", False):
-        raise ValueError("fsdp: the model's optimizer has made its state for whole weights. Call fsdp(model) before compile(); load with compile=False.")
+        raise ValueError(
+            "fsdp: the model's optimizer has made its state for whole weights. Call fsdp(model) before compile(); load with compile=False."
+        )
     agreement.check_variables(model.trainable_weights, "fsdp")

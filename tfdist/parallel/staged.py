@@ -12,7 +12,16 @@ import tensorflow as tf
 
 from tfdist.keras_compat.parallel import mask_of, move
 from tfdist.parallel import flow, updates
-from tfdist.parallel.cuts import Graph, Stage, balanced, cut_behind, graph_of, numbered, parameters, split
+from tfdist.parallel.cuts import (
+    Graph,
+    Stage,
+    balanced,
+    cut_behind,
+    graph_of,
+    numbered,
+    parameters,
+    split,
+)
 from tfdist.parallel.mesh import Mesh, mesh_of
 from tfdist.parallel.passes import Loss, StageInGroup
 from tfdist.parallel.schedule import SCHEDULES, tasks
@@ -59,24 +68,41 @@ def pipeline(
     Raises:
         ValueError: An argument is wrong, the model cannot be cut so, or there are too few devices.
     """
-    for name, value in (("microbatches", microbatches), ("data", data), ("tensor", tensor), *([("stages", stages)] if stages is not None else [])):
+    for name, value in (
+        ("microbatches", microbatches),
+        ("data", data),
+        ("tensor", tensor),
+        *([("stages", stages)] if stages is not None else []),
+    ):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"pipeline: {name}: expected a whole number from 1, received {value!r}.")
+            raise ValueError(
+                f"pipeline: {name}: expected a whole number from 1, received {value!r}."
+            )
     for name, given, known in (("schedule", schedule, SCHEDULES), ("balance", balance, BALANCES)):
         if given not in known:
-            raise ValueError(f"pipeline: {name}: expected {' or '.join(map(repr, known))}, received {given!r}.")
+            raise ValueError(
+                f"pipeline: {name}: expected {' or '.join(map(repr, known))}, received {given!r}."
+            )
     if (stages is None) == (cut_at is None):
-        raise ValueError(f"pipeline: expected either stages or cut_at, received stages={stages!r} and cut_at={cut_at!r}.")
+        raise ValueError(
+            f"pipeline: expected either stages or cut_at, received stages={stages!r} and cut_at={cut_at!r}."
+        )
     if sample is not None and (balance != "time" or stages is None):
-        raise ValueError(f'pipeline: sample: expected with stages=S and balance="time" alone, received it with stages={stages!r} and balance={balance!r}.')
+        raise ValueError(
+            f'pipeline: sample: expected with stages=S and balance="time" alone, received it with stages={stages!r} and balance={balance!r}.'
+        )
     if tf.distribute.has_strategy():
-        raise ValueError("pipeline: call it outside of strategy.scope(); for several groups of devices pass data=N.")
+        raise ValueError(
+            "pipeline: call it outside of strategy.scope(); for several groups of devices pass data=N."
+        )
     graph = graph_of(model)
     if stages is None:
         assert cut_at is not None
         ends = cut_behind(graph, cut_at if isinstance(cut_at, (list, tuple)) else [cut_at])
     else:
-        ends = balanced(graph, stages, parameters(graph) if balance == "parameters" else seconds(graph, sample))
+        ends = balanced(
+            graph, stages, parameters(graph) if balance == "parameters" else seconds(graph, sample)
+        )
     found = split(graph, ends)
     mesh = mesh_of(devices, data, len(found), tensor)
     _check_shards(found, mesh)
@@ -212,16 +238,29 @@ class PipelineModel(keras.Model):
             def loss(microbatch: int, made: dict[int, tf.Tensor]) -> tf.Tensor | None:
                 _, y, weights = batches[group][microbatch]
                 value = self._loss(y, self._packed(made), weights)
-                return None if value is None else tf.cast(value, tf.float32) * (scale if reduction == "sum" else share)
+                return (
+                    None
+                    if value is None
+                    else tf.cast(value, tf.float32) * (scale if reduction == "sum" else share)
+                )
 
             return loss
 
         def measure(group: int, microbatch: int) -> None:
             _, y, weights = batches[group][microbatch]
-            self.compute_metrics(None, y, self._packed(tensors[group][microbatch]), sample_weight=weights)
+            self.compute_metrics(
+                None, y, self._packed(tensors[group][microbatch]), sample_weight=weights
+            )
 
         losses = [loss_of(d) for d in range(plan.mesh.groups)]
-        flow.run(groups, tensors, tasks(len(plan.stages), plan.microbatches, plan.schedule), losses, measure, training=True)
+        flow.run(
+            groups,
+            tensors,
+            tasks(len(plan.stages), plan.microbatches, plan.schedule),
+            losses,
+            measure,
+            training=True,
+        )
         gradients = updates.summed(groups, plan.home)
         penalties = updates.penalties(self.trainable_variables, plan.home, gradients, scale)
         with tf.device(plan.end):
@@ -237,8 +276,12 @@ class PipelineModel(keras.Model):
     def test_step(self, data):
         x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
         outputs, added = self._forward(x)
-        with self._counted.as_losses([*added, *updates.penalties(self.trainable_variables, self.plan.home)]):
-            loss = self.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weights, training=False)
+        with self._counted.as_losses(
+            [*added, *updates.penalties(self.trainable_variables, self.plan.home)]
+        ):
+            loss = self.compute_loss(
+                x=x, y=y, y_pred=outputs, sample_weight=weights, training=False
+            )
         self._note(loss, x)
         return self.compute_metrics(x, y, outputs, sample_weight=weights)
 
@@ -250,13 +293,25 @@ class PipelineModel(keras.Model):
         plan = self.plan
         inputs = self._numbered(x)
         pieces, parts = flow.any_pieces(inputs, plan.pieces)
-        tensors = [[dict(piece) for piece in group] for group in _grouped(pieces, plan.microbatches)]
+        tensors = [
+            [dict(piece) for piece in group] for group in _grouped(pieces, plan.microbatches)
+        ]
         groups = self._groups(_grouped(parts, plan.microbatches))
-        flow.run(groups, tensors, tasks(len(plan.stages), plan.microbatches, "forward"), [None] * plan.mesh.groups)
+        flow.run(
+            groups,
+            tensors,
+            tasks(len(plan.stages), plan.microbatches, "forward"),
+            [None] * plan.mesh.groups,
+        )
         with tf.device(plan.end):
             rows = _rows(inputs)
-            made = {n: flow.whole([each[n] for group in tensors for each in group], rows) for n in plan.graph.outputs}
-        return self._packed(made), [loss for group in groups for stage in group for loss in stage.added]
+            made = {
+                n: flow.whole([each[n] for group in tensors for each in group], rows)
+                for n in plan.graph.outputs
+            }
+        return self._packed(made), [
+            loss for group in groups for stage in group for loss in stage.added
+        ]
 
     # --- Parts of a step -----------------------------------------------------------------------------------------------
     def _groups(self, shares: Sequence[Sequence[tf.Tensor]]) -> list[list[StageInGroup]]:
@@ -264,7 +319,15 @@ class PipelineModel(keras.Model):
         last = len(self.plan.stages) - 1
         return [
             [
-                StageInGroup(s, devices[s.number], d, s.number == last, self.plan.recomputes(s.number), own, self.plan.graph.inputs)
+                StageInGroup(
+                    s,
+                    devices[s.number],
+                    d,
+                    s.number == last,
+                    self.plan.recomputes(s.number),
+                    own,
+                    self.plan.graph.inputs,
+                )
                 for s in self.plan.stages
             ]
             for d, (devices, own) in enumerate(zip(self.plan.mesh.devices, shares, strict=True))
@@ -272,7 +335,9 @@ class PipelineModel(keras.Model):
 
     def _numbered(self, x: Any) -> dict[int, tf.Tensor]:
         """Inputs by their numbers in the graph."""
-        return {n: tf.convert_to_tensor(tensor) for n, tensor in numbered(self.plan.graph, x).items()}
+        return {
+            n: tf.convert_to_tensor(tensor) for n, tensor in numbered(self.plan.graph, x).items()
+        }
 
     def _packed(self, tensors: dict[int, tf.Tensor]) -> Any:
         """The model's outputs as it would return them."""
@@ -285,17 +350,25 @@ class PipelineModel(keras.Model):
         """What `compile` was given, for a micro-batch."""
         if self.loss is None:
             return None
-        masked = [name for name, x in zip(self.output_names, keras.tree.flatten(outputs), strict=True) if mask_of(x) is not None]
+        masked = [
+            name
+            for name, x in zip(self.output_names, keras.tree.flatten(outputs), strict=True)
+            if mask_of(x) is not None
+        ]
         if masked:
             raise ValueError(
                 f"pipeline: output {masked[0]!r} has a mask, by which Keras divides the loss: micro-batches have different numbers of unmasked places, "
                 "so that their mean is not the batch's. Remove the mask behind the last layer that needs it, and pass sample weights that are 0 there."
             )
         with self._counted.as_losses([]):
-            return self.compute_loss(x=None, y=y, y_pred=outputs, sample_weight=weights, training=True)
+            return self.compute_loss(
+                x=None, y=y, y_pred=outputs, sample_weight=weights, training=True
+            )
 
     def _note(self, loss: tf.Tensor, x: Any) -> None:
-        next(metric for metric in self.metrics if metric.name == "loss").update_state(loss, sample_weight=_rows(x))
+        next(metric for metric in self.metrics if metric.name == "loss").update_state(
+            loss, sample_weight=_rows(x)
+        )
 
 
 class _Counted:
@@ -335,9 +408,17 @@ def _grouped(pieces: Sequence, size: int) -> list[list]:
 
 def _reduction(losses: Any, weighted: bool = False) -> str:
     """Whether the losses of micro-batches make that of a batch as a "mean" or as a "sum"."""
-    found = {getattr(loss, "reduction", "sum_over_batch_size") for loss in keras.tree.flatten(losses) if loss is not None}
+    found = {
+        getattr(loss, "reduction", "sum_over_batch_size")
+        for loss in keras.tree.flatten(losses)
+        if loss is not None
+    }
     kinds = {"sum" if r == "sum" else "mean" for r in found}
-    if found & {None, "none"} or len(kinds) > 1 or (weighted and "mean_with_sample_weight" in found):
+    if (
+        found & {None, "none"}
+        or len(kinds) > 1
+        or (weighted and "mean_with_sample_weight" in found)
+    ):
         raise ValueError(
             f"pipeline: the losses' reductions are {', '.join(sorted(map(str, found)))}: those of micro-batches do not add up to the batch's. Use "
             '"sum_over_batch_size" for all of them, or "sum" for all.'
@@ -356,6 +437,10 @@ def _explained(function: Callable) -> Callable:
             if begin < 0:
                 raise
             words, remedy, _ = error.message[begin:].partition(flow.REMEDY)
-            raise ValueError(" ".join(f"{words}{remedy}".replace("[", " ").replace("]", " ").replace("\'", " ").split())) from None
+            raise ValueError(
+                " ".join(
+                    f"{words}{remedy}".replace("[", " ").replace("]", " ").replace("'", " ").split()
+                )
+            ) from None
 
     return explained

@@ -40,7 +40,9 @@ class Store:
             )
         self.slots: Store = self  # of the slots that an optimizer makes for these variables
         self.steps = False  # whether a train function runs, of a process without a scope
-        self._alike: dict[int, keras.Variable] = {}  # whole variables that all processes have with one value, by id
+        self._alike: dict[
+            int, keras.Variable
+        ] = {}  # whole variables that all processes have with one value, by id
 
     def whole(self, variable: Sharded) -> tf.Tensor:
         """The whole value, in replica context or outside."""
@@ -49,15 +51,24 @@ class Store:
                 return self._gathered(variable, own_copy(variable))
         with self._scope():
             if self.placement.workers == 1:
-                copies = [tf.convert_to_tensor(local_component(variable, i)) for i in range(self.placement.local_replicas)]
+                copies = [
+                    tf.convert_to_tensor(local_component(variable, i))
+                    for i in range(self.placement.local_replicas)
+                ]
                 return rows.from_rows(tf.stack(copies), variable.tfdist_shape)
-            return self._everywhere(lambda: self._gathered(variable, tf.convert_to_tensor(local_component(variable, self.group.local))))
+            return self._everywhere(
+                lambda: self._gathered(
+                    variable, tf.convert_to_tensor(local_component(variable, self.group.local))
+                )
+            )
 
     def put(self, variable: Sharded, value: tf.Tensor) -> None:
         """Gives each replica of this process its row."""
         parts, first = rows.to_rows(value, self.group.size), self.placement.first_replica
         if self.in_step():
-            local_component(variable, self.group.local).assign(tf.raw_ops.DeepCopy(x=parts[self.group.rank]))
+            local_component(variable, self.group.local).assign(
+                tf.raw_ops.DeepCopy(x=parts[self.group.rank])
+            )
             return
         with self._scope():
             for i in range(self.placement.local_replicas):
@@ -71,8 +82,16 @@ class Store:
         """
         shape, dtype = tuple(variable.shape), variable.dtype
         with tf.init_scope():
-            part = tf.Variable(tf.zeros([rows.length(rows.elements(shape), self.group.size)], dtype), trainable=trainable, name=variable.name)
-            value = tf.convert_to_tensor(local_component(variable, 0)) if has_value(variable) else first_value(variable)
+            part = tf.Variable(
+                tf.zeros([rows.length(rows.elements(shape), self.group.size)], dtype),
+                trainable=trainable,
+                name=variable.name,
+            )
+            value = (
+                tf.convert_to_tensor(local_component(variable, 0))
+                if has_value(variable)
+                else first_value(variable)
+            )
             make_sharded(variable, part, shape, self)
             if self.placement.workers == 1:
                 self.put(variable, value)  # type: ignore[arg-type]
@@ -92,15 +111,23 @@ class Store:
             for v in new:
                 number, value = len(self._alike), own_copy(v)
                 sent = tf.cast(value, sendable(value.dtype))
-                whole = self.group.all_gather(self._of_chief(sent, f"first {number}"), f"{OUTSIDE}first {number}")
+                whole = self.group.all_gather(
+                    self._of_chief(sent, f"first {number}"), f"{OUTSIDE}first {number}"
+                )
                 v.assign(tf.cast(rows.from_rows(whole, sent.shape), value.dtype))
                 self._alike[id(v)] = v
 
     def bounded(self) -> contextlib.AbstractContextManager[None]:
         """Inside, waits for other processes end after the strategy's timeout with an error that names them; where a graph is made, nobody waits."""
-        return engine_of(self.strategy).patience.bound() if tf.executing_eagerly() else contextlib.nullcontext()
+        return (
+            engine_of(self.strategy).patience.bound()
+            if tf.executing_eagerly()
+            else contextlib.nullcontext()
+        )
 
-    def beside(self, model: keras.Model, function: Callable, trains: bool, who: str = "fsdp") -> Callable:
+    def beside(
+        self, model: keras.Model, function: Callable, trains: bool, who: str = "fsdp"
+    ) -> Callable:
         """A model's function in a process without a scope, where no engine bounds it, nor makes the processes' first weights equal.
 
         Args:
@@ -118,7 +145,11 @@ class Store:
         def bounded(*args):
             nonlocal begun
             optimizer = getattr(model, "optimizer", None)
-            sign = (lambda: optimizer.iterations.numpy()) if optimizer is not None and optimizer.built else None
+            sign = (
+                (lambda: optimizer.iterations.numpy())
+                if optimizer is not None and optimizer.built
+                else None
+            )
             with engine_of(self.strategy).patience.bound(sign):
                 if not begun and model.built:
                     self.share(model.weights)
@@ -169,19 +200,29 @@ class Store:
 
     def _receive(self, variable: keras.Variable, value: tf.Tensor) -> None:
         """Gives each replica its row of the chief's value."""
-        local_component(variable, self.group.local).assign(self._of_chief(value, f"first {variable.path}"))
+        local_component(variable, self.group.local).assign(
+            self._of_chief(value, f"first {variable.path}")
+        )
 
     def _of_chief(self, value: tf.Tensor, name: str) -> tf.Tensor:
         """This replica's row of the chief's value: the sum of that and of zeros."""
         parts = rows.to_rows(value, self.group.size)
-        return self.group.reduce_scatter(parts if self.group.rank == 0 else tf.zeros_like(parts), f"{OUTSIDE}{name}")
+        return self.group.reduce_scatter(
+            parts if self.group.rank == 0 else tf.zeros_like(parts), f"{OUTSIDE}{name}"
+        )
 
     def _gathered(self, variable: Sharded, part: tf.Tensor) -> tf.Tensor:
-        return rows.from_rows(self.group.all_gather(part, f"{OUTSIDE}{variable.path} {variable.tfdist_shape}"), variable.tfdist_shape)
+        return rows.from_rows(
+            self.group.all_gather(part, f"{OUTSIDE}{variable.path} {variable.tfdist_shape}"),
+            variable.tfdist_shape,
+        )
 
     def in_step(self) -> bool:
         """Whether this is one replica's context."""
-        return not self.scoped or (tf.distribute.get_strategy() is self.strategy and not tf.distribute.in_cross_replica_context())
+        return not self.scoped or (
+            tf.distribute.get_strategy() is self.strategy
+            and not tf.distribute.in_cross_replica_context()
+        )
 
     def _scope(self) -> Any:
         inside = tf.distribute.get_strategy() is self.strategy or not self.scoped

@@ -65,9 +65,13 @@ class ShardedMLP(keras.layers.Layer):
         super().__init__(**kwargs)
         for name, value in (("hidden", hidden), ("units", units), ("shards", shards)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"ShardedMLP: {name}: expected a whole number from 1, received {value!r}.")
+                raise ValueError(
+                    f"ShardedMLP: {name}: expected a whole number from 1, received {value!r}."
+                )
         if hidden % shards:
-            raise ValueError(f"ShardedMLP: hidden: expected a multiple of shards={shards}, received {hidden}.")
+            raise ValueError(
+                f"ShardedMLP: hidden: expected a multiple of shards={shards}, received {hidden}."
+            )
         self.hidden, self.units, self.shards, self.use_bias = hidden, units, shards, use_bias
         self.activation = keras.activations.get(activation)
         self.kernel_initializer = keras.initializers.get(kernel_initializer)
@@ -75,15 +79,24 @@ class ShardedMLP(keras.layers.Layer):
 
     def build(self, input_shape):
         width, part = input_shape[-1], self.hidden // self.shards
-        first, second = (_fresh(self.kernel_initializer)(shape) for shape in ((width, self.hidden), (self.hidden, self.units)))
+        first, second = (
+            _fresh(self.kernel_initializer)(shape)
+            for shape in ((width, self.hidden), (self.hidden, self.units))
+        )
         self.columns, self.biases, self.rows = [], [], []
         for i in range(self.shards):
             own = slice(i * part, (i + 1) * part)
-            self.columns.append(self._shard(i, "column_kernel", (width, part), _given(first[:, own])))
+            self.columns.append(
+                self._shard(i, "column_kernel", (width, part), _given(first[:, own]))
+            )
             self.rows.append(self._shard(i, "row_kernel", (part, self.units), _given(second[own])))
             if self.use_bias:
                 self.biases.append(self._shard(i, "column_bias", (part,), "zeros"))
-        self.bias = self.add_weight(shape=(self.units,), initializer="zeros", name="bias") if self.use_bias else None
+        self.bias = (
+            self.add_weight(shape=(self.units,), initializer="zeros", name="bias")
+            if self.use_bias
+            else None
+        )
         self.built = True
 
     def _shard(self, number: int, name: str, shape: tuple, initializer: Any) -> keras.Variable:
@@ -97,7 +110,11 @@ class ShardedMLP(keras.layers.Layer):
         for i in range(self.shards):
             weights = [v[i] for v in (self.columns, self.rows, self.biases) if v]
             tensors = [inputs, *(keras.ops.convert_to_tensor(v) for v in weights)]
-            parts.append(_on(devices[i % len(devices)], self._part, tensors) if devices else self._part(*tensors))
+            parts.append(
+                _on(devices[i % len(devices)], self._part, tensors)
+                if devices
+                else self._part(*tensors)
+            )
         total = tf.add_n(parts)
         return total if self.bias is None else total + keras.ops.convert_to_tensor(self.bias)
 
@@ -121,7 +138,9 @@ class ShardedMLP(keras.layers.Layer):
                     f"ShardedMLP.set_dense: {name}: expected Dense({units}, use_bias={self.use_bias}), received Dense({dense.units}, use_bias={dense.use_bias})."
                 )
         if not all(layer.built for layer in (self, first, second)):
-            raise ValueError("ShardedMLP.set_dense: expected layers that have weights; call each on an input, or build(shape), first.")
+            raise ValueError(
+                "ShardedMLP.set_dense: expected layers that have weights; call each on an input, or build(shape), first."
+            )
         columns, rows = (keras.ops.convert_to_numpy(layer.kernel) for layer in (first, second))
         part = self.hidden // self.shards
         for i in range(self.shards):
@@ -137,7 +156,12 @@ class ShardedMLP(keras.layers.Layer):
         return (*input_shape[:-1], self.units)
 
     def get_config(self):
-        own = {"hidden": self.hidden, "units": self.units, "shards": self.shards, "use_bias": self.use_bias}
+        own = {
+            "hidden": self.hidden,
+            "units": self.units,
+            "shards": self.shards,
+            "use_bias": self.use_bias,
+        }
         return {
             **super().get_config(),
             **own,
@@ -148,7 +172,11 @@ class ShardedMLP(keras.layers.Layer):
 
 def _fresh(initializer: Any) -> Any:
     """One like it that draws other values; a function is taken as it is."""
-    return initializer.clone() if isinstance(initializer, keras.initializers.Initializer) else initializer
+    return (
+        initializer.clone()
+        if isinstance(initializer, keras.initializers.Initializer)
+        else initializer
+    )
 
 
 def _given(value: Any) -> Callable:

@@ -27,7 +27,10 @@ def seconds(graph: Graph, sample: Any = None) -> list[float]:
     tensors = _inputs(graph, sample)
     found = []
     for call in graph.calls:
-        model = keras.Model([graph.tensors[n] for n in dict.fromkeys(call.takes)], [graph.tensors[n] for n in call.makes])
+        model = keras.Model(
+            [graph.tensors[n] for n in dict.fromkeys(call.takes)],
+            [graph.tensors[n] for n in call.makes],
+        )
         given = [tensors[n] for n in dict.fromkeys(call.takes)]
         step = tf.function(_step(model), autograph=False)
         outputs = step(given)[0]
@@ -43,7 +46,9 @@ def _step(model: keras.Model):
             tape.watch(watched)
             outputs = keras.tree.flatten(model(given, training=False))
         ends = [x for x in outputs if x.dtype.is_floating]
-        return outputs, tape.gradient(ends, watched + [v.value for v in model.trainable_variables]) if ends else []
+        return outputs, tape.gradient(
+            ends, watched + [v.value for v in model.trainable_variables]
+        ) if ends else []
 
     return step
 
@@ -61,6 +66,11 @@ def _inputs(graph: Graph, sample: Any) -> dict[int, tf.Tensor]:
     if sample is None:
         unknown = [t.name for t in inputs if None in t.shape[1:]]
         if unknown:
-            raise ValueError(f'pipeline: balance="time": the shape of input {unknown[0]!r} is not known; pass sample=, inputs such as the model gets.')
+            raise ValueError(
+                f'pipeline: balance="time": the shape of input {unknown[0]!r} is not known; pass sample=, inputs such as the model gets.'
+            )
         sample = [tf.zeros((_EXAMPLES, *t.shape[1:]), t.dtype) for t in inputs]
-    return {n: tf.cast(tf.convert_to_tensor(x), graph.tensors[n].dtype) for n, x in numbered(graph, sample).items()}
+    return {
+        n: tf.cast(tf.convert_to_tensor(x), graph.tensors[n].dtype)
+        for n, x in numbered(graph, sample).items()
+    }

@@ -89,7 +89,9 @@ class Unit:
         self._layer, self._name, self._gathering, self._chains = layer, name, gathering, chains
         self._prefetch, self._room, self._check = prefetch, room, check
         self._keras_call = layer.call
-        self._weights: list[Sharded] = [v for v in layer.trainable_weights if isinstance(v, Sharded)]
+        self._weights: list[Sharded] = [
+            v for v in layer.trainable_weights if isinstance(v, Sharded)
+        ]
         self._others = [v for v in layer.variables if not isinstance(v, Sharded)]
         layer.call = self._call
 
@@ -98,31 +100,48 @@ class Unit:
             return self._keras_call(*args, **kwargs)
         self._check()
         if late := [v.path for v in self._others if v.trainable]:
-            raise ValueError(f"fsdp: {', '.join(late)}: not trainable when fsdp(model) was called, but now. Set `trainable` before.")
+            raise ValueError(
+                f"fsdp: {', '.join(late)}: not trainable when fsdp(model) was called, but now. Set `trainable` before."
+            )
         chain = self._chains.current()
         flat = tf.nest.flatten((args, kwargs))
         tensors = [x for x in flat if isinstance(x, tf.Tensor)]
         place = len(chain.inputs)
         chain.inputs.extend(tensors[:1] or chain.inputs[-1:])
-        chain.sizes[place:] = [sum(rows.elements(v.tfdist_shape) * tf.as_dtype(v.dtype).size for v in self._weights)]
-        gates = chain.inputs[max(0, place - self._prefetch) :][:1] if not tf.executing_eagerly() else []
+        chain.sizes[place:] = [
+            sum(rows.elements(v.tfdist_shape) * tf.as_dtype(v.dtype).size for v in self._weights)
+        ]
+        gates = (
+            chain.inputs[max(0, place - self._prefetch) :][:1] if not tf.executing_eagerly() else []
+        )
         name = f"{self._name} {place}"
-        if self._room is not None and len(tensors) == sum(map(tf.is_tensor, flat)):  # sparse and ragged ones have no place in a list of gradients
+        if self._room is not None and len(tensors) == sum(
+            map(tf.is_tensor, flat)
+        ):  # sparse and ragged ones have no place in a list of gradients
             return self._recomputed(args, kwargs, name, gates, place)
         whole = self._gathering.gathered(self._weights, name, gates, self._layer.compute_dtype)
         with compat.giving({id(v): x for v, x in zip(self._weights, whole, strict=True)}):
             return self._keras_call(*args, **kwargs)
 
-    def _recomputed(self, args: tuple, kwargs: dict, name: str, gates: Sequence[tf.Tensor], place: int):
+    def _recomputed(
+        self, args: tuple, kwargs: dict, name: str, gates: Sequence[tf.Tensor], place: int
+    ):
         given = _Tensors((args, kwargs))
-        parts, states = [compat.own_copy(v) for v in self._weights], [compat.own_copy(v) for v in self._others]
+        parts, states = (
+            [compat.own_copy(v) for v in self._weights],
+            [compat.own_copy(v) for v in self._others],
+        )
         here, found = compat.context(), _Found()
         first, second = len(given.tensors), len(given.tensors) + len(parts)
         dtype = self._layer.compute_dtype
 
         @tf.custom_gradient
         def unit(*everything):
-            inputs, own, before = list(everything[:first]), everything[first:second], everything[second:]
+            inputs, own, before = (
+                list(everything[:first]),
+                everything[first:second],
+                everything[second:],
+            )
             whole = self._gathering.gather(self._weights, own, f"{name} forward", gates, dtype)
             found.whole = None if tf.executing_eagerly() else whole
             result = self._computed(given.packed(inputs), whole, before, here)
@@ -136,16 +155,28 @@ class Unit:
                 if found.whole is not None and self._keeps(place):
                     again_whole = found.whole
                 else:
-                    again_whole = self._gathering.gather(self._weights, own, f"{name} backward", again, dtype)
+                    again_whole = self._gathering.gather(
+                        self._weights, own, f"{name} backward", again, dtype
+                    )
                 with tf.control_dependencies(ready):
                     inputs_again = [tf.identity(x) for x in inputs]
                 sources = [x for x in inputs_again if x.dtype.is_floating]
                 with tf.GradientTape() as tape:
                     tape.watch([*sources, *again_whole])
-                    y, _, losses = self._computed(given.packed(inputs_again), again_whole, before, here)
+                    y, _, losses = self._computed(
+                        given.packed(inputs_again), again_whole, before, here
+                    )
                     targets = [*_Tensors(y).tensors, *losses]
-                used = [i for i, (t, dy) in enumerate(zip(targets, dys, strict=True)) if t.dtype.is_floating and dy is not None]
-                grads = tape.gradient([targets[i] for i in used], [*sources, *again_whole, *variables], output_gradients=[dys[i] for i in used])
+                used = [
+                    i
+                    for i, (t, dy) in enumerate(zip(targets, dys, strict=True))
+                    if t.dtype.is_floating and dy is not None
+                ]
+                grads = tape.gradient(
+                    [targets[i] for i in used],
+                    [*sources, *again_whole, *variables],
+                    output_gradients=[dys[i] for i in used],
+                )
                 to_inputs = iter(grads[: len(sources)])
                 of_inputs = [next(to_inputs) if x.dtype.is_floating else None for x in inputs_again]
                 of_weights = grads[len(sources) : len(sources) + len(again_whole)]
@@ -153,7 +184,15 @@ class Unit:
                 result = [*of_inputs, *sums, *[None] * len(before)]
                 return (result, grads[len(sources) + len(again_whole) :]) if variables else result
 
-            return [*outputs, *found.losses, *[new for new, changed in zip(found.updates, found.changed, strict=True) if changed]], grad
+            return [
+                *outputs,
+                *found.losses,
+                *[
+                    new
+                    for new, changed in zip(found.updates, found.changed, strict=True)
+                    if changed
+                ],
+            ], grad
 
         results = compat.freed_with_graph(list(unit(*given.tensors, *parts, *states)))
         outputs = _Tensors(found.outputs)
@@ -166,16 +205,31 @@ class Unit:
         packed = outputs.packed(results[:count])
         return packed
 
-    def _computed(self, call: tuple, whole: Sequence[tf.Tensor], states: Sequence[tf.Tensor], here: tuple) -> tuple:
+    def _computed(
+        self, call: tuple, whole: Sequence[tf.Tensor], states: Sequence[tf.Tensor], here: tuple
+    ) -> tuple:
         """The layer's outputs, what its state becomes, the given tensors where it stays, and its losses."""
         args, kwargs = call
-        with compat.without_autocast():  # or state in float32 would become what the layer computes in, and then be assigned so
-            scope = keras.StatelessScope(zip(self._others, states, strict=True), collect_losses=True, initialize_variables=False)
+        with (
+            compat.without_autocast()
+        ):  # or state in float32 would become what the layer computes in, and then be assigned so
+            scope = keras.StatelessScope(
+                zip(self._others, states, strict=True),
+                collect_losses=True,
+                initialize_variables=False,
+            )
         held = [scope.get_current_value(v) for v in self._others]
-        with compat.in_context(here), compat.giving({id(v): x for v, x in zip(self._weights, whole, strict=True)}), scope:
+        with (
+            compat.in_context(here),
+            compat.giving({id(v): x for v, x in zip(self._weights, whole, strict=True)}),
+            scope,
+        ):
             outputs = self._keras_call(*args, **kwargs)
             found = [scope.get_current_value(v) for v in self._others]
-        updates = [before if value is was else value for value, was, before in zip(found, held, states, strict=True)]
+        updates = [
+            before if value is was else value
+            for value, was, before in zip(found, held, states, strict=True)
+        ]
         return outputs, updates, list(scope.losses)
 
     def _keeps(self, place: int) -> bool:
@@ -219,11 +273,19 @@ class _Tensors:
         self._places = [i for i, x in enumerate(self._flat) if isinstance(x, tf.Tensor)]
         masks = [compat.mask_of(self._flat[i]) for i in self._places]
         self._masked = [i for i, mask in enumerate(masks) if mask is not None]
-        self.tensors: list[tf.Tensor] = [*(self._flat[i] for i in self._places), *(masks[i] for i in self._masked)]
+        self.tensors: list[tf.Tensor] = [
+            *(self._flat[i] for i in self._places),
+            *(masks[i] for i in self._masked),
+        ]
 
     def packed(self, tensors: Sequence[tf.Tensor]) -> Any:
         """The structure with other tensors in place of these."""
-        flat, values = list(self._flat), [tf.identity(x) for x in tensors[: len(self._places)]] if self._masked else tensors[: len(self._places)]
+        flat, values = (
+            list(self._flat),
+            [tf.identity(x) for x in tensors[: len(self._places)]]
+            if self._masked
+            else tensors[: len(self._places)],
+        )
         for i, mask in zip(self._masked, tensors[len(self._places) :], strict=True):
             compat.set_mask(values[i], mask)
         for i, value in zip(self._places, values, strict=True):

@@ -24,7 +24,12 @@ def summed(groups: Groups, home: Home) -> dict[int, tf.Tensor]:
     return sums
 
 
-def penalties(variables: Sequence[keras.Variable], home: Home, gradients: dict[int, tf.Tensor] | None = None, scale: tf.Tensor | float = 1.0) -> list[tf.Tensor]:
+def penalties(
+    variables: Sequence[keras.Variable],
+    home: Home,
+    gradients: dict[int, tf.Tensor] | None = None,
+    scale: tf.Tensor | float = 1.0,
+) -> list[tf.Tensor]:
     """Losses of weights by their regularizers.
 
     Args:
@@ -49,7 +54,11 @@ def penalties(variables: Sequence[keras.Variable], home: Home, gradients: dict[i
     return found
 
 
-def apply(optimizer: keras.optimizers.Optimizer, gradients: dict[int, tf.Tensor], variables: Sequence[keras.Variable]) -> None:
+def apply(
+    optimizer: keras.optimizers.Optimizer,
+    gradients: dict[int, tf.Tensor],
+    variables: Sequence[keras.Variable],
+) -> None:
     """Lets an optimizer update variables.
 
     Args:
@@ -68,4 +77,8 @@ def keep_state(groups: Groups, home: Home) -> None:
         after.setdefault(id(v), (v, []))[1].append(value)
     for v, values in after.values():
         with tf.device(home(v)):
-            v.assign(tf.add_n(values) / len(values) if len(values) > 1 and values[0].dtype.is_floating else values[0])
+            v.assign(
+                tf.add_n(values) / len(values)
+                if len(values) > 1 and values[0].dtype.is_floating
+                else values[0]
+            )

@@ -28,8 +28,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tfdist")
 
-NAMES = ("auto", "one_device", "mirrored", "central_storage", "multi_worker_mirrored", "parameter_server", "tpu")
-TOGETHER = ("one_device", "mirrored", "multi_worker_mirrored")  # whose replicas train in step, with a copy of the variables each
+NAMES = (
+    "auto",
+    "one_device",
+    "mirrored",
+    "central_storage",
+    "multi_worker_mirrored",
+    "parameter_server",
+    "tpu",
+)
+TOGETHER = (
+    "one_device",
+    "mirrored",
+    "multi_worker_mirrored",
+)  # whose replicas train in step, with a copy of the variables each
 
 
 def make_strategy(
@@ -86,13 +98,21 @@ def make_strategy(
     """
     policy = sync_policies.policy(sync)
     if isinstance(cluster, int):
-        raise ValueError(f"cluster: expected a ClusterSpec or the path of a file, received {cluster}; did you mean devices={cluster}?")
+        raise ValueError(
+            f"cluster: expected a ClusterSpec or the path of a file, received {cluster}; did you mean devices={cluster}?"
+        )
     for seconds, called in ((timeout, "timeout"), (start_timeout, "start_timeout")):
         if not seconds > 0:
-            raise ValueError(f"{called}: expected seconds above 0, received {seconds!r}; float('inf') waits for ever.")
+            raise ValueError(
+                f"{called}: expected seconds above 0, received {seconds!r}; float('inf') waits for ever."
+            )
     options = flags.parsed_options()
     name = _choice("strategy", name or options.get("strategy") or "auto", NAMES)
-    communication = _choice("communication", communication or options.get("communication") or "auto", tuple(COMMUNICATION))
+    communication = _choice(
+        "communication",
+        communication or options.get("communication") or "auto",
+        tuple(COMMUNICATION),
+    )
     _choice("cross_device", cross_device, local.CROSS_DEVICE_NAMES)
     _choice("reading", reading, READING)
     if variable_partitioner is not None:
@@ -103,7 +123,9 @@ def make_strategy(
     devices = options.get("devices") if devices is None else devices
     cluster = resolvers.resolve(cluster or options.get("cluster"), task or options.get("task"))
     if cluster is not None and cluster.task_type == "evaluator":
-        return _evaluator(cluster, device_names.configure(devices, threads), start_timeout, cross_device)
+        return _evaluator(
+            cluster, device_names.configure(devices, threads), start_timeout, cross_device
+        )
     names = device_names.configure(devices, threads)
     chosen, why = (name, "as asked") if name != "auto" else _choose(cluster, names)
     log.info("strategy %s on %s: %s", chosen, ", ".join(names), why)
@@ -139,7 +161,9 @@ def _choice(option: str, value: str, names: tuple[str, ...]) -> str:
     if value in names:
         return value
     near = difflib.get_close_matches(value, names, 1)
-    raise ValueError(f"{option}: expected one of {', '.join(names)}; received {value!r}{f', did you mean {near[0]!r}?' if near else ''}")
+    raise ValueError(
+        f"{option}: expected one of {', '.join(names)}; received {value!r}{f', did you mean {near[0]!r}?' if near else ''}"
+    )
 
 
 def _choose(cluster: ClusterSpec | None, names: list[str]) -> tuple[str, str]:
@@ -147,13 +171,23 @@ def _choose(cluster: ClusterSpec | None, names: list[str]) -> tuple[str, str]:
     if cluster is not None and "ps" in cluster.jobs:
         return "parameter_server", f"parameter servers in {cluster.source}"
     if cluster is not None and len(cluster.training_tasks) > 1:
-        return "multi_worker_mirrored", f"{len(cluster.training_tasks)} training tasks in {cluster.source}"
+        return (
+            "multi_worker_mirrored",
+            f"{len(cluster.training_tasks)} training tasks in {cluster.source}",
+        )
     if len(names) > 1:
         return "mirrored", f"one process with {len(names)} devices"
     return "one_device", "one process with one device"
 
 
-def _multi_worker(cluster: ClusterSpec | None, names: list[str], communication: str, timeout: float, start_timeout: float, policy: Policy):
+def _multi_worker(
+    cluster: ClusterSpec | None,
+    names: list[str],
+    communication: str,
+    timeout: float,
+    start_timeout: float,
+    policy: Policy,
+):
     if runtime_initialized():
         raise device_names.too_late("a cluster")
     if names[0].startswith("/cpu") and len(names) > 1:
@@ -168,9 +202,17 @@ def _multi_worker(cluster: ClusterSpec | None, names: list[str], communication: 
     return multi_worker_mirrored(cluster, communication, timeout, policy)
 
 
-def _parameter_server(cluster: ClusterSpec | None, names: list[str], reading: str, timeout: float, start_timeout: float):
+def _parameter_server(
+    cluster: ClusterSpec | None,
+    names: list[str],
+    reading: str,
+    timeout: float,
+    start_timeout: float,
+):
     """In the chief a strategy; in a worker or ps task the end of the process."""
-    have = {job: len(cluster.jobs.get(job, ())) if cluster else 0 for job in ("chief", "worker", "ps")}
+    have = {
+        job: len(cluster.jobs.get(job, ())) if cluster else 0 for job in ("chief", "worker", "ps")
+    }
     if cluster is None or not all(have.values()):
         missing = " and ".join(job for job, count in have.items() if not count)
         raise ValueError(
@@ -178,7 +220,9 @@ def _parameter_server(cluster: ClusterSpec | None, names: list[str], reading: st
             f"lists no {missing}. On one machine: tfdist launch --chief --workers 2 --ps 1 -- COMMAND."
         )
     if cluster.task is None:
-        raise ValueError(f"{cluster.source}: which task is this process? Pass task=\"chief:0\", or set it in TF_CONFIG.")
+        raise ValueError(
+            f'{cluster.source}: which task is this process? Pass task="chief:0", or set it in TF_CONFIG.'
+        )
     again = connected()  # a strategy whose parameter server was lost may be followed by another
     if runtime_initialized() and not again:
         raise device_names.too_late("a cluster")

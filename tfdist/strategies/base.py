@@ -36,7 +36,10 @@ class Fed(tf.distribute.Strategy if TYPE_CHECKING else object):  # type: ignore[
 def by_rows(dataset: tf.data.Dataset) -> bool:
     """Whether a data set's batches may be cut by rows: unless its options say otherwise."""
     policies = tf.data.experimental.AutoShardPolicy
-    return dataset.options().experimental_distribute.auto_shard_policy in (policies.AUTO, policies.DATA)
+    return dataset.options().experimental_distribute.auto_shard_policy in (
+        policies.AUTO,
+        policies.DATA,
+    )
 
 
 def adopt(
@@ -48,5 +51,13 @@ def adopt(
     if central:
         keras_compat.keep_state_per_replica(strategy)
     device = tf.DeviceSpec.from_string(strategy.extended.worker_devices[0])
-    Engine(strategy, placement, device.replace(device_type="CPU", device_index=0).to_string(), central, timeout, sync, communication)
+    Engine(
+        strategy,
+        placement,
+        device.replace(device_type="CPU", device_index=0).to_string(),
+        central,
+        timeout,
+        sync,
+        communication,
+    )
     return strategy

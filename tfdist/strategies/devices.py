@@ -39,7 +39,9 @@ def configure(devices: Devices, threads: int | None) -> list[str]:
             _before_start(f"{cpus} CPU devices", len(tf.config.list_logical_devices("CPU")) >= cpus)
         else:
             cpu = tf.config.list_physical_devices("CPU")[0]
-            tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * cpus)
+            tf.config.set_logical_device_configuration(
+                cpu, [tf.config.LogicalDeviceConfiguration()] * cpus
+            )
     return names
 
 
@@ -59,7 +61,9 @@ def parse(devices: Devices, gpus: int) -> list[str]:
         if devices < 1:
             raise ValueError(f"devices: expected at least 1, received {devices}")
         if 0 < gpus < devices:
-            raise ValueError(f'devices: expected at most this machine\'s {gpus} GPUs, received {devices}; name CPU devices, "cpu:0,cpu:1"')
+            raise ValueError(
+                f'devices: expected at most this machine\'s {gpus} GPUs, received {devices}; name CPU devices, "cpu:0,cpu:1"'
+            )
         return [f"/{'gpu' if gpus else 'cpu'}:{i}" for i in range(devices)]
     if isinstance(devices, str):
         kind = devices.strip().lower()
@@ -67,7 +71,9 @@ def parse(devices: Devices, gpus: int) -> list[str]:
             return ["/cpu:0"]
         if kind == "gpu":
             if not gpus:
-                raise ValueError('devices: received "gpu", but TensorFlow sees no GPU on this machine; use "cpu" or a number')
+                raise ValueError(
+                    'devices: received "gpu", but TensorFlow sees no GPU on this machine; use "cpu" or a number'
+                )
             return [f"/gpu:{i}" for i in range(gpus)]
         devices = devices.split(",")
     names = [_name(d, gpus) for d in devices]
@@ -79,9 +85,13 @@ def parse(devices: Devices, gpus: int) -> list[str]:
 def _name(device: str, gpus: int) -> str:
     match = re.fullmatch(r"/?(?:device:)?(cpu|gpu):(\d+)", device.strip().lower())
     if not match:
-        raise ValueError(f'devices: expected a number, "cpu", "gpu" or names such as "gpu:0,gpu:1", received {device!r}')
+        raise ValueError(
+            f'devices: expected a number, "cpu", "gpu" or names such as "gpu:0,gpu:1", received {device!r}'
+        )
     if match[1] == "gpu" and int(match[2]) >= gpus:
-        raise ValueError(f"devices: received {device!r}, but TensorFlow sees {gpus} GPUs on this machine")
+        raise ValueError(
+            f"devices: received {device!r}, but TensorFlow sees {gpus} GPUs on this machine"
+        )
     return f"/{match[1]}:{match[2]}"
 
 

@@ -35,7 +35,9 @@ def one_device(device: str, sync: Policy | None = None) -> OneDeviceStrategy:
     return adopt(OneDeviceStrategy(device), Placement(), sync=sync)
 
 
-def mirrored(devices: list[str], cross_device: str = "auto", sync: Policy | None = None) -> MirroredStrategy:
+def mirrored(
+    devices: list[str], cross_device: str = "auto", sync: Policy | None = None
+) -> MirroredStrategy:
     """A copy of the model on each device of this process.
 
     Args:

@@ -37,15 +37,21 @@ class MultiWorkerMirroredStrategy(Fed, tf.distribute.MultiWorkerMirroredStrategy
     def experimental_distribute_dataset(self, dataset, options=None):
         if options is None and by_rows(dataset) and not self.tfdist_engine.feeding:
             place = self.tfdist_engine.placement
-            return self.distribute_datasets_from_function(lambda context: replica_slices(dataset, place))
+            return self.distribute_datasets_from_function(
+                lambda context: replica_slices(dataset, place)
+            )
         return keras_compat.hide_length(super().experimental_distribute_dataset(dataset, options))
 
     def distribute_datasets_from_function(self, dataset_fn, options=None):
         """As in TensorFlow; its length, which may differ between workers, is unknown: training ends where the last one ends."""
-        return keras_compat.hide_length(super().distribute_datasets_from_function(dataset_fn, options))
+        return keras_compat.hide_length(
+            super().distribute_datasets_from_function(dataset_fn, options)
+        )
 
 
-def multi_worker_mirrored(cluster: ClusterSpec | None, communication: str, timeout: float, sync: Policy | None = None) -> MultiWorkerMirroredStrategy:
+def multi_worker_mirrored(
+    cluster: ClusterSpec | None, communication: str, timeout: float, sync: Policy | None = None
+) -> MultiWorkerMirroredStrategy:
     """A copy of the model on each device of every training task.
 
     Args:
@@ -54,15 +60,27 @@ def multi_worker_mirrored(cluster: ClusterSpec | None, communication: str, timeo
         timeout: Seconds that a step waits for the other workers.
         sync: How replicas become one.
     """
-    options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=sync.bucket_bytes if sync else BUCKET_BYTES, implementation=COMMUNICATION[communication])
+    options = tf.distribute.experimental.CommunicationOptions(
+        bytes_per_pack=sync.bucket_bytes if sync else BUCKET_BYTES,
+        implementation=COMMUNICATION[communication],
+    )
     if cluster is None:
         strategy = MultiWorkerMirroredStrategy(communication_options=options)
-        return adopt(strategy, Placement(local_replicas=strategy.num_replicas_in_sync), sync=sync, communication=communication)
+        return adopt(
+            strategy,
+            Placement(local_replicas=strategy.num_replicas_in_sync),
+            sync=sync,
+            communication=communication,
+        )
     cluster.export()
     _await_leader(cluster)
-    strategy = MultiWorkerMirroredStrategy(tf.distribute.cluster_resolver.TFConfigClusterResolver(), options)
+    strategy = MultiWorkerMirroredStrategy(
+        tf.distribute.cluster_resolver.TFConfigClusterResolver(), options
+    )
     tasks = tuple(str(t) for t in cluster.training_tasks)
-    placement = Placement(len(tasks), cluster.rank, strategy.num_replicas_in_sync // len(tasks), tasks)
+    placement = Placement(
+        len(tasks), cluster.rank, strategy.num_replicas_in_sync // len(tasks), tasks
+    )
     adopt(strategy, placement, timeout=timeout, sync=sync, communication=communication)
     _share_seed(strategy, placement)
     return strategy
@@ -71,7 +89,11 @@ def multi_worker_mirrored(cluster: ClusterSpec | None, communication: str, timeo
 def _await_leader(cluster: ClusterSpec) -> None:
     """Waits, a moment at most, for the first worker's TensorFlow: who asks for it too early asks again only a second later."""
     end = time.monotonic() + LEADER_SECONDS
-    while cluster.rank and time.monotonic() < end and not answers(cluster.training_tasks[0].address, timeout=0.5):
+    while (
+        cluster.rank
+        and time.monotonic() < end
+        and not answers(cluster.training_tasks[0].address, timeout=0.5)
+    ):
         time.sleep(0.01)
 
 

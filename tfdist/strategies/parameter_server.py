@@ -27,7 +27,9 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         return super().experimental_distribute_dataset(dataset, options)
 
 
-def coordinate(cluster: ClusterSpec, reading: str, timeout: float, start_timeout: float) -> ParameterServerStrategy:
+def coordinate(
+    cluster: ClusterSpec, reading: str, timeout: float, start_timeout: float
+) -> ParameterServerStrategy:
     """The strategy of a cluster's chief, once all its workers and parameter servers answer.
 
     Args:

@@ -34,7 +34,9 @@ _FAREWELL = b"tfdist: farewell"
 _kept: list = []  # what lives as long as the process: TensorFlow cannot take a server down
 
 
-def serve(cluster: ClusterSpec, *, start_timeout: float = 120.0, return_timeout: float = 60.0) -> NoReturn:
+def serve(
+    cluster: ClusterSpec, *, start_timeout: float = 120.0, return_timeout: float = 60.0
+) -> NoReturn:
     """Serves as this process's task of a parameter-server job, and ends the process with the job.
 
     A worker serves the GPUs that this process may see (`tf.config.set_visible_devices`), a ps none.
@@ -53,10 +55,18 @@ def serve(cluster: ClusterSpec, *, start_timeout: float = 120.0, return_timeout:
     check_host(cluster, me)
     farewell = threading.Event()
     _kept.append(_listen_for(farewell))
-    _kept.append(tf.distribute.Server(tf.train.ClusterSpec(addresses(cluster)), me.type, me.index, "grpc", _settings(me)))
+    _kept.append(
+        tf.distribute.Server(
+            tf.train.ClusterSpec(addresses(cluster)), me.type, me.index, "grpc", _settings(me)
+        )
+    )
     log.info("%s serves at %s, until the chief at %s ends", me, me.address, chief.address)
     try:
-        log.info("%s ends: %s", me, _stay(me, Presence(chief.address), farewell, start_timeout, return_timeout))
+        log.info(
+            "%s ends: %s",
+            me,
+            _stay(me, Presence(chief.address), farewell, start_timeout, return_timeout),
+        )
     except PeersAbsent as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from error
@@ -77,11 +87,17 @@ def end_servers(cluster: ClusterSpec, timeout: float = 10.0) -> None:
     """
     limit = time.monotonic() + timeout
     for task in cluster.tasks:
-        if task.type not in ("worker", "ps") or time.monotonic() > limit or not answers(task.address, timeout=1.0):
+        if (
+            task.type not in ("worker", "ps")
+            or time.monotonic() > limit
+            or not answers(task.address, timeout=1.0)
+        ):
             continue
         try:
             with tf.device(f"/job:{task.type}/replica:0/task:{task.index}/device:CPU:0"):
-                tf.raw_ops.PyFunc(input=[tf.constant(_FAREWELL)], token=_FIRST_FUNCTION, Tout=[tf.bool])
+                tf.raw_ops.PyFunc(
+                    input=[tf.constant(_FAREWELL)], token=_FIRST_FUNCTION, Tout=[tf.bool]
+                )
         except (tf.errors.OpError, ValueError) as error:  # ValueError: not connected
             log.debug("no farewell to %s: %s", task, error)
 
@@ -124,7 +140,13 @@ def chief_of(cluster: ClusterSpec) -> Task:
     return first
 
 
-def _stay(me: Task, chief: Presence, farewell: threading.Event, start_timeout: float, return_timeout: float) -> str:
+def _stay(
+    me: Task,
+    chief: Presence,
+    farewell: threading.Event,
+    start_timeout: float,
+    return_timeout: float,
+) -> str:
     """Waits until the job has ended, and says why it has; PeersAbsent where it never began."""
     before: float | None = 0.0
     next_line = PROGRESS_S
@@ -144,7 +166,12 @@ def _stay(me: Task, chief: Presence, farewell: threading.Event, start_timeout: f
                 "with this cluster, and let this machine connect to it"
             )
         elif before is None:
-            log.warning("%s: the chief at %s is gone; waiting %g s for it to come back", me, chief.address, return_timeout)
+            log.warning(
+                "%s: the chief at %s is gone; waiting %g s for it to come back",
+                me,
+                chief.address,
+                return_timeout,
+            )
         elif away > next_line:
             log.warning("%s waits for the chief at %s since %.0f s", me, chief.address, away)
             next_line += PROGRESS_S
@@ -158,14 +185,19 @@ def _listen_for(farewell: threading.Event) -> tf.Graph:
 
     def receive(*words):
         if len(words) != 1 or words[0] != _FAREWELL:
-            raise RuntimeError("a tf.py_function or tf.numpy_function of the coordinator's cannot run on a worker or ps")
+            raise RuntimeError(
+                "a tf.py_function or tf.numpy_function of the coordinator's cannot run on a worker or ps"
+            )
         farewell.set()
         return True
 
     with tf.Graph().as_default() as graph:
         token = tf.numpy_function(receive, [tf.constant(b"")], tf.bool).op.get_attr("token")
     if token != _FIRST_FUNCTION:
-        log.debug("%s is not the first Python function in this process, so that no farewell will be heard", token)
+        log.debug(
+            "%s is not the first Python function in this process, so that no farewell will be heard",
+            token,
+        )
     return graph
 
 

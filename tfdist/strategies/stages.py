@@ -54,7 +54,9 @@ def pipeline_devices(
     """
     for seconds, called in ((timeout, "timeout"), (start_timeout, "start_timeout")):
         if not seconds > 0:
-            raise ValueError(f"{called}: expected seconds above 0, received {seconds!r}; float('inf') waits for ever.")
+            raise ValueError(
+                f"{called}: expected seconds above 0, received {seconds!r}; float('inf') waits for ever."
+            )
     options = flags.parsed_options()
     found = resolvers.resolve(cluster or options.get("cluster"), task or options.get("task"))
     if found is None:
@@ -66,7 +68,9 @@ def pipeline_devices(
             f"{', '.join(found.jobs)}. On one machine: tfdist launch --chief --workers 2 -- COMMAND."
         )
     if found.task is None:
-        raise ValueError(f'{found.source}: which task is this process? Pass task="chief:0", or set it in TF_CONFIG.')
+        raise ValueError(
+            f'{found.source}: which task is this process? Pass task="chief:0", or set it in TF_CONFIG.'
+        )
     if runtime_initialized():
         raise device_names.too_late("a cluster", "pipeline_devices")
     device_names.quiet_tensorflow()
@@ -79,10 +83,16 @@ def pipeline_devices(
     check_host(found, found.task)
     workers = [t for t in found.tasks if t.type == "worker"]
     wait_for(workers, start_timeout)
-    threading.Thread(target=_watch, args=(workers, timeout), name="tfdist pipeline workers", daemon=True).start()  # the next call waits too
-    tf.config.experimental_connect_to_cluster(tf.train.ClusterSpec(addresses(found)), job_name="chief", task_index=0, protocol="grpc")
+    threading.Thread(
+        target=_watch, args=(workers, timeout), name="tfdist pipeline workers", daemon=True
+    ).start()  # the next call waits too
+    tf.config.experimental_connect_to_cluster(
+        tf.train.ClusterSpec(addresses(found)), job_name="chief", task_index=0, protocol="grpc"
+    )
     atexit.register(farewell, found)
-    return of_workers([d.name for d in tf.config.list_logical_devices() if "/job:worker/" in d.name])
+    return of_workers(
+        [d.name for d in tf.config.list_logical_devices() if "/job:worker/" in d.name]
+    )
 
 
 def of_workers(names: Sequence[str]) -> list[str]:
@@ -100,12 +110,16 @@ def of_workers(names: Sequence[str]) -> list[str]:
     >>> of_workers([f"/job:worker/replica:0/task:{i}/device:{kind}:0" for kind in ("CPU", "GPU") for i in (1, 0)])
     ['/job:worker/replica:0/task:0/device:GPU:0', '/job:worker/replica:0/task:1/device:GPU:0']
     """
-    specs = sorted(map(tf.DeviceSpec.from_string, names), key=lambda spec: (spec.task, spec.device_index))
+    specs = sorted(
+        map(tf.DeviceSpec.from_string, names), key=lambda spec: (spec.task, spec.device_index)
+    )
     gpus, cpus = ([spec for spec in specs if spec.device_type == kind] for kind in ("GPU", "CPU"))
     some = {spec.task for spec in gpus}
     none = {spec.task for spec in cpus} - some
     if some and none:
-        has, lacks = (", ".join(f"worker:{task}" for task in sorted(tasks)) for tasks in (some, none))
+        has, lacks = (
+            ", ".join(f"worker:{task}" for task in sorted(tasks)) for tasks in (some, none)
+        )
         raise ValueError(
             f"pipeline_devices: expected a GPU in each worker or in none, received GPUs of {has}, and none of {lacks}. Start workers only where "
             "TensorFlow sees a GPU, which `tfdist doctor` tells, or set CUDA_VISIBLE_DEVICES=-1 for all, to take their CPUs."
@@ -120,6 +134,10 @@ def _watch(workers: Sequence[Task], timeout: float) -> None:
         for worker, presence in presences:
             away = presence.away()
             if away is not None and away > timeout:
-                print(f"error: {worker} at {worker.address}, which has a stage of the pipeline, did not answer for {timeout:g} s", file=sys.stderr, flush=True)
+                print(
+                    f"error: {worker} at {worker.address}, which has a stage of the pipeline, did not answer for {timeout:g} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 _exit(PeersAbsent.exit_code)
         time.sleep(POLL_S)

@@ -51,7 +51,10 @@ class Window:
     def to_json(self) -> dict[str, Any]:
         """One flat object, as in `anatomy.jsonl`."""
         values = dataclasses.asdict(self)
-        return {**{k: v for k, v in values.items() if k != "parts"}, **{k: round(v, 6) for k, v in self.parts.items()}}
+        return {
+            **{k: v for k, v in values.items() if k != "parts"},
+            **{k: round(v, 6) for k, v in self.parts.items()},
+        }
 
     @classmethod
     def from_json(cls, line: dict[str, Any]) -> Window:
@@ -63,7 +66,10 @@ class Window:
             True
         """
         names = {field.name for field in dataclasses.fields(cls)} - {"parts"}
-        return cls(**{k: line[k] for k in names if k in line}, parts={k: float(line.get(k, 0.0)) for k in PARTS})
+        return cls(
+            **{k: line[k] for k in names if k in line},
+            parts={k: float(line.get(k, 0.0)) for k in PARTS},
+        )
 
 
 def write(directory: str | os.PathLike, window: Window) -> None:
@@ -77,8 +83,12 @@ def read(run: str | os.PathLike) -> dict[int, list[Window]]:
     Args:
         run: The run's directory.
     """
-    found = {rank: read_json_lines(path / ANATOMY) for rank, path in worker_directories(run).items()}
-    return {rank: [Window.from_json(line) for line in lines] for rank, lines in found.items() if lines}
+    found = {
+        rank: read_json_lines(path / ANATOMY) for rank, path in worker_directories(run).items()
+    }
+    return {
+        rank: [Window.from_json(line) for line in lines] for rank, lines in found.items() if lines
+    }
 
 
 def per_step(windows: Iterable[Window]) -> dict[str, float]:
@@ -90,4 +100,8 @@ def per_step(windows: Iterable[Window]) -> dict[str, float]:
     """
     kept = [window for window in windows if window.compiled]
     steps = sum(window.steps for window in kept)
-    return {part: sum(window.parts[part] for window in kept) / steps for part in PARTS} if steps else {}
+    return (
+        {part: sum(window.parts[part] for window in kept) / steps for part in PARTS}
+        if steps
+        else {}
+    )

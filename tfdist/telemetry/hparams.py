@@ -18,7 +18,9 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         if isinstance(value, Mapping):
             found |= flat(value, f"{prefix}{name}.")
         else:
-            found[f"{prefix}{name}"] = value if isinstance(value, bool | int | float | str) else str(value)
+            found[f"{prefix}{name}"] = (
+                value if isinstance(value, bool | int | float | str) else str(value)
+            )
     return found
 
 

@@ -1,12 +1,12 @@
 """The files of a run's directory: their names, and what a reader finds in them; nothing is computed here.
 
-    runs/digits/                    the run; `tensorboard --logdir runs` shows all runs
-      config.json                   its settings
-      sessions.jsonl                one line per begin of training: when, from which step, with what
-      history.jsonl                 one line per epoch: losses and metrics of all replicas
-      summary.json                  how it ended; there only when it has
-      train/ validation/            the chief's curves, for TensorBoard
-      worker-0/ worker-1/ ...       of each worker: anatomy.jsonl, and curves of its own
+runs/digits/                    the run; `tensorboard --logdir runs` shows all runs
+  config.json                   its settings
+  sessions.jsonl                one line per begin of training: when, from which step, with what
+  history.jsonl                 one line per epoch: losses and metrics of all replicas
+  summary.json                  how it ended; there only when it has
+  train/ validation/            the chief's curves, for TensorBoard
+  worker-0/ worker-1/ ...       of each worker: anatomy.jsonl, and curves of its own
 """
 
 from __future__ import annotations
@@ -45,7 +45,11 @@ def worker_directory(run: str | os.PathLike, rank: int) -> Path:
 
 def worker_directories(run: str | os.PathLike) -> dict[int, Path]:
     """The directories of workers that are there, by rank, in order."""
-    found = {int(path.name.removeprefix("worker-")): path for path in Path(run).glob("worker-*") if path.name[7:].isdecimal()}
+    found = {
+        int(path.name.removeprefix("worker-")): path
+        for path in Path(run).glob("worker-*")
+        if path.name[7:].isdecimal()
+    }
     return dict(sorted(found.items()))
 
 
@@ -55,7 +59,9 @@ def append_json(path: str | os.PathLike, value: dict[str, Any]) -> None:
     try:
         size = os.fstat(descriptor).st_size
         torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-        left = (("\n" if torn else "") + json.dumps(value) + "\n").encode()  # one write, so that readers find whole lines
+        left = (
+            ("\n" if torn else "") + json.dumps(value) + "\n"
+        ).encode()  # one write, so that readers find whole lines
         while left:
             left = left[os.write(descriptor, left) :]  # it may take a part of them
     finally:

@@ -26,7 +26,9 @@ def load(package: str, writer: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise ValueError(f"{writer} needs the package {package}, which cannot be imported ({error}): pip install {package}.") from error
+        raise ValueError(
+            f"{writer} needs the package {package}, which cannot be imported ({error}): pip install {package}."
+        ) from error
 
 
 class WandbWriter:
@@ -41,7 +43,9 @@ class WandbWriter:
         ValueError: wandb is not installed.
     """
 
-    def __init__(self, directory: str | os.PathLike, project: str = "tfdist", name: str | None = None):
+    def __init__(
+        self, directory: str | os.PathLike, project: str = "tfdist", name: str | None = None
+    ):
         self._wandb = load("wandb", "WandbWriter")
         self._directory, self._project, self._name = Path(directory), project, name
         self._id, self._outage = _Remembered(self._directory / "wandb.id"), _Outage("wandb")
@@ -69,7 +73,13 @@ class WandbWriter:
         if self._run is None:
             self._directory.mkdir(parents=True, exist_ok=True)
             known = {"id": self._id.read()} if self._id.read() else {}
-            self._run = self._wandb.init(project=self._project, name=self._name, dir=str(self._directory), resume="allow", **known)
+            self._run = self._wandb.init(
+                project=self._project,
+                name=self._name,
+                dir=str(self._directory),
+                resume="allow",
+                **known,
+            )
             self._id.write(self._run.id)
             for axis in ("epoch", "step"):
                 self._run.define_metric(axis, hidden=True)
@@ -90,7 +100,9 @@ class MlflowWriter:
         ValueError: mlflow is not installed.
     """
 
-    def __init__(self, directory: str | os.PathLike, experiment: str = "tfdist", name: str | None = None):
+    def __init__(
+        self, directory: str | os.PathLike, experiment: str = "tfdist", name: str | None = None
+    ):
         self._mlflow = load("mlflow", "MlflowWriter")
         self._experiment, self._name = experiment, name
         self._id, self._outage = _Remembered(Path(directory) / "mlflow.id"), _Outage("mlflow")
@@ -127,7 +139,11 @@ class MlflowWriter:
                 client.update_run(self._run, status="RUNNING")
             else:
                 found = client.get_experiment_by_name(self._experiment)
-                experiment = found.experiment_id if found is not None else client.create_experiment(self._experiment)
+                experiment = (
+                    found.experiment_id
+                    if found is not None
+                    else client.create_experiment(self._experiment)
+                )
                 self._run = client.create_run(experiment, run_name=self._name).info.run_id
                 self._id.write(self._run)
             self._client = client

@@ -59,7 +59,9 @@ def draw(heading: str, rows: Sequence[Row]) -> Image.Image:
         top = 2 * _GAP + _LINE + index * height
         lines = _wrapped(row.title, font, _TITLES)
         pen.text((_GAP, top), "\n".join(lines), _DARK, font)
-        pen.text((_GAP, top + _LINE * len(lines)), _shortened(row.note, small, _TITLES), _PALE, small)
+        pen.text(
+            (_GAP, top + _LINE * len(lines)), _shortened(row.note, small, _TITLES), _PALE, small
+        )
         for column, (caption, pixels) in enumerate(row.images):
             image = _fitted(to_image(pixels))
             x = left + column * (_CELL + _GAP)
@@ -104,7 +106,9 @@ def _fitted(image: Image.Image) -> Image.Image:
     """As large as a cell allows; small images keep square pixels."""
     scale = _CELL / max(*image.size, 1)
     if scale >= 1:
-        return image.resize((image.width * int(scale), image.height * int(scale)), Image.Resampling.NEAREST)
+        return image.resize(
+            (image.width * int(scale), image.height * int(scale)), Image.Resampling.NEAREST
+        )
     size = [max(1, round(side * scale)) for side in image.size]
     return image.resize((size[0], size[1]), Image.Resampling.LANCZOS)
 

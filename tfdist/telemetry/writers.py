@@ -82,11 +82,18 @@ class ConsoleWriter:
         self.stream = stream
 
     def scalars(self, step: int, values: Mapping[str, float], axis: str = "epoch") -> None:
-        words = [f"{axis} {step}", *(f"{name} {value:.4g}" for name, value in values.items() if name != "time")]
+        words = [
+            f"{axis} {step}",
+            *(f"{name} {value:.4g}" for name, value in values.items() if name != "time"),
+        ]
         print("  ".join(words), file=self.stream or sys.stderr, flush=True)
 
     def settings(self, values: Mapping[str, Any]) -> None:
-        print("  ".join(f"{name}={value}" for name, value in values.items()), file=self.stream or sys.stderr, flush=True)
+        print(
+            "  ".join(f"{name}={value}" for name, value in values.items()),
+            file=self.stream or sys.stderr,
+            flush=True,
+        )
 
     def rewind(self, epoch: int, steps: int) -> None:
         """What was printed stays."""
@@ -117,7 +124,9 @@ class JsonlWriter:
 
     def scalars(self, step: int, values: Mapping[str, float], axis: str = "epoch") -> None:
         key = "step" if axis == "epoch" else "batch"
-        append_json(self.path, {key: step, **{name: float(value) for name, value in values.items()}})
+        append_json(
+            self.path, {key: step, **{name: float(value) for name, value in values.items()}}
+        )
 
     def settings(self, values: Mapping[str, Any]) -> None:
         """They are in another file."""
@@ -125,7 +134,11 @@ class JsonlWriter:
     def rewind(self, epoch: int, steps: int) -> None:
         if not self.path.exists():
             return
-        kept = [line for line in read_json_lines(self.path) if (line["step"] < epoch if "step" in line else line["batch"] <= steps)]
+        kept = [
+            line
+            for line in read_json_lines(self.path)
+            if (line["step"] < epoch if "step" in line else line["batch"] <= steps)
+        ]
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         temporary.replace(self.path)
@@ -155,10 +168,16 @@ class TensorBoardWriter:
     def scalars(self, step: int, values: Mapping[str, float], axis: str = "epoch") -> None:
         import tensorflow as tf
 
-        metadata = tf.compat.v1.SummaryMetadata(plugin_data=tf.compat.v1.SummaryMetadata.PluginData(plugin_name="scalars"))
-        summary = tf.compat.v1.Summary()  # of all values, as tf.summary.scalar would write each, in a fifth of the time
+        metadata = tf.compat.v1.SummaryMetadata(
+            plugin_data=tf.compat.v1.SummaryMetadata.PluginData(plugin_name="scalars")
+        )
+        summary = (
+            tf.compat.v1.Summary()
+        )  # of all values, as tf.summary.scalar would write each, in a fifth of the time
         for name, value in values.items():
-            summary.value.add(tag=name, tensor=tf.make_tensor_proto(value, tf.float32), metadata=metadata)
+            summary.value.add(
+                tag=name, tensor=tf.make_tensor_proto(value, tf.float32), metadata=metadata
+            )
         with self._open().as_default(step), tf.summary.record_if(True):  # whatever others have set
             tf.summary.experimental.write_raw_pb(summary.SerializeToString())
         self._writer.flush()

@@ -14,7 +14,9 @@ from tfdist.tools.recovery import Recovery, Strike
 from tfdist.words import aligned, counted
 
 LATEST = os.path.join("runs", "latest")
-COMMANDS = {"report": "recovery times, lost steps, and whether the result is that of the undisturbed run"}
+COMMANDS = {
+    "report": "recovery times, lost steps, and whether the result is that of the undisturbed run"
+}
 
 _DESCRIPTION = """\
 Tells what became of a launch with a chaos plan. LOG_DIR is the directory of its logs, runs/latest if none is named.
@@ -48,14 +50,18 @@ def main(argv: Sequence[str]) -> int:
     known = words[0] in COMMANDS
     try:
         if not known and not words[0].startswith("-"):
-            raise ValueError(f"expected a command, received {words[0]!r}. {nearest(words[0], COMMANDS, 'tfdist chaos ')}")
+            raise ValueError(
+                f"expected a command, received {words[0]!r}. {nearest(words[0], COMMANDS, 'tfdist chaos ')}"
+            )
         return _report(_parser().parse_args(words))
     except ValueError as error:
         return refuse(f"tfdist chaos {words[0]}" if known else "tfdist chaos", error)
 
 
 def _report(flags: argparse.Namespace) -> int:
-    recovery = _recovery(flags.log_dir or LATEST, "LOG_DIR" if flags.log_dir else "LOG_DIR (default)")
+    recovery = _recovery(
+        flags.log_dir or LATEST, "LOG_DIR" if flags.log_dir else "LOG_DIR (default)"
+    )
     print("\n".join([*table(recovery.strikes), *summary(recovery, time.time())]))
     if not flags.against:
         return 0 if recovery.code == 0 else 1
@@ -64,16 +70,22 @@ def _report(flags: argparse.Namespace) -> int:
         print("result: none to compare, as the launch did not end well")
         return 1
     if other.code != 0:
-        raise ValueError(f"--against: expected the logs of a launch that ended well, received {flags.against}, which did not")
+        raise ValueError(
+            f"--against: expected the logs of a launch that ended well, received {flags.against}, which did not"
+        )
     return _compare(flags.log_dir or LATEST, flags.against)
 
 
 def _recovery(log_dir: str, flag: str) -> Recovery:
     if not os.path.isdir(log_dir):
-        raise ValueError(f"{flag}: expected the directory of a launch's logs, received {log_dir}, which is none")
+        raise ValueError(
+            f"{flag}: expected the directory of a launch's logs, received {log_dir}, which is none"
+        )
     journal = read_journal(log_dir)
     if not any(line["event"] == "attempt" for line in journal):
-        raise ValueError(f"{flag}: expected the directory of a launch's logs, received {log_dir}: it has no {JOURNAL} that tells of an attempt")
+        raise ValueError(
+            f"{flag}: expected the directory of a launch's logs, received {log_dir}: it has no {JOURNAL} that tells of an attempt"
+        )
     return Recovery(journal)
 
 
@@ -99,7 +111,16 @@ def table(strikes: Sequence[Strike]) -> list[str]:
     rows = [("fault", "struck at", "detected", "recovered", "lost steps", "went on from")]
     for strike in strikes:
         lost = "-" if strike.lost is None else str(strike.lost)
-        rows.append((strike.text, _seconds(strike.when, 1), _seconds(strike.detected, 2), _seconds(strike.recovered, 1), lost, strike.origin or "-"))
+        rows.append(
+            (
+                strike.text,
+                _seconds(strike.when, 1),
+                _seconds(strike.detected, 2),
+                _seconds(strike.recovered, 1),
+                lost,
+                strike.origin or "-",
+            )
+        )
     return aligned(rows, left=(0, 5))
 
 
@@ -111,16 +132,25 @@ def summary(recovery: Recovery, now: float) -> list[str]:
         now: Seconds since the epoch.
     """
     lines = [f"not struck: {text}" for text in recovery.missed]
-    count, lost = len(recovery.attempts), [recovery.lost(place) or 0 for place in range(len(recovery.attempts))]
+    count, lost = (
+        len(recovery.attempts),
+        [recovery.lost(place) or 0 for place in range(len(recovery.attempts))],
+    )
     text = f"{counted(count, 'attempt')} in {recovery.seconds:.1f} s, {counted(sum(lost), 'step')} lost"
     if sum(lost):
         text += f", {max(lost)} at most by one attempt"
     if recovery.interval is not None:
-        text += f"; a snapshot every {counted(recovery.interval, 'step')}" if recovery.interval > 1 else "; a snapshot every step"
+        text += (
+            f"; a snapshot every {counted(recovery.interval, 'step')}"
+            if recovery.interval > 1
+            else "; a snapshot every step"
+        )
     lines.append(text)
     if recovery.code is None:
         ago = now - recovery.begun - recovery.seconds
-        lines.append(f"The launch has NOT ENDED: it runs, or its launcher was killed; its journal's last line is {ago:.0f} s old.")
+        lines.append(
+            f"The launch has NOT ENDED: it runs, or its launcher was killed; its journal's last line is {ago:.0f} s old."
+        )
     elif recovery.code:
         why = f": {recovery.refusal}" if recovery.refusal else ""
         lines.append(f"The launch did NOT END WELL: exit code {recovery.code}{why}.")
@@ -140,10 +170,22 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(prog="tfdist chaos", dest="command", metavar="COMMAND", help=argparse.SUPPRESS, required=True)
+    commands = parser.add_subparsers(
+        prog="tfdist chaos",
+        dest="command",
+        metavar="COMMAND",
+        help=argparse.SUPPRESS,
+        required=True,
+    )
     report = commands.add_parser(
         "report", description=f"Tells {COMMANDS['report']}.", epilog=_EPILOG, allow_abbrev=False
     )
-    report.add_argument("log_dir", nargs="?", metavar="LOG_DIR", help=f"directory of a launch's logs ({LATEST})")
-    report.add_argument("--against", metavar="LOG_DIR", help="that of the undisturbed launch, --chaos none, whose result is the right one")
+    report.add_argument(
+        "log_dir", nargs="?", metavar="LOG_DIR", help=f"directory of a launch's logs ({LATEST})"
+    )
+    report.add_argument(
+        "--against",
+        metavar="LOG_DIR",
+        help="that of the undisturbed launch, --chaos none, whose result is the right one",
+    )
     return parser

@@ -34,8 +34,12 @@ COMMANDS = {
     "list": Command("the data sets of a catalog, and whether they are there"),
     "show": Command("features, counts, class balance, and a contact sheet of images"),
     "head": Command("some examples: their values, and where they lie"),
-    "write": Command("a copy as TFRecord files; the same command again goes on where one was stopped"),
-    "audit": Command("run an input pipeline without a model, and prove its order", "tfdist.tools.audit"),
+    "write": Command(
+        "a copy as TFRecord files; the same command again goes on where one was stopped"
+    ),
+    "audit": Command(
+        "run an input pipeline without a model, and prove its order", "tfdist.tools.audit"
+    ),
 }
 
 _DESCRIPTION = """\
@@ -116,7 +120,11 @@ def shard_bytes(text: str) -> int:
         (100000000, 1610612736, 4096)
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", text.strip().lower())
-    size = float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2] or " ") if found else 0
+    size = (
+        float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2] or " ")
+        if found
+        else 0
+    )
     if size < 1:
         raise argparse.ArgumentTypeError(
             f"expected a size such as 100MB, 1GiB or a number of bytes, received {text!r}"
@@ -131,7 +139,9 @@ def _list(flags: argparse.Namespace) -> int:
     rows = [("name", "kind", "splits", "location", "license")]
     for entry in catalog.entries.values():
         state = _state(entry, flags.data_dir)
-        rows.append((entry.name, entry.kind, ", ".join(entry.splits), state, entry.license or "not given"))
+        rows.append(
+            (entry.name, entry.kind, ", ".join(entry.splits), state, entry.license or "not given")
+        )
     print("\n".join(aligned(rows, left=range(len(rows[0])))))
     if not catalog.entries:
         print(f"{catalog.file} names no data set yet.")
@@ -146,7 +156,11 @@ def _state(entry: Entry, data_dir: str | None) -> str:
         if entry.kind == "tfds":
             return _prepared(entry, data_dir)
     except ValueError as error:
-        return str(error).removeprefix(f"{entry.file}: {entry.name}.location: ").partition(". Set it:")[0]
+        return (
+            str(error)
+            .removeprefix(f"{entry.file}: {entry.name}.location: ")
+            .partition(". Set it:")[0]
+        )
     places = missing.values() if missing else [str(split.location()) for split in splits]
     return f"{'missing' if missing else 'found'} {', '.join(dict.fromkeys(places))}"
 
@@ -194,7 +208,10 @@ def _show(flags: argparse.Namespace) -> int:
     source, entry = _source(flags)
     default = re.sub(r"[^\w.-]+", "_", source.name).strip("_")
     return show.show(
-        source, entry.license if entry else None, flags.labels, flags.sheet or f"runs/data/{default}.png"
+        source,
+        entry.license if entry else None,
+        flags.labels,
+        flags.sheet or f"runs/data/{default}.png",
     )
 
 
@@ -294,10 +311,16 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument(
                 "name", metavar="NAME", help="an entry of the catalog, or a data set of TFDS"
             )
-            command.add_argument("--split", metavar="S", help="split (the entry's first; of TFDS: train)")
-        command.add_argument("--catalog", metavar="FILE", help=f"the catalog ({CATALOG}, if it is there)")
+            command.add_argument(
+                "--split", metavar="S", help="split (the entry's first; of TFDS: train)"
+            )
         command.add_argument(
-            "--data-dir", metavar="DIR", help="where TFDS data sets lie prepared (where TFDS keeps them)"
+            "--catalog", metavar="FILE", help=f"the catalog ({CATALOG}, if it is there)"
+        )
+        command.add_argument(
+            "--data-dir",
+            metavar="DIR",
+            help="where TFDS data sets lie prepared (where TFDS keeps them)",
         )
         return command
 
@@ -321,11 +344,20 @@ def _parser() -> argparse.ArgumentParser:
     write = add("write")
     write.add_argument("--to", required=True, metavar="DIR", help="directory of the files")
     write.add_argument(
-        "--shard-size", type=shard_bytes, default="100MB", metavar="SIZE", help="bytes of a file (100MB)"
+        "--shard-size",
+        type=shard_bytes,
+        default="100MB",
+        metavar="SIZE",
+        help="bytes of a file (100MB)",
     )
-    write.add_argument("--compression", choices=("GZIP", "none"), default="none", help="of the files (none)")
     write.add_argument(
-        "--workers", type=whole(1), metavar="N", help="threads that write a file each (one per core)"
+        "--compression", choices=("GZIP", "none"), default="none", help="of the files (none)"
+    )
+    write.add_argument(
+        "--workers",
+        type=whole(1),
+        metavar="N",
+        help="threads that write a file each (one per core)",
     )
     write.add_argument(
         "--verify", action="store_true", help="read all files again, and compare their checksums"

@@ -11,6 +11,8 @@ import tensorflow as tf
 from tfdist.data.sources import Source
 
 _FILES = 64  # so many files at most are opened to look into
+
+
 class Example(NamedTuple):
     """An example that was read, or was not.
 
@@ -36,7 +38,9 @@ def evenly(count: int, total: int) -> np.ndarray:
     return (2 * np.arange(count, dtype=np.int64) + 1) * total // (2 * max(count, 1))
 
 
-def draw(source: Source, count: int, function: Callable[[Any], Any] = lambda data: data) -> Iterator[Example]:
+def draw(
+    source: Source, count: int, function: Callable[[Any], Any] = lambda data: data
+) -> Iterator[Example]:
     """Some examples, the same each time.
 
     Evenly drawn where examples can be read by number; else the first of each file, of files evenly drawn; else the first.
@@ -95,7 +99,8 @@ def numbered(
     if source.read is not None or source.gather is not None:
         found = tf.data.Dataset.from_tensor_slices(np.asarray(numbers, np.int64))
         yield from _numbered(
-            found.map(lambda n: function(source.single(n)), num_parallel_calls=tf.data.AUTOTUNE), numbers
+            found.map(lambda n: function(source.single(n)), num_parallel_calls=tf.data.AUTOTUNE),
+            numbers,
         )
     elif source.scan is not None:
         assert source.lengths is not None
@@ -130,9 +135,13 @@ def _scanned(
         stored = tf.data.Dataset.from_tensor_slices(np.array(runs, np.int64))
         stored = stored.flat_map(lambda run: scan(run[0], run[1], run[2]))
         runs_of = [run for run, (_, _, count) in enumerate(runs) for _ in range(count)]
-        numbers = [int(starts[file]) + first + i for file, first, count in runs for i in range(count)]
+        numbers = [
+            int(starts[file]) + first + i for file, first, count in runs for i in range(count)
+        ]
         done = len(runs)
-        for place, example in enumerate(_numbered(stored.map(lambda x: function(decode(x))), numbers)):
+        for place, example in enumerate(
+            _numbered(stored.map(lambda x: function(decode(x))), numbers)
+        ):
             yield example
             if isinstance(
                 example.error, tf.errors.DataLossError

@@ -7,7 +7,9 @@ import re
 from pathlib import Path
 
 # What TensorFlow says in any log, rules of the launcher, and blank lines. What else warns may be the reason.
-_CHATTER = re.compile(r"\s*$|I\d{4} |[WE]\d{4} .*(cuda|gpu|GPU)|WARNING: All log messages|To enable the following|-{20,}$")
+_CHATTER = re.compile(
+    r"\s*$|I\d{4} |[WE]\d{4} .*(cuda|gpu|GPU)|WARNING: All log messages|To enable the following|-{20,}$"
+)
 
 
 def keep(directory: str) -> Path:
@@ -22,7 +24,9 @@ def keep(directory: str) -> Path:
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     if any(path.iterdir()):
-        raise ValueError(f"--keep={directory}: expected a new or empty directory; it holds {next(path.iterdir()).name}.")
+        raise ValueError(
+            f"--keep={directory}: expected a new or empty directory; it holds {next(path.iterdir()).name}."
+        )
     return path
 
 

@@ -62,7 +62,9 @@ class Attempt:
         """How far training was."""
         # Where a fault has struck: others may count the step that it broke off.
         lines = [line for line in self.lines if line["event"] != "ended" or not self.culprits]
-        return max([self.base or 0, *(line["total"] for line in lines if line.get("total") is not None)])
+        return max(
+            [self.base or 0, *(line["total"] for line in lines if line.get("total") is not None)]
+        )
 
     @functools.cached_property
     def recovered(self) -> Line | None:
@@ -84,7 +86,10 @@ class Attempt:
             if line["event"] == chaos.EVENT
             and line["number"] not in alone
             and not line["text"].startswith(("corrupt", "kill standby"))
-            and not (line.get("seconds") is not None and line["time"] + line["seconds"] < detected["time"])
+            and not (
+                line.get("seconds") is not None
+                and line["time"] + line["seconds"] < detected["time"]
+            )
         )
 
     @functools.cached_property
@@ -95,7 +100,11 @@ class Attempt:
             if line["event"] != "replaced":
                 continue
             for fault in reversed(self.lines[:place]):
-                if fault["event"] == chaos.EVENT and fault.get("task") == line["task"] and fault["number"] not in found:
+                if (
+                    fault["event"] == chaos.EVENT
+                    and fault.get("task") == line["task"]
+                    and fault["number"] not in found
+                ):
                     found[fault["number"]] = line
                     break
         return found
@@ -125,9 +134,14 @@ class Recovery:
         begins = [place for place, line in enumerate(journal) if line["event"] == "attempt"]
         numbers = [journal[place]["attempt"] for place in begins]
         # Several hosts tell of the same attempt.
-        begins = [place for place, number, before in zip(begins, numbers, [-1, *numbers], strict=False) if number != before]
+        begins = [
+            place
+            for place, number, before in zip(begins, numbers, [-1, *numbers], strict=False)
+            if number != before
+        ]
         self.attempts = tuple(
-            Attempt(self._journal[begin:end]) for begin, end in zip(begins, [*begins[1:], len(journal)], strict=True)
+            Attempt(self._journal[begin:end])
+            for begin, end in zip(begins, [*begins[1:], len(journal)], strict=True)
         )
         self.begun = float(journal[begins[0]]["time"]) if begins else 0.0
         self.seconds = float(journal[-1]["time"]) - self.begun if begins else 0.0
@@ -140,7 +154,14 @@ class Recovery:
     @property
     def refusal(self) -> str:
         """Why the launcher did not start again; "" where it has not said so."""
-        return next((line["text"] for line in self._journal if line["event"] == "decided" and not line["restart"]), "")
+        return next(
+            (
+                line["text"]
+                for line in self._journal
+                if line["event"] == "decided" and not line["restart"]
+            ),
+            "",
+        )
 
     @property
     def plan(self) -> str | None:
@@ -150,7 +171,11 @@ class Recovery:
     @property
     def missed(self) -> list[str]:
         """Faults of the plan that have not struck."""
-        return [fault.text for fault in chaos.left(chaos.parse(self.plan), self._journal)] if self.plan else []
+        return (
+            [fault.text for fault in chaos.left(chaos.parse(self.plan), self._journal)]
+            if self.plan
+            else []
+        )
 
     @functools.cached_property
     def strikes(self) -> list[Strike]:
@@ -160,7 +185,9 @@ class Recovery:
             faults = [line for line in attempt.lines if line["event"] == chaos.EVENT]
             failed = attempt.first("detected")
             if failed is not None and not attempt.culprits:
-                faults.append({**failed, "text": f"({failed['task'] or 'a task'} failed)", "number": None})
+                faults.append(
+                    {**failed, "text": f"({failed['task'] or 'a task'} failed)", "number": None}
+                )
             for line in sorted(faults, key=lambda line: line["time"]):
                 found.append(self._strike(line, place))
         return found
@@ -171,7 +198,9 @@ class Recovery:
         Args:
             place: 0, 1, ...
         """
-        following = next((later.base for later in self.attempts[place + 1 :] if later.base is not None), None)
+        following = next(
+            (later.base for later in self.attempts[place + 1 :] if later.base is not None), None
+        )
         return None if following is None else max(0, self.attempts[place].reached - following)
 
     @property
@@ -187,7 +216,14 @@ class Recovery:
         attempt, when, begun = self.attempts[place], line["time"] - self.begun, line["time"]
         again = attempt.alone.get(line["number"])
         if again is not None:
-            return Strike(line["text"], when, again["time"] - begun, None, None, f"{again['task']} began again, alone")
+            return Strike(
+                line["text"],
+                when,
+                again["time"] - begun,
+                None,
+                None,
+                f"{again['task']} began again, alone",
+            )
         if line["event"] == chaos.EVENT and line not in attempt.culprits:
             ended = line.get("seconds") is not None
             return Strike(line["text"], when, None, None, None, "all went on" if ended else "")
@@ -211,7 +247,13 @@ class Recovery:
         newer = {
             line["number"]
             for line in self._journal[: self._journal.index(restored)]
-            if line["event"] == "saved" and line["number"] > restored["number"] and os.path.dirname(line["path"]) == os.path.dirname(restored["path"])
+            if line["event"] == "saved"
+            and line["number"] > restored["number"]
+            and os.path.dirname(line["path"]) == os.path.dirname(restored["path"])
         }
-        damaged = f" ({', '.join(f'snapshot-{number}' for number in sorted(newer))} damaged)" if newer else ""
+        damaged = (
+            f" ({', '.join(f'snapshot-{number}' for number in sorted(newer))} damaged)"
+            if newer
+            else ""
+        )
         return f"snapshot-{restored['number']}{damaged}"

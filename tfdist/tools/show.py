@@ -110,8 +110,14 @@ def one(source: Source, number: int) -> int:
     known = source.cardinality is None or number < source.cardinality
     found = next(examples.numbered(source, np.array([number])), None) if known else None
     if found is None:
-        last = "" if source.cardinality is None else f", whose examples are 0 to {source.cardinality - 1}"
-        raise ValueError(f"--example: expected an example of {source.name}{last}; received {number}.")
+        last = (
+            ""
+            if source.cardinality is None
+            else f", whose examples are 0 to {source.cardinality - 1}"
+        )
+        raise ValueError(
+            f"--example: expected an example of {source.name}{last}; received {number}."
+        )
     code = _example(source, found)
     if found.error is not None:
         print(f"\n{type(found.error).__name__}: {getattr(found.error, 'message', found.error)}")
@@ -132,7 +138,9 @@ def _sizes(source: Source, read: Callable[..., Any]) -> None:
         _line("stored", _size(stored, total))
     flat = [spec for _, spec in words.parts(source.element_spec)]
     if all(
-        isinstance(spec, tf.TensorSpec) and spec.shape.is_fully_defined() and spec.dtype != tf.string
+        isinstance(spec, tf.TensorSpec)
+        and spec.shape.is_fully_defined()
+        and spec.dtype != tf.string
         for spec in flat
     ):
         each = sum(spec.shape.num_elements() * spec.dtype.size for spec in flat)
@@ -205,17 +213,22 @@ def _title(source: Source, number: Any) -> str:
     return text if len(text) <= _TITLE else f"{text[: _TITLE - 3]}..."
 
 
-def _rows(source: Source, image: str, numbers: Any, labels: Any, read: Callable[..., Any]) -> list[sheet.Row]:
+def _rows(
+    source: Source, image: str, numbers: Any, labels: Any, read: Callable[..., Any]
+) -> list[sheet.Row]:
     def pick(data: Any) -> Any:
         return dict(words.parts(data))[image]
 
     if labels is None or not len(labels):
-        found = [(str(x.number), x.data.numpy()) for x in read(examples.draw(source, _WITHOUT, pick))]
+        found = [
+            (str(x.number), x.data.numpy()) for x in read(examples.draw(source, _WITHOUT, pick))
+        ]
         return [sheet.Row("", "", found[i : i + _EACH]) for i in range(0, len(found), _EACH)]
     classes, counts = np.unique(labels, return_counts=True)
     chosen = examples.evenly(_CLASSES, len(classes))
     wanted = {
-        int(classes[i]): numbers[labels == classes[i]][examples.evenly(_EACH, counts[i])] for i in chosen
+        int(classes[i]): numbers[labels == classes[i]][examples.evenly(_EACH, counts[i])]
+        for i in chosen
     }
     order = np.sort(np.concatenate(list(wanted.values())))
     images = {x.number: x.data.numpy() for x in read(examples.numbered(source, order, pick))}

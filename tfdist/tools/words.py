@@ -24,7 +24,11 @@ def parts(nest: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         for key, part in nest.items():
             yield from parts(part, f"{prefix}.{key}".strip("."))
     elif isinstance(nest, tuple | list):
-        names = ("x", "y", "sample_weight") if not prefix and len(nest) <= 3 else map(str, range(len(nest)))
+        names = (
+            ("x", "y", "sample_weight")
+            if not prefix and len(nest) <= 3
+            else map(str, range(len(nest)))
+        )
         for key, part in zip(names, nest, strict=False):
             yield from parts(part, f"{prefix}.{key}".strip("."))
     else:
@@ -99,7 +103,9 @@ def held(leaf: Any) -> int:
 
 def named(number: Any, names: tuple[str, ...] | None) -> str:
     """A class's name in brackets; nothing where it has none that says more than its number."""
-    known = names is not None and 0 <= int(number) < len(names) and names[int(number)] != str(number)
+    known = (
+        names is not None and 0 <= int(number) < len(names) and names[int(number)] != str(number)
+    )
     return f" ({names[int(number)]})" if known else ""  # type: ignore[index]
 
 

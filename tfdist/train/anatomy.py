@@ -51,7 +51,9 @@ class Anatomy(keras.callbacks.Callback):
         super().__init__()
         self.directory = os.fspath(directory)
         if "://" in self.directory:
-            raise ValueError(f"tfdist.Anatomy: expected a directory on a local file system, received {self.directory!r}; each host may have its own.")
+            raise ValueError(
+                f"tfdist.Anatomy: expected a directory on a local file system, received {self.directory!r}; each host may have its own."
+            )
         self.recorder: Recorder | None = None  # of the engine whose fit runs
 
     def on_train_begin(self, logs=None):
@@ -94,11 +96,19 @@ class Recorder:
         exact: Whether all workers run steps one by one.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy, placement: Placement, directories: Sequence[str], exact: bool):
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        placement: Placement,
+        directories: Sequence[str],
+        exact: bool,
+    ):
         self._strategy, self._placement, self._exact = strategy, placement, exact
         places = [layout.worker_directory(directory, placement.rank) for directory in directories]
         self._boards = {place: TensorBoardWriter(place) for place in places}
-        self._pending: list[tuple[Window, np.ndarray]] = []  # windows that lack the other workers' times, and the shortest sums of theirs
+        self._pending: list[
+            tuple[Window, np.ndarray]
+        ] = []  # windows that lack the other workers' times, and the shortest sums of theirs
         self._calls = 0  # since the exchange before
         self._steps: int | None = None  # since training began
         self._compiled = False
@@ -148,7 +158,10 @@ class Recorder:
         long = time.perf_counter() - self._begin >= WINDOW_SECONDS or self._done >= EXCHANGE_STEPS
         if steps and (long or self._compiled):
             self._close(epoch)
-        if steps and (self._unsettled() >= EXCHANGE_STEPS or (self._calls >= EXCHANGE_CALLS and not self._exact)):
+        if steps and (
+            self._unsettled() >= EXCHANGE_STEPS
+            or (self._calls >= EXCHANGE_CALLS and not self._exact)
+        ):
             self._close(epoch)
             self._exchange()
 
@@ -201,7 +214,9 @@ class Recorder:
         sums = self._sums()
         if self._placement.workers > 1 and len(sums):
             blocks: np.ndarray = np.pad(sums, (0, -len(sums) % _BLOCK)).reshape(-1, _BLOCK)
-            sums = np.concatenate([share(self._strategy, self._placement, block).min(0) for block in blocks])
+            sums = np.concatenate(
+                [share(self._strategy, self._placement, block).min(0) for block in blocks]
+            )
         self._settle(sums)
 
     def _sums(self) -> np.ndarray:
@@ -217,19 +232,26 @@ class Recorder:
             self._write(settle(window, needed))
 
     def _write(self, window: Window) -> None:
-        values = {f"anatomy/{part}_milliseconds": 1e3 * seconds / window.steps for part, seconds in window.parts.items()}
+        values = {
+            f"anatomy/{part}_milliseconds": 1e3 * seconds / window.steps
+            for part, seconds in window.parts.items()
+        }
         values["anatomy/examples_per_second"] = window.examples / window.seconds
         for place, board in list(self._boards.items()):
             try:
                 write(place, window)
                 if window.compiled:
-                    with tf.summary.record_if(True):  # whatever step of a TensorBoard callback's update_freq this is
+                    with tf.summary.record_if(
+                        True
+                    ):  # whatever step of a TensorBoard callback's update_freq this is
                         board.scalars(window.step, values)
             except (OSError, tf.errors.OpError) as error:  # a full disk ends no training
                 self._write_no_more(place, error)
 
     def _write_no_more(self, place: Path, error: Exception) -> None:
-        log.warning("tfdist.Anatomy writes nothing more there, as %s cannot be written: %s", place, error)
+        log.warning(
+            "tfdist.Anatomy writes nothing more there, as %s cannot be written: %s", place, error
+        )
         del self._boards[place]
 
 
@@ -244,7 +266,9 @@ def times_of(begun: float, readings: np.ndarray) -> Times:
         >>> times_of(10.0, np.array([[15.0, 11.0, 12.0, 14.0], [15.0, 16.0, 19.0, 19.5]]))
         Times(input=1.0, forward_backward=2.0, sums=4.0, update=2.5, shortest=array([1., 3.]))
     """
-    gradients, sums, done = np.moveaxis(readings[:, 1:].reshape(len(readings), readings.shape[1] // PER_REPLICA, PER_REPLICA), 2, 0)
+    gradients, sums, done = np.moveaxis(
+        readings[:, 1:].reshape(len(readings), readings.shape[1] // PER_REPLICA, PER_REPLICA), 2, 0
+    )
     finished = done.max(1, initial=0.0)
     ends = np.maximum(readings[:, 0], finished)
     begins = np.concatenate([[begun], ends])[: len(ends)]
@@ -270,7 +294,11 @@ def complete(measured: dict[str, float], seconds: float) -> dict[str, float]:
     """
     known = sum(measured.values())
     scale = min(1.0, seconds / known) if known else 1.0
-    return {**{part: value * scale for part, value in measured.items()}, "wait": 0.0, "host": max(0.0, seconds - known)}
+    return {
+        **{part: value * scale for part, value in measured.items()},
+        "wait": 0.0,
+        "host": max(0.0, seconds - known),
+    }
 
 
 def settle(window: Window, sums: float) -> Window:
@@ -282,4 +310,6 @@ def settle(window: Window, sums: float) -> Window:
     """
     inside = window.parts["gradient_sync"]
     needed = min(inside, sums)
-    return dataclasses.replace(window, parts={**window.parts, "gradient_sync": needed, "wait": inside - needed})
+    return dataclasses.replace(
+        window, parts={**window.parts, "gradient_sync": needed, "wait": inside - needed}
+    )

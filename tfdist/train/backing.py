@@ -15,7 +15,9 @@ from tfdist.train.profile import Profile
 
 
 @contextlib.contextmanager
-def backing(callbacks: Sequence[keras.callbacks.Callback], writes: bool, first_epoch: int = 0) -> Iterator[None]:
+def backing(
+    callbacks: Sequence[keras.callbacks.Callback], writes: bool, first_epoch: int = 0
+) -> Iterator[None]:
     """Runs a `fit`; see `BackupAndRestore.prepare` and `release`, and `Profile.release`.
 
     Args:
@@ -57,4 +59,8 @@ def _backups(callbacks: Sequence[keras.callbacks.Callback]) -> list[BackupAndRes
 
 
 def _profiles(callbacks: Sequence[keras.callbacks.Callback]) -> list[Profile]:
-    return [callback.profile for callback in callbacks if isinstance(callback, TensorBoard) and callback.profile is not None]
+    return [
+        callback.profile
+        for callback in callbacks
+        if isinstance(callback, TensorBoard) and callback.profile is not None
+    ]

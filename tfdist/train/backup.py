@@ -26,7 +26,9 @@ from tfdist.train import logs as log_files
 from tfdist.train.hooks import Hooks
 
 _METRICS, _SYNC = "metrics/", "sync/"
-_completed: set[str] = set()  # directories of the fits that this process has completed, and whose last snapshot was kept
+_completed: set[str] = (
+    set()
+)  # directories of the fits that this process has completed, and whose last snapshot was kept
 
 
 class BackupAndRestore(keras.callbacks.BackupAndRestore):
@@ -65,20 +67,33 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     ):
         self._every_seconds = frequency.seconds(save_freq)
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-            raise ValueError(f"keep: expected how many snapshots to keep, 1 or more; received {keep!r}.")
+            raise ValueError(
+                f"keep: expected how many snapshots to keep, 1 or more; received {keep!r}."
+            )
         # A time is looked at after every step.
-        super().__init__(os.fspath(backup_dir), 1 if self._every_seconds else save_freq, double_checkpoint, delete_checkpoint)
+        super().__init__(
+            os.fspath(backup_dir),
+            1 if self._every_seconds else save_freq,
+            double_checkpoint,
+            delete_checkpoint,
+        )
         self.store = Store(backup_dir, max(keep, 2) if double_checkpoint else keep)
         self.writes = True
         self._peers: list[keras.callbacks.Callback] = []
         self._thread: concurrent.futures.ThreadPoolExecutor | None = None
         self._writing: concurrent.futures.Future | None = None
-        self._silence, self._launched, self._listening = log_files.Silence(), Launched(), contextlib.ExitStack()
+        self._silence, self._launched, self._listening = (
+            log_files.Silence(),
+            Launched(),
+            contextlib.ExitStack(),
+        )
         self._found: Found | None = None
         self._opened, self._first_epoch, self._replayed = False, 0, 0
         self._trained: list | None = None  # metrics of the epoch whose validation runs
 
-    def prepare(self, callbacks: Sequence[keras.callbacks.Callback], writes: bool, first_epoch: int = 0) -> None:
+    def prepare(
+        self, callbacks: Sequence[keras.callbacks.Callback], writes: bool, first_epoch: int = 0
+    ) -> None:
         """Called by an engine before Keras begins a `fit`.
 
         Args:
@@ -100,7 +115,13 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     @property
     def every(self) -> float:
         """When it saves, as a number that differs where that differs: steps, seconds below 0, 0 for epochs."""
-        return -self._every_seconds if self._every_seconds else 0.0 if self.save_freq == "epoch" else float(self.save_freq)
+        return (
+            -self._every_seconds
+            if self._every_seconds
+            else 0.0
+            if self.save_freq == "epoch"
+            else float(self.save_freq)
+        )
 
     @property
     def went_on(self) -> tuple[bool, int]:
@@ -119,14 +140,18 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if self.writes:
             self.store.claim(self._launched.launch, self._launched.attempt)
         found = self.store.newest()
-        self._leftover = found is not None and self.delete_checkpoint and self._is_complete(found.snapshot)
+        self._leftover = (
+            found is not None and self.delete_checkpoint and self._is_complete(found.snapshot)
+        )
         self._found = None if self._leftover else found
         self._opened = True
 
     def _is_complete(self, snapshot: Snapshot) -> bool:
         """Whether a snapshot is the end of another training than this."""
         launch = snapshot.facts["finished"]
-        return launch is not None and (self._directory in _completed or (bool(launch) and launch != self._launched.launch))
+        return launch is not None and (
+            self._directory in _completed or (bool(launch) and launch != self._launched.launch)
+        )
 
     # --- What Keras calls ---------------------------------------------------------------------------------------------
     def on_train_begin(self, logs=None):
@@ -176,7 +201,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             self._pause(max(1, self.save_freq - self._since))
 
     def on_train_batch_end(self, batch, logs=None):
-        step = min(batch + 1, self.params.get("steps") or batch + 1)  # of several steps a call, the last may be beyond the end
+        step = min(
+            batch + 1, self.params.get("steps") or batch + 1
+        )  # of several steps a call, the last may be beyond the end
         before, self._step = self._step, step
         if before < self._replayed:
             if step >= self._replayed:
@@ -191,7 +218,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if self._every_seconds:  # clocks differ from worker to worker
             passed = time.monotonic() - self._saved_at
             left = (self._every_seconds - passed) / max(passed / self._since, 1e-6)
-            due, ahead = self._engine.chief_says([passed >= self._every_seconds, min(max(int(left), 1), 2 * self._since)])
+            due, ahead = self._engine.chief_says(
+                [passed >= self._every_seconds, min(max(int(left), 1), 2 * self._since)]
+            )
         if due:
             self._save(self._epoch, self._step, self._history())
         self._pause(ahead)
@@ -220,12 +249,21 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             self._set_history(found.facts["history"])
         keeps = self._launched.restarts > 0 or not self.delete_checkpoint
         if keeps and (found is None or found.facts["finished"] != self._launched.launch):
-            self._save(self._epoch + 1 if found is None else found.facts["epoch"], 0, self._history(), finished=self._launched.launch)
+            self._save(
+                self._epoch + 1 if found is None else found.facts["epoch"],
+                0,
+                self._history(),
+                finished=self._launched.launch,
+            )
         self._finish()
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None
-        with self._engine.gathered(self.model) if result.is_wanted(self._launched) else contextlib.nullcontext():
+        with (
+            self._engine.gathered(self.model)
+            if result.is_wanted(self._launched)
+            else contextlib.nullcontext()
+        ):
             if self.writes:
                 result.write(self._launched, self.model, self._history())
         if keeps:
@@ -254,14 +292,28 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         # Where an epoch is begun anew, its steps would count twice; who saves by steps has chosen that.
         saves = self._engine.begins_within_epochs() or self.save_freq != "epoch"
         what = f"saving step {self._step}" if saves else "leaving the begin"
-        logging.warning("%s: asked to end by SIGTERM: %s of epoch %d, then ending with code %d.", self.backup_dir, what, self._epoch + 1, PREEMPTED_CODE)
+        logging.warning(
+            "%s: asked to end by SIGTERM: %s of epoch %d, then ending with code %d.",
+            self.backup_dir,
+            what,
+            self._epoch + 1,
+            PREEMPTED_CODE,
+        )
         if saves and self._since:
             self._save(self._epoch, self._step, self._history())
         self._finish()
         self._engine.chief_says([0.0])  # nobody leaves before it is written
         raise preemption.Preempted
 
-    def _save(self, epoch: int, step: int, history: dict[str, Any], *, first: bool = False, finished: str | None = None) -> None:
+    def _save(
+        self,
+        epoch: int,
+        step: int,
+        history: dict[str, Any],
+        *,
+        first: bool = False,
+        finished: str | None = None,
+    ) -> None:
         """Saves the state before a step of an epoch.
 
         Args:
@@ -279,7 +331,10 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         files = rows.save(self.model, self._engine, self.store)
         if not self.writes:
             return
-        found, random = state.of_model(self.model, functools.partial(self._engine.values, self.model)), state.of_random()
+        found, random = (
+            state.of_model(self.model, functools.partial(self._engine.values, self.model)),
+            state.of_random(),
+        )
         facts = {
             **found.facts,
             **random.facts,
@@ -296,20 +351,41 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             "finished": finished,
             "rows": files,
         }
-        arrays = {**found.arrays, **random.arrays, **state.best_of_callbacks(self._others()), **numbered(_METRICS, totals), **numbered(_SYNC, synced)}
+        arrays = {
+            **found.arrays,
+            **random.arrays,
+            **state.best_of_callbacks(self._others()),
+            **numbered(_METRICS, totals),
+            **numbered(_SYNC, synced),
+        }
         self._finish()
         assert self._thread is not None
         self._writing = self._thread.submit(self._write, Snapshot(arrays, facts))
 
     def _write(self, snapshot: Snapshot) -> None:
         begun = time.monotonic()
-        note(self._launched.log_dir, "saving", task=self._launched.task)  # so that the launcher leaves time for it
+        note(
+            self._launched.log_dir, "saving", task=self._launched.task
+        )  # so that the launcher leaves time for it
         self._note("saved", snapshot, self.store.write(snapshot), time.monotonic() - begun)
 
     def _note(self, event: str, snapshot: Snapshot, number: int, seconds: float) -> None:
         epoch, step, steps = (snapshot.facts[name] for name in ("epoch", "step", "steps"))
-        where = {"epoch": epoch, "step": step, "total": epoch * (steps or 0) + step, "number": number, "path": self.store.path(number)}
-        note(self._launched.log_dir, event, task=self._launched.task, attempt=self._launched.attempt, **where, seconds=seconds)
+        where = {
+            "epoch": epoch,
+            "step": step,
+            "total": epoch * (steps or 0) + step,
+            "number": number,
+            "path": self.store.path(number),
+        }
+        note(
+            self._launched.log_dir,
+            event,
+            task=self._launched.task,
+            attempt=self._launched.attempt,
+            **where,
+            seconds=seconds,
+        )
 
     def _finish(self) -> None:
         """Waits for the snapshot that is being written; raises what became of it."""
@@ -321,7 +397,14 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     def _agree(self) -> None:
         """Makes sure that all workers restore the chief's snapshot."""
         found = self._found
-        mine = [-1.0, 0.0, 0.0] if found is None else [float(x) for x in (found.number, found.snapshot.facts["epoch"], found.snapshot.facts["step"])]
+        mine = (
+            [-1.0, 0.0, 0.0]
+            if found is None
+            else [
+                float(x)
+                for x in (found.number, found.snapshot.facts["epoch"], found.snapshot.facts["step"])
+            ]
+        )
         chief = self._engine.chief_says(mine)
         if list(chief) != mine:
             raise ValueError(
@@ -332,7 +415,12 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     def _restore(self, found: Snapshot) -> None:
         begun = time.monotonic()
         self._engine.moment("restoring")
-        epoch, step, steps, now = found.facts["epoch"], found.facts["step"], found.facts["steps"], self.params.get("steps")
+        epoch, step, steps, now = (
+            found.facts["epoch"],
+            found.facts["step"],
+            found.facts["steps"],
+            self.params.get("steps"),
+        )
         if step and steps and now and steps != now:
             raise ValueError(
                 f"{self.backup_dir}: saved after step {step} of an epoch of {steps} steps, and an epoch has {now} now: the global batch or the data have "
@@ -345,11 +433,20 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
                 f"ends there. Compile with {found.facts['a_call']}, or another number that divides {step}."
             )
         replicas, place = self._engine.replicas()
-        state.into_model(found, self.model, self.backup_dir, pieces=self.store.pieces(found), replicas=replicas, first=place)
+        state.into_model(
+            found,
+            self.model,
+            self.backup_dir,
+            pieces=self.store.pieces(found),
+            replicas=replicas,
+            first=place,
+        )
         state.into_random(found)
         if synced := arrays_of(_SYNC, found):
             self._engine.set_sync_totals(self.model, synced)
-        stopped = found.facts["stopped"] is not None and found.facts["stopped"] == self.params.get("epochs")
+        stopped = found.facts["stopped"] is not None and found.facts["stopped"] == self.params.get(
+            "epochs"
+        )
         set_first_epoch(self.model, found.facts["stopped"] if stopped else epoch)
         self.model.stop_training = stopped
         if self._engine.begin_at(self.model, epoch, step):
@@ -384,12 +481,17 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def _history(self) -> dict[str, Any]:
         known = self.model.history
-        return {"epoch": list(known.epoch), "values": {name: [float(x) for x in values] for name, values in known.history.items()}}
+        return {
+            "epoch": list(known.epoch),
+            "values": {name: [float(x) for x in values] for name, values in known.history.items()},
+        }
 
     def _set_history(self, history: dict[str, Any]) -> None:
         self.model.history.epoch[:] = history["epoch"]
         self.model.history.history.clear()
-        self.model.history.history.update({name: list(values) for name, values in history["values"].items()})
+        self.model.history.history.update(
+            {name: list(values) for name, values in history["values"].items()}
+        )
 
 
 def _described(numbers: Sequence[float]) -> str:

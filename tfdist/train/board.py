@@ -62,9 +62,13 @@ class TensorBoard(keras.callbacks.TensorBoard):
         **kwargs,
     ):
         if profile_workers not in WORKERS:
-            raise ValueError(f"profile_workers: received {profile_workers!r}. {nearest(str(profile_workers), WORKERS)}")
+            raise ValueError(
+                f"profile_workers: received {profile_workers!r}. {nearest(str(profile_workers), WORKERS)}"
+            )
         self.root_dir = os.path.join(log_dir, run) if run is not None else os.fspath(log_dir)
-        super().__init__(log_dir=self.root_dir, **{"write_graph": graph, "histogram_freq": histograms, **kwargs})
+        super().__init__(
+            log_dir=self.root_dir, **{"write_graph": graph, "histogram_freq": histograms, **kwargs}
+        )
         self.per_worker = run is not None if per_worker is None else per_worker
         self.hparams, self.profile_workers = hparams, profile_workers
         self.profile = Profile(*step_range("profile", profile)) if profile is not None else None
@@ -77,13 +81,21 @@ class TensorBoard(keras.callbacks.TensorBoard):
         chiefs = [] if self.follows else [os.path.join(self.root_dir, "train")]
         own = self._worker_directory()
         paths = [*chiefs, own] if own is not None and self.per_worker else chiefs
-        self.own_writers[:] = [tf.summary.create_file_writer(path, filename_suffix=OWN) for path in paths]
+        self.own_writers[:] = [
+            tf.summary.create_file_writer(path, filename_suffix=OWN) for path in paths
+        ]
         if self.profile is not None:
             all_trace = own is not None and self.profile_workers == "all"
             self.profile.begin(self.model, own if all_trace else next(iter(chiefs), None))
         if self.hparams and not self.follows:
-            self._settings_writer = tf.summary.create_file_writer(self.root_dir, filename_suffix=".hparams")
-            hparams_tab.begin(self._settings_writer, os.path.basename(os.path.abspath(self.root_dir)), self.hparams)
+            self._settings_writer = tf.summary.create_file_writer(
+                self.root_dir, filename_suffix=".hparams"
+            )
+            hparams_tab.begin(
+                self._settings_writer,
+                os.path.basename(os.path.abspath(self.root_dir)),
+                self.hparams,
+            )
         self._graph_due = self.write_graph and not self.follows
 
     def on_train_end(self, logs=None):
@@ -123,15 +135,26 @@ class TensorBoard(keras.callbacks.TensorBoard):
             return
         seconds = done["seconds"]
         for writer in self.own_writers:
-            with writer.as_default(), tf.summary.record_if(True):  # whatever step of update_freq the epoch ends at
-                tf.summary.scalar("speed/examples_per_second", done["examples"] / seconds, step=epoch)
-                tf.summary.scalar("speed/step_milliseconds", 1e3 * seconds / done["steps"], step=epoch)
+            with (
+                writer.as_default(),
+                tf.summary.record_if(True),
+            ):  # whatever step of update_freq the epoch ends at
+                tf.summary.scalar(
+                    "speed/examples_per_second", done["examples"] / seconds, step=epoch
+                )
+                tf.summary.scalar(
+                    "speed/step_milliseconds", 1e3 * seconds / done["steps"], step=epoch
+                )
                 tf.summary.scalar("speed/input_wait", done["input_seconds"] / seconds, step=epoch)
 
     def _worker_directory(self) -> str | None:
         """Where this one of several workers writes what is its own; None: there is one, or no strategy of tfdist."""
         place = getattr(engine_of(self.model.distribute_strategy), "placement", None)
-        return os.path.join(self.root_dir, worker_name(place.rank)) if place is not None and place.workers > 1 else None  # Path has no gs://
+        return (
+            os.path.join(self.root_dir, worker_name(place.rank))
+            if place is not None and place.workers > 1
+            else None
+        )  # Path has no gs://
 
     def _write_operations(self) -> None:
         """Keras writes the layers alone, which the tab GRAPHS does not show by itself; of a subclass it writes nothing."""
@@ -141,7 +164,11 @@ class TensorBoard(keras.callbacks.TensorBoard):
                 with self.own_writers[0].as_default(), tf.summary.record_if(True):
                     tf.summary.graph(graph)
         except Exception as error:  # a picture is not worth a training
-            log.warning("TensorBoard gets no graph of %s: its forward pass cannot be traced by itself, or written: %s", self.model.name, error)
+            log.warning(
+                "TensorBoard gets no graph of %s: its forward pass cannot be traced by itself, or written: %s",
+                self.model.name,
+                error,
+            )
 
     def _stats(self) -> dict[str, float]:
         stats = getattr(self.model.train_function, "stats", None)
@@ -155,4 +182,8 @@ def _forward_pass(model: keras.Model) -> tf.Graph | None:
         return None
     structure = inputs[0] if len(inputs) == 1 else model.input
     specs = keras.tree.map_structure(lambda x: tf.TensorSpec(x.shape, x.dtype), structure)
-    return tf.function(lambda x: model(x, training=False), autograph=False).get_concrete_function(specs).graph
+    return (
+        tf.function(lambda x: model(x, training=False), autograph=False)
+        .get_concrete_function(specs)
+        .graph
+    )

@@ -94,7 +94,9 @@ def _turn(callback) -> int:
 def make_directories(callbacks: Iterable[keras.callbacks.Callback]) -> None:
     """Makes where ModelCheckpoint will write, up to the first placeholder: its own way fails where two workers do it at once."""
     for callback in callbacks:
-        if isinstance(callback, keras.callbacks.ModelCheckpoint) and (directory := os.path.dirname(callback.filepath.partition("{")[0])):
+        if isinstance(callback, keras.callbacks.ModelCheckpoint) and (
+            directory := os.path.dirname(callback.filepath.partition("{")[0])
+        ):
             with contextlib.suppress(tf.errors.OpError):  # Keras says so, where it writes
                 tf.io.gfile.makedirs(directory)
 
@@ -127,7 +129,9 @@ def follow(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
         callback.log_dir = _scratch_directory()
     elif isinstance(callback, keras.callbacks.CSVLogger):
         callback.filename = os.devnull
-    elif isinstance(callback, keras.callbacks.BackupAndRestore) and not isinstance(callback, BackupAndRestore):
+    elif isinstance(callback, keras.callbacks.BackupAndRestore) and not isinstance(
+        callback, BackupAndRestore
+    ):
         return _OnlyRestore(callback)
     return callback
 

@@ -35,7 +35,9 @@ class Coordinator(Hooks):
 
     pulse: Pulse
 
-    def __init__(self, strategy: tf.distribute.Strategy, pool: Pool, host: str, reading: str = "auto"):
+    def __init__(
+        self, strategy: tf.distribute.Strategy, pool: Pool, host: str, reading: str = "auto"
+    ):
         self._strategy = strategy
         self._pool = pool
         self._host = host
@@ -58,7 +60,9 @@ class Coordinator(Hooks):
             "evaluate": Watch(watches(callbacks, "test"), steps=call["validation_steps"]),
         }
         if isinstance(call["x"], tf.data.Dataset):
-            call["kwargs"].setdefault("shuffle", False)  # Keras warns that its default True has no effect on a Dataset
+            call["kwargs"].setdefault(
+                "shuffle", False
+            )  # Keras warns that its default True has no effect on a Dataset
         _check_end("fit", call["x"], steps, "steps_per_epoch")
         _check_end("fit", call["validation_data"], call["validation_steps"], "validation_steps")
         self.pulse.begin(call["initial_epoch"], steps or length(call["x"]))
@@ -67,9 +71,13 @@ class Coordinator(Hooks):
 
     def evaluate(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
         call = bind(keras_method, model, args, kwargs)
-        if not isinstance(call["callbacks"], keras.callbacks.CallbackList):  # else: the validation of a fit
+        if not isinstance(
+            call["callbacks"], keras.callbacks.CallbackList
+        ):  # else: the validation of a fit
             self._check(model)
-            self._watches = {"evaluate": Watch(watches(listed(call["callbacks"]), "test"), steps=call["steps"])}
+            self._watches = {
+                "evaluate": Watch(watches(listed(call["callbacks"]), "test"), steps=call["steps"])
+            }
         _check_end("evaluate", call["x"], call["steps"], "steps")
         with self._during("evaluate", call["x"]):
             return keras_method(model, **call["kwargs"])
@@ -133,7 +141,9 @@ class Coordinator(Hooks):
 
     def apply(self, optimizer: keras.optimizers.Optimizer, keras_apply: Callable, grads, variables):
         grads = [gradients.merge_duplicates(g) for g in grads]
-        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):  # updates, in a tf.cond, through another one
+        if isinstance(
+            optimizer, keras.optimizers.LossScaleOptimizer
+        ):  # updates, in a tf.cond, through another one
             count_updates(optimizer, optimizer.check_finite(grads))
             return keras_apply(optimizer, grads, variables)
         count_updates(optimizer, True)
@@ -156,7 +166,9 @@ class Coordinator(Hooks):
         return self._kind is not None
 
     def feed(self, dataset: tf.data.Dataset) -> Stream:
-        stream = Stream(dataset, self._host, self._by_workers, self._kind != "predict", global_seed())
+        stream = Stream(
+            dataset, self._host, self._by_workers, self._kind != "predict", global_seed()
+        )
         if self._reading == "workers" and self._by_workers and not stream.by_workers:
             raise ValueError(
                 'reading="workers": this data set cannot move to the workers, as it holds Python code, a variable or many arrays. Build it '
@@ -181,7 +193,9 @@ class Coordinator(Hooks):
             else:
                 self.pulse.beat(Phase.RUNNING)
 
-        return RemoteRunner(self._pool, self._strategy, model, model_step, results, called, self._host)
+        return RemoteRunner(
+            self._pool, self._strategy, model, model_step, results, called, self._host
+        )
 
     def _begin(self, runner: RemoteRunner, kind: str) -> None:
         runner.begin(self._watches.get(kind, Watch()))
@@ -216,5 +230,11 @@ class Coordinator(Hooks):
 
 
 def _check_end(method: str, data, steps: int | None, argument: str) -> None:
-    if isinstance(data, tf.data.Dataset) and not steps and int(data.cardinality()) == tf.data.INFINITE_CARDINALITY:
-        raise ValueError(f"{method}: the data set has no end, expected {argument}. Pass {argument}=..., or leave out repeat().")
+    if (
+        isinstance(data, tf.data.Dataset)
+        and not steps
+        and int(data.cardinality()) == tf.data.INFINITE_CARDINALITY
+    ):
+        raise ValueError(
+            f"{method}: the data set has no end, expected {argument}. Pass {argument}=..., or leave out repeat()."
+        )

@@ -66,7 +66,25 @@ def _operator(name: str):
     return lambda self, *args: getattr(self.value(), name)(*args)
 
 
-for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "mod", "neg", "eq", "ne", "lt", "le", "gt", "ge"):
+for _name in (
+    "add",
+    "radd",
+    "sub",
+    "rsub",
+    "mul",
+    "rmul",
+    "truediv",
+    "rtruediv",
+    "floordiv",
+    "mod",
+    "neg",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+):
     setattr(Cell, f"__{_name}__", _operator(f"__{_name}__"))
 
 
@@ -135,9 +153,15 @@ def collected(model: keras.Model, seeds: tf.Tensor, index: tf.Tensor) -> Iterato
     shift = tf.stack([tf.zeros_like(index), (index + 1) * _DRAWS])
     states = [Cell(tf.cast(seeds[i] + shift, v.dtype)) for i, v in enumerate(generators)]
     added: list[tf.Tensor] = []
-    _trace.graph, _trace.updates, _trace.optimizer = tf.compat.v1.get_default_graph(), tf.zeros((), tf.int64), model.optimizer
+    _trace.graph, _trace.updates, _trace.optimizer = (
+        tf.compat.v1.get_default_graph(),
+        tf.zeros((), tf.int64),
+        model.optimizer,
+    )
     scale = _loss_scale(model.optimizer)
-    snapshots = [Snapshot(v.value) for v in scale]  # else a gradient could be scaled by one number, and unscaled by another
+    snapshots = [
+        Snapshot(v.value) for v in scale
+    ]  # else a gradient could be scaled by one number, and unscaled by another
     with replaced_values([*metrics, *generators, *scale], [*cells, *states, *snapshots]):
         yield added
     added.extend([*(c.value() for c in cells), _trace.updates])
@@ -151,7 +175,9 @@ def _loss_scale(optimizer: keras.optimizers.Optimizer | None) -> list[keras.Vari
 
 def seeds(model: keras.Model) -> tf.Tensor:
     """States of the model's seed generators, int64 `[generators, 2]`."""
-    return tf.constant(np.reshape([np.asarray(v.numpy(), np.int64) for v in seed_states(model)], [-1, 2]), tf.int64)
+    return tf.constant(
+        np.reshape([np.asarray(v.numpy(), np.int64) for v in seed_states(model)], [-1, 2]), tf.int64
+    )
 
 
 def next_seeds(model: keras.Model, steps: int) -> None:
@@ -168,8 +194,14 @@ def ticket(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
     would count one for two, and with gradient accumulation apply or skip an update twice, or lose gradients.
     """
     counter = step_counter(optimizer)
-    number = tf.raw_ops.ResourceCountUpTo(resource=counter.value.handle, limit=counter.value.dtype.max, T=counter.value.dtype)
-    with replaced_values([counter], [Cell(number)]), accumulating(optimizer, Accumulator), local_update(optimizer, 0):
+    number = tf.raw_ops.ResourceCountUpTo(
+        resource=counter.value.handle, limit=counter.value.dtype.max, T=counter.value.dtype
+    )
+    with (
+        replaced_values([counter], [Cell(number)]),
+        accumulating(optimizer, Accumulator),
+        local_update(optimizer, 0),
+    ):
         yield
 
 

@@ -65,9 +65,13 @@ class Engine(Hooks):
         self.placement, self.communication = placement, communication
         self.use(sync or Gradients())
         self._syncs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-        self._by_hand: weakref.WeakSet[Runner] = weakref.WeakSet()  # of models whose last steps were those of train_on_batch
+        self._by_hand: weakref.WeakSet[Runner] = (
+            weakref.WeakSet()
+        )  # of models whose last steps were those of train_on_batch
         self._active: Runner | None = None
-        self._kind: str | None = None  # which Keras method is walking over data: "fit", "evaluate" or "predict"
+        self._kind: str | None = (
+            None  # which Keras method is walking over data: "fit", "evaluate" or "predict"
+        )
         self._watches: dict[str, Watch] = {}
         self._training_feed: Feed | None = None  # of the fit that runs
         self._steps_per_epoch: int | None = None
@@ -89,7 +93,9 @@ class Engine(Hooks):
         call = bind(keras_method, model, args, kwargs)
         self._check(model)
         if isinstance(call["x"], tf.data.Dataset):
-            call["kwargs"].setdefault("shuffle", False)  # Keras warns that its default True has no effect on a Dataset
+            call["kwargs"].setdefault(
+                "shuffle", False
+            )  # Keras warns that its default True has no effect on a Dataset
         callbacks = self._as_member(call)
         with backing(callbacks, self.placement.is_chief, call["initial_epoch"]):
             return self._fit(model, keras_method, call, callbacks)
@@ -105,15 +111,26 @@ class Engine(Hooks):
             "length of the validation data": size(call["validation_data"]),
             **told_alike(callbacks),
         }
-        given["number of tfdist.Anatomy callbacks"] = len(anatomies := [c for c in callbacks if isinstance(c, Anatomy)])
-        exact, exact_test, progress, saves = self._agree(model, given, callbacks, bool(call["progress"]))
+        given["number of tfdist.Anatomy callbacks"] = len(
+            anatomies := [c for c in callbacks if isinstance(c, Anatomy)]
+        )
+        exact, exact_test, progress, saves = self._agree(
+            model, given, callbacks, bool(call["progress"])
+        )
         self._watches = {
-            "fit": Watch(exact, progress, fewest(call["steps_per_epoch"], keras.config.max_steps_per_epoch()), saves),
+            "fit": Watch(
+                exact,
+                progress,
+                fewest(call["steps_per_epoch"], keras.config.max_steps_per_epoch()),
+                saves,
+            ),
             "evaluate": Watch(exact_test, False, call["validation_steps"], saves),
         }
         steps = self._watches["fit"].steps or 0
         per_epoch = -(-steps // model.steps_per_execution) * model.steps_per_execution
-        self._steps_of_fit = range(call["initial_epoch"] * per_epoch, call["epochs"] * per_epoch) if steps else None
+        self._steps_of_fit = (
+            range(call["initial_epoch"] * per_epoch, call["epochs"] * per_epoch) if steps else None
+        )
         self.pulse.begin(call["initial_epoch"], call["steps_per_epoch"] or length(call["x"]))
         with self._during("fit"), self._recording(anatomies, exact):
             return keras_method(model, **call["kwargs"])
@@ -126,7 +143,11 @@ class Engine(Hooks):
         self._check(model)
         self._sync(model).meet()
         callbacks = self._as_member(call)
-        given = {"steps": call["steps"] or -1, "batch_size": call["batch_size"] or -1, "length of the data": size(call["x"])}
+        given = {
+            "steps": call["steps"] or -1,
+            "batch_size": call["batch_size"] or -1,
+            "length of the data": size(call["x"]),
+        }
         _, exact, progress, _ = self._agree(model, given, callbacks, bool(call["progress"]))
         self._watches = {"evaluate": Watch(exact, progress, call["steps"])}
         with self._during("evaluate"):
@@ -136,7 +157,11 @@ class Engine(Hooks):
         call = bind(keras_method, model, args, kwargs)
         check_deferred(model)
         callbacks = self._as_member(call)
-        given = {"steps": call["steps"] or -1, "batch_size": call["batch_size"] or -1, "length of the data": size(call["x"])}
+        given = {
+            "steps": call["steps"] or -1,
+            "batch_size": call["batch_size"] or -1,
+            "length of the data": size(call["x"]),
+        }
         self._agree(model, given, callbacks, False)
         self._sync(model).meet()
         with self._during("predict"):
@@ -184,7 +209,9 @@ class Engine(Hooks):
     def make_predict_function(self, model: keras.Model, _, force: bool = False):
         check_deferred(model)  # of predict_on_batch
         if force or not isinstance(model.predict_function, Predictor):
-            model.predict_function = Predictor(self._strategy, self.placement, self.host, model, self.patience)
+            model.predict_function = Predictor(
+                self._strategy, self.placement, self.host, model, self.patience
+            )
         return model.predict_function
 
     def get_metrics_result(self, model: keras.Model, keras_method: Callable):
@@ -197,14 +224,27 @@ class Engine(Hooks):
 
     def prepare(self, model: keras.Model) -> None:
         """Makes the state of the policy before a compiled model's first step; a sharded optimizer or model has a policy of its own."""
-        if model.optimizer is not None and model.optimizer.built and self.exchange_of(model) is self.merging:
+        if (
+            model.optimizer is not None
+            and model.optimizer.built
+            and self.exchange_of(model) is self.merging
+        ):
             self.merging.prepare(model.optimizer, model.trainable_variables)
 
     def apply(self, optimizer, keras_apply: Callable, grads, variables):
         holder = holder_of(optimizer, variables)
         if holder is not None:
-            return gradients.apply_to_parts(holder, optimizer, keras_apply, list(grads), variables, step.local_replica(self.placement))
-        return self.merging.apply(optimizer, keras_apply, list(grads), variables, self.watch_gradients)
+            return gradients.apply_to_parts(
+                holder,
+                optimizer,
+                keras_apply,
+                list(grads),
+                variables,
+                step.local_replica(self.placement),
+            )
+        return self.merging.apply(
+            optimizer, keras_apply, list(grads), variables, self.watch_gradients
+        )
 
     def scale_loss_for_distribution(self, keras_function: Callable, value):
         return step.scale_loss(keras_function, value)
@@ -225,14 +265,18 @@ class Engine(Hooks):
 
     def feed(self, dataset: tf.data.Dataset) -> Feed:
         steps = self._steps_of_fit if self._kind == "fit" else None
-        feed = Feed(dataset, self.placement, self.host, symbolic_first=self._kind != "predict", steps=steps)
+        feed = Feed(
+            dataset, self.placement, self.host, symbolic_first=self._kind != "predict", steps=steps
+        )
         if self._kind == "fit" and self._training_feed is None:
             self._training_feed = feed
         return feed
 
     # --- What BackupAndRestore asks -----------------------------------------------------------------------------------
     def begins_within_epochs(self) -> bool:
-        return self._training_feed is not None  # else: data that TensorFlow or the user distributed, which only they can begin elsewhere
+        return (
+            self._training_feed is not None
+        )  # else: data that TensorFlow or the user distributed, which only they can begin elsewhere
 
     def begin_at(self, model: keras.Model, epoch: int, step: int) -> bool:
         if self._training_feed is None:
@@ -278,7 +322,9 @@ class Engine(Hooks):
 
     def sync_totals(self, model: keras.Model) -> list:
         totals = self._sync(model).totals(self.merging.variables(model.optimizer))
-        self.set_sync_totals(model, totals)  # so that this run goes on from the numbers from which one goes on that restores them
+        self.set_sync_totals(
+            model, totals
+        )  # so that this run goes on from the numbers from which one goes on that restores them
         return totals
 
     def set_sync_totals(self, model: keras.Model, totals: list) -> None:
@@ -293,7 +339,9 @@ class Engine(Hooks):
 
     def bytes_per_step(self, model: keras.Model) -> float:
         found = self.exchange_of(model)
-        return found.bytes_per_step(model.optimizer) if found is self.merging else found.bytes_per_step
+        return (
+            found.bytes_per_step(model.optimizer) if found is self.merging else found.bytes_per_step
+        )
 
     # --- Files -----------------------------------------------------------------------------------------------------
     def save(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
@@ -302,7 +350,11 @@ class Engine(Hooks):
         with self.gathered(model):
             if self.placement.is_chief:
                 return keras_method(model, *args, **kwargs)
-        log.debug("%s leaves model.%s to the chief", self.placement.task(self.placement.rank), keras_method.__name__)
+        log.debug(
+            "%s leaves model.%s to the chief",
+            self.placement.task(self.placement.rank),
+            keras_method.__name__,
+        )
         return None
 
     save_weights = save
@@ -314,7 +366,16 @@ class Engine(Hooks):
     # --- Below ------------------------------------------------------------------------------------------------------
     def _runner(self, model, model_step) -> Runner:
         trains = model_step == model.train_step
-        return Runner(self._strategy, self.placement, self.host, model, model_step, self._sync(model), self.pulse, trains)
+        return Runner(
+            self._strategy,
+            self.placement,
+            self.host,
+            model,
+            model_step,
+            self._sync(model),
+            self.pulse,
+            trains,
+        )
 
     def _sync(self, model) -> Sync:
         if model not in self._syncs:
@@ -324,14 +385,21 @@ class Engine(Hooks):
     def _begin(self, runner: Runner, kind: str, verify: bool) -> None:
         goes_on = self._kind is None and runner in self._by_hand
         self._by_hand.discard(runner)
-        runner.begin(self._watches.get(kind, Watch()), verify, self._recorder if kind == "fit" else None, anew=not goes_on)
+        runner.begin(
+            self._watches.get(kind, Watch()),
+            verify,
+            self._recorder if kind == "fit" else None,
+            anew=not goes_on,
+        )
         self._active = runner
 
     @contextlib.contextmanager
     def _recording(self, anatomies: list[Anatomy], exact: bool):
         """A fit whose steps are measured, if anybody asks for it."""
         if anatomies:
-            self._recorder = Recorder(self._strategy, self.placement, [each.directory for each in anatomies], exact)
+            self._recorder = Recorder(
+                self._strategy, self.placement, [each.directory for each in anatomies], exact
+            )
         for each in anatomies:
             each.recorder = self._recorder
         try:
@@ -370,14 +438,18 @@ class Engine(Hooks):
                 kwargs["callbacks"] = followers
         return callbacks
 
-    def _agree(self, model, given: dict[str, float], callbacks: list, progress: bool) -> tuple[bool, ...]:
+    def _agree(
+        self, model, given: dict[str, float], callbacks: list, progress: bool
+    ) -> tuple[bool, ...]:
         """Makes sure that all workers were called alike, and learns what callbacks anywhere watch.
 
         Returns:
             Whether some worker's callback watches training batches, watches test batches, shows progress, or saves when asked to end.
         """
         saves = any(isinstance(c, BackupAndRestore) for c in callbacks)
-        callbacks = [c for c in callbacks if type(c) is not BackupAndRestore]  # for which steps pause where it saves
+        callbacks = [
+            c for c in callbacks if type(c) is not BackupAndRestore
+        ]  # for which steps pause where it saves
         wishes = watches(callbacks, "train"), watches(callbacks, "test"), progress, saves
         if self.placement.workers == 1:
             return wishes
@@ -385,9 +457,15 @@ class Engine(Hooks):
             **given,
             "steps_per_execution": model.steps_per_execution,
             "weights of the model": len(model.weights),
-            "parameters of the model": sum(int(np.prod(v.shape)) for v in model.weights if v.shape.rank is not None),
+            "parameters of the model": sum(
+                int(np.prod(v.shape)) for v in model.weights if v.shape.rank is not None
+            ),
         }
-        return called_alike(share(self._strategy, self.placement, np.array([*given.values(), *wishes], np.float64)), list(given), self.placement)
+        return called_alike(
+            share(self._strategy, self.placement, np.array([*given.values(), *wishes], np.float64)),
+            list(given),
+            self.placement,
+        )
 
     def _check(self, model: keras.Model) -> None:
         check_optimizer(model, self._strategy)

@@ -34,10 +34,20 @@ log = logging.getLogger("tfdist")
 POLL_S = 0.5  # between two looks at the files, which must be alike for a file to count as written
 GIVE_UP_S = 30.0  # for a file that cannot be read and does not change
 GONE_S = 10.0  # without the chief until the training has ended
-ALONE_S = 3600.0  # without a new checkpoint, the same where the chief trains alone and listens nowhere
+ALONE_S = (
+    3600.0  # without a new checkpoint, the same where the chief trains alone and listens nowhere
+)
 PROGRESS_S = 30.0  # between two lines that say whom we wait for
 
-_UNREADABLE = (OSError, tf.errors.OpError, EOFError, KeyError, ValueError, RuntimeError, zipfile.BadZipFile)
+_UNREADABLE = (
+    OSError,
+    tf.errors.OpError,
+    EOFError,
+    KeyError,
+    ValueError,
+    RuntimeError,
+    zipfile.BadZipFile,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,13 +80,25 @@ class Evaluator(Hooks):
 
     is_chief = False
 
-    def __init__(self, strategy: tf.distribute.Strategy, engine: Engine, chief: str, listens: bool, start_timeout: float):
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        engine: Engine,
+        chief: str,
+        listens: bool,
+        start_timeout: float,
+    ):
         self._chief, self._listens, self._start_timeout = chief, listens, start_timeout
         self._engine = engine
         self._born = time.time_ns()
         self._known: dict[str, tuple] = {}  # path -> stamp of what is done with
         self._presence: Presence | None = None
-        for name in {*MODEL_HOOKS, "feed", "apply", *LOSS_HOOKS} - {"fit", "save", "save_weights", "export"}:
+        for name in {*MODEL_HOOKS, "feed", "apply", *LOSS_HOOKS} - {
+            "fit",
+            "save",
+            "save_weights",
+            "export",
+        }:
             setattr(self, name, getattr(engine, name))
         strategy.tfdist_engine = self
 
@@ -93,7 +115,9 @@ class Evaluator(Hooks):
     save_weights = save
     export = save
 
-    def fit(self, model: keras.Model, keras_method: Callable, *args, **kwargs) -> keras.callbacks.History:
+    def fit(
+        self, model: keras.Model, keras_method: Callable, *args, **kwargs
+    ) -> keras.callbacks.History:
         """Evaluates each new checkpoint of the fit that the chief runs with the same arguments, until that has ended."""
         call = bind(keras_method, model, args, kwargs)
         callbacks = listed(call["callbacks"])
@@ -111,7 +135,9 @@ class Evaluator(Hooks):
             report.close()
         return report.history
 
-    def _follow(self, model, data: dict, sources: Sequence[Source], report: _Report, epochs: int) -> None:
+    def _follow(
+        self, model, data: dict, sources: Sequence[Source], report: _Report, epochs: int
+    ) -> None:
         """Evaluates what comes until nothing more can come."""
         assert self._presence is not None
         seen: dict[str, Checkpoint] = {}  # at the last look
@@ -119,7 +145,9 @@ class Evaluator(Hooks):
         digests: set[bytes] = set()
         finished, latest, next_line = 0, time.monotonic(), PROGRESS_S
         while True:
-            away = self._presence.away()  # before the look at the files: what a chief that is gone wrote is there
+            away = (
+                self._presence.away()
+            )  # before the look at the files: what a chief that is gone wrote is there
             found = self._find_new(sources)
             ready = [c for c in found if seen.get(c.path) == c]
             seen = {c.path: c for c in found}
@@ -127,12 +155,19 @@ class Evaluator(Hooks):
                 latest = time.monotonic()
                 try:
                     _load(model, checkpoint)
-                except (FileNotFoundError, tf.errors.NotFoundError):  # BackupAndRestore has removed it, as there are newer ones
+                except (
+                    FileNotFoundError,
+                    tf.errors.NotFoundError,
+                ):  # BackupAndRestore has removed it, as there are newer ones
                     continue
                 except _UNREADABLE as error:
                     first = failures.setdefault(checkpoint, (latest, error))[0]
                     if latest - first > GIVE_UP_S:
-                        log.warning("the evaluator skips %s, which it cannot read: %.300s", checkpoint.path, error)
+                        log.warning(
+                            "the evaluator skips %s, which it cannot read: %.300s",
+                            checkpoint.path,
+                            error,
+                        )
                         self._known[checkpoint.path] = checkpoint.stamp
                     continue
                 self._known[checkpoint.path] = checkpoint.stamp
@@ -145,7 +180,9 @@ class Evaluator(Hooks):
             if found:
                 time.sleep(POLL_S)
                 continue
-            why = self._ended(away, finished >= epochs, time.monotonic() - latest, bool(digests or failures))
+            why = self._ended(
+                away, finished >= epochs, time.monotonic() - latest, bool(digests or failures)
+            )
             if why:
                 break
             if self._listens and away is not None and away > next_line:
@@ -154,7 +191,9 @@ class Evaluator(Hooks):
             time.sleep(POLL_S)
         if not digests and failures:
             checkpoint, (_, cause) = next(iter(failures.items()))
-            raise ValueError(f"{checkpoint.path}: cannot be loaded into this model: {cause}") from cause
+            raise ValueError(
+                f"{checkpoint.path}: cannot be loaded into this model: {cause}"
+            ) from cause
         log.info("the evaluator ends after %d evaluations: %s", len(digests), why)
 
     def _ended(self, away: float | None, complete: bool, idle: float, found: bool) -> str:
@@ -190,7 +229,9 @@ class _Report:
 
     def __init__(self, model: keras.Model, boards: Iterable[str], say: Callable[[str], Any]):
         self._say = say
-        self._writers = [tf.summary.create_file_writer(os.path.join(board, "evaluator")) for board in boards]
+        self._writers = [
+            tf.summary.create_file_writer(os.path.join(board, "evaluator")) for board in boards
+        ]
         self.history = keras.callbacks.History()
         self.history.set_model(model)
         self.history.on_train_begin()
@@ -205,7 +246,9 @@ class _Report:
         for writer in self._writers:
             with writer.as_default():
                 for name, value in metrics.items():
-                    tf.summary.scalar(f"epoch_{name}", value, step=epoch)  # beside the chief's, which have this name
+                    tf.summary.scalar(
+                        f"epoch_{name}", value, step=epoch
+                    )  # beside the chief's, which have this name
             writer.flush()
 
     def close(self) -> None:
@@ -274,7 +317,9 @@ def _saved(filepath: str, at_ends: bool) -> Source:
 def _backup(directory: str) -> Source:
     """The newest snapshot of a BackupAndRestore, which removes them when a fit is done."""
     store = Store(directory)
-    known: dict[tuple[int, int, int], list[Checkpoint]] = {}  # a snapshot is read once to learn when it was made
+    known: dict[
+        tuple[int, int, int], list[Checkpoint]
+    ] = {}  # a snapshot is read once to learn when it was made
 
     def find() -> list[Checkpoint]:
         path = store.path(store.numbers()[-1]) if store.numbers() else directory
@@ -288,7 +333,9 @@ def _backup(directory: str) -> Source:
             except (ValueError, OSError, tf.errors.OpError):
                 return []
             ended = not where["step"]
-            trained = Checkpoint(path, stamp, where["epoch"] - ended, where["epoch"] if ended else None)
+            trained = Checkpoint(
+                path, stamp, where["epoch"] - ended, where["epoch"] if ended else None
+            )
             known[stamp] = [] if where.get("first") else [trained]
         return known[stamp]
 
@@ -329,7 +376,9 @@ def _validation(call: dict[str, Any]) -> dict[str, Any]:
             if call["validation_split"]
             else "received none"
         )
-        raise ValueError(f"validation_data: the evaluator needs data to evaluate checkpoints on; {hint}. Pass validation_data to fit.")
+        raise ValueError(
+            f"validation_data: the evaluator needs data to evaluate checkpoints on; {hint}. Pass validation_data to fit."
+        )
     given = data if isinstance(data, (tuple, list)) else (data,)
     return {
         **dict(zip(("x", "y", "sample_weight"), given, strict=False)),

@@ -45,7 +45,14 @@ class Feed:
             the last one could begin another pass, on some workers and not on others, and the next `fit` would find its passes moved.
     """
 
-    def __init__(self, dataset: tf.data.Dataset, placement: Placement, host: str, symbolic_first: bool, steps: range | None = None):
+    def __init__(
+        self,
+        dataset: tf.data.Dataset,
+        placement: Placement,
+        host: str,
+        symbolic_first: bool,
+        steps: range | None = None,
+    ):
         self.placement = placement
         self.host = host
         self.element_spec = dataset.element_spec
@@ -94,10 +101,16 @@ class Feed:
         placement = self.placement
         if placement.replicas > 1 and (shares := _shares(dataset, placement, skipped)):
             compared = placement.workers > 1
-            dataset = self._bounded(shares, skipped).map(plain(lambda s: Batch(s.data, s.rows, s.fingerprint if compared else None)))
+            dataset = self._bounded(shares, skipped).map(
+                plain(lambda s: Batch(s.data, s.rows, s.fingerprint if compared else None))
+            )
         else:
             if skipped:
-                dataset = dataset.of_epoch(None, skipped) if hasattr(dataset, "of_epoch") else dataset.skip(skipped)
+                dataset = (
+                    dataset.of_epoch(None, skipped)
+                    if hasattr(dataset, "of_epoch")
+                    else dataset.skip(skipped)
+                )
             dataset = self._bounded(dataset, skipped)
             if placement.replicas > 1:
                 dataset = dataset.map(plain(lambda *x: _worker_batch(_element(x), placement)))
@@ -142,7 +155,9 @@ class FeedIterator:
 def replica_slices(dataset: tf.data.Dataset, placement: Placement) -> tf.data.Dataset:
     """This worker's rows of each global batch, one element a replica, for loops outside of Keras."""
 
-    replicas = tf.data.Dataset.range(placement.first_replica, placement.first_replica + placement.local_replicas)
+    replicas = tf.data.Dataset.range(
+        placement.first_replica, placement.first_replica + placement.local_replicas
+    )
 
     def of_replica(replica, data, rows, begin):
         first, last = share(rows, replica, 1, placement.replicas, tf.minimum)
@@ -168,7 +183,9 @@ def batch_of(data: Any, placement: Placement) -> Batch:
 
 def tensors(data: Any) -> Any:
     """A batch of arrays as tensors."""
-    return tf.nest.map_structure(lambda x: x if x is None or tf.is_tensor(x) else tf.convert_to_tensor(x), data)
+    return tf.nest.map_structure(
+        lambda x: x if x is None or tf.is_tensor(x) else tf.convert_to_tensor(x), data
+    )
 
 
 def replica_rows(batch: Batch, local_replica, placement: Placement, host: str):
@@ -191,13 +208,17 @@ def replica_rows(batch: Batch, local_replica, placement: Placement, host: str):
     with tf.device(host):
         rows = batch.rows
         begin, _ = share(rows, placement.first_replica, 1, placement.replicas, tf.minimum)
-        first, last = share(rows, placement.first_replica + local_replica, 1, placement.replicas, tf.minimum)
+        first, last = share(
+            rows, placement.first_replica + local_replica, 1, placement.replicas, tf.minimum
+        )
         return cut(data, first - begin, last - begin)
 
 
 def without_optionals(data: Any) -> Any:
     """A batch as Keras' steps take it, where tf.data has an Optional for a None."""
-    return tf.nest.map_structure(lambda x: None if isinstance(x, tf.experimental.Optional) else x, data)
+    return tf.nest.map_structure(
+        lambda x: None if isinstance(x, tf.experimental.Optional) else x, data
+    )
 
 
 def any_rows(data: Any) -> Any:
@@ -216,10 +237,14 @@ def any_rows(data: Any) -> Any:
     return tf.nest.map_structure(spec, data)
 
 
-def _shares(dataset: tf.data.Dataset, placement: Placement, skipped: int = 0) -> tf.data.Dataset | None:
+def _shares(
+    dataset: tf.data.Dataset, placement: Placement, skipped: int = 0
+) -> tf.data.Dataset | None:
     """This worker's share of a pipeline of `tfdist.data`, which then reads nobody else's; None for other data sets."""
     share_of = getattr(dataset, "share", None)
-    return share_of and share_of(placement.first_replica, placement.local_replicas, placement.replicas, first_step=skipped)
+    return share_of and share_of(
+        placement.first_replica, placement.local_replicas, placement.replicas, first_step=skipped
+    )
 
 
 def _element(args: tuple) -> Any:
@@ -231,7 +256,9 @@ def _worker_batch(data: Any, placement: Placement) -> Batch:
     rows = count_rows(data)
     if placement.workers == 1:
         return Batch(data, rows)
-    begin, end = share(rows, placement.first_replica, placement.local_replicas, placement.replicas, tf.minimum)
+    begin, end = share(
+        rows, placement.first_replica, placement.local_replicas, placement.replicas, tf.minimum
+    )
     return Batch(cut(data, begin, end), rows, _checksum(data, rows))
 
 
@@ -254,9 +281,13 @@ def _always_even(spec: Any, replicas: int) -> bool:
     if replicas == 1:
         return True
     shapes = [s.shape for s in tf.nest.flatten(spec) if isinstance(s, tf.TensorSpec)]
-    return bool(shapes) and all(s.rank and s[0] is not None and s[0] and s[0] % replicas == 0 for s in shapes)
+    return bool(shapes) and all(
+        s.rank and s[0] is not None and s[0] and s[0] % replicas == 0 for s in shapes
+    )
 
 
 def symbolic(element_spec: Any) -> Any:
     """What Keras builds a model from instead of a batch."""
-    return tf.nest.map_structure(lambda spec: None if isinstance(spec, tf.OptionalSpec) else spec, element_spec)
+    return tf.nest.map_structure(
+        lambda spec: None if isinstance(spec, tf.OptionalSpec) else spec, element_spec
+    )

@@ -14,5 +14,7 @@ def seconds(save_freq: Any) -> float | None:
         return None
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh])", save_freq)
     if not found or not float(found[1]):
-        raise ValueError(f'save_freq: expected "epoch", a number of steps, or a time such as "30s", "5m" or "1h"; received {save_freq!r}.')
+        raise ValueError(
+            f'save_freq: expected "epoch", a number of steps, or a time such as "30s", "5m" or "1h"; received {save_freq!r}.'
+        )
     return float(found[1]) * _SECONDS[found[2]]

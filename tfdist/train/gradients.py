@@ -42,12 +42,16 @@ def sum_over_replicas(context: tf.distribute.ReplicaContext, grads: list) -> lis
     """
     if context.num_replicas_in_sync == 1:
         return grads
-    if _loop.traced and any(isinstance(g, tf.IndexedSlices) and g.indices.shape[0] is None for g in grads):
+    if _loop.traced and any(
+        isinstance(g, tf.IndexedSlices) and g.indices.shape[0] is None for g in grads
+    ):
         raise NotInLoop  # other rows in each step
     summed = list(grads)
     for dtype in dict.fromkeys(g.dtype for g in grads if g is not None):
         places = [i for i, g in enumerate(grads) if g is not None and g.dtype == dtype]
-        for i, total in zip(places, context.all_reduce("SUM", [grads[i] for i in places]), strict=True):
+        for i, total in zip(
+            places, context.all_reduce("SUM", [grads[i] for i in places]), strict=True
+        ):
             summed[i] = total
     return summed
 
@@ -61,7 +65,10 @@ def dense(grads: list, optimizer: Any, variables: list | None) -> list:
         variables: The variables, or None where the optimizer is built.
     """
     known = variables if variables is not None else known_variables(optimizer)
-    return [None if g is None else tf.reshape(tf.convert_to_tensor(g), v.shape) for g, v in zip(grads, known, strict=True)]
+    return [
+        None if g is None else tf.reshape(tf.convert_to_tensor(g), v.shape)
+        for g, v in zip(grads, known, strict=True)
+    ]
 
 
 def of_own_means(grads: list, replicas: int) -> list:
@@ -77,7 +84,11 @@ def of_own_means(grads: list, replicas: int) -> list:
 def _divided(grad, weight):
     values = grad.values if isinstance(grad, tf.IndexedSlices) else grad
     values = values * tf.cast(tf.math.divide_no_nan(1.0, weight), values.dtype)
-    return tf.IndexedSlices(values, grad.indices, grad.dense_shape) if isinstance(grad, tf.IndexedSlices) else values
+    return (
+        tf.IndexedSlices(values, grad.indices, grad.dense_shape)
+        if isinstance(grad, tf.IndexedSlices)
+        else values
+    )
 
 
 def merge_duplicates(grad):
@@ -93,7 +104,12 @@ def merge_duplicates(grad):
     return tf.IndexedSlices(values, indices, grad.dense_shape)
 
 
-def apply_centrally(optimizer: keras.optimizers.Optimizer, keras_apply: Callable, grads: list, variables: list | None) -> Any:
+def apply_centrally(
+    optimizer: keras.optimizers.Optimizer,
+    keras_apply: Callable,
+    grads: list,
+    variables: list | None,
+) -> Any:
     """One update of variables that the replicas share (central storage); called in replica context, by all of them.
 
     Args:

@@ -37,7 +37,14 @@ class ImageSamples(keras.callbacks.Callback):
     """
 
     def __init__(
-        self, log_dir: str | os.PathLike, data: Any, count: int = 16, *, run: str | None = None, classes: Sequence[str] | None = None, every: int = 1
+        self,
+        log_dir: str | os.PathLike,
+        data: Any,
+        count: int = 16,
+        *,
+        run: str | None = None,
+        classes: Sequence[str] | None = None,
+        every: int = 1,
     ):
         super().__init__()
         for name, value in (("count", count), ("every", every)):
@@ -60,7 +67,10 @@ class ImageSamples(keras.callbacks.Callback):
         _check(said, self.classes)  # on all workers: the chief alone would let the others wait
         if self._writer is None:
             return
-        captions = [caption(scores, label, self.classes) for scores, label in zip(probabilities(said), self.labels, strict=True)]
+        captions = [
+            caption(scores, label, self.classes)
+            for scores, label in zip(probabilities(said), self.labels, strict=True)
+        ]
         right = int(np.sum(said.argmax(axis=1) == self.labels))
         pairs = list(zip(captions, self.images, strict=True))
         rows = [sheet.Row("", "", pairs[i : i + _COLUMNS]) for i in range(0, len(pairs), _COLUMNS)]
@@ -82,6 +92,7 @@ def caption(scores: np.ndarray, label: int, classes: Sequence[str] | None = None
         >>> caption(np.array([0.1, 0.9]), 1), caption(np.array([0.3, 0.7]), 0, ["cat", "dog"])
         ('1 90 %', 'dog 70 %, is cat')
     """
+
     def name(number: int) -> str:
         return str(number) if classes is None else classes[number]
 
@@ -98,7 +109,9 @@ def probabilities(said: np.ndarray) -> np.ndarray:
         [[0.5, 0.5], [0.5, 0.5]]
     """
     said = said.astype(np.float64)
-    if (said >= 0).all() and np.allclose(said.sum(axis=1), 1, atol=0.02):  # half precision is not closer
+    if (said >= 0).all() and np.allclose(
+        said.sum(axis=1), 1, atol=0.02
+    ):  # half precision is not closer
         return said
     powers = np.exp(said - said.max(axis=1, keepdims=True))
     return powers / powers.sum(axis=1, keepdims=True)
@@ -111,13 +124,17 @@ def _check(said: np.ndarray, classes: Sequence[str] | None) -> None:
             f"ImageSamples: expected a model that gives each image a score of each class, [batch, classes], of 2 classes or more; received {list(said.shape)}."
         )
     if classes is not None and said.shape[1] > len(classes):
-        raise ValueError(f"ImageSamples: classes: expected a name for each of the model's {said.shape[1]} outputs; received {len(classes)} names.")
+        raise ValueError(
+            f"ImageSamples: classes: expected a name for each of the model's {said.shape[1]} outputs; received {len(classes)} names."
+        )
 
 
 def _check_labels(labels: np.ndarray, classes: Sequence[str] | None) -> None:
     """Raises ValueError for labels that are no numbers of the classes."""
     if labels.dtype.kind not in "iufb" or not np.equal(np.mod(labels, 1), 0).all():
-        raise ValueError(f"data: expected labels that are numbers of classes, whole ones; received {labels.dtype}, such as {labels[0]!r}.")
+        raise ValueError(
+            f"data: expected labels that are numbers of classes, whole ones; received {labels.dtype}, such as {labels[0]!r}."
+        )
     if classes is not None and not ((labels >= 0) & (labels < len(classes))).all():
         raise ValueError(
             f"classes: expected a name for each label; received {len(classes)} names, and labels from {int(labels.min())} to {int(labels.max())}."
@@ -130,7 +147,9 @@ def _first(data: Any, count: int, classes: Sequence[str] | None) -> tuple[np.nda
     labels: list[np.ndarray] = []
     for batch in itertools.islice(iter(data), count):  # a batch has one example at least
         if not isinstance(batch, tuple) or len(batch) < 2:
-            raise ValueError(f"data: expected batches of images and labels, (x, y); received a {type(batch).__name__}.")
+            raise ValueError(
+                f"data: expected batches of images and labels, (x, y); received a {type(batch).__name__}."
+            )
         x, y = np.asarray(batch[0]), np.asarray(batch[1])
         if not sheet.is_image(x.shape[1:], x.dtype) or y.ndim != 1:
             raise ValueError(

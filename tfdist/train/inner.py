@@ -53,10 +53,22 @@ def run_steps(
         return done + 1, examples + count_rows(batch), waited, checksum, following, *kept
 
     begun = clock([]) if marks else None
-    with tf.control_dependencies([begun] if marks else None):  # or the clock may be read when the loop has run
-        zero, none = tf.identity(tf.constant(0.0, tf.float64)), tf.identity(tf.constant(0, tf.int64))
+    with tf.control_dependencies(
+        [begun] if marks else None
+    ):  # or the clock may be read when the loop has run
+        zero, none = (
+            tf.identity(tf.constant(0.0, tf.float64)),
+            tf.identity(tf.constant(0, tf.int64)),
+        )
     values = [none, none, zero, zero, following]
     if marks:
-        values.append(tf.TensorArray(tf.float64, tf.cast(steps, tf.int32), element_shape=[readings]))
-    run = tf.while_loop(lambda done, *rest: (done < steps) & rest[3].has_value(), body, values, parallel_iterations=1)
+        values.append(
+            tf.TensorArray(tf.float64, tf.cast(steps, tf.int32), element_shape=[readings])
+        )
+    run = tf.while_loop(
+        lambda done, *rest: (done < steps) & rest[3].has_value(),
+        body,
+        values,
+        parallel_iterations=1,
+    )
     return (*run[:5], begun, run[5].stack()) if marks else tuple(run)

@@ -96,12 +96,23 @@ class LocalSteps:
             far = not self.policy.averages or self.policy.wire is not None
             like = [v for v in variables if far]
             anchors = [_copy(v, "anchor", v.numpy()) for v in like]
-            velocity = [_copy(v, "velocity", tf.zeros(v.shape, v.dtype)) for v in like if self.policy.outer_momentum]
+            velocity = [
+                _copy(v, "velocity", tf.zeros(v.shape, v.dtype))
+                for v in like
+                if self.policy.outer_momentum
+            ]
             since = keras.Variable(0, dtype="int64", trainable=False, name="since")
             tally = keras.Variable([0, 0], dtype="int64", trainable=False, name="tally")
             self._copies[optimizer] = _Copies(list(variables), since, anchors, velocity, tally)
 
-    def apply(self, optimizer: keras.optimizers.Optimizer, keras_apply: Callable, grads: list, variables: list | None, watch: Watch | None) -> Any:
+    def apply(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        keras_apply: Callable,
+        grads: list,
+        variables: list | None,
+        watch: Watch | None,
+    ) -> Any:
         """Called in replica context; see `Merging.apply`."""
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             raise ValueError(
@@ -109,7 +120,9 @@ class LocalSteps:
                 "tfdist.sync.Gradients."
             )
         if variables is None:
-            raise ValueError("sync: expected optimizer.apply(gradients, variables); which variables become one is not known without them.")
+            raise ValueError(
+                "sync: expected optimizer.apply(gradients, variables); which variables become one is not known without them."
+            )
         self.prepare(optimizer, variables)
         copies, local = self._copies[optimizer], local_replica(self._placement)
         marks.before_sum(local, list(grads), self._placement.replicas > 1)
@@ -190,7 +203,11 @@ class LocalSteps:
         def cold():
             since.assign_add(1)
             if isinstance(self.policy.every, int):
-                tf.cond(tf.equal(beyond % self.policy.every, 0), lambda: self._meet(copies, local), lambda: None)
+                tf.cond(
+                    tf.equal(beyond % self.policy.every, 0),
+                    lambda: self._meet(copies, local),
+                    lambda: None,
+                )
 
         if self.policy.warmup:
             tf.cond(beyond <= 0, warm, cold)
@@ -210,9 +227,15 @@ class LocalSteps:
         own = [local_component(v, local) for v in copies.variables]
         anchors = [local_component(v, local) for v in copies.anchors]
         velocity = [local_component(v, local) for v in copies.velocity]
-        given = [a - v for a, v in zip(anchors, own, strict=True)] if anchors else [tf.convert_to_tensor(v) for v in own]
+        given = (
+            [a - v for a, v in zip(anchors, own, strict=True)]
+            if anchors
+            else [tf.convert_to_tensor(v) for v in own]
+        )
         with metered() as sent:
-            sums = all_reduce(self._group, given, "weights", self.policy.bucket_bytes, self.policy.wire)
+            sums = all_reduce(
+                self._group, given, "weights", self.policy.bucket_bytes, self.policy.wire
+            )
         copies.count(local, sent=sum(sent))
         for place, (v, total) in enumerate(zip(own, sums, strict=True)):
             step = total / self._placement.replicas
@@ -226,7 +249,9 @@ class LocalSteps:
         local_component(copies.since, local).assign(0)
 
     # --- Between steps ------------------------------------------------------------------------------------------------
-    def _run(self, name: str, optimizer: Any, copies: _Copies, body: Callable[[list, _Copies, int], None]) -> None:
+    def _run(
+        self, name: str, optimizer: Any, copies: _Copies, body: Callable[[list, _Copies, int], None]
+    ) -> None:
         if self._placement.replicas == 1:
             return
         if name not in copies.functions:
@@ -235,15 +260,25 @@ class LocalSteps:
             def on_replica():  # without the optimizer, which would live as long as what is remembered of it
                 body(slots, copies, local_replica(self._placement))
 
-            copies.functions[name] = tf.function(lambda: self._strategy.run(on_replica), autograph=False).get_concrete_function()
+            copies.functions[name] = tf.function(
+                lambda: self._strategy.run(on_replica), autograph=False
+            ).get_concrete_function()
         copies.functions[name]()
 
     def _meet_wholly(self, slots: list, copies: _Copies, local: int) -> None:
         self._average(slots, copies, local)
-        tf.cond(local_component(copies.since, local) > 0, lambda: self._meet(copies, local), lambda: None)
+        tf.cond(
+            local_component(copies.since, local) > 0,
+            lambda: self._meet(copies, local),
+            lambda: None,
+        )
 
     def _begin(self, slots: list, copies: _Copies, local: int) -> None:
-        tf.cond(local_component(copies.since, local) > 0, lambda: self._average(copies.variables, copies, local), lambda: None)
+        tf.cond(
+            local_component(copies.since, local) > 0,
+            lambda: self._average(copies.variables, copies, local),
+            lambda: None,
+        )
         self._remember(copies, local)
 
     def _average(self, variables: list, copies: _Copies, local: int) -> None:
@@ -251,17 +286,23 @@ class LocalSteps:
         group = Group.of(self._strategy, "state")
         own = [local_component(v, local) for v in variables]
         with metered() as sent:
-            sums = all_reduce(group, [tf.convert_to_tensor(v) for v in own], "state", self.policy.bucket_bytes)
+            sums = all_reduce(
+                group, [tf.convert_to_tensor(v) for v in own], "state", self.policy.bucket_bytes
+            )
         copies.count(local, sent=sum(sent))
         for v, total in zip(own, sums, strict=True):
             v.assign(total / self._placement.replicas)
 
 
 def _copy(variable: keras.Variable, name: str, value) -> keras.Variable:
-    return keras.Variable(value, dtype=variable.dtype, trainable=False, aggregation="mean", name=name)
+    return keras.Variable(
+        value, dtype=variable.dtype, trainable=False, aggregation="mean", name=name
+    )
 
 
 def _slots(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
     """What an optimizer has beside its counters and its learning rate, which all replicas have alike."""
     rate = optimizer.learning_rate
-    return [v for v in optimizer.variables if v is not rate and v.dtype.startswith(("float", "bfloat"))]
+    return [
+        v for v in optimizer.variables if v is not rate and v.dtype.startswith(("float", "bfloat"))
+    ]

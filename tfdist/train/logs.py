@@ -18,7 +18,10 @@ from tfdist.keras_compat import leave_summaries, log_writers
 NEVER = 2**62  # steps
 _EVENTS = "events.out.tfevents."
 OWN = ".speed"  # how the names of files end that tfdist's own callback writes beside Keras'
-_FREQUENCIES = ((keras.callbacks.TensorBoard, "update_freq"), (keras.callbacks.ModelCheckpoint, "save_freq"))
+_FREQUENCIES = (
+    (keras.callbacks.TensorBoard, "update_freq"),
+    (keras.callbacks.ModelCheckpoint, "save_freq"),
+)
 
 
 def sizes(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, dict[str, int]]:
@@ -33,10 +36,18 @@ def sizes(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, dict[str, 
     boards = _boards(callbacks)
     for writer in _writers(boards):
         writer.flush()
-    return {board.log_dir: {name: tf.io.gfile.stat(os.path.join(board.log_dir, name)).length for name in _event_files(board.log_dir)} for board in boards}
+    return {
+        board.log_dir: {
+            name: tf.io.gfile.stat(os.path.join(board.log_dir, name)).length
+            for name in _event_files(board.log_dir)
+        }
+        for board in boards
+    }
 
 
-def rewind(recorded: Mapping[str, Mapping[str, int]], callbacks: Iterable[keras.callbacks.Callback]) -> None:
+def rewind(
+    recorded: Mapping[str, Mapping[str, int]], callbacks: Iterable[keras.callbacks.Callback]
+) -> None:
     """Makes the logs what they were; those of a `log_dir` that was not recorded stay as they are.
 
     Args:
@@ -73,11 +84,15 @@ def table_sizes(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, int]
     for table in _tables(callbacks):
         if getattr(table, "csv_file", None) is not None and not table.csv_file.closed:
             table.csv_file.flush()
-        found[table.filename] = tf.io.gfile.stat(table.filename).length if tf.io.gfile.exists(table.filename) else 0
+        found[table.filename] = (
+            tf.io.gfile.stat(table.filename).length if tf.io.gfile.exists(table.filename) else 0
+        )
     return found
 
 
-def rewind_tables(recorded: Mapping[str, int], callbacks: Iterable[keras.callbacks.Callback]) -> None:
+def rewind_tables(
+    recorded: Mapping[str, int], callbacks: Iterable[keras.callbacks.Callback]
+) -> None:
     """Makes the tables what they were, and has those callbacks go on in them.
 
     Args:
@@ -109,8 +124,17 @@ class Silence:
     """
 
     def __init__(self, callbacks: Iterable[keras.callbacks.Callback] = ()):
-        pairs = ((callback, name) for callback in callbacks for kind, name in _FREQUENCIES if isinstance(callback, kind))
-        self._before = [(callback, name, getattr(callback, name)) for callback, name in pairs if getattr(callback, name) != "epoch"]
+        pairs = (
+            (callback, name)
+            for callback in callbacks
+            for kind, name in _FREQUENCIES
+            if isinstance(callback, kind)
+        )
+        self._before = [
+            (callback, name, getattr(callback, name))
+            for callback, name in pairs
+            if getattr(callback, name) != "epoch"
+        ]
         for callback, name, _ in self._before:
             setattr(callback, name, NEVER)
 
@@ -131,7 +155,11 @@ def _tables(callbacks: Iterable[keras.callbacks.Callback]) -> list[keras.callbac
 
 def _writers(boards: Iterable[keras.callbacks.TensorBoard]) -> list[Any]:
     """All their writers; those of tfdist's own are in its `own_writers`."""
-    return [writer for board in boards for writer in (*log_writers(board).values(), *getattr(board, "own_writers", ()))]
+    return [
+        writer
+        for board in boards
+        for writer in (*log_writers(board).values(), *getattr(board, "own_writers", ()))
+    ]
 
 
 def _event_files(log_dir: str) -> list[str]:
@@ -140,7 +168,11 @@ def _event_files(log_dir: str) -> list[str]:
     for part, end in (("train", ""), ("validation", ""), ("worker-0", OWN)):
         directory = os.path.join(log_dir, part)
         if tf.io.gfile.isdir(directory):
-            found += [os.path.join(part, name) for name in tf.io.gfile.listdir(directory) if name.startswith(_EVENTS) and name.endswith(end)]
+            found += [
+                os.path.join(part, name)
+                for name in tf.io.gfile.listdir(directory)
+                if name.startswith(_EVENTS) and name.endswith(end)
+            ]
     return found
 
 

@@ -33,7 +33,9 @@ from tfdist.train.step import local_replica, run_replica
 from tfdist.train.sync import Sync, compare, share
 from tfdist.train.watch import Stats, Watch
 
-AHEAD_SECONDS = 0.2  # Work per call: bounds how late Ctrl-C, a heartbeat or the progress bar may be.
+AHEAD_SECONDS = (
+    0.2  # Work per call: bounds how late Ctrl-C, a heartbeat or the progress bar may be.
+)
 MAX_AHEAD = 256
 
 
@@ -70,23 +72,36 @@ class Runner:
         self._step = step
         self._sync = sync
         self._own_logs = False
-        self._single = False  # whether steps run one by one, as this model cannot take several in a loop
+        self._single = (
+            False  # whether steps run one by one, as this model cannot take several in a loop
+        )
         self._graphs: dict = {}
         self._pace = 1  # Keras' calls to run at once; equal on all workers, see _look
         self._paced = False
-        self._loop_for: tuple | None = None  # an iterator, whether its batches are even, the recorder, and the loop traced for them
-        self._bound, self._merging = strategy.tfdist_engine.patience.bound, strategy.tfdist_engine.merging
-        self._remote = tf.DeviceSpec.from_string(strategy.extended.worker_devices[0]).device_type != "CPU"
+        self._loop_for: tuple | None = (
+            None  # an iterator, whether its batches are even, the recorder, and the loop traced for them
+        )
+        self._bound, self._merging = (
+            strategy.tfdist_engine.patience.bound,
+            strategy.tfdist_engine.merging,
+        )
+        self._remote = (
+            tf.DeviceSpec.from_string(strategy.extended.worker_devices[0]).device_type != "CPU"
+        )
         self._readings = 1 + PER_REPLICA * placement.local_replicas
         self.recorder: Recorder | None = None
         self._fetched: tuple | None = None  # an iterator and the next batch from it
         self._fitting = 0  # calls that would fill AHEAD_SECONDS here; 0 until known
         self.stats, self.epoch = Stats(), 0
-        self._base: int | None = None  # steps that the optimizer's state tells of, before the call that runs
+        self._base: int | None = (
+            None  # steps that the optimizer's state tells of, before the call that runs
+        )
         self.begin(Watch())
 
     # --- One epoch after another ------------------------------------------------------------------------------------
-    def begin(self, watch: Watch, verify: bool = True, recorder: Recorder | None = None, anew: bool = True) -> None:
+    def begin(
+        self, watch: Watch, verify: bool = True, recorder: Recorder | None = None, anew: bool = True
+    ) -> None:
         """Starts a `fit` or `evaluate`; with `verify` the workers compare data and weights after its first step. Not `anew`: it goes on with the one before."""
         self.watch, self.recorder = watch, recorder
         self._verified, self._weights = not verify, 0.0
@@ -103,7 +118,9 @@ class Runner:
         self._checksum = 0.0
         self._next_look = self._next_ask = self._pace
         self._last: Any = None  # each replica's logs of the last step that ran by itself
-        self.pauses: dict[str, int] = {}  # steps of this epoch that no call goes beyond, by who wants that
+        self.pauses: dict[
+            str, int
+        ] = {}  # steps of this epoch that no call goes beyond, by who wants that
 
     def begin_at(self, epoch: int, step: int) -> None:
         """Counts this many steps of the epoch that begins as done: Keras' calls for them run nothing."""
@@ -174,7 +191,11 @@ class Runner:
         if self.stats.steps > steps:  # the first call of all has compiled
             self._fitting = max(1, int(steps * AHEAD_SECONDS / max(seconds, 1e-6) / per_call))
         looking = self.watch.progress or not self._paced
-        if self.watch.exact or not self._verified or (looking and self._calls_done >= self._next_look):
+        if (
+            self.watch.exact
+            or not self._verified
+            or (looking and self._calls_done >= self._next_look)
+        ):
             if self.watch.exact:
                 self._sync.settle()
             self._look()
@@ -209,13 +230,19 @@ class Runner:
 
     def _leaves_out(self) -> bool:
         """Whether updates that are not finite are left out, and do not count; to ask each time costs a third of a millisecond."""
-        policy = self._strategy.tfdist_engine.exchange_of(self.model).policy if self._trains else None
-        return getattr(policy, "skip_nonfinite", False) or (self._trains and isinstance(self.model.optimizer, keras.optimizers.LossScaleOptimizer))
+        policy = (
+            self._strategy.tfdist_engine.exchange_of(self.model).policy if self._trains else None
+        )
+        return getattr(policy, "skip_nonfinite", False) or (
+            self._trains and isinstance(self.model.optimizer, keras.optimizers.LossScaleOptimizer)
+        )
 
     def _anyone_asked(self) -> bool:
         if self._placement.workers == 1:
             return preemption.asked()
-        return bool(share(self._strategy, self._placement, np.array([preemption.asked()], np.float64)).any())
+        return bool(
+            share(self._strategy, self._placement, np.array([preemption.asked()], np.float64)).any()
+        )
 
     def _plan(self, per_call: int) -> int:
         """How many of Keras' calls to run at once: the same on every worker, or their loops' collectives would not meet."""
@@ -224,7 +251,10 @@ class Runner:
         calls = self._pace
         if self.watch.steps:
             calls = min(calls, -(-self.watch.steps // per_call) - self._calls_done)
-        for pause in (*self.pauses.values(), self._pulse.next_pause(self.epoch, self.steps_done) if self._trains else None):
+        for pause in (
+            *self.pauses.values(),
+            self._pulse.next_pause(self.epoch, self.steps_done) if self._trains else None,
+        ):
             if pause is not None and pause > self.steps_done:
                 calls = min(calls, -(-(pause - self.steps_done) // per_call))
         return max(1, calls)
@@ -238,7 +268,9 @@ class Runner:
             news: What the recorder tells the other workers' ones, at the end of an epoch.
         """
         first, self._verified = not self._verified, True
-        weights = 0.0 if not first else self._weights if self._merging.local else self._sync.fingerprint()
+        weights = (
+            0.0 if not first else self._weights if self._merging.local else self._sync.fingerprint()
+        )
         wish = min(MAX_AHEAD, 4 * self._pace, self._fitting) if self._fitting else 0
         note = np.array([self.steps_done, self._checksum, weights, wish, preemption.asked()])
         results, notes = self._sync.metrics(note if news is None else np.concatenate([note, news]))
@@ -269,7 +301,9 @@ class Runner:
         for _ in range(steps):
             try:
                 start = time.perf_counter()
-                with self._bound() if feed is None else contextlib.nullcontext():  # TensorFlow asks all workers whether they have one
+                with (
+                    self._bound() if feed is None else contextlib.nullcontext()
+                ):  # TensorFlow asks all workers whether they have one
                     batch = self._as_batch(self._next(source))
                 self.stats.input_seconds += time.perf_counter() - start
             except (StopIteration, tf.errors.OutOfRangeError):
@@ -286,21 +320,36 @@ class Runner:
             start = time.perf_counter()
             self._fetched = source, source.get_next_as_optional()
             self.stats.input_seconds += time.perf_counter() - start
-        given = source, self._fetched[1], tf.constant(steps, tf.int64), tf.constant(self.steps_done, tf.int64)
+        given = (
+            source,
+            self._fetched[1],
+            tf.constant(steps, tf.int64),
+            tf.constant(self.steps_done, tf.int64),
+        )
         if self._loop_for is None or self._loop_for[:3] != (source, even, self.recorder):
-            self._loop_for = source, even, self.recorder, self._graph("loop", even).get_concrete_function(*given)
+            self._loop_for = (
+                source,
+                even,
+                self.recorder,
+                self._graph("loop", even).get_concrete_function(*given),
+            )
         with self._bound(self._sign):
             done, examples, waited, checksum, following, *readings = self._loop_for[3](*given)
         self._fetched = source, following
         self.stats.examples += int(examples)
-        self.stats.input_seconds += float(waited) if self.recorder is None else self._record(int(done), *readings)
+        self.stats.input_seconds += (
+            float(waited) if self.recorder is None else self._record(int(done), *readings)
+        )
         self._checksum += float(checksum)
         return int(done)
 
     def _sign(self) -> list:
         """What changes with each step; read here alone, and in any thread."""
         with self._strategy.scope():  # or metrics would be summed over the workers
-            return [self._counted(), *(local_component(v, 0).numpy().tobytes() for v in self.model.metrics_variables)]
+            return [
+                self._counted(),
+                *(local_component(v, 0).numpy().tobytes() for v in self.model.metrics_variables),
+            ]
 
     def _next(self, source):
         """The next batch, which the loop may have fetched already."""
@@ -324,7 +373,9 @@ class Runner:
 
     def _run_batch(self, batch: Batch, even: bool) -> None:
         if self.model.run_eagerly:
-            function: Any = functools.partial(self._measured if self.recorder else self._replicas, even=even)
+            function: Any = functools.partial(
+                self._measured if self.recorder else self._replicas, even=even
+            )
         else:
             function = self._graph("batch", even).get_concrete_function(any_rows(batch))
         begun = time.time()
@@ -354,7 +405,11 @@ class Runner:
         jit = bool(self.model.jit_compile) and not self.model.run_eagerly
 
         def on_replica(batch):
-            step = self._step if not jit else tf.function(self._step, jit_compile=True, autograph=False)
+            step = (
+                self._step
+                if not jit
+                else tf.function(self._step, jit_compile=True, autograph=False)
+            )
             logs = run_replica(step, self.model, batch, self._placement, self._host, even)
             end_of_step(local_replica(self._placement), logs)
             self._metric_names = set(self.model.get_metrics_result())
@@ -369,7 +424,9 @@ class Runner:
         parts = batch.data if self._placement.local_replicas > 1 else [batch.data]
         return tf.add_n([count_rows(part) for part in parts])
 
-    def _as_batch(self, element) -> Batch:  # from the feed, or the iterator of a distributed data set
+    def _as_batch(
+        self, element
+    ) -> Batch:  # from the feed, or the iterator of a distributed data set
         if isinstance(element, Batch):
             return element
         count, local = self._placement.local_replicas, self._strategy.experimental_local_results
@@ -383,10 +440,14 @@ class Runner:
             logs = self._replicas(batch, even)
             if set(logs) != self._metric_names:
                 raise NotInLoop  # values that must be averaged after each step
-            return [x for log in logs.values() for x in self._strategy.experimental_local_results(log)]
+            return [
+                x for log in logs.values() for x in self._strategy.experimental_local_results(log)
+            ]
 
         make = self._marks if self.recorder else None
-        return inner.run_steps(step, self._global_rows, make, self._readings, iterator, following, steps, before)
+        return inner.run_steps(
+            step, self._global_rows, make, self._readings, iterator, following, steps, before
+        )
 
     def _measured(self, batch: Batch, even: bool):
         """One step by itself, and its clock readings; no batch is fetched after it."""

@@ -20,12 +20,24 @@ from tfdist.parallel.placement import Placement
 PER_REPLICA = 3  # readings: gradients there, sums there, step done
 
 _scope = types.SimpleNamespace(marks=None)  # seen by the threads in which replicas are traced
-_WHOLE = frozenset({"If", "StatelessIf", "While", "StatelessWhile", "Case", "PartitionedCall", "StatefulPartitionedCall"})
+_WHOLE = frozenset(
+    {
+        "If",
+        "StatelessIf",
+        "While",
+        "StatelessWhile",
+        "Case",
+        "PartitionedCall",
+        "StatefulPartitionedCall",
+    }
+)
 
 
 @dataclasses.dataclass
 class _Replica:
-    gradients: list = dataclasses.field(default_factory=list)  # one reading for each update of the step; a step of a GAN has two
+    gradients: list = dataclasses.field(
+        default_factory=list
+    )  # one reading for each update of the step; a step of a GAN has two
     sums: list = dataclasses.field(default_factory=list)
     updated: list = dataclasses.field(default_factory=list)
     updates: list = dataclasses.field(default_factory=list)  # operations
@@ -73,11 +85,15 @@ class Marks:
         yield
         if not tf.executing_eagerly():
             made = self._graph.get_operations()[known:]
-            self._replicas[local].updates += [op for op in made if not op.outputs or op.type in _WHOLE]
+            self._replicas[local].updates += [
+                op for op in made if not op.outputs or op.type in _WHOLE
+            ]
 
     def end(self, local: int, logs: Any) -> None:
         """The step of a replica is done: what it returns is there, and its updates are made."""
-        self._replicas[local].done = self._read([*_tensors(tf.nest.flatten(logs)), *self._replicas[local].updates])
+        self._replicas[local].done = self._read(
+            [*_tensors(tf.nest.flatten(logs)), *self._replicas[local].updates]
+        )
 
     def row(self, first: Any) -> tf.Tensor:
         """All readings of the step, float64 `[1 + PER_REPLICA * local replicas]`.
@@ -160,7 +176,9 @@ def _tensors(values: list) -> list[tf.Tensor]:
 
 def _as_one_update(replica: _Replica) -> tuple:
     """When the gradients and the sums would have been there, had all updates of the step come at its end."""
-    if not replica.gradients:  # updates within a function of the step's own, or none: all is forward and backward
+    if (
+        not replica.gradients
+    ):  # updates within a function of the step's own, or none: all is forward and backward
         return replica.done, replica.done
     gradients, sums = replica.gradients[-1], replica.sums[-1]
     earlier = zip(replica.gradients, replica.sums, replica.updated, strict=False)

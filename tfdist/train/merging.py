@@ -39,11 +39,26 @@ class Merging:
 
     local = False  # whether replicas differ between their meetings
 
-    def __init__(self, policy: Gradients, strategy: tf.distribute.Strategy, placement: Placement, central: bool = False):
-        self.policy, self._strategy, self._placement, self._central = policy, strategy, placement, central
+    def __init__(
+        self,
+        policy: Gradients,
+        strategy: tf.distribute.Strategy,
+        placement: Placement,
+        central: bool = False,
+    ):
+        self.policy, self._strategy, self._placement, self._central = (
+            policy,
+            strategy,
+            placement,
+            central,
+        )
         self._group: Group | None = None
-        self._sums: weakref.WeakKeyDictionary[Any, list] = weakref.WeakKeyDictionary()  # of each optimizer, its gradients added up, and how many
-        self._bytes: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()  # sent for an update, as it was last traced
+        self._sums: weakref.WeakKeyDictionary[Any, list] = (
+            weakref.WeakKeyDictionary()
+        )  # of each optimizer, its gradients added up, and how many
+        self._bytes: weakref.WeakKeyDictionary[Any, float] = (
+            weakref.WeakKeyDictionary()
+        )  # sent for an update, as it was last traced
 
     def bytes_per_step(self, optimizer: Any) -> float:
         """Bytes of gradients that a replica sends in a step, on average; 0 before one was traced, not a number where nobody knows.
@@ -73,7 +88,10 @@ class Merging:
             with tf.init_scope(), self._strategy.scope():
                 # All replicas count alike: where one had another number, it would wait for the others in an exchange of its own.
                 count = keras.Variable(0, dtype="int64", trainable=False, name="added")
-                self._sums[optimizer] = [*(_sum_variable(v.shape, v.dtype) for v in variables), count]
+                self._sums[optimizer] = [
+                    *(_sum_variable(v.shape, v.dtype) for v in variables),
+                    count,
+                ]
 
     def meet(self, optimizer: Any) -> bool:
         """Replicas are always equal: nothing is done, as the result says."""
@@ -82,7 +100,14 @@ class Merging:
     def begin(self, optimizer: Any, anew: bool) -> None:
         """Nothing is remembered from step to step."""
 
-    def apply(self, optimizer: keras.optimizers.Optimizer, keras_apply: Callable, grads: list, variables: list | None, watch: Watch | None) -> Any:
+    def apply(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        keras_apply: Callable,
+        grads: list,
+        variables: list | None,
+        watch: Watch | None,
+    ) -> Any:
         """Called in replica context.
 
         Args:
@@ -96,7 +121,11 @@ class Merging:
         update = _Update(optimizer, keras_apply, variables, local, self._central)
         if self.policy.plain:
             others = self._placement.replicas - 1
-            self._bytes[optimizer] = 2 * others / (others + 1) * sum(_bytes(g) for g in grads if g is not None) if others else 0.0
+            self._bytes[optimizer] = (
+                2 * others / (others + 1) * sum(_bytes(g) for g in grads if g is not None)
+                if others
+                else 0.0
+            )
             return self._apply_plain(update, grads, watch)
         grads = self._own(gradients.dense(grads, optimizer, variables))
         if self.policy.accumulate == 1:
@@ -106,11 +135,20 @@ class Merging:
         for total, g in zip(added, grads, strict=True):
             if g is not None:
                 total.assign_add(g)
-        with tf.control_dependencies([g for g in grads if g is not None]):  # a step that fails does not count
+        with tf.control_dependencies(
+            [g for g in grads if g is not None]
+        ):  # a step that fails does not count
             steps.assign_add(1)
 
         def enough():
-            self._apply(update, [None if g is None else total / self.policy.accumulate for g, total in zip(grads, added, strict=True)], None)
+            self._apply(
+                update,
+                [
+                    None if g is None else total / self.policy.accumulate
+                    for g, total in zip(grads, added, strict=True)
+                ],
+                None,
+            )
             for total in (*added, steps):
                 total.assign(tf.zeros_like(total))
 
@@ -139,7 +177,9 @@ class Merging:
             watch(grads, update.variables)
         if not self.policy.skip_nonfinite or update.scales:
             return update(grads)
-        finite = [tf.reduce_all(tf.math.is_finite(g)) for g in grads if g is not None]  # equal on all replicas, as the sums are
+        finite = [
+            tf.reduce_all(tf.math.is_finite(g)) for g in grads if g is not None
+        ]  # equal on all replicas, as the sums are
 
         def go():
             update(grads)
@@ -151,7 +191,11 @@ class Merging:
         if callable(self.policy.combine) or self.policy.combine == "mean":
             return grads
         grads = gradients.of_own_means(grads, self._placement.replicas)
-        return grads if self.policy.combine == "sum" else [None if g is None else g / self._placement.replicas for g in grads]
+        return (
+            grads
+            if self.policy.combine == "sum"
+            else [None if g is None else g / self._placement.replicas for g in grads]
+        )
 
     def _combine(self, optimizer: Any, grads: list) -> list:
         several = self._placement.replicas > 1
@@ -166,7 +210,9 @@ class Merging:
         if self._group is None:
             self._group = Group.of(self._strategy, "gradients")
         with metered() as sent:
-            result = all_reduce(self._group, grads, "gradients", self.policy.bucket_bytes, self.policy.wire)
+            result = all_reduce(
+                self._group, grads, "gradients", self.policy.bucket_bytes, self.policy.wire
+            )
         self._bytes[optimizer] = sum(sent)
         return result
 
@@ -180,7 +226,9 @@ def check_totals(policy: Policy, held: list[keras.Variable], totals: list) -> No
         totals: An array for each, as they were saved.
     """
     if [tuple(v.shape) for v in held] != [np.shape(total) for total in totals]:
-        raise ValueError(f"sync: expected the {len(held)} arrays of {policy}, received {len(totals)} of another policy. Go on with that one.")
+        raise ValueError(
+            f"sync: expected the {len(held)} arrays of {policy}, received {len(totals)} of another policy. Go on with that one."
+        )
     if isinstance(policy, Gradients) and held and totals[-1] >= policy.accumulate:
         raise ValueError(
             f"sync.accumulate: expected gradients of fewer than {policy.accumulate} steps that were added up, received those of {int(totals[-1])}: saved where "
@@ -191,8 +239,21 @@ def check_totals(policy: Policy, held: list[keras.Variable], totals: list) -> No
 class _Update:
     """One update of the variables by merged gradients."""
 
-    def __init__(self, optimizer: keras.optimizers.Optimizer, keras_apply: Callable, variables: list | None, local: int, central: bool):
-        self.optimizer, self.keras_apply, self.variables, self.local, self.central = optimizer, keras_apply, variables, local, central
+    def __init__(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        keras_apply: Callable,
+        variables: list | None,
+        local: int,
+        central: bool,
+    ):
+        self.optimizer, self.keras_apply, self.variables, self.local, self.central = (
+            optimizer,
+            keras_apply,
+            variables,
+            local,
+            central,
+        )
 
     @property
     def scales(self) -> bool:
@@ -203,20 +264,33 @@ class _Update:
         """The norm of all gradients together, without the factor of the loss that is in them."""
         factor = self.optimizer.loss_scale_factor
         if self.scales:
-            factor = local_component(self.optimizer.dynamic_scale, self.local) if self.optimizer.built else self.optimizer.initial_scale
+            factor = (
+                local_component(self.optimizer.dynamic_scale, self.local)
+                if self.optimizer.built
+                else self.optimizer.initial_scale
+            )
         if factor is not None:
             grads = [None if g is None else g / tf.cast(factor, g.dtype) for g in grads]
         return tf.linalg.global_norm(grads)
 
     def __call__(self, grads: list) -> Any:
         if self.central:
-            return gradients.apply_centrally(self.optimizer, self.keras_apply, grads, self.variables)
+            return gradients.apply_centrally(
+                self.optimizer, self.keras_apply, grads, self.variables
+            )
         with local_update(self.optimizer, self.local), marks.update(self.local):
             return self.keras_apply(self.optimizer, grads, self.variables)
 
 
 def _sum_variable(shape, dtype: str) -> keras.Variable:
-    return keras.Variable(tf.zeros(shape, dtype), dtype=dtype, trainable=False, aggregation="sum", synchronization="on_read", name="sum")
+    return keras.Variable(
+        tf.zeros(shape, dtype),
+        dtype=dtype,
+        trainable=False,
+        aggregation="sum",
+        synchronization="on_read",
+        name="sum",
+    )
 
 
 def _bytes(x) -> float:
@@ -229,8 +303,15 @@ def _bytes(x) -> float:
 def _checked(result: Any, grads: list) -> list:
     """What a user's function made of gradients."""
     shapes = [None if g is None else g.shape for g in grads]
-    if not isinstance(result, list | tuple) or [None if g is None else tf.convert_to_tensor(g).shape for g in result] != shapes:
-        found = [None if g is None else tuple(g.shape) for g in result] if isinstance(result, list | tuple) else type(result).__name__
+    if (
+        not isinstance(result, list | tuple)
+        or [None if g is None else tf.convert_to_tensor(g).shape for g in result] != shapes
+    ):
+        found = (
+            [None if g is None else tuple(g.shape) for g in result]
+            if isinstance(result, list | tuple)
+            else type(result).__name__
+        )
         raise ValueError(
             f"sync: the function must return a list like the one it was given, with gradients of shapes {[None if s is None else tuple(s) for s in shapes]}; "
             f"it returned {found}."

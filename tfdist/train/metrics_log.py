@@ -35,10 +35,19 @@ class Log(keras.callbacks.Callback):
         []
     """
 
-    def __init__(self, writers: Sequence[Writer], every: int | None = None, settings: Mapping[str, Any] | None = None):
+    def __init__(
+        self,
+        writers: Sequence[Writer],
+        every: int | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ):
         super().__init__()
-        if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
-            raise ValueError(f"every: expected a number of steps, 1 or more, or None; received {every!r}.")
+        if every is not None and (
+            isinstance(every, bool) or not isinstance(every, int) or every < 1
+        ):
+            raise ValueError(
+                f"every: expected a number of steps, 1 or more, or None; received {every!r}."
+            )
         self.telemetry, self.every, self.settings = Telemetry(writers), every, settings
         self.seconds: list[float] = []  # of each epoch that ran in this process
         self._begin: float | None = None
@@ -64,8 +73,17 @@ class Log(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         before, self._served = self._served, batch + 1
-        if self._writes and self.every and logs and self._served // self.every > before // self.every:
-            self.telemetry.scalars(self._steps(), {f"batch_{name}": float(value) for name, value in logs.items()}, "step")
+        if (
+            self._writes
+            and self.every
+            and logs
+            and self._served // self.every > before // self.every
+        ):
+            self.telemetry.scalars(
+                self._steps(),
+                {f"batch_{name}": float(value) for name, value in logs.items()},
+                "step",
+            )
 
     def on_test_begin(self, logs=None):
         self._stop()
@@ -74,7 +92,10 @@ class Log(keras.callbacks.Callback):
         self._stop()
         if self._writes:
             told = {name: float(value) for name, value in (logs or {}).items()}
-            self.telemetry.scalars(epoch, {**told, **self._learning_rate(), "seconds": self.seconds[-1], "time": time.time()})
+            self.telemetry.scalars(
+                epoch,
+                {**told, **self._learning_rate(), "seconds": self.seconds[-1], "time": time.time()},
+            )
 
     def on_train_end(self, logs=None):
         if self._writes:

@@ -26,7 +26,9 @@ from tfdist.keras_compat import servers as server_compat
 log = logging.getLogger("tfdist")
 
 PROBE_SECONDS = 2.0  # for a task to answer when asked whether it is there
-PATIENCE_SECONDS = 10.0  # that a piece of work may take before its worker, and the parameter servers, are asked
+PATIENCE_SECONDS = (
+    10.0  # that a piece of work may take before its worker, and the parameter servers, are asked
+)
 CLOSE_SECONDS = 10.0  # that cancelled pieces may take to end
 
 
@@ -127,7 +129,11 @@ class Pool:
                 self.changed.wait(0.5)
                 late = self._late()
             silent = late or self._idle_since is not None
-            if silent and time.monotonic() - max(self._asked, self._idle_since or 0.0) > PATIENCE_SECONDS / 2:
+            if (
+                silent
+                and time.monotonic() - max(self._asked, self._idle_since or 0.0)
+                > PATIENCE_SECONDS / 2
+            ):
                 self._ask(late)
         self._drop()
         error, self._error = self._error, None
@@ -160,7 +166,11 @@ class Pool:
             self._idle_since = None
         elif self._idle_since is None:
             self._idle_since = now
-        return [(w, r) for w, r in self._running.items() if not r.abandoned and now - r.since > PATIENCE_SECONDS]
+        return [
+            (w, r)
+            for w, r in self._running.items()
+            if not r.abandoned and now - r.since > PATIENCE_SECONDS
+        ]
 
     def _ask(self, late: list[tuple[int, Running]]) -> None:
         """Asks silent tasks whether they are there."""
@@ -172,22 +182,32 @@ class Pool:
         for index, running in late:
             worker, seconds = self.workers[index], time.monotonic() - running.since
             if not self._answers(worker):
-                log.warning("%s at %s does not answer; its work is given to others", worker, worker.address)
+                log.warning(
+                    "%s at %s does not answer; its work is given to others", worker, worker.address
+                )
                 with self.changed:
                     self._give_back(index, running)
                 running.cancel()
             elif seconds > self._timeout:
-                self._fail(TimeoutError(
-                    f"{worker} at {worker.address} has been at work on one piece for {seconds:.0f} s, more than the {self._timeout:g} s of "
-                    "make_strategy(timeout=...). Look at its log; set a longer timeout for longer steps."
-                ))
+                self._fail(
+                    TimeoutError(
+                        f"{worker} at {worker.address} has been at work on one piece for {seconds:.0f} s, more than the {self._timeout:g} s of "
+                        "make_strategy(timeout=...). Look at its log; set a longer timeout for longer steps."
+                    )
+                )
         if self._idle_since is not None:
             missing = [w for w in self.workers if not answers(w.address, PROBE_SECONDS)]
             names = ", ".join(f"{w} at {w.address}" for w in missing or self.workers)
             waited = time.monotonic() - self._idle_since
-            log.warning("no worker is left; waiting for %s (%.0f of %g s)", names, waited, self._timeout)
+            log.warning(
+                "no worker is left; waiting for %s (%.0f of %g s)", names, waited, self._timeout
+            )
             if waited > self._timeout:
-                self._fail(TimeoutError(f"No worker is left: {names} did not come back within {self._timeout:g} s. Start them again."))
+                self._fail(
+                    TimeoutError(
+                        f"No worker is left: {names} did not come back within {self._timeout:g} s. Start them again."
+                    )
+                )
 
     def _answers(self, task: Task) -> bool:
         return answers(task.address, PROBE_SECONDS) or answers(task.address, 2 * PROBE_SECONDS)
@@ -210,10 +230,16 @@ class Pool:
         while (taken := self._take(turn, worker)) is not None:
             owner, running = taken
             try:
-                result = owner.execute(worker, running.pieces, lambda f, *args, running=running: _call(f, args, running))
+                result = owner.execute(
+                    worker,
+                    running.pieces,
+                    lambda f, *args, running=running: _call(f, args, running),
+                )
             except BaseException as error:
                 if self._failed(turn, worker, running, error):
-                    raise tf.errors.UnavailableError(None, None, f"/job:worker/replica:0/task:{worker} was lost: {error}") from error
+                    raise tf.errors.UnavailableError(
+                        None, None, f"/job:worker/replica:0/task:{worker} was lost: {error}"
+                    ) from error
             else:
                 with self.changed:
                     if self._running.get(worker) is running:
@@ -229,8 +255,14 @@ class Pool:
                     if worker in self._lost:
                         self._lost.discard(worker)
                         self._owner.forget(worker)
-                        log.warning("%s at %s takes part again", self.workers[worker], self.workers[worker].address)
-                    running = self._running[worker] = Running(self._owner.take(self._todo, worker), time.monotonic())
+                        log.warning(
+                            "%s at %s takes part again",
+                            self.workers[worker],
+                            self.workers[worker].address,
+                        )
+                    running = self._running[worker] = Running(
+                        self._owner.take(self._todo, worker), time.monotonic()
+                    )
                     return self._owner, running
                 self.changed.wait(1.0)
         return None
@@ -247,13 +279,25 @@ class Pool:
         with self.changed:
             if self._running.get(worker) is running:
                 del self._running[worker]
-            if not running.abandoned and lost:  # else its pieces are with others, or not wanted any more
-                log.warning("%s at %s was lost; its work is given to others (%s)", task, task.address, _reason(error))
+            if (
+                not running.abandoned and lost
+            ):  # else its pieces are with others, or not wanted any more
+                log.warning(
+                    "%s at %s was lost; its work is given to others (%s)",
+                    task,
+                    task.address,
+                    _reason(error),
+                )
                 self._give_back(worker, running)
             elif not running.abandoned:
                 self._error = self._error or error
             self.changed.notify_all()
-        while running.abandoned and not lost and self._turn == turn and not answers(task.address, PROBE_SECONDS):
+        while (
+            running.abandoned
+            and not lost
+            and self._turn == turn
+            and not answers(task.address, PROBE_SECONDS)
+        ):
             time.sleep(0.5)
         return lost
 
@@ -262,14 +306,20 @@ class Pool:
         if not isinstance(error, tf.errors.OpError) or isinstance(error, _USER_ERRORS):
             return None
         for server in self._servers:
-            named = server_compat.is_server_failure(error) and f"/job:ps/replica:0/task:{server.index}" in str(error)
+            named = server_compat.is_server_failure(
+                error
+            ) and f"/job:ps/replica:0/task:{server.index}" in str(error)
             if named or not self._answers(server):
                 return server
         return None
 
 
 # What a user's step raises; no lost connection looks like these.
-_USER_ERRORS = (tf.errors.OutOfRangeError, tf.errors.ResourceExhaustedError, tf.errors.UnimplementedError)
+_USER_ERRORS = (
+    tf.errors.OutOfRangeError,
+    tf.errors.ResourceExhaustedError,
+    tf.errors.UnimplementedError,
+)
 
 
 def _reason(error: tf.errors.OpError) -> str:

@@ -16,7 +16,14 @@ from tfdist.train.step import local_replica
 class Predictor:
     """A `predict_function`: rows come back in input order, on every worker."""
 
-    def __init__(self, strategy: tf.distribute.Strategy, placement: Placement, host: str, model: keras.Model, patience: Patience):
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        placement: Placement,
+        host: str,
+        model: keras.Model,
+        patience: Patience,
+    ):
         self._strategy = strategy
         self._placement = placement
         self._host = host
@@ -26,18 +33,25 @@ class Predictor:
 
     def __call__(self, batches: list) -> Any:
         batches = [b if isinstance(b, Batch) else batch_of(b, self._placement) for b in batches]
-        function = self._predict if self.model.run_eagerly else self._graph.get_concrete_function(batches)
+        function = (
+            self._predict if self.model.run_eagerly else self._graph.get_concrete_function(batches)
+        )
         with self._patience.bound():
             return function(batches)
 
     def _predict(self, batches: list[Batch]):
-        outputs = [self._strategy.experimental_local_results(self._strategy.run(self._replica, (b,))) for b in batches]
+        outputs = [
+            self._strategy.experimental_local_results(self._strategy.run(self._replica, (b,)))
+            for b in batches
+        ]
         return tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *(o[0] for o in outputs))
 
     def _replica(self, batch: Batch):
         context = tf.distribute.get_replica_context()
         place = self._placement
-        outputs = self.model.predict_step(replica_rows(batch, local_replica(place), place, self._host))
+        outputs = self.model.predict_step(
+            replica_rows(batch, local_replica(place), place, self._host)
+        )
         if place.replicas == 1:
             return outputs
         per = -(-batch.rows // place.replicas)

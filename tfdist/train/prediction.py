@@ -33,13 +33,17 @@ class RemotePredictor:
 
     def __call__(self, batches: list) -> Any:
         batches = [tensors(batch) for batch in batches]
-        piece = _Prediction([(self._graph(batch), batch) for batch in batches])  # traced here, where an error of the user's model belongs
+        piece = _Prediction(
+            [(self._graph(batch), batch) for batch in batches]
+        )  # traced here, where an error of the user's model belongs
         self._pieces = [p for p in self._pieces if p.outputs is None] + [piece]
         self._pool.submit(self, piece)
         window = 4 * len(self._pool.workers)
         self._pool.wait(lambda: sum(p.outputs is None for p in self._pieces) < window)
         outputs = piece.work[0][0].structured_outputs
-        if not all(isinstance(spec, tf.TensorSpec | tf.Tensor) for spec in tf.nest.flatten(outputs)):
+        if not all(
+            isinstance(spec, tf.TensorSpec | tf.Tensor) for spec in tf.nest.flatten(outputs)
+        ):
             self._pool.wait(lambda: piece.outputs is not None)
             return piece.outputs
         flat = [_Later(self._pool, piece, place) for place in range(len(tf.nest.flatten(outputs)))]
@@ -57,7 +61,11 @@ class RemotePredictor:
             with tf.device(self._host):
                 outputs.append(tf.nest.map_structure(tf.identity, there, expand_composites=True))
         with tf.device(self._host):
-            return tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *outputs) if len(outputs) > 1 else outputs[0]
+            return (
+                tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
+                if len(outputs) > 1
+                else outputs[0]
+            )
 
     def forget(self, worker: int) -> None:
         """Workers keep nothing."""

@@ -33,7 +33,9 @@ class Profile:
         self._running = self._done = False
         self._trace: tf.profiler.experimental.Trace | None = None
         self._before = self._step = 0
-        self._began: int | None = None  # steps that were done when the first epoch of this fit began
+        self._began: int | None = (
+            None  # steps that were done when the first epoch of this fit began
+        )
 
     def begin(self, model: keras.Model, directory: str | None) -> None:
         """A `fit` begins.
@@ -49,9 +51,15 @@ class Profile:
         """An epoch begins; what was interrupted is restored."""
         assert self._model is not None
         optimizer = self._model.optimizer  # a train_step of the user's may need none
-        begun = getattr(self._model.train_function, "steps_done", 0)  # steps that a resumed epoch counts as done
+        begun = getattr(
+            self._model.train_function, "steps_done", 0
+        )  # steps that a resumed epoch counts as done
         counted = self._before + self._step  # at the end of the epoch before
-        self._before = counted if optimizer is None else int(keras.ops.convert_to_numpy(step_counter(optimizer))) - begun  # steps before this epoch
+        self._before = (
+            counted
+            if optimizer is None
+            else int(keras.ops.convert_to_numpy(step_counter(optimizer))) - begun
+        )  # steps before this epoch
         self._step = begun
         if self._began is None:
             self._began = self._before + begun
@@ -64,7 +72,11 @@ class Profile:
         first = self._before + batch + 1
         if first <= self.last and first - 1 + self._per_call() >= self.first and not self._done:
             self._start()
-            self._trace = tf.profiler.experimental.Trace("train", step_num=first, _r=1) if self._running else None
+            self._trace = (
+                tf.profiler.experimental.Trace("train", step_num=first, _r=1)
+                if self._running
+                else None
+            )
             if self._trace:
                 self._trace.__enter__()
 
@@ -81,8 +93,17 @@ class Profile:
         """The `fit` has ended."""
         if self._running:
             self._stop()
-        elif self._directory is not None and not self._done and self._began is not None and self._began < self.last:
-            log.warning("profile: steps %d to %d were not among those that ran; nothing is traced.", self.first, self.last)
+        elif (
+            self._directory is not None
+            and not self._done
+            and self._began is not None
+            and self._began < self.last
+        ):
+            log.warning(
+                "profile: steps %d to %d were not among those that ran; nothing is traced.",
+                self.first,
+                self.last,
+            )
 
     def release(self) -> None:
         """The `fit` is over, perhaps by an error: the profiler ends, with what it has."""
@@ -105,9 +126,14 @@ class Profile:
         """Lets the engine stop before the window, and after each execution in it."""
         assert self._model is not None
         engine, per_call = engine_of(self._model.distribute_strategy), self._per_call()
-        begin = (self.first - 1 - self._before) // per_call * per_call  # a later step would let the execution with the first one run before
+        begin = (
+            (self.first - 1 - self._before) // per_call * per_call
+        )  # a later step would let the execution with the first one run before
         if engine is not None and self._before + self._step < self.last:
-            engine.pause_at(begin if self._step < begin else self._step + 1, f"profile {self.first}..{self.last}")
+            engine.pause_at(
+                begin if self._step < begin else self._step + 1,
+                f"profile {self.first}..{self.last}",
+            )
 
     def _start(self) -> None:
         if self._running or self._directory is None:
@@ -117,8 +143,14 @@ class Profile:
             self._running = True
         except tf.errors.AlreadyExistsError:
             self._done = True
-            log.warning("profile: another profiler runs in this process, so that steps %d to %d are not traced.", self.first, self.last)
-        except Exception as error:  # a trace is not worth a training, which would end on this worker alone
+            log.warning(
+                "profile: another profiler runs in this process, so that steps %d to %d are not traced.",
+                self.first,
+                self.last,
+            )
+        except (
+            Exception
+        ) as error:  # a trace is not worth a training, which would end on this worker alone
             self._failed(error)
 
     def _stop(self) -> None:
@@ -128,11 +160,23 @@ class Profile:
         except Exception as error:  # as above; a full disk, for one
             self._failed(error)
             return
-        log.info("profile of steps %d to %d: %s", self.first, self.last, how_to_look(str(self._directory), find=importlib.util.find_spec))
+        log.info(
+            "profile of steps %d to %d: %s",
+            self.first,
+            self.last,
+            how_to_look(str(self._directory), find=importlib.util.find_spec),
+        )
 
     def _failed(self, error: Exception) -> None:
         self._done = True
-        log.warning("profile: steps %d to %d have no trace in %s: %s: %s", self.first, self.last, self._directory, type(error).__name__, error)
+        log.warning(
+            "profile: steps %d to %d have no trace in %s: %s: %s",
+            self.first,
+            self.last,
+            self._directory,
+            type(error).__name__,
+            error,
+        )
 
 
 def how_to_look(directory: str, find: Callable[[str], object]) -> str:

@@ -32,7 +32,9 @@ class Pulse:
         self._is_chief = is_chief
         plan = chaos.parse(told.chaos) if told.chaos else ()
         journal = read_journal(told.log_dir) if plan and told.log_dir else []
-        self._faults = [fault for fault in chaos.left(plan, journal) if fault.of(told.task, is_chief)]
+        self._faults = [
+            fault for fault in chaos.left(plan, journal) if fault.of(told.task, is_chief)
+        ]
         # Of all tasks, struck or not: workers whose calls differ in length would wait for each other for ever.
         self._pauses = sorted(fault.step for fault in plan if fault.step is not None)
         self.epoch, self.step = 0, 0
@@ -61,7 +63,11 @@ class Pulse:
         if not self._stepped:
             self._stepped = True
             self._note("stepping")
-        for fault in [fault for fault in self._faults if fault.step is not None and self.total >= fault.step and fault.task]:
+        for fault in [
+            fault
+            for fault in self._faults
+            if fault.step is not None and self.total >= fault.step and fault.task
+        ]:
             self._strike(fault)
 
     def beat(self, phase: str) -> None:
@@ -94,14 +100,27 @@ class Pulse:
         """
         for fault in [fault for fault in self._faults if fault.moment == name]:
             self._strike(fault)
-        full = next((f for f in self._faults if f.verb == "fill disk" and name == "saving" and self.total >= (f.step or 0)), None)
+        full = next(
+            (
+                f
+                for f in self._faults
+                if f.verb == "fill disk" and name == "saving" and self.total >= (f.step or 0)
+            ),
+            None,
+        )
         if full is not None:
             self._strike(full)
             raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} (chaos: {full.text})")
 
     def _strike(self, fault: chaos.Fault) -> None:
         self._faults.remove(fault)
-        self._note(chaos.EVENT, number=fault.number, text=fault.text, pid=os.getpid(), seconds=fault.seconds)
+        self._note(
+            chaos.EVENT,
+            number=fault.number,
+            text=fault.text,
+            pid=os.getpid(),
+            seconds=fault.seconds,
+        )
         if fault.verb in chaos.SIGNALS:
             os.kill(os.getpid(), chaos.SIGNALS[fault.verb])
         elif fault.verb == "hang":
@@ -112,7 +131,16 @@ class Pulse:
 
     def _note(self, event: str, **facts) -> None:
         told = self._told
-        note(told.log_dir, event, task=told.task, attempt=told.attempt, epoch=self.epoch, step=self.step, total=self.total, **facts)
+        note(
+            told.log_dir,
+            event,
+            task=told.task,
+            attempt=told.attempt,
+            epoch=self.epoch,
+            step=self.step,
+            total=self.total,
+            **facts,
+        )
 
 
 def length(data: Any) -> int | None:

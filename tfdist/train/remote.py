@@ -57,7 +57,14 @@ class RemoteRunner:
     """
 
     def __init__(
-        self, pool: Pool, strategy, model: keras.Model, step: Callable, results: Callable[[], dict], called: Callable[[int], None], host: str
+        self,
+        pool: Pool,
+        strategy,
+        model: keras.Model,
+        step: Callable,
+        results: Callable[[], dict],
+        called: Callable[[int], None],
+        host: str,
     ):
         self._pool, self._strategy, self._called, self._host = pool, strategy, called, host
         self.model, self._step, self._results = model, step, results
@@ -77,7 +84,9 @@ class RemoteRunner:
 
     def _begin_epoch(self) -> None:
         self.logs: dict[str, Any] = {}
-        self._pieces: list[Piece] = []  # those that Keras has not asked for, where only its end tells the length of the data
+        self._pieces: list[
+            Piece
+        ] = []  # those that Keras has not asked for, where only its end tells the length of the data
         self._waiting = 0  # pieces that are not done
         self._calls = 0
         self._total: np.ndarray | None = None  # of what pieces brought since the last look
@@ -100,7 +109,12 @@ class RemoteRunner:
                 self._issue(Piece(self._calls, 1, [tensors(data)]))
             self.settle()
         self._calls += 1
-        if not self.logs or self.watch.exact or time.monotonic() - self._looked > REFRESH_SECONDS or not isinstance(iterator, Pass):
+        if (
+            not self.logs
+            or self.watch.exact
+            or time.monotonic() - self._looked > REFRESH_SECONDS
+            or not isinstance(iterator, Pass)
+        ):
             self._pool.wait(lambda: self._last is not None)
             self._look()
         self._called(self._calls * self.model.steps_per_execution)
@@ -120,7 +134,9 @@ class RemoteRunner:
             self._until_the_end(batches, steps, window)
             return
         else:
-            steps = steps if batches.length is None else min(steps, batches.length - batches.position)
+            steps = (
+                steps if batches.length is None else min(steps, batches.length - batches.position)
+            )
             if steps <= 0 or self._ended is not None:
                 raise StopIteration
             self._issue_numbers(batches, steps)
@@ -166,7 +182,11 @@ class RemoteRunner:
         self.settle()
         results = self._look()
         counter = self._counter()
-        if counter is not None and self._updates and int(counter.numpy()) != self._base + self._updates:  # a step ran twice
+        if (
+            counter is not None
+            and self._updates
+            and int(counter.numpy()) != self._base + self._updates
+        ):  # a step ran twice
             counter.assign(self._base + self._updates)
         if len(self._seeds):
             deltas.next_seeds(self.model, self._steps)
@@ -184,7 +204,9 @@ class RemoteRunner:
             position = 0
             for variable in self.model.metrics_variables:
                 size = int(np.prod(variable.shape))
-                part = tf.cast(tf.reshape(total[position : position + size], variable.shape), variable.dtype)
+                part = tf.cast(
+                    tf.reshape(total[position : position + size], variable.shape), variable.dtype
+                )
                 variable.assign(variable + part)
                 position += size
         results = self._results()
@@ -200,12 +222,22 @@ class RemoteRunner:
     def take(self, pieces: collections.deque, worker: int) -> list[Piece]:
         """The next pieces for a worker: neighbours, and none before where its iterator is, if others are left."""
         position = self._iterators[worker][2] if worker in self._iterators else 0
-        start = next((i for i, p in enumerate(pieces) if p.batches is not None or p.first >= position), 0)
+        start = next(
+            (i for i, p in enumerate(pieces) if p.batches is not None or p.first >= position), 0
+        )
         fed = pieces[start].batches is not None
-        most = min(-(-len(pieces) // len(self._pool.workers)), FED_GROUP if fed else LARGEST_GROUP, self._group)
+        most = min(
+            -(-len(pieces) // len(self._pool.workers)),
+            FED_GROUP if fed else LARGEST_GROUP,
+            self._group,
+        )
         taken = [pieces[start]]
         del pieces[start]
-        while len(taken) < most and start < len(pieces) and pieces[start].first == taken[-1].first + taken[-1].steps:
+        while (
+            len(taken) < most
+            and start < len(pieces)
+            and pieces[start].first == taken[-1].first + taken[-1].steps
+        ):
             taken.append(pieces[start])
             del pieces[start]
         return taken
@@ -216,18 +248,26 @@ class RemoteRunner:
         graph = pieces[0].graph
         index = pieces[0].first - self._origin
         if pieces[0].batches is None:
-            return self._execute_there(worker, pieces, graph, self._here(index), call), time.monotonic() - began
+            return self._execute_there(
+                worker, pieces, graph, self._here(index), call
+            ), time.monotonic() - began
         batches, parts = [b for piece in pieces for b in piece.batches or []], []
         for run in _alike(batches) if graph.stacks else [[b] for b in batches]:
             with tf.device(self._host):  # as `_here` says
-                data = tf.nest.map_structure(lambda *x: None if x[0] is None else tf.stack(x), *run) if graph.stacks else run[0]
+                data = (
+                    tf.nest.map_structure(lambda *x: None if x[0] is None else tf.stack(x), *run)
+                    if graph.stacks
+                    else run[0]
+                )
             parts.append(call(graph.function, data, self._here(index), self._seeds).numpy())
             index += len(run)
         size = self._size()
         total = np.concatenate([np.sum([part[:size] for part in parts], 0), parts[-1][size:]])
         return total, time.monotonic() - began
 
-    def _execute_there(self, worker: int, pieces: list[Piece], graph, index, call: Callable) -> np.ndarray:
+    def _execute_there(
+        self, worker: int, pieces: list[Piece], graph, index, call: Callable
+    ) -> np.ndarray:
         batches = self._pass
         assert batches is not None
         owner, iterator, position = self._iterators.pop(worker, (None, None, 0))
@@ -282,7 +322,10 @@ class RemoteRunner:
         return self._graphs[kind]
 
     def _trace(self, piece: Piece) -> _Graph:
-        number, seeds = tf.TensorSpec([], tf.int64), tf.TensorSpec(self._seeds.shape, self._seeds.dtype)
+        number, seeds = (
+            tf.TensorSpec([], tf.int64),
+            tf.TensorSpec(self._seeds.shape, self._seeds.dtype),
+        )
         if piece.batches is None:
             assert self._pass is not None
             spec = self._pass.stream.element_spec
@@ -291,14 +334,20 @@ class RemoteRunner:
                 return iter(tf.data.experimental.from_variant(dataset_variant(graph), spec))
 
             opener = function_of(open_iterator).get_concrete_function(tf.TensorSpec([], tf.string))
-            concrete = function_of(self._there).get_concrete_function(tf.data.IteratorSpec(spec), number, number, number, seeds)
+            concrete = function_of(self._there).get_concrete_function(
+                tf.data.IteratorSpec(spec), number, number, number, seeds
+            )
             return _Graph(concrete, opener=opener)
         specs = any_rows(piece.batches[0])
         stacks = all(x is None or isinstance(x, tf.TensorSpec) for x in tf.nest.flatten(specs))
         if not stacks:
             return _Graph(function_of(self._one).get_concrete_function(specs, number, seeds))
-        specs = tf.nest.map_structure(lambda s: None if s is None else tf.TensorSpec([None, *s.shape], s.dtype), specs)
-        return _Graph(function_of(self._fed).get_concrete_function(specs, number, seeds), stacks=True)
+        specs = tf.nest.map_structure(
+            lambda s: None if s is None else tf.TensorSpec([None, *s.shape], s.dtype), specs
+        )
+        return _Graph(
+            function_of(self._fed).get_concrete_function(specs, number, seeds), stacks=True
+        )
 
     def _there(self, iterator, skip, steps, index, seeds):
         """Skips batches, then runs steps on the next ones, fewer where the data ends."""
@@ -316,18 +365,29 @@ class RemoteRunner:
                 following = iterator.get_next_as_optional()
             with tf.control_dependencies([following.has_value()]):
                 waited = tf.timestamp() - began
-            return following, result + tf.one_hot(2, tf.size(result), waited, tf.zeros([], tf.float64))
+            return following, result + tf.one_hot(
+                2, tf.size(result), waited, tf.zeros([], tf.float64)
+            )
 
         def body(i, result, following):
             result = self._add(result, self._one(following.get_value(), index + i, seeds))
-            return i + 1, *tf.cond(i + 1 < steps, lambda: read(result), lambda: (following, result))[::-1]
+            return i + 1, *tf.cond(
+                i + 1 < steps, lambda: read(result), lambda: (following, result)
+            )[::-1]
 
         following, result = read(tf.zeros([self._size()], tf.float64))
-        return self._loop(lambda i, result, following: (i < steps) & following.has_value(), body, result, following)
+        return self._loop(
+            lambda i, result, following: (i < steps) & following.has_value(),
+            body,
+            result,
+            following,
+        )
 
     def _fed(self, stacked, index, seeds):
         """One step on each of some batches of equal shape, `[batches, rows, ...]`."""
-        count = next(tf.shape(x, out_type=tf.int64)[0] for x in tf.nest.flatten(stacked) if x is not None)
+        count = next(
+            tf.shape(x, out_type=tf.int64)[0] for x in tf.nest.flatten(stacked) if x is not None
+        )
 
         def body(i, result):
             data = tf.nest.map_structure(lambda x: None if x is None else x[i], stacked)
@@ -336,9 +396,15 @@ class RemoteRunner:
         return self._loop(lambda i, result: i < count, body, tf.zeros([self._size()], tf.float64))
 
     def _loop(self, condition, body, result, *more):
-        specs = [tf.TensorSpec([], tf.int64), tf.TensorSpec([None], tf.float64), *(tf.type_spec_from_value(x) for x in more)]
+        specs = [
+            tf.TensorSpec([], tf.int64),
+            tf.TensorSpec([None], tf.float64),
+            *(tf.type_spec_from_value(x) for x in more),
+        ]
         start = [tf.zeros([], tf.int64), result, *more]
-        return tf.while_loop(condition, body, start, shape_invariants=specs, parallel_iterations=1)[1]
+        return tf.while_loop(condition, body, start, shape_invariants=specs, parallel_iterations=1)[
+            1
+        ]
 
     def _one(self, data, index, seeds):
         """One step: `[steps, rows, waited, updates, metric deltas ..., logs ...]`, float64."""
@@ -347,12 +413,26 @@ class RemoteRunner:
             logs = self._strategy.run(self._step, args=(data,))
         *sums, updates = added
         if not isinstance(logs, dict):
-            raise TypeError(f"{self._step.__qualname__} returned {type(logs).__name__}; expected a dict of names and numbers.")
+            raise TypeError(
+                f"{self._step.__qualname__} returned {type(logs).__name__}; expected a dict of names and numbers."
+            )
         logs = _flat(logs)
         self._keys = list(logs)
         means = [tf.reduce_mean(tf.cast(value, tf.float64)) for value in logs.values()]
-        head = [tf.ones([], tf.float64), tf.cast(count_rows(data), tf.float64), tf.zeros([], tf.float64), tf.cast(updates, tf.float64)]
-        return tf.concat([head, *(tf.reshape(tf.cast(s, tf.float64), [-1]) for s in sums), tf.reshape(means, [-1])], 0)
+        head = [
+            tf.ones([], tf.float64),
+            tf.cast(count_rows(data), tf.float64),
+            tf.zeros([], tf.float64),
+            tf.cast(updates, tf.float64),
+        ]
+        return tf.concat(
+            [
+                head,
+                *(tf.reshape(tf.cast(s, tf.float64), [-1]) for s in sums),
+                tf.reshape(means, [-1]),
+            ],
+            0,
+        )
 
     def _add(self, result, added):
         """Sums, but for the logs behind them, of which the last step's count."""
@@ -380,7 +460,11 @@ class _Graph:
 
 def _flat(logs: dict) -> dict:
     """Logs with those of metrics that have several results, such as `compile_metrics`, side by side, as Keras shows them."""
-    return dict(pair for name, value in logs.items() for pair in (_flat(value) if isinstance(value, dict) else {name: value}).items())
+    return dict(
+        pair
+        for name, value in logs.items()
+        for pair in (_flat(value) if isinstance(value, dict) else {name: value}).items()
+    )
 
 
 def function_of(body: Callable):

@@ -30,20 +30,30 @@ def save(model: Any, engine: Hooks, store: Store) -> list[str]:
     rows = state.rows_of_model(model)
     if not rows:
         return []
-    number, token = (int(x) for x in engine.chief_says([float(store.next()), float(secrets.randbits(48))]))
+    number, token = (
+        int(x) for x in engine.chief_says([float(store.next()), float(secrets.randbits(48))])
+    )
     _, first = engine.replicas()
     everyone = engine.everyone_says([float(first)])
-    paths = [store.rows_path(number, f"{token:x}", rank, len(everyone)) for rank in range(len(everyone))]
+    paths = [
+        store.rows_path(number, f"{token:x}", rank, len(everyone)) for rank in range(len(everyone))
+    ]
     failure = None
     try:
         store.write_rows(paths[everyone.index([float(first)])], Snapshot(rows, {"first": first}))
     except OSError as error:
         failure = error
-    failed = [rank for rank, said in enumerate(engine.everyone_says([float(failure is not None)])) if said[0]]
+    failed = [
+        rank
+        for rank, said in enumerate(engine.everyone_says([float(failure is not None)]))
+        if said[0]
+    ]
     if failure is not None:
         raise failure
     if failed:
-        raise OSError(f"{store.directory}: worker {failed[0]} could not write its part of snapshot-{number}; its log has the cause. The snapshots that are there stay.")
+        raise OSError(
+            f"{store.directory}: worker {failed[0]} could not write its part of snapshot-{number}; its log has the cause. The snapshots that are there stay."
+        )
     return [os.path.basename(path) for path in paths]
 
 

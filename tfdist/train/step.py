@@ -16,7 +16,12 @@ import keras
 import tensorflow as tf
 
 from tfdist.data.rows import count_rows
-from tfdist.keras_compat import combined_weight, layer_state, local_component, scale_loss_for_distribution
+from tfdist.keras_compat import (
+    combined_weight,
+    layer_state,
+    local_component,
+    scale_loss_for_distribution,
+)
 from tfdist.parallel.placement import Placement
 from tfdist.train.feed import Batch, replica_rows
 
@@ -26,7 +31,9 @@ _scope = threading.local()
 _SEED_STRIDE = 104_729
 
 
-def run_replica(step: Callable, model: keras.Model, batch: Batch, placement: Placement, host: str, even: bool) -> Any:
+def run_replica(
+    step: Callable, model: keras.Model, batch: Batch, placement: Placement, host: str, even: bool
+) -> Any:
     """Runs `step` on this replica's rows; called in replica context.
 
     Args:
@@ -50,7 +57,10 @@ def run_replica(step: Callable, model: keras.Model, batch: Batch, placement: Pla
             return step(data)
     rows = count_rows(data)
     total = context.all_reduce("SUM", rows) if batch.rows is None else batch.rows
-    with _weight((tf.cast(rows, tf.float32), tf.cast(total, tf.float32))), _own_seeds(model, replica, local):
+    with (
+        _weight((tf.cast(rows, tf.float32), tf.cast(total, tf.float32))),
+        _own_seeds(model, replica, local),
+    ):
         with _unchanged_if(tf.equal(rows, 0), model, local):
             return step(data)
 
@@ -108,7 +118,12 @@ def unscale_loss(keras_function: Callable, value):
 
 
 def reduce_weighted_values(
-    keras_function: Callable, values, sample_weight=None, mask=None, reduction="sum_over_batch_size", dtype=None
+    keras_function: Callable,
+    values,
+    sample_weight=None,
+    mask=None,
+    reduction="sum_over_batch_size",
+    dtype=None,
 ):
     """Keras' mean over one replica's weights or unmasked values becomes its share of the mean over all replicas'.
 
@@ -117,17 +132,29 @@ def reduce_weighted_values(
     """
     loss = keras_function(values, sample_weight, mask, reduction, dtype)
     replicas = tf.distribute.get_strategy().num_replicas_in_sync
-    if replicas > 1 and tf.convert_to_tensor(values).shape.rank == 0 and reduction not in (None, "none", "sum"):
-        return scale_loss_for_distribution(loss)  # reduced by the user's own function: Keras scales only what it reduces
+    if (
+        replicas > 1
+        and tf.convert_to_tensor(values).shape.rank == 0
+        and reduction not in (None, "none", "sum")
+    ):
+        return scale_loss_for_distribution(
+            loss
+        )  # reduced by the user's own function: Keras scales only what it reduces
     masked = mask is not None and reduction in ("sum_over_batch_size", "mean")
-    weighted = reduction == "mean_with_sample_weight" and (mask is not None or sample_weight is not None)
+    weighted = reduction == "mean_with_sample_weight" and (
+        mask is not None or sample_weight is not None
+    )
     if replicas == 1 or not (masked or weighted):
         return loss
     weights = mask if masked else combined_weight(sample_weight, mask, loss.dtype, reduction)
     own = tf.reduce_sum(tf.cast(weights, loss.dtype))
     total = tf.distribute.get_replica_context().all_reduce("SUM", own)
     # Keras divided by `own` and weighed by rows / total rows; the mean over all replicas divides by `total`.
-    return loss * tf.math.divide_no_nan(own, total) * tf.cast(tf.math.divide_no_nan(1.0, own_weight(replicas)), loss.dtype)
+    return (
+        loss
+        * tf.math.divide_no_nan(own, total)
+        * tf.cast(tf.math.divide_no_nan(1.0, own_weight(replicas)), loss.dtype)
+    )
 
 
 def own_weight(replicas: int):
@@ -147,7 +174,9 @@ def own_weight(replicas: int):
 def seed_states(model: keras.Model) -> list[keras.Variable]:
     """The states of the model's seed generators: what is neither a weight nor a metric."""
     known = {id(v) for v in (*model.weights, *model.metrics_variables)}
-    return [v for v in model.non_trainable_variables if id(v) not in known and tuple(v.shape) == (2,)]
+    return [
+        v for v in model.non_trainable_variables if id(v) not in known and tuple(v.shape) == (2,)
+    ]
 
 
 def moving_state(model: keras.Model) -> list[keras.Variable]:

@@ -32,7 +32,12 @@ _SEEDS = {
     "RandomDatasetV2": (0, 1),
 }
 # Resources that a worker makes for itself where it does not find the coordinator's.
-_OWN_RESOURCES = {"ShuffleDatasetV3": 4, "ShuffleAndRepeatDatasetV2": 5, "CacheDatasetV2": 2, "RandomDatasetV2": 2}
+_OWN_RESOURCES = {
+    "ShuffleDatasetV3": 4,
+    "ShuffleAndRepeatDatasetV2": 5,
+    "CacheDatasetV2": 2,
+    "RandomDatasetV2": 2,
+}
 
 
 class Stream:
@@ -46,7 +51,14 @@ class Stream:
         seed: Of what the user left unseeded.
     """
 
-    def __init__(self, dataset: tf.data.Dataset, host: str, by_workers: bool, symbolic_first: bool, seed: int | None):
+    def __init__(
+        self,
+        dataset: tf.data.Dataset,
+        host: str,
+        by_workers: bool,
+        symbolic_first: bool,
+        seed: int | None,
+    ):
         self.element_spec = dataset.element_spec
         self.symbolic_first = symbolic_first
         self._host = host
@@ -159,7 +171,9 @@ def _graph(dataset: tf.data.Dataset) -> bytes | None:
         return None
     variant = tf.data.experimental.to_variant(dataset.prefetch(PREFETCH).with_options(_options()))
     try:
-        graph = tf.raw_ops.DatasetToGraphV2(input_dataset=variant, external_state_policy=1, strip_device_assignment=True).numpy()
+        graph = tf.raw_ops.DatasetToGraphV2(
+            input_dataset=variant, external_state_policy=1, strip_device_assignment=True
+        ).numpy()
     except tf.errors.OpError:
         return None
     return graph if movable(graph) else None
@@ -176,7 +190,10 @@ def movable(graph: bytes) -> bool:
     for node in _nodes(definition):
         if "PyFunc" in node.op or node.op == "VarHandleOp":  # a variable would stay as it is now
             return False
-        handle = node.op == "Const" and node.attr["dtype"].type in (tf.resource.as_datatype_enum, tf.variant.as_datatype_enum)
+        handle = node.op == "Const" and node.attr["dtype"].type in (
+            tf.resource.as_datatype_enum,
+            tf.variant.as_datatype_enum,
+        )
         if handle and node.name not in own:
             return False
     return True
@@ -194,7 +211,10 @@ def settled(graph: bytes, seed: int, number: int) -> bytes:
         A serialized GraphDef.
     """
     definition = tf.compat.v1.GraphDef.FromString(graph)
-    for nodes, reference in [(definition.node, "{}"), *((f.node_def, "{}:output:0") for f in definition.library.function)]:
+    for nodes, reference in [
+        (definition.node, "{}"),
+        *((f.node_def, "{}:output:0") for f in definition.library.function),
+    ]:
         constants = {node.name: node for node in nodes if node.op == "Const"}
         for node in list(nodes):
             if "deterministic" in node.attr and node.attr["deterministic"].s == b"false":
@@ -206,18 +226,28 @@ def settled(graph: bytes, seed: int, number: int) -> bytes:
                 given = [_constant(constants, node.input[i]) for i in places]
                 if None in given:
                     continue  # computed: by the user, or by TensorFlow from its global seed
-                again = "reshuffle_each_iteration" in node.attr and not node.attr["reshuffle_each_iteration"].b
+                again = (
+                    "reshuffle_each_iteration" in node.attr
+                    and not node.attr["reshuffle_each_iteration"].b
+                )
                 drawn = _draw(*(given if any(given) else (seed, node.name)), 0 if again else number)
                 for place, value in zip(places, drawn, strict=True):
-                    node.input[place] = reference.format(_add_constant(nodes, f"{node.name}/tfdist_seed_{place}", value))
+                    node.input[place] = reference.format(
+                        _add_constant(nodes, f"{node.name}/tfdist_seed_{place}", value)
+                    )
             elif "seed" in node.attr and "seed2" in node.attr:  # a random operation in a map
                 given = [node.attr["seed"].i, node.attr["seed2"].i]
-                node.attr["seed"].i, node.attr["seed2"].i = _draw(*(given if any(given) else (seed, node.name)), number)
+                node.attr["seed"].i, node.attr["seed2"].i = _draw(
+                    *(given if any(given) else (seed, node.name)), number
+                )
     return definition.SerializeToString()
 
 
 def _nodes(definition) -> list:
-    return [*definition.node, *(node for function in definition.library.function for node in function.node_def)]
+    return [
+        *definition.node,
+        *(node for function in definition.library.function for node in function.node_def),
+    ]
 
 
 def _name(reference: str) -> str:
@@ -239,4 +269,6 @@ def _add_constant(nodes, name: str, value: int) -> str:
 def _draw(*what: Any) -> tuple[int, int]:
     """Two seeds that follow from anything, never both 0."""
     digest = hashlib.blake2b(repr(what).encode(), digest_size=8).digest()
-    return int.from_bytes(digest[:4], "little") % 2**31, 1 + int.from_bytes(digest[4:], "little") % (2**31 - 1)
+    return int.from_bytes(digest[:4], "little") % 2**31, 1 + int.from_bytes(
+        digest[4:], "little"
+    ) % (2**31 - 1)

@@ -47,14 +47,18 @@ class Sync:
             Results by name, and the notes of all workers, `[workers, n]`.
         """
         told = tf.constant(note, tf.float64)
-        function = self._function(f"metrics {len(note)}", self._model.metrics_variables, self._metrics, told)
+        function = self._function(
+            f"metrics {len(note)}", self._model.metrics_variables, self._metrics, told
+        )
         with self._bound():
             results, notes = function(told)
         return {name: value.numpy() for name, value in results.items()}, notes.numpy()
 
     def values(self, variables: Sequence[keras.Variable]) -> list[np.ndarray]:
         """The values of variables that all replicas share, copied to the host; one call for all of them takes a third of the time of one for each."""
-        read = self._function("values", variables, lambda: [tf.identity(v.value) for v in variables])
+        read = self._function(
+            "values", variables, lambda: [tf.identity(v.value) for v in variables]
+        )
         return [value.numpy() for value in read()]
 
     def forget(self) -> None:
@@ -65,7 +69,9 @@ class Sync:
         """Variables of which each replica has a part, such as the metrics', over all replicas, float64."""
         if not variables:
             return []
-        function = self._function(f"totals {variables[0].path}", variables, lambda: self._totals(variables))
+        function = self._function(
+            f"totals {variables[0].path}", variables, lambda: self._totals(variables)
+        )
         with self._bound():
             return [value.numpy() for value in function()]
 
@@ -75,19 +81,30 @@ class Sync:
         with self._strategy.scope():
             for variable, total in zip(variables, totals, strict=True):
                 for local in range(self._placement.local_replicas):
-                    first = self._placement.first_replica + local == 0 or variable.aggregation != "sum"
+                    first = (
+                        self._placement.first_replica + local == 0 or variable.aggregation != "sum"
+                    )
                     copy = local_component(variable, local)
                     copy.assign(tf.cast(total if first else np.zeros_like(total), copy.dtype))
 
     def fingerprint(self) -> float:
         """A number that differs, in all likelihood, between workers whose weights differ; 0 where there is one worker."""
-        weights = [v for v in self._model.trainable_variables if not hasattr(v, "tfdist_shape")]  # of sharded ones each has another part
+        weights = [
+            v for v in self._model.trainable_variables if not hasattr(v, "tfdist_shape")
+        ]  # of sharded ones each has another part
 
         def total():
-            sums = [tf.reduce_sum(tf.cast(local_component(v, 0), tf.float64)) * (1 + i % 7) for i, v in enumerate(weights)]
+            sums = [
+                tf.reduce_sum(tf.cast(local_component(v, 0), tf.float64)) * (1 + i % 7)
+                for i, v in enumerate(weights)
+            ]
             return tf.add_n(sums)
 
-        return float(self._function("fingerprint", weights, total)()) if weights and self._placement.workers > 1 else 0.0
+        return (
+            float(self._function("fingerprint", weights, total)())
+            if weights and self._placement.workers > 1
+            else 0.0
+        )
 
     def mean(self, logs) -> dict:
         """The replicas' mean of what a step returned."""
@@ -98,10 +115,14 @@ class Sync:
 
         key = tuple(logs)
         if key not in self._means:
-            self._means[key] = tf.function(lambda logs: self._strategy.run(reduce, args=(logs,)), autograph=False)
+            self._means[key] = tf.function(
+                lambda logs: self._strategy.run(reduce, args=(logs,)), autograph=False
+            )
         with self._bound():
             means = self._means[key](logs)
-        return dict(zip(logs, self._strategy.experimental_local_results(means)[0].numpy(), strict=True))
+        return dict(
+            zip(logs, self._strategy.experimental_local_results(means)[0].numpy(), strict=True)
+        )
 
     def meet(self) -> None:
         """Gives every replica one state, before somebody looks at it: also where each trains by itself for some steps."""
@@ -115,7 +136,9 @@ class Sync:
 
     def _meet(self) -> bool:
         with self._bound():
-            return self._strategy.tfdist_engine.merging.meet(getattr(self._model, "optimizer", None))
+            return self._strategy.tfdist_engine.merging.meet(
+                getattr(self._model, "optimizer", None)
+            )
 
     def settle(self) -> None:
         """Gives every replica the mean of the replicas' moving statistics."""
@@ -125,24 +148,39 @@ class Sync:
             with self._bound():
                 function()
 
-    def _function(self, kind: str, variables: Sequence[keras.Variable], body: Callable, *given: tf.Tensor) -> Callable:
+    def _function(
+        self, kind: str, variables: Sequence[keras.Variable], body: Callable, *given: tf.Tensor
+    ) -> Callable:
         """A traced function of some variables, made anew where they are others; called in a third of a `tf.function`'s time."""
         known, function = self._functions.get(kind, ([], None))
-        if function is None or len(known) != len(variables) or any(a is not b for a, b in zip(known, variables, strict=True)):
+        if (
+            function is None
+            or len(known) != len(variables)
+            or any(a is not b for a, b in zip(known, variables, strict=True))
+        ):
             function = tf.function(body, autograph=False).get_concrete_function(*given)
-            self._functions[kind] = list(variables), function  # kept, so that none can come to another's place in memory
+            self._functions[kind] = (
+                list(variables),
+                function,
+            )  # kept, so that none can come to another's place in memory
         return function
 
     def _totals(self, variables: Sequence[keras.Variable]):
         def gather():
             replica = tf.distribute.get_replica_context().replica_id_in_sync_group
             local = local_replica(self._placement)
-            parts = [_share_of(v, local_component(v, local), replica, self._placement.replicas) for v in variables]
+            parts = [
+                _share_of(v, local_component(v, local), replica, self._placement.replicas)
+                for v in variables
+            ]
             return _all_sum(tf.concat(parts, 0), self._placement.replicas)
 
         total = self._strategy.experimental_local_results(self._strategy.run(gather))[0]
         sizes = [int(np.prod(v.shape)) for v in variables]
-        return [tf.reshape(part, v.shape) for part, v in zip(tf.split(total, sizes), variables, strict=True)]
+        return [
+            tf.reshape(part, v.shape)
+            for part, v in zip(tf.split(total, sizes), variables, strict=True)
+        ]
 
     def _metrics(self, note):
         variables = self._model.metrics_variables
@@ -150,17 +188,24 @@ class Sync:
         def gather():
             replica = tf.distribute.get_replica_context().replica_id_in_sync_group
             local = local_replica(self._placement)
-            parts = [_share_of(v, local_component(v, local), replica, self._placement.replicas) for v in variables]
+            parts = [
+                _share_of(v, local_component(v, local), replica, self._placement.replicas)
+                for v in variables
+            ]
             parts.append(_row(note, replica, self._placement))
             return _all_sum(tf.concat(parts, 0), self._placement.replicas)
 
         total = self._strategy.experimental_local_results(self._strategy.run(gather))[0]
         sizes = [int(np.prod(v.shape)) for v in variables]
         *flat, notes = tf.split(total, [*sizes, self._placement.workers * note.shape[0]])
-        values = [tf.cast(tf.reshape(f, v.shape), v.dtype) for f, v in zip(flat, variables, strict=True)]
+        values = [
+            tf.cast(tf.reshape(f, v.shape), v.dtype) for f, v in zip(flat, variables, strict=True)
+        ]
         with keras.StatelessScope(state_mapping=list(zip(variables, values, strict=True))):
             results = self._model.get_metrics_result()
-        return tf.nest.map_structure(tf.convert_to_tensor, results), tf.reshape(notes, [self._placement.workers, -1])
+        return tf.nest.map_structure(tf.convert_to_tensor, results), tf.reshape(
+            notes, [self._placement.workers, -1]
+        )
 
     def _settle(self):
         def average():
@@ -168,7 +213,9 @@ class Sync:
             copies = [local_component(v, local) for v in moving_state(self._model)]
             flat = tf.concat([tf.reshape(tf.cast(v, tf.float64), [-1]) for v in copies], 0)
             mean = _all_sum(flat, self._placement.replicas) / self._placement.replicas
-            for v, part in zip(copies, tf.split(mean, [int(np.prod(v.shape)) for v in copies]), strict=True):
+            for v, part in zip(
+                copies, tf.split(mean, [int(np.prod(v.shape)) for v in copies]), strict=True
+            ):
                 v.assign(tf.cast(tf.reshape(part, v.shape), v.dtype))
 
         self._strategy.run(average)
@@ -182,7 +229,10 @@ def compare(notes: np.ndarray, placement: Placement) -> None:
         placement: Names of the workers.
     """
     remedies = (
-        ("steps in this epoch", "Give every worker data of the same length, or set steps_per_epoch."),
+        (
+            "steps in this epoch",
+            "Give every worker data of the same length, or set steps_per_epoch.",
+        ),
         (
             "global batches",
             "Every worker must build the same data in the same order, of which tfdist takes its rows: pass a seed to "

@@ -22,10 +22,14 @@ def write_images(directory, classes=3, each=9):
     for label in range(classes):
         (directory / f"class-{label}").mkdir(parents=True)
         for number in range(each):
-            pixels = np.random.default_rng(each * label + number).integers(0, 255, (12 + number, 10, 3), np.uint8)
+            pixels = np.random.default_rng(each * label + number).integers(
+                0, 255, (12 + number, 10, 3), np.uint8
+            )
             stored = tf.io.encode_jpeg(pixels).numpy()
             is_broken = each * label + number == BROKEN
-            (directory / f"class-{label}" / f"{number}.jpg").write_bytes(stored[:100] if is_broken else stored)
+            (directory / f"class-{label}" / f"{number}.jpg").write_bytes(
+                stored[:100] if is_broken else stored
+            )
 
 
 def write_records(directory, lengths):
@@ -44,7 +48,9 @@ def images(ignore_errors=1):
         image = tf.image.resize(tf.cast(image, tf.float32), [8, 8])
         return tf.image.stateless_random_flip_left_right(image, seed), label
 
-    return pipeline(image_folder(DIRECTORY / "images"), 6, transform=small, ignore_errors=ignore_errors)
+    return pipeline(
+        image_folder(DIRECTORY / "images"), 6, transform=small, ignore_errors=ignore_errors
+    )
 
 
 def all_images():
@@ -56,7 +62,13 @@ def random_records():
 
 
 def stream():
-    return pipeline(records(DIRECTORY / "records", access="stream"), 12, shuffle=40, tail="pad", transform=lambda x: (x, 0))
+    return pipeline(
+        records(DIRECTORY / "records", access="stream"),
+        12,
+        shuffle=40,
+        tail="pad",
+        transform=lambda x: (x, 0),
+    )
 
 
 def slow_stream():
@@ -69,7 +81,9 @@ def slow_stream():
 
         return tf.ensure_shape(tf.numpy_function(wait, [record], tf.string), [])
 
-    return pipeline(records(DIRECTORY / "records", access="stream"), 12, transform=slow, shuffle=30, threads=1)
+    return pipeline(
+        records(DIRECTORY / "records", access="stream"), 12, transform=slow, shuffle=30, threads=1
+    )
 
 
 @dataclasses.dataclass
@@ -90,12 +104,19 @@ class Defective:
         def wrong(step, share):
             epoch = tf.numpy_function(lambda: np.int64(epochs.next - 1), [], tf.int64)
             numbers = tf.concat([share.numbers[:1], stolen, share.numbers[2:]], 0)
-            return share._replace(numbers=tf.where((epoch == 1) & (step == 2), numbers, share.numbers))
+            return share._replace(
+                numbers=tf.where((epoch == 1) & (step == 2), numbers, share.numbers)
+            )
 
         return shares.enumerate().map(wrong)
 
 
 def defective():
     source = Source.of((np.arange(40, dtype=np.float32), np.arange(40) % 4))
-    source = dataclasses.replace(source, describe=lambda number: tf.strings.join(["row ", tf.strings.as_string(number), " of an array"]))
+    source = dataclasses.replace(
+        source,
+        describe=lambda number: tf.strings.join(
+            ["row ", tf.strings.as_string(number), " of an array"]
+        ),
+    )
     return Defective(pipeline(source, 8))

@@ -53,18 +53,31 @@ def loss(y, y_pred):
 def main(directory, save_freq="3", name="auto"):
     root, pace = pathlib.Path(directory), float(os.environ.get("CHAOTIC_PACE", "0"))
     if name == "mirrored":
-        tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2)
-    strategy = tfdist.make_strategy(name, **({"devices": ["CPU:0", "CPU:1"]} if name == "mirrored" else {}))
+        tf.config.set_logical_device_configuration(
+            tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
+        )
+    strategy = tfdist.make_strategy(
+        name, **({"devices": ["CPU:0", "CPU:1"]} if name == "mirrored" else {})
+    )
     from tfdist import data
 
     keras.utils.set_random_seed(1)
     x = np.random.default_rng(0).normal(size=(EXAMPLES, 5)).astype(np.float32)
     y = np.stack([x.sum(axis=1), np.arange(1, EXAMPLES + 1)], 1).astype(np.float32)
     with strategy.scope():
-        model = keras.Sequential([keras.Input([5]), keras.layers.Dense(6, "relu"), keras.layers.Dropout(0.0 if pace else 0.1, seed=4), keras.layers.Dense(1)])
+        model = keras.Sequential(
+            [
+                keras.Input([5]),
+                keras.layers.Dense(6, "relu"),
+                keras.layers.Dropout(0.0 if pace else 0.1, seed=4),
+                keras.layers.Dense(1),
+            ]
+        )
         model.compile(keras.optimizers.Adam(0.01), loss, metrics=[Seen()])
     callbacks = [
-        tfdist.BackupAndRestore(root / "backup", save_freq=int(save_freq) if save_freq.isdecimal() else save_freq),
+        tfdist.BackupAndRestore(
+            root / "backup", save_freq=int(save_freq) if save_freq.isdecimal() else save_freq
+        ),
         keras.callbacks.EarlyStopping("val_loss", patience=9),
         keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=10.0),
         keras.callbacks.CSVLogger(root / "log.csv"),
@@ -74,8 +87,15 @@ def main(directory, save_freq="3", name="auto"):
         callbacks.append(Pace(pace, root / "hurry"))
     train, test = data.pipeline((x, y), BATCH, seed=3), data.pipeline((x[:30], y[:30]), BATCH)
     history = model.fit(train, epochs=EPOCHS, validation_data=test, callbacks=callbacks, verbose=0)
-    result = {"history": history.history, "epochs": history.epoch, "weights": model.get_weights(), "iterations": int(model.optimizer.iterations.numpy())}
-    (root / f"{os.environ['TFDIST_TASK'].replace(':', '-')}.pickle").write_bytes(pickle.dumps(result))
+    result = {
+        "history": history.history,
+        "epochs": history.epoch,
+        "weights": model.get_weights(),
+        "iterations": int(model.optimizer.iterations.numpy()),
+    }
+    (root / f"{os.environ['TFDIST_TASK'].replace(':', '-')}.pickle").write_bytes(
+        pickle.dumps(result)
+    )
 
 
 if __name__ == "__main__":

@@ -24,16 +24,27 @@ def train(directory):
     keras.utils.set_random_seed(1)
     strategy = tfdist.make_strategy("one_device", devices="cpu")
     with strategy.scope():
-        model = keras.Sequential([keras.Input([100]), keras.layers.Dense(200), keras.layers.Dense(1)])
+        model = keras.Sequential(
+            [keras.Input([100]), keras.layers.Dense(200), keras.layers.Dense(1)]
+        )
         model.compile(keras.optimizers.Adam(0.001), "mse")
     x = np.random.default_rng(0).normal(size=(8, 100)).astype(np.float32)
     data = tfdist.data.pipeline((x, x[:, :1]), 4, seed=3)
     found = {"error": None, "history": None}
     try:
-        found["history"] = model.fit(data, epochs=EPOCHS, callbacks=[tfdist.BackupAndRestore(directory, delete_checkpoint=False)], verbose=0).history
+        found["history"] = model.fit(
+            data,
+            epochs=EPOCHS,
+            callbacks=[tfdist.BackupAndRestore(directory, delete_checkpoint=False)],
+            verbose=0,
+        ).history
     except Exception as error:
         found["error"] = [type(error).__name__, str(error)]
-    return {**found, "iterations": int(model.optimizer.iterations.numpy()), "files": sorted(os.listdir(directory)) if os.path.isdir(directory) else None}
+    return {
+        **found,
+        "iterations": int(model.optimizer.iterations.numpy()),
+        "files": sorted(os.listdir(directory)) if os.path.isdir(directory) else None,
+    }
 
 
 def mount(*words):
@@ -46,7 +57,9 @@ def main(place, out):
     mount("-t", "tmpfs", "-o", f"size={DISK}", "none", str(place))
     directory, filler = place / "backup", place / "filler"
     size = max(file.stat().st_size for file in pathlib.Path(f"{place}-elsewhere").iterdir())
-    filler.write_bytes(bytes(DISK - size * 5 // 2))  # with two snapshots that are kept, a third finds no room
+    filler.write_bytes(
+        bytes(DISK - size * 5 // 2)
+    )  # with two snapshots that are kept, a third finds no room
     found["full"] = train(directory)
     numbers = Store(directory).numbers()
     facts = [Store.read(Store(directory).path(number)).facts for number in numbers]

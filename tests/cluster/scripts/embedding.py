@@ -34,19 +34,25 @@ RATES = {"sgd": 1.0, "adam": 0.01, "adagrad": 0.1}
 def data():
     """Of an example's ids half are drawn from few, so that batches repeat them; the label follows from the first."""
     rng, shape = np.random.default_rng(0), (BATCH * STEPS, LENGTH)
-    ids = np.where(rng.random(shape) < 0.5, rng.integers(0, ROWS, shape), rng.integers(0, 50, shape))
+    ids = np.where(
+        rng.random(shape) < 0.5, rng.integers(0, ROWS, shape), rng.integers(0, 50, shape)
+    )
     return ids.astype("int32"), (ids[:, :1] % 2).astype("float32")
 
 
 def build(layer):
     inputs = keras.Input((LENGTH,), dtype="int32")
-    return keras.Model(inputs, keras.layers.Dense(1, activation="sigmoid")(keras.layers.Flatten()(layer(inputs))))
+    return keras.Model(
+        inputs, keras.layers.Dense(1, activation="sigmoid")(keras.layers.Flatten()(layer(inputs)))
+    )
 
 
 def loopback_bytes() -> int:
     """Received by the loopback interface since this network namespace began."""
     lines = pathlib.Path("/proc/net/dev").read_text(encoding="ascii").splitlines()
-    (received,) = (line.split(":")[1].split()[0] for line in lines if line.strip().startswith("lo:"))
+    (received,) = (
+        line.split(":")[1].split()[0] for line in lines if line.strip().startswith("lo:")
+    )
     return int(received)
 
 
@@ -69,7 +75,10 @@ class Traffic(keras.callbacks.Callback):
 
     def per_step(self):
         """Bytes and seconds."""
-        return [(end - start) / (STEPS * (EPOCHS - 1)) for start, end in zip(self.start, self.end, strict=True)]
+        return [
+            (end - start) / (STEPS * (EPOCHS - 1))
+            for start, end in zip(self.start, self.end, strict=True)
+        ]
 
 
 def main(out: str, kind: str = "sharded", optimizer: str = "sgd") -> None:
@@ -108,7 +117,11 @@ def main(out: str, kind: str = "sharded", optimizer: str = "sgd") -> None:
         "untouched": not bool(changed[~used].any()),
         "trained": float(changed[used].mean()),
         "saved_shape": list(after.shape),
-        "saved_equal": bool(np.allclose(alone.predict(x[:64], verbose=0), model.predict(x[:64], verbose=0), atol=1e-6)),
+        "saved_equal": bool(
+            np.allclose(
+                alone.predict(x[:64], verbose=0), model.predict(x[:64], verbose=0), atol=1e-6
+            )
+        ),
     }
     pathlib.Path(out).write_text(json.dumps(report), encoding="utf-8")
 

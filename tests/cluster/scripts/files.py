@@ -19,7 +19,10 @@ from tfdist.strategies import is_chief
 
 CRASH_EPOCH, EPOCHS = 2, 4
 SLOW_STEPS = 150
-LONG_TIMEOUT, LONG_STEPS = 16, 200  # seconds, of which an eighth lies between two looks at a call; steps of 0.02 s in one call
+LONG_TIMEOUT, LONG_STEPS = (
+    16,
+    200,
+)  # seconds, of which an eighth lies between two looks at a call; steps of 0.02 s in one call
 
 
 def build(strategy, seed=1):
@@ -60,7 +63,9 @@ def main(directory: str, stage: str) -> None:
         validation_data=dataset(*data(20, seed=5)),
         callbacks=[
             keras.callbacks.ModelCheckpoint(own / "epoch-{epoch}.keras"),
-            keras.callbacks.ModelCheckpoint(own / "step-{batch}.weights.h5", save_weights_only=True, save_freq=2),
+            keras.callbacks.ModelCheckpoint(
+                own / "step-{batch}.weights.h5", save_weights_only=True, save_freq=2
+            ),
             keras.callbacks.CSVLogger(own / "log.csv" if rank == 0 else own.with_suffix(".csv")),
             keras.callbacks.TensorBoard(own / "keras", write_images=False),
             tfdist.TensorBoard(str(own / "chief")),

@@ -26,7 +26,9 @@ class Slow(keras.layers.Layer):
             time.sleep(self.seconds)
             return x
 
-        return x + 0 * tf.ensure_shape(tf.numpy_function(wait, [tf.stop_gradient(x)], tf.float32), x.shape)
+        return x + 0 * tf.ensure_shape(
+            tf.numpy_function(wait, [tf.stop_gradient(x)], tf.float32), x.shape
+        )
 
     def compute_output_shape(self, shape):
         return shape
@@ -36,7 +38,14 @@ def main(index, directory, delay=DELAY, measured="1"):
     strategy = tfdist.make_strategy()
     keras.utils.set_random_seed(1)
     with strategy.scope():
-        model = keras.Sequential([keras.Input([6]), Slow(float(delay) if index == "1" else 0), keras.layers.Dense(8), keras.layers.Dense(1)])
+        model = keras.Sequential(
+            [
+                keras.Input([6]),
+                Slow(float(delay) if index == "1" else 0),
+                keras.layers.Dense(8),
+                keras.layers.Dense(1),
+            ]
+        )
         model.compile("sgd", "mse")
     x = np.ones([STEPS * BATCH, 6], np.float32)
     batches = tfdist.data.pipeline((x, x[:, :1]), BATCH)

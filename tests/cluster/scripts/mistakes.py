@@ -74,7 +74,13 @@ def other_model(strategy, rank):
     """TensorFlow itself notices, as the workers share the initial value of each variable."""
     keras.utils.set_random_seed(1)
     with strategy.scope():
-        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3), *[keras.layers.Dense(3) for _ in range(rank)]])
+        model = keras.Sequential(
+            [
+                keras.Input((6,)),
+                keras.layers.Dense(3),
+                *[keras.layers.Dense(3) for _ in range(rank)],
+            ]
+        )
         model.compile("sgd", CROSSENTROPY)
     model.fit(dataset(*data()), verbose=0)
 

@@ -36,7 +36,13 @@ def train(strategy, directory: str, epochs: int) -> None:
             self.seen = self.add_variable(shape=(EXAMPLES,), initializer="zeros", name="seen")
 
         def update_state(self, y_true, y_pred, sample_weight=None):
-            self.seen.assign_add(tf.math.bincount(tf.cast(tf.reshape(y_true, [-1]), tf.int32), minlength=EXAMPLES, dtype=tf.float32))
+            self.seen.assign_add(
+                tf.math.bincount(
+                    tf.cast(tf.reshape(y_true, [-1]), tf.int32),
+                    minlength=EXAMPLES,
+                    dtype=tf.float32,
+                )
+            )
 
         def result(self):
             return tf.reduce_sum(tf.cast(tf.equal(self.seen, 1.0), tf.float32))
@@ -65,8 +71,12 @@ def train(strategy, directory: str, epochs: int) -> None:
         model = keras.Sequential([keras.Input((1,)), Slow(), keras.layers.Dense(1)])
         model.compile(keras.optimizers.SGD(1e-9), "mse", metrics=[Once()])
     data = tf.data.Dataset.from_tensor_slices((ids, ids)).shuffle(EXAMPLES).batch(BATCH)
-    model.fit(data, epochs=epochs, verbose=0, callbacks=[tfdist.BackupAndRestore(directory), Events()])
-    print(f"done, evaluation {model.evaluate(data, verbose=0, return_dict=True)['once']}", flush=True)
+    model.fit(
+        data, epochs=epochs, verbose=0, callbacks=[tfdist.BackupAndRestore(directory), Events()]
+    )
+    print(
+        f"done, evaluation {model.evaluate(data, verbose=0, return_dict=True)['once']}", flush=True
+    )
 
 
 if __name__ == "__main__":

@@ -37,7 +37,9 @@ if stages:
     model.compile(settings.train.optimizer, whole.loss)
 devices = stages or strategy.num_replicas_in_sync
 resident = []
-for _ in range(5):  # TensorFlow's allocator gives chunks of up to twice what is asked for, other ones after each step
+for _ in range(
+    5
+):  # TensorFlow's allocator gives chunks of up to twice what is asked for, other ones after each step
     model.fit(train, steps_per_epoch=2, verbose=0)
     resident.append(held() - before)
 print(f"resident {min(resident) // devices}")

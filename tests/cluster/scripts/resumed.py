@@ -34,15 +34,26 @@ def main(directory, out, how, *where):
     keras.utils.set_random_seed(1)
     x = np.random.default_rng(0).normal(size=(EXAMPLES, 5)).astype(np.float32)
     with strategy.scope():
-        model = keras.Sequential([keras.Input([5]), keras.layers.Dense(6, "relu"), keras.layers.Dense(1)])
+        model = keras.Sequential(
+            [keras.Input([5]), keras.layers.Dense(6, "relu"), keras.layers.Dense(1)]
+        )
         if how == "sharded":
             tfdist.parallel.fsdp(model)
         model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
     batches = data.pipeline((x, x.sum(axis=1, keepdims=True)), BATCH, seed=3)
     early = keras.callbacks.EarlyStopping("loss", patience=9)
-    callbacks = [tfdist.BackupAndRestore(directory, save_freq=2), early, *([Kill(*map(int, where))] if where else [])]
+    callbacks = [
+        tfdist.BackupAndRestore(directory, save_freq=2),
+        early,
+        *([Kill(*map(int, where))] if where else []),
+    ]
     history = model.fit(batches, epochs=EPOCHS, callbacks=callbacks, verbose=0)
-    result = {"history": history.history, "weights": model.get_weights(), "iterations": int(model.optimizer.iterations.numpy()), "best": early.best}
+    result = {
+        "history": history.history,
+        "weights": model.get_weights(),
+        "iterations": int(model.optimizer.iterations.numpy()),
+        "best": early.best,
+    }
     pathlib.Path(out).write_bytes(pickle.dumps(result))
 
 

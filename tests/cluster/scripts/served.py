@@ -16,12 +16,22 @@ EPOCHS = 2
 
 def by_number(directory, service):
     """Record files that hold numbers, read at random."""
-    return pipeline(records(directory, access="random"), 12, seed=3, transform=noisy, service=service)
+    return pipeline(
+        records(directory, access="random"), 12, seed=3, transform=noisy, service=service
+    )
 
 
 def by_file(directory, service):
     """The same, read from beginning to end."""
-    return pipeline(records(directory, access="stream"), 12, seed=4, shuffle=40, tail="pad", transform=noisy, service=service)
+    return pipeline(
+        records(directory, access="stream"),
+        12,
+        seed=4,
+        shuffle=40,
+        tail="pad",
+        transform=noisy,
+        service=service,
+    )
 
 
 def noisy(stored, seed):
@@ -31,14 +41,20 @@ def noisy(stored, seed):
 def read(batches, worker, workers):
     """What a worker gets of a pipeline in each epoch, in its order."""
     share = batches.share(worker, 1, workers)
-    return [[[x.numpy().tolist() for x in tf.nest.flatten(step)] for step in share] for _ in range(EPOCHS)]
+    return [
+        [[x.numpy().tolist() for x in tf.nest.flatten(step)] for step in share]
+        for _ in range(EPOCHS)
+    ]
 
 
 def main():
     action, directory = sys.argv[1:]
     spec = ClusterSpec.from_environ()
     if action == "read":
-        found = [read(kind(directory, True), spec.rank, len(spec.training_tasks)) for kind in (by_number, by_file)]
+        found = [
+            read(kind(directory, True), spec.rank, len(spec.training_tasks))
+            for kind in (by_number, by_file)
+        ]
         pathlib.Path(f"{spec.task}.json").write_text(json.dumps(found))
         return
     steps = 0

@@ -16,7 +16,9 @@ from tfdist.strategies.server import end_servers, serve
 
 def count(cluster):
     """Loops on the workers around updates on the ps."""
-    strategy = tf.distribute.ParameterServerStrategy(tf.distribute.cluster_resolver.TFConfigClusterResolver())
+    strategy = tf.distribute.ParameterServerStrategy(
+        tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    )
     print("chief answers:", answers(cluster.task.address, 3), flush=True)
     coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
     with strategy.scope():

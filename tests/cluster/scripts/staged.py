@@ -41,22 +41,37 @@ class Kill(keras.callbacks.Callback):
 
 def trained(model, epochs, *callbacks):
     model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
-    say = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: print(f"{model.name} epoch {epoch + 1}", flush=True))
-    history = model.fit(X, Y, batch_size=12, epochs=epochs, shuffle=False, verbose=0, callbacks=[say, *callbacks]).history
-    return {**history, "evaluated": model.evaluate(X, Y, verbose=0), "predicted": model.predict(X[:5], verbose=0).tolist()}
+    say = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: print(f"{model.name} epoch {epoch + 1}", flush=True)
+    )
+    history = model.fit(
+        X, Y, batch_size=12, epochs=epochs, shuffle=False, verbose=0, callbacks=[say, *callbacks]
+    ).history
+    return {
+        **history,
+        "evaluated": model.evaluate(X, Y, verbose=0),
+        "predicted": model.predict(X[:5], verbose=0).tolist(),
+    }
 
 
 rows = np.random.RandomState(0)
 X, Y = rows.randn(24, 8).astype("float32"), rows.randn(24, 2).astype("float32")
 epochs = int(sys.argv[2]) if len(sys.argv) > 2 else 2
-staged = tfdist.parallel.pipeline(build(), 2, microbatches=2, data=len(devices) // 2, devices=devices)
-found = trained(staged, epochs, *([tfdist.BackupAndRestore(sys.argv[3]), Kill()] if len(sys.argv) > 3 else []))
+staged = tfdist.parallel.pipeline(
+    build(), 2, microbatches=2, data=len(devices) // 2, devices=devices
+)
+found = trained(
+    staged, epochs, *([tfdist.BackupAndRestore(sys.argv[3]), Kill()] if len(sys.argv) > 3 else [])
+)
 staged.save_weights(f"{sys.argv[1]}.weights.h5")
 places = sorted({v.value.device for v in [*staged.variables, *staged.optimizer.variables[2:]]})
 alone = build()
 expected = trained(alone, epochs)
 other = build()
 other.load_weights(f"{sys.argv[1]}.weights.h5")
-weights = max(float(np.abs(a.numpy() - b.numpy()).max()) for a, b in zip(alone.weights, other.weights, strict=True))
+weights = max(
+    float(np.abs(a.numpy() - b.numpy()).max())
+    for a, b in zip(alone.weights, other.weights, strict=True)
+)
 with open(sys.argv[1], "w", encoding="utf-8") as file:
     json.dump({"found": found, "expected": expected, "places": places, "weights": weights}, file)

@@ -41,7 +41,9 @@ def _transformer(config):
 
 def images(data, split):
     rng = np.random.default_rng(0)
-    x = rng.integers(0, 255, (40, 8, 8, 1), np.uint8)  # with global_batch=16, the third step of an epoch has 8 rows
+    x = rng.integers(
+        0, 255, (40, 8, 8, 1), np.uint8
+    )  # with global_batch=16, the third step of an epoch has 8 rows
     return Source.of((x, (x.mean((1, 2, 3)) // 2 % CLASSES).astype(np.int32)))
 
 
@@ -61,8 +63,13 @@ class Averaging(keras.Model):
         """Each replica's mean counts in full."""
         x, y = batch
         with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(y, self(x, training=True)))
-        self.optimizer.apply(tape.gradient(loss, [v.value for v in self.trainable_variables]), self.trainable_variables)
+            loss = tf.reduce_mean(
+                keras.losses.sparse_categorical_crossentropy(y, self(x, training=True))
+            )
+        self.optimizer.apply(
+            tape.gradient(loss, [v.value for v in self.trainable_variables]),
+            self.trainable_variables,
+        )
         for metric in self.metrics:
             if metric.name == "loss":
                 metric.update_state(loss, sample_weight=tf.shape(x)[0])

@@ -40,7 +40,11 @@ def main(argv: Sequence[str]) -> None:
             text = re.sub(
                 r"^\{\{.*?\}\} ", "", getattr(error, "message", str(error))
             )  # without the name of a graph's node
-            say("failed", error=f"{type(error).__name__}: {text.strip().partition(os.linesep)[0]}", code=1)
+            say(
+                "failed",
+                error=f"{type(error).__name__}: {text.strip().partition(os.linesep)[0]}",
+                code=1,
+            )
             if not hasattr(error, "error_code"):
                 raise
             sys.exit(text)  # an error of TensorFlow's: how this process came there tells nothing

@@ -90,7 +90,11 @@ def _audit(flags: argparse.Namespace, words: Sequence[str]) -> int:
         run.parse(words)
     with contextlib.ExitStack() as stack:
         stack.enter_context(ending())  # its workers, too
-        directory = str(keep(flags.keep)) if flags.keep else stack.enter_context(tempfile.TemporaryDirectory(prefix="tfdist-audit-"))
+        directory = (
+            str(keep(flags.keep))
+            if flags.keep
+            else stack.enter_context(tempfile.TemporaryDirectory(prefix="tfdist-audit-"))
+        )
         settings = Settings(
             directory,
             tuple(words),
@@ -107,7 +111,10 @@ def _audit(flags: argparse.Namespace, words: Sequence[str]) -> int:
             with Workers(settings, flags.timeout) as workers:
                 return _follow(settings, workers)
         except WorkerError as error:
-            print(f"{'error' if error.code == CONFIGURATION_CODE else 'audit failed'}: {error}", file=sys.stderr)
+            print(
+                f"{'error' if error.code == CONFIGURATION_CODE else 'audit failed'}: {error}",
+                file=sys.stderr,
+            )
             return error.code
         except KeyboardInterrupt:
             print("audit interrupted; its workers are ended", file=sys.stderr)
@@ -124,7 +131,9 @@ def _follow(settings: Settings, workers: Workers) -> int:
     epochs = [workers.said(rank, "epoch") for rank in range(settings.workers)]
     print(report.speeds(settings, epochs), flush=True)
     workers.tell("verify", [0])
-    [verdict] = workers.wait("verified", "offence", ranks=[0], doing="while it checked what was read")
+    [verdict] = workers.wait(
+        "verified", "offence", ranks=[0], doing="while it checked what was read"
+    )
     if verdict["event"] == "offence":
         print(report.offence(verdict), file=sys.stderr)
         return 1
@@ -132,7 +141,9 @@ def _follow(settings: Settings, workers: Workers) -> int:
     if settings.stage_seconds:
         workers.tell("stages", [0])
         [end] = workers.wait("stages", ranks=[0], doing="while it measured stages")
-        print(report.stages(settings, ready[0], workers.said(0, "stage"), end["stored"]), flush=True)
+        print(
+            report.stages(settings, ready[0], workers.said(0, "stage"), end["stored"]), flush=True
+        )
     return 0
 
 

@@ -61,7 +61,9 @@ class Workers(contextlib.AbstractContextManager):
     def __exit__(self, *_: Any) -> None:
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # and what a pipeline of the user's may have started
+                os.killpg(
+                    process.pid, signal.SIGKILL
+                )  # and what a pipeline of the user's may have started
         for process in self._processes:
             process.wait()
             with contextlib.suppress(OSError):
@@ -81,7 +83,9 @@ class Workers(contextlib.AbstractContextManager):
                 pipe.write(f"{word}\n".encode())
                 pipe.flush()
 
-    def wait(self, *names: str, ranks: Iterable[int] | None = None, doing: str) -> list[dict[str, Any]]:
+    def wait(
+        self, *names: str, ranks: Iterable[int] | None = None, doing: str
+    ) -> list[dict[str, Any]]:
         """Waits until each worker has had one of these events.
 
         Args:
@@ -120,7 +124,11 @@ class Workers(contextlib.AbstractContextManager):
 
     def said(self, rank: int, name: str) -> list[dict[str, Any]]:
         """All events of a name that a worker has had."""
-        return [event for event in events.read(self.settings.file(rank, "events")) if event["event"] == name]
+        return [
+            event
+            for event in events.read(self.settings.file(rank, "events"))
+            if event["event"] == name
+        ]
 
     def _written(self, rank: int) -> int:
         """Bytes that a worker has written: more of them are a sign of life."""
@@ -166,9 +174,13 @@ class Workers(contextlib.AbstractContextManager):
         order = self.said(0, "ready")[0]["order"]
         following = (epoch + 1, 0) if order and step + 1 == order["steps"] else (epoch, step + 1)
         flags = "--first-epoch={} --first-step={}".format(*following)
-        return f"\nAll workers had read epoch {epoch} up to step {step}. To go on from there: {flags}"
+        return (
+            f"\nAll workers had read epoch {epoch} up to step {step}. To go on from there: {flags}"
+        )
 
     def _log(self, rank: int) -> str:
         path = self.settings.file(rank, "log")
         lines = tail(path, _LINES)
-        return "".join(f"\n  {line}" for line in [f"The end of {path.name}:", *lines]) if lines else ""
+        return (
+            "".join(f"\n  {line}" for line in [f"The end of {path.name}:", *lines]) if lines else ""
+        )

@@ -91,7 +91,10 @@ def speeds(settings: Settings, epochs: Sequence[Sequence[dict[str, Any]]]) -> st
     rows = [("worker", "steps", "examples", "seconds", "examples/s", "MB/s", "first batch")]
     longest, examples, size = 0.0, 0, 0
     for rank, each in enumerate(epochs):
-        sums = {name: sum(epoch[name] for epoch in each) for name in ("steps", "examples", "seconds", "size")}
+        sums = {
+            name: sum(epoch[name] for epoch in each)
+            for name in ("steps", "examples", "seconds", "size")
+        }
         rows.append(
             (
                 str(rank),
@@ -111,7 +114,10 @@ def speeds(settings: Settings, epochs: Sequence[Sequence[dict[str, Any]]]) -> st
 
 
 def proof(
-    settings: Settings, ready: dict[str, Any], verdict: dict[str, Any], read: Sequence[dict[str, Any]]
+    settings: Settings,
+    ready: dict[str, Any],
+    verdict: dict[str, Any],
+    read: Sequence[dict[str, Any]],
 ) -> str:
     """What is proved.
 
@@ -147,13 +153,17 @@ def proof(
         "  equally many steps on all workers, and equal fingerprints",
     ]
     if ready["order"]:
-        lines.append("  each global batch, row by row, is that which follows from seed, epoch and step")
+        lines.append(
+            "  each global batch, row by row, is that which follows from seed, epoch and step"
+        )
     else:
         lines.append(
             "  the source is read from beginning to end, alike by all workers; no rule says which order is right"
         )
     places = {int(number): place for each in read for number, place in each["left_out"].items()}
-    lines += [f"  left out: example {number}: {places[number]}" for number in sorted(places)[:_SHOWN]]
+    lines += [
+        f"  left out: example {number}: {places[number]}" for number in sorted(places)[:_SHOWN]
+    ]
     if len(places) > _SHOWN:
         lines.append(f"  left out: {counted(len(places) - _SHOWN, 'more example')}")
     return "\n".join(lines)
@@ -166,7 +176,9 @@ def offence(event: dict[str, Any]) -> str:
         event: "offence".
     """
     lines = [f"audit failed: {event['text']}."]
-    lines += [f"  example {number} is {place}" for number, place in event["places"].items() if place]
+    lines += [
+        f"  example {number} is {place}" for number, place in event["places"].items() if place
+    ]
     return "\n".join(lines)
 
 
@@ -195,12 +207,19 @@ def stages(
         f"bounded by: {bound.name}. A model that takes less than {1000 * step:.3g} ms a step waits for the next batch.",
     ]
     if stored is not None:
-        lines.append(f"stored: {stored:,.0f} bytes an example, {stored * parts[-1].rate / 1e6:,.1f} MB/s")
+        lines.append(
+            f"stored: {stored:,.0f} bytes an example, {stored * parts[-1].rate / 1e6:,.1f} MB/s"
+        )
     return "\n".join(lines)
 
 
 def _speed(examples: int, seconds: float, size: int) -> tuple[str, str, str, str]:
-    return f"{examples:,}", f"{seconds:.1f}", f"{examples / seconds:,.0f}", f"{size / seconds / 1e6:,.1f}"
+    return (
+        f"{examples:,}",
+        f"{seconds:.1f}",
+        f"{examples / seconds:,.0f}",
+        f"{size / seconds / 1e6:,.1f}",
+    )
 
 
 def _epochs(settings: Settings) -> str:

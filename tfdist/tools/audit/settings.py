@@ -93,6 +93,8 @@ def check_function(text: str) -> None:
     """Raises ValueError unless this is "FILE.py:FUNCTION", and the file is there."""
     path, colon, name = text.rpartition(":")
     if not colon or not path or not name.isidentifier():
-        raise ValueError(f"--pipeline={text}: expected FILE.py:FUNCTION, such as train.py:make_pipeline.")
+        raise ValueError(
+            f"--pipeline={text}: expected FILE.py:FUNCTION, such as train.py:make_pipeline."
+        )
     if not os.path.isfile(path):
         raise ValueError(f"--pipeline={text}: no such file as {path} in {os.getcwd()}.")

@@ -46,7 +46,14 @@ def measure(batches: Batches, window: Sequence[int], seconds: float) -> Iterator
     read = batches.global_batch if batches.order is None else width
     in_memory = batches.source.gather is not None and batches.transform is None
     if in_memory:  # there are no single examples
-        yield Stage("order", _rate(batches.examples(whose, _epochs()).with_options(batches.options), lambda _: width, seconds))
+        yield Stage(
+            "order",
+            _rate(
+                batches.examples(whose, _epochs()).with_options(batches.options),
+                lambda _: width,
+                seconds,
+            ),
+        )
     for name, dataset in () if in_memory else _of_examples(batches, whose):
         # Windows are taken by tf.data itself: no Python and no function call for each example.
         windows = dataset.window(read, drop_remainder=True).map(lambda *_: tf.constant(0))
@@ -65,7 +72,12 @@ def stored_bytes(batches: Batches) -> float | None:
         numbers = tf.range(count, dtype=tf.int64) * (source.cardinality // count)
         stored = _read(batches, tf.data.Dataset.from_tensor_slices(numbers), source.raw)
     elif source.scan is not None:
-        stored = batches.examples(Window(), _epochs()).unbatch().take(_SAMPLE).map(lambda example: example.data)
+        stored = (
+            batches.examples(Window(), _epochs())
+            .unbatch()
+            .take(_SAMPLE)
+            .map(lambda example: example.data)
+        )
     else:
         return None
     sizes = [int(size) for size in stored.map(tf.strings.length)]
@@ -93,10 +105,16 @@ def _of_examples(batches: Batches, window: Window) -> Iterator[tuple[str, tf.dat
 
 
 def _loaded(batches: Batches, singles: tf.data.Dataset) -> tf.data.Dataset:
-    return _read(batches, singles, lambda example: batches.load(example, batches.seeds(example.epoch, example.number)))
+    return _read(
+        batches,
+        singles,
+        lambda example: batches.load(example, batches.seeds(example.epoch, example.number)),
+    )
 
 
-def _read(batches: Batches, dataset: tf.data.Dataset, function: Callable[..., Any]) -> tf.data.Dataset:
+def _read(
+    batches: Batches, dataset: tf.data.Dataset, function: Callable[..., Any]
+) -> tf.data.Dataset:
     """A map that leaves out what fails, where the pipeline does."""
     read = _mapped(dataset, function)
     return read.ignore_errors() if batches.errors.allowed else read

@@ -59,11 +59,15 @@ def read(path: str | os.PathLike) -> Iterator[Step]:
     """The records of a file, one after the other."""
     with open(path, "rb") as file:
         while _whole(file, _HEAD):
-            epoch, step, rows, fingerprint, size, count = map(int, np.frombuffer(file.read(8 * _HEAD), "<i8"))
+            epoch, step, rows, fingerprint, size, count = map(
+                int, np.frombuffer(file.read(8 * _HEAD), "<i8")
+            )
             if not _whole(file, count):
                 return
             numbers = np.frombuffer(file.read(8 * count), "<i8").astype(np.int64)
-            yield Step(epoch, step, rows, float(np.int64(fingerprint).view(np.float64)), size, numbers)
+            yield Step(
+                epoch, step, rows, float(np.int64(fingerprint).view(np.float64)), size, numbers
+            )
 
 
 def _whole(file: Any, words: int) -> bool:

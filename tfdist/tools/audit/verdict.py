@@ -177,20 +177,28 @@ class _Epoch:
     """One epoch of all workers."""
 
     def __init__(
-        self, plan: Plan, epoch: int, recorded: Sequence[Recorded], left_out: Sequence[Mapping[int, str]]
+        self,
+        plan: Plan,
+        epoch: int,
+        recorded: Sequence[Recorded],
+        left_out: Sequence[Mapping[int, str]],
     ):
         self.plan, self.epoch, self.recorded, self.left_out = plan, epoch, recorded, left_out
         self.seen = Seen(plan.examples or 0)
         self.padded = False
         if plan.order is not None:
-            self._batch = tf.function(plan.order.batch, input_signature=[tf.TensorSpec([], tf.int64)] * 2)
+            self._batch = tf.function(
+                plan.order.batch, input_signature=[tf.TensorSpec([], tf.int64)] * 2
+            )
 
     def check(self, queues: Sequence[_Queue], verdict: Verdict, alive: Callable[[], None]) -> None:
         """Checks all steps of the epoch, and that no example is missing."""
         order = self.plan.order
         first = self.plan.first_step if self.epoch == self.plan.epochs.start else 0
         for step in range(first if order else 0):
-            if self.seen.add(self._expected(step)) is not None:  # read by whoever made the steps before
+            if (
+                self.seen.add(self._expected(step)) is not None
+            ):  # read by whoever made the steps before
                 self._fail("the order itself has an example twice", step)
             alive()
         for step in itertools.count(first):
@@ -199,8 +207,12 @@ class _Epoch:
             if not present:
                 break
             if len(present) < len(taken):
-                text = f"expected a batch, as worker {taken.index(present[0])} has one; received none"
-                self._fail(f"{text}. Training would wait for it in vain", step, worker=taken.index(None))
+                text = (
+                    f"expected a batch, as worker {taken.index(present[0])} has one; received none"
+                )
+                self._fail(
+                    f"{text}. Training would wait for it in vain", step, worker=taken.index(None)
+                )
             self._check_step(step, present, verdict)
             verdict.steps += 1
             alive()
@@ -218,7 +230,9 @@ class _Epoch:
         if plan.order is not None:
             expected = self._expected(step)
             if plan.tail == "pad":
-                expected = np.pad(expected, (0, plan.global_batch - len(expected)), constant_values=-1)
+                expected = np.pad(
+                    expected, (0, plan.global_batch - len(expected)), constant_values=-1
+                )
             rows = len(expected)
         for worker, found in enumerate(taken):
             if found.rows != rows:
@@ -229,7 +243,9 @@ class _Epoch:
                 )
             begin, end = share(rows, worker * devices, devices, len(taken) * devices)
             if expected is not None:
-                verdict.left_out += self._compare(step, worker, begin, expected[begin:end], found.numbers)
+                verdict.left_out += self._compare(
+                    step, worker, begin, expected[begin:end], found.numbers
+                )
             else:
                 self._check_padding(step, worker, begin, found.numbers)
                 if len(found.numbers) != end - begin:
@@ -240,14 +256,18 @@ class _Epoch:
             if place is not None:
                 row = begin + int(real[place])
                 number = int(found.numbers[real[place]])
-                self._fail(f"received {self._name(number, step, row)}", step, row, worker, received=number)
+                self._fail(
+                    f"received {self._name(number, step, row)}", step, row, worker, received=number
+                )
             verdict.examples += len(real)
         for worker, found in enumerate(taken):
             if found.fingerprint != taken[0].fingerprint:
                 text = f"expected the fingerprint of worker 0's batch, {taken[0].fingerprint}; received {found.fingerprint}"
                 self._fail(text, step, worker=worker)
 
-    def _compare(self, step: int, worker: int, begin: int, expected: np.ndarray, received: np.ndarray) -> int:
+    def _compare(
+        self, step: int, worker: int, begin: int, expected: np.ndarray, received: np.ndarray
+    ) -> int:
         """Holds a worker's rows against the order's; returns how many of them were left out, as may be."""
         count = min(len(expected), len(received))
         wrong = np.flatnonzero(expected[:count] != received[:count]).tolist()
@@ -278,7 +298,9 @@ class _Epoch:
         """Only the end of the last batch may be padding."""
         padding = numbers < 0
         if self.padded or (padding.any() and self.plan.tail != "pad"):
-            self._fail("expected an example; received none", step, begin + int(np.argmax(padding)), worker)
+            self._fail(
+                "expected an example; received none", step, begin + int(np.argmax(padding)), worker
+            )
         self.padded = bool(padding.any()) and worker == len(self.recorded) - 1
 
     def _check_complete(self, steps: int) -> int:
@@ -289,12 +311,15 @@ class _Epoch:
             self._fail(f"expected examples below {total}; received example {last}", received=last)
         dropped = 0
         if self.plan.tail == "drop":
-            dropped = min(max(total - steps * self.plan.global_batch, 0), self.plan.global_batch - 1)
+            dropped = min(
+                max(total - steps * self.plan.global_batch, 0), self.plan.global_batch - 1
+            )
         missing = self.seen.missing(total)
         if len(missing) > dropped:
             more = f", and {len(missing) - 1} more such" if len(missing) > 1 else ""
             self._fail(
-                f"expected example {missing[0]}, which nobody received{more}", expected=int(missing[0])
+                f"expected example {missing[0]}, which nobody received{more}",
+                expected=int(missing[0]),
             )
         return len(missing)
 
@@ -308,11 +333,15 @@ class _Epoch:
             for taken in begin():
                 if taken.epoch != self.epoch or taken.step > step:
                     continue
-                first, _ = share(taken.rows, worker * devices, devices, len(self.recorded) * devices)
+                first, _ = share(
+                    taken.rows, worker * devices, devices, len(self.recorded) * devices
+                )
                 for place in np.flatnonzero(taken.numbers == number):
                     if (taken.step, first + place) < (step, row):
                         return f"example {number}, which worker {worker} had in step {taken.step}, row {first + place}"
         return f"example {number}"
 
-    def _fail(self, text: str, step=None, row=None, worker=None, expected=None, received=None) -> None:
+    def _fail(
+        self, text: str, step=None, row=None, worker=None, expected=None, received=None
+    ) -> None:
         raise Offence(text, self.epoch, step, row, worker, expected, received)

@@ -88,7 +88,8 @@ class Worker:
         )
         left_out = [{int(number): where for number, where in of["left_out"].items()} for of in read]
         recorded = [
-            functools.partial(steps.read, settings.file(rank, "steps")) for rank in range(settings.workers)
+            functools.partial(steps.read, settings.file(rank, "steps"))
+            for rank in range(settings.workers)
         ]
         try:
             for rank, facts in enumerate(ready):
@@ -96,7 +97,9 @@ class Worker:
                     if value != ready[0][name]:
                         text = f"expected {name} to be as on worker 0, {ready[0][name]}; received {value}"
                         raise Offence(text, settings.first_epoch, worker=rank)
-            verdict = verify(recorded, plan, left_out, _every(_SIGN_OF_LIFE, lambda: self.say("verifying")))
+            verdict = verify(
+                recorded, plan, left_out, _every(_SIGN_OF_LIFE, lambda: self.say("verifying"))
+            )
         except Offence as offence:
             numbers = [n for n in (offence.expected, offence.received) if n is not None]
             places = {str(number): self._describe(number) for number in numbers}
@@ -116,10 +119,14 @@ class Worker:
         for share in shares:
             first = time.monotonic() - begin if first is None else first
             numbers = share.numbers.numpy()
-            held = sum(words.held(part) for part in tf.nest.flatten(share.data) if tf.is_tensor(part))
+            held = sum(
+                words.held(part) for part in tf.nest.flatten(share.data) if tf.is_tensor(part)
+            )
             steps.append(
                 file,
-                steps.Step(epoch, step + count, int(share.rows), float(share.fingerprint), held, numbers),
+                steps.Step(
+                    epoch, step + count, int(share.rows), float(share.fingerprint), held, numbers
+                ),
             )
             count += 1
             examples += int(np.count_nonzero(numbers >= 0))

@@ -54,11 +54,34 @@ class Group(contextlib.AbstractContextManager):
         child = ["-m", "tfdist.tools.bench.measure", str(path)]
         if self.job.workers > 1:
             threads = [] if self.job.threads is None else ["--threads", str(self.job.threads)]
-            logs = ["--log-dir", os.path.join(self.job.directory, "launch"), "--hang-timeout", "0", "--grace", "1", "--color", "never"]
-            child = ["-m", "tfdist", "launch", "--workers", str(self.job.workers), *threads, *logs, "--", *child]
+            logs = [
+                "--log-dir",
+                os.path.join(self.job.directory, "launch"),
+                "--hang-timeout",
+                "0",
+                "--grace",
+                "1",
+                "--color",
+                "never",
+            ]
+            child = [
+                "-m",
+                "tfdist",
+                "launch",
+                "--workers",
+                str(self.job.workers),
+                *threads,
+                *logs,
+                "--",
+                *child,
+            ]
         with open(self._log, "wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, *child], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                [sys.executable, *child],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
         return self
 
@@ -76,7 +99,9 @@ class Group(contextlib.AbstractContextManager):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_GRACE)  # who hangs in a step does not end so
             with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                if self.job.workers > 1 and process.poll() is None:  # its tasks are in process groups of their own
+                if (
+                    self.job.workers > 1 and process.poll() is None
+                ):  # its tasks are in process groups of their own
                     process.send_signal(signal.SIGTERM)
                     process.wait(_GRACE)
         finally:
@@ -87,7 +112,9 @@ class Group(contextlib.AbstractContextManager):
 
     def ready(self) -> list[dict[str, Any]]:
         """Waits until all processes have built what they measure; what each says of it."""
-        return self._answers("ready", 1, "build and compile the model" if self.job.words else "start")
+        return self._answers(
+            "ready", 1, "build and compile the model" if self.job.words else "start"
+        )
 
     def measure(self, number: int, times: int) -> list[dict[str, Any]]:
         """Measures a case once; what each process found.
@@ -111,8 +138,13 @@ class Group(contextlib.AbstractContextManager):
         assert self._process is not None
         end = time.monotonic() + self.timeout
         while True:
-            ended = self._process.poll() is not None  # before the files are read: what was said before the end counts
-            said = [[line for line in events.read(self.job.answers(rank)) if line["event"] == name] for rank in range(self.job.workers)]
+            ended = (
+                self._process.poll() is not None
+            )  # before the files are read: what was said before the end counts
+            said = [
+                [line for line in events.read(self.job.answers(rank)) if line["event"] == name]
+                for rank in range(self.job.workers)
+            ]
             missing = [rank for rank, lines in enumerate(said) if len(lines) < count]
             if not missing:
                 return [lines[count - 1] for lines in said]
@@ -120,12 +152,17 @@ class Group(contextlib.AbstractContextManager):
                 raise GroupError(*self._cause())
             if time.monotonic() > end:
                 who = ", ".join(f"worker {rank}" for rank in missing)
-                raise GroupError(f"{who} did not {doing} within {self.timeout:g} s; pass a longer --timeout, or fewer --steps{self._tail()}")
+                raise GroupError(
+                    f"{who} did not {doing} within {self.timeout:g} s; pass a longer --timeout, or fewer --steps{self._tail()}"
+                )
             time.sleep(POLL)
 
     def _cause(self) -> tuple[str, int]:
         """Why the processes ended, with an exit code: the first mistake named as such, else what the launcher found, else the end of the log."""
-        failed = [events.last(events.read(self.job.answers(rank)), "failed") for rank in range(self.job.workers)]
+        failed = [
+            events.last(events.read(self.job.answers(rank)), "failed")
+            for rank in range(self.job.workers)
+        ]
         told = [line for line in failed if line]
         mistake = next((line for line in told if line["code"] != 1), None)
         if mistake or (told and self.job.workers == 1):
@@ -134,13 +171,21 @@ class Group(contextlib.AbstractContextManager):
         # Of several workers those that lost the one which failed first say so too: the launcher knows which it was.
         assert self._process is not None
         code = self._process.returncode
-        root = re.search(r"^ROOT CAUSE: (.*)$", self._log.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+        root = re.search(
+            r"^ROOT CAUSE: (.*)$",
+            self._log.read_text(encoding="utf-8", errors="replace"),
+            re.MULTILINE,
+        )
         if root:
             return root[1], code
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        how = (
+            f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        )
         hint = ", as the system does where memory runs out" if code == -signal.SIGKILL else ""
         return f"its process {how}{hint}{self._tail()}", code
 
     def _tail(self) -> str:
         lines = tail(self._log, _LINES)
-        return "".join(f"\n    {line}" for line in ["; the end of its log:", *lines]) if lines else ""
+        return (
+            "".join(f"\n    {line}" for line in ["; the end of its log:", *lines]) if lines else ""
+        )

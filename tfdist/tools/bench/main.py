@@ -70,7 +70,9 @@ def _settings(rest: Sequence[str]) -> config.Run:
     return run.parse(rest)
 
 
-def _bench(flags: argparse.Namespace, settings: config.Run | None, jobs: list[Job], out: Path, command: str) -> int:
+def _bench(
+    flags: argparse.Namespace, settings: config.Run | None, jobs: list[Job], out: Path, command: str
+) -> int:
     name = settings.name if settings else "allreduce"
     begun, load = time.time(), os.getloadavg()[0]
     with Rounds(jobs, flags.timeout, out / "logs") as rounds:
@@ -78,18 +80,51 @@ def _bench(flags: argparse.Namespace, settings: config.Run | None, jobs: list[Jo
         for number in range(flags.rounds):
             if rounds.alive:
                 rounds.measure(number, flags.rounds)
-    machine = {"system": f"{platform.system()} {platform.machine()}", "cores": len(cores()), "memory": _memory(), "gpus": rounds.gpus, "load": load}
-    options = {"steps": jobs[0].steps, "warmup": flags.warmup, "rounds": flags.rounds, "threads": flags.threads, "parameters": rounds.parameters}
+    machine = {
+        "system": f"{platform.system()} {platform.machine()}",
+        "cores": len(cores()),
+        "memory": _memory(),
+        "gpus": rounds.gpus,
+        "load": load,
+    }
+    options = {
+        "steps": jobs[0].steps,
+        "warmup": flags.warmup,
+        "rounds": flags.rounds,
+        "threads": flags.threads,
+        "parameters": rounds.parameters,
+    }
     setups = compared(rounds.setups())
     if settings:
-        facts = Facts(machine["cores"], rounds.on_cpu, flags.threads, settings.data.cache, settings.train.steps_per_execution)
-        setups = tuple(dataclasses.replace(each, reason=reason(each, baseline(setups, each), facts)) for each in setups)
+        facts = Facts(
+            machine["cores"],
+            rounds.on_cpu,
+            flags.threads,
+            settings.data.cache,
+            settings.train.steps_per_execution,
+        )
+        setups = tuple(
+            dataclasses.replace(each, reason=reason(each, baseline(setups, each), facts))
+            for each in setups
+        )
     bench = Bench(
-        flags.kind, name, command, begun, settings.to_dict() if settings else None, machine, _versions(), options, setups, notes(flags.kind, setups)
+        flags.kind,
+        name,
+        command,
+        begun,
+        settings.to_dict() if settings else None,
+        machine,
+        _versions(),
+        options,
+        setups,
+        notes(flags.kind, setups),
     )
     _write(out / FILE, json.dumps(bench.to_json(), indent=1) + "\n")
     _write(out / PAGE, words.markdown(bench))
-    print(json.dumps(bench.to_json(), indent=1) if flags.json else f"\n{words.text(bench)}\n", flush=True)
+    print(
+        json.dumps(bench.to_json(), indent=1) if flags.json else f"\n{words.text(bench)}\n",
+        flush=True,
+    )
     print(f"written: {out / FILE}, {out / PAGE}", file=sys.stderr)
     return CONFIGURATION_CODE if rounds.misconfigured else int(any(setup.error for setup in setups))
 
@@ -106,7 +141,9 @@ class Rounds(contextlib.AbstractContextManager):
     def __init__(self, jobs: Sequence[Job], timeout: float, logs: Path):
         self._stack = contextlib.ExitStack()
         directory = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tfdist-bench-"))
-        self._jobs = [dataclasses.replace(job, directory=os.path.join(directory, job.title)) for job in jobs]
+        self._jobs = [
+            dataclasses.replace(job, directory=os.path.join(directory, job.title)) for job in jobs
+        ]
         self._timeout, self._logs = timeout, logs
         self._started: dict[Job, Group] = {}
         self._groups: dict[Job, Group] = {}  # that work
@@ -128,7 +165,9 @@ class Rounds(contextlib.AbstractContextManager):
                 group = self._started[job] = self._stack.enter_context(Group(job, self._timeout))
                 self._facts[job] = group.ready()[0]
                 self._groups[job] = group
-                _say(f"{job.strategy}, {counted(job.replicas, 'replica')}: ready after {time.monotonic() - begin:.0f} s")
+                _say(
+                    f"{job.strategy}, {counted(job.replicas, 'replica')}: ready after {time.monotonic() - begin:.0f} s"
+                )
 
     def measure(self, number: int, rounds: int) -> None:
         """Measures each case of each group once; every second round in reverse order."""
@@ -138,13 +177,19 @@ class Rounds(contextlib.AbstractContextManager):
             if job not in self._groups:
                 continue
             with self._failing(job):
-                self._found.setdefault((job, case), []).append(self._groups[job].measure(case, self._times[job]))
+                self._found.setdefault((job, case), []).append(
+                    self._groups[job].measure(case, self._times[job])
+                )
                 self._times[job] += 1
         _say(f"round {number + 1} of {rounds}: {time.monotonic() - begin:.0f} s")
 
     def setups(self) -> list[Setup]:
         """What was found of each case of each job."""
-        return [self._setup(job, number, case) for job in self._jobs for number, case in enumerate(job.cases)]
+        return [
+            self._setup(job, number, case)
+            for job in self._jobs
+            for number, case in enumerate(job.cases)
+        ]
 
     @property
     def alive(self) -> bool:
@@ -173,7 +218,9 @@ class Rounds(contextlib.AbstractContextManager):
         return not self.gpus
 
     def _setup(self, job: Job, number: int, case: Case) -> Setup:
-        setup = Setup(job.strategy, job.replicas, job.workers, case.modes, case.global_batch, case.bytes)
+        setup = Setup(
+            job.strategy, job.replicas, job.workers, case.modes, case.global_batch, case.bytes
+        )
         if job in self._errors:
             return dataclasses.replace(setup, error=str(self._errors[job]))
         return measured(setup, self._found[job, number])
@@ -213,8 +260,14 @@ def measured(setup: Setup, rounds: Sequence[Sequence[dict[str, Any]]]) -> Setup:
         setup,
         bytes=setup.bytes or last[median].get("bytes", 0),
         seconds=seconds,
-        rates=tuple(found["examples"] / found["seconds"] for found in last) if setup.global_batch else (),
-        anatomy={rank: found["anatomy"] for rank, found in enumerate(rounds[median]) if found.get("anatomy")},
+        rates=tuple(found["examples"] / found["seconds"] for found in last)
+        if setup.global_batch
+        else (),
+        anatomy={
+            rank: found["anatomy"]
+            for rank, found in enumerate(rounds[median])
+            if found.get("anatomy")
+        },
     )
 
 
@@ -226,7 +279,9 @@ def _directory(asked: str | None, name: str) -> Path:
             raise ValueError(f"--out: expected a directory, received {asked}, which is a file")
     else:
         number = 1
-        while (path := Path("runs") / f"bench-{name}{'' if number == 1 else f'-{number}'}").exists():
+        while (
+            path := Path("runs") / f"bench-{name}{'' if number == 1 else f'-{number}'}"
+        ).exists():
             number += 1
     path.mkdir(parents=True, exist_ok=True)
     return path

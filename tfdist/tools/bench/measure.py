@@ -33,10 +33,18 @@ def main(argv: Sequence[str]) -> None:
                 taken += 1
                 say("measured", case=number, **app.plainly(meter.measure, number))
         except SystemExit as end:
-            say("failed", error=str(end.__cause__ or f"ended itself with code {end.code}"), code=end.code)
+            say(
+                "failed",
+                error=str(end.__cause__ or f"ended itself with code {end.code}"),
+                code=end.code,
+            )
             raise
         except Exception as error:
-            say("failed", error=f"{type(error).__name__}: {told(str(getattr(error, 'message', error)))}", code=1)
+            say(
+                "failed",
+                error=f"{type(error).__name__}: {told(str(getattr(error, 'message', error)))}",
+                code=1,
+            )
             raise
 
 
@@ -50,14 +58,22 @@ def told(message: str) -> str:
         'no space [Op:X]'
     """
     text = re.sub(r"^\{\{.*?\}\} ", "", message.rpartition("<stack traces unavailable>")[2])
-    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(("Graph execution error", "Detected at node"))]
+    lines = [
+        line.strip()
+        for line in text.splitlines()
+        if line.strip() and not line.startswith(("Graph execution error", "Detected at node"))
+    ]
     return lines[0] if lines else message.strip()
 
 
 def _make(job: Job, rank: int) -> Any:
     from tfdist.tools.bench import meters
 
-    meter: Callable[[Job, int], Any] = {"scaling": meters.Training, "predict": meters.Prediction, "allreduce": meters.AllReduce}[job.kind]
+    meter: Callable[[Job, int], Any] = {
+        "scaling": meters.Training,
+        "predict": meters.Prediction,
+        "allreduce": meters.AllReduce,
+    }[job.kind]
     return meter(job, rank)
 
 

@@ -52,15 +52,32 @@ class Training:
         """
         steps = self._job.steps
         clock = self._fit(number, steps, 1 + -(-self._job.warmup // steps))
-        windows = [window for window in anatomy.read(self._run(number)).get(self._rank, []) if window.epoch == self._epoch - 1]
+        windows = [
+            window
+            for window in anatomy.read(self._run(number)).get(self._rank, [])
+            if window.epoch == self._epoch - 1
+        ]
         given = max((window.bytes for window in windows), default=0)
-        return {"steps": steps, "examples": clock.examples, "seconds": clock.seconds, "anatomy": anatomy.per_step(windows), "bytes": given}
+        return {
+            "steps": steps,
+            "examples": clock.examples,
+            "seconds": clock.seconds,
+            "anatomy": anatomy.per_step(windows),
+            "bytes": given,
+        }
 
     def _fit(self, number: int, steps: int, epochs: int) -> _Clock:
         clock = _Clock()
         first, self._epoch = self._epoch, self._epoch + epochs
         watching = [clock, tfdist.Anatomy(self._run(number))]
-        self._model.fit(self._batches[number], steps_per_epoch=steps, initial_epoch=first, epochs=self._epoch, verbose=0, callbacks=watching)
+        self._model.fit(
+            self._batches[number],
+            steps_per_epoch=steps,
+            initial_epoch=first,
+            epochs=self._epoch,
+            verbose=0,
+            callbacks=watching,
+        )
         return clock
 
     def _run(self, number: int) -> str:
@@ -77,7 +94,9 @@ class _Clock(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._examples, self._begin = self.model.train_function.stats.examples, time.perf_counter()
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:  # Keras has read the metrics: the steps are done
+    def on_epoch_end(
+        self, epoch: int, logs: Any = None
+    ) -> None:  # Keras has read the metrics: the steps are done
         self.seconds = time.perf_counter() - self._begin
         self.examples = self.model.train_function.stats.examples - self._examples
 
@@ -97,7 +116,9 @@ class Prediction:
         self._model = building.make_model(settings, self._strategy, batches)
         self._examples = job.steps * max(case.global_batch for case in job.cases)
         self._warmup = job.warmup
-        self._cases = [(case.global_batch, _one_batch(batches, case.global_batch)) for case in job.cases]
+        self._cases = [
+            (case.global_batch, _one_batch(batches, case.global_batch)) for case in job.cases
+        ]
 
     def ready(self) -> dict[str, Any]:
         """Compiles the steps of all cases; returns facts of the model."""
@@ -141,7 +162,9 @@ class AllReduce:
         replicas = self._strategy.num_replicas_in_sync
         for values in self._values:
             found = float(self._function(values, tf.constant(2)))
-            assert found == 2 * replicas * (replicas + 1) / 2, f"the sum over {replicas} replicas is {found}"
+            assert found == 2 * replicas * (replicas + 1) / 2, (
+                f"the sum over {replicas} replicas is {found}"
+            )
         return _facts(self._strategy, None)
 
     def measure(self, number: int) -> dict[str, Any]:
@@ -151,7 +174,9 @@ class AllReduce:
             number: Of the case.
         """
         values = self._values[number]
-        float(self._function(values, tf.constant(max(1, self._job.warmup))))  # they also let all workers begin together
+        float(
+            self._function(values, tf.constant(max(1, self._job.warmup)))
+        )  # they also let all workers begin together
         begin = time.perf_counter()
         float(self._function(values, tf.constant(self._job.steps)))
         return {"steps": self._job.steps, "examples": 0, "seconds": time.perf_counter() - begin}
@@ -169,11 +194,18 @@ class AllReduce:
             return tf.distribute.get_replica_context().all_reduce("SUM", tf.identity(mine))[0]
 
         def body(done, total):
-            firsts = self._strategy.experimental_local_results(self._strategy.run(on_replica, args=(values,)))
+            firsts = self._strategy.experimental_local_results(
+                self._strategy.run(on_replica, args=(values,))
+            )
             return done + 1, total + tf.add_n(list(firsts)) / len(firsts)
 
         # One after another, as the steps of a training: what counts is how long the next one has to wait.
-        return tf.while_loop(lambda done, total: done < times, body, [tf.constant(0), tf.constant(0.0)], parallel_iterations=1)[1]
+        return tf.while_loop(
+            lambda done, total: done < times,
+            body,
+            [tf.constant(0), tf.constant(0.0)],
+            parallel_iterations=1,
+        )[1]
 
 
 def _strategy(job: Job, rank: int, settings: config.Run | None) -> tf.distribute.Strategy:
@@ -183,21 +215,36 @@ def _strategy(job: Job, rank: int, settings: config.Run | None) -> tf.distribute
     asked = settings.strategy.devices if settings else None
     cpu = not gpus or (asked or "").lstrip("/").startswith("cpu")
     if not cpu and len(gpus) < job.replicas:
-        raise ValueError(f'--workers: expected at most the {len(gpus)} GPUs of this machine, received {job.replicas}; strategy.devices="cpu" takes CPUs')
+        raise ValueError(
+            f'--workers: expected at most the {len(gpus)} GPUs of this machine, received {job.replicas}; strategy.devices="cpu" takes CPUs'
+        )
     kind, first, count = "cpu" if cpu else "gpu", 0, job.replicas
     if job.workers > 1:
         first, count = (0 if cpu else rank), 1
     names = ",".join(f"{kind}:{number}" for number in range(first, first + count))
-    threads = None if job.threads is None or job.workers > 1 else job.threads * job.replicas  # the launcher has told those of workers
+    threads = (
+        None if job.threads is None or job.workers > 1 else job.threads * job.replicas
+    )  # the launcher has told those of workers
     sync = building.policy(settings.sync) if settings else None
-    return tfdist.make_strategy(job.strategy, devices=names, communication=job.communication, timeout=job.timeout, threads=threads, sync=sync)
+    return tfdist.make_strategy(
+        job.strategy,
+        devices=names,
+        communication=job.communication,
+        timeout=job.timeout,
+        threads=threads,
+        sync=sync,
+    )
 
 
 def _with_batch(settings: config.Run, case: Case) -> tf.data.Dataset:
     values = settings.to_dict()
     values["data"]["global_batch"] = case.global_batch
     batches = inputs.pipeline(config.Run.from_dict(values))
-    rows = {spec.shape[0] for spec in tf.nest.flatten(batches.element_spec) if isinstance(spec, tf.TensorSpec) and spec.shape.rank}
+    rows = {
+        spec.shape[0]
+        for spec in tf.nest.flatten(batches.element_spec)
+        if isinstance(spec, tf.TensorSpec) and spec.shape.rank
+    }
     if rows - {None, case.global_batch}:
         raise ValueError(
             f"data.name={settings.data.name}: expected batches of data.global_batch={case.global_batch}, which a benchmark changes, received "
@@ -224,7 +271,9 @@ def _facts(strategy: tf.distribute.Strategy, model: keras.Model | None) -> dict[
     """What a report says of the model and the devices; GPUs only where replicas compute on them."""
     on_cpu = "CPU" in strategy.extended.worker_devices[0].upper()
     gpus = [] if on_cpu else tf.config.list_physical_devices("GPU")
-    names = [tf.config.experimental.get_device_details(gpu).get("device_name", "GPU") for gpu in gpus]
+    names = [
+        tf.config.experimental.get_device_details(gpu).get("device_name", "GPU") for gpu in gpus
+    ]
     return {"parameters": model.count_params() if model else 0, "gpus": names}
 
 

@@ -32,7 +32,11 @@ def notes(kind: str, setups: Sequence[Setup]) -> tuple[str, ...]:
     """
     done = [setup for setup in setups if setup.seconds]
     if kind == "scaling":
-        pairs = [sentence for mode in MODES for sentence in _central(mode, [setup for setup in done if mode in setup.modes])]
+        pairs = [
+            sentence
+            for mode in MODES
+            for sentence in _central(mode, [setup for setup in done if mode in setup.modes])
+        ]
         return (*pairs, PLACES) if pairs else ()
     by_group: dict[tuple[str, int], list[Setup]] = {}
     for setup in done:
@@ -44,13 +48,18 @@ def notes(kind: str, setups: Sequence[Setup]) -> tuple[str, ...]:
 
 def _central(mode: str, setups: Sequence[Setup]) -> list[str]:
     """Data parallel with one copy of the variables against a copy for each replica; the largest number of replicas that both have."""
-    central, mirrored = ({s.replicas: s for s in setups if s.replicas > 1 and s.strategy == name} for name in ("central_storage", "mirrored"))
+    central, mirrored = (
+        {s.replicas: s for s in setups if s.replicas > 1 and s.strategy == name}
+        for name in ("central_storage", "mirrored")
+    )
     common = central.keys() & mirrored.keys()
     if not common:
         return []
     pair = central[max(common)], mirrored[max(common)]
     first, second = sorted(pair, key=lambda setup: setup.rate, reverse=True)
-    ratios = [quick / slow for quick, slow in zip(first.rates, second.rates, strict=False)]  # of one round: what slows one slows both
+    ratios = [
+        quick / slow for quick, slow in zip(first.rates, second.rates, strict=False)
+    ]  # of one round: what slows one slows both
     return [
         f"{mode.capitalize()} scaling, {counted(first.replicas, 'replica')}: {first.strategy} is {statistics.median(ratios):.2f} times as fast as "
         f"{second.strategy} ({min(ratios):.2f} to {max(ratios):.2f} over the rounds)."
@@ -59,15 +68,24 @@ def _central(mode: str, setups: Sequence[Setup]) -> list[str]:
 
 def _predicted(group: Sequence[Setup]) -> str:
     """What more devices bring, on the smallest batch and on the largest."""
-    known = sorted((setup for setup in group if setup.speedup is not None and setup.replicas > 1), key=lambda setup: setup.global_batch)
+    known = sorted(
+        (setup for setup in group if setup.speedup is not None and setup.replicas > 1),
+        key=lambda setup: setup.global_batch,
+    )
     if not known:
         return ""
-    cases = [f"{setup.speedup:.2f} times the speed of one on batches of {setup.global_batch}" for setup in known[:1] + known[1:][-1:]]
+    cases = [
+        f"{setup.speedup:.2f} times the speed of one on batches of {setup.global_batch}"
+        for setup in known[:1] + known[1:][-1:]
+    ]
     return f"{known[0].strategy} with {counted(known[0].replicas, 'device')}: {', '.join(cases)}."
 
 
 def _reduced(group: Sequence[Setup]) -> str:
-    least, best = min(group, key=lambda setup: setup.bytes), max(group, key=lambda setup: setup.bus_bandwidth)
+    least, best = (
+        min(group, key=lambda setup: setup.bytes),
+        max(group, key=lambda setup: setup.bus_bandwidth),
+    )
     return (
         f"{least.strategy} with {counted(least.replicas, 'replica')}: latency {milliseconds(least.step)} (the median of {binary(least.bytes)}), "
         f"bandwidth up to {best.bus_bandwidth / 1e9:.2f} GB/s on the bus (at {binary(best.bytes)})."

@@ -18,11 +18,24 @@ if TYPE_CHECKING:
 STRATEGIES = ("one_device", "mirrored", "central_storage", "multi_worker_mirrored")
 STEPS = {"scaling": 50, "predict": 20, "allreduce": 50}
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "scaling": {"workers": [1, 2], "strategies": ["one_device", "mirrored", "multi_worker_mirrored"]},
+    "scaling": {
+        "workers": [1, 2],
+        "strategies": ["one_device", "mirrored", "multi_worker_mirrored"],
+    },
     "predict": {"workers": [1, 2], "strategies": ["mirrored"], "batches": [16, 64, 256]},
-    "allreduce": {"workers": [2], "strategies": ["mirrored", "multi_worker_mirrored"], "bytes": [to_bytes(text) for text in ("4k", "256k", "1M", "4M", "16M")]},
+    "allreduce": {
+        "workers": [2],
+        "strategies": ["mirrored", "multi_worker_mirrored"],
+        "bytes": [to_bytes(text) for text in ("4k", "256k", "1M", "4M", "16M")],
+    },
 }
-_ONLY = {"strong": "scaling", "weak": "scaling", "batches": "predict", "bytes": "allreduce", "communication": "allreduce"}
+_ONLY = {
+    "strong": "scaling",
+    "weak": "scaling",
+    "batches": "predict",
+    "bytes": "allreduce",
+    "communication": "allreduce",
+}
 
 _DESCRIPTION = """\
 How much faster a run's training is with more replicas, and what the rest of the time goes into.
@@ -66,12 +79,20 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     _check_words(flags, rest)
     for name, kind in _ONLY.items():
         if getattr(flags, name) and kind != flags.kind:
-            raise ValueError(f"--{name}: expected with {_called(kind)}, received with {_called(flags.kind)}")
-    for name, default in {**_DEFAULTS[flags.kind], "steps": STEPS[flags.kind], "communication": "auto"}.items():
+            raise ValueError(
+                f"--{name}: expected with {_called(kind)}, received with {_called(flags.kind)}"
+            )
+    for name, default in {
+        **_DEFAULTS[flags.kind],
+        "steps": STEPS[flags.kind],
+        "communication": "auto",
+    }.items():
         if getattr(flags, name) is None:
             setattr(flags, name, default)
     flags.warmup = flags.steps if flags.warmup is None else flags.warmup
-    flags.modes = tuple(mode for mode in MODES if getattr(flags, mode) or not (flags.strong or flags.weak))
+    flags.modes = tuple(
+        mode for mode in MODES if getattr(flags, mode) or not (flags.strong or flags.weak)
+    )
     return flags, rest
 
 
@@ -90,7 +111,9 @@ def jobs(flags: argparse.Namespace, words: Sequence[str], settings: config.Run |
         ValueError: The numbers do not fit each other.
     """
     if settings and settings.data.service:
-        raise ValueError("--config.data.service: expected false, as a benchmark starts no data workers, received true")
+        raise ValueError(
+            "--config.data.service: expected false, as a benchmark starts no data workers, received true"
+        )
     strategies, steps = list(flags.strategies), flags.steps
     if flags.kind == "scaling":
         if BASELINE not in strategies and 1 not in flags.workers:
@@ -101,18 +124,38 @@ def jobs(flags: argparse.Namespace, words: Sequence[str], settings: config.Run |
     for strategy in sorted(strategies, key=lambda name: name != BASELINE):
         for replicas in [1] if strategy == BASELINE else flags.workers:
             cases = _cases(flags, replicas, settings)
-            found.append(Job(flags.kind, "", strategy, replicas, cases, tuple(words), steps, flags.warmup, flags.threads, flags.communication, flags.timeout))
+            found.append(
+                Job(
+                    flags.kind,
+                    "",
+                    strategy,
+                    replicas,
+                    cases,
+                    tuple(words),
+                    steps,
+                    flags.warmup,
+                    flags.threads,
+                    flags.communication,
+                    flags.timeout,
+                )
+            )
     return found
 
 
-def _cases(flags: argparse.Namespace, replicas: int, settings: config.Run | None) -> tuple[Case, ...]:
+def _cases(
+    flags: argparse.Namespace, replicas: int, settings: config.Run | None
+) -> tuple[Case, ...]:
     if flags.kind == "allreduce":
         if replicas == 1:
-            raise ValueError("--workers: expected at least 2 in an all-reduce, received 1, which has nothing to sum")
+            raise ValueError(
+                "--workers: expected at least 2 in an all-reduce, received 1, which has nothing to sum"
+            )
         return tuple(Case(bytes=count) for count in flags.bytes)
     if flags.kind == "predict":
         if min(flags.batches) < replicas:
-            raise ValueError(f"--batches: expected at least a row for each of {replicas} devices, received {min(flags.batches)}")
+            raise ValueError(
+                f"--batches: expected at least a row for each of {replicas} devices, received {min(flags.batches)}"
+            )
         return tuple(Case(rows) for rows in flags.batches)
     assert settings is not None
     batch = settings.data.global_batch
@@ -137,15 +180,31 @@ def _check_words(flags: argparse.Namespace, rest: Sequence[str]) -> None:
             if rest[max(0, rest.index(word) - 1)] in ("--config", "-config"):
                 continue
             raise ValueError(f"expected flags, or `allreduce` before them; received {word!r}")
-        raise ValueError(no_such_flag(word, ["--config", *(flag_of(name) for name in vars(flags) if name not in ("kind", "modes"))]))
+        raise ValueError(
+            no_such_flag(
+                word,
+                [
+                    "--config",
+                    *(flag_of(name) for name in vars(flags) if name not in ("kind", "modes")),
+                ],
+            )
+        )
     if flags.kind == "allreduce" and (rest or flags.predict):
-        raise ValueError(f"{rest[0] if rest else '--predict'}: an all-reduce has no model; leave it out")
+        raise ValueError(
+            f"{rest[0] if rest else '--predict'}: an all-reduce has no model; leave it out"
+        )
     if flags.kind != "allreduce" and not rest:
-        raise ValueError("--config: expected the run to measure, such as --config=configs/digits.py; received none")
+        raise ValueError(
+            "--config: expected the run to measure, such as --config=configs/digits.py; received none"
+        )
 
 
 def _called(kind: str) -> str:
-    return {"scaling": "scaling (no --predict, no allreduce)", "predict": "--predict", "allreduce": "`tfdist bench allreduce`"}[kind]
+    return {
+        "scaling": "scaling (no --predict, no allreduce)",
+        "predict": "--predict",
+        "allreduce": "`tfdist bench allreduce`",
+    }[kind]
 
 
 def _listed(convert: Callable[[str], Any]) -> Callable[[str], list[Any]]:
@@ -188,19 +247,74 @@ def parser() -> argparse.ArgumentParser:
     )
     add = made.add_argument
     positive, seconds = whole(1), real("seconds above 0", lambda value: 0 < value < float("inf"))
-    add("--workers", type=_listed(positive), metavar="N,...", help="replicas: processes of multi_worker_mirrored, devices of the others (1,2)")
-    add("--strategies", type=_listed(_strategy), metavar="NAME,...", help=f"of {', '.join(STRATEGIES)}")
-    add("--steps", type=positive, metavar="N", help="that count in each round (50; 20 batches of the largest size with --predict)")
-    add("--warmup", type=whole(0), metavar="N", help="steps before them, in training rounded up to multiples of --steps (as many)")
-    add("--rounds", type=positive, default=5, metavar="N", help="how often each setup is measured (5)")
+    add(
+        "--workers",
+        type=_listed(positive),
+        metavar="N,...",
+        help="replicas: processes of multi_worker_mirrored, devices of the others (1,2)",
+    )
+    add(
+        "--strategies",
+        type=_listed(_strategy),
+        metavar="NAME,...",
+        help=f"of {', '.join(STRATEGIES)}",
+    )
+    add(
+        "--steps",
+        type=positive,
+        metavar="N",
+        help="that count in each round (50; 20 batches of the largest size with --predict)",
+    )
+    add(
+        "--warmup",
+        type=whole(0),
+        metavar="N",
+        help="steps before them, in training rounded up to multiples of --steps (as many)",
+    )
+    add(
+        "--rounds",
+        type=positive,
+        default=5,
+        metavar="N",
+        help="how often each setup is measured (5)",
+    )
     add("--strong", action="store_true", help="strong scaling alone: the global batch stays (both)")
-    add("--weak", action="store_true", help="weak scaling alone: the batch of a replica stays (both)")
+    add(
+        "--weak",
+        action="store_true",
+        help="weak scaling alone: the batch of a replica stays (both)",
+    )
     add("--predict", action="store_true", help="measure model.predict instead of training")
-    add("--batches", type=_listed(positive), metavar="N,...", help="with --predict: rows of a batch, of all devices together (16,64,256)")
-    add("--bytes", type=_listed(to_bytes), metavar="N,...", help="of an all-reduce: given by each replica (4k,256k,1M,4M,16M)")
-    add("--communication", choices=("auto", "ring", "nccl"), help="of an all-reduce of workers (auto)")
-    add("--threads", type=positive, metavar="N", help="of each replica (cores shared evenly by the processes of a setup)")
-    add("--timeout", type=seconds, default=300.0, metavar="S", help="longest wait for a setup to start or measure, in seconds (300)")
+    add(
+        "--batches",
+        type=_listed(positive),
+        metavar="N,...",
+        help="with --predict: rows of a batch, of all devices together (16,64,256)",
+    )
+    add(
+        "--bytes",
+        type=_listed(to_bytes),
+        metavar="N,...",
+        help="of an all-reduce: given by each replica (4k,256k,1M,4M,16M)",
+    )
+    add(
+        "--communication",
+        choices=("auto", "ring", "nccl"),
+        help="of an all-reduce of workers (auto)",
+    )
+    add(
+        "--threads",
+        type=positive,
+        metavar="N",
+        help="of each replica (cores shared evenly by the processes of a setup)",
+    )
+    add(
+        "--timeout",
+        type=seconds,
+        default=300.0,
+        metavar="S",
+        help="longest wait for a setup to start or measure, in seconds (300)",
+    )
     add("--out", metavar="DIR", help="where bench.json and bench.md go (a new runs/bench-NAME)")
     add("--json", action="store_true", help="print what bench.json holds instead of tables")
     return made

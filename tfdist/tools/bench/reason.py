@@ -73,7 +73,11 @@ def reason(setup: Setup, alone: Setup | None, facts: Facts) -> str:
         most = max(PARTS, key=parts.__getitem__)
         return f"{percent(parts[most] / whole)} of the step is {SHORT[most]}; one replica was not measured, to say what of it is lost."
     if setup.efficiency >= GOOD:
-        times = f"{setup.replicas} times the work of one" if setup.replicas > 1 else f"the work of {alone.strategy}"
+        times = (
+            f"{setup.replicas} times the work of one"
+            if setup.replicas > 1
+            else f"the work of {alone.strategy}"
+        )
         return f"{counted(setup.replicas, 'replica')}: {percent(setup.efficiency)} of {times}, nothing to speak of is lost."
     if _within_spread(setup, alone):
         return "What is lost is within the spread of the rounds: more of them, on a machine that does nothing else, would tell."
@@ -87,7 +91,10 @@ def reason(setup: Setup, alone: Setup | None, facts: Facts) -> str:
 def mean_parts(setup: Setup) -> dict[str, float]:
     """Seconds of each part of a mean step, over all workers."""
     workers = list(setup.anatomy.values())
-    return {part: sum(parts.get(part, 0.0) for parts in workers) / max(1, len(workers)) for part in PARTS}
+    return {
+        part: sum(parts.get(part, 0.0) for parts in workers) / max(1, len(workers))
+        for part in PARTS
+    }
 
 
 def losses(setup: Setup, alone: Setup) -> dict[str, float]:
@@ -112,7 +119,12 @@ def slowest(setup: Setup) -> int | None:
         >>> slowest(Setup("m", 2, 2, anatomy={0: {"host": 0.004, "wait": 0.003}, 1: {"host": 0.007, "wait": 0.0}}))
         1
     """
-    work = {rank: sum(seconds for part, seconds in parts.items() if part not in ("wait", "gradient_sync")) for rank, parts in setup.anatomy.items()}
+    work = {
+        rank: sum(
+            seconds for part, seconds in parts.items() if part not in ("wait", "gradient_sync")
+        )
+        for rank, parts in setup.anatomy.items()
+    }
     if len(work) < 2:
         return None
     last = max(work, key=work.__getitem__)
@@ -125,7 +137,10 @@ def _within_spread(setup: Setup, alone: Setup) -> bool:
 
     Each round is compared with the baseline's of the same round, which ran next to it.
     """
-    ratios = [mine / (setup.replicas * before) for mine, before in zip(setup.rates, alone.rates, strict=False)]
+    ratios = [
+        mine / (setup.replicas * before)
+        for mine, before in zip(setup.rates, alone.rates, strict=False)
+    ]
     return sum(ratio >= 1.0 for ratio in ratios) >= max(2, len(ratios) / 4)
 
 
@@ -142,7 +157,11 @@ def _why(part: str, setup: Setup, alone: Setup, facts: Facts) -> str:
         return f": {should}; {_input_remedy(facts)} would help"
     if part == "gradient_sync":
         speed = setup.bytes / mine / 1e9
-        took = f"at {speed:.2f} GB/s" if speed >= 0.01 else f"in {milliseconds(mine)}, which is latency"
+        took = (
+            f"at {speed:.2f} GB/s"
+            if speed >= 0.01
+            else f"in {milliseconds(mine)}, which is latency"
+        )
         return f": {size(setup.bytes)} a step {took}; {_sync_remedy(setup)}"
     if part == "update":
         return f", which each replica does in full: {should}; a larger batch would help, as it comes once a step"
@@ -165,7 +184,11 @@ def _input_remedy(facts: Facts) -> str:
 
 
 def _host_remedy(facts: Facts) -> str:
-    more = "train.steps_per_execution above 1" if facts.steps_per_execution == 1 else "a larger train.steps_per_execution"
+    more = (
+        "train.steps_per_execution above 1"
+        if facts.steps_per_execution == 1
+        else "a larger train.steps_per_execution"
+    )
     return f"{more}, and no callbacks that watch batches,"
 
 
@@ -181,8 +204,16 @@ def _wait(setup: Setup) -> str:
 
 def _compute(setup: Setup, facts: Facts, should: str, share: float) -> str:
     """Why forward and backward are slower than they were alone."""
-    if facts.on_cpu and setup.replicas > 1 and (facts.threads is None or setup.replicas * facts.threads > facts.cores):
-        who = counted(setup.workers, "worker") if setup.workers > 1 else counted(setup.replicas, "replica")
+    if (
+        facts.on_cpu
+        and setup.replicas > 1
+        and (facts.threads is None or setup.replicas * facts.threads > facts.cores)
+    ):
+        who = (
+            counted(setup.workers, "worker")
+            if setup.workers > 1
+            else counted(setup.replicas, "replica")
+        )
         return f": {should}, as {who} share {counted(facts.cores, 'core')} that one replica alone can use; more cores or hosts would help"
     if setup.strategy == "central_storage":
         return f": {should}, as variables are copied out of one device in each step; mirrored would help"

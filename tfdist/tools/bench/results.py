@@ -90,7 +90,10 @@ class Setup:
         values["median_rate"] = self.rate if self.rates else None
         values["rate_spread"] = [min(self.rates), max(self.rates)] if self.rates else None
         if self.bytes and self.seconds and not self.rates:
-            values["algorithm_bandwidth"], values["bus_bandwidth"] = self.algorithm_bandwidth, self.bus_bandwidth
+            values["algorithm_bandwidth"], values["bus_bandwidth"] = (
+                self.algorithm_bandwidth,
+                self.bus_bandwidth,
+            )
         return values
 
     @classmethod
@@ -102,7 +105,11 @@ class Setup:
             >>> Setup.from_json(json.loads(json.dumps(setup.to_json()))) == setup
             True
         """
-        kept = {field.name: values[field.name] for field in dataclasses.fields(cls) if field.name in values}
+        kept = {
+            field.name: values[field.name]
+            for field in dataclasses.fields(cls)
+            if field.name in values
+        }
         for name in ("modes", "seconds", "rates"):
             kept[name] = tuple(kept.get(name, ()))
         kept["anatomy"] = {int(rank): parts for rank, parts in kept.get("anatomy", {}).items()}
@@ -141,7 +148,11 @@ class Bench:
     def to_json(self) -> dict[str, Any]:
         """The object of `bench.json`."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {**values, "setups": [setup.to_json() for setup in self.setups], "notes": list(self.notes)}
+        return {
+            **values,
+            "setups": [setup.to_json() for setup in self.setups],
+            "notes": list(self.notes),
+        }
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Bench:
@@ -152,14 +163,26 @@ class Bench:
             >>> Bench.from_json(json.loads(json.dumps(bench.to_json()))) == bench
             True
         """
-        kept = {field.name: values[field.name] for field in dataclasses.fields(cls) if field.name in values}
-        return cls(**{**kept, "setups": tuple(map(Setup.from_json, values["setups"])), "notes": tuple(values.get("notes", ()))})
+        kept = {
+            field.name: values[field.name]
+            for field in dataclasses.fields(cls)
+            if field.name in values
+        }
+        return cls(
+            **{
+                **kept,
+                "setups": tuple(map(Setup.from_json, values["setups"])),
+                "notes": tuple(values.get("notes", ())),
+            }
+        )
 
 
 def read(path: str | os.PathLike) -> Bench:
     """A benchmark from its file, or from the directory with it."""
     path = Path(path)
-    return Bench.from_json(json.loads((path / FILE if path.is_dir() else path).read_text(encoding="utf-8")))
+    return Bench.from_json(
+        json.loads((path / FILE if path.is_dir() else path).read_text(encoding="utf-8"))
+    )
 
 
 def baseline(setups: Sequence[Setup], setup: Setup) -> Setup | None:
@@ -172,7 +195,9 @@ def baseline(setups: Sequence[Setup], setup: Setup) -> Setup | None:
     alone = [other for other in setups if other.replicas == 1 and other.rates]
     if not setup.modes:
         alone = [other for other in alone if other.global_batch == setup.global_batch]
-    ranked = [other for name in (BASELINE, setup.strategy) for other in alone if other.strategy == name]
+    ranked = [
+        other for name in (BASELINE, setup.strategy) for other in alone if other.strategy == name
+    ]
     return ranked[0] if ranked else None
 
 

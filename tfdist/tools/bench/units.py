@@ -71,4 +71,6 @@ def to_bytes(text: str) -> int:
 
 
 def _digits(number: float) -> str:
-    return f"{number:,.0f}" if number >= 99.5 else f"{number:.1f}" if number >= 1 else f"{number:.2f}"
+    return (
+        f"{number:,.0f}" if number >= 99.5 else f"{number:.1f}" if number >= 1 else f"{number:.2f}"
+    )

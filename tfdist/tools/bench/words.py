@@ -13,7 +13,14 @@ from tfdist.tools.bench.units import binary, percent, size
 from tfdist.words import aligned, counted
 
 WIDTH = 100
-_HEADS = {"input": "input", "forward_backward": "fwd+bwd", "gradient_sync": "sync", "update": "update", "wait": "wait", "host": "host"}
+_HEADS = {
+    "input": "input",
+    "forward_backward": "fwd+bwd",
+    "gradient_sync": "sync",
+    "update": "update",
+    "wait": "wait",
+    "host": "host",
+}
 Rows = list[Sequence[str]]
 
 
@@ -27,21 +34,38 @@ def text(bench: Bench) -> str:
     lines += _paragraphs(bench.notes)
     for name, error in failures(bench.setups):
         first, *rest = error.splitlines()
-        lines += [*textwrap.wrap(f"FAILED: {name}: {first}", WIDTH, subsequent_indent="  ", break_on_hyphens=False), *rest]
+        lines += [
+            *textwrap.wrap(
+                f"FAILED: {name}: {first}", WIDTH, subsequent_indent="  ", break_on_hyphens=False
+            ),
+            *rest,
+        ]
     return "\n".join(lines).rstrip()
 
 
 def markdown(bench: Bench) -> str:
     """The same as a page."""
-    lines = [f"# {_capital(title(bench))}", "", *(f"- {key}: {value}" for key, value in about(bench).items()), ""]
+    lines = [
+        f"# {_capital(title(bench))}",
+        "",
+        *(f"- {key}: {value}" for key, value in about(bench).items()),
+        "",
+    ]
     for heading, rows, sentences in _sections(bench):
         head, *body = rows
-        lines += [f"## {_capital(heading)}", "", f"| {' | '.join(head)} |", f"|---|{'--:|' * (len(head) - 1)}"]
+        lines += [
+            f"## {_capital(heading)}",
+            "",
+            f"| {' | '.join(head)} |",
+            f"|---|{'--:|' * (len(head) - 1)}",
+        ]
         lines += [*(f"| {' | '.join(row)} |" for row in body), ""]
         lines += [f"- {name}: {sentence}" for name, sentence in sentences]
         lines += [""] if sentences else []
     lines += [line for note in bench.notes for line in (note, "")]
-    lines += [f"- **failed**: {name}: {error.splitlines()[0]}" for name, error in failures(bench.setups)]
+    lines += [
+        f"- **failed**: {name}: {error.splitlines()[0]}" for name, error in failures(bench.setups)
+    ]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -57,7 +81,11 @@ def failures(setups: Sequence[Setup]) -> list[tuple[str, str]]:
 
 def title(bench: Bench) -> str:
     """What was measured, in a line."""
-    what = {"scaling": "scaling of {}", "predict": "inference of {}", "allreduce": "all-reduce of float32 numbers"}[bench.kind]
+    what = {
+        "scaling": "scaling of {}",
+        "predict": "inference of {}",
+        "allreduce": "all-reduce of float32 numbers",
+    }[bench.kind]
     model = (bench.config or {}).get("model", {}).get("name")
     parameters = bench.options.get("parameters")
     described = f" ({model}, {parameters:,} parameters)" if model and parameters else ""
@@ -111,7 +139,11 @@ def _sections(bench: Bench) -> Iterable[tuple[str, Rows, list[tuple[str, str]]]]
     if not done:
         return
     if bench.kind == "predict":
-        yield "examples per second of model.predict, by batch (rows of all devices together)", _predict_rows(done), []
+        yield (
+            "examples per second of model.predict, by batch (rows of all devices together)",
+            _predict_rows(done),
+            [],
+        )
         return
     if bench.kind == "allreduce":
         yield "sums, one after another", _allreduce_rows(done), []
@@ -119,7 +151,11 @@ def _sections(bench: Bench) -> Iterable[tuple[str, Rows, list[tuple[str, str]]]]
     for mode in MODES:
         setups = [setup for setup in done if mode in setup.modes]
         if setups:
-            sentences = [(_name(setup), setup.reason) for setup in setups if setup.reason and setup.modes[0] == mode]  # each once
+            sentences = [
+                (_name(setup), setup.reason)
+                for setup in setups
+                if setup.reason and setup.modes[0] == mode
+            ]  # each once
             yield _mode(mode, setups), _scaling_rows(setups), sentences
     measured = [setup for setup in done if setup.anatomy]
     if measured:
@@ -129,14 +165,31 @@ def _sections(bench: Bench) -> Iterable[tuple[str, Rows, list[tuple[str, str]]]]
 def _mode(mode: str, setups: Sequence[Setup]) -> str:
     if mode == "strong":
         return f"strong scaling: global batch {setups[0].global_batch}, whatever the number of replicas"
-    return f"weak scaling: a batch of {setups[0].global_batch // setups[0].replicas} for each replica"
+    return (
+        f"weak scaling: a batch of {setups[0].global_batch // setups[0].replicas} for each replica"
+    )
 
 
 def _scaling_rows(setups: Sequence[Setup]) -> Rows:
-    rows: Rows = [("strategy", "replicas", "examples/s", "min..max", "ms/step", "speed-up", "efficiency")]
+    rows: Rows = [
+        ("strategy", "replicas", "examples/s", "min..max", "ms/step", "speed-up", "efficiency")
+    ]
     for setup in setups:
-        gain = ("-", "-") if setup.speedup is None or setup.efficiency is None else (f"{setup.speedup:.2f}", percent(setup.efficiency))
-        rows.append((setup.strategy, str(setup.replicas), f"{setup.rate:,.0f}", spread(setup.rates), f"{1e3 * setup.step:.2f}", *gain))
+        gain = (
+            ("-", "-")
+            if setup.speedup is None or setup.efficiency is None
+            else (f"{setup.speedup:.2f}", percent(setup.efficiency))
+        )
+        rows.append(
+            (
+                setup.strategy,
+                str(setup.replicas),
+                f"{setup.rate:,.0f}",
+                spread(setup.rates),
+                f"{1e3 * setup.step:.2f}",
+                *gain,
+            )
+        )
     return rows
 
 
@@ -145,12 +198,22 @@ def _anatomy_rows(setups: Sequence[Setup]) -> Rows:
     for setup in setups:
         parts = mean_parts(setup)
         cells = [f"{1e3 * parts[part]:.2f}" for part in PARTS]
-        rows.append((setup.strategy, str(setup.replicas), str(setup.global_batch), *cells, f"{1e3 * sum(parts.values()):.2f}"))
+        rows.append(
+            (
+                setup.strategy,
+                str(setup.replicas),
+                str(setup.global_batch),
+                *cells,
+                f"{1e3 * sum(parts.values()):.2f}",
+            )
+        )
     return rows
 
 
 def _predict_rows(setups: Sequence[Setup]) -> Rows:
-    rows: Rows = [("strategy", "devices", "batch", "examples/s", "min..max", "ms/batch", "speed-up")]
+    rows: Rows = [
+        ("strategy", "devices", "batch", "examples/s", "min..max", "ms/batch", "speed-up")
+    ]
     for setup in sorted(setups, key=lambda setup: setup.global_batch):
         gain = "-" if setup.speedup is None else f"{setup.speedup:.2f}"
         cells = f"{setup.rate:,.0f}", spread(setup.rates), f"{1e3 * setup.step:.2f}", gain
@@ -159,11 +222,24 @@ def _predict_rows(setups: Sequence[Setup]) -> Rows:
 
 
 def _allreduce_rows(setups: Sequence[Setup]) -> Rows:
-    rows: Rows = [("strategy", "replicas", "bytes", "median, ms", "min..max", "algorithm GB/s", "bus GB/s")]
+    rows: Rows = [
+        ("strategy", "replicas", "bytes", "median, ms", "min..max", "algorithm GB/s", "bus GB/s")
+    ]
     for setup in setups:
-        bandwidths = (f"{value / 1e9:.3f}" for value in (setup.algorithm_bandwidth, setup.bus_bandwidth))
+        bandwidths = (
+            f"{value / 1e9:.3f}" for value in (setup.algorithm_bandwidth, setup.bus_bandwidth)
+        )
         times = [1e3 * seconds for seconds in setup.seconds]
-        rows.append((setup.strategy, str(setup.replicas), binary(setup.bytes), f"{1e3 * setup.step:.2f}", spread(times, ".2f"), *bandwidths))
+        rows.append(
+            (
+                setup.strategy,
+                str(setup.replicas),
+                binary(setup.bytes),
+                f"{1e3 * setup.step:.2f}",
+                spread(times, ".2f"),
+                *bandwidths,
+            )
+        )
     return rows
 
 
@@ -180,10 +256,20 @@ def _sentences(pairs: Sequence[tuple[str, str]]) -> list[str]:
     width = max(len(name) for name, _ in pairs)
     lines = []
     for name, sentence in pairs:
-        lines += textwrap.wrap(sentence, WIDTH, initial_indent=f"  {name:{width}}  ", subsequent_indent=" " * (width + 4), break_on_hyphens=False)
+        lines += textwrap.wrap(
+            sentence,
+            WIDTH,
+            initial_indent=f"  {name:{width}}  ",
+            subsequent_indent=" " * (width + 4),
+            break_on_hyphens=False,
+        )
     return lines
 
 
 def _paragraphs(sentences: Sequence[str]) -> list[str]:
-    lines = [line for sentence in sentences for line in textwrap.wrap(sentence, WIDTH, break_on_hyphens=False)]
+    lines = [
+        line
+        for sentence in sentences
+        for line in textwrap.wrap(sentence, WIDTH, break_on_hyphens=False)
+    ]
     return [*lines, ""] if lines else []

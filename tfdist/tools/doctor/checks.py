@@ -33,7 +33,9 @@ class Check:
         assert (self.status == PASS) == (not self.remedy), self
 
 
-def graded(part: str, name: str, found: str, remedy: str = "", *, fails: bool = False, warns: bool = False) -> Check:
+def graded(
+    part: str, name: str, found: str, remedy: str = "", *, fails: bool = False, warns: bool = False
+) -> Check:
     """The check of something that may be wrong.
 
     Args:
@@ -84,7 +86,9 @@ def count(checks: Sequence[Check]) -> dict[str, int]:
         >>> count([Check("host", "cores", "pass", "2")])
         {'pass': 1, 'warn': 0, 'fail': 0}
     """
-    return {status: sum(check.status == status for check in checks) for status in (PASS, WARN, FAIL)}
+    return {
+        status: sum(check.status == status for check in checks) for status in (PASS, WARN, FAIL)
+    }
 
 
 def document(checks: Sequence[Check], host: str, version: str) -> dict[str, Any]:

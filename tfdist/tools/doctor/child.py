@@ -30,7 +30,13 @@ def run(module: str, question: Any, timeout: float, **environ: str) -> tuple[dic
     command = [sys.executable, "-m", module, json.dumps(question)]
     try:
         with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True, env=environment(**environ)
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            env=environment(**environ),
         ) as process:
             try:
                 output, errors = process.communicate(timeout=timeout)
@@ -63,7 +69,9 @@ def _ending(code: int, errors: str) -> str:
     """How a process ended."""
     if not code:
         return ""
-    last = next((line.strip() for line in reversed(errors.splitlines()) if line.strip()), "nothing was said")
+    last = next(
+        (line.strip() for line in reversed(errors.splitlines()) if line.strip()), "nothing was said"
+    )
     if code == -signal.SIGILL:
         return "ended by SIGILL: this processor lacks instructions that the build needs; install another build of TensorFlow"
     if code == -signal.SIGKILL:

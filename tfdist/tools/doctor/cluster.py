@@ -9,7 +9,14 @@ from typing import Any
 
 from tfdist.addresses import PortTaken, UnresolvedAddress, bind_problem
 from tfdist.cluster import ClusterSpec, Task
-from tfdist.handshake import ConfigurationError, absent_too_long, another_task, claimed_twice, compare, some
+from tfdist.handshake import (
+    ConfigurationError,
+    absent_too_long,
+    another_task,
+    claimed_twice,
+    compare,
+    some,
+)
 from tfdist.tools.doctor.checks import CLUSTER, FAIL, Check, graded, of_error
 from tfdist.tools.doctor.exchange import Link
 from tfdist.tools.doctor.meeting import Peer, Sight
@@ -32,7 +39,10 @@ def check_spec(spec: ClusterSpec, members: Sequence[Task]) -> tuple[list[Check],
     Returns:
         The checks; and task -> what is wrong, of each of them whose port somebody has.
     """
-    count = ", ".join(f"{len(addresses)} ps" if job == "ps" else counted(len(addresses), job) for job, addresses in spec.jobs.items())
+    count = ", ".join(
+        f"{len(addresses)} ps" if job == "ps" else counted(len(addresses), job)
+        for job, addresses in spec.jobs.items()
+    )
     here = f"here {', '.join(map(str, members[:8]))}" if members else "none of them is here"
     checks = [graded(CLUSTER, "file", f"{spec.source}: {count}; {here}")]
     try:
@@ -42,7 +52,13 @@ def check_spec(spec: ClusterSpec, members: Sequence[Task]) -> tuple[list[Check],
     except ValueError as error:
         return [*checks, of_error(CLUSTER, "addresses", error)], {}
     hosts = len({task.address.rpartition(":")[0] for task in spec.listening_tasks})
-    checks.append(graded(CLUSTER, "names", f"{counted(hosts, 'name')} of hosts {'resolve' if hosts > 1 else 'resolves'}"))
+    checks.append(
+        graded(
+            CLUSTER,
+            "names",
+            f"{counted(hosts, 'name')} of hosts {'resolve' if hosts > 1 else 'resolves'}",
+        )
+    )
     taken: dict[str, str] = {}
     for task in members:
         try:
@@ -54,7 +70,9 @@ def check_spec(spec: ClusterSpec, members: Sequence[Task]) -> tuple[list[Check],
     return checks, taken
 
 
-def check_ports(members: Sequence[Task], taken: Mapping[str, str], peers: Mapping[str, Peer]) -> list[Check]:
+def check_ports(
+    members: Sequence[Task], taken: Mapping[str, str], peers: Mapping[str, Peer]
+) -> list[Check]:
     """Whether this host's tasks can listen.
 
     Args:
@@ -67,7 +85,13 @@ def check_ports(members: Sequence[Task], taken: Mapping[str, str], peers: Mappin
     if listening and not checks:
         served = [str(task) for task in listening if str(task) in taken]
         found = f"free on this host: {', '.join(task.address for task in listening[:8])}"
-        checks.append(graded(CLUSTER, "ports", found + (f" ({', '.join(served)}: by a doctor that serves)" if served else "")))
+        checks.append(
+            graded(
+                CLUSTER,
+                "ports",
+                found + (f" ({', '.join(served)}: by a doctor that serves)" if served else ""),
+            )
+        )
     return checks
 
 
@@ -84,7 +108,12 @@ def cannot_listen(spec: ClusterSpec, failed: Mapping[str, OSError]) -> Check:
 
 
 def check_peers(
-    spec: ClusterSpec, badge: Mapping[str, Any], own: set[str], peers: Mapping[str, Peer], missing: Mapping[str, str], seconds: float
+    spec: ClusterSpec,
+    badge: Mapping[str, Any],
+    own: set[str],
+    peers: Mapping[str, Peer],
+    missing: Mapping[str, str],
+    seconds: float,
 ) -> list[Check]:
     """Checks whether all tasks are there and fit together.
 
@@ -96,9 +125,19 @@ def check_peers(
         missing: Those that did not, with the reason.
         seconds: For which they were waited for.
     """
-    checks = [of_error(CLUSTER, "reach", absent_too_long(missing, spec, rounded(seconds)))] if missing else []
+    checks = (
+        [of_error(CLUSTER, "reach", absent_too_long(missing, spec, rounded(seconds)))]
+        if missing
+        else []
+    )
     if peers and not missing:
-        checks.append(graded(CLUSTER, "reach", f"{counted(len(peers), 'task')} on other hosts {'answer' if len(peers) > 1 else 'answers'}"))
+        checks.append(
+            graded(
+                CLUSTER,
+                "reach",
+                f"{counted(len(peers), 'task')} on other hosts {'answer' if len(peers) > 1 else 'answers'}",
+            )
+        )
     faults = list(_faults(spec, badge, own, peers))
     checks += faults
     if peers and not faults:
@@ -110,7 +149,9 @@ def check_peers(
     return [*checks, _devices(spec, badge, own, peers), _clocks(peers)]
 
 
-def _faults(spec: ClusterSpec, badge: Mapping[str, Any], own: set[str], peers: Mapping[str, Peer]) -> Iterator[Check]:
+def _faults(
+    spec: ClusterSpec, badge: Mapping[str, Any], own: set[str], peers: Mapping[str, Peer]
+) -> Iterator[Check]:
     """The first fault of each process, with the words that the preflight has for it."""
     me, claimed, judged = str(badge["task"]), dict.fromkeys(own, str(badge["nonce"])), set[str]()
     for name, peer in peers.items():
@@ -122,8 +163,16 @@ def _faults(spec: ClusterSpec, badge: Mapping[str, Any], own: set[str], peers: M
                 judged.add(peer.process)
                 spec_differs = peer.badge.get("cluster") != badge["cluster"]
                 check = of_error(CLUSTER, "spec" if spec_differs else "versions", error)
-                where = differences(badge.get("tasks"), peer.badge.get("tasks")) if spec_differs else ""
-                yield Check(CLUSTER, check.name, FAIL, check.found + (f" ({where})" if where else ""), check.remedy)
+                where = (
+                    differences(badge.get("tasks"), peer.badge.get("tasks")) if spec_differs else ""
+                )
+                yield Check(
+                    CLUSTER,
+                    check.name,
+                    FAIL,
+                    check.found + (f" ({where})" if where else ""),
+                    check.remedy,
+                )
                 continue
         if peer.process in judged:
             continue
@@ -145,37 +194,67 @@ def differences(ours: Any, theirs: Any) -> str:
         'another order: worker:0 is a:1 here and b:1 there'
     """
     try:
-        mine, other = ({str(name): str(address)[:100] for name, address in tasks} for tasks in (ours, theirs))
+        mine, other = (
+            {str(name): str(address)[:100] for name, address in tasks} for tasks in (ours, theirs)
+        )
     except (TypeError, ValueError):
         return ""
-    changed = [f"{name} is {mine.get(name, 'missing')} here and {other.get(name, 'missing')} there" for name in {**mine, **other} if mine.get(name) != other.get(name)]
+    changed = [
+        f"{name} is {mine.get(name, 'missing')} here and {other.get(name, 'missing')} there"
+        for name in {**mine, **other}
+        if mine.get(name) != other.get(name)
+    ]
     if not changed:
         return ""
     order = "another order: " if sorted(mine.values()) == sorted(other.values()) else ""
-    size = f"{counted(len(mine), 'task')} here, {len(other)} there: " if len(mine) != len(other) else ""
+    size = (
+        f"{counted(len(mine), 'task')} here, {len(other)} there: "
+        if len(mine) != len(other)
+        else ""
+    )
     more = f" and {len(changed) - 2} more" if len(changed) > 2 and not order else ""
     return order + size + "; ".join(changed[: 1 if order else 2]) + more
 
 
-def _devices(spec: ClusterSpec, badge: Mapping[str, Any], own: set[str], peers: Mapping[str, Peer]) -> Check:
+def _devices(
+    spec: ClusterSpec, badge: Mapping[str, Any], own: set[str], peers: Mapping[str, Peer]
+) -> Check:
     """Synchronous workers need equally many devices; parameter servers none."""
     serving = "ps" in spec.jobs
-    names = {str(task) for task in spec.tasks if task.type == "worker" or (task.type == "chief" and not serving)}
-    told = {name: peers[name].badge.get("gpus") if name in peers else badge.get("gpus") for name in sorted(names) if name in peers or name in own}
-    counts = {name: count if isinstance(count, int) else -1 for name, count in told.items()}  # from the network
+    names = {
+        str(task)
+        for task in spec.tasks
+        if task.type == "worker" or (task.type == "chief" and not serving)
+    }
+    told = {
+        name: peers[name].badge.get("gpus") if name in peers else badge.get("gpus")
+        for name in sorted(names)
+        if name in peers or name in own
+    }
+    counts = {
+        name: count if isinstance(count, int) else -1 for name, count in told.items()
+    }  # from the network
     numbers = set(counts.values())
     listing = ", ".join(f"{name} {counts[name]}" for name in some(counts))
     if len(numbers) > 1:
         return graded(CLUSTER, "devices", f"GPUs differ: {listing}", "choose equally many on all hosts with CUDA_VISIBLE_DEVICES, and see `tfdist doctor` "
                       "on those with fewer", fails=not serving, warns=serving)  # fmt: skip
-    return graded(CLUSTER, "devices", f"{counted(numbers.pop(), 'GPU')} on each host" if numbers else "no worker was asked")
+    return graded(
+        CLUSTER,
+        "devices",
+        f"{counted(numbers.pop(), 'GPU')} on each host" if numbers else "no worker was asked",
+    )
 
 
 def _clocks(peers: Mapping[str, Peer]) -> Check:
     worst = max(peers.values(), key=lambda peer: abs(peer.offset) - peer.error)
     skew = max(abs(worst.offset) - worst.error, 0.0)
     if skew <= SKEW:
-        return graded(CLUSTER, "clocks", f"at most {lasting(max(abs(peer.offset) + peer.error for peer in peers.values()))} apart")
+        return graded(
+            CLUSTER,
+            "clocks",
+            f"at most {lasting(max(abs(peer.offset) + peer.error for peer in peers.values()))} apart",
+        )
     way = "ahead of" if worst.offset > 0 else "behind"
     return graded(CLUSTER, "clocks", f"that of {worst.who} is {lasting(abs(worst.offset))} {way} this host's", "set the clocks: timedatectl set-ntp true",
                   fails=skew > WRONG, warns=True)  # fmt: skip
@@ -197,11 +276,18 @@ def check_sights(sights: Sequence[Sight]) -> list[Check]:
             remedy = "mount the same file system on all hosts, or name the place that is shared: a snapshot is read by all of them"
             checks.append(graded(CLUSTER, "shared place", found, remedy, fails=True))
         elif unknown:
-            why = unknown[0].error or "its doctor has no place with this number, or cannot write there"
+            why = (
+                unknown[0].error
+                or "its doctor has no place with this number, or cannot write there"
+            )
             checks.append(graded(CLUSTER, "shared place", f"{place}: unknown of {', '.join(sight.peer for sight in unknown[:4])}: {why}",
                                  "give all doctors the same --place or --config, in the same order", warns=True))  # fmt: skip
         else:
-            checks.append(graded(CLUSTER, "shared place", f"{place}: seen by {counted(len(here), 'other host')}"))
+            checks.append(
+                graded(
+                    CLUSTER, "shared place", f"{place}: seen by {counted(len(here), 'other host')}"
+                )
+            )
     return checks
 
 
@@ -213,7 +299,10 @@ def check_links(links: Sequence[Link]) -> list[Check]:
     """
     if not links:
         return []
-    broken, good = [link for link in links if link.error], [link for link in links if not link.error]
+    broken, good = (
+        [link for link in links if link.error],
+        [link for link in links if not link.error],
+    )
     checks = []
     if broken:
         link = broken[0]
@@ -222,9 +311,16 @@ def check_links(links: Sequence[Link]) -> list[Check]:
         checks.append(graded(CLUSTER, "network", f"from {link.source} to {link.target}: {link.error}{more}",
                              "let these machines connect to each other: firewalls, routes", fails=not late, warns=late))  # fmt: skip
     if good:
-        rates, ways, (slow, far) = [link.rate for link in good], [link.latency for link in good], _limits(good)
+        rates, ways, (slow, far) = (
+            [link.rate for link in good],
+            [link.latency for link in good],
+            _limits(good),
+        )
         found = f"{counted(len(good), 'link')}: {amount(min(rates))}/s to {amount(max(rates))}/s, {lasting(min(ways))} to {lasting(max(ways))} there and back"
-        slowest, farthest = min(good, key=lambda link: link.rate), max(good, key=lambda link: link.latency)
+        slowest, farthest = (
+            min(good, key=lambda link: link.rate),
+            max(good, key=lambda link: link.latency),
+        )
         if slowest.rate < slow:
             checks.append(graded(CLUSTER, "network", f"{found}; the slowest is from {slowest.source} to {slowest.target}",
                                  "look at its cable, switch and other traffic: all workers wait for the slowest link", warns=True))  # fmt: skip
@@ -253,7 +349,9 @@ def _limits(good: Sequence[Link]) -> tuple[float, float]:
     return slow, max(FAR, DISTANT * statistics.median(link.latency for link in good))
 
 
-def check_ends(done: Mapping[str, str], late: Mapping[str, str], spec: ClusterSpec, seconds: float) -> list[Check]:
+def check_ends(
+    done: Mapping[str, str], late: Mapping[str, str], spec: ClusterSpec, seconds: float
+) -> list[Check]:
     """What the doctors of other hosts came to.
 
     Args:
@@ -262,12 +360,30 @@ def check_ends(done: Mapping[str, str], late: Mapping[str, str], spec: ClusterSp
         spec: The cluster.
         seconds: For which they were waited for.
     """
-    checks = [of_error(CLUSTER, "other hosts", absent_too_long(late, spec, rounded(seconds)))] if late else []
+    checks = (
+        [of_error(CLUSTER, "other hosts", absent_too_long(late, spec, rounded(seconds)))]
+        if late
+        else []
+    )
     for text, names in _by_text(done).items():
         if text:
-            checks.append(graded(CLUSTER, "other hosts", f"the doctor of {', '.join(names[:8])} found: {text}", "see what it printed there", fails=True))
+            checks.append(
+                graded(
+                    CLUSTER,
+                    "other hosts",
+                    f"the doctor of {', '.join(names[:8])} found: {text}",
+                    "see what it printed there",
+                    fails=True,
+                )
+            )
     if done and not checks:
-        checks.append(graded(CLUSTER, "other hosts", f"the doctors of {', '.join(sorted(done)[:8])} found nothing wrong"))
+        checks.append(
+            graded(
+                CLUSTER,
+                "other hosts",
+                f"the doctors of {', '.join(sorted(done)[:8])} found nothing wrong",
+            )
+        )
     return checks
 
 

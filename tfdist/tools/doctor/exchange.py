@@ -50,7 +50,13 @@ class Link:
 
     def better(self, other: Link) -> Link:
         """The best of two measurements of the same link; this one where the other failed."""
-        return self if other.error else dataclasses.replace(self, latency=min(self.latency, other.latency), rate=max(self.rate, other.rate))
+        return (
+            self
+            if other.error
+            else dataclasses.replace(
+                self, latency=min(self.latency, other.latency), rate=max(self.rate, other.rate)
+            )
+        )
 
 
 def connect(address: str, timeout: float) -> socket.socket:
@@ -61,7 +67,9 @@ def connect(address: str, timeout: float) -> socket.socket:
         connection.settimeout(timeout)
         connection.connect(sockaddr)
         if connection.getsockname() == connection.getpeername():
-            raise ConnectionRefusedError("nobody listens")  # Linux can connect a free port to itself
+            raise ConnectionRefusedError(
+                "nobody listens"
+            )  # Linux can connect a free port to itself
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except BaseException:
         connection.close()
@@ -69,7 +77,9 @@ def connect(address: str, timeout: float) -> socket.socket:
     return connection
 
 
-def ask(address: str, badge: Mapping[str, Any], question: str, timeout: float = EXCHANGE_S, **facts: Any) -> dict[str, Any]:
+def ask(
+    address: str, badge: Mapping[str, Any], question: str, timeout: float = EXCHANGE_S, **facts: Any
+) -> dict[str, Any]:
     """Asks a doctor.
 
     Args:
@@ -89,7 +99,9 @@ def ask(address: str, badge: Mapping[str, Any], question: str, timeout: float = 
         send(connection, {**badge, "ask": question, **facts})
         answer = receive(connection, limit, LINE_BYTES, "doctor")
     if answer.get("attempt") != ATTEMPT:
-        raise ValueError("a training's preflight listens there, no tfdist doctor; wait for its end, or end it")
+        raise ValueError(
+            "a training's preflight listens there, no tfdist doctor; wait for its end, or end it"
+        )
     if "refused" in answer:
         raise Refused(str(answer["refused"])[:300])
     return {**answer, "sent": sent, "came": time.time()}

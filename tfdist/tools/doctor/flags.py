@@ -9,7 +9,11 @@ from collections.abc import Sequence
 
 from tfdist.arguments import Parser, about_config, flag_of, nearest_flag, real, whole
 
-ASK_S, TOGETHER_S, SERVE_S = 30.0, 300.0, 600.0  # seconds for the other hosts to come; for which a server serves
+ASK_S, TOGETHER_S, SERVE_S = (
+    30.0,
+    300.0,
+    600.0,
+)  # seconds for the other hosts to come; for which a server serves
 
 _DESCRIPTION = """\
 Finds what is wrong with this host, a cluster and a run, before TensorFlow starts.
@@ -46,7 +50,9 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """
     flags, words = _parser().parse_known_args(argv)
     for place, word in enumerate(words):
-        if about_config(word) or (place and re.fullmatch(r"--?config(\.[\w.]+)?", words[place - 1])):
+        if about_config(word) or (
+            place and re.fullmatch(r"--?config(\.[\w.]+)?", words[place - 1])
+        ):
             continue
         if not word.startswith("-"):
             raise ValueError(f"expected flags only, received the word {word!r}")
@@ -60,14 +66,24 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
             if getattr(flags, name):
                 raise ValueError(f"--{name}: expected together with --cluster FILE, received alone")
         if flags.timeout is not None:
-            raise ValueError("--timeout: expected together with --cluster FILE, whose hosts are waited for; received alone")
+            raise ValueError(
+                "--timeout: expected together with --cluster FILE, whose hosts are waited for; received alone"
+            )
     elif not os.path.isfile(flags.cluster):
-        raise ValueError(f"--cluster {flags.cluster}: expected a file, received none; there is no such file in {os.getcwd()}")
+        raise ValueError(
+            f"--cluster {flags.cluster}: expected a file, received none; there is no such file in {os.getcwd()}"
+        )
     if flags.serve and flags.together:
-        raise ValueError("--serve: expected without --together, where each host serves and asks, received both")
+        raise ValueError(
+            "--serve: expected without --together, where each host serves and asks, received both"
+        )
     if flags.serve and flags.json:
-        raise ValueError("--json: expected without --serve, which goes on until its end, received both")
-    flags.timeout = flags.timeout or (SERVE_S if flags.serve else TOGETHER_S if flags.together else ASK_S)
+        raise ValueError(
+            "--json: expected without --serve, which goes on until its end, received both"
+        )
+    flags.timeout = flags.timeout or (
+        SERVE_S if flags.serve else TOGETHER_S if flags.together else ASK_S
+    )
     flags.place = flags.place or []
     return flags, words
 
@@ -75,11 +91,17 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 def _check_config(words: Sequence[str]) -> None:
     files = [word for word in words if re.match(r"--?config(=|$)", word)]
     if words and len(files) != 1:
-        raise ValueError(f"--config: expected one config file, such as --config=configs/digits.py; received {len(files)}")
+        raise ValueError(
+            f"--config: expected one config file, such as --config=configs/digits.py; received {len(files)}"
+        )
     for word in files:
-        path = (word.partition("=")[2] if "=" in word else (list(words) + [""])[words.index(word) + 1]).partition(":")[0]
+        path = (
+            word.partition("=")[2] if "=" in word else (list(words) + [""])[words.index(word) + 1]
+        ).partition(":")[0]
         if not os.path.isfile(path):
-            raise ValueError(f"--config={path}: expected a Python file that defines get_config(), received none; there is no such file in {os.getcwd()}")
+            raise ValueError(
+                f"--config={path}: expected a Python file that defines get_config(), received none; there is no such file in {os.getcwd()}"
+            )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -95,11 +117,35 @@ def _parser() -> argparse.ArgumentParser:
     seconds = real("seconds above 0", lambda value: 0 < value < 1e6)
     add("--cluster", metavar="FILE", help="YAML or JSON file: job names and their addresses")
     add("--task", metavar="worker:1", help="the task of this host (all with an address of it)")
-    add("--workers", type=whole(1), metavar="N", help="tasks that will run on this host (1, or those that the cluster has here)")
-    add("--place", nargs="+", action="extend", metavar="DIR", help="directories that training writes to, shared by all hosts (those of the config)")
-    add("--serve", action="store_true", help="answer the doctors of other hosts, until --timeout or Ctrl-C")
-    add("--together", action="store_true", help="serve and ask, and wait for all other hosts, which do so too")
-    add("--timeout", type=seconds, metavar="S", help=f"seconds for other hosts to come ({ASK_S:g}; together {TOGETHER_S:g}), or to serve ({SERVE_S:g})")
+    add(
+        "--workers",
+        type=whole(1),
+        metavar="N",
+        help="tasks that will run on this host (1, or those that the cluster has here)",
+    )
+    add(
+        "--place",
+        nargs="+",
+        action="extend",
+        metavar="DIR",
+        help="directories that training writes to, shared by all hosts (those of the config)",
+    )
+    add(
+        "--serve",
+        action="store_true",
+        help="answer the doctors of other hosts, until --timeout or Ctrl-C",
+    )
+    add(
+        "--together",
+        action="store_true",
+        help="serve and ask, and wait for all other hosts, which do so too",
+    )
+    add(
+        "--timeout",
+        type=seconds,
+        metavar="S",
+        help=f"seconds for other hosts to come ({ASK_S:g}; together {TOGETHER_S:g}), or to serve ({SERVE_S:g})",
+    )
     add("--quick", action="store_true", help="without TensorFlow, whose import takes seconds")
     add("--json", action="store_true", help="print JSON for programs")
     return parser

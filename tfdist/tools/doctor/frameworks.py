@@ -56,7 +56,11 @@ class Findings:
 
 
 def look(
-    remote: Sequence[str] = (), words: Sequence[str] = (), workers: int = 1, timeout: float | None = None, module: str = "tfdist.tools.doctor.probe"
+    remote: Sequence[str] = (),
+    words: Sequence[str] = (),
+    workers: int = 1,
+    timeout: float | None = None,
+    module: str = "tfdist.tools.doctor.probe",
 ) -> Findings:
     """Imports TensorFlow and Keras in a process of its own, which also tries places and a config.
 
@@ -68,15 +72,30 @@ def look(
         module: What to run there.
     """
     bound = timeout or IMPORT_S + (TRIAL_S if words else 0)
-    said, ending = child.run(module, {"places": list(remote), "words": list(words), "workers": workers}, bound)
+    said, ending = child.run(
+        module, {"places": list(remote), "words": list(words), "workers": workers}, bound
+    )
     facts = said.get("frameworks")
-    frameworks = Frameworks(**{**facts, "gpus": tuple(facts["gpus"])}) if facts else Frameworks(error=ending or "said nothing")
+    frameworks = (
+        Frameworks(**{**facts, "gpus": tuple(facts["gpus"])})
+        if facts
+        else Frameworks(error=ending or "said nothing")
+    )
     places = {place["path"]: Place(**place) for place in said.get("places", ())}
     for path in remote:
-        places.setdefault(path, Place(path, error=f"TensorFlow, which is to write there, {ending or 'said nothing'}"))
+        places.setdefault(
+            path,
+            Place(path, error=f"TensorFlow, which is to write there, {ending or 'said nothing'}"),
+        )
     trial = None
     if words:
-        trial = Trial(**said["trial"]) if "trial" in said else Trial(stage="import", error="TensorFlow cannot be imported; see the check \"import\"")
+        trial = (
+            Trial(**said["trial"])
+            if "trial" in said
+            else Trial(
+                stage="import", error='TensorFlow cannot be imported; see the check "import"'
+            )
+        )
         if ending and trial.stage != "done" and not trial.error:
             trial = dataclasses.replace(trial, error=f"its process {ending}")
     return Findings(frameworks, tuple(places.values()), trial)

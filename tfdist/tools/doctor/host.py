@@ -30,7 +30,13 @@ def check_machine(machine: Machine, workers: int) -> list[Check]:
         machine: The host.
         workers: Tasks that are to run on it.
     """
-    checks = [_python(machine), *_versions(machine), _clock(machine), _memory(machine, workers), _cores(machine, workers)]
+    checks = [
+        _python(machine),
+        *_versions(machine),
+        _clock(machine),
+        _memory(machine, workers),
+        _cores(machine, workers),
+    ]
     return [*checks, _threads(machine, workers), _shm(machine), _files(machine)]
 
 
@@ -42,13 +48,24 @@ def check_frameworks(machine: Machine, frameworks: Frameworks) -> list[Check]:
         frameworks: What that process said.
     """
     if frameworks.error:
-        return [of_error(HOST, "import", f"import of TensorFlow and Keras {frameworks.error}", "run: python -c 'import tensorflow, keras'")]
+        return [
+            of_error(
+                HOST,
+                "import",
+                f"import of TensorFlow and Keras {frameworks.error}",
+                "run: python -c 'import tensorflow, keras'",
+            )
+        ]
     backend = frameworks.backend
     found = f"TensorFlow {frameworks.tensorflow} and Keras {frameworks.keras} in {frameworks.seconds:.1f} s"
     checks = [
         graded(HOST, "import", found),
         graded(
-            HOST, "Keras backend", backend, "unset KERAS_BACKEND, and set \"backend\" to \"tensorflow\" in ~/.keras/keras.json", fails=backend != "tensorflow"
+            HOST,
+            "Keras backend",
+            backend,
+            'unset KERAS_BACKEND, and set "backend" to "tensorflow" in ~/.keras/keras.json',
+            fails=backend != "tensorflow",
         ),
         _cuda(frameworks),
     ]
@@ -70,7 +87,13 @@ def _versions(machine: Machine) -> Iterator[Check]:
         oldest, newest = OLDEST[package], NEWEST[package]
         span = f"{_dots(oldest)} to {_dots(newest)}"
         if text is None:
-            yield graded(HOST, title, "not installed", f"pip install '{package}>={_dots(oldest)}'", fails=True)
+            yield graded(
+                HOST,
+                title,
+                "not installed",
+                f"pip install '{package}>={_dots(oldest)}'",
+                fails=True,
+            )
             continue
         have = tuple(int(number) for number in re.findall(r"\d+", text)[:2])
         beyond = have > newest
@@ -82,15 +105,25 @@ def _versions(machine: Machine) -> Iterator[Check]:
 
 
 def _clock(machine: Machine) -> Check:
-    date = datetime.datetime.fromtimestamp(machine.now, datetime.timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    date = datetime.datetime.fromtimestamp(machine.now, datetime.timezone.utc).strftime(
+        "%Y-%m-%d %H:%M:%S UTC"
+    )
     early = machine.now < machine.installed - DAY
     found = f"{date}, which is before tfdist was installed" if early else date
-    return graded(HOST, "clock", found, "set it: timedatectl set-ntp true", fails=early or machine.now > LAST)
+    return graded(
+        HOST, "clock", found, "set it: timedatectl set-ntp true", fails=early or machine.now > LAST
+    )
 
 
 def _memory(machine: Machine, workers: int) -> Check:
     if machine.available is None:
-        return graded(HOST, "memory", "unknown: /proc/meminfo does not say", "see that each worker has 1 GB", warns=True)
+        return graded(
+            HOST,
+            "memory",
+            "unknown: /proc/meminfo does not say",
+            "see that each worker has 1 GB",
+            warns=True,
+        )
     need = workers * PROCESS
     found = f"{amount(machine.available)} available"
     if machine.capacity is not None:
@@ -103,7 +136,11 @@ def _memory(machine: Machine, workers: int) -> Check:
 
 
 def _cores(machine: Machine, workers: int) -> Check:
-    found = f"{machine.cores} of {counted(machine.machine_cores, 'core')}" if machine.cores < machine.machine_cores else counted(machine.cores, "core")
+    found = (
+        f"{machine.cores} of {counted(machine.machine_cores, 'core')}"
+        if machine.cores < machine.machine_cores
+        else counted(machine.cores, "core")
+    )
     if machine.quota is not None and machine.quota < machine.cores:
         found += f", but time of {machine.quota:g} by the container's limit"
         limit = max(1, int(machine.quota))
@@ -118,13 +155,23 @@ def _cores(machine: Machine, workers: int) -> Check:
 
 
 def _threads(machine: Machine, workers: int) -> Check:
-    wrong = {name: text for name, text in machine.threads.items() if not text.isdecimal() or int(text) < 1}
+    wrong = {
+        name: text
+        for name, text in machine.threads.items()
+        if not text.isdecimal() or int(text) < 1
+    }
     if wrong:
         name, text = next(iter(wrong.items()))
-        return graded(HOST, "threads", f"{name}={text!r} is no number of threads", f"unset {name}", fails=True)
+        return graded(
+            HOST, "threads", f"{name}={text!r} is no number of threads", f"unset {name}", fails=True
+        )
     if not machine.threads:
         share = max(1, machine.cores // workers)
-        return graded(HOST, "threads", f"no variable is set; tfdist launch gives each task {counted(share, 'thread')}")
+        return graded(
+            HOST,
+            "threads",
+            f"no variable is set; tfdist launch gives each task {counted(share, 'thread')}",
+        )
     found = ", ".join(f"{name}={text}" for name, text in machine.threads.items())
     most = max(map(int, machine.threads.values()))
     over = most * workers > machine.cores
@@ -148,7 +195,13 @@ def _files(machine: Machine) -> Check:
     soft, hard = machine.files
     if soft < 0:
         return graded(HOST, "open files", "no limit")
-    raised = "ulimit -n 65536" if hard < 0 or hard >= 65536 else f"ulimit -n {hard}" if hard > soft else "raise nofile in /etc/security/limits.conf"
+    raised = (
+        "ulimit -n 65536"
+        if hard < 0 or hard >= 65536
+        else f"ulimit -n {hard}"
+        if hard > soft
+        else "raise nofile in /etc/security/limits.conf"
+    )
     return graded(HOST, "open files", f"at most {soft:,} in a process", f"{raised}, in the shell that starts training",
                   fails=soft < FEWEST_FILES, warns=soft < FEW_FILES)  # fmt: skip
 
@@ -156,18 +209,32 @@ def _files(machine: Machine) -> Check:
 def _cuda(frameworks: Frameworks) -> Check:
     if not frameworks.cuda:
         return graded(HOST, "CUDA", "TensorFlow is built without")
-    return graded(HOST, "CUDA", f"TensorFlow is built for CUDA {frameworks.cuda_version}, cuDNN {frameworks.cudnn_version}")
+    return graded(
+        HOST,
+        "CUDA",
+        f"TensorFlow is built for CUDA {frameworks.cuda_version}, cuDNN {frameworks.cudnn_version}",
+    )
 
 
 def _gpus(machine: Machine, frameworks: Frameworks) -> Check:
     seen, alone = len(frameworks.gpus), "to train on the CPU, set CUDA_VISIBLE_DEVICES=-1"
     hidden = machine.visible is not None and not visible_any(machine.visible)
     if hidden:
-        return graded(HOST, "GPUs", f"hidden by CUDA_VISIBLE_DEVICES={machine.visible!r}; TensorFlow uses the CPU")
+        return graded(
+            HOST,
+            "GPUs",
+            f"hidden by CUDA_VISIBLE_DEVICES={machine.visible!r}; TensorFlow uses the CPU",
+        )
     if seen < machine.gpus:
         found = f"{machine.gpus} with a driver, but TensorFlow sees {seen}"
         if not frameworks.cuda:
-            return graded(HOST, "GPUs", f"{found}: it is built without CUDA", f"pip install 'tensorflow[and-cuda]'; {alone}", fails=True)
+            return graded(
+                HOST,
+                "GPUs",
+                f"{found}: it is built without CUDA",
+                f"pip install 'tensorflow[and-cuda]'; {alone}",
+                fails=True,
+            )
         return graded(HOST, "GPUs", f"{found}: its libraries of CUDA are missing, or of another version",
                       f"pip install 'tensorflow[and-cuda]', and see what `python -c 'import tensorflow as tf; tf.config.list_physical_devices()'` warns of; {alone}",
                       fails=True)  # fmt: skip
@@ -183,9 +250,13 @@ def _gpus(machine: Machine, frameworks: Frameworks) -> Check:
     if not cards:
         return graded(HOST, "GPUs", f"{seen}: {', '.join(frameworks.gpus)}; free memory: unknown, nvidia-smi does not tell it",
                       "see why `nvidia-smi` does not run here, or that no other program uses these GPUs", warns=True)  # fmt: skip
-    sizes = ", ".join(f"{card.name} with {amount(card.free)} free of {amount(card.total)}" for card in cards)
+    sizes = ", ".join(
+        f"{card.name} with {amount(card.free)} free of {amount(card.total)}" for card in cards
+    )
     busy = [card for card in cards if card.free < card.total / 2]
-    return graded(HOST, "GPUs", f"{seen}: {sizes}", "see who uses the memory: nvidia-smi", warns=bool(busy))
+    return graded(
+        HOST, "GPUs", f"{seen}: {sizes}", "see who uses the memory: nvidia-smi", warns=bool(busy)
+    )
 
 
 def visible_any(visible: str) -> bool:

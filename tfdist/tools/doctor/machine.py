@@ -144,7 +144,9 @@ def visible_count(driven: int, visible: str | None) -> int:
     count = 0
     for word in visible.split(","):
         word = word.strip()
-        if not (word.isdecimal() and int(word) < driven) and not (driven and re.match(r"GPU-|MIG-", word)):
+        if not (word.isdecimal() and int(word) < driven) and not (
+            driven and re.match(r"GPU-|MIG-", word)
+        ):
             break
         count += 1
     return count
@@ -161,14 +163,22 @@ def pci_cards(root: Path) -> int:
     """NVIDIA's display and computing cards on the PCI bus, with a driver or without."""
     found = 0
     for device in (root / "sys/bus/pci/devices").glob("*"):
-        found += read_text(device / "vendor") == _NVIDIA and read_text(device / "class").startswith(_DISPLAY)
+        found += read_text(device / "vendor") == _NVIDIA and read_text(device / "class").startswith(
+            _DISPLAY
+        )
     return found
 
 
 def driven_cards(root: Path) -> int:
     """GPUs that the driver has; of a container's, those that it was given."""
     known = len(list((root / "proc/driver/nvidia/gpus").glob("*")))
-    given = len([entry for entry in (root / "dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", entry.name)])
+    given = len(
+        [
+            entry
+            for entry in (root / "dev").glob("nvidia*")
+            if re.fullmatch(r"nvidia\d+", entry.name)
+        ]
+    )
     return min(known, given) if known and given else known
 
 
@@ -182,10 +192,16 @@ def _space(path: Path) -> tuple[int, int] | None:
 
 def _smi() -> tuple[Card, ...]:
     """What nvidia-smi says; nothing where it is missing, fails or hangs."""
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free,uuid", "--format=csv,noheader,nounits"]
+    query = [
+        "nvidia-smi",
+        "--query-gpu=name,memory.total,memory.free,uuid",
+        "--format=csv,noheader,nounits",
+    ]
     cards = []
     with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
-        for line in subprocess.run(query, capture_output=True, text=True, timeout=SMI_S, check=True).stdout.splitlines():
+        for line in subprocess.run(
+            query, capture_output=True, text=True, timeout=SMI_S, check=True
+        ).stdout.splitlines():
             name, total, free, uuid = line.rsplit(",", 3)
             cards.append(Card(name.strip(), int(total) << 20, int(free) << 20, uuid.strip()))
     return tuple(cards)

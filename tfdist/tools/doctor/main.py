@@ -21,7 +21,17 @@ from tfdist.contract import inherited
 from tfdist.handshake import badge, installed_versions
 from tfdist.signals import ending
 from tfdist.tools.doctor import cluster, frameworks, host, machine, places, runs, table
-from tfdist.tools.doctor.checks import CLUSTER, FAIL, HOST, RUN, Check, document, exit_code, graded, of_error
+from tfdist.tools.doctor.checks import (
+    CLUSTER,
+    FAIL,
+    HOST,
+    RUN,
+    Check,
+    document,
+    exit_code,
+    graded,
+    of_error,
+)
 from tfdist.tools.doctor.exchange import ATTEMPT
 from tfdist.tools.doctor.flags import parse
 from tfdist.tools.doctor.meeting import Meeting, serving
@@ -78,16 +88,24 @@ def _diagnose(flags: argparse.Namespace, words: Sequence[str]) -> int:
     checks = [*begun.checks, *wrong]
     if flags.serve:
         _show(flags, checks)
-        return _serve(flags, spec, members, begun) if spec is not None and not exit_code(wrong) else exit_code(checks)
+        return (
+            _serve(flags, spec, members, begun)
+            if spec is not None and not exit_code(wrong)
+            else exit_code(checks)
+        )
     if spec is not None and not wrong:
         checks += _meet(flags, spec, members, begun)
     order = [HOST, CLUSTER, RUN]
-    checks.sort(key=lambda check: order.index(check.part))  # a stable sort: within a part they stay as they came
+    checks.sort(
+        key=lambda check: order.index(check.part)
+    )  # a stable sort: within a part they stay as they came
     _show(flags, checks)
     return exit_code(checks)
 
 
-def find_cluster(path: str | None, task: str | None, must: bool) -> tuple[ClusterSpec | None, tuple[Task, ...], list[Check]]:
+def find_cluster(
+    path: str | None, task: str | None, must: bool
+) -> tuple[ClusterSpec | None, tuple[Task, ...], list[Check]]:
     """Reads the cluster file.
 
     Args:
@@ -104,9 +122,23 @@ def find_cluster(path: str | None, task: str | None, must: bool) -> tuple[Cluste
         spec = ClusterSpec.from_file(path, task=task)
     except ValueError as error:
         return None, (), [of_error(CLUSTER, "file", error, "correct the file")]
-    here = (spec.task,) if spec.task else tuple(task for task in spec.tasks if task.address and is_here(task.address))
+    here = (
+        (spec.task,)
+        if spec.task
+        else tuple(task for task in spec.tasks if task.address and is_here(task.address))
+    )
     if must and not here:
-        return spec, (), [of_error(CLUSTER, "file", nobody_here(path, {str(task): task.address for task in spec.tasks}))]
+        return (
+            spec,
+            (),
+            [
+                of_error(
+                    CLUSTER,
+                    "file",
+                    nobody_here(path, {str(task): task.address for task in spec.tasks}),
+                )
+            ],
+        )
     return spec, here, []
 
 
@@ -117,25 +149,46 @@ def _look(flags: argparse.Namespace, words: Sequence[str], here: int, trained: i
     named, directory = list(dict.fromkeys(flags.place)), ""
     tried = None
     if words or not flags.quick:
-        findings = frameworks.look([place for place in named if places.is_remote(place)], words, trained)
+        findings = frameworks.look(
+            [place for place in named if places.is_remote(place)], words, trained
+        )
         checks += host.check_frameworks(facts, findings.frameworks)
         tried, remote = findings.trial, {place.path: place for place in findings.places}
         directory = tried.directory if tried else ""
     else:
         remote = {}
         for path in filter(places.is_remote, named):
-            checks.append(graded(HOST, "place", f"{path}: not tried, as only TensorFlow can write there", "leave --quick out", warns=True))
+            checks.append(
+                graded(
+                    HOST,
+                    "place",
+                    f"{path}: not tried, as only TensorFlow can write there",
+                    "leave --quick out",
+                    warns=True,
+                )
+            )
     wanted = list(dict.fromkeys([*named, *filter(None, [directory])])) or [DEFAULT_PLACE]
-    local = {place.path: place for place in places.look([path for path in wanted if not places.is_remote(path)])}
-    checks += [places.check_place(found) for path in wanted if (found := {**remote, **local}.get(path))]
+    local = {
+        place.path: place
+        for place in places.look([path for path in wanted if not places.is_remote(path)])
+    }
+    checks += [
+        places.check_place(found) for path in wanted if (found := {**remote, **local}.get(path))
+    ]
     if tried is not None:
         checks += runs.check_trial(tried, facts, trained, here)
     # Each keeps its number. One that failed may hang, and is not touched again.
-    shared = [path if not found.error else None for path, found in local.items()] if named or directory else []
+    shared = (
+        [path if not found.error else None for path, found in local.items()]
+        if named or directory
+        else []
+    )
     return Diagnosis(checks, facts, shared)
 
 
-def _desk(spec: ClusterSpec, members: Sequence[Task], begun: Diagnosis, heard=lambda line: None) -> Desk:
+def _desk(
+    spec: ClusterSpec, members: Sequence[Task], begun: Diagnosis, heard=lambda line: None
+) -> Desk:
     """Who this process is, and what it answers."""
     name = str(members[0]) if members else f"doctor on {socket.gethostname()}"
     who = badge(spec, name, installed_versions(), ATTEMPT, uuid.uuid4().hex)
@@ -151,10 +204,14 @@ def wrong_in(checks: Sequence[Check]) -> str:
         >>> wrong_in([Check("host", "Python", "fail", "2.7", "take 3.11")])
         'Python: 2.7'
     """
-    return "; ".join(f"{check.name}: {check.found[:120]}" for check in checks if check.status == FAIL)[:250]
+    return "; ".join(
+        f"{check.name}: {check.found[:120]}" for check in checks if check.status == FAIL
+    )[:250]
 
 
-def _serve(flags: argparse.Namespace, spec: ClusterSpec, members: Sequence[Task], begun: Diagnosis) -> int:
+def _serve(
+    flags: argparse.Namespace, spec: ClusterSpec, members: Sequence[Task], begun: Diagnosis
+) -> int:
     """Answers until the time is over, or Ctrl-C."""
     found, taken = cluster.check_spec(spec, members)
     checks = [*begun.checks, *found, *cluster.check_ports(members, taken, {})]
@@ -168,7 +225,10 @@ def _serve(flags: argparse.Namespace, spec: ClusterSpec, members: Sequence[Task]
     try:
         with serving(_desk(spec, members, begun, heard), members) as failed:
             if failed:
-                print("\n".join(table.lines([cluster.cannot_listen(spec, failed)], TITLES, _width())), flush=True)
+                print(
+                    "\n".join(table.lines([cluster.cannot_listen(spec, failed)], TITLES, _width())),
+                    flush=True,
+                )
                 return 1
             names = ", ".join(f"{task} at {task.address}" for task in members)
             print(f"doctor: serves {names} for {flags.timeout:g} s; Ctrl-C ends it", flush=True)
@@ -178,35 +238,62 @@ def _serve(flags: argparse.Namespace, spec: ClusterSpec, members: Sequence[Task]
     return exit_code(checks)
 
 
-def _meet(flags: argparse.Namespace, spec: ClusterSpec, members: Sequence[Task], begun: Diagnosis) -> list[Check]:
+def _meet(
+    flags: argparse.Namespace, spec: ClusterSpec, members: Sequence[Task], begun: Diagnosis
+) -> list[Check]:
     """Asks the other hosts; with --together, waits until they have asked too."""
     checks, taken = cluster.check_spec(spec, members)
     if members and all(task.type == "evaluator" for task in members):
         return checks  # others do not connect to it, and it reads files
     free = [task for task in members if str(task) not in taken and task.type != "evaluator"]
-    timeout = min(flags.timeout, STRAY_S) if exit_code(checks) or (taken and flags.together) else flags.timeout
+    timeout = (
+        min(flags.timeout, STRAY_S)
+        if exit_code(checks) or (taken and flags.together)
+        else flags.timeout
+    )
     desk = _desk(spec, members, begun)
     with serving(desk, free) as failed:
         checks += [cluster.cannot_listen(spec, failed)] if failed else []
-        meeting = Meeting(desk, free, timeout, lambda line: print(f"doctor: {line}", file=sys.stderr, flush=True))
+        meeting = Meeting(
+            desk, free, timeout, lambda line: print(f"doctor: {line}", file=sys.stderr, flush=True)
+        )
         meeting.ask_all()
         checks += cluster.check_ports(members, taken, {} if flags.together else meeting.peers)
-        checks += cluster.check_peers(spec, {**desk.badge, **desk.facts}, meeting.own, meeting.peers, meeting.missing, meeting.elapsed)
+        checks += cluster.check_peers(
+            spec,
+            {**desk.badge, **desk.facts},
+            meeting.own,
+            meeting.peers,
+            meeting.missing,
+            meeting.elapsed,
+        )
         if meeting.hosts(with_own=False):
             checks += _shared(begun.shared, meeting)
         # One host measures, or several would measure each other's traffic.
-        if len(meeting.hosts()) > 1 and (not flags.together or str(spec.listening_tasks[0]) in meeting.own):
+        if len(meeting.hosts()) > 1 and (
+            not flags.together or str(spec.listening_tasks[0]) in meeting.own
+        ):
             checks += cluster.check_links(meeting.links(cluster.odd_links))
         # Another process that claims an own task has told this one alone of those who come later.
-        wrong = wrong_in([*begun.checks, *checks]) or next((said for name, said in desk.done.items() if said and name in meeting.own), "")
+        wrong = wrong_in([*begun.checks, *checks]) or next(
+            (said for name, said in desk.done.items() if said and name in meeting.own), ""
+        )
         meeting.tidy()  # directories that others still used before; once told, they may begin to train there
         meeting.tell(wrong, [str(task) for task in members])
         if flags.together:
             late = meeting.wait_until_asked(wrong)
             # Of an own task something is heard only where another process claims it too.
-            checks += cluster.check_ends({name: said for name, said in desk.done.items() if said or name not in meeting.own}, late, spec, meeting.elapsed)
+            checks += cluster.check_ends(
+                {name: said for name, said in desk.done.items() if said or name not in meeting.own},
+                late,
+                spec,
+                meeting.elapsed,
+            )
         else:
-            told = {name: str(peer.badge.get("wrong") or "")[:300] for name, peer in meeting.peers.items()}
+            told = {
+                name: str(peer.badge.get("wrong") or "")[:300]
+                for name, peer in meeting.peers.items()
+            }
             told |= {name: said for name, said in desk.done.items() if said}
             checks += cluster.check_ends(told, {}, spec, meeting.elapsed)
     return checks
@@ -214,18 +301,32 @@ def _meet(flags: argparse.Namespace, spec: ClusterSpec, members: Sequence[Task],
 
 def _shared(shared: Sequence[str | None], meeting: Meeting) -> list[Check]:
     if not shared:
-        return [graded(CLUSTER, "shared place", "not tried: no place is named", "name the directories of backups and logs: --place DIR, or --config", warns=True)]
+        return [
+            graded(
+                CLUSTER,
+                "shared place",
+                "not tried: no place is named",
+                "name the directories of backups and logs: --place DIR, or --config",
+                warns=True,
+            )
+        ]
     return cluster.check_sights(meeting.share(shared))
 
 
 def _show(flags: argparse.Namespace, checks: Sequence[Check]) -> None:
     if flags.json:
-        print(json.dumps(document(checks, socket.gethostname(), tfdist.__version__), indent=2), flush=True)
+        print(
+            json.dumps(document(checks, socket.gethostname(), tfdist.__version__), indent=2),
+            flush=True,
+        )
         return
     colour = sys.stdout.isatty() and not inherited("NO_COLOR").get("NO_COLOR")
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     titles = {**TITLES, HOST: f"this host, {socket.gethostname()}"}
-    print("\n".join([*table.lines(checks, titles, _width(), colour), table.summary(checks, colour)]), flush=True)
+    print(
+        "\n".join([*table.lines(checks, titles, _width(), colour), table.summary(checks, colour)]),
+        flush=True,
+    )
 
 
 def _width() -> int:

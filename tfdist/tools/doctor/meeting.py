@@ -88,7 +88,13 @@ class Meeting:
         say: Takes a line every ten seconds that names those who are missing.
     """
 
-    def __init__(self, desk: Desk, members: Sequence[Task], timeout: float, say: Callable[[str], None] = lambda line: None):
+    def __init__(
+        self,
+        desk: Desk,
+        members: Sequence[Task],
+        timeout: float,
+        say: Callable[[str], None] = lambda line: None,
+    ):
         self.desk, self.timeout, self._say = desk, timeout, say
         self.own = {str(task) for task in members}
         self.tasks = {str(task): task.address for task in desk.spec.listening_tasks}
@@ -111,7 +117,11 @@ class Meeting:
             names = [name for name in self.tasks if name not in self.own and name not in self.peers]
             # One that found a fault may be gone before it was asked, and its fault is enough. One that found nothing wrong has only
             # shown that it reaches us: it serves until we have asked it.
-            return {name: reason for name, reason in self._each(self._hello, names).items() if reason and not self.desk.done.get(name)}
+            return {
+                name: reason
+                for name, reason in self._each(self._hello, names).items()
+                if reason and not self.desk.done.get(name)
+            }
 
         self.missing = self._wait(pending)
 
@@ -125,17 +135,32 @@ class Meeting:
             Those who are not when the time is over, with the reason.
         """
         others = [name for name in self.tasks if name not in self.own and name not in self.missing]
-        strangers, end = [name for name in others if self._strange(name)], min(time.monotonic() + STRANGE_S, self._begun + self.timeout)
+        strangers, end = (
+            [name for name in others if self._strange(name)],
+            min(time.monotonic() + STRANGE_S, self._begun + self.timeout),
+        )
 
         def pending() -> dict[str, str]:
-            late = {name: "it has not said that it is done" for name in others if name not in strangers and name not in self.desk.done}
+            late = {
+                name: "it has not said that it is done"
+                for name in others
+                if name not in strangers and name not in self.desk.done
+            }
             if not wrong:
-                late |= {name: "it has not asked this host" for name in others if name not in late and not self._asked_by(name)}
+                late |= {
+                    name: "it has not asked this host"
+                    for name in others
+                    if name not in late and not self._asked_by(name)
+                }
             return late
 
         late = self._wait(pending)
         # Whoever has another cluster cannot be told; it sees that when it asks, should it ask at all.
-        while self.own and time.monotonic() < end and not all(self.peers[name].process in self.desk.asked for name in strangers):
+        while (
+            self.own
+            and time.monotonic() < end
+            and not all(self.peers[name].process in self.desk.asked for name in strangers)
+        ):
             time.sleep(FIRST_S)
         return late
 
@@ -147,9 +172,19 @@ class Meeting:
             claims: Its tasks, also those at whose addresses it cannot answer.
         """
         facts = {"serves": list(claims), "wrong": wrong}
-        names = [name for name in self.tasks if name not in self.own and name not in self.missing and not self._strange(name)]
+        names = [
+            name
+            for name in self.tasks
+            if name not in self.own and name not in self.missing and not self._strange(name)
+        ]
         for _ in range(TRIES):
-            names = [name for name, reason in self._each(lambda name: self._try("done", name, **facts), names).items() if reason]
+            names = [
+                name
+                for name, reason in self._each(
+                    lambda name: self._try("done", name, **facts), names
+                ).items()
+                if reason
+            ]
             if not names:
                 return
             time.sleep(FIRST_S)
@@ -166,12 +201,16 @@ class Meeting:
                 continue
             token, content = secrets.token_hex(16), secrets.token_hex(16)
             path = Path(place) / token_name(token)
-            self._made += [directory for directory in places_missing(place) if directory not in self._made]
+            self._made += [
+                directory for directory in places_missing(place) if directory not in self._made
+            ]
             try:
                 _leave(path, content)
                 hosts = self.hosts(with_own=False)
                 with concurrent.futures.ThreadPoolExecutor(16) as pool:
-                    asked = pool.map(lambda name: self._see(name, place, number, token, content), hosts)  # noqa: B023
+                    asked = pool.map(
+                        lambda name: self._see(name, place, number, token, content), hosts
+                    )  # noqa: B023
                     found += asked
             finally:
                 with contextlib.suppress(OSError):
@@ -191,7 +230,11 @@ class Meeting:
         for name in self.tasks:
             if name in self.own and with_own:
                 first.setdefault("own", name)
-            elif name in self.peers and not self._strange(name) and self.peers[name].process != self.desk.badge["nonce"]:
+            elif (
+                name in self.peers
+                and not self._strange(name)
+                and self.peers[name].process != self.desk.badge["nonce"]
+            ):
                 first.setdefault(self.peers[name].process, name)
         return list(first.values())
 
@@ -205,7 +248,9 @@ class Meeting:
         found, begun = [], time.monotonic()
         for source, target in pairs(self.hosts()):
             if (elapsed := time.monotonic() - begun) > LINKS_S:
-                found.append(Link(source, target, error=f"not measured: the others took {elapsed:.0f} s"))
+                found.append(
+                    Link(source, target, error=f"not measured: the others took {elapsed:.0f} s")
+                )
             else:
                 found.append(self._measure(source, target))
         for _ in range(AGAIN):
@@ -218,35 +263,65 @@ class Meeting:
         if source in self.own:
             return exchange.measure(source, target, self.tasks[target], self.desk.badge)
         try:
-            said = exchange.ask(self.tasks[source], self.desk.badge, "measure", exchange.MEASURE_S, peer=target)
-            return Link(source, target, float(said["latency"]), float(said["rate"]), str(said["error"])[:300])
+            said = exchange.ask(
+                self.tasks[source], self.desk.badge, "measure", exchange.MEASURE_S, peer=target
+            )
+            return Link(
+                source,
+                target,
+                float(said["latency"]),
+                float(said["rate"]),
+                str(said["error"])[:300],
+            )
         except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
             return Link(source, target, error=str(error))
 
     def _see(self, name: str, place: str, number: int, token: str, content: str) -> Sight:
         try:
-            said = exchange.ask(self.tasks[name], self.desk.badge, "token", exchange.MEASURE_S, place=number, token=token)
+            said = exchange.ask(
+                self.tasks[name],
+                self.desk.badge,
+                "token",
+                exchange.MEASURE_S,
+                place=number,
+                token=token,
+            )
         except (OSError, ValueError) as error:
             return Sight(place, name, error=str(error))
         other = said.get("place")
-        return Sight(place, name, None if other is None else str(other)[:300], said.get("content") == content)
+        return Sight(
+            place, name, None if other is None else str(other)[:300], said.get("content") == content
+        )
 
     def _hello(self, name: str) -> str:
         """Asks a task who it is; why it did not say, or ""."""
         left = self.timeout - self.elapsed
-        if left <= 0 and self._reasons:  # the reason of the time before, rather than a wait beyond the bound
+        if (
+            left <= 0 and self._reasons
+        ):  # the reason of the time before, rather than a wait beyond the bound
             return self._reasons.get(name, "not asked: the others took all the time")
-        self._reasons[name] = reason = self._ask_hello(name, min(exchange.EXCHANGE_S, max(left, LEAST_S)))
+        self._reasons[name] = reason = self._ask_hello(
+            name, min(exchange.EXCHANGE_S, max(left, LEAST_S))
+        )
         return reason
 
     def _ask_hello(self, name: str, bound: float) -> str:
         try:
             said = exchange.ask(self.tasks[name], self.desk.badge, "hello", bound)
-            received, now = float(said.get("received", said["sent"])), float(said.get("now", said["came"]))
+            received, now = (
+                float(said.get("received", said["sent"])),
+                float(said.get("now", said["came"])),
+            )
         except (Refused, OSError, ValueError, TypeError, OverflowError) as error:
             return str(error)
         offset = ((received - said["sent"]) + (now - said["came"])) / 2
-        self.peers[name] = Peer(name, self.tasks[name], said, offset, max(said["came"] - said["sent"] - (now - received), 0.0) / 2)
+        self.peers[name] = Peer(
+            name,
+            self.tasks[name],
+            said,
+            offset,
+            max(said["came"] - said["sent"] - (now - received), 0.0) / 2,
+        )
         return ""
 
     def _try(self, question: str, name: str, **facts: Any) -> str:
@@ -259,11 +334,18 @@ class Meeting:
     def _asked_by(self, name: str) -> bool:
         """Whether the process at a task's address has asked each task of this host; one that was never reached is not waited for."""
         peer = self.peers.get(name)
-        return peer is None or self._strange(name) or self.own <= self.desk.asked.get(peer.process, set())
+        return (
+            peer is None
+            or self._strange(name)
+            or self.own <= self.desk.asked.get(peer.process, set())
+        )
 
     def _strange(self, name: str) -> bool:
         """Whether a task answered with another cluster; nothing more is to be had from it."""
-        return name in self.peers and self.peers[name].badge.get("cluster") != self.desk.badge["cluster"]
+        return (
+            name in self.peers
+            and self.peers[name].badge.get("cluster") != self.desk.badge["cluster"]
+        )
 
     def _each(self, function: Callable[[str], str], names: Iterable[str]) -> dict[str, str]:
         names = list(names)
@@ -278,7 +360,9 @@ class Meeting:
                 return missing
             if time.monotonic() >= self._next_line:
                 self._next_line += PROGRESS_S
-                self._say(f"after {elapsed:.0f} s this host waits for {absent(missing, self.desk.spec)}")
+                self._say(
+                    f"after {elapsed:.0f} s this host waits for {absent(missing, self.desk.spec)}"
+                )
             time.sleep(min(pause, self.timeout - elapsed))
             pause = min(2 * pause, RETRY_S)
         return {}

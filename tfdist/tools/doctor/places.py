@@ -75,7 +75,10 @@ def look(paths: Sequence[str], timeout: float = PLACE_S) -> list[Place]:
         timeout: Seconds until one that does not answer is given up.
     """
     found: dict[str, Place] = {}
-    threads = [threading.Thread(target=lambda p=path: found.update({p: try_place(p)}), daemon=True) for path in paths]  # type: ignore[misc]
+    threads = [
+        threading.Thread(target=lambda p=path: found.update({p: try_place(p)}), daemon=True)
+        for path in paths
+    ]  # type: ignore[misc]
     end = time.monotonic() + timeout
     for thread in threads:
         thread.start()
@@ -115,7 +118,10 @@ def try_place(path: str) -> Place:
         _flush(path)
         step = "reading it back"
         if (text := Path(target).read_text(encoding="utf-8")) != "new":
-            return Place(path, error=f"renaming a file over another one: expected the new one there, read {text[:20]!r}")
+            return Place(
+                path,
+                error=f"renaming a file over another one: expected the new one there, read {text[:20]!r}",
+            )
         usage = shutil.disk_usage(path)
         return Place(path, free=usage.free, total=usage.total, skew=skew)
     except OSError as error:
@@ -137,7 +143,13 @@ def check_place(place: Place) -> Check:
     """
     name = "place"
     if place.error:
-        return graded(HOST, name, f"{place.path}: {place.error}", f"{_remedy(place.error)}, or choose another place", fails=True)
+        return graded(
+            HOST,
+            name,
+            f"{place.path}: {place.error}",
+            f"{_remedy(place.error)}, or choose another place",
+            fails=True,
+        )
     if place.free is None or place.total is None:
         return graded(HOST, name, f"{place.path}: written, renamed and read through TensorFlow")
     found = f"{place.path}: {amount(place.free)} free of {amount(place.total)}; files are renamed at once"
@@ -145,8 +157,19 @@ def check_place(place: Place) -> Check:
     if abs(skew) > SKEW:
         found += f"; its clock is {lasting(abs(skew))} {'ahead of' if skew > 0 else 'behind'} this host's"
     few = place.free < LITTLE
-    remedy = "free some space there: each snapshot is written beside the one before it" if few else "set the clocks: timedatectl set-ntp true"
-    return graded(HOST, name, found, remedy, fails=place.free < NOTHING or abs(skew) > WRONG, warns=few or abs(skew) > SKEW)
+    remedy = (
+        "free some space there: each snapshot is written beside the one before it"
+        if few
+        else "set the clocks: timedatectl set-ntp true"
+    )
+    return graded(
+        HOST,
+        name,
+        found,
+        remedy,
+        fails=place.free < NOTHING or abs(skew) > WRONG,
+        warns=few or abs(skew) > SKEW,
+    )
 
 
 def _remedy(error: str) -> str:

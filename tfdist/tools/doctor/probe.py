@@ -46,7 +46,9 @@ def main(argv: list[str]) -> None:
     child.answer(said)
     if question["words"]:
         for facts in trial.steps(question["words"], question["workers"]):
-            if is_remote(facts.directory) and facts.directory not in [place["path"] for place in said["places"]]:
+            if is_remote(facts.directory) and facts.directory not in [
+                place["path"] for place in said["places"]
+            ]:
                 said["places"].append(dataclasses.asdict(try_place(facts.directory)))
             child.answer({**said, "trial": dataclasses.asdict(facts)})
 
@@ -76,7 +78,10 @@ def try_place(path: str) -> Place:
         step = "reading it back"
         with files.GFile(target) as file:
             if (text := file.read()) != "new":
-                return Place(path, error=f"reading back: expected what was renamed there, received {text[:20]!r}")
+                return Place(
+                    path,
+                    error=f"reading back: expected what was renamed there, received {text[:20]!r}",
+                )
         return Place(path)
     except (tf.errors.OpError, OSError, ValueError) as error:
         return Place(path, error=f"{step}: {getattr(error, 'message', str(error))[:200]}")

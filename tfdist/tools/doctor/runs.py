@@ -22,7 +22,9 @@ def check_trial(trial: Trial, machine: Machine, workers: int, here: int) -> list
     """
     checks = []
     if trial.name:
-        checks.append(graded(RUN, "config", f"run {trial.name!r} with the strategy {trial.strategy}"))
+        checks.append(
+            graded(RUN, "config", f"run {trial.name!r} with the strategy {trial.strategy}")
+        )
     if trial.name and trial.stage != "output":
         checks.append(graded(RUN, "output", trial.directory))
     if trial.name:
@@ -45,7 +47,9 @@ def _batch(trial: Trial, workers: int) -> Check:
     servers = trial.strategy == "parameter_server"
     replicas = trial.replicas * (1 if servers else workers)
     whole, rest = divmod(trial.global_batch, replicas)
-    of = f"global batch {trial.global_batch:,} over {counted(replicas, 'replica')}" + (" of each worker" if servers else "")
+    of = f"global batch {trial.global_batch:,} over {counted(replicas, 'replica')}" + (
+        " of each worker" if servers else ""
+    )
     if not rest:
         return graded(RUN, "batch", f"{of}: {whole:,} each")
     nearest = max(whole, 1) * replicas
@@ -80,4 +84,11 @@ def _memory(trial: Trial, machine: Machine, here: int) -> Check:
     found += f"; {here} {'process' if here == 1 else 'processes'} of {of} on this host, {amount(machine.available)} available"
     if unknown and need <= FULL * machine.available:
         return graded(RUN, "memory", found, see, warns=True)
-    return graded(RUN, "memory", found, f"run fewer workers here, or {smaller}", fails=need > machine.available, warns=need > FULL * machine.available)
+    return graded(
+        RUN,
+        "memory",
+        found,
+        f"run fewer workers here, or {smaller}",
+        fails=need > machine.available,
+        warns=need > FULL * machine.available,
+    )

@@ -41,13 +41,24 @@ class Desk:
 
     def __init__(self, spec: ClusterSpec, badge: Mapping[str, Any], facts: Mapping[str, Any], places: Sequence[str | None] = (),
                  heard: Callable[[str], None] = lambda line: None):  # fmt: skip
-        self.spec, self.badge, self.facts, self.places = spec, dict(badge), dict(facts), tuple(places)
+        self.spec, self.badge, self.facts, self.places = (
+            spec,
+            dict(badge),
+            dict(facts),
+            tuple(places),
+        )
         self.addresses = {str(task): task.address for task in spec.listening_tasks}
         self.done: dict[str, str] = {}  # task -> what its doctor found wrong, "" for nothing
-        self.asked: dict[str, set[str]] = {}  # process -> tasks of this host that it asked who they are
+        self.asked: dict[
+            str, set[str]
+        ] = {}  # process -> tasks of this host that it asked who they are
         self._heard, self._known = heard, set[str]()
         self._measuring = threading.Lock()
-        self._left = {"measure": 4 * len(self.addresses) + 40, "stream": 4 * len(self.addresses) + 40, "token": 1000}
+        self._left = {
+            "measure": 4 * len(self.addresses) + 40,
+            "stream": 4 * len(self.addresses) + 40,
+            "token": 1000,
+        }
         self._lock = threading.Lock()
 
     def answer(self, asked: Mapping[str, Any], task: str, host: str) -> dict[str, Any]:
@@ -72,7 +83,10 @@ class Desk:
             self._note_done(asked)
             return own
         if question in self._left and not self._spend(question):
-            return {**own, "refused": f"this doctor was asked to {question} too often; start it again"}
+            return {
+                **own,
+                "refused": f"this doctor was asked to {question} too often; start it again",
+            }
         if question == "token":
             return {**own, **self._seen(asked)}
         if question == "measure":
@@ -95,7 +109,9 @@ class Desk:
             if not isinstance(name, str) or name not in self.addresses:
                 continue
             with self._lock:
-                new = name not in self.done or bool(wrong and not self.done[name])  # a fault counts, whoever said before that there is none
+                new = name not in self.done or bool(
+                    wrong and not self.done[name]
+                )  # a fault counts, whoever said before that there is none
                 self.done[name] = wrong if new else self.done[name]
             if new:
                 self._heard(f"{name} is done" + (f": {self.done[name]}" if self.done[name] else ""))
@@ -117,9 +133,15 @@ class Desk:
         while True:
             with contextlib.suppress(OSError):
                 os.listdir(path.parent)  # makes some network disks look again
-            with contextlib.suppress(OSError), open(path, encoding="ascii", errors="replace") as file:
+            with (
+                contextlib.suppress(OSError),
+                open(path, encoding="ascii", errors="replace") as file,
+            ):
                 text = file.read(33)
-                return {"place": place, "content": text if re.fullmatch(r"[0-9a-f]{32}", text) else ""}
+                return {
+                    "place": place,
+                    "content": text if re.fullmatch(r"[0-9a-f]{32}", text) else "",
+                }
             if time.monotonic() > end:
                 return {"place": place, "content": None}
             time.sleep(0.1)
@@ -184,7 +206,9 @@ class _Handler(socketserver.BaseRequestHandler):
             if asked.get("ask") == "stream" and "refused" not in answer:
                 _take(connection)
             connection.settimeout(EXCHANGE_S)
-            connection.recv(1)  # the asker closes first: TIME_WAIT stays with it, not on TensorFlow's port
+            connection.recv(
+                1
+            )  # the asker closes first: TIME_WAIT stays with it, not on TensorFlow's port
 
 
 def _take(connection: socket.socket) -> None:

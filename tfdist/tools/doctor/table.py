@@ -15,7 +15,9 @@ _NAME = 15  # columns of a name; longer ones push what was found to the right
 _WORDS = {PASS: ("passed", "passed"), WARN: ("warning", "warnings"), FAIL: ("failure", "failures")}
 
 
-def lines(checks: Sequence[Check], titles: dict[str, str], width: int, colour: bool = False) -> list[str]:
+def lines(
+    checks: Sequence[Check], titles: dict[str, str], width: int, colour: bool = False
+) -> list[str]:
     """The table.
 
     Args:
@@ -65,7 +67,12 @@ def _rows(check: Check, width: int, colour: bool) -> list[str]:
 
 def _wrapped(head: str, text: str, indent: str, width: int) -> list[str]:
     return textwrap.wrap(
-        printable(text), width, initial_indent=head, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        printable(text),
+        width,
+        initial_indent=head,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
     ) or [head.rstrip()]
 
 

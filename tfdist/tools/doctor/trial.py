@@ -81,8 +81,12 @@ def steps(words: Sequence[str], workers: int) -> Iterator[Trial]:
         import tensorflow as tf
 
         text = " ".join(str(getattr(error, "message", error)).split())
-        ours = isinstance(error, ValueError | TimeoutError) and not isinstance(error, tf.errors.OpError)
-        yield dataclasses.replace(trial, error=(text if ours else f"{type(error).__name__}: {text}")[:1000])
+        ours = isinstance(error, ValueError | TimeoutError) and not isinstance(
+            error, tf.errors.OpError
+        )
+        yield dataclasses.replace(
+            trial, error=(text if ours else f"{type(error).__name__}: {text}")[:1000]
+        )
 
 
 def _stages(words: Sequence[str], workers: int) -> Iterator[Trial]:
@@ -102,16 +106,23 @@ def _stages(words: Sequence[str], workers: int) -> Iterator[Trial]:
     train, test = inputs.pipeline(settings, "train"), inputs.pipeline(settings, "eval")
     batch = next(iter(train))
     next(iter(test))
-    counts = [f"{count:,}" if (count := inputs.examples(batches)) is not None else "an unknown number of" for batches in (train, test)]
+    counts = [
+        f"{count:,}" if (count := inputs.examples(batches)) is not None else "an unknown number of"
+        for batches in (train, test)
+    ]
     name = train.batches.source.name if inputs.is_pipeline(train) else settings.data.name
     shape, classes = inputs.shapes(train)
     found = f"{name}: {counts[0]} examples to train and {counts[1]} to evaluate on; inputs {_brackets(shape)}"
-    trial = dataclasses.replace(trial, stage=STAGES[3], data=found + (f", {classes} classes" if classes is not None else ""))
+    trial = dataclasses.replace(
+        trial, stage=STAGES[3], data=found + (f", {classes} classes" if classes is not None else "")
+    )
     yield trial
     yield from _measured(trial, settings, train, batch, workers)
 
 
-def _measured(trial: Trial, settings: config.Run, train: Any, batch: Any, workers: int) -> Iterator[Trial]:
+def _measured(
+    trial: Trial, settings: config.Run, train: Any, batch: Any, workers: int
+) -> Iterator[Trial]:
     """Builds the model, and makes two steps with one replica's rows."""
     import tensorflow as tf
 
@@ -124,7 +135,9 @@ def _measured(trial: Trial, settings: config.Run, train: Any, batch: Any, worker
     gpus = tf.config.list_logical_devices("GPU")
     before = _reset_peak()
     model = building.make_model(settings, tf.distribute.get_strategy(), train)
-    trial = dataclasses.replace(trial, stage=STAGES[4], parameters=model.count_params() if model.built else 0, rows=rows)
+    trial = dataclasses.replace(
+        trial, stage=STAGES[4], parameters=model.count_params() if model.built else 0, rows=rows
+    )
     yield trial
     if gpus:
         tf.config.experimental.reset_memory_stats("GPU:0")
@@ -159,7 +172,11 @@ def _replicas(settings: config.Run) -> int:
 
 def _unprepared(settings: config.Run) -> str:
     """The TFDS data set that training would download first; "" where nothing is to be downloaded."""
-    if settings.data.catalog is not None or settings.data.name == _OWN or functions.in_file(settings.data.name):
+    if (
+        settings.data.catalog is not None
+        or settings.data.name == _OWN
+        or functions.in_file(settings.data.name)
+    ):
         return ""
     import tensorflow_datasets as tfds
 
@@ -167,7 +184,11 @@ def _unprepared(settings: config.Run) -> str:
         builder = tfds.builder(settings.data.name, data_dir=settings.data.data_dir)
     except tfds.core.DatasetNotFoundError:
         return ""  # the pipeline's own error says more
-    return "" if (builder.data_path / "dataset_info.json").exists() else f"{settings.data.name} in {builder.data_path}"
+    return (
+        ""
+        if (builder.data_path / "dataset_info.json").exists()
+        else f"{settings.data.name} in {builder.data_path}"
+    )
 
 
 def _brackets(shape: Any) -> str:
@@ -187,7 +208,10 @@ def _brackets(shape: Any) -> str:
 def _bytes(variables: Sequence[Any]) -> int:
     import keras
 
-    return sum(math.prod(variable.shape) * _size(keras.backend.standardize_dtype(variable.dtype)) for variable in variables)
+    return sum(
+        math.prod(variable.shape) * _size(keras.backend.standardize_dtype(variable.dtype))
+        for variable in variables
+    )
 
 
 def _size(dtype: str) -> int:
@@ -198,7 +222,9 @@ def _size(dtype: str) -> int:
 
 def _reset_peak() -> int:
     """Begins to look for the highest point of this process' memory anew; returns its bytes now."""
-    with contextlib.suppress(OSError):  # then it is that of the import, should that have been higher
+    with contextlib.suppress(
+        OSError
+    ):  # then it is that of the import, should that have been higher
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     return _status("VmRSS")
 
@@ -206,6 +232,12 @@ def _reset_peak() -> int:
 def _status(key: str) -> int:
     """Bytes, of a line of Linux' /proc/self/status; elsewhere the highest point since the process began."""
     with contextlib.suppress(OSError):
-        if match := re.search(rf"^{key}:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"), re.MULTILINE):
+        if match := re.search(
+            rf"^{key}:\s+(\d+) kB",
+            Path("/proc/self/status").read_text(encoding="ascii"),
+            re.MULTILINE,
+        ):
             return int(match[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )

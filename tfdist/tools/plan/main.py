@@ -17,7 +17,17 @@ from tfdist.tools.doctor.units import amount
 from tfdist.tools.plan.ways import Needs, Stage, Way, choose, ways
 from tfdist.words import aligned
 
-_UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS = {
+    "B": 1,
+    "KB": 1e3,
+    "MB": 1e6,
+    "GB": 1e9,
+    "TB": 1e12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -35,9 +45,15 @@ def main(argv: Sequence[str]) -> int:
         return refuse("tfdist plan", error)
     try:
         with ending():
-            question = {"words": words, "devices": flags.devices, "microbatches": flags.microbatches}
+            question = {
+                "words": words,
+                "devices": flags.devices,
+                "microbatches": flags.microbatches,
+            }
             # Its other allocator does not count tensors below 256 KB.
-            said, end = child.run("tfdist.tools.plan.probe", question, flags.timeout, TF_CPU_ALLOCATOR_USE_BFC="true")
+            said, end = child.run(
+                "tfdist.tools.plan.probe", question, flags.timeout, TF_CPU_ALLOCATOR_USE_BFC="true"
+            )
     except KeyboardInterrupt:
         print("plan interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
@@ -49,14 +65,23 @@ def main(argv: Sequence[str]) -> int:
     found = ways(needs, flags.devices, flags.microbatches)
     chosen, why = choose(found, flags.memory)
     if flags.json:
-        facts = {"needs": said, "devices": flags.devices, "memory": flags.memory, "ways": [dataclasses.asdict(way) for way in found]}
-        print(json.dumps({**facts, "chosen": chosen.name if chosen else None, "why": why}, indent=1))
+        facts = {
+            "needs": said,
+            "devices": flags.devices,
+            "memory": flags.memory,
+            "ways": [dataclasses.asdict(way) for way in found],
+        }
+        print(
+            json.dumps({**facts, "chosen": chosen.name if chosen else None, "why": why}, indent=1)
+        )
     else:
         print("\n".join(table(needs, found, flags.memory, chosen, why)))
     return int(chosen is None)
 
 
-def table(needs: Needs, found: Sequence[Way], memory: int | None, chosen: Way | None, why: str) -> list[str]:
+def table(
+    needs: Needs, found: Sequence[Way], memory: int | None, chosen: Way | None, why: str
+) -> list[str]:
     """What is printed.
 
     Args:
@@ -67,7 +92,10 @@ def table(needs: Needs, found: Sequence[Way], memory: int | None, chosen: Way | 
         why: Of `choose`.
     """
     state = f"weights {amount(needs.trainable + needs.frozen)}, gradients {amount(needs.trainable)}, optimizer {amount(needs.slots + needs.scalars)}"
-    lines = [f"One device, {needs.rows} examples a step: {state}, activations {amount(needs.fixed + needs.per_row * needs.rows)}", ""]
+    lines = [
+        f"One device, {needs.rows} examples a step: {state}, activations {amount(needs.fixed + needs.per_row * needs.rows)}",
+        "",
+    ]
     room = f" of {amount(memory)}" if memory else ""
     rows = [("way", "devices", "resident", f"peak{room}", "sent a step", "", "how")]
     for way in found:
@@ -77,8 +105,22 @@ def table(needs: Needs, found: Sequence[Way], memory: int | None, chosen: Way | 
         fits = "" if memory is None else "fits" if way.peak <= memory else "too large"
         note = "; ".join(text for text in (way.why, fits) if text)
         sent = "not known" if way.sent is None else amount(way.sent)
-        rows.append((way.name, str(way.devices), amount(way.resident), amount(way.peak), sent, note, way.how))
-    lines += [*aligned(rows, left=(0, 5, 6)), "", f"Take {chosen.name}: {why}." if chosen else f"No way to take: {why}."]
+        rows.append(
+            (
+                way.name,
+                str(way.devices),
+                amount(way.resident),
+                amount(way.peak),
+                sent,
+                note,
+                way.how,
+            )
+        )
+    lines += [
+        *aligned(rows, left=(0, 5, 6)),
+        "",
+        f"Take {chosen.name}: {why}." if chosen else f"No way to take: {why}.",
+    ]
     return lines
 
 
@@ -110,9 +152,13 @@ def memory(text: str) -> int:
         (16000000000, 1610612736)
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?b)", text.strip(), re.IGNORECASE)
-    count = float(found[1]) * _UNITS[found[2].upper()] if found and found[2].upper() in _UNITS else 0
+    count = (
+        float(found[1]) * _UNITS[found[2].upper()] if found and found[2].upper() in _UNITS else 0
+    )
     if count < 1:
-        raise argparse.ArgumentTypeError(f"expected an amount with a unit, such as 16GB or 800MiB; received {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"expected an amount with a unit, such as 16GB or 800MiB; received {text!r}"
+        )
     return int(count)
 
 
@@ -124,9 +170,27 @@ def _parser() -> argparse.ArgumentParser:
         "batches on this machine's CPU; and recommends one.",
         allow_abbrev=False,
     )
-    parser.add_argument("--devices", type=whole(1), default=2, metavar="N", help="devices that train together, default 2")
-    parser.add_argument("--memory", type=memory, metavar="AMOUNT", help="of each device, such as 16GB; marks what fits")
-    parser.add_argument("--microbatches", type=whole(1), default=8, metavar="M", help="of the pipeline, default 8")
-    parser.add_argument("--timeout", type=real("seconds above 0", lambda seconds: seconds > 0), default=300.0, help="seconds that measuring may take, default 300")
+    parser.add_argument(
+        "--devices",
+        type=whole(1),
+        default=2,
+        metavar="N",
+        help="devices that train together, default 2",
+    )
+    parser.add_argument(
+        "--memory",
+        type=memory,
+        metavar="AMOUNT",
+        help="of each device, such as 16GB; marks what fits",
+    )
+    parser.add_argument(
+        "--microbatches", type=whole(1), default=8, metavar="M", help="of the pipeline, default 8"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=real("seconds above 0", lambda seconds: seconds > 0),
+        default=300.0,
+        help="seconds that measuring may take, default 300",
+    )
     parser.add_argument("--json", action="store_true", help="print the figures for programs")
     return parser

@@ -24,7 +24,9 @@ def main(argv: list[str]) -> None:
     """
     asked = json.loads(argv[0])
     try:
-        child.answer(dataclasses.asdict(look(asked["words"], asked["devices"], asked["microbatches"])))
+        child.answer(
+            dataclasses.asdict(look(asked["words"], asked["devices"], asked["microbatches"]))
+        )
     except ValueError as error:
         child.answer({"error": str(error)})
 
@@ -48,7 +50,9 @@ def look(words: Sequence[str], devices: int, microbatches: int) -> Needs:
 
     tf.config.set_visible_devices([], "GPU")
     settings = run.parse(words)
-    settings = dataclasses.replace(settings, parallel=config.Parallel(), sync=config.Sync())  # what they save is to be found
+    settings = dataclasses.replace(
+        settings, parallel=config.Parallel(), sync=config.Sync()
+    )  # what they save is to be found
     train = inputs.pipeline(settings)
     batch = next(iter(train))
     rows = int(count_rows(batch))
@@ -64,15 +68,21 @@ def look(words: Sequence[str], devices: int, microbatches: int) -> Needs:
     return Needs(
         weights=[_bytes([v]) for v in model.trainable_variables],
         units=[_bytes(layer.trainable_weights) for layer in units.layers_of(model)],
-        frozen=_bytes([v for v in model.variables if not any(v is t for t in model.trainable_variables)]),
+        frozen=_bytes(
+            [v for v in model.variables if not any(v is t for t in model.trainable_variables)]
+        ),
         slots=_bytes([v for v in optimizer.variables if len(v.shape)]),
         scalars=_bytes([v for v in optimizer.variables if not len(v.shape)]),
         fixed=max(0, math.ceil(low - per_row * less)),
         per_row=per_row,
         rows=rows,
-        last=(inputs.examples(train) or 0) % rows or rows if settings.data.tail == "partial" else rows,
+        last=(inputs.examples(train) or 0) % rows or rows
+        if settings.data.tail == "partial"
+        else rows,
         stages=stages,
-        not_sharded=_refusal(agreement.check_elementwise, getattr(optimizer, "inner_optimizer", optimizer)),
+        not_sharded=_refusal(
+            agreement.check_elementwise, getattr(optimizer, "inner_optimizer", optimizer)
+        ),
         not_cut=not_cut,
     )
 
@@ -90,7 +100,12 @@ def _held(model: Any, batch: Any) -> int:
         loss = model.compute_loss(x, y, model(x, training=True), weight)
     forward = _peak() - before
     gradients = tape.gradient(loss, [v.value for v in model.trainable_variables])
-    made = sum(len(values) * values.dtype.size for g in gradients if g is not None for values in [tf.reshape(getattr(g, "values", g), [-1])])
+    made = sum(
+        len(values) * values.dtype.size
+        for g in gradients
+        if g is not None
+        for values in [tf.reshape(getattr(g, "values", g), [-1])]
+    )
     return max(forward, _peak() - before - made)
 
 
@@ -122,14 +137,22 @@ def _stages(model: Any, count: int) -> tuple[list[Stage], str]:
     stages = []
     for stage in found:
         variables = [v for layer in stage.model.layers for v in layer.variables]
-        passed = [n for n in (*stage.takes, *(stage.makes if stage is not found[-1] else ())) if n not in graph.inputs]
-        made = sum(sizes[n] or 0 for call in graph.calls if call.name in stage.layers for n in call.makes)
+        passed = [
+            n
+            for n in (*stage.takes, *(stage.makes if stage is not found[-1] else ()))
+            if n not in graph.inputs
+        ]
+        made = sum(
+            sizes[n] or 0 for call in graph.calls if call.name in stage.layers for n in call.makes
+        )
         stages.append(
             Stage(
                 weights=_bytes([v for v in variables if v.trainable]),
                 frozen=_bytes([v for v in variables if not v.trainable]),
                 share=made / whole if whole else 1 / count,
-                passed=None if any(sizes[n] is None for n in passed) else sum(sizes[n] or 0 for n in passed),
+                passed=None
+                if any(sizes[n] is None for n in passed)
+                else sum(sizes[n] or 0 for n in passed),
             )
         )
     return stages, ""
@@ -139,7 +162,11 @@ def _size(tensor: Any) -> int | None:
     """Bytes of a symbolic tensor for an example; None where a length is open."""
     import tensorflow as tf
 
-    return None if None in tensor.shape[1:] else math.prod(tensor.shape[1:]) * tf.as_dtype(tensor.dtype).size
+    return (
+        None
+        if None in tensor.shape[1:]
+        else math.prod(tensor.shape[1:]) * tf.as_dtype(tensor.dtype).size
+    )
 
 
 def _refusal(check: Any, *args: Any) -> str:
@@ -154,7 +181,9 @@ def _refusal(check: Any, *args: Any) -> str:
 def _bytes(variables: Sequence[Any]) -> int:
     import tensorflow as tf
 
-    return sum(math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in variables if v.dtype != "string")
+    return sum(
+        math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in variables if v.dtype != "string"
+    )
 
 
 if __name__ == "__main__":

@@ -102,8 +102,17 @@ def ways(needs: Needs, devices: int, microbatches: int = 8) -> list[Way]:
     """
     found = [_one(needs)]
     if devices > 1:
-        found += [_mirrored(needs, devices), _mirrored(needs, devices, wire=True), _zero(needs, devices, 2), _zero(needs, devices, 2, wire=True)]
-        found += [_zero(needs, devices, 1), _fsdp(needs, devices), _pipeline(needs, devices, microbatches)]
+        found += [
+            _mirrored(needs, devices),
+            _mirrored(needs, devices, wire=True),
+            _zero(needs, devices, 2),
+            _zero(needs, devices, 2, wire=True),
+        ]
+        found += [
+            _zero(needs, devices, 1),
+            _fsdp(needs, devices),
+            _pipeline(needs, devices, microbatches),
+        ]
     return found
 
 
@@ -115,9 +124,16 @@ def choose(found: Sequence[Way], memory: int | None) -> tuple[Way | None, str]:
         memory: Bytes of a device; None: not known.
     """
     several = [way for way in found if way.devices > 1 and not way.refused] or list(found)
-    several = [way for place, way in enumerate(several) if all(way.peak < before.peak for before in several[:place])]  # each saves memory
+    several = [
+        way
+        for place, way in enumerate(several)
+        if all(way.peak < before.peak for before in several[:place])
+    ]  # each saves memory
     if memory is None:
-        return several[0], "how much memory a device has is not known; with enough, the simplest way is the quickest"
+        return (
+            several[0],
+            "how much memory a device has is not known; with enough, the simplest way is the quickest",
+        )
     fits = [way for way in several if way.peak <= memory]
     if not fits:
         least = min(several, key=lambda way: way.peak)
@@ -128,7 +144,9 @@ def choose(found: Sequence[Way], memory: int | None) -> tuple[Way | None, str]:
     before = several[: several.index(fits[0])]
     if not before:
         return fits[0], "it fits, and nothing simpler uses all devices"
-    return fits[0], f"the first that fits: {before[-1].name} needs {before[-1].peak / 1e9:.2f} GB at its peak"
+    return fits[
+        0
+    ], f"the first that fits: {before[-1].name} needs {before[-1].peak / 1e9:.2f} GB at its peak"
 
 
 def _one(needs: Needs) -> Way:
@@ -139,7 +157,11 @@ def _one(needs: Needs) -> Way:
 
 def _step(needs: Needs, devices: int, shards: int = 1) -> int:
     """Bytes of a step on one of several replicas, apart from gradients: activations, and what an optimizer computes of a variable or its shard."""
-    return needs.fixed + math.ceil(needs.per_row * math.ceil(needs.rows / devices)) + _update(needs) // shards
+    return (
+        needs.fixed
+        + math.ceil(needs.per_row * math.ceil(needs.rows / devices))
+        + _update(needs) // shards
+    )
 
 
 def _update(needs: Needs) -> int:
@@ -152,19 +174,37 @@ def _mirrored(needs: Needs, devices: int, wire: bool = False) -> Way:
     peak = resident + 2 * needs.trainable + _step(needs, devices)  # gradients, and their sums
     sent = 2 * _others(needs.trainable, devices) // (2 if wire else 1)
     if wire:
-        return Way("data parallel, bfloat16", 'sync.wire="bfloat16"', devices, resident, peak, sent, "gradients are rounded to 8 bits")
+        return Way(
+            "data parallel, bfloat16",
+            'sync.wire="bfloat16"',
+            devices,
+            resident,
+            peak,
+            sent,
+            "gradients are rounded to 8 bits",
+        )
     return Way("data parallel", 'strategy.name="auto"', devices, resident, peak, sent)
 
 
 def _zero(needs: Needs, devices: int, stage: int, wire: bool = False) -> Way:
     part = _part(needs, devices)
-    resident = needs.trainable + needs.frozen + part + _slots(needs, devices) + needs.scalars  # with the shards that the optimizer updates
-    peak = resident + needs.trainable + _step(needs, devices, devices) + part  # gradients, and the part of their sums that is kept
+    resident = (
+        needs.trainable + needs.frozen + part + _slots(needs, devices) + needs.scalars
+    )  # with the shards that the optimizer updates
+    peak = (
+        resident + needs.trainable + _step(needs, devices, devices) + part
+    )  # gradients, and the part of their sums that is kept
     gradients = _others(needs.trainable, devices) * (2 if stage == 1 else 1)
     sent = (gradients + _others(needs.trainable, devices)) // (2 if wire else 1)
     name = f"ZeRO-{stage}" + (", bfloat16" if wire else "")
     how = f"parallel.zero={stage}" + (' sync.wire="bfloat16"' if wire else "")
-    why = "gradients and updates are rounded to 8 bits" if wire else "ZeRO-2 sends less" if stage == 1 else ""
+    why = (
+        "gradients and updates are rounded to 8 bits"
+        if wire
+        else "ZeRO-2 sends less"
+        if stage == 1
+        else ""
+    )
     return Way(name, how, devices, resident, peak, sent, why, needs.not_sharded)
 
 
@@ -172,10 +212,21 @@ def _fsdp(needs: Needs, devices: int) -> Way:
     part = _part(needs, devices)
     resident = part + needs.frozen + _slots(needs, devices) + needs.scalars
     largest = max(needs.units, default=0)
-    peak = resident + part + 3 * largest + _step(needs, devices, devices)  # weights of the layer in use and of the next, and a layer's gradients
+    peak = (
+        resident + part + 3 * largest + _step(needs, devices, devices)
+    )  # weights of the layer in use and of the next, and a layer's gradients
     stay = needs.units[len(needs.units) - schedule.kept(needs.units, 1, part) :]
     sent = 3 * _others(needs.trainable, devices) - _others(sum(stay), devices)
-    return Way("FSDP (ZeRO-3)", "parallel.zero=3", devices, resident, peak, sent, "forward is computed twice", needs.not_sharded)
+    return Way(
+        "FSDP (ZeRO-3)",
+        "parallel.zero=3",
+        devices,
+        resident,
+        peak,
+        sent,
+        "forward is computed twice",
+        needs.not_sharded,
+    )
 
 
 def _pipeline(needs: Needs, devices: int, microbatches: int) -> Way:
@@ -187,15 +238,35 @@ def _pipeline(needs: Needs, devices: int, microbatches: int) -> Way:
         refused = f'{microbatches} micro-batches do not divide an epoch\'s last batch of {needs.last} examples; take data.tail="drop"'
     if refused:
         return Way("pipeline", how, devices, 0, 0, None, "", refused)
-    resident = [stage.weights + stage.frozen + math.ceil(needs.slots * stage.weights / max(1, needs.trainable)) + needs.scalars for stage in needs.stages]
+    resident = [
+        stage.weights
+        + stage.frozen
+        + math.ceil(needs.slots * stage.weights / max(1, needs.trainable))
+        + needs.scalars
+        for stage in needs.stages
+    ]
     rows = needs.rows // microbatches
     in_flight = [schedule.held(own) for own in schedule.tasks(devices, microbatches, "1f1b")]
-    steps = [math.ceil(needs.fixed * stage.share + needs.per_row * stage.share * rows * held) for stage, held in zip(needs.stages, in_flight, strict=True)]
+    steps = [
+        math.ceil(needs.fixed * stage.share + needs.per_row * stage.share * rows * held)
+        for stage, held in zip(needs.stages, in_flight, strict=True)
+    ]
     # A stage's sums of gradients, and those of a micro-batch, or what the optimizer computes.
-    peak = max(there + stage.weights + max(stage.weights, _update(needs)) + step for there, stage, step in zip(resident, needs.stages, steps, strict=True))
+    peak = max(
+        there + stage.weights + max(stage.weights, _update(needs)) + step
+        for there, stage, step in zip(resident, needs.stages, steps, strict=True)
+    )
     passed = [stage.passed for stage in needs.stages if stage.passed is not None]
     sent = max(passed) * needs.rows if len(passed) == devices else None
-    return Way("pipeline", how, devices, max(resident), peak, sent, f"{schedule.bubble(devices, microbatches):.0%} of the time a device waits")
+    return Way(
+        "pipeline",
+        how,
+        devices,
+        max(resident),
+        peak,
+        sent,
+        f"{schedule.bubble(devices, microbatches):.0%} of the time a device waits",
+    )
 
 
 def _others(count: int, devices: int) -> int:

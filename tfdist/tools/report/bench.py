@@ -51,16 +51,24 @@ def read_benchmark(directory: Path) -> Benchmark:
     facts = reader.object(directory / FILE) or {}
     listed = facts.get("setups")
     if facts and not isinstance(listed, list):
-        reader.problems.append(f"{directory / FILE}: expected a list of setups, received {listed!r}")
+        reader.problems.append(
+            f"{directory / FILE}: expected a list of setups, received {listed!r}"
+        )
     for place, line in enumerate(listed if isinstance(listed, list) else []):
         try:
             setups.append(_checked(Setup.from_json(line)))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            reader.problems.append(f"{directory / FILE}: setups[{place}] is damaged ({error}); it is left out")
+            reader.problems.append(
+                f"{directory / FILE}: setups[{place}] is damaged ({error}); it is left out"
+            )
     kind = facts.get("kind")
     if facts and kind not in KINDS:
-        reader.problems.append(f"{directory / FILE}: expected a kind of {', '.join(KINDS)}, received {kind!r}")
-    return Benchmark(directory, kind if kind in KINDS else SCALING, facts, tuple(setups), tuple(reader.problems))
+        reader.problems.append(
+            f"{directory / FILE}: expected a kind of {', '.join(KINDS)}, received {kind!r}"
+        )
+    return Benchmark(
+        directory, kind if kind in KINDS else SCALING, facts, tuple(setups), tuple(reader.problems)
+    )
 
 
 def label(setup: Setup) -> str:
@@ -77,16 +85,33 @@ def rate(setup: Setup) -> float:
 def parts(setup: Setup) -> dict[str, float]:
     """Seconds of each part of a step, a mean of all workers; empty where not measured."""
     measured = list(setup.anatomy.values())
-    return {part: statistics.fmean(own.get(part, 0.0) for own in measured) for part in PARTS} if measured else {}
+    return (
+        {part: statistics.fmean(own.get(part, 0.0) for own in measured) for part in PARTS}
+        if measured
+        else {}
+    )
 
 
 def _checked(setup: Setup) -> Setup:
     """The setup, whose values are of the kinds that they should be."""
-    numbers = [setup.replicas, setup.workers, setup.global_batch, setup.bytes, *setup.seconds, *setup.rates]
+    numbers = [
+        setup.replicas,
+        setup.workers,
+        setup.global_batch,
+        setup.bytes,
+        *setup.seconds,
+        *setup.rates,
+    ]
     numbers += [value for own in setup.anatomy.values() for value in own.values()]
     numbers += [value for value in (setup.speedup, setup.efficiency) if value is not None]
-    if not all(math.isfinite(number(value)) and value >= 0 for value in numbers) or setup.replicas < 1:
+    if (
+        not all(math.isfinite(number(value)) and value >= 0 for value in numbers)
+        or setup.replicas < 1
+    ):
         raise ValueError("expected numbers that are finite and not negative")
-    if not all(isinstance(text, str) for text in (setup.strategy, setup.reason, setup.error or "", *setup.modes)):
+    if not all(
+        isinstance(text, str)
+        for text in (setup.strategy, setup.reason, setup.error or "", *setup.modes)
+    ):
         raise ValueError("expected strategy, modes, reason and error as text")
     return setup

@@ -25,12 +25,18 @@ def of_runs(directory: Path, runs: Sequence[Run], others: Sequence[Path]) -> Cha
         runs: At least one.
         others: Benchmarks in there, which have pages of their own.
     """
-    names = list(dict.fromkeys(name for run in runs for name in run.metrics if name != "learning_rate"))
+    names = list(
+        dict.fromkeys(name for run in runs for name in run.metrics if name != "learning_rate")
+    )
     figures = []
     for name in names[:_METRICS]:
         of = [(run, run.metrics.get(name, {})) for run in runs]
         split = VALIDATION if all(VALIDATION in found for _, found in of if found) else TRAINING
-        figures.append(curves.compared(name, [(run.name, found[split]) for run, found in of if split in found], split))
+        figures.append(
+            curves.compared(
+                name, [(run.name, found[split]) for run, found in of if split in found], split
+            )
+        )
     speeds = [(run.name, speed) for run in runs if (speed := rate(run)) is not None]
     if len(speeds) > 1:
         figures.append(curves.bars("compared-throughput", "Throughput", speeds, "examples/s"))
@@ -40,9 +46,22 @@ def of_runs(directory: Path, runs: Sequence[Run], others: Sequence[Path]) -> Cha
         title=f"{counted(len(runs), 'run')} in {directory.resolve().name}",
         subtitle=str(directory),
         badge=None,
-        tiles=[Tile(str(len(runs)), "run" if len(runs) == 1 else "runs"), Tile(str(finished), "finished"), *_best(runs)],
-        sections=[Section("Comparison", [drawn for drawn in figures if drawn], [_table(runs, names[:_METRICS])])],
-        absent=[f"the benchmark {path}: it has a page of its own, tfdist report {path}" for path in others],
+        tiles=[
+            Tile(str(len(runs)), "run" if len(runs) == 1 else "runs"),
+            Tile(str(finished), "finished"),
+            *_best(runs),
+        ],
+        sections=[
+            Section(
+                "Comparison",
+                [drawn for drawn in figures if drawn],
+                [_table(runs, names[:_METRICS])],
+            )
+        ],
+        absent=[
+            f"the benchmark {path}: it has a page of its own, tfdist report {path}"
+            for path in others
+        ],
     )
 
 
@@ -50,13 +69,23 @@ def of_benchmark(benchmark: Benchmark) -> Chapter:
     """All that a page says of a benchmark."""
     setups = benchmark.setups
     if benchmark.kind == ALLREDUCE:
-        sections = [Section("Sums over the replicas", _drawn(scaling.bandwidth(setups), scaling.latency(setups)), [_sums(setups)])]
+        sections = [
+            Section(
+                "Sums over the replicas",
+                _drawn(scaling.bandwidth(setups), scaling.latency(setups)),
+                [_sums(setups)],
+            )
+        ]
     elif benchmark.kind == PREDICT:
         sections = [Section("Inference", _drawn(scaling.inference(setups)), [_setups(setups)])]
     else:
         modes = [scaling.scaling(setups, mode) for mode in ("strong", "weak")]
-        sections = [Section("Scaling", _drawn(*modes, scaling.efficiency(setups)), [_setups(setups)])]
-    rows = [(label(setup), found) for setup in setups if sum((found := bench.parts(setup)).values()) > 0]
+        sections = [
+            Section("Scaling", _drawn(*modes, scaling.efficiency(setups)), [_setups(setups)])
+        ]
+    rows = [
+        (label(setup), found) for setup in setups if sum((found := bench.parts(setup)).values()) > 0
+    ]
     if rows:
         drawn = steps.stacked("anatomy-by-setup", "A mean step of each setup", rows)
         sections.append(Section("Where the time of a step goes", [drawn]))
@@ -68,21 +97,37 @@ def of_benchmark(benchmark: Benchmark) -> Chapter:
         tables.append(Table([[key, words(value)] for key, value in facts.items()], caption=title))
     for title, part in benchmark.section("config").items():
         if isinstance(part, dict):
-            tables.append(Table([[key, words(value)] for key, value in part.items()], caption=f"config.{title}"))
+            tables.append(
+                Table(
+                    [[key, words(value)] for key, value in part.items()], caption=f"config.{title}"
+                )
+            )
     sections.append(Section("Configuration, machine and versions", (), tables, columns=True))
     if benchmark.notes:
         sections.insert(1, Section("Notes", text=benchmark.notes))
     failed = [f"{label(setup)}: {setup.error}" for setup in setups if setup.error]
-    absent = [] if rows or benchmark.kind == ALLREDUCE else ["no anatomy of steps: this benchmark has measured none"]
+    absent = (
+        []
+        if rows or benchmark.kind == ALLREDUCE
+        else ["no anatomy of steps: this benchmark has measured none"]
+    )
     when = benchmark.facts.get("time")
-    parts = [str(benchmark.facts.get("command") or ""), moment(when) if isinstance(when, int | float) else "", str(benchmark.path)]
+    parts = [
+        str(benchmark.facts.get("command") or ""),
+        moment(when) if isinstance(when, int | float) else "",
+        str(benchmark.path),
+    ]
     return Chapter(
         name="benchmark",
         title=f"{benchmark.facts.get('name') or benchmark.path.resolve().name}: {_KINDS[benchmark.kind]}",
         subtitle=" · ".join(filter(None, parts)),
         badge=(f"{counted(len(failed), 'setup')} failed", False) if failed else None,
         tiles=_tiles(benchmark),
-        sections=[section for section in sections if section.figures or section.text or any(table.rows for table in section.tables)],
+        sections=[
+            section
+            for section in sections
+            if section.figures or section.text or any(table.rows for table in section.tables)
+        ],
         problems=[*benchmark.problems, *failed],
         absent=absent,
     )
@@ -97,7 +142,11 @@ def _drawn(*figures):
 
 def _best(runs: Sequence[Run]) -> list[Tile]:
     found = []
-    scores = [(percent("accuracy", final(run)[0]["accuracy"]), final(run)[0]["accuracy"], run.name) for run in runs if "accuracy" in final(run)[0]]
+    scores = [
+        (percent("accuracy", final(run)[0]["accuracy"]), final(run)[0]["accuracy"], run.name)
+        for run in runs
+        if "accuracy" in final(run)[0]
+    ]
     if scores:
         text, _, name = max(scores, key=lambda score: score[1])
         found.append(Tile(text, f"best accuracy: {name}"))
@@ -123,30 +172,54 @@ def _table(runs: Sequence[Run], names: Sequence[str]) -> Table:
                 str(fact(run, "strategy") or NOTHING),
             ]
         )
-    head = ["run", "", *names, "examples/s", "epochs", "replicas", "restarts", "lost steps", "time", "strategy"]
+    head = [
+        "run",
+        "",
+        *names,
+        "examples/s",
+        "epochs",
+        "replicas",
+        "restarts",
+        "lost steps",
+        "time",
+        "strategy",
+    ]
     return Table(rows, head, right=range(2, len(head) - 1))
 
 
 def _tiles(benchmark: Benchmark) -> list[Tile]:
-    setups, machine = [setup for setup in benchmark.setups if not setup.error], benchmark.section("machine")
+    setups, machine = (
+        [setup for setup in benchmark.setups if not setup.error],
+        benchmark.section("machine"),
+    )
     found = []
     fastest = max((setup for setup in setups if setup.rates), key=bench.rate, default=None)
     if fastest:
         batch = f", batch {fastest.global_batch:,}" if fastest.global_batch else ""
         found.append(Tile(f"{fastest.rate:,.0f}", f"examples/s at most: {label(fastest)}{batch}"))
-    scaled = [setup for setup in setups if setup.speedup and setup.efficiency is not None and setup.replicas > 1]
+    scaled = [
+        setup
+        for setup in setups
+        if setup.speedup and setup.efficiency is not None and setup.replicas > 1
+    ]
     if scaled:
         most = max(scaled, key=lambda setup: setup.speedup or 0.0)
         found.append(Tile(f"{most.speedup:.2f}{TIMES}", f"largest speed-up: {label(most)}"))
         best = max(scaled, key=lambda setup: setup.efficiency or 0.0)
-        found.append(Tile(f"{100 * (best.efficiency or 0.0):.0f} %", f"best efficiency: {label(best)}"))
+        found.append(
+            Tile(f"{100 * (best.efficiency or 0.0):.0f} %", f"best efficiency: {label(best)}")
+        )
     summed = [setup for setup in setups if setup.seconds] if benchmark.kind == ALLREDUCE else []
     if summed:
         wide = max(summed, key=lambda setup: setup.bus_bandwidth)
-        found.append(Tile(f"{wide.bus_bandwidth / 1e9:.2f} GB/s", f"bandwidth at most: {label(wide)}"))
+        found.append(
+            Tile(f"{wide.bus_bandwidth / 1e9:.2f} GB/s", f"bandwidth at most: {label(wide)}")
+        )
         quick = min(summed, key=lambda setup: setup.step)
         found.append(Tile(duration(quick.step), f"shortest sum: {label(quick)}"))
-    found.append(Tile(str(len(benchmark.setups)), "setups" if len(benchmark.setups) != 1 else "setup"))
+    found.append(
+        Tile(str(len(benchmark.setups)), "setups" if len(benchmark.setups) != 1 else "setup")
+    )
     if machine.get("cores"):
         found.append(Tile(str(machine["cores"]), "cores"))
     if machine.get("gpus"):
@@ -157,7 +230,11 @@ def _tiles(benchmark: Benchmark) -> list[Tile]:
 def _setups(setups: Sequence[Setup]) -> Table:
     rows = []
     for setup in setups:
-        spread = f"{setup.rate:,.0f} ({min(setup.rates):,.0f} to {max(setup.rates):,.0f})" if setup.rates else NOTHING
+        spread = (
+            f"{setup.rate:,.0f} ({min(setup.rates):,.0f} to {max(setup.rates):,.0f})"
+            if setup.rates
+            else NOTHING
+        )
         rows.append(
             [
                 label(setup),
@@ -170,17 +247,51 @@ def _setups(setups: Sequence[Setup]) -> Table:
                 setup.error or setup.reason or NOTHING,
             ]
         )
-    head = ["setup", "workers", "global batch", "examples/s (spread)", "step", "speed-up", "efficiency", "reason"]
+    head = [
+        "setup",
+        "workers",
+        "global batch",
+        "examples/s (spread)",
+        "step",
+        "speed-up",
+        "efficiency",
+        "reason",
+    ]
     if all(row[-1] == NOTHING for row in rows):
         head, rows = head[:-1], [row[:-1] for row in rows]
-    return Table(rows, head, right=range(1, 7), long=(7,), caption="Medians of the rounds; the spread is from the slowest to the fastest")
+    return Table(
+        rows,
+        head,
+        right=range(1, 7),
+        long=(7,),
+        caption="Medians of the rounds; the spread is from the slowest to the fastest",
+    )
 
 
 def _sums(setups: Sequence[Setup]) -> Table:
     rows = []
     for setup in setups:
-        times = f"{duration(setup.step)} ({duration(min(setup.seconds))} to {duration(max(setup.seconds))})" if setup.seconds else NOTHING
+        times = (
+            f"{duration(setup.step)} ({duration(min(setup.seconds))} to {duration(max(setup.seconds))})"
+            if setup.seconds
+            else NOTHING
+        )
         wide = f"{figure(setup.bus_bandwidth / 1e9)} GB/s" if setup.seconds else NOTHING
-        rows.append([label(setup), str(setup.workers), f"{setup.bytes:,}", times, wide, setup.error or setup.reason])
+        rows.append(
+            [
+                label(setup),
+                str(setup.workers),
+                f"{setup.bytes:,}",
+                times,
+                wide,
+                setup.error or setup.reason,
+            ]
+        )
     head = ["setup", "workers", "bytes", "time (spread)", "bus bandwidth", ""]
-    return Table(rows, head, right=range(1, 5), long=(5,), caption="Medians of the rounds; the spread is from the fastest to the slowest")
+    return Table(
+        rows,
+        head,
+        right=range(1, 5),
+        long=(5,),
+        caption="Medians of the rounds; the spread is from the fastest to the slowest",
+    )

@@ -28,10 +28,17 @@ def metric(name: str, curves: Mapping[str, Curve]) -> Figure | None:
         return None
     unit = next(iter(kept.values())).unit
     lines = [(split, curve.x, curve.y, _COLOURS[split], "-") for split, curve in kept.items()]
-    return Figure(f"{slug(name)}", _title(name), "", functools.partial(_lines, title=_title(name), lines=lines, x=unit, y=name))
+    return Figure(
+        f"{slug(name)}",
+        _title(name),
+        "",
+        functools.partial(_lines, title=_title(name), lines=lines, x=unit, y=name),
+    )
 
 
-def metric_over_time(name: str, curves: Mapping[str, Curve], begun: float, begins: Sequence[float]) -> Figure | None:
+def metric_over_time(
+    name: str, curves: Mapping[str, Curve], begun: float, begins: Sequence[float]
+) -> Figure | None:
     """A metric over wall time; None: no file tells when.
 
     Args:
@@ -45,10 +52,18 @@ def metric_over_time(name: str, curves: Mapping[str, Curve], begun: float, begin
         return None
     longest = max(curve.times[-1] for curve in kept.values()) - begun
     size, unit = units_of_time(longest)
-    lines = [(split, [(t - begun) / size for t in curve.times], curve.y, _COLOURS[split], "-") for split, curve in kept.items()]
+    lines = [
+        (split, [(t - begun) / size for t in curve.times], curve.y, _COLOURS[split], "-")
+        for split, curve in kept.items()
+    ]
     marks = [(when - begun) / size for when in begins]
     draw = functools.partial(
-        _lines, title=f"{_title(name)} over time", lines=lines, x=f"time since the run began [{unit}]", y=name, marks=marks
+        _lines,
+        title=f"{_title(name)} over time",
+        lines=lines,
+        x=f"time since the run began [{unit}]",
+        y=name,
+        marks=marks,
     )
     return Figure(f"{slug(name)}-over-time", f"{_title(name)} over time", "", draw)
 
@@ -58,16 +73,23 @@ def rates(curves: Mapping[str, Curve]) -> Figure | None:
     kept = {who: curve for who, curve in curves.items() if curve.y}
     if not kept:
         return None
-    lines = [(who, curve.x, curve.y, colour, dash) for (who, curve), (colour, dash) in zip(kept.items(), looks(), strict=False)]
+    lines = [
+        (who, curve.x, curve.y, colour, dash)
+        for (who, curve), (colour, dash) in zip(kept.items(), looks(), strict=False)
+    ]
     title = "Throughput by epoch"
-    caption = "Examples of all replicas together; validation is not counted. The first epoch compiles."
+    caption = (
+        "Examples of all replicas together; validation is not counted. The first epoch compiles."
+    )
     draw = functools.partial(_lines, title=title, lines=lines, x="epoch", y="examples/s", zero=True)
     return Figure("throughput-by-epoch", title, caption, draw)
 
 
 def throughput(anatomy: Mapping[int, Sequence[Window]]) -> Figure | None:
     """Examples per second of each window of steps, by worker; None: there are none."""
-    kept = {rank: [window for window in windows if window.compiled] for rank, windows in anatomy.items()}
+    kept = {
+        rank: [window for window in windows if window.compiled] for rank, windows in anatomy.items()
+    }
     kept = {rank: windows for rank, windows in kept.items() if windows}
     if not kept:
         return None
@@ -76,10 +98,25 @@ def throughput(anatomy: Mapping[int, Sequence[Window]]) -> Figure | None:
     lines = []
     for (rank, windows), (colour, dash) in zip(kept.items(), looks(), strict=False):
         points = _points(windows, begun)
-        lines.append((f"worker {rank}", [at / size for at, _ in points], [rate for _, rate in points], colour, dash))
+        lines.append(
+            (
+                f"worker {rank}",
+                [at / size for at, _ in points],
+                [rate for _, rate in points],
+                colour,
+                dash,
+            )
+        )
     title = "Throughput by worker"
     caption = "Examples of the global batches that each worker took part in, by its own clock; windows that compiled are left out."
-    draw = functools.partial(_lines, title=title, lines=lines, x=f"time since the first step [{unit}]", y="examples/s", zero=True)
+    draw = functools.partial(
+        _lines,
+        title=title,
+        lines=lines,
+        x=f"time since the first step [{unit}]",
+        y="examples/s",
+        zero=True,
+    )
     return Figure("throughput-by-worker", title, caption, draw)
 
 
@@ -94,14 +131,27 @@ def compared(name: str, runs: Sequence[tuple[str, Curve]], split: str) -> Figure
     kept = [(run, curve) for run, curve in runs if curve.y]
     if len(kept) < 2:
         return None
-    lines = [(run, curve.x, curve.y, colour, dash) for (run, curve), (colour, dash) in zip(kept, looks(), strict=False)]
-    draw = functools.partial(_lines, title=f"{_title(name)}, {split}", lines=lines, x=kept[0][1].unit, y=name)
+    lines = [
+        (run, curve.x, curve.y, colour, dash)
+        for (run, curve), (colour, dash) in zip(kept, looks(), strict=False)
+    ]
+    draw = functools.partial(
+        _lines, title=f"{_title(name)}, {split}", lines=lines, x=kept[0][1].unit, y=name
+    )
     return Figure(f"compared-{slug(name)}", f"{_title(name)} of the runs, {split}", "", draw)
 
 
-def bars(name: str, title: str, values: Sequence[tuple[str, float]], unit: str, caption: str = "") -> Figure:
+def bars(
+    name: str, title: str, values: Sequence[tuple[str, float]], unit: str, caption: str = ""
+) -> Figure:
     """A bar for each name."""
-    return Figure(name, title, caption, functools.partial(_bars, title=title, values=values, unit=unit), (style.NARROW[0], 1.3 + 0.26 * len(values)))
+    return Figure(
+        name,
+        title,
+        caption,
+        functools.partial(_bars, title=title, values=values, unit=unit),
+        (style.NARROW[0], 1.3 + 0.26 * len(values)),
+    )
 
 
 def looks() -> itertools.chain:
@@ -142,7 +192,12 @@ def legend(drawing: Any, axes: Any, columns: int = 4, least: int = 2) -> None:
         handles.append(axes.plot([], [], " ")[0])
         labels.append(f"and {len(axes.get_legend_handles_labels()[1]) - _LEGEND + 1} more")
     longest = max(map(len, labels))
-    drawing.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), columns, max(1, 60 // (longest + 6))))
+    drawing.legend(
+        handles,
+        labels,
+        loc="outside lower center",
+        ncols=min(len(labels), columns, max(1, 60 // (longest + 6))),
+    )
 
 
 def _points(windows: Sequence[Window], begun: float) -> list[tuple[float, float]]:
@@ -160,7 +215,12 @@ def _points(windows: Sequence[Window], begun: float) -> list[tuple[float, float]
             held = []
         held, before = [*held, window], window
         if sum(one.steps for one in held) >= few:
-            found.append((window.time - begun, sum(one.examples for one in held) / sum(one.seconds for one in held)))
+            found.append(
+                (
+                    window.time - begun,
+                    sum(one.examples for one in held) / sum(one.seconds for one in held),
+                )
+            )
             held = []
     return found
 
@@ -180,7 +240,13 @@ def _lines(
     axes = drawing.add_subplot()
     axes.set_title(shorten(title, 48))
     for mark in marks:
-        axes.axvline(mark, color=style.RED, linewidth=0.9, linestyle=":", label="begun again" if mark == marks[0] else None)
+        axes.axvline(
+            mark,
+            color=style.RED,
+            linewidth=0.9,
+            linestyle=":",
+            label="begun again" if mark == marks[0] else None,
+        )
     for name, xs, ys, colour, dash in lines:
         dots = "o" if len(xs) <= _DOTS else None
         axes.plot(xs, ys, color=colour, linestyle=dash, marker=dots, label=shorten(name))
@@ -191,7 +257,10 @@ def _lines(
         axes.set_ylim(bottom=0)
     if x == "epoch":
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
-        first, last = min(min(xs) for _, xs, _, _, _ in lines), max(max(xs) for _, xs, _, _, _ in lines)
+        first, last = (
+            min(min(xs) for _, xs, _, _, _ in lines),
+            max(max(xs) for _, xs, _, _, _ in lines),
+        )
         axes.set_xlim(first - 0.3, last + 0.3)
     if "time" in x:
         axes.set_xlim(left=0)

@@ -33,7 +33,9 @@ def scalars(directories: Iterable[Path], reader: Reader) -> dict[str, list[Scala
         reader: Notes what is damaged.
     """
     found: dict[str, dict[int, Scalar]] = {}
-    for path in sorted(path for directory in directories for path in directory.glob(PATTERN) if path.is_file()):
+    for path in sorted(
+        path for directory in directories for path in directory.glob(PATTERN) if path.is_file()
+    ):
         for tag, scalar in _of_file(path, reader):
             before = found.setdefault(tag, {}).get(scalar.step)
             if before is None or before.time <= scalar.time:
@@ -54,7 +56,9 @@ def _of_file(path: Path, reader: Reader) -> Iterator[tuple[str, Scalar]]:
                 raise DecodeError
             event = Event.FromString(content[place + _HEAD : end - _FOOT])
         except DecodeError:
-            reader.problems.append(f"{path} is cut off or damaged after {place} of {len(content)} bytes; the rest is left out")
+            reader.problems.append(
+                f"{path} is cut off or damaged after {place} of {len(content)} bytes; the rest is left out"
+            )
             return
         for value in event.summary.value:
             number = _number(value)
@@ -73,7 +77,11 @@ def _number(value: Any) -> float | None:
     tensor = value.tensor
     if tensor.tensor_content:
         form = _FORMS[tensor.dtype]
-        return float(struct.unpack(form, tensor.tensor_content)[0]) if len(tensor.tensor_content) == struct.calcsize(form) else math.nan
+        return (
+            float(struct.unpack(form, tensor.tensor_content)[0])
+            if len(tensor.tensor_content) == struct.calcsize(form)
+            else math.nan
+        )
     for numbers in (tensor.float_val, tensor.double_val, tensor.int_val, tensor.int64_val):
         if numbers:
             return float(numbers[0])

@@ -30,7 +30,9 @@ class Reader:
         except FileNotFoundError:
             return None
         except OSError as error:
-            self.problems.append(f"{path} cannot be read: {os.strerror(error.errno) if error.errno else error}")
+            self.problems.append(
+                f"{path} cannot be read: {os.strerror(error.errno) if error.errno else error}"
+            )
             return None
         self.found.append(path)
         return content
@@ -42,7 +44,9 @@ class Reader:
             return None
         value = _parse(content)
         if value is None:
-            self.problems.append(f"{path} is damaged: expected one JSON object, received {_glimpse(content)}; it is left out")
+            self.problems.append(
+                f"{path} is damaged: expected one JSON object, received {_glimpse(content)}; it is left out"
+            )
         return value
 
     def lines(self, path: Path, convert: Callable[[dict[str, Any]], Value]) -> list[Value]:
@@ -63,9 +67,13 @@ class Reader:
             except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
                 bad.append(number)
         if bad == [len(lines)]:
-            self.problems.append(f"{path}: its last line, {bad[0]}, is cut off or damaged, and is left out")
+            self.problems.append(
+                f"{path}: its last line, {bad[0]}, is cut off or damaged, and is left out"
+            )
         elif bad:
-            self.problems.append(f"{path}: {len(bad)} of {len(lines)} lines are damaged, the first is line {bad[0]}; they are left out")
+            self.problems.append(
+                f"{path}: {len(bad)} of {len(lines)} lines are damaged, the first is line {bad[0]}; they are left out"
+            )
         return facts
 
 

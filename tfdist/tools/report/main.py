@@ -55,7 +55,11 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         return refuse("tfdist report", error)
     try:
-        return _write(chapters, Path(flags.out or os.path.join(flags.logdir, NAME)), flags.png and Path(flags.png))
+        return _write(
+            chapters,
+            Path(flags.out or os.path.join(flags.logdir, NAME)),
+            flags.png and Path(flags.png),
+        )
     except _WriteError as error:
         print(f"tfdist report: error: {error}", file=sys.stderr)
         return 1
@@ -73,28 +77,45 @@ def read(directory: Path, launches: Sequence[Path] = ()) -> list[Chapter]:
     """
     if not directory.is_dir():
         what = "is a file" if directory.exists() else "is not there"
-        raise ValueError(f"LOGDIR: expected the directory of a run, of runs or of a benchmark, received {directory}, which {what}")
+        raise ValueError(
+            f"LOGDIR: expected the directory of a run, of runs or of a benchmark, received {directory}, which {what}"
+        )
     for place in launches:
         if not (place / JOURNAL).is_file():
-            raise ValueError(f"--launch: expected the directory of a launch's logs, received {place}: it has no {JOURNAL}")
+            raise ValueError(
+                f"--launch: expected the directory of a launch's logs, received {place}: it has no {JOURNAL}"
+            )
     if is_benchmark(directory):
         if launches:
-            raise ValueError(f"--launch: expected with the directory of one run, received with {directory}, which holds a benchmark")
+            raise ValueError(
+                f"--launch: expected with the directory of one run, received with {directory}, which holds a benchmark"
+            )
         return [comparison.of_benchmark(read_benchmark(directory))]
     if is_run(directory):
         return [outline.chapter(read_run(directory, launches), "run")]
     try:
-        below = sorted(path for path in directory.iterdir() if path.is_dir() and not path.is_symlink())
+        below = sorted(
+            path for path in directory.iterdir() if path.is_dir() and not path.is_symlink()
+        )
     except OSError as error:
         raise ValueError(f"LOGDIR: {directory} cannot be read: {error.strerror}") from error
     found = [path for path in below if is_run(path)]
     if not found:
         raise ValueError(f"LOGDIR: {_nothing(directory, below)}")
     if launches:
-        raise ValueError(f"--launch: expected with the directory of one run, received with {directory}, which holds {len(found)}")
-    runs = sorted((read_run(path) for path in found), key=lambda run: (run.begun or 0.0, str(run.path)))
-    chapters = [outline.chapter(run, slug(f"{place} {run.path.name}")) for place, run in enumerate(runs, 1)]
-    return [comparison.of_runs(directory, runs, [path for path in below if is_benchmark(path)]), *chapters]
+        raise ValueError(
+            f"--launch: expected with the directory of one run, received with {directory}, which holds {len(found)}"
+        )
+    runs = sorted(
+        (read_run(path) for path in found), key=lambda run: (run.begun or 0.0, str(run.path))
+    )
+    chapters = [
+        outline.chapter(run, slug(f"{place} {run.path.name}")) for place, run in enumerate(runs, 1)
+    ]
+    return [
+        comparison.of_runs(directory, runs, [path for path in below if is_benchmark(path)]),
+        *chapters,
+    ]
 
 
 def _nothing(directory: Path, below: Sequence[Path]) -> str:
@@ -115,12 +136,20 @@ def _write(chapters: Sequence[Chapter], out: Path, images: Path | None) -> int:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise _WriteError("matplotlib draws the figures, and is not installed: pip install 'tfdist[plot]'") from error
-    foot = f"Made by tfdist {tfdist.__version__} on {moment(time.time())}. This file needs no other."
+        raise _WriteError(
+            "matplotlib draws the figures, and is not installed: pip install 'tfdist[plot]'"
+        ) from error
+    foot = (
+        f"Made by tfdist {tfdist.__version__} on {moment(time.time())}. This file needs no other."
+    )
     _whole(out, page.render(chapters, foot).encode(), "--out")
     print(f"report   {out}, {out.stat().st_size / 1000:,.0f} kB")
     if images is not None:
-        drawn = {f"{_prefix(chapter, chapters)}{figure.name}.png": figure for chapter in chapters for figure in chapter.figures}
+        drawn = {
+            f"{_prefix(chapter, chapters)}{figure.name}.png": figure
+            for chapter in chapters
+            for figure in chapter.figures
+        }
         for name, figure in drawn.items():
             _whole(images / name, style.png(figure), "--png")
         print(f"images   {len(drawn)} in {images}")
@@ -130,7 +159,12 @@ def _write(chapters: Sequence[Chapter], out: Path, images: Path | None) -> int:
             print(f"left out {own}{sentence}")
     damaged = [(chapter, sentence) for chapter in chapters for sentence in chapter.problems]
     for chapter, sentence in damaged:
-        print(f"tfdist report: {chapter.title}: {sentence}" if len(chapters) > 1 else f"tfdist report: {sentence}", file=sys.stderr)
+        print(
+            f"tfdist report: {chapter.title}: {sentence}"
+            if len(chapters) > 1
+            else f"tfdist report: {sentence}",
+            file=sys.stderr,
+        )
     return 1 if damaged else 0
 
 
@@ -149,7 +183,9 @@ def _whole(path: Path, content: bytes, flag: str) -> None:
         finally:
             temporary.unlink(missing_ok=True)
     except OSError as error:
-        raise _WriteError(f"{path} cannot be written: {error.strerror}; name another place with {flag}") from error
+        raise _WriteError(
+            f"{path} cannot be written: {error.strerror}; name another place with {flag}"
+        ) from error
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -160,10 +196,16 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("logdir", metavar="LOGDIR", help="directory of a run, of several, or of a benchmark")
+    parser.add_argument(
+        "logdir", metavar="LOGDIR", help="directory of a run, of several, or of a benchmark"
+    )
     parser.add_argument("--out", metavar="FILE", help=f"where the page goes (LOGDIR/{NAME})")
     parser.add_argument("--png", metavar="DIR", help="where the figures go as images (nowhere)")
     parser.add_argument(
-        "--launch", metavar="DIR", action="append", default=[], help="logs of a launcher, if the run does not name them; may be repeated"
+        "--launch",
+        metavar="DIR",
+        action="append",
+        default=[],
+        help="logs of a launcher, if the run does not name them; may be repeated",
     )
     return parser

@@ -30,8 +30,21 @@ def chapter(run: Run, name: str) -> Chapter:
         name: Of the chapter.
     """
     left = list(run.metrics)[_METRICS:]
-    more = [f"{counted(len(left), 'curve')} of {len(run.metrics)}, as a page has {_METRICS}: {', '.join(left[:20])}; TensorBoard has all"] if left else []
-    sections = [_metrics(run), _throughput(run), _anatomy(run), _history(run), _settings(run), _ending(run)]
+    more = (
+        [
+            f"{counted(len(left), 'curve')} of {len(run.metrics)}, as a page has {_METRICS}: {', '.join(left[:20])}; TensorBoard has all"
+        ]
+        if left
+        else []
+    )
+    sections = [
+        _metrics(run),
+        _throughput(run),
+        _anatomy(run),
+        _history(run),
+        _settings(run),
+        _ending(run),
+    ]
     return Chapter(
         name=name,
         title=run.name,
@@ -56,7 +69,14 @@ def tiles(run: Run) -> list[Tile]:
     epochs = done(run)
     if epochs is not None:
         planned = section(run.config, "train").get("epochs")
-        found.append(Tile(f"{epochs:,}", f"of {planned:,} epochs" if isinstance(planned, int) and planned != epochs else "epochs"))
+        found.append(
+            Tile(
+                f"{epochs:,}",
+                f"of {planned:,} epochs"
+                if isinstance(planned, int) and planned != epochs
+                else "epochs",
+            )
+        )
     replicas = fact(run, "replicas")
     if replicas is not None:
         found.append(Tile(str(replicas), "replicas" if replicas != 1 else "replica"))
@@ -74,13 +94,22 @@ def final(run: Run) -> tuple[dict[str, float], str]:
     """The last known metrics, at most three, and of what they are."""
     names = [name for name in run.metrics if name != "learning_rate"][:3]
     summary = run.summary or {}
-    scores = {name: float(value) for name in names if isinstance(value := summary.get(name), int | float)}
+    scores = {
+        name: float(value) for name in names if isinstance(value := summary.get(name), int | float)
+    }
     if scores:
         return scores, "evaluation"
     for split in (VALIDATION, TRAINING):
-        scores = {name: curve.y[-1] for name in names if (curve := run.metrics[name].get(split)) and curve.y}
+        scores = {
+            name: curve.y[-1]
+            for name in names
+            if (curve := run.metrics[name].get(split)) and curve.y
+        }
         if scores:
-            return scores, f"{split}, last {next(iter(run.metrics[name][split].unit for name in scores))}"
+            return (
+                scores,
+                f"{split}, last {next(iter(run.metrics[name][split].unit for name in scores))}",
+            )
     return {}, ""
 
 
@@ -128,7 +157,11 @@ def _subtitle(run: Run) -> str:
         parts.append(f"{model} on {data}")
     strategy, workers = fact(run, "strategy"), fact(run, "workers")
     if strategy:
-        parts.append(f"{strategy}, {counted(workers, 'worker')}" if isinstance(workers, int) else str(strategy))
+        parts.append(
+            f"{strategy}, {counted(workers, 'worker')}"
+            if isinstance(workers, int)
+            else str(strategy)
+        )
     if run.begun is not None:
         parts.append(f"begun {moment(run.begun)}")
     return " · ".join([*parts, str(run.path)])
@@ -142,7 +175,11 @@ def _badge(run: Run) -> tuple[str, bool] | None:
         return "finished", True
     if run.config is None and not run.launches:
         return None  # a script's: nobody tells
-    return ("runs, or was killed", False) if codes in ([], [None]) else (f"ended with code {codes[0]}", False)
+    return (
+        ("runs, or was killed", False)
+        if codes in ([], [None])
+        else (f"ended with code {codes[0]}", False)
+    )
 
 
 def _metrics(run: Run) -> Section | None:
@@ -153,9 +190,23 @@ def _metrics(run: Run) -> Section | None:
         if run.begun is not None and name != "learning_rate":
             figures.append(curves.metric_over_time(name, found, run.begun, begins))
     kept = [drawn for drawn in figures if drawn]
-    names = list(dict.fromkeys(name for line in run.epochs for name in line if name not in ("step", "time")))
-    rows = [[str(int(line["step"]) + 1), *(figure(line[name]) if name in line else "" for name in names)] for line in run.epochs]
-    table = Table(rows, ["epoch", *names], right=range(len(names) + 1), caption="All epochs in numbers", folded=True)
+    names = list(
+        dict.fromkeys(name for line in run.epochs for name in line if name not in ("step", "time"))
+    )
+    rows = [
+        [
+            str(int(line["step"]) + 1),
+            *(figure(line[name]) if name in line else "" for name in names),
+        ]
+        for line in run.epochs
+    ]
+    table = Table(
+        rows,
+        ["epoch", *names],
+        right=range(len(names) + 1),
+        caption="All epochs in numbers",
+        folded=True,
+    )
     return Section("Curves", kept, [table]) if kept or rows else None
 
 
@@ -163,7 +214,12 @@ def _begins(run: Run) -> list[float]:
     """When training was begun again."""
     if len(run.sessions) > 1:
         return [session["time"] for session in run.sessions[1:]]
-    firsts = [lane.first + launch.recovery.begun for launch in run.launches for lane in timeline.lanes(launch) if lane.first is not None]
+    firsts = [
+        lane.first + launch.recovery.begun
+        for launch in run.launches
+        for lane in timeline.lanes(launch)
+        if lane.first is not None
+    ]
     return firsts[1:]
 
 
@@ -176,16 +232,33 @@ def _throughput(run: Run) -> Section | None:
 def _anatomy(run: Run) -> Section | None:
     if not run.anatomy:
         return None
-    kept = [drawn for drawn in (steps.by_worker(run.anatomy), steps.over_steps(run.anatomy)) if drawn]
+    kept = [
+        drawn for drawn in (steps.by_worker(run.anatomy), steps.over_steps(run.anatomy)) if drawn
+    ]
     rows = []
     for rank, windows in run.anatomy.items():
         parts = per_step(windows)
         if parts:
             whole = sum(parts.values())
-            shares = [f"{1e3 * parts[part]:.3g} ms ({100 * parts[part] / whole:.0f} %)" for part in steps.NAMES]
+            shares = [
+                f"{1e3 * parts[part]:.3g} ms ({100 * parts[part] / whole:.0f} %)"
+                for part in steps.NAMES
+            ]
             rows.append([f"worker {rank}", f"{1e3 * whole:.3g} ms", *shares])
-    table = Table(rows, ["", "step", *(label for label, _ in steps.NAMES.values())], right=range(1, 8), caption="In numbers", folded=True)
-    text = [] if kept else ["All windows have calls that compiled, which tell nothing of a usual step: train for more steps."]
+    table = Table(
+        rows,
+        ["", "step", *(label for label, _ in steps.NAMES.values())],
+        right=range(1, 8),
+        caption="In numbers",
+        folded=True,
+    )
+    text = (
+        []
+        if kept
+        else [
+            "All windows have calls that compiled, which tell nothing of a usual step: train for more steps."
+        ]
+    )
     return Section("Where the time of a step goes", kept, [table], text)
 
 
@@ -199,7 +272,11 @@ def _history(run: Run) -> Section | None:
         text.append(_launched(launch))
     if run.sessions:
         tables.append(_sessions(run))
-    return Section("Restarts and resumes", figures, tables, text) if run.launches or run.sessions else None
+    return (
+        Section("Restarts and resumes", figures, tables, text)
+        if run.launches or run.sessions
+        else None
+    )
 
 
 def _launched(launch: Launch) -> str:
@@ -212,7 +289,10 @@ def _launched(launch: Launch) -> str:
     if recovery.code is None:
         return found + ". It has not ended: it runs, or its launcher was killed."
     if recovery.code:
-        return found + f". It ended with code {recovery.code}{f': {recovery.refusal}' if recovery.refusal else ''}."
+        return (
+            found
+            + f". It ended with code {recovery.code}{f': {recovery.refusal}' if recovery.refusal else ''}."
+        )
     return found + "."
 
 
@@ -226,8 +306,20 @@ def _strikes(launch: Launch) -> Table:
          NOTHING if strike.lost is None else f"{strike.lost:,}", strike.origin or NOTHING]
         for number, strike in enumerate(strikes[:_STRIKES], 1)
     ]  # fmt: skip
-    head = ["", "fault", "struck at", "detected after", "recovered after", "lost steps", "went on from"]
-    more = "" if len(strikes) <= _STRIKES else f"; the first {_STRIKES} of {len(strikes)}, `tfdist chaos report` has all"
+    head = [
+        "",
+        "fault",
+        "struck at",
+        "detected after",
+        "recovered after",
+        "lost steps",
+        "went on from",
+    ]
+    more = (
+        ""
+        if len(strikes) <= _STRIKES
+        else f"; the first {_STRIKES} of {len(strikes)}, `tfdist chaos report` has all"
+    )
     return Table(rows, head, right=(2, 3, 4, 5), caption=f"What each fault has cost{more}")
 
 
@@ -245,7 +337,9 @@ def _sessions(run: Run) -> Table:
             ]
         )
     head = ["begun", "from", "", "attempt", "strategy", "workers", "replicas", "global batch"]
-    return Table(rows, head, right=(3, 5, 6, 7), caption="Each begin of training", folded=len(rows) == 1)
+    return Table(
+        rows, head, right=(3, 5, 6, 7), caption="Each begin of training", folded=len(rows) == 1
+    )
 
 
 def _settings(run: Run) -> Section | None:
@@ -266,7 +360,9 @@ def _settings(run: Run) -> Section | None:
     return Section("Configuration and versions", (), tables, text, columns=True) if tables else None
 
 
-def _flat(section: Mapping[str, Any], usual: Any, prefix: str = "") -> Iterator[tuple[str, str, bool]]:
+def _flat(
+    section: Mapping[str, Any], usual: Any, prefix: str = ""
+) -> Iterator[tuple[str, str, bool]]:
     usual = usual if isinstance(usual, dict) else {}
     for key, value in section.items():
         if isinstance(value, dict) and value:
@@ -276,7 +372,11 @@ def _flat(section: Mapping[str, Any], usual: Any, prefix: str = "") -> Iterator[
 
 
 def _two(title: str, rows: list[tuple[str, str, bool]]) -> Table:
-    return Table([row[:2] for row in rows], marked=[place for place, row in enumerate(rows) if row[2]], caption=title)
+    return Table(
+        [row[:2] for row in rows],
+        marked=[place for place, row in enumerate(rows) if row[2]],
+        caption=title,
+    )
 
 
 def _versions(run: Run) -> Table:
@@ -290,8 +390,14 @@ def _versions(run: Run) -> Table:
 
 def _ending(run: Run) -> Section | None:
     rows = [[key, words(value)] for key, value in (run.summary or {}).items()]
-    files = [[os.path.relpath(path, run.path) if run.path in path.parents else str(path)] for path in run.files]
-    tables = [Table(rows, caption="Final summary"), Table(files, caption=f"{counted(len(files), 'file')} read", folded=True)]
+    files = [
+        [os.path.relpath(path, run.path) if run.path in path.parents else str(path)]
+        for path in run.files
+    ]
+    tables = [
+        Table(rows, caption="Final summary"),
+        Table(files, caption=f"{counted(len(files), 'file')} read", folded=True),
+    ]
     return Section("Summary", (), tables, columns=True) if rows or files else None
 
 

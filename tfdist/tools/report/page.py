@@ -152,7 +152,10 @@ def render(chapters: Sequence[Chapter], foot: str) -> str:
         chapters: The first one names the page.
         foot: The last line.
     """
-    light, dark = (" ".join(f"--{name}: {pair[place]};" for name, pair in style.VARIABLES.items()) for place in (0, 1))
+    light, dark = (
+        " ".join(f"--{name}: {pair[place]};" for name, pair in style.VARIABLES.items())
+        for place in (0, 1)
+    )
     body = "\n".join(_chapter(chapter, place, chapters) for place, chapter in enumerate(chapters))
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -186,24 +189,38 @@ def _chapter(chapter: Chapter, place: int, chapters: Sequence[Chapter]) -> str:
         f"<nav>{nav}</nav></header>" if nav else "</header>",
     ]
     if chapter.tiles:
-        tiles = "".join(f'<div class="tile"><b>{_text(tile.value)}</b><span>{_text(tile.label)}</span></div>' for tile in chapter.tiles)
+        tiles = "".join(
+            f'<div class="tile"><b>{_text(tile.value)}</b><span>{_text(tile.label)}</span></div>'
+            for tile in chapter.tiles
+        )
         parts.append(f'<div class="tiles">{tiles}</div>')
     if chapter.problems:
-        parts.append(f'<div class="problems" role="alert"><b>Something is wrong</b>{_list(chapter.problems)}</div>')
+        parts.append(
+            f'<div class="problems" role="alert"><b>Something is wrong</b>{_list(chapter.problems)}</div>'
+        )
     parts += [_section(section, chapter) for section in chapter.sections]
     if chapter.absent:
-        parts.append(f'<section><h3>Left out</h3><div class="card">{_list(chapter.absent, "absent")}</div></section>')
+        parts.append(
+            f'<section><h3>Left out</h3><div class="card">{_list(chapter.absent, "absent")}</div></section>'
+        )
     return "\n".join([*parts, "</article>"])
 
 
 def _section(section: Section, chapter: Chapter) -> str:
-    parts = [f"<section><h3>{_text(section.title)}</h3>", *(f"<p>{_text(sentence)}</p>" for sentence in section.text)]
+    parts = [
+        f"<section><h3>{_text(section.title)}</h3>",
+        *(f"<p>{_text(sentence)}</p>" for sentence in section.text),
+    ]
     if section.figures:
         drawn = [_figure(figure, f"{chapter.name}-{figure.name}") for figure in section.figures]
         parts.append('<div class="figures">' + "\n".join(drawn) + "</div>")
     tables = [_table(table) for table in section.tables if table.rows]
     if tables:
-        parts.append('<div class="columns">' + "\n".join(tables) + "</div>" if section.columns else "\n".join(tables))
+        parts.append(
+            '<div class="columns">' + "\n".join(tables) + "</div>"
+            if section.columns
+            else "\n".join(tables)
+        )
     return "\n".join([*parts, "</section>"])
 
 
@@ -217,14 +234,23 @@ def _figure(figure: Figure, prefix: str) -> str:
 
 def _table(table: Table) -> str:
     def cell(kind: str, column: int, text: str, row: int | None) -> str:
-        names = ["right"] * (column in table.right) + ["long"] * (column in table.long) + ["changed"] * (row in table.marked)
-        return f'<{kind}{_classes(names)}>{_text(text)}</{kind}>'
+        names = (
+            ["right"] * (column in table.right)
+            + ["long"] * (column in table.long)
+            + ["changed"] * (row in table.marked)
+        )
+        return f"<{kind}{_classes(names)}>{_text(text)}</{kind}>"
 
     head = "".join(cell("th", column, text, None) for column, text in enumerate(table.head))
     rows = "\n".join(
-        "<tr>" + "".join(cell("td", column, text, place) for column, text in enumerate(row)) + "</tr>" for place, row in enumerate(table.rows)
+        "<tr>"
+        + "".join(cell("td", column, text, place) for column, text in enumerate(row))
+        + "</tr>"
+        for place, row in enumerate(table.rows)
     )
-    caption = f"<caption>{_text(table.caption)}</caption>" if table.caption and not table.folded else ""
+    caption = (
+        f"<caption>{_text(table.caption)}</caption>" if table.caption and not table.folded else ""
+    )
     pairs = not table.head and all(len(row) == 2 for row in table.rows)
     whole = f"<table{_classes(['pairs'] * pairs)}>{caption}{f'<thead><tr>{head}</tr></thead>' if head else ''}<tbody>\n{rows}\n</tbody></table>"
     if table.folded:
@@ -233,7 +259,11 @@ def _table(table: Table) -> str:
 
 
 def _list(sentences: Sequence[str], kind: str = "") -> str:
-    return f"<ul{_classes([kind] if kind else [])}>" + "".join(f"<li>{_text(sentence)}</li>" for sentence in sentences) + "</ul>"
+    return (
+        f"<ul{_classes([kind] if kind else [])}>"
+        + "".join(f"<li>{_text(sentence)}</li>" for sentence in sentences)
+        + "</ul>"
+    )
 
 
 def _classes(names: Sequence[str]) -> str:
@@ -242,4 +272,11 @@ def _classes(names: Sequence[str]) -> str:
 
 def _text(text: str) -> str:
     """Text as HTML shows it, whatever a file has put into it."""
-    return html.escape("".join(character if character.isprintable() or character in "\n\t" else "\N{REPLACEMENT CHARACTER}" for character in text))
+    return html.escape(
+        "".join(
+            character
+            if character.isprintable() or character in "\n\t"
+            else "\N{REPLACEMENT CHARACTER}"
+            for character in text
+        )
+    )

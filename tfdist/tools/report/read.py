@@ -21,7 +21,12 @@ TRAINING, VALIDATION = "training", "validation"
 _OLD_LOGS = "logs"  # where runs of older versions, and many scripts, have train/ and validation/
 _NO_METRICS = {"step", "seconds", "time"}  # of a line of history.jsonl
 RATE = "speed/examples_per_second"  # a curve of tfdist.TensorBoard
-_SKIPPED = ("speed/", "anatomy/", "evaluation_", "batch_")  # curves that are drawn otherwise, or of each batch
+_SKIPPED = (
+    "speed/",
+    "anatomy/",
+    "evaluation_",
+    "batch_",
+)  # curves that are drawn otherwise, or of each batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +104,10 @@ class Run:
     @functools.cached_property
     def name(self) -> str:
         """As its settings say, with its directory's name if that is another; the directory's without settings."""
-        own, named = self.path.resolve().name, (self.config or {}).get("name") or (self.summary or {}).get("name")
+        own, named = (
+            self.path.resolve().name,
+            (self.config or {}).get("name") or (self.summary or {}).get("name"),
+        )
         return own if not named or own.startswith(str(named)) else f"{named} ({own})"
 
     @property
@@ -107,7 +115,11 @@ class Run:
         """How often it was begun again, by launchers or by hand; None: nobody has told."""
         by_launchers = sum(launch.restarts for launch in self.launches)
         known = bool(self.sessions or self.launches)
-        return max(by_launchers + max(0, len(self.launches) - 1), len(self.sessions) - 1, 0) if known else None
+        return (
+            max(by_launchers + max(0, len(self.launches) - 1), len(self.sessions) - 1, 0)
+            if known
+            else None
+        )
 
     @property
     def lost(self) -> int | None:
@@ -119,15 +131,27 @@ class Run:
         """When it began, in seconds since 1970; None: no file tells."""
         times = [session["time"] for session in self.sessions[:1]]
         times += [launch.recovery.begun for launch in self.launches[:1]]
-        times += [curve.times[0] for curves in self.metrics.values() for curve in curves.values() if curve.times]
+        times += [
+            curve.times[0]
+            for curves in self.metrics.values()
+            for curve in curves.values()
+            if curve.times
+        ]
         return min(times, default=None)
 
 
 def is_run(directory: Path) -> bool:
     """Whether a directory has files of a run."""
-    if any((directory / name).is_file() for name in (layout.CONFIG, layout.SESSIONS, layout.HISTORY, layout.SUMMARY)):
+    if any(
+        (directory / name).is_file()
+        for name in (layout.CONFIG, layout.SESSIONS, layout.HISTORY, layout.SUMMARY)
+    ):
         return True
-    return any(next(place.glob(events.PATTERN), None) for places in _event_places(directory).values() for place in places)
+    return any(
+        next(place.glob(events.PATTERN), None)
+        for places in _event_places(directory).values()
+        for place in places
+    )
 
 
 def is_benchmark(directory: Path) -> bool:
@@ -143,10 +167,16 @@ def read_run(directory: Path, launches: Sequence[Path] = ()) -> Run:
         launches: Directories of launchers, beside those that its sessions name.
     """
     reader, absent = Reader(), []
-    sessions = sorted(reader.lines(directory / layout.SESSIONS, _session), key=lambda line: line["time"])
-    epochs = {line["step"]: line for line in reader.lines(directory / layout.HISTORY, _epoch)}  # of one written twice, the later
+    sessions = sorted(
+        reader.lines(directory / layout.SESSIONS, _session), key=lambda line: line["time"]
+    )
+    epochs = {
+        line["step"]: line for line in reader.lines(directory / layout.HISTORY, _epoch)
+    }  # of one written twice, the later
     history = [epochs[step] for step in sorted(epochs)]
-    written = {split: events.scalars(places, reader) for split, places in _event_places(directory).items()}
+    written = {
+        split: events.scalars(places, reader) for split, places in _event_places(directory).items()
+    }
     metrics = _of_history(history) or _of_events(written)
     rates = _rates(directory, written, reader)
     anatomy = {
@@ -155,20 +185,31 @@ def read_run(directory: Path, launches: Sequence[Path] = ()) -> Run:
         if (windows := reader.lines(place / layout.ANATOMY, _window))
     }
     if not metrics:
-        absent.append(f"no curves: no epoch is done, or neither {layout.HISTORY} nor event files of tfdist.TensorBoard are here")
+        absent.append(
+            f"no curves: no epoch is done, or neither {layout.HISTORY} nor event files of tfdist.TensorBoard are here"
+        )
     if not rates and not anatomy:
         absent.append("no throughput: train with tfdist.TensorBoard, which `tfdist train` does")
     config = reader.object(directory / layout.CONFIG)
     if not anatomy:
-        why = "no worker has told of one yet" if section(config, "telemetry").get("anatomy") else "train with --config.telemetry.anatomy=true"
+        why = (
+            "no worker has told of one yet"
+            if section(config, "telemetry").get("anatomy")
+            else "train with --config.telemetry.anatomy=true"
+        )
         absent.append(f"no anatomy of steps: {why}")
     found = _launches(directory, sessions, launches, reader, absent)
     if config is None:
         absent.append(f"no configuration: there is no {layout.CONFIG}, which `tfdist train` writes")
     summary = reader.object(directory / layout.SUMMARY)
     if summary is None:
-        absent.append(f"no final summary: there is no {layout.SUMMARY}, which `tfdist train` writes at its end")
-    bad = [f"{name} of {split} is not finite after {unit} {x:g}" for name, split, unit, x in _infinite(history)]
+        absent.append(
+            f"no final summary: there is no {layout.SUMMARY}, which `tfdist train` writes at its end"
+        )
+    bad = [
+        f"{name} of {split} is not finite after {unit} {x:g}"
+        for name, split, unit, x in _infinite(history)
+    ]
     return Run(
         path=directory,
         summary=summary,
@@ -188,7 +229,10 @@ def read_run(directory: Path, launches: Sequence[Path] = ()) -> Run:
 def _event_places(directory: Path) -> dict[str, list[Path]]:
     """Where event files of training and of validation may lie."""
     roots = (directory, directory / _OLD_LOGS)
-    return {TRAINING: [*(root / "train" for root in roots), *roots], VALIDATION: [root / "validation" for root in roots]}
+    return {
+        TRAINING: [*(root / "train" for root in roots), *roots],
+        VALIDATION: [root / "validation" for root in roots],
+    }
 
 
 def _session(line: dict[str, Any]) -> dict[str, Any]:
@@ -197,24 +241,47 @@ def _session(line: dict[str, Any]) -> dict[str, Any]:
         raise ValueError("expected versions and a launch")
     if not math.isfinite(number(line["time"])):
         raise ValueError("expected a time")
-    return {**line, "time": number(line["time"]), "epoch": int(number(line.get("epoch", 0))), "step": int(number(line.get("step", 0)))}
+    return {
+        **line,
+        "time": number(line["time"]),
+        "epoch": int(number(line.get("epoch", 0))),
+        "step": int(number(line.get("step", 0))),
+    }
 
 
 def _epoch(line: dict[str, Any]) -> dict[str, Any]:
-    return {key: number(value) for key, value in line.items() if key == "step" or isinstance(value, int | float)} | {"step": int(line["step"])}
+    return {
+        key: number(value)
+        for key, value in line.items()
+        if key == "step" or isinstance(value, int | float)
+    } | {"step": int(line["step"])}
 
 
 def _window(line: dict[str, Any]) -> Window:
     window = Window.from_json(line)
-    numbers = (window.time, window.step, window.steps, window.examples, window.seconds, window.bytes, *window.parts.values())
-    if not all(math.isfinite(number(value)) for value in numbers) or window.steps < 1 or window.seconds <= 0:
+    numbers = (
+        window.time,
+        window.step,
+        window.steps,
+        window.examples,
+        window.seconds,
+        window.bytes,
+        *window.parts.values(),
+    )
+    if (
+        not all(math.isfinite(number(value)) for value in numbers)
+        or window.steps < 1
+        or window.seconds <= 0
+    ):
         raise ValueError("expected steps and seconds")
     return window
 
 
 def _of_history(history: Sequence[dict[str, Any]]) -> dict[str, dict[str, Curve]]:
     """The curves of history.jsonl."""
-    names = list(dict.fromkeys(name for line in history for name in line if name not in _NO_METRICS))
+    names = list(
+        dict.fromkeys(name for line in history for name in line if name not in _NO_METRICS)
+    )
     found: dict[str, dict[str, Curve]] = {}
     for name in names:
         kept = [line for line in history if math.isfinite(line.get(name, math.nan))]
@@ -236,7 +303,9 @@ def _of_events(written: dict[str, dict[str, list[events.Scalar]]]) -> dict[str, 
         for tag, scalars in curves.items():
             if not tag.startswith(_SKIPPED):
                 name = tag.removeprefix("epoch_")
-                found.setdefault(name, {})[split] = _curve(scalars, by_epoch=tag.startswith("epoch_"))
+                found.setdefault(name, {})[split] = _curve(
+                    scalars, by_epoch=tag.startswith("epoch_")
+                )
     return dict(sorted(found.items(), key=lambda item: _rank(item[0])))
 
 
@@ -250,7 +319,9 @@ def _curve(scalars: Sequence[events.Scalar], by_epoch: bool) -> Curve:
     )
 
 
-def _rates(directory: Path, written: dict[str, dict[str, list[events.Scalar]]], reader: Reader) -> dict[str, Curve]:
+def _rates(
+    directory: Path, written: dict[str, dict[str, list[events.Scalar]]], reader: Reader
+) -> dict[str, Curve]:
     """Examples per second by worker; of the chief alone, where the workers have no curves of their own."""
     found = {}
     roots = (directory, directory / _OLD_LOGS)
@@ -264,7 +335,11 @@ def _rates(directory: Path, written: dict[str, dict[str, list[events.Scalar]]], 
 
 
 def _launches(
-    directory: Path, sessions: Sequence[dict[str, Any]], given: Sequence[Path], reader: Reader, absent: list[str]
+    directory: Path,
+    sessions: Sequence[dict[str, Any]],
+    given: Sequence[Path],
+    reader: Reader,
+    absent: list[str],
 ) -> list[Launch]:
     """The launches that have a journal, in the order of time."""
     named = dict.fromkeys(session["launch"] for session in sessions if session.get("launch"))
@@ -272,11 +347,15 @@ def _launches(
     for name in named:
         place = _find(directory, Path(name))
         if place is None:
-            absent.append(f"no restarts of the launch in {name}: it is not there any more, or elsewhere; name it with --launch DIR")
+            absent.append(
+                f"no restarts of the launch in {name}: it is not there any more, or elsewhere; name it with --launch DIR"
+            )
         else:
             places.setdefault(place.resolve(), place)
     if not named and not given:
-        absent.append("no restarts on the time axis: not started by `tfdist launch`, as far as its files tell; else name its logs with --launch DIR")
+        absent.append(
+            "no restarts on the time axis: not started by `tfdist launch`, as far as its files tell; else name its logs with --launch DIR"
+        )
     found = [launch for place in places.values() if (launch := _launch(place, reader))]
     return sorted(found, key=lambda launch: launch.recovery.begun)
 
@@ -284,7 +363,11 @@ def _launches(
 def _find(directory: Path, launch: Path) -> Path | None:
     """A launcher's directory as a session named it: from here, or from where the run was; None: it is not there."""
     above = directory.resolve()
-    places = [launch, *(parent / launch for parent in (above.parent.parent, above.parent)), above.parent / launch.name]
+    places = [
+        launch,
+        *(parent / launch for parent in (above.parent.parent, above.parent)),
+        above.parent / launch.name,
+    ]
     return next((place for place in places if (place / JOURNAL).is_file()), None)
 
 
@@ -298,18 +381,31 @@ def _launch(place: Path, reader: Reader) -> Launch | None:
         launch = Launch(place, recovery)
         _ = recovery.strikes, recovery.missed, recovery.interval, launch.lost
     except (KeyError, TypeError, ValueError, AttributeError, AssertionError) as error:
-        reader.problems.append(f"{place / JOURNAL} is damaged: an event lacks {error}; it is left out")
+        reader.problems.append(
+            f"{place / JOURNAL} is damaged: an event lacks {error}; it is left out"
+        )
         return None
     return launch
 
 
 def _event(line: dict[str, Any]) -> dict[str, Any]:
-    needed = {"attempt": ("attempt", "tasks"), "over": ("code",), "decided": ("restart", "text"), "launch": ("chaos",)}
+    needed = {
+        "attempt": ("attempt", "tasks"),
+        "over": ("code",),
+        "decided": ("restart", "text"),
+        "launch": ("chaos",),
+    }
     for name in needed.get(line["event"], ()):
         _ = line[name]
-    numbers = [line[name] for name in ("attempt", "number", "total", "step", "epoch", "seconds") if line.get(name) is not None]
+    numbers = [
+        line[name]
+        for name in ("attempt", "number", "total", "step", "epoch", "seconds")
+        if line.get(name) is not None
+    ]
     words = [line[name] for name in ("text", "task", "path") if line.get(name) is not None]
-    if not all(math.isfinite(number(value)) for value in (line["time"], *numbers)) or not all(isinstance(word, str) for word in words):
+    if not all(math.isfinite(number(value)) for value in (line["time"], *numbers)) or not all(
+        isinstance(word, str) for word in words
+    ):
         raise ValueError("expected numbers and words")
     return {**line, "time": number(line["time"])}
 
@@ -321,7 +417,9 @@ def _infinite(history: Sequence[dict[str, Any]]) -> list[tuple[str, str, str, fl
         for name, value in line.items():
             if not math.isfinite(value):
                 split = VALIDATION if name.startswith("val_") else TRAINING
-                found.setdefault(name, (name.removeprefix("val_"), split, "epoch", line["step"] + 1))
+                found.setdefault(
+                    name, (name.removeprefix("val_"), split, "epoch", line["step"] + 1)
+                )
     return list(found.values())
 
 

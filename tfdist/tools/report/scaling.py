@@ -15,8 +15,14 @@ from tfdist.tools.report.style import Figure
 from tfdist.tools.report.words import TIMES, scaled
 
 _TITLES = {
-    "strong": ("Strong scaling", "The global batch stays what it is: replicas share its examples. Bars reach from the slowest round to the fastest."),
-    "weak": ("Weak scaling", "The global batch grows with the replicas. Bars reach from the slowest round to the fastest."),
+    "strong": (
+        "Strong scaling",
+        "The global batch stays what it is: replicas share its examples. Bars reach from the slowest round to the fastest.",
+    ),
+    "weak": (
+        "Weak scaling",
+        "The global batch grows with the replicas. Bars reach from the slowest round to the fastest.",
+    ),
 }
 
 
@@ -31,7 +37,13 @@ def scaling(setups: Sequence[Setup], mode: str) -> Figure | None:
     if not kept:
         return None
     title, caption = _TITLES[mode]
-    return Figure(f"scaling-{mode}", title, caption, functools.partial(_scaling, title=title, setups=kept), (style.NARROW[0], 3.2))
+    return Figure(
+        f"scaling-{mode}",
+        title,
+        caption,
+        functools.partial(_scaling, title=title, setups=kept),
+        (style.NARROW[0], 3.2),
+    )
 
 
 def efficiency(setups: Sequence[Setup]) -> Figure | None:
@@ -41,14 +53,31 @@ def efficiency(setups: Sequence[Setup]) -> Figure | None:
         return None
     title = "Efficiency"
     caption = "Speed-up over one replica, divided by the number of replicas: 100 % is ideal."
-    return Figure("efficiency", title, caption, functools.partial(_efficiency, title=title, setups=kept), (style.WIDE[0], 1.3 + 0.28 * len(kept)))
+    return Figure(
+        "efficiency",
+        title,
+        caption,
+        functools.partial(_efficiency, title=title, setups=kept),
+        (style.WIDE[0], 1.3 + 0.28 * len(kept)),
+    )
 
 
 def inference(setups: Sequence[Setup]) -> Figure | None:
     """Examples per second over the batch; None: nothing was measured."""
     title = "Inference"
-    caption = "Examples per second of all replicas. Bars reach from the slowest round to the fastest."
-    return _over("inference", title, caption, setups, lambda setup: setup.global_batch, lambda setup: setup.rates, "global batch [examples]", "examples/s")
+    caption = (
+        "Examples per second of all replicas. Bars reach from the slowest round to the fastest."
+    )
+    return _over(
+        "inference",
+        title,
+        caption,
+        setups,
+        lambda setup: setup.global_batch,
+        lambda setup: setup.rates,
+        "global batch [examples]",
+        "examples/s",
+    )
 
 
 def bandwidth(setups: Sequence[Setup]) -> Figure | None:
@@ -56,10 +85,21 @@ def bandwidth(setups: Sequence[Setup]) -> Figure | None:
     title = "Bandwidth"
 
     def rates(setup: Setup) -> list[float]:
-        return [setup.bus_bandwidth * setup.step / seconds / 1e9 for seconds in setup.seconds if seconds]
+        return [
+            setup.bus_bandwidth * setup.step / seconds / 1e9 for seconds in setup.seconds if seconds
+        ]
 
     caption = "Bytes that cross each link in a second (bus bandwidth). Bars reach from the slowest round to the fastest."
-    return _over("bandwidth", title, caption, setups, lambda setup: setup.bytes, rates, "bytes of the sum", "GB/s")
+    return _over(
+        "bandwidth",
+        title,
+        caption,
+        setups,
+        lambda setup: setup.bytes,
+        rates,
+        "bytes of the sum",
+        "GB/s",
+    )
 
 
 def latency(setups: Sequence[Setup]) -> Figure | None:
@@ -86,14 +126,24 @@ def _over(
     for setup in sorted(setups, key=x):
         values = [value for value in y(setup) if value > 0]
         if values and x(setup) > 0:
-            lines.setdefault(f"{setup.strategy} {TIMES}{setup.replicas}", []).append((x(setup), values))
+            lines.setdefault(f"{setup.strategy} {TIMES}{setup.replicas}", []).append(
+                (x(setup), values)
+            )
     if not lines:
         return None
     draw = functools.partial(_lines, title=title, lines=lines, x=x_label, y=y_label, log=log)
     return Figure(name, title, caption, draw, (style.NARROW[0], 3.1))
 
 
-def _lines(drawing: Any, *, title: str, lines: dict[str, list[tuple[float, Sequence[float]]]], x: str, y: str, log: bool) -> None:
+def _lines(
+    drawing: Any,
+    *,
+    title: str,
+    lines: dict[str, list[tuple[float, Sequence[float]]]],
+    x: str,
+    y: str,
+    log: bool,
+) -> None:
     axes = drawing.add_subplot()
     axes.set_title(title)
     for (name, points), (colour, dash) in zip(lines.items(), looks(), strict=False):
@@ -119,15 +169,32 @@ def _scaling(drawing: Any, *, title: str, setups: Sequence[Setup]) -> None:
     one = _baseline(setups)
     most = max(setup.replicas for setup in setups)
     if one is not None and most > 1:
-        axes.plot([1, most], [one, one * most], color=style.MUTED, linestyle="--", linewidth=1.1, label="ideal")
+        axes.plot(
+            [1, most],
+            [one, one * most],
+            color=style.MUTED,
+            linestyle="--",
+            linewidth=1.1,
+            label="ideal",
+        )
     names = list(dict.fromkeys(setup.strategy for setup in setups))
     for place, (name, (colour, _)) in enumerate(zip(names, looks(), strict=False)):
-        own = sorted((setup for setup in setups if setup.strategy == name), key=lambda setup: setup.replicas)
-        aside = 0.012 * most * (place - (len(names) - 1) / 2)  # bars of equal setups stand side by side
+        own = sorted(
+            (setup for setup in setups if setup.strategy == name), key=lambda setup: setup.replicas
+        )
+        aside = (
+            0.012 * most * (place - (len(names) - 1) / 2)
+        )  # bars of equal setups stand side by side
         points = [(setup.replicas + aside, setup.rates) for setup in own]
         _points(axes, points, colour, "-", name)
         if one is not None and own[0].replicas > 1:
-            axes.plot([1, points[0][0]], [one, statistics.median(points[0][1])], color=colour, linestyle=":", linewidth=1)
+            axes.plot(
+                [1, points[0][0]],
+                [one, statistics.median(points[0][1])],
+                color=colour,
+                linestyle=":",
+                linewidth=1,
+            )
     axes.set_xticks(sorted({setup.replicas for setup in setups}))
     axes.set_xlim(0.8 if most > 1 else 0.5, most + 0.06 * most + 0.1)
     axes.set_ylim(bottom=0)
@@ -137,7 +204,9 @@ def _scaling(drawing: Any, *, title: str, setups: Sequence[Setup]) -> None:
     legend(drawing, axes, columns=3, least=1)
 
 
-def _points(axes: Any, points: Sequence[tuple[float, Sequence[float]]], colour: str, dash: str, name: str) -> None:
+def _points(
+    axes: Any, points: Sequence[tuple[float, Sequence[float]]], colour: str, dash: str, name: str
+) -> None:
     """A line of medians, each with a bar from the least value to the largest."""
     middles = [statistics.median(values) for _, values in points]
     axes.errorbar(

@@ -29,7 +29,11 @@ _ROWS = 24  # bars at most
 
 def by_worker(anatomy: Mapping[int, Sequence[Window]]) -> Figure | None:
     """A bar for each worker: where the time of its mean step went; None: nothing is known but of windows that compiled."""
-    rows = [(f"worker {rank}", parts) for rank, windows in anatomy.items() if (parts := per_step(windows))]
+    rows = [
+        (f"worker {rank}", parts)
+        for rank, windows in anatomy.items()
+        if (parts := per_step(windows))
+    ]
     return stacked("anatomy-by-worker", "A mean step of each worker", rows) if rows else None
 
 
@@ -70,7 +74,13 @@ def over_steps(anatomy: Mapping[int, Sequence[Window]]) -> Figure | None:
     top = usual(wholes, [high - low for low, high in itertools.pairwise(edges)])
     if top < max(wholes):
         caption += f" Steps above {scaled(top)} ms are cut off at the top; the longest took {scaled(max(wholes))} ms."
-    return Figure("anatomy-over-steps", title, caption, functools.partial(_layers, title=title, edges=edges, layers=layers, top=top), style.WIDE)
+    return Figure(
+        "anatomy-over-steps",
+        title,
+        caption,
+        functools.partial(_layers, title=title, edges=edges, layers=layers, top=top),
+        style.WIDE,
+    )
 
 
 def usual(values: Sequence[float], weights: Sequence[float]) -> float:
@@ -86,7 +96,9 @@ def usual(values: Sequence[float], weights: Sequence[float]) -> float:
     """
     ranked = sorted(zip(values, weights, strict=True))
     sums = itertools.accumulate(weight for _, weight in ranked)
-    most = next(value for (value, _), done in zip(ranked, sums, strict=True) if done >= 0.95 * sum(weights))
+    most = next(
+        value for (value, _), done in zip(ranked, sums, strict=True) if done >= 0.95 * sum(weights)
+    )
     return 1.5 * most if max(values) > 2 * most else round(max(values) * 13 / 12, 9)
 
 
@@ -113,12 +125,29 @@ def _bars(drawing: Any, *, title: str, rows: Sequence[tuple[str, Mapping[str, fl
     widest = max(sum(parts.values()) for _, parts in rows)
     for part, (label, colour) in NAMES.items():
         widths = [1e3 * parts.get(part, 0.0) for _, parts in rows]
-        axes.barh(places, widths, left=left, color=colour, height=0.62, label=label, edgecolor=style.PAPER, linewidth=0.6)
+        axes.barh(
+            places,
+            widths,
+            left=left,
+            color=colour,
+            height=0.62,
+            label=label,
+            edgecolor=style.PAPER,
+            linewidth=0.6,
+        )
         for place, begin, width in zip(places, left, widths, strict=True):
             share = width / (1e3 * sum(rows[place][1].values()) or 1.0)
             if width > 45 * widest:  # milliseconds of seconds: wide enough for a word
                 dark = colour in (style.ORANGE, style.SKY, style.GREY)
-                axes.text(begin + width / 2, place, f"{100 * share:.0f} %", ha="center", va="center", fontsize=7, color="#10151b" if dark else "#fdfdfd")
+                axes.text(
+                    begin + width / 2,
+                    place,
+                    f"{100 * share:.0f} %",
+                    ha="center",
+                    va="center",
+                    fontsize=7,
+                    color="#10151b" if dark else "#fdfdfd",
+                )
         left = [begin + width for begin, width in zip(left, widths, strict=True)]
     for place, total in zip(places, left, strict=True):
         axes.text(total + 12 * widest, place, f"{scaled(total)} ms", va="center", fontsize=7.5)
@@ -131,7 +160,14 @@ def _bars(drawing: Any, *, title: str, rows: Sequence[tuple[str, Mapping[str, fl
     drawing.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=6)
 
 
-def _layers(drawing: Any, *, title: str, edges: Sequence[int], layers: Sequence[Mapping[str, float]], top: float) -> None:
+def _layers(
+    drawing: Any,
+    *,
+    title: str,
+    edges: Sequence[int],
+    layers: Sequence[Mapping[str, float]],
+    top: float,
+) -> None:
     axes = drawing.add_subplot()
     axes.set_title(title)
     values = [[1e3 * parts[part] for parts in layers] for part in NAMES]

@@ -12,7 +12,15 @@ from typing import Any
 # Words and lines of a figure. On the page they are variables, so that a dark page has light ones.
 INK, MUTED, GRID, PAPER = "#1f2933", "#5f6b7a", "#dde2e8", "#fefefe"
 # Okabe and Ito, "Color Universal Design": told apart by colour-blind readers too.
-BLUE, ORANGE, GREEN, RED, SKY, PINK, GREY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7", "#8a94a6"
+BLUE, ORANGE, GREEN, RED, SKY, PINK, GREY = (
+    "#0072b2",
+    "#e69f00",
+    "#009e73",
+    "#d55e00",
+    "#56b4e9",
+    "#cc79a7",
+    "#8a94a6",
+)
 CYCLE = (BLUE, ORANGE, GREEN, RED, PINK, SKY, GREY)
 DASHES = ("-", "--", ":", "-.")
 # Of each colour on a light and on a dark page.
@@ -29,7 +37,19 @@ VARIABLES = {
     "pink": (PINK, "#dc98bf"),
     "grey": (GREY, "#97a2b3"),
 }
-_NAMES = {INK: "ink", MUTED: "muted", GRID: "grid", PAPER: "paper", BLUE: "blue", ORANGE: "orange", GREEN: "green", RED: "red", SKY: "sky", PINK: "pink", GREY: "grey"}
+_NAMES = {
+    INK: "ink",
+    MUTED: "muted",
+    GRID: "grid",
+    PAPER: "paper",
+    BLUE: "blue",
+    ORANGE: "orange",
+    GREEN: "green",
+    RED: "red",
+    SKY: "sky",
+    PINK: "pink",
+    GREY: "grey",
+}
 
 NARROW, WIDE = (4.4, 2.75), (9.2, 3.4)  # inches
 _DOTS = 180  # of a PNG, per inch
@@ -108,11 +128,18 @@ def svg(figure: Figure, prefix: str) -> str:
         figure: What to draw.
         prefix: Begins the names of its parts, which a page must not have twice.
     """
-    text = _render(figure, "svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))).decode()
+    text = _render(
+        figure,
+        "svg",
+        transparent=True,
+        metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")),
+    ).decode()
     box = re.search(r'viewBox="([^"]*)"', text)
     assert box
     inner = text[text.index(">", box.end()) + 1 : text.rindex("</svg>")]
-    inner = re.sub(r"<!--.*?-->|<style.*?</style>|<metadata>.*?</metadata>", "", inner, flags=re.DOTALL)
+    inner = re.sub(
+        r"<!--.*?-->|<style.*?</style>|<metadata>.*?</metadata>", "", inner, flags=re.DOTALL
+    )
     inner = re.sub(r"<[^>]*>", lambda tag: _tag(tag[0], prefix), inner)
     label = html.escape(f"{figure.title}. {figure.caption}".strip())
     return f'<svg role="img" aria-label="{label}" viewBox="{box[1]}">{inner.strip()}</svg>'
@@ -128,7 +155,9 @@ def _render(figure: Figure, form: str, **options: Any) -> bytes:
     from matplotlib.figure import Figure as Drawing
 
     file = io.BytesIO()
-    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **_SETTINGS, "backend": "agg", "svg.hashsalt": figure.name}):
+    with matplotlib.rc_context(
+        {**matplotlib.rcParamsDefault, **_SETTINGS, "backend": "agg", "svg.hashsalt": figure.name}
+    ):
         drawing = Drawing(figsize=figure.size, layout="constrained")
         figure.draw(drawing)
         drawing.savefig(file, format=form, **options)
@@ -139,4 +168,8 @@ def _tag(tag: str, prefix: str) -> str:
     """A tag of matplotlib's with names that are its figure's own, the page's font, and variables for colours."""
     tag = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}-", tag)
     tag = re.sub(r"(font(?:-family)?:[^;\"]*?)'DejaVu Sans'[^;\"]*", r"\1var(--font)", tag)
-    return re.sub(r"#[0-9a-f]{6}\b", lambda colour: f"var(--{_NAMES[colour[0]]})" if colour[0] in _NAMES else colour[0], tag)
+    return re.sub(
+        r"#[0-9a-f]{6}\b",
+        lambda colour: f"var(--{_NAMES[colour[0]]})" if colour[0] in _NAMES else colour[0],
+        tag,
+    )

@@ -63,7 +63,9 @@ def progress(launch: Launch, name: str) -> Figure:
     if len(found) > _LANES:
         caption += f" The last {_LANES} of {len(found)} attempts are shown."
     strikes = [(number, strike.when) for number, strike in enumerate(launch.recovery.strikes, 1)]
-    draw = functools.partial(_draw, title=title, found=found[-_LANES:], strikes=strikes, end=launch.recovery.seconds)
+    draw = functools.partial(
+        _draw, title=title, found=found[-_LANES:], strikes=strikes, end=launch.recovery.seconds
+    )
     return Figure(name, title, caption, draw, (style.WIDE[0], 3.5 + 0.2 * min(len(found), _LANES)))
 
 
@@ -80,13 +82,23 @@ def grouped(strikes: Sequence[tuple[int, float]], near: float) -> list[tuple[str
             found[-1][0].append(number)
         else:
             found.append(([number], when))
-    return [(", ".join(map(str, numbers)) if len(numbers) < 4 else f"{numbers[0]} to {numbers[-1]}", when) for numbers, when in found]
+    return [
+        (
+            ", ".join(map(str, numbers)) if len(numbers) < 4 else f"{numbers[0]} to {numbers[-1]}",
+            when,
+        )
+        for numbers, when in found
+    ]
 
 
 def _lane(attempt: Attempt, begun: float) -> Lane:
     lines = attempt.lines
-    own = [line for line in lines if line["event"] in ("restored", "stepping", "saved", EVENT, "ended")]
-    points = sorted((line["time"] - begun, int(line["total"])) for line in own if line.get("total") is not None)
+    own = [
+        line for line in lines if line["event"] in ("restored", "stepping", "saved", EVENT, "ended")
+    ]
+    points = sorted(
+        (line["time"] - begun, int(line["total"])) for line in own if line.get("total") is not None
+    )
 
     def when(event: str) -> float | None:
         line = attempt.first(event)
@@ -105,16 +117,36 @@ def _lane(attempt: Attempt, begun: float) -> Lane:
     )
 
 
-def _draw(drawing: Any, *, title: str, found: Sequence[Lane], strikes: Sequence[tuple[int, float]], end: float) -> None:
+def _draw(
+    drawing: Any,
+    *,
+    title: str,
+    found: Sequence[Lane],
+    strikes: Sequence[tuple[int, float]],
+    end: float,
+) -> None:
     size, unit = units_of_time(end)
     above, below = drawing.subplots(2, sharex=True, height_ratios=(2.2, 0.45 + 0.2 * len(found)))
     above.set_title(title, pad=17)  # room for the numbers of faults
     for lane, after in zip(found, [*found[1:], None], strict=True):
         if lane.points and after and after.points:
             (t, step), (later, again) = lane.points[-1], after.points[0]
-            above.plot([t / size, later / size], [step, again], color=style.MUTED, linestyle=":", linewidth=1)
+            above.plot(
+                [t / size, later / size],
+                [step, again],
+                color=style.MUTED,
+                linestyle=":",
+                linewidth=1,
+            )
         if lane.points:
-            above.plot([t / size for t, _ in lane.points], [step for _, step in lane.points], color=style.BLUE, marker="o", markersize=2.5, clip_on=False)
+            above.plot(
+                [t / size for t, _ in lane.points],
+                [step for _, step in lane.points],
+                color=style.BLUE,
+                marker="o",
+                markersize=2.5,
+                clip_on=False,
+            )
     above.set_ylabel("steps done")
     above.set_ylim(bottom=0)
     above.yaxis.set_major_formatter(lambda value, _: scaled(value))
@@ -132,16 +164,45 @@ def _draw(drawing: Any, *, title: str, found: Sequence[Lane], strikes: Sequence[
         )
     saves = [(t / size, place) for place, lane in enumerate(found) for t in lane.saves]
     if 0 < len(saves) <= _SAVES:
-        below.plot(*zip(*saves, strict=True), "|", color=style.INK, markersize=6, markeredgewidth=0.9, label="saved")
-    restored = [(lane.restored / size, place) for place, lane in enumerate(found) if lane.restored is not None]
+        below.plot(
+            *zip(*saves, strict=True),
+            "|",
+            color=style.INK,
+            markersize=6,
+            markeredgewidth=0.9,
+            label="saved",
+        )
+    restored = [
+        (lane.restored / size, place)
+        for place, lane in enumerate(found)
+        if lane.restored is not None
+    ]
     if restored:
-        below.plot(*zip(*restored, strict=True), "^", color=style.GREEN, markersize=5.5, label="restored")
+        below.plot(
+            *zip(*restored, strict=True), "^", color=style.GREEN, markersize=5.5, label="restored"
+        )
     shown = [strike for strike in strikes if strike[1] >= found[0].begin]
     for _, when in shown:
         for axes in (above, below):
-            axes.axvline(when / size, color=style.RED, linewidth=0.9, linestyle=":", label="fault" if axes is below and when == shown[0][1] else None)
+            axes.axvline(
+                when / size,
+                color=style.RED,
+                linewidth=0.9,
+                linestyle=":",
+                label="fault" if axes is below and when == shown[0][1] else None,
+            )
     for text, when in grouped(shown, _NEAR * max(end, 1e-9)):
-        above.text(when / size, 1.0, text, color=style.RED, ha="center", va="bottom", fontsize=7, fontweight="bold", transform=above.get_xaxis_transform())
+        above.text(
+            when / size,
+            1.0,
+            text,
+            color=style.RED,
+            ha="center",
+            va="bottom",
+            fontsize=7,
+            fontweight="bold",
+            transform=above.get_xaxis_transform(),
+        )
     below.set_yticks(places, [f"attempt {lane.number}" for lane in found])
     below.set_ylim(len(found) - 0.4, -0.6)
     below.grid(visible=False, axis="y")
@@ -161,5 +222,13 @@ def _phases(found: Sequence[Lane]) -> list[tuple[str, str, list[tuple[int, float
         starting.append((place, lane.begin, first))
         training.append((place, first, failed))
         ending.append((place, failed, lane.end))
-    phases = (("starting", style.GREY, starting), ("training", style.SKY, training), ("ending", style.ORANGE, ending))
-    return [(name, colour, kept) for name, colour, spans in phases if (kept := [span for span in spans if span[2] > span[1]])]
+    phases = (
+        ("starting", style.GREY, starting),
+        ("training", style.SKY, training),
+        ("ending", style.ORANGE, ending),
+    )
+    return [
+        (name, colour, kept)
+        for name, colour, spans in phases
+        if (kept := [span for span in spans if span[2] > span[1]])
+    ]

@@ -81,7 +81,11 @@ def gradient_factor(found: Comparison) -> float | None:
     steps = [d.step for d in found.differences if d.kind == GRADIENTS and d.exceeds]
     if not steps:
         return None
-    ratios = [d.ratio for d in found.differences if d.kind == GRADIENTS and d.step == min(steps) and d.ratio is not None]
+    ratios = [
+        d.ratio
+        for d in found.differences
+        if d.kind == GRADIENTS and d.step == min(steps) and d.ratio is not None
+    ]
     factor = statistics.median(ratios) if ratios else 1.0
     alike = all(abs(ratio / factor - 1.0) < _CLOSE for ratio in ratios) if factor else False
     return factor if alike and abs(factor - 1.0) > _CLOSE else None
@@ -89,7 +93,11 @@ def gradient_factor(found: Comparison) -> float | None:
 
 def _normalized_alone(found: Comparison) -> list[str]:
     """The layers BatchNormalization that are not synchronized, in the order of the model."""
-    of_layers = (d for d in found.differences if d.kind == STATISTICS and "BatchNormalization" in d.layer and not d.synchronized)
+    of_layers = (
+        d
+        for d in found.differences
+        if d.kind == STATISTICS and "BatchNormalization" in d.layer and not d.synchronized
+    )
     return list(dict.fromkeys(_layer(difference) for difference in of_layers))
 
 
@@ -112,7 +120,11 @@ def _of_rows(rows: Rows) -> str:
     if rows.shared:
         return (
             f"the workers' shards overlap: in step {rows.step}, {rows.shared} rows were taken by several workers"
-            + (f", and {rows.missing} of the {rows.expected} rows that one replica takes by none" if rows.missing else "")
+            + (
+                f", and {rows.missing} of the {rows.expected} rows that one replica takes by none"
+                if rows.missing
+                else ""
+            )
             + ". Let tfdist deal out the rows (a tfdist.data.pipeline, or a data set of global batches, the same on all workers); or shard() by worker."
         )
     if rows.repeated:

@@ -79,7 +79,13 @@ class Difference:
     def excess(self) -> float:
         """How many times the allowed difference it is."""
         if self.value <= self.allowed:
-            return 1.0 if self.allowed == math.inf else self.value / self.allowed if self.allowed else 0.0
+            return (
+                1.0
+                if self.allowed == math.inf
+                else self.value / self.allowed
+                if self.allowed
+                else 0.0
+            )
         return self.value / self.allowed if self.allowed else math.inf
 
     @property
@@ -154,16 +160,28 @@ class Comparison:
     def largest(self, kind: str) -> Difference | None:
         """Of a kind, the one that goes farthest beyond what is allowed, or comes nearest to it; no `lenient` one, if there are others."""
         of_kind = [difference for difference in self.differences if difference.kind == kind]
-        strict = [difference for difference in of_kind if difference.exceeds or difference.wanted or difference.allowed <= self.tolerance]
+        strict = [
+            difference
+            for difference in of_kind
+            if difference.exceeds or difference.wanted or difference.allowed <= self.tolerance
+        ]
         return max(strict or of_kind, key=lambda d: d.excess, default=None)
 
     @property
     def lenient(self) -> list[str]:
         """Variables and metrics of which rounding alone makes so much that more than the tolerance is allowed."""
-        return list(dict.fromkeys(difference.name for difference in self.differences if difference.allowed > self.tolerance))
+        return list(
+            dict.fromkeys(
+                difference.name
+                for difference in self.differences
+                if difference.allowed > self.tolerance
+            )
+        )
 
 
-def compare(reference: Recording, workers: Sequence[Recording], rounding: Recording | None, tolerance: float) -> Comparison:
+def compare(
+    reference: Recording, workers: Sequence[Recording], rounding: Recording | None, tolerance: float
+) -> Comparison:
     """Compares what the workers of a cluster recorded with one replica.
 
     Args:
@@ -181,29 +199,45 @@ def compare(reference: Recording, workers: Sequence[Recording], rounding: Record
             if rounding is not None and key in rounding.arrays:
                 own = relative(reference.arrays[key][at], rounding.arrays[key][at], floor)
                 name = f"{difference.kind} {difference.name}"
-                floors[name] = max(own, floors.get(name, 0.0))  # what was rounded once is carried on
+                floors[name] = max(
+                    own, floors.get(name, 0.0)
+                )  # what was rounded once is carried on
                 difference = _allowing(difference, ROUNDINGS * floors[name])
             found.append(difference)
         found += [*_copies(workers, step, tolerance), *_reports(workers, step, tolerance)]
     found += _short(reference, workers, steps, tolerance)
     found.sort(key=lambda difference: difference.turn)
     rows = rows_of(reference, workers, max(reference.steps, *(worker.steps for worker in workers)))
-    return Comparison(tuple(found), rows, steps, chief.replicas, tolerance, tuple(_infinite(reference, steps)))
+    return Comparison(
+        tuple(found), rows, steps, chief.replicas, tolerance, tuple(_infinite(reference, steps))
+    )
 
 
 def _allowing(difference: Difference, rounding: float) -> Difference:
     """A difference, of which rounding may explain so much."""
     tolerance = difference.allowed
-    if difference.kind == START or rounding <= tolerance:  # nothing is rounded before the first step
+    if (
+        difference.kind == START or rounding <= tolerance
+    ):  # nothing is rounded before the first step
         return difference
-    end = max(tolerance, _END) if difference.kind in _ENDS or not math.isfinite(rounding) else math.inf
+    end = (
+        max(tolerance, _END)
+        if difference.kind in _ENDS or not math.isfinite(rounding)
+        else math.inf
+    )
     wanted = rounding if rounding > end and tolerance < difference.value <= rounding else 0.0
     return dataclasses.replace(difference, allowed=min(rounding, end), wanted=wanted)
 
 
-def _of_step(reference: Recording, other: Recording, step: int, tolerance: float) -> Iterator[tuple[str, Any, Difference, float]]:
+def _of_step(
+    reference: Recording, other: Recording, step: int, tolerance: float
+) -> Iterator[tuple[str, Any, Difference, float]]:
     """The differences after a step, each with its key in the recordings, its index there, and the least that it is relative to."""
-    kept = [(place, v) for place, v in enumerate(reference.variables) if f"{step}/state/{place}" in reference.arrays]
+    kept = [
+        (place, v)
+        for place, v in enumerate(reference.variables)
+        if f"{step}/state/{place}" in reference.arrays
+    ]
     tops: dict[str, float] = {}
     for place, v in kept:
         tops[v.kind] = max(tops.get(v.kind, 0.0), _top(reference.arrays[f"{step}/state/{place}"]))
@@ -214,10 +248,19 @@ def _of_step(reference: Recording, other: Recording, step: int, tolerance: float
         kind = v.kind if step else START
         floor = _SMALL * tops[v.kind] if v.kind in (WEIGHTS, STATISTICS) else _SMALLEST
         value = relative(reference.arrays[key], other.arrays.get(key, np.zeros(0)), floor)
-        yield key, ..., Difference(step, kind, v.path, value, tolerance, place, v.layer, v.synchronized), floor
+        yield (
+            key,
+            ...,
+            Difference(step, kind, v.path, value, tolerance, place, v.layer, v.synchronized),
+            floor,
+        )
     if not step:
         return
-    norms = {place: f"{step}/gradient/{v.gradient}" for place, v in enumerate(reference.variables) if v.gradient is not None}
+    norms = {
+        place: f"{step}/gradient/{v.gradient}"
+        for place, v in enumerate(reference.variables)
+        if v.gradient is not None
+    }
     norms = {place: key for place, key in norms.items() if key in reference.arrays}
     floor = _SMALL * max((_top(reference.arrays[key]) for key in norms.values()), default=0.0)
     for place, key in norms.items():
@@ -225,14 +268,39 @@ def _of_step(reference: Recording, other: Recording, step: int, tolerance: float
         mine, others = reference.arrays[key], other.arrays.get(key, np.array(np.nan))
         ratio = float(others / mine) if mine > floor else None
         value = relative(mine, others, floor)
-        yield key, ..., Difference(step, GRADIENTS, v.path, value, tolerance, place, v.layer, v.synchronized, ratio=ratio), floor
+        yield (
+            key,
+            ...,
+            Difference(
+                step,
+                GRADIENTS,
+                v.path,
+                value,
+                tolerance,
+                place,
+                v.layer,
+                v.synchronized,
+                ratio=ratio,
+            ),
+            floor,
+        )
     logs = f"{step}/logs"
     for place, name in enumerate(reference.logs):
         if name not in other.logs:
-            yield logs, place, Difference(step, LOGS, name, float("inf"), tolerance, place), _SMALL_LOG
+            yield (
+                logs,
+                place,
+                Difference(step, LOGS, name, float("inf"), tolerance, place),
+                _SMALL_LOG,
+            )
             continue
         mine, others = reference.arrays[logs][place], other.arrays[logs][other.logs.index(name)]
-        yield logs, place, Difference(step, LOGS, name, relative(mine, others, _SMALL_LOG), tolerance, place), _SMALL_LOG
+        yield (
+            logs,
+            place,
+            Difference(step, LOGS, name, relative(mine, others, _SMALL_LOG), tolerance, place),
+            _SMALL_LOG,
+        )
 
 
 def _copies(workers: Sequence[Recording], step: int, tolerance: float) -> Iterator[Difference]:
@@ -244,28 +312,60 @@ def _copies(workers: Sequence[Recording], step: int, tolerance: float) -> Iterat
             continue
         for rank, worker in enumerate(workers):
             within = float(worker.arrays[f"{step}/copies"][place])
-            across = relative(chief.arrays[key], worker.arrays.get(key, np.zeros(0))) if rank else 0.0
+            across = (
+                relative(chief.arrays[key], worker.arrays.get(key, np.zeros(0))) if rank else 0.0
+            )
             if rank or worker.local_replicas > 1:
-                yield Difference(step, COPIES, v.path, max(within, across), tolerance, place, v.layer, v.synchronized, rank)
+                yield Difference(
+                    step,
+                    COPIES,
+                    v.path,
+                    max(within, across),
+                    tolerance,
+                    place,
+                    v.layer,
+                    v.synchronized,
+                    rank,
+                )
 
 
 def _reports(workers: Sequence[Recording], step: int, tolerance: float) -> Iterator[Difference]:
     """How far what other workers report, and their sums of gradients, are from the chief's."""
     chief = workers[0]
-    norms = {place: f"{step}/gradient/{v.gradient}" for place, v in enumerate(chief.variables) if v.gradient is not None}
+    norms = {
+        place: f"{step}/gradient/{v.gradient}"
+        for place, v in enumerate(chief.variables)
+        if v.gradient is not None
+    }
     norms = {place: key for place, key in norms.items() if key in chief.arrays}
     floor = _SMALL * max((_top(chief.arrays[key]) for key in norms.values()), default=0.0)
     for rank, worker in enumerate(workers[1:], start=1):
         for place, key in norms.items():
             v = chief.variables[place]
             value = relative(chief.arrays[key], worker.arrays.get(key, np.array(np.nan)), floor)
-            yield Difference(step, GRADIENTS, v.path, value, tolerance, place, v.layer, v.synchronized, rank)
+            yield Difference(
+                step, GRADIENTS, v.path, value, tolerance, place, v.layer, v.synchronized, rank
+            )
         for place, name in enumerate(chief.logs if step else ()):
-            own = worker.arrays[f"{step}/logs"][worker.logs.index(name)] if name in worker.logs else np.zeros(0)
-            yield Difference(step, LOGS, name, relative(chief.arrays[f"{step}/logs"][place], own, _SMALL_LOG), tolerance, place, worker=rank)
+            own = (
+                worker.arrays[f"{step}/logs"][worker.logs.index(name)]
+                if name in worker.logs
+                else np.zeros(0)
+            )
+            yield Difference(
+                step,
+                LOGS,
+                name,
+                relative(chief.arrays[f"{step}/logs"][place], own, _SMALL_LOG),
+                tolerance,
+                place,
+                worker=rank,
+            )
 
 
-def _short(reference: Recording, workers: Sequence[Recording], steps: int, tolerance: float) -> Iterator[Difference]:
+def _short(
+    reference: Recording, workers: Sequence[Recording], steps: int, tolerance: float
+) -> Iterator[Difference]:
     """Of which workers the data ended sooner, or later, than those of one replica."""
     for rank, worker in enumerate(workers):
         if worker.steps != reference.steps:
@@ -277,10 +377,27 @@ def _infinite(reference: Recording, steps: int) -> Iterator[tuple[int, str, str]
     """What is not finite of loss, metrics, gradients and weights, with the first step."""
     known = set()
     for step in range(steps + 1):
-        values = [(LOGS, name, reference.arrays[f"{step}/logs"][place]) for place, name in enumerate(reference.logs if step else ())]
+        values = [
+            (LOGS, name, reference.arrays[f"{step}/logs"][place])
+            for place, name in enumerate(reference.logs if step else ())
+        ]
         for place, v in enumerate(reference.variables):
-            values.append((GRADIENTS, v.path, reference.arrays.get(f"{step}/gradient/{v.gradient}", np.zeros(0))))
-            values.append((v.kind, v.path, reference.arrays.get(f"{step}/state/{place}", np.zeros(0)) if v.kind == WEIGHTS else np.zeros(0)))
+            values.append(
+                (
+                    GRADIENTS,
+                    v.path,
+                    reference.arrays.get(f"{step}/gradient/{v.gradient}", np.zeros(0)),
+                )
+            )
+            values.append(
+                (
+                    v.kind,
+                    v.path,
+                    reference.arrays.get(f"{step}/state/{place}", np.zeros(0))
+                    if v.kind == WEIGHTS
+                    else np.zeros(0),
+                )
+            )
         for kind, name, value in values:
             if (kind, name) not in known and not np.isfinite(value).all():
                 known.add((kind, name))
@@ -302,7 +419,11 @@ def rows_of(reference: Recording, workers: Sequence[Recording], steps: int) -> R
             received.total(),
             strange=sum(count for row, count in received.items() if row not in expected),
             repeated=sum(max(0, count - max(1, expected[row])) for row, count in received.items()),
-            shared=sum(1 for row, count in received.items() if takers[row] > 1 and count > max(1, expected[row])),
+            shared=sum(
+                1
+                for row, count in received.items()
+                if takers[row] > 1 and count > max(1, expected[row])
+            ),
             missing=(expected - received).total(),
         )
     return None
@@ -311,4 +432,3 @@ def rows_of(reference: Recording, workers: Sequence[Recording], steps: int) -> R
 def _top(value: np.ndarray) -> float:
     finite = np.abs(value[np.isfinite(value)])
     return float(finite.max(initial=0.0))
-

@@ -99,7 +99,9 @@ def settle(flags: argparse.Namespace, default: str) -> None:
         )
     if flags.strategy not in STRATEGIES:
         near = difflib.get_close_matches(flags.strategy, STRATEGIES, n=1)
-        raise ValueError(f"{where}: expected one of {', '.join(STRATEGIES)}; received {flags.strategy!r}{f'. Did you mean {near[0]}?' if near else ''}")
+        raise ValueError(
+            f"{where}: expected one of {', '.join(STRATEGIES)}; received {flags.strategy!r}{f'. Did you mean {near[0]}?' if near else ''}"
+        )
     if flags.strategy == "multi_worker_mirrored":
         flags.workers = 2 if flags.workers is None else flags.workers
         if flags.workers == 1 and flags.devices is None:
@@ -108,7 +110,9 @@ def settle(flags: argparse.Namespace, default: str) -> None:
                 "process: --strategy mirrored --devices 2"
             )
     elif flags.workers not in (None, 1):
-        raise ValueError(f"--workers: {flags.strategy} trains in one process; received {flags.workers}. Use --devices, such as --devices 2")
+        raise ValueError(
+            f"--workers: {flags.strategy} trains in one process; received {flags.workers}. Use --devices, such as --devices 2"
+        )
     elif flags.devices is None and flags.strategy != "one_device":
         flags.devices = "2"
 
@@ -127,7 +131,11 @@ def _verify(flags: argparse.Namespace, words: list[str]) -> int:
         settle(flags, usual if settings.strategy.name == "auto" else settings.strategy.name)
     with contextlib.ExitStack() as stack:
         stack.enter_context(ending())  # its processes, too
-        directory = Path(os.path.abspath(keep(flags.keep))) if flags.keep else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tfdist-verify-")))
+        directory = (
+            Path(os.path.abspath(keep(flags.keep)))
+            if flags.keep
+            else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tfdist-verify-")))
+        )
         try:
             return _compare(flags, words, settings, directory)
         except KeyboardInterrupt:
@@ -142,19 +150,31 @@ def _compare(flags: argparse.Namespace, words: list[str], settings: Any, directo
     from tfdist.tools.verify.recording import Recording, read
     from tfdist.tools.verify.settings import COMPILED, EAGER, ROUNDING, Settings, first_device
 
-    say: Callable[[str], None] = (lambda text: None) if flags.json else (lambda text: print(text, flush=True))
+    say: Callable[[str], None] = (
+        (lambda text: None) if flags.json else (lambda text: print(text, flush=True))
+    )
     replicas = _replicas(flags)
-    say(f"{settings.name}: {replicas} ({flags.strategy}) against one replica, {counted(flags.steps, 'step')}")
-    common = {"config": tuple(words), "steps": flags.steps, "timeout": min(settings.strategy.timeout, flags.timeout)}
+    say(
+        f"{settings.name}: {replicas} ({flags.strategy}) against one replica, {counted(flags.steps, 'step')}"
+    )
+    common = {
+        "config": tuple(words),
+        "steps": flags.steps,
+        "timeout": min(settings.strategy.timeout, flags.timeout),
+    }
     more = () if flags.quick else (EAGER,)
 
     alone, clustered = (COMPILED, ROUNDING, *more), flags.strategy == "multi_worker_mirrored"
     together = more
     if settings.parallel.zero:
-        say(f"parallel.zero={settings.parallel.zero}: the one replica holds all; gradients, of which each of several has a part, are not compared, what becomes of them is")
+        say(
+            f"parallel.zero={settings.parallel.zero}: the one replica holds all; gradients, of which each of several has a part, are not compared, what becomes of them is"
+        )
         if more and not (clustered and flags.devices is None):
             together = ()
-            say("not compiled: left out, as replicas of one process then run one after the other, and cannot exchange parts")
+            say(
+                "not compiled: left out, as replicas of one process then run one after the other, and cannot exchange parts"
+            )
 
     def told(name: str, **what: Any) -> Settings:
         place = directory / name
@@ -162,13 +182,22 @@ def _compare(flags: argparse.Namespace, words: list[str], settings: Any, directo
         return Settings(str(place), **common, **what)
 
     # One process does for strategies of one. Workers have processes of their own, and then the one replica too, which sees no cluster.
-    runs = [("", told("one", alone=alone, ways=(), devices=first_device(flags.devices)))] if clustered else []
+    runs = (
+        [("", told("one", alone=alone, ways=(), devices=first_device(flags.devices)))]
+        if clustered
+        else []
+    )
     communications = [settings.strategy.communication] if clustered else [""]
     if clustered and not flags.quick:
         communications.append("auto" if communications[0] == "ring" else "ring")
     for number, communication in enumerate(communications):
-        ways, what = (COMPILED, *(together if not number else ())), {"communication": communication} if clustered else {"alone": alone}
-        several = told(f"several-{number}", ways=ways, strategy=flags.strategy, devices=flags.devices, **what)
+        ways, what = (
+            (COMPILED, *(together if not number else ())),
+            {"communication": communication} if clustered else {"alone": alone},
+        )
+        several = told(
+            f"several-{number}", ways=ways, strategy=flags.strategy, devices=flags.devices, **what
+        )
         runs.append((f"{communication.upper()}, " if clustered else "", several))
 
     one: dict[str, list[Recording]] = {}
@@ -181,13 +210,23 @@ def _compare(flags: argparse.Namespace, words: list[str], settings: Any, directo
         if process.alone:
             one, missing = read({way: [process.file(way, 0, alone=True)] for way in alone})
             if missing:
-                print(f"error: one replica alone fails, so that there is nothing to compare with:\n{failure or missing}", file=sys.stderr)
+                print(
+                    f"error: one replica alone fails, so that there is nothing to compare with:\n{failure or missing}",
+                    file=sys.stderr,
+                )
                 return CONFIGURATION_CODE if code == CONFIGURATION_CODE else 1
-            for line in telling.preamble(one[COMPILED][0], flags.steps, settings.train.steps_per_execution):
+            for line in telling.preamble(
+                one[COMPILED][0], flags.steps, settings.train.steps_per_execution
+            ):
                 say(line)
         if failure:
             break
-        recorded, missing = read({way: [process.file(way, rank) for rank in range(flags.workers or 1)] for way in process.ways})
+        recorded, missing = read(
+            {
+                way: [process.file(way, rank) for rank in range(flags.workers or 1)]
+                for way in process.ways
+            }
+        )
         failure = f"{prefix}{missing}" if missing else None
         for way, recordings in recorded.items():
             name = f"{prefix}{'compiled' if way == COMPILED else 'not compiled'}"
@@ -196,22 +235,52 @@ def _compare(flags: argparse.Namespace, words: list[str], settings: Any, directo
             break
     reference, rounding = one[COMPILED][0], one[ROUNDING][0]
     if more:
-        found["one replica, not compiled"] = compare(reference, one[EAGER], rounding, flags.tolerance)
+        found["one replica, not compiled"] = compare(
+            reference, one[EAGER], rounding, flags.tolerance
+        )
     return _tell(flags, say, replicas, found, failure, reference.draws())
 
 
-def _tell(flags: argparse.Namespace, say: Callable[[str], None], replicas: str, found: dict, failure: str | None, drawn: list[str]) -> int:
+def _tell(
+    flags: argparse.Namespace,
+    say: Callable[[str], None],
+    replicas: str,
+    found: dict,
+    failure: str | None,
+    drawn: list[str],
+) -> int:
     from tfdist.tools.verify import words as telling
 
     if flags.json:
-        print(json.dumps({**telling.facts(found, drawn), **({"same": False, "failure": failure} if failure else {})}, indent=2))
+        print(
+            json.dumps(
+                {
+                    **telling.facts(found, drawn),
+                    **({"same": False, "failure": failure} if failure else {}),
+                },
+                indent=2,
+            )
+        )
     else:
-        for line in [*telling.table(found), *telling.lenient(next(iter(found.values())))] if found else []:
+        for line in (
+            [*telling.table(found), *telling.lenient(next(iter(found.values())))] if found else []
+        ):
             say(line)
         say("")
-        for line in telling.failed(replicas, failure) if failure else telling.verdict(found, drawn, replicas):
+        for line in (
+            telling.failed(replicas, failure)
+            if failure
+            else telling.verdict(found, drawn, replicas)
+        ):
             say(line)
-    return 0 if found and not failure and not drawn and all(comparison.same for comparison in found.values()) else 1
+    return (
+        0
+        if found
+        and not failure
+        and not drawn
+        and all(comparison.same for comparison in found.values())
+        else 1
+    )
 
 
 def _start(told: Any, flags: argparse.Namespace) -> None:
@@ -223,7 +292,18 @@ def _start(told: Any, flags: argparse.Namespace) -> None:
     bound = f"{flags.timeout:g}"
     if told.strategy == "multi_worker_mirrored":
         who = f"{flags.workers} workers ({told.communication})"
-        launch = ["tfdist", "launch", "--workers", str(flags.workers), "--log-dir", str(place / "logs"), "--show", "none", "--color", "never"]
+        launch = [
+            "tfdist",
+            "launch",
+            "--workers",
+            str(flags.workers),
+            "--log-dir",
+            str(place / "logs"),
+            "--show",
+            "none",
+            "--color",
+            "never",
+        ]
         record = [*launch, "--hang-timeout", bound, "--start-timeout", bound, "--", "-m", *record]
     else:
         who = f"the process of {told.strategy}" if told.ways else "one replica"
@@ -232,11 +312,19 @@ def _start(told: Any, flags: argparse.Namespace) -> None:
 
 def _replicas(flags: argparse.Namespace) -> str:
     if flags.strategy == "multi_worker_mirrored":
-        return counted(flags.workers, "worker") + (f" with devices {flags.devices}" if flags.devices else "")
+        return counted(flags.workers, "worker") + (
+            f" with devices {flags.devices}" if flags.devices else ""
+        )
     if flags.strategy == "one_device":
         return "one device"
     names = flags.devices.split(",")
-    return counted(int(flags.devices), "device") if flags.devices.isdigit() else counted(len(names), "device") if len(names) > 1 else f"devices {flags.devices}"
+    return (
+        counted(int(flags.devices), "device")
+        if flags.devices.isdigit()
+        else counted(len(names), "device")
+        if len(names) > 1
+        else f"devices {flags.devices}"
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -251,12 +339,36 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     above_zero = real("a number above 0", lambda value: 0 < value < float("inf"))
     add("--workers", type=whole(1), metavar="N", help="workers, on this machine (2)")
-    add("--strategy", metavar="NAME", help=f"{', '.join(STRATEGIES)} (the config's; else multi_worker_mirrored, or mirrored with --devices)")
-    add("--devices", metavar="D", help='devices of a process: 2, "cpu:0,cpu:1", "gpu" (2 with mirrored and central_storage)')
+    add(
+        "--strategy",
+        metavar="NAME",
+        help=f"{', '.join(STRATEGIES)} (the config's; else multi_worker_mirrored, or mirrored with --devices)",
+    )
+    add(
+        "--devices",
+        metavar="D",
+        help='devices of a process: 2, "cpu:0,cpu:1", "gpu" (2 with mirrored and central_storage)',
+    )
     add("--steps", type=whole(1), default=5, metavar="N", help="steps to train (5)")
-    add("--tolerance", type=above_zero, default=1e-4, metavar="T", help="relative difference that is always allowed (1e-4)")
-    add("--quick", action="store_true", help="the way that training takes alone: no steps that are not compiled, no other communication")
-    add("--timeout", type=above_zero, default=600.0, metavar="S", help="seconds that each set of processes may take (600)")
+    add(
+        "--tolerance",
+        type=above_zero,
+        default=1e-4,
+        metavar="T",
+        help="relative difference that is always allowed (1e-4)",
+    )
+    add(
+        "--quick",
+        action="store_true",
+        help="the way that training takes alone: no steps that are not compiled, no other communication",
+    )
+    add(
+        "--timeout",
+        type=above_zero,
+        default=600.0,
+        metavar="S",
+        help="seconds that each set of processes may take (600)",
+    )
     add("--json", action="store_true", help="print one JSON object instead of the table")
     add("--keep", metavar="DIR", help="keep recordings and logs in this directory")
     return parser

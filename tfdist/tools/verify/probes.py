@@ -10,7 +10,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-_MIX = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # splitmix64's constants, as int64
+_MIX = (
+    -0x61C8864680B583EB,
+    -0x40A7B892E31B1A47,
+    -0x6B2FB644ECCEEE15,
+)  # splitmix64's constants, as int64
 
 
 class Probe:
@@ -36,9 +40,15 @@ class Probe:
         with tf.device("/cpu:0"):
             tf.numpy_function(keep, [_replica(), fingerprints(data)], [])
 
-    def see_gradients(self, gradients: Sequence[Any], variables: Sequence[keras.Variable] | None) -> None:
+    def see_gradients(
+        self, gradients: Sequence[Any], variables: Sequence[keras.Variable] | None
+    ) -> None:
         """Takes the norms of the gradients, summed over the replicas, before they are clipped."""
-        known = [(place if variables is None else id(variables[place]), g) for place, g in enumerate(gradients) if g is not None]
+        known = [
+            (place if variables is None else id(variables[place]), g)
+            for place, g in enumerate(gradients)
+            if g is not None
+        ]
         names = [name for name, _ in known]
 
         def keep(replica, norms):
@@ -47,7 +57,10 @@ class Probe:
                     self._gradients.update(zip(names, norms.tolist(), strict=True))
 
         if known:
-            norms = [tf.norm(tf.cast(g.values if isinstance(g, tf.IndexedSlices) else g, tf.float64)) for _, g in known]
+            norms = [
+                tf.norm(tf.cast(g.values if isinstance(g, tf.IndexedSlices) else g, tf.float64))
+                for _, g in known
+            ]
             with tf.device("/cpu:0"):
                 tf.numpy_function(keep, [_replica(), tf.stack(norms)], [])
 
@@ -74,24 +87,35 @@ def fingerprints(data: Any) -> tf.Tensor:
         >>> bool(a == c), bool(a == b)
         (True, False)
     """
-    found = [_of_rows(x, place) for place, x in enumerate(tf.nest.flatten(data), start=1) if _has_rows(x)]
+    found = [
+        _of_rows(x, place) for place, x in enumerate(tf.nest.flatten(data), start=1) if _has_rows(x)
+    ]
     return tf.add_n(found) if found else tf.zeros([0], tf.int64)
 
 
 def _has_rows(x: Any) -> bool:
-    return isinstance(x, tf.RaggedTensor | tf.SparseTensor) or (isinstance(x, tf.Tensor) and x.shape.rank != 0)
+    return isinstance(x, tf.RaggedTensor | tf.SparseTensor) or (
+        isinstance(x, tf.Tensor) and x.shape.rank != 0
+    )
 
 
 def _of_rows(x: Any, place: int) -> tf.Tensor:
     """A number for each row of a tensor; `place` is that of the tensor in its batch."""
     if isinstance(x, tf.RaggedTensor):
         rows = x.value_rowids()
-        numbers, columns = _of_rows(x.values, place), tf.range(tf.size(rows, rows.dtype), dtype=rows.dtype) - tf.gather(x.row_starts(), rows)
-        return tf.math.unsorted_segment_sum(_mixed(numbers + _mixed(tf.cast(columns, tf.int64) + place * 2**40)), rows, x.nrows())
+        numbers, columns = (
+            _of_rows(x.values, place),
+            tf.range(tf.size(rows, rows.dtype), dtype=rows.dtype) - tf.gather(x.row_starts(), rows),
+        )
+        return tf.math.unsorted_segment_sum(
+            _mixed(numbers + _mixed(tf.cast(columns, tf.int64) + place * 2**40)), rows, x.nrows()
+        )
     if isinstance(x, tf.SparseTensor):
         rows, axes = x.indices[:, 0], tf.range(1, tf.shape(x.indices, tf.int64)[1], dtype=tf.int64)
         columns = tf.reduce_sum(_mixed(x.indices[:, 1:] + axes * 2**40), axis=1)
-        return tf.math.unsorted_segment_sum(_mixed(_integers(x.values) + _mixed(columns + place * 2**40)), rows, x.dense_shape[0])
+        return tf.math.unsorted_segment_sum(
+            _mixed(_integers(x.values) + _mixed(columns + place * 2**40)), rows, x.dense_shape[0]
+        )
     shape = tf.shape(x)
     numbers = tf.reshape(_integers(x), [shape[0], tf.reduce_prod(shape[1:])])
     columns = tf.range(tf.shape(numbers, tf.int64)[1], dtype=tf.int64)
@@ -110,7 +134,10 @@ def _mixed(x: tf.Tensor) -> tf.Tensor:
     """Neighbouring numbers become numbers far from each other, as in splitmix64."""
     x = x + _MIX[0]
     for shift, factor in ((30, _MIX[1]), (27, _MIX[2])):
-        x = tf.bitwise.bitwise_xor(x, tf.bitwise.right_shift(x, tf.constant(shift, tf.int64))) * factor
+        x = (
+            tf.bitwise.bitwise_xor(x, tf.bitwise.right_shift(x, tf.constant(shift, tf.int64)))
+            * factor
+        )
     return tf.bitwise.bitwise_xor(x, tf.bitwise.right_shift(x, tf.constant(31, tf.int64)))
 
 
@@ -124,7 +151,9 @@ def reverse(data: Any) -> Any:
 
     Where a part of it cannot be reversed, the whole batch stays as it is: rows beside labels of others would be another training.
     """
-    if not all(isinstance(x, tf.Tensor | tf.RaggedTensor | tf.SparseTensor) for x in tf.nest.flatten(data)):
+    if not all(
+        isinstance(x, tf.Tensor | tf.RaggedTensor | tf.SparseTensor) for x in tf.nest.flatten(data)
+    ):
         return data
     return tf.nest.map_structure(_reversed, data)
 
@@ -132,7 +161,9 @@ def reverse(data: Any) -> Any:
 def _reversed(x: Any) -> Any:
     if isinstance(x, tf.SparseTensor):
         rows = x.dense_shape[0] - 1 - x.indices[:, :1]
-        other = tf.sparse.reorder(tf.SparseTensor(tf.concat([rows, x.indices[:, 1:]], axis=1), x.values, x.dense_shape))
+        other = tf.sparse.reorder(
+            tf.SparseTensor(tf.concat([rows, x.indices[:, 1:]], axis=1), x.values, x.dense_shape)
+        )
         other.set_shape(x.shape)
         return other
     return x[::-1] if _has_rows(x) else x
@@ -146,9 +177,16 @@ def silence(model: keras.Model) -> list[str]:
     """
     found = []
     for layer in layers_of(model):
-        dropout = any("Dropout" in kind.__name__ or "GaussianNoise" in kind.__name__ for kind in type(layer).__mro__)
+        dropout = any(
+            "Dropout" in kind.__name__ or "GaussianNoise" in kind.__name__
+            for kind in type(layer).__mro__
+        )
         for name in ("dropout", "recurrent_dropout", *(("rate", "stddev") if dropout else ())):
-            if isinstance(layer, keras.Model) or not isinstance(getattr(layer, name, None), int | float) or not getattr(layer, name):
+            if (
+                isinstance(layer, keras.Model)
+                or not isinstance(getattr(layer, name, None), int | float)
+                or not getattr(layer, name)
+            ):
                 continue
             try:
                 setattr(layer, name, 0.0)
@@ -176,5 +214,7 @@ def layers_of(layer: keras.Layer) -> list[keras.Layer]:
             left.extend(each.values())
         else:
             continue
-        known.add(id(each))  # kept by its owner, so that nothing else can come to its place in memory
+        known.add(
+            id(each)
+        )  # kept by its owner, so that nothing else can come to its place in memory
     return found

@@ -50,12 +50,19 @@ def run(words: Sequence[str], log: Path, timeout: float, who: str) -> None:
     with open(log, "wb") as file:
         # A group of its own: Ctrl-C comes here first, and then goes to all of it.
         process = subprocess.Popen(
-            [sys.executable, "-m", *words], stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            [sys.executable, "-m", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     try:
         code = process.wait(timeout)
     except subprocess.TimeoutExpired:
-        raise Failed(f"{who} had not taken its steps after {timeout:g} s. See where it waits, or pass a longer --timeout.\n{_tail(log)}", None) from None
+        raise Failed(
+            f"{who} had not taken its steps after {timeout:g} s. See where it waits, or pass a longer --timeout.\n{_tail(log)}",
+            None,
+        ) from None
     finally:
         try:
             _end(process)
@@ -82,11 +89,17 @@ def _end(process: subprocess.Popen) -> None:
 def reason(log: Path) -> str:
     """Why a process failed: the launcher's root cause, a configuration error, or the end of its log."""
     text = log.read_text(encoding="utf-8", errors="replace")
-    if found := re.search(r"^ROOT CAUSE: (.*?)(?=^The other tasks:$|^-{20,}$|\Z)", text, re.MULTILINE | re.DOTALL):
+    if found := re.search(
+        r"^ROOT CAUSE: (.*?)(?=^The other tasks:$|^-{20,}$|\Z)", text, re.MULTILINE | re.DOTALL
+    ):
         lines = [line for line in found[1].rstrip().splitlines() if not line.startswith("  log: ")]
         whole = lines[-1].strip()  # of the traceback: the headline may be cut off
         ours = re.search(rf": (\w+: {_DIFFERS})", lines[0])
-        return f"{lines[0][: ours.start(1)]}{whole}" if ours and whole.startswith(ours[1]) else "\n".join(lines)
+        return (
+            f"{lines[0][: ours.start(1)]}{whole}"
+            if ours and whole.startswith(ours[1])
+            else "\n".join(lines)
+        )
     if found := re.search(r"^error: (.*)\Z", text, re.MULTILINE | re.DOTALL):
         return found[1].rstrip()
     return _tail(log)

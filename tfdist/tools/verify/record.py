@@ -49,15 +49,29 @@ def record(settings: Settings) -> None:
     strategy = building.make_strategy(where)  # first, as it makes the devices
     whole = not described.parallel.zero
     if settings.alone:
-        one = building.make_strategy(dataclasses.replace(where, name="one_device", devices=first_device(settings.devices)))
+        one = building.make_strategy(
+            dataclasses.replace(where, name="one_device", devices=first_device(settings.devices))
+        )
         for way in settings.alone:
-            train(dataclasses.replace(described, parallel=config.Parallel()), one, way, settings.steps, whole).write(settings.file(way, 0, alone=True))
+            train(
+                dataclasses.replace(described, parallel=config.Parallel()),
+                one,
+                way,
+                settings.steps,
+                whole,
+            ).write(settings.file(way, 0, alone=True))
     rank = strategy.tfdist_engine.placement.rank  # type: ignore[attr-defined]
     for way in settings.ways:
         train(described, strategy, way, settings.steps, whole).write(settings.file(way, rank))
 
 
-def train(described: config.Run, strategy: tf.distribute.Strategy, way: str, steps: int, gradients: bool = True) -> recording.Recording:
+def train(
+    described: config.Run,
+    strategy: tf.distribute.Strategy,
+    way: str,
+    steps: int,
+    gradients: bool = True,
+) -> recording.Recording:
     """Some steps of a run, as `tfdist train` would take them, without dropout.
 
     Args:
@@ -70,7 +84,9 @@ def train(described: config.Run, strategy: tf.distribute.Strategy, way: str, ste
     Returns:
         What was seen in this process.
     """
-    keras.utils.set_random_seed(described.train.seed)  # also of data that are shuffled without a seed of their own
+    keras.utils.set_random_seed(
+        described.train.seed
+    )  # also of data that are shuffled without a seed of their own
     batches = inputs.pipeline(described, "train")
     model = building.make_model(described, strategy, batches)
     model.steps_per_execution = 1
@@ -98,7 +114,9 @@ def train(described: config.Run, strategy: tf.distribute.Strategy, way: str, ste
 class _Recorder(keras.callbacks.Callback):
     """Takes down what there is to see after each step."""
 
-    def __init__(self, strategy: tf.distribute.Strategy, probe: Probe, batches: tf.data.Dataset, steps: int):
+    def __init__(
+        self, strategy: tf.distribute.Strategy, probe: Probe, batches: tf.data.Dataset, steps: int
+    ):
         super().__init__()
         self._strategy, self._probe, self._batches, self._steps = strategy, probe, batches, steps
         self._placement = strategy.tfdist_engine.placement  # type: ignore[attr-defined]
@@ -117,13 +135,17 @@ class _Recorder(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         self._step += 1
         logs = logs or {}
-        self._arrays[f"{self._step}/logs"] = np.array([np.mean(np.asarray(value, np.float64)) for value in logs.values()], np.float64)
+        self._arrays[f"{self._step}/logs"] = np.array(
+            [np.mean(np.asarray(value, np.float64)) for value in logs.values()], np.float64
+        )
         self._logs = list(logs)
         rows, gradients = self._probe.take()
         self._arrays[f"{self._step}/rows"] = rows
         for place, variable in enumerate(self.model.trainable_variables):
             if id(variable) in gradients or place in gradients:
-                self._arrays[f"{self._step}/gradient/{place}"] = np.array(gradients.get(id(variable), gradients.get(place)))
+                self._arrays[f"{self._step}/gradient/{place}"] = np.array(
+                    gradients.get(id(variable), gradients.get(place))
+                )
         self._take_state()
         if self._step == self._steps:
             self.model.stop_training = True
@@ -135,19 +157,32 @@ class _Recorder(keras.callbacks.Callback):
                 if is_sharded(variable):  # whole, and of no replica: all workers read it together
                     values = [_sample(variable.value)]
                 else:
-                    values = [_sample(local_component(variable, i)) for i in range(self._placement.local_replicas)]
+                    values = [
+                        _sample(local_component(variable, i))
+                        for i in range(self._placement.local_replicas)
+                    ]
                 self._arrays[f"{self._step}/state/{place}"] = values[0]
-                copies.append(max((recording.relative(values[0], value) for value in values[1:]), default=0.0))
+                copies.append(
+                    max((recording.relative(values[0], value) for value in values[1:]), default=0.0)
+                )
         self._arrays[f"{self._step}/copies"] = np.array(copies)
 
     def _variables(self) -> list[tuple[str, keras.Variable]]:
         """What a step may change, but for metrics, by kind: all in the order of the model's layers."""
         model = self.model
         metrics = {id(v) for v in model.metrics_variables}
-        kinds = {id(v): recording.STATISTICS for v in moving_state(model)} | {id(v): recording.SEEDS for v in seed_states(model)}
-        found = [(kinds.get(id(v), recording.WEIGHTS), v) for v in model.variables if id(v) not in metrics]
+        kinds = {id(v): recording.STATISTICS for v in moving_state(model)} | {
+            id(v): recording.SEEDS for v in seed_states(model)
+        }
+        found = [
+            (kinds.get(id(v), recording.WEIGHTS), v)
+            for v in model.variables
+            if id(v) not in metrics
+        ]
         optimizer = getattr(model, "optimizer", None)
-        return found + [(recording.OPTIMIZER, v) for v in (optimizer.variables if optimizer is not None else [])]
+        return found + [
+            (recording.OPTIMIZER, v) for v in (optimizer.variables if optimizer is not None else [])
+        ]
 
     def found(self) -> recording.Recording:
         """All of it."""
@@ -158,7 +193,15 @@ class _Recorder(keras.callbacks.Callback):
         for kind, v in self._variables():
             layer = owners.get(id(v))
             synchronized = bool(getattr(layer, "synchronized", False))
-            variables.append(recording.Variable(kind, v.path, type(layer).__name__ if layer else "", synchronized, places.get(id(v))))
+            variables.append(
+                recording.Variable(
+                    kind,
+                    v.path,
+                    type(layer).__name__ if layer else "",
+                    synchronized,
+                    places.get(id(v)),
+                )
+            )
         return recording.Recording(
             tuple(variables), tuple(self._logs), self._step, self._placement.replicas, self._placement.local_replicas,
             tuple(self._silenced), self._arrays,

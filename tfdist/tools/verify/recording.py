@@ -65,7 +65,11 @@ class Recording:
 
     def write(self, path: Path) -> None:
         """Writes a file, whole or not at all."""
-        facts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "arrays"}
+        facts = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name != "arrays"
+        }
         facts["variables"] = [dataclasses.asdict(variable) for variable in self.variables]
         beside = path.with_suffix(".tmp")
         with open(beside, "wb") as file:
@@ -89,8 +93,15 @@ class Recording:
     def draws(self) -> list[str]:
         """Variables that show that random numbers were drawn: seeds that went on."""
         places = [(place, v.path) for place, v in enumerate(self.variables) if v.kind == SEEDS]
-        ends = [(self.arrays.get(f"0/state/{p}"), self.arrays.get(f"{self.steps}/state/{p}"), path) for p, path in places]
-        return [path for first, last, path in ends if first is not None and last is not None and not np.array_equal(first, last)]
+        ends = [
+            (self.arrays.get(f"0/state/{p}"), self.arrays.get(f"{self.steps}/state/{p}"), path)
+            for p, path in places
+        ]
+        return [
+            path
+            for first, last, path in ends
+            if first is not None and last is not None and not np.array_equal(first, last)
+        ]
 
 
 def read(files: Mapping[str, Sequence[Path]]) -> tuple[dict[str, list[Recording]], str]:
@@ -102,8 +113,17 @@ def read(files: Mapping[str, Sequence[Path]]) -> tuple[dict[str, list[Recording]
     Returns:
         The recordings of the ways that all workers recorded; and what is missing of the others, in words, or "".
     """
-    missing = [f"worker {rank} wrote no recording of the steps {way!r} ({file})" for way, of_way in files.items() for rank, file in enumerate(of_way) if not file.exists()]
-    found = {way: [Recording.read(file) for file in of_way] for way, of_way in files.items() if all(file.exists() for file in of_way)}
+    missing = [
+        f"worker {rank} wrote no recording of the steps {way!r} ({file})"
+        for way, of_way in files.items()
+        for rank, file in enumerate(of_way)
+        if not file.exists()
+    ]
+    found = {
+        way: [Recording.read(file) for file in of_way]
+        for way, of_way in files.items()
+        if all(file.exists() for file in of_way)
+    }
     return found, "; ".join(missing)
 
 

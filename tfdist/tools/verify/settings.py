@@ -51,7 +51,9 @@ class Settings:
             >>> Settings.of_json(settings.to_json()) == settings
             True
         """
-        values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in json.loads(text).items()}
+        values: dict[str, Any] = {
+            name: tuple(v) if isinstance(v, list) else v for name, v in json.loads(text).items()
+        }
         return cls(**values)
 
     def file(self, way: str, rank: int, alone: bool = False) -> Path:

@@ -24,7 +24,13 @@ from tfdist.tools.verify.recording import (
 )
 from tfdist.words import aligned
 
-_COLUMNS = {LOGS: "loss, metrics", GRADIENTS: "gradients", WEIGHTS: "weights", STATISTICS: "statistics", OPTIMIZER: "optimizer"}
+_COLUMNS = {
+    LOGS: "loss, metrics",
+    GRADIENTS: "gradients",
+    WEIGHTS: "weights",
+    STATISTICS: "statistics",
+    OPTIMIZER: "optimizer",
+}
 _WHAT = {
     START: "the initial {}", STATISTICS: "the moving statistics {}", LOGS: "{}", GRADIENTS: "the norm of the gradient of {}", WEIGHTS: "the weights {}",
     OPTIMIZER: "the optimizer's {}", COPIES: "the replicas' copies of {}", EXAMPLES: "{}",
@@ -42,13 +48,19 @@ def preamble(reference: Recording, steps: int, per_call: int) -> list[str]:
     """
     lines = []
     if reference.silenced:
-        lines.append(f"Dropout and noise are off here, as each replica draws its own by design: {', '.join(reference.silenced)}.")
+        lines.append(
+            f"Dropout and noise are off here, as each replica draws its own by design: {', '.join(reference.silenced)}."
+        )
     if drawn := reference.draws():
-        lines.append(f"Random numbers are drawn that could not be switched off: {', '.join(drawn)}.")
+        lines.append(
+            f"Random numbers are drawn that could not be switched off: {', '.join(drawn)}."
+        )
     if per_call > 1:
         lines.append(f"Steps run one by one here, not {per_call} in a call.")
     if not reference.rows(1).size:
-        lines.append("The batches have no rows that can be read here: whether the workers take the same ones is not compared.")
+        lines.append(
+            "The batches have no rows that can be read here: whether the workers take the same ones is not compared."
+        )
     if reference.steps < steps:
         lines.append(f"The data ended after {reference.steps} of {steps} steps.")
     return lines
@@ -56,9 +68,16 @@ def preamble(reference: Recording, steps: int, per_call: int) -> list[str]:
 
 def failed(replicas: str, reason: str) -> list[str]:
     """What is said where the processes of several replicas failed, though one replica alone did not."""
-    lines = [f"NOT THE SAME: one replica trains, {replicas} fail.", *(f"  {line}" for line in reason.splitlines())]
+    lines = [
+        f"NOT THE SAME: one replica trains, {replicas} fail.",
+        *(f"  {line}" for line in reason.splitlines()),
+    ]
     if workers_differ(reason):
-        lines.append(_cause("the workers do not run the same thing: another seed, other data or another order of them, in some worker."))
+        lines.append(
+            _cause(
+                "the workers do not run the same thing: another seed, other data or another order of them, in some worker."
+            )
+        )
     return lines
 
 
@@ -81,7 +100,9 @@ def lenient(comparison: Comparison) -> list[str]:
     if not names:
         return []
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return [f"Rounding alone changes more than {comparison.tolerance:g}, and more is allowed: {', '.join(names[:3])}{more}."]
+    return [
+        f"Rounding alone changes more than {comparison.tolerance:g}, and more is allowed: {', '.join(names[:3])}{more}."
+    ]
 
 
 def first(comparison: Comparison) -> list[str]:
@@ -96,10 +117,18 @@ def first(comparison: Comparison) -> list[str]:
             )
             if count
         ]  # fmt: skip
-        lines.append(f"step {rows.step}: the workers took {rows.received} rows, one replica {rows.expected}; {', '.join(told) or 'some more often'}")
+        lines.append(
+            f"step {rows.step}: the workers took {rows.received} rows, one replica {rows.expected}; {', '.join(told) or 'some more often'}"
+        )
     if difference := comparison.first:
-        layer = f", layer {difference.name.rpartition('/')[0]} ({difference.layer})" if difference.layer else ""
-        lines.append(f"{_when(difference)}{layer}: {_what(difference)} by {_number(difference.value)}; {_number(difference.allowed)} is allowed")
+        layer = (
+            f", layer {difference.name.rpartition('/')[0]} ({difference.layer})"
+            if difference.layer
+            else ""
+        )
+        lines.append(
+            f"{_when(difference)}{layer}: {_what(difference)} by {_number(difference.value)}; {_number(difference.allowed)} is allowed"
+        )
     return lines
 
 
@@ -113,14 +142,25 @@ def verdict(ways: Mapping[str, Comparison], drawn: list[str], replicas: str) -> 
     """
     wrong = {way: comparison for way, comparison in ways.items() if comparison.differs}
     if not wrong and (reasons := unproved(ways)):
-        return [f"NOT COMPARED: {reasons[0]}.", *(f"  Also: {reason}." for reason in reasons[1:4]), _REMEDY]
+        return [
+            f"NOT COMPARED: {reasons[0]}.",
+            *(f"  Also: {reason}." for reason in reasons[1:4]),
+            _REMEDY,
+        ]
     if not wrong and drawn:
-        lines = [f"NOT COMPARED: nothing differs by more than rounding, but random numbers are drawn ({', '.join(drawn)}), which hide what differs."]
+        lines = [
+            f"NOT COMPARED: nothing differs by more than rounding, but random numbers are drawn ({', '.join(drawn)}), which hide what differs."
+        ]
         return [*lines, "Compare without the layers that draw them."]
     if not wrong:
-        return [f"The same: {replicas} {'computes' if replicas.startswith('one') else 'compute'} what one replica computes, step by step."]
+        return [
+            f"The same: {replicas} {'computes' if replicas.startswith('one') else 'compute'} what one replica computes, step by step."
+        ]
     way, worst = next(iter(wrong.items()))
-    lines = [f"NOT THE SAME: {', '.join(wrong)}. First differences:", *(f"  {line}" for line in first(worst))]
+    lines = [
+        f"NOT THE SAME: {', '.join(wrong)}. First differences:",
+        *(f"  {line}" for line in first(worst)),
+    ]
     if next(iter(ways)) != way:
         return [*lines, _cause(_only(way))]
     return [*lines, _cause(likely(worst, drawn))]
@@ -132,10 +172,15 @@ def unproved(ways: Mapping[str, Comparison]) -> list[str]:
         return ["nothing was recorded"]
     reasons = []
     for comparison in ways.values():
-        reasons += [f"step {step}: {_WHAT[kind].format(name)} of one replica is not finite" for step, kind, name in comparison.infinite]
+        reasons += [
+            f"step {step}: {_WHAT[kind].format(name)} of one replica is not finite"
+            for step, kind, name in comparison.infinite
+        ]
         for difference in comparison.wanting:
             what = f"{_when(difference)}: {_what(difference)} by {_number(difference.value)}"
-            reasons.append(f"{what}, and rounding alone explains {_number(difference.wanted)}: too much to tell a fault from it")
+            reasons.append(
+                f"{what}, and rounding alone explains {_number(difference.wanted)}: too much to tell a fault from it"
+            )
     return list(dict.fromkeys(reasons))
 
 
@@ -172,8 +217,15 @@ def _only(way: str) -> str:
 
 
 def _plain(difference: Difference) -> dict[str, Any]:
-    values = {name: value for name, value in dataclasses.asdict(difference).items() if name not in ("place", "synchronized")}
-    return {name: str(value) if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()}
+    values = {
+        name: value
+        for name, value in dataclasses.asdict(difference).items()
+        if name not in ("place", "synchronized")
+    }
+    return {
+        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in values.items()
+    }
 
 
 def _cell(difference: Difference | None) -> str:
@@ -189,7 +241,9 @@ def _when(difference: Difference) -> str:
 
 def _what(difference: Difference) -> str:
     text = _WHAT[difference.kind].format(difference.name)
-    return f"{text} differ" if difference.kind in (STATISTICS, WEIGHTS, COPIES) else f"{text} differs"
+    return (
+        f"{text} differ" if difference.kind in (STATISTICS, WEIGHTS, COPIES) else f"{text} differs"
+    )
 
 
 def _number(value: float) -> str:

@@ -24,10 +24,14 @@ def same(a, b, tolerance=1e-6):
         np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=tolerance, atol=tolerance)
 
 
-def compiled(strategy, model=mlp, optimizer="adam", loss=CROSSENTROPY, metrics=("accuracy",), **kwargs):
+def compiled(
+    strategy, model=mlp, optimizer="adam", loss=CROSSENTROPY, metrics=("accuracy",), **kwargs
+):
     with strategy.scope():
         built = model()
-        built.compile(optimizer() if callable(optimizer) else optimizer, loss, metrics=list(metrics), **kwargs)
+        built.compile(
+            optimizer() if callable(optimizer) else optimizer, loss, metrics=list(metrics), **kwargs
+        )
     return built
 
 
@@ -43,7 +47,11 @@ def local(model, like, **kwargs):
 def trains(strategy, train=None, *, rows=60, steps=5, epochs=6, **kwargs):
     """A classifier that learns, each of whose steps counts; its model and history."""
     model = compiled(strategy, **kwargs)
-    history = model.fit(*(train if isinstance(train, tuple) else [train or dataset(*data(rows))]), epochs=epochs, verbose=0).history
+    history = model.fit(
+        *(train if isinstance(train, tuple) else [train or dataset(*data(rows))]),
+        epochs=epochs,
+        verbose=0,
+    ).history
     assert all(np.all(np.isfinite(v)) for v in history.values()), history
     assert history["loss"][-1] < history["loss"][0], history
     assert int(model.optimizer.iterations.numpy()) == epochs * steps, model.optimizer.iterations
@@ -62,7 +70,9 @@ class Once(keras.metrics.Metric):
 
     def update_state(self, y_true, y_pred, sample_weight=None):
         ids = tf.cast(tf.reshape(y_true, [-1]), tf.int32)
-        self.counts.assign_add(tf.math.bincount(ids, minlength=self.rows, maxlength=self.rows, dtype=tf.float32))
+        self.counts.assign_add(
+            tf.math.bincount(ids, minlength=self.rows, maxlength=self.rows, dtype=tf.float32)
+        )
 
     def result(self):
         return tf.reduce_sum(tf.cast(tf.equal(self.counts, 1.0), tf.float32))
@@ -73,7 +83,9 @@ def mean_output(y_true, y_pred):
 
 
 def one_weight():
-    return keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
+    return keras.Sequential(
+        [keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")]
+    )
 
 
 def sgd(rate=1.0, **kwargs):

@@ -36,7 +36,12 @@ def data_set(strategy):
 @feature
 def data_set_from_a_range(strategy):
     """Read by the workers themselves."""
-    counts(strategy, tf.data.Dataset.range(ROWS).map(lambda i: (tf.ones([1]), tf.cast(i, tf.float32)[None])).batch(BATCH))
+    counts(
+        strategy,
+        tf.data.Dataset.range(ROWS)
+        .map(lambda i: (tf.ones([1]), tf.cast(i, tf.float32)[None]))
+        .batch(BATCH),
+    )
 
 
 @feature
@@ -68,7 +73,9 @@ def data_set_of_unknown_length(strategy):
 @feature
 def data_set_of_unknown_length_with_steps(strategy):
     model = counter(strategy)
-    history = model.fit(batches().filter(lambda x, y: True).repeat(), steps_per_epoch=STEPS, epochs=2, verbose=0).history
+    history = model.fit(
+        batches().filter(lambda x, y: True).repeat(), steps_per_epoch=STEPS, epochs=2, verbose=0
+    ).history
     assert (history["once"], weight(model)) == ([ROWS] * 2, -2 * STEPS), history
 
 
@@ -76,7 +83,11 @@ def data_set_of_unknown_length_with_steps(strategy):
 def data_that_ends_before_its_steps(strategy):
     model = counter(strategy)
     history = model.fit(batches(), steps_per_epoch=10, epochs=3, verbose=0).history
-    assert (history["once"], weight(model), int(model.optimizer.iterations.numpy())) == ([40, 10, 40], -23, 23), (history, weight(model))  # as Keras does: an epoch begins anew after the end
+    assert (history["once"], weight(model), int(model.optimizer.iterations.numpy())) == (
+        [40, 10, 40],
+        -23,
+        23,
+    ), (history, weight(model))  # as Keras does: an epoch begins anew after the end
 
 
 @feature
@@ -110,18 +121,33 @@ def generator(strategy):
 @feature
 def data_set_of_a_generator(strategy):
     signature = tuple(tf.TensorSpec([None, 1]) for _ in range(2))
-    counts(strategy, tf.data.Dataset.from_generator(lambda: batches().as_numpy_iterator(), output_signature=signature))
+    counts(
+        strategy,
+        tf.data.Dataset.from_generator(
+            lambda: batches().as_numpy_iterator(), output_signature=signature
+        ),
+    )
 
 
 @feature
 def steps_per_execution(strategy):
     for steps in (1, 4, 10):  # 13 steps
         counts(strategy, batches(), model=counter(strategy, steps_per_execution=steps))
-        counts(strategy, *numbered(), batch_size=BATCH, model=counter(strategy, steps_per_execution=steps))
+        counts(
+            strategy,
+            *numbered(),
+            batch_size=BATCH,
+            model=counter(strategy, steps_per_execution=steps),
+        )
     model = counter(strategy, steps_per_execution=4)
     history = model.fit(batches().repeat(), steps_per_epoch=STEPS, epochs=2, verbose=0).history
     assert (history["once"], weight(model)) == ([ROWS] * 2, -2 * STEPS), history
-    counts(strategy, batches().filter(lambda x, y: True), epochs=3, model=counter(strategy, steps_per_execution=4))
+    counts(
+        strategy,
+        batches().filter(lambda x, y: True),
+        epochs=3,
+        model=counter(strategy, steps_per_execution=4),
+    )
 
 
 @feature
@@ -130,7 +156,11 @@ def six_hundred_steps(strategy):
     model = counter(strategy, rows=rows)
     for done in (1, 2):
         history = model.fit(batches(rows), verbose=0).history
-        assert (int(model.optimizer.iterations.numpy()), weight(model), history["once"]) == (600 * done, -600 * done, [rows])
+        assert (int(model.optimizer.iterations.numpy()), weight(model), history["once"]) == (
+            600 * done,
+            -600 * done,
+            [rows],
+        )
     model = counter(strategy, "adam", rows=rows, steps_per_execution=10)
     history = model.fit(*numbered(rows), batch_size=BATCH, epochs=2, verbose=0).history
     assert (int(model.optimizer.iterations.numpy()), history["once"]) == (1200, [rows] * 2), history
@@ -141,12 +171,16 @@ def evaluation_sees_each_example_once(strategy):
     model = counter(strategy)
     for given in ((batches(),), numbered(), (shuffled(),), (batches().filter(lambda x, y: True),)):
         assert model.evaluate(*given, verbose=0, return_dict=True)["once"] == ROWS
-    assert model.evaluate(batches().repeat(), steps=5, verbose=0, return_dict=True)["once"] == 5 * BATCH
+    assert (
+        model.evaluate(batches().repeat(), steps=5, verbose=0, return_dict=True)["once"]
+        == 5 * BATCH
+    )
     history = model.fit(batches(), epochs=2, verbose=0, validation_data=shuffled()).history
     assert history["once"] == history["val_once"] == [ROWS] * 2, history
-    history = model.fit(batches(), epochs=2, verbose=0, validation_data=batches().repeat(), validation_steps=6).history
+    history = model.fit(
+        batches(), epochs=2, verbose=0, validation_data=batches().repeat(), validation_steps=6
+    ).history
     assert history["val_once"] == [6 * BATCH] * 2, history
-
 
 
 # --- Inputs -----------------------------------------------------------------------------------------------------------
@@ -156,11 +190,15 @@ def validation(strategy):
     for given in ({"validation_data": (x, y)}, {"validation_data": dataset(x, y, batch=7)}):
         model = compiled(strategy, optimizer="sgd")
         history = model.fit(x, y, batch_size=12, epochs=2, verbose=0, **given).history
-        expected = local(model, mlp, loss=CROSSENTROPY, metrics=["accuracy"]).evaluate(x, y, verbose=0)
+        expected = local(model, mlp, loss=CROSSENTROPY, metrics=["accuracy"]).evaluate(
+            x, y, verbose=0
+        )
         same([history["val_loss"][-1], history["val_accuracy"][-1]], expected)
     model = compiled(strategy, optimizer="sgd")
     history = model.fit(x, y, batch_size=12, epochs=2, verbose=0, validation_split=0.2).history
-    expected = local(model, mlp, loss=CROSSENTROPY, metrics=["accuracy"]).evaluate(x[48:], y[48:], verbose=0)
+    expected = local(model, mlp, loss=CROSSENTROPY, metrics=["accuracy"]).evaluate(
+        x[48:], y[48:], verbose=0
+    )
     same([history["val_loss"][-1], history["val_accuracy"][-1]], expected)
     assert int(model.optimizer.iterations.numpy()) == 8
 
@@ -172,7 +210,9 @@ def class_weight(strategy):
     model = counter(strategy)
     model.fit(x, y % 3, batch_size=BATCH, shuffle=False, class_weight=weights, epochs=2, verbose=0)
     given = np.array([weights[int(i % 3)] for i in range(ROWS)])
-    same(weight(model), -2 * sum(np.mean(given[i : i + BATCH]) for i in range(0, ROWS, BATCH)), 1e-5)
+    same(
+        weight(model), -2 * sum(np.mean(given[i : i + BATCH]) for i in range(0, ROWS, BATCH)), 1e-5
+    )
 
 
 @feature
@@ -180,7 +220,10 @@ def sample_weight(strategy):
     x, y = numbered()
     given = np.linspace(0, 1, ROWS).astype("float32")
     expected = -sum(np.mean(given[i : i + BATCH]) for i in range(0, ROWS, BATCH))
-    for train in ({"x": x, "y": y, "sample_weight": given, "batch_size": BATCH, "shuffle": False}, {"x": dataset(x, y, given, batch=BATCH)}):
+    for train in (
+        {"x": x, "y": y, "sample_weight": given, "batch_size": BATCH, "shuffle": False},
+        {"x": dataset(x, y, given, batch=BATCH)},
+    ):
         model = counter(strategy)
         model.fit(**train, verbose=0)
         same(weight(model), expected, 1e-5)
@@ -192,7 +235,10 @@ def weighted_metrics(strategy):
     given = np.linspace(0, 1, len(x)).astype("float32")
     model = compiled(strategy, weighted_metrics=["accuracy"])
     copy = local(model, mlp, loss=CROSSENTROPY, metrics=["accuracy"], weighted_metrics=["accuracy"])
-    same(model.evaluate(x, y, sample_weight=given, batch_size=7, verbose=0), copy.evaluate(x, y, sample_weight=given, batch_size=7, verbose=0))
+    same(
+        model.evaluate(x, y, sample_weight=given, batch_size=7, verbose=0),
+        copy.evaluate(x, y, sample_weight=given, batch_size=7, verbose=0),
+    )
 
 
 @feature
@@ -202,10 +248,19 @@ def dicts(strategy):
     def build():
         a, b = keras.Input((6,), name="a"), keras.Input((2,), name="b")
         h = keras.layers.Concatenate()([keras.layers.Dense(5, "tanh")(a), b])
-        return keras.Model({"a": a, "b": b}, {"label": keras.layers.Dense(3, name="label")(h), "sum": keras.layers.Dense(1, name="sum")(h)})
+        return keras.Model(
+            {"a": a, "b": b},
+            {
+                "label": keras.layers.Dense(3, name="label")(h),
+                "sum": keras.layers.Dense(1, name="sum")(h),
+            },
+        )
 
     given = {"a": x, "b": x[:, :2]}, {"label": y, "sum": x.sum(1, keepdims=True)}
-    names = {"loss": {"label": CROSSENTROPY, "sum": "mse"}, "metrics": {"label": ["accuracy"], "sum": ["mae"]}}
+    names = {
+        "loss": {"label": CROSSENTROPY, "sum": "mse"},
+        "metrics": {"label": ["accuracy"], "sum": ["mae"]},
+    }
     with strategy.scope():
         model = build()
         model.compile("adam", **names)
@@ -215,8 +270,14 @@ def dicts(strategy):
     copy = build()
     copy.set_weights(model.get_weights())
     copy.compile("sgd", **names)
-    same(model.evaluate(*given, batch_size=7, verbose=0, return_dict=True), copy.evaluate(*given, batch_size=7, verbose=0, return_dict=True))
-    same(model.predict(given[0], batch_size=7, verbose=0), copy.predict(given[0], batch_size=7, verbose=0))
+    same(
+        model.evaluate(*given, batch_size=7, verbose=0, return_dict=True),
+        copy.evaluate(*given, batch_size=7, verbose=0, return_dict=True),
+    )
+    same(
+        model.predict(given[0], batch_size=7, verbose=0),
+        copy.predict(given[0], batch_size=7, verbose=0),
+    )
 
 
 @feature
@@ -224,7 +285,12 @@ def sparse_inputs(strategy):
     x, y = numbered()
 
     def build():
-        return keras.Sequential([keras.Input((1,), sparse=True), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
+        return keras.Sequential(
+            [
+                keras.Input((1,), sparse=True),
+                keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros"),
+            ]
+        )
 
     model = compiled(strategy, build, sgd(), mean_output, [Once()])
     counts(strategy, dataset(tf.sparse.from_dense(x), y, batch=BATCH), model=model)

@@ -27,13 +27,25 @@ from tests.parity.cases import CROSSENTROPY, data, dataset, mlp
 def error_compiled_outside_of_the_scope(strategy):
     with strategy.scope():
         model = mlp()
-    for optimizer in ("adam", keras.optimizers.SGD(), keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())):
+    for optimizer in (
+        "adam",
+        keras.optimizers.SGD(),
+        keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()),
+    ):
         model.compile(optimizer, CROSSENTROPY)
-        raises(ValueError, "optimizer .* was made outside.*strategy.scope", model.fit, *data(), verbose=0)
+        raises(
+            ValueError,
+            "optimizer .* was made outside.*strategy.scope",
+            model.fit,
+            *data(),
+            verbose=0,
+        )
     optimizer = keras.optimizers.SGD()
     with strategy.scope():
         model.compile(optimizer, CROSSENTROPY)
-    raises(ValueError, "optimizer .* was made outside.*strategy.scope", model.fit, *data(), verbose=0)
+    raises(
+        ValueError, "optimizer .* was made outside.*strategy.scope", model.fit, *data(), verbose=0
+    )
 
 
 @feature
@@ -53,7 +65,13 @@ def error_run_eagerly(strategy):
 
 @feature
 def error_jit_compile(strategy):
-    raises(ValueError, "jit_compile=True.*Pass jit_compile=False", compiled(strategy, jit_compile=True).fit, *data(), verbose=0)
+    raises(
+        ValueError,
+        "jit_compile=True.*Pass jit_compile=False",
+        compiled(strategy, jit_compile=True).fit,
+        *data(),
+        verbose=0,
+    )
     for automatic in ("auto", False):
         compiled(strategy, jit_compile=automatic).fit(*data(), verbose=0)
 
@@ -62,7 +80,9 @@ def error_jit_compile(strategy):
 def error_data_without_end(strategy):
     model, endless = counter(strategy), batches().repeat()
     raises(ValueError, "fit: .*no end.*steps_per_epoch", model.fit, endless)
-    raises(ValueError, "fit: .*no end.*validation_steps", model.fit, batches(), validation_data=endless)
+    raises(
+        ValueError, "fit: .*no end.*validation_steps", model.fit, batches(), validation_data=endless
+    )
     raises(ValueError, "evaluate: .*no end.*steps", model.evaluate, endless)
     raises(ValueError, "predict: .*no end.*steps", model.predict, endless)
 
@@ -85,7 +105,9 @@ def error_of_python_in_a_step(strategy):
     def mistaken(loss, y):
         raise KeyError("a mistake of mine")
 
-    error = raises(KeyError, "a mistake of mine", own_step(strategy, mistaken).fit, batches(), verbose=0)
+    error = raises(
+        KeyError, "a mistake of mine", own_step(strategy, mistaken).fit, batches(), verbose=0
+    )
     assert [frame.name for frame in traceback.extract_tb(error.__traceback__)][-1] == "mistaken"
     counts(strategy, batches())
 
@@ -95,8 +117,19 @@ def error_of_an_operation_in_a_step(strategy):
     x, good = data()
     y = np.where(np.arange(len(good)) == 30, 99, good)
     model = compiled(strategy)
-    for given in ({"x": dataset(x, y)}, {"x": x, "y": y}, {"x": dataset(x, y).repeat(), "steps_per_epoch": 100}):
-        raises(tf.errors.InvalidArgumentError, "label value of 99", model.fit, **given, epochs=3, verbose=0)
+    for given in (
+        {"x": dataset(x, y)},
+        {"x": x, "y": y},
+        {"x": dataset(x, y).repeat(), "steps_per_epoch": 100},
+    ):
+        raises(
+            tf.errors.InvalidArgumentError,
+            "label value of 99",
+            model.fit,
+            **given,
+            epochs=3,
+            verbose=0,
+        )
         history = model.fit(x, good, verbose=0).history
         assert np.isfinite(history["loss"][0])
     for method in (model.evaluate, model.train_on_batch):
@@ -112,13 +145,21 @@ def error_of_an_assertion_in_a_step(strategy):
 
     model, (x, y) = own_step(strategy, asserting), numbered()
     for given in ({"x": batches()}, {"x": x, "y": y, "batch_size": BATCH}):
-        raises(tf.errors.InvalidArgumentError, "labels are too great for me", model.fit, **given, verbose=0)
+        raises(
+            tf.errors.InvalidArgumentError,
+            "labels are too great for me",
+            model.fit,
+            **given,
+            verbose=0,
+        )
     counts(strategy, batches())
 
 
 @feature
 def error_in_the_data(strategy):
-    bad = batches().map(lambda x, y: (tf.debugging.check_numerics(x / (30.0 - y), "a division of mine"), y))
+    bad = batches().map(
+        lambda x, y: (tf.debugging.check_numerics(x / (30.0 - y), "a division of mine"), y)
+    )
     model = counter(strategy)
     for method in (model.fit, model.evaluate):
         raises(tf.errors.InvalidArgumentError, "a division of mine", method, bad, verbose=0)
@@ -140,5 +181,12 @@ def error_in_a_prediction(strategy):
 
     with strategy.scope():
         model = Model(one_weight().layers)
-    raises(tf.errors.InvalidArgumentError, "inputs are too great", model.predict, numbered()[1], batch_size=1, verbose=0)
+    raises(
+        tf.errors.InvalidArgumentError,
+        "inputs are too great",
+        model.predict,
+        numbered()[1],
+        batch_size=1,
+        verbose=0,
+    )
     counts(strategy, batches())

@@ -32,7 +32,10 @@ def sequential(strategy):
 
 @feature
 def unbuilt_models(strategy):
-    trains(strategy, model=lambda: keras.Sequential([keras.layers.Dense(8, "tanh"), keras.layers.Dense(3)]))
+    trains(
+        strategy,
+        model=lambda: keras.Sequential([keras.layers.Dense(8, "tanh"), keras.layers.Dense(3)]),
+    )
     model, _ = trains(strategy, model=lambda: Subclassed("tanh"))
     assert all("/job:ps" in v.value.device for v in model.trainable_variables)
     trains(strategy, (*data(),), model=lambda: Subclassed("tanh"), steps=2)
@@ -43,7 +46,13 @@ def batch_normalization(strategy):
     """Momentum 0.5 on batches of one mean: the moving mean tells how many steps moved it at least."""
 
     def model():
-        return keras.Sequential([keras.Input((6,)), keras.layers.BatchNormalization(momentum=0.5), keras.layers.Dense(3)])
+        return keras.Sequential(
+            [
+                keras.Input((6,)),
+                keras.layers.BatchNormalization(momentum=0.5),
+                keras.layers.Dense(3),
+            ]
+        )
 
     x, y = data()
     x[:] = 10 + np.tile(x[:12], (5, 1))
@@ -75,9 +84,18 @@ def dropout(strategy):
 
     x, y = np.tile((2.0 ** np.arange(16)).astype("float32"), (ROWS, 1)), numbered()[1]
     with strategy.scope():
-        model = keras.Sequential([keras.Input((16,)), keras.layers.Dropout(0.5, seed=1), keras.layers.Lambda(lambda x: x / 2)])
+        model = keras.Sequential(
+            [
+                keras.Input((16,)),
+                keras.layers.Dropout(0.5, seed=1),
+                keras.layers.Lambda(lambda x: x / 2),
+            ]
+        )
         model.compile("sgd", loss=lambda a, b: tf.reduce_sum(b, 1) * 0.0, metrics=[Masks()])
-    seen = [model.fit(x, y, batch_size=1, shuffle=False, verbose=0).history["masks"][0] for _ in range(2)]
+    seen = [
+        model.fit(x, y, batch_size=1, shuffle=False, verbose=0).history["masks"][0]
+        for _ in range(2)
+    ]
     masks = np.concatenate(seen)
     assert len(np.unique(masks)) > 90, f"{len(np.unique(masks))} different masks of {len(masks)}"
 
@@ -88,7 +106,13 @@ def recurrent(strategy):
     y = (x.sum((1, 2)) > 0).astype("int32")
 
     def model():
-        return keras.Sequential([keras.Input((5, 4)), keras.layers.LSTM(8, dropout=0.1, recurrent_dropout=0.1), keras.layers.Dense(2)])
+        return keras.Sequential(
+            [
+                keras.Input((5, 4)),
+                keras.layers.LSTM(8, dropout=0.1, recurrent_dropout=0.1),
+                keras.layers.Dense(2),
+            ]
+        )
 
     trains(strategy, dataset(x, y), model=model, optimizer=lambda: keras.optimizers.Adam(0.02))
 
@@ -100,7 +124,9 @@ def attention(strategy):
 
     def model():
         inputs = keras.Input((5, 4))
-        h = keras.layers.LayerNormalization()(keras.layers.MultiHeadAttention(2, 4, dropout=0.1)(inputs, inputs))
+        h = keras.layers.LayerNormalization()(
+            keras.layers.MultiHeadAttention(2, 4, dropout=0.1)(inputs, inputs)
+        )
         return keras.Model(inputs, keras.layers.Dense(2)(keras.layers.GlobalAveragePooling1D()(h)))
 
     trains(strategy, dataset(x, y), model=model, optimizer=lambda: keras.optimizers.Adam(0.02))
@@ -122,7 +148,14 @@ def added_losses(strategy):
     assert weight(model) == -3 * 2 * STEPS
     assert history["loss"][1] < history["loss"][0] < 0
     with strategy.scope():
-        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="ones", kernel_regularizer="l2")])
+        model = keras.Sequential(
+            [
+                keras.Input((1,)),
+                keras.layers.Dense(
+                    1, use_bias=False, kernel_initializer="ones", kernel_regularizer="l2"
+                ),
+            ]
+        )
         model.compile("sgd", mean_output)
     same(model.evaluate(batches(), verbose=0), 1.01)
     model.fit(batches(), verbose=0)
@@ -137,9 +170,13 @@ def lookup_table_in_the_model(strategy):
     def model():
         inputs = keras.Input((1,), dtype="string")
         ids = keras.layers.StringLookup(vocabulary=["a", "b", "c"])(inputs)
-        return keras.Model(inputs, keras.layers.Dense(3)(keras.layers.Flatten()(keras.layers.Embedding(4, 4)(ids))))
+        return keras.Model(
+            inputs, keras.layers.Dense(3)(keras.layers.Flatten()(keras.layers.Embedding(4, 4)(ids)))
+        )
 
-    model, _ = trains(strategy, dataset(words, y), model=model, optimizer=lambda: keras.optimizers.Adam(0.1))
+    model, _ = trains(
+        strategy, dataset(words, y), model=model, optimizer=lambda: keras.optimizers.Adam(0.1)
+    )
     assert model.evaluate(dataset(words, y), verbose=0, return_dict=True)["accuracy"] == 1.0
     assert list(model.predict(dataset(words), verbose=0).argmax(1)) == list(y)
 
@@ -163,7 +200,6 @@ def normalization_adapted(strategy):
         model = keras.Sequential([keras.Input((6,)), layer])
         model.compile("sgd", "mse")
     same(model.predict(x, verbose=0), (x - x.mean(0)) / x.std(0), 1e-3)
-
 
 
 # --- Custom steps -----------------------------------------------------------------------------------------------------
@@ -219,7 +255,10 @@ def test_step_and_predict_step_of_its_own(strategy):
             return {"rows": tf.reduce_sum(tf.ones_like(batch[1]))}
 
         def predict_step(self, batch):
-            return {"twice": 2.0 * self(batch[0] if isinstance(batch, tuple) else batch), "rows": tf.shape(batch[0])[0:1]}
+            return {
+                "twice": 2.0 * self(batch[0] if isinstance(batch, tuple) else batch),
+                "rows": tf.shape(batch[0])[0:1],
+            }
 
     with strategy.scope():
         model = Model(one_weight().layers)
@@ -227,7 +266,6 @@ def test_step_and_predict_step_of_its_own(strategy):
     assert model.evaluate(batches(), verbose=0, return_dict=True) == {"rows": ROWS % BATCH}
     model.set_weights([np.ones((1, 1))])
     assert model.predict(numbered()[0], batch_size=BATCH, verbose=0)["twice"].sum() == 2 * ROWS
-
 
 
 # --- Metrics ----------------------------------------------------------------------------------------------------------
@@ -253,7 +291,9 @@ def metrics(strategy):
     model.fit(x, y, verbose=0)
     copy = local(model, binary, loss="binary_crossentropy", metrics=many_metrics())
     for size in (7, 32):
-        mine, theirs = (m.evaluate(x, y, batch_size=size, verbose=0, return_dict=True) for m in (model, copy))
+        mine, theirs = (
+            m.evaluate(x, y, batch_size=size, verbose=0, return_dict=True) for m in (model, copy)
+        )
         assert set(mine) == set(theirs)
         same([mine[k] for k in sorted(mine)], [theirs[k] for k in sorted(mine)])
 
@@ -268,4 +308,6 @@ def metrics_of_classes(strategy):
 
     model = compiled(strategy, metrics=several())
     copy = local(model, mlp, loss=CROSSENTROPY, metrics=several())
-    same(model.evaluate(x, y, batch_size=7, verbose=0), copy.evaluate(x, y, batch_size=7, verbose=0))
+    same(
+        model.evaluate(x, y, batch_size=7, verbose=0), copy.evaluate(x, y, batch_size=7, verbose=0)
+    )

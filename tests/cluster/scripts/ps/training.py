@@ -63,7 +63,9 @@ def early_stopping(strategy):
 @feature
 def learning_rates(strategy):
     model = counter(strategy)
-    plateau = keras.callbacks.ReduceLROnPlateau("once", mode="max", factor=0.5, patience=1, min_delta=1)
+    plateau = keras.callbacks.ReduceLROnPlateau(
+        "once", mode="max", factor=0.5, patience=1, min_delta=1
+    )
     history = model.fit(batches(), epochs=4, verbose=0, callbacks=[plateau]).history
     same(history["learning_rate"], [1.0, 1.0, 0.5, 0.25])
     same(weight(model), -STEPS * 2.75)
@@ -76,19 +78,30 @@ def model_checkpoints(strategy):
     callbacks = [
         epochs,
         keras.callbacks.ModelCheckpoint(str(directory / "epoch-{epoch}.keras")),
-        keras.callbacks.ModelCheckpoint(str(directory / "best.weights.h5"), "loss", save_weights_only=True, save_best_only=True),
-        keras.callbacks.ModelCheckpoint(str(directory / "step-{epoch}-{batch}.weights.h5"), save_weights_only=True, save_freq=5),
+        keras.callbacks.ModelCheckpoint(
+            str(directory / "best.weights.h5"), "loss", save_weights_only=True, save_best_only=True
+        ),
+        keras.callbacks.ModelCheckpoint(
+            str(directory / "step-{epoch}-{batch}.weights.h5"), save_weights_only=True, save_freq=5
+        ),
     ]
     model.fit(batches(), epochs=2, verbose=0, callbacks=callbacks)
     assert sorted(p.name for p in directory.iterdir()) == [
-        "best.weights.h5", "epoch-1.keras", "epoch-2.keras", *[f"step-{e}-{b}.weights.h5" for e, b in ((1, 10), (1, 5), (2, 12), (2, 2), (2, 7))]
+        "best.weights.h5",
+        "epoch-1.keras",
+        "epoch-2.keras",
+        *[f"step-{e}-{b}.weights.h5" for e, b in ((1, 10), (1, 5), (2, 12), (2, 2), (2, 7))],
     ], sorted(p.name for p in directory.iterdir())
-    saved = keras.models.load_model(directory / "epoch-1.keras", custom_objects={"mean_output": mean_output})
+    saved = keras.models.load_model(
+        directory / "epoch-1.keras", custom_objects={"mean_output": mean_output}
+    )
     assert (weight(saved), int(saved.optimizer.iterations)) == (-STEPS, STEPS)
     saved.load_weights(directory / "best.weights.h5")
     assert weight(saved) == -2 * STEPS
     saved.load_weights(directory / "step-2-7.weights.h5")
-    assert weight(saved) == -(STEPS + 7), weight(saved)  # all the steps of that epoch that Keras has counted
+    assert weight(saved) == -(STEPS + 7), weight(
+        saved
+    )  # all the steps of that epoch that Keras has counted
 
 
 @feature
@@ -101,12 +114,21 @@ def backup_and_restore(strategy):
                 raise KeyboardInterrupt
 
     def fit(model, callback):
-        model.fit(batches(), epochs=4, verbose=0, callbacks=[keras.callbacks.BackupAndRestore(directory), callback])
+        model.fit(
+            batches(),
+            epochs=4,
+            verbose=0,
+            callbacks=[keras.callbacks.BackupAndRestore(directory), callback],
+        )
 
     raises(KeyboardInterrupt, "", fit, counter(strategy), Interrupt())
     model, epochs = counter(strategy), Epochs()
     fit(model, epochs)
-    assert (epochs.begun, weight(model), int(model.optimizer.iterations.numpy())) == ([2, 3], -4 * STEPS, 4 * STEPS)
+    assert (epochs.begun, weight(model), int(model.optimizer.iterations.numpy())) == (
+        [2, 3],
+        -4 * STEPS,
+        4 * STEPS,
+    )
 
 
 @feature
@@ -118,21 +140,37 @@ def logs(strategy):
         tfdist.TensorBoard(str(directory), histogram_freq=1),
         keras.callbacks.TerminateOnNaN(),
     ]
-    history = model.fit(batches(), epochs=2, verbose=1, callbacks=callbacks, validation_data=batches()).history
-    model.fit(batches(), verbose=2, callbacks=[keras.callbacks.TensorBoard(str(directory / "keras"), update_freq=4)])
+    history = model.fit(
+        batches(), epochs=2, verbose=1, callbacks=callbacks, validation_data=batches()
+    ).history
+    model.fit(
+        batches(),
+        verbose=2,
+        callbacks=[keras.callbacks.TensorBoard(str(directory / "keras"), update_freq=4)],
+    )
     with open(directory / "log.csv", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     same([float(r["loss"]) for r in rows], history["loss"])
-    for where, expected in (("train", {"epoch_once", "speed/examples_per_second"}), ("keras/train", {"batch_loss"})):
+    for where, expected in (
+        ("train", {"epoch_once", "speed/examples_per_second"}),
+        ("keras/train", {"batch_loss"}),
+    ):
         files = [str(f) for f in (directory / where).iterdir()]
-        tags = {v.tag for f in files for e in tf.compat.v1.train.summary_iterator(f) for v in e.summary.value}
+        tags = {
+            v.tag
+            for f in files
+            for e in tf.compat.v1.train.summary_iterator(f)
+            for v in e.summary.value
+        }
         assert expected <= tags, tags
 
 
 @feature
 def terminate_on_nan(strategy):
     model = counter(strategy, sgd(float("inf")))
-    history = model.fit(batches(), epochs=5, verbose=0, callbacks=[keras.callbacks.TerminateOnNaN()]).history
+    history = model.fit(
+        batches(), epochs=5, verbose=0, callbacks=[keras.callbacks.TerminateOnNaN()]
+    ).history
     assert len(history["loss"]) <= 1, history
 
 
@@ -149,7 +187,11 @@ def stop_in_the_middle_of_an_epoch(strategy):
         history = model.fit(train, epochs=3, verbose=0, callbacks=[Stop()]).history
         steps = int(model.optimizer.iterations.numpy())
         assert 6 <= steps <= 6 + ahead, steps  # without a known length, steps are given out ahead
-        assert (weight(model), history["once"]) == (-steps, [steps * BATCH]), (steps, weight(model), history)
+        assert (weight(model), history["once"]) == (-steps, [steps * BATCH]), (
+            steps,
+            weight(model),
+            history,
+        )
     counts(strategy, batches())
 
 
@@ -166,7 +208,6 @@ def callback_that_fails(strategy):
     counts(strategy, batches(), model=model)
 
 
-
 # --- Optimizers -------------------------------------------------------------------------------------------------------
 @feature
 def clipping(strategy):
@@ -179,10 +220,15 @@ def clipping(strategy):
 @feature
 def average_of_weights(strategy):
     average = {"use_ema": True, "ema_momentum": 0.5}
-    trains(strategy, optimizer=lambda: keras.optimizers.AdamW(0.05, ema_overwrite_frequency=3, **average))
+    trains(
+        strategy,
+        optimizer=lambda: keras.optimizers.AdamW(0.05, ema_overwrite_frequency=3, **average),
+    )
     model = counter(strategy, sgd(**average))
     model.fit(batches(), epochs=2, verbose=0)
-    assert -2 * STEPS < weight(model) < -STEPS, weight(model)  # Keras puts the average in its place at the end
+    assert -2 * STEPS < weight(model) < -STEPS, weight(
+        model
+    )  # Keras puts the average in its place at the end
     same(weight(model), model.optimizer._model_variables_moving_average[0].numpy().item())
 
 
@@ -194,11 +240,19 @@ def gradient_accumulation(strategy):
         return sgd(gradient_accumulation_steps=3)()
 
     rows = 90 * BATCH
-    for steps, optimizer in ((1, accumulating), (10, lambda: keras.optimizers.LossScaleOptimizer(accumulating()))):
+    for steps, optimizer in (
+        (1, accumulating),
+        (10, lambda: keras.optimizers.LossScaleOptimizer(accumulating())),
+    ):
         model = counter(strategy, optimizer, rows, steps_per_execution=steps)
         history = model.fit(batches(rows), epochs=2, verbose=0).history
         assert (int(model.optimizer.iterations.numpy()), history["once"]) == (60, [rows] * 2)
-        waiting = getattr(model.optimizer, "inner_optimizer", model.optimizer)._accumulated_gradients[0].numpy().item()
+        waiting = (
+            getattr(model.optimizer, "inner_optimizer", model.optimizer)
+            ._accumulated_gradients[0]
+            .numpy()
+            .item()
+        )
         same(weight(model) - waiting / 3, -60, 1e-5)
         assert abs(waiting) < 4, waiting  # no more than the other steps in work at the last update
 
@@ -211,7 +265,14 @@ def optimizers_beside_the_models(strategy):
             for optimizer in (self.optimizer, self.other):
                 with tf.GradientTape() as tape:
                     loss = tf.reduce_mean(self(x))
-                optimizer.apply_gradients([(tape.gradient(loss, self.trainable_variables)[0], self.trainable_variables[0])])
+                optimizer.apply_gradients(
+                    [
+                        (
+                            tape.gradient(loss, self.trainable_variables)[0],
+                            self.trainable_variables[0],
+                        )
+                    ]
+                )
             return {"loss": loss}
 
     model = compiled(strategy, lambda: Model(one_weight().layers), sgd(), None, ())
@@ -219,12 +280,18 @@ def optimizers_beside_the_models(strategy):
         model.other = keras.optimizers.SGD(2.0)
         model.other.build(model.trainable_variables)
     model.fit(batches(600), verbose=0)
-    assert (weight(model), int(model.optimizer.iterations), int(model.other.iterations)) == (-450, 150, 150)
+    assert (weight(model), int(model.optimizer.iterations), int(model.other.iterations)) == (
+        -450,
+        150,
+        150,
+    )
 
 
 @feature
 def schedule(strategy):
-    rate = keras.optimizers.schedules.PiecewiseConstantDecay([9], [1.0, 0.25])  # steps 0 to 9, and from 10 on
+    rate = keras.optimizers.schedules.PiecewiseConstantDecay(
+        [9], [1.0, 0.25]
+    )  # steps 0 to 9, and from 10 on
     model = counter(strategy, sgd(rate))
     model.fit(batches(), epochs=2, verbose=0)
     assert weight(model) == -10 - 0.25 * (2 * STEPS - 10), weight(model)
@@ -243,7 +310,10 @@ def loss_scaling(strategy):
     model = counter(strategy, scaled())
     model.fit(dataset(x, y, batch=BATCH), epochs=2, verbose=0)
     finite = 2 * (STEPS - 1)
-    assert (weight(model), int(model.optimizer.iterations.numpy())) == (-finite, finite), (weight(model), model.optimizer.iterations)
+    assert (weight(model), int(model.optimizer.iterations.numpy())) == (-finite, finite), (
+        weight(model),
+        model.optimizer.iterations,
+    )
 
 
 @feature
@@ -272,7 +342,6 @@ def two_fits_and_another_compile(strategy):
     assert model.evaluate(batches(), verbose=0, return_dict=True)["once"] == ROWS
 
 
-
 # --- Batches ----------------------------------------------------------------------------------------------------------
 @feature
 def on_batch(strategy):
@@ -293,7 +362,11 @@ def predict(strategy):
     x, _ = data(101)
     model = compiled(strategy)
     copy = local(model, mlp, loss=CROSSENTROPY)
-    for given in ({"x": x, "batch_size": 7}, {"x": dataset(x, batch=7)}, {"x": dataset(x, batch=7).filter(lambda x: True)}):
+    for given in (
+        {"x": x, "batch_size": 7},
+        {"x": dataset(x, batch=7)},
+        {"x": dataset(x, batch=7).filter(lambda x: True)},
+    ):
         same(model.predict(**given, verbose=0), copy.predict(**given, verbose=0))
     assert model.predict(dataset(x, batch=7).repeat(), steps=3, verbose=0).shape == (21, 3)
     model.steps_per_execution = 4
@@ -308,7 +381,9 @@ def predict(strategy):
 def predict_several_outputs(strategy):
     def build():
         inputs = keras.Input((6,))
-        return keras.Model(inputs, [keras.layers.Dense(2)(inputs), {"b": keras.layers.Dense(3)(inputs)}])
+        return keras.Model(
+            inputs, [keras.layers.Dense(2)(inputs), {"b": keras.layers.Dense(3)(inputs)}]
+        )
 
     x, _ = data(31)
     with strategy.scope():
@@ -349,5 +424,7 @@ def tensorflow_checkpoints(strategy):
     path = tf.train.Checkpoint(model=model, optimizer=model.optimizer).save(prefix)
     other = counter(strategy)
     other.optimizer.build(other.trainable_variables)
-    tf.train.Checkpoint(model=other, optimizer=other.optimizer).restore(path).assert_existing_objects_matched()
+    tf.train.Checkpoint(model=other, optimizer=other.optimizer).restore(
+        path
+    ).assert_existing_objects_matched()
     assert (weight(other), int(other.optimizer.iterations.numpy())) == (-2 * STEPS, 2 * STEPS)
