@@ -63,9 +63,10 @@ def serve(job: Job) -> tuple[None, Callable[[int, int], dict]]:
 
 def _tfdist(job: Job) -> Iterable:
     """Reads files by number, decodes the crop alone; the order follows from the seed, whatever the threads."""
-    from tfdist.data import files, pipeline, transforms
+    from tfdist.data import pipeline, transforms
+    from tfdist.data.sources import image_files
 
-    source = files.image_folder(job.directory, decode=False)
+    source = image_files.image_folder(job.directory, decode=False)
     return pipeline(
         source, BATCH, tail="drop", transform=transforms.images(SIDE, augment=True, std=255.0)
     )

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from tfdist import ClusterSpec
-from tfdist.contract import Launched, Phase, note, progress, read_journal
+from tfdist.runtime.launch_protocol import Launched, Phase, note, progress, read_journal
 
 WAIT_SECONDS = 120
 LARGE_BATCH = 4
@@ -90,7 +90,7 @@ def main(
 
     reached("imported")
     import tfdist
-    from tfdist import preflight
+    from tfdist.cluster import preflight
 
     check = preflight.check
 
@@ -179,12 +179,13 @@ def _built(strategy):
     """The model and the pipeline that the config file describes."""
     import keras
 
-    from tfdist import inputs, models, run
+    from tfdist import models
+    from tfdist.run import input_pipeline, train_command
 
-    settings = run.parse([f"--config={CONFIG}"])
+    settings = train_command.parse([f"--config={CONFIG}"])
     keras.utils.set_random_seed(settings.train.seed)
-    batches = inputs.pipeline(settings, "train")
-    shape, classes = inputs.shapes(batches)
+    batches = input_pipeline.pipeline(settings, "train")
+    shape, classes = input_pipeline.shapes(batches)
     with strategy.scope():
         model = models.build(
             settings.model.name,

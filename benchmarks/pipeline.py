@@ -19,7 +19,7 @@ import sys
 
 from _report import add_options, begin, conclude, fill_options, row, spread, table, verdict
 
-from tfdist.parallel.schedule import bubble, duration, tasks
+from tfdist.parallel.pipeline_parallel.schedule import bubble, duration, tasks
 
 WORKER = pathlib.Path(__file__).with_name("_pipeline_worker.py")
 STAGES = 4

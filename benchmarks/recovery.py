@@ -26,7 +26,7 @@ from _recovery_worker import Job, serve
 from _report import add_options, begin, conclude, cores, fill_options, row, spread, table, verdict
 
 from tfdist import ClusterSpec
-from tfdist.contract import read_journal
+from tfdist.runtime.launch_protocol import read_journal
 
 ROUNDS = 3
 STEPS = 24  # of an epoch

@@ -19,7 +19,7 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
-from tfdist.launch.text import is_chatter, printable
+from tfdist.launch.terminal_text import is_chatter, printable
 
 HERE = pathlib.Path(__file__).resolve().parent
 # Of a launcher or scheduler around this process, and what would make the launcher show TensorFlow's information lines.

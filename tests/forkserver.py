@@ -34,7 +34,7 @@ import threading
 import types
 from collections.abc import Callable, Mapping, Sequence
 
-from tfdist.launch.imports import changed
+from tfdist.launch.import_record import changed
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 LEAN = ROOT / "tests" / "lean"
@@ -71,21 +71,21 @@ MODULES = [
     "numpy",
     "tensorflow_datasets",
     "tfdist.app",
-    "tfdist.building",
+    "tfdist.run.build",
     "tfdist.flags",
-    "tfdist.inputs",
+    "tfdist.run.input_pipeline",
     "tfdist.layers",
     "tfdist.loops",
     "tfdist.models",
-    "tfdist.observers",
+    "tfdist.run.telemetry_callbacks",
     "tfdist.parallel",
-    "tfdist.preflight",
+    "tfdist.cluster.preflight",
     "tfdist.run",
     "tfdist.strategies",
     "tfdist.sync",
-    "tfdist.train.backup",
-    "tfdist.train.board",
-    "tfdist.train.engine",
+    "tfdist.train.callbacks.backup_and_restore",
+    "tfdist.train.callbacks.tensorboard",
+    "tfdist.train.synchronous.engine",
 ]
 _libc = ctypes.CDLL(None, use_errno=True)
 

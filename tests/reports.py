@@ -10,8 +10,8 @@ import shutil
 import subprocess
 
 from tfdist import config
-from tfdist.telemetry import anatomy, layout, sessions
-from tfdist.telemetry.anatomy import PARTS, Window
+from tfdist.telemetry import layout, sessions, step_records
+from tfdist.telemetry.step_records import PARTS, Window
 
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -82,7 +82,7 @@ def write_run(
                 bytes=4000,
                 compiled=number not in (0, 5),
             )
-            anatomy.write(directory / f"worker-{rank}", window)
+            step_records.write(directory / f"worker-{rank}", window)
     summary = {
         "name": name,
         "accuracy": 0.9375,

@@ -2,7 +2,7 @@
 
 import statistics
 
-from tfdist.telemetry.anatomy import PARTS
+from tfdist.telemetry.step_records import PARTS
 
 
 def typical(windows):

@@ -13,25 +13,25 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from tfdist import app, config, data, flags, layers, loops, models, parallel, sync
-    from tfdist.cluster import ClusterSpec
-    from tfdist.strategies import make_strategy
+    from tfdist.cluster.spec import ClusterSpec
+    from tfdist.strategies.factory import make_strategy
     from tfdist.strategies.stages import pipeline_devices
-    from tfdist.train.anatomy import Anatomy
-    from tfdist.train.backup import BackupAndRestore
-    from tfdist.train.board import TensorBoard
-    from tfdist.train.image_samples import ImageSamples
-    from tfdist.train.metrics_log import Log
-    from tfdist.train.pool import ParameterServerLost
+    from tfdist.train.callbacks.backup_and_restore import BackupAndRestore
+    from tfdist.train.callbacks.image_samples import ImageSamples
+    from tfdist.train.callbacks.metrics_log import Log
+    from tfdist.train.callbacks.tensorboard import TensorBoard
+    from tfdist.train.parameter_server.worker_pool import ParameterServerLost
+    from tfdist.train.timing.step_breakdown import Anatomy
 
 # Name -> module that defines it, or that it is.
 _HOMES = {
-    "Anatomy": "tfdist.train.anatomy",
-    "BackupAndRestore": "tfdist.train.backup",
+    "Anatomy": "tfdist.train.timing.step_breakdown",
+    "BackupAndRestore": "tfdist.train.callbacks.backup_and_restore",
     "ClusterSpec": "tfdist.cluster",
-    "ImageSamples": "tfdist.train.image_samples",
-    "Log": "tfdist.train.metrics_log",
-    "ParameterServerLost": "tfdist.train.pool",
-    "TensorBoard": "tfdist.train.board",
+    "ImageSamples": "tfdist.train.callbacks.image_samples",
+    "Log": "tfdist.train.callbacks.metrics_log",
+    "ParameterServerLost": "tfdist.train.parameter_server.worker_pool",
+    "TensorBoard": "tfdist.train.callbacks.tensorboard",
     "app": "tfdist.app",
     "config": "tfdist.config",
     "data": "tfdist.data",

@@ -12,7 +12,7 @@ import absl.app
 from absl import flags as absl_flags
 
 from tfdist import flags
-from tfdist.contract import CONFIGURATION_CODE, TRANSIENT_CODE
+from tfdist.runtime.launch_protocol import CONFIGURATION_CODE, TRANSIENT_CODE
 
 
 def run(main: Callable[[list[str]], Any], argv: Sequence[str] | None = None) -> None:

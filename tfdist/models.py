@@ -9,8 +9,7 @@ from typing import Any
 import keras
 from keras import layers
 
-from tfdist import functions
-from tfdist.config import nearest
+from tfdist.config import nearest, user_functions
 
 PIXEL = 1 / 255
 
@@ -224,7 +223,7 @@ MODELS: dict[str, Callable[..., keras.Model]] = {
 
 
 def _own(name: str, options: dict[str, Any]) -> keras.Model:
-    function = functions.load(name, "model.name")
+    function = user_functions.load(name, "model.name")
     try:
         inspect.signature(function).bind(**options)
     except TypeError as error:

@@ -6,7 +6,7 @@ import tensorflow as tf
 from tests.cluster.scripts.measured import BATCH, DELAY, EPOCHS, STEPS
 from tests.processes import PYTHON, ROOT, group, workers
 from tests.windows import typical
-from tfdist.telemetry.anatomy import PARTS, read
+from tfdist.telemetry.step_records import PARTS, read
 
 SCRIPT = str(ROOT / "tests" / "cluster" / "scripts" / "measured.py")
 SECONDS = 200  # some ten on an idle machine

@@ -9,7 +9,7 @@ import pytest
 
 from tests.launches import ROOT
 from tests.processes import environment
-from tfdist.telemetry.anatomy import PARTS
+from tfdist.telemetry.step_records import PARTS
 from tfdist.tools.bench.results import read
 
 pytestmark = pytest.mark.timeout(240)

@@ -10,7 +10,7 @@ import pytest
 from tests.cluster.scripts import audited, served
 from tests.launches import Launch
 from tests.processes import PYTHON, ROOT, group
-from tfdist.addresses import free_ports
+from tfdist.cluster.addresses import free_ports
 
 SECONDS = 240  # for any launch here: some 20 on an idle machine of 2 cores
 SCRIPT = str(ROOT / "tests" / "cluster" / "scripts" / "served.py")

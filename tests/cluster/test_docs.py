@@ -16,7 +16,7 @@ import yaml
 
 from tests.forkserver import write_programs
 from tests.processes import PYTHON, ROOT, group
-from tfdist import addresses, resolvers
+from tfdist.cluster import addresses, resolvers
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w+) ?(.*)\n((?:.*\n)*?)```$", re.MULTILINE)

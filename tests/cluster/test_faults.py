@@ -16,8 +16,8 @@ import tensorflow as tf
 from tests.cluster.scripts.chaotic import EPOCHS, EXAMPLES, STEPS
 from tests.launches import ROOT, Launch
 from tfdist import cli
-from tfdist.chaos import EVENT, parse
-from tfdist.contract import read_journal
+from tfdist.runtime.fault_plan import EVENT, parse
+from tfdist.runtime.launch_protocol import read_journal
 
 SCRIPT = str(ROOT / "tests" / "cluster" / "scripts" / "chaotic.py")
 SECONDS = 600

@@ -9,10 +9,10 @@ import pytest
 
 from tests.launches import Launch
 from tests.networks import listens
-from tfdist.addresses import free_ports
+from tfdist.cluster.addresses import free_ports
 
 SCRIPT = """
-from tfdist.contract import Launched, Phase, Progress
+from tfdist.runtime.launch_protocol import Launched, Phase, Progress
 count = len(json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"])
 progress = Progress(Launched.from_environ().progress_file)
 print("world", count, "attempt", os.environ["TFDIST_ATTEMPT"], os.environ["TFDIST_LAUNCH"], flush=True)

@@ -20,7 +20,7 @@ NOBODY = 65534
 # Worker 0 has a plain socket, worker 1 what TensorFlow makes of a cluster at 127.0.0.1. Each connects to both.
 LISTENERS = """
 import os, pathlib, socket, sys, time
-from tfdist.cluster import ClusterSpec
+from tfdist.cluster.spec import ClusterSpec
 spec, here = ClusterSpec.from_environ(), pathlib.Path(sys.argv[1])
 ports = [int(address.rpartition(":")[2]) for address in spec.jobs["worker"]]
 if spec.task_index == 0:

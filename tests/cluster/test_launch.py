@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests.launches import BOUND
-from tfdist.cluster import ClusterSpec
+from tfdist.cluster.spec import ClusterSpec
 
 
 def test_environment_prefixes_and_logs(launch):

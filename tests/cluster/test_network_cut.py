@@ -16,7 +16,7 @@ from tests.cluster.scripts.chaotic import EPOCHS, EXAMPLES, STEPS
 from tests.cluster.test_hosts import SCRIPT as WAITS
 from tests.launches import ROOT, Launch
 from tests.networks import network
-from tfdist.contract import TRANSIENT_CODE, read_journal
+from tfdist.runtime.launch_protocol import TRANSIENT_CODE, read_journal
 
 SCRIPT = str(ROOT / "tests" / "cluster" / "scripts" / "chaotic.py")
 SECONDS = 240  # for anything here to happen, on a busy machine

@@ -6,8 +6,8 @@ import pytest
 
 from tests.cluster.scripts.ps_features import FEATURES
 from tests.processes import PYTHON, ROOT, group
-from tfdist.cluster import ClusterSpec
-from tfdist.strategies import make_strategy
+from tfdist.cluster.spec import ClusterSpec
+from tfdist.strategies.factory import make_strategy
 
 SECONDS = 600  # for one cluster: about 70 on an idle machine of 2 cores
 pytestmark = pytest.mark.timeout(SECONDS + 60)

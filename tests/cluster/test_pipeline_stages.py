@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tests.processes import PYTHON, ROOT, group
-from tfdist.addresses import split_address
-from tfdist.cluster import ClusterSpec
+from tfdist.cluster.addresses import split_address
+from tfdist.cluster.spec import ClusterSpec
 
 SCRIPT = str(ROOT / "tests" / "cluster" / "scripts" / "staged.py")
 pytestmark = pytest.mark.timeout(300)

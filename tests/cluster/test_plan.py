@@ -6,7 +6,7 @@ import re
 import pytest
 
 from tests.processes import PYTHON, ROOT, group
-from tfdist.tools.doctor.units import amount
+from tfdist.tools.doctor.formatting import amount
 
 SECONDS = 200
 pytestmark = pytest.mark.timeout(2 * SECONDS)

@@ -9,14 +9,14 @@ import time
 import pytest
 
 from tests.launches import ROOT
-from tfdist.contract import read_journal
+from tfdist.runtime.launch_protocol import read_journal
 
 ATTEMPT = 'attempt = int(os.environ["TFDIST_ATTEMPT"])\n'
 # A task that tells of its steps as training does.
 STEPS = (
     ATTEMPT
     + """\
-from tfdist.contract import Launched, Phase, Progress
+from tfdist.runtime.launch_protocol import Launched, Phase, Progress
 progress = Progress(Launched.from_environ().progress_file)
 def steps(first, last):
     for step in range(first, last + 1):
@@ -326,7 +326,7 @@ def test_chaos_strikes_servers_at_the_chiefs_step(launch):
 def test_who_waits_for_a_killed_task_is_ended_soon_unless_it_writes_a_snapshot(saves, launch):
     script = (
         STEPS
-        + "from tfdist.contract import note\nsignal.signal(15, signal.SIG_IGN)\nsteps(1, 1)\nready()\n"
+        + "from tfdist.runtime.launch_protocol import note\nsignal.signal(15, signal.SIG_IGN)\nsteps(1, 1)\nready()\n"
     )
     script += "if me == 'worker:1':\n    while not os.path.exists('worker:0.ready'): time.sleep(0.01)\n    time.sleep(0.3)\n    os.kill(os.getpid(), 9)\n"
     if saves:
@@ -348,7 +348,7 @@ if me == "worker:0":
 else:
     while attempt == 0 or not os.path.exists("begun-1"): time.sleep(0.05)
     time.sleep(3)
-from tfdist import preflight, resolvers
+from tfdist.cluster import preflight, resolvers
 preflight.check(resolvers.resolve(), timeout=60 if attempt else 1, attempt=resolvers.attempt())
 print("met")
 """

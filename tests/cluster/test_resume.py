@@ -10,7 +10,7 @@ from tests.cluster.scripts.resumed import BATCH, EPOCHS, EXAMPLES
 from tests.processes import PYTHON, ROOT, group, workers
 from tfdist.backup import result
 from tfdist.backup.store import Store
-from tfdist.contract import CHAOS, LOG_DIR
+from tfdist.runtime.launch_protocol import CHAOS, LOG_DIR
 
 SCRIPT = str(ROOT / "tests" / "cluster" / "scripts" / "resumed.py")
 SECONDS = 200  # for one attempt: some ten on an idle machine

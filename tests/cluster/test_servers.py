@@ -9,8 +9,8 @@ import time
 import pytest
 
 from tests.processes import PYTHON, ROOT, group
-from tfdist.addresses import answers
-from tfdist.cluster import ClusterSpec
+from tfdist.cluster.addresses import answers
+from tfdist.cluster.spec import ClusterSpec
 
 SECONDS = 120  # for a process to come up or to end by itself; it takes five on an idle machine
 pytestmark = pytest.mark.timeout(4 * SECONDS)

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from tfdist.addresses import free_ports
+from tfdist.cluster.addresses import free_ports
 
 ROOT = pathlib.Path(__file__).parents[2]
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "salloc", "sinfo")
@@ -22,7 +22,7 @@ BOUND_S = 60
 
 TASK = """
 import json, os
-from tfdist import preflight, resolvers
+from tfdist.cluster import preflight, resolvers
 spec = resolvers.resolve()
 if spec:
     preflight.check(spec, timeout=40)

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tests.launches import OFF
-from tfdist.contract import read_journal
+from tfdist.runtime.launch_protocol import read_journal
 
 SECONDS = 240
 FRESH = {OFF: "1"}
@@ -20,7 +20,7 @@ attempt = int(os.environ["TFDIST_ATTEMPT"])
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 import random, warnings
 import tensorflow as tf, keras, tfdist
-from tfdist.contract import Launched, Phase, Progress, read_journal
+from tfdist.runtime.launch_protocol import Launched, Phase, Progress, read_journal
 told = Launched.from_environ()
 strategy = tfdist.make_strategy(devices="cpu")
 assert strategy.num_replicas_in_sync == 2

@@ -21,7 +21,7 @@ import tensorflow as tf
 import tfdist
 from tfdist.keras_compat import local_component
 from tfdist.parallel import deferred, fsdp, zero
-from tfdist.train.patience import Patience
+from tfdist.train.health.watchdog import Patience
 
 ROWS, BATCH, EPOCHS = 24, 8, 2
 ZEROS = (

@@ -11,8 +11,8 @@ import tensorflow as tf
 import tfdist
 from tests.parity.cases import CROSSENTROPY, mlp
 from tests.windows import typical
-from tfdist.telemetry.anatomy import PARTS, per_step, read
-from tfdist.train.anatomy import complete, times_of
+from tfdist.telemetry.step_records import PARTS, per_step, read
+from tfdist.train.timing.step_breakdown import complete, times_of
 
 DELAY = 0.06  # planted, in each step
 

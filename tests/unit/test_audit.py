@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfdist.data.order import Order, share
 from tfdist.data.pipeline import pipeline
-from tfdist.data.records import records
+from tfdist.data.sources.records import records
 from tfdist.tools.audit import stages
 from tfdist.tools.audit.steps import Step
 from tfdist.tools.audit.verdict import Offence, Plan, verify

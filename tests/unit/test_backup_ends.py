@@ -22,10 +22,11 @@ from tests.unit.test_backup_and_restore import (
     model_of,
     train,
 )
-from tfdist import contract, data
+from tfdist import data
 from tfdist.backup.claim import Superseded
 from tfdist.backup.store import Store
-from tfdist.train import backup
+from tfdist.runtime import launch_protocol
+from tfdist.train.callbacks import backup_and_restore
 
 
 @pytest.fixture
@@ -34,13 +35,13 @@ def launched(monkeypatch, tmp_path_factory):
     logs = tmp_path_factory.mktemp("launch")
 
     def launch(name, attempt=0):
-        monkeypatch.setattr(backup, "_completed", set())
+        monkeypatch.setattr(backup_and_restore, "_completed", set())
         for variable, value in (
-            (contract.LAUNCH, name),
-            (contract.RESTARTS, "1" if name else "0"),
-            (contract.ATTEMPT, str(attempt)),
-            (contract.TASK, "worker:0"),
-            (contract.LOG_DIR, str(logs)),
+            (launch_protocol.LAUNCH, name),
+            (launch_protocol.RESTARTS, "1" if name else "0"),
+            (launch_protocol.ATTEMPT, str(attempt)),
+            (launch_protocol.TASK, "worker:0"),
+            (launch_protocol.LOG_DIR, str(logs)),
         ):
             monkeypatch.setenv(variable, value)
         return logs
@@ -209,7 +210,7 @@ def test_the_launch_is_told_of_what_was_saved_and_restored(one_device, tmp_path,
     logs = launched("one")
     assert not train(one_device, tmp_path, interrupt=(1, 4), save_freq=5)["ended"]
     train(one_device, tmp_path, seed=5, save_freq=5)
-    told = [e for e in contract.read_journal(logs) if e["event"] != "saving"]
+    told = [e for e in launch_protocol.read_journal(logs) if e["event"] != "saving"]
     assert [(e["event"], e["epoch"], e["step"], e["number"]) for e in told][:4] == [
         ("saved", 0, 0, 0),
         ("saved", 0, 5, 1),

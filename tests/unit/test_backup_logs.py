@@ -11,7 +11,7 @@ import tensorflow as tf
 import tfdist
 from tests.unit.test_backup_and_restore import STEPS, Interrupts, train
 from tfdist.keras_compat import log_writers
-from tfdist.train import logs
+from tfdist.train.callbacks import log_files
 
 X = np.random.default_rng(1).normal(size=(20, 5)).astype(np.float32)
 KERAS = keras.callbacks.TensorBoard
@@ -136,12 +136,12 @@ def test_files_are_cut_to_what_was_recorded(tmp_path, place):
 
     write("events.out.tfevents.1", b"abc")
     write("notes.txt", b"mine")
-    recorded = logs.sizes([board])
+    recorded = log_files.sizes([board])
     write("events.out.tfevents.1", b"def")
     write("events.out.tfevents.2", b"new")
     write("notes.txt", b"more")
     write("events.out.tfevents.3", b"theirs", other)
-    logs.rewind(recorded, [board, other, Interrupts()])
+    log_files.rewind(recorded, [board, other, Interrupts()])
     assert read() == {"events.out.tfevents.1": b"abc", "notes.txt": b"minemore"}
     assert read(other) == {"events.out.tfevents.3": b"theirs"}
 
@@ -150,12 +150,12 @@ def test_tables_are_cut_to_what_was_recorded_and_go_on(tmp_path):
     path = tmp_path / "log.csv"
     path.write_text("epoch,loss\n0,1\n1,2\n")  # of an earlier training, to which this one appends
     table = keras.callbacks.CSVLogger(path, append=True)
-    recorded = logs.table_sizes([table])
+    recorded = log_files.table_sizes([table])
     path.write_text(path.read_text() + "0,5\n1,")
     again = keras.callbacks.CSVLogger(path)
-    logs.rewind_tables(recorded, [again, Interrupts()])
+    log_files.rewind_tables(recorded, [again, Interrupts()])
     assert path.read_text() == "epoch,loss\n0,1\n1,2\n"
     assert again.append
     stranger = keras.callbacks.CSVLogger(tmp_path / "other.csv")
-    logs.rewind_tables(recorded, [stranger])
+    log_files.rewind_tables(recorded, [stranger])
     assert not stranger.append

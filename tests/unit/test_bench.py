@@ -11,8 +11,8 @@ import pytest
 
 from tests.processes import ROOT, environment
 from tfdist import config
-from tfdist.telemetry.anatomy import PARTS
-from tfdist.tools.bench import plan, words
+from tfdist.telemetry.step_records import PARTS
+from tfdist.tools.bench import plan, rendering
 from tfdist.tools.bench.groups import Group, GroupError
 from tfdist.tools.bench.jobs import Case, Job
 from tfdist.tools.bench.main import Rounds, main, measured
@@ -348,8 +348,8 @@ def test_tables_fit_a_terminal_and_hold_all_setups():
     )
     failed = setup("central_storage", error="ValueError: no\n    its log")
     bench = shown("scaling", compared([ALONE, two, failed]), notes=("A note of many words. " * 12,))
-    text, page = words.text(bench), words.markdown(bench)
-    assert max(map(len, text.splitlines())) <= words.WIDTH
+    text, page = rendering.text(bench), rendering.markdown(bench)
+    assert max(map(len, text.splitlines())) <= rendering.WIDTH
     for part in (
         "caling of digits (cnn, 53,002 parameters) on 2 cores",
         "multi_worker_mirrored",
@@ -376,16 +376,16 @@ def test_tables_of_the_other_kinds(kind, expected):
         )
     else:
         setups = [Setup("mirrored", 2, 1, bytes=4096, seconds=(0.0015,) * 3)]
-    assert expected in words.text(shown(kind, setups))
-    assert expected in words.markdown(shown(kind, setups))
+    assert expected in rendering.text(shown(kind, setups))
+    assert expected in rendering.markdown(shown(kind, setups))
 
 
 def test_a_benchmark_of_which_all_failed_still_has_a_page():
     bench = shown("allreduce", [setup(error="ValueError: no")])
-    assert "sums" not in words.text(bench)
+    assert "sums" not in rendering.text(bench)
     bench = shown("scaling", [setup(error="ValueError: no")])
-    assert "FAILED: mirrored with 2 replicas: ValueError: no" in words.text(bench)
-    assert "**failed**: mirrored" in words.markdown(bench)
+    assert "FAILED: mirrored with 2 replicas: ValueError: no" in rendering.text(bench)
+    assert "**failed**: mirrored" in rendering.markdown(bench)
 
 
 # --- Words ----------------------------------------------------------------------------------------------------------------
@@ -554,8 +554,8 @@ def test_a_mistake_of_the_config_in_the_baseline_is_passed_on_and_files_are_writ
 
 def test_processes_end_when_their_benchmark_is_killed(tmp_path):
     directory = str(tmp_path)
-    owner = "import sys, time; from tfdist.tools.owner import own; kept = own(sys.argv[1]); print(flush=True); time.sleep(60)"
-    child = "import sys, time; from tfdist.tools.owner import end_with_owner; end_with_owner(sys.argv[1]); time.sleep(60)"
+    owner = "import sys, time; from tfdist.tools.common.ownership import own; kept = own(sys.argv[1]); print(flush=True); time.sleep(60)"
+    child = "import sys, time; from tfdist.tools.common.ownership import end_with_owner; end_with_owner(sys.argv[1]); time.sleep(60)"
     with subprocess.Popen(
         [sys.executable, "-c", owner, directory],
         stdout=subprocess.PIPE,

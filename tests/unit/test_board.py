@@ -11,11 +11,12 @@ from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 import tfdist
 from tests.unit.test_backup_and_restore import train
-from tfdist import config, run
+from tfdist import config
+from tfdist.run import train_command
 from tfdist.telemetry.layout import read_json_lines
 from tfdist.telemetry.writers import JsonlWriter
-from tfdist.train.backing import told_alike
-from tfdist.train.image_samples import caption, probabilities
+from tfdist.train.callbacks.image_samples import caption, probabilities
+from tfdist.train.callbacks.saving import told_alike
 
 STEPS = 5
 
@@ -189,8 +190,8 @@ def test_a_bad_profile_is_an_error(text, tmp_path):
     for name, call in (
         ("profile", lambda: tfdist.TensorBoard(tmp_path, profile=text)),
         ("telemetry.profile", lambda: config.Telemetry(profile=text)),
-        ("--profile", lambda: run.parse(["--config=any.py", "--profile", text])),
-        ("--profile", lambda: run.parse(["--config=any.py", f"--profile={text}"])),
+        ("--profile", lambda: train_command.parse(["--config=any.py", "--profile", text])),
+        ("--profile", lambda: train_command.parse(["--config=any.py", f"--profile={text}"])),
     ):
         with pytest.raises(
             ValueError,
@@ -207,15 +208,15 @@ def test_the_flag_is_short_for_the_key(tmp_path):
         ["--profile=steps=3"],
         ["--config.telemetry.profile=steps=3"],
     ):
-        assert run.parse([f"--config={path}", *words]).telemetry.profile == "steps=3"
+        assert train_command.parse([f"--config={path}", *words]).telemetry.profile == "steps=3"
     with pytest.raises(ValueError, match=r"expected tensorboard in telemetry\.backends"):
-        run.run(
-            run.parse(
+        train_command.run(
+            train_command.parse(
                 [f"--config={path}", "--profile=steps=3", "--config.telemetry.backends=jsonl"]
             )
         )
     with pytest.raises(ValueError, match=r"received 'tensorbord'\. Did you mean tensorboard"):
-        run.parse([f"--config={path}", "--config.telemetry.backends=tensorbord"])
+        train_command.parse([f"--config={path}", "--config.telemetry.backends=tensorbord"])
 
 
 def test_images_come_with_what_the_model_says(mirrored, tmp_path):

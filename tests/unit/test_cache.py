@@ -7,10 +7,10 @@ import pytest
 import tensorflow as tf
 
 from tfdist.data.cache import cached
-from tfdist.data.files import image_folder
 from tfdist.data.pipeline import pipeline
-from tfdist.data.records import records
-from tfdist.data.sources import of_arrays
+from tfdist.data.sources.base import of_arrays
+from tfdist.data.sources.image_files import image_folder
+from tfdist.data.sources.records import records
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.data import catalog, sources
-from tfdist.data.catalog import Catalog
+from tfdist.data.sources import base, catalog
+from tfdist.data.sources.catalog import Catalog
 
 
 @pytest.fixture
@@ -324,7 +324,7 @@ def test_names_are_those_of_the_catalog_else_of_tfds(write, points, digits_dir):
     assert catalog.resolve("tfdist_digits", "train", digits_dir, names).cardinality == 5
     assert catalog.resolve("tfdist_digits", "train", digits_dir).cardinality == 1500
     assert catalog.resolve("mine", "train[:10%]", digits_dir, names.file).cardinality == 150
-    assert isinstance(catalog.resolve("mine", "test", digits_dir, names), sources.Source)
+    assert isinstance(catalog.resolve("mine", "test", digits_dir, names), base.Source)
     with pytest.raises(
         ValueError,
         match=r"datasets.yaml: no data set 'mnie'. Did you mean mine\? Nor has TFDS one: ",

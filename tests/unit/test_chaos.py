@@ -2,13 +2,13 @@
 
 import pytest
 
-from tfdist import chaos
-from tfdist.train.pulse import Pulse
+from tfdist.runtime import fault_plan
+from tfdist.train.health.heartbeat import Pulse
 
 
 def test_a_plan_of_all_kinds():
     plan = "kill worker:1@step=37; stop worker:0@step=80 for 20s; kill chief@saving;corrupt newest ; fill disk@step=4; term chief@end"
-    faults = chaos.parse(plan)
+    faults = fault_plan.parse(plan)
     assert [fault.verb for fault in faults] == [
         "kill",
         "stop",
@@ -25,7 +25,7 @@ def test_a_plan_of_all_kinds():
 
 
 def test_a_plan_of_nothing_is_said_so():
-    assert chaos.parse(" none ") == ()
+    assert fault_plan.parse(" none ") == ()
 
 
 @pytest.mark.parametrize(
@@ -35,15 +35,17 @@ def test_a_plan_of_nothing_is_said_so():
 )  # fmt: skip
 def test_a_wrong_fault_is_named(wrong):
     with pytest.raises(ValueError, match="expected") as error:
-        chaos.parse(wrong)
+        fault_plan.parse(wrong)
     assert wrong.strip("; ") in str(error.value)
 
 
 def test_each_strikes_once():
-    faults = chaos.parse("kill chief@step=1; kill chief@step=1")
+    faults = fault_plan.parse("kill chief@step=1; kill chief@step=1")
     assert [
         fault.number
-        for fault in chaos.left(faults, [{"event": chaos.EVENT, "number": 0}, {"event": "saved"}])
+        for fault in fault_plan.left(
+            faults, [{"event": fault_plan.EVENT, "number": 0}, {"event": "saved"}]
+        )
     ] == [1]
 
 

@@ -10,10 +10,10 @@ import pytest
 from tfdist import cli
 from tfdist.backup import result
 from tfdist.backup.snapshot import Snapshot, pack
-from tfdist.contract import JOURNAL, RESULT, Launched
+from tfdist.runtime.launch_protocol import JOURNAL, RESULT, Launched
 from tfdist.tools import chaos
 from tfdist.tools.recovery import Recovery
-from tfdist.train import pulse
+from tfdist.train.health import heartbeat
 
 
 class Journal:
@@ -422,13 +422,13 @@ def test_a_fit_writes_it(plan, there, tmp_path, monkeypatch):
 
 def test_calls_pause_at_faults_of_the_epoch_that_begins(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        pulse,
+        heartbeat,
         "Launched",
         types.SimpleNamespace(
             from_environ=lambda: Launched(chaos="kill worker:9@step=12; kill worker:9@step=37")
         ),
     )
-    found = pulse.Pulse(True)
+    found = heartbeat.Pulse(True)
     found.begin(0, 24)
     assert found.next_pause(0, 0) == 12
     assert found.next_pause(0, 12) == 37  # beyond the epoch's end

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 
-from tfdist.addresses import free_ports
-from tfdist.launch import check
+from tfdist.cluster.addresses import free_ports
+from tfdist.launch import doctor_check
 
 
 def test_a_doctor_that_does_not_end_is_ended_and_named(tmp_path, capfd):
@@ -23,7 +23,7 @@ def test_a_doctor_that_does_not_end_is_ended_and_named(tmp_path, capfd):
         "--place",
         str(tmp_path),
     ]
-    assert check.run(flags, words, timeout=0.5) == 1
+    assert doctor_check.run(flags, words, timeout=0.5) == 1
     said = capfd.readouterr().err
     assert (
         "--check: doctor had not ended after 0.5 s; no task was started. See where it waits: tfdist doctor --cluster"

@@ -9,10 +9,10 @@ import sys
 import pytest
 
 from tfdist import cli
-from tfdist.cluster import ClusterSpec
-from tfdist.launch import flags, plan
+from tfdist.cluster.spec import ClusterSpec
+from tfdist.launch import flags, task_plan
 from tfdist.launch import main as launch
-from tfdist.launch.plan import SHIM
+from tfdist.launch.task_plan import SHIM
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -167,7 +167,7 @@ def test_a_mistake_is_named_before_anything_starts(words, message, workplace, ca
     ],
 )
 def test_what_is_executed(words, expected, workplace):
-    assert plan.resolve_command(words.split()) == expected
+    assert task_plan.resolve_command(words.split()) == expected
 
 
 def test_the_commands_own_words_are_left_alone():
@@ -194,7 +194,7 @@ def test_tasks_are_cut_off_unless_allowed():
 )
 def test_environment_of_the_tasks(cores, threads, environ, expected, tmp_path):
     spec = ClusterSpec.local(workers=2, ps=1, chief=True)
-    plans = plan.plan_tasks(
+    plans = task_plan.plan_tasks(
         spec,
         spec.tasks,
         ["x"],

@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from tfdist.addresses import UnresolvedAddress
-from tfdist.cluster import ClusterSpec, parse_task
+from tfdist.cluster.addresses import UnresolvedAddress
+from tfdist.cluster.spec import ClusterSpec, parse_task
 
 FULL = {"chief": ["c:1"], "worker": ["w:1", "w:2"], "ps": ["p:1"], "evaluator": ["e:1"]}
 PAIR = {"worker": ["a:1", "b:1"]}

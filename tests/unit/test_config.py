@@ -3,7 +3,7 @@
 import pytest
 
 from tfdist import config
-from tfdist.run import find_directory, parse
+from tfdist.run.train_command import find_directory, parse
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,11 @@ import tensorflow as tf
 from PIL import Image
 
 from tfdist import cli
-from tfdist.data import sources
-from tfdist.data.records import records
-from tfdist.telemetry import sheet
-from tfdist.tools import data, examples, show, words
+from tfdist.data.sources import base
+from tfdist.data.sources.records import records
+from tfdist.telemetry import contact_sheet
+from tfdist.tools import data, examples, show
+from tfdist.tools.common import example_text
 
 NAMES = ("cat", "dog", "eel")
 
@@ -275,10 +276,10 @@ def numbers(source, count):
 
 
 def test_examples_are_drawn_evenly_and_never_twice():
-    assert numbers(sources.Source.of(np.arange(100)), 4) == [12, 37, 62, 87]
-    assert numbers(sources.Source.of(np.arange(3)), 4) == [0, 1, 2]
-    assert numbers(sources.Source.of(tf.data.Dataset.range(10)), 4) == [0, 1, 2, 3]
-    walked = examples.numbered(sources.Source.of(tf.data.Dataset.range(10, 20)), np.array([2, 7]))
+    assert numbers(base.Source.of(np.arange(100)), 4) == [12, 37, 62, 87]
+    assert numbers(base.Source.of(np.arange(3)), 4) == [0, 1, 2]
+    assert numbers(base.Source.of(tf.data.Dataset.range(10)), 4) == [0, 1, 2, 3]
+    walked = examples.numbered(base.Source.of(tf.data.Dataset.range(10, 20)), np.array([2, 7]))
     assert [(x.number, int(x.data)) for x in walked] == [(2, 12), (7, 17)]
 
 
@@ -288,7 +289,10 @@ def test_ragged_and_nested_examples_have_words():
         tf.constant("x" * 90),
         tf.constant(1.0),
     )
-    lines = [f"{name}: {words.kind(x)}  {words.value(x)}" for name, x in words.parts(nest)]
+    lines = [
+        f"{name}: {example_text.kind(x)}  {example_text.value(x)}"
+        for name, x in example_text.parts(nest)
+    ]
     assert lines == [
         "x.a: ragged int32 [2, ?]  1, 2, 3",
         "x.b: sparse int32 [2]  5",
@@ -299,7 +303,7 @@ def test_ragged_and_nested_examples_have_words():
 
 def test_many_classes_are_shown_in_part(capsys, tmp_path):
     labels = np.repeat(np.arange(50), np.arange(1, 51))
-    source = sources.of_arrays((np.zeros([len(labels), 4, 4, 1], np.float32), labels), classes=52)
+    source = base.of_arrays((np.zeros([len(labels), 4, 4, 1], np.float32), labels), classes=52)
     assert show.show(source, None, 10, str(tmp_path / "x.png")) == 0
     out = capsys.readouterr().out
     assert "... 30 more, of 40 to 11 examples" in out
@@ -320,7 +324,7 @@ def test_many_classes_are_shown_in_part(capsys, tmp_path):
     ],
 )
 def test_numbers_become_colours(pixels, expected):
-    assert sheet.to_image(pixels).getpixel((0, 0)) == expected
+    assert contact_sheet.to_image(pixels).getpixel((0, 0)) == expected
 
 
 def test_streams_are_read_from_each_file_and_past_damaged_ones(tmp_path):

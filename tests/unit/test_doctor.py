@@ -9,14 +9,14 @@ import time
 import pytest
 
 from tests.processes import ROOT
-from tfdist import limits
-from tfdist.cluster import ClusterSpec
-from tfdist.launch import check
+from tfdist.cluster.spec import ClusterSpec
+from tfdist.launch import doctor_check
 from tfdist.launch import flags as launch_flags
-from tfdist.tools.doctor import checks, flags, frameworks, host, machine, main, places, table
+from tfdist.runtime import resource_limits
+from tfdist.tools.doctor import checks, file_systems, flags, frameworks, host, machine, main, table
+from tfdist.tools.doctor.file_systems import Place
 from tfdist.tools.doctor.frameworks import Frameworks
 from tfdist.tools.doctor.machine import Card, Machine
-from tfdist.tools.doctor.places import Place
 
 GB = 1 << 30
 GOOD = Machine(
@@ -226,8 +226,8 @@ MEMINFO = "MemTotal:       33554432 kB\nMemFree:         1000 kB\nMemAvailable: 
 
 def test_what_files_say_of_a_machine(tmp_path):
     plant(tmp_path, {"proc/meminfo": MEMINFO})
-    assert limits.memory(tmp_path) == (16 * GB, 32 * GB)
-    assert limits.quota(tmp_path) is None
+    assert resource_limits.memory(tmp_path) == (16 * GB, 32 * GB)
+    assert resource_limits.quota(tmp_path) is None
     assert machine.driven_cards(tmp_path) == machine.pci_cards(tmp_path) == 0
 
 
@@ -252,8 +252,8 @@ def test_what_files_say_of_a_machine(tmp_path):
 )
 def test_limits_of_a_container(files, tmp_path):
     plant(tmp_path, {"proc/meminfo": MEMINFO, **files})
-    assert limits.memory(tmp_path) == (1 * GB, 4 * GB)
-    assert limits.quota(tmp_path) == 1.5
+    assert resource_limits.memory(tmp_path) == (1 * GB, 4 * GB)
+    assert resource_limits.quota(tmp_path) == 1.5
 
 
 def test_cards_on_the_bus_and_in_a_container(tmp_path):
@@ -291,8 +291,8 @@ def test_this_machine_is_looked_at():
 def test_a_good_place_stays_as_it_was(tmp_path):
     (tmp_path / "there").write_text("mine")
     for path in (tmp_path, tmp_path / "a" / "b"):
-        found = places.try_place(str(path))
-        assert places.check_place(found).status == "pass"
+        found = file_systems.try_place(str(path))
+        assert file_systems.check_place(found).status == "pass"
         assert found.free > 0
     assert [entry.name for entry in tmp_path.iterdir()] == ["there"]
 
@@ -300,14 +300,16 @@ def test_a_good_place_stays_as_it_was(tmp_path):
 def test_a_file_in_the_place_of_a_directory(tmp_path):
     (tmp_path / "runs").write_text("mine")
     for path in (tmp_path / "runs", tmp_path / "runs" / "digits"):
-        check = places.check_place(places.try_place(str(path)))
+        check = file_systems.check_place(file_systems.try_place(str(path)))
         assert check.status == "fail"
         assert "a file is in its way" in check.remedy
     assert (tmp_path / "runs").read_text() == "mine"
 
 
 def test_a_place_that_cannot_be_written():
-    check = places.check_place(places.try_place("/proc/self"))  # root may write anywhere else
+    check = file_systems.check_place(
+        file_systems.try_place("/proc/self")
+    )  # root may write anywhere else
     assert check.status == "fail"
     assert "/proc/self: writing a file: " in check.found
 
@@ -317,16 +319,16 @@ def test_a_file_system_that_cannot_replace(tmp_path, monkeypatch):
         raise OSError(18, "Invalid cross-device link")
 
     monkeypatch.setattr(os, "replace", refuse)
-    check = places.check_place(places.try_place(str(tmp_path)))
+    check = file_systems.check_place(file_systems.try_place(str(tmp_path)))
     assert "renaming a file over another one: Invalid cross-device link" in check.found
     assert "cannot replace a file" in check.remedy
     assert not list(tmp_path.iterdir())
 
 
 def test_a_file_system_that_hangs(monkeypatch):
-    monkeypatch.setattr(places, "try_place", lambda path: time.sleep(2))
-    (found,) = places.look(["/mnt/gone"], timeout=0.1)
-    check = places.check_place(found)
+    monkeypatch.setattr(file_systems, "try_place", lambda path: time.sleep(2))
+    (found,) = file_systems.look(["/mnt/gone"], timeout=0.1)
+    check = file_systems.check_place(found)
     assert "no answer within 0.1 s" in check.found
     assert "its server runs" in check.remedy
 
@@ -354,7 +356,7 @@ def test_a_file_system_that_hangs(monkeypatch):
     ],
 )
 def test_a_fault_of_a_place(place, status, text):
-    check = places.check_place(place)
+    check = file_systems.check_place(place)
     assert check.status == status
     assert text in check.found
 
@@ -466,7 +468,7 @@ def test_what_a_launch_asks_doctor(words, expected):
         "chief": bool(found.chief),
     }
     spec = None if found.rendezvous else ClusterSpec.local(**counts)
-    asked = check.doctor_words(found, spec, command)
+    asked = doctor_check.doctor_words(found, spec, command)
     assert asked == expected.split()
     if not found.cluster and "--config=c.py" not in asked:
         flags.parse(asked)

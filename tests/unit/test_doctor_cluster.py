@@ -12,13 +12,13 @@ import time
 import pytest
 
 from tests.processes import ROOT
-from tfdist import preflight
-from tfdist.addresses import split_address
-from tfdist.cluster import ClusterSpec
-from tfdist.handshake import badge, fingerprint
+from tfdist.cluster import preflight
+from tfdist.cluster.addresses import split_address
+from tfdist.cluster.handshake import badge, fingerprint
+from tfdist.cluster.spec import ClusterSpec
 from tfdist.tools.doctor import cluster, exchange, main, server
 from tfdist.tools.doctor.exchange import Link
-from tfdist.tools.doctor.meeting import Meeting, Peer, Sight, serving
+from tfdist.tools.doctor.peers import Meeting, Peer, Sight, serving
 from tfdist.tools.doctor.server import Desk
 
 SPEC = ClusterSpec(

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from tests.processes import is_gone
-from tfdist.tools.doctor import child, places, probe, runs, trial
+from tfdist.tools.doctor import child, file_systems, probe, runs, trial
 from tfdist.tools.doctor.machine import Card, Machine
 
 GB = 1 << 30
@@ -271,7 +271,12 @@ def test_places_that_only_tensorflow_writes_to(tmp_path):
             "none://x",
         )
     ]
-    assert [places.check_place(place).status for place in found] == ["pass", "pass", "fail", "fail"]
+    assert [file_systems.check_place(place).status for place in found] == [
+        "pass",
+        "pass",
+        "fail",
+        "fail",
+    ]
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 

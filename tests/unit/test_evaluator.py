@@ -11,10 +11,10 @@ import tensorflow as tf
 
 import tfdist
 from tfdist import ClusterSpec, make_strategy
-from tfdist.addresses import Presence
 from tfdist.backup.snapshot import Snapshot
-from tfdist.preflight import PeersAbsent
-from tfdist.strategies import is_chief
+from tfdist.cluster.addresses import Presence
+from tfdist.cluster.preflight import PeersAbsent
+from tfdist.strategies.factory import is_chief
 from tfdist.train import evaluator as room
 from tfdist.train.evaluator import find_sources
 

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
+from tfdist.launch.failure_report import format_verdict
 from tfdist.launch.failures import Ending, Kind, classify, judge, last_traceback
-from tfdist.launch.report import format_verdict
 
 ABORTED = "Graph execution error:\n\nDetected at node x\nCollective ops is aborted by: Socket closed\n [[x]]"
 UNHEALTHY = (

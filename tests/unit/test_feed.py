@@ -5,11 +5,11 @@ import pytest
 import tensorflow as tf
 
 from tests.parity.cases import dataset
+from tfdist.data.batch_rows import count_rows
 from tfdist.data.order import share
-from tfdist.data.rows import count_rows
 from tfdist.parallel.placement import Placement
-from tfdist.train import gradients
-from tfdist.train.feed import Batch, Feed, batch_of, replica_rows, replica_slices
+from tfdist.train.synchronous import gradient_sum
+from tfdist.train.synchronous.feed import Batch, Feed, batch_of, replica_rows, replica_slices
 
 HOST = "/cpu:0"
 ROWS, BATCH = 10, 4  # a short last batch
@@ -183,12 +183,12 @@ def test_repeated_indices_of_a_sparse_gradient_are_summed():
     grad = tf.IndexedSlices(
         tf.constant([[1.0], [10.0], [100.0]]), tf.constant([4, 2, 4]), tf.constant([6, 1])
     )
-    merged = gradients.merge_duplicates(grad)
+    merged = gradient_sum.merge_duplicates(grad)
     assert merged.indices.numpy().tolist() == [4, 2]
     assert merged.values.numpy().tolist() == [[101.0], [10.0]]
     np.testing.assert_array_equal(tf.convert_to_tensor(merged), tf.convert_to_tensor(grad))
-    assert gradients.merge_duplicates(merged.values) is merged.values
-    assert gradients.merge_duplicates(None) is None
+    assert gradient_sum.merge_duplicates(merged.values) is merged.values
+    assert gradient_sum.merge_duplicates(None) is None
 
 
 def test_gradients_of_any_dtype_are_summed_and_none_stays_none(mirrored):
@@ -202,7 +202,7 @@ def test_gradients_of_any_dtype_are_summed_and_none_stays_none(mirrored):
             tf.IndexedSlices(n[None], tf.constant([0]), tf.constant([1])),
             n * 10,
         ]
-        sums = gradients.sum_over_replicas(context, grads)
+        sums = gradient_sum.sum_over_replicas(context, grads)
         assert sums[1] is None
         return [tf.reduce_sum(getattr(s, "values", s)) for s in sums if s is not None]
 

@@ -5,7 +5,8 @@ import pytest
 import tensorflow as tf
 
 from tfdist import data
-from tfdist.data import files, tables, transforms
+from tfdist.data import transforms
+from tfdist.data.sources import image_files, tables
 
 
 def picture(height, width, value=0):
@@ -46,7 +47,7 @@ def names(source):
 
 
 def test_classes_are_directories_by_name(folder):
-    source = files.image_folder(folder)
+    source = image_files.image_folder(folder)
     assert source.class_names == ("ants", "cats", "dogs")
     assert (source.cardinality, source.classes) == (5, 3)
     assert names(source) == [
@@ -61,21 +62,21 @@ def test_classes_are_directories_by_name(folder):
 
 
 def test_the_order_of_classes_can_be_given_and_others_are_passed_over(folder):
-    source = files.image_folder(folder, classes=["dogs", "ants"])
+    source = image_files.image_folder(folder, classes=["dogs", "ants"])
     assert (source.class_names, source.labels().tolist()) == (("dogs", "ants"), [0, 1])
     with pytest.raises(ValueError, match=r"no directory 'cat', though a class. Did you mean cats"):
-        files.image_folder(folder, classes=["cat"])
+        image_files.image_folder(folder, classes=["cat"])
 
 
 def test_without_labels_all_images_below_are_taken(folder):
-    source = files.image_folder(folder, labels=False, channels=1)
+    source = image_files.image_folder(folder, labels=False, channels=1)
     assert (source.cardinality, source.classes, source.labels) == (6, None, None)
     assert names(source)[-1] == f"file {folder}/loose.png"
     assert [x.shape[-1] for x in source.dataset()] == [1] * 6
 
 
 def test_undecoded_images_are_the_files_content(folder):
-    source = files.image_folder(folder, decode=False)
+    source = image_files.image_folder(folder, decode=False)
     x, y = source.read(tf.constant(4, tf.int64))
     assert x == source.raw(tf.constant(4, tf.int64)) == (folder / "dogs" / "1.png").read_bytes()
     assert y == 2
@@ -83,7 +84,7 @@ def test_undecoded_images_are_the_files_content(folder):
 
 
 def test_images_can_be_read_in_a_graph_that_knows_no_python(folder):
-    source = files.image_folder(folder)
+    source = image_files.image_folder(folder)
     numbers = tf.data.Dataset.range(source.cardinality)
     definition = (
         tf.function(source.read, input_signature=[tf.TensorSpec([], tf.int64)])
@@ -114,18 +115,18 @@ def test_kinds_of_images(tmp_path, content):
     else:
         stored = content(picture(4, 6, 7)).numpy()
     write(tmp_path / "a" / ("1.bmp" if content == "bmp" else "1.gif"), stored)
-    image, _ = next(iter(files.image_folder(tmp_path).dataset()))
+    image, _ = next(iter(image_files.image_folder(tmp_path).dataset()))
     assert image.shape.rank == 3
     assert image[0, 0].numpy().tolist() == [7, 7, 7]
 
 
 def test_what_is_missing_in_a_folder_is_named(tmp_path, folder):
     with pytest.raises(ValueError, match="nowhere: no such directory"):
-        files.image_folder(tmp_path / "nowhere")
+        image_files.image_folder(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"extensions: expected several, such as \('.jpg',\)"):
-        files.image_folder(folder, extensions=".jpg")
+        image_files.image_folder(folder, extensions=".jpg")
     with pytest.raises(ValueError, match="channels: expected 1, 3 or 4, received 2"):
-        files.image_folder(folder, channels=2)
+        image_files.image_folder(folder, channels=2)
     write(tmp_path / "a" / "1.webp")
     write(tmp_path / "a" / "2.webp")
     write(tmp_path / "a" / ".x")
@@ -133,20 +134,20 @@ def test_what_is_missing_in_a_folder_is_named(tmp_path, folder):
         ValueError,
         match=r"none in its 1 class directories. Expected .*\.gif; passed over 3 others: 2 \.webp, 1 hidden",
     ):
-        files.image_folder(tmp_path)
+        image_files.image_folder(tmp_path)
     with pytest.raises(ValueError, match="nor in the directories below"):
-        files.image_folder(tmp_path, labels=False)
+        image_files.image_folder(tmp_path, labels=False)
     write(tmp_path / "3.png")
     with pytest.raises(ValueError, match=r"1 lie in .* itself: pass labels=False"):
-        files.image_folder(tmp_path)
+        image_files.image_folder(tmp_path)
     write(tmp_path / "b" / "3.png")
     with pytest.raises(ValueError, match="a: a class directory without images"):
-        files.image_folder(tmp_path)
-    assert files.image_folder(tmp_path, classes=["b"]).cardinality == 1
+        image_files.image_folder(tmp_path)
+    assert image_files.image_folder(tmp_path, classes=["b"]).cardinality == 1
 
 
 def test_a_pipeline_reads_a_folder(folder):
-    source = files.image_folder(folder, decode=False)
+    source = image_files.image_folder(folder, decode=False)
     pipeline = data.pipeline(source, 2, transform=transforms.images(8, augment=True))
     epochs = [[(x.numpy(), y.numpy().tolist()) for x, y in pipeline] for _ in range(2)]
     assert [x.shape for x, _ in epochs[0]] == [(2, 8, 8, 3), (2, 8, 8, 3), (1, 8, 8, 3)]
@@ -160,11 +161,11 @@ LISTING = "name,kind,path\nfirst,cat,cats/a.jpeg\n\nsecond,dog,dogs/1.png\nthird
 
 def test_a_manifest_names_files_and_labels(folder, tmp_path):
     file = write(tmp_path / "list.csv", LISTING)
-    source = files.manifest(file, root=folder, path_column="path", label_column="kind")
+    source = image_files.manifest(file, root=folder, path_column="path", label_column="kind")
     assert (source.class_names, source.labels().tolist()) == (("cat", "dog"), [0, 1, 0])
     assert [(x.shape[0], int(y)) for x, y in source.dataset()] == [(20, 0), (10, 1), (20, 0)]
     assert names(source)[1] == f"file {folder}/dogs/1.png"
-    alone = files.manifest(
+    alone = image_files.manifest(
         file, root=folder, path_column=2, label_column=None, header=True, decode=False
     )
     assert [len(x.numpy()) for x in alone.dataset()][1] == (
@@ -177,10 +178,10 @@ def test_a_manifest_without_header_beside_its_files(folder, separator):
     file = write(
         folder / "list.txt", f"cats/a.jpeg{separator}1\r\n{folder}/dogs/1.png{separator}0\r\n"
     )
-    source = files.manifest(file, classes=["dog", "cat"])
+    source = image_files.manifest(file, classes=["dog", "cat"])
     assert (source.class_names, source.labels().tolist()) == (("dog", "cat"), [1, 0])
     assert [x.shape[0] for x, _ in source.dataset()] == [20, 10]
-    numbers = files.manifest(file)
+    numbers = image_files.manifest(file)
     assert (numbers.classes, numbers.labels().tolist()) == (None, [1, 0])
     file.unlink()
 
@@ -249,19 +250,19 @@ def test_what_is_wrong_with_a_manifest_is_named(tmp_path, listing, options, mess
     file = write(tmp_path / "list.csv", listing)
     write(tmp_path / "a.png")
     with pytest.raises(ValueError, match=message):
-        files.manifest(file, **{"path_column": "path", "label_column": "kind", **options})
+        image_files.manifest(file, **{"path_column": "path", "label_column": "kind", **options})
 
 
 def test_a_manifest_that_is_missing_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"none.csv: no such file"):
-        files.manifest(tmp_path / "none.csv")
+        image_files.manifest(tmp_path / "none.csv")
     with pytest.raises(ValueError, match="expected a file, received a directory"):
-        files.manifest(tmp_path)
+        image_files.manifest(tmp_path)
 
 
 def test_files_need_not_be_looked_for(tmp_path):
     file = write(tmp_path / "list.csv", "none.png,0\n")
-    source = files.manifest(file, check=False)
+    source = image_files.manifest(file, check=False)
     with pytest.raises(tf.errors.NotFoundError, match=r"none.png"):
         source.read(tf.constant(0, tf.int64))
 
@@ -291,13 +292,13 @@ def imagenet(tmp_path):
 
 
 def test_imagenet(imagenet):
-    train, val, test = (files.imagenet(imagenet, split) for split in ("train", "val", "test"))
+    train, val, test = (image_files.imagenet(imagenet, split) for split in ("train", "val", "test"))
     assert train.class_names == val.class_names == ("tench, Tinca tinca", "crane", "goldfish")
     assert [(x.shape[1], int(y)) for x, y in train.dataset()] == [(8, 2), (8, 0)]
     assert [(x.shape[1], int(y)) for x, y in val.dataset()] == [(8, 1)]
     assert [x.shape[1] for x in test.dataset()] == [8]
     with pytest.raises(ValueError, match=r"split: received 'valid'. Did you mean val"):
-        files.imagenet(imagenet, "valid")
+        image_files.imagenet(imagenet, "valid")
 
 
 def test_what_is_wrong_with_imagenet_is_named(imagenet):
@@ -309,16 +310,16 @@ def test_what_is_wrong_with_imagenet_is_named(imagenet):
         ValueError,
         match=r"line 2: the label 'n04' is none of the 3 classes of .*LOC_synset_mapping.txt. Did you mean n03",
     ):
-        files.imagenet(imagenet, "val")
+        image_files.imagenet(imagenet, "val")
     (imagenet / "ILSVRC/Data/CLS-LOC/train/n01/n01_10.JPEG").unlink()
     with pytest.raises(
         ValueError, match=r"LOC_train_solution.csv, line 3: 'n01/n01_10.JPEG' is not there"
     ):
-        files.imagenet(imagenet, "train")
-    assert files.imagenet(imagenet, "train", check=False).cardinality == 2
+        image_files.imagenet(imagenet, "train")
+    assert image_files.imagenet(imagenet, "train", check=False).cardinality == 2
     write(imagenet / "LOC_synset_mapping.txt", "n01 a\nn01 b\n")
     with pytest.raises(ValueError, match="the class 'n01' appears twice"):
-        files.imagenet(imagenet, "val")
+        image_files.imagenet(imagenet, "val")
 
 
 TABLE = "city,age,rooms,price,zip\nParis,36,2,1.5,07\nRome,,3,2.5,08\nParis,41,1,3.5,09\n"

@@ -4,7 +4,7 @@ import pytest
 from absl import flags as absl_flags
 
 from tfdist import app, flags
-from tfdist.contract import CONFIGURATION_CODE
+from tfdist.runtime.launch_protocol import CONFIGURATION_CODE
 
 
 def parsed(*words):

@@ -6,16 +6,18 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist import config, functions, inputs, models
+from tfdist import config, models
+from tfdist.config import user_functions
 from tfdist.data import pipeline
-from tfdist.run import run
+from tfdist.run import input_pipeline
+from tfdist.run.train_command import run
 
 CODE = """
 import keras
 import numpy as np
 import beside
 import tfdist
-from tfdist.data.sources import Source
+from tfdist.data.sources.base import Source
 
 RUNS = beside.note()
 
@@ -90,12 +92,12 @@ def settings(tmp_path, data, model, **more):
 
 @pytest.mark.parametrize(("data", "rows"), [("source", 8), ("pipeline", 8), ("batches", None)])
 def test_data_are_what_a_function_returns(file, tmp_path, data, rows):
-    batches = inputs.pipeline(settings(tmp_path, f"{file}:{data}", "mlp"))
-    assert inputs.shapes(batches) == ((3,), None)
+    batches = input_pipeline.pipeline(settings(tmp_path, f"{file}:{data}", "mlp"))
+    assert input_pipeline.shapes(batches) == ((3,), None)
     assert sum(len(x) for x, _ in batches) == 24
-    assert inputs.is_pipeline(batches) == (rows is not None)
+    assert input_pipeline.is_pipeline(batches) == (rows is not None)
     assert (
-        functions.load(f"{file}:batches", "data.name").__globals__["RUNS"] == 1
+        user_functions.load(f"{file}:batches", "data.name").__globals__["RUNS"] == 1
     )  # a file runs once
 
 
@@ -104,7 +106,7 @@ def test_a_run_of_own_data_and_a_compiled_model(file, tmp_path, capsys):
     assert set(summary) >= {"loss", "mae"}
     assert "accuracy" not in summary
     assert summary["examples_per_second"] > 0
-    assert functions.load(f"{file}:Counting", "x").steps > 0
+    assert user_functions.load(f"{file}:Counting", "x").steps > 0
     assert "loss" in capsys.readouterr().out
 
 
@@ -185,14 +187,14 @@ def test_code_that_fails_elsewhere_is_named_with_the_line_of_the_file(
     monkeypatch.syspath_prepend(tmp_path)
     for name in (f"{tmp_path}/broken_parts.py", "broken_parts"):
         with pytest.raises(ValueError, match=message):
-            functions.load(f"{name}:build", "model.name")
+            user_functions.load(f"{name}:build", "model.name")
 
 
 def test_a_pipeline_begins_where_the_run_does(file, tmp_path):
-    batches = inputs.pipeline(settings(tmp_path, f"{file}:pipeline", "mlp"))
-    inputs.begin_epoch(batches, 1)
-    expected = pipeline(functions.load(f"{file}:source", "x")(None, "train"), 8, seed=3)
+    batches = input_pipeline.pipeline(settings(tmp_path, f"{file}:pipeline", "mlp"))
+    input_pipeline.begin_epoch(batches, 1)
+    expected = pipeline(user_functions.load(f"{file}:source", "x")(None, "train"), 8, seed=3)
     expected.epochs.next = 1
     for (x, _), (y, _) in zip(batches, expected, strict=True):
         np.testing.assert_array_equal(x, y)
-    inputs.begin_epoch(tf.data.Dataset.range(3), 1)  # has no order that could go on
+    input_pipeline.begin_epoch(tf.data.Dataset.range(3), 1)  # has no order that could go on

@@ -13,7 +13,7 @@ from tfdist.keras_compat.parallel import (
     updating_in_place,
     with_mask,
 )
-from tfdist.parallel.passes import is_seed
+from tfdist.parallel.pipeline_parallel.stage_passes import is_seed
 
 L = keras.layers
 

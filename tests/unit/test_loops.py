@@ -375,7 +375,7 @@ LONELY = """
 import keras, tensorflow as tf, tfdist
 from tfdist import loops
 from tfdist.parallel.placement import Placement
-from tfdist.train.patience import Patience
+from tfdist.train.health.watchdog import Patience
 
 strategy = tfdist.make_strategy("one_device", devices="cpu")
 strategy.tfdist_engine.patience = Patience(1.6, Placement(workers=2))

@@ -10,7 +10,7 @@ from tests.processes import ROOT, environment
 
 SCRIPT = """
 import sys, time, tensorflow as tf
-from tfdist.train.patience import Patience
+from tfdist.train.health.watchdog import Patience
 from tfdist.parallel.placement import Placement
 cpu, = tf.config.list_physical_devices("CPU")
 tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)

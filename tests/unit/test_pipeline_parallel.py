@@ -10,10 +10,18 @@ import tensorflow as tf
 import tfdist
 from tfdist.keras_compat.parallel import mask_of
 from tfdist.parallel import ShardedMLP, pipeline
-from tfdist.parallel.cuts import balanced, graph_of, parameters, split
-from tfdist.parallel.passes import is_seed
-from tfdist.parallel.schedule import SCHEDULES, Task, bubble, duration, held, tasks, together
-from tfdist.parallel.timing import seconds
+from tfdist.parallel.pipeline_parallel.layer_timing import seconds
+from tfdist.parallel.pipeline_parallel.schedule import (
+    SCHEDULES,
+    Task,
+    bubble,
+    duration,
+    held,
+    tasks,
+    together,
+)
+from tfdist.parallel.pipeline_parallel.split import balanced, graph_of, parameters, split
+from tfdist.parallel.pipeline_parallel.stage_passes import is_seed
 from tfdist.strategies.stages import of_workers
 
 L = keras.layers

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from tfdist.tools.plan.main import main, parse, table
-from tfdist.tools.plan.ways import Needs, Stage, choose, ways
+from tfdist.tools.plan.options import Needs, Stage, choose, ways
 
 MEGA = 1_000_000
 # Four equal layers with Adam: 40 MB of weights, 80 MB of slots; 1 MB of activations an example.

@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from tfdist import handshake, preflight
-from tfdist.addresses import PortTaken, split_address
-from tfdist.cluster import ClusterSpec
+from tfdist.cluster import handshake, preflight
+from tfdist.cluster.addresses import PortTaken, split_address
+from tfdist.cluster.spec import ClusterSpec
 
 LONG, SHORT = (
     80.0,

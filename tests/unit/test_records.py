@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.data import index
-from tfdist.data.records import find, records
+from tfdist.data.sources import record_index
+from tfdist.data.sources.records import find, records
 
 
 def write(path, contents, compression=""):
@@ -168,7 +168,7 @@ def test_processes_build_an_index_at_the_same_time(tmp_path, run_python_twice):
     write(tmp_path / "a.tfrecord", [b"x" * 10] * 30_000)
     write(tmp_path / "b.tfrecord", words(10))
     code = (
-        "import sys; from tfdist.data.records import records; s = records(sys.argv[1] + '/*.tfrecord');"
+        "import sys; from tfdist.data.sources.records import records; s = records(sys.argv[1] + '/*.tfrecord');"
         "print(s.cardinality, s.read(s.cardinality - 1).numpy(), 'tensorflow_datasets' in sys.modules)"
     )
     for out, err in run_python_twice(code, str(tmp_path)):
@@ -186,7 +186,7 @@ def test_truncated_and_corrupt_files_are_named_with_the_byte(tmp_path, zipped):
     def refused(content):
         path.write_bytes(gzip.compress(bytes(content), 1) if zipped else bytes(content))
         with pytest.raises(ValueError) as error:
-            index.build(str(path))
+            record_index.build(str(path))
         return str(error.value)
 
     word = "decompressed byte" if zipped else "byte"
@@ -206,7 +206,7 @@ def test_truncated_and_corrupt_files_are_named_with_the_byte(tmp_path, zipped):
     assert "no TFRecord file" in refused(b"image,label\ncat.jpg,1\n")
     for end, count in zip([*begins, len(whole)], range(5), strict=True):
         path.write_bytes(gzip.compress(whole[:end], 1) if zipped else whole[:end])
-        assert index.build(str(path)).records == count
+        assert record_index.build(str(path)).records == count
 
 
 def test_a_truncated_gzip_file_is_named(tmp_path):

@@ -15,12 +15,12 @@ import time
 import pytest
 
 from tests.processes import ROOT, environment
-from tfdist.addresses import free_ports, split_address
-from tfdist.launch import member, rendezvous, wire
-from tfdist.launch.assembly import Assembly
-from tfdist.launch.member import Member
-from tfdist.launch.orders import Cut, Decision, Finish, Start, Stop, Terms
+from tfdist.cluster.addresses import free_ports, split_address
+from tfdist.launch import json_channel, rendezvous, rendezvous_client
+from tfdist.launch.membership import Assembly
+from tfdist.launch.messages import Cut, Decision, Finish, Start, Stop, Terms
 from tfdist.launch.rendezvous import Rendezvous
+from tfdist.launch.rendezvous_client import Member
 
 TOKEN = b"0123456789abcdef"
 LONG = 20.0  # seconds: a bound that no passing test reaches
@@ -32,8 +32,8 @@ NEVER = 600.0
 @pytest.fixture(autouse=True)
 def _hurry(monkeypatch):
     monkeypatch.setattr(rendezvous, "TICK_S", 0.02)
-    monkeypatch.setattr(member, "POLL_S", 0.01)
-    monkeypatch.setattr(member, "RETRY_S", 0.05)
+    monkeypatch.setattr(rendezvous_client, "POLL_S", 0.01)
+    monkeypatch.setattr(rendezvous_client, "RETRY_S", 0.05)
 
 
 def limited(restarts):
@@ -264,7 +264,7 @@ def test_strangers_do_no_harm(house):
         raws = [stack.enter_context(socket.create_connection(address, LONG)) for _ in range(5)]
         raws[0].sendall(b"GET / HTTP/1.1\r\n\r\n")
         raws[1].sendall(b"0" * 5000)
-        channel = wire.connect(house.server.address, TOKEN)
+        channel = json_channel.connect(house.server.address, TOKEN)
         channel.send({"do": "join", "slots": "many"})
         assert channel.receive(LONG)["code"] == 78
         channel.close()
@@ -342,7 +342,7 @@ def test_preemption_stops_gently_and_is_not_counted(house):
 
 def test_reports_of_an_older_generation_are_ignored(house):
     house.serve(1, 1, restarts=9)
-    channel = wire.connect(house.server.address, TOKEN)
+    channel = json_channel.connect(house.server.address, TOKEN)
     channel.send({"do": "join", "id": "x", "host": "h", "name": "h", "slots": 1, "digest": ""})
     heard = {}
 
@@ -467,7 +467,7 @@ def test_a_frozen_launcher_is_lost_and_cuts_as_soon_as_it_wakes(house):
     """SIGSTOP: its connection stays open, and its machine answers for it."""
     house.serve(1, 2, restarts=1)
     code = (
-        f"from tfdist.launch.member import Member\nwith Member({house.server.address!r}, {TOKEN!r}, '127.0.0.1', 1, 'train.py', name='b') as b:\n"
+        f"from tfdist.launch.rendezvous_client import Member\nwith Member({house.server.address!r}, {TOKEN!r}, '127.0.0.1', 1, 'train.py', name='b') as b:\n"
         f"  for order in iter(lambda: b.order({LONG}), None):\n    print(type(order).__name__, flush=True)\n"
         "    if type(order).__name__ in ('Cut', 'Finish'): break\n"
     )

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from tfdist import resolvers
-from tfdist.cluster import ClusterSpec
+from tfdist.cluster import resolvers
+from tfdist.cluster.spec import ClusterSpec
 
 TF_CONFIG = json.dumps(
     {"cluster": {"worker": ["t:1", "t:2"]}, "task": {"type": "worker", "index": 0}}

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import tfdist
 from tfdist import config
-from tfdist.run import describe, run
+from tfdist.run.train_command import describe, run
 from tfdist.sync import DiLoCo, Gradients, LocalSGD
 from tfdist.telemetry import sessions
 from tfdist.telemetry.layout import read_json_lines
@@ -122,16 +122,16 @@ def test_a_summary_without_training_or_model_can_be_told():
     ],
 )
 def test_a_section_becomes_a_policy(section, policy):
-    from tfdist import building
+    from tfdist.run import build
 
-    assert building.policy(config.Run.from_dict({"sync": section}).sync) == policy
+    assert build.policy(config.Run.from_dict({"sync": section}).sync) == policy
 
 
 @pytest.mark.parametrize(
     ("sync", "updates"), [({}, 24), ({"accumulate": 3}, 8)], ids=["each step", "every third"]
 )
 def test_a_schedule_ends_with_the_last_update(settings, one_device, sync, updates):
-    from tfdist import building
+    from tfdist.run import build
 
     given = config.Run.from_dict(
         {
@@ -143,5 +143,5 @@ def test_a_schedule_ends_with_the_last_update(settings, one_device, sync, update
     train = tf.data.Dataset.from_tensor_slices(
         (np.zeros([48, 8, 8, 1], np.float32), np.arange(48) % 10)
     ).batch(4)
-    optimizer = building.make_model(given, one_device, train).optimizer
+    optimizer = build.make_model(given, one_device, train).optimizer
     assert optimizer.get_config()["learning_rate"]["config"]["decay_steps"] == updates

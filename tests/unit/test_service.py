@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist import cluster
-from tfdist.addresses import Presence, free_ports
+from tfdist.cluster import spec
+from tfdist.cluster.addresses import Presence, free_ports
 from tfdist.data import of_generator, pipeline, portable, service
 
 X = np.arange(22, dtype=np.float32)
@@ -212,9 +212,9 @@ def test_none_means_none():
 
 
 def test_true_means_those_of_the_launch(monkeypatch):
-    monkeypatch.setenv(cluster.DATA_WORKERS, "127.0.0.1:5050, 127.0.0.1:5051")
+    monkeypatch.setenv(spec.DATA_WORKERS, "127.0.0.1:5050, 127.0.0.1:5051")
     assert service.addresses_of(True) == ("127.0.0.1:5050", "127.0.0.1:5051")
-    monkeypatch.delenv(cluster.DATA_WORKERS)
+    monkeypatch.delenv(spec.DATA_WORKERS)
     with pytest.raises(ValueError, match="tfdist launch --data-workers N"):
         service.addresses_of(True)
 
@@ -242,7 +242,7 @@ def test_wrong_addresses_are_named(wrong, message):
 )
 def test_a_wrong_variable_is_named(text, message):
     with pytest.raises(ValueError, match=f"TFDIST_DATA_WORKERS: {message}"):
-        cluster.data_workers({"TFDIST_DATA_WORKERS": text})
+        spec.data_workers({"TFDIST_DATA_WORKERS": text})
 
 
 # --- Absence ---------------------------------------------------------------------------------------------------------

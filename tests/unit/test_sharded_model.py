@@ -13,11 +13,11 @@ import tensorflow as tf
 import tfdist
 from tests.interrupts import Interrupts, Stop
 from tfdist.backup import result
-from tfdist.contract import Launched
 from tfdist.keras_compat.parallel import Sharded, as_shards
 from tfdist.parallel import deferred, fsdp, zero
+from tfdist.runtime.launch_protocol import Launched
 from tfdist.sync import Gradients
-from tfdist.train.coordinator import Coordinator
+from tfdist.train.parameter_server.coordinator import Coordinator
 
 
 @pytest.fixture(scope="module")

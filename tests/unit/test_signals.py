@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests.processes import group
-from tfdist.signals import ending
+from tfdist.runtime.termination import ending
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

@@ -11,12 +11,12 @@ import time
 import pytest
 
 from tests.processes import is_gone
-from tfdist.contract import IMPORTS_FILE, read_journal
 from tfdist.launch import standby as pool
-from tfdist.launch.guard import Guard
-from tfdist.launch.imports import ImportRecorder, changed, read_imports
-from tfdist.launch.plan import SHIM, Role, TaskPlan
+from tfdist.launch.guardian import Guard
+from tfdist.launch.import_record import ImportRecorder, changed, read_imports
 from tfdist.launch.standby import Standbys
+from tfdist.launch.task_plan import SHIM, Role, TaskPlan
+from tfdist.runtime.launch_protocol import IMPORTS_FILE, read_journal
 
 BOUND = 60  # seconds for anything here; each takes tenths of one
 
@@ -234,9 +234,12 @@ def test_cores_that_differ_are_named(standbys, plan, tmp_path):
 
 def test_a_module_that_would_be_imported_twice_is_run_by_a_fresh_process(standbys, plan, tmp_path):
     own, _ = standbys(1)
-    task = plan(modules=("colorsys", "tfdist.words"))
+    task = plan(modules=("colorsys", "tfdist.runtime.formatting"))
     fill(own, [task], 1)
-    assert take(own, dataclasses.replace(task, argv=(*SHIM, "-m", "tfdist.words"))) is None
+    assert (
+        take(own, dataclasses.replace(task, argv=(*SHIM, "-m", "tfdist.runtime.formatting")))
+        is None
+    )
     assert "runs as a program" in events(tmp_path, "passed over")[0]["why"]
     assert take(own, task) is not None  # it is there for other tasks
 
@@ -338,8 +341,8 @@ def test_one_that_is_struck_at_the_hand_over_is_followed_by_the_next(
 def test_they_die_with_the_launcher():
     code = """
 import os, sys, time
-from tfdist.launch.guard import Guard
-from tfdist.launch.imports import Imports
+from tfdist.launch.guardian import Guard
+from tfdist.launch.import_record import Imports
 from tfdist.launch.standby import Image, Standby
 guard = Guard()
 standby = Standby(Image(dict(os.environ), Imports(("colorsys",)), ()), ["task.py"])
@@ -364,7 +367,7 @@ def test_imports_and_what_the_task_changed_before_are_recorded(tmp_path):
     path = tmp_path / "imports"
     recorder = ImportRecorder(str(path), environ)
     recorder.find_spec("json")
-    recorder.find_spec("tfdist.words")
+    recorder.find_spec("tfdist.runtime.formatting")
     assert not read_imports(str(path)).modules  # no TensorFlow yet
     environ |= {"TF_A": "2", "MINE": "2", "TF_CONFIG": "of each task alone"}
     del environ["TF_GONE"]
@@ -373,7 +376,7 @@ def test_imports_and_what_the_task_changed_before_are_recorded(tmp_path):
     for name in ("tensorflow", "tensorflow.python", "tfdist.__main__"):
         recorder.find_spec(name)
     found = read_imports(str(path))
-    assert found.modules == ("tfdist.words", "keras", "tensorflow")
+    assert found.modules == ("tfdist.runtime.formatting", "keras", "tensorflow")
     assert found.environ == {"TF_A": "2", "TF_GONE": None}
 
 

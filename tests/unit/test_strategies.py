@@ -7,9 +7,9 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist import strategies
-from tfdist.cluster import ClusterSpec
-from tfdist.strategies import devices, is_chief, make_strategy
+from tfdist.cluster.spec import ClusterSpec
+from tfdist.strategies import devices, factory
+from tfdist.strategies.factory import is_chief, make_strategy
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +73,7 @@ def test_sums_over_devices_can_be_chosen(cross_device):
     ],
 )
 def test_auto_follows_cluster_and_devices(cluster, names, chosen, why):
-    name, reason = strategies._choose(cluster, names)
+    name, reason = factory._choose(cluster, names)
     assert name == chosen
     assert why in reason
 

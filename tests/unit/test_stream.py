@@ -14,9 +14,9 @@ import tensorflow as tf
 from tests.forkserver import Popen
 from tests.processes import environment
 from tfdist import data
-from tfdist.train import stream
-from tfdist.train.remote import Piece, RemoteRunner
-from tfdist.train.stream import Stream
+from tfdist.train.parameter_server import batch_stream
+from tfdist.train.parameter_server.batch_stream import Stream
+from tfdist.train.parameter_server.dispatch import Piece, RemoteRunner
 
 HOST = "/job:localhost/replica:0/task:0/device:CPU:0"
 
@@ -32,7 +32,7 @@ def make(dataset, seed=7, by_workers=True):
 READER = """
 import pickle, sys
 import tensorflow as tf
-from tfdist.train.stream import dataset_variant
+from tfdist.train.parameter_server.batch_stream import dataset_variant
 spec = tf.TensorSpec(None, tf.int64)
 found = {}
 for name, graph in pickle.load(open(sys.argv[1], "rb")).items():
@@ -149,7 +149,7 @@ def test_what_has_an_order_keeps_it(orders):
 
 
 def immovable():
-    variable, big = tf.Variable(1, dtype=tf.int64), tf.zeros([stream.LARGEST_MOVED // 4, 2])
+    variable, big = tf.Variable(1, dtype=tf.int64), tf.zeros([batch_stream.LARGEST_MOVED // 4, 2])
     return {
         "Python code": numbers().map(lambda x: tf.py_function(lambda v: v, [x], tf.int64)),
         "NumPy code": numbers().map(lambda x: tf.numpy_function(lambda v: v, [x], tf.int64)),
@@ -159,7 +159,7 @@ def immovable():
         "a variable": numbers().map(lambda x: x + variable),
         "much data in a map": numbers().map(lambda x: big[x]),
         "much data": tf.data.Dataset.from_tensor_slices(
-            np.zeros((stream.LARGEST_MOVED // 2, 1), np.float32)
+            np.zeros((batch_stream.LARGEST_MOVED // 2, 1), np.float32)
         ),
     }
 

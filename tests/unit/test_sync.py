@@ -11,8 +11,9 @@ import tensorflow as tf
 
 import tfdist
 from tests.interrupts import Interrupts, Stop
-from tfdist import observers, sync
+from tfdist import sync
 from tfdist.data.order import share
+from tfdist.run import telemetry_callbacks
 from tfdist.sync import DiLoCo, Gradients, LocalSGD
 
 EXAMPLES, BATCH, EPOCHS, RATE, MOMENTUM = (
@@ -496,7 +497,7 @@ def test_what_rows_of_a_table_take_is_not_known(under):
         model.compile("sgd", "mse")
     model.fit(np.ones([4, 2], np.int32), np.ones([4, 1]), batch_size=4, verbose=0)
     assert math.isnan(strategy.tfdist_engine.bytes_per_step(model))
-    assert observers.sent(strategy, model) is None
+    assert telemetry_callbacks.sent(strategy, model) is None
 
 
 def test_what_a_function_sends_otherwise_is_not_known(under):

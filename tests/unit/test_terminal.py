@@ -10,7 +10,7 @@ import time
 import pytest
 
 from tfdist.launch.output import Console, TaskOutput
-from tfdist.launch.text import Line, clip, printable, wants_colour
+from tfdist.launch.terminal_text import Line, clip, printable, wants_colour
 
 TASKS = ["worker:0", "worker:1"]
 

@@ -11,8 +11,9 @@ import pytest
 import tensorflow as tf
 import tensorflow_datasets
 
-from tfdist.data import storage, tfds
-from tfdist.data.digits import TfdistDigits
+from tfdist.data import files_io
+from tfdist.data.sources import tfds
+from tfdist.data.sources.digits import TfdistDigits
 
 
 def rows(source):
@@ -108,11 +109,11 @@ def test_two_processes_prepare_at_the_same_time(tmp_path, run_python_twice):
 
 def test_the_wait_for_another_process_ends_and_names_it(tmp_path):
     path = tmp_path / ".prepare.lock"
-    with storage.locked(path, 1.0, "preparing x in y"), open(path) as other:
+    with files_io.locked(path, 1.0, "preparing x in y"), open(path) as other:
         with pytest.raises(
             TimeoutError, match=r"Waited 0.1 s for process \d+ on .*, which is preparing x in y"
         ):
-            with storage.locked(path, 0.1, "preparing x in y"):
+            with files_io.locked(path, 0.1, "preparing x in y"):
                 pass
         with pytest.raises(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -10,10 +10,10 @@ import tensorflow as tf
 
 import tfdist
 from tests.parity.cases import CROSSENTROPY, GLOBAL_BATCH, STEPS, Steps, data, dataset
-from tfdist.contract import Phase
-from tfdist.train import callbacks, loop
-from tfdist.train.loop import Runner
-from tfdist.train.predict import Predictor
+from tfdist.runtime.launch_protocol import Phase
+from tfdist.train.synchronous import loop, worker_callbacks
+from tfdist.train.synchronous.loop import Runner
+from tfdist.train.synchronous.predict import Predictor
 
 
 def linear():
@@ -181,7 +181,7 @@ def test_directories_of_checkpoints_are_there_before_two_workers_would_make_them
     compiled(one_device).fit(dataset(*data()), verbose=0, callbacks=[*saves, look])
     assert there == ["a", "b", "c", "file"]
     assert (tmp_path / "c" / "1" / "last.weights.h5").exists()
-    callbacks.make_directories(
+    worker_callbacks.make_directories(
         [
             keras.callbacks.ModelCheckpoint(tmp_path / "file" / "x.keras"),
             keras.callbacks.ModelCheckpoint("x.keras"),
@@ -192,12 +192,15 @@ def test_directories_of_checkpoints_are_there_before_two_workers_would_make_them
 def test_who_watches_batches(tmp_path):
     rows = every_callback(tmp_path)
     for name, callback, train, test in rows:
-        assert (callbacks.watches([callback], "train"), callbacks.watches([callback], "test")) == (
+        assert (
+            worker_callbacks.watches([callback], "train"),
+            worker_callbacks.watches([callback], "test"),
+        ) == (
             train,
             test,
         ), (name, vars(callback))
-    assert not callbacks.watches([], "train")
-    assert callbacks.watches([c for _, c, *_ in rows], "train")
+    assert not worker_callbacks.watches([], "train")
+    assert worker_callbacks.watches([c for _, c, *_ in rows], "train")
     theirs = {name for name, value in vars(keras.callbacks).items() if isinstance(value, type)}
     rest = theirs - {name for name, *_ in rows}
     # A container, a base class, and one that takes a package of its own and is its own base's only batch watcher.
@@ -239,15 +242,15 @@ def test_other_workers_write_elsewhere_or_not_at_all(tmp_path):
     k = keras.callbacks
     each, chief = tfdist.TensorBoard(log, per_worker=True), tfdist.TensorBoard(log)
     for callback in (each, chief, k.TensorBoard(log)):
-        assert not callbacks.follow(callback).log_dir.startswith(str(tmp_path))
+        assert not worker_callbacks.follow(callback).log_dir.startswith(str(tmp_path))
     assert (each.follows, each.root_dir) == (
         True,
         log,
     )  # what it sees goes to `worker-1` there, as tests/cluster/test_training.py finds
-    assert callbacks.follow(k.CSVLogger(log)).filename != log
-    assert not isinstance(callbacks.follow(k.BackupAndRestore(log)), k.BackupAndRestore)
+    assert worker_callbacks.follow(k.CSVLogger(log)).filename != log
+    assert not isinstance(worker_callbacks.follow(k.BackupAndRestore(log)), k.BackupAndRestore)
     stopping = k.EarlyStopping()
-    assert callbacks.follow(stopping) is stopping
+    assert worker_callbacks.follow(stopping) is stopping
 
 
 # --- Compilation ----------------------------------------------------------------------------------------------------------

@@ -5,9 +5,9 @@ import threading
 import pytest
 import tensorflow as tf
 
-from tfdist.data.tuner import untuned
+from tfdist.data.autotune import untuned
 from tfdist.parallel.placement import Placement
-from tfdist.train.feed import Feed
+from tfdist.train.synchronous.feed import Feed
 
 
 def with_autotune(data, **values):

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tests.processes import ROOT, environment, is_gone
 from tfdist.tools.verify import main as command
-from tfdist.tools.verify import words
+from tfdist.tools.verify import rendering
 from tfdist.tools.verify.causes import likely
 from tfdist.tools.verify.compare import compare
 from tfdist.tools.verify.probes import fingerprints, layers_of, reverse, silence
@@ -121,10 +121,10 @@ def test_no_rounding_allows_an_unscaled_loss(far):
     unscaled = recording(gradient=lambda step, x: 2 * x, logs=lambda step, x: 2 * x)
     comparison = found(halves(unscaled), rounding=recording(gradient=far, logs=far))
     assert not comparison.same
-    assert not words.facts({"compiled": comparison}, [])["same"]
-    told = " ".join(words.verdict({"compiled": comparison}, [], "2 devices"))
+    assert not rendering.facts({"compiled": comparison}, [])["same"]
+    told = " ".join(rendering.verdict({"compiled": comparison}, [], "2 devices"))
     assert told.startswith("NOT COMPARED: step 1: loss differs by") == (not comparison.differs)
-    assert ("?" in words.table({"compiled": comparison})[1]) == (not comparison.differs)
+    assert ("?" in rendering.table({"compiled": comparison})[1]) == (not comparison.differs)
     near = found(
         halves(recording(gradient=lambda step, x: 1.005 * x)),
         rounding=recording(gradient=lambda step, x: x * 1.0004),
@@ -154,15 +154,17 @@ def test_what_is_not_finite_proves_nothing():
     comparison = compare(broken, halves(broken), broken, 1e-4)
     assert not comparison.same
     assert (
-        words.verdict({"compiled": comparison}, [], "2 devices")[0]
+        rendering.verdict({"compiled": comparison}, [], "2 devices")[0]
         == "NOT COMPARED: step 2: loss of one replica is not finite."
     )
-    assert not words.facts({"compiled": comparison}, [])["same"]
+    assert not rendering.facts({"compiled": comparison}, [])["same"]
 
 
 def test_nothing_recorded_is_never_the_same(tmp_path):
-    assert words.verdict({}, [], "2 devices")[0].startswith("NOT COMPARED: nothing was recorded")
-    assert not words.facts({}, [])["same"]
+    assert rendering.verdict({}, [], "2 devices")[0].startswith(
+        "NOT COMPARED: nothing was recorded"
+    )
+    assert not rendering.facts({}, [])["same"]
     recording().write(tmp_path / "a.npz")
     got, missing = read(
         {"compiled": [tmp_path / "a.npz", tmp_path / "b.npz"], "eager": [tmp_path / "a.npz"]}
@@ -178,7 +180,7 @@ def test_each_worker_is_compared_with_the_chief():
     )
     first = found(both, recording()).first
     assert (first.step, first.kind, first.name, first.worker) == (2, LOGS, "loss", 1)
-    assert "step 2, worker 1: loss differs" in " ".join(words.first(found(both)))
+    assert "step 2, worker 1: loss differs" in " ".join(rendering.first(found(both)))
     both = halves(recording())
     both[1] = dataclasses.replace(both[1], arrays={**both[1].arrays, "3/gradient/2": np.array(4.0)})
     first = found(both, recording()).first
@@ -195,7 +197,7 @@ def test_a_worker_with_fewer_steps_is_a_difference():
     assert (comparison.first.kind, comparison.first.worker) == (EXAMPLES, 1)
     assert "do not end with the same step" in likely(dataclasses.replace(comparison, rows=None), [])
     assert "the number of steps (2, and 3 of one replica)" in " ".join(
-        words.verdict({"compiled": comparison}, [], "2 workers")
+        rendering.verdict({"compiled": comparison}, [], "2 workers")
     )
 
 
@@ -264,19 +266,19 @@ def test_rows_of_another_order_are_told_from_shards_that_overlap():
 
 def test_a_table_marks_what_differs():
     comparison = found(halves(recording(gradient=lambda step, x: 2 * x)))
-    lines = words.table({"compiled": comparison})
+    lines = rendering.table({"compiled": comparison})
     assert lines[1].count("!") == 1
     assert (
-        words.facts({"compiled": comparison}, [])["ways"]["compiled"]["first"]["name"]
+        rendering.facts({"compiled": comparison}, [])["ways"]["compiled"]["first"]["name"]
         == "dense/kernel"
     )
 
 
 def test_random_numbers_that_are_drawn_leave_nothing_proved():
     same = {"compiled": found(halves(recording()))}
-    assert words.verdict(same, [], "2 devices")[0].startswith("The same: 2 devices compute")
-    assert words.verdict(same, ["dropout/seed"], "2 devices")[0].startswith("NOT COMPARED")
-    assert not words.facts(same, ["dropout/seed"])["same"]
+    assert rendering.verdict(same, [], "2 devices")[0].startswith("The same: 2 devices compute")
+    assert rendering.verdict(same, ["dropout/seed"], "2 devices")[0].startswith("NOT COMPARED")
+    assert not rendering.facts(same, ["dropout/seed"])["same"]
 
 
 def test_a_recording_survives_its_file(tmp_path):
@@ -377,13 +379,13 @@ def test_a_process_that_takes_too_long_is_ended_and_named(tmp_path):
 def test_processes_end_when_verify_does(tmp_path, number):
     script = (
         "import pathlib, signal, sys\n"
-        "from tfdist.signals import ending\n"
+        "from tfdist.runtime.termination import ending\n"
         "from tfdist.tools.verify.processes import run\n"
         "with ending():\n"
         "    run(['timeit', '-n1', '-r1', sys.argv[2]], pathlib.Path(sys.argv[1]) / 'log', 60.0, 'it')\n"
     )
     recorder = (
-        "import os, pathlib, time; from tfdist.tools.owner import end_with_owner; "
+        "import os, pathlib, time; from tfdist.tools.common.ownership import end_with_owner; "
         f"end_with_owner({str(tmp_path)!r}); pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid())); time.sleep(60)"
     )
     with subprocess.Popen(

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tfdist.launch import wire
+from tfdist.launch import json_channel
 
 TOKEN, OTHER = b"0123456789abcdef", b"0123456789abcdeg"
 LONG, SHORT = 20.0, 0.3  # seconds: a bound that no passing test reaches; one that is to be reached
@@ -30,8 +30,8 @@ def server():
 def stranger(timeout=LONG):
     """A raw connection to a server that accepts it, and what became of that."""
     with server() as (listener, address, pool):
-        accepted = pool.submit(lambda: wire.accept(listener.accept()[0], TOKEN, timeout))
-        with socket.create_connection(wire.split_address(address), timeout=LONG) as raw:
+        accepted = pool.submit(lambda: json_channel.accept(listener.accept()[0], TOKEN, timeout))
+        with socket.create_connection(json_channel.split_address(address), timeout=LONG) as raw:
             yield raw, accepted
 
 
@@ -41,11 +41,15 @@ def middle():
     with server() as (listener, address, pool):
         with socket.create_server(("127.0.0.1", 0)) as outer:
             outer.settimeout(LONG)
-            there = pool.submit(lambda: wire.accept(listener.accept()[0], TOKEN))
-            here = pool.submit(lambda: wire.connect(f"127.0.0.1:{outer.getsockname()[1]}", TOKEN))
+            there = pool.submit(lambda: json_channel.accept(listener.accept()[0], TOKEN))
+            here = pool.submit(
+                lambda: json_channel.connect(f"127.0.0.1:{outer.getsockname()[1]}", TOKEN)
+            )
             with (
                 outer.accept()[0] as client,
-                socket.create_connection(wire.split_address(address), timeout=LONG) as service,
+                socket.create_connection(
+                    json_channel.split_address(address), timeout=LONG
+                ) as service,
             ):
                 client.settimeout(LONG)
                 client.sendall(line(service))
@@ -60,8 +64,8 @@ def middle():
 @pytest.fixture
 def pair():
     with server() as (listener, address, pool):
-        there = pool.submit(lambda: wire.accept(listener.accept()[0], TOKEN))
-        here = wire.connect(address, TOKEN)
+        there = pool.submit(lambda: json_channel.accept(listener.accept()[0], TOKEN))
+        here = json_channel.connect(address, TOKEN)
         yield here, there.result(LONG)
         here.close()
         there.result().close()
@@ -86,7 +90,7 @@ def test_messages_go_both_ways_in_order(pair):
     assert here.receive(0) is None
     here.close()
     here.close()
-    with pytest.raises(wire.Closed, match=r"127\.0\.0\.1:\d+ closed the connection"):
+    with pytest.raises(json_channel.Closed, match=r"127\.0\.0\.1:\d+ closed the connection"):
         there.receive(LONG)
 
 
@@ -104,18 +108,22 @@ def test_many_threads_send_and_a_large_message_comes_whole(pair):
     for thread in threads:
         thread.join(LONG)
     assert sorted(received) == sorted([0, 1, 2, 3] * 20)
-    with pytest.raises(wire.TooLong, match="not sent"):
-        here.send({"text": "x" * wire.LINE_BYTES})
+    with pytest.raises(json_channel.TooLong, match="not sent"):
+        here.send({"text": "x" * json_channel.LINE_BYTES})
     here.send({"still": "usable"})
     assert there.receive(LONG) == {"still": "usable"}
 
 
 def test_another_token_is_refused_and_both_sides_say_whom():
     with server() as (listener, address, pool):
-        accepted = pool.submit(lambda: wire.accept(listener.accept()[0], TOKEN))
-        with pytest.raises(wire.WrongToken, match=f"{address} does not accept this host's token"):
-            wire.connect(address, OTHER)
-        with pytest.raises(wire.WrongToken, match=r"127\.0\.0\.1:\d+ does not know the token"):
+        accepted = pool.submit(lambda: json_channel.accept(listener.accept()[0], TOKEN))
+        with pytest.raises(
+            json_channel.WrongToken, match=f"{address} does not accept this host's token"
+        ):
+            json_channel.connect(address, OTHER)
+        with pytest.raises(
+            json_channel.WrongToken, match=r"127\.0\.0\.1:\d+ does not know the token"
+        ):
             accepted.result(LONG)
 
 
@@ -131,23 +139,23 @@ def test_a_server_must_prove_that_it_knows_the_token():
 
         for echo in (True, False):
             done = pool.submit(impostor, echo)
-            with pytest.raises(wire.WrongToken, match=f"{address} does not know"):
-                wire.connect(address, TOKEN)
+            with pytest.raises(json_channel.WrongToken, match=f"{address} does not know"):
+                json_channel.connect(address, TOKEN)
             done.result(LONG)
 
 
 def test_a_recorded_handshake_is_worth_nothing():
     with server() as (listener, address, pool):
-        client = pool.submit(wire.connect, address, TOKEN)
+        client = pool.submit(json_channel.connect, address, TOKEN)
         with listener.accept()[0] as connection:
             connection.sendall(b"tfdist-wire 1 " + b"0" * 64 + b"\n")
             recorded = line(connection)
-        with pytest.raises(wire.Closed):
+        with pytest.raises(json_channel.Closed):
             client.result(LONG)
     with stranger() as (raw, accepted):
         line(raw)
         raw.sendall(recorded)
-        with pytest.raises(wire.WrongToken):
+        with pytest.raises(json_channel.WrongToken):
             accepted.result(LONG)
         assert line(raw) == b"wrong token\n"
         assert raw.recv(1) == b""
@@ -160,9 +168,9 @@ def test_a_changed_line_is_refused(part):
         data = bytearray(line(client))
         data[part] = ord("1") if data[part] != ord("1") else ord("2")
         service.sendall(data)
-        with pytest.raises(wire.Tampered, match=r"127\.0\.0\.1:\d+: line 0 was changed"):
+        with pytest.raises(json_channel.Tampered, match=r"127\.0\.0\.1:\d+: line 0 was changed"):
             there.receive(LONG)
-        with pytest.raises(wire.Closed):
+        with pytest.raises(json_channel.Closed):
             there.receive(LONG)
 
 
@@ -172,19 +180,19 @@ def test_a_repeated_a_missing_and_a_reflected_line_are_refused():
         first = line(client)
         service.sendall(first + first)
         assert there.receive(LONG) == {"i": 0}
-        with pytest.raises(wire.Replayed, match="received line 0 where line 1 was due"):
+        with pytest.raises(json_channel.Replayed, match="received line 0 where line 1 was due"):
             there.receive(LONG)
     with middle() as (here, there, client, service):
         here.send({"i": 0})
         here.send({"i": 1})
         line(client)
         service.sendall(line(client))
-        with pytest.raises(wire.Replayed, match="received line 1 where line 0 was due"):
+        with pytest.raises(json_channel.Replayed, match="received line 1 where line 0 was due"):
             there.receive(LONG)
     with middle() as (here, there, client, service):
         here.send({"i": 0})
         client.sendall(line(client))
-        with pytest.raises(wire.Tampered):
+        with pytest.raises(json_channel.Tampered):
             here.receive(LONG)
 
 
@@ -194,7 +202,7 @@ def test_a_line_of_another_session_is_refused():
         recorded = line(client)
     with middle() as (_, there, _, service):
         service.sendall(recorded)
-        with pytest.raises(wire.Tampered):
+        with pytest.raises(json_channel.Tampered):
             there.receive(LONG)
 
 
@@ -204,27 +212,27 @@ def test_a_line_of_another_session_is_refused():
 def test_garbage_is_refused(data):
     with stranger() as (raw, accepted):
         raw.sendall(data)
-        with pytest.raises(wire.Garbage, match=r"127\.0\.0\.1:\d+ is no tfdist launcher"):
+        with pytest.raises(json_channel.Garbage, match=r"127\.0\.0\.1:\d+ is no tfdist launcher"):
             accepted.result(LONG)
     with middle() as (_, there, _, service):
         service.sendall(data)
-        with pytest.raises((wire.Garbage, wire.Tampered)):
+        with pytest.raises((json_channel.Garbage, json_channel.Tampered)):
             there.receive(LONG)
 
 
 def test_what_knows_the_token_but_sends_no_object_is_refused(pair):
     here, there = pair
     here.send([1])
-    with pytest.raises(wire.Garbage, match="no object"):
+    with pytest.raises(json_channel.Garbage, match="no object"):
         there.receive(LONG)
 
 
 def test_json_is_all_that_is_read(monkeypatch, pair):
     here, there = pair
-    monkeypatch.setattr(wire.json, "dumps", lambda *args, **options: "[" * 100_000)
+    monkeypatch.setattr(json_channel.json, "dumps", lambda *args, **options: "[" * 100_000)
     here.send({})
-    monkeypatch.setattr(wire.json, "dumps", json.dumps)
-    with pytest.raises(wire.Garbage, match="no JSON"):
+    monkeypatch.setattr(json_channel.json, "dumps", json.dumps)
+    with pytest.raises(json_channel.Garbage, match="no JSON"):
         there.receive(LONG)
 
 
@@ -237,28 +245,30 @@ def test_a_server_of_another_kind_is_named():
                 line(connection) if connection.recv(1) else None
 
         done = pool.submit(ssh)
-        with pytest.raises(wire.Garbage, match=f"{address}.* it sent b'SSH-2.0"):
-            wire.connect(address, TOKEN)
+        with pytest.raises(json_channel.Garbage, match=f"{address}.* it sent b'SSH-2.0"):
+            json_channel.connect(address, TOKEN)
         done.result(LONG)
 
 
 def test_lines_that_never_end_are_refused():
     with stranger() as (raw, accepted):
         raw.sendall(b"0" * 10_000)
-        with pytest.raises(wire.TooLong, match="more than 256 bytes"):
+        with pytest.raises(json_channel.TooLong, match="more than 256 bytes"):
             accepted.result(LONG)
     with middle() as (_, there, _, service), concurrent.futures.ThreadPoolExecutor(1) as pool:
         received = pool.submit(there.receive, LONG)
         with contextlib.suppress(OSError):  # it hangs up before it has read all
-            service.sendall(b"0" * (2 * wire.LINE_BYTES))
-        with pytest.raises(wire.TooLong, match=f"more than {wire.LINE_BYTES} bytes"):
+            service.sendall(b"0" * (2 * json_channel.LINE_BYTES))
+        with pytest.raises(
+            json_channel.TooLong, match=f"more than {json_channel.LINE_BYTES} bytes"
+        ):
             received.result(LONG)
 
 
 def test_who_says_nothing_or_a_byte_now_and_then_is_not_waited_for():
     with (
         stranger(SHORT) as (_, accepted),
-        pytest.raises(wire.TooSlow, match="did not send its answer in time"),
+        pytest.raises(json_channel.TooSlow, match="did not send its answer in time"),
     ):
         accepted.result(LONG)
     with stranger(SHORT) as (raw, accepted):
@@ -267,13 +277,13 @@ def test_who_says_nothing_or_a_byte_now_and_then_is_not_waited_for():
             while not accepted.done() and time.monotonic() - started < LONG:
                 raw.sendall(b"0")
                 time.sleep(SHORT / 10)
-        with pytest.raises(wire.TooSlow):
+        with pytest.raises(json_channel.TooSlow):
             accepted.result(LONG)
     with (
         server() as (_, address, _),
-        pytest.raises(wire.TooSlow, match=f"{address} did not send its greeting"),
+        pytest.raises(json_channel.TooSlow, match=f"{address} did not send its greeting"),
     ):
-        wire.connect(address, TOKEN, SHORT)
+        json_channel.connect(address, TOKEN, SHORT)
 
 
 def test_who_does_not_read_is_not_waited_for(pair):
@@ -281,16 +291,16 @@ def test_who_does_not_read_is_not_waited_for(pair):
 
     def fill():
         while True:
-            here.send({"text": "x" * (wire.LINE_BYTES // 2)}, SHORT)
+            here.send({"text": "x" * (json_channel.LINE_BYTES // 2)}, SHORT)
 
-    with pytest.raises(wire.TooSlow, match="does not read"):
+    with pytest.raises(json_channel.TooSlow, match="does not read"):
         fill()
-    with pytest.raises(wire.Closed):
+    with pytest.raises(json_channel.Closed):
         here.send({})
 
 
 def test_a_short_token_is_no_token():
     with pytest.raises(ValueError, match=r"at least 16 random bytes, received 6; make one with"):
-        wire.connect("127.0.0.1:1", b"secret")
+        json_channel.connect("127.0.0.1:1", b"secret")
     with pytest.raises(OSError, match="refused"):
-        wire.connect("127.0.0.1:1", TOKEN)
+        json_channel.connect("127.0.0.1:1", TOKEN)

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.data import dataset_file, storage
-from tfdist.data.records import records
-from tfdist.data.sources import Source, of_arrays, of_generator
-from tfdist.data.write import verify, write
+from tfdist.data import files_io
+from tfdist.data.sources import dataset_file
+from tfdist.data.sources.base import Source, of_arrays, of_generator
+from tfdist.data.sources.records import records
+from tfdist.data.writing.writer import verify, write
 
 
 def same(a, b):
@@ -181,7 +182,7 @@ def test_images_that_are_changed_are_not_those_in_the_files(tmp_path):
 
 
 def test_tfds_keeps_its_files(digits_dir, tmp_path):
-    from tfdist.data import tfds
+    from tfdist.data.sources import tfds
 
     source = tfds.load("tfdist_digits", "test[:40]", digits_dir)
     manifest = write(source, tmp_path / "digits", compression="GZIP")
@@ -266,8 +267,8 @@ def test_a_part_of_the_files_can_be_read(written):
 KILLED = """
 import os, signal, sys
 import numpy as np, tensorflow as tf
-from tfdist.data.sources import of_arrays, of_generator
-from tfdist.data.write import write
+from tfdist.data.sources.base import of_arrays, of_generator
+from tfdist.data.writing.writer import write
 x = np.arange(5000)
 source = of_arrays(x) if sys.argv[2] == "arrays" else of_generator(lambda: iter(x), tf.TensorSpec([], tf.int64))
 def die(done, total):
@@ -403,7 +404,7 @@ def test_a_directory_that_cannot_be_written(tmp_path):
 def test_another_process_that_hangs_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.import_module("tfdist.data.write"), "STALLED", 0.2)
     with (
-        storage.locked(tmp_path / ".write.lock", 1.0, "a test"),
+        files_io.locked(tmp_path / ".write.lock", 1.0, "a test"),
         pytest.raises(TimeoutError, match=f"Waited 0.2 s for process {os.getpid()}"),
     ):
         write(of_arrays(np.arange(3)), tmp_path)

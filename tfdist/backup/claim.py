@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.contract import CONFIGURATION_CODE
+from tfdist.runtime.launch_protocol import CONFIGURATION_CODE
 
 NAME = "writer.json"
 

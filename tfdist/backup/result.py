@@ -16,7 +16,7 @@ import numpy as np
 from tfdist.backup import state
 from tfdist.backup.snapshot import Snapshot, pack, unpack
 from tfdist.backup.store import rename_local, write_local
-from tfdist.contract import RESULT, Launched
+from tfdist.runtime.launch_protocol import RESULT, Launched
 
 TOLERANCE = 1e-6  # between floats, absolute or relative: sums of the same numbers in another order
 

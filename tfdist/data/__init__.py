@@ -1,19 +1,21 @@
 """Data sets become `tf.data` pipelines of global batches; no device, strategy or worker is known here."""
 
 from tfdist.data import transforms
-from tfdist.data.catalog import Catalog
-from tfdist.data.files import image_folder, imagenet, manifest
 from tfdist.data.pipeline import Epochs, pipeline
-from tfdist.data.records import records
-from tfdist.data.sources import Source, of_arrays, of_generator
-from tfdist.data.tables import table
-from tfdist.data.tfds import load
-from tfdist.data.write import verify, write
+from tfdist.data.sources.base import Source, of_arrays, of_generator
+from tfdist.data.sources.catalog import Catalog
+from tfdist.data.sources.convert import as_source
+from tfdist.data.sources.image_files import image_folder, imagenet, manifest
+from tfdist.data.sources.records import records
+from tfdist.data.sources.tables import table
+from tfdist.data.sources.tfds import load
+from tfdist.data.writing.writer import verify, write
 
 __all__ = [
     "Catalog",
     "Epochs",
     "Source",
+    "as_source",
     "image_folder",
     "imagenet",
     "load",

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tfdist.data.batch_rows import count_rows, cut, fill, plain
 from tfdist.data.errors import Errors, guarded
 from tfdist.data.order import Order, StreamOrder, example_seeds, share
 from tfdist.data.reading import Example, Window, by_file, by_number, positions, walked, window_begin
-from tfdist.data.rows import count_rows, cut, fill, plain
 from tfdist.data.service import distribute
-from tfdist.data.sources import Source, call, takes
+from tfdist.data.sources.base import Source, call, takes
 
 
 class Share(NamedTuple):

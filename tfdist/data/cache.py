@@ -8,8 +8,8 @@ import itertools
 import tensorflow as tf
 
 from tfdist.data.errors import place
-from tfdist.data.shards import named
-from tfdist.data.sources import Source, check_labels
+from tfdist.data.sources.base import Source, check_labels
+from tfdist.data.writing.record_shards import named
 
 _BATCH = 1024  # examples read together
 
@@ -35,8 +35,8 @@ def cached(source: Source, cache: bool | str) -> Source:
     if source.gather is not None:
         return source
     if not isinstance(cache, bool):
-        from tfdist.data.records import records
-        from tfdist.data.write import write
+        from tfdist.data.sources.records import records
+        from tfdist.data.writing.writer import write
 
         write(source, cache)
         return records(cache)

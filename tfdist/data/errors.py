@@ -11,8 +11,8 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tfdist.data.rows import plain
-from tfdist.data.sources import Source
+from tfdist.data.batch_rows import plain
+from tfdist.data.sources.base import Source
 
 # What TensorFlow adds to its messages: the names of its graph's nodes.
 _NOISE = (

@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist.data.batch_rows import plain
 from tfdist.data.batches import Batches
 from tfdist.data.cache import cached
 from tfdist.data.errors import Errors
 from tfdist.data.order import TAILS, Order, StreamOrder
 from tfdist.data.reading import Window
-from tfdist.data.rows import plain
 from tfdist.data.service import addresses_of
-from tfdist.data.sources import Source
+from tfdist.data.sources.base import Source
+from tfdist.data.sources.convert import as_source
 
 # Where a source is read from beginning to end, shuffling holds this many examples in memory at a time.
 SHUFFLE_BUFFER = 16_384
@@ -71,7 +72,7 @@ def pipeline(
     strategy of tfdist asks for its own rows of each batch, so that no other worker's are read.
 
     Args:
-        source: What `Source.of` takes: a Source, a TFDS name (its split "train"), a `tf.data.Dataset` of single examples, or
+        source: What `tfdist.data.as_source` takes: a Source, a TFDS name (its split "train"), a `tf.data.Dataset` of single examples, or
             arrays such as `(x, y)`.
         global_batch: Examples per batch, of all replicas together; divisible by the number of replicas.
         seed: Seed of the order, and of `transform`.
@@ -110,7 +111,7 @@ def pipeline(
         >>> [x.shape[0] for x, y in batches]
         [4, 4, 2]
     """
-    source = Source.of(source)
+    source = as_source(source)
     _check_count("global_batch", global_batch)
     if (
         isinstance(seed, bool)

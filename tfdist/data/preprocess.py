@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from tfdist import config
-from tfdist.data.sources import Source
+from tfdist.data.sources.convert import as_source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,7 @@ def adapt(
     Args:
         layers: A layer for x itself; or, where x is a dict, layers by the name of their feature. A layer that has
             nothing to learn is left as it is.
-        source: What `Source.of` takes. Use the training split only.
+        source: What `tfdist.data.as_source` takes. Use the training split only.
         global_batch: Examples that a layer is given at a time.
 
     Returns:
@@ -87,7 +87,7 @@ def adapt(
         >>> prepare(tf.constant(["the cat"]), 7)[0].numpy().tolist()
         [[1, 4, 0]]
     """
-    source = Source.of(source)
+    source = as_source(source)
     result = Preprocess(layers)
     for name, layer in _named(layers):
         if hasattr(layer, "adapt"):

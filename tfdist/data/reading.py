@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tfdist.data.batch_rows import plain
 from tfdist.data.order import Order, StreamOrder, share
-from tfdist.data.rows import plain
-from tfdist.data.sources import Source
+from tfdist.data.sources.base import Source
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,10 +26,10 @@ from typing import Any, NoReturn
 import tensorflow as tf
 from absl import logging
 
-from tfdist.addresses import Presence, address_problem, check_addresses, split_address
-from tfdist.cluster import DATA_WORKERS, data_workers
+from tfdist.cluster.addresses import Presence, address_problem, check_addresses, split_address
+from tfdist.cluster.spec import DATA_WORKERS, data_workers
+from tfdist.data.batch_rows import plain
 from tfdist.data.portable import bound_to_process, graph_of
-from tfdist.data.rows import plain
 from tfdist.keras_compat import held_bytes
 
 AHEAD = 2  # steps that a data worker makes ahead, and steps of each that the reader has ahead

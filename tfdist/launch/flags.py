@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from tfdist.addresses import address_problem
-from tfdist.arguments import Parser, flag_of, nearest_flag, real, whole
-from tfdist.cluster import DATA_WORKERS
+from tfdist.cluster.addresses import address_problem
+from tfdist.cluster.spec import DATA_WORKERS
+from tfdist.runtime.cli_arguments import Parser, flag_of, nearest_flag, real, whole
 
 _DESCRIPTION = """\
 Runs COMMAND once per task of a cluster, each with its own TF_CONFIG.

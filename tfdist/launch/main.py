@@ -12,27 +12,27 @@ import sys
 import uuid
 from collections.abc import Iterable, Sequence
 
-from tfdist.addresses import free_ports, is_here, nobody_here
-from tfdist.arguments import refuse
-from tfdist.chaos import Fault
-from tfdist.chaos import parse as parse_faults
-from tfdist.cluster import ClusterSpec, Task
-from tfdist.contract import JOURNAL, RESULT, Phase, note
-from tfdist.launch import check, hosts
-from tfdist.launch.chaos import Chaos
+from tfdist.cluster.addresses import free_ports, is_here, nobody_here
+from tfdist.cluster.spec import ClusterSpec, Task
+from tfdist.launch import agent, doctor_check
+from tfdist.launch.failure_report import short_path
+from tfdist.launch.fault_injection import Chaos
 from tfdist.launch.flags import parse
-from tfdist.launch.guard import Guard
+from tfdist.launch.guardian import Guard
 from tfdist.launch.isolation import isolate, warning
-from tfdist.launch.member import Member
-from tfdist.launch.orders import Start, Terms
+from tfdist.launch.messages import Start, Terms
 from tfdist.launch.output import Console
-from tfdist.launch.plan import data_names, plan_tasks, resolve_command
 from tfdist.launch.policy import Policy
-from tfdist.launch.report import short_path
+from tfdist.launch.rendezvous_client import Member
 from tfdist.launch.standby import Standbys
 from tfdist.launch.supervisor import Supervisor
-from tfdist.launch.text import wants_colour
-from tfdist.limits import cores
+from tfdist.launch.task_plan import data_names, plan_tasks, resolve_command
+from tfdist.launch.terminal_text import wants_colour
+from tfdist.runtime.cli_arguments import refuse
+from tfdist.runtime.fault_plan import Fault
+from tfdist.runtime.fault_plan import parse as parse_faults
+from tfdist.runtime.launch_protocol import JOURNAL, RESULT, Phase, note
+from tfdist.runtime.resource_limits import cores
 
 
 def main(argv: Sequence[str]) -> int:
@@ -57,7 +57,7 @@ def _launch(argv: Sequence[str]) -> int:
         spec: ClusterSpec | None = None
         members: tuple[Task, ...] = ()
         drawer, known = names[0], names
-        token = hosts.read_token(flags.token_file)
+        token = agent.read_token(flags.token_file)
     else:
         spec, members = find_tasks(flags)
         names = [*map(str, members), *data_names(flags.data_workers or 0)]
@@ -67,7 +67,9 @@ def _launch(argv: Sequence[str]) -> int:
         )
     faults = find_faults(flags.chaos, known)
     command = resolve_command(words)
-    if flags.check and (code := check.run(flags, check.doctor_words(flags, spec, words))):
+    if flags.check and (
+        code := doctor_check.run(flags, doctor_check.doctor_words(flags, spec, words))
+    ):
         return code
     log_dir = make_log_dir(flags.log_dir)
     for name in (JOURNAL, RESULT):  # of an earlier launch into the same directory
@@ -174,7 +176,7 @@ def _launch_hosts(
     log_dir: str,
 ) -> int:
     """This host's part of a launch over several."""
-    slots, host = flags.workers or 1, flags.host or hosts.own_host(flags.rendezvous)
+    slots, host = flags.workers or 1, flags.host or agent.own_host(flags.rendezvous)
     terms = Terms(
         flags.min_workers,
         flags.max_workers,
@@ -196,9 +198,9 @@ def _launch_hosts(
     console.notice(
         f"tfdist: {count} of {host} for {flags.rendezvous}; logs in {short_path(log_dir)}"
     )
-    digest = hosts.digest(words)
+    digest = agent.digest(words)
     with (
-        hosts.meeting(flags.rendezvous, token, terms, policy, console.notice) as server,
+        agent.meeting(flags.rendezvous, token, terms, policy, console.notice) as server,
         Member(
             flags.rendezvous,
             token,
@@ -209,7 +211,7 @@ def _launch_hosts(
             say=console.notice,
         ) as member,
     ):
-        return hosts.run(supervisor, member, server, plan_start, console, log_dir)
+        return agent.run(supervisor, member, server, plan_start, console, log_dir)
 
 
 def find_faults(plan: str | None, tasks: Sequence[str]) -> tuple[Fault, ...] | None:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import IO, TextIO
 
-from tfdist.launch.text import Line, clip, is_chatter, paint, printable
+from tfdist.launch.terminal_text import Line, clip, is_chatter, paint, printable
 
 SNAPSHOT_SECONDS = 10.0  # how long an unfinished line is drawn over until it becomes a line where nothing can be redrawn
 

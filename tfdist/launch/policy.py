@@ -7,7 +7,7 @@ import hashlib
 import json
 
 from tfdist.launch.failures import Kind, Verdict
-from tfdist.launch.orders import Decision
+from tfdist.launch.messages import Decision
 
 FIRST_DELAY = 1.0  # seconds before the second restart in a row without a step in between; each one more doubles it
 LONGEST_DELAY = 30.0

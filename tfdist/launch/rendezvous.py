@@ -14,11 +14,11 @@ import threading
 import time
 from collections.abc import Callable
 
-from tfdist.addresses import bind_problem, join_address, resolve_address
-from tfdist.contract import TRANSIENT_CODE
-from tfdist.launch import wire
-from tfdist.launch.assembly import Assembly
-from tfdist.launch.orders import Decide, Finish, Terms
+from tfdist.cluster.addresses import bind_problem, join_address, resolve_address
+from tfdist.launch import json_channel
+from tfdist.launch.membership import Assembly
+from tfdist.launch.messages import Decide, Finish, Terms
+from tfdist.runtime.launch_protocol import TRANSIENT_CODE
 
 TICK_S = 0.1
 FAREWELL_S = 3.0  # for the members to hear how it ended
@@ -47,7 +47,7 @@ class Rendezvous:
             (`errno.EADDRINUSE`), perhaps by another launcher of this host.
 
     Example:
-        >>> from tfdist.launch.orders import Decision
+        >>> from tfdist.launch.messages import Decision
         >>> terms = Terms(1, 4, timeout=0.2)
         >>> with Rendezvous("127.0.0.1:0", b"0123456789abcdef", terms, decide=lambda outcome: Decision(False), say=print) as rendezvous:
         ...     print(rendezvous.wait(10).code)
@@ -65,7 +65,7 @@ class Rendezvous:
         say: Callable[[str], None] = lambda text: None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        wire.check_token(token)
+        json_channel.check_token(token)
         self._token, self._say, self._clock = token, say, clock
         self._socket = _listen(address)
         host, port = address.rpartition(":")[0].strip("[]"), self._socket.getsockname()[1]
@@ -77,7 +77,7 @@ class Rendezvous:
             )
         self._assembly = Assembly(terms, decide, say, clock())
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
-        self._channels: dict[int, wire.Channel] = {}
+        self._channels: dict[int, json_channel.Channel] = {}
         self._lock = threading.Lock()  # of the channels and the complaints
         self._complaints: set[tuple[str, type]] = set()
         self._handshakes = threading.BoundedSemaphore(HANDSHAKES)
@@ -120,7 +120,7 @@ class Rendezvous:
         for thread in self._threads:
             thread.join(FAREWELL_S)
 
-    def _connected(self) -> list[wire.Channel]:
+    def _connected(self) -> list[json_channel.Channel]:
         with self._lock:
             return list(self._channels.values())
 
@@ -149,11 +149,13 @@ class Rendezvous:
     def _serve(self, key: int, connection: socket.socket, host: str) -> None:
         """One connection, from the handshake to its end."""
         try:
-            channel = wire.accept(connection, self._token)
-            hello = channel.receive(wire.HANDSHAKE_S)
+            channel = json_channel.accept(connection, self._token)
+            hello = channel.receive(json_channel.HANDSHAKE_S)
             if hello is None:
                 channel.close()
-                raise wire.TooSlow(f"{channel.peer} knows the token, but did not ask to join")
+                raise json_channel.TooSlow(
+                    f"{channel.peer} knows the token, but did not ask to join"
+                )
         except (OSError, ValueError) as error:
             connection.close()
             return self._complain(host, error)
@@ -169,7 +171,7 @@ class Rendezvous:
                 message = channel.receive(TICK_S)
                 if message is not None:
                     self._hear(key, message)
-        except wire.WireError as error:
+        except json_channel.WireError as error:
             why = str(error)
         channel.close()
         with self._lock:
@@ -226,7 +228,7 @@ class Rendezvous:
             return
         try:
             channel.send(message)
-        except wire.WireError as error:
+        except json_channel.WireError as error:
             self._assembly.gone(key, str(error), self._clock())
 
 

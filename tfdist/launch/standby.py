@@ -18,12 +18,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from tfdist.contract import IMPORTS_FILE, note
-from tfdist.launch.guard import Guard, kill_group
-from tfdist.launch.imports import Imports, changed, read_imports
-from tfdist.launch.plan import TaskPlan
+from tfdist.launch.guardian import Guard, kill_group
+from tfdist.launch.import_record import Imports, changed, read_imports
 from tfdist.launch.standby_process import BEGUN, READY
-from tfdist.limits import cores, memory
+from tfdist.launch.task_plan import TaskPlan
+from tfdist.runtime.launch_protocol import IMPORTS_FILE, note
+from tfdist.runtime.resource_limits import cores, memory
 
 BYTES = 700 << 20  # of one with TensorFlow, Keras and TFDS
 SHARE = 0.5  # of the memory that is available; the rest is for what trains

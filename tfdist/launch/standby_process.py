@@ -3,7 +3,7 @@
     python -m tfdist.launch.standby_process FD
 
 FD is a socket. Both sides send JSON lines: the launcher what to import, the process "ready", the
-launcher a task, the process "begun". From there on nothing tells it from `tfdist.launch.shim`.
+launcher a task, the process "begun". From there on nothing tells it from `tfdist.launch.script_runner`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable
 from os import _exit
 from typing import Any
 
-from tfdist.launch import shim
+from tfdist.launch import script_runner
 
 NICE = 19  # the lowest priority
 COMM = "/proc/self/comm"  # the name that `ps` and `top` show
@@ -35,7 +35,7 @@ def main() -> None:
     task = wait_for_task(channel, lines.readline)
     lines.close()
     channel.close()
-    shim.run(task["words"])
+    script_runner.run(task["words"])
 
 
 def wait_for_task(
@@ -50,7 +50,7 @@ def wait_for_task(
     """
     interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)  # a traceback helps nobody here
     order = _receive(readline)
-    shim.prepare(order["words"])
+    script_runner.prepare(order["words"])
     before = dict(os.environ)
     if imports:
         restore = _stand_back()

@@ -12,16 +12,16 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from tfdist.contract import PREEMPTED_CODE, Phase, note, read_journal
-from tfdist.launch.chaos import Chaos
+from tfdist.launch.failure_report import format_verdict, short_path
 from tfdist.launch.failures import Kind, judge, signal_name
-from tfdist.launch.guard import Guard
+from tfdist.launch.fault_injection import Chaos
+from tfdist.launch.guardian import Guard
 from tfdist.launch.output import Console
-from tfdist.launch.plan import Role, TaskPlan
 from tfdist.launch.policy import Failed, Policy
-from tfdist.launch.process import Process, place_of
-from tfdist.launch.report import format_verdict, short_path
 from tfdist.launch.standby import Standbys
+from tfdist.launch.task_plan import Role, TaskPlan
+from tfdist.launch.task_process import Process, place_of
+from tfdist.runtime.launch_protocol import PREEMPTED_CODE, Phase, note, read_journal
 
 POLL_SECONDS = 0.05
 REAP_POLL_SECONDS = 0.01  # after SIGKILL

@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tfdist.loops.preparing import prepare_training
+    from tfdist.loops.prepare import prepare_training
     from tfdist.loops.state import State
     from tfdist.loops.steps import train_step, update
     from tfdist.loops.training import evaluate, train
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "State": "tfdist.loops.state",
     "evaluate": "tfdist.loops.training",
-    "prepare_training": "tfdist.loops.preparing",
+    "prepare_training": "tfdist.loops.prepare",
     "train": "tfdist.loops.training",
     "train_step": "tfdist.loops.steps",
     "update": "tfdist.loops.steps",

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
-from tfdist.data.rows import count_rows
+from tfdist.data.batch_rows import count_rows
 from tfdist.keras_compat import engine_of
 from tfdist.loops.losses import value_of
 from tfdist.loops.steps import train_step, update
-from tfdist.train.feed import symbolic, without_optionals
+from tfdist.train.synchronous.feed import symbolic, without_optionals
 
 if TYPE_CHECKING:
     from tfdist.loops.state import State

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.train.step import own_means
+from tfdist.train.synchronous.replica_step import own_means
 
 EXPECTED = "a function loss(model, x, y) or loss(model, batch) that returns a scalar, or (a scalar, {name: scalar})"
 

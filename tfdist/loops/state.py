@@ -13,10 +13,10 @@ import tensorflow as tf
 from tfdist.keras_compat import engine_of
 from tfdist.loops.learner import Learner
 from tfdist.parallel.placement import Placement
-from tfdist.train.engine import Engine
-from tfdist.train.feed import Batch, Feed, any_rows
-from tfdist.train.step import own_weight, run_replica
-from tfdist.train.sync import Sync
+from tfdist.train.synchronous.engine import Engine
+from tfdist.train.synchronous.feed import Batch, Feed, any_rows
+from tfdist.train.synchronous.replica_state import Sync
+from tfdist.train.synchronous.replica_step import own_weight, run_replica
 
 RETURNS = "a scalar, or a nest of scalars, each a mean over the rows that it was given; or None"
 

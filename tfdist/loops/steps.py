@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from tfdist.loops.losses import check_loss, value_of
-from tfdist.train.step import own_weight
+from tfdist.train.synchronous.replica_step import own_weight
 
 if TYPE_CHECKING:
     from tfdist.loops.state import State

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.loops.losses import check_loss
-from tfdist.loops.preparing import check_batches
+from tfdist.loops.prepare import check_batches
 from tfdist.loops.state import State
 
 

@@ -6,22 +6,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tfdist.parallel.collectives import Group, replicas
-    from tfdist.parallel.optimizer import zero
-    from tfdist.parallel.sharded import deferred, fsdp
-    from tfdist.parallel.staged import PipelineModel, pipeline
-    from tfdist.parallel.tensor import ShardedMLP
+    from tfdist.parallel.collectives.group import Group, replicas
+    from tfdist.parallel.pipeline_parallel.model import PipelineModel, pipeline
+    from tfdist.parallel.sharding.fsdp import deferred, fsdp
+    from tfdist.parallel.sharding.zero import zero
+    from tfdist.parallel.tensor_parallel import ShardedMLP
 
 # Name -> module that defines it.
 _HOMES = {
-    "Group": "tfdist.parallel.collectives",
-    "PipelineModel": "tfdist.parallel.staged",
-    "ShardedMLP": "tfdist.parallel.tensor",
-    "pipeline": "tfdist.parallel.staged",
-    "deferred": "tfdist.parallel.sharded",
-    "fsdp": "tfdist.parallel.sharded",
-    "replicas": "tfdist.parallel.collectives",
-    "zero": "tfdist.parallel.optimizer",
+    "Group": "tfdist.parallel.collectives.group",
+    "PipelineModel": "tfdist.parallel.pipeline_parallel.model",
+    "ShardedMLP": "tfdist.parallel.tensor_parallel",
+    "pipeline": "tfdist.parallel.pipeline_parallel.model",
+    "deferred": "tfdist.parallel.sharding.fsdp",
+    "fsdp": "tfdist.parallel.sharding.fsdp",
+    "replicas": "tfdist.parallel.collectives.group",
+    "zero": "tfdist.parallel.sharding.zero",
 }
 
 __all__ = [

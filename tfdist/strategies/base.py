@@ -9,7 +9,7 @@ import tensorflow as tf
 from tfdist import keras_compat
 from tfdist.parallel.placement import Placement
 from tfdist.sync import Policy
-from tfdist.train.engine import Engine
+from tfdist.train.synchronous.engine import Engine
 
 
 class Fed(tf.distribute.Strategy if TYPE_CHECKING else object):  # type: ignore[misc]

@@ -10,13 +10,13 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import keras_compat
-from tfdist.addresses import answers
-from tfdist.cluster import ClusterSpec
+from tfdist.cluster.addresses import answers
+from tfdist.cluster.spec import ClusterSpec
 from tfdist.parallel.placement import Placement
 from tfdist.strategies.base import Fed, adopt, by_rows
 from tfdist.sync import BUCKET_BYTES, Policy
-from tfdist.train.feed import replica_slices
-from tfdist.train.sync import share
+from tfdist.train.synchronous.feed import replica_slices
+from tfdist.train.synchronous.replica_state import share
 
 COMMUNICATION = {
     "auto": tf.distribute.experimental.CommunicationImplementation.AUTO,

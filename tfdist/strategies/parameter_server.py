@@ -5,11 +5,11 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tfdist import keras_compat
-from tfdist.cluster import ClusterSpec
+from tfdist.cluster.spec import ClusterSpec
 from tfdist.keras_compat import servers as server_compat
 from tfdist.strategies.server import addresses, wait_for
-from tfdist.train.coordinator import Coordinator
-from tfdist.train.pool import Pool
+from tfdist.train.parameter_server.coordinator import Coordinator
+from tfdist.train.parameter_server.worker_pool import Pool
 
 READING = ("auto", "workers", "coordinator")
 _CHIEF = "/job:chief/replica:0/task:0/device:CPU:0"

@@ -15,9 +15,9 @@ from typing import NoReturn
 
 import tensorflow as tf
 
-from tfdist.addresses import Presence, UnresolvedAddress, answers
-from tfdist.cluster import ClusterSpec, Task
-from tfdist.preflight import PeersAbsent
+from tfdist.cluster.addresses import Presence, UnresolvedAddress, answers
+from tfdist.cluster.preflight import PeersAbsent
+from tfdist.cluster.spec import ClusterSpec, Task
 
 log = logging.getLogger("tfdist")
 

@@ -12,11 +12,12 @@ from os import _exit  # ends the process from any thread
 
 import tensorflow as tf
 
-from tfdist import flags, resolvers
-from tfdist.addresses import Presence
-from tfdist.cluster import ClusterSpec, Task
+from tfdist import flags
+from tfdist.cluster import resolvers
+from tfdist.cluster.addresses import Presence
+from tfdist.cluster.preflight import PeersAbsent
+from tfdist.cluster.spec import ClusterSpec, Task
 from tfdist.keras_compat import runtime_initialized
-from tfdist.preflight import PeersAbsent
 from tfdist.strategies import devices as device_names
 from tfdist.strategies.server import addresses, check_host, farewell, serve, wait_for
 

@@ -7,11 +7,11 @@ import os
 import time
 from collections.abc import Sequence
 
-from tfdist.arguments import Parser, refuse
 from tfdist.config import nearest
-from tfdist.contract import JOURNAL, read_journal
+from tfdist.runtime.cli_arguments import Parser, refuse
+from tfdist.runtime.formatting import aligned, counted
+from tfdist.runtime.launch_protocol import JOURNAL, read_journal
 from tfdist.tools.recovery import Recovery, Strike
-from tfdist.words import aligned, counted
 
 LATEST = os.path.join("runs", "latest")
 COMMANDS = {

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 from tfdist import config
-from tfdist.arguments import Parser, flag_of, nearest_flag, refuse, whole
-from tfdist.words import aligned
+from tfdist.runtime.cli_arguments import Parser, flag_of, nearest_flag, refuse, whole
+from tfdist.runtime.formatting import aligned
 
 if TYPE_CHECKING:
-    from tfdist.data.catalog import Catalog, Entry
-    from tfdist.data.sources import Source
+    from tfdist.data.sources.base import Source
+    from tfdist.data.sources.catalog import Catalog, Entry
 
 CATALOG = "configs/datasets.yaml"
 
@@ -133,7 +133,7 @@ def shard_bytes(text: str) -> int:
 
 
 def _list(flags: argparse.Namespace) -> int:
-    from tfdist.data.catalog import Catalog
+    from tfdist.data.sources.catalog import Catalog
 
     catalog = Catalog.load(flags.catalog or CATALOG)
     rows = [("name", "kind", "splits", "location", "license")]
@@ -169,7 +169,7 @@ def _source(flags: argparse.Namespace) -> tuple[Source, Entry | None]:
     """The data set that the command line names, and its entry, if it has one."""
     from tensorflow_datasets.core import DatasetNotFoundError
 
-    from tfdist.data.catalog import Catalog, resolve
+    from tfdist.data.sources.catalog import Catalog, resolve
 
     catalog: Catalog | None = None
     if flags.catalog or os.path.exists(CATALOG):
@@ -190,7 +190,7 @@ def _prepared(entry: Entry, data_dir: str | None) -> str:
     """Whether TFDS has prepared an entry's data."""
     import tensorflow_datasets as tfds
 
-    from tfdist.data import digits  # noqa: F401  registers tfdist_digits
+    from tfdist.data.sources import digits  # noqa: F401  registers tfdist_digits
 
     split = entry.split(next(iter(entry.splits)))
     name = split.options.get("name", entry.name)
@@ -223,8 +223,8 @@ def _head(flags: argparse.Namespace) -> int:
 
 
 def _write(flags: argparse.Namespace) -> int:
-    from tfdist.data.write import verify, write
-    from tfdist.tools.words import size
+    from tfdist.data.writing.writer import verify, write
+    from tfdist.tools.common.example_text import size
 
     source, _ = _source(flags)
     compression = None if flags.compression == "none" else flags.compression

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tfdist.data.sources import Source
+from tfdist.data.sources.base import Source
 
 _FILES = 64  # so many files at most are opened to look into
 

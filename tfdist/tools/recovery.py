@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tfdist import chaos
+from tfdist.runtime import fault_plan
 
 Line = Mapping[str, Any]  # of the journal: "time" in seconds, "event", and its facts
 
@@ -83,7 +83,7 @@ class Attempt:
         return tuple(
             line
             for line in self.lines[: self.lines.index(detected)]
-            if line["event"] == chaos.EVENT
+            if line["event"] == fault_plan.EVENT
             and line["number"] not in alone
             and not line["text"].startswith(("corrupt", "kill standby"))
             and not (
@@ -101,7 +101,7 @@ class Attempt:
                 continue
             for fault in reversed(self.lines[:place]):
                 if (
-                    fault["event"] == chaos.EVENT
+                    fault["event"] == fault_plan.EVENT
                     and fault.get("task") == line["task"]
                     and fault["number"] not in found
                 ):
@@ -172,7 +172,7 @@ class Recovery:
     def missed(self) -> list[str]:
         """Faults of the plan that have not struck."""
         return (
-            [fault.text for fault in chaos.left(chaos.parse(self.plan), self._journal)]
+            [fault.text for fault in fault_plan.left(fault_plan.parse(self.plan), self._journal)]
             if self.plan
             else []
         )
@@ -182,7 +182,7 @@ class Recovery:
         """In the order of time."""
         found = []
         for place, attempt in enumerate(self.attempts):
-            faults = [line for line in attempt.lines if line["event"] == chaos.EVENT]
+            faults = [line for line in attempt.lines if line["event"] == fault_plan.EVENT]
             failed = attempt.first("detected")
             if failed is not None and not attempt.culprits:
                 faults.append(
@@ -224,7 +224,7 @@ class Recovery:
                 None,
                 f"{again['task']} began again, alone",
             )
-        if line["event"] == chaos.EVENT and line not in attempt.culprits:
+        if line["event"] == fault_plan.EVENT and line not in attempt.culprits:
             ended = line.get("seconds") is not None
             return Strike(line["text"], when, None, None, None, "all went on" if ended else "")
         detected, later = attempt.first("detected"), self.attempts[place + 1 :]

@@ -12,9 +12,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.data import errors
-from tfdist.data.sources import Source
-from tfdist.telemetry import sheet
-from tfdist.tools import examples, words
+from tfdist.data.sources.base import Source
+from tfdist.telemetry import contact_sheet
+from tfdist.tools import examples
+from tfdist.tools.common import example_text
 
 _CLASSES = 20  # at most so many rows of a contact sheet, and lines of class balance
 _EACH = 8  # images in a row
@@ -49,11 +50,13 @@ def show(source: Source, license: str | None, limit: int, path: str) -> int:
     _line("license", license or "not given")
     total = source.cardinality
     _line("examples", "not known before all are read" if total is None else f"{total:,}")
-    leaves = list(words.parts(source.element_spec))
-    label = words.label_name(source.element_spec)
+    leaves = list(example_text.parts(source.element_spec))
+    label = example_text.label_name(source.element_spec)
     for name, spec in leaves:
         known = f", {source.classes} classes" if name == label and source.classes else ""
-        _line("features" if name == leaves[0][0] else "", f"{name:8} {words.kind(spec)}{known}")
+        _line(
+            "features" if name == leaves[0][0] else "", f"{name:8} {example_text.kind(spec)}{known}"
+        )
     _sizes(source, read)
     numbers, labels = _labels(source, label, limit, read)
     if labels is not None and len(labels):
@@ -67,7 +70,7 @@ def show(source: Source, license: str | None, limit: int, path: str) -> int:
             count = "" if total is None else f", {total:,} examples"
             drawn = len(np.unique(labels)) if labels is not None else 0
             some = f", {len(rows)} of {drawn:,} classes" if drawn > len(rows) else ""
-            _save(sheet.draw(f"{source.name}{count}{some}", rows), path)
+            _save(contact_sheet.draw(f"{source.name}{count}{some}", rows), path)
             _line("sheet", f"{path}: {sum(len(row.images) for row in rows)} images")
         else:
             _line("sheet", "none: no image could be read")
@@ -136,7 +139,7 @@ def _sizes(source: Source, read: Callable[..., Any]) -> None:
         stored = [int(example.data) for example in read(examples.draw(length, _SIZES))]
     if stored:
         _line("stored", _size(stored, total))
-    flat = [spec for _, spec in words.parts(source.element_spec)]
+    flat = [spec for _, spec in example_text.parts(source.element_spec)]
     if all(
         isinstance(spec, tf.TensorSpec)
         and spec.shape.is_fully_defined()
@@ -146,11 +149,12 @@ def _sizes(source: Source, read: Callable[..., Any]) -> None:
         each = sum(spec.shape.num_elements() * spec.dtype.size for spec in flat)
         _line(
             "in memory",
-            f"{words.size(each)} each" + (f", {words.size(each * total)} in all" if total else ""),
+            f"{example_text.size(each)} each"
+            + (f", {example_text.size(each * total)} in all" if total else ""),
         )
     else:
         drawn = [
-            sum(words.held(leaf) for _, leaf in words.parts(x.data))
+            sum(example_text.held(leaf) for _, leaf in example_text.parts(x.data))
             for x in read(examples.draw(source, _SIZES // 4))
         ]
         if drawn:
@@ -160,7 +164,9 @@ def _sizes(source: Source, read: Callable[..., Any]) -> None:
 def _size(drawn: list[int], total: int | None) -> str:
     mean = sum(drawn) / len(drawn)
     some = len(drawn) != total
-    text = f"{words.size(mean)} each" + (f", {words.size(mean * total)} in all" if total else "")
+    text = f"{example_text.size(mean)} each" + (
+        f", {example_text.size(mean * total)} in all" if total else ""
+    )
     return text + (f", by the mean of {len(drawn)}" if some else "")
 
 
@@ -174,7 +180,9 @@ def _labels(
         return np.arange(len(labels)), labels
     if label is None:
         return None, None
-    drawn = list(read(examples.draw(source, limit, lambda data: dict(words.parts(data))[label])))
+    drawn = list(
+        read(examples.draw(source, limit, lambda data: dict(example_text.parts(data))[label]))
+    )
     of = "" if source.cardinality is None else f" of {source.cardinality:,}"
     some = f"{len(drawn):,}{of} examples, {examples.how(source, limit)}"
     if len(drawn) == source.cardinality:
@@ -209,21 +217,23 @@ def _balance(source: Source, labels: np.ndarray) -> None:
 
 
 def _title(source: Source, number: Any) -> str:
-    text = f"{number}{words.named(number, source.class_names)}"
+    text = f"{number}{example_text.named(number, source.class_names)}"
     return text if len(text) <= _TITLE else f"{text[: _TITLE - 3]}..."
 
 
 def _rows(
     source: Source, image: str, numbers: Any, labels: Any, read: Callable[..., Any]
-) -> list[sheet.Row]:
+) -> list[contact_sheet.Row]:
     def pick(data: Any) -> Any:
-        return dict(words.parts(data))[image]
+        return dict(example_text.parts(data))[image]
 
     if labels is None or not len(labels):
         found = [
             (str(x.number), x.data.numpy()) for x in read(examples.draw(source, _WITHOUT, pick))
         ]
-        return [sheet.Row("", "", found[i : i + _EACH]) for i in range(0, len(found), _EACH)]
+        return [
+            contact_sheet.Row("", "", found[i : i + _EACH]) for i in range(0, len(found), _EACH)
+        ]
     classes, counts = np.unique(labels, return_counts=True)
     chosen = examples.evenly(_CLASSES, len(classes))
     wanted = {
@@ -233,8 +243,8 @@ def _rows(
     order = np.sort(np.concatenate(list(wanted.values())))
     images = {x.number: x.data.numpy() for x in read(examples.numbered(source, order, pick))}
     return [
-        sheet.Row(
-            f"{classes[i]}{words.named(classes[i], source.class_names)}",
+        contact_sheet.Row(
+            f"{classes[i]}{example_text.named(classes[i], source.class_names)}",
             f"{counts[i]:,} examples",
             [(str(n), images[n]) for n in wanted[int(classes[i])].tolist() if n in images],
         )
@@ -256,10 +266,10 @@ def _example(source: Source, example: examples.Example) -> int:
     if example.error is not None:
         _failure(source, example)
         return 1
-    label = words.label_name(source.element_spec)
+    label = example_text.label_name(source.element_spec)
     lines = [
-        f"{name:8} {words.kind(leaf)}  {words.value(leaf, source.class_names if name == label else None)}"
-        for name, leaf in words.parts(example.data)
+        f"{name:8} {example_text.kind(leaf)}  {example_text.value(leaf, source.class_names if name == label else None)}"
+        for name, leaf in example_text.parts(example.data)
     ]
     place = errors.place(source, example.number)
     for i, line in enumerate([*lines, *([f"{'at':8} {place}"] if place else [])]):
@@ -277,7 +287,7 @@ def _failure(source: Source, example: examples.Example) -> None:
 def _is_image(spec: Any) -> bool:
     if not isinstance(spec, tf.TensorSpec) or spec.dtype == tf.string or spec.shape.rank is None:
         return False
-    return sheet.is_image(spec.shape.as_list(), np.dtype(spec.dtype.as_numpy_dtype))
+    return contact_sheet.is_image(spec.shape.as_list(), np.dtype(spec.dtype.as_numpy_dtype))
 
 
 def _line(title: str, text: str) -> None:

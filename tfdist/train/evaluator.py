@@ -20,14 +20,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.addresses import Presence
 from tfdist.backup import state
 from tfdist.backup.store import SUFFIX, Store
+from tfdist.cluster.addresses import Presence
+from tfdist.cluster.preflight import PeersAbsent
 from tfdist.keras_compat import LOSS_HOOKS, MODEL_HOOKS
-from tfdist.preflight import PeersAbsent
-from tfdist.train.callbacks import listed
-from tfdist.train.engine import Engine
 from tfdist.train.hooks import Hooks, bind
+from tfdist.train.synchronous.engine import Engine
+from tfdist.train.synchronous.worker_callbacks import listed
 
 log = logging.getLogger("tfdist")
 

@@ -12,9 +12,9 @@ import numpy as np
 
 from tfdist.backup import state
 from tfdist.keras_compat import strategy_of
-from tfdist.train import preemption
-from tfdist.train.patience import Patience
-from tfdist.train.pulse import Pulse
+from tfdist.train.health import preemption
+from tfdist.train.health.heartbeat import Pulse
+from tfdist.train.health.watchdog import Patience
 
 
 def _as_keras(self, model: keras.Model, keras_method: Callable, *args, **kwargs) -> Any:

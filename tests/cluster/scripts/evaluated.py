@@ -8,7 +8,7 @@ import keras
 
 import tfdist
 from tests.parity.cases import CROSSENTROPY, data, dataset, mlp
-from tfdist.cluster import ClusterSpec
+from tfdist.cluster.spec import ClusterSpec
 
 
 class StopEarly(keras.callbacks.Callback):

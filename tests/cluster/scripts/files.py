@@ -15,7 +15,7 @@ import tensorflow as tf
 
 import tfdist
 from tests.parity.cases import CROSSENTROPY, data, dataset, mlp
-from tfdist.strategies import is_chief
+from tfdist.strategies.factory import is_chief
 
 CRASH_EPOCH, EPOCHS = 2, 4
 SLOW_STEPS = 150

@@ -12,7 +12,7 @@ import numpy as np
 
 import tfdist
 from tests.parity.cases import CROSSENTROPY, data, dataset, mlp
-from tfdist.strategies import is_chief
+from tfdist.strategies.factory import is_chief
 
 
 def data_of_its_own(strategy, rank):

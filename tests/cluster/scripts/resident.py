@@ -10,13 +10,14 @@ import time
 
 import tensorflow as tf
 
-from tfdist import building, inputs, parallel, run
+from tfdist import parallel
+from tfdist.run import build, input_pipeline, train_command
 
-stages, settings = int(sys.argv[1]), run.parse(sys.argv[2:])
-strategy = building.make_strategy(settings.strategy, settings.sync)
+stages, settings = int(sys.argv[1]), train_command.parse(sys.argv[2:])
+strategy = build.make_strategy(settings.strategy, settings.sync)
 if stages:
     strategy = tf.distribute.get_strategy()
-train = inputs.pipeline(settings)
+train = input_pipeline.pipeline(settings)
 next(iter(train))  # the data are in memory from here on
 
 
@@ -31,7 +32,7 @@ def held() -> int:
 
 
 before = held()
-model = building.make_model(settings, strategy, train)
+model = build.make_model(settings, strategy, train)
 if stages:
     whole, model = model, parallel.pipeline(model, stages, microbatches=8)
     model.compile(settings.train.optimizer, whole.loss)

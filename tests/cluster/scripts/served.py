@@ -8,7 +8,7 @@ import time
 
 import tensorflow as tf
 
-from tfdist.cluster import ClusterSpec
+from tfdist.cluster.spec import ClusterSpec
 from tfdist.data import pipeline, records
 
 EPOCHS = 2

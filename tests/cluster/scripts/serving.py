@@ -9,8 +9,8 @@ import time
 
 import tensorflow as tf
 
-from tfdist import resolvers
-from tfdist.addresses import answers
+from tfdist.cluster import resolvers
+from tfdist.cluster.addresses import answers
 from tfdist.strategies.server import end_servers, serve
 
 

@@ -5,8 +5,8 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist
-from tfdist.cluster import ClusterSpec
-from tfdist.data.sources import Source
+from tfdist.cluster.spec import ClusterSpec
+from tfdist.data.sources.base import Source
 
 CLASSES = 4
 

@@ -10,13 +10,13 @@ import tempfile
 from collections.abc import Sequence
 
 from tfdist import app
-from tfdist.arguments import Parser, flags_beside_config, real, refuse, whole
-from tfdist.contract import CONFIGURATION_CODE
-from tfdist.signals import ending
+from tfdist.runtime.cli_arguments import Parser, flags_beside_config, real, refuse, whole
+from tfdist.runtime.launch_protocol import CONFIGURATION_CODE
+from tfdist.runtime.termination import ending
 from tfdist.tools.audit import report
 from tfdist.tools.audit.processes import WorkerError, Workers
 from tfdist.tools.audit.settings import Settings, check_function
-from tfdist.tools.logs import keep
+from tfdist.tools.common.process_logs import keep
 
 TIMEOUT = 600.0
 _DESCRIPTION = """\
@@ -81,13 +81,13 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _audit(flags: argparse.Namespace, words: Sequence[str]) -> int:
-    from tfdist import run
+    from tfdist.run import train_command
 
     # What is wrong here is said at once.
     if flags.pipeline:
         check_function(flags.pipeline)
     else:
-        run.parse(words)
+        train_command.parse(words)
     with contextlib.ExitStack() as stack:
         stack.enter_context(ending())  # its workers, too
         directory = (

@@ -13,7 +13,7 @@ from typing import Any
 
 from tfdist.tools.audit import events, steps
 from tfdist.tools.audit.settings import Settings
-from tfdist.tools.logs import tail
+from tfdist.tools.common.process_logs import tail
 
 _LINES = 15  # of a log, at most
 _POLL = 0.05

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from tfdist.runtime.formatting import aligned, counted
 from tfdist.tools.audit.settings import Settings
-from tfdist.words import aligned, counted
 
 _SHOWN = 10  # examples left out
 

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tfdist import functions
+from tfdist.config import user_functions
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -74,13 +74,16 @@ class Settings:
             ValueError: For a file or function that is not there, or that returns something else.
         """
         if self.pipeline is None:
-            from tfdist import inputs, run
+            from tfdist.run import input_pipeline, train_command
 
-            pipeline, given = inputs.pipeline(run.parse(self.config), self.split), "data.name"
+            pipeline, given = (
+                input_pipeline.pipeline(train_command.parse(self.config), self.split),
+                "data.name",
+            )
         else:
             check_function(self.pipeline)
             given = f"--pipeline={self.pipeline}"
-            pipeline = functions.load(self.pipeline, "--pipeline")()
+            pipeline = user_functions.load(self.pipeline, "--pipeline")()
         absent = next((part for part in PARTS if not hasattr(pipeline, part)), None)
         if absent:
             raise ValueError(

@@ -13,10 +13,10 @@ import tensorflow as tf
 
 from tfdist.data.errors import place
 from tfdist.data.order import Order, StreamOrder
-from tfdist.tools import words
 from tfdist.tools.audit import events, stages, steps
 from tfdist.tools.audit.settings import Settings
 from tfdist.tools.audit.verdict import Offence, Plan, verify
+from tfdist.tools.common import example_text
 
 _SIGN_OF_LIFE = 2.0  # seconds between two, while steps are checked
 
@@ -120,7 +120,9 @@ class Worker:
             first = time.monotonic() - begin if first is None else first
             numbers = share.numbers.numpy()
             held = sum(
-                words.held(part) for part in tf.nest.flatten(share.data) if tf.is_tensor(part)
+                example_text.held(part)
+                for part in tf.nest.flatten(share.data)
+                if tf.is_tensor(part)
             )
             steps.append(
                 file,

@@ -14,8 +14,8 @@ from typing import Any
 
 from tfdist.tools.audit import events
 from tfdist.tools.bench.jobs import END, POLL, Job, order
-from tfdist.tools.logs import tail
-from tfdist.tools.owner import own
+from tfdist.tools.common.ownership import own
+from tfdist.tools.common.process_logs import tail
 
 _GRACE = 5.0  # seconds to end by themselves
 _LINES = 12  # of a log, at most

@@ -103,7 +103,7 @@ def order(job: Job, number: int) -> None:
 
 
 def wait_for_order(job: Job, taken: int) -> int:
-    """The case that the next order names; waits as long as the owner lives (see `tfdist.tools.owner`).
+    """The case that the next order names; waits as long as the owner lives (see `tfdist.tools.common.ownership`).
 
     Args:
         job: Of the group.

@@ -22,17 +22,17 @@ from typing import TYPE_CHECKING, Any
 
 import tfdist
 from tfdist import app
-from tfdist.arguments import refuse
-from tfdist.contract import CONFIGURATION_CODE
-from tfdist.limits import cores
-from tfdist.signals import ending
-from tfdist.tools.bench import plan, words
+from tfdist.runtime.cli_arguments import refuse
+from tfdist.runtime.formatting import counted
+from tfdist.runtime.launch_protocol import CONFIGURATION_CODE
+from tfdist.runtime.resource_limits import cores
+from tfdist.runtime.termination import ending
+from tfdist.tools.bench import plan, rendering
 from tfdist.tools.bench.groups import Group, GroupError
 from tfdist.tools.bench.jobs import Case, Job
 from tfdist.tools.bench.notes import notes
 from tfdist.tools.bench.reason import Facts, reason
 from tfdist.tools.bench.results import FILE, Bench, Setup, baseline, compared
-from tfdist.words import counted
 
 if TYPE_CHECKING:
     from tfdist import config
@@ -65,9 +65,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _settings(rest: Sequence[str]) -> config.Run:
-    from tfdist import run
+    from tfdist.run import train_command
 
-    return run.parse(rest)
+    return train_command.parse(rest)
 
 
 def _bench(
@@ -120,9 +120,9 @@ def _bench(
         notes(flags.kind, setups),
     )
     _write(out / FILE, json.dumps(bench.to_json(), indent=1) + "\n")
-    _write(out / PAGE, words.markdown(bench))
+    _write(out / PAGE, rendering.markdown(bench))
     print(
-        json.dumps(bench.to_json(), indent=1) if flags.json else f"\n{words.text(bench)}\n",
+        json.dumps(bench.to_json(), indent=1) if flags.json else f"\n{rendering.text(bench)}\n",
         flush=True,
     )
     print(f"written: {out / FILE}, {out / PAGE}", file=sys.stderr)

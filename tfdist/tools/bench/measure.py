@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from tfdist import app
-from tfdist.contract import Launched
+from tfdist.runtime.launch_protocol import Launched
 from tfdist.tools.audit import events
 from tfdist.tools.bench.jobs import END, Job, wait_for_order
-from tfdist.tools.owner import end_with_owner
+from tfdist.tools.common.ownership import end_with_owner
 
 
 def main(argv: Sequence[str]) -> None:

@@ -10,8 +10,9 @@ import keras
 import tensorflow as tf
 
 import tfdist
-from tfdist import building, config, inputs, run
-from tfdist.telemetry import anatomy
+from tfdist import config
+from tfdist.run import build, input_pipeline, train_command
+from tfdist.telemetry import step_records
 from tfdist.tools.bench.jobs import Case, Job
 
 TRACED = 3  # steps of the run in which functions are compiled
@@ -28,10 +29,10 @@ class Training:
     def __init__(self, job: Job, rank: int):
         self._job, self._rank = job, rank
         self._epoch = 0  # of all fits together
-        self._settings = run.parse(job.words)
+        self._settings = train_command.parse(job.words)
         self._strategy = _strategy(job, rank, self._settings)
         batches = [_with_batch(self._settings, case) for case in job.cases]
-        self._model = building.make_model(self._settings, self._strategy, batches[0])
+        self._model = build.make_model(self._settings, self._strategy, batches[0])
         self._batches = [_without_end(each) for each in batches]
 
     def ready(self) -> dict[str, Any]:
@@ -54,7 +55,7 @@ class Training:
         clock = self._fit(number, steps, 1 + -(-self._job.warmup // steps))
         windows = [
             window
-            for window in anatomy.read(self._run(number)).get(self._rank, [])
+            for window in step_records.read(self._run(number)).get(self._rank, [])
             if window.epoch == self._epoch - 1
         ]
         given = max((window.bytes for window in windows), default=0)
@@ -62,7 +63,7 @@ class Training:
             "steps": steps,
             "examples": clock.examples,
             "seconds": clock.seconds,
-            "anatomy": anatomy.per_step(windows),
+            "anatomy": step_records.per_step(windows),
             "bytes": given,
         }
 
@@ -110,10 +111,10 @@ class Prediction:
     """
 
     def __init__(self, job: Job, rank: int):
-        settings = run.parse(job.words)
+        settings = train_command.parse(job.words)
         self._strategy = _strategy(job, rank, settings)
-        batches = inputs.pipeline(settings)
-        self._model = building.make_model(settings, self._strategy, batches)
+        batches = input_pipeline.pipeline(settings)
+        self._model = build.make_model(settings, self._strategy, batches)
         self._examples = job.steps * max(case.global_batch for case in job.cases)
         self._warmup = job.warmup
         self._cases = [
@@ -225,7 +226,7 @@ def _strategy(job: Job, rank: int, settings: config.Run | None) -> tf.distribute
     threads = (
         None if job.threads is None or job.workers > 1 else job.threads * job.replicas
     )  # the launcher has told those of workers
-    sync = building.policy(settings.sync) if settings else None
+    sync = build.policy(settings.sync) if settings else None
     return tfdist.make_strategy(
         job.strategy,
         devices=names,
@@ -239,7 +240,7 @@ def _strategy(job: Job, rank: int, settings: config.Run | None) -> tf.distribute
 def _with_batch(settings: config.Run, case: Case) -> tf.data.Dataset:
     values = settings.to_dict()
     values["data"]["global_batch"] = case.global_batch
-    batches = inputs.pipeline(config.Run.from_dict(values))
+    batches = input_pipeline.pipeline(config.Run.from_dict(values))
     rows = {
         spec.shape[0]
         for spec in tf.nest.flatten(batches.element_spec)
@@ -256,7 +257,7 @@ def _with_batch(settings: config.Run, case: Case) -> tf.data.Dataset:
 def _without_end(batches: tf.data.Dataset) -> tf.data.Dataset:
     """The same batches, epoch after epoch; each replica still reads only its own rows."""
     result = batches.repeat()
-    if inputs.is_pipeline(batches):
+    if input_pipeline.is_pipeline(batches):
         result.share = lambda *args, **kwargs: batches.share(*args, **kwargs).repeat()
     return result
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from tfdist.runtime.formatting import counted
+from tfdist.tools.bench.formatting import binary, milliseconds
 from tfdist.tools.bench.results import MODES, Setup
-from tfdist.tools.bench.units import binary, milliseconds
-from tfdist.words import counted
 
 PLACES = (
     "Central storage (data parallel) keeps one copy of the variables, copied out to the replicas in each step; mirrored (distributed data "

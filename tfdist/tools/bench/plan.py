@@ -6,11 +6,11 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tfdist.arguments import Parser, about_config, flag_of, no_such_flag, real, whole
 from tfdist.config import nearest
+from tfdist.runtime.cli_arguments import Parser, about_config, flag_of, no_such_flag, real, whole
+from tfdist.tools.bench.formatting import to_bytes
 from tfdist.tools.bench.jobs import Case, Job
 from tfdist.tools.bench.results import BASELINE, MODES
-from tfdist.tools.bench.units import to_bytes
 
 if TYPE_CHECKING:
     from tfdist import config

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from fractions import Fraction
 
-from tfdist.telemetry.anatomy import PARTS
+from tfdist.runtime.formatting import counted
+from tfdist.telemetry.step_records import PARTS
+from tfdist.tools.bench.formatting import milliseconds, percent, size
 from tfdist.tools.bench.results import Setup
-from tfdist.tools.bench.units import milliseconds, percent, size
-from tfdist.words import counted
 
 GOOD = 0.95  # an efficiency at which nothing is looked for
 UNEVEN = 1.1  # times the others' work: a worker that is slow, and not by chance

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdist.words import counted
+from tfdist.runtime.formatting import counted
 
 FILE = "bench.json"
 KINDS = ("scaling", "predict", "allreduce")
@@ -31,7 +31,7 @@ class Setup:
         bytes: That each replica gives into the sum: the gradients of a step, or those of an all-reduce; 0 where nothing is summed.
         seconds: Of a mean step, in each round; empty where it failed.
         rates: Examples per second of all replicas together, in each round; empty in an all-reduce.
-        anatomy: Seconds of each part of a mean step (see `tfdist.telemetry.anatomy.PARTS`), by worker; empty where not measured.
+        anatomy: Seconds of each part of a mean step (see `tfdist.telemetry.step_records.PARTS`), by worker; empty where not measured.
         speedup: Its median rate over that of the baseline; None where there is none.
         efficiency: Speed-up over replicas.
         reason: What the lost efficiency goes into, in one sentence, with a remedy.

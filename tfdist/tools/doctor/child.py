@@ -10,7 +10,7 @@ import subprocess
 import sys
 from typing import Any
 
-from tfdist.contract import environment
+from tfdist.runtime.launch_protocol import environment
 
 _MARK = "tfdist-doctor:"  # before the answer: frameworks write to the same output
 

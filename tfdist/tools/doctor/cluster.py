@@ -7,9 +7,8 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tfdist.addresses import PortTaken, UnresolvedAddress, bind_problem
-from tfdist.cluster import ClusterSpec, Task
-from tfdist.handshake import (
+from tfdist.cluster.addresses import PortTaken, UnresolvedAddress, bind_problem
+from tfdist.cluster.handshake import (
     ConfigurationError,
     absent_too_long,
     another_task,
@@ -17,11 +16,12 @@ from tfdist.handshake import (
     compare,
     some,
 )
+from tfdist.cluster.spec import ClusterSpec, Task
+from tfdist.runtime.formatting import counted
 from tfdist.tools.doctor.checks import CLUSTER, FAIL, Check, graded, of_error
 from tfdist.tools.doctor.exchange import Link
-from tfdist.tools.doctor.meeting import Peer, Sight
-from tfdist.tools.doctor.units import amount, lasting
-from tfdist.words import counted
+from tfdist.tools.doctor.formatting import amount, lasting
+from tfdist.tools.doctor.peers import Peer, Sight
 
 SKEW, WRONG = 1.0, 60.0  # seconds between the clocks of two hosts
 SLOW = 50e6  # bytes per second; half of what Gigabit Ethernet carries

@@ -13,8 +13,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from tfdist.addresses import resolve_address
-from tfdist.handshake import receive, send
+from tfdist.cluster.addresses import resolve_address
+from tfdist.cluster.handshake import receive, send
 
 ATTEMPT = "doctor"  # no training's preflight takes a doctor for one of its own
 EXCHANGE_S = 5.0  # for a question and its answer

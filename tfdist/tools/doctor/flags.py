@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Sequence
 
-from tfdist.arguments import Parser, about_config, flag_of, nearest_flag, real, whole
+from tfdist.runtime.cli_arguments import Parser, about_config, flag_of, nearest_flag, real, whole
 
 ASK_S, TOGETHER_S, SERVE_S = (
     30.0,

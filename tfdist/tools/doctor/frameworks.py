@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from tfdist.tools.doctor import child
-from tfdist.tools.doctor.places import Place
+from tfdist.tools.doctor.file_systems import Place
 from tfdist.tools.doctor.trial import Trial
 
 IMPORT_S = 120.0  # for TensorFlow's import, which takes some 5 s, a minute from a cold network disk

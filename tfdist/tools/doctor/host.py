@@ -6,11 +6,11 @@ import datetime
 import re
 from collections.abc import Iterator
 
+from tfdist.runtime.formatting import counted
 from tfdist.tools.doctor.checks import HOST, Check, graded, of_error
+from tfdist.tools.doctor.formatting import amount
 from tfdist.tools.doctor.frameworks import Frameworks
 from tfdist.tools.doctor.machine import Machine
-from tfdist.tools.doctor.units import amount
-from tfdist.words import counted
 
 OLDEST_PYTHON, NEWEST_PYTHON = (3, 10), (3, 13)
 # What setup.py asks for, and the newest that the tests have run on.

@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import tfdist
-from tfdist.contract import THREAD_VARIABLES, inherited
-from tfdist.handshake import PACKAGES
-from tfdist.limits import cores, memory, quota, read_text
+from tfdist.cluster.handshake import PACKAGES
+from tfdist.runtime.launch_protocol import THREAD_VARIABLES, inherited
+from tfdist.runtime.resource_limits import cores, memory, quota, read_text
 
 SMI_S = 20.0  # for nvidia-smi, which takes seconds where no process keeps the driver awake
 _NVIDIA, _DISPLAY = "0x10de", "0x03"  # a PCI device's vendor, and the beginning of its class

@@ -14,13 +14,13 @@ import uuid
 from collections.abc import Sequence
 
 import tfdist
-from tfdist.addresses import is_here, nobody_here
-from tfdist.arguments import refuse
-from tfdist.cluster import ClusterSpec, Task
-from tfdist.contract import inherited
-from tfdist.handshake import badge, installed_versions
-from tfdist.signals import ending
-from tfdist.tools.doctor import cluster, frameworks, host, machine, places, runs, table
+from tfdist.cluster.addresses import is_here, nobody_here
+from tfdist.cluster.handshake import badge, installed_versions
+from tfdist.cluster.spec import ClusterSpec, Task
+from tfdist.runtime.cli_arguments import refuse
+from tfdist.runtime.launch_protocol import inherited
+from tfdist.runtime.termination import ending
+from tfdist.tools.doctor import cluster, file_systems, frameworks, host, machine, runs, table
 from tfdist.tools.doctor.checks import (
     CLUSTER,
     FAIL,
@@ -34,9 +34,9 @@ from tfdist.tools.doctor.checks import (
 )
 from tfdist.tools.doctor.exchange import ATTEMPT
 from tfdist.tools.doctor.flags import parse
-from tfdist.tools.doctor.meeting import Meeting, serving
+from tfdist.tools.doctor.formatting import printable
+from tfdist.tools.doctor.peers import Meeting, serving
 from tfdist.tools.doctor.server import Desk
-from tfdist.tools.doctor.units import printable
 
 DEFAULT_PLACE = "runs"  # where `tfdist train` and `tfdist launch` write
 TITLES = {HOST: "this host", CLUSTER: "the cluster", RUN: "the run"}
@@ -150,14 +150,14 @@ def _look(flags: argparse.Namespace, words: Sequence[str], here: int, trained: i
     tried = None
     if words or not flags.quick:
         findings = frameworks.look(
-            [place for place in named if places.is_remote(place)], words, trained
+            [place for place in named if file_systems.is_remote(place)], words, trained
         )
         checks += host.check_frameworks(facts, findings.frameworks)
         tried, remote = findings.trial, {place.path: place for place in findings.places}
         directory = tried.directory if tried else ""
     else:
         remote = {}
-        for path in filter(places.is_remote, named):
+        for path in filter(file_systems.is_remote, named):
             checks.append(
                 graded(
                     HOST,
@@ -170,10 +170,14 @@ def _look(flags: argparse.Namespace, words: Sequence[str], here: int, trained: i
     wanted = list(dict.fromkeys([*named, *filter(None, [directory])])) or [DEFAULT_PLACE]
     local = {
         place.path: place
-        for place in places.look([path for path in wanted if not places.is_remote(path)])
+        for place in file_systems.look(
+            [path for path in wanted if not file_systems.is_remote(path)]
+        )
     }
     checks += [
-        places.check_place(found) for path in wanted if (found := {**remote, **local}.get(path))
+        file_systems.check_place(found)
+        for path in wanted
+        if (found := {**remote, **local}.get(path))
     ]
     if tried is not None:
         checks += runs.check_trial(tried, facts, trained, here)

@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from tfdist.tools.doctor import child, trial
-from tfdist.tools.doctor.places import Place, is_remote, missing, token_name
+from tfdist.tools.doctor.file_systems import Place, is_remote, missing, token_name
 
 LOCAL = "file://"
 

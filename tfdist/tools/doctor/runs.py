@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from tfdist.runtime.formatting import counted
 from tfdist.tools.doctor.checks import RUN, Check, graded, of_error
+from tfdist.tools.doctor.formatting import amount, lasting
 from tfdist.tools.doctor.machine import Machine
 from tfdist.tools.doctor.trial import STAGES, Trial
-from tfdist.tools.doctor.units import amount, lasting
-from tfdist.words import counted
 
 FULL = 0.8  # of the memory: other programs, caches and the gradients' sums need some too
 

@@ -18,11 +18,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdist.addresses import resolve_address
-from tfdist.cluster import ClusterSpec, Task
-from tfdist.handshake import receive, send, short
+from tfdist.cluster.addresses import resolve_address
+from tfdist.cluster.handshake import receive, send, short
+from tfdist.cluster.spec import ClusterSpec, Task
 from tfdist.tools.doctor.exchange import EXCHANGE_S, LINE_BYTES, STREAM_BYTES, STREAM_S, measure
-from tfdist.tools.doctor.places import is_token, token_name
+from tfdist.tools.doctor.file_systems import is_token, token_name
 
 AT_ONCE = 32  # connections
 SEEN_S = 3.0  # for a file of another host to appear: network disks remember for a while that it was not there

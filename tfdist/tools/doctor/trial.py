@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tfdist import functions
+from tfdist.config import user_functions
 
 if TYPE_CHECKING:
     from tfdist import config
@@ -90,28 +90,35 @@ def steps(words: Sequence[str], workers: int) -> Iterator[Trial]:
 
 
 def _stages(words: Sequence[str], workers: int) -> Iterator[Trial]:
-    from tfdist import inputs, run
+    from tfdist.run import input_pipeline, train_command
 
-    settings = run.parse(words)
+    settings = train_command.parse(words)
     trial = Trial(
         STAGES[1], name=settings.name, strategy=settings.strategy.name, global_batch=settings.data.global_batch, replicas=_replicas(settings),
         directory=settings.output.dir or "",
     )  # fmt: skip
     yield trial
-    trial = dataclasses.replace(trial, stage=STAGES[2], directory=str(run.find_directory(settings)))
+    trial = dataclasses.replace(
+        trial, stage=STAGES[2], directory=str(train_command.find_directory(settings))
+    )
     yield trial
     if name := _unprepared(settings):
         yield dataclasses.replace(trial, unprepared=name)
         return
-    train, test = inputs.pipeline(settings, "train"), inputs.pipeline(settings, "eval")
+    train, test = (
+        input_pipeline.pipeline(settings, "train"),
+        input_pipeline.pipeline(settings, "eval"),
+    )
     batch = next(iter(train))
     next(iter(test))
     counts = [
-        f"{count:,}" if (count := inputs.examples(batches)) is not None else "an unknown number of"
+        f"{count:,}"
+        if (count := input_pipeline.examples(batches)) is not None
+        else "an unknown number of"
         for batches in (train, test)
     ]
-    name = train.batches.source.name if inputs.is_pipeline(train) else settings.data.name
-    shape, classes = inputs.shapes(train)
+    name = train.batches.source.name if input_pipeline.is_pipeline(train) else settings.data.name
+    shape, classes = input_pipeline.shapes(train)
     found = f"{name}: {counts[0]} examples to train and {counts[1]} to evaluate on; inputs {_brackets(shape)}"
     trial = dataclasses.replace(
         trial, stage=STAGES[3], data=found + (f", {classes} classes" if classes is not None else "")
@@ -126,15 +133,15 @@ def _measured(
     """Builds the model, and makes two steps with one replica's rows."""
     import tensorflow as tf
 
-    from tfdist import building
-    from tfdist.data.rows import count_rows, cut
+    from tfdist.data.batch_rows import count_rows, cut
+    from tfdist.run import build
 
     replicas = trial.replicas * (1 if trial.strategy == "parameter_server" else workers)
     rows = min(math.ceil(trial.global_batch / replicas), int(count_rows(batch)))
     part = cut(batch, tf.constant(0, tf.int64), tf.constant(rows, tf.int64))
     gpus = tf.config.list_logical_devices("GPU")
     before = _reset_peak()
-    model = building.make_model(settings, tf.distribute.get_strategy(), train)
+    model = build.make_model(settings, tf.distribute.get_strategy(), train)
     trial = dataclasses.replace(
         trial, stage=STAGES[4], parameters=model.count_params() if model.built else 0, rows=rows
     )
@@ -175,7 +182,7 @@ def _unprepared(settings: config.Run) -> str:
     if (
         settings.data.catalog is not None
         or settings.data.name == _OWN
-        or functions.in_file(settings.data.name)
+        or user_functions.in_file(settings.data.name)
     ):
         return ""
     import tensorflow_datasets as tfds

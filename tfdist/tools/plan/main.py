@@ -10,12 +10,12 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from tfdist.arguments import Parser, flags_beside_config, real, refuse, whole
-from tfdist.signals import ending
+from tfdist.runtime.cli_arguments import Parser, flags_beside_config, real, refuse, whole
+from tfdist.runtime.formatting import aligned
+from tfdist.runtime.termination import ending
 from tfdist.tools.doctor import child
-from tfdist.tools.doctor.units import amount
-from tfdist.tools.plan.ways import Needs, Stage, Way, choose, ways
-from tfdist.words import aligned
+from tfdist.tools.doctor.formatting import amount
+from tfdist.tools.plan.options import Needs, Stage, Way, choose, ways
 
 _UNITS = {
     "B": 1,

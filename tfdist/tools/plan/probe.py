@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tfdist.tools.doctor import child
-from tfdist.tools.plan.ways import Needs, Stage
+from tfdist.tools.plan.options import Needs, Stage
 
 _ROWS = 64  # of the smaller of two batches that are compared, at most: what is planned may be too large for this machine
 
@@ -44,19 +44,21 @@ def look(words: Sequence[str], devices: int, microbatches: int) -> Needs:
     """
     import tensorflow as tf
 
-    from tfdist import building, config, inputs, run
-    from tfdist.data.rows import count_rows
-    from tfdist.parallel import agreement, deferred, units
+    from tfdist import config
+    from tfdist.data.batch_rows import count_rows
+    from tfdist.parallel import deferred
+    from tfdist.parallel.sharding import fsdp_unit, global_norm
+    from tfdist.run import build, input_pipeline, train_command
 
     tf.config.set_visible_devices([], "GPU")
-    settings = run.parse(words)
+    settings = train_command.parse(words)
     settings = dataclasses.replace(
         settings, parallel=config.Parallel(), sync=config.Sync()
     )  # what they save is to be found
-    train = inputs.pipeline(settings)
+    train = input_pipeline.pipeline(settings)
     batch = next(iter(train))
     rows = int(count_rows(batch))
-    model = building.make_model(settings, tf.distribute.get_strategy(), train)
+    model = build.make_model(settings, tf.distribute.get_strategy(), train)
     optimizer = model.optimizer
     with deferred():
         optimizer.build(model.trainable_variables)
@@ -67,7 +69,7 @@ def look(words: Sequence[str], devices: int, microbatches: int) -> Needs:
     stages, not_cut = _stages(model, devices)
     return Needs(
         weights=[_bytes([v]) for v in model.trainable_variables],
-        units=[_bytes(layer.trainable_weights) for layer in units.layers_of(model)],
+        units=[_bytes(layer.trainable_weights) for layer in fsdp_unit.layers_of(model)],
         frozen=_bytes(
             [v for v in model.variables if not any(v is t for t in model.trainable_variables)]
         ),
@@ -76,12 +78,12 @@ def look(words: Sequence[str], devices: int, microbatches: int) -> Needs:
         fixed=max(0, math.ceil(low - per_row * less)),
         per_row=per_row,
         rows=rows,
-        last=(inputs.examples(train) or 0) % rows or rows
+        last=(input_pipeline.examples(train) or 0) % rows or rows
         if settings.data.tail == "partial"
         else rows,
         stages=stages,
         not_sharded=_refusal(
-            agreement.check_elementwise, getattr(optimizer, "inner_optimizer", optimizer)
+            global_norm.check_elementwise, getattr(optimizer, "inner_optimizer", optimizer)
         ),
         not_cut=not_cut,
     )
@@ -118,18 +120,18 @@ def _peak() -> int:
 def _first(batch: Any, rows: int) -> Any:
     import tensorflow as tf
 
-    from tfdist.data.rows import cut
+    from tfdist.data.batch_rows import cut
 
     return cut(batch, tf.constant(0, tf.int64), tf.constant(rows, tf.int64))
 
 
 def _stages(model: Any, count: int) -> tuple[list[Stage], str]:
     """The model in stages, as `tfdist.parallel.pipeline` cuts it by itself; or why it cannot be."""
-    from tfdist.parallel import cuts
+    from tfdist.parallel.pipeline_parallel import split
 
     try:
-        graph = cuts.graph_of(model)
-        found = cuts.split(graph, cuts.balanced(graph, count, cuts.parameters(graph)))
+        graph = split.graph_of(model)
+        found = split.split(graph, split.balanced(graph, count, split.parameters(graph)))
     except ValueError as error:
         return [], str(error).removeprefix("pipeline: ")
     sizes = [_size(x) for x in graph.tensors]

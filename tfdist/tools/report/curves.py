@@ -10,11 +10,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tfdist.telemetry.anatomy import Window
+from tfdist.telemetry.step_records import Window
 from tfdist.tools.report import style
+from tfdist.tools.report.formatting import scaled, units_of_time
 from tfdist.tools.report.read import TRAINING, VALIDATION, Curve
 from tfdist.tools.report.style import Figure
-from tfdist.tools.report.words import scaled, units_of_time
 
 _DOTS = 40  # a curve of fewer points shows each
 _LEGEND = 8  # names at most

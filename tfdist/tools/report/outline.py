@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tfdist import config
-from tfdist.telemetry.anatomy import per_step
+from tfdist.runtime.formatting import counted
+from tfdist.telemetry.step_records import per_step
 from tfdist.tools.recovery import Strike
 from tfdist.tools.report import curves, steps, timeline
 from tfdist.tools.report.files import section
+from tfdist.tools.report.formatting import NOTHING, duration, figure, moment
 from tfdist.tools.report.page import Chapter, Section, Table, Tile
 from tfdist.tools.report.read import TRAINING, VALIDATION, Curve, Launch, Run
-from tfdist.tools.report.words import NOTHING, duration, figure, moment
-from tfdist.words import counted
 
 _METRICS = 12  # figures of metrics at most
 _STRIKES = 60  # rows at most

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdist.contract import JOURNAL
+from tfdist.runtime.launch_protocol import JOURNAL
 from tfdist.telemetry import layout
-from tfdist.telemetry.anatomy import Window
+from tfdist.telemetry.step_records import Window
 from tfdist.tools.bench.results import FILE
 from tfdist.tools.recovery import Recovery
 from tfdist.tools.report import events

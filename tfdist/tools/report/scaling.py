@@ -11,8 +11,8 @@ from tfdist.tools.bench.results import Setup
 from tfdist.tools.report import style
 from tfdist.tools.report.bench import label, rate
 from tfdist.tools.report.curves import legend, looks, shorten
+from tfdist.tools.report.formatting import TIMES, scaled
 from tfdist.tools.report.style import Figure
-from tfdist.tools.report.words import TIMES, scaled
 
 _TITLES = {
     "strong": (

@@ -7,11 +7,11 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tfdist.telemetry.anatomy import PARTS, Window, per_step
+from tfdist.telemetry.step_records import PARTS, Window, per_step
 from tfdist.tools.report import style
 from tfdist.tools.report.curves import shorten
+from tfdist.tools.report.formatting import scaled
 from tfdist.tools.report.style import Figure
-from tfdist.tools.report.words import scaled
 
 # In the order of the layers: work, then what distribution adds, then what keeps the devices idle.
 NAMES = {

@@ -7,12 +7,12 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from tfdist.chaos import EVENT
+from tfdist.runtime.fault_plan import EVENT
 from tfdist.tools.recovery import Attempt
 from tfdist.tools.report import style
+from tfdist.tools.report.formatting import scaled, units_of_time
 from tfdist.tools.report.read import Launch
 from tfdist.tools.report.style import Figure
-from tfdist.tools.report.words import scaled, units_of_time
 
 _LANES = 30  # attempts at most
 _SAVES = 400  # more of them are a band, which tells nothing

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from tfdist import app
-from tfdist.arguments import Parser, flags_beside_config, real, refuse, whole
-from tfdist.contract import CONFIGURATION_CODE
-from tfdist.signals import ending
-from tfdist.tools.logs import keep
-from tfdist.words import counted
+from tfdist.runtime.cli_arguments import Parser, flags_beside_config, real, refuse, whole
+from tfdist.runtime.formatting import counted
+from tfdist.runtime.launch_protocol import CONFIGURATION_CODE
+from tfdist.runtime.termination import ending
+from tfdist.tools.common.process_logs import keep
 
 STRATEGIES = ("multi_worker_mirrored", "mirrored", "central_storage", "one_device")
 _DESCRIPTION = """\
@@ -118,9 +118,10 @@ def settle(flags: argparse.Namespace, default: str) -> None:
 
 
 def _verify(flags: argparse.Namespace, words: list[str]) -> int:
-    from tfdist import config, run
+    from tfdist import config
+    from tfdist.run import train_command
 
-    settings = run.parse(words)  # what is wrong here is said at once
+    settings = train_command.parse(words)  # what is wrong here is said at once
     if settings.sync != config.Sync():
         raise ValueError(
             "sync: expected its defaults, with which N replicas equal one; a policy that rounds, leaves out or delays what replicas exchange differs by design. "
@@ -144,7 +145,7 @@ def _verify(flags: argparse.Namespace, words: list[str]) -> int:
 
 
 def _compare(flags: argparse.Namespace, words: list[str], settings: Any, directory: Path) -> int:
-    from tfdist.tools.verify import words as telling
+    from tfdist.tools.verify import rendering as telling
     from tfdist.tools.verify.compare import compare
     from tfdist.tools.verify.processes import Failed
     from tfdist.tools.verify.recording import Recording, read
@@ -249,7 +250,7 @@ def _tell(
     failure: str | None,
     drawn: list[str],
 ) -> int:
-    from tfdist.tools.verify import words as telling
+    from tfdist.tools.verify import rendering as telling
 
     if flags.json:
         print(

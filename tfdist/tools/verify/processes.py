@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tfdist.tools.logs import tail
-from tfdist.tools.owner import OWNER, own
+from tfdist.tools.common.ownership import OWNER, own
+from tfdist.tools.common.process_logs import tail
 
 _LINES = 15  # of a log, at most
 _GRACE = 30.0  # seconds for a launcher to end its tasks
@@ -35,7 +35,7 @@ class Failed(Exception):
 def run(words: Sequence[str], log: Path, timeout: float, who: str) -> None:
     """Runs a Python module, and waits until it has ended.
 
-    The directory of the log is this process' (see `tfdist.tools.owner`) as long as it runs.
+    The directory of the log is this process' (see `tfdist.tools.common.ownership`) as long as it runs.
 
     Args:
         words: What comes after `python -m`.

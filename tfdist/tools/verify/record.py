@@ -14,14 +14,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import app, building, config, inputs, run
+from tfdist import app, config
 from tfdist.backup.shards import is_sharded
 from tfdist.keras_compat import local_component
-from tfdist.tools.owner import end_with_owner
+from tfdist.run import build, input_pipeline, train_command
+from tfdist.tools.common.ownership import end_with_owner
 from tfdist.tools.verify import recording
 from tfdist.tools.verify.probes import Probe, layers_of, reverse, silence
 from tfdist.tools.verify.settings import EAGER, ROUNDING, Settings, first_device
-from tfdist.train.step import moving_state, seed_states
+from tfdist.train.synchronous.replica_step import moving_state, seed_states
 
 
 def main(argv: Sequence[str]) -> int:
@@ -41,15 +42,15 @@ def main(argv: Sequence[str]) -> int:
 
 def record(settings: Settings) -> None:
     """Trains in each of the ways, and writes a file for each; every worker of a cluster calls it."""
-    described = run.parse(settings.config)
+    described = train_command.parse(settings.config)
     where = dataclasses.replace(
         described.strategy, name=settings.strategy, cluster=None, task=None, devices=settings.devices,
         communication=settings.communication, timeout=settings.timeout,
     )  # fmt: skip
-    strategy = building.make_strategy(where)  # first, as it makes the devices
+    strategy = build.make_strategy(where)  # first, as it makes the devices
     whole = not described.parallel.zero
     if settings.alone:
-        one = building.make_strategy(
+        one = build.make_strategy(
             dataclasses.replace(where, name="one_device", devices=first_device(settings.devices))
         )
         for way in settings.alone:
@@ -87,8 +88,8 @@ def train(
     keras.utils.set_random_seed(
         described.train.seed
     )  # also of data that are shuffled without a seed of their own
-    batches = inputs.pipeline(described, "train")
-    model = building.make_model(described, strategy, batches)
+    batches = input_pipeline.pipeline(described, "train")
+    model = build.make_model(described, strategy, batches)
     model.steps_per_execution = 1
     if way == EAGER:
         model.run_eagerly = True
@@ -130,7 +131,7 @@ class _Recorder(keras.callbacks.Callback):
         self._take_state()
 
     def on_epoch_begin(self, epoch, logs=None):
-        inputs.begin_epoch(self._batches, epoch)
+        input_pipeline.begin_epoch(self._batches, epoch)
 
     def on_train_batch_end(self, batch, logs=None):
         self._step += 1

@@ -1,0 +1,375 @@
+"""What a scheduler put into the environment becomes a ClusterSpec; nothing is written or contacted here.
+
+Where a cluster comes from, first found wins:
+
+1. the argument `cluster`, a ClusterSpec or the path of a cluster file (with `task`, such as `worker:1`);
+2. `TF_CONFIG`; `TF_CONFIG={}` says "this machine alone" and ends the search;
+3. Open MPI (`mpirun`); before Slurm, whose variables mpirun passes on when it runs in an allocation;
+4. a Slurm step (`srun`);
+5. a Kubernetes indexed Job with a headless service;
+6. none of these: this machine alone.
+
+Schedulers 3 to 5 start equal processes, so each becomes a worker. Settings of ours in the environment:
+
+- `TFDIST_PORT`: the first port. Default: Slurm's reserved ports if there are enough, or one from 20000 on
+  that follows from the Slurm job or the mpirun; 2222 on Kubernetes, where each pod has an address of its own.
+- `TFDIST_HOSTS`: the hosts of an mpirun over several machines, as its `-H` has them: `a:2,b:2`.
+- `TFDIST_K8S_SERVICE`, `TFDIST_K8S_REPLICAS`: the headless service of the Job, its number of pods.
+"""
+
+import itertools
+import logging
+import os
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+
+from tfdist.cluster.spec import ClusterSpec, parse_task
+from tfdist.runtime.launch_protocol import ATTEMPT
+
+logger = logging.getLogger("tfdist")
+
+_ALONE = "TF_CONFIG={} runs each process alone"
+_FIRST_PORT = 20000  # below the range of outgoing connections, see addresses.py
+_PORTS_PER_JOB = 64
+_PORT_BLOCKS = 150
+
+
+def resolve(
+    cluster: ClusterSpec | str | os.PathLike[str] | None = None,
+    task: str | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> ClusterSpec | None:
+    """Finds the cluster this process belongs to; says in one INFO line (logger "tfdist") where it found it.
+
+    Args:
+      cluster: a ClusterSpec or the path of a cluster file; default: what the environment describes.
+      task: this process, as `worker:1`; default: what `cluster` or the environment says.
+      environ: the environment, default os.environ.
+
+    Returns:
+      The cluster, or None: this machine alone.
+
+    Raises:
+      ValueError: a description that is incomplete or contradicts itself; `task` without a cluster.
+
+    >>> resolve(environ={}) is None
+    True
+    >>> str(resolve(environ={"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2",
+    ...     "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}).task)
+    'worker:1'
+    """
+    if isinstance(cluster, ClusterSpec):
+        spec: ClusterSpec | None = cluster
+    elif cluster is not None:
+        spec = ClusterSpec.from_file(cluster)
+    elif environ.get("TF_CONFIG"):
+        spec = ClusterSpec.from_environ(environ)
+    else:
+        readers = (from_open_mpi, from_slurm, from_kubernetes)
+        spec = next(filter(None, (reader(environ) for reader in readers)), None)
+    if task is not None:
+        if spec is None:
+            raise ValueError(
+                f"task {task!r}: there is no cluster to be a task of; describe it in a file or TF_CONFIG"
+            )
+        spec = spec.for_task(*parse_task(task))
+    logger.info("cluster: %s", _summary(spec))
+    return spec
+
+
+def attempt(environ: Mapping[str, str] = os.environ) -> str:
+    """Which start of the job this is, as `tfdist launch` counts; `0` elsewhere.
+
+    >>> attempt({"TFDIST_ATTEMPT": "2"})
+    '2'
+    """
+    return environ.get(ATTEMPT, "0")
+
+
+def from_slurm(environ: Mapping[str, str]) -> ClusterSpec | None:
+    """Reads the step that `srun` started: one worker per task, rank i is worker i.
+
+    Hosts are Slurm's node names, in Slurm's order, so they must resolve; block, cyclic and plane
+    distributions are known. Ports from `TFDIST_PORT` on; else those of `srun --resv-ports=N`; else from
+    20000 + 64 * ((7 * job + step) mod 150) on. One per rank; if fewer are reserved, one per task of a node.
+
+    Args:
+      environ: the environment of one task of the step.
+
+    Returns:
+      The cluster; None outside a step, in the shell of sbatch or salloc, and in a step of one task.
+
+    Raises:
+      ValueError: unknown distribution, too few reserved ports, or variables that contradict each other.
+
+    Source: https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES
+
+    >>> spec = from_slurm({"SLURM_PROCID": "2", "SLURM_NODEID": "1", "SLURM_LOCALID": "0",
+    ...     "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_NODELIST": "n[9-10]",
+    ...     "SLURM_STEP_TASKS_PER_NODE": "2,1", "TFDIST_PORT": "2222"})
+    >>> spec.jobs["worker"]
+    ('n9:2222', 'n9:2223', 'n10:2224')
+    """
+    if "SLURM_PROCID" not in environ or "SLURM_STEP_NUM_TASKS" not in environ:
+        return None
+    size = _integer(environ, "SLURM_STEP_NUM_TASKS")
+    if size < 2:
+        return None
+    hosts = expand_hostlist(_text(environ, "SLURM_STEP_NODELIST"))
+    per_node = _expand_counts(_text(environ, "SLURM_STEP_TASKS_PER_NODE"))
+    if len(per_node) != len(hosts) or sum(per_node) != size:
+        raise ValueError(
+            f"Slurm: {len(hosts)} nodes in SLURM_STEP_NODELIST, {len(per_node)} in SLURM_STEP_TASKS_PER_NODE "
+            f"with {sum(per_node)} tasks, {size} in SLURM_STEP_NUM_TASKS; use a step of a homogeneous job"
+        )
+    places = _places(per_node, _slurm_chunk(environ))
+    rank, node, local = (
+        _integer(environ, f"SLURM_{name}") for name in ("PROCID", "NODEID", "LOCALID")
+    )
+    if rank >= size or places[rank] != (node, local):
+        raise ValueError(
+            f"Slurm: SLURM_PROCID {rank} is task {local} of node {node}, but SLURM_DISTRIBUTION "
+            f"{environ.get('SLURM_DISTRIBUTION')!r} puts it elsewhere; use srun --distribution=block"
+        )
+    if "TFDIST_PORT" not in environ and "SLURM_STEP_RESV_PORTS" in environ:
+        ports: Sequence[int] = _expand_ports(environ["SLURM_STEP_RESV_PORTS"])
+        if len(ports) < max(per_node):
+            raise ValueError(
+                f"Slurm: SLURM_STEP_RESV_PORTS has {len(ports)} ports for {max(per_node)} tasks on a node; "
+                f"use srun --resv-ports={max(per_node)} or set TFDIST_PORT"
+            )
+    else:
+        step = 7 * _integer(environ, "SLURM_JOB_ID", 0) + _integer(environ, "SLURM_STEP_ID", 0)
+        ports = _ports(environ, size, step)
+    source = f"Slurm step {environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
+    return _workers(hosts, places, ports, rank, source)
+
+
+def from_open_mpi(environ: Mapping[str, str]) -> ClusterSpec | None:
+    """Reads the environment that Open MPI's `mpirun` gives a process: rank i is worker i.
+
+    Open MPI tells a process its rank but not the other hosts: over several of them, pass mpirun's `-H` list
+    on, `mpirun -H a:2,b:2 -x TFDIST_HOSTS=a:2,b:2 --map-by slot ...`. On one machine it needs nothing.
+
+    Args:
+      environ: the environment of one process.
+
+    Returns:
+      The cluster; None outside mpirun and in an mpirun of one process.
+
+    Raises:
+      ValueError: several hosts without TFDIST_HOSTS, too few slots, or ranks that do not fill the hosts in
+        order.
+
+    Source: https://docs.open-mpi.org/en/v5.0.x/tuning-apps/environment-var.html
+
+    >>> spec = from_open_mpi({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "TFDIST_PORT": "2222",
+    ...     "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "TFDIST_HOSTS": "a,b"})
+    >>> spec.jobs["worker"]
+    ('a:2222', 'b:2223')
+    """
+    if "OMPI_COMM_WORLD_RANK" not in environ:
+        return None
+    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    rank, size, local, local_size = (_integer(environ, f"OMPI_COMM_WORLD_{name}") for name in names)
+    if size < 2:
+        return None
+    if "TFDIST_HOSTS" in environ:
+        hosts, slots = _expand_slots(environ["TFDIST_HOSTS"])
+    elif local_size == size:
+        hosts, slots = ["127.0.0.1"], [size]
+    else:
+        raise ValueError(
+            f"Open MPI: TFDIST_HOSTS is missing: mpirun does not tell its {size} processes their hosts; add "
+            f"-x TFDIST_HOSTS=HOST:SLOTS,... with the list of its -H or hostfile ({_ALONE})"
+        )
+    places = _places(slots, size)[:size]
+    if len(places) < size:
+        raise ValueError(
+            f"Open MPI: TFDIST_HOSTS has {len(places)} slots for {size} processes; write HOST:SLOTS for each"
+        )
+    if rank >= size or places[rank][1] != local:
+        raise ValueError(
+            f"Open MPI: rank {rank} is process {local} of its host, expected another from TFDIST_HOSTS="
+            f"{environ.get('TFDIST_HOSTS')}; give mpirun the same hosts in the same order, and --map-by slot"
+        )
+    ports = _ports(environ, size, zlib.crc32(environ.get("PMIX_NAMESPACE", "").encode()))
+    return _workers(hosts, places, ports, rank, "Open MPI")
+
+
+def from_kubernetes(environ: Mapping[str, str]) -> ClusterSpec | None:
+    """Reads the environment of a pod of an indexed Job: the pod with completion index i is worker i.
+
+    Such a pod's host name is JOB-INDEX, and `spec.template.spec.subdomain: SERVICE` makes JOB-INDEX.SERVICE
+    its DNS name, once a headless Service (`clusterIP: None`) selects the Job's pods; give it
+    `publishNotReadyAddresses: true`, so that pods find each other before they are ready. The container's
+    `env` must set TFDIST_K8S_SERVICE to the Service's name and TFDIST_K8S_REPLICAS to the Job's `completions`
+    (equal to its `parallelism`). Made from the documentation; never run on a cluster.
+
+    Args:
+      environ: the environment of one pod.
+
+    Returns:
+      The cluster; None outside an indexed Job and in one of a single pod.
+
+    Raises:
+      ValueError: a setting is missing, or the host name is not JOB-INDEX.
+
+    Source: https://kubernetes.io/docs/tasks/job/job-with-pod-to-pod-communication/
+
+    >>> spec = from_kubernetes({"JOB_COMPLETION_INDEX": "1", "HOSTNAME": "digits-1",
+    ...     "TFDIST_K8S_SERVICE": "net", "TFDIST_K8S_REPLICAS": "2"})
+    >>> spec.jobs["worker"]
+    ('digits-0.net:2222', 'digits-1.net:2222')
+    """
+    if "JOB_COMPLETION_INDEX" not in environ:
+        return None
+    index = _integer(environ, "JOB_COMPLETION_INDEX")
+    remedy = f"set it in the container's env ({_ALONE})"
+    replicas = _integer(environ, "TFDIST_K8S_REPLICAS", remedy=remedy)
+    if replicas < 2:
+        return None
+    service = _text(environ, "TFDIST_K8S_SERVICE", remedy)
+    pod = _text(environ, "HOSTNAME").partition(".")[
+        0
+    ]  # all of the DNS name under setHostnameAsFQDN
+    job = pod.removesuffix(f"-{index}")
+    if job == pod:
+        raise ValueError(
+            f"Kubernetes: HOSTNAME {pod!r} does not end in -{index}, the JOB_COMPLETION_INDEX; "
+            "use completionMode: Indexed, without hostname or hostNetwork in the pod's spec"
+        )
+    hosts = [f"{job}-{i}.{service}" for i in range(replicas)]
+    port = _integer(environ, "TFDIST_PORT", 2222)
+    return _workers(
+        hosts, [(i, 0) for i in range(replicas)], [port], index, f"Kubernetes job {job}"
+    )
+
+
+def expand_hostlist(hostlist: str) -> list[str]:
+    """Expands Slurm's bracket notation, in its order.
+
+    Source: https://slurm.schedmd.com/scontrol.html#OPT_hostnames
+
+    >>> expand_hostlist("login,n[2,09-10]-ib")
+    ['login', 'n2-ib', 'n09-ib', 'n10-ib']
+    """
+    hosts = []
+    for part in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", hostlist):
+        pieces = re.split(r"\[([^\[\]]*)\]", part)  # text, brackets' content, text, ...
+        choices = [_expand_ranges(piece) if i % 2 else [piece] for i, piece in enumerate(pieces)]
+        hosts += ["".join(choice) for choice in itertools.product(*choices)]
+    return hosts
+
+
+def _expand_ranges(text: str) -> list[str]:
+    """'2,09-10' -> ['2', '09', '10']; the first number's zeros set the width."""
+    numbers = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if not first.isdigit() or not (last or first).isdigit():
+            raise ValueError(
+                f"Slurm: expected numbers and ranges such as 2,09-10, received {text!r}"
+            )
+        numbers += [
+            str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)
+        ]
+    return numbers
+
+
+def _expand_ports(text: str) -> list[int]:
+    return [int(port) for port in _expand_ranges(text)]
+
+
+def _expand_counts(text: str) -> list[int]:
+    """'2(x3),1' -> [2, 2, 2, 1]."""
+    counts = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if not match:
+            raise ValueError(
+                f"Slurm: SLURM_STEP_TASKS_PER_NODE: expected counts such as 2(x3),1, received {text!r}"
+            )
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _expand_slots(text: str) -> tuple[list[str], list[int]]:
+    """'a:2,b' -> (['a', 'b'], [2, 1])."""
+    pairs = [re.fullmatch(r"([^:,\s]+)(?::(\d+))?", part.strip()) for part in text.split(",")]
+    if not all(pairs):
+        raise ValueError(
+            f"Open MPI: TFDIST_HOSTS: expected HOST:SLOTS,... such as a:2,b:2, received {text!r}"
+        )
+    return [pair[1] for pair in pairs if pair], [int(pair[2] or 1) for pair in pairs if pair]
+
+
+def _slurm_chunk(environ: Mapping[str, str]) -> int:
+    """How many ranks in a row Slurm gives a node in its turn: a plane's size; 1 if cyclic; all if block."""
+    name = environ.get("SLURM_DISTRIBUTION", "block")
+    across_nodes = re.split("[:,]", name)[0]  # what follows concerns sockets and cores
+    if across_nodes == "plane":
+        return max(_integer(environ, "SLURM_DIST_PLANESIZE"), 1)
+    if across_nodes in ("block", "cyclic"):
+        return 1 if across_nodes == "cyclic" else _integer(environ, "SLURM_STEP_NUM_TASKS")
+    raise ValueError(
+        f"Slurm: SLURM_DISTRIBUTION {name!r} is not known; use srun --distribution=block, cyclic or plane=N"
+    )
+
+
+def _places(per_node: Sequence[int], chunk: int) -> list[tuple[int, int]]:
+    """(node, number on the node) of each rank, where nodes take `chunk` ranks in turn until they are full."""
+    places: list[tuple[int, int]] = []
+    used = [0] * len(per_node)
+    while len(places) < sum(per_node):
+        for node, count in enumerate(per_node):
+            taken = min(chunk, count - used[node])
+            places += [(node, used[node] + i) for i in range(taken)]
+            used[node] += taken
+    return places
+
+
+def _ports(environ: Mapping[str, str], count: int, key: int) -> range:
+    first = _integer(environ, "TFDIST_PORT", _FIRST_PORT + _PORTS_PER_JOB * (key % _PORT_BLOCKS))
+    return range(first, first + count)
+
+
+def _workers(
+    hosts: Sequence[str],
+    places: Sequence[tuple[int, int]],
+    ports: Sequence[int],
+    rank: int,
+    source: str,
+) -> ClusterSpec:
+    # A port per rank, if there are enough: then nodes that share one machine (test clusters) do not collide.
+    by_rank = len(ports) >= len(places)
+    addresses = [
+        f"{hosts[node]}:{ports[i if by_rank else local]}" for i, (node, local) in enumerate(places)
+    ]
+    return ClusterSpec({"worker": tuple(addresses)}, "worker", rank, source)
+
+
+def _text(environ: Mapping[str, str], name: str, remedy: str = "set it") -> str:
+    if not environ.get(name):
+        raise ValueError(f"environment: {name} is missing; {remedy}")
+    return environ[name]
+
+
+def _integer(
+    environ: Mapping[str, str], name: str, default: int | None = None, remedy: str = "set it"
+) -> int:
+    if default is not None and name not in environ:
+        return default
+    text = _text(environ, name, remedy)
+    if not text.isdigit():
+        raise ValueError(f"environment: {name}: expected a number from 0, received {text!r}")
+    return int(text)
+
+
+def _summary(spec: ClusterSpec | None) -> str:
+    if spec is None:
+        return "none described; this machine alone"
+    counts = " + ".join(f"{len(addresses)} {job}" for job, addresses in spec.jobs.items())
+    me = f"{spec.task} at {spec.task.address}" if spec.task else "not a member"
+    return f"{counts} from {spec.source}; this process is {me}"

@@ -1,0 +1,285 @@
+"""What a user names as data becomes a Source of single examples, which have numbers; no order is decided here."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Examples with numbers from 0 on, which can be read over and over.
+
+    One way of reading is set: `gather` (examples in memory), `read` (one by one), `scan` (file after file) or `walk` (all, from the
+    first to the last). The functions of the first three are graphs without Python code, so that other processes can read too.
+
+    Attributes:
+        name: For messages, such as "mnist[train]".
+        element_spec: What one example is, a nest of `tf.TensorSpec`.
+        cardinality: Number of examples; None where only reading could tell.
+        classes: Number of classes of the label; None where there are none, or nobody said how many.
+        class_names: Their names, if they have any.
+        gather: Numbers, int64 `[k]`, to a batch of these examples.
+        read: A number, int64 scalar, to the example.
+        scan: File, first example in it and count, int64 scalars, to a data set of these examples as they are stored.
+        lengths: With `scan`, the number of examples of each file.
+        decode: With `scan`, a stored example, a string scalar, to the example.
+        walk: Makes a data set of all examples.
+        describe: A number to where the example lies, a string scalar, such as "file X, byte 123".
+        labels: All labels, int `[cardinality]`, where they are known without reading examples.
+        raw: A number to the example as it is stored, a string scalar: a JPEG file, a serialized record.
+        assemble: A number and the example as it is stored to the example, where `decode` does not do.
+    """
+
+    name: str
+    element_spec: Any
+    cardinality: int | None = None
+    classes: int | None = None
+    class_names: tuple[str, ...] | None = None
+    gather: Callable[[tf.Tensor], Any] | None = dataclasses.field(default=None, repr=False)
+    read: Callable[[tf.Tensor], Any] | None = dataclasses.field(default=None, repr=False)
+    scan: Callable[[tf.Tensor, tf.Tensor, tf.Tensor], tf.data.Dataset] | None = dataclasses.field(
+        default=None, repr=False
+    )
+    lengths: tuple[int, ...] | None = dataclasses.field(default=None, repr=False)
+    decode: Callable[[tf.Tensor], Any] | None = dataclasses.field(default=None, repr=False)
+    walk: Callable[[], tf.data.Dataset] | None = dataclasses.field(default=None, repr=False)
+    describe: Callable[[tf.Tensor], tf.Tensor] | None = dataclasses.field(default=None, repr=False)
+    labels: Callable[[], np.ndarray] | None = dataclasses.field(default=None, repr=False)
+    raw: Callable[[tf.Tensor], tf.Tensor] | None = dataclasses.field(default=None, repr=False)
+    assemble: Callable[[tf.Tensor, tf.Tensor], Any] | None = dataclasses.field(
+        default=None, repr=False
+    )
+
+    def __post_init__(self) -> None:
+        ways = [way for way in ("gather", "read", "scan", "walk") if getattr(self, way) is not None]
+        assert len(ways) == 1, f"{self.name}: one way of reading, not {ways}"
+
+    def dataset(self) -> tf.data.Dataset:
+        """All examples once, in the order of their numbers."""
+        if self.walk is not None:
+            return self.walk()
+        if self.scan is not None:
+            assert self.lengths is not None
+            assert self.decode is not None
+            scan, zero, lengths = (
+                self.scan,
+                tf.constant(0, tf.int64),
+                tf.constant(self.lengths, tf.int64),
+            )
+            files = tf.data.Dataset.range(len(self.lengths))
+            examples = files.flat_map(lambda file: scan(file, zero, lengths[file]))
+            examples = examples.map(self.decode, num_parallel_calls=tf.data.AUTOTUNE)
+            return examples.apply(tf.data.experimental.assert_cardinality(self.cardinality))
+        return tf.data.Dataset.range(self.cardinality).map(
+            self.single, num_parallel_calls=tf.data.AUTOTUNE
+        )
+
+    def single(self, number: tf.Tensor) -> Any:
+        """One example, of a source with `gather` or `read`.
+
+        Args:
+            number: int64 scalar.
+        """
+        if self.read is not None:
+            return self.read(number)
+        assert self.gather is not None
+        return tf.nest.map_structure(lambda x: x[0], self.gather(number[tf.newaxis]))
+
+    def map(self, function: Callable[..., Any]) -> Source:
+        """The same examples, each changed by a function without randomness: what comes before a cache.
+
+        Args:
+            function: Called with an example, `(x, y)` as two arguments; returns the new one.
+
+        Returns:
+            A Source.
+
+        Example:
+            >>> source = Source.of((np.arange(3), np.arange(3))).map(lambda x, y: (x * 2, y))
+            >>> [(int(x), int(y)) for x, y in source.dataset()]
+            [(0, 0), (2, 1), (4, 2)]
+        """
+        changed: dict[str, Any] = {"raw": None, "assemble": None, "labels": None}
+        if self.gather is not None or self.read is not None:
+            changed |= {
+                "gather": None,
+                "decode": None,
+                "read": lambda number: call(function, self.single(number)),
+            }
+        elif self.scan is not None:
+            decode = self.decode
+            assert decode is not None
+            changed["decode"] = lambda stored: call(function, decode(stored))
+        else:
+            walk = self.walk
+            assert walk is not None
+            changed["walk"] = lambda: walk().map(
+                function, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
+            )
+        new = dataclasses.replace(self, **changed)
+        return dataclasses.replace(new, element_spec=new.dataset().element_spec)
+
+    @classmethod
+    def of(cls, data: Any) -> Source:
+        """The Source behind what a user passes as data.
+
+        Args:
+            data: A Source; a `tf.data.Dataset` of single examples; or arrays, rows first, in a tuple
+                or dict such as `(x, y)`.
+
+        Returns:
+            The Source.
+
+        Raises:
+            ValueError: For anything else, for arrays of unequal length and for a data set without end.
+
+        Example:
+            >>> Source.of((np.zeros([5, 2]), np.arange(5))).cardinality
+            5
+        """
+        if isinstance(data, Source):
+            return data
+        if isinstance(data, tf.data.Dataset):
+            return of_dataset("tf.data.Dataset", data)
+        return of_arrays(data)
+
+
+def of_dataset(name: str, dataset: tf.data.Dataset) -> Source:
+    """A Source of a data set of single examples, read from its beginning to its end.
+
+    Args:
+        name: For messages.
+        dataset: The examples, finitely many.
+
+    Returns:
+        The Source.
+    """
+    cardinality = int(dataset.cardinality())
+    if cardinality == tf.data.INFINITE_CARDINALITY:
+        raise ValueError(
+            f"{name} never ends, so that no epoch does; expected a finite data set: use .take(examples)."
+        )
+    known = None if cardinality == tf.data.UNKNOWN_CARDINALITY else cardinality
+    return Source(name, dataset.element_spec, known, walk=lambda: dataset)
+
+
+def of_generator(
+    function: Callable[[], Any],
+    element_spec: Any,
+    examples: int | None = None,
+    name: str = "generator",
+) -> Source:
+    """A Source of what a Python generator yields, the same at each pass.
+
+    Every worker runs the generator, and transforms all examples, to keep its own rows.
+
+    Args:
+        function: Makes a new generator of examples.
+        element_spec: What one example is, a nest of `tf.TensorSpec`.
+        examples: How many it yields; another number ends a pass with an error. None: unknown.
+        name: For messages.
+
+    Returns:
+        The Source.
+
+    Example:
+        >>> source = of_generator(lambda: iter(range(4)), tf.TensorSpec([], tf.int64), examples=4)
+        >>> [int(x) for x in source.dataset()]
+        [0, 1, 2, 3]
+    """
+    dataset = tf.data.Dataset.from_generator(function, output_signature=element_spec)
+    if examples is not None:
+        dataset = dataset.apply(tf.data.experimental.assert_cardinality(examples))
+    return of_dataset(name, dataset)
+
+
+def of_arrays(arrays: Any, name: str = "arrays", classes: int | None = None) -> Source:
+    """A Source of arrays in memory, rows first.
+
+    Args:
+        arrays: A nest of arrays or tensors `[examples, ...]`, such as `(x, y)`.
+        name: For messages.
+        classes: Number of classes of `y`, whose labels are then checked.
+
+    Returns:
+        The Source.
+    """
+    shapes = [tuple(getattr(x, "shape", ())) for x in tf.nest.flatten(arrays)]
+    if not shapes or not all(shapes):
+        raise ValueError(
+            "source: expected the name of a data set, a Source, a tf.data.Dataset, or arrays such as (x, y) with the "
+            f"examples along the first axis; received {type(arrays).__name__}."
+        )
+    rows = [shape[0] for shape in shapes]
+    if len(set(rows)) > 1:
+        raise ValueError(
+            f"source: expected arrays of equal length, received {', '.join(map(str, rows))} rows. "
+            "Cut them to the same examples."
+        )
+    if any(isinstance(x, tf.RaggedTensor | tf.SparseTensor) for x in tf.nest.flatten(arrays)):
+        with tf.device("CPU"):
+            return of_dataset(name, tf.data.Dataset.from_tensor_slices(arrays))
+    with tf.device("CPU"):
+        tensors = tf.nest.map_structure(tf.convert_to_tensor, arrays)
+    labels = None
+    if (
+        isinstance(arrays, tuple)
+        and len(arrays) > 1
+        and getattr(tensors[1], "dtype", tf.string).is_integer
+        and tensors[1].shape.rank == 1
+    ):
+        labels = tensors[1].numpy
+        if classes is not None:
+            check_labels(name, labels(), classes)
+    return Source(
+        name,
+        tf.nest.map_structure(lambda x: tf.TensorSpec(x.shape[1:], x.dtype), tensors),
+        rows[0],
+        classes,
+        gather=lambda numbers: tf.nest.map_structure(lambda x: tf.gather(x, numbers), tensors),
+        labels=labels,
+    )
+
+
+def check_labels(
+    name: str, labels: np.ndarray, classes: int, where: Callable[[int], str] | None = None
+) -> None:
+    """Raises ValueError unless all labels are in [0, classes); names the first that is not.
+
+    Args:
+        name: Of the source.
+        labels: int `[examples]`.
+        classes: Number of classes.
+        where: The number of an example to where its label stands; default: "example 17".
+    """
+    wrong = np.flatnonzero((labels < 0) | (labels >= classes))
+    if len(wrong):
+        first = int(wrong[0])
+        place = where(first) if where else f"example {first}"
+        raise ValueError(
+            f"{name}: expected labels from 0 to {classes - 1}, as there are {classes} classes; received {labels[first]} in {place}"
+            f"{f', and {len(wrong) - 1} more such' if len(wrong) > 1 else ''}. Correct the labels, or the number of classes."
+        )
+
+
+def call(function: Callable[..., Any], example: Any, **options: Any) -> Any:
+    """Calls a function with an example, as `tf.data.Dataset.map` does: a tuple's parts are its arguments."""
+    return (
+        function(*example, **options)
+        if isinstance(example, tuple)
+        else function(example, **options)
+    )
+
+
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function has a parameter of this name."""
+    try:
+        return name in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # built-in functions have no signature
+        return False

@@ -1,0 +1,338 @@
+"""Directories and lists of files become Sources of images and labels; no file is opened before an example of it is read.
+
+Where a label follows from a file's directory, `image_folder`; where it stands in a table, `manifest`; where in ImageNet's own, `imagenet`.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import itertools
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist import config
+from tfdist.data.files_io import absolute, is_remote
+from tfdist.data.sources.base import Source
+from tfdist.data.sources.tables import Labels, classify, labels_of, read
+from tfdist.data.transforms import decode_image
+
+# What `tf.io.decode_image` reads in every version that we support.
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".gif")
+# Directories listed at a time: each waits for a disk or a server.
+_THREADS = 16
+
+
+def image_folder(
+    directory: str | os.PathLike,
+    *,
+    classes: Sequence[str] | None = None,
+    labels: bool = True,
+    channels: int = 3,
+    extensions: Sequence[str] = EXTENSIONS,
+    decode: bool = True,
+) -> Source:
+    """A Source of images that lie in one directory for each class.
+
+    Passed over are names that begin with a dot, other extensions, and images in no class directory. A class directory may
+    have directories in it. What a camera may have noted of an image's orientation is not heeded.
+
+    Args:
+        directory: Where the class directories lie; also on other file systems that TensorFlow knows, "gs://bucket/train".
+        classes: The class directories in the order of their numbers, while others are passed over; None: all, by name.
+        labels: False: all images below `directory`, without labels, for `predict`.
+        channels: 1 (grey), 3, or 4 (with transparency, which no JPEG has).
+        extensions: Of the files that are images, in small letters.
+        decode: False: an image is its file's content, a string scalar. `transforms.images` takes that, and decodes no more of a
+            JPEG than it needs.
+
+    Returns:
+        A Source of `(image, label)`, uint8 `[height, width, channels]` and int64, ordered by class and path; or of images alone.
+
+    Raises:
+        ValueError: For a directory that is missing, a class without images, and where there are no images at all.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> directory = pathlib.Path(tempfile.mkdtemp())
+        >>> for name in ("cats", "dogs"):
+        ...     (directory / name).mkdir()
+        ...     _ = (directory / name / "1.png").write_bytes(tf.io.encode_png(tf.zeros([4, 6, 3], tf.uint8)).numpy())
+        >>> source = image_folder(directory)
+        >>> source.class_names, [(image.shape, int(label)) for image, label in source.dataset()]
+        (('cats', 'dogs'), [(TensorShape([4, 6, 3]), 0), (TensorShape([4, 6, 3]), 1)])
+    """
+    if isinstance(extensions, str):
+        raise ValueError(
+            f"extensions: expected several, such as ({extensions!r},); received {extensions!r}."
+        )
+    root = absolute(directory)
+    loose, below, ignored = _list(root, tuple(extensions))
+    name = f"images in {root}"
+    if not labels:
+        found = _walk([os.path.join(root, place) for place in below], tuple(extensions), ignored)
+        paths = sorted(itertools.chain(loose, *found))
+        if not paths:
+            raise ValueError(
+                f"{name}: there are none, nor in the directories below. {_passed_over(ignored, extensions)}"
+            )
+        return _source(name, paths, None, channels, decode)
+    names = tuple(below if classes is None else classes)
+    for place in names:
+        if place not in below:
+            raise ValueError(
+                f"{root}: no directory {place!r}, though a class. {config.nearest(place, below) if below else 'It has no directories.'}"
+            )
+    found = _walk([os.path.join(root, place) for place in names], tuple(extensions), ignored)
+    if not any(found):
+        unlabelled = (
+            f" {len(loose)} lie in {root} itself: pass labels=False, if they have no labels."
+            if loose
+            else ""
+        )
+        raise ValueError(
+            f"{name}: there are none in its {len(names)} class directories.{unlabelled} {_passed_over(ignored, extensions)}"
+        )
+    for place, paths in zip(names, found, strict=True):
+        if not paths:
+            raise ValueError(
+                f"{os.path.join(root, place)}: a class directory without images. Remove it, or name the classes wanted in classes=."
+            )
+    numbers: np.ndarray = np.repeat(
+        np.arange(len(names), dtype=np.int64), [len(paths) for paths in found]
+    )
+    return _source(
+        name, list(itertools.chain(*found)), Labels(numbers, len(names), names), channels, decode
+    )
+
+
+def manifest(
+    file: str | os.PathLike,
+    *,
+    root: str | os.PathLike | None = None,
+    path_column: str | int = 0,
+    label_column: str | int | None = 1,
+    delimiter: str = "auto",
+    header: bool | None = None,
+    classes: int | Sequence[str] | str | os.PathLike | None = None,
+    channels: int = 3,
+    decode: bool = True,
+    check: bool = True,
+) -> Source:
+    """A Source of the files that a CSV or TSV file lists, a row each; a file may be listed several times.
+
+    Args:
+        file: The list, as `tables.read` takes it.
+        root: Where relative paths begin; None: the directory of `file`.
+        path_column: Column of the paths, by name or by position from 0 on.
+        label_column: Column of the labels; None: the examples are x alone.
+        delimiter: What separates the columns; "auto": see `tables.read`.
+        header: Whether the first line names the columns; None: if a column is given by name.
+        classes: Names of the classes, their number, or a file of them; None: see `tables.classify`.
+        channels: Of images.
+        decode: False: x is the file's content, a string scalar; for `transforms.images`, and for files that are no images.
+        check: Whether to look now if all files are there: the directories they lie in are listed once. False: a file that
+            is missing is an error when it is read.
+
+    Returns:
+        A Source of `(image, label)`, in the order of the rows.
+
+    Raises:
+        ValueError: For a list that is missing, empty or damaged, a column it has not, a label that is no class, and a file that
+            is listed but not there: with the line.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> directory = pathlib.Path(tempfile.mkdtemp())
+        >>> _ = (directory / "a.png").write_bytes(tf.io.encode_png(tf.zeros([4, 6, 3], tf.uint8)).numpy())
+        >>> _ = (directory / "list.csv").write_text("file,animal\\na.png,cat\\na.png,dog\\n")
+        >>> source = manifest(directory / "list.csv", path_column="file", label_column="animal")
+        >>> source.cardinality, source.class_names, source.labels()
+        (2, ('cat', 'dog'), array([0, 1]))
+    """
+    columns = [path_column] if label_column is None else [path_column, label_column]
+    listed = read(file, columns, delimiter, header)
+    base = os.path.dirname(listed.file) if root is None else absolute(root)
+    paths = [path if is_remote(path) else os.path.join(base, path) for path in listed.columns[0]]
+    if check:
+        _check_present(listed.file, listed.columns[0], paths, listed.lines, base)
+    labels = (
+        None
+        if label_column is None
+        else classify(listed.columns[1], listed.file, listed.lines, classes)
+    )
+    return _source(f"files of {listed.file}", paths, labels, channels, decode)
+
+
+def imagenet(
+    root: str | os.PathLike,
+    split: str = "train",
+    *,
+    channels: int = 3,
+    decode: bool = True,
+    check: bool = True,
+) -> Source:
+    """A Source of ImageNet (ILSVRC 2012) as Kaggle's archive has it, unpacked and otherwise left alone.
+
+    Args:
+        root: Where LOC_train_solution.csv, LOC_val_solution.csv, LOC_synset_mapping.txt and ILSVRC/ lie.
+        split: "train", "val", or "test", which has no labels.
+        channels: Of images.
+        decode: False: images are their files' content, for `transforms.images`.
+        check: Whether to look now if all images listed are there.
+
+    Returns:
+        A Source of `(image, label)`, whose classes are those of LOC_synset_mapping.txt, by their English names; the test split is
+        one of images alone.
+
+    Raises:
+        ValueError: As `manifest`.
+    """
+    base = absolute(root)
+    images = os.path.join(base, "ILSVRC", "Data", "CLS-LOC", split)
+    if split == "test":
+        return image_folder(images, labels=False, channels=channels, decode=decode)
+    if split not in ("train", "val"):
+        raise ValueError(
+            f"split: received {split!r}. {config.nearest(split, ('train', 'val', 'test'))}"
+        )
+    listed = read(os.path.join(base, f"LOC_{split}_solution.csv"), ["ImageId", "PredictionString"])
+    # "n02017213 115 49 448 294": the first word is the class, the rest a box.
+    synsets = [text.split(" ", 1)[0] for text in listed.columns[1]]
+    labels = classify(
+        synsets, listed.file, listed.lines, os.path.join(base, "LOC_synset_mapping.txt")
+    )
+    places = (
+        f"{synset}/{image}.JPEG" for synset, image in zip(synsets, listed.columns[0], strict=True)
+    )
+    names = list(places) if split == "train" else [f"{image}.JPEG" for image in listed.columns[0]]
+    paths = [os.path.join(images, name) for name in names]
+    if check:
+        _check_present(listed.file, names, paths, listed.lines, images)
+    return _source(f"imagenet[{split}] in {base}", paths, labels, channels, decode)
+
+
+def _source(
+    name: str, paths: list[str], labels: Labels | None, channels: int, decode: bool
+) -> Source:
+    if channels not in (1, 3, 4):
+        raise ValueError(f"channels: expected 1, 3 or 4, received {channels!r}.")
+    with tf.device("CPU"):
+        files = tf.constant(paths)
+        numbers = None if labels is None else tf.constant(labels.values)
+
+    def raw(number: tf.Tensor) -> tf.Tensor:
+        return tf.io.read_file(files[number])
+
+    def assemble(number: tf.Tensor, content: tf.Tensor) -> Any:
+        x = decode_image(content, channels) if decode else content
+        return x if numbers is None else (x, numbers[number])
+
+    spec = (
+        tf.TensorSpec([None, None, channels], tf.uint8) if decode else tf.TensorSpec([], tf.string)
+    )
+    return Source(
+        name,
+        spec if labels is None else (spec, tf.TensorSpec([], labels.values.dtype)),
+        len(paths),
+        None if labels is None else labels.classes,
+        None if labels is None else labels.names,
+        read=lambda number: assemble(number, raw(number)),
+        describe=lambda number: tf.strings.join(["file ", files[number]]),
+        labels=labels_of(labels),
+        raw=raw,
+        assemble=assemble,
+    )
+
+
+def _check_present(
+    file: str, names: Sequence[str], paths: Sequence[str], lines: Sequence[int], root: str
+) -> None:
+    """Raises ValueError unless all files are there."""
+    wanted: dict[str, set[str]] = collections.defaultdict(set)
+    for path in paths:
+        directory, _, name = path.rpartition("/")
+        wanted[directory].add(name)
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
+        missing = dict(
+            zip(
+                wanted,
+                threads.map(lambda place: wanted[place].difference(_names(place) or ()), wanted),
+                strict=True,
+            )
+        )
+    if not any(missing.values()):
+        return
+    absent = [
+        i
+        for i, path in enumerate(paths)
+        if path.rpartition("/")[2] in missing[path.rpartition("/")[0]]
+    ]
+    first = absent[0]
+    remedy = f"Relative paths begin at {root}: correct the list, or say in root= where they do."
+    if lines[first] == 1:
+        remedy = "Is that line a header? Then pass header=True, or name the columns. " + remedy
+    raise ValueError(
+        f"{file}, line {lines[first]}: {names[first]!r} is not there"
+        f"{f', nor are the files of {len(absent) - 1} more' if len(absent) > 1 else ''} of {len(paths)} lines. {remedy}"
+    )
+
+
+def _names(directory: str) -> list[str] | None:
+    """What a directory holds; None if it is not there."""
+    try:
+        return tf.io.gfile.listdir(directory)
+    except (tf.errors.NotFoundError, tf.errors.FailedPreconditionError):
+        return None
+
+
+def _list(
+    directory: str, extensions: tuple[str, ...]
+) -> tuple[list[str], list[str], collections.Counter]:
+    """Paths of the images in a directory, names of its directories, and what else it holds: how many of which kind."""
+    names = _names(directory)
+    if names is None:
+        raise ValueError(f"{directory}: no such directory. Correct the path.")
+    images, below, ignored = [], [], collections.Counter[str]()
+    for entry in sorted(names):
+        name = entry.rstrip("/")  # with which some file systems mark directories
+        if name.startswith("."):
+            ignored["hidden"] += 1
+        elif name.lower().endswith(
+            extensions
+        ):  # asking of each whether it is a directory would take minutes
+            images.append(os.path.join(directory, name))
+        elif entry != name or tf.io.gfile.isdir(os.path.join(directory, name)):
+            below.append(name)
+        else:
+            ignored[os.path.splitext(name)[1].lower() or "without extension"] += 1
+    return images, below, ignored
+
+
+def _walk(
+    directories: Sequence[str], extensions: tuple[str, ...], ignored: collections.Counter
+) -> list[list[str]]:
+    """Paths of the images below each directory; what else there is, is added to `ignored`."""
+
+    def one(directory: str) -> tuple[list[str], collections.Counter]:
+        images, below, others = _list(directory, extensions)
+        for name in below:
+            deeper, more = one(os.path.join(directory, name))
+            images += deeper
+            others += more
+        return sorted(images), others
+
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
+        found = list(threads.map(one, directories))
+    for _, others in found:
+        ignored.update(others)
+    return [images for images, _ in found]
+
+
+def _passed_over(ignored: collections.Counter, extensions: Sequence[str]) -> str:
+    kinds = ", ".join(f"{count} {kind}" for kind, count in ignored.most_common(5))
+    return f"Expected files that end in {', '.join(extensions)}; passed over {f'{ignored.total()} others: {kinds}' if kinds else 'no others'}."

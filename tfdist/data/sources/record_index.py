@@ -1,0 +1,314 @@
+"""TFRecord files become indexes, which say where each record begins; what a record holds is never read."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import gzip
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from tfdist.data import files_io
+
+SUFFIX = ".tfdist-index"
+THREADS = 16  # which wait for disks or networks most of the time
+
+# A record: its length (8 bytes), the length's checksum (4), the content, the content's checksum (4).
+HEADER, FRAME = 12, 16
+_LOCAL_CHUNK, _REMOTE_CHUNK = 1 << 16, 1 << 23
+_FAR = 1 << 62  # bytes, which no file has; what claims to be a length may be any number of 64 bits
+
+
+@dataclasses.dataclass(frozen=True)
+class Index:
+    """Where the records of a file begin.
+
+    Attributes:
+        path: The file.
+        compression: "" or "GZIP".
+        records: How many there are.
+        offsets: int64 `[records]`, the byte at which each begins; `[0]` for a compressed file, which has no such
+            places.
+    """
+
+    path: str
+    compression: str
+    records: int
+    offsets: np.ndarray = dataclasses.field(repr=False)
+
+
+def open_indexes(
+    paths: Sequence[str], compression: str = "auto", index_dir: str | None = None
+) -> list[Index]:
+    """The indexes of files: read where they lie fresh, else built and kept.
+
+    An index belongs to a size and a time of change of its file; where these are others now, it is built anew. It is
+    written whole or not at all, so that several processes may do this at once.
+
+    Args:
+        paths: Absolute paths of TFRecord files.
+        compression: "" or "GZIP"; "auto": what each file begins with tells.
+        index_dir: Directory for the indexes; default: beside each file; where that cannot be written, they are kept
+            in memory only.
+
+    Returns:
+        An index of each file.
+
+    Raises:
+        ValueError: For a file that is missing, no TFRecord file, truncated or corrupt; with the byte.
+    """
+    if compression not in ("auto", "", "GZIP"):
+        raise ValueError(f'compression: expected "auto", "" or "GZIP"; received {compression!r}.')
+    if index_dir is not None:
+        index_dir = files_io.absolute(index_dir)
+        try:
+            tf.io.gfile.makedirs(index_dir)
+        except files_io.CANNOT_WRITE as error:
+            raise ValueError(
+                f"index_dir={index_dir!r} cannot be made: {error}. Name a directory that can be written."
+            ) from error
+    with concurrent.futures.ThreadPoolExecutor(max(1, min(THREADS, len(paths)))) as pool:
+        results = list(pool.map(lambda path: _open(path, compression, index_dir), paths))
+    unkept = [index.path for index, kept in results if not kept]
+    if unkept:
+        logging.warning(
+            "The index of %s%s cannot be kept beside the data and is built anew each time. Pass index_dir=, a directory that "
+            "can be written.",
+            unkept[0],
+            f" and {len(unkept) - 1} other files" if len(unkept) > 1 else "",
+        )
+    return [index for index, _ in results]
+
+
+def write_index(index: Index, directory: str | None, stamp: tuple[int, int]) -> None:
+    """Keeps the index of a file.
+
+    Args:
+        index: Of a local or remote file.
+        directory: Where; None: beside the file.
+        stamp: The file's size and time when it was read.
+
+    Raises:
+        OSError: Or an error of `storage.CANNOT_WRITE`, where that place cannot be written.
+    """
+    content = np.ascontiguousarray(index.offsets, "<i8").tobytes()
+    size, time = stamp
+    header = {
+        "version": 1,
+        "file": os.path.basename(index.path),
+        "size": size,
+        "time": time,
+        "compression": index.compression,
+        "records": index.records,
+        "crc32": zlib.crc32(content),
+    }
+    files_io.write_whole(
+        _place(index.path, directory), json.dumps(header).encode() + b"\n" + content
+    )
+
+
+def _open(path: str, compression: str, index_dir: str | None) -> tuple[Index, bool]:
+    """The index of a file, and whether it is kept anywhere."""
+    stamp = _stamp(path)
+    for directory in dict.fromkeys((None, index_dir)):
+        index = _read(path, stamp, _place(path, directory))
+        if index is not None and compression in ("auto", index.compression):
+            return index, True
+    index = build(path, compression)
+    if _stamp(path) != stamp:
+        raise ValueError(
+            f"{path} changes while it is read. Wait until it is written, then start again."
+        )
+    try:
+        write_index(index, index_dir, stamp)
+    except files_io.CANNOT_WRITE as error:
+        if index_dir is not None:
+            raise ValueError(
+                f"index_dir={index_dir!r} cannot be written: {error}. Name another directory."
+            ) from error
+        return index, False
+    return index, True
+
+
+def _stamp(path: str) -> tuple[int, int]:
+    """Size in bytes and time of change in nanoseconds."""
+    try:
+        stat = tf.io.gfile.stat(path)
+    except tf.errors.NotFoundError:
+        raise ValueError(f"{path}: no such file. Correct the path.") from None
+    if stat.is_directory:
+        raise ValueError(f"{path} is a directory; expected a TFRecord file.")
+    # TensorFlow rounds the time of a local file to seconds.
+    return stat.length, stat.mtime_nsec if files_io.is_remote(path) else os.stat(path).st_mtime_ns
+
+
+def _place(path: str, directory: str | None) -> str:
+    if directory is None:
+        return path + SUFFIX
+    # Files of the same name in several directories may share one directory of indexes.
+    return os.path.join(
+        directory,
+        f"{os.path.basename(path)}-{hashlib.sha256(path.encode()).hexdigest()[:12]}{SUFFIX}",
+    )
+
+
+def _read(path: str, stamp: tuple[int, int], place: str) -> Index | None:
+    """The index kept at this place, unless there is none, a damaged one, or that of an older file."""
+    try:
+        with tf.io.gfile.GFile(place, "rb") as file:
+            first, _, content = file.read().partition(b"\n")
+        header = json.loads(first)
+        if (
+            header["version"] != 1
+            or (header["size"], header["time"]) != stamp
+            or header["crc32"] != zlib.crc32(content)
+        ):
+            return None
+        return Index(
+            path,
+            header["compression"],
+            header["records"],
+            np.frombuffer(content, "<i8").astype(np.int64),
+        )
+    except (OSError, tf.errors.OpError, ValueError, KeyError, TypeError):
+        return None
+
+
+def build(path: str, compression: str = "auto") -> Index:
+    """The index of a file, by hopping from header to header.
+
+    Args:
+        path: A TFRecord file.
+        compression: "" or "GZIP"; "auto": what the file begins with tells.
+
+    Returns:
+        The index.
+
+    Raises:
+        ValueError: Where a header is wrong, or a record ends beyond the file; with the byte.
+    """
+    size = _stamp(path)[0]
+    with _opened(path) as file:
+        begin = file.read(HEADER)
+        file.seek(0)
+        if compression == "auto":
+            # The first two bytes alone could be those of a length.
+            zipped = begin[:2] == b"\x1f\x8b" and not (len(begin) == HEADER and _valid(begin)[0])
+            compression = "GZIP" if zipped else ""
+        if compression == "":
+            offsets = _hop(
+                path,
+                _Headers(file, size, _REMOTE_CHUNK if files_io.is_remote(path) else _LOCAL_CHUNK),
+            )
+            return Index(path, "", len(offsets), offsets)
+        try:
+            with gzip.GzipFile(fileobj=file, mode="rb") as content:
+                records = len(_hop(path, _Headers(content, None, _LOCAL_CHUNK)))
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise ValueError(
+                f"{path}: truncated or corrupt as a GZIP file: {error}. Write or copy it again."
+            ) from error
+        return Index(path, "GZIP", records, np.zeros(0, np.int64))
+
+
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[Any]:
+    if files_io.is_remote(path):
+        with tf.io.gfile.GFile(path, "rb") as file:
+            yield file
+    else:
+        # TensorFlow's own reads half a megabyte at each place.
+        with open(path, "rb", buffering=0) as file:
+            yield file
+
+
+class _Headers:
+    """Reads headers at growing offsets, and little more than them where records are large.
+
+    Args:
+        file: Open, at its beginning.
+        size: Of the file, in bytes; None for one that is decompressed.
+        chunk: Bytes to read at a time.
+    """
+
+    def __init__(self, file: Any, size: int | None, chunk: int) -> None:
+        self.file, self.size, self.chunk = file, size, chunk
+        self.buffer, self.base = b"", 0  # the bytes from `base` on
+
+    def at(self, offset: int) -> bytes:
+        """The header at this offset; shorter or empty where the file ends."""
+        if self.size is not None and offset >= self.size:
+            return b""
+        at = offset - self.base
+        if at + HEADER > len(self.buffer):
+            wanted = self.chunk
+            if at > len(self.buffer):
+                wanted = HEADER if at - len(self.buffer) > self.chunk else wanted
+                self.file.seek(min(offset, _FAR))  # a decompressed file stops at its end
+            self.buffer, self.base, at = self.buffer[at:], offset, 0
+            while len(self.buffer) < HEADER and (more := self.file.read(wanted)):
+                self.buffer += more
+        return self.buffer[at : at + HEADER]
+
+    def end(self) -> int:
+        """Where the file ends, after a header there was asked for."""
+        return self.file.tell() if self.size is None else self.size
+
+
+def _hop(path: str, headers: _Headers) -> np.ndarray:
+    """Where each record begins, int64 `[records]`."""
+    offsets: list[int] = []
+    seen = bytearray()
+    offset = 0
+    while header := headers.at(offset):
+        offsets.append(offset)
+        seen += header.ljust(HEADER, b"\0")
+        offset += FRAME + int.from_bytes(header[:8], "little")
+    what = "byte" if headers.size is not None else "decompressed byte"
+    wrong = np.flatnonzero(~_valid(seen))
+    if len(wrong) and offsets[wrong[0]] + HEADER <= headers.end():
+        first = offsets[wrong[0]]
+        if first == 0:
+            raise ValueError(
+                f"{path} is no TFRecord file: {what} 0 begins no record. Correct the path, or write the file again."
+            )
+        raise ValueError(
+            f"{path}, {what} {first}: corrupt: the header of a record has a wrong checksum. Write or copy the file again."
+        )
+    if offset != headers.end():
+        raise ValueError(
+            f"{path}, {what} {offsets[-1]}: truncated: the record that begins there ends beyond the file's {headers.end()} bytes. "
+            "Write or copy the file again."
+        )
+    return np.array(offsets, np.int64)
+
+
+def _valid(headers: bytes | bytearray) -> np.ndarray:
+    """Which of these headers have the right checksum, bool `[headers]`: CRC-32C of the length, rotated, plus a constant."""
+    table = np.frombuffer(headers, np.uint8).reshape(-1, HEADER)
+    crc: np.ndarray = np.full(len(table), 0xFFFFFFFF, np.uint32)
+    for column in range(8):
+        crc = _CRC[(crc ^ table[:, column]) & 0xFF] ^ (crc >> 8)
+    crc = ~crc
+    masked = ((crc >> 15) | (crc << 17)) + np.uint32(0xA282EAD8)
+    return masked == np.ascontiguousarray(table[:, 8:]).view("<u4")[:, 0]
+
+
+def _crc_table() -> np.ndarray:
+    """What CRC-32C makes of each byte, uint32 `[256]`."""
+    crc: np.ndarray = np.arange(256, dtype=np.uint32)
+    for _ in range(8):
+        crc = np.where(crc & 1, (crc >> 1) ^ np.uint32(0x82F63B78), crc >> 1)
+    return crc
+
+
+_CRC = _crc_table()

@@ -1,0 +1,392 @@
+"""TFRecord files become a Source of examples; which features they hold is declared, never guessed."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.data import files_io
+from tfdist.data.batch_rows import plain
+from tfdist.data.sources import dataset_file
+from tfdist.data.sources.base import Source
+from tfdist.data.sources.features import Features
+from tfdist.data.sources.record_index import SUFFIX, Index, open_indexes
+
+ACCESS = ("auto", "random", "stream")
+# Stands in a stream for a record that cannot be read, so that those after it keep their numbers.
+_UNREADABLE = b"\0tfdist: this record cannot be read\0"
+_STREAM_BUFFER, _REMOTE_BUFFER = 1 << 18, 1 << 23  # bytes of one read
+
+
+def records(
+    files: str | os.PathLike | Sequence[str | os.PathLike],
+    features: Mapping[str, Any] | None = None,
+    *,
+    label: str | None = None,
+    classes: int | None = None,
+    class_names: Sequence[str] | None = None,
+    access: str = "auto",
+    compression: str = "auto",
+    index_dir: str | os.PathLike | None = None,
+    name: str | None = None,
+) -> Source:
+    """The examples of TFRecord files, in the order of the files and in each from its beginning to its end.
+
+    An index of each file says where its records begin. It is built at the first opening, kept beside the file as
+    `FILE.tfdist-index`, and built anew when the file changes.
+
+    Args:
+        files: A pattern such as "train-*.tfrecord", whose files are taken in alphabetical order; a directory, of
+            which the files with "tfrecord" in their names are taken; or a list of files and patterns, in that
+            order. Paths are those of `tf.io.gfile`.
+        features: Name of each feature in the stored `tf.train.Example` to what it is: "image" (a JPEG, PNG, GIF or
+            BMP file, to uint8 `[height, width, 3]`), "image[224,224,1]", "int64", "float32[28,28]", "string[?]" (a
+            size that differs), "bytes of float64[3]" (stored as one string), or a feature of `tf.io` such as
+            `tf.io.VarLenFeature`. Default: what `tfdist.data.write` noted in `dataset.json` beside the files;
+            without one, examples are the stored bytes.
+        label: The feature that is `y`; the others are `x`: one as a tensor, several as a dict. Default: no `y`.
+        classes: Number of classes of the label.
+        class_names: Their names.
+        access: "random": any record at any time, which allows a global shuffle. "stream": files are read from
+            beginning to end. "auto": random where files are local and not compressed.
+        compression: "", "GZIP", or "auto": what each file begins with tells.
+        index_dir: Where indexes are kept; default: beside the files, or in memory where that cannot be written.
+        name: For messages; default: `files`.
+
+    Returns:
+        A Source of `(x, y)`, a tensor or a dict; of strings where no features are known.
+
+    Raises:
+        ValueError: Where no file is found, a file is truncated, corrupt or none of records, a feature is not what
+            it is declared to be, or compressed files are to be read at random.
+
+    Example:
+        >>> import tempfile
+        >>> path = os.path.join(tempfile.mkdtemp(), "a.tfrecord")
+        >>> with tf.io.TFRecordWriter(path) as writer:
+        ...     writer.write(b"one"); writer.write(b"two")
+        >>> source = records(path)
+        >>> source.cardinality, [record.numpy() for record in source.dataset()]
+        (2, [b'one', b'two'])
+    """
+    if access not in ACCESS:
+        raise ValueError(f"access: expected one of {', '.join(ACCESS)}; received {access!r}.")
+    name = name or (
+        os.fspath(files) if isinstance(files, str | os.PathLike) else f"{len(files)} record files"
+    )
+    if class_names is not None and classes not in (None, len(class_names)):
+        raise ValueError(
+            f"classes={classes}: expected {len(class_names)}, as there are so many class_names."
+        )
+    found = find(files)
+    manifest = dataset_file.read(os.path.dirname(found[0]))
+    if manifest is not None and not _covers(manifest, found):
+        manifest = None
+    parsed = None
+    if features is not None or label is not None:
+        declared = features if features is not None else (manifest or {}).get("features")
+        parsed = Features.of(declared or {}, label)
+    elif manifest is not None:
+        parsed = dataset_file.features(manifest)
+    indexes = open_indexes(found, compression, None if index_dir is None else os.fspath(index_dir))
+    if manifest is not None:
+        _check_counts(manifest, indexes)
+        classes = manifest["classes"] if classes is None else classes
+        class_names = manifest["class_names"] if class_names is None else class_names
+    if access == "auto":
+        access = (
+            "stream"
+            if any(index.compression or files_io.is_remote(index.path) for index in indexes)
+            else "random"
+        )
+    zipped = next((index.path for index in indexes if index.compression), None)
+    if access == "random" and zipped is not None:
+        raise ValueError(
+            f'access="random": {zipped} is compressed as a whole and can only be read from its beginning. Pass access="stream", or '
+            "write the data set without compression."
+        )
+    if parsed is not None:
+        check_features(parsed, indexes)
+    source = of_indexes(
+        name,
+        indexes,
+        parsed.decode if parsed is not None else tf.identity,
+        stream=access == "stream",
+    )
+    names = None if class_names is None else tuple(class_names)
+    return dataclasses.replace(
+        source, classes=len(names) if names and classes is None else classes, class_names=names
+    )
+
+
+def find(files: str | os.PathLike | Sequence[str | os.PathLike]) -> list[str]:
+    """The record files that are meant, as absolute paths.
+
+    Args:
+        files: A pattern, a directory, a file, or a list of files and patterns.
+
+    Returns:
+        The files: in the order of the list, and of each pattern or directory in alphabetical order.
+
+    Raises:
+        ValueError: Where there is none, and where one is named twice.
+    """
+    given = [files] if isinstance(files, str | os.PathLike) else list(files)
+    found: list[str] = []
+    for each in map(files_io.absolute, given):
+        if tf.io.gfile.isdir(each):
+            more = _of_directory(each)
+        elif tf.io.gfile.exists(each):
+            more = [each]
+        else:
+            more = sorted(
+                path
+                for path in tf.io.gfile.glob(each)
+                if not _is_ours(path) and not tf.io.gfile.isdir(path)
+            )
+        if not more:
+            raise ValueError(
+                f"files: expected TFRecord files; found none at {each}. Correct the path or pattern."
+            )
+        found += more
+    if not found:
+        raise ValueError(f"files: expected TFRecord files; received {files!r}.")
+    twice = (
+        next((path for path in found if found.count(path) > 1), None)
+        if len(set(found)) < len(found)
+        else None
+    )
+    if twice is not None:
+        raise ValueError(
+            f"files: expected each file once; received {twice} twice, whose examples would count twice."
+        )
+    return found
+
+
+def _of_directory(directory: str) -> list[str]:
+    manifest = dataset_file.read(directory)
+    if manifest is not None:
+        return [os.path.join(directory, shard["file"]) for shard in manifest["shards"]]
+    names = sorted(tf.io.gfile.listdir(directory))
+    return [
+        os.path.join(directory, name)
+        for name in names
+        if "tfrecord" in name.lower() and not _is_ours(name)
+    ]
+
+
+def _is_ours(path: str) -> bool:
+    """Whether a file is an index, a manifest, or one of them half written."""
+    name = os.path.basename(path)
+    return SUFFIX in name or name == dataset_file.NAME or name.startswith(".")
+
+
+def _covers(manifest: Mapping[str, Any], found: list[str]) -> bool:
+    """Whether a manifest speaks of all these files."""
+    known = {shard["file"] for shard in manifest["shards"]}
+    return all(
+        os.path.basename(path) in known and os.path.dirname(path) == os.path.dirname(found[0])
+        for path in found
+    )
+
+
+def _check_counts(manifest: Mapping[str, Any], indexes: Sequence[Index]) -> None:
+    counts = {shard["file"]: shard["examples"] for shard in manifest["shards"]}
+    for index in indexes:
+        expected = counts[os.path.basename(index.path)]
+        if index.records != expected:
+            raise ValueError(
+                f"{index.path}: expected {expected} records, as {dataset_file.NAME} says; received {index.records}. Write or copy it again."
+            )
+
+
+def check_features(features: Features, indexes: Sequence[Index]) -> None:
+    """Raises unless the first records of the first and the last file hold these features.
+
+    Args:
+        features: As declared.
+        indexes: Of all files.
+
+    Raises:
+        ValueError: With the feature and the file.
+    """
+    filled = [index for index in indexes if index.records]
+    for index in (
+        {filled[0].path: filled[0], filled[-1].path: filled[-1]}.values() if filled else ()
+    ):
+        where = f"{index.path}, {'record 0' if index.compression else 'byte 0'}"
+        try:
+            first = next(iter(tf.data.TFRecordDataset(index.path, index.compression).take(1)))
+        except tf.errors.OpError as error:
+            raise ValueError(
+                f"{where}: corrupt: {error.message}. Write or copy the file again."
+            ) from error
+        features.check(first.numpy(), where)
+
+
+def of_indexes(
+    name: str,
+    indexes: Sequence[Index],
+    decode: Callable[[tf.Tensor], Any],
+    *,
+    stream: bool = False,
+    order: np.ndarray | None = None,
+) -> Source:
+    """A Source of the records that indexes point to.
+
+    Args:
+        name: For messages.
+        indexes: Of the files, in order; one may hold a part of its file's records.
+        decode: A record, a string scalar, to the example; a graph.
+        stream: Whether to read files from beginning to end, which compressed ones need.
+        order: int64 `[records]`: the numbers of the records, in the order in which the examples shall have theirs;
+            default: 0, 1, 2, ...
+
+    Returns:
+        The Source.
+    """
+    assert not (stream and order is not None)
+    table = _Table.of(indexes, order)
+    spec = tf.data.Dataset.from_tensors(tf.constant("")).map(decode).element_spec
+    lengths = tuple(index.records for index in indexes)
+    raw = None if any(index.compression for index in indexes) else table.record
+    if stream:
+        source = Source(
+            name,
+            spec,
+            sum(lengths),
+            scan=table.scan,
+            lengths=lengths,
+            decode=lambda stored: decode(_readable(stored)),
+        )
+    else:
+        source = Source(
+            name,
+            spec,
+            sum(lengths),
+            read=lambda number: decode(table.record(number)),
+            decode=decode,
+        )
+    return dataclasses.replace(source, describe=table.describe, raw=raw)
+
+
+def _readable(stored: tf.Tensor) -> tf.Tensor:
+    """A record of a stream; fails where it could not be read."""
+    with tf.control_dependencies([tf.debugging.Assert(stored != _UNREADABLE, ["corrupt record"])]):
+        return tf.identity(stored)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Table:
+    """Where records lie, as tensors, so that graphs find them.
+
+    Attributes:
+        paths: string `[files]`.
+        compressions: string `[files]`.
+        ends: int64 `[files]`: records in the files up to each.
+        offsets: int64 `[records + 1]`: the byte at which each begins, 0 in a compressed file; and a last one, for
+            reading none at the end.
+        buffer: Bytes that a stream reads at a time.
+        order: int64 `[records]`, see `of_indexes`.
+    """
+
+    paths: tf.Tensor
+    compressions: tf.Tensor
+    ends: tf.Tensor
+    offsets: tf.Tensor
+    buffer: int
+    order: tf.Tensor | None
+
+    @classmethod
+    def of(cls, indexes: Sequence[Index], order: np.ndarray | None) -> _Table:
+        offsets = [
+            np.zeros(index.records, np.int64) if index.compression else index.offsets
+            for index in indexes
+        ] + [np.zeros(1, np.int64)]
+        remote = any(files_io.is_remote(index.path) for index in indexes)
+        with tf.device("CPU"):
+            return cls(
+                tf.constant([index.path for index in indexes]),
+                tf.constant([index.compression for index in indexes]),
+                tf.constant(np.cumsum([index.records for index in indexes]), tf.int64),
+                tf.constant(np.concatenate(offsets), tf.int64),
+                _REMOTE_BUFFER if remote else _STREAM_BUFFER,
+                None if order is None else tf.constant(order, tf.int64),
+            )
+
+    @plain
+    def record(self, number: tf.Tensor) -> tf.Tensor:
+        """A stored record; fails where its checksum is wrong."""
+        number, file = self._place(number)
+        return self._from(file, self.offsets[number], 0).take(1).get_single_element()
+
+    @plain
+    def scan(self, file: tf.Tensor, first: tf.Tensor, count: tf.Tensor) -> tf.data.Dataset:
+        """Some records of a file, one after the other; `_UNREADABLE` in place of each that cannot be read."""
+
+        # TensorFlow cannot rewrite a data set with offsets, but one that a function makes.
+        whole = tf.data.Dataset.from_tensors((file, first, count)).flat_map(self._up_to_an_error)
+
+        def others(_: tf.Tensor) -> tf.data.Dataset:
+            begin = self._begin(file) + first
+            done = whole.reduce(tf.constant(0, tf.int64), lambda so_far, _: so_far + 1)
+            return tf.data.Dataset.range(begin + done, begin + count).map(self._record_or_not)
+
+        rest = tf.data.Dataset.from_tensors(0).flat_map(
+            others
+        )  # read only where there are not enough
+        return whole.concatenate(rest).take(count)
+
+    def _up_to_an_error(
+        self, file: tf.Tensor, first: tf.Tensor, count: tf.Tensor
+    ) -> tf.data.Dataset:
+        """Some records of a file, up to the first that cannot be read: TensorFlow goes no further in a file."""
+        rows = self._from(file, self.offsets[self._begin(file) + first], self.buffer)
+        rows = rows.skip(tf.where(self.compressions[file] != "", first, 0))
+        return rows.take(count).ignore_errors(log_warning=True)
+
+    def _record_or_not(self, number: tf.Tensor) -> tf.Tensor:
+        """A stored record; `_UNREADABLE` for one that cannot be read, or not alone."""
+        _, file = self._place(number)
+        alone = tf.where(self.compressions[file] == "", tf.constant(1, tf.int64), 0)
+        record = self._from(file, self.offsets[number], 0).take(alone).ignore_errors()
+        return (
+            record.concatenate(tf.data.Dataset.from_tensors(_UNREADABLE))
+            .take(1)
+            .get_single_element()
+        )
+
+    @plain
+    def describe(self, number: tf.Tensor) -> tf.Tensor:
+        """ "FILE, byte OFFSET"; "FILE, record NUMBER" in a compressed file."""
+        number, file = self._place(number)
+        zipped = self.compressions[file] != ""
+        what = tf.where(zipped, ", record ", ", byte ")
+        where = tf.where(zipped, number - self._begin(file), self.offsets[number])
+        return tf.strings.join([self.paths[file], what, tf.strings.as_string(where)])
+
+    def _place(self, number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Number of a record, and of its file."""
+        number = tf.cast(number, tf.int64)
+        if self.order is not None:
+            number = self.order[number]
+        return number, tf.searchsorted(self.ends, [number], side="right", out_type=tf.int64)[0]
+
+    def _begin(self, file: tf.Tensor) -> tf.Tensor:
+        """Number of a file's first record."""
+        return tf.where(file > 0, self.ends[tf.maximum(file - 1, 0)], 0)
+
+    def _from(self, file: tf.Tensor, offset: tf.Tensor, buffer: int) -> tf.data.Dataset:
+        """The records of a file from an offset on. A buffer of 0: each read fetches what it needs and no more."""
+        variant = tf.raw_ops.TFRecordDatasetV2(
+            filenames=self.paths[file],
+            compression_type=self.compressions[file],
+            buffer_size=tf.constant(buffer, tf.int64),
+            byte_offsets=offset,
+        )
+        return tf.data.experimental.from_variant(variant, tf.TensorSpec([], tf.string))

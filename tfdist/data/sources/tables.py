@@ -1,0 +1,394 @@
+"""A CSV or TSV file becomes columns, classes or a Source of rows; files that its cells name are not looked at."""
+
+from __future__ import annotations
+
+import collections
+import csv
+import io
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist import config
+from tfdist.data.files_io import absolute
+from tfdist.data.sources.base import Source, check_labels
+
+_TYPES = ("int64", "float32", "string")
+
+
+class Table(NamedTuple):
+    """Columns of a file, as text.
+
+    Fields:
+        file: The file.
+        names: Names of the columns; positions as text where the file has no header.
+        columns: Their cells.
+        lines: Line of each row in the file, counted from 1.
+    """
+
+    file: str
+    names: tuple[str, ...]
+    columns: tuple[list[str], ...]
+    lines: list[int]
+
+
+class Labels(NamedTuple):
+    """A column of labels.
+
+    Fields:
+        values: int64 `[rows]`, or float32 where they are no classes.
+        classes: Number of classes; None where nobody said how many.
+        names: Their names.
+    """
+
+    values: np.ndarray
+    classes: int | None = None
+    names: tuple[str, ...] | None = None
+
+
+def read(
+    file: str | os.PathLike,
+    columns: Sequence[str | int] | None = None,
+    delimiter: str = "auto",
+    header: bool | None = None,
+) -> Table:
+    """Reads columns of a CSV or TSV file.
+
+    Args:
+        file: Text in UTF-8, a row a line; fields may be quoted as `csv.reader` has it. Empty lines are passed over.
+        columns: Names or positions, from 0 on, of those wanted; None: all.
+        delimiter: What separates the fields; "auto": a tab in a file that ends in .tsv or has one in its first line, else the most frequent there of
+            comma, semicolon and bar.
+        header: Whether the first line names the columns; None: if any is wanted by name, or all are.
+
+    Returns:
+        The columns, of one row or more.
+
+    Raises:
+        ValueError: For a file that is missing, empty or no such text, a column that it has not, and a row that is longer or
+            shorter than the first: with the line.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> file = pathlib.Path(tempfile.mkdtemp(), "people.csv")
+        >>> _ = file.write_text("name,age\\nAda,36\\nAlan,41\\n")
+        >>> read(file, ["age"]).columns
+        (['36', '41'],)
+    """
+    path = absolute(file)
+    text = _text(path)
+    if delimiter == "auto":
+        delimiter = _delimiter(path, text)
+    elif len(delimiter) != 1:
+        raise ValueError(f'delimiter: expected one character, or "auto"; received {delimiter!r}.')
+    if header is None:
+        header = columns is None or any(isinstance(column, str) for column in columns)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
+    rows = ((reader.line_num, row) for row in reader if row)
+    places: list[int] = []
+    found: list[list[str]] = []
+    lines: list[int] = []
+    first: tuple[str, ...] = ()
+    try:
+        for line, row in rows:
+            if not first:
+                first = (
+                    tuple(name.strip() for name in row)
+                    if header
+                    else tuple(map(str, range(len(row))))
+                )
+                places = _places(path, first, columns, header)
+                found = [[] for _ in places]
+                if header:
+                    continue
+            if len(row) != len(first):
+                raise ValueError(
+                    f"{path}, line {line}: expected {len(first)} columns, as in the first line, received {len(row)}. Correct "
+                    f"that line; or pass delimiter=, if {delimiter!r} does not separate the columns."
+                )
+            for cells, place in zip(found, places, strict=True):
+                cells.append(row[place])
+            lines.append(line)
+    except csv.Error as error:
+        raise ValueError(
+            f"{path}, line {reader.line_num}: {error}. Look for a quote that is never closed."
+        ) from error
+    if not lines:
+        raise ValueError(
+            f"{path}: no rows{' beside the header' if first else ''}. Expected one a line."
+        )
+    return Table(path, tuple(first[place] for place in places), tuple(found), lines)
+
+
+def table(
+    file: str | os.PathLike,
+    *,
+    features: str | Sequence[str] | None = None,
+    label: str | None = None,
+    classes: int | Sequence[str] | str | os.PathLike | None = None,
+    types: Mapping[str, str] | None = None,
+    delimiter: str = "auto",
+) -> Source:
+    """A Source of the rows of a CSV or TSV file, held in memory.
+
+    Args:
+        file: What `read` takes, with a header.
+        features: Columns of x. A list: x is a dict of scalars. One name: x is that scalar. None: all columns but `label`.
+        label: Column of y; None: the examples are x alone.
+        classes: What `classify` takes.
+        types: Types of columns by name, "int64", "float32" or "string". Those not named are int64 if all cells are whole
+            numbers, float32 if all are numbers or empty (which become NaN), else string.
+        delimiter: What `read` takes.
+
+    Returns:
+        A Source of dicts, or of `(x, y)`.
+
+    Raises:
+        ValueError: As `read` and `classify`, and for a cell that is not of its column's type.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> file = pathlib.Path(tempfile.mkdtemp(), "people.csv")
+        >>> _ = file.write_text("city,age,paid\\nParis,36,no\\nRome,,yes\\n")
+        >>> source = table(file, label="paid")
+        >>> x, y = next(iter(source.dataset()))
+        >>> x["city"].numpy(), x["age"].numpy(), int(y), source.class_names
+        (b'Paris', np.float32(36.0), 0, ('no', 'yes'))
+    """
+    wanted = (
+        None if features is None else [features] if isinstance(features, str) else list(features)
+    )
+    if wanted is not None and label is not None and label not in wanted:
+        wanted.append(label)
+    rows = read(file, wanted, delimiter, header=True)
+    cells = dict(zip(rows.names, rows.columns, strict=True))
+    for name in [*(types or {}), *([] if label is None else [label])]:
+        if name not in cells:
+            raise ValueError(f"{rows.file}: no column {name!r}. {config.nearest(name, cells)}")
+    names = [name for name in rows.names if name != label] if features is None else wanted
+    columns = {
+        name: _typed(rows, name, cells[name], (types or {}).get(name))
+        for name in names or ()
+        if name in cells
+    }
+    if features is not None:
+        columns = {
+            name: columns[name] for name in ([features] if isinstance(features, str) else features)
+        }
+    x: Any = columns[features] if isinstance(features, str) else columns
+    labels = None if label is None else classify(cells[label], rows.file, rows.lines, classes)
+    with tf.device("CPU"):
+        data = tf.nest.map_structure(tf.constant, x if labels is None else (x, labels.values))
+        lines = tf.constant(rows.lines, tf.int64)
+    return Source(
+        f"rows of {rows.file}",
+        tf.nest.map_structure(lambda column: tf.TensorSpec([], column.dtype), data),
+        len(rows.lines),
+        None if labels is None else labels.classes,
+        None if labels is None else labels.names,
+        gather=lambda numbers: tf.nest.map_structure(
+            lambda column: tf.gather(column, numbers), data
+        ),
+        describe=lambda number: tf.strings.join(
+            [f"{rows.file}, line ", tf.strings.as_string(lines[number])]
+        ),
+        labels=labels_of(labels),
+    )
+
+
+def classify(
+    values: Sequence[str],
+    file: str,
+    lines: Sequence[int],
+    classes: int | Sequence[str] | str | os.PathLike | None = None,
+) -> Labels:
+    """Cells of a label column become the numbers of classes.
+
+    Args:
+        values: The cells.
+        file: Where they are from, for messages.
+        lines: Their lines there.
+        classes: The names of the classes in the order of their numbers; a file with one class a line, `NAME` or `NAME what it is
+            called`, such as ImageNet's LOC_synset_mapping.txt; or their number, if labels are numbers from 0 on. None: if all
+            labels are numbers they are taken as they are, else the classes are the distinct labels, sorted.
+
+    Returns:
+        The labels. Where labels are whole numbers and no names of classes, they are the numbers of the classes.
+
+    Raises:
+        ValueError: For a label that is no class, with its line.
+
+    Example:
+        >>> classify(["cat", "ant", "cat"], "pets.csv", [2, 3, 4])
+        Labels(values=array([1, 0, 1]), classes=2, names=('ant', 'cat'))
+    """
+    values = [value.strip() for value in values]
+    for value, line in zip(values, lines, strict=True):
+        if not value:
+            raise ValueError(
+                f"{file}, line {line}: the label is empty. Fill it in, or take the line out."
+            )
+    numbers = _numbers(values)
+    if classes is None:
+        if numbers is not None:
+            return Labels(numbers)
+        classes = sorted(set(values))
+    if isinstance(classes, int):
+        if numbers is None or numbers.dtype != np.int64:
+            wrong = next(i for i, value in enumerate(values) if not _is_number(value, "int64"))
+            raise ValueError(
+                f"{file}, line {lines[wrong]}: expected a label from 0 to {classes - 1}, received {values[wrong]!r}. Pass the names "
+                "of the classes in classes=, if labels are names."
+            )
+        check_labels(file, numbers, classes, lambda example: f"line {lines[example]}")
+        return Labels(numbers, classes)
+    if isinstance(classes, str | os.PathLike):
+        keys, names = read_classes(classes)
+        origin = f"classes of {os.fspath(classes)}"
+    else:
+        keys = names = tuple(classes)
+        origin = "classes"
+    places = {key: place for place, key in enumerate(keys)}
+    if len(places) < len(keys):
+        raise ValueError(f"classes: expected names that differ; received {_twice(keys)!r} twice.")
+    if numbers is not None and numbers.dtype == np.int64 and places.keys().isdisjoint(values):
+        check_labels(file, numbers, len(keys), lambda example: f"line {lines[example]}")
+        return Labels(numbers, len(keys), names)
+    found = [places.get(value, -1) for value in values]
+    if -1 in found:
+        wrong = found.index(-1)
+        others = found.count(-1) - 1
+        near = (
+            config.nearest(values[wrong], keys)
+            if len(keys) <= 1000
+            else "Correct the label, or the classes."
+        )
+        raise ValueError(
+            f"{file}, line {lines[wrong]}: the label {values[wrong]!r} is none of the {len(keys)} {origin}"
+            f"{f', nor are {others} more' if others else ''}. {near}"
+        )
+    return Labels(np.array(found, np.int64), len(keys), names)
+
+
+def read_classes(file: str | os.PathLike) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Reads a file with one class a line, `KEY` or `KEY what it is called`.
+
+    Args:
+        file: Such as ImageNet's LOC_synset_mapping.txt, whose lines are like `n01440764 tench, Tinca tinca`.
+
+    Returns:
+        Keys, and what the classes are called: ("n01440764", ...), ("tench, Tinca tinca", ...).
+    """
+    path = absolute(file)
+    parts = [line.split(maxsplit=1) for line in _text(path).splitlines() if line.strip()]
+    if not parts:
+        raise ValueError(f"{path}: no classes. Expected one a line.")
+    keys = tuple(part[0] for part in parts)
+    if len(set(keys)) < len(keys):
+        raise ValueError(
+            f"{path}: the class {_twice(keys)!r} appears twice. Expected each on one line."
+        )
+    return keys, tuple(part[-1].strip() for part in parts)
+
+
+def labels_of(labels: Labels | None) -> Any:
+    """What a Source's `labels` is: None where there are none, or they are no whole numbers."""
+    return None if labels is None or labels.values.dtype != np.int64 else lambda: labels.values
+
+
+def _text(path: str) -> str:
+    try:
+        with tf.io.gfile.GFile(path, "rb") as file:
+            return file.read().decode("utf-8-sig")
+    except tf.errors.NotFoundError:
+        raise ValueError(f"{path}: no such file. Correct the path.") from None
+    except tf.errors.FailedPreconditionError:
+        raise ValueError(f"{path}: expected a file, received a directory.") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path}, byte {error.start}: expected text in UTF-8. Save it as such."
+        ) from None
+
+
+def _delimiter(path: str, text: str) -> str:
+    line = text.lstrip().split("\n", 1)[0]
+    if "\t" in line or path.lower().endswith(".tsv"):
+        return "\t"
+    return max(",;|", key=line.count)  # the first of them, where there is none
+
+
+def _places(
+    path: str, names: tuple[str, ...], columns: Sequence[str | int] | None, header: bool
+) -> list[int]:
+    """Positions of the columns wanted."""
+    if columns is None:
+        columns = names
+    places = []
+    for column in columns:
+        if isinstance(column, int):
+            if not 0 <= column < len(names):
+                raise ValueError(
+                    f"{path}: no column {column}; expected 0 to {len(names) - 1}, as its first line has {len(names)}."
+                )
+            places.append(column)
+        elif names.count(column) > 1:
+            raise ValueError(
+                f"{path}: {names.count(column)} columns are called {column!r}. Give each a name of its own."
+            )
+        elif column in names:
+            places.append(names.index(column))
+        else:
+            hint = config.nearest(column, names)
+            known = "" if hint.startswith("Expected") else f" It has {', '.join(names)}."
+            raise ValueError(f"{path}: no column {column!r} in its first line.{known} {hint}")
+    return places
+
+
+def _typed(rows: Table, name: str, cells: list[str], wanted: str | None) -> np.ndarray:
+    """A column as numbers or text."""
+    if wanted is not None and wanted not in _TYPES:
+        raise ValueError(f"types[{name!r}]: received {wanted!r}. {config.nearest(wanted, _TYPES)}")
+    text = np.array(
+        cells, object
+    )  # not NumPy's own strings, each of which is as long as the longest
+    if wanted == "string":
+        return text
+    filled = [cell.strip() or "nan" for cell in cells]
+    numbers = _numbers(filled) if any(cell.strip() for cell in cells) else None
+    if numbers is not None and wanted in (None, numbers.dtype.name):
+        return numbers
+    if numbers is not None and wanted == "float32":
+        return numbers.astype(np.float32)
+    if wanted is None:
+        return text
+    for cell, value, line in zip(cells, filled, rows.lines, strict=True):
+        if not _is_number(value, wanted):
+            raise ValueError(
+                f"{rows.file}, line {line}: expected {wanted} in column {name!r}, received {cell!r}."
+            )
+    raise AssertionError(name)
+
+
+def _numbers(values: Sequence[str]) -> np.ndarray | None:
+    """int64 if all are whole numbers, float32 if all are numbers, else None."""
+    if max(map(len, values)) > 40:  # no number, and NumPy's strings are each as long as the longest
+        return None
+    array = np.array(values, np.str_)
+    for kind in (np.int64, np.float32):
+        try:
+            return array.astype(kind)
+        except (ValueError, OverflowError):
+            pass
+    return None
+
+
+def _is_number(value: str, kind: str) -> bool:
+    number = _numbers([value])
+    return number is not None and kind in (number.dtype.name, "float32")
+
+
+def _twice(names: Sequence[str]) -> str:
+    return collections.Counter(names).most_common(1)[0][0]

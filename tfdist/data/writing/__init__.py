@@ -1,0 +1,1 @@
+"""Writes a source as TFRecord files."""

@@ -1,0 +1,203 @@
+"""An example becomes a serialized `tf.train.Example` that says the same; images that are files already are not encoded again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from google.protobuf.message import DecodeError
+
+from tfdist.data.sources.base import Source
+from tfdist.data.sources.features import Feature, Features, listable, packable, shape_of
+
+_TUPLE = ("x", "y", "sample_weight")  # Keras' words
+WHOLE = ""  # the stored bytes themselves, rather than a feature in them
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoder:
+    """Turns a source's examples into bytes.
+
+    Attributes:
+        features: What is stored, and what an example looks like.
+        images: Name of each feature whose file is stored as it is, to the feature of the source's stored Example
+            that holds it; `WHOLE`: what the source stores is that file.
+    """
+
+    features: Features
+    images: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, source: Source) -> Encoder:
+        """The encoder for a source's examples.
+
+        Args:
+            source: One of dense tensors.
+
+        Returns:
+            The encoder.
+
+        Raises:
+            ValueError: For parts of examples that a record cannot hold; they are named.
+        """
+        structure = _names(source.element_spec, ())
+        columns: dict[str, Any] = {}
+
+        def add(name: str, spec: Any) -> None:
+            columns[name] = _feature(source.name, name, spec)
+
+        tf.nest.map_structure(add, structure, source.element_spec)
+        names = set(columns) | {
+            shape_of(name) for name, feature in columns.items() if feature.has_shape
+        }
+        if len(names) < len(tf.nest.flatten(structure)) + sum(
+            feature.has_shape for feature in columns.values()
+        ):
+            raise ValueError(
+                f"{source.name}: expected parts of examples with names of their own; received {structure}. Rename some with map()."
+            )
+        return cls(Features(columns, structure))
+
+    def with_images(self, examples: Sequence[Any], stored: Sequence[bytes]) -> Encoder:
+        """The encoder that keeps image files, where some examples show how these lie in what the source stores.
+
+        Args:
+            examples: As users see them.
+            stored: The same as the source stores them.
+
+        Returns:
+            The encoder: an image file is kept only if it is the very image in all these examples.
+        """
+        found: dict[str, str] = {}
+        for name, feature in self.features.columns.items():
+            if feature.image and stored:
+                places = [WHOLE, *_strings(stored[0])]
+                fits = (
+                    p
+                    for p in places
+                    if all(
+                        _is(s, p, self._flat(e)[name], feature)
+                        for e, s in zip(examples, stored, strict=True)
+                    )
+                )
+                place = next(fits, None)
+                if place is not None:
+                    found[name] = place
+        return dataclasses.replace(self, images=found)
+
+    def prepare(self, example: Any, stored: tf.Tensor | None) -> dict[str, tf.Tensor]:
+        """What is stored of an example, by name; a graph.
+
+        Args:
+            example: As users see it.
+            stored: As the source stores it, a string scalar; None where no image is kept.
+
+        Returns:
+            Image files, string scalars; and the values of other tensors, `[values]`, of the types that lists hold;
+            uint8 for the bytes of a tensor that is stored as such.
+        """
+        parts = {}
+        for name, value in self._flat(example).items():
+            feature = self.features.columns[name]
+            if feature.has_shape:
+                parts[shape_of(name)] = tf.shape(value, tf.int64)
+            if feature.packed:
+                parts[name] = tf.reshape(tf.bitcast(value, tf.uint8), [-1])
+            elif not feature.image:
+                parts[name] = tf.reshape(tf.cast(value, feature.stored), [-1])
+            elif name not in self.images:
+                parts[name] = tf.io.encode_png(value)
+            elif self.images[name] == WHOLE:
+                parts[name] = stored
+            else:
+                place = self.images[name]
+                parts[name] = tf.io.parse_single_example(
+                    stored, {place: tf.io.FixedLenFeature([], tf.string)}
+                )[place]
+        return parts
+
+    def serialize(self, parts: Mapping[str, Any]) -> bytes:
+        """The serialized Example of what `prepare` made, as NumPy's arrays; equal bytes for equal parts."""
+        example = tf.train.Example()
+        held = example.features.feature
+        for name, value in parts.items():
+            if isinstance(value, bytes):
+                held[name].bytes_list.value.append(value)
+            elif value.dtype == np.uint8:
+                held[name].bytes_list.value.append(value.tobytes())
+            elif value.dtype == object:
+                held[name].bytes_list.value.extend(value.tolist())
+            elif value.dtype == np.float32:
+                # As protobuf's own bytes: extend() takes twenty times as long.
+                content = value.tobytes()
+                held[name].float_list.MergeFromString(b"\x0a" + _varint(len(content)) + content)
+            else:
+                held[name].int64_list.value.extend(value.tolist())
+        return example.SerializeToString(deterministic=True)
+
+    def _flat(self, example: Any) -> dict[str, Any]:
+        """The parts of an example by name."""
+        return dict(
+            zip(tf.nest.flatten(self.features.structure), tf.nest.flatten(example), strict=True)
+        )
+
+
+def _names(spec: Any, path: tuple[str, ...]) -> Any:
+    """A nest of names like `spec`: the keys on the way, x, y and sample_weight for the parts of the outermost tuple."""
+    if isinstance(spec, tuple):
+        words = _TUPLE if not path and 2 <= len(spec) <= 3 else tuple(map(str, range(len(spec))))
+        return tuple(_names(part, (*path, word)) for part, word in zip(spec, words, strict=False))
+    if isinstance(spec, Mapping):
+        return {key: _names(part, (*path, str(key))) for key, part in spec.items()}
+    return "/".join(path) or "x"
+
+
+def _feature(source: str, name: str, spec: Any) -> Feature:
+    """How a tensor is stored."""
+    if (
+        not isinstance(spec, tf.TensorSpec)
+        or spec.shape.rank is None
+        or not (listable(spec.dtype) or packable(spec.dtype))
+    ):
+        raise ValueError(
+            f"{source}: records hold dense tensors of known rank, of numbers or strings; received {spec} for {name}. Make it one with "
+            "map(), or leave it out."
+        )
+    shape = tuple(spec.shape)
+    if spec.dtype == tf.uint8 and len(shape) == 3 and shape[2] in (1, 3, 4) and 0 not in shape:
+        return Feature(tf.uint8, shape, image=True)
+    return Feature(spec.dtype, shape, packed=listable(spec.dtype) is None)
+
+
+def _strings(stored: bytes) -> list[str]:
+    """The features of a stored Example that are one string; none where it is something else."""
+    try:
+        features = tf.train.Example.FromString(stored).features.feature
+    except DecodeError:
+        return []
+    return sorted(name for name, feature in features.items() if len(feature.bytes_list.value) == 1)
+
+
+def _is(stored: bytes, place: str, image: Any, feature: Feature) -> bool:
+    """Whether an image file lies at this place and is this image."""
+    if place != WHOLE:
+        try:
+            stored = tf.train.Example.FromString(stored).features.feature[place].bytes_list.value[0]
+        except (DecodeError, IndexError):  # no such Example, or no string there
+            return False
+    try:
+        return bool(np.array_equal(feature.decode(place, {place: tf.constant(stored)}), image))
+    except (tf.errors.OpError, ValueError):
+        return False
+
+
+def _varint(number: int) -> bytes:
+    """A length as protobuf writes it."""
+    out = bytearray()
+    while number > 127:
+        out.append(number & 127 | 128)
+        number >>= 7
+    return bytes([*out, number])

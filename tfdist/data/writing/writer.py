@@ -1,0 +1,333 @@
+"""A Source becomes TFRecord files of about equal size; a file that is whole is never written again."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import hashlib
+import json
+import math
+import os
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.data import files_io
+from tfdist.data.sources import dataset_file
+from tfdist.data.sources.base import Source
+from tfdist.data.sources.convert import as_source
+from tfdist.data.sources.record_index import FRAME, open_indexes
+from tfdist.data.writing.encode import Encoder
+from tfdist.data.writing.record_shards import Progress, Shards, chosen, named, sha256, writable
+
+STALLED = (
+    600.0  # seconds to wait for another process that writes the same data set and gets no further
+)
+_SAMPLE = 64  # examples that say how large a record is
+_GROUP_BYTES = 1 << 20  # handed over from TensorFlow to Python at a time, about
+_PLAN = "plan.json"
+# What a call has in common with the one that it goes on with.
+_SAME = ("features", "structure", "compression", "shard_bytes", "sample")
+
+
+def write(
+    source: Any,
+    directory: str | os.PathLike,
+    *,
+    shard_bytes: int = 100_000_000,
+    compression: str | None = None,
+    workers: int | None = None,
+    progress: Callable[[int, int | None], None] | None = None,
+) -> dict[str, Any]:
+    """Writes all examples of a source to TFRecord files, for `tfdist.data.records.records(directory)`.
+
+    Each example becomes a `tf.train.Example`. The files of images are copied as they are, without decoding them,
+    where the source has them; other images, uint8 `[height, width, 1, 3 or 4]`, become PNG files. A file
+    `dataset.json`, which is written last, says what the records hold, and the size and SHA-256 of each file. Until
+    then all lies in `.writing`; a second call with the same source and arguments keeps the files there that are
+    whole, and writes the others. A source that can only be walked through is written by one thread, which walks
+    again through what is written already. Of several processes that write the same local directory one does, and
+    the others wait for it.
+
+    Args:
+        source: What `tfdist.data.as_source` takes.
+        directory: Where to; its last part is the name of the files, `NAME-00000-of-00010.tfrecord`.
+        shard_bytes: About how large each file shall be.
+        compression: None, or "GZIP": smaller, but only to be read from beginning to end.
+        workers: Threads, each of which writes a file; default: one for each processor.
+        progress: Called now and then with the number of examples written, and of all, or None where nobody knows;
+            from any thread.
+
+    Returns:
+        What `dataset.json` holds: "examples", "features", "shards" and more.
+
+    Raises:
+        ValueError: For an empty source, one whose examples cannot be stored or read, and a directory that cannot be
+            written or holds something else.
+        TimeoutError: Where another process has been writing this data set and got no further for ten minutes.
+
+    Example:
+        >>> import tempfile
+        >>> from tfdist.data.sources.records import records
+        >>> directory = os.path.join(tempfile.mkdtemp(), "numbers")
+        >>> manifest = write((np.arange(5.0), np.arange(5)), directory)
+        >>> [shard["file"] for shard in manifest["shards"]], manifest["features"]
+        (['numbers-00000-of-00001.tfrecord'], {'x': 'bytes of float64', 'y': 'int64'})
+        >>> [(float(x), int(y)) for x, y in records(directory).dataset().take(2)]
+        [(0.0, 0), (1.0, 1)]
+    """
+    source = as_source(source)
+    _check(shard_bytes, compression, workers)
+    directory = files_io.absolute(directory)
+    encoder, sample = _sampled(source)
+    plan = _plan(source, encoder, sample, shard_bytes, compression or "")
+    writing = os.path.join(directory, dataset_file.UNFINISHED)
+    with contextlib.ExitStack() as held:
+        if not tf.io.gfile.exists(os.path.join(directory, dataset_file.NAME)):
+            _refuse_others(directory)
+            with writable(directory):
+                tf.io.gfile.makedirs(writing)
+            _take_turn(held, directory)
+        if tf.io.gfile.exists(os.path.join(directory, dataset_file.NAME)):
+            manifest = dataset_file.read(directory)
+            assert manifest is not None
+            _check_same(directory, manifest, plan)
+            _check_sizes(directory, manifest)
+            return manifest
+        plan = _resume(directory, plan)
+        group = max(1, min(256, _GROUP_BYTES * len(sample) // (1 + sum(map(len, sample)))))
+        shards = Shards(
+            source,
+            encoder,
+            directory,
+            plan["compression"],
+            group,
+            Progress(progress, plan["examples"]),
+        )
+        return _finish(directory, plan, shards, workers or os.cpu_count() or 1)
+
+
+def verify(directory: str | os.PathLike, workers: int | None = None) -> dict[str, Any]:
+    """Reads all files of a data set that `write` made, and compares their checksums.
+
+    Args:
+        directory: Where it lies.
+        workers: Threads; default: one for each processor.
+
+    Returns:
+        What `dataset.json` holds.
+
+    Raises:
+        ValueError: With the first file that is missing or not as it was written.
+    """
+    directory = files_io.absolute(directory)
+    manifest = dataset_file.read(directory)
+    if manifest is None:
+        raise ValueError(
+            f"{directory}: expected a data set that tfdist wrote; found no {dataset_file.NAME}. Correct the path."
+        )
+    _check_sizes(directory, manifest)
+    with concurrent.futures.ThreadPoolExecutor(workers or os.cpu_count() or 1) as pool:
+        sums = pool.map(
+            lambda shard: sha256(os.path.join(directory, shard["file"])), manifest["shards"]
+        )
+        for shard, found in zip(manifest["shards"], sums, strict=True):
+            if found != shard["sha256"]:
+                raise ValueError(
+                    f"{os.path.join(directory, shard['file'])}: damaged: expected SHA-256 {shard['sha256']}, received {found}. Copy it again "
+                    "from where it is whole, or delete the directory and write the data set again."
+                )
+    return manifest
+
+
+def _check(shard_bytes: Any, compression: Any, workers: Any) -> None:
+    if compression not in (None, "", "GZIP"):
+        raise ValueError(f'compression: expected None or "GZIP"; received {compression!r}.')
+    for key, value in {
+        "shard_bytes": shard_bytes,
+        "workers": 1 if workers is None else workers,
+    }.items():
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+            raise ValueError(f"{key}: expected a whole number, 1 or more; received {value!r}.")
+
+
+# --- What is written, and into how many files ----------------------------------------------------------------------------
+def _sampled(source: Source) -> tuple[Encoder, list[bytes]]:
+    """How a source's examples are stored, and some of them: from everywhere, where it can be read so, else the first ones."""
+    if source.cardinality == 0:
+        raise ValueError(
+            f"{source.name}: expected examples to write; it has none. Look at where it is read from."
+        )
+    ranges = [(0, _SAMPLE if source.cardinality is None else min(_SAMPLE, source.cardinality))]
+    if source.cardinality is not None and source.scan is None and source.walk is None:
+        spread = np.unique(
+            np.linspace(0, source.cardinality - 1, _SAMPLE).astype(np.int64)
+        ).tolist()
+        ranges = [(number, number + 1) for number in spread]
+    tells = source.scan is not None or source.raw is not None
+    pairs = chosen(
+        source, ranges, lambda example, stored: (example, stored) if tells else (example,), tells
+    )
+    shown = list(
+        named(source, iter(pairs), [number for range_ in ranges for number in range(*range_)])
+    )
+    if not shown:
+        raise ValueError(
+            f"{source.name}: expected examples to write; it has none. Look at where it is read from."
+        )
+    encoder = Encoder.of(source)
+    if tells:
+        encoder = encoder.with_images(
+            [pair[0] for pair in shown], [pair[1].numpy() for pair in shown]
+        )
+    parts = [encoder.prepare(*pair, *([] if tells else [None])) for pair in shown]
+    return encoder, [
+        encoder.serialize({name: part.numpy() for name, part in each.items()}) for each in parts
+    ]
+
+
+def _plan(
+    source: Source, encoder: Encoder, sample: list[bytes], shard_bytes: int, compression: str
+) -> dict[str, Any]:
+    """What is to be written: all that a later call needs to know to go on."""
+    together = b"".join(sample)
+    ratio = len(zlib.compress(together)) / len(together) if compression else 1.0
+    size = (len(together) / len(sample) + FRAME) * ratio
+    counts = None
+    if source.walk is None:
+        examples = source.cardinality
+        assert examples is not None
+        shards = min(examples, max(1, math.ceil(examples * size / shard_bytes)))
+        counts = [examples * (i + 1) // shards - examples * i // shards for i in range(shards)]
+    return {
+        "name": source.name,
+        "examples": source.cardinality,
+        "classes": source.classes,
+        "class_names": None if source.class_names is None else list(source.class_names),
+        "features": {name: str(feature) for name, feature in encoder.features.columns.items()},
+        "structure": dataset_file.to_json(encoder.features.structure),
+        "compression": compression,
+        "shard_bytes": shard_bytes,
+        "sample": hashlib.sha256(together).hexdigest(),
+        "counts": counts,
+        "limit": shard_bytes / ratio,
+    }
+
+
+# --- The directory -------------------------------------------------------------------------------------------------------
+def _refuse_others(directory: str) -> None:
+    """Raises where records lie that are of no data set that is being written."""
+    if tf.io.gfile.isdir(directory) and not tf.io.gfile.exists(
+        os.path.join(directory, dataset_file.UNFINISHED)
+    ):
+        others = sorted(
+            name for name in tf.io.gfile.listdir(directory) if "tfrecord" in name.lower()
+        )
+        finished = tf.io.gfile.exists(
+            os.path.join(directory, dataset_file.NAME)
+        )  # by another process, just now
+        if others and not finished:
+            raise ValueError(
+                f"directory={directory!r} holds records already, such as {others[0]}. Name another directory, or empty this one."
+            )
+
+
+def _take_turn(held: contextlib.ExitStack, directory: str) -> None:
+    """Waits for another process that writes this directory, as long as it gets on."""
+    if files_io.is_remote(directory):
+        return
+    while True:
+        before = _traces(directory)
+        try:
+            held.enter_context(
+                files_io.locked(
+                    os.path.join(directory, ".write.lock"), STALLED, f"writing {directory}"
+                )
+            )
+            return
+        except TimeoutError:
+            if _traces(directory) == before:
+                raise
+
+
+def _traces(directory: str) -> list[tuple[str, int]]:
+    """Names and sizes of what is being written."""
+    with contextlib.suppress(OSError):
+        return sorted(
+            (entry.name, entry.stat().st_size)
+            for entry in os.scandir(os.path.join(directory, dataset_file.UNFINISHED))
+        )
+    return []
+
+
+def _check_same(directory: str, there: dict[str, Any], plan: dict[str, Any]) -> None:
+    """Raises where a directory holds, or is to hold, something else."""
+    keys = _SAME if None in (there["examples"], plan["examples"]) else (*_SAME, "examples")
+    for key in keys:
+        if there[key] != plan[key]:
+            what = (
+                "its first examples are others"
+                if key == "sample"
+                else f"its {key}: {there[key]!r} there, {plan[key]!r} here"
+            )
+            raise ValueError(
+                f"directory={directory!r} holds another data set than {plan['name']}: {what}. Name another directory, or delete this one."
+            )
+
+
+def _check_sizes(directory: str, manifest: dict[str, Any]) -> None:
+    for shard in manifest["shards"]:
+        path = os.path.join(directory, shard["file"])
+        if not tf.io.gfile.exists(path):
+            raise ValueError(
+                f"{path}: missing. Copy it again from where it is, or delete the directory and write the data set again."
+            )
+        size = tf.io.gfile.stat(path).length
+        if size != shard["bytes"]:
+            raise ValueError(
+                f"{path}: damaged: expected {shard['bytes']} bytes, received {size}. Copy it again from where it is whole, or delete the "
+                "directory and write the data set again."
+            )
+
+
+def _resume(directory: str, plan: dict[str, Any]) -> dict[str, Any]:
+    """The plan of the call that began this directory, which is this one if none did."""
+    path = os.path.join(directory, dataset_file.UNFINISHED, _PLAN)
+    there = dataset_file.read_json(path)
+    if there is not None:
+        _check_same(directory, there, plan)
+        return there
+    with writable(directory):
+        files_io.write_whole(path, json.dumps(plan).encode())
+    return plan
+
+
+def _finish(directory: str, plan: dict[str, Any], shards: Shards, workers: int) -> dict[str, Any]:
+    """Writes what is missing, gives the files their names, and says so in `dataset.json`."""
+    if plan["counts"] is None:
+        entries = shards.write_on(plan["limit"])
+        plan = {**plan, "counts": [entry["examples"] for entry in entries]}
+        with writable(directory):
+            files_io.write_whole(
+                os.path.join(directory, dataset_file.UNFINISHED, _PLAN), json.dumps(plan).encode()
+            )
+    else:
+        entries = shards.write_all(plan["counts"], workers)
+    with writable(directory):
+        paths = shards.move(entries)
+        for index, entry in zip(open_indexes(paths, plan["compression"]), entries, strict=True):
+            assert index.records == entry["examples"], (
+                f"{index.path}: {index.records} records of {entry['examples']}"
+            )
+        kept = ("name", "classes", "class_names", *_SAME)
+        examples = sum(entry["examples"] for entry in entries)
+        dataset_file.write(
+            directory, {"examples": examples, **{key: plan[key] for key in kept}, "shards": entries}
+        )
+        tf.io.gfile.rmtree(os.path.join(directory, dataset_file.UNFINISHED))
+    manifest = dataset_file.read(directory)
+    assert manifest is not None
+    return manifest

@@ -1,0 +1,112 @@
+"""A chaos plan's faults that no training process can inject into itself: into servers, into files, and the end of a stop."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Sequence
+
+from tfdist.launch.guardian import kill_group
+from tfdist.launch.task_plan import Role
+from tfdist.launch.task_process import Process
+from tfdist.runtime import fault_plan
+from tfdist.runtime.launch_protocol import note, read_journal
+
+LOOK_SECONDS = 0.1
+
+
+class Chaos:
+    """The launcher's part in a chaos plan.
+
+    Args:
+        faults: Of the plan.
+        log_dir: Of the launch.
+    """
+
+    def __init__(self, faults: Sequence[fault_plan.Fault], log_dir: str):
+        self._faults, self._log_dir = tuple(faults), log_dir
+        self._stopped: dict[int, tuple[int, float]] = {}  # by number: process, when to let it go on
+        self._looked = 0.0
+
+    def look(self, group: Sequence[Process]) -> None:
+        """Strikes what is due, and lets go on what was stopped for long enough.
+
+        Args:
+            group: The processes of the attempt that runs.
+        """
+        now = time.monotonic()
+        if now - self._looked < LOOK_SECONDS:
+            return
+        self._looked = now
+        journal = read_journal(self._log_dir)
+        living = {process.pid: process for process in group if not process.ended}
+        for line in journal:
+            if (
+                line["event"] == fault_plan.EVENT
+                and line.get("seconds") is not None
+                and line["number"] not in self._stopped
+            ):
+                self._stopped[line["number"]] = line["pid"], now + line["seconds"]
+        for pid, until in self._stopped.values():
+            if pid in living and now >= until and living[pid].state == "T":
+                kill_group(pid, signal.SIGCONT)
+        reached = max((sign.total for process in group if (sign := process.sign)), default=0)
+        served = {
+            process.plan.name: process
+            for process in living.values()
+            if process.plan.role is Role.SERVES
+        }
+        for fault in fault_plan.left(self._faults, journal):
+            if fault.step is None or reached < fault.step:
+                continue
+            if fault.verb == "corrupt newest":
+                self._corrupt(fault, journal)
+            elif fault.task in served and fault.verb in fault_plan.SIGNALS:
+                process = served[fault.task]
+                self._note(
+                    fault, task=fault.task, pid=process.pid, total=reached, seconds=fault.seconds
+                )
+                kill_group(process.pid, fault_plan.SIGNALS[fault.verb])
+
+    def hand_over(self, pid: int) -> None:
+        """Kill a standby process that is about to be handed a task, where that is due.
+
+        Args:
+            pid: Its process id.
+        """
+        for fault in fault_plan.left(self._faults, read_journal(self._log_dir)):
+            if fault.verb == "kill standby":
+                self._note(fault, pid=pid)
+                kill_group(pid)
+                return
+
+    def between(self) -> None:
+        """Strikes what is due when an attempt has ended and the next one has not begun."""
+        journal = read_journal(self._log_dir)
+        for fault in fault_plan.left(self._faults, journal):
+            if fault.verb == "corrupt newest" and fault.step is None:
+                self._corrupt(fault, journal)
+
+    def _corrupt(self, fault: fault_plan.Fault, journal: Sequence[dict]) -> None:
+        """Turns over a bit in the middle of the newest snapshot, if it is a local file."""
+        path = next(
+            (
+                line["path"]
+                for line in reversed(journal)
+                if line["event"] == "saved" and os.path.exists(line["path"])
+            ),
+            None,
+        )
+        if path is None:
+            return
+        self._note(fault, path=path)
+        with contextlib.suppress(OSError), open(path, "r+b") as file:
+            file.seek(os.path.getsize(path) // 2)
+            byte = file.read(1)
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte[0] ^ 1]))
+
+    def _note(self, fault: fault_plan.Fault, **facts) -> None:
+        note(self._log_dir, fault_plan.EVENT, number=fault.number, text=fault.text, **facts)

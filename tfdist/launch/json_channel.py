@@ -1,0 +1,352 @@
+"""A TCP connection becomes a channel of JSON messages between two who know one token; nothing received is ever executed.
+
+Integrity and authenticity only: nothing is encrypted, and whoever listens on the network can read all of it, but can neither
+write, change, repeat nor reorder a message. Who listens can also try tokens at leisure: a token is random, not a word.
+
+    server: tfdist-wire 1 NONCE             client: NONCE HMAC(token, "client" + both nonces)
+    server: HMAC(token, "server" + both)    then, each way: HMAC(session key, direction, number, message) NUMBER MESSAGE
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import re
+import secrets
+import select
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from tfdist.cluster.addresses import join_address, split_address
+
+HANDSHAKE_S = 5.0  # for all of it
+SEND_S = 2.0  # for the kernel to take a message, which it does at once while the other side reads
+LINE_BYTES = 1 << 20
+GREETING_BYTES = 256  # longest line of a handshake
+TOKEN_BYTES = 16
+
+_NONCE_BYTES = 32
+_GREETING = b"tfdist-wire 1 "
+_REFUSED = b"wrong token"
+_LINE = re.compile(rb"([0-9a-f]{64}) (\d{1,19}) (.*)", re.DOTALL)
+
+
+class WireError(ConnectionError):
+    """The connection cannot be used, or not any longer; the message names the peer."""
+
+
+class WrongToken(WireError):
+    """The peer does not know the token."""
+
+
+class Tampered(WireError):
+    """A line that the peer did not write in this session, in this direction."""
+
+
+class Replayed(WireError):
+    """A line of the peer's that came before, or came too early."""
+
+
+class Garbage(WireError):
+    """What the peer sent is no line of ours."""
+
+
+class TooLong(WireError):
+    """A line beyond the bound."""
+
+
+class TooSlow(WireError):
+    """The peer did not say, or not take, in time what it had to."""
+
+
+class Closed(WireError):
+    """The connection has ended."""
+
+
+class Channel:
+    """One side of an authenticated connection; made by `connect` and `accept`.
+
+    Any thread may send; one receives. After an error it is closed.
+
+    Args:
+        lines: The connection.
+        key: Of the session.
+        mine: Label of what this side sends.
+        theirs: Label of what the other side sends.
+
+    Attributes:
+        peer: The other side's address.
+    """
+
+    def __init__(self, lines: _Lines, key: bytes, mine: bytes, theirs: bytes):
+        self.peer = lines.peer
+        self._lines, self._key, self._mine, self._theirs = lines, key, mine, theirs
+        self._lock = threading.Lock()
+        self._sent = self._received = 0
+
+    def send(self, message: Mapping[str, Any], timeout: float = SEND_S) -> None:
+        """Sends a message.
+
+        Args:
+            message: As JSON knows it.
+            timeout: Seconds, default 2, for the kernel to take it.
+
+        Raises:
+            WireError: It was not sent as a whole.
+        """
+        body = json.dumps(message, separators=(",", ":")).encode()
+        with self._lock:
+            number = b"%d" % self._sent
+            line = b" ".join((_mac(self._key, self._mine, number, body), number, body)) + b"\n"
+            if len(line) > LINE_BYTES:
+                raise TooLong(
+                    f"{self.peer}: a message of {len(line)} bytes is longer than {LINE_BYTES}; it was not sent"
+                )
+            self._sent += 1
+            try:
+                self._lines.write(line, time.monotonic() + timeout)
+            except WireError:
+                self.close()  # half a line may be on its way
+                raise
+
+    def receive(self, timeout: float) -> dict[str, Any] | None:
+        """The next message.
+
+        Args:
+            timeout: Seconds to wait for it.
+
+        Returns:
+            The message; None: not all of it has come yet.
+
+        Raises:
+            WireError: There will be none; its class and message say why.
+        """
+        try:
+            line = self._lines.read(time.monotonic() + timeout, LINE_BYTES)
+            return None if line is None else self._open(line)
+        except WireError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Ends the connection; twice is no harm."""
+        self._lines.close()
+
+    def _open(self, line: bytes) -> dict[str, Any]:
+        match = _LINE.fullmatch(line)
+        if not match:
+            raise Garbage(f"{self.peer} sent what is no message: {line[:40]!r}")
+        mac, number, body = match.groups()
+        if not hmac.compare_digest(mac, _mac(self._key, self._theirs, number, body)):
+            raise Tampered(
+                f"{self.peer}: line {self._received} was changed on its way, or is not of this session"
+            )
+        if int(number) != self._received:
+            raise Replayed(
+                f"{self.peer}: received line {int(number)} where line {self._received} was due"
+            )
+        self._received += 1
+        try:
+            message = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise Garbage(f"{self.peer} sent what is no JSON: {body[:40]!r}") from error
+        if not isinstance(message, dict):
+            raise Garbage(f"{self.peer} sent JSON that is no object: {body[:40]!r}")
+        return message
+
+
+def connect(address: str, token: bytes, timeout: float = HANDSHAKE_S) -> Channel:
+    """Connects as a client.
+
+    Args:
+        address: `host:port` of the server.
+        token: What both sides know; see `check_token`.
+        timeout: Seconds for connection and handshake, default 5.
+
+    Raises:
+        WireError: The server is another, or does not know the token.
+        OSError: Nobody listens there, or the name has no address.
+
+    Example:
+        >>> token = secrets.token_bytes(32)
+        >>> with socket.create_server(("127.0.0.1", 0)) as server:
+        ...     there = []
+        ...     thread = threading.Thread(target=lambda: there.append(accept(server.accept()[0], token)))
+        ...     thread.start()
+        ...     here = connect("127.0.0.1:%d" % server.getsockname()[1], token)
+        ...     thread.join()
+        >>> here.send({"hello": "world"})
+        >>> there[0].receive(timeout=1)
+        {'hello': 'world'}
+        >>> here.close(), there[0].close()
+        (None, None)
+    """
+    check_token(token)
+    limit = time.monotonic() + timeout
+    lines = _Lines(socket.create_connection(split_address(address), timeout=timeout), address)
+    try:
+        greeting = _expected(lines, limit, "its greeting")
+        if not re.fullmatch(re.escape(_GREETING) + rb"[0-9a-f]{64}", greeting):
+            raise Garbage(
+                f"{address}: what listens there is no tfdist launcher of this version: it sent {greeting[:40]!r}"
+            )
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        both = bytes.fromhex(greeting[len(_GREETING) :].decode()) + nonce
+        lines.write(nonce.hex().encode() + b" " + _mac(token, b"client" + both) + b"\n", limit)
+        proof = _expected(lines, limit, "its proof that it knows the token")
+        if proof == _REFUSED:
+            raise WrongToken(
+                f"{address} does not accept this host's token; give all hosts the same one"
+            )
+        if not hmac.compare_digest(proof, _mac(token, b"server" + both)):
+            raise WrongToken(
+                f"{address} does not know this host's token; give all hosts the same one"
+            )
+        return Channel(lines, _session(token, both), b"client", b"server")
+    except BaseException:
+        lines.close()
+        raise
+
+
+def accept(connection: socket.socket, token: bytes, timeout: float = HANDSHAKE_S) -> Channel:
+    """Makes a channel of a connection that a server accepted, or closes it.
+
+    Args:
+        connection: The connection.
+        token: What both sides know; see `check_token`.
+        timeout: Seconds for the handshake, default 5.
+
+    Raises:
+        WireError: The client is another, does not know the token, or was too slow.
+    """
+    limit = time.monotonic() + timeout
+    lines = _Lines(connection, _peer(connection))
+    try:
+        check_token(token)
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        lines.write(_GREETING + nonce.hex().encode() + b"\n", limit)
+        answer = _expected(lines, limit, "its answer")
+        if not re.fullmatch(rb"[0-9a-f]{64} [0-9a-f]{64}", answer):
+            raise Garbage(
+                f"{lines.peer} is no tfdist launcher of this version: it sent {answer[:40]!r}"
+            )
+        theirs, proof = answer.split(b" ")
+        both = nonce + bytes.fromhex(theirs.decode())
+        if not hmac.compare_digest(proof, _mac(token, b"client" + both)):
+            lines.write(_REFUSED + b"\n", limit)
+            raise WrongToken(f"{lines.peer} does not know the token")
+        lines.write(_mac(token, b"server" + both) + b"\n", limit)
+        return Channel(lines, _session(token, both), b"server", b"client")
+    except BaseException:
+        lines.close()
+        raise
+
+
+def check_token(token: bytes) -> None:
+    """Checks that a token is worth the name.
+
+    Args:
+        token: At least 16 bytes, random ones: who listens on the network can try guesses.
+
+    Raises:
+        ValueError: It is shorter.
+    """
+    if len(token) < TOKEN_BYTES:
+        raise ValueError(
+            f"token: expected at least {TOKEN_BYTES} random bytes, received {len(token)}; make one with: "
+            "python -c 'import secrets; print(secrets.token_hex(32))'"
+        )
+
+
+class _Lines:
+    """Bounded lines from and to a socket; reading and writing have clocks of their own."""
+
+    def __init__(self, connection: socket.socket, peer: str):
+        connection.setblocking(False)
+        with contextlib.suppress(OSError):  # a socket pair has no such option
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.peer, self._socket, self._buffer, self._searched = peer, connection, bytearray(), 0
+
+    def read(self, limit: float, longest: int) -> bytes | None:
+        """The next line without its end; None: not before `limit` on the monotonic clock."""
+        while True:
+            end = self._buffer.find(b"\n", self._searched)
+            if end >= longest or (end < 0 and len(self._buffer) > longest):
+                raise TooLong(f"{self.peer} sent a line of more than {longest} bytes")
+            if end >= 0:
+                line = bytes(self._buffer[:end])
+                del self._buffer[: end + 1]
+                self._searched = 0
+                return line
+            self._searched = len(self._buffer)
+            if not self._ready(select.POLLIN, limit):
+                return None
+            with self._closing():
+                piece = self._socket.recv(1 << 16)
+                if not piece:
+                    raise Closed(f"{self.peer} closed the connection")
+                self._buffer += piece
+
+    def write(self, data: bytes, limit: float) -> None:
+        """Gives all of it to the kernel before `limit`."""
+        left = memoryview(data)
+        while left:
+            with self._closing():
+                left = left[self._socket.send(left) :]
+            if left and not self._ready(select.POLLOUT, limit):
+                raise TooSlow(f"{self.peer} does not read what it is sent")
+
+    def close(self) -> None:
+        """Ends the connection."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads
+        self._socket.close()
+
+    def _ready(self, event: int, limit: float) -> bool:
+        number = self._socket.fileno()
+        if number < 0:
+            raise Closed(f"{self.peer}: the connection was closed here")
+        poll = select.poll()  # select() ends at descriptor 1024
+        poll.register(number, event)
+        return bool(poll.poll(max(0.0, limit - time.monotonic()) * 1000))
+
+    @contextlib.contextmanager
+    def _closing(self):
+        try:
+            yield
+        except (BlockingIOError, InterruptedError):
+            pass  # ready no longer; the caller asks again
+        except WireError:
+            raise
+        except OSError as error:
+            raise Closed(
+                f"{self.peer}: the connection was lost: {error.strerror or error}"
+            ) from error
+
+
+def _expected(lines: _Lines, limit: float, what: str) -> bytes:
+    line = lines.read(limit, GREETING_BYTES)
+    if line is None:
+        raise TooSlow(f"{lines.peer} did not send {what} in time")
+    return line
+
+
+def _session(token: bytes, nonces: bytes) -> bytes:
+    return hmac.digest(token, b"session" + nonces, hashlib.sha256)
+
+
+def _mac(key: bytes, *parts: bytes) -> bytes:
+    # Parts hold no space but the last, so that no two sequences of parts are one text; nonces have one length.
+    return hmac.digest(key, b" ".join(parts), hashlib.sha256).hex().encode()
+
+
+def _peer(connection: socket.socket) -> str:
+    try:
+        return join_address(*connection.getpeername()[:2])
+    except (OSError, ValueError):
+        return "a peer that is gone"

@@ -1,0 +1,445 @@
+"""What hosts say, and when, becomes generations of workers, or the end of a launch; no socket, thread or clock is here.
+
+The server hands in what it hears with the time on its monotonic clock, and sends what is put into `Assembly.outbox`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from tfdist.cluster.addresses import join_address
+from tfdist.launch.messages import Decide, Finish, Outcome, Report, Start, Stop, Terms
+from tfdist.launch.terminal_text import printable
+from tfdist.runtime.formatting import counted
+from tfdist.runtime.launch_protocol import CONFIGURATION_CODE, TRANSIENT_CODE
+
+PORTS_S = 10.0  # for a host to find free ports, which takes it a millisecond
+PORTS_TRIES = 20  # until two launchers of one host choose different ones
+BEAT_S = 1.0  # between two signs of life
+SHOWN = 300  # characters of a text from the network
+
+
+@dataclasses.dataclass
+class _Host:
+    """A host that has joined."""
+
+    id: str
+    host: str
+    name: str
+    slots: int
+    heard: float
+    leaving: bool = False
+
+    def __str__(self) -> str:
+        return self.host if self.name in ("", self.host) else f"{self.name} ({self.host})"
+
+
+@dataclasses.dataclass
+class _Generation:
+    """Workers that begin and end together; `counts` has the hosts in the order of their workers."""
+
+    number: int
+    counts: dict[int, int]
+    since: float
+    tries: int = 1
+    started: bool = False
+    ports: dict[int, list[int]] = dataclasses.field(default_factory=dict)
+    done: set[int] = dataclasses.field(default_factory=set)
+    ended: set[int] = dataclasses.field(default_factory=set)  # in any other way
+    reports: list[Report] = dataclasses.field(default_factory=list)
+    stop: Stop | None = None
+    stopped: float = 0.0  # when it was told to stop
+
+    @property
+    def busy(self) -> set[int]:
+        return self.counts.keys() - self.done - self.ended
+
+
+class Assembly:
+    """Decides who is a member, and when a generation begins and ends.
+
+    Args:
+        terms: The bounds.
+        decide: What follows a failure.
+        say: Takes lines for a person.
+        now: Seconds on a clock that only grows, as everywhere here.
+
+    Attributes:
+        outbox: (host's key, message to send); None for a message: close the connection.
+        finish: How the launch ended, once it has.
+    """
+
+    def __init__(self, terms: Terms, decide: Decide, say: Callable[[str], None], now: float):
+        self.terms, self._decide, self._say = terms, decide, say
+        self.outbox: list[tuple[int, dict[str, Any] | None]] = []
+        self.finish: Finish | None = None
+        self._digest = terms.command_digest
+        self._hosts: dict[int, _Host] = {}
+        self._places: list[
+            tuple[str, str]
+        ] = []  # (id, host and name), in the order of first joining
+        self._departed: dict[str, str] = {}  # id -> who it was and why it went
+        self._generation: _Generation | None = None
+        self._number = 0  # of the next generation
+        self._changed = self._ticked = now
+        self._gathering = self._not_before = now
+
+    def joined(self, key: int, hello: Mapping[str, Any], now: float) -> None:
+        """A host asks to be a member; the key names its connection."""
+        if self.finish:
+            self._send(key, "finish", code=self.finish.code, text=self.finish.text)
+            return
+        host = _host(hello, now)
+        digest = str(hello.get("digest", ""))
+        if host is None:
+            return self._refuse(
+                key,
+                "a launcher of another version",
+                "its words are unknown; install the same tfdist everywhere",
+            )
+        if not self._number and not self._hosts:
+            self._digest = self.terms.command_digest or digest
+        if digest != self._digest:
+            return self._refuse(
+                key,
+                str(host),
+                f"its command is {digest[:SHOWN]}, the others run {self._digest[:SHOWN]}; start the same on all",
+            )
+        for other, known in list(self._hosts.items()):
+            if known.id == host.id:
+                self.gone(other, "it came back over a new connection", now)
+                self.outbox.append((other, None))
+        self._take_place(host)
+        self._departed.pop(host.id, None)
+        self._hosts[key] = host
+        self._changed = now
+        terms = self.terms
+        self._send(
+            key,
+            "welcome",
+            launch=terms.launch_id,
+            silence=terms.silence,
+            window=terms.window,
+            beat=min(BEAT_S, terms.silence / 4),
+        )
+        self._say(f"tfdist: {host} joined with {counted(host.slots, 'slot')}; {self._present()}")
+
+    def heard(self, key: int, message: Mapping[str, Any], now: float) -> None:
+        """A member says something, which is a sign of life too; of a generation that is over, no more than that."""
+        host = self._hosts.get(key)
+        if host is None or self.finish:
+            return
+        host.heard = max(host.heard, now)
+        word, generation = message.get("do"), self._generation
+        if word == "beat":
+            self._send(key, "ack", number=message.get("number"))
+        elif word == "bye":
+            self.gone(key, _text(message, "reason"), now)
+        elif (
+            generation is None
+            or message.get("generation") != generation.number
+            or key not in generation.counts
+        ):
+            return
+        elif word == "ports" and not generation.started:
+            self._ports(key, message)
+        elif not generation.started or key not in generation.busy:
+            return
+        elif word == "done":
+            generation.done.add(key)
+        elif word == "stopped":
+            generation.ended.add(key)
+            if generation.stop is None:  # nobody had asked for it
+                self._lose(
+                    generation,
+                    key,
+                    Report(str(host), "failed", text="it ended its workers by itself"),
+                    now,
+                )
+        elif word == "failed":
+            self._lose(generation, key, _report(str(host), message), now)
+        elif word == "preempted":
+            generation.ended.add(key)
+            if message.get("leaving"):
+                host.leaving, self._changed = True, now
+            if generation.stop is None:
+                self._stop(f"{host} was preempted", True, now)
+
+    def gone(self, key: int, why: str, now: float) -> None:
+        """A member's connection ended, or it counts as lost."""
+        host = self._hosts.pop(key, None)
+        if host is None or self.finish:
+            return
+        self._departed[host.id] = f"{host}, which had {counted(host.slots, 'slot')} ({why})"
+        self._changed = now
+        generation = self._generation
+        self._say(f"tfdist: lost {host}: {why}; {self._present()}")
+        if generation is None or key not in generation.busy:
+            return
+        if not generation.started:
+            self._generation = None
+        else:
+            self._lose(
+                generation, key, Report(str(host), "lost", text=why, code=TRANSIENT_CODE), now
+            )
+
+    def tick(self, now: float) -> None:
+        """Does what is due; called after everything heard, and at least some times a second."""
+        stalled = now - self._ticked
+        self._ticked = now
+        if self.finish:
+            return
+        for key, host in list(self._hosts.items()):
+            if (
+                stalled > self.terms.silence / 4
+            ):  # this process was stopped, or starved: nobody is to blame
+                host.heard = min(now, host.heard + stalled)
+            if now - host.heard >= self.terms.silence:
+                self._expel([key], f"it was silent for {self.terms.silence:g} s", now)
+        generation = self._generation
+        if generation is None:
+            self._gathered(now)
+        elif not generation.started:
+            self._asked(generation, now)
+        elif generation.done == generation.counts.keys():
+            self.end(0, f"all {counted(sum(generation.counts.values()), 'worker')} done")
+        elif generation.stop is None:
+            self._grown(generation, now)
+        elif not generation.busy:
+            self._settled(generation, now)
+        elif now - generation.stopped >= self.terms.grace:
+            self._expel(
+                generation.busy, f"its workers did not end within {self.terms.grace:g} s", now
+            )
+
+    def end(self, code: int, text: str) -> None:
+        """Ends the launch for all hosts; the first end counts."""
+        if self.finish is None:
+            self.finish = Finish(code, text)
+            self._say(f"tfdist: {text}")
+            for key in self._hosts:
+                self._send(key, "finish", code=code, text=text)
+
+    def _gathered(self, now: float) -> None:
+        slots = self._slots()
+        late = now - self._gathering >= self.terms.timeout
+        if slots >= self.terms.min_workers and now >= self._not_before:
+            if late or self._ripe(now):
+                self._form(now)
+        elif late:
+            here = (
+                ", ".join(
+                    f"{host} with {counted(host.slots, 'slot')}"
+                    for host in self._ordered().values()
+                )
+                or "nobody"
+            )
+            gone = "; ".join(self._departed.values()) or "hosts that never joined"
+            self.end(
+                TRANSIENT_CODE,
+                f"after {self.terms.timeout:g} s, {slots} of at least {self.terms.min_workers} workers can run. Here: {here}. "
+                f"Missing: {gone}. Start the same command there, or lower the minimum",
+            )
+
+    def _ripe(self, now: float) -> bool:
+        return self._slots() >= self.terms.max_workers or now - self._changed >= self.terms.window
+
+    def _form(self, now: float, tries: int = 1) -> None:
+        """Asks those who are to run workers for ports."""
+        left, counts = self.terms.max_workers, {}
+        for key, host in self._ordered().items():
+            count = min(host.slots, left)
+            left -= count
+            if count:
+                counts[key] = count
+            else:
+                self._send(
+                    key,
+                    "note",
+                    text=f"tfdist: {host} is spare: {self.terms.max_workers} workers run elsewhere",
+                )
+        self._generation = _Generation(self._number, counts, now, tries)
+        self._number += 1
+        for key, count in counts.items():
+            self._send(key, "ports", generation=self._generation.number, count=count)
+
+    def _ports(self, key: int, message: Mapping[str, Any]) -> None:
+        assert self._generation
+        ports, count = message.get("ports"), self._generation.counts[key]
+        if (
+            isinstance(ports, list)
+            and len(ports) == count
+            and all(type(port) is int and 0 < port < 65536 for port in ports)
+        ):
+            self._generation.ports[key] = ports
+        else:
+            problem = _text(message, "problem") or f"it named {str(ports)[:SHOWN]}"
+            host = self._hosts[key]
+            self._send(
+                key,
+                "finish",
+                code=TRANSIENT_CODE,
+                text=f"{host} has no {counted(count, 'free port')}: {problem}",
+            )
+            self.gone(key, f"it has no {counted(count, 'free port')}: {problem}", self._ticked)
+
+    def _asked(self, generation: _Generation, now: float) -> None:
+        silent = generation.counts.keys() - generation.ports.keys()
+        if silent:
+            if now - generation.since >= PORTS_S:
+                self._expel(silent, f"it named no ports within {PORTS_S:g} s", now)
+            return
+        hosts = [(self._hosts[key].host, key) for key in generation.counts]
+        addresses = [
+            join_address(host, port) for host, key in hosts for port in generation.ports[key]
+        ]
+        if len(set(addresses)) < len(addresses):  # two launchers of one host chose the same
+            if generation.tries < PORTS_TRIES:
+                return self._form(now, generation.tries + 1)
+            return self.end(
+                TRANSIENT_CODE,
+                f"{PORTS_TRIES} times two workers chose the same port: {', '.join(addresses)[:SHOWN]}",
+            )
+        generation.started, generation.since, first = True, now, 0
+        self._say(
+            f"tfdist: generation {generation.number}: {counted(len(addresses), 'worker')} on "
+            + ", ".join(f"{self._hosts[key]} ({count})" for key, count in generation.counts.items())
+        )
+        for key, count in generation.counts.items():
+            start = Start(generation.number, self.terms.launch_id, tuple(addresses), first, count)
+            self._send(key, "start", **dataclasses.asdict(start))
+            first += count
+
+    def _grown(self, generation: _Generation, now: float) -> None:
+        """Others wait to run: all stop gently, unless some are done, and so all are soon."""
+        running = sum(generation.counts.values())
+        if (
+            not generation.done
+            and min(self._slots(), self.terms.max_workers) > running
+            and self._ripe(now)
+        ):
+            self._stop(f"{self._present()}, {running} of them at work", True, now)
+
+    def _lose(self, generation: _Generation, key: int, report: Report, now: float) -> None:
+        generation.ended.add(key)
+        if (
+            generation.stop is None or not generation.stop.gently
+        ):  # who is told to stop may well fail
+            generation.reports.append(report)
+        if generation.stop is None:
+            self._changed = now
+            self._stop(
+                f"{report.host} {'was lost' if report.what == 'lost' else 'failed'}: {report.text}",
+                False,
+                now,
+            )
+        elif report.what == "failed":
+            self._say(f"tfdist: while stopping, {report.host} failed: {report.text}")
+        elif generation.stop.gently:  # the others may wait for it in vain while they save
+            self._stop(
+                f"{generation.stop.reason}; then {report.host} was lost: {report.text}", False, now
+            )
+
+    def _stop(self, reason: str, gently: bool, now: float) -> None:
+        generation = self._generation
+        assert generation
+        generation.stop, generation.stopped = Stop(generation.number, reason, gently), now
+        self._say(f"tfdist: generation {generation.number} stops: {reason}")
+        for key in generation.busy:
+            self._send(key, "stop", **dataclasses.asdict(generation.stop))
+
+    def _settled(self, generation: _Generation, now: float) -> None:
+        """All have ended: another generation, or the end."""
+        if generation.reports:
+            outcome = Outcome(
+                generation.number, generation.stopped - generation.since, tuple(generation.reports)
+            )
+            decision = self._decide(outcome)
+            if not decision.restart:
+                code = outcome.cause.code if decision.code is None else decision.code
+                return self.end(
+                    code, decision.text or f"{outcome.cause.host}: {outcome.cause.text}"
+                )
+            self._not_before = now + decision.delay
+            self._say(
+                f"tfdist: {decision.text}"
+                + (f"; waiting {decision.delay:g} s" if decision.delay else "")
+            )
+        self._generation, self._gathering = None, max(now, self._not_before)
+
+    def _expel(self, keys: Iterable[int], why: str, now: float) -> None:
+        for key in list(keys):
+            self.gone(key, why, now)
+            self.outbox.append((key, None))
+
+    def _refuse(self, key: int, who: str, why: str) -> None:
+        self._say(f"tfdist: refused {who}: {why}")
+        self._send(key, "finish", code=CONFIGURATION_CODE, text=f"refused {who}: {why}")
+        self.outbox.append((key, None))
+
+    def _take_place(self, host: _Host) -> None:
+        """Its old place; else that of the launcher which was on this host before; else the last."""
+        if any(id == host.id for id, _ in self._places):
+            return
+        here = {other.id for other in self._hosts.values()}
+        for i, (id, who) in enumerate(self._places):
+            if who == str(host) and id not in here:
+                self._places[i] = (host.id, who)
+                self._departed.pop(id, None)
+                return
+        self._places.append((host.id, str(host)))
+
+    def _ordered(self) -> dict[int, _Host]:
+        order = {id: i for i, (id, _) in enumerate(self._places)}
+        staying = [item for item in self._hosts.items() if not item[1].leaving]
+        return dict(sorted(staying, key=lambda item: order[item[1].id]))
+
+    def _slots(self) -> int:
+        return sum(host.slots for host in self._hosts.values() if not host.leaving)
+
+    def _present(self) -> str:
+        slots, terms = self._slots(), self.terms
+        wanted = (
+            terms.max_workers
+            if terms.min_workers == terms.max_workers
+            else f"{terms.min_workers} to {terms.max_workers}"
+        )
+        return f"{counted(slots, 'worker')} can run, {wanted} wanted"
+
+    def _send(self, key: int, word: str, **facts: Any) -> None:
+        self.outbox.append((key, {"do": word, **facts}))
+
+
+def _host(hello: Mapping[str, Any], now: float) -> _Host | None:
+    """What a host says of itself; None where that is not understood."""
+    texts = [hello.get(name) for name in ("id", "host", "name")]
+    slots = hello.get("slots")
+    if (
+        hello.get("do") != "join"
+        or not all(isinstance(text, str) for text in texts)
+        or type(slots) is not int
+        or slots < 1
+    ):
+        return None
+    id, host, name = (_text(hello, key) for key in ("id", "host", "name"))
+    return _Host(id, host, name, slots, now)
+
+
+def _report(host: str, message: Mapping[str, Any]) -> Report:
+    code = message.get("code")
+    return Report(
+        host,
+        "failed",
+        kind=_text(message, "kind"),
+        text=_text(message, "text", 10 * SHOWN),
+        counted=bool(message.get("counted", True)),
+        signature=_text(message, "signature"),
+        code=code if type(code) is int and 0 < code < 256 else 1,
+    )
+
+
+def _text(message: Mapping[str, Any], name: str, longest: int = SHOWN) -> str:
+    """A text from another host, fit for a terminal."""
+    return printable(str(message.get(name, "")), colour=False)[:longest]

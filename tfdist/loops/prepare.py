@@ -1,0 +1,239 @@
+"""A model, data, devices and an optimizer become a `State`; nothing is trained here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.data.batch_rows import plain
+from tfdist.data.pipeline import pipeline
+from tfdist.keras_compat import engine_of, strategy_of
+from tfdist.keras_compat.parallel import exclude_alike
+from tfdist.loops.learner import Learner
+from tfdist.loops.state import State
+from tfdist.strategies.factory import make_strategy
+from tfdist.train.synchronous.engine import Engine
+
+
+def prepare_training(
+    model: Any,
+    data: Any,
+    devices: Any = None,
+    optimizer: Any = "adam",
+    *,
+    global_batch: int | None = None,
+    sync: Any = None,
+    compiled: bool = True,
+) -> State:
+    """Puts a model on devices, with what its training needs.
+
+    Model, data and optimizer may each be a function without arguments that makes them: it is called once the strategy is made, which must be the first thing in a
+    process of several devices or workers; for model and optimizer in the strategy's scope.
+
+    Args:
+        model: A Keras model, built; or a dict or list of models. One that was made outside of the strategy's scope is copied, and stays as it is.
+        data: A `tf.data.Dataset` of global batches, best a `tfdist.data.pipeline`: all leaves of a batch have equally many rows. With `global_batch`,
+            anything that a pipeline takes, such as arrays `(x, y)`.
+        devices: A strategy of tfdist, or what `tfdist.make_strategy` takes as `devices`. None: what that finds.
+        optimizer: A Keras optimizer or its name, or `lambda: tfdist.parallel.zero("adam")`.
+        global_batch: Examples per batch, of all replicas together, where `data` are no batches.
+        sync: How replicas become one, as for `tfdist.make_strategy`, where that is called here.
+        compiled: False: steps run as Python, to be read and debugged, which is slow; with one replica a process.
+
+    Returns:
+        A `State`.
+
+    Raises:
+        ValueError: For a bad argument.
+
+    Example:
+        >>> import numpy as np
+        >>> x, y = np.ones([8, 2], "float32"), np.zeros([8, 1], "float32")
+        >>> def build():
+        ...     return keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+        >>> state = prepare_training(build, (x, y), "cpu", "sgd", global_batch=4)
+        >>> state.replicas, len(state.variables)
+        (1, 2)
+    """
+    strategy = _strategy(devices, sync)
+    if not compiled and engine_of(strategy).placement.local_replicas > 1:
+        raise ValueError(
+            f"compiled: expected True with {engine_of(strategy).placement.local_replicas} replicas in a process, which Python would run one after the other, each "
+            'waiting for the next. Prepare with devices="cpu" to read steps as they run, or start several workers.'
+        )
+    with strategy.scope():
+        given = _made(model, keras.layers.Layer)
+        model = _model(given, strategy)
+        found = _optimizer(
+            _made(optimizer, keras.optimizers.Optimizer), strategy, _weights(given), _weights(model)
+        )
+        learner = Learner(model, found, eager=not compiled)
+        if not learner.trainable_variables:
+            raise ValueError(
+                "model: expected a model with trainable variables; all of its variables are frozen, or it has none."
+            )
+        learner.optimizer.build(learner.trainable_variables)
+    return State(
+        strategy,
+        model,
+        learner.optimizer,
+        _data(_made(data, tf.data.Dataset), global_batch),
+        compiled,
+        learner,
+    )
+
+
+def _made(given: Any, kind: type) -> Any:
+    """What a function makes, or what was given."""
+    return given() if callable(given) and not isinstance(given, kind) else given
+
+
+def _strategy(devices: Any, sync: Any) -> tf.distribute.Strategy:
+    if not isinstance(devices, tf.distribute.Strategy):
+        strategy = make_strategy(devices=devices, sync=sync)
+    elif sync is not None:
+        raise ValueError(
+            f"sync: expected None beside a strategy, received {sync!r}. Give it to tfdist.make_strategy(sync=...)."
+        )
+    else:
+        strategy = devices
+    if not isinstance(engine_of(strategy), Engine):
+        raise ValueError(
+            f"devices: expected a synchronous strategy of tfdist.make_strategy, or devices; received {type(strategy).__name__}. "
+            "Under parameter_server, whose workers train by themselves, use model.fit."
+        )
+    return strategy
+
+
+def _model(
+    given: Any,
+    strategy: tf.distribute.Strategy,
+    name: str = "",
+    owners: dict[int, tuple[str, bool]] | None = None,
+) -> Any:
+    """One model or several, made in the strategy's scope.
+
+    Args:
+        given: As the user gave it.
+        strategy: The strategy.
+        name: Of a model among several.
+        owners: By a variable's id, the first model that has it, and whether that was made here.
+    """
+    owners = {} if owners is None else owners
+    if isinstance(given, dict):
+        return {
+            key: _model(each, strategy, f"{name}[{key!r}]", owners) for key, each in given.items()
+        }
+    if isinstance(given, list | tuple) and given:
+        return [_model(each, strategy, f"{name}[{i}]", owners) for i, each in enumerate(given)]
+    if not isinstance(given, keras.Model):
+        raise ValueError(
+            f"model: expected a keras.Model, a dict or list of them, or a function that makes one; received {given!r}."
+        )
+    if not given.built:
+        raise ValueError(
+            f"model: expected one that is built; {given.name} has no variables yet. Give it an Input layer, call model.build(shape), or call it once in the "
+            "function that makes it."
+        )
+    here = all(strategy.extended.variable_created_in_scope(v.value) for v in given.variables)
+    for v in given.variables:
+        other, there = owners.setdefault(id(v), (name, here))
+        if other != name and not (here and there):
+            raise ValueError(
+                f"model: model{other} and model{name} share {v.path}, and were made outside of the strategy's scope: copies of them would share nothing, and one "
+                "trained by itself. Pass the function that makes them."
+            )
+    return given if here else _copy(given)
+
+
+def _copy(model: keras.Model) -> keras.Model:
+    """The same model, made here."""
+    try:
+        copy = keras.models.clone_model(model)
+        copy.set_weights(model.get_weights())
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise ValueError(
+            f"model: {model.name} was made outside of the strategy's scope, and cannot be copied: {error} Pass the function that makes it."
+        ) from error
+    return copy
+
+
+def _weights(models: Any) -> list[keras.Variable]:
+    return [v for model in tf.nest.flatten(models) for v in model.trainable_variables]
+
+
+def _optimizer(
+    given: Any, strategy: tf.distribute.Strategy, variables: list, copies: list
+) -> keras.optimizers.Optimizer:
+    """The optimizer, made in the strategy's scope.
+
+    Args:
+        given: As the user gave it.
+        strategy: The strategy.
+        variables: Of the models that the user gave.
+        copies: Of those that are trained.
+    """
+    try:
+        found = keras.optimizers.get(given)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"optimizer: expected a Keras optimizer, its name, or a function that makes one; received {given!r}."
+        ) from error
+    if found is None:
+        raise ValueError(
+            "optimizer: expected a Keras optimizer, its name, or a function that makes one; received None."
+        )
+    if strategy_of(found) is not strategy:
+        if found.built:
+            raise ValueError(
+                f"optimizer: {found.name} was made outside of the strategy's scope and has trained another model. Pass a new one, or its name."
+            )
+        given, found = found, type(found).from_config(found.get_config())
+        exclude_alike(
+            getattr(given, "inner_optimizer", given),
+            variables,
+            getattr(found, "inner_optimizer", found),
+            copies,
+        )  # no config has it
+    return found
+
+
+def _data(given: Any, global_batch: int | None) -> tf.data.Dataset:
+    if global_batch is not None:
+        return pipeline(given, global_batch)
+    return check_batches(
+        given, "data", " Of examples or arrays batches are made with global_batch=."
+    )
+
+
+def check_batches(given: Any, name: str, remedy: str = "") -> tf.data.Dataset:
+    """A data set whose batches can be cut by rows."""
+    if not isinstance(given, tf.data.Dataset):
+        raise ValueError(
+            f"{name}: expected a tf.data.Dataset of global batches, such as tfdist.data.pipeline makes; received {type(given).__name__}.{remedy}"
+        )
+    return given if hasattr(given, "share") else _even(given, name)
+
+
+def _even(data: tf.data.Dataset, name: str) -> tf.data.Dataset:
+    """Makes sure that all leaves of a batch have equally many rows: replicas would lose some otherwise."""
+
+    @plain
+    def checked(*parts):
+        leaves = [x for x in tf.nest.flatten(parts) if isinstance(x, tf.Tensor)]
+        counts = [tf.shape(x)[0] for x in leaves if x.shape.rank != 0]
+        if len(counts) < len(leaves):
+            raise ValueError(
+                f"{name}: expected batches of tensors [rows, ...]; one is a scalar. Call batch(global_batch) on a data set of examples."
+            )
+        message = f"{name}: expected equally many rows in all parts of a batch. Of k examples beside each other one make a row [rows, k, ...]."
+        checks = [tf.debugging.assert_equal(count, counts[0], message) for count in counts[1:]]
+        with tf.control_dependencies([c for c in checks if c is not None]):
+            parts = tf.nest.map_structure(
+                lambda x: tf.identity(x) if isinstance(x, tf.Tensor) else x, parts
+            )
+        return parts if len(parts) > 1 else parts[0]
+
+    return data.map(checked)

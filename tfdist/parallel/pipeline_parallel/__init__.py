@@ -1,0 +1,1 @@
+"""Pipeline parallelism: a model's layers spread over devices as stages."""

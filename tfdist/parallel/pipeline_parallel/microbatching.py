@@ -1,0 +1,138 @@
+"""Batches become micro-batches that go through the stages in a schedule's order; losses and updates are not known here.
+
+Everything is one TensorFlow function with one client. The order of a stage's passes is kept by control dependencies: TensorFlow would run
+forward passes as soon as it can, and hold the activations of all micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.keras_compat.parallel import mask_of, with_mask
+from tfdist.parallel.pipeline_parallel.schedule import Task, together
+from tfdist.parallel.pipeline_parallel.stage_passes import Loss, StageInGroup
+
+INDIVISIBLE = "pipeline: data * microbatches"
+REMEDY = "choose another batch size, or drop what is left of an epoch: Dataset.batch(..., drop_remainder=True)."
+
+
+def run(
+    groups: Sequence[Sequence[StageInGroup]],
+    tensors: Sequence[Sequence[dict[int, tf.Tensor]]],
+    tasks: Sequence[Sequence[Task]],
+    losses: Sequence[Loss | None],
+    finish: Callable[[int, int], None] = lambda group, microbatch: None,
+    training: bool = False,
+) -> None:
+    """Runs all tasks of all groups.
+
+    Args:
+        groups: The stages of each group.
+        tensors: Of each group, by micro-batch: the inputs by number; gets what the stages make.
+        tasks: What each stage does, in its order.
+        losses: Of each group's last stage, when training.
+        finish: Called with group and micro-batch after the last stage's forward pass.
+        training: Whether backward passes follow.
+    """
+    last: dict[tuple[int, int], list] = {}
+    gradients: list[list[dict[int, tf.Tensor]]] = [[{} for _ in each] for each in tensors]
+    for stage, task in together(tasks):
+        m = task.microbatch
+        for g, group in enumerate(groups):
+            own = group[stage]
+            with tf.device(own.devices[0]), tf.control_dependencies(last.get((g, stage), [])):
+                if task.backward:
+                    results = own.backward(m, gradients[g][m], losses[g])
+                else:
+                    results = own.forward(m, tensors[g][m], losses[g], training)
+                    if stage == len(group) - 1:
+                        finish(g, m)
+            if not tf.executing_eagerly():
+                with tf.device(own.devices[0]), tf.control_dependencies(results):
+                    last[g, stage] = [tf.no_op()]
+
+
+def equal_pieces(tree: Any, count: int, model: str) -> list[Any]:
+    """Cuts a batch by rows.
+
+    Args:
+        tree: A nest of tensors `[rows, ...]`; None stays None.
+        count: How many pieces.
+        model: The model's name, for messages.
+
+    Returns:
+        `count` nests of tensors `[rows / count, ...]`.
+
+    Raises:
+        ValueError: While a function is traced, if the number of rows is known and cannot be divided.
+        tf.errors.InvalidArgumentError: The same when it runs; its message has `INDIVISIBLE`.
+    """
+
+    def cut(x: Any) -> list:
+        if x is None:
+            return [None] * count
+        x = tf.convert_to_tensor(x)
+        if count == 1:
+            return [x]
+        rows = x.shape[0]
+        if rows is None:
+            actual = tf.shape(x)[0]
+            words = [
+                f"{INDIVISIBLE} = {count} must divide every batch that {model} trains on, received a batch of",
+                actual,
+                f"examples; {REMEDY}",
+            ]
+            with tf.control_dependencies([tf.debugging.Assert(tf.equal(actual % count, 0), words)]):
+                x = tf.identity(x)
+        elif rows % count:
+            raise ValueError(
+                f"{INDIVISIBLE} = {count} must divide every batch that {model} trains on, received a batch of {rows} examples; {REMEDY}"
+            )
+        return tf.split(x, count)
+
+    return _turned(tree, cut, count)
+
+
+def any_pieces(tree: Any, count: int) -> tuple[list[Any], list[tf.Tensor]]:
+    """Cuts a batch by rows into pieces that may differ by one row; none is empty, for which some operations of TensorFlow have no kernel.
+
+    Args:
+        tree: A nest of tensors `[rows, ...]`.
+        count: How many pieces.
+
+    Returns:
+        The pieces, of which those that would have no row get the batch's first one; and what part of the batch is in each.
+    """
+    rows = tf.shape(keras.tree.flatten(tree)[0])[0]
+    sizes = tf.stack([rows // count + tf.cast(i < rows % count, tf.int32) for i in range(count)])
+    parts = tf.unstack(tf.cast(sizes, tf.float32) / tf.cast(rows, tf.float32))
+    extra = tf.maximum(count - rows, 0)
+
+    def cut(x: tf.Tensor) -> list:
+        filled = tf.concat([x, tf.repeat(x[:1], extra, axis=0)], 0)
+        return tf.split(filled, tf.maximum(sizes, 1))
+
+    return _turned(tree, cut, count), parts
+
+
+def whole(pieces: Sequence[tf.Tensor], rows: tf.Tensor) -> tf.Tensor:
+    """What pieces of a batch were cut from, with their masks.
+
+    Args:
+        pieces: As of `any_pieces`.
+        rows: Of the batch.
+    """
+    masks = [mask_of(x) for x in pieces]
+    return with_mask(
+        tf.concat(pieces, 0)[:rows],
+        tf.concat(masks, 0)[:rows] if all(m is not None for m in masks) else None,
+    )
+
+
+def _turned(tree: Any, cut: Callable[[Any], list], count: int) -> list[Any]:
+    flat = [cut(x) for x in keras.tree.flatten(tree)]
+    return [keras.tree.pack_sequence_as(tree, [each[i] for each in flat]) for i in range(count)]

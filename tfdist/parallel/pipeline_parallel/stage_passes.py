@@ -1,0 +1,216 @@
+"""A stage's forward and backward passes become operations of a step's graph, on the stage's devices; when each runs is not decided here."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import keras
+import tensorflow as tf
+
+from tfdist.keras_compat.parallel import mask_of, with_mask
+from tfdist.parallel.pipeline_parallel.split import Stage
+from tfdist.parallel.tensor_parallel import shard_of, sharded_over
+
+# Of the last stage: (micro-batch, tensors by number) -> its part of the step's loss, a scalar, or None.
+Loss = Callable[[int, dict[int, tf.Tensor]], tf.Tensor | None]
+
+
+@dataclasses.dataclass
+class _Pass:
+    """What a forward pass leaves for its backward pass."""
+
+    inputs: list[tf.Tensor]
+    state: list[tf.Tensor]
+    tape: tf.GradientTape | None
+    targets: list[tf.Tensor]  # what gradients come for: the stage's outputs
+    losses: list[tf.Tensor]  # what it adds to the step's loss
+
+
+class StageInGroup:
+    """One stage as a group of devices runs it in one step.
+
+    Args:
+        stage: The stage.
+        devices: Of this stage in this group; the first is where all but shards of tensor parallelism runs.
+        group: Number of the group.
+        last: Whether it is the last stage, which has the loss.
+        recompute: Whether activations are dropped after the forward pass, and computed again before the backward pass.
+        shares: What a mean over each micro-batch counts in the step's loss.
+        given: Numbers of the model's own inputs, whose gradients nobody needs.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        devices: Sequence[str],
+        group: int,
+        last: bool,
+        recompute: bool,
+        shares: Sequence[tf.Tensor],
+        given: Sequence[int],
+    ):
+        self.stage, self.devices, self._last, self._recompute, self._shares = (
+            stage,
+            list(devices),
+            last,
+            recompute,
+            shares,
+        )
+        self._asked = [i for i, n in enumerate(stage.needs) if n not in given]
+        self._trainable = list(stage.model.trainable_variables)
+        self._fixed = list(stage.model.non_trainable_variables)
+        self._values = [self._read(v) for v in self._trainable]
+        self.state = self._before = [_apart(v, self._read(v), group) for v in self._fixed]
+        self.sums: list[tf.Tensor | None] = [None] * len(self._trainable)
+        self._passes: dict[int, _Pass] = {}
+        self.added: list[
+            tf.Tensor
+        ] = []  # of layers' own losses, each pass' part of the step's loss
+
+    def forward(
+        self, microbatch: int, tensors: dict[int, tf.Tensor], loss: Loss | None, training: bool
+    ) -> list[tf.Tensor]:
+        """Runs the stage on a micro-batch.
+
+        Args:
+            microbatch: Its number in the group.
+            tensors: What earlier stages have made of it; gets what this stage makes.
+            loss: In the last stage, when training.
+            training: Whether a backward pass follows.
+
+        Returns:
+            What it has computed.
+        """
+        inputs, state = [tensors[n] for n in self.stage.needs], self.state
+        if not training:
+            made, losses, _ = self._run(microbatch, inputs, state, False)
+            self.added += losses
+            tensors.update(made)
+            return [*made.values(), *losses]
+        with contextlib.nullcontext() if self._recompute else tf.GradientTape() as tape:
+            if tape is not None:
+                tape.watch([*(inputs[i] for i in self._differentiable(inputs)), *self._values])
+            made, losses, self.state = self._run(microbatch, inputs, state, True)
+            losses = self._with_loss(losses, loss, microbatch, inputs, made)
+        done = self._passes[microbatch] = _Pass(
+            inputs, state, tape, [], [] if tape is None else losses
+        )
+        done.targets = [] if tape is None else [made[n] for n in self.stage.makes]
+        self.added += [tf.stop_gradient(x) for x in losses]
+        tensors.update(made)
+        return [*made.values(), *losses]
+
+    def backward(
+        self, microbatch: int, gradients: dict[int, tf.Tensor], loss: Loss | None
+    ) -> list[tf.Tensor]:
+        """Runs the stage backwards on a micro-batch.
+
+        Args:
+            microbatch: Its number in the group.
+            gradients: Of what this stage has made, by number; gets those of what it took.
+            loss: As for `forward`; it is asked again with `recompute`.
+
+        Returns:
+            What it has computed.
+        """
+        done = self._passes.pop(microbatch)
+        inputs, tape, targets, losses = done.inputs, done.tape, done.targets, done.losses
+        if tape is None:
+            inputs = [
+                with_mask(tf.identity(x), mask_of(x)) for x in inputs
+            ]  # or TensorFlow would merge both passes into one
+            with tf.GradientTape() as tape:
+                tape.watch([*(inputs[i] for i in self._differentiable(inputs)), *self._values])
+                made, losses, _ = self._run(microbatch, inputs, done.state, True)
+                with keras.StatelessScope():  # metrics have counted it
+                    losses = self._with_loss(losses, loss, microbatch, inputs, made)
+            targets = [made[n] for n in self.stage.makes]
+        places = self._differentiable(inputs)
+        sources = [inputs[i] for i in places] + self._values
+        pairs = [
+            (x, gradients.pop(n, None)) for n, x in zip(self.stage.makes, targets, strict=True)
+        ]
+        ends = [(x, g) for x, g in pairs if g is not None] + [(x, tf.ones_like(x)) for x in losses]
+        if not ends:
+            return []
+        found = tape.gradient([x for x, _ in ends], sources, [g for _, g in ends])
+        for i, g in zip(places, found, strict=False):
+            if g is not None:
+                n = self.stage.needs[i]
+                gradients[n] = gradients[n] + g if n in gradients else tf.convert_to_tensor(g)
+        for i, g in enumerate(found[len(places) :]):
+            if g is not None:
+                with tf.device(self._device(self._trainable[i])):
+                    so_far = self.sums[i]
+                    self.sums[i] = tf.convert_to_tensor(g) if so_far is None else so_far + g
+        return [
+            x for x in (*self.sums, *(gradients.get(n) for n in self.stage.needs)) if x is not None
+        ]
+
+    def _run(
+        self, microbatch: int, inputs: list, state: list, training: bool
+    ) -> tuple[dict[int, tf.Tensor], list[tf.Tensor], list[tf.Tensor]]:
+        """What the stage makes, losses that its layers add, and its state afterwards; changes no variable."""
+        mapping = [
+            *zip(self._trainable, self._values, strict=True),
+            *zip(self._fixed, state, strict=True),
+        ]
+        with (
+            keras.StatelessScope(state_mapping=mapping, collect_losses=True) as scope,
+            sharded_over(self.devices),
+        ):
+            outputs = self.stage.model(inputs[: len(self.stage.takes)], training=training)
+        made = dict(zip(self.stage.makes, keras.tree.flatten(outputs), strict=True))
+        losses = [
+            tf.cast(tf.reduce_sum(x), tf.float32) * self._shares[microbatch] for x in scope.losses
+        ]
+        return made, losses, [scope.get_current_value(v) for v in self._fixed]
+
+    def _with_loss(
+        self,
+        losses: list,
+        loss: Loss | None,
+        microbatch: int,
+        inputs: list,
+        made: dict[int, tf.Tensor],
+    ) -> list[tf.Tensor]:
+        if not self._last or loss is None:
+            return losses
+        value = loss(microbatch, {**dict(zip(self.stage.needs, inputs, strict=True)), **made})
+        return losses if value is None else [*losses, value]
+
+    def _differentiable(self, inputs: Sequence[tf.Tensor]) -> list[int]:
+        """Which inputs gradients are computed for."""
+        return [i for i in self._asked if inputs[i].dtype.is_floating]
+
+    def _device(self, variable: keras.Variable) -> str:
+        return self.devices[shard_of(variable) % len(self.devices)]
+
+    def _read(self, variable: keras.Variable) -> tf.Tensor:
+        with tf.device(self._device(variable)):
+            return tf.identity(variable.value)
+
+    @property
+    def results(self) -> list[tuple[keras.Variable, tf.Tensor | None]]:
+        """The stage's weights with the sums of their gradients."""
+        return list(zip(self._trainable, self.sums, strict=True))
+
+    @property
+    def changes(self) -> list[tuple[keras.Variable, tf.Tensor]]:
+        """What else the passes have changed, with the values after them."""
+        each = zip(self._fixed, self._before, self.state, strict=True)
+        return [(v, after) for v, before, after in each if after is not before]
+
+
+def _apart(variable: keras.Variable, value: tf.Tensor, group: int) -> tf.Tensor:
+    """A variable's value in a group: seeds are others in each, so that no two groups drop the same units."""
+    if not group or not is_seed(variable):
+        return value
+    return value + tf.constant([group * 0x9E3779B1 & 0xFFFFFFFF, 0], value.dtype)
+
+
+def is_seed(variable: keras.Variable) -> bool:
+    """Whether a variable is the state of a `keras.random.SeedGenerator`."""
+    return variable.name == "seed_generator_state"

@@ -1,0 +1,1 @@
+"""ZeRO and fully sharded data parallel."""

@@ -1,0 +1,148 @@
+"""Rows of weights become whole weights for a moment, and their gradients become the rows of a sum; which layer uses them is not known here."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.keras_compat.parallel import Sharded, freed_with_graph, own_copy
+from tfdist.parallel.collectives import flat_shards
+from tfdist.parallel.collectives.bucketing import all_gather, reduce_scatter
+from tfdist.parallel.collectives.group import Group
+
+
+class Gathering:
+    """The exchange of weights and of their gradients.
+
+    Args:
+        forth: In which weights are gathered.
+        back: In which gradients are summed; a group of its own, so that neither waits for the other.
+        gather_dtype: In which weights travel; None: their own.
+        grad_dtype: In which gradients travel; None: that of the weights.
+        scale: Gives what gradients are multiplied with before they are summed.
+        bucket_bytes: Weights of a layer that are smaller travel together, in buckets of at most so many bytes.
+    """
+
+    def __init__(
+        self,
+        forth: Group,
+        back: Group,
+        gather_dtype: str | None,
+        grad_dtype: str | None,
+        scale: Callable[[], float],
+        bucket_bytes: int,
+    ):
+        self.forth, self.back, self.gather_dtype, self.grad_dtype, self._scale = (
+            forth,
+            back,
+            gather_dtype,
+            grad_dtype,
+            scale,
+        )
+        self._bucket_bytes = bucket_bytes
+
+    def gather(
+        self,
+        variables: Sequence[Sharded],
+        parts: Sequence[tf.Tensor],
+        name: str,
+        gates: Sequence[tf.Tensor],
+        compute_dtype: str,
+    ) -> list[tf.Tensor]:
+        """Whole weights.
+
+        Args:
+            variables: The weights.
+            parts: This replica's row of each.
+            name: Of this call.
+            gates: Nothing is sent before these are known.
+            compute_dtype: Of the layer; weights that traveled in it stay so.
+        """
+        whole: dict[int, tf.Tensor] = {}
+        with tf.control_dependencies(list(gates)) if gates else contextlib.nullcontext():
+            for i, received in all_gather(
+                self.forth,
+                [self._narrowed(x) for x in parts],
+                self._buckets(variables, parts),
+                name,
+            ):
+                value = flat_shards.from_rows(received, variables[i].tfdist_shape)
+                whole[i] = (
+                    value if value.dtype.name == compute_dtype else tf.cast(value, parts[i].dtype)
+                )
+        return [whole[i] for i in range(len(variables))]
+
+    def scatter(
+        self,
+        variables: Sequence[Sharded],
+        parts: Sequence[tf.Tensor],
+        grads: Sequence[Any],
+        name: str,
+    ) -> list[tf.Tensor | None]:
+        """This replica's row of the sum of each gradient; None stays None.
+
+        Args:
+            variables: The weights.
+            parts: This replica's row of each.
+            grads: Of the whole weights.
+            name: Of this call.
+        """
+        scale = self._scale()
+        given: list[tf.Tensor | None] = [None] * len(variables)
+        for i, (g, v, part) in enumerate(zip(grads, variables, parts, strict=True)):
+            if g is not None:
+                given[i] = flat_shards.to_rows(
+                    tf.reshape(tf.cast(tf.convert_to_tensor(g), part.dtype), v.tfdist_shape),
+                    self.back.size,
+                )
+        sums = reduce_scatter(
+            self.back, given, self._buckets(variables, parts), name, self.grad_dtype
+        )
+        return (
+            sums
+            if scale == 1.0
+            else [None if x is None else x * tf.cast(scale, x.dtype) for x in sums]
+        )
+
+    def gathered(
+        self,
+        variables: Sequence[Sharded],
+        name: str,
+        gates: Sequence[tf.Tensor],
+        compute_dtype: str,
+    ) -> list[tf.Tensor]:
+        """Whole weights that stay until their gradients are known.
+
+        Args:
+            variables: The weights.
+            name: Of this call.
+            gates: Nothing is sent before these are known.
+            compute_dtype: Of the layer.
+        """
+
+        @tf.custom_gradient
+        def gather(*parts):
+            def grad(*grads):
+                return self.scatter(variables, parts, grads, f"{name} sum")
+
+            return self.gather(variables, parts, name, gates, compute_dtype), grad
+
+        return freed_with_graph(list(gather(*[own_copy(v) for v in variables])))
+
+    def _narrowed(self, x: tf.Tensor) -> tf.Tensor:
+        return tf.identity(x) if self.gather_dtype is None else tf.cast(x, self.gather_dtype)
+
+    def _buckets(self, variables: Sequence[Sharded], parts: Sequence[tf.Tensor]) -> list[list[int]]:
+        """Places of the variables that travel together."""
+        kinds = [part.dtype for part in parts]
+        return flat_shards.buckets(
+            [
+                flat_shards.elements(v.tfdist_shape) * kind.size
+                for v, kind in zip(variables, kinds, strict=True)
+            ],
+            kinds,
+            self._bucket_bytes,
+        )

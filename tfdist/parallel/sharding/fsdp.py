@@ -1,0 +1,352 @@
+"""A model becomes one whose weights, gradients and optimizer state each replica holds a part of: ZeRO stage 3, fully sharded data parallel.
+
+Rajbhandari et al. 2020, arXiv:1910.02054, section 5.3.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.keras_compat import local_update
+from tfdist.keras_compat.parallel import (
+    Sharded,
+    as_shards,
+    clipping,
+    has_value,
+    initialize,
+    known_variables,
+    own_copy,
+    replace_constraint,
+    without_values,
+)
+from tfdist.parallel.collectives import flat_shards
+from tfdist.parallel.collectives.group import FLOATS, OUTSIDE, Group
+from tfdist.parallel.sharding import global_norm
+from tfdist.parallel.sharding.all_gather import Gathering
+from tfdist.parallel.sharding.fsdp_unit import Chains, Unit, layers_of
+from tfdist.parallel.sharding.sharded_variables import Store
+from tfdist.sync import WIRES, Gradients
+
+_GATHER_DTYPES = tuple(name for name in FLOATS if name != "float64")
+_numbers = itertools.count()
+
+
+def deferred() -> contextlib.AbstractContextManager[None]:
+    """Lets a model be built without memory for its weights; `fsdp` then gives them their first values, one at a time.
+
+    The values are those that the same seeds give without it.
+
+    Example:
+        >>> import keras, tfdist
+        >>> with tfdist.make_strategy("one_device", devices="cpu").scope():
+        ...     with deferred():
+        ...         model = keras.Sequential([keras.Input([4]), keras.layers.Dense(2)])
+        ...     fsdp(model).resident_bytes
+        40
+    """
+    return without_values()
+
+
+def fsdp(
+    model: keras.Model,
+    prefetch: int = 1,
+    gather_dtype: str | None = None,
+    grad_dtype: str | None = None,
+    reshard_after_forward: bool = True,
+    *,
+    sync: Gradients | str | None = None,
+    strategy: tf.distribute.Strategy | None = None,
+    elementwise: bool = False,
+) -> FSDP:
+    """Shards a model's trainable weights over the replicas: call it on a built model, before `compile`.
+
+    A layer gathers its weights when it is called, drops them, and gathers them again for its gradients, which are summed so that each replica gets
+    its part. The last layers, with which backward begins, keep them: 1 + `prefetch` of them, and more where these take no more than 1/N of the weights.
+    The optimizer then updates that part alone, so that its state is sharded too. Layers in a layer, such as those of a transformer block, are gathered
+    together with it; models in a model are not. Results are those of the model by itself, to the rounding of sums. Outside of training a weight looks
+    whole: `get_weights`, `save` and `v.numpy()` gather, which in several processes all of them must do together.
+
+    Args:
+        model: Built; its weights may be `deferred`. Frozen weights stay whole on each replica.
+        prefetch: How many layers ahead weights are gathered, while the layers before are computed.
+        gather_dtype: In which weights travel and are used, "bfloat16" or "float16"; layers that compute in another dtype use them rounded to it. None:
+            their own.
+        grad_dtype: In which gradients travel; they are summed in the weights' dtype. None: `sync.wire`.
+        reshard_after_forward: False keeps gathered weights from forward to backward: less to send and to compute, more memory.
+        sync: As for `tfdist.parallel.zero`, `combine="mean"` alone. None: as the strategy was made.
+        strategy: As for `tfdist.parallel.zero`.
+        elementwise: As for `tfdist.parallel.zero`, of the optimizer that the model is compiled with.
+
+    Returns:
+        What the shards are; the model itself is changed.
+
+    Raises:
+        ValueError: The model is not built, or is sharded already, or an argument is wrong.
+
+    Example:
+        >>> import keras, tfdist
+        >>> with tfdist.make_strategy("one_device", devices="cpu").scope():
+        ...     model = keras.Sequential([keras.Input([4]), keras.layers.Dense(2)])
+        ...     print(fsdp(model).group.size)
+        1
+    """
+    return FSDP(
+        model,
+        prefetch,
+        gather_dtype,
+        grad_dtype,
+        reshard_after_forward,
+        sync,
+        strategy,
+        elementwise,
+    )
+
+
+class FSDP(Store):
+    """See `fsdp`.
+
+    Attributes:
+        group: The replicas.
+        weights: The sharded variables.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        prefetch,
+        gather_dtype,
+        grad_dtype,
+        reshard_after_forward,
+        sync,
+        strategy,
+        elementwise,
+    ):
+        strategy = strategy or tf.distribute.get_strategy()
+        engine = global_norm.engine_in_step(strategy, "fsdp")
+        self.policy = _policy(sync if sync is not None else engine.merging.policy)
+        grad_dtype = grad_dtype or self.policy.wire
+        _check(model, prefetch, gather_dtype, grad_dtype, reshard_after_forward)
+        name = f"fsdp {next(_numbers)}"
+        super().__init__(strategy, Group.of(strategy, name))
+        self.slots = Store(strategy, self.group)
+        self.reduced: Callable[[list], None] | None = (
+            None  # called with this replica's part of the sums
+        )
+        self._elementwise = elementwise
+        self._chains = Chains(lambda: self.group.local)
+        back = Group.of(strategy, f"{name} gradients")
+
+        def gathering(dtype: str | None) -> Gathering:
+            return Gathering(
+                self.group,
+                back,
+                dtype,
+                grad_dtype,
+                lambda: global_norm.scale(self.policy, self.group.size),
+                self.policy.bucket_bytes,
+            )
+
+        self._gathering = gathering(gather_dtype)
+        self._exact = gathering(None)  # for those who look from outside of a step
+        self._model = model
+        self.weights: list[Sharded] = []
+        for v in model.trainable_weights:
+            self.take(v)
+            self.weights.append(v)
+        for v in (*model.non_trainable_variables, *model.weights):
+            if not has_value(v):
+                initialize(v)
+        self.share(model.weights)
+        self._names = {id(v): f"weight {i}" for i, v in enumerate(self.weights)}
+        room = self.resident_bytes if reshard_after_forward else None
+        for number, layer in enumerate({id(layer): layer for layer in layers_of(model)}.values()):
+            Unit(
+                layer,
+                f"unit {number}",
+                self._gathering,
+                self._chains,
+                prefetch,
+                room,
+                lambda: self.check_xla(self._model),
+            )
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Bytes that a replica sends in a step; 0 before one was traced."""
+        return sum(
+            sum(group.bytes_in_steps.values())
+            for group in (self._gathering.forth, self._gathering.back)
+        )
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of each replica's part of the weights."""
+        return sum(
+            flat_shards.length(flat_shards.elements(v.tfdist_shape), self.group.size)
+            * tf.as_dtype(v.dtype).size
+            for v in self.weights
+        )
+
+    def whole(self, variable: Sharded) -> tf.Tensor:
+        """The whole value; within a step, gradients flow through it."""
+        if not self.in_step():
+            return super().whole(variable)
+        name = self._names[id(variable)]
+        with self.bounded():
+            if (
+                not self.scoped and not self.steps and tf.executing_eagerly()
+            ):  # a loop of the user's own gets its gradients here too
+                return self._exact.gathered([variable], f"{OUTSIDE}{name}", [], variable.dtype)[0]
+            reads = self._chains.current().reads
+            reads[name] += 1
+            return self._gathering.gathered(
+                [variable], f"{name} read {reads[name]}", [], variable.dtype
+            )[0]
+
+    def update(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        keras_apply: Callable,
+        grads: Sequence[Any],
+        variables: Sequence[Any] | None,
+    ) -> Any:
+        """Updates this replica's part of the weights; called in replica context, in place of `optimizer.apply`.
+
+        Args:
+            optimizer: The outermost optimizer.
+            keras_apply: Keras' own `apply`.
+            grads: The sums of the gradients' parts.
+            variables: The weights; None: those that the optimizer was built with.
+        """
+        inner = optimizer
+        while getattr(inner, "inner_optimizer", None) is not None:
+            inner = inner.inner_optimizer
+        if not self._elementwise:
+            global_norm.check_elementwise(inner, "fsdp")
+        global_norm.check_clipping(self.policy, inner, "fsdp")
+        known = variables if variables is not None else known_variables(inner)
+        if strange := [v.path for v in known if getattr(v, "tfdist_store", None) is not self]:
+            raise ValueError(
+                f"fsdp: {', '.join(strange[:4])}: not among the trainable weights when fsdp(model) was called. Set `trainable`, and build, before."
+            )
+        if self.reduced is not None:
+            self.reduced([g for g in grads if g is not None])
+
+        def go() -> Any:
+            with (
+                as_shards(),
+                self._constrained(known),
+                global_norm.agreeing(self.group, optimizer, inner),
+            ):
+                with (
+                    self.bounded(),
+                    local_update(optimizer, self.group.local),
+                    clipping(
+                        inner,
+                        lambda parts: global_norm.clip(
+                            self.group, inner, parts, self.policy.clip_norm
+                        ),
+                    ),
+                ):
+                    return keras_apply(optimizer, grads, variables)
+
+        if not self.policy.skip_nonfinite or isinstance(
+            optimizer, keras.optimizers.LossScaleOptimizer
+        ):  # which must see them, and leaves them out itself
+            return go()
+
+        def update() -> None:
+            go()
+
+        return tf.cond(
+            global_norm.finite_on_all(self.group, [g for g in grads if g is not None]),
+            update,
+            lambda: None,
+        )
+
+    @contextlib.contextmanager
+    def _constrained(self, variables: Sequence[Sharded]) -> Iterator[None]:
+        """Inside, constraints get whole weights, and give the part of this replica."""
+        own = {id(v): (v, v.constraint) for v in variables if v.constraint is not None}
+        for v, constraint in own.values():
+            replace_constraint(v, lambda v, constraint=constraint: self._constrain(v, constraint))
+        try:
+            yield
+        finally:
+            for v, constraint in own.values():
+                replace_constraint(v, constraint)
+
+    def _constrain(self, variable: Sharded, constraint: Callable) -> tf.Tensor:
+        whole = flat_shards.from_rows(
+            self.group.all_gather(own_copy(variable), f"constraint {self._names[id(variable)]}"),
+            variable.tfdist_shape,
+        )
+        return flat_shards.to_rows(tf.convert_to_tensor(constraint(whole)), self.group.size)[
+            self.group.rank
+        ]
+
+
+def check_deferred(model: keras.Model) -> None:
+    """Makes sure that a model's weights have values.
+
+    Args:
+        model: Any.
+
+    Raises:
+        ValueError: It was built in `deferred`, and not sharded since.
+    """
+    if any(not has_value(v) for v in model.weights):
+        raise ValueError(
+            f"The model {model.name} was built in tfdist.parallel.deferred(), and its weights have no values. Call tfdist.parallel.fsdp(model)."
+        )
+
+
+def _policy(given: Any) -> Gradients:
+    why = "gradients are summed within backward, where it is not known how many rows a replica has, and all replicas update one state"
+    return global_norm.checked_policy(given, "fsdp", ("mean",), why)
+
+
+def _check(
+    model: keras.Model,
+    prefetch: Any,
+    gather_dtype: Any,
+    grad_dtype: Any,
+    reshard_after_forward: Any,
+) -> None:
+    if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
+        raise ValueError(
+            f"fsdp: prefetch: expected a number of layers from 0 on, received {prefetch!r}."
+        )
+    if gather_dtype not in (None, *_GATHER_DTYPES):
+        raise ValueError(
+            f"fsdp: gather_dtype: expected None or one of {', '.join(_GATHER_DTYPES)}, which TensorFlow gathers, received {gather_dtype!r}."
+        )
+    if grad_dtype not in (None, *WIRES):
+        raise ValueError(
+            f"fsdp: grad_dtype: expected None or one of {', '.join(WIRES)}, received {grad_dtype!r}."
+        )
+    if not isinstance(reshard_after_forward, bool):
+        raise ValueError(
+            f"fsdp: reshard_after_forward: expected True or False, received {reshard_after_forward!r}."
+        )
+    if not isinstance(model, keras.Model):
+        raise ValueError(f"fsdp: expected a keras.Model, received {type(model).__name__}.")
+    if not model.built or not model.trainable_weights:
+        raise ValueError(
+            f"fsdp: the model {model.name} has no trainable weights{'' if model.built else ' yet'}: build it first, as by model.build(input_shape)."
+        )
+    if any(isinstance(v, Sharded) for v in model.weights):
+        raise ValueError(
+            f"fsdp: the model {model.name} is sharded already; a model is sharded once."
+        )
+    if getattr(getattr(model, "optimizer", None), "built", False):
+        raise ValueError(
+            "fsdp: the model's optimizer has made its state for whole weights. Call fsdp(model) before compile(); load with compile=False."
+        )
+    global_norm.check_variables(model.trainable_weights, "fsdp")

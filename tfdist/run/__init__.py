@@ -1,0 +1,1 @@
+"""One configured training from its config to its summary."""

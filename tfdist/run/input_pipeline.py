@@ -1,0 +1,151 @@
+"""The data section of a Run becomes the pipelines it trains and evaluates on; no model or strategy is known here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from tfdist.config import user_functions
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+    from tfdist import config
+    from tfdist.data import Source
+
+
+def pipeline(settings: config.Run, split: str = "train") -> tf.data.Dataset:
+    """The batches of a run: what `tfdist train` reads, and `tfdist data audit` checks.
+
+    Args:
+        settings: The Run.
+        split: "train" or "eval".
+
+    Returns:
+        A `tfdist.data.pipeline`; of a function of the user's, what that returns, a `tf.data.Dataset` of global batches at least.
+
+    Raises:
+        ValueError: For settings that do not fit the data.
+    """
+    import tensorflow as tf
+
+    from tfdist import data
+    from tfdist.data.sources.catalog import resolve
+
+    where, train = settings.data, split == "train"
+    options: dict[str, Any] = {"shuffle": False}
+    if train:
+        options = {
+            "shuffle": where.shuffle,
+            "tail": where.tail,
+            "ignore_errors": where.ignore_errors,
+            "service": where.service or None,
+        }
+    if user_functions.in_file(where.name):
+        source = _own(where, split)
+        if isinstance(source, tf.data.Dataset):
+            return source
+    else:
+        source = resolve(
+            where.name,
+            where.train_split if train else where.eval_split,
+            where.data_dir,
+            where.catalog,
+        )
+    if where.image_size is not None:
+        options["transform"] = _resized(source, where, where.augment and train)
+    elif where.augment:
+        raise ValueError(
+            "data.augment: expected data.image_size with it, the size of the crops in pixels; received none."
+        )
+    return data.pipeline(
+        source,
+        where.global_batch,
+        seed=settings.train.seed,
+        cache=where.cache,
+        threads=where.threads,
+        **options,
+    )
+
+
+def is_pipeline(batches: tf.data.Dataset) -> bool:
+    """Whether a data set is one of `tfdist.data.pipeline`, whose order follows from seed, epoch and step."""
+    return hasattr(batches, "of_epoch")
+
+
+def examples(batches: tf.data.Dataset) -> int | None:
+    """How many examples an epoch has; None where only reading could tell."""
+    return batches.batches.source.cardinality if is_pipeline(batches) else None
+
+
+def begin_epoch(batches: tf.data.Dataset, epoch: int) -> None:
+    """Lets the next pass over a run's data be that of an epoch, whose order then follows from its number."""
+    if is_pipeline(batches):
+        batches.epochs.next = epoch
+
+
+def shapes(batches: tf.data.Dataset) -> tuple[Any, int | None]:
+    """What a model needs to know of a run's data.
+
+    Args:
+        batches: Of `pipeline`.
+
+    Returns:
+        The shape of one input, or a nest of them, without the batch; and the number of classes, None where nobody says.
+    """
+    import tensorflow as tf
+
+    spec = batches.element_spec
+    inputs = spec[0] if isinstance(spec, tuple) else spec
+    shape = tf.nest.map_structure(lambda x: tuple(x.shape[1:]), inputs)
+    return shape, batches.batches.source.classes if is_pipeline(batches) else None
+
+
+def check_supervised(batches: tf.data.Dataset, options: Mapping[str, Any]) -> None:
+    """Makes sure that a run's data are for one of `tfdist.models`.
+
+    Args:
+        batches: Of `pipeline`.
+        options: Of the model.
+
+    Raises:
+        ValueError: They are no inputs of one shape with a class each.
+    """
+    spec, (_, classes) = batches.element_spec, shapes(batches)
+    single = isinstance(spec, tuple) and len(spec) > 1 and hasattr(spec[0], "shape")
+    if single and (classes is not None or "classes" in options):
+        return
+    name = batches.batches.source.name if is_pipeline(batches) else "this data set"
+    remedy = "Set model.options.classes, or" if single else "Choose one with supervised_keys, or"
+    raise ValueError(
+        f"data.name: {name} is no data set of inputs with a known number of classes, but of {spec}. {remedy} name a model of your own, "
+        "model.name=FILE.py:FUNCTION."
+    )
+
+
+def _own(where: config.Data, split: str) -> Any:
+    """What a user's function returns as data."""
+    import tensorflow as tf
+
+    from tfdist.data.sources.base import Source
+
+    found = user_functions.load(where.name, "data.name")(where, split)
+    if not isinstance(found, Source | tf.data.Dataset):
+        raise ValueError(
+            f"data.name={where.name}: expected the function to return a Source, what tfdist.data.pipeline returns, or a "
+            f"tf.data.Dataset of global batches, for the split {split!r}; received {type(found).__name__}."
+        )
+    return found
+
+
+def _resized(source: Source, where: config.Data, augment: bool) -> Any:
+    from tfdist.data.transforms import images
+
+    spec = source.element_spec[0] if isinstance(source.element_spec, tuple) else source.element_spec
+    shape = getattr(spec, "shape", None)
+    if shape is None or shape.rank not in (0, 3):
+        raise ValueError(
+            f"data.image_size: expected a data set of images, received {source.name} of {source.element_spec}. Leave it out."
+        )
+    channels = {"channels": shape[-1]} if shape.rank == 3 else {}
+    return images(where.image_size, augment=augment, **channels)  # type: ignore[arg-type]

@@ -1,0 +1,335 @@
+"""A Run becomes a trained model, its logs and a summary: the hall joins the rooms and computes nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import runpy
+import sys
+import textwrap
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tfdist import app, config
+from tfdist.cluster.spec import ClusterSpec
+from tfdist.config import user_functions
+from tfdist.telemetry.layout import CONFIG, HISTORY, SUMMARY
+
+if TYPE_CHECKING:
+    import keras
+    from ml_collections import ConfigDict
+
+HELP = """\
+usage: tfdist train --config=FILE.py [--config.SECTION.KEY=VALUE ...] [--profile steps=10..15]
+
+Trains what a config file describes; --profile is short for --config.telemetry.profile. FILE.py defines get_config(), which returns a changed
+tfdist.config.default(); FILE.py:TEXT passes TEXT to it. Keys and their defaults:
+
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command `tfdist train`.
+
+    Args:
+        argv: The words after `tfdist train`.
+
+    Returns:
+        0. A wrong flag, key or value ends the process with code 78 and one sentence.
+    """
+    if {"-h", "--help"} & set(argv):
+        print(HELP + textwrap.indent(str(config.default()), "  "), end="")
+        return 0
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("tfdist").setLevel(logging.INFO)
+    app.plainly(lambda: run(parse(argv)))
+    return 0
+
+
+def parse(argv: Sequence[str]) -> config.Run:
+    """Reads a config file and the command line's changes to it.
+
+    Args:
+        argv: The words after `tfdist train`.
+
+    Returns:
+        The Run.
+
+    Raises:
+        ValueError: For a wrong flag, file, key or value.
+    """
+    from absl import flags
+    from ml_collections import config_flags
+
+    words = _profile_spelt_out(argv)
+    places = [i for i, word in enumerate(words) if re.match(r"--?config(=|$)", word)]
+    if len(places) != 1:
+        raise ValueError(
+            f"--config: expected one config file, such as --config=configs/digits.py; received {len(places)}."
+        )
+    path = words.pop(places[0]).partition("=")[2] or (
+        words.pop(places[0]) if words[places[0] :] else ""
+    )
+    for word in words:
+        if key := re.match(r"--?(?:no)?config\.([^=]+)", word):
+            config.check_key(key[1])
+    values = flags.FlagValues()
+    # Unlocked, so that options of a model need not stand in the file; the keys are checked before and after.
+    config_flags.DEFINE_config_dict(
+        "config",
+        _load(path),
+        flag_values=values,
+        sys_argv=["tfdist train", *words],
+        lock_config=False,
+        accept_new_attributes=True,
+    )
+    try:
+        left = values(["tfdist train", *words])[1:]
+    except flags.Error as error:
+        raise ValueError(f"{error}. `tfdist train --help` lists the keys.") from error
+    if left:
+        raise ValueError(f"{left[0]}: expected --config.KEY=VALUE, received this word.")
+    return config.Run.from_dict(values.config.to_dict())
+
+
+def run(settings: config.Run) -> dict[str, Any]:
+    """Trains, evaluates and saves a model as a Run says; every task of a cluster calls it with the same Run.
+
+    A run that was interrupted goes on where its backup was made. In a worker or ps task of a parameter-server job it serves,
+    and ends the process.
+
+    Args:
+        settings: What to do.
+
+    Returns:
+        The summary, also in `summary.json`: metrics (what `model.evaluate` returns, by name; also beside the
+        rest, but for a metric named as one of the others here, such as seconds), epochs, examples_per_second
+        (None when nothing was trained any more), seconds, replicas (under parameter servers: of one worker;
+        with workers and parameter_servers beside it), strategy, and the paths backup and, where they are
+        kept, logs (for TensorBoard), history and model.
+
+    Raises:
+        ValueError: For settings that do not fit each other, the data or this machine.
+    """
+    import keras
+
+    import tfdist
+    from tfdist.run import build, input_pipeline, telemetry_callbacks
+    from tfdist.strategies.factory import is_chief
+
+    started = time.monotonic()
+    telemetry_callbacks.check(settings)
+    where = settings.strategy
+    strategy = build.make_strategy(where, settings.sync)
+    chief = is_chief(strategy)
+    directory = find_directory(settings)
+    train, test = (
+        input_pipeline.pipeline(settings, "train"),
+        input_pipeline.pipeline(settings, "eval"),
+    )
+    model = build.make_model(settings, strategy, train)
+
+    paths = {
+        "logs": telemetry_callbacks.shown(settings, directory),
+        "history": directory / HISTORY,
+        "backup": directory / "backup",
+        "model": directory / "model.keras",
+    }
+    if not settings.output.save_model:
+        del paths["model"]
+    for name, backend in (("logs", "tensorboard"), ("history", "jsonl")):
+        if backend not in settings.telemetry.places():
+            del paths[name]
+    if chief:
+        directory.mkdir(parents=True, exist_ok=True)
+        _write_json(directory / CONFIG, settings.to_dict())
+        if "logs" in paths:
+            print(f"To see the curves: tensorboard --logdir {paths['logs']}", flush=True)
+
+    def begin_epoch(epoch: int, logs: dict) -> None:
+        input_pipeline.begin_epoch(train, epoch)  # after a resume the order goes on too
+
+    backup = tfdist.BackupAndRestore(str(paths["backup"]))
+    log, watching = telemetry_callbacks.callbacks(settings, strategy, directory, backup, test)
+    model.fit(
+        train,
+        epochs=settings.train.epochs,
+        validation_data=test,
+        shuffle=False,  # the pipeline does
+        callbacks=[
+            backup,
+            *_checkpoints(where, directory),
+            *watching,
+            keras.callbacks.LambdaCallback(on_epoch_begin=begin_epoch),
+        ],
+    )
+    metrics = {
+        name: float(value)
+        for name, value in model.evaluate(test, verbose=0, return_dict=True).items()
+    }
+    if "model" in paths:
+        model.save(paths["model"])
+
+    summary = {
+        **metrics,
+        "name": settings.name,
+        "metrics": metrics,
+        "epochs": settings.train.epochs,
+        "examples_per_second": log.rate(
+            input_pipeline.examples(train) or _taken(model, len(log.seconds))
+        ),
+        "seconds": time.monotonic() - started,
+        "replicas": strategy.num_replicas_in_sync,
+        "bytes_per_step": telemetry_callbacks.sent(strategy, model),
+        **telemetry_callbacks.trained_by(strategy),
+        "strategy": type(strategy).__name__,
+        **{name: str(path) for name, path in paths.items()},
+    }
+    if chief:
+        _write_json(directory / SUMMARY, summary)
+        print(describe(summary), flush=True)
+    return summary
+
+
+def _checkpoints(where: config.Strategy, directory: Path) -> list[keras.callbacks.Callback]:
+    """What an evaluator reads, if there is one: the backup, which is gone at the end, may be too quick for it."""
+    import keras
+
+    # An evaluator is listed in a file or TF_CONFIG: all else that describes clusters knows equal workers only.
+    spec = ClusterSpec.from_file(where.cluster) if where.cluster else ClusterSpec.from_environ()
+    if spec is None or "evaluator" not in (*spec.jobs, spec.task_type):
+        return []
+    path = directory / "checkpoints" / "epoch-{epoch:03d}.weights.h5"
+    return [keras.callbacks.ModelCheckpoint(path, save_weights_only=True)]
+
+
+def find_directory(settings: config.Run, root: str | os.PathLike = "runs") -> Path:
+    """Where a run writes: as told, or the first `ROOT/NAME`, `ROOT/NAME-2` ... without a finished run.
+
+    Args:
+        settings: The Run.
+        root: Parent of the directories that nobody named.
+
+    Returns:
+        The directory, which need not exist.
+
+    Raises:
+        ValueError: When the directory it was told holds a finished run.
+    """
+    if settings.output.dir is not None:
+        directory = Path(settings.output.dir)
+        if (directory / SUMMARY).exists():
+            raise ValueError(
+                f"output.dir: {directory} holds a finished run; expected a new directory or one with an interrupted run. "
+                "Name another, or remove it."
+            )
+        return directory
+    number = 1
+    while True:
+        directory = Path(root) / (settings.name if number == 1 else f"{settings.name}-{number}")
+        if not (directory / SUMMARY).exists():
+            return directory
+        number += 1
+
+
+def describe(summary: dict[str, Any]) -> str:
+    """The lines that tell a person how a run ended and where things are.
+
+    Args:
+        summary: What `run` returns.
+
+    Returns:
+        Lines without a final newline.
+    """
+    speed = summary["examples_per_second"]
+    rate = "nothing left to train" if speed is None else f"{speed:,.0f} examples/s"
+    backup = (
+        summary["backup"]
+        if os.path.isdir(summary["backup"])
+        else "none any more: training is complete"
+    )
+    metrics = dict(
+        sorted(
+            summary["metrics"].items(), key=lambda item: {"accuracy": 0, "loss": 1}.get(item[0], 2)
+        )
+    )
+    results = [
+        f"{name} {value:.2%}" if name == "accuracy" else f"{name} {value:.4f}"
+        for name, value in metrics.items()
+    ]
+    lines = [
+        "",
+        f"{summary['name']}: {', '.join(results) or 'no metrics'} on the evaluation split "
+        f"after {summary['epochs']} epochs",
+        f"  speed    {rate} on {_trained_on(summary)}, {summary['seconds']:.0f} s in all",
+        *(
+            [f"  sync     {summary['bytes_per_step'] / 1e3:,.1f} kB a step sent by each replica"]
+            if summary.get("bytes_per_step")
+            else []
+        ),
+        f"  model    {summary.get('model', 'not saved')}",
+        f"  history  {summary.get('history', 'not kept')}",
+        f"  backup   {backup}",
+        f"  curves   {'tensorboard --logdir ' + summary['logs'] if 'logs' in summary else 'not kept'}",
+    ]
+    return "\n".join(lines)
+
+
+def _trained_on(summary: dict[str, Any]) -> str:
+    keys = ("workers", "parameter_servers") if "workers" in summary else ("replicas",)
+    return " and ".join(
+        f"{summary[k]} {k[: None if summary[k] > 1 else -1].replace('_', ' ')}" for k in keys
+    )
+
+
+def _profile_spelt_out(argv: Sequence[str]) -> list[str]:
+    """The words with `--profile STEPS` as the key it is short for."""
+    words = list(argv)
+    for place, word in enumerate(words):
+        if re.match(r"--?profile(=|$)", word):
+            text = word.partition("=")[2] if "=" in word else " ".join(words[place + 1 : place + 2])
+            config.step_range("--profile", text)
+            words[place : place + (1 if "=" in word else 2)] = [
+                f"--config.telemetry.profile={text}"
+            ]
+    return words
+
+
+def _taken(model: keras.Model, epochs: int) -> int | None:
+    """Examples of an epoch of data that do not say how many they have, as this process has counted them."""
+    stats = getattr(getattr(model, "train_function", None), "stats", None)
+    return stats.examples // epochs if stats and epochs else None
+
+
+def _load(path: str) -> ConfigDict:
+    """What get_config() in a file returns; the text after a colon, if any, is passed to it."""
+    from ml_collections import ConfigDict
+
+    path, colon, text = path.partition(":")
+    if not os.path.isfile(path):
+        raise ValueError(
+            f"--config={path}: no such file in {os.getcwd()}. Name a Python file that defines get_config()."
+        )
+    try:
+        result = runpy.run_path(path)["get_config"](*([text] if colon else []))
+    except Exception as error:
+        raise user_functions.failed(f"--config={path}", error) from error
+    if not isinstance(result, ConfigDict):
+        raise ValueError(
+            f"--config={path}: expected get_config() to return a changed tfdist.config.default(), received {result!r}."
+        )
+    return result
+
+
+def _write_json(path: Path, value: Any) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

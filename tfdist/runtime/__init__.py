@@ -1,0 +1,1 @@
+"""What the launcher and the processes it starts share: variables, files, exit codes, signals, limits."""

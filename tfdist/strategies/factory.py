@@ -1,0 +1,267 @@
+"""A name, a cluster and devices become a `tf.distribute.Strategy` whose Keras 3 models train as on one device."""
+
+from __future__ import annotations
+
+import atexit
+import difflib
+import glob
+import logging
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from tfdist import flags
+from tfdist import sync as sync_policies
+from tfdist.cluster import preflight, resolvers
+from tfdist.cluster.spec import ClusterSpec
+from tfdist.keras_compat import engine_of, runtime_initialized
+from tfdist.keras_compat.servers import connected
+from tfdist.strategies import devices as device_names
+from tfdist.strategies import single_process
+from tfdist.strategies.multi_worker import COMMUNICATION, multi_worker_mirrored
+from tfdist.strategies.parameter_server import READING, coordinate
+from tfdist.strategies.server import check_host, farewell, serve
+from tfdist.sync import Policy
+from tfdist.train.evaluator import Evaluator
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+log = logging.getLogger("tfdist")
+
+NAMES = (
+    "auto",
+    "one_device",
+    "mirrored",
+    "central_storage",
+    "multi_worker_mirrored",
+    "parameter_server",
+    "tpu",
+)
+TOGETHER = (
+    "one_device",
+    "mirrored",
+    "multi_worker_mirrored",
+)  # whose replicas train in step, with a copy of the variables each
+
+
+def make_strategy(
+    name: str | None = None,
+    cluster: ClusterSpec | str | os.PathLike | None = None,
+    devices: device_names.Devices = None,
+    *,
+    task: str | None = None,
+    communication: str | None = None,
+    timeout: float = 600.0,
+    start_timeout: float = 120.0,
+    cross_device: str = "auto",
+    threads: int | None = None,
+    reading: str = "auto",
+    variable_partitioner: object = None,
+    sync: Policy | str | Callable[[list], list] | None = None,
+    tpu: str = "local",
+) -> tf.distribute.Strategy:
+    """Makes the strategy that fits this process; call it first, before any tensor, data set or model.
+
+    What is not given is taken from the command line in scripts that `tfdist.app.run` started, and the cluster from the
+    environment (see `tfdist.cluster.resolvers.resolve`).
+
+    Args:
+        name: One of `NAMES`. `auto`, the default: `parameter_server` in a cluster with parameter servers, `multi_worker_mirrored` in
+            one of several training tasks, else `mirrored` with several devices, else `one_device`. Under `parameter_server` this
+            call returns in the chief; in a worker or ps task it serves, and ends the process when the job ends.
+        cluster: The cluster with this task, or the path of a YAML or JSON file that describes it.
+        devices: Devices of this process, see `tfdist.strategies.devices.configure`; a number, names, `"cpu"` or `"gpu"`.
+        task: This task, such as `worker:1`, where `cluster` does not say.
+        communication: `auto`, `ring` or `nccl`: how workers exchange gradients.
+        timeout: Seconds without a step after which a worker that waits for the others fails; under `parameter_server` those that
+            the chief waits for a step, and for a worker when none is left.
+        start_timeout: Seconds that a worker waits for the others to appear.
+        cross_device: `auto`, `nccl`, `hierarchical_copy` or `one_device`: how `mirrored` sums over its devices.
+        threads: Threads of an operation, and operations at once; None leaves TensorFlow's choice.
+        reading: Under `parameter_server`, who reads a `tf.data.Dataset` given to `fit` or `evaluate`: `workers`, `coordinator`, or
+            `auto`: the workers, where the data set is more than Python code or arrays of the chief.
+        variable_partitioner: Refused: Keras variables cannot be partitioned; `tfdist.layers.ShardedEmbedding` is.
+        sync: How the replicas become one, see `tfdist.sync`: `Gradients`, `LocalSGD` or `DiLoCo`; or "bfloat16", "float16", "replicas", "sum",
+            or a function of a list of gradients, which are short for `Gradients` with these. None: the gradients of all examples of the global batch are averaged in each step.
+        tpu: TPU for the strategy `tpu`: a name, a gRPC address, or `local`.
+
+    Returns:
+        A true `tf.distribute.Strategy`.
+
+    Raises:
+        ValueError: An argument or the cluster is wrong, or TensorFlow has started already.
+        TimeoutError: Workers of the cluster did not appear; names them.
+
+    >>> strategy = make_strategy("one_device", devices="cpu")
+    >>> strategy.num_replicas_in_sync
+    1
+    """
+    policy = sync_policies.policy(sync)
+    if isinstance(cluster, int):
+        raise ValueError(
+            f"cluster: expected a ClusterSpec or the path of a file, received {cluster}; did you mean devices={cluster}?"
+        )
+    for seconds, called in ((timeout, "timeout"), (start_timeout, "start_timeout")):
+        if not seconds > 0:
+            raise ValueError(
+                f"{called}: expected seconds above 0, received {seconds!r}; float('inf') waits for ever."
+            )
+    options = flags.parsed_options()
+    name = _choice("strategy", name or options.get("strategy") or "auto", NAMES)
+    communication = _choice(
+        "communication",
+        communication or options.get("communication") or "auto",
+        tuple(COMMUNICATION),
+    )
+    _choice("cross_device", cross_device, single_process.CROSS_DEVICE_NAMES)
+    _choice("reading", reading, READING)
+    if variable_partitioner is not None:
+        raise ValueError(
+            "variable_partitioner: expected None, as a Keras 3 variable cannot be partitioned. For tables that are too large for one "
+            "parameter server use tfdist.layers.ShardedEmbedding."
+        )
+    devices = options.get("devices") if devices is None else devices
+    cluster = resolvers.resolve(cluster or options.get("cluster"), task or options.get("task"))
+    if cluster is not None and cluster.task_type == "evaluator":
+        return _evaluator(
+            cluster, device_names.configure(devices, threads), start_timeout, cross_device
+        )
+    names = device_names.configure(devices, threads)
+    chosen, why = (name, "as asked") if name != "auto" else _choose(cluster, names)
+    log.info("strategy %s on %s: %s", chosen, ", ".join(names), why)
+    if chosen not in TOGETHER and policy != sync_policies.Gradients():
+        raise ValueError(
+            f"sync: the strategy {chosen} does not exchange gradients by policies, received {sync!r}. Use {', '.join(TOGETHER[:-1])} or {TOGETHER[-1]}."
+        )
+    if chosen == "multi_worker_mirrored":
+        return _multi_worker(cluster, names, communication, timeout, start_timeout, policy)
+    if chosen == "parameter_server":
+        return _parameter_server(cluster, names, reading, timeout, start_timeout)
+    if cluster is not None and len(cluster.training_tasks) > 1:
+        raise ValueError(
+            f"strategy: {chosen} trains in one process, but {cluster.source} lists {len(cluster.training_tasks)} training tasks; use "
+            "multi_worker_mirrored or auto, or start one process without a cluster."
+        )
+    if chosen == "one_device":
+        return single_process.one_device(names[0], policy)
+    if chosen == "mirrored":
+        return single_process.mirrored(names, cross_device, policy)
+    if chosen == "central_storage":
+        return single_process.central_storage(names)
+    return _tpu(tpu)
+
+
+def is_chief(strategy: tf.distribute.Strategy) -> bool:
+    """Whether this process writes the checkpoints, logs and console of a strategy's training."""
+    engine = engine_of(strategy)
+    return engine is None or engine.is_chief
+
+
+def _choice(option: str, value: str, names: tuple[str, ...]) -> str:
+    if value in names:
+        return value
+    near = difflib.get_close_matches(value, names, 1)
+    raise ValueError(
+        f"{option}: expected one of {', '.join(names)}; received {value!r}{f', did you mean {near[0]!r}?' if near else ''}"
+    )
+
+
+def _choose(cluster: ClusterSpec | None, names: list[str]) -> tuple[str, str]:
+    """The strategy for a cluster and devices, and why."""
+    if cluster is not None and "ps" in cluster.jobs:
+        return "parameter_server", f"parameter servers in {cluster.source}"
+    if cluster is not None and len(cluster.training_tasks) > 1:
+        return (
+            "multi_worker_mirrored",
+            f"{len(cluster.training_tasks)} training tasks in {cluster.source}",
+        )
+    if len(names) > 1:
+        return "mirrored", f"one process with {len(names)} devices"
+    return "one_device", "one process with one device"
+
+
+def _multi_worker(
+    cluster: ClusterSpec | None,
+    names: list[str],
+    communication: str,
+    timeout: float,
+    start_timeout: float,
+    policy: Policy,
+):
+    if runtime_initialized():
+        raise device_names.too_late("a cluster")
+    if names[0].startswith("/cpu") and len(names) > 1:
+        raise ValueError(
+            f"devices: multi_worker_mirrored uses one CPU device a worker, received {len(names)}; start more workers on this machine "
+            "instead (tfdist launch --workers N)."
+        )
+    device_names.quiet_tensorflow()
+    device_names.restrict(names)
+    if cluster is not None:
+        preflight.check(cluster, timeout=start_timeout, attempt=resolvers.attempt())
+    return multi_worker_mirrored(cluster, communication, timeout, policy)
+
+
+def _parameter_server(
+    cluster: ClusterSpec | None,
+    names: list[str],
+    reading: str,
+    timeout: float,
+    start_timeout: float,
+):
+    """In the chief a strategy; in a worker or ps task the end of the process."""
+    have = {
+        job: len(cluster.jobs.get(job, ())) if cluster else 0 for job in ("chief", "worker", "ps")
+    }
+    if cluster is None or not all(have.values()):
+        missing = " and ".join(job for job, count in have.items() if not count)
+        raise ValueError(
+            f"strategy: parameter_server needs a chief, at least one worker and at least one ps; {cluster.source if cluster else 'no cluster'} "
+            f"lists no {missing}. On one machine: tfdist launch --chief --workers 2 --ps 1 -- COMMAND."
+        )
+    if cluster.task is None:
+        raise ValueError(
+            f'{cluster.source}: which task is this process? Pass task="chief:0", or set it in TF_CONFIG.'
+        )
+    again = connected()  # a strategy whose parameter server was lost may be followed by another
+    if runtime_initialized() and not again:
+        raise device_names.too_late("a cluster")
+    device_names.quiet_tensorflow()
+    if cluster.task_type != "chief":
+        # One GPU a worker: neighbours on a machine of several take one each.
+        device_names.restrict([names[cluster.task.index % len(names)]])
+        serve(cluster, start_timeout=start_timeout)
+    if not again:
+        check_host(cluster, cluster.task)
+    strategy = coordinate(cluster, reading, timeout, start_timeout)
+    atexit.register(farewell, cluster)
+    return strategy
+
+
+def _evaluator(cluster: ClusterSpec, names: list[str], start_timeout: float, cross_device: str):
+    """A strategy of this process alone: it stands beside the training, whatever that one's strategy, and reads its checkpoints."""
+    strategy = (
+        single_process.mirrored(names, cross_device)
+        if len(names) > 1
+        else single_process.one_device(names[0])
+    )
+    chief = cluster.training_tasks[0].address
+    listens = len(cluster.training_tasks) > 1 or "ps" in cluster.jobs
+    log.info("evaluator on %s of the training with the chief at %s", ", ".join(names), chief)
+    Evaluator(strategy, strategy.tfdist_engine, chief, listens, start_timeout)
+    return strategy
+
+
+def _tpu(name: str):
+    import tensorflow as tf
+
+    if name == "local" and not glob.glob("/dev/accel*") and not glob.glob("/dev/vfio/[0-9]*"):
+        raise ValueError(
+            "strategy: tpu needs a TPU, but this machine has none (no /dev/accel*, no /dev/vfio/*). Pass tpu=NAME for a remote one, or "
+            "use the strategy auto."
+        )
+    resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=name)
+    tf.config.experimental_connect_to_cluster(resolver)
+    tf.tpu.experimental.initialize_tpu_system(resolver)
+    return tf.distribute.TPUStrategy(resolver)

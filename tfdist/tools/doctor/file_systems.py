@@ -1,0 +1,213 @@
+"""A directory that training is to write to is tried, as a snapshot is written; what was there stays as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+from tfdist.tools.doctor.checks import HOST, Check, graded
+from tfdist.tools.doctor.formatting import amount, lasting
+
+TRIES = 5  # to write where a doctor of another host may remove the directory that it has made there
+PLACE_S = 20.0  # for all of it on one place; a network disk may hang for ever
+LITTLE, NOTHING = 2 << 30, 100 << 20  # bytes free
+SKEW, WRONG = 5.0, 300.0  # seconds between this clock and that of the file server
+_PREFIX = ".tfdist-doctor-"
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """What became of the attempt to write to a directory.
+
+    Attributes:
+        path: As it was given.
+        error: The step that failed, and why; "": none did.
+        free: Bytes free there; None: unknown.
+        total: Bytes of that disk; None: unknown.
+        skew: Seconds by which the clock of files there is ahead of this host's; None: unknown.
+    """
+
+    path: str
+    error: str = ""
+    free: int | None = None
+    total: int | None = None
+    skew: float | None = None
+
+
+def is_remote(path: str) -> bool:
+    """Whether only TensorFlow can write there: "gs://bucket/runs"."""
+    return "://" in path
+
+
+def token_name(token: str | None = None) -> str:
+    """The name of a file of doctor's: of a new one, or that of a token.
+
+    Example:
+        >>> token_name("ab")
+        '.tfdist-doctor-ab'
+    """
+    return _PREFIX + (token or uuid.uuid4().hex)
+
+
+def is_token(text: object) -> bool:
+    """Whether something may be part of the name of such a file: nothing that leads elsewhere is.
+
+    Example:
+        >>> is_token("0" * 32), is_token("../../etc/passwd"), is_token(7)
+        (True, False, False)
+    """
+    return isinstance(text, str) and re.fullmatch(r"[0-9a-f]{32}", text) is not None
+
+
+def look(paths: Sequence[str], timeout: float = PLACE_S) -> list[Place]:
+    """Tries places of this host's file systems, all at once.
+
+    Args:
+        paths: Directories, which need not exist.
+        timeout: Seconds until one that does not answer is given up.
+    """
+    found: dict[str, Place] = {}
+    threads = [
+        threading.Thread(target=lambda p=path: found.update({p: try_place(p)}), daemon=True)
+        for path in paths
+    ]  # type: ignore[misc]
+    end = time.monotonic() + timeout
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(end - time.monotonic(), 0))
+    late = f"no answer within {timeout:g} s: its file server may be gone"
+    return [found.get(path, Place(path, error=late)) for path in paths]
+
+
+def try_place(path: str) -> Place:
+    """Writes, flushes, replaces by renaming, reads and removes a file; a missing directory is made, and removed again.
+
+    Example:
+        >>> import tempfile
+        >>> try_place(tempfile.mkdtemp()).error
+        ''
+    """
+    made, step = missing(path), "making the directory"
+    target = os.path.join(path, token_name())
+    part = f"{target}.part"
+    try:
+        for left in reversed(range(TRIES)):
+            step = "making the directory"
+            os.makedirs(path, exist_ok=True)
+            step = "writing a file"
+            try:
+                _write(target, "old")
+                break
+            except FileNotFoundError:
+                if not left:
+                    raise
+        _write(part, "new")
+        skew = os.stat(part).st_mtime - time.time()
+        step = "renaming a file over another one"
+        os.replace(part, target)
+        step = "flushing the directory"
+        _flush(path)
+        step = "reading it back"
+        if (text := Path(target).read_text(encoding="utf-8")) != "new":
+            return Place(
+                path,
+                error=f"renaming a file over another one: expected the new one there, read {text[:20]!r}",
+            )
+        usage = shutil.disk_usage(path)
+        return Place(path, free=usage.free, total=usage.total, skew=skew)
+    except OSError as error:
+        return Place(path, error=f"{step}: {error.strerror}")
+    finally:
+        for name in (target, part):
+            with contextlib.suppress(OSError):
+                os.remove(name)
+        for directory in made:
+            with contextlib.suppress(OSError):  # somebody else writes there already
+                os.rmdir(directory)
+
+
+def check_place(place: Place) -> Check:
+    """Whether training can write there.
+
+    Args:
+        place: Of `try_place`.
+    """
+    name = "place"
+    if place.error:
+        return graded(
+            HOST,
+            name,
+            f"{place.path}: {place.error}",
+            f"{_remedy(place.error)}, or choose another place",
+            fails=True,
+        )
+    if place.free is None or place.total is None:
+        return graded(HOST, name, f"{place.path}: written, renamed and read through TensorFlow")
+    found = f"{place.path}: {amount(place.free)} free of {amount(place.total)}; files are renamed at once"
+    skew = place.skew or 0.0
+    if abs(skew) > SKEW:
+        found += f"; its clock is {lasting(abs(skew))} {'ahead of' if skew > 0 else 'behind'} this host's"
+    few = place.free < LITTLE
+    remedy = (
+        "free some space there: each snapshot is written beside the one before it"
+        if few
+        else "set the clocks: timedatectl set-ntp true"
+    )
+    return graded(
+        HOST,
+        name,
+        found,
+        remedy,
+        fails=place.free < NOTHING or abs(skew) > WRONG,
+        warns=few or abs(skew) > SKEW,
+    )
+
+
+def _remedy(error: str) -> str:
+    for text, remedy in (
+        ("Permission denied", "give this user the right to write there"),
+        ("Read-only", "mount it for writing"),
+        ("No space", "free some space there"),
+        ("quota", "free some of your quota"),
+        ("Not a directory", "a file is in its way: move it"),
+        ("File exists", "a file is in its way: move it"),
+        ("no answer", "see whether it is mounted, and its server runs"),
+        ("renaming", "its file system cannot replace a file as one step"),
+    ):
+        if text.lower() in error.lower():
+            return remedy
+    return "see that it exists and can be written"
+
+
+def missing(path: str) -> list[str]:
+    """The directories that are to be made for a path, the innermost first."""
+    found = []
+    path = os.path.abspath(path)
+    while not os.path.lexists(path):
+        found.append(path)
+        path = os.path.dirname(path)
+    return found
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _flush(directory: str) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,250 @@
+"""Comparisons become what a person, or a program, reads; nothing is compared here."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import textwrap
+from collections.abc import Mapping
+from typing import Any
+
+from tfdist.runtime.formatting import aligned
+from tfdist.tools.verify.causes import likely
+from tfdist.tools.verify.compare import Comparison, Difference
+from tfdist.tools.verify.processes import workers_differ
+from tfdist.tools.verify.recording import (
+    COPIES,
+    EXAMPLES,
+    GRADIENTS,
+    LOGS,
+    OPTIMIZER,
+    START,
+    STATISTICS,
+    WEIGHTS,
+    Recording,
+)
+
+_COLUMNS = {
+    LOGS: "loss, metrics",
+    GRADIENTS: "gradients",
+    WEIGHTS: "weights",
+    STATISTICS: "statistics",
+    OPTIMIZER: "optimizer",
+}
+_WHAT = {
+    START: "the initial {}", STATISTICS: "the moving statistics {}", LOGS: "{}", GRADIENTS: "the norm of the gradient of {}", WEIGHTS: "the weights {}",
+    OPTIMIZER: "the optimizer's {}", COPIES: "the replicas' copies of {}", EXAMPLES: "{}",
+}  # fmt: skip
+_REMEDY = "Compare with a smaller learning rate, fewer --steps, or another seed."
+
+
+def preamble(reference: Recording, steps: int, per_call: int) -> list[str]:
+    """What was changed for the comparison, and what it cannot see.
+
+    Args:
+        reference: Of one replica.
+        steps: How many were asked for.
+        per_call: `steps_per_execution` of the run.
+    """
+    lines = []
+    if reference.silenced:
+        lines.append(
+            f"Dropout and noise are off here, as each replica draws its own by design: {', '.join(reference.silenced)}."
+        )
+    if drawn := reference.draws():
+        lines.append(
+            f"Random numbers are drawn that could not be switched off: {', '.join(drawn)}."
+        )
+    if per_call > 1:
+        lines.append(f"Steps run one by one here, not {per_call} in a call.")
+    if not reference.rows(1).size:
+        lines.append(
+            "The batches have no rows that can be read here: whether the workers take the same ones is not compared."
+        )
+    if reference.steps < steps:
+        lines.append(f"The data ended after {reference.steps} of {steps} steps.")
+    return lines
+
+
+def failed(replicas: str, reason: str) -> list[str]:
+    """What is said where the processes of several replicas failed, though one replica alone did not."""
+    lines = [
+        f"NOT THE SAME: one replica trains, {replicas} fail.",
+        *(f"  {line}" for line in reason.splitlines()),
+    ]
+    if workers_differ(reason):
+        lines.append(
+            _cause(
+                "the workers do not run the same thing: another seed, other data or another order of them, in some worker."
+            )
+        )
+    return lines
+
+
+def table(found: Mapping[str, Comparison]) -> list[str]:
+    """The largest differences of each way, by kind; a `!` marks what is more than rounding, a `?` what rounding hides.
+
+    Args:
+        found: By the name of the way.
+    """
+    rows = [("", *_COLUMNS.values(), "examples")]
+    for way, comparison in found.items():
+        cells = [_cell(comparison.largest(kind)) for kind in _COLUMNS]
+        rows.append((way, *cells, "other !" if comparison.rows else "the same"))
+    return aligned(rows)
+
+
+def lenient(comparison: Comparison) -> list[str]:
+    """Where more than the tolerance is allowed."""
+    names = comparison.lenient
+    if not names:
+        return []
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return [
+        f"Rounding alone changes more than {comparison.tolerance:g}, and more is allowed: {', '.join(names[:3])}{more}."
+    ]
+
+
+def first(comparison: Comparison) -> list[str]:
+    """Where a comparison first exceeds what is allowed."""
+    lines = []
+    if comparison.rows:
+        rows = comparison.rows
+        told = [
+            f"{count} {what}"
+            for count, what in (
+                (rows.shared, "taken by several workers"), (rows.strange, "that one replica does not take"), (rows.missing, "taken by nobody"),
+            )
+            if count
+        ]  # fmt: skip
+        lines.append(
+            f"step {rows.step}: the workers took {rows.received} rows, one replica {rows.expected}; {', '.join(told) or 'some more often'}"
+        )
+    if difference := comparison.first:
+        layer = (
+            f", layer {difference.name.rpartition('/')[0]} ({difference.layer})"
+            if difference.layer
+            else ""
+        )
+        lines.append(
+            f"{_when(difference)}{layer}: {_what(difference)} by {_number(difference.value)}; {_number(difference.allowed)} is allowed"
+        )
+    return lines
+
+
+def verdict(ways: Mapping[str, Comparison], drawn: list[str], replicas: str) -> list[str]:
+    """What all comparisons come to, with the likely cause where they differ.
+
+    Args:
+        ways: By the name of the way, the one that training takes first.
+        drawn: Seeds that went on in the reference.
+        replicas: What was compared, such as "2 workers".
+    """
+    wrong = {way: comparison for way, comparison in ways.items() if comparison.differs}
+    if not wrong and (reasons := unproved(ways)):
+        return [
+            f"NOT COMPARED: {reasons[0]}.",
+            *(f"  Also: {reason}." for reason in reasons[1:4]),
+            _REMEDY,
+        ]
+    if not wrong and drawn:
+        lines = [
+            f"NOT COMPARED: nothing differs by more than rounding, but random numbers are drawn ({', '.join(drawn)}), which hide what differs."
+        ]
+        return [*lines, "Compare without the layers that draw them."]
+    if not wrong:
+        return [
+            f"The same: {replicas} {'computes' if replicas.startswith('one') else 'compute'} what one replica computes, step by step."
+        ]
+    way, worst = next(iter(wrong.items()))
+    lines = [
+        f"NOT THE SAME: {', '.join(wrong)}. First differences:",
+        *(f"  {line}" for line in first(worst)),
+    ]
+    if next(iter(ways)) != way:
+        return [*lines, _cause(_only(way))]
+    return [*lines, _cause(likely(worst, drawn))]
+
+
+def unproved(ways: Mapping[str, Comparison]) -> list[str]:
+    """Why nothing is proved, though nothing differs by more than rounding; empty where it is."""
+    if not ways:
+        return ["nothing was recorded"]
+    reasons = []
+    for comparison in ways.values():
+        reasons += [
+            f"step {step}: {_WHAT[kind].format(name)} of one replica is not finite"
+            for step, kind, name in comparison.infinite
+        ]
+        for difference in comparison.wanting:
+            what = f"{_when(difference)}: {_what(difference)} by {_number(difference.value)}"
+            reasons.append(
+                f"{what}, and rounding alone explains {_number(difference.wanted)}: too much to tell a fault from it"
+            )
+    return list(dict.fromkeys(reasons))
+
+
+def facts(ways: Mapping[str, Comparison], drawn: list[str]) -> dict[str, Any]:
+    """The same for a program: plain values, as JSON knows them."""
+    same = bool(ways) and all(way.same for way in ways.values()) and not drawn
+    result: dict[str, Any] = {"same": same, "random": drawn, "unproved": unproved(ways), "ways": {}}
+    for way, comparison in ways.items():
+        largest = {kind: difference for kind in _WHAT if (difference := comparison.largest(kind))}
+        result["ways"][way] = {
+            "same": comparison.same,
+            "steps": comparison.steps,
+            "replicas": comparison.replicas,
+            "more_allowed": comparison.lenient,
+            "largest": {kind: _plain(difference) for kind, difference in largest.items()},
+            "first": comparison.first and _plain(comparison.first),
+            "examples": comparison.rows and dataclasses.asdict(comparison.rows),
+            "likely_cause": likely(comparison, drawn) if comparison.differs else None,
+        }
+    return result
+
+
+def _cause(text: str) -> str:
+    return textwrap.fill(f"Likely cause: {text}", 120, subsequent_indent="  ")
+
+
+def _only(way: str) -> str:
+    if "not compiled" in way:
+        return (
+            "only steps that are not compiled differ: Python code in the model, loss or train_step runs in each step there, and once, while it is "
+            "traced, in compiled ones."
+        )
+    return "only another way to exchange gradients differs (see strategy.communication): the network, its drivers, or TensorFlow's collectives."
+
+
+def _plain(difference: Difference) -> dict[str, Any]:
+    values = {
+        name: value
+        for name, value in dataclasses.asdict(difference).items()
+        if name not in ("place", "synchronized")
+    }
+    return {
+        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in values.items()
+    }
+
+
+def _cell(difference: Difference | None) -> str:
+    if difference is None:
+        return "-"
+    return f"{_number(difference.value)}{' !' if difference.exceeds else ' ?' if difference.wanted else ''}"
+
+
+def _when(difference: Difference) -> str:
+    when = f"step {difference.step}" if difference.step else "before the first step"
+    return f"{when}, worker {difference.worker}" if difference.worker else when
+
+
+def _what(difference: Difference) -> str:
+    text = _WHAT[difference.kind].format(difference.name)
+    return (
+        f"{text} differ" if difference.kind in (STATISTICS, WEIGHTS, COPIES) else f"{text} differs"
+    )
+
+
+def _number(value: float) -> str:
+    return "0" if value == 0 else f"{value:.1e}"

@@ -1,0 +1,66 @@
+"""The callbacks of a `fit` that save it learn of the others before it begins, and let go of what they hold when it is over."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import keras
+
+from tfdist.train.callbacks import log_files
+from tfdist.train.callbacks.backup_and_restore import BackupAndRestore
+from tfdist.train.callbacks.image_samples import ImageSamples
+from tfdist.train.callbacks.profiler import Profile
+from tfdist.train.callbacks.tensorboard import TensorBoard
+
+
+@contextlib.contextmanager
+def backing(
+    callbacks: Sequence[keras.callbacks.Callback], writes: bool, first_epoch: int = 0
+) -> Iterator[None]:
+    """Runs a `fit`; see `BackupAndRestore.prepare` and `release`, and `Profile.release`.
+
+    Args:
+        callbacks: All of the fit.
+        writes: Whether this process is the one that writes.
+        first_epoch: Where the fit begins if there is no snapshot.
+    """
+    backups = _backups(callbacks)
+    for callback in backups:
+        callback.prepare(callbacks, writes, first_epoch)
+    try:
+        yield
+    finally:
+        for callback in backups:
+            callback.release()
+        for profile in _profiles(callbacks):
+            profile.release()
+        log_files.leave(callbacks)
+
+
+def told_alike(callbacks: Sequence[keras.callbacks.Callback]) -> dict[str, float]:
+    """What must be equal on all workers, as they meet where one of them saves, traces or predicts: by name, for a message."""
+    every = [callback.every for callback in _backups(callbacks)]
+    profiles = _profiles(callbacks)
+    samples = [callback.every for callback in callbacks if isinstance(callback, ImageSamples)]
+    return {
+        "number of BackupAndRestore callbacks": float(len(every)),
+        "save_freq of BackupAndRestore": sum(every),
+        "number of TensorBoard callbacks with a profile": float(len(profiles)),
+        "first step of a profile": float(sum(p.first for p in profiles)),
+        "last step of a profile": float(sum(p.last for p in profiles)),
+        "number of tfdist.ImageSamples callbacks": float(len(samples)),
+        "every of tfdist.ImageSamples": float(sum(samples)),
+    }
+
+
+def _backups(callbacks: Sequence[keras.callbacks.Callback]) -> list[BackupAndRestore]:
+    return [callback for callback in callbacks if isinstance(callback, BackupAndRestore)]
+
+
+def _profiles(callbacks: Sequence[keras.callbacks.Callback]) -> list[Profile]:
+    return [
+        callback.profile
+        for callback in callbacks
+        if isinstance(callback, TensorBoard) and callback.profile is not None
+    ]

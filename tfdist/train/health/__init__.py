@@ -1,0 +1,1 @@
+"""Signs of life, bounds on waiting, and preemption."""

@@ -1,0 +1,240 @@
+"""Keras' `fit`, `evaluate` and `predict` become work for the workers of a parameter-server cluster; this process computes no step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import keras
+import tensorflow as tf
+
+from tfdist.keras_compat import global_seed
+from tfdist.runtime.launch_protocol import Phase
+from tfdist.train.callbacks.saving import backing
+from tfdist.train.health.heartbeat import Pulse, length
+from tfdist.train.hooks import Hooks, bind, check_optimizer, fewest
+from tfdist.train.parameter_server.batch_stream import Stream
+from tfdist.train.parameter_server.dispatch import RemoteRunner
+from tfdist.train.parameter_server.metric_deltas import count_updates, ticket
+from tfdist.train.parameter_server.predict import RemotePredictor
+from tfdist.train.parameter_server.worker_pool import Pool
+from tfdist.train.synchronous import gradient_sum
+from tfdist.train.synchronous.step_monitoring import Watch
+from tfdist.train.synchronous.worker_callbacks import backups_last, listed, watches
+
+
+class Coordinator(Hooks):
+    """How the models of one parameter-server strategy train.
+
+    Args:
+        strategy: The strategy; gets this object as its `tfdist_engine`.
+        pool: The workers.
+        host: Device of this process.
+        reading: Who reads `tf.data` input: `workers`, `coordinator`, or `auto`: workers where the data set can move.
+    """
+
+    pulse: Pulse
+
+    def __init__(
+        self, strategy: tf.distribute.Strategy, pool: Pool, host: str, reading: str = "auto"
+    ):
+        self._strategy = strategy
+        self._pool = pool
+        self._host = host
+        self._reading = reading
+        self._kind: str | None = None  # which Keras method is walking over data
+        self._by_workers = False
+        self._active: RemoteRunner | None = None
+        self._watches: dict[str, Watch] = {}
+        self.pulse = Pulse(is_chief=True)
+        strategy.tfdist_engine = self
+
+    # --- fit, evaluate, predict -----------------------------------------------------------------------------------
+    def fit(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
+        call = bind(keras_method, model, args, kwargs)
+        self._check(model)
+        callbacks = backups_last(call["kwargs"])
+        steps = fewest(call["steps_per_epoch"], keras.config.max_steps_per_epoch())
+        self._watches = {
+            "fit": Watch(watches(callbacks, "train"), steps=steps),
+            "evaluate": Watch(watches(callbacks, "test"), steps=call["validation_steps"]),
+        }
+        if isinstance(call["x"], tf.data.Dataset):
+            call["kwargs"].setdefault(
+                "shuffle", False
+            )  # Keras warns that its default True has no effect on a Dataset
+        _check_end("fit", call["x"], steps, "steps_per_epoch")
+        _check_end("fit", call["validation_data"], call["validation_steps"], "validation_steps")
+        self.pulse.begin(call["initial_epoch"], steps or length(call["x"]))
+        with backing(callbacks, True, call["initial_epoch"]), self._during("fit", call["x"]):
+            return keras_method(model, **call["kwargs"])
+
+    def evaluate(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
+        call = bind(keras_method, model, args, kwargs)
+        if not isinstance(
+            call["callbacks"], keras.callbacks.CallbackList
+        ):  # else: the validation of a fit
+            self._check(model)
+            self._watches = {
+                "evaluate": Watch(watches(listed(call["callbacks"]), "test"), steps=call["steps"])
+            }
+        _check_end("evaluate", call["x"], call["steps"], "steps")
+        with self._during("evaluate", call["x"]):
+            return keras_method(model, **call["kwargs"])
+
+    def predict(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
+        call = bind(keras_method, model, args, kwargs)
+        self._check(model)
+        _check_end("predict", call["x"], call["steps"], "steps")
+        with self._during("predict", None):
+            return keras_method(model, **call["kwargs"])
+
+    def train_on_batch(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
+        self._check(model)
+        self._watches = {}
+        with self._pool.open():
+            try:
+                return keras_method(model, *args, **kwargs)
+            finally:
+                self._active = None
+                self.pulse.end()
+
+    test_on_batch = train_on_batch
+    predict_on_batch = train_on_batch
+
+    # --- What they are made of --------------------------------------------------------------------------------------
+    def make_train_function(self, model: keras.Model, _, force: bool = False):
+        if force or not isinstance(model.train_function, RemoteRunner):
+            model.train_function = self._runner(model, model.train_step)
+        self._begin(model.train_function, "fit")
+        return model.train_function
+
+    def make_test_function(self, model: keras.Model, _, force: bool = False):
+        if force or not isinstance(model.test_function, RemoteRunner):
+            model.test_function = self._runner(model, model.test_step)
+        self._begin(model.test_function, "evaluate")
+        return model.test_function
+
+    def make_predict_function(self, model: keras.Model, _, force: bool = False):
+        if force or not isinstance(model.predict_function, RemotePredictor):
+            model.predict_function = RemotePredictor(self._pool, self._strategy, model, self._host)
+        return model.predict_function
+
+    def get_metrics_result(self, model: keras.Model, keras_method: Callable):
+        """Keras asks eagerly at the end of each epoch: the place to wait for the workers."""
+        runner = self._active
+        if not tf.executing_eagerly() or runner is None or runner.model is not model:
+            return keras_method(model)
+        results = runner.end_epoch()
+        if runner is model.train_function:
+            self.pulse.epoch, self.pulse.step = self.pulse.epoch + 1, 0
+        return results
+
+    def save(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
+        """A file written in the middle of an epoch holds every step that Keras has counted."""
+        if self._active is not None and self._active.model is model:
+            self._active.settle()
+        return keras_method(model, *args, **kwargs)
+
+    save_weights = save
+    export = save
+
+    def apply(self, optimizer: keras.optimizers.Optimizer, keras_apply: Callable, grads, variables):
+        grads = [gradient_sum.merge_duplicates(g) for g in grads]
+        if isinstance(
+            optimizer, keras.optimizers.LossScaleOptimizer
+        ):  # updates, in a tf.cond, through another one
+            count_updates(optimizer, optimizer.check_finite(grads))
+            return keras_apply(optimizer, grads, variables)
+        count_updates(optimizer, True)
+        with ticket(optimizer):
+            return keras_apply(optimizer, grads, variables)
+
+    def begin_at(self, model: keras.Model, epoch: int, step: int) -> bool:
+        """Only at the begin of an epoch: which steps workers have done of one has no order."""
+        self.pulse.epoch = epoch
+        return False
+
+    def metric_totals(self, model: keras.Model) -> list:
+        """None; but all steps given out are done when this returns."""
+        if self._active is not None:
+            self._active.settle()
+        return []
+
+    @property
+    def feeding(self) -> bool:  # type: ignore[override]
+        return self._kind is not None
+
+    def feed(self, dataset: tf.data.Dataset) -> Stream:
+        stream = Stream(
+            dataset, self._host, self._by_workers, self._kind != "predict", global_seed()
+        )
+        if self._reading == "workers" and self._by_workers and not stream.by_workers:
+            raise ValueError(
+                'reading="workers": this data set cannot move to the workers, as it holds Python code, a variable or many arrays. Build it '
+                'of files and TensorFlow operations, or pass reading="auto".'
+            )
+        return stream
+
+    # --- Below ------------------------------------------------------------------------------------------------------
+    def _runner(self, model, model_step) -> RemoteRunner:
+        def results():
+            active, self._active = self._active, None
+            try:
+                return model.get_metrics_result()
+            finally:
+                self._active = active
+
+        trains = model_step == model.train_step
+
+        def called(steps: int) -> None:
+            if trains:
+                self.pulse.at(self.pulse.epoch, steps)
+            else:
+                self.pulse.beat(Phase.RUNNING)
+
+        return RemoteRunner(
+            self._pool, self._strategy, model, model_step, results, called, self._host
+        )
+
+    def _begin(self, runner: RemoteRunner, kind: str) -> None:
+        runner.begin(self._watches.get(kind, Watch()))
+        self._active = runner
+
+    @contextlib.contextmanager
+    def _during(self, kind: str, data):
+        outer = self._kind, self._active, self._by_workers
+        self._kind = kind
+        # Keras makes data sets of arrays, whose rows are here, and of generators, which cannot move.
+        self._by_workers = self._reading != "coordinator" and isinstance(data, tf.data.Dataset)
+        with contextlib.nullcontext() if outer[0] else self._pool.open():
+            try:
+                yield
+            finally:
+                self._kind, self._active, self._by_workers = outer
+                if outer[0] is None:
+                    self.pulse.end()
+
+    def _check(self, model: keras.Model) -> None:
+        check_optimizer(model, self._strategy)
+        if model.run_eagerly:
+            raise ValueError(
+                "run_eagerly=True under parameter_server: a step runs on other processes, as a graph. Compile the model without it; to "
+                "debug a step, train with the strategy one_device."
+            )
+        if model.jit_compile:
+            raise ValueError(
+                "compile(jit_compile=True) under parameter_server: XLA cannot compile a step whose variables are on other processes "
+                "(keras #18716). Pass jit_compile=False."
+            )
+
+
+def _check_end(method: str, data, steps: int | None, argument: str) -> None:
+    if (
+        isinstance(data, tf.data.Dataset)
+        and not steps
+        and int(data.cardinality()) == tf.data.INFINITE_CARDINALITY
+    ):
+        raise ValueError(
+            f"{method}: the data set has no end, expected {argument}. Pass {argument}=..., or leave out repeat()."
+        )

@@ -1,0 +1,484 @@
+"""Keras' `train_function` and `test_function` become pieces of work for the workers of a parameter-server cluster.
+
+No step runs here. Each piece is some steps on numbered batches; it comes back as one vector of what the steps added to the
+metrics, so that the coordinator can count every step once.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.data.batch_rows import count_rows
+from tfdist.keras_compat import step_counter
+from tfdist.train.parameter_server import metric_deltas
+from tfdist.train.parameter_server.batch_stream import Pass, dataset_variant
+from tfdist.train.parameter_server.worker_pool import Pool
+from tfdist.train.synchronous.feed import any_rows, tensors, without_optionals
+from tfdist.train.synchronous.step_monitoring import Stats, Watch
+
+REFRESH_SECONDS = 0.1  # between looks at the metrics while nobody watches single steps
+GROUP_SECONDS = 0.1  # of work that a worker takes at once then
+LARGEST_GROUP = 64  # pieces
+FED_GROUP = 8  # pieces, where their batches travel with them
+HEAD = 4  # numbers before the metrics in a result: steps, rows, seconds waited for batches, updates
+
+
+@dataclasses.dataclass(eq=False)
+class Piece:
+    """Steps on the batches from number `first` on; `batches` are those themselves, where the coordinator read them."""
+
+    first: int
+    steps: int
+    batches: list | None = None
+    graph: Any = None  # that runs it
+    done: int | None = None  # steps, fewer where the data ended
+
+
+class RemoteRunner:
+    """A `train_function` or `test_function`.
+
+    Args:
+        pool: The workers.
+        strategy: The parameter-server strategy.
+        model: The model.
+        step: `model.train_step` or `model.test_step`.
+        results: Gives the model's metrics from its variables.
+        called: Called after each call, with the steps of the epoch that are given out.
+        host: Device of the coordinator.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        strategy,
+        model: keras.Model,
+        step: Callable,
+        results: Callable[[], dict],
+        called: Callable[[int], None],
+        host: str,
+    ):
+        self._pool, self._strategy, self._called, self._host = pool, strategy, called, host
+        self.model, self._step, self._results = model, step, results
+        self._graphs: dict = {}
+        self._keys: list[str] = []  # of what the step returns
+        self.stats = Stats()
+        self._group = 1
+        self.begin(Watch())
+
+    def begin(self, watch: Watch) -> None:
+        """Starts a `fit` or `evaluate`."""
+        self.watch = watch
+        self._iterators: dict[int, tuple[Pass, Any, int]] = {}
+        self._pass: Pass | None = None
+        self._origin = 0  # number of the first batch taken
+        self._begin_epoch()
+
+    def _begin_epoch(self) -> None:
+        self.logs: dict[str, Any] = {}
+        self._pieces: list[
+            Piece
+        ] = []  # those that Keras has not asked for, where only its end tells the length of the data
+        self._waiting = 0  # pieces that are not done
+        self._calls = 0
+        self._total: np.ndarray | None = None  # of what pieces brought since the last look
+        self._steps = self._updates = 0
+        self._last: tuple[int, np.ndarray] | None = None
+        self._ended: int | None = None  # batches in all, once known from a worker
+        self._looked = self._began = time.monotonic()
+
+    # --- In the main thread -------------------------------------------------------------------------------------------
+    def __call__(self, iterator) -> dict[str, Any]:
+        if not self._calls:
+            self._seeds = metric_deltas.seeds(self.model)
+            counter = self._counter()
+            self._base = 0 if counter is None else int(counter.numpy())
+            self._began = time.monotonic()
+        if isinstance(iterator, Pass):
+            self._one_call(iterator)
+        else:
+            for data in iterator:  # train_on_batch
+                self._issue(Piece(self._calls, 1, [tensors(data)]))
+            self.settle()
+        self._calls += 1
+        if (
+            not self.logs
+            or self.watch.exact
+            or time.monotonic() - self._looked > REFRESH_SECONDS
+            or not isinstance(iterator, Pass)
+        ):
+            self._pool.wait(lambda: self._last is not None)
+            self._look()
+        self._called(self._calls * self.model.steps_per_execution)
+        return self.logs
+
+    def _one_call(self, batches: Pass) -> None:
+        steps = self.model.steps_per_execution
+        if self.watch.steps is not None:
+            steps = min(steps, self.watch.steps - self._calls * steps)
+        if batches is not self._pass:
+            self._pass, self._origin = batches, batches.position
+            batches.prepare()
+        window = 2 * len(self._pool.workers) * self._group
+        if not batches.stream.by_workers:
+            self._feed(batches, steps)
+        elif batches.length is None and not self.watch.steps:
+            self._until_the_end(batches, steps, window)
+            return
+        else:
+            steps = (
+                steps if batches.length is None else min(steps, batches.length - batches.position)
+            )
+            if steps <= 0 or self._ended is not None:
+                raise StopIteration
+            self._issue_numbers(batches, steps)
+        self._pool.wait(lambda: self._waiting < window)
+
+    def _feed(self, batches: Pass, steps: int) -> None:
+        first, began = batches.position, time.perf_counter()
+        read: list = []
+        with contextlib.suppress(StopIteration):
+            while len(read) < steps:
+                read.append(batches.batch())
+        self.stats.input_seconds += time.perf_counter() - began
+        if not read:
+            raise StopIteration
+        self._issue(Piece(first, len(read), read))
+
+    def _until_the_end(self, batches: Pass, per_call: int, window: int) -> None:
+        """Of data whose length only its end tells, pieces are given out ahead of Keras' calls, so that none is counted that was not."""
+        while self._ended is None and len(self._pieces) < window:
+            self._pieces.append(self._issue_numbers(batches, per_call))
+        asked = self._pieces.pop(0) if self._pieces else None
+        self._pool.wait(lambda: asked is None or asked.done is not None)
+        if asked is None or not asked.done:
+            raise StopIteration
+
+    def _issue_numbers(self, batches: Pass, steps: int) -> Piece:
+        batches.position += steps
+        return self._issue(Piece(batches.position - steps, steps))
+
+    def _issue(self, piece: Piece) -> Piece:
+        piece.graph = self._graph(piece)  # traced here, where an error of the user's step belongs
+        with self._pool.changed:
+            self._waiting += 1
+        self._pool.submit(self, piece)
+        return piece
+
+    def settle(self) -> None:
+        """Waits until no piece is in work."""
+        self._pool.wait(lambda: not self._waiting)
+
+    def end_epoch(self) -> dict[str, Any]:
+        """Waits for all pieces; metrics of the whole epoch, which also makes the last step's values final in `logs`."""
+        self.settle()
+        results = self._look()
+        counter = self._counter()
+        if (
+            counter is not None
+            and self._updates
+            and int(counter.numpy()) != self._base + self._updates
+        ):  # a step ran twice
+            counter.assign(self._base + self._updates)
+        if len(self._seeds):
+            metric_deltas.next_seeds(self.model, self._steps)
+        self.stats.seconds += time.monotonic() - self._began
+        self._begin_epoch()
+        return results
+
+    def _look(self) -> dict[str, Any]:
+        """Adds what pieces brought to the metrics, and puts their results into `logs`."""
+        self._looked = time.monotonic()
+        with self._pool.changed:
+            total, self._total = self._total, None
+            last = self._last
+        if total is not None:
+            position = 0
+            for variable in self.model.metrics_variables:
+                size = int(np.prod(variable.shape))
+                part = tf.cast(
+                    tf.reshape(total[position : position + size], variable.shape), variable.dtype
+                )
+                variable.assign(variable + part)
+                position += size
+        results = self._results()
+        if last is not None:
+            own = dict(zip(self._keys, last[1].tolist(), strict=True))
+            self.logs.update(results if set(own) == set(results) else own)
+        return results
+
+    def _counter(self) -> keras.Variable | None:
+        return None if self.model.optimizer is None else step_counter(self.model.optimizer)
+
+    # --- In the workers' threads ----------------------------------------------------------------------------------------
+    def take(self, pieces: collections.deque, worker: int) -> list[Piece]:
+        """The next pieces for a worker: neighbours, and none before where its iterator is, if others are left."""
+        position = self._iterators[worker][2] if worker in self._iterators else 0
+        start = next(
+            (i for i, p in enumerate(pieces) if p.batches is not None or p.first >= position), 0
+        )
+        fed = pieces[start].batches is not None
+        most = min(
+            -(-len(pieces) // len(self._pool.workers)),
+            FED_GROUP if fed else LARGEST_GROUP,
+            self._group,
+        )
+        taken = [pieces[start]]
+        del pieces[start]
+        while (
+            len(taken) < most
+            and start < len(pieces)
+            and pieces[start].first == taken[-1].first + taken[-1].steps
+        ):
+            taken.append(pieces[start])
+            del pieces[start]
+        return taken
+
+    def execute(self, worker: int, pieces: list[Piece], call: Callable) -> tuple[np.ndarray, float]:
+        """Runs neighbouring pieces on a worker."""
+        began = time.monotonic()
+        graph = pieces[0].graph
+        index = pieces[0].first - self._origin
+        if pieces[0].batches is None:
+            return self._execute_there(
+                worker, pieces, graph, self._here(index), call
+            ), time.monotonic() - began
+        batches, parts = [b for piece in pieces for b in piece.batches or []], []
+        for run in _alike(batches) if graph.stacks else [[b] for b in batches]:
+            with tf.device(self._host):  # as `_here` says
+                data = (
+                    tf.nest.map_structure(lambda *x: None if x[0] is None else tf.stack(x), *run)
+                    if graph.stacks
+                    else run[0]
+                )
+            parts.append(call(graph.function, data, self._here(index), self._seeds).numpy())
+            index += len(run)
+        size = self._size()
+        total = np.concatenate([np.sum([part[:size] for part in parts], 0), parts[-1][size:]])
+        return total, time.monotonic() - began
+
+    def _execute_there(
+        self, worker: int, pieces: list[Piece], graph, index, call: Callable
+    ) -> np.ndarray:
+        batches = self._pass
+        assert batches is not None
+        owner, iterator, position = self._iterators.pop(worker, (None, None, 0))
+        if owner is not batches or position > pieces[0].first:
+            iterator, position = call(graph.opener, self._here(batches.graph)), 0
+        steps = self._here(sum(piece.steps for piece in pieces))
+        skip = self._here(pieces[0].first - position)
+        result = call(graph.function, iterator, skip, steps, index, self._seeds).numpy()
+        self._iterators[worker] = batches, iterator, pieces[0].first + int(result[0])
+        return result
+
+    def _here(self, value: int | bytes) -> tf.Tensor:
+        """A tensor that travels with the call that it is for: `tf.constant` on a worker that is stopped would wait, and hold all threads of Python."""
+        with tf.device(self._host):
+            return tf.constant(value, tf.string if isinstance(value, bytes) else tf.int64)
+
+    def forget(self, worker: int) -> None:
+        """Drops a worker's iterator."""
+        self._iterators.pop(worker, None)
+
+    def done(self, pieces: list[Piece], result: tuple[np.ndarray, float]) -> None:
+        """Adds a result up; the pool's lock is held."""
+        numbers, seconds = result
+        steps, rows, waited, updates = numbers[:HEAD]
+        left = int(steps)
+        for piece in pieces:
+            piece.done = min(piece.steps, left)
+            piece.batches = None
+            self._waiting -= 1
+            left -= piece.done
+        if steps < sum(piece.steps for piece in pieces):
+            end = pieces[0].first + int(steps)
+            self._ended = end if self._ended is None else min(end, self._ended)
+        self._steps += int(steps)
+        self._updates += int(updates)
+        self.stats.steps += int(steps)
+        self.stats.examples += int(rows)
+        self.stats.input_seconds += waited / len(self._pool.workers)
+        sums, logs = numbers[HEAD : self._size()], numbers[self._size() :]
+        self._total = sums if self._total is None else self._total + sums
+        if steps and (self._last is None or pieces[-1].first >= self._last[0]):
+            self._last = pieces[-1].first, logs
+        if not self.watch.exact and steps:
+            fitting = max(1, int(GROUP_SECONDS * len(pieces) / max(seconds, 1e-4)))
+            self._group = min(LARGEST_GROUP, fitting, 4 * self._group)
+
+    # --- Graphs ---------------------------------------------------------------------------------------------------------
+    def _graph(self, piece: Piece) -> _Graph:
+        kind = "there" if piece.batches is None else repr(any_rows(piece.batches[0]))
+        if kind not in self._graphs:
+            self._graphs[kind] = self._trace(piece)
+        return self._graphs[kind]
+
+    def _trace(self, piece: Piece) -> _Graph:
+        number, seeds = (
+            tf.TensorSpec([], tf.int64),
+            tf.TensorSpec(self._seeds.shape, self._seeds.dtype),
+        )
+        if piece.batches is None:
+            assert self._pass is not None
+            spec = self._pass.stream.element_spec
+
+            def open_iterator(graph):
+                return iter(tf.data.experimental.from_variant(dataset_variant(graph), spec))
+
+            opener = function_of(open_iterator).get_concrete_function(tf.TensorSpec([], tf.string))
+            concrete = function_of(self._there).get_concrete_function(
+                tf.data.IteratorSpec(spec), number, number, number, seeds
+            )
+            return _Graph(concrete, opener=opener)
+        specs = any_rows(piece.batches[0])
+        stacks = all(x is None or isinstance(x, tf.TensorSpec) for x in tf.nest.flatten(specs))
+        if not stacks:
+            return _Graph(function_of(self._one).get_concrete_function(specs, number, seeds))
+        specs = tf.nest.map_structure(
+            lambda s: None if s is None else tf.TensorSpec([None, *s.shape], s.dtype), specs
+        )
+        return _Graph(
+            function_of(self._fed).get_concrete_function(specs, number, seeds), stacks=True
+        )
+
+    def _there(self, iterator, skip, steps, index, seeds):
+        """Skips batches, then runs steps on the next ones, fewer where the data ends."""
+        tf.while_loop(
+            lambda i, more: (i < skip) & more,
+            lambda i, more: (i + 1, iterator.get_next_as_optional().has_value()),
+            [tf.zeros_like(skip), True],
+            parallel_iterations=1,
+        )
+
+        def read(result):
+            with tf.control_dependencies([result]):
+                began = tf.timestamp()
+            with tf.control_dependencies([began]):
+                following = iterator.get_next_as_optional()
+            with tf.control_dependencies([following.has_value()]):
+                waited = tf.timestamp() - began
+            return following, result + tf.one_hot(
+                2, tf.size(result), waited, tf.zeros([], tf.float64)
+            )
+
+        def body(i, result, following):
+            result = self._add(result, self._one(following.get_value(), index + i, seeds))
+            return i + 1, *tf.cond(
+                i + 1 < steps, lambda: read(result), lambda: (following, result)
+            )[::-1]
+
+        following, result = read(tf.zeros([self._size()], tf.float64))
+        return self._loop(
+            lambda i, result, following: (i < steps) & following.has_value(),
+            body,
+            result,
+            following,
+        )
+
+    def _fed(self, stacked, index, seeds):
+        """One step on each of some batches of equal shape, `[batches, rows, ...]`."""
+        count = next(
+            tf.shape(x, out_type=tf.int64)[0] for x in tf.nest.flatten(stacked) if x is not None
+        )
+
+        def body(i, result):
+            data = tf.nest.map_structure(lambda x: None if x is None else x[i], stacked)
+            return i + 1, self._add(result, self._one(data, index + i, seeds))
+
+        return self._loop(lambda i, result: i < count, body, tf.zeros([self._size()], tf.float64))
+
+    def _loop(self, condition, body, result, *more):
+        specs = [
+            tf.TensorSpec([], tf.int64),
+            tf.TensorSpec([None], tf.float64),
+            *(tf.type_spec_from_value(x) for x in more),
+        ]
+        start = [tf.zeros([], tf.int64), result, *more]
+        return tf.while_loop(condition, body, start, shape_invariants=specs, parallel_iterations=1)[
+            1
+        ]
+
+    def _one(self, data, index, seeds):
+        """One step: `[steps, rows, waited, updates, metric deltas ..., logs ...]`, float64."""
+        data = without_optionals(data)
+        with metric_deltas.collected(self.model, seeds, index) as added:
+            logs = self._strategy.run(self._step, args=(data,))
+        *sums, updates = added
+        if not isinstance(logs, dict):
+            raise TypeError(
+                f"{self._step.__qualname__} returned {type(logs).__name__}; expected a dict of names and numbers."
+            )
+        logs = _flat(logs)
+        self._keys = list(logs)
+        means = [tf.reduce_mean(tf.cast(value, tf.float64)) for value in logs.values()]
+        head = [
+            tf.ones([], tf.float64),
+            tf.cast(count_rows(data), tf.float64),
+            tf.zeros([], tf.float64),
+            tf.cast(updates, tf.float64),
+        ]
+        return tf.concat(
+            [
+                head,
+                *(tf.reshape(tf.cast(s, tf.float64), [-1]) for s in sums),
+                tf.reshape(means, [-1]),
+            ],
+            0,
+        )
+
+    def _add(self, result, added):
+        """Sums, but for the logs behind them, of which the last step's count."""
+        size = self._size()
+        return tf.ensure_shape(tf.concat([result[:size] + added[:size], added[size:]], 0), [None])
+
+    def _size(self) -> int:
+        return HEAD + sum(int(np.prod(v.shape)) for v in self.model.metrics_variables)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Graph:
+    """A traced loop over steps.
+
+    Fields:
+        function: Runs steps.
+        opener: Makes the iterator that it reads from.
+        stacks: Whether batches are stacked for it.
+    """
+
+    function: Any
+    opener: Any = None
+    stacks: bool = False
+
+
+def _flat(logs: dict) -> dict:
+    """Logs with those of metrics that have several results, such as `compile_metrics`, side by side, as Keras shows them."""
+    return dict(
+        pair
+        for name, value in logs.items()
+        for pair in (_flat(value) if isinstance(value, dict) else {name: value}).items()
+    )
+
+
+def function_of(body: Callable):
+    return tf.function(body, autograph=False)
+
+
+def _alike(batches: list) -> list[list]:
+    """Neighbouring batches of equal shapes, together."""
+    runs: list[list] = []
+    shapes = None
+    for batch in batches:
+        own = [None if x is None else x.shape for x in tf.nest.flatten(batch)]
+        if own != shapes:
+            runs.append([])
+            shapes = own
+        runs[-1].append(batch)
+    return runs

@@ -1,0 +1,211 @@
+"""A traced step's assignments to metrics, seeds and step counts become values that the step returns; nothing is written here.
+
+Workers that add to one variable at the same time lose each other's updates. So a step on a worker starts its metrics at zero
+and returns what it added; the coordinator, the only writer, adds that up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Iterator
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.keras_compat import accumulating, local_update, replaced_values, step_counter
+from tfdist.train.synchronous.replica_step import seed_states
+
+# What `collected` is tracing; TensorFlow traces the step itself in another thread.
+_trace = types.SimpleNamespace(graph=None, updates=None, optimizer=None)
+
+# Draws that a step may make from one seed generator before it meets the numbers of the next step.
+_DRAWS = 1024
+
+
+class Cell:
+    """Stands in for a `tf.Variable` while a step is traced.
+
+    Args:
+        initial: Its value at the beginning, any tensor.
+    """
+
+    def __init__(self, initial: tf.Tensor):
+        self._value = initial
+        self.shape, self.dtype = initial.shape, initial.dtype
+
+    def value(self) -> tf.Tensor:
+        return self._value
+
+    read_value = value
+
+    def assign(self, value, **_) -> tf.Tensor:
+        self._value = tf.cast(tf.convert_to_tensor(value), self.dtype)
+        return self._value
+
+    def assign_add(self, value, **_) -> tf.Tensor:
+        return self.assign(self.value() + tf.cast(value, self.dtype))
+
+    def assign_sub(self, value, **_) -> tf.Tensor:
+        return self.assign(self.value() - tf.cast(value, self.dtype))
+
+    def __tf_tensor__(self, dtype=None, name=None) -> tf.Tensor:
+        return self.value() if dtype is None else tf.cast(self.value(), dtype)
+
+    def __getitem__(self, key):
+        return self.value()[key]
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.value(), name)
+
+
+def _operator(name: str):
+    return lambda self, *args: getattr(self.value(), name)(*args)
+
+
+for _name in (
+    "add",
+    "radd",
+    "sub",
+    "rsub",
+    "mul",
+    "rmul",
+    "truediv",
+    "rtruediv",
+    "floordiv",
+    "mod",
+    "neg",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+):
+    setattr(Cell, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+class Snapshot(Cell):
+    """Stands in for a `tf.Variable` on a parameter server: one value throughout a step, whatever others write meanwhile.
+
+    Args:
+        variable: The variable, to which assignments go.
+    """
+
+    def __init__(self, variable: tf.Variable):
+        super().__init__(variable.read_value())
+        self._variable = variable
+
+    def assign(self, value, **_) -> tf.Tensor:
+        return self._variable.assign(tf.cast(value, self.dtype))
+
+
+class Accumulator(Cell):
+    """Stands in for a `tf.Variable` on a parameter server: writes what was read, changed, as the change.
+
+    Args:
+        variable: The variable.
+    """
+
+    def __init__(self, variable: tf.Variable):
+        self._variable = variable
+        self._reads: dict[tf.Graph, tf.Tensor] = {}  # a branch of a tf.cond has a graph of its own
+        self.shape, self.dtype = variable.shape, variable.dtype
+
+    def value(self) -> tf.Tensor:
+        graph = tf.compat.v1.get_default_graph()
+        if graph not in self._reads:
+            self._reads[graph] = self._variable.read_value()
+        return self._reads[graph]
+
+    read_value = value
+
+    def assign(self, value, **_) -> tf.Tensor:
+        return self._variable.assign_add(tf.cast(value, self.dtype) - self.value())
+
+    def add(self, gradient) -> None:
+        """Adds without reading."""
+        if isinstance(gradient, tf.IndexedSlices):
+            self._variable.scatter_add(gradient)
+        else:
+            self._variable.assign_add(tf.cast(gradient, self.dtype))
+
+
+@contextlib.contextmanager
+def collected(model: keras.Model, seeds: tf.Tensor, index: tf.Tensor) -> Iterator[list[tf.Tensor]]:
+    """Traces one step of a model, and gives what it added to each metric variable, and to its step count, as a list.
+
+    Args:
+        model: The model.
+        seeds: States of the model's seed generators at the beginning of the epoch, int64 `[generators, 2]`.
+        index: Number of the step in its epoch, int64 scalar. Each step draws its own random numbers, the same ones when it
+            runs again.
+
+    Yields:
+        A list that is filled when the block ends: one tensor for each of `model.metrics_variables`, then the number of updates
+        by `model.optimizer`, int64 scalar.
+    """
+    metrics, generators = model.metrics_variables, seed_states(model)
+    cells = [Cell(tf.zeros(v.shape, v.dtype)) for v in metrics]
+    shift = tf.stack([tf.zeros_like(index), (index + 1) * _DRAWS])
+    states = [Cell(tf.cast(seeds[i] + shift, v.dtype)) for i, v in enumerate(generators)]
+    added: list[tf.Tensor] = []
+    _trace.graph, _trace.updates, _trace.optimizer = (
+        tf.compat.v1.get_default_graph(),
+        tf.zeros((), tf.int64),
+        model.optimizer,
+    )
+    scale = _loss_scale(model.optimizer)
+    snapshots = [
+        Snapshot(v.value) for v in scale
+    ]  # else a gradient could be scaled by one number, and unscaled by another
+    with replaced_values([*metrics, *generators, *scale], [*cells, *states, *snapshots]):
+        yield added
+    added.extend([*(c.value() for c in cells), _trace.updates])
+
+
+def _loss_scale(optimizer: keras.optimizers.Optimizer | None) -> list[keras.Variable]:
+    if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or not optimizer.built:
+        return []
+    return [optimizer.step_counter, optimizer.dynamic_scale]
+
+
+def seeds(model: keras.Model) -> tf.Tensor:
+    """States of the model's seed generators, int64 `[generators, 2]`."""
+    return tf.constant(
+        np.reshape([np.asarray(v.numpy(), np.int64) for v in seed_states(model)], [-1, 2]), tf.int64
+    )
+
+
+def next_seeds(model: keras.Model, steps: int) -> None:
+    """Moves the model's seed generators past the numbers that so many steps drew."""
+    for v in seed_states(model):
+        v.assign(v + tf.cast([0, (steps + 1) * _DRAWS], v.dtype))
+
+
+@contextlib.contextmanager
+def ticket(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
+    """Inside, an optimizer's step count is a number that no other update gets, and counts exactly one.
+
+    Keras reads the count, and writes it back increased by one at the end of the update: workers that update at the same time
+    would count one for two, and with gradient accumulation apply or skip an update twice, or lose gradients.
+    """
+    counter = step_counter(optimizer)
+    number = tf.raw_ops.ResourceCountUpTo(
+        resource=counter.value.handle, limit=counter.value.dtype.max, T=counter.value.dtype
+    )
+    with (
+        replaced_values([counter], [Cell(number)]),
+        accumulating(optimizer, Accumulator),
+        local_update(optimizer, 0),
+    ):
+        yield
+
+
+def count_updates(optimizer: keras.optimizers.Optimizer, updates) -> None:
+    """Counts a call of an optimizer's for what `collected` gives, where it is the model's; `updates` tells whether it will count."""
+    if _trace.graph is tf.compat.v1.get_default_graph() and optimizer is _trace.optimizer:
+        _trace.updates += tf.cast(updates, tf.int64)

@@ -1,0 +1,119 @@
+"""Keras' `predict_function` becomes work for the workers of a parameter-server cluster; outputs keep the order of inputs."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.train.parameter_server.dispatch import function_of
+from tfdist.train.parameter_server.worker_pool import Pool
+from tfdist.train.synchronous.feed import any_rows, tensors, without_optionals
+
+
+class RemotePredictor:
+    """A `predict_function`, whose results are computed while Keras asks for the next ones.
+
+    Args:
+        pool: The workers.
+        strategy: The parameter-server strategy.
+        model: The model.
+        host: Device of the coordinator.
+    """
+
+    def __init__(self, pool: Pool, strategy, model: keras.Model, host: str):
+        self._pool, self._strategy, self._model, self._host = pool, strategy, model, host
+        self._graphs: dict = {}
+        self._pieces: list[_Prediction] = []
+
+    def __call__(self, batches: list) -> Any:
+        batches = [tensors(batch) for batch in batches]
+        piece = _Prediction(
+            [(self._graph(batch), batch) for batch in batches]
+        )  # traced here, where an error of the user's model belongs
+        self._pieces = [p for p in self._pieces if p.outputs is None] + [piece]
+        self._pool.submit(self, piece)
+        window = 4 * len(self._pool.workers)
+        self._pool.wait(lambda: sum(p.outputs is None for p in self._pieces) < window)
+        outputs = piece.work[0][0].structured_outputs
+        if not all(
+            isinstance(spec, tf.TensorSpec | tf.Tensor) for spec in tf.nest.flatten(outputs)
+        ):
+            self._pool.wait(lambda: piece.outputs is not None)
+            return piece.outputs
+        flat = [_Later(self._pool, piece, place) for place in range(len(tf.nest.flatten(outputs)))]
+        return tf.nest.pack_sequence_as(outputs, flat)
+
+    def take(self, pieces: collections.deque, worker: int) -> list[_Prediction]:
+        """The next one."""
+        return [pieces.popleft()]
+
+    def execute(self, worker: int, pieces: list[_Prediction], call: Callable) -> Any:
+        """Runs a prediction on a worker, and brings its outputs here."""
+        outputs = []
+        for graph, batch in pieces[0].work:
+            there = call(graph, batch)
+            with tf.device(self._host):
+                outputs.append(tf.nest.map_structure(tf.identity, there, expand_composites=True))
+        with tf.device(self._host):
+            return (
+                tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
+                if len(outputs) > 1
+                else outputs[0]
+            )
+
+    def forget(self, worker: int) -> None:
+        """Workers keep nothing."""
+
+    def done(self, pieces: list[_Prediction], result: Any) -> None:
+        """Keeps the outputs for who asks."""
+        pieces[0].outputs = result
+
+    def _graph(self, batch):
+        specs = any_rows(batch)
+        kind = repr(specs)
+        if kind not in self._graphs:
+            self._graphs[kind] = function_of(self._predict).get_concrete_function(specs)
+        return self._graphs[kind]
+
+    def _predict(self, data):
+        return self._strategy.run(self._model.predict_step, args=(without_optionals(data),))
+
+
+@dataclasses.dataclass(eq=False)
+class _Prediction:
+    work: list  # a graph and a batch each
+    outputs: Any = None
+
+
+class _Later:
+    """A tensor that a worker still computes: it is there when somebody looks at it."""
+
+    def __init__(self, pool: Pool, piece: _Prediction, place: int):
+        self._pool, self._piece, self._place = pool, piece, place
+
+    def numpy(self) -> np.ndarray:
+        return self.__tf_tensor__().numpy()
+
+    def __tf_tensor__(self, dtype=None, name=None) -> tf.Tensor:
+        self._pool.wait(lambda: self._piece.outputs is not None)
+        return tf.nest.flatten(self._piece.outputs)[self._place]
+
+    def __array__(self, dtype=None, copy=None) -> np.ndarray:
+        return np.asarray(self.numpy(), dtype)
+
+    def __getitem__(self, key):
+        return self.__tf_tensor__()[key]
+
+    @property
+    def shape(self) -> tf.TensorShape:
+        return self.__tf_tensor__().shape
+
+    @property
+    def dtype(self) -> tf.DType:
+        return self.__tf_tensor__().dtype

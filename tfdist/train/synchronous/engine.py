@@ -1,0 +1,481 @@
+"""Keras' `fit`, `evaluate` and `predict` become runs of the loop in this directory, for the models of one strategy.
+
+The methods named as in `keras_compat.MODEL_HOOKS` are what the hooks call. No step is computed here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.keras_compat import holder_of
+from tfdist.parallel.placement import Placement
+from tfdist.parallel.sharding.fsdp import check_deferred
+from tfdist.parallel.sharding.whole_model_files import as_plain, check_export
+from tfdist.sync import Gradients, LocalSGD, Policy
+from tfdist.train.callbacks.backup_and_restore import BackupAndRestore
+from tfdist.train.callbacks.saving import backing, told_alike
+from tfdist.train.health.heartbeat import Pulse, length, size
+from tfdist.train.health.watchdog import Patience
+from tfdist.train.hooks import Hooks, bind, check_optimizer, fewest
+from tfdist.train.synchronous import gradient_sum, replica_step
+from tfdist.train.synchronous.feed import Feed
+from tfdist.train.synchronous.gradient_aggregation import Merging, check_totals
+from tfdist.train.synchronous.local_sgd import LocalSteps
+from tfdist.train.synchronous.loop import Runner
+from tfdist.train.synchronous.predict import Predictor
+from tfdist.train.synchronous.replica_state import Sync, called_alike, share
+from tfdist.train.synchronous.step_monitoring import Watch
+from tfdist.train.synchronous.worker_callbacks import (
+    backups_last,
+    follow,
+    is_progress_bar,
+    make_directories,
+    watches,
+)
+from tfdist.train.timing.step_breakdown import Anatomy, Recorder
+
+log = logging.getLogger("tfdist")
+
+
+class Engine(Hooks):
+    """How the models of one synchronous strategy train.
+
+    Args:
+        strategy: The strategy; gets this object as its `tfdist_engine`.
+        placement: Where this process stands among the replicas.
+        host: Name of this process' CPU device.
+        central: Whether the replicas share one copy of the variables.
+        timeout: Seconds that a step waits for other workers.
+        sync: How replicas become one.
+        communication: How workers exchange tensors: "auto", "ring" or "nccl".
+    """
+
+    pulse: Pulse
+    merging: Merging | LocalSteps
+    # Called in each replica with the gradients, summed over the replicas, and their variables, before the optimizer takes them.
+    watch_gradients: Callable[[Sequence[Any], Sequence[Any] | None], None] | None = None
+
+    def __init__(
+        self, strategy: tf.distribute.Strategy, placement: Placement, host: str, central: bool = False, timeout: float = 600.0, sync: Policy | None = None,
+        communication: str = "auto",
+    ):  # fmt: skip
+        self._strategy, self.host, self._central = strategy, host, central
+        self.placement, self.communication = placement, communication
+        self.use(sync or Gradients())
+        self._syncs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        self._by_hand: weakref.WeakSet[Runner] = (
+            weakref.WeakSet()
+        )  # of models whose last steps were those of train_on_batch
+        self._active: Runner | None = None
+        self._kind: str | None = (
+            None  # which Keras method is walking over data: "fit", "evaluate" or "predict"
+        )
+        self._watches: dict[str, Watch] = {}
+        self._training_feed: Feed | None = None  # of the fit that runs
+        self._steps_per_epoch: int | None = None
+        self._steps_of_fit: range | None = None  # where the caller says how many an epoch has
+        self._recorder: Recorder | None = None  # of the fit that runs, where its steps are measured
+        self.pulse = Pulse(placement.is_chief)
+        self.patience = Patience(timeout, placement)
+        strategy.tfdist_engine = self
+
+    def use(self, policy: Policy) -> None:
+        """Sets how replicas become one, in steps that have not been traced yet."""
+        if isinstance(policy, LocalSGD):
+            self.merging = LocalSteps(policy, self._strategy, self.placement)
+        else:
+            self.merging = Merging(policy, self._strategy, self.placement, self._central)
+
+    # --- fit, evaluate, predict -----------------------------------------------------------------------------------
+    def fit(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
+        call = bind(keras_method, model, args, kwargs)
+        self._check(model)
+        if isinstance(call["x"], tf.data.Dataset):
+            call["kwargs"].setdefault(
+                "shuffle", False
+            )  # Keras warns that its default True has no effect on a Dataset
+        callbacks = self._as_member(call)
+        with backing(callbacks, self.placement.is_chief, call["initial_epoch"]):
+            return self._fit(model, keras_method, call, callbacks)
+
+    def _fit(self, model: keras.Model, keras_method: Callable, call: dict, callbacks: list):
+        self._steps_per_epoch, self._training_feed = call["steps_per_epoch"], None
+        given = {
+            "epochs": call["epochs"],
+            "initial_epoch": call["initial_epoch"],
+            "steps_per_epoch": call["steps_per_epoch"] or -1,
+            "batch_size": call["batch_size"] or -1,
+            "length of the training data": size(call["x"]),
+            "length of the validation data": size(call["validation_data"]),
+            **told_alike(callbacks),
+        }
+        given["number of tfdist.Anatomy callbacks"] = len(
+            anatomies := [c for c in callbacks if isinstance(c, Anatomy)]
+        )
+        exact, exact_test, progress, saves = self._agree(
+            model, given, callbacks, bool(call["progress"])
+        )
+        self._watches = {
+            "fit": Watch(
+                exact,
+                progress,
+                fewest(call["steps_per_epoch"], keras.config.max_steps_per_epoch()),
+                saves,
+            ),
+            "evaluate": Watch(exact_test, False, call["validation_steps"], saves),
+        }
+        steps = self._watches["fit"].steps or 0
+        per_epoch = -(-steps // model.steps_per_execution) * model.steps_per_execution
+        self._steps_of_fit = (
+            range(call["initial_epoch"] * per_epoch, call["epochs"] * per_epoch) if steps else None
+        )
+        self.pulse.begin(call["initial_epoch"], call["steps_per_epoch"] or length(call["x"]))
+        with self._during("fit"), self._recording(anatomies, exact):
+            return keras_method(model, **call["kwargs"])
+
+    def evaluate(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
+        call = bind(keras_method, model, args, kwargs)
+        if isinstance(call["callbacks"], keras.callbacks.CallbackList):  # the validation of a fit
+            with self._during("evaluate"):
+                return keras_method(model, **call["kwargs"])
+        self._check(model)
+        self._sync(model).meet()
+        callbacks = self._as_member(call)
+        given = {
+            "steps": call["steps"] or -1,
+            "batch_size": call["batch_size"] or -1,
+            "length of the data": size(call["x"]),
+        }
+        _, exact, progress, _ = self._agree(model, given, callbacks, bool(call["progress"]))
+        self._watches = {"evaluate": Watch(exact, progress, call["steps"])}
+        with self._during("evaluate"):
+            return keras_method(model, **call["kwargs"])
+
+    def predict(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
+        call = bind(keras_method, model, args, kwargs)
+        check_deferred(model)
+        callbacks = self._as_member(call)
+        given = {
+            "steps": call["steps"] or -1,
+            "batch_size": call["batch_size"] or -1,
+            "length of the data": size(call["x"]),
+        }
+        self._agree(model, given, callbacks, False)
+        self._sync(model).meet()
+        with self._during("predict"):
+            return keras_method(model, **call["kwargs"])
+
+    def train_on_batch(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
+        self._check(model)
+        logs = self._on_batch(model, keras_method, *args, **kwargs)
+        self._by_hand.add(model.train_function)
+        return logs
+
+    def test_on_batch(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
+        self._check(model)
+        self._sync(model).gather()
+        return self._on_batch(model, keras_method, *args, **kwargs)
+
+    def predict_on_batch(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
+        self._sync(model).gather()
+        return keras_method(model, *args, **kwargs)
+
+    def _on_batch(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
+        self._watches = {}
+        try:
+            return keras_method(model, *args, **kwargs)
+        finally:
+            self._active = None
+            self.pulse.end()
+
+    # --- What they are made of --------------------------------------------------------------------------------------
+    def make_train_function(self, model: keras.Model, _, force: bool = False):
+        if force or not isinstance(model.train_function, Runner):
+            self._sync(model).forget()  # of what the model was compiled with before
+            model.train_function = self._runner(model, model.train_step)
+        self.prepare(model)
+        self._begin(model.train_function, "fit", verify=True)
+        model.train_function.epoch = self.pulse.epoch
+        return model.train_function
+
+    def make_test_function(self, model: keras.Model, _, force: bool = False):
+        if force or not isinstance(model.test_function, Runner):
+            model.test_function = self._runner(model, model.test_step)
+        self._begin(model.test_function, "evaluate", verify="fit" not in self._watches)
+        return model.test_function
+
+    def make_predict_function(self, model: keras.Model, _, force: bool = False):
+        check_deferred(model)  # of predict_on_batch
+        if force or not isinstance(model.predict_function, Predictor):
+            model.predict_function = Predictor(
+                self._strategy, self.placement, self.host, model, self.patience
+            )
+        return model.predict_function
+
+    def get_metrics_result(self, model: keras.Model, keras_method: Callable):
+        """Keras asks eagerly at the end of each epoch: the place where the replicas' metrics meet."""
+        runner = self._active
+        in_replica = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
+        if not tf.executing_eagerly() or in_replica or runner is None or runner.model is not model:
+            return keras_method(model)
+        return runner.end_epoch()
+
+    def prepare(self, model: keras.Model) -> None:
+        """Makes the state of the policy before a compiled model's first step; a sharded optimizer or model has a policy of its own."""
+        if (
+            model.optimizer is not None
+            and model.optimizer.built
+            and self.exchange_of(model) is self.merging
+        ):
+            self.merging.prepare(model.optimizer, model.trainable_variables)
+
+    def apply(self, optimizer, keras_apply: Callable, grads, variables):
+        holder = holder_of(optimizer, variables)
+        if holder is not None:
+            return gradient_sum.apply_to_parts(
+                holder,
+                optimizer,
+                keras_apply,
+                list(grads),
+                variables,
+                replica_step.local_replica(self.placement),
+            )
+        return self.merging.apply(
+            optimizer, keras_apply, list(grads), variables, self.watch_gradients
+        )
+
+    def scale_loss_for_distribution(self, keras_function: Callable, value):
+        return replica_step.scale_loss(keras_function, value)
+
+    def unscale_loss_for_distribution(self, keras_function: Callable, value):
+        return replica_step.unscale_loss(keras_function, value)
+
+    def reduce_weighted_values(self, keras_function: Callable, *args, **kwargs):
+        return replica_step.reduce_weighted_values(keras_function, *args, **kwargs)
+
+    @property
+    def is_chief(self) -> bool:  # type: ignore[override]
+        return self.placement.is_chief
+
+    @property
+    def feeding(self) -> bool:  # type: ignore[override]
+        return self._kind is not None
+
+    def feed(self, dataset: tf.data.Dataset) -> Feed:
+        steps = self._steps_of_fit if self._kind == "fit" else None
+        feed = Feed(
+            dataset, self.placement, self.host, symbolic_first=self._kind != "predict", steps=steps
+        )
+        if self._kind == "fit" and self._training_feed is None:
+            self._training_feed = feed
+        return feed
+
+    # --- What BackupAndRestore asks -----------------------------------------------------------------------------------
+    def begins_within_epochs(self) -> bool:
+        return (
+            self._training_feed is not None
+        )  # else: data that TensorFlow or the user distributed, which only they can begin elsewhere
+
+    def begin_at(self, model: keras.Model, epoch: int, step: int) -> bool:
+        if self._training_feed is None:
+            return False
+        if step and not self._training_feed.ordered:
+            log.warning(
+                "Going on after step %d of epoch %d with data that are no pipeline of tfdist.data: they must give the same batches in each pass. Where "
+                "they are shuffled anew, as arrays are unless shuffle=False, examples of this epoch come twice, or not.",
+                step, epoch + 1,
+            )  # fmt: skip
+        self._training_feed.begin_at(epoch, step, self._steps_per_epoch)
+        model.train_function.begin_at(epoch, step)
+        return True
+
+    def pause_at(self, step: int, who: str = "backup") -> None:
+        if self._active is not None:
+            self._active.pauses[who] = step
+
+    def stopping(self) -> bool:
+        return self._active is not None and self._active.stopping and self._active.at_rest
+
+    def chief_says(self, numbers: list[float]) -> list[float]:
+        return numbers if self.placement.workers == 1 else self.everyone_says(numbers)[0]
+
+    def everyone_says(self, numbers: list[float]) -> list[list[float]]:
+        return share(self._strategy, self.placement, np.array(numbers, np.float64)).tolist()
+
+    def replicas(self) -> tuple[int, int]:
+        return self.placement.replicas, self.placement.first_replica
+
+    def gathered(self, model: keras.Model) -> contextlib.AbstractContextManager[None]:
+        return as_plain(model, self.placement.workers, self.placement.is_chief)
+
+    def values(self, model: keras.Model, variables: Sequence[keras.Variable]) -> list[np.ndarray]:
+        return self._sync(model).values(variables)
+
+    def metric_totals(self, model: keras.Model) -> list:
+        self._sync(model).meet()
+        return self._sync(model).totals(model.metrics_variables)
+
+    def set_metric_totals(self, model: keras.Model, totals: list) -> None:
+        self._sync(model).set_totals(model.metrics_variables, totals)
+
+    def sync_totals(self, model: keras.Model) -> list:
+        totals = self._sync(model).totals(self.merging.variables(model.optimizer))
+        self.set_sync_totals(
+            model, totals
+        )  # so that this run goes on from the numbers from which one goes on that restores them
+        return totals
+
+    def set_sync_totals(self, model: keras.Model, totals: list) -> None:
+        self.prepare(model)
+        held = self.merging.variables(model.optimizer)
+        check_totals(self.merging.policy, held, totals)
+        self._sync(model).set_totals(held, totals)
+
+    def exchange_of(self, model: keras.Model) -> Any:
+        """What makes one of the replicas of a compiled model, by its `policy`: its sharded optimizer, its shards, or `merging`."""
+        return holder_of(model.optimizer, model.trainable_variables) or self.merging
+
+    def bytes_per_step(self, model: keras.Model) -> float:
+        found = self.exchange_of(model)
+        return (
+            found.bytes_per_step(model.optimizer) if found is self.merging else found.bytes_per_step
+        )
+
+    # --- Files -----------------------------------------------------------------------------------------------------
+    def save(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
+        """Only the chief's reach a file; all workers give their parts of what is sharded, and meet where each has trained by itself."""
+        self._sync(model).gather()
+        with self.gathered(model):
+            if self.placement.is_chief:
+                return keras_method(model, *args, **kwargs)
+        log.debug(
+            "%s leaves model.%s to the chief",
+            self.placement.task(self.placement.rank),
+            keras_method.__name__,
+        )
+        return None
+
+    save_weights = save
+
+    def export(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
+        check_export(model)
+        return self.save(model, keras_method, *args, **kwargs)
+
+    # --- Below ------------------------------------------------------------------------------------------------------
+    def _runner(self, model, model_step) -> Runner:
+        trains = model_step == model.train_step
+        return Runner(
+            self._strategy,
+            self.placement,
+            self.host,
+            model,
+            model_step,
+            self._sync(model),
+            self.pulse,
+            trains,
+        )
+
+    def _sync(self, model) -> Sync:
+        if model not in self._syncs:
+            self._syncs[model] = Sync(self._strategy, self.placement, model)
+        return self._syncs[model]
+
+    def _begin(self, runner: Runner, kind: str, verify: bool) -> None:
+        goes_on = self._kind is None and runner in self._by_hand
+        self._by_hand.discard(runner)
+        runner.begin(
+            self._watches.get(kind, Watch()),
+            verify,
+            self._recorder if kind == "fit" else None,
+            anew=not goes_on,
+        )
+        self._active = runner
+
+    @contextlib.contextmanager
+    def _recording(self, anatomies: list[Anatomy], exact: bool):
+        """A fit whose steps are measured, if anybody asks for it."""
+        if anatomies:
+            self._recorder = Recorder(
+                self._strategy, self.placement, [each.directory for each in anatomies], exact
+            )
+        for each in anatomies:
+            each.recorder = self._recorder
+        try:
+            yield
+        finally:
+            if self._recorder is not None:
+                self._recorder.close()
+            self._recorder = None
+            for each in anatomies:
+                each.recorder = None
+
+    @contextlib.contextmanager
+    def _during(self, kind: str):
+        outer, active = self._kind, self._active
+        self._kind = kind
+        try:
+            yield
+        finally:
+            if outer is None:
+                self.pulse.end()
+            self._kind = outer
+            self._active = active if outer else None  # after a validation, the fit's runner again
+
+    def _as_member(self, call: dict) -> list:
+        """Leaves console and files to the chief; returns all callbacks."""
+        kwargs = call["kwargs"]
+        callbacks = backups_last(kwargs)
+        make_directories(callbacks)
+        call["progress"] = call["verbose"] != 0 or any(is_progress_bar(c) for c in callbacks)
+        if not self.placement.is_chief:
+            kwargs["verbose"] = 0
+            followers = [follow(c) for c in callbacks if not is_progress_bar(c)]
+            if isinstance(call["callbacks"], keras.callbacks.CallbackList):
+                kwargs["callbacks"].callbacks[:] = followers
+            else:
+                kwargs["callbacks"] = followers
+        return callbacks
+
+    def _agree(
+        self, model, given: dict[str, float], callbacks: list, progress: bool
+    ) -> tuple[bool, ...]:
+        """Makes sure that all workers were called alike, and learns what callbacks anywhere watch.
+
+        Returns:
+            Whether some worker's callback watches training batches, watches test batches, shows progress, or saves when asked to end.
+        """
+        saves = any(isinstance(c, BackupAndRestore) for c in callbacks)
+        callbacks = [
+            c for c in callbacks if type(c) is not BackupAndRestore
+        ]  # for which steps pause where it saves
+        wishes = watches(callbacks, "train"), watches(callbacks, "test"), progress, saves
+        if self.placement.workers == 1:
+            return wishes
+        given = {
+            **given,
+            "steps_per_execution": model.steps_per_execution,
+            "weights of the model": len(model.weights),
+            "parameters of the model": sum(
+                int(np.prod(v.shape)) for v in model.weights if v.shape.rank is not None
+            ),
+        }
+        return called_alike(
+            share(self._strategy, self.placement, np.array([*given.values(), *wishes], np.float64)),
+            list(given),
+            self.placement,
+        )
+
+    def _check(self, model: keras.Model) -> None:
+        check_optimizer(model, self._strategy)
+        check_deferred(model)
+        if self.placement.replicas > 1 and model.jit_compile:
+            what = f"compile(jit_compile=True) under {self.placement.replicas} replicas: XLA cannot compile the collectives of a step (keras #18716)."
+            raise ValueError(f"{what} Pass jit_compile=False, or train on one device.")

@@ -1,0 +1,320 @@
+"""The replicas' gradients become one list, and an update of each replica's variables, as a `tfdist.sync.Gradients` says.
+
+Keras clips, accumulates and checks each replica's gradients before they are summed; here the sum comes first, so that all of it sees what
+a single replica would see.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.keras_compat import local_component, local_update, step_counter
+from tfdist.keras_compat.parallel import known_variables
+from tfdist.parallel.collectives.bucketing import all_reduce
+from tfdist.parallel.collectives.group import Group, metered
+from tfdist.parallel.placement import Placement
+from tfdist.sync import Gradients, Policy
+from tfdist.train.synchronous import gradient_sum
+from tfdist.train.synchronous.replica_step import local_replica
+from tfdist.train.timing import graph_timestamps
+
+Watch = Callable[[list, Sequence[Any] | None], None]
+
+
+class Merging:
+    """What an engine does with gradients.
+
+    Args:
+        policy: How.
+        strategy: A synchronous strategy of tfdist.
+        placement: Numbers of workers and replicas.
+        central: Whether variables are shared by the replicas (central storage) instead of copied to each.
+    """
+
+    local = False  # whether replicas differ between their meetings
+
+    def __init__(
+        self,
+        policy: Gradients,
+        strategy: tf.distribute.Strategy,
+        placement: Placement,
+        central: bool = False,
+    ):
+        self.policy, self._strategy, self._placement, self._central = (
+            policy,
+            strategy,
+            placement,
+            central,
+        )
+        self._group: Group | None = None
+        self._sums: weakref.WeakKeyDictionary[Any, list] = (
+            weakref.WeakKeyDictionary()
+        )  # of each optimizer, its gradients added up, and how many
+        self._bytes: weakref.WeakKeyDictionary[Any, float] = (
+            weakref.WeakKeyDictionary()
+        )  # sent for an update, as it was last traced
+
+    def bytes_per_step(self, optimizer: Any) -> float:
+        """Bytes of gradients that a replica sends in a step, on average; 0 before one was traced, not a number where nobody knows.
+
+        Args:
+            optimizer: The outermost optimizer.
+        """
+        return self._bytes.get(optimizer, 0.0) / self.policy.accumulate
+
+    def variables(self, optimizer: Any) -> list[keras.Variable]:
+        """State beside the model's and the optimizer's; each replica holds its part of a sum."""
+        return self._sums.get(optimizer, [])
+
+    def steps(self, optimizer: Any) -> int:
+        """Steps that an optimizer's updates were made of, those added up since included; without those of updates that were left out."""
+        updates, held = int(step_counter(optimizer).numpy()), self.variables(optimizer)
+        return updates * self.policy.accumulate + int(held[-1].numpy()) if held else updates
+
+    def prepare(self, optimizer: Any, variables: list) -> None:
+        """Makes that state before the first step.
+
+        Args:
+            optimizer: The outermost optimizer.
+            variables: What it updates.
+        """
+        if self.policy.accumulate > 1 and optimizer not in self._sums:
+            with tf.init_scope(), self._strategy.scope():
+                # All replicas count alike: where one had another number, it would wait for the others in an exchange of its own.
+                count = keras.Variable(0, dtype="int64", trainable=False, name="added")
+                self._sums[optimizer] = [
+                    *(_sum_variable(v.shape, v.dtype) for v in variables),
+                    count,
+                ]
+
+    def meet(self, optimizer: Any) -> bool:
+        """Replicas are always equal: nothing is done, as the result says."""
+        return False
+
+    def begin(self, optimizer: Any, anew: bool) -> None:
+        """Nothing is remembered from step to step."""
+
+    def apply(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        keras_apply: Callable,
+        grads: list,
+        variables: list | None,
+        watch: Watch | None,
+    ) -> Any:
+        """Called in replica context.
+
+        Args:
+            optimizer: The outermost optimizer.
+            keras_apply: Keras' own `apply`.
+            grads: One gradient or None a variable.
+            variables: The variables, or None where the optimizer is built.
+            watch: Called with the sums and the variables.
+        """
+        local = local_replica(self._placement)
+        update = _Update(optimizer, keras_apply, variables, local, self._central)
+        if self.policy.plain:
+            others = self._placement.replicas - 1
+            self._bytes[optimizer] = (
+                2 * others / (others + 1) * sum(_bytes(g) for g in grads if g is not None)
+                if others
+                else 0.0
+            )
+            return self._apply_plain(update, grads, watch)
+        grads = self._own(gradient_sum.dense(grads, optimizer, variables))
+        if self.policy.accumulate == 1:
+            return self._apply(update, grads, watch)
+        self.prepare(optimizer, variables or known_variables(optimizer))
+        *added, steps = [local_component(s, local) for s in self._sums[optimizer]]
+        for total, g in zip(added, grads, strict=True):
+            if g is not None:
+                total.assign_add(g)
+        with tf.control_dependencies(
+            [g for g in grads if g is not None]
+        ):  # a step that fails does not count
+            steps.assign_add(1)
+
+        def enough():
+            self._apply(
+                update,
+                [
+                    None if g is None else total / self.policy.accumulate
+                    for g, total in zip(grads, added, strict=True)
+                ],
+                None,
+            )
+            for total in (*added, steps):
+                total.assign(tf.zeros_like(total))
+
+        return tf.cond(steps >= self.policy.accumulate, enough, lambda: None)
+
+    def _apply_plain(self, update: _Update, grads: list, watch: Watch | None) -> Any:
+        context = tf.distribute.get_replica_context()
+        several = self._placement.replicas > 1
+        graph_timestamps.before_sum(update.local, list(grads), several)
+        summed = gradient_sum.sum_over_replicas(context, list(grads))
+        if several:
+            graph_timestamps.after_sum(update.local, summed)
+        grads = [gradient_sum.merge_duplicates(g) for g in summed]
+        if watch is not None:
+            watch(grads, update.variables)
+        return update(grads)
+
+    def _apply(self, update: _Update, grads: list, watch: Watch | None) -> Any:
+        """Merges dense gradients, checks them, and updates."""
+        graph_timestamps.before_sum(update.local, list(grads), self._placement.replicas > 1)
+        grads = self._combine(update.optimizer, grads)
+        graph_timestamps.after_sum(update.local, grads)
+        if self.policy.clip_norm is not None:
+            grads, _ = tf.clip_by_global_norm(grads, self.policy.clip_norm, update.norm(grads))
+        if watch is not None:
+            watch(grads, update.variables)
+        if not self.policy.skip_nonfinite or update.scales:
+            return update(grads)
+        finite = [
+            tf.reduce_all(tf.math.is_finite(g)) for g in grads if g is not None
+        ]  # equal on all replicas, as the sums are
+
+        def go():
+            update(grads)
+
+        return tf.cond(tf.reduce_all(finite), go, lambda: None)
+
+    def _own(self, grads: list) -> list:
+        """What this replica adds to a step's gradients, whose weight depends on the rows of that step."""
+        if callable(self.policy.combine) or self.policy.combine == "mean":
+            return grads
+        grads = gradient_sum.of_own_means(grads, self._placement.replicas)
+        return (
+            grads
+            if self.policy.combine == "sum"
+            else [None if g is None else g / self._placement.replicas for g in grads]
+        )
+
+    def _combine(self, optimizer: Any, grads: list) -> list:
+        several = self._placement.replicas > 1
+        if callable(self.policy.combine):
+            with metered() as sent:
+                result = _checked(self.policy.combine(list(grads)), grads)
+            # The function made all replicas' results equal somehow: by collectives of TensorFlow's own, which nobody counts, or by none.
+            self._bytes[optimizer] = sum(sent) if sent or not several else math.nan
+            return result
+        if not several:
+            return grads
+        if self._group is None:
+            self._group = Group.of(self._strategy, "gradients")
+        with metered() as sent:
+            result = all_reduce(
+                self._group, grads, "gradients", self.policy.bucket_bytes, self.policy.wire
+            )
+        self._bytes[optimizer] = sum(sent)
+        return result
+
+
+def check_totals(policy: Policy, held: list[keras.Variable], totals: list) -> None:
+    """Raises ValueError for the state of another policy.
+
+    Args:
+        policy: How replicas become one now.
+        held: Its variables.
+        totals: An array for each, as they were saved.
+    """
+    if [tuple(v.shape) for v in held] != [np.shape(total) for total in totals]:
+        raise ValueError(
+            f"sync: expected the {len(held)} arrays of {policy}, received {len(totals)} of another policy. Go on with that one."
+        )
+    if isinstance(policy, Gradients) and held and totals[-1] >= policy.accumulate:
+        raise ValueError(
+            f"sync.accumulate: expected gradients of fewer than {policy.accumulate} steps that were added up, received those of {int(totals[-1])}: saved where "
+            "accumulate was larger. Go on with that one."
+        )
+
+
+class _Update:
+    """One update of the variables by merged gradients."""
+
+    def __init__(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        keras_apply: Callable,
+        variables: list | None,
+        local: int,
+        central: bool,
+    ):
+        self.optimizer, self.keras_apply, self.variables, self.local, self.central = (
+            optimizer,
+            keras_apply,
+            variables,
+            local,
+            central,
+        )
+
+    @property
+    def scales(self) -> bool:
+        """Whether the optimizer finds a scale of the loss, by the updates that are not finite: it must see these, and leaves them out itself."""
+        return isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer)
+
+    def norm(self, grads: list) -> tf.Tensor:
+        """The norm of all gradients together, without the factor of the loss that is in them."""
+        factor = self.optimizer.loss_scale_factor
+        if self.scales:
+            factor = (
+                local_component(self.optimizer.dynamic_scale, self.local)
+                if self.optimizer.built
+                else self.optimizer.initial_scale
+            )
+        if factor is not None:
+            grads = [None if g is None else g / tf.cast(factor, g.dtype) for g in grads]
+        return tf.linalg.global_norm(grads)
+
+    def __call__(self, grads: list) -> Any:
+        if self.central:
+            return gradient_sum.apply_centrally(
+                self.optimizer, self.keras_apply, grads, self.variables
+            )
+        with local_update(self.optimizer, self.local), graph_timestamps.update(self.local):
+            return self.keras_apply(self.optimizer, grads, self.variables)
+
+
+def _sum_variable(shape, dtype: str) -> keras.Variable:
+    return keras.Variable(
+        tf.zeros(shape, dtype),
+        dtype=dtype,
+        trainable=False,
+        aggregation="sum",
+        synchronization="on_read",
+        name="sum",
+    )
+
+
+def _bytes(x) -> float:
+    """Not a number for rows of a table, of which there are as many as a batch has words."""
+    x = x.values if isinstance(x, tf.IndexedSlices) else x
+    elements = x.shape.num_elements()
+    return math.nan if elements is None else elements * x.dtype.size
+
+
+def _checked(result: Any, grads: list) -> list:
+    """What a user's function made of gradients."""
+    shapes = [None if g is None else g.shape for g in grads]
+    if (
+        not isinstance(result, list | tuple)
+        or [None if g is None else tf.convert_to_tensor(g).shape for g in result] != shapes
+    ):
+        found = (
+            [None if g is None else tuple(g.shape) for g in result]
+            if isinstance(result, list | tuple)
+            else type(result).__name__
+        )
+        raise ValueError(
+            f"sync: the function must return a list like the one it was given, with gradients of shapes {[None if s is None else tuple(s) for s in shapes]}; "
+            f"it returned {found}."
+        )
+    return list(result)

@@ -1,0 +1,161 @@
+"""The replicas' gradients become one sum, in one collective of TensorFlow's; what is done with it is decided elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.keras_compat import local_update
+from tfdist.keras_compat.parallel import known_variables
+from tfdist.parallel.sharding.fsdp import FSDP
+from tfdist.parallel.sharding.zero import Zero
+from tfdist.train.synchronous.replica_step import own_weight
+from tfdist.train.timing import graph_timestamps
+
+
+class NotInLoop(Exception):
+    """A step cannot be the body of a loop, where a collective takes one shape only; it runs by itself."""
+
+
+_loop = types.SimpleNamespace(traced=False)  # seen by the threads in which replicas are traced
+
+
+@contextlib.contextmanager
+def in_loop() -> Iterator[None]:
+    """Inside, what is traced becomes the body of a loop."""
+    _loop.traced = True
+    try:
+        yield
+    finally:
+        _loop.traced = False
+
+
+def sum_over_replicas(context: tf.distribute.ReplicaContext, grads: list) -> list:
+    """The sum of each gradient over the replicas; None stays None.
+
+    Gradients of one dtype travel together, as TensorFlow packs them into one buffer.
+    """
+    if context.num_replicas_in_sync == 1:
+        return grads
+    if _loop.traced and any(
+        isinstance(g, tf.IndexedSlices) and g.indices.shape[0] is None for g in grads
+    ):
+        raise NotInLoop  # other rows in each step
+    summed = list(grads)
+    for dtype in dict.fromkeys(g.dtype for g in grads if g is not None):
+        places = [i for i, g in enumerate(grads) if g is not None and g.dtype == dtype]
+        for i, total in zip(
+            places, context.all_reduce("SUM", [grads[i] for i in places]), strict=True
+        ):
+            summed[i] = total
+    return summed
+
+
+def dense(grads: list, optimizer: Any, variables: list | None) -> list:
+    """Gradients as tensors of their variables' shapes, which the sum of sparse and dense ones, as of tied weights, has lost; None stays None.
+
+    Args:
+        grads: One gradient or None a variable.
+        optimizer: The outermost optimizer.
+        variables: The variables, or None where the optimizer is built.
+    """
+    known = variables if variables is not None else known_variables(optimizer)
+    return [
+        None if g is None else tf.reshape(tf.convert_to_tensor(g), v.shape)
+        for g, v in zip(grads, known, strict=True)
+    ]
+
+
+def of_own_means(grads: list, replicas: int) -> list:
+    """The gradients of a replica's own mean loss, from those of its part of the mean over the global batch; 0 where it has no rows.
+
+    Args:
+        grads: One gradient, also a sparse one, or None a variable.
+        replicas: In all processes.
+    """
+    return [None if g is None else _divided(g, own_weight(replicas)) for g in grads]
+
+
+def _divided(grad, weight):
+    values = grad.values if isinstance(grad, tf.IndexedSlices) else grad
+    values = values * tf.cast(tf.math.divide_no_nan(1.0, weight), values.dtype)
+    return (
+        tf.IndexedSlices(values, grad.indices, grad.dense_shape)
+        if isinstance(grad, tf.IndexedSlices)
+        else values
+    )
+
+
+def merge_duplicates(grad):
+    """Sums the rows of a sparse gradient that belong to one index.
+
+    Keras' Adam, RMSprop and Adagrad square each row by itself: without this the result is a sum of squares in place of the
+    square of the sum, and depends on how rows are spread over replicas.
+    """
+    if not isinstance(grad, tf.IndexedSlices):
+        return grad
+    indices, position = tf.unique(grad.indices)
+    values = tf.math.unsorted_segment_sum(grad.values, position, tf.size(indices))
+    return tf.IndexedSlices(values, indices, grad.dense_shape)
+
+
+def apply_centrally(
+    optimizer: keras.optimizers.Optimizer,
+    keras_apply: Callable,
+    grads: list,
+    variables: list | None,
+) -> Any:
+    """One update of variables that the replicas share (central storage); called in replica context, by all of them.
+
+    Args:
+        optimizer: The outermost optimizer.
+        keras_apply: Keras' own `apply`.
+        grads: The sums.
+        variables: The variables, or None where the optimizer is built.
+    """
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise ValueError(
+            "strategy central_storage: a LossScaleOptimizer (policy mixed_float16) is not supported, as Keras applies it in "
+            "a replica only. Use the policy mixed_bfloat16, or the strategy mirrored."
+        )
+    context = tf.distribute.get_replica_context()
+    if context.num_replicas_in_sync > 1:
+        return context.merge_call(_apply_once, args=(optimizer, keras_apply, grads, variables))
+    with local_update(optimizer, 0), graph_timestamps.update(0):
+        return keras_apply(optimizer, grads, variables)
+
+
+def apply_to_parts(
+    holder: Zero | FSDP, optimizer: keras.optimizers.Optimizer, keras_apply: Callable, grads: list, variables: list | None, local: int
+) -> Any:  # fmt: skip
+    """An update by what holds a part of the state on each replica; called in replica context.
+
+    Args:
+        holder: An optimizer that reduces the gradients itself, or the weights' holder, which has reduced them in backward.
+        optimizer: The outermost optimizer.
+        keras_apply: Keras' own `apply`.
+        grads: This replica's, or its parts of the sums.
+        variables: The variables, or None where the optimizer is built.
+        local: This replica's index among those of this process.
+    """
+    if holder.policy.combine == "sum":
+        grads = of_own_means(grads, holder.group.size)
+    graph_timestamps.before_sum(local, grads, holder.group.size > 1)
+    holder.reduced = lambda parts: graph_timestamps.after_sum(local, parts)
+    try:
+        with graph_timestamps.update(local):
+            return holder.update(optimizer, keras_apply, grads, variables)
+    finally:
+        holder.reduced = None
+
+
+def _apply_once(strategy, optimizer, keras_apply, grads, variables):
+    """In cross-replica context: one update of the shared variables, with the first replica's view of the (equal) sums."""
+    first = [None if g is None else strategy.experimental_local_results(g)[0] for g in grads]
+    with local_update(optimizer, None), graph_timestamps.update(0):
+        keras_apply(optimizer, first, variables)

@@ -1,0 +1,462 @@
+"""Batches become steps: Keras' `train_function` and `test_function` under a synchronous strategy.
+
+No collective but the gradients' runs in a step, and no step waits for Python where nobody watches single steps: one call then
+runs as many steps as fit in a fifth of a second, and Keras' next calls find theirs done. Metrics are summed over the replicas
+when somebody looks: at every step for callbacks that watch batches, at agreed steps for a progress bar, at the epoch's end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.data.batch_rows import count_rows
+from tfdist.keras_compat import local_component
+from tfdist.parallel.placement import Placement
+from tfdist.runtime.launch_protocol import Phase
+from tfdist.train.health import preemption
+from tfdist.train.health.heartbeat import Pulse
+from tfdist.train.synchronous import graph_loop
+from tfdist.train.synchronous.feed import Batch, FeedIterator, any_rows, batch_of
+from tfdist.train.synchronous.gradient_sum import NotInLoop
+from tfdist.train.synchronous.replica_state import Sync, compare, share
+from tfdist.train.synchronous.replica_step import local_replica, run_replica
+from tfdist.train.synchronous.step_monitoring import Stats, Watch
+from tfdist.train.timing.graph_timestamps import PER_REPLICA, Marks, measuring
+from tfdist.train.timing.graph_timestamps import end as end_of_step
+from tfdist.train.timing.step_breakdown import Recorder, times_of
+
+AHEAD_SECONDS = (
+    0.2  # Work per call: bounds how late Ctrl-C, a heartbeat or the progress bar may be.
+)
+MAX_AHEAD = 256
+
+
+class Runner:
+    """A `train_function` or `test_function`.
+
+    Args:
+        strategy: A synchronous strategy.
+        placement: Numbers of workers and replicas.
+        host: CPU device name.
+        model: The model.
+        step: `model.train_step` or `model.test_step`.
+        sync: The model's collectives between steps.
+        pulse: Told of each call.
+        trains: Whether its steps are those of the training.
+    """
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        placement: Placement,
+        host: str,
+        model: keras.Model,
+        step: Callable,
+        sync: Sync,
+        pulse: Pulse,
+        trains: bool,
+    ):
+        self._pulse, self._trains = pulse, trains
+        self._strategy = strategy
+        self._placement = placement
+        self._host = host
+        self.model = model
+        self._step = step
+        self._sync = sync
+        self._own_logs = False
+        self._single = (
+            False  # whether steps run one by one, as this model cannot take several in a loop
+        )
+        self._graphs: dict = {}
+        self._pace = 1  # Keras' calls to run at once; equal on all workers, see _look
+        self._paced = False
+        self._loop_for: tuple | None = (
+            None  # an iterator, whether its batches are even, the recorder, and the loop traced for them
+        )
+        self._bound, self._merging = (
+            strategy.tfdist_engine.patience.bound,
+            strategy.tfdist_engine.merging,
+        )
+        self._remote = (
+            tf.DeviceSpec.from_string(strategy.extended.worker_devices[0]).device_type != "CPU"
+        )
+        self._readings = 1 + PER_REPLICA * placement.local_replicas
+        self.recorder: Recorder | None = None
+        self._fetched: tuple | None = None  # an iterator and the next batch from it
+        self._fitting = 0  # calls that would fill AHEAD_SECONDS here; 0 until known
+        self.stats, self.epoch = Stats(), 0
+        self._base: int | None = (
+            None  # steps that the optimizer's state tells of, before the call that runs
+        )
+        self.begin(Watch())
+
+    # --- One epoch after another ------------------------------------------------------------------------------------
+    def begin(
+        self, watch: Watch, verify: bool = True, recorder: Recorder | None = None, anew: bool = True
+    ) -> None:
+        """Starts a `fit` or `evaluate`; with `verify` the workers compare data and weights after its first step. Not `anew`: it goes on with the one before."""
+        self.watch, self.recorder = watch, recorder
+        self._verified, self._weights = not verify, 0.0
+        self.stopping = False  # whether some worker was asked to end
+        if anew:
+            self._base = None
+        self._begin_epoch()
+
+    def _begin_epoch(self) -> None:
+        self.logs: dict[str, Any] = {}
+        self._calls_done = 0  # Keras' calls of this epoch whose steps have run
+        self._calls_served = 0
+        self.steps_done = 0
+        self._checksum = 0.0
+        self._next_look = self._next_ask = self._pace
+        self._last: Any = None  # each replica's logs of the last step that ran by itself
+        self.pauses: dict[
+            str, int
+        ] = {}  # steps of this epoch that no call goes beyond, by who wants that
+
+    def begin_at(self, epoch: int, step: int) -> None:
+        """Counts this many steps of the epoch that begins as done: Keras' calls for them run nothing."""
+        self.epoch, self.steps_done = epoch, step
+        self._pulse.epoch, self._pulse.step = epoch, step
+        self._calls_done = -(-step // self.model.steps_per_execution)
+        self._next_look = self._next_ask = self._calls_done + self._pace
+
+    def end_epoch(self) -> dict[str, np.ndarray]:
+        """Metrics of all replicas for the whole epoch; also puts what the last step returned into its logs."""
+        news = self.recorder.end_steps(self.epoch) if self.recorder else None
+        if self._trains:
+            self._sync.meet()
+        else:
+            self._sync.settle()
+        results = self._look(news)
+        self._begin_epoch()
+        self.epoch += 1
+        if self._trains:
+            self._pulse.epoch, self._pulse.step = self.epoch, 0
+        return results
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether Keras has been told of all steps that have run."""
+        return self._calls_served == self._calls_done
+
+    # --- Keras calls this once every `steps_per_execution` steps -----------------------------------------------------
+    def __call__(self, iterator) -> dict[str, Any]:
+        if self._calls_served == self._calls_done:
+            self._run(iterator)
+        self._calls_served += 1
+        return self.logs
+
+    def _run(self, iterator) -> None:
+        per_call = self.model.steps_per_execution
+        calls = self._plan(per_call)
+        if not self.stats.steps:
+            self._pulse.beat(Phase.TRACING)
+        if anew := self._base is None:
+            self._skips = self._leaves_out()
+        if self._base is None or self._skips:
+            self._base = self._counted()
+        if self._trains:
+            with self._bound():
+                self._merging.begin(self.model.optimizer, anew)
+            if self._merging.local and not self._verified:  # later they differ
+                self._weights = self._sync.fingerprint()
+        before = dataclasses.replace(self.stats)
+        if self.recorder:
+            self.recorder.begin(self._base)
+        start = time.perf_counter()
+        try:
+            steps = self._run_steps(iterator, calls * per_call)
+        except (tf.errors.OpError, TimeoutError):
+            if self._trains:  # where it failed
+                self._pulse.step = self.steps_done + self._counted() - self._base
+            raise
+        self._base += steps
+        seconds = time.perf_counter() - start
+        if not steps:
+            self._recorded(before)
+            raise StopIteration
+        self.stats.steps += steps
+        self.stats.seconds += seconds
+        self.steps_done += steps
+        self._calls_done += -(-steps // per_call)
+        if self.stats.steps > steps:  # the first call of all has compiled
+            self._fitting = max(1, int(steps * AHEAD_SECONDS / max(seconds, 1e-6) / per_call))
+        looking = self.watch.progress or not self._paced
+        if (
+            self.watch.exact
+            or not self._verified
+            or (looking and self._calls_done >= self._next_look)
+        ):
+            if self.watch.exact:
+                self._sync.settle()
+            self._look()
+        elif self.watch.saves and self._calls_done >= self._next_ask:
+            self.stopping = self.stopping or self._anyone_asked()
+            self._next_ask = self._calls_done + self._pace
+        self._recorded(before)
+        if self._trains:
+            self._pulse.at(self.epoch, self.steps_done)
+        else:
+            self._pulse.beat(Phase.RUNNING)
+
+    def _recorded(self, before: Stats) -> None:
+        """Tells the recorder of a call."""
+        if self.recorder:
+            now = self.stats
+            done, waited = now.steps - before.steps, now.input_seconds - before.input_seconds
+            self.recorder.called(self.epoch, done, now.examples - before.examples, waited)
+
+    def _record(self, steps: int, begun: Any, readings: Any) -> float:
+        """Tells the recorder of steps; returns the seconds that they waited for batches."""
+        assert self.recorder is not None
+        found = times_of(float(begun), readings.numpy()[:steps])
+        self.recorder.bytes = self._last_marks.bytes
+        self.recorder.add(found)
+        return found.input
+
+    def _counted(self) -> int:
+        """Steps that the optimizer's state tells of, also those that only add to a sum."""
+        optimizer = getattr(self.model, "optimizer", None)
+        return 0 if optimizer is None else self._merging.steps(optimizer)
+
+    def _leaves_out(self) -> bool:
+        """Whether updates that are not finite are left out, and do not count; to ask each time costs a third of a millisecond."""
+        policy = (
+            self._strategy.tfdist_engine.exchange_of(self.model).policy if self._trains else None
+        )
+        return getattr(policy, "skip_nonfinite", False) or (
+            self._trains and isinstance(self.model.optimizer, keras.optimizers.LossScaleOptimizer)
+        )
+
+    def _anyone_asked(self) -> bool:
+        if self._placement.workers == 1:
+            return preemption.asked()
+        return bool(
+            share(self._strategy, self._placement, np.array([preemption.asked()], np.float64)).any()
+        )
+
+    def _plan(self, per_call: int) -> int:
+        """How many of Keras' calls to run at once: the same on every worker, or their loops' collectives would not meet."""
+        if self.watch.exact or self._single or not self._verified or self.model.run_eagerly:
+            return 1
+        calls = self._pace
+        if self.watch.steps:
+            calls = min(calls, -(-self.watch.steps // per_call) - self._calls_done)
+        for pause in (
+            *self.pauses.values(),
+            self._pulse.next_pause(self.epoch, self.steps_done) if self._trains else None,
+        ):
+            if pause is not None and pause > self.steps_done:
+                calls = min(calls, -(-(pause - self.steps_done) // per_call))
+        return max(1, calls)
+
+    def _look(self, news: np.ndarray | None = None) -> dict[str, np.ndarray]:
+        """Sums the metrics over the replicas into `logs`, compares what must be equal on all workers, and agrees on the pace.
+
+        The chief's pace counts, and grows at most fourfold from one look to the next.
+
+        Args:
+            news: What the recorder tells the other workers' ones, at the end of an epoch.
+        """
+        first, self._verified = not self._verified, True
+        weights = (
+            0.0 if not first else self._weights if self._merging.local else self._sync.fingerprint()
+        )
+        wish = min(MAX_AHEAD, 4 * self._pace, self._fitting) if self._fitting else 0
+        note = np.array([self.steps_done, self._checksum, weights, wish, preemption.asked()])
+        results, notes = self._sync.metrics(note if news is None else np.concatenate([note, news]))
+        compare(notes, self._placement)
+        if news is not None and self.recorder:
+            self.recorder.learn(notes[:, len(note) :])
+        self.stopping = self.stopping or (self.watch.saves and bool(notes[:, 4].any()))
+        if agreed := int(notes[0, 3]):
+            self._paced = agreed < 4 * self._pace or agreed == MAX_AHEAD
+            self._pace = agreed
+        self._next_look = self._next_ask = self._calls_done + self._pace
+        self.logs.update(self._sync.mean(self._last) if self._own_logs else results)
+        return results
+
+    # --- Graphs ------------------------------------------------------------------------------------------------------
+    def _run_steps(self, iterator, steps: int) -> int:
+        feed = iterator.feed if isinstance(iterator, FeedIterator) else None
+        even = feed is not None and feed.even
+        if feed is None and not isinstance(iterator, tf.distribute.DistributedIterator):
+            return self._run_arrays(iterator, steps)
+        source = iterator.iterator if feed is not None else iterator
+        if feed is not None and not (self.model.run_eagerly or self._single):
+            try:
+                return self._run_graph(source, steps, even)
+            except NotInLoop:
+                self._single = True
+        done = 0
+        for _ in range(steps):
+            try:
+                start = time.perf_counter()
+                with (
+                    self._bound() if feed is None else contextlib.nullcontext()
+                ):  # TensorFlow asks all workers whether they have one
+                    batch = self._as_batch(self._next(source))
+                self.stats.input_seconds += time.perf_counter() - start
+            except (StopIteration, tf.errors.OutOfRangeError):
+                break
+            self._run_batch(batch, even)
+            self.stats.examples += int(self._global_rows(batch))
+            if batch.checksum is not None:
+                self._checksum += float(batch.checksum) * (1 + (self.steps_done + done) % 127)
+            done += 1
+        return done
+
+    def _run_graph(self, source, steps: int, even: bool) -> int:
+        if self._fetched is None or self._fetched[0] is not source:
+            start = time.perf_counter()
+            self._fetched = source, source.get_next_as_optional()
+            self.stats.input_seconds += time.perf_counter() - start
+        given = (
+            source,
+            self._fetched[1],
+            tf.constant(steps, tf.int64),
+            tf.constant(self.steps_done, tf.int64),
+        )
+        if self._loop_for is None or self._loop_for[:3] != (source, even, self.recorder):
+            self._loop_for = (
+                source,
+                even,
+                self.recorder,
+                self._graph("loop", even).get_concrete_function(*given),
+            )
+        with self._bound(self._sign):
+            done, examples, waited, checksum, following, *readings = self._loop_for[3](*given)
+        self._fetched = source, following
+        self.stats.examples += int(examples)
+        self.stats.input_seconds += (
+            float(waited) if self.recorder is None else self._record(int(done), *readings)
+        )
+        self._checksum += float(checksum)
+        return int(done)
+
+    def _sign(self) -> list:
+        """What changes with each step; read here alone, and in any thread."""
+        with self._strategy.scope():  # or metrics would be summed over the workers
+            return [
+                self._counted(),
+                *(local_component(v, 0).numpy().tobytes() for v in self.model.metrics_variables),
+            ]
+
+    def _next(self, source):
+        """The next batch, which the loop may have fetched already."""
+        if self._fetched is None or self._fetched[0] is not source:
+            return next(source)
+        following, self._fetched = self._fetched[1], None
+        if not following.has_value():
+            raise StopIteration
+        return following.get_value()
+
+    def _run_arrays(self, batches, steps: int) -> int:
+        done = 0
+        for data in batches:
+            batch = batch_of(data, self._placement)
+            self._run_batch(batch, False)
+            self.stats.examples += int(self._global_rows(batch))
+            done += 1
+            if done == steps:
+                break
+        return done
+
+    def _run_batch(self, batch: Batch, even: bool) -> None:
+        if self.model.run_eagerly:
+            function: Any = functools.partial(
+                self._measured if self.recorder else self._replicas, even=even
+            )
+        else:
+            function = self._graph("batch", even).get_concrete_function(any_rows(batch))
+        begun = time.time()
+        with self._bound():
+            self._last = function(batch)
+        if self.recorder:
+            self._last, row = self._last
+            self._record(1, begun, row[None])
+        self._own_logs = set(self._last) != self._metric_names
+
+    def _graph(self, kind: str, even: bool):
+        key = kind, even, self.recorder is not None
+        if key not in self._graphs:
+            batch = self._measured if self.recorder else self._replicas
+            body: Any = self._loop if kind == "loop" else batch
+
+            def traced(*args):
+                if self.recorder:
+                    self.recorder.compiles()
+                return body(*args, even)
+
+            self._graphs[key] = tf.function(traced, autograph=False, reduce_retracing=True)
+        return self._graphs[key]
+
+    def _replicas(self, batch: Batch, even: bool):
+        """One step on all replicas; returns each replica's logs."""
+        jit = bool(self.model.jit_compile) and not self.model.run_eagerly
+
+        def on_replica(batch):
+            step = (
+                self._step
+                if not jit
+                else tf.function(self._step, jit_compile=True, autograph=False)
+            )
+            logs = run_replica(step, self.model, batch, self._placement, self._host, even)
+            end_of_step(local_replica(self._placement), logs)
+            self._metric_names = set(self.model.get_metrics_result())
+            return logs
+
+        return self._strategy.run(on_replica, args=(batch,))
+
+    def _global_rows(self, batch: Batch):
+        """Rows of the global batch; this worker's own where the data came distributed."""
+        if batch.rows is not None:
+            return batch.rows
+        parts = batch.data if self._placement.local_replicas > 1 else [batch.data]
+        return tf.add_n([count_rows(part) for part in parts])
+
+    def _as_batch(
+        self, element
+    ) -> Batch:  # from the feed, or the iterator of a distributed data set
+        if isinstance(element, Batch):
+            return element
+        count, local = self._placement.local_replicas, self._strategy.experimental_local_results
+        parts = [tf.nest.map_structure(lambda x, i=i: local(x)[i], element) for i in range(count)]
+        return Batch(parts if count > 1 else parts[0])
+
+    def _loop(self, iterator, following, steps, before, even: bool):
+        """Some steps in a row, as `inner.run_steps` returns them."""
+
+        def step(batch: Batch) -> list:
+            logs = self._replicas(batch, even)
+            if set(logs) != self._metric_names:
+                raise NotInLoop  # values that must be averaged after each step
+            return [
+                x for log in logs.values() for x in self._strategy.experimental_local_results(log)
+            ]
+
+        make = self._marks if self.recorder else None
+        return graph_loop.run_steps(
+            step, self._global_rows, make, self._readings, iterator, following, steps, before
+        )
+
+    def _measured(self, batch: Batch, even: bool):
+        """One step by itself, and its clock readings; no batch is fetched after it."""
+        marks = self._marks()
+        with measuring(marks):
+            logs = self._replicas(batch, even)
+        return logs, marks.row(tf.zeros([], tf.float64))
+
+    def _marks(self) -> Marks:
+        self._last_marks = Marks(self._placement, self._host, self._remote)
+        return self._last_marks

@@ -1,0 +1,72 @@
+"""Batches become predictions: Keras' `predict_function` under a synchronous strategy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.parallel.placement import Placement
+from tfdist.train.health.watchdog import Patience
+from tfdist.train.synchronous.feed import Batch, batch_of, replica_rows
+from tfdist.train.synchronous.replica_step import local_replica
+
+
+class Predictor:
+    """A `predict_function`: rows come back in input order, on every worker."""
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        placement: Placement,
+        host: str,
+        model: keras.Model,
+        patience: Patience,
+    ):
+        self._strategy = strategy
+        self._placement = placement
+        self._host = host
+        self.model = model
+        self._patience = patience
+        self._graph = tf.function(self._predict, autograph=False, reduce_retracing=True)
+
+    def __call__(self, batches: list) -> Any:
+        batches = [b if isinstance(b, Batch) else batch_of(b, self._placement) for b in batches]
+        function = (
+            self._predict if self.model.run_eagerly else self._graph.get_concrete_function(batches)
+        )
+        with self._patience.bound():
+            return function(batches)
+
+    def _predict(self, batches: list[Batch]):
+        outputs = [
+            self._strategy.experimental_local_results(self._strategy.run(self._replica, (b,)))
+            for b in batches
+        ]
+        return tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *(o[0] for o in outputs))
+
+    def _replica(self, batch: Batch):
+        context = tf.distribute.get_replica_context()
+        place = self._placement
+        outputs = self.model.predict_step(
+            replica_rows(batch, local_replica(place), place, self._host)
+        )
+        if place.replicas == 1:
+            return outputs
+        per = -(-batch.rows // place.replicas)
+
+        def gather(x):
+            if isinstance(x, tf.RaggedTensor | tf.SparseTensor):
+                raise ValueError(
+                    f"predict: expected dense outputs under {place.replicas} replicas, received {type(x).__name__}. Return "
+                    "`output.to_tensor()` (ragged) or `tf.sparse.to_dense(output)` (sparse) from the model."
+                )
+            # Short replicas come last, so padding ends up behind the rows.
+            missing = per - tf.shape(x, out_type=tf.int64)[0]
+            padding = tf.concat([[[0, missing]], tf.zeros([tf.rank(x) - 1, 2], tf.int64)], 0)
+            shape = x.shape
+            rows = context.all_gather(tf.pad(x, padding), axis=0)[: batch.rows]
+            return tf.ensure_shape(rows, [None, *shape[1:]])
+
+        return tf.nest.map_structure(gather, outputs)

@@ -1,0 +1,319 @@
+"""State that each replica keeps by itself becomes the state of all, when somebody looks.
+
+Called at the same step on every worker; nothing here runs in the middle of a step. Metrics stay on their replica while steps
+run, and are summed in one collective when they are read. Moving statistics are averaged then too: they are linear in what each
+step adds, so that averaging them late equals averaging them every step.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.keras_compat import local_component
+from tfdist.parallel.placement import Placement
+from tfdist.train.synchronous.replica_step import local_replica, moving_state
+
+
+class Sync:
+    """The collectives of one model outside of its steps.
+
+    Args:
+        strategy: A synchronous strategy.
+        placement: Numbers of workers and replicas.
+        model: The model.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy, placement: Placement, model: keras.Model):
+        self._strategy = strategy
+        self._placement = placement
+        self._model = weakref.proxy(model)  # an Engine keeps a Sync as long as its model lives
+        self._functions: dict[str, tuple[list[keras.Variable], Callable]] = {}
+        self._means: dict[tuple[str, ...], Callable] = {}
+        self._bound = strategy.tfdist_engine.patience.bound
+
+    def metrics(self, note: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """Metric results over all replicas.
+
+        Args:
+            note: Float64 numbers of this worker, `[n]`, that travel along.
+
+        Returns:
+            Results by name, and the notes of all workers, `[workers, n]`.
+        """
+        told = tf.constant(note, tf.float64)
+        function = self._function(
+            f"metrics {len(note)}", self._model.metrics_variables, self._metrics, told
+        )
+        with self._bound():
+            results, notes = function(told)
+        return {name: value.numpy() for name, value in results.items()}, notes.numpy()
+
+    def values(self, variables: Sequence[keras.Variable]) -> list[np.ndarray]:
+        """The values of variables that all replicas share, copied to the host; one call for all of them takes a third of the time of one for each."""
+        read = self._function(
+            "values", variables, lambda: [tf.identity(v.value) for v in variables]
+        )
+        return [value.numpy() for value in read()]
+
+    def forget(self) -> None:
+        """Lets go of the variables that `values` last read."""
+        self._functions.pop("values", None)
+
+    def totals(self, variables: Sequence[keras.Variable]) -> list[np.ndarray]:
+        """Variables of which each replica has a part, such as the metrics', over all replicas, float64."""
+        if not variables:
+            return []
+        function = self._function(
+            f"totals {variables[0].path}", variables, lambda: self._totals(variables)
+        )
+        with self._bound():
+            return [value.numpy() for value in function()]
+
+    def set_totals(self, variables: Sequence[keras.Variable], totals: list[np.ndarray]) -> None:
+        """Sets such variables on all replicas, so that `totals` gives these."""
+
+        with self._strategy.scope():
+            for variable, total in zip(variables, totals, strict=True):
+                for local in range(self._placement.local_replicas):
+                    first = (
+                        self._placement.first_replica + local == 0 or variable.aggregation != "sum"
+                    )
+                    copy = local_component(variable, local)
+                    copy.assign(tf.cast(total if first else np.zeros_like(total), copy.dtype))
+
+    def fingerprint(self) -> float:
+        """A number that differs, in all likelihood, between workers whose weights differ; 0 where there is one worker."""
+        weights = [
+            v for v in self._model.trainable_variables if not hasattr(v, "tfdist_shape")
+        ]  # of sharded ones each has another part
+
+        def total():
+            sums = [
+                tf.reduce_sum(tf.cast(local_component(v, 0), tf.float64)) * (1 + i % 7)
+                for i, v in enumerate(weights)
+            ]
+            return tf.add_n(sums)
+
+        return (
+            float(self._function("fingerprint", weights, total)())
+            if weights and self._placement.workers > 1
+            else 0.0
+        )
+
+    def mean(self, logs) -> dict:
+        """The replicas' mean of what a step returned."""
+
+        def reduce(logs):
+            values = [tf.reduce_mean(tf.cast(x, tf.float64)) for x in logs.values()]
+            return _all_sum(tf.stack(values), self._placement.replicas) / self._placement.replicas
+
+        key = tuple(logs)
+        if key not in self._means:
+            self._means[key] = tf.function(
+                lambda logs: self._strategy.run(reduce, args=(logs,)), autograph=False
+            )
+        with self._bound():
+            means = self._means[key](logs)
+        return dict(
+            zip(logs, self._strategy.experimental_local_results(means)[0].numpy(), strict=True)
+        )
+
+    def meet(self) -> None:
+        """Gives every replica one state, before somebody looks at it: also where each trains by itself for some steps."""
+        self._meet()
+        self.settle()
+
+    def gather(self) -> None:
+        """As `meet`, where each replica has trained by itself since it was last called; else it asks nothing of other workers."""
+        if self._meet():
+            self.settle()
+
+    def _meet(self) -> bool:
+        with self._bound():
+            return self._strategy.tfdist_engine.merging.meet(
+                getattr(self._model, "optimizer", None)
+            )
+
+    def settle(self) -> None:
+        """Gives every replica the mean of the replicas' moving statistics."""
+        variables = moving_state(self._model) if self._placement.replicas > 1 else []
+        if variables:
+            function = self._function("settle", variables, self._settle)
+            with self._bound():
+                function()
+
+    def _function(
+        self, kind: str, variables: Sequence[keras.Variable], body: Callable, *given: tf.Tensor
+    ) -> Callable:
+        """A traced function of some variables, made anew where they are others; called in a third of a `tf.function`'s time."""
+        known, function = self._functions.get(kind, ([], None))
+        if (
+            function is None
+            or len(known) != len(variables)
+            or any(a is not b for a, b in zip(known, variables, strict=True))
+        ):
+            function = tf.function(body, autograph=False).get_concrete_function(*given)
+            self._functions[kind] = (
+                list(variables),
+                function,
+            )  # kept, so that none can come to another's place in memory
+        return function
+
+    def _totals(self, variables: Sequence[keras.Variable]):
+        def gather():
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            local = local_replica(self._placement)
+            parts = [
+                _share_of(v, local_component(v, local), replica, self._placement.replicas)
+                for v in variables
+            ]
+            return _all_sum(tf.concat(parts, 0), self._placement.replicas)
+
+        total = self._strategy.experimental_local_results(self._strategy.run(gather))[0]
+        sizes = [int(np.prod(v.shape)) for v in variables]
+        return [
+            tf.reshape(part, v.shape)
+            for part, v in zip(tf.split(total, sizes), variables, strict=True)
+        ]
+
+    def _metrics(self, note):
+        variables = self._model.metrics_variables
+
+        def gather():
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            local = local_replica(self._placement)
+            parts = [
+                _share_of(v, local_component(v, local), replica, self._placement.replicas)
+                for v in variables
+            ]
+            parts.append(_row(note, replica, self._placement))
+            return _all_sum(tf.concat(parts, 0), self._placement.replicas)
+
+        total = self._strategy.experimental_local_results(self._strategy.run(gather))[0]
+        sizes = [int(np.prod(v.shape)) for v in variables]
+        *flat, notes = tf.split(total, [*sizes, self._placement.workers * note.shape[0]])
+        values = [
+            tf.cast(tf.reshape(f, v.shape), v.dtype) for f, v in zip(flat, variables, strict=True)
+        ]
+        with keras.StatelessScope(state_mapping=list(zip(variables, values, strict=True))):
+            results = self._model.get_metrics_result()
+        return tf.nest.map_structure(tf.convert_to_tensor, results), tf.reshape(
+            notes, [self._placement.workers, -1]
+        )
+
+    def _settle(self):
+        def average():
+            local = local_replica(self._placement)
+            copies = [local_component(v, local) for v in moving_state(self._model)]
+            flat = tf.concat([tf.reshape(tf.cast(v, tf.float64), [-1]) for v in copies], 0)
+            mean = _all_sum(flat, self._placement.replicas) / self._placement.replicas
+            for v, part in zip(
+                copies, tf.split(mean, [int(np.prod(v.shape)) for v in copies]), strict=True
+            ):
+                v.assign(tf.cast(tf.reshape(part, v.shape), v.dtype))
+
+        self._strategy.run(average)
+
+
+def compare(notes: np.ndarray, placement: Placement) -> None:
+    """Raises where workers differ in what makes N of them equal to one.
+
+    Args:
+        notes: A row a worker: steps, checksum of batches, fingerprint of weights, pace, whether it was asked to end.
+        placement: Names of the workers.
+    """
+    remedies = (
+        (
+            "steps in this epoch",
+            "Give every worker data of the same length, or set steps_per_epoch.",
+        ),
+        (
+            "global batches",
+            "Every worker must build the same data in the same order, of which tfdist takes its rows: pass a seed to "
+            "shuffle() and to generators, do not shard() by worker, build what ends in repeat() anew for each fit, or use "
+            "tfdist.data.pipeline.",
+        ),
+        (
+            "weights after the first step",
+            "Every worker must start from the same state: build the model in strategy.scope(), and restore backups from a "
+            "directory that all workers reach.",
+        ),
+    )
+    for column, (what, remedy) in enumerate(remedies):
+        for rank in range(1, placement.workers):
+            own, chief = notes[rank, column], notes[0, column]
+            if own != chief and not (np.isnan(own) and np.isnan(chief)):
+                raise ValueError(
+                    f"{placement.task(rank)} differs from {placement.task(0)} in {what}: {own:.12g} against {chief:.12g}. {remedy}"
+                )
+
+
+def called_alike(rows: np.ndarray, names: Sequence[str], placement: Placement) -> tuple[bool, ...]:
+    """Raises where workers differ in what must be equal.
+
+    Args:
+        rows: A row a worker: what must be equal, then wishes, each 0 or 1.
+        names: Of what must be equal.
+        placement: Names of the workers.
+
+    Returns:
+        Of each wish, whether some worker has it.
+    """
+    for column, name in enumerate(names):
+        for rank in range(1, len(rows)):
+            if rows[rank, column] != rows[0, column]:
+                raise ValueError(
+                    f"{placement.task(rank)} differs from {placement.task(0)} in {name}: {rows[rank, column]:g} against {rows[0, column]:g}. Run the same script "
+                    "with the same arguments in every task."
+                )
+    return tuple(bool(max(column)) for column in rows.T[len(names) :])
+
+
+def share(strategy: tf.distribute.Strategy, placement: Placement, row: np.ndarray) -> np.ndarray:
+    """Float64 numbers of all workers, `[workers, n]`, from each worker's own, `[n]`."""
+
+    with strategy.tfdist_engine.patience.bound():
+        rows = _gathering(len(row))(strategy, placement, tf.constant(row, tf.float64))
+    return strategy.experimental_local_results(rows)[0].numpy().reshape(placement.workers, -1)
+
+
+@functools.cache
+def _gathering(length: int):
+    """What gathers rows of this length: TensorFlow warns of a function that is traced for many."""
+
+    @functools.partial(tf.function, autograph=False)
+    def gathered(strategy, placement, row):
+        def gather(row):
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            return _all_sum(_row(row, replica, placement), placement.replicas)
+
+        return strategy.run(gather, args=(row,))
+
+    return gathered
+
+
+def _row(row, replica, placement: Placement):
+    """This worker's numbers in a row of their own among zeros, flat; its first replica speaks for the worker."""
+    place = tf.one_hot(placement.rank, placement.workers, dtype=tf.float64)
+    speaks = tf.cast(tf.equal(replica, placement.first_replica), tf.float64)
+    return tf.reshape(place[:, None] * row[None, :] * speaks, [-1])
+
+
+def _all_sum(x, replicas: int):
+    return x if replicas == 1 else tf.distribute.get_replica_context().all_reduce("SUM", x)
+
+
+def _share_of(variable: keras.Variable, component, replica, replicas: int):
+    """What this replica adds to the sum that makes the variable's value over all replicas."""
+    value = tf.reshape(tf.cast(component, tf.float64), [-1])
+    if variable.aggregation == "sum" or replicas == 1:
+        return value
+    if variable.aggregation == "mean":
+        return value / replicas
+    return tf.where(tf.equal(replica, 0), value, tf.zeros_like(value))

@@ -1,0 +1,219 @@
+"""One replica's rows become one call of the model's own `train_step`, weighed so that the replicas' sum is the batch's mean.
+
+No variable is created here and no batch is read. Keras gives each replica's mean loss the weight 1/replicas, which is right only
+where all hold equally many rows. Here a replica weighs n/N, its rows over the global batch's, and a replica without rows leaves
+no trace in metrics or moving statistics.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.data.batch_rows import count_rows
+from tfdist.keras_compat import (
+    combined_weight,
+    layer_state,
+    local_component,
+    scale_loss_for_distribution,
+)
+from tfdist.parallel.placement import Placement
+from tfdist.train.synchronous.feed import Batch, replica_rows
+
+_scope = threading.local()
+
+# Distance between the seeds of neighbouring replicas; any odd constant that small seeds do not reach.
+_SEED_STRIDE = 104_729
+
+
+def run_replica(
+    step: Callable, model: keras.Model, batch: Batch, placement: Placement, host: str, even: bool
+) -> Any:
+    """Runs `step` on this replica's rows; called in replica context.
+
+    Args:
+        step: `model.train_step`, `test_step` or `predict_step`.
+        model: The model, for its metrics, seeds and moving statistics.
+        batch: This worker's batch.
+        placement: Numbers of workers and replicas.
+        host: CPU device name.
+        even: Whether all replicas are known to have equally many rows.
+
+    Returns:
+        What `step` returns.
+    """
+    if placement.replicas == 1:
+        return step(replica_rows(batch, 0, placement, host))
+    context = tf.distribute.get_replica_context()
+    replica, local = context.replica_id_in_sync_group, local_replica(placement)
+    data = replica_rows(batch, local, placement, host)
+    if even:
+        with _weight(None), _own_seeds(model, replica, local):
+            return step(data)
+    rows = count_rows(data)
+    total = context.all_reduce("SUM", rows) if batch.rows is None else batch.rows
+    with (
+        _weight((tf.cast(rows, tf.float32), tf.cast(total, tf.float32))),
+        _own_seeds(model, replica, local),
+    ):
+        with _unchanged_if(tf.equal(rows, 0), model, local):
+            return step(data)
+
+
+def local_replica(placement: Placement) -> int:
+    """Index among this process' replicas of the one whose context this is."""
+    replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+    return int(tf.get_static_value(replica)) % placement.local_replicas
+
+
+# --- Loss weights ---------------------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def _weight(value: tuple | None) -> Iterator[None]:
+    _scope.rows = value
+    try:
+        yield
+    finally:
+        _scope.rows = None
+
+
+@contextlib.contextmanager
+def own_means() -> Iterator[None]:
+    """Within it Keras' losses are means over this replica's rows alone, for who weighs them by `own_weight`."""
+    _scope.own = True
+    try:
+        yield
+    finally:
+        _scope.own = False
+
+
+def scale_loss(keras_function: Callable, value):
+    """Keras' `value / replicas` becomes `value * rows / total` where the step knows its rows."""
+    if getattr(_scope, "own", False):
+        return value
+    rows = getattr(_scope, "rows", None)
+    if rows is None:
+        return keras_function(value)
+    return value * tf.cast(tf.math.divide_no_nan(*rows), value.dtype)
+
+
+def unscale_loss(keras_function: Callable, value):
+    """The inverse of `scale_loss`; 0 for a replica without rows."""
+    replicas = tf.distribute.get_strategy().num_replicas_in_sync
+    if replicas > 1 and value.shape.rank:
+        raise ValueError(
+            f"The loss has shape {value.shape}, expected a scalar: a loss with reduction=None has no mean that {replicas} replicas "
+            'could share. Use the default reduction "sum_over_batch_size".'
+        )
+    if getattr(_scope, "own", False):
+        return value
+    rows = getattr(_scope, "rows", None)
+    if rows is None:
+        return keras_function(value)
+    return value * tf.cast(tf.math.divide_no_nan(rows[1], rows[0]), value.dtype)
+
+
+def reduce_weighted_values(
+    keras_function: Callable,
+    values,
+    sample_weight=None,
+    mask=None,
+    reduction="sum_over_batch_size",
+    dtype=None,
+):
+    """Keras' mean over one replica's weights or unmasked values becomes its share of the mean over all replicas'.
+
+    A mean whose divisor depends on the data (a mask, or "mean_with_sample_weight") needs the divisor of the whole batch: one
+    scalar all-reduce, paid only by such losses.
+    """
+    loss = keras_function(values, sample_weight, mask, reduction, dtype)
+    replicas = tf.distribute.get_strategy().num_replicas_in_sync
+    if (
+        replicas > 1
+        and tf.convert_to_tensor(values).shape.rank == 0
+        and reduction not in (None, "none", "sum")
+    ):
+        return scale_loss_for_distribution(
+            loss
+        )  # reduced by the user's own function: Keras scales only what it reduces
+    masked = mask is not None and reduction in ("sum_over_batch_size", "mean")
+    weighted = reduction == "mean_with_sample_weight" and (
+        mask is not None or sample_weight is not None
+    )
+    if replicas == 1 or not (masked or weighted):
+        return loss
+    weights = mask if masked else combined_weight(sample_weight, mask, loss.dtype, reduction)
+    own = tf.reduce_sum(tf.cast(weights, loss.dtype))
+    total = tf.distribute.get_replica_context().all_reduce("SUM", own)
+    # Keras divided by `own` and weighed by rows / total rows; the mean over all replicas divides by `total`.
+    return (
+        loss
+        * tf.math.divide_no_nan(own, total)
+        * tf.cast(tf.math.divide_no_nan(1.0, own_weight(replicas)), loss.dtype)
+    )
+
+
+def own_weight(replicas: int):
+    """The part of the global batch that the replica in whose step this is has, by which its mean loss is weighed.
+
+    Args:
+        replicas: In all processes.
+
+    Returns:
+        A number, or a scalar float32 tensor, 0 without rows.
+    """
+    rows = getattr(_scope, "rows", None)
+    return 1.0 / replicas if rows is None else tf.math.divide_no_nan(*rows)
+
+
+# --- Random seeds and state of one replica ----------------------------------------------------------------------------
+def seed_states(model: keras.Model) -> list[keras.Variable]:
+    """The states of the model's seed generators: what is neither a weight nor a metric."""
+    known = {id(v) for v in (*model.weights, *model.metrics_variables)}
+    return [
+        v for v in model.non_trainable_variables if id(v) not in known and tuple(v.shape) == (2,)
+    ]
+
+
+def moving_state(model: keras.Model) -> list[keras.Variable]:
+    """What a forward pass may change on each replica by itself, such as BatchNormalization's statistics; no frozen weights."""
+    return [v for v in layer_state(model) if v.dtype.startswith(("float", "bfloat"))]
+
+
+@contextlib.contextmanager
+def _own_seeds(model: keras.Model, replica, local: int) -> Iterator[None]:
+    """Shifts the seeds by replica while a step runs, so that dropout masks differ between replicas.
+
+    Outside of the step every replica holds the same state: a snapshot serves any number of replicas.
+    """
+    states = [local_component(v, local) for v in seed_states(model)]
+    shifts = [tf.cast(tf.stack([replica * _SEED_STRIDE, 0]), v.dtype) for v in states]
+    for state, shift in zip(states, shifts, strict=True):
+        state.assign(state + shift)
+    yield
+    for state, shift in zip(states, shifts, strict=True):
+        state.assign(state - shift)
+
+
+@contextlib.contextmanager
+def _unchanged_if(empty, model: keras.Model, local: int) -> Iterator[None]:
+    """Puts back, after a step on no rows, the metrics, and the statistics that are not a number for want of rows.
+
+    Synchronized statistics are those of the whole batch, and stay.
+    """
+    metrics = [local_component(v, local) for v in model.metrics_variables]
+    moving = [local_component(v, local) for v in moving_state(model)]
+    before = [tf.identity(v) for v in (*metrics, *moving)]
+    yield
+
+    def restore():
+        for v, old in zip(metrics, before, strict=False):
+            v.assign(old)
+        for v, old in zip(moving, before[len(metrics) :], strict=True):
+            v.assign(tf.where(tf.math.is_finite(v), v, old))
+
+    tf.cond(empty, restore, lambda: None)

@@ -1,0 +1,142 @@
+"""Keras callbacks become safe for many workers: one of them writes, and all of them take the same decisions.
+
+Nothing here trains. Every worker runs the same callbacks, so that stopping and learning rates stay equal; what would reach a
+file of the chief's is kept from the others. (`model.save` and `save_weights`, which ModelCheckpoint calls, are kept from them in
+`engine.py`.)
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+
+import keras
+import tensorflow as tf
+
+from tfdist.keras_compat import profiles
+from tfdist.train.callbacks.backup_and_restore import BackupAndRestore
+from tfdist.train.callbacks.metrics_log import Log
+from tfdist.train.callbacks.tensorboard import TensorBoard
+
+_BATCH_METHODS = {
+    "train": ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end"),
+    "test": ("on_test_batch_begin", "on_test_batch_end"),
+}
+
+
+def watches(callbacks: Iterable[keras.callbacks.Callback], mode: str) -> bool:
+    """Whether a callback must see the true state after every single batch.
+
+    Args:
+        callbacks: Callbacks as given to Keras.
+        mode: `"train"` or `"test"`.
+    """
+    return any(_watches(c, mode) for c in callbacks)
+
+
+def _watches(callback, mode: str) -> bool:
+    if is_progress_bar(callback):
+        return False
+    saves = keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore, BackupAndRestore
+    if isinstance(callback, saves) and not _extends(callback, *saves, mode=mode):
+        return mode == "train" and callback.save_freq != "epoch"
+    boards = keras.callbacks.TensorBoard, TensorBoard
+    if isinstance(callback, boards) and not _extends(callback, *boards, mode=mode):
+        return callback.update_freq != "epoch" or profiles(callback)
+    if isinstance(callback, Log) and not _extends(callback, Log, mode=mode):
+        return mode == "train" and callback.every is not None
+    return _extends(callback, keras.callbacks.Callback, mode=mode)
+
+
+def _extends(callback, *bases: type, mode: str) -> bool:
+    """Whether a callback has batch methods that none of the classes `bases` defines."""
+    return any(
+        getattr(getattr(callback, name), "__func__", None) not in [getattr(b, name) for b in bases]
+        for name in _BATCH_METHODS[mode]
+    )
+
+
+def listed(callbacks) -> list[keras.callbacks.Callback]:
+    """What a Keras method got as `callbacks`, in whatever form, as a list."""
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        return callbacks.callbacks
+    return keras.tree.flatten(callbacks or [])
+
+
+def backups_last(kwargs: dict) -> list[keras.callbacks.Callback]:
+    """Lets BackupAndRestore come after all other callbacks of the user, so that a snapshot holds what they know after a step.
+
+    Args:
+        kwargs: What a Keras method is called with. Its callbacks get this order; Keras' own, which come last, stay there.
+
+    Returns:
+        The callbacks.
+    """
+    given = kwargs.get("callbacks")
+    ordered = sorted(listed(given), key=_turn)
+    if isinstance(given, keras.callbacks.CallbackList):
+        given.callbacks[:] = ordered
+    elif ordered:
+        kwargs["callbacks"] = ordered
+    return list(ordered)
+
+
+def _turn(callback) -> int:
+    if isinstance(callback, keras.callbacks.History | keras.callbacks.ProgbarLogger):
+        return 2
+    return isinstance(callback, BackupAndRestore)
+
+
+def make_directories(callbacks: Iterable[keras.callbacks.Callback]) -> None:
+    """Makes where ModelCheckpoint will write, up to the first placeholder: its own way fails where two workers do it at once."""
+    for callback in callbacks:
+        if isinstance(callback, keras.callbacks.ModelCheckpoint) and (
+            directory := os.path.dirname(callback.filepath.partition("{")[0])
+        ):
+            with contextlib.suppress(tf.errors.OpError):  # Keras says so, where it writes
+                tf.io.gfile.makedirs(directory)
+
+
+def is_progress_bar(callback) -> bool:
+    """Whether a callback is Keras' progress bar."""
+    return isinstance(callback, keras.callbacks.ProgbarLogger)
+
+
+class _OnlyRestore(keras.callbacks.Callback):
+    """The half of BackupAndRestore that every worker needs: reading the chief's backup."""
+
+    def __init__(self, backup: keras.callbacks.BackupAndRestore):
+        super().__init__()
+        self._backup = backup
+
+    def set_model(self, model):
+        super().set_model(model)
+        self._backup.set_model(model)
+
+    def on_train_begin(self, logs=None):
+        self._backup.on_train_begin(logs)
+
+
+def follow(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
+    """A callback as a worker other than the chief runs it."""
+    if isinstance(callback, TensorBoard):
+        callback.follows = True
+    if isinstance(callback, keras.callbacks.TensorBoard):
+        callback.log_dir = _scratch_directory()
+    elif isinstance(callback, keras.callbacks.CSVLogger):
+        callback.filename = os.devnull
+    elif isinstance(callback, keras.callbacks.BackupAndRestore) and not isinstance(
+        callback, BackupAndRestore
+    ):
+        return _OnlyRestore(callback)
+    return callback
+
+
+def _scratch_directory() -> str:
+    path = tempfile.mkdtemp(prefix="tfdist-")
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return path
