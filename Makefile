@@ -22,7 +22,7 @@ help:
 	@echo "make test-compat  the Keras hooks and parity on the oldest Keras supported"
 	@echo "make lint         lint and types"
 	@echo "make notebooks    execute the notebooks and save their outputs; on a machine that does nothing else"
-	@echo "make bench        measure what fit, policies, shards, stages, parameter servers, failures, anatomy and input cost, write benchmarks/reports"
+	@echo "make bench        measure what fit, policies, shards, stages, parameter servers, failures, step breakdown and input cost, write benchmarks/reports"
 	@echo "make chaos        kill trainings some ninety times, at random moments"
 	@echo "make clean        remove what these made, but for runs/"
 	@echo "PYTHON=/path/to/python3 chooses the Python of a new environment."
@@ -51,11 +51,11 @@ test-compat: .venv-compat/installed
 
 bench: .venv/installed-bench
 	$(BIN)/python benchmarks/fit_overhead.py; fit=$$?; $(BIN)/python benchmarks/parameter_server.py; servers=$$?; \
-	  $(BIN)/python benchmarks/recovery.py; recovery=$$?; $(BIN)/python benchmarks/anatomy.py; anatomy=$$?; \
+	  $(BIN)/python benchmarks/recovery.py; recovery=$$?; $(BIN)/python benchmarks/step_breakdown.py; step_breakdown=$$?; \
 	  $(BIN)/python benchmarks/pipeline.py; pipeline=$$?; $(BIN)/python benchmarks/sync.py; sync=$$?; $(BIN)/python benchmarks/sharding.py; sharding=$$?; \
 	  $(BIN)/tfdist bench --config=configs/digits.py --workers 1,2 --strategies $(SCALED) --rounds 3 --steps 100 --out runs/scaling \
 	    && cp runs/scaling/bench.md benchmarks/reports/scaling.md && cp runs/scaling/bench.json benchmarks/reports/scaling.json; scaling=$$?; \
-	  $(BIN)/python benchmarks/input.py && exit $$((pipeline | sync | sharding | fit | servers | recovery | anatomy | scaling))
+	  $(BIN)/python benchmarks/input.py && exit $$((pipeline | sync | sharding | fit | servers | recovery | step_breakdown | scaling))
 
 notebooks: .venv/installed-notebooks
 	$(BIN)/python notebooks/execute.py

@@ -18,14 +18,14 @@ SPLIT = 1437  # of the 1,797 digits to train on
 # Of each variant the policy, and the stage of `tfdist.parallel.zero`.
 VARIANTS = {
     "mean": (Gradients(), 0),
-    "bfloat16": (Gradients(wire="bfloat16"), 0),
-    "float16": (Gradients(wire="float16"), 0),
+    "bfloat16": (Gradients(comm_dtype="bfloat16"), 0),
+    "float16": (Gradients(comm_dtype="float16"), 0),
     "accumulate": (Gradients(accumulate=4), 0),
     "local": (LocalSGD(every=EVERY), 0),
     "diloco": (DiLoCo(every=EVERY), 0),
     "zero1": (Gradients(), 1),
     "zero2": (Gradients(), 2),
-    "zero2 bfloat16": (Gradients(wire="bfloat16"), 2),
+    "zero2 bfloat16": (Gradients(comm_dtype="bfloat16"), 2),
     "power": (None, 0),  # PowerSGD(RANK), made in the process
 }
 RANK = 4
@@ -60,12 +60,12 @@ def _tfdist(job: Job) -> tuple[int, Callable[..., Any]]:
             optimizer = keras.optimizers.Adam(LEARNING_RATE)
             return _model(
                 keras, job, tfdist.parallel.zero(optimizer, stage) if stage else optimizer, seed
-            ), engine.merging
+            ), engine.aggregation
 
     built = {name: build(name) for name in VARIANTS}
 
     def carry_out(what: str, name: str, count: int = 0, seed: int = 1) -> float:
-        model, engine.merging = built[name]
+        model, engine.aggregation = built[name]
         if what == "bytes":
             return engine.bytes_per_step(model)
         # The first training is that of the model which is timed afterwards: it need not be traced twice.

@@ -82,8 +82,8 @@ def tfdist_fit(job: Job) -> tuple[int, Measures]:
     )
     import keras
 
-    runs = tempfile.mkdtemp(prefix="anatomy-", dir=job.directory)
-    return _fit(keras, strategy, job, {"anatomy": lambda: [tfdist.Anatomy(runs)]})
+    runs = tempfile.mkdtemp(prefix="step_breakdown-", dir=job.directory)
+    return _fit(keras, strategy, job, {"step_breakdown": lambda: [tfdist.StepBreakdown(runs)]})
 
 
 def tf_keras_fit(job: Job) -> tuple[int, Measures]:

@@ -30,7 +30,7 @@ def write_run(
     """A run of four epochs of 24 steps that was begun again after step 37, with all that a run may have."""
     directory.mkdir(parents=True)
     settings = config.Run.from_dict(
-        {"name": name, "train": {"epochs": 4}, "telemetry": {"anatomy": True}}
+        {"name": name, "train": {"epochs": 4}, "telemetry": {"step_breakdown": True}}
     )
     (directory / layout.CONFIG).write_text(json.dumps(settings.to_dict()))
     for epoch in range(4):
@@ -187,7 +187,7 @@ def write_benchmark(directory: pathlib.Path, kind: str) -> pathlib.Path:
                     "error": None,
                 }
                 setup |= {
-                    "anatomy": {"0": parts} if mode else {},
+                    "step_breakdown": {"0": parts} if mode else {},
                     "speedup": replicas**0.7,
                     "efficiency": replicas**-0.3,
                     "bus_bandwidth": 5e8,

@@ -1,4 +1,4 @@
-"""Windows of a step anatomy become what is typical of them."""
+"""Windows of a step breakdown become what is typical of them."""
 
 import statistics
 

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from tfdist.train.callbacks.metrics_log import Log
     from tfdist.train.callbacks.tensorboard import TensorBoard
     from tfdist.train.parameter_server.worker_pool import ParameterServerLost
-    from tfdist.train.timing.step_breakdown import Anatomy
+    from tfdist.train.timing.step_breakdown import StepBreakdown
 
 # Name -> module that defines it, or that it is.
 _HOMES = {
-    "Anatomy": "tfdist.train.timing.step_breakdown",
+    "StepBreakdown": "tfdist.train.timing.step_breakdown",
     "BackupAndRestore": "tfdist.train.callbacks.backup_and_restore",
     "ClusterSpec": "tfdist.cluster",
     "ImageSamples": "tfdist.train.callbacks.image_samples",
@@ -46,7 +46,7 @@ _HOMES = {
 }
 
 __all__ = [
-    "Anatomy",
+    "StepBreakdown",
     "BackupAndRestore",
     "ClusterSpec",
     "ImageSamples",

@@ -13,7 +13,7 @@ from typing import Any
 
 # Small gradients travel in one collective; a large one by itself, which saves copying it, and starts while others are computed.
 BUCKET_BYTES = 4 << 20
-WIRES = ("bfloat16", "float16")
+COMM_DTYPES = ("bfloat16", "float16")
 COMBINE = ("mean", "replicas", "sum")
 
 
@@ -30,7 +30,7 @@ class Gradients:
             context with this replica's list of gradients, None where a variable has none, each its part of the mean over the global batch;
             it returns the list that the optimizer gets, which must be equal on all replicas. `tf.distribute.get_replica_context()` and
             `tfdist.parallel.replicas()` have the collectives.
-        wire: "bfloat16" or "float16", in which gradients travel; they are summed in their own dtype. None: they travel in that too. float16
+        comm_dtype: "bfloat16" or "float16", in which gradients travel; they are summed in their own dtype. None: they travel in that too. float16
             ends at 65,504: gradients beyond become infinite. Not with a function as `combine`, which sends them itself.
         bucket_bytes: Small gradients travel together, in buckets of at most so many bytes; a larger gradient travels by itself.
         clip_norm: Longest norm of all gradients together, without a scale of the loss; longer ones are scaled to it. None: any.
@@ -42,12 +42,12 @@ class Gradients:
         ValueError: For a bad value.
 
     Example:
-        >>> Gradients(wire="bfloat16", clip_norm=1.0).wire
+        >>> Gradients(comm_dtype="bfloat16", clip_norm=1.0).comm_dtype
         'bfloat16'
     """
 
     combine: str | Callable[[list], list] = "mean"
-    wire: str | None = None
+    comm_dtype: str | None = None
     bucket_bytes: int = BUCKET_BYTES
     clip_norm: float | None = None
     accumulate: int = 1
@@ -56,10 +56,10 @@ class Gradients:
     def __post_init__(self) -> None:
         if not callable(self.combine):
             _one_of("combine", self.combine, COMBINE, "or a function of a list of gradients")
-        _wire(self.wire)
-        if callable(self.combine) and self.wire is not None:
+        _comm_dtype(self.comm_dtype)
+        if callable(self.combine) and self.comm_dtype is not None:
             raise ValueError(
-                f"sync.wire: a function that combines gradients sends them itself; received {self.wire!r}. Give its own calls wire={self.wire!r}."
+                f"sync.comm_dtype: a function that combines gradients sends them itself; received {self.comm_dtype!r}. Give its own calls comm_dtype={self.comm_dtype!r}."
             )
         _whole("bucket_bytes", self.bucket_bytes, 1)
         _whole("accumulate", self.accumulate, 1)
@@ -89,7 +89,7 @@ class LocalSGD:
         warmup: So many first steps exchange gradients each, as `Gradients()` does.
         outer_learning_rate: Of the outer step, above 0.
         outer_momentum: Of the outer step, from 0 to below 1.
-        wire: As for `Gradients`: in which weights' differences travel.
+        comm_dtype: As for `Gradients`: in which weights' differences travel.
         bucket_bytes: As for `Gradients`.
 
     Raises:
@@ -100,7 +100,7 @@ class LocalSGD:
     warmup: int = 0
     outer_learning_rate: float = 1.0
     outer_momentum: float = 0.0
-    wire: str | None = None
+    comm_dtype: str | None = None
     bucket_bytes: int = BUCKET_BYTES
 
     def __post_init__(self) -> None:
@@ -112,7 +112,7 @@ class LocalSGD:
             raise ValueError(
                 f"sync.outer_momentum: expected a number from 0 to below 1, received {self.outer_momentum!r}."
             )
-        _wire(self.wire)
+        _comm_dtype(self.comm_dtype)
         _whole("bucket_bytes", self.bucket_bytes, 1)
 
     @property
@@ -149,7 +149,7 @@ Policy = Gradients | LocalSGD
 
 
 def policy(given: Any) -> Policy:
-    """What `make_strategy` takes, checked: a policy, a function as for `Gradients.combine`, a name of `COMBINE` or `WIRES`, or None.
+    """What `make_strategy` takes, checked: a policy, a function as for `Gradients.combine`, a name of `COMBINE` or `COMM_DTYPES`, or None.
 
     Args:
         given: That.
@@ -157,20 +157,20 @@ def policy(given: Any) -> Policy:
     Raises:
         ValueError: It is something else.
 
-    >>> policy("bfloat16") == Gradients(wire="bfloat16"), policy(None) == policy("mean")
+    >>> policy("bfloat16") == Gradients(comm_dtype="bfloat16"), policy(None) == policy("mean")
     (True, True)
     """
     if isinstance(given, Gradients | LocalSGD):
         return given
     if given is None:
         return Gradients()
-    if isinstance(given, str) and given in WIRES:
-        return Gradients(wire=given)
+    if isinstance(given, str) and given in COMM_DTYPES:
+        return Gradients(comm_dtype=given)
     if (isinstance(given, str) and given in COMBINE) or callable(given):
         return Gradients(combine=given)
     raise ValueError(
-        f"sync: expected tfdist.sync.Gradients(...), LocalSGD(...) or DiLoCo(...), a function of a list of gradients, or one of {', '.join(COMBINE + WIRES)}; "
-        f"received {given!r}.{_near(given, COMBINE + WIRES)}"
+        f"sync: expected tfdist.sync.Gradients(...), LocalSGD(...) or DiLoCo(...), a function of a list of gradients, or one of {', '.join(COMBINE + COMM_DTYPES)}; "
+        f"received {given!r}.{_near(given, COMBINE + COMM_DTYPES)}"
     )
 
 
@@ -181,9 +181,9 @@ def _one_of(name: str, value: Any, choices: tuple[str, ...], more: str = "") -> 
         )
 
 
-def _wire(value: Any) -> None:
+def _comm_dtype(value: Any) -> None:
     if value is not None:
-        _one_of("wire", value, WIRES, "or None")
+        _one_of("comm_dtype", value, COMM_DTYPES, "or None")
 
 
 def _near(value: Any, choices: tuple[str, ...]) -> str:

@@ -43,7 +43,7 @@ def test_the_fast_worker_waits_for_the_slow_one(tmp_path):
             for event in tf.compat.v1.train.summary_iterator(str(file))
             for value in event.summary.value
         }
-        assert {f"anatomy/{part}_milliseconds" for part in PARTS} < tags
+        assert {f"step_breakdown/{part}_milliseconds" for part in PARTS} < tags
 
 
 def test_a_worker_without_the_callback_is_named(tmp_path):
@@ -51,6 +51,6 @@ def test_a_worker_without_the_callback_is_named(tmp_path):
     for index in range(2):
         error = (tmp_path / f"error-{index}").read_text()
         assert (
-            "worker:1 differs from worker:0 in number of tfdist.Anatomy callbacks: 0 against 1"
+            "worker:1 differs from worker:0 in number of tfdist.StepBreakdown callbacks: 0 against 1"
             in error
         )

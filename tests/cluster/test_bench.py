@@ -79,8 +79,8 @@ def test_scaling_of_workers_beside_a_setup_that_fails(tmp_path):
         # 6 steps of an epoch of 20 examples, over and over: 8 + 8 + 4, or 16 + 4.
         rows = [rate * seconds for rate, seconds in zip(setup.rates, setup.seconds, strict=True)]
         assert rows == pytest.approx([{8: 20 / 3, 16: 10.0}[setup.global_batch]] * 2)
-        assert setup.anatomy.keys() == set(range(setup.workers))
-        for parts in setup.anatomy.values():
+        assert setup.step_breakdown.keys() == set(range(setup.workers))
+        for parts in setup.step_breakdown.values():
             assert parts.keys() == PARTS.keys()
             assert sum(parts.values()) > 0
         assert setup.reason

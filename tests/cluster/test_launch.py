@@ -84,7 +84,7 @@ def test_a_traceback_shows_the_users_frames_only(launch):
     assert code == 1
     report = err[err.index("ROOT CAUSE: ") :]
     assert "in f\n" in report
-    assert "shim" not in report
+    assert "script_runner" not in report
     assert "runpy" not in report
 
 
@@ -183,7 +183,7 @@ def test_the_evaluator_is_not_waited_for_without_bound(launch):
     assert "training is done; ending evaluator:0, still busy 0.5 s later" in err
 
 
-def test_modules_and_exit_codes_pass_through_the_shim(launch):
+def test_modules_and_exit_codes_pass_through_the_script_runner(launch):
     (launch.directory / "package").mkdir()
     (launch.directory / "package" / "__main__.py").write_text(
         "import sys; print(sys.argv[1:]); sys.exit(7)"

@@ -18,7 +18,7 @@ WAYS = {
     "ZeRO-2, bfloat16": (
         0,
         "cpu:0,cpu:1",
-        ["--config.parallel.zero=2", "--config.sync.wire=bfloat16"],
+        ["--config.parallel.zero=2", "--config.sync.comm_dtype=bfloat16"],
     ),
     "FSDP (ZeRO-3)": (0, "cpu:0,cpu:1", ["--config.parallel.zero=3"]),
     "pipeline": (2, "cpu:0,cpu:1", []),

@@ -21,7 +21,7 @@ import tensorflow as tf
 import tfdist
 from tfdist.keras_compat import local_component
 from tfdist.parallel import deferred, fsdp, zero
-from tfdist.train.health.watchdog import Patience
+from tfdist.train.health.watchdog import Watchdog
 
 ROWS, BATCH, EPOCHS = 24, 8, 2
 ZEROS = (
@@ -441,7 +441,7 @@ def left_alone(strategy: tf.distribute.Strategy, directory: pathlib.Path) -> dic
         directory: Which all processes reach.
     """
     place, done = strategy.tfdist_engine.placement, directory / "left-alone"
-    strategy.tfdist_engine.patience = Patience(3.0, place)
+    strategy.tfdist_engine.watchdog = Watchdog(3.0, place)
     keras.utils.set_random_seed(7 + place.rank)
     x, told = np.ones([4, 5], "float32"), {}
     model = mlp()

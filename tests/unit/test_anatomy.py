@@ -1,4 +1,4 @@
-"""Where the time of steps goes: planted delays are found in their part, and no result changes; two workers: tests/cluster/test_anatomy.py."""
+"""Where the time of steps goes: planted delays are found in their part, and no result changes; two workers: tests/cluster/test_step_breakdown.py."""
 
 import logging
 import time
@@ -87,7 +87,7 @@ def trained(
         )
     batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(8, drop_remainder=True)
     batches = data(batches) if data else batches
-    measured = [tfdist.Anatomy(directory)] if directory else []
+    measured = [tfdist.StepBreakdown(directory)] if directory else []
     history = model.fit(batches, epochs=epochs, verbose=0, callbacks=[*measured, *callbacks])
     return model, history.history, read(directory).get(0, []) if directory else []
 
@@ -122,7 +122,7 @@ def test_the_same_model_goes_on_without_being_measured(mirrored, tmp_path):
     x, y = np.zeros([24, 6], np.float32), np.zeros(24, np.int64)
     model.fit(x, y, batch_size=8, verbose=0)
     assert len(read(tmp_path)[0]) == len(windows)
-    model.fit(x, y, batch_size=8, verbose=0, callbacks=[tfdist.Anatomy(tmp_path)])
+    model.fit(x, y, batch_size=8, verbose=0, callbacks=[tfdist.StepBreakdown(tmp_path)])
     assert read(tmp_path)[0][-1].step == 12 + 3 + 3
 
 
@@ -237,14 +237,14 @@ def test_accumulated_gradients_count_as_steps(one_device, tmp_path):
         np.zeros(24, np.int64),
         batch_size=8,
         verbose=0,
-        callbacks=[tfdist.Anatomy(tmp_path)],
+        callbacks=[tfdist.StepBreakdown(tmp_path)],
     )
     assert read(tmp_path)[0][-1].step == 24 + 3
 
 
 def test_a_directory_elsewhere_is_refused():
     with pytest.raises(ValueError, match="local file system, received 'gs://bucket/run'"):
-        tfdist.Anatomy("gs://bucket/run")
+        tfdist.StepBreakdown("gs://bucket/run")
 
 
 def test_compiled_by_xla_all_is_forward_and_backward(one_device, tmp_path):
@@ -283,8 +283,8 @@ def test_curves_lie_beside_the_records(one_device, tmp_path):
         for value in event.summary.value
     }
     assert set(found) == {
-        *(f"anatomy/{part}_milliseconds" for part in PARTS),
-        "anatomy/examples_per_second",
+        *(f"step_breakdown/{part}_milliseconds" for part in PARTS),
+        "step_breakdown/examples_per_second",
     }
     assert set(found.values()) == {windows[-1].step} == {24}
 
@@ -299,12 +299,14 @@ def test_where_nothing_can_be_written_training_goes_on(one_device, tmp_path, cap
     other = tmp_path / "other"
     if fault == "full disk":
         (tmp_path / "worker-0").mkdir()
-        (tmp_path / "worker-0" / "anatomy.jsonl").symlink_to("/dev/full")
+        (tmp_path / "worker-0" / "step_breakdown.jsonl").symlink_to("/dev/full")
     else:
         (tmp_path / "worker-0").touch()
     with caplog.at_level(logging.WARNING, "tfdist"):
         model, _, _ = trained(
-            one_device, None, callbacks=[tfdist.Anatomy(tmp_path), tfdist.Anatomy(other)]
+            one_device,
+            None,
+            callbacks=[tfdist.StepBreakdown(tmp_path), tfdist.StepBreakdown(other)],
         )  # /dev/full has no end to read
     assert int(model.optimizer.iterations.numpy()) == 24
     assert "cannot be written" in caplog.text

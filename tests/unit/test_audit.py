@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.data.order import Order, share
+from tfdist.data.order import Order, rows_of_replicas
 from tfdist.data.pipeline import pipeline
 from tfdist.data.sources.records import records
 from tfdist.tools.audit import stages
@@ -31,7 +31,7 @@ def taken(plan, workers=2):
             if plan.tail == "pad":
                 numbers = np.pad(numbers, (0, BATCH - len(numbers)), constant_values=-1)
             for worker in range(workers):
-                begin, end = share(len(numbers), worker, 1, workers)
+                begin, end = rows_of_replicas(len(numbers), worker, 1, workers)
                 found[worker].append(
                     Step(epoch, step, len(numbers), 7.0 * step, 0, numbers[begin:end].copy())
                 )

@@ -175,7 +175,7 @@ def test_a_worker_that_reads_another_directory_than_the_chief_is_told(
         ([-1.0, 0.0, 0.0], f"none; this worker found snapshot-{number}"),
     ):
         monkeypatch.setattr(
-            engine, "chief_says", lambda numbers, chief=chief: [float(x) for x in chief]
+            engine, "broadcast_from_chief", lambda numbers, chief=chief: [float(x) for x in chief]
         )
         with pytest.raises(
             ValueError,

@@ -28,11 +28,22 @@ def parts(**milliseconds):
 
 
 def setup(
-    strategy="mirrored", replicas=2, *, modes=("strong",), batch=64, rates=(), anatomy=None, **more
+    strategy="mirrored",
+    replicas=2,
+    *,
+    modes=("strong",),
+    batch=64,
+    rates=(),
+    step_breakdown=None,
+    **more,
 ):
     """A setup of three equal rounds."""
     rates = (float(rates),) * 3 if not isinstance(rates, tuple) else rates
-    anatomy = {0: anatomy} if anatomy and "input" in anatomy else anatomy or {}
+    step_breakdown = (
+        {0: step_breakdown}
+        if step_breakdown and "input" in step_breakdown
+        else step_breakdown or {}
+    )
     return Setup(
         strategy,
         replicas,
@@ -41,13 +52,17 @@ def setup(
         batch,
         seconds=tuple(batch / r for r in rates),
         rates=rates,
-        anatomy=anatomy,
+        step_breakdown=step_breakdown,
         **more,
     )
 
 
 ALONE = setup(
-    "one_device", 1, modes=MODES, rates=6400, anatomy=parts(forward_backward=8, update=1, host=1)
+    "one_device",
+    1,
+    modes=MODES,
+    rates=6400,
+    step_breakdown=parts(forward_backward=8, update=1, host=1),
 )
 
 
@@ -84,7 +99,12 @@ def test_what_is_compared_with_what():
 
 def test_a_round_takes_as_long_as_on_its_slowest_worker():
     def found(seconds, *, waits):
-        return {"steps": 10, "examples": 640, "seconds": seconds, "anatomy": parts(wait=waits)}
+        return {
+            "steps": 10,
+            "examples": 640,
+            "seconds": seconds,
+            "step_breakdown": parts(wait=waits),
+        }
 
     rounds = [
         [found(1.0, waits=0), found(2.0, waits=1)],
@@ -94,7 +114,7 @@ def test_a_round_takes_as_long_as_on_its_slowest_worker():
     got = measured(Setup("multi_worker_mirrored", 2, 2, ("strong",), 64), rounds)
     assert got.seconds == (0.2, 0.3, 0.9)
     assert got.rates == (320.0, 640 / 3, 640 / 9)
-    assert got.anatomy == {0: parts(wait=2), 1: parts(wait=3)}  # of the median round
+    assert got.step_breakdown == {0: parts(wait=2), 1: parts(wait=3)}  # of the median round
 
 
 def test_bench_json_is_read_as_it_was_written(tmp_path):
@@ -171,27 +191,30 @@ IDEAL = {"forward_backward": 4, "update": 0.5, "host": 0.5}  # of ALONE, split i
     ],
 )
 def test_the_reason_is_the_part_that_grew_most(planted, more, expected):
-    anatomy = parts(**{**IDEAL, **planted})
-    found = sentence(setup(rates=6400, anatomy=anatomy, **more))
+    step_breakdown = parts(**{**IDEAL, **planted})
+    found = sentence(setup(rates=6400, step_breakdown=step_breakdown, **more))
     assert expected in found
     assert found.endswith(".")
     assert "\n" not in found
 
 
 def test_remedies_follow_the_config():
-    late = setup(rates=6400, anatomy=parts(**IDEAL, input=5))
+    late = setup(rates=6400, step_breakdown=parts(**IDEAL, input=5))
     assert "data.cache" not in sentence(late, Facts(cores=2, cache=True))
-    host = setup(rates=6400, anatomy=parts(**{**IDEAL, "host": 6}))
+    host = setup(rates=6400, step_breakdown=parts(**{**IDEAL, "host": 6}))
     assert "a larger train.steps_per_execution" in sentence(
         host, Facts(cores=2, steps_per_execution=8)
     )
-    slow = setup(rates=6400, anatomy=parts(**{**IDEAL, "forward_backward": 9}))
+    slow = setup(rates=6400, step_breakdown=parts(**{**IDEAL, "forward_backward": 9}))
     assert "32 rows do not keep a replica as busy as 64 do" in sentence(
         slow, Facts(cores=2, threads=1)
     )
     assert "cores" not in sentence(slow, Facts(cores=2, on_cpu=False))
     weak = setup(
-        modes=("weak",), batch=128, rates=6400, anatomy=parts(forward_backward=18, update=1, host=1)
+        modes=("weak",),
+        batch=128,
+        rates=6400,
+        step_breakdown=parts(forward_backward=18, update=1, host=1),
     )
     assert (
         "18.0 ms where one replica's is 8.0 ms, as replicas on one machine share its memory"
@@ -207,86 +230,96 @@ def test_the_slowest_worker_is_named_where_there_is_one():
             rates=6400,
             workers=3,
             replicas=3,
-            anatomy={0: quick, 1: slow, 2: quick},
+            step_breakdown={0: quick, 1: slow, 2: quick},
         )
     )
     assert "worker 1; look at what else runs on its host" in found
-    assert slowest(setup("multi_worker_mirrored", anatomy={0: quick, 1: quick})) is None
+    assert slowest(setup("multi_worker_mirrored", step_breakdown={0: quick, 1: quick})) is None
     found = sentence(
         setup(
             "multi_worker_mirrored",
             rates=6400,
             workers=2,
-            anatomy={0: parts(**IDEAL, wait=5), 1: parts(**IDEAL, wait=4.9)},
+            step_breakdown={0: parts(**IDEAL, wait=5), 1: parts(**IDEAL, wait=4.9)},
         )
     )
     assert "up to 5.0 ms a step, for another worker each time" in found
 
 
 def test_ties_and_nothing():
-    tie = setup(rates=6400, bytes=10**6, anatomy=parts(**IDEAL, input=2.5, gradient_sync=2.5))
+    tie = setup(
+        rates=6400, bytes=10**6, step_breakdown=parts(**IDEAL, input=2.5, gradient_sync=2.5)
+    )
     assert "is waiting for input" in sentence(tie)  # of equals the first, each time
     assert (
-        sentence(setup(rates=12400, anatomy=parts(**IDEAL)))
+        sentence(setup(rates=12400, step_breakdown=parts(**IDEAL)))
         == "2 replicas: 97 % of 2 times the work of one, nothing to speak of is lost."
     )
-    assert sentence(setup(rates=6400, anatomy=parts(**IDEAL))).startswith(
+    assert sentence(setup(rates=6400, step_breakdown=parts(**IDEAL))).startswith(
         "No part of the step takes longer than it should"
     )
-    assert sentence(setup(rates=6400)) == ""  # no anatomy
-    assert sentence(setup(rates=6400, anatomy=parts())) == ""
-    only = setup(rates=6400, anatomy=parts(**IDEAL))
+    assert sentence(setup(rates=6400)) == ""  # no step breakdown
+    assert sentence(setup(rates=6400, step_breakdown=parts())) == ""
+    only = setup(rates=6400, step_breakdown=parts(**IDEAL))
     assert "one replica was not measured" in reason(only, None, FACTS)
-    nothing = setup("one_device", 1, modes=MODES, rates=6400, anatomy=parts(input=1e-3))
+    nothing = setup("one_device", 1, modes=MODES, rates=6400, step_breakdown=parts(input=1e-3))
     assert losses(only, nothing)["forward_backward"] == 0.004
     assert (
         reason(compared([ALONE])[0], None, FACTS)
         == "80 % of the step of one replica is forward and backward."
     )
     waits = setup(
-        "one_device", 1, modes=MODES, rates=6400, anatomy=parts(input=9, forward_backward=1)
+        "one_device", 1, modes=MODES, rates=6400, step_breakdown=parts(input=9, forward_backward=1)
     )
     assert "data.cache=true" in reason(waits, None, FACTS)
 
 
 def test_one_replica_under_another_strategy():
     slow = parts(forward_backward=16, update=1, host=1)
-    found = sentence(setup("central_storage", 1, modes=MODES, rates=3556, anatomy=slow))
+    found = sentence(setup("central_storage", 1, modes=MODES, rates=3556, step_breakdown=slow))
     assert (
         "16.0 ms where one replica's is 8.0 ms, as variables are copied out of one device in each step; mirrored would help"
         in found
     )
     assert "the strategy costs that" in sentence(
-        setup("mirrored", 1, modes=MODES, rates=3556, anatomy=slow)
+        setup("mirrored", 1, modes=MODES, rates=3556, step_breakdown=slow)
     )
     assert (
-        sentence(setup("mirrored", 1, modes=MODES, rates=6400, anatomy=slow))
+        sentence(setup("mirrored", 1, modes=MODES, rates=6400, step_breakdown=slow))
         == "1 replica: 100 % of the work of one_device, nothing to speak of is lost."
     )
 
 
 def test_what_rounds_do_not_tell_is_no_reason():
     slow = parts(**{**IDEAL, "forward_backward": 9})
-    alone = setup("one_device", 1, modes=MODES, rates=(6400.0,) * 5, anatomy=ALONE.anatomy)
-    both = setup(rates=(13000.0, 10000.0, 10000.0, 12900.0, 9000.0), anatomy=slow)
+    alone = setup(
+        "one_device", 1, modes=MODES, rates=(6400.0,) * 5, step_breakdown=ALONE.step_breakdown
+    )
+    both = setup(rates=(13000.0, 10000.0, 10000.0, 12900.0, 9000.0), step_breakdown=slow)
     assert "within the spread of the rounds" in sentence(both, alone=alone)
 
 
 def test_one_round_that_is_disturbed_hides_no_loss():
     slow = parts(**{**IDEAL, "forward_backward": 9})
     disturbed = setup(
-        "one_device", 1, modes=MODES, rates=(6400.0, 2000.0, 6400.0), anatomy=ALONE.anatomy
+        "one_device",
+        1,
+        modes=MODES,
+        rates=(6400.0, 2000.0, 6400.0),
+        step_breakdown=ALONE.step_breakdown,
     )
-    assert "is forward and backward" in sentence(setup(rates=7000, anatomy=slow), alone=disturbed)
+    assert "is forward and backward" in sentence(
+        setup(rates=7000, step_breakdown=slow), alone=disturbed
+    )
     halting = setup(
         "one_device",
         1,
         modes=MODES,
         rates=(6400.0, 3200.0, 6400.0, 3200.0, 6400.0),
-        anatomy=ALONE.anatomy,
+        step_breakdown=ALONE.step_breakdown,
     )
     both = setup(
-        rates=(9000.0, 4500.0, 9000.0, 4500.0, 9000.0), anatomy=slow
+        rates=(9000.0, 4500.0, 9000.0, 4500.0, 9000.0), step_breakdown=slow
     )  # slower in the same rounds
     assert "is forward and backward" in sentence(both, alone=halting)
 
@@ -338,11 +371,11 @@ def shown(kind, setups, **more):
 
 
 def test_tables_fit_a_terminal_and_hold_all_setups():
-    anatomy = parts(forward_backward=123.45, gradient_sync=100)
+    step_breakdown = parts(forward_backward=123.45, gradient_sync=100)
     two = setup(
         "multi_worker_mirrored",
         rates=(12_345_678.0, 12_000_000.0, 13_000_000.0),
-        anatomy=anatomy,
+        step_breakdown=step_breakdown,
         workers=2,
         reason="word " * 60,
     )

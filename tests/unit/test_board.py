@@ -16,7 +16,7 @@ from tfdist.run import train_command
 from tfdist.telemetry.layout import read_json_lines
 from tfdist.telemetry.writers import JsonlWriter
 from tfdist.train.callbacks.image_samples import caption, probabilities
-from tfdist.train.callbacks.saving import told_alike
+from tfdist.train.callbacks.saving import same_on_workers
 
 STEPS = 5
 
@@ -293,7 +293,7 @@ def test_logits_are_told_as_probabilities():
 @pytest.mark.parametrize("other", [{}, {"every": 2}])
 def test_image_samples_of_one_worker_alone_are_noticed(tmp_path, other):
     samples = tfdist.ImageSamples(tmp_path, images(), 4)
-    assert told_alike([samples]) != told_alike(
+    assert same_on_workers([samples]) != same_on_workers(
         [tfdist.ImageSamples(tmp_path, images(), 4, **other)] if other else []
     )
 

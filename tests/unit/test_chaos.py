@@ -3,7 +3,7 @@
 import pytest
 
 from tfdist.runtime import fault_plan
-from tfdist.train.health.heartbeat import Pulse
+from tfdist.train.health.heartbeat import Heartbeat
 
 
 def test_a_plan_of_all_kinds():
@@ -51,8 +51,8 @@ def test_each_strikes_once():
 
 def test_steps_pause_for_a_fault_in_an_epoch_that_has_just_begun(monkeypatch):
     monkeypatch.setenv("TFDIST_CHAOS", "hang worker:1@step=30")
-    pulse = Pulse(is_chief=False)
-    pulse.begin(0, 24)
-    pulse.at(0, 24)
-    assert pulse.next_pause(1, 0) == 6
-    assert pulse.next_pause(1, 6) is None
+    heartbeat = Heartbeat(is_chief=False)
+    heartbeat.begin(0, 24)
+    heartbeat.at(0, 24)
+    assert heartbeat.next_pause(1, 0) == 6
+    assert heartbeat.next_pause(1, 6) is None

@@ -428,7 +428,7 @@ def test_calls_pause_at_faults_of_the_epoch_that_begins(tmp_path, monkeypatch):
             from_environ=lambda: Launched(chaos="kill worker:9@step=12; kill worker:9@step=37")
         ),
     )
-    found = heartbeat.Pulse(True)
+    found = heartbeat.Heartbeat(True)
     found.begin(0, 24)
     assert found.next_pause(0, 0) == 12
     assert found.next_pause(0, 12) == 37  # beyond the epoch's end

@@ -12,7 +12,7 @@ from tfdist import cli
 from tfdist.cluster.spec import ClusterSpec
 from tfdist.launch import flags, task_plan
 from tfdist.launch import main as launch
-from tfdist.launch.task_plan import SHIM
+from tfdist.launch.task_plan import SCRIPT_RUNNER
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -156,12 +156,12 @@ def test_a_mistake_is_named_before_anything_starts(words, message, workplace, ca
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("train.py --lr 1", (*SHIM, "train.py", "--lr", "1")),
-        ("python train.py -x", (*SHIM, "train.py", "-x")),
-        ("python3 train.py", (*SHIM, "train.py")),
-        ("python -m json.tool a", (*SHIM, "-m", "json.tool", "a")),
-        ("-m json.tool a", (*SHIM, "-m", "json.tool", "a")),
-        ("tfdist train --config=a.py", (*SHIM, "-m", "tfdist", "train", "--config=a.py")),
+        ("train.py --lr 1", (*SCRIPT_RUNNER, "train.py", "--lr", "1")),
+        ("python train.py -x", (*SCRIPT_RUNNER, "train.py", "-x")),
+        ("python3 train.py", (*SCRIPT_RUNNER, "train.py")),
+        ("python -m json.tool a", (*SCRIPT_RUNNER, "-m", "json.tool", "a")),
+        ("-m json.tool a", (*SCRIPT_RUNNER, "-m", "json.tool", "a")),
+        ("tfdist train --config=a.py", (*SCRIPT_RUNNER, "-m", "tfdist", "train", "--config=a.py")),
         ("python -u train.py", (sys.executable, "-u", "train.py")),
         ("sh -c exit", ("sh", "-c", "exit")),
     ],

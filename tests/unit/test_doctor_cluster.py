@@ -399,7 +399,7 @@ def test_a_place_that_cannot_be_used_keeps_its_number(tmp_path):
     with serving(desk, spec.tasks[1:]):
         meeting = Meeting(Desk(spec, who(spec), {}), spec.tasks[:1], timeout=5)
         meeting.ask_all()
-        sights = meeting.share([str(tmp_path / "a"), str(tmp_path / "b"), None])
+        sights = meeting.replica_rows([str(tmp_path / "a"), str(tmp_path / "b"), None])
     assert [(sight.other, sight.seen) for sight in sights] == [
         (None, False),
         (str(tmp_path / "b"), True),
@@ -409,7 +409,7 @@ def test_a_place_that_cannot_be_used_keeps_its_number(tmp_path):
 
 def test_directories_that_were_made_are_removed(tmp_path):
     spec = ClusterSpec.local(workers=2)
-    Meeting(Desk(spec, who(spec), {}), spec.tasks[:1], timeout=5).share(
+    Meeting(Desk(spec, who(spec), {}), spec.tasks[:1], timeout=5).replica_rows(
         [str(tmp_path / "a" / "b" / "c")]
     )
     assert not list(tmp_path.iterdir())

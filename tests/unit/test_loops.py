@@ -110,7 +110,7 @@ def walked(
     found = []
     for _ in range(2):
         found += [float(step(batch)["loss"]) for batch in state.batches]
-        state.meet()
+        state.sync_replicas()
     return found, [v.numpy() for v in state.learner.variables]
 
 
@@ -226,7 +226,7 @@ def test_a_masked_loss_of_keras_has_the_divisor_of_the_global_batch(one_device, 
 # --- Policies, ZeRO, snapshots ----------------------------------------------------------------------------------------------
 POLICIES = {
     "gradients": (
-        tfdist.sync.Gradients(combine="sum", accumulate=2, wire="bfloat16", clip_norm=1.0),
+        tfdist.sync.Gradients(combine="sum", accumulate=2, comm_dtype="bfloat16", clip_norm=1.0),
         None,
     ),
     "local": (tfdist.sync.LocalSGD(every=3, warmup=1), None),
@@ -237,7 +237,7 @@ POLICIES = {
 @pytest.fixture
 def under(mirrored):
     """The strategy of two replicas, under a policy until the test ends."""
-    before = mirrored.tfdist_engine.merging.policy
+    before = mirrored.tfdist_engine.aggregation.policy
 
     def use(policy):
         mirrored.tfdist_engine.use(policy or before)
@@ -375,10 +375,10 @@ LONELY = """
 import keras, tensorflow as tf, tfdist
 from tfdist import loops
 from tfdist.parallel.placement import Placement
-from tfdist.train.health.watchdog import Patience
+from tfdist.train.health.watchdog import Watchdog
 
 strategy = tfdist.make_strategy("one_device", devices="cpu")
-strategy.tfdist_engine.patience = Patience(1.6, Placement(workers=2))
+strategy.tfdist_engine.watchdog = Watchdog(1.6, Placement(workers=2))
 
 def loss(model, x, y):
     other = tf.raw_ops.CollectiveReduce(input=[1.0], group_size=2, group_key=1, instance_key=1, merge_op="Add", final_op="Id", subdiv_offsets=[0])

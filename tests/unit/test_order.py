@@ -10,7 +10,15 @@ import tensorflow as tf
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tfdist.data.order import TAILS, Order, StreamOrder, example_seeds, key_of, permute, share
+from tfdist.data.order import (
+    TAILS,
+    Order,
+    StreamOrder,
+    example_seeds,
+    key_of,
+    permute,
+    rows_of_replicas,
+)
 
 properties = settings(max_examples=12, deadline=None, derandomize=True, database=None)
 
@@ -158,7 +166,7 @@ def test_numbers_depend_on_their_position_alone(order, epoch, random):
 @given(st.integers(0, 300), st.lists(st.integers(1, 8), min_size=1, max_size=9))
 def test_workers_share_the_rows_of_a_batch(rows, devices):
     replicas = sum(devices)
-    alone = [share(rows, replica, 1, replicas) for replica in range(replicas)]
+    alone = [rows_of_replicas(rows, replica, 1, replicas) for replica in range(replicas)]
     assert [row for begin, end in alone for row in range(begin, end)] == list(range(rows))
     most = -(-rows // replicas)
     assert all(end - begin == most for begin, end in alone[: rows // most if most else None])
@@ -168,7 +176,7 @@ def test_workers_share_the_rows_of_a_batch(rows, devices):
     for first, count in zip(
         firsts, devices, strict=False
     ):  # a worker's rows are those of its replicas
-        begin, end = share(rows, first, count, replicas)
+        begin, end = rows_of_replicas(rows, first, count, replicas)
         assert [*range(begin, end)] == [
             row for one in alone[first : first + count] for row in range(*one)
         ]
@@ -182,8 +190,8 @@ def test_workers_together_have_the_batch(order, epoch, devices, data):
     rows = tf.cast(order.rows(tf.constant(step, tf.int64), tf.minimum), tf.int64)
     found = []
     for first, count in zip(itertools.accumulate([0, *devices]), devices, strict=False):
-        begin, end = share(rows, first, count, sum(devices), tf.minimum)
-        assert (int(begin), int(end)) == share(len(batch), first, count, sum(devices))
+        begin, end = rows_of_replicas(rows, first, count, sum(devices), tf.minimum)
+        assert (int(begin), int(end)) == rows_of_replicas(len(batch), first, count, sum(devices))
         found.append(order.numbers(epoch, step * order.global_batch + tf.range(begin, end)))
     np.testing.assert_array_equal(tf.concat(found, 0), batch)
 

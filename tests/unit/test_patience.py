@@ -10,7 +10,7 @@ from tests.processes import ROOT, environment
 
 SCRIPT = """
 import sys, time, tensorflow as tf
-from tfdist.train.health.watchdog import Patience
+from tfdist.train.health.watchdog import Watchdog
 from tfdist.parallel.placement import Placement
 cpu, = tf.config.list_physical_devices("CPU")
 tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
@@ -27,7 +27,7 @@ def stuck(seconds):
     while time.monotonic() < end:
         time.sleep(0.01)
 
-patience = Patience(1.6, Placement(workers=2))
+watchdog = Watchdog(1.6, Placement(workers=2))
 try:
     exec(sys.argv[1])
     print("later:", float(total()))
@@ -36,19 +36,19 @@ except TimeoutError as error:
 """
 GOOD = """
 for _ in range(25):  # short ones
-    with patience.bound():
+    with watchdog.bound():
         stuck(0.1)
-with patience.bound():
+with watchdog.bound():
     stuck(0.3)
 stuck(2.5)  # in none
-with patience.bound(lambda: time.monotonic()):  # one step after the other
+with watchdog.bound(lambda: time.monotonic()):  # one step after the other
     stuck(2.5)
-for endless in Patience(0.1), Patience(0.1, Placement()), Patience(float("inf"), Placement(workers=2)):
+for endless in Watchdog(0.1), Watchdog(0.1, Placement()), Watchdog(float("inf"), Placement(workers=2)):
     with endless.bound():
         stuck(0.5)
 """
 ENDLESS = """
-with patience.bound({}):
+with watchdog.bound({}):
     for _ in range(200):
         stuck(0.1)
         total()

@@ -72,7 +72,7 @@ def rows(dataset):
 
 def shared(batches, replicas, **where):
     """Return the batches that each replica reads."""
-    return [batches.share(r, 1, replicas, **where) for r in range(replicas)]
+    return [batches.replica_rows(r, 1, replicas, **where) for r in range(replicas)]
 
 
 def joined(shares):
@@ -125,7 +125,7 @@ def test_a_stream_shared_across_its_parts_resumes_in_a_block(files, monkeypatch)
         )
 
     shares = [
-        batches.batches.shares(Window(r, 1, 2), tf.data.Dataset.from_tensors(0).map(position))
+        batches.batches.replica_rows(Window(r, 1, 2), tf.data.Dataset.from_tensors(0).map(position))
         for r in range(2)
     ]
     for now[:] in ([1, 1], [0, 3], [1, batches.order.steps]):
@@ -158,7 +158,7 @@ def test_padding_weighs_nothing_and_keeps_the_mean(kind):
     *_, (values, _, weights) = batches
     assert np.mean(values * weights) == pytest.approx(np.mean(x[8:]))
     assert weights.numpy().tolist() == [2, 2, 0, 0]
-    last = [list(batches.share(r, 1, 2, epoch=0))[-1] for r in range(2)]
+    last = [list(batches.replica_rows(r, 1, 2, epoch=0))[-1] for r in range(2)]
     assert [share.numbers.numpy().tolist() for share in last] == [[8, 9], [-1, -1]]
     assert [int(share.rows) for share in last] == [4, 4]
 
@@ -213,8 +213,8 @@ def test_batch_transforms_get_a_seed_for_each_row():
     batches = pipeline(np.arange(8), 4, batch_transform=noisy)
     parts = {}
     for replica in range(2):
-        parts |= seen(batches.share(replica, 1, 2, epoch=0))
-    assert parts == seen(batches.share(0, 1, 1, epoch=0))
+        parts |= seen(batches.replica_rows(replica, 1, 2, epoch=0))
+    assert parts == seen(batches.replica_rows(0, 1, 1, epoch=0))
     assert len(set(parts.values())) == 8
 
 
@@ -355,12 +355,12 @@ def test_threads_and_memory_are_bounded_and_device_prefetch_is_last():
     ("call", "message"),
     [
         (
-            lambda: pipeline(np.arange(10), 10).share(0, 1, 3),
+            lambda: pipeline(np.arange(10), 10).replica_rows(0, 1, 3),
             "global_batch=10: expected a multiple of the 3 replicas.*9 and 12",
         ),
-        (lambda: pipeline(np.arange(10), 2).share(0, 1, 3), "the nearest is 3"),
+        (lambda: pipeline(np.arange(10), 2).replica_rows(0, 1, 3), "the nearest is 3"),
         (
-            lambda: pipeline(np.arange(2), 3).share(0, 1, 3),
+            lambda: pipeline(np.arange(2), 3).replica_rows(0, 1, 3),
             r"arrays has 2 examples, fewer than there are replicas \(3\)",
         ),
         (
@@ -403,7 +403,7 @@ def test_examples_of_different_shapes_are_refused_before_reading():
 def test_a_stream_begun_at_its_end_is_empty(batch, tail, files):
     """Check a stream whose batches are all full; the one above has a short one."""
     batches = pipeline(stream(files), batch, tail=tail)
-    assert list(batches.share(0, 1, 1, epoch=0, first_step=batches.order.steps)) == []
+    assert list(batches.replica_rows(0, 1, 1, epoch=0, first_step=batches.order.steps)) == []
 
 
 def test_the_parts_of_a_pass_load_their_own_steps(files):

@@ -155,7 +155,7 @@ def test_the_table_says_what_fits_and_how_to_have_it():
     by_name = {line.split("  ")[0]: line for line in lines}
     assert "too large" in by_name["data parallel"]
     assert "fits" in by_name["ZeRO-2"]
-    assert by_name["ZeRO-2, bfloat16"].endswith('parallel.zero=2 sync.wire="bfloat16"')
+    assert by_name["ZeRO-2, bfloat16"].endswith('parallel.zero=2 sync.comm_dtype="bfloat16"')
     assert lines[-1].startswith("Take ZeRO-2: the first that fits")
 
 

@@ -17,10 +17,10 @@ import pytest
 from tests.processes import ROOT, environment
 from tfdist.cluster.addresses import free_ports, split_address
 from tfdist.launch import json_channel, rendezvous, rendezvous_client
-from tfdist.launch.membership import Assembly
+from tfdist.launch.membership import Membership
 from tfdist.launch.messages import Cut, Decision, Finish, Start, Stop, Terms
 from tfdist.launch.rendezvous import Rendezvous
-from tfdist.launch.rendezvous_client import Member
+from tfdist.launch.rendezvous_client import RendezvousClient
 
 TOKEN = b"0123456789abcdef"
 LONG = 20.0  # seconds: a bound that no passing test reaches
@@ -82,8 +82,8 @@ class House:
         return self.server
 
     def join(self, name, slots=1, digest="train.py", address=None, **options):
-        options = {"token": TOKEN, "host": "127.0.0.1", "patience": LONG, **options}
-        joined = Member(
+        options = {"token": TOKEN, "host": "127.0.0.1", "join_timeout": LONG, **options}
+        joined = RendezvousClient(
             address or self.server.address, slots=slots, command_digest=digest, name=name, **options
         )
         self.stack.callback(joined.close)
@@ -405,7 +405,7 @@ def test_members_come_before_the_rendezvous(house):
     finishes(
         75,
         f"no rendezvous at {(gone := f'127.0.0.1:{free_ports(1)[0]}')} after 0.2 s",
-        house.join("b", address=gone, patience=0.2),
+        house.join("b", address=gone, join_timeout=0.2),
     )
 
 
@@ -635,7 +635,7 @@ class Table:
             self.outcomes.append(outcome)
             return Decision(True, 20.0)
 
-        self.assembly = Assembly(
+        self.membership = Membership(
             Terms(min_workers, max_workers, **terms), decide, self.lines.append, self.now
         )
         self.alive, self.words, self.port = set(), [], 20_000
@@ -643,7 +643,7 @@ class Table:
     def join(self, key, slots=1, host=None):
         host = host or f"10.0.0.{key}"
         self.alive.add(key)
-        self.assembly.joined(
+        self.membership.joined(
             key,
             {
                 "do": "join",
@@ -658,23 +658,23 @@ class Table:
         self.step()
 
     def say(self, key, word, **facts):
-        self.assembly.heard(key, {"do": word, **facts}, self.now)
+        self.membership.heard(key, {"do": word, **facts}, self.now)
         self.step()
 
     def step(self, ports=True):
-        self.assembly.tick(self.now)
-        while self.assembly.outbox:
-            key, message = self.assembly.outbox.pop(0)
+        self.membership.tick(self.now)
+        while self.membership.outbox:
+            key, message = self.membership.outbox.pop(0)
             word = message and message["do"]
             if word == "ports" and ports and key in self.alive:
                 chosen = range(self.port, self.port + message["count"])
                 self.port = chosen.stop
-                self.assembly.heard(
+                self.membership.heard(
                     key,
                     {"do": "ports", "generation": message["generation"], "ports": [*chosen]},
                     self.now,
                 )
-                self.assembly.tick(self.now)
+                self.membership.tick(self.now)
             elif word not in ("ack", "welcome", "ports", "note"):
                 self.words.append((key, word))
 
@@ -684,7 +684,7 @@ class Table:
         while self.now < end:
             self.now = min(end, self.now + 0.5)
             for key in self.alive:
-                self.assembly.heard(key, {"do": "beat", "number": 0}, self.now)
+                self.membership.heard(key, {"do": "beat", "number": 0}, self.now)
             self.step()
 
     def take(self):
@@ -733,7 +733,7 @@ def test_nobody_grows_a_job_that_is_nearly_done():
     table.pass_by(10)
     assert table.take() == [(1, None)], "a host that is done may go"
     table.say(2, "done", generation=0)
-    assert table.assembly.finish.code == 0
+    assert table.membership.finish.code == 0
 
 
 def test_silence_is_a_loss_and_the_delay_is_kept():
@@ -771,7 +771,7 @@ def test_a_host_that_names_no_ports_is_lost_and_not_counted():
     table = Table(1, 2)
     table.join(1)
     table.alive.add(2)
-    table.assembly.joined(
+    table.membership.joined(
         2, {"do": "join", "id": "b", "host": "b", "name": "", "slots": 1, "digest": "d"}, 0.0
     )
     table.step(ports=False)
@@ -785,17 +785,17 @@ def test_two_launchers_of_a_host_that_chose_the_same_port_are_asked_again():
     table = Table(2, 2)
     asked = []
     for key in (1, 2):
-        table.assembly.joined(
+        table.membership.joined(
             key,
             {"do": "join", "id": f"{key}", "host": "h", "name": "", "slots": 1, "digest": "d"},
             0.0,
         )
     for ports in ((7, 7), (7, 8)):
-        table.assembly.tick(0.0)
-        generation = [m["generation"] for _, m in table.assembly.outbox if m["do"] == "ports"][-1]
+        table.membership.tick(0.0)
+        generation = [m["generation"] for _, m in table.membership.outbox if m["do"] == "ports"][-1]
         asked.append(generation)
         for key, port in zip((1, 2), ports, strict=True):
-            table.assembly.heard(
+            table.membership.heard(
                 key, {"do": "ports", "generation": generation, "ports": [port]}, 0.0
             )
     table.step()
@@ -806,17 +806,19 @@ def test_two_launchers_of_a_host_that_chose_the_same_port_are_asked_again():
 def test_launchers_that_always_choose_the_same_port_end_it():
     table = Table(2, 2)
     for key in (1, 2):
-        table.assembly.joined(
+        table.membership.joined(
             key,
             {"do": "join", "id": f"{key}", "host": "h", "name": "", "slots": 1, "digest": "d"},
             0.0,
         )
     for generation in range(100):
-        table.assembly.tick(0.0)
+        table.membership.tick(0.0)
         for key in (1, 2):
-            table.assembly.heard(key, {"do": "ports", "generation": generation, "ports": [7]}, 0.0)
-    assert table.assembly.finish.code == 75
-    assert "two workers chose the same port: h:7, h:7" in table.assembly.finish.text
+            table.membership.heard(
+                key, {"do": "ports", "generation": generation, "ports": [7]}, 0.0
+            )
+    assert table.membership.finish.code == 75
+    assert "two workers chose the same port: h:7, h:7" in table.membership.finish.text
 
 
 def test_a_loss_while_all_save_ends_the_saving_and_is_not_counted():
@@ -827,7 +829,7 @@ def test_a_loss_while_all_save_ends_the_saving_and_is_not_counted():
     table.join(3)
     table.pass_by(10)
     assert table.take() == [(1, "start"), (2, "start"), (1, "stop"), (2, "stop")]
-    table.assembly.gone(2, "its power failed", table.now)
+    table.membership.gone(2, "its power failed", table.now)
     table.step()
     assert table.take() == [(1, "stop")]
     table.say(1, "stopped", generation=0)
@@ -838,15 +840,15 @@ def test_a_loss_while_all_save_ends_the_saving_and_is_not_counted():
 
 def test_commands_that_differ_late_differ():
     table = Table(1, 2)
-    table.assembly.joined(
+    table.membership.joined(
         1, {"do": "join", "id": "1", "host": "a", "name": "", "slots": 1, "digest": "x" * 1000}, 0.0
     )
-    table.assembly.joined(
+    table.membership.joined(
         2,
         {"do": "join", "id": "2", "host": "b", "name": "", "slots": 1, "digest": "x" * 1000 + "y"},
         0.0,
     )
-    assert [message and message["do"] for key, message in table.assembly.outbox if key == 2] == [
+    assert [message and message["do"] for key, message in table.membership.outbox if key == 2] == [
         "finish",
         None,
     ]
@@ -867,7 +869,7 @@ class World:
         self.mute = set()
         self.last_counts = []
         terms = Terms(self.low, self.high, window=3.0, silence=5.0, timeout=100.0, grace=8.0)
-        self.assembly = Assembly(
+        self.membership = Membership(
             terms,
             lambda outcome: Decision(True, self.random.choice((0, 1, 7))),
             lambda text: None,
@@ -878,7 +880,7 @@ class World:
         self.now += 0.25
         for key in list(self.hosts):
             if key not in self.mute:
-                self.assembly.heard(key, {"do": "beat", "number": 0}, self.now)
+                self.membership.heard(key, {"do": "beat", "number": 0}, self.now)
                 if key in self.told and (calm or self.random.random() < 0.2):
                     self.report(
                         key, self.told[key], self.random.choice(("stopped", "failed", "preempted"))
@@ -889,7 +891,7 @@ class World:
             self.mute.clear()
             for id in self.slots.keys() - self.hosts.values():
                 self.join(id)
-        self.assembly.tick(self.now)
+        self.membership.tick(self.now)
         self.deliver()
 
     def trouble(self):
@@ -905,18 +907,18 @@ class World:
             return
         elif what == "vanish":
             self.lose(key)
-            self.assembly.gone(key, "closed", self.now)
+            self.membership.gone(key, "closed", self.now)
         elif what == "mute":
             self.mute.add(key)
         elif what == "old" and self.last > 0:
-            self.assembly.heard(key, {"do": "failed", "generation": self.last - 1}, self.now)
+            self.membership.heard(key, {"do": "failed", "generation": self.last - 1}, self.now)
         elif key in self.running and what in ("fail", "preempt", "leave"):
             facts = {"leaving": True} if what == "leave" else {}
             self.report(
                 key, self.running[key], "failed" if what == "fail" else "preempted", **facts
             )
             if what == "leave":
-                self.assembly.heard(key, {"do": "bye"}, self.now)
+                self.membership.heard(key, {"do": "bye"}, self.now)
                 self.lose(key)
 
     def join(self, id):
@@ -932,12 +934,12 @@ class World:
             "slots": self.slots[id],
             "digest": "",
         }
-        self.assembly.joined(self.key, hello, self.now)
+        self.membership.joined(self.key, hello, self.now)
 
     def report(self, key, generation, word, **facts):
         self.running.pop(key, None)
         self.told.pop(key, None)
-        self.assembly.heard(key, {"do": word, "generation": generation, **facts}, self.now)
+        self.membership.heard(key, {"do": word, "generation": generation, **facts}, self.now)
 
     def lose(self, key):
         for known in (self.hosts, self.running, self.told):
@@ -946,13 +948,13 @@ class World:
 
     def deliver(self):
         starts = []
-        while self.assembly.outbox:
-            key, message = self.assembly.outbox.pop(0)
+        while self.membership.outbox:
+            key, message = self.membership.outbox.pop(0)
             if message is None:
                 self.lose(key)
             elif message["do"] == "ports" and key in self.hosts and key not in self.mute:
                 ports = self.random.sample(range(1, 1000), message["count"])
-                self.assembly.heard(
+                self.membership.heard(
                     key,
                     {"do": "ports", "generation": message["generation"], "ports": ports},
                     self.now,
@@ -983,19 +985,19 @@ def test_whatever_hosts_do_generations_never_overlap_and_calm_brings_all_to_work
     world = World(seed)
     for _ in range(600):
         world.step(calm=False)
-    if world.assembly.finish is None:
+    if world.membership.finish is None:
         for _ in range(300):
             world.step(calm=True)
-        if world.assembly.finish is None:
+        if world.membership.finish is None:
             assert sum(world.last_counts) == min(world.high, sum(world.slots.values()))
             assert not world.told
             assert world.running
             for key in list(world.running):
                 world.report(key, world.running[key], "done")
             world.step(calm=True)
-            assert world.assembly.finish.code == 0
+            assert world.membership.finish.code == 0
             return
-    assert world.assembly.finish.code == 75
+    assert world.membership.finish.code == 75
 
 
 def test_a_host_that_comes_back_before_its_old_connection_is_known_to_be_dead():
@@ -1004,7 +1006,7 @@ def test_a_host_that_comes_back_before_its_old_connection_is_known_to_be_dead():
     table.join(2)
     table.take()
     table.alive = {1, 3}
-    table.assembly.joined(
+    table.membership.joined(
         3,
         {"do": "join", "id": "id-2", "host": "10.0.0.2", "name": "", "slots": 1, "digest": "d"},
         0.0,
@@ -1023,4 +1025,4 @@ def test_terms_are_checked():
     with pytest.raises(ValueError, match="silence: expected more than 0"):
         Terms(1, 2, silence=0)
     with pytest.raises(ValueError, match="slots: expected at least 1"):
-        Member("127.0.0.1:1", TOKEN, "h", 0, "")
+        RendezvousClient("127.0.0.1:1", TOKEN, "h", 0, "")

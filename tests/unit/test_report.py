@@ -52,8 +52,13 @@ def test_the_facts_of_a_run(run):
     assert curve.y == (1.5, 0.75, 0.5, 0.375)
     assert curve.times[0] == BEGUN + 20
     assert (found.restarts, found.lost) == (1, 13)
-    assert [window.step for window in standing(found.anatomy[1])] == [8, 16, 24, *range(32, 97, 8)]
-    assert [window.time for window in standing(found.anatomy[1])][3] == BEGUN + 15
+    assert [window.step for window in standing(found.step_breakdown[1])] == [
+        8,
+        16,
+        24,
+        *range(32, 97, 8),
+    ]
+    assert [window.time for window in standing(found.step_breakdown[1])][3] == BEGUN + 15
 
 
 def test_a_page_says_all(run, tmp_path, capsys):
@@ -115,7 +120,7 @@ def test_what_is_not_there_is_left_out(small, capsys):
     assert page.figures == 1
     out = capsys.readouterr().out
     for remedy in (
-        "--config.telemetry.anatomy=true",
+        "--config.telemetry.step_breakdown=true",
         "--launch DIR",
         "tfdist.TensorBoard",
         layout.CONFIG,
@@ -184,7 +189,7 @@ def test_files_that_are_damaged(run, tmp_path, capsys):
 
     append(run / layout.HISTORY, '{"step": 4, "lo')
     append(run / layout.SESSIONS, '[1]\n{"time": "now"}\n')
-    append(run / "worker-0" / layout.ANATOMY, '{"worker": 0}\n')
+    append(run / "worker-0" / layout.STEP_BREAKDOWN, '{"worker": 0}\n')
     append(tmp_path / "runs" / "launch-1" / "events.jsonl", '{"time": 1}\n')
     (run / layout.CONFIG).write_text("{")
     (run / layout.SUMMARY).unlink()
@@ -196,7 +201,7 @@ def test_files_that_are_damaged(run, tmp_path, capsys):
     for text in (
         f"{layout.HISTORY}: its last line, 5, is cut off",
         f"{layout.SESSIONS}: 2 of 4 lines are damaged, the first is line 3",
-        f"{layout.ANATOMY}: its last line, 15, is cut off or damaged",
+        f"{layout.STEP_BREAKDOWN}: its last line, 15, is cut off or damaged",
         "events.jsonl: its last line, 15,",
         f"{layout.CONFIG} is damaged: expected one JSON object, received 1 bytes that begin with '{{'",
         f"{layout.SUMMARY} cannot be read: Is a directory",
@@ -269,7 +274,7 @@ def test_a_benchmark_with_failures(tmp_path, capsys):
     facts["setups"][0] |= {
         "rates": [],
         "seconds": [],
-        "anatomy": {},
+        "step_breakdown": {},
         "speedup": None,
         "efficiency": None,
         "error": "out of memory",

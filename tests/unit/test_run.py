@@ -105,7 +105,7 @@ def test_a_summary_without_training_or_model_can_be_told():
         (
             {
                 "combine": "sum",
-                "wire": "float16",
+                "comm_dtype": "float16",
                 "clip_norm": 1.0,
                 "accumulate": 3,
                 "skip_nonfinite": True,
@@ -114,7 +114,7 @@ def test_a_summary_without_training_or_model_can_be_told():
         ),
         ({"kind": "local_sgd", "warmup": 5, "bucket_bytes": 7}, LocalSGD(8, 5, bucket_bytes=7)),
         ({"kind": "local_sgd", "every": 0}, LocalSGD("epoch")),
-        ({"kind": "diloco", "wire": "bfloat16"}, DiLoCo(wire="bfloat16")),
+        ({"kind": "diloco", "comm_dtype": "bfloat16"}, DiLoCo(comm_dtype="bfloat16")),
         (
             {"kind": "diloco", "every": 4, "outer_learning_rate": 0.5, "outer_momentum": 0.0},
             DiLoCo(4, 0, 0.5, 0.0),

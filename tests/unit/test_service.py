@@ -65,7 +65,7 @@ def test_epochs_are_those_of_the_pipeline_without_service(both, data_workers):
 
 def test_workers_that_read_at_the_same_time_get_their_own_rows(both):
     expected, shares = (
-        [batches.share(index, 1, 2, epoch=1, first_step=1) for index in range(2)]
+        [batches.replica_rows(index, 1, 2, epoch=1, first_step=1) for index in range(2)]
         for batches in both
     )
     found = list(zip(*map(values, shares), strict=True))

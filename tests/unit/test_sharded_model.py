@@ -226,11 +226,15 @@ def clipped(grads):
     [
         ({"gather_dtype": "bfloat16"}, bfloat16, sum),
         ({"grad_dtype": "bfloat16"}, np.array, lambda parts: sum(map(bfloat16, parts))),
-        ({"sync": Gradients(wire="bfloat16")}, np.array, lambda parts: sum(map(bfloat16, parts))),
+        (
+            {"sync": Gradients(comm_dtype="bfloat16")},
+            np.array,
+            lambda parts: sum(map(bfloat16, parts)),
+        ),
         ({"sync": Gradients(clip_norm=0.1)}, np.array, sum),
         ({"sync": Gradients(skip_nonfinite=True)}, np.array, lambda parts: 0 * parts[0]),
     ],
-    ids=["gather_dtype", "grad_dtype", "wire", "clip_norm", "skip_nonfinite"],
+    ids=["gather_dtype", "grad_dtype", "comm_dtype", "clip_norm", "skip_nonfinite"],
 )
 def test_a_step_is_what_its_options_say(two, model, how, weights, merged):
     rng = np.random.default_rng(0)

@@ -12,10 +12,10 @@ import pytest
 
 from tests.processes import is_gone
 from tfdist.launch import standby as pool
-from tfdist.launch.guardian import Guard
+from tfdist.launch.guardian import Guardian
 from tfdist.launch.import_record import ImportRecorder, changed, read_imports
 from tfdist.launch.standby import Standbys
-from tfdist.launch.task_plan import SHIM, Role, TaskPlan
+from tfdist.launch.task_plan import SCRIPT_RUNNER, Role, TaskPlan
 from tfdist.runtime.launch_protocol import IMPORTS_FILE, read_journal
 
 BOUND = 60  # seconds for anything here; each takes tenths of one
@@ -25,11 +25,11 @@ BOUND = 60  # seconds for anything here; each takes tenths of one
 def standbys(tmp_path):
     """Makes pools of a launch whose task is `task.py`; they and their processes are ended afterwards."""
     made = []
-    with Guard() as guard:
+    with Guardian() as guardian:
 
         def make(count=None, available=lambda: 1 << 40):
             said = []
-            made.append(Standbys(count, guard, str(tmp_path), said.append, available))
+            made.append(Standbys(count, guardian, str(tmp_path), said.append, available))
             return made[-1], said
 
         yield make
@@ -59,7 +59,7 @@ def plan(tmp_path):
         return TaskPlan(
             name=name,
             role=Role.TRAINS,
-            argv=(*SHIM, str(tmp_path / "task.py"), "a", "b"),
+            argv=(*SCRIPT_RUNNER, str(tmp_path / "task.py"), "a", "b"),
             environ=whole,
             log_path=f"{stem}.log",
             error_path=f"{stem}.error.json",
@@ -237,7 +237,9 @@ def test_a_module_that_would_be_imported_twice_is_run_by_a_fresh_process(standby
     task = plan(modules=("colorsys", "tfdist.runtime.formatting"))
     fill(own, [task], 1)
     assert (
-        take(own, dataclasses.replace(task, argv=(*SHIM, "-m", "tfdist.runtime.formatting")))
+        take(
+            own, dataclasses.replace(task, argv=(*SCRIPT_RUNNER, "-m", "tfdist.runtime.formatting"))
+        )
         is None
     )
     assert "runs as a program" in events(tmp_path, "passed over")[0]["why"]

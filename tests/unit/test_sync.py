@@ -12,7 +12,7 @@ import tensorflow as tf
 import tfdist
 from tests.interrupts import Interrupts, Stop
 from tfdist import sync
-from tfdist.data.order import share
+from tfdist.data.order import rows_of_replicas
 from tfdist.run import telemetry_callbacks
 from tfdist.sync import DiLoCo, Gradients, LocalSGD
 
@@ -50,7 +50,7 @@ def batches():
     """Rows of each replica at each step of an epoch."""
     for begin in range(0, EXAMPLES, BATCH):
         rows = np.arange(begin, min(begin + BATCH, EXAMPLES))
-        parts = [share(len(rows), r, 1, 2) for r in range(2)]
+        parts = [rows_of_replicas(len(rows), r, 1, 2) for r in range(2)]
         yield [rows[first : first + count] for first, count in parts]
 
 
@@ -81,7 +81,7 @@ def apart(policy):
     """Each replica by itself, until they meet: the weights, and the bytes that a replica sends, of what six weights of float32 are."""
     copies, steps = [START] * 2, [Momentum(), Momentum()]
     anchor, velocity, count, since, sent = START, np.zeros_like(START), 0, 0, 0
-    size = 12 if policy.wire else 24
+    size = 12 if policy.comm_dtype else 24
 
     def meet():
         nonlocal anchor, velocity, copies, since, sent
@@ -165,7 +165,7 @@ TOGETHER = {
     "sum": ("sum", True, total),
     "replicas": ("replicas", True, lambda one, other: (one + other) / 2),
     "bfloat16": ("bfloat16", False, total_in_bfloat16),
-    "small buckets": (Gradients(wire="bfloat16", bucket_bytes=1), False, total_in_bfloat16),
+    "small buckets": (Gradients(comm_dtype="bfloat16", bucket_bytes=1), False, total_in_bfloat16),
     "clipped": (Gradients(clip_norm=0.5), False, total),
     "accumulated": (Gradients(accumulate=4), False, total),
     "sum, accumulated": (
@@ -179,7 +179,7 @@ TOGETHER = {
         lambda one, other: (one + other) / 2,
     ),
     "accumulated in float16": (
-        Gradients(accumulate=2, wire="float16", skip_nonfinite=True),
+        Gradients(accumulate=2, comm_dtype="float16", skip_nonfinite=True),
         False,
         total,
     ),
@@ -191,7 +191,7 @@ APART = {
     "each epoch": LocalSGD("epoch"),
     "warm": LocalSGD(every=3, warmup=8),
     "warm to the end": LocalSGD(every=3, warmup=100),
-    "bfloat16": LocalSGD(every=4, wire="bfloat16"),
+    "bfloat16": LocalSGD(every=4, comm_dtype="bfloat16"),
     "outer": DiLoCo(every=4, warmup=2),
 }
 
@@ -205,7 +205,7 @@ def test_gradients_become_one(mirrored, name):
     tolerance = 2e-3 if "16" in name or name == "small buckets" else 1e-5
     np.testing.assert_allclose(flat(model), expected, rtol=tolerance, atol=tolerance)
     elements = 8 if name == "small buckets" else 6  # by itself each is padded to an even number
-    assert sent == elements * (2 if policy.wire else 4) / policy.accumulate
+    assert sent == elements * (2 if policy.comm_dtype else 4) / policy.accumulate
     assert (
         int(keras.ops.convert_to_numpy(model.optimizer.iterations))
         == EPOCHS * math.ceil(EXAMPLES / BATCH) // policy.accumulate
@@ -216,7 +216,7 @@ def test_gradients_become_one(mirrored, name):
 def test_weights_become_one(mirrored, name):
     policy = APART[name]
     model, sent = trained(mirrored, policy)
-    tolerance = 5e-3 if policy.wire else 1e-5
+    tolerance = 5e-3 if policy.comm_dtype else 1e-5
     expected, bytes_of_all = apart(policy)
     np.testing.assert_allclose(flat(model), expected, rtol=tolerance, atol=tolerance)
     assert sent == bytes_of_all / (EPOCHS * math.ceil(EXAMPLES / BATCH))
@@ -233,7 +233,7 @@ def test_an_update_that_is_not_finite_is_left_out_on_all(mirrored):
 
 
 def test_one_replica_takes_policies_too(one_device):
-    model, sent = trained(one_device, Gradients(accumulate=2, clip_norm=0.5, wire="bfloat16"))
+    model, sent = trained(one_device, Gradients(accumulate=2, clip_norm=0.5, comm_dtype="bfloat16"))
     assert sent == 0
     assert int(keras.ops.convert_to_numpy(model.optimizer.iterations)) == EPOCHS * 6 // 2
     model, _ = trained(one_device, DiLoCo(every=2))
@@ -249,8 +249,8 @@ def test_one_replica_takes_policies_too(one_device):
             "sync.combine: expected one of mean, replicas, sum, or a function of a list of gradients; received 'median'.",
         ),
         (
-            lambda: Gradients(wire="bfloat"),
-            "sync.wire: expected one of bfloat16, float16, or None; received 'bfloat'. Did you mean 'bfloat16'?",
+            lambda: Gradients(comm_dtype="bfloat"),
+            "sync.comm_dtype: expected one of bfloat16, float16, or None; received 'bfloat'. Did you mean 'bfloat16'?",
         ),
         (
             lambda: Gradients(accumulate=0),
@@ -270,8 +270,8 @@ def test_one_replica_takes_policies_too(one_device):
             "sync.outer_momentum: expected a number from 0 to below 1, received 1.0.",
         ),
         (
-            lambda: Gradients(combine=sum, wire="float16"),
-            "sync.wire: a function that combines gradients sends them itself; received 'float16'.",
+            lambda: Gradients(combine=sum, comm_dtype="float16"),
+            "sync.comm_dtype: a function that combines gradients sends them itself; received 'float16'.",
         ),
         (
             lambda: sync.policy("meen"),
@@ -385,7 +385,9 @@ class Tied(keras.layers.Layer):
 
 
 @pytest.mark.parametrize(
-    "policy", [Gradients(wire="bfloat16"), LocalSGD(every=2, warmup=4)], ids=["bfloat16", "warm"]
+    "policy",
+    [Gradients(comm_dtype="bfloat16"), LocalSGD(every=2, warmup=4)],
+    ids=["bfloat16", "warm"],
 )
 def test_gradients_of_tied_weights_become_one(mirrored, policy):
     def run(policy):
@@ -407,7 +409,7 @@ def test_gradients_of_tied_weights_become_one(mirrored, policy):
     (found, sent), (expected, _) = run(policy), run(Gradients())
     np.testing.assert_allclose(found, expected, rtol=1e-2, atol=1e-3)
     assert sent == (
-        22 * 2 if policy.wire else 21 * 4
+        22 * 2 if policy.comm_dtype else 21 * 4
     )  # 21 elements, padded where they travel in parts
 
 
@@ -528,7 +530,7 @@ def test_a_sharded_model_has_a_policy_of_its_own(under, name, policy):
         strategy = under(policy)
         model = built(strategy, 3, **OWN_POLICY[name])
         model.fit(X, Y, batch_size=BATCH, epochs=1, shuffle=False, verbose=0)
-        assert strategy.tfdist_engine.merging.variables(model.optimizer) == []
+        assert strategy.tfdist_engine.aggregation.variables(model.optimizer) == []
         return flat(model)
 
     np.testing.assert_array_equal(run(policy), run(Gradients()))
@@ -613,7 +615,7 @@ def test_a_failure_is_at_the_step_where_it_was(under, policy, how):
     x[1], y[41] = np.inf, np.nan
     with pytest.raises(tf.errors.InvalidArgumentError, match="labels"):
         model.fit(tf.data.Dataset.from_tensor_slices((x, y)).batch(8), verbose=0)
-    assert strategy.tfdist_engine.pulse.step == 5
+    assert strategy.tfdist_engine.heartbeat.step == 5
 
 
 # --- Convergence ---------------------------------------------------------------------------------------------------------
@@ -622,7 +624,7 @@ CONVERGES = {
         name: TOGETHER[name][0]
         for name in ("sum", "replicas", "bfloat16", "clipped", "accumulated", "function")
     },
-    "float16": Gradients(wire="float16", skip_nonfinite=True),
+    "float16": Gradients(comm_dtype="float16", skip_nonfinite=True),
     **{name: APART[name] for name in ("each fourth", "each epoch", "warm", "outer")},
     "weights in bfloat16": APART["bfloat16"],
 }

@@ -433,7 +433,7 @@ def test_a_model_that_nobody_holds_is_freed(mirrored, use):
 
 def test_outside_of_calls_silence_tells_nothing(one_device, monkeypatch):
     phases = []
-    monkeypatch.setattr(one_device.tfdist_engine.pulse, "beat", phases.append)
+    monkeypatch.setattr(one_device.tfdist_engine.heartbeat, "beat", phases.append)
     with one_device.scope():
         model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
         model.compile("sgd", "mse")

@@ -468,5 +468,5 @@ def test_words_that_are_wrong_are_named(capsys, argv, message):
 
 def test_a_policy_that_differs_by_design_is_not_compared(capsys):
     with pytest.raises(SystemExit, match="78"):
-        command.main(["--config=configs/digits.py", "--config.sync.wire=bfloat16"])
+        command.main(["--config=configs/digits.py", "--config.sync.comm_dtype=bfloat16"])
     assert "sync: expected its defaults, with which N replicas equal one" in capsys.readouterr().err

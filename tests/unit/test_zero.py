@@ -112,11 +112,15 @@ def test_equals_an_optimizer_that_is_whole(undisturbed, name, stage):
 @pytest.mark.parametrize(
     ("policy", "make", "tolerance"),
     [
-        (sync.Gradients(wire="bfloat16", bucket_bytes=64), lambda: OPTIMIZERS.SGD(1e-2), 1e-2),
+        (
+            sync.Gradients(comm_dtype="bfloat16", bucket_bytes=64),
+            lambda: OPTIMIZERS.SGD(1e-2),
+            1e-2,
+        ),
         (sync.Gradients(clip_norm=0.1, bucket_bytes=64), lambda: OPTIMIZERS.Adam(1e-2), 2e-6),
         (sync.Gradients(combine="sum", skip_nonfinite=True), lambda: OPTIMIZERS.SGD(1e-3), 2e-6),
     ],
-    ids=["wire", "clipped", "sum"],
+    ids=["comm_dtype", "clipped", "sum"],
 )
 def test_a_policy_means_what_it_does_without_shards(mirrored, policy, make, tolerance):
     model = trained(mirrored, sharded(make, 2, sync=policy))

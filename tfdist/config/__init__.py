@@ -135,7 +135,7 @@ class Sync:
     Attributes:
         kind: "gradients": they exchange gradients before each update. "local_sgd" or "diloco": weights, after some steps.
         combine: Of gradients: "mean", "replicas" or "sum".
-        wire: What travels, travels as "bfloat16" or "float16"; None: as it is.
+        comm_dtype: What travels, travels as "bfloat16" or "float16"; None: as it is.
         bucket_bytes: Bytes of small tensors that travel together.
         clip_norm: Longest norm of all gradients together; None: any.
         accumulate: Steps whose gradients are averaged for one update, and one exchange.
@@ -148,7 +148,7 @@ class Sync:
 
     kind: str = one_of(("gradients", "local_sgd", "diloco"), "gradients")
     combine: str = one_of(("mean", "replicas", "sum"), "mean")
-    wire: str | None = None
+    comm_dtype: str | None = None
     bucket_bytes: int = at_least(1, 4 << 20)
     clip_norm: float | None = None
     accumulate: int = at_least(1, 1)
@@ -216,7 +216,7 @@ class Telemetry:
     """What a run tells of itself.
 
     Attributes:
-        anatomy: Whether to measure where the time of each step goes, on every worker.
+        step_breakdown: Whether to measure where the time of each step goes, on every worker.
         backends: Where losses and metrics go, as words with commas: "tensorboard", "jsonl", "console", "wandb", "mlflow".
         graph: Whether TensorBoard gets the model's graph.
         histograms: TensorBoard gets histograms of the weights every so many epochs; 0: none.
@@ -226,7 +226,7 @@ class Telemetry:
         profile_workers: Who profiles them: the "chief", or "all" workers.
     """
 
-    anatomy: bool = False
+    step_breakdown: bool = False
     backends: str = "tensorboard,jsonl"
     graph: bool = True
     histograms: int = at_least(0, 0)

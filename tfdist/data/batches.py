@@ -12,13 +12,13 @@ import tensorflow as tf
 
 from tfdist.data.batch_rows import count_rows, cut, fill, plain
 from tfdist.data.errors import Errors, guarded
-from tfdist.data.order import Order, StreamOrder, example_seeds, share
+from tfdist.data.order import Order, StreamOrder, example_seeds, rows_of_replicas
 from tfdist.data.reading import Example, Window, by_file, by_number, positions, walked, window_begin
 from tfdist.data.service import distribute
 from tfdist.data.sources.base import Source, call, takes
 
 
-class Share(NamedTuple):
+class ReplicaRows(NamedTuple):
     """Some replicas' rows of one global batch.
 
     Fields:
@@ -70,7 +70,7 @@ class Batches:
     processors: int
     addresses: tuple[str, ...] = ()
 
-    def shares(self, window: Window, position: tf.data.Dataset) -> tf.data.Dataset:
+    def replica_rows(self, window: Window, position: tf.data.Dataset) -> tf.data.Dataset:
         """The window's rows of the batches of one pass.
 
         Args:
@@ -145,7 +145,7 @@ class Batches:
         def one(epoch, step):
             numbers = order.numbers(epoch, positions(order, window, step))
             numbers = tf.ensure_shape(numbers, [width])
-            return self._share(window, gather(numbers), numbers, None, epoch, step)
+            return self._rows(window, gather(numbers), numbers, None, epoch, step)
 
         return steps.map(one, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
 
@@ -156,9 +156,7 @@ class Batches:
 
         @plain
         def one(example, data, good):
-            return self._share(
-                window, data, example.number, good, example.epoch[0], example.step[0]
-            )
+            return self._rows(window, data, example.number, good, example.epoch[0], example.step[0])
 
         # Of steps with few rows, enough together for all processors. The next ones are begun in any case.
         steps = -(-2 * self.processors // width)
@@ -183,14 +181,14 @@ class Batches:
 
         @plain
         def careful(example, seed):
-            guard = functools.partial(guarded, source=self.source, errors=self.errors)
+            guardian = functools.partial(guarded, source=self.source, errors=self.errors)
             if self.errors.allowed:
-                return Example((), *example[1:]), *guard(
+                return Example((), *example[1:]), *guardian(
                     "read, decoded or transformed", self.load, example, seed
                 )
-            data, _ = guard("read or decoded", self._read, example, seed)
+            data, _ = guardian("read or decoded", self._read, example, seed)
             example = Example(_checked(self.source, data, example.number), *example[1:])
-            data, good = guard(
+            data, good = guardian(
                 "transformed",
                 lambda example, seed: self._transformed(example.data, seed),
                 example,
@@ -234,10 +232,14 @@ class Batches:
                     data, tf.range(self.global_batch, dtype=tf.int64) < found, found
                 )
             fingerprint = tf.cast(epoch * 31 + numbers[0], tf.float64)
-            begin, end = share(rows, window.first, window.count, window.replicas, tf.minimum)
+            begin, end = rows_of_replicas(
+                rows, window.first, window.count, window.replicas, tf.minimum
+            )
             if window.replicas > 1:
                 data, numbers = cut(data, begin, end), numbers[begin:end]
-            return Share(data if self.labels else _without_label(data), rows, fingerprint, numbers)
+            return ReplicaRows(
+                data if self.labels else _without_label(data), rows, fingerprint, numbers
+            )
 
         return batches.map(one, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
 
@@ -274,9 +276,9 @@ class Batches:
             else call(self.transform, data, seed=seed)
         )
 
-    def _share(
+    def _rows(
         self, window: Window, data: Any, numbers: tf.Tensor, good: Any, epoch, step
-    ) -> Share:
+    ) -> ReplicaRows:
         """`width` examples become the window's rows of their batch."""
         order = self.order
         assert order is not None
@@ -295,12 +297,17 @@ class Batches:
             data = self._weighted(data, real, rows if self.tail == "pad" else None)
             numbers = tf.where(real, numbers, -1)
         if uneven and self.tail == "partial":
-            end = share(rows, window.first, window.count, window.replicas, tf.minimum)[1] - begin
+            end = (
+                rows_of_replicas(rows, window.first, window.count, window.replicas, tf.minimum)[1]
+                - begin
+            )
             data, numbers = cut(data, tf.constant(0, tf.int64), end), numbers[:end]
         # All that the numbers of the batch follow from.
         fingerprint = tf.cast(epoch * 7919 + step, tf.float64) + zlib.crc32(repr(order).encode())
         total = tf.constant(self.global_batch, tf.int64) if self.tail == "pad" else rows
-        return Share(data if self.labels else _without_label(data), total, fingerprint, numbers)
+        return ReplicaRows(
+            data if self.labels else _without_label(data), total, fingerprint, numbers
+        )
 
     def _by_rows(self, data: Any, epoch, numbers: tf.Tensor) -> Any:
         if self.batch_transform is None:

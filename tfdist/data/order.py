@@ -18,7 +18,7 @@ TAILS = ("partial", "pad", "drop")
 _ROUNDS = 12
 
 
-def share(rows, first: int, count: int, replicas: int, minimum=min):
+def rows_of_replicas(rows, first: int, count: int, replicas: int, minimum=min):
     """The rows that `count` replicas from `first` on take of a global batch.
 
     Args:
@@ -32,9 +32,9 @@ def share(rows, first: int, count: int, replicas: int, minimum=min):
         Begin and end of the rows, the end excluded.
 
     Example:
-        >>> [share(10, r, 1, 4) for r in range(4)]
+        >>> [rows_of_replicas(10, r, 1, 4) for r in range(4)]
         [(0, 3), (3, 6), (6, 9), (9, 10)]
-        >>> [share(2, r, 1, 3) for r in range(3)]
+        >>> [rows_of_replicas(2, r, 1, 3) for r in range(3)]
         [(0, 1), (1, 2), (2, 2)]
     """
     per = -(-rows // replicas)

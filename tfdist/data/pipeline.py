@@ -100,7 +100,7 @@ def pipeline(
     Returns:
         A `tf.data.Dataset` of batches `[global_batch, ...]`, with attributes: `epochs` (an `Epochs`) says, and lets one set, which
         epoch the next pass is; `of_epoch(epoch, first_step=0)` is a data set of one epoch alone, from a step on, without Python code;
-        `share(first, count, replicas)` is one of `Share`s, the rows that some replicas take; `order` is an `Order`, None where only
+        `replica_rows(first, count, replicas)` is one of `ReplicaRows`, the rows that some replicas take; `order` is an `Order`, None where only
         walking through the source tells how many examples there are; `errors` holds the examples left out.
 
     Raises:
@@ -169,20 +169,20 @@ def pipeline(
         else _count(source.name, source.cardinality, global_batch, tail == "drop")
     )
 
-    def shares(window: Window, epoch: int | None, first_step: int) -> tf.data.Dataset:
+    def rows_of(window: Window, epoch: int | None, first_step: int) -> tf.data.Dataset:
         if window == Window() and epoch is None and not first_step:
             return of_all  # traced once
-        return batches.shares(window, _position(epochs, epoch, first_step))
+        return batches.replica_rows(window, _position(epochs, epoch, first_step))
 
-    def share(
+    def replica_rows(
         first: int, count: int, replicas: int, epoch: int | None = None, first_step: int = 0
     ) -> tf.data.Dataset:
         _check_replicas(source, global_batch, replicas)
         window = Window() if count == replicas else Window(first, count, replicas)
-        return shares(window, epoch, first_step)
+        return rows_of(window, epoch, first_step)
 
     def whole(epoch: int | None, first_step: int = 0) -> tf.data.Dataset:
-        result = shares(Window(), epoch, first_step).map(plain(lambda share: share.data))
+        result = rows_of(Window(), epoch, first_step).map(plain(lambda rows: rows.data))
         if count is not None:
             result = result.apply(tf.data.experimental.assert_cardinality(count - first_step))
         result = result.with_options(batches.options)
@@ -193,11 +193,11 @@ def pipeline(
         )
 
     epochs = Epochs()
-    of_all = batches.shares(Window(), _position(epochs, None, 0))
+    of_all = batches.replica_rows(Window(), _position(epochs, None, 0))
     result = whole(None)
     result.epochs = epochs
     result.of_epoch = whole
-    result.share = share
+    result.replica_rows = replica_rows
     result.order = order
     result.errors = errors
     result.batches = batches

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfdist.data.batch_rows import plain
-from tfdist.data.order import Order, StreamOrder, share
+from tfdist.data.order import Order, StreamOrder, rows_of_replicas
 from tfdist.data.sources.base import Source
 
 
@@ -78,7 +78,7 @@ def window_begin(order: Order, window: Window, step: Any) -> tf.Tensor:
     rows = tf.cast(
         order.global_batch if order.tail == "pad" else order.rows(step, tf.minimum), tf.int64
     )
-    return share(rows, window.first, window.count, window.replicas, tf.minimum)[0]
+    return rows_of_replicas(rows, window.first, window.count, window.replicas, tf.minimum)[0]
 
 
 def by_number(order: Order, window: Window, steps: tf.data.Dataset) -> tf.data.Dataset:

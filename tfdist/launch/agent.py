@@ -21,7 +21,7 @@ from tfdist.launch.messages import Cut, Decision, Finish, Order, Start, Stop, Te
 from tfdist.launch.output import Console
 from tfdist.launch.policy import Cause, Failed, Policy
 from tfdist.launch.rendezvous import Rendezvous
-from tfdist.launch.rendezvous_client import Member
+from tfdist.launch.rendezvous_client import RendezvousClient
 from tfdist.launch.supervisor import PEER_SECONDS, Supervisor
 from tfdist.launch.task_plan import TaskPlan
 from tfdist.runtime.launch_protocol import PREEMPTED_CODE
@@ -127,7 +127,7 @@ def meeting(
 
 def run(
     supervisor: Supervisor,
-    member: Member,
+    member: RendezvousClient,
     server: Rendezvous | None,
     plan: Callable[[Start, ClusterSpec], Sequence[TaskPlan]],
     console: Console,
@@ -166,7 +166,12 @@ def run(
 
 
 def _attempt(
-    supervisor: Supervisor, member: Member, plan, start: Start, console: Console, log_dir: str
+    supervisor: Supervisor,
+    member: RendezvousClient,
+    plan,
+    start: Start,
+    console: Console,
+    log_dir: str,
 ) -> dict[str, int | None] | None:
     """One generation's share of this host; the return codes where somebody here has asked for the end."""
     received: list[Order] = []
@@ -179,7 +184,7 @@ def _attempt(
                 received.append(order)
         return bool(received)
 
-    def patience() -> float:
+    def peer_grace() -> float:
         if any(isinstance(order, Cut) for order in received):
             return 0.0  # the others go on, and nobody here may be at work by then
         return (
@@ -190,7 +195,7 @@ def _attempt(
 
     spec = ClusterSpec({"worker": start.addresses})
     began = time.time()
-    outcome, codes = supervisor.attempt(start.generation, plan(start, spec), ordered, patience)
+    outcome, codes = supervisor.attempt(start.generation, plan(start, spec), ordered, peer_grace)
     if supervisor.interrupted:
         return codes
     for order in received:
@@ -205,7 +210,9 @@ def _attempt(
     return None
 
 
-def _report(member: Member, outcome: Failed, console: Console, began: float, log_dir: str) -> None:
+def _report(
+    member: RendezvousClient, outcome: Failed, console: Console, began: float, log_dir: str
+) -> None:
     failure, cause = outcome.verdict.cause, outcome.cause
     preempted = failure.kind is Kind.PREEMPTED
     if preempted and cause.progressed:
@@ -225,7 +232,7 @@ def _report(member: Member, outcome: Failed, console: Console, began: float, log
 
 def _leave(
     supervisor: Supervisor,
-    member: Member,
+    member: RendezvousClient,
     server: Rendezvous | None,
     seconds: float,
     codes: dict[str, int | None],

@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 
-class Guard:
+class Guardian:
     """Keeps a guardian process for the life of the launcher.
 
     Example:

@@ -18,12 +18,12 @@ from tfdist.launch import agent, doctor_check
 from tfdist.launch.failure_report import short_path
 from tfdist.launch.fault_injection import Chaos
 from tfdist.launch.flags import parse
-from tfdist.launch.guardian import Guard
+from tfdist.launch.guardian import Guardian
 from tfdist.launch.isolation import isolate, warning
 from tfdist.launch.messages import Start, Terms
 from tfdist.launch.output import Console
 from tfdist.launch.policy import Policy
-from tfdist.launch.rendezvous_client import Member
+from tfdist.launch.rendezvous_client import RendezvousClient
 from tfdist.launch.standby import Standbys
 from tfdist.launch.supervisor import Supervisor
 from tfdist.launch.task_plan import data_names, plan_tasks, resolve_command
@@ -129,14 +129,14 @@ def _launch(argv: Sequence[str]) -> int:
         return plan(cluster, members if flags.cluster else cluster.tasks, attempt, launch)
 
     with (
-        Guard() as guard,
+        Guardian() as guardian,
         contextlib.closing(
-            Standbys(flags.standby if standby else 0, guard, log_dir, console.notice)
+            Standbys(flags.standby if standby else 0, guardian, log_dir, console.notice)
         ) as standbys,
     ):
         supervisor = Supervisor(
             plan_here,
-            guard,
+            guardian,
             console,
             log_dir=log_dir,
             grace=flags.grace,
@@ -201,13 +201,13 @@ def _launch_hosts(
     digest = agent.digest(words)
     with (
         agent.meeting(flags.rendezvous, token, terms, policy, console.notice) as server,
-        Member(
+        RendezvousClient(
             flags.rendezvous,
             token,
             host,
             slots,
             digest,
-            patience=flags.join_timeout,
+            join_timeout=flags.join_timeout,
             say=console.notice,
         ) as member,
     ):

@@ -57,7 +57,7 @@ class _Generation:
         return self.counts.keys() - self.done - self.ended
 
 
-class Assembly:
+class Membership:
     """Decides who is a member, and when a generation begins and ends.
 
     Args:

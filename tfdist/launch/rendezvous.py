@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from tfdist.cluster.addresses import bind_problem, join_address, resolve_address
 from tfdist.launch import json_channel
-from tfdist.launch.membership import Assembly
+from tfdist.launch.membership import Membership
 from tfdist.launch.messages import Decide, Finish, Terms
 from tfdist.runtime.launch_protocol import TRANSIENT_CODE
 
@@ -25,7 +25,7 @@ FAREWELL_S = 3.0  # for the members to hear how it ended
 HANDSHAKES = 64  # at the same time; who comes then is asked to come again
 COMPLAINTS = 100  # lines about strangers, at most
 
-_Event = Callable[[Assembly], None]
+_Event = Callable[[Membership], None]
 
 
 class Rendezvous:
@@ -75,7 +75,7 @@ class Rendezvous:
             say(
                 f"tfdist: {host} is {place} on this machine, where no other host can connect; better give its IP address"
             )
-        self._assembly = Assembly(terms, decide, say, clock())
+        self._assembly = Membership(terms, decide, say, clock())
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._channels: dict[int, json_channel.Channel] = {}
         self._lock = threading.Lock()  # of the channels and the complaints
@@ -109,7 +109,7 @@ class Rendezvous:
             code: Exit code for the launchers of all hosts.
             text: Why, for a person.
         """
-        self._events.put(lambda assembly: assembly.end(code, text))
+        self._events.put(lambda membership: membership.end(code, text))
         limit = time.monotonic() + FAREWELL_S
         while time.monotonic() < limit and not (self._over.is_set() and not self._connected()):
             time.sleep(0.02)
@@ -164,7 +164,7 @@ class Rendezvous:
         with self._lock:
             self._channels[key] = channel
         now = self._clock()
-        self._events.put(lambda assembly: assembly.joined(key, hello, now))
+        self._events.put(lambda membership: membership.joined(key, hello, now))
         why = "the rendezvous ended"
         try:
             while not self._closing.is_set():
@@ -177,11 +177,11 @@ class Rendezvous:
         with self._lock:
             self._channels.pop(key, None)
         gone = self._clock()
-        self._events.put(lambda assembly: assembly.gone(key, why, gone))
+        self._events.put(lambda membership: membership.gone(key, why, gone))
 
     def _hear(self, key: int, message: dict) -> None:
         now = self._clock()  # when it came, not when somebody had time for it
-        self._events.put(lambda assembly: assembly.heard(key, message, now))
+        self._events.put(lambda membership: membership.heard(key, message, now))
 
     def _complain(self, host: str, error: Exception) -> None:
         """Once per stranger and fault: who scans ports must not fill the terminal."""
@@ -194,19 +194,19 @@ class Rendezvous:
 
     def _decide_all(self) -> None:
         """Owns the assembly: hands in what was heard, and sends what it has to say."""
-        assembly = self._assembly
+        membership = self._assembly
         while not self._closing.is_set():
             try:
                 for event in self._due():
-                    event(assembly)
-                assembly.tick(self._clock())
+                    event(membership)
+                membership.tick(self._clock())
             except Exception as error:  # a fault of ours, or the policy's: nobody must wait in vain
-                assembly.end(1, f"the rendezvous failed: {type(error).__name__}: {error}")
-            while assembly.outbox:
-                outbox, assembly.outbox = assembly.outbox, []
+                membership.end(1, f"the rendezvous failed: {type(error).__name__}: {error}")
+            while membership.outbox:
+                outbox, membership.outbox = membership.outbox, []
                 for key, message in outbox:
                     self._send(key, message)
-            if assembly.finish:
+            if membership.finish:
                 self._over.set()
 
     def _due(self) -> list[_Event]:

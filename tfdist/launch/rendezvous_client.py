@@ -21,7 +21,7 @@ RETRY_S = 0.5  # between two attempts to connect
 CUT = 0.9  # of the silence after which this host counts as lost: its workers are to end before
 
 
-class Member:
+class RendezvousClient:
     """A host's place in a launch: gives the launcher orders, and takes its reports.
 
     While nothing is heard from the rendezvous for as long as it would take to count this host as lost, or when the connection
@@ -35,7 +35,7 @@ class Member:
         slots: How many workers it can run.
         command_digest: Of the command; a text that is equal on all hosts, and may be shown.
         name: For a person; default the machine's.
-        patience: Seconds for the rendezvous to appear, default 300.
+        join_timeout: Seconds for the rendezvous to appear, default 300.
         ports: Finds so many free ports; default `free_ports` on every interface.
         say: Takes lines for a person.
         clock: Seconds that only grow; default `time.monotonic`.
@@ -56,7 +56,7 @@ class Member:
         command_digest: str,
         *,
         name: str | None = None,
-        patience: float = 300.0,
+        join_timeout: float = 300.0,
         ports: Callable[[int], list[int]] | None = None,
         say: Callable[[str], None] = lambda text: None,
         clock: Callable[[], float] = time.monotonic,
@@ -65,10 +65,10 @@ class Member:
         if slots < 1:
             raise ValueError(f"slots: expected at least 1 worker, received {slots}")
         self.id = secrets.token_hex(8)
-        self._address, self._token, self._patience, self._say, self._clock = (
+        self._address, self._token, self._join_timeout, self._say, self._clock = (
             address,
             token,
-            patience,
+            join_timeout,
             say,
             clock,
         )
@@ -94,7 +94,7 @@ class Member:
         self._thread = threading.Thread(target=self._run, name="rendezvous-member", daemon=True)
         self._thread.start()
 
-    def __enter__(self) -> Member:
+    def __enter__(self) -> RendezvousClient:
         return self
 
     def __exit__(self, *_) -> None:
@@ -171,8 +171,8 @@ class Member:
 
     def _run(self) -> None:
         try:
-            limit, reason = self._clock() + self._patience, "it does not listen yet"
-            lost = f"no rendezvous at {self._address} after {self._patience:g} s"
+            limit, reason = self._clock() + self._join_timeout, "it does not listen yet"
+            lost = f"no rendezvous at {self._address} after {self._join_timeout:g} s"
             while not self._closing.is_set():
                 channel, problem = self._join()
                 if channel is None:

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from tfdist.launch.guardian import Guard, kill_group
+from tfdist.launch.guardian import Guardian, kill_group
 from tfdist.launch.import_record import Imports, changed, read_imports
 from tfdist.launch.standby_process import BEGUN, READY
 from tfdist.launch.task_plan import TaskPlan
@@ -171,13 +171,13 @@ class Standbys:
     def __init__(
         self,
         count: int | None,
-        guard: Guard,
+        guardian: Guardian,
         log_dir: str,
         say: Callable[[str], None],
         available: Callable[[], int | None] = lambda: memory()[0],
     ):
         self._count = count
-        self._guard = guard
+        self._guard = guardian
         self._log_dir = log_dir
         self._say = say
         self._available = available

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from tfdist.launch.failure_report import format_verdict, short_path
 from tfdist.launch.failures import Kind, judge, signal_name
 from tfdist.launch.fault_injection import Chaos
-from tfdist.launch.guardian import Guard
+from tfdist.launch.guardian import Guardian
 from tfdist.launch.output import Console
 from tfdist.launch.policy import Failed, Policy
 from tfdist.launch.standby import Standbys
@@ -59,7 +59,7 @@ class Supervisor:
     def __init__(
         self,
         plan: Callable[[int], Sequence[TaskPlan]],
-        guard: Guard,
+        guardian: Guardian,
         console: Console,
         *,
         log_dir: str,
@@ -72,7 +72,7 @@ class Supervisor:
         chaos: Chaos | None = None,
         standbys: Standbys | None = None,
     ):
-        self._plan, self._guard, self._console = plan, guard, console
+        self._plan, self._guard, self._console = plan, guardian, console
         self._log_dir, self._grace, self._evaluator_wait = log_dir, grace, evaluator_wait
         self._policy, self._silence = policy or Policy(0), silence or {}
         self._isolated, self._colour, self._chaos = isolated, colour, chaos
@@ -135,7 +135,7 @@ class Supervisor:
         number: int,
         plans: Sequence[TaskPlan],
         ordered: Callable[[], bool] = lambda: False,
-        patience: Callable[[], float] = lambda: PEER_SECONDS,
+        peer_grace: Callable[[], float] = lambda: PEER_SECONDS,
     ) -> tuple[Failed | None, dict[str, int | None]]:
         """Runs one group of processes until it is done, failed, interrupted or ordered to end, and leaves none behind.
 
@@ -143,7 +143,7 @@ class Supervisor:
             number: 0, 1, ...
             plans: Its tasks.
             ordered: Whether somebody else has ordered its end.
-            patience: Seconds from then until SIGKILL, at most those of `grace`; 0: at once. They may become fewer meanwhile.
+            peer_grace: Seconds from then until SIGKILL, at most those of `grace`; 0: at once. They may become fewer meanwhile.
 
         Returns:
             Why it failed, None where no task failed by itself; the tasks' return codes.
@@ -157,7 +157,7 @@ class Supervisor:
                 group.append(self._start(plan))
             self._watch(group, ordered)
         finally:
-            self._end(group, ordered, patience)
+            self._end(group, ordered, peer_grace)
         codes = {process.plan.name: process.code for process in group}
         signs = [sign for process in group if (sign := process.sign)]
         note(
@@ -335,7 +335,7 @@ class Supervisor:
         self._until(lambda: False, STACK_SECONDS)
 
     def _end(
-        self, group: list[Process], ordered: Callable[[], bool], patience: Callable[[], float]
+        self, group: list[Process], ordered: Callable[[], bool], peer_grace: Callable[[], float]
     ) -> None:
         """Ends what still runs: politely, then surely."""
 
@@ -343,10 +343,10 @@ class Supervisor:
             if self._signals:
                 return self._grace
             # After a failure a survivor is mostly stuck in a collective and deaf to SIGTERM; a ps has nothing to save.
-            return min(self._grace, patience() if ordered() else PEER_SECONDS)
+            return min(self._grace, peer_grace() if ordered() else PEER_SECONDS)
 
         begun, at_once = time.monotonic(), not grace()
-        patient = bool(self._signals) or (ordered() and patience() > PEER_SECONDS)
+        patient = bool(self._signals) or (ordered() and peer_grace() > PEER_SECONDS)
         # Ctrl-C is passed on as it is: Python turns SIGINT into KeyboardInterrupt between two steps.
         number = signal.SIGINT if self._signals[:1] == [signal.SIGINT] else signal.SIGTERM
         if self._signals:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from tfdist.cluster.spec import DATA_WORKERS, ClusterSpec, Task
 from tfdist.runtime import launch_protocol
 
-SHIM = (sys.executable, "-m", "tfdist.launch.script_runner")
+SCRIPT_RUNNER = (sys.executable, "-m", "tfdist.launch.script_runner")
 
 
 class Role(enum.Enum):
@@ -52,8 +52,12 @@ class TaskPlan:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The Python program and its arguments, which the shim runs; of other commands none."""
-        return self.argv[len(SHIM) :] if self.argv[: len(SHIM)] == SHIM else ()
+        """The Python program and its arguments, which the script runner runs; of other commands none."""
+        return (
+            self.argv[len(SCRIPT_RUNNER) :]
+            if self.argv[: len(SCRIPT_RUNNER)] == SCRIPT_RUNNER
+            else ()
+        )
 
     def life(self, number: int) -> TaskPlan:
         """The same task started once more, with files of its own; life 0 is this one."""
@@ -159,7 +163,9 @@ def plan_tasks(
         config = spec.for_task(task.type, task.index).to_tf_config()
         plans.append(plan(str(task), role_of(task.type, spec.jobs), argv, config))
     for name, address in zip(data_names(len(data_workers)), data_workers, strict=True):
-        plans.append(plan(name, Role.SERVES, (*SHIM, "-m", "tfdist.data.service", address), None))
+        plans.append(
+            plan(name, Role.SERVES, (*SCRIPT_RUNNER, "-m", "tfdist.data.service", address), None)
+        )
     return plans
 
 
@@ -188,7 +194,7 @@ def role_of(task_type: str, jobs: Iterable[str]) -> Role:
 
 
 def resolve_command(words: Sequence[str]) -> tuple[str, ...]:
-    """Makes of what the user typed what a task executes: Python programs go through the shim.
+    """Makes of what the user typed what a task executes: Python programs go through the script runner.
 
     Args:
         words: `train.py ARGS`, `python train.py ARGS`, `-m MODULE ARGS`, `tfdist train ARGS`, or any command.
@@ -216,11 +222,11 @@ def resolve_command(words: Sequence[str]) -> tuple[str, ...]:
     if program == "-m":
         if not rest:
             raise ValueError("-m: expected a module's name, received nothing")
-        return (*SHIM, "-m", _module(rest[0]), *rest[1:])
+        return (*SCRIPT_RUNNER, "-m", _module(rest[0]), *rest[1:])
     if program == "tfdist":
-        return (*SHIM, "-m", "tfdist", *rest)
+        return (*SCRIPT_RUNNER, "-m", "tfdist", *rest)
     if program.endswith(".py"):
-        return (*SHIM, _script(program), *rest)
+        return (*SCRIPT_RUNNER, _script(program), *rest)
     if shutil.which(program) is None:
         hint = (
             "make it executable (chmod +x)"

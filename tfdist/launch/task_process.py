@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from tfdist.launch.failures import Ending, last_stacks
-from tfdist.launch.guardian import Guard, kill_group
+from tfdist.launch.guardian import Guardian, kill_group
 from tfdist.launch.output import Console, TaskOutput
 from tfdist.launch.task_plan import TaskPlan
 from tfdist.runtime.launch_protocol import IMPORTS_FILE, Phase, Sign, read_sign
@@ -36,10 +36,10 @@ class Process:
         self,
         plan: TaskPlan,
         console: Console,
-        guard: Guard,
+        guardian: Guardian,
         take: Callable[[TaskPlan], subprocess.Popen | None] = lambda plan: None,
     ):
-        self.plan, self._guard = plan, guard
+        self.plan, self._guard = plan, guardian
         self._told: float | None = None
         self._erred = False  # whether there was an error file when it was told to end
         self._time: float | None = None
@@ -66,14 +66,14 @@ class Process:
                 f"COMMAND: cannot execute {plan.argv[0]!r}: {error.strerror}"
             ) from error
         self.pid = self._popen.pid
-        guard.add(self.pid)
+        guardian.add(self.pid)
         assert self._popen.stdout is not None
         try:
             self.output = TaskOutput(plan.name, self._popen.stdout, plan.log_path, console)
         except OSError as error:
             kill_group(self.pid)
             self._popen.wait()
-            guard.remove(self.pid)
+            guardian.remove(self.pid)
             raise ValueError(
                 f"--log-dir: cannot write {plan.log_path}: {error.strerror}"
             ) from error
@@ -140,7 +140,7 @@ class Process:
             kill_group(self.pid, number)
 
     def ask_for_stacks(self) -> None:
-        """Has it write the stacks of all threads to its log, as the shim has arranged."""
+        """Has it write the stacks of all threads to its log, as the script runner has arranged."""
         if not self.ended and self.plan.words:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGUSR1)

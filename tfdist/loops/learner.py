@@ -147,7 +147,7 @@ def _metric_names(state: State, loss: Callable, data: tf.data.Dataset, training:
         )  # of a pipeline, which then goes on as if it had not been read
         with engine_of(
             state.strategy
-        ).patience.bound():  # the loss may exchange tensors with other workers
+        ).watchdog.bound():  # the loss may exchange tensors with other workers
             on_all(without_optionals(next(iter(first.take(1)))))
     return found
 

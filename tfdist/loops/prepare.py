@@ -214,7 +214,7 @@ def check_batches(given: Any, name: str, remedy: str = "") -> tf.data.Dataset:
         raise ValueError(
             f"{name}: expected a tf.data.Dataset of global batches, such as tfdist.data.pipeline makes; received {type(given).__name__}.{remedy}"
         )
-    return given if hasattr(given, "share") else _even(given, name)
+    return given if hasattr(given, "replica_rows") else _even(given, name)
 
 
 def _even(data: tf.data.Dataset, name: str) -> tf.data.Dataset:

@@ -15,7 +15,7 @@ from tfdist.loops.learner import Learner
 from tfdist.parallel.placement import Placement
 from tfdist.train.synchronous.engine import Engine
 from tfdist.train.synchronous.feed import Batch, Feed, any_rows
-from tfdist.train.synchronous.replica_state import Sync
+from tfdist.train.synchronous.replica_state import ReplicaState
 from tfdist.train.synchronous.replica_step import own_weight, run_replica
 
 RETURNS = "a scalar, or a nest of scalars, each a mean over the rows that it was given; or None"
@@ -92,16 +92,16 @@ class State:
         steps = _Steps(self, body)
         return functools.wraps(body)(lambda batch: steps(batch))
 
-    def meet(self) -> None:
+    def sync_replicas(self) -> None:
         """Gives all replicas one state before somebody looks at it: moving statistics, and weights where each replica trains by itself for some steps.
 
         Called by all processes, after steps of one's own; `train` and `evaluate` do it by themselves.
         """
-        self._sync.meet()
+        self._replica_state.sync_replicas()
 
     def gather(self) -> None:
         """As `meet`, where each replica has trained by itself since; else it asks nothing of other processes."""
-        self._sync.gather()
+        self._replica_state.gather()
 
     # --- What this directory asks ----------------------------------------------------------------------------------------
     @property
@@ -117,8 +117,8 @@ class State:
         return Feed(self.data, self._placement, self._engine.host, symbolic_first=False)
 
     @functools.cached_property
-    def _sync(self) -> Sync:
-        return Sync(self.strategy, self._placement, self.learner)
+    def _replica_state(self) -> ReplicaState:
+        return ReplicaState(self.strategy, self._placement, self.learner)
 
 
 class _Steps:
@@ -136,8 +136,8 @@ class _Steps:
             )
         if self._function is None:
             self._engine.prepare(self._state.learner)
-        with self._engine.patience.bound():
-            self._engine.merging.begin(self._state.optimizer, anew=self._function is None)
+        with self._engine.watchdog.bound():
+            self._engine.aggregation.begin(self._state.optimizer, anew=self._function is None)
         if self._function is None:
             function = tf.function(self._on_all, autograph=False)
             self._function = (
@@ -145,7 +145,7 @@ class _Steps:
                 if self._state.compiled
                 else self._on_all
             )
-        with self._engine.patience.bound():
+        with self._engine.watchdog.bound():
             means = self._function(batch)
         return (
             None if self._nest is None else tf.nest.pack_sequence_as(self._nest, tf.unstack(means))

@@ -1,6 +1,6 @@
 """A cluster becomes numbers: which replicas this process holds; no tensors and no strategies here.
 
-The order of replicas is the order of rows: `tfdist.data.order.share` says which rows of a global batch each takes.
+The order of replicas is the order of rows: `tfdist.data.order.rows_of_replicas` says which rows of a global batch each takes.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def policy(how: config.Sync) -> sync.Policy:
     if how.kind == "gradients":
         return sync.Gradients(
             how.combine,
-            how.wire,
+            how.comm_dtype,
             how.bucket_bytes,
             how.clip_norm,
             how.accumulate,
@@ -50,7 +50,7 @@ def policy(how: config.Sync) -> sync.Policy:
     return make(
         every=how.every or "epoch",
         warmup=how.warmup,
-        wire=how.wire,
+        comm_dtype=how.comm_dtype,
         bucket_bytes=how.bucket_bytes,
         **given,
     )

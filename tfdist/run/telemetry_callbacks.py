@@ -58,8 +58,8 @@ def callbacks(
             profile=told.profile, profile_workers=told.profile_workers,
         )  # fmt: skip
         found.append(board)
-    if told.anatomy:
-        found.append(tfdist.Anatomy(directory))
+    if told.step_breakdown:
+        found.append(tfdist.StepBreakdown(directory))
     if told.images:
         try:
             found.append(

@@ -16,7 +16,7 @@ from tfdist.parallel.placement import Placement
 from tfdist.strategies.base import Fed, adopt, by_rows
 from tfdist.sync import BUCKET_BYTES, Policy
 from tfdist.train.synchronous.feed import replica_slices
-from tfdist.train.synchronous.replica_state import share
+from tfdist.train.synchronous.replica_state import all_gather
 
 COMMUNICATION = {
     "auto": tf.distribute.experimental.CommunicationImplementation.AUTO,
@@ -101,4 +101,4 @@ def _share_seed(strategy, placement: Placement) -> None:
     """Without a seed of the user's, all workers draw the chief's, so that unseeded shuffles give them the same batches."""
     if keras_compat.global_seed() is None:
         own = random.SystemRandom().randrange(2**31)
-        keras.utils.set_random_seed(int(share(strategy, placement, np.array([own]))[0, 0]))
+        keras.utils.set_random_seed(int(all_gather(strategy, placement, np.array([own]))[0, 0]))

@@ -1,1 +1,1 @@
-"""What a run tells of itself: scalars, the anatomy of its steps, and where its files lie."""
+"""What a run tells of itself: scalars, the breakdown of its steps, and where its files lie."""

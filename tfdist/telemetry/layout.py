@@ -6,7 +6,7 @@ runs/digits/                    the run; `tensorboard --logdir runs` shows all r
   history.jsonl                 one line per epoch: losses and metrics of all replicas
   summary.json                  how it ended; there only when it has
   train/ validation/            the chief's curves, for TensorBoard
-  worker-0/ worker-1/ ...       of each worker: anatomy.jsonl, and curves of its own
+  worker-0/ worker-1/ ...       of each worker: step_breakdown.jsonl, and curves of its own
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CONFIG = "config.json"
 SESSIONS = "sessions.jsonl"
 HISTORY = "history.jsonl"
 SUMMARY = "summary.json"  # marks a run that is finished
-ANATOMY = "anatomy.jsonl"  # in each worker's directory
+STEP_BREAKDOWN = "step_breakdown.jsonl"  # in each worker's directory
 
 
 def worker_name(rank: int) -> str:

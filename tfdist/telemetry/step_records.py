@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from tfdist.telemetry.layout import ANATOMY, append_json, read_json_lines, worker_directories
+from tfdist.telemetry.layout import STEP_BREAKDOWN, append_json, read_json_lines, worker_directories
 
 # The parts of a step. Together they are the time from one step's end to the next one's.
 PARTS = {
@@ -49,7 +49,7 @@ class Window:
     compiled: bool = True
 
     def to_json(self) -> dict[str, Any]:
-        """One flat object, as in `anatomy.jsonl`."""
+        """One flat object, as in `step_breakdown.jsonl`."""
         values = dataclasses.asdict(self)
         return {
             **{k: v for k, v in values.items() if k != "parts"},
@@ -73,18 +73,19 @@ class Window:
 
 
 def write(directory: str | os.PathLike, window: Window) -> None:
-    """Adds a window to `anatomy.jsonl` in a worker's directory."""
-    append_json(os.path.join(directory, ANATOMY), window.to_json())
+    """Adds a window to `step_breakdown.jsonl` in a worker's directory."""
+    append_json(os.path.join(directory, STEP_BREAKDOWN), window.to_json())
 
 
 def read(run: str | os.PathLike) -> dict[int, list[Window]]:
-    """The windows of each worker of a run, by rank; none where it had no anatomy.
+    """The windows of each worker of a run, by rank; none where it had no step_breakdown.
 
     Args:
         run: The run's directory.
     """
     found = {
-        rank: read_json_lines(path / ANATOMY) for rank, path in worker_directories(run).items()
+        rank: read_json_lines(path / STEP_BREAKDOWN)
+        for rank, path in worker_directories(run).items()
     }
     return {
         rank: [Window.from_json(line) for line in lines] for rank, lines in found.items() if lines

@@ -13,8 +13,8 @@ import numpy as np
 from tfdist.backup import state
 from tfdist.keras_compat import strategy_of
 from tfdist.train.health import preemption
-from tfdist.train.health.heartbeat import Pulse
-from tfdist.train.health.watchdog import Patience
+from tfdist.train.health.heartbeat import Heartbeat
+from tfdist.train.health.watchdog import Watchdog
 
 
 def _as_keras(self, model: keras.Model, keras_method: Callable, *args, **kwargs) -> Any:
@@ -26,15 +26,15 @@ class Hooks:
 
     Attributes:
         is_chief: Whether this process writes checkpoints, logs and console.
-        pulse: What its fits tell the launcher; None: nothing.
-        patience: How long it waits for other workers.
+        heartbeat: What its fits tell the launcher; None: nothing.
+        watchdog: How long it waits for other workers.
         feeding: Whether Keras is in `fit`, `evaluate` or `predict`, and gets its data from the method `feed`.
     """
 
     is_chief = True
     feeding = False
-    pulse: Pulse | None = None
-    patience = Patience()
+    heartbeat: Heartbeat | None = None
+    watchdog = Watchdog()
 
     fit = _as_keras
     evaluate = _as_keras
@@ -78,15 +78,15 @@ class Hooks:
         return preemption.asked()
 
     def moment(self, name: str) -> None:
-        """Something begins or is done for which a chaos plan may have a fault; `Pulse.moment` names them."""
-        if self.pulse is not None:
-            self.pulse.moment(name)
+        """Something begins or is done for which a chaos plan may have a fault; `Heartbeat.moment` names them."""
+        if self.heartbeat is not None:
+            self.heartbeat.moment(name)
 
-    def chief_says(self, numbers: list[float]) -> list[float]:
+    def broadcast_from_chief(self, numbers: list[float]) -> list[float]:
         """The chief's numbers, on every worker."""
         return numbers
 
-    def everyone_says(self, numbers: list[float]) -> list[list[float]]:
+    def all_gather(self, numbers: list[float]) -> list[list[float]]:
         """The numbers of all workers, by rank; none goes on before all have said theirs."""
         return [numbers]
 

@@ -95,8 +95,8 @@ class Defective:
     def __getattr__(self, name):
         return getattr(self.whole, name)
 
-    def share(self, first, count, replicas, **options):
-        shares = self.whole.share(first, count, replicas, **options)
+    def replica_rows(self, first, count, replicas, **options):
+        shares = self.whole.replica_rows(first, count, replicas, **options)
         if first == 0:
             return shares
         epochs, stolen = self.whole.epochs, self.whole.order.batch(1, 2)[:1]

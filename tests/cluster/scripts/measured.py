@@ -49,7 +49,7 @@ def main(index, directory, delay=DELAY, measured="1"):
         model.compile("sgd", "mse")
     x = np.ones([STEPS * BATCH, 6], np.float32)
     batches = tfdist.data.pipeline((x, x[:, :1]), BATCH)
-    callbacks = [tfdist.Anatomy(directory)] if measured == "1" or index == "0" else []
+    callbacks = [tfdist.StepBreakdown(directory)] if measured == "1" or index == "0" else []
     try:
         model.fit(batches, epochs=EPOCHS, verbose=0, callbacks=callbacks)
     except ValueError as error:

@@ -40,7 +40,7 @@ def noisy(stored, seed):
 
 def read(batches, worker, workers):
     """What a worker gets of a pipeline in each epoch, in its order."""
-    share = batches.share(worker, 1, workers)
+    share = batches.replica_rows(worker, 1, workers)
     return [
         [[x.numpy().tolist() for x in tf.nest.flatten(step)] for step in share]
         for _ in range(EPOCHS)

@@ -12,7 +12,7 @@ from tfdist.parallel.collectives.group import Group
 
 
 def all_reduce(
-    group: Group, tensors: list, name: str, bucket_bytes: int, wire: str | None = None
+    group: Group, tensors: list, name: str, bucket_bytes: int, comm_dtype: str | None = None
 ) -> list:
     """The sums of tensors over a group, small ones packed together.
 
@@ -21,7 +21,7 @@ def all_reduce(
         tensors: Dense; None stays None.
         name: Of this call.
         bucket_bytes: Most that is packed together.
-        wire: As for `Group.all_reduce`.
+        comm_dtype: As for `Group.all_reduce`.
     """
     places = [i for i, x in enumerate(tensors) if x is not None]
     given = [tensors[i] for i in places]
@@ -36,7 +36,10 @@ def all_reduce(
             [tf.reshape(given[i], [-1]) for i in bucket] if len(bucket) > 1 else [given[bucket[0]]]
         )
         sums = _together(
-            members, 0, 0, functools.partial(group.all_reduce, name=f"{name}/{number}", wire=wire)
+            members,
+            0,
+            0,
+            functools.partial(group.all_reduce, name=f"{name}/{number}", comm_dtype=comm_dtype),
         )
         for i, part in zip(bucket, sums, strict=True):
             result[places[i]] = tf.reshape(part, given[i].shape)
@@ -48,7 +51,7 @@ def reduce_scatter(
     tensors: Sequence[tf.Tensor | None],
     plan: Sequence[Sequence[int]],
     name: str,
-    wire: str | None = None,
+    comm_dtype: str | None = None,
 ) -> list[tf.Tensor | None]:
     """This replica's rows of the sums of tensors over a group.
 
@@ -57,7 +60,7 @@ def reduce_scatter(
         tensors: `[size, n]` each, as of `rows.to_rows`; None stays None.
         plan: Places of the tensors that travel together.
         name: Of this call.
-        wire: As for `Group.reduce_scatter`.
+        comm_dtype: As for `Group.reduce_scatter`.
 
     Returns:
         `[n]` each.
@@ -69,7 +72,9 @@ def reduce_scatter(
                 list(members.values()),
                 1,
                 0,
-                functools.partial(group.reduce_scatter, name=f"{name} {number}", wire=wire),
+                functools.partial(
+                    group.reduce_scatter, name=f"{name} {number}", comm_dtype=comm_dtype
+                ),
             )
             for i, part in zip(members, sums, strict=True):
                 result[i] = part

@@ -30,7 +30,7 @@ class Group:
     """Some replicas that call the same collectives in the same order: in replica context, or in processes with one replica each.
 
     Every method must be called by all of them with tensors of one dtype and shape, or they wait for each other until the engine's
-    patience ends. `name` tells a call from others of the same group; equal on all replicas. ValueError for a dtype that TensorFlow does not send.
+    watchdog ends it. `name` tells a call from others of the same group; equal on all replicas. ValueError for a dtype that TensorFlow does not send.
 
     Args:
         name: Tells this group from other groups.
@@ -110,7 +110,7 @@ class Group:
         return self.members.index(self._placement.first_replica + self.local)
 
     def all_reduce(
-        self, x: tf.Tensor, name: str, op: str = "Add", wire: str | None = None
+        self, x: tf.Tensor, name: str, op: str = "Add", comm_dtype: str | None = None
     ) -> tf.Tensor:
         """The sum of a tensor over the group.
 
@@ -118,36 +118,36 @@ class Group:
             x: Any shape that is known.
             name: Of this call.
             op: "Add", "Min" or "Max".
-            wire: A dtype to send it in, one of `tfdist.sync.WIRES`; the sum is made in the dtype of `x`, and rounded once. None: its own.
+            comm_dtype: A dtype to send it in, one of `tfdist.sync.COMM_DTYPES`; the sum is made in the dtype of `x`, and rounded once. None: its own.
 
         Returns:
             Like `x`; equal bit for bit on all replicas.
         """
         if self.size == 1:
             return x
-        if wire is None or x.dtype.size <= 2:
+        if comm_dtype is None or x.dtype.size <= 2:
             self._count(name, x, 2 * (self.size - 1) / self.size)
             return self._on_device(
                 tf.raw_ops.CollectiveReduceV2, x, name, merge_op=op, final_op="Id"
             )
-        part = self.reduce_scatter(flat_shards.to_rows(x, self.size), f"{name}/parts", wire)
-        full = self.all_gather(tf.cast(part, wire), f"{name}/whole")
+        part = self.reduce_scatter(flat_shards.to_rows(x, self.size), f"{name}/parts", comm_dtype)
+        full = self.all_gather(tf.cast(part, comm_dtype), f"{name}/whole")
         return flat_shards.from_rows(tf.cast(full, x.dtype), x.shape)
 
-    def reduce_scatter(self, x: tf.Tensor, name: str, wire: str | None = None) -> tf.Tensor:
+    def reduce_scatter(self, x: tf.Tensor, name: str, comm_dtype: str | None = None) -> tf.Tensor:
         """This replica's row of the sum over the group.
 
         Args:
             x: `[size, n]`.
             name: Of this call.
-            wire: As for `all_reduce`.
+            comm_dtype: As for `all_reduce`.
 
         Returns:
             `[n]`.
         """
         if self.size == 1:
             return x[0]
-        sent = x if wire is None or x.dtype.size <= 2 else tf.cast(x, wire)
+        sent = x if comm_dtype is None or x.dtype.size <= 2 else tf.cast(x, comm_dtype)
         return tf.add_n(
             [tf.cast(row, x.dtype) for row in tf.unstack(self.all_to_all(sent, name))]
         )  # in half of reduce_sum's time

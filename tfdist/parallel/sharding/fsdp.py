@@ -31,7 +31,7 @@ from tfdist.parallel.sharding import global_norm
 from tfdist.parallel.sharding.all_gather import Gathering
 from tfdist.parallel.sharding.fsdp_unit import Chains, Unit, layers_of
 from tfdist.parallel.sharding.sharded_variables import Store
-from tfdist.sync import WIRES, Gradients
+from tfdist.sync import COMM_DTYPES, Gradients
 
 _GATHER_DTYPES = tuple(name for name in FLOATS if name != "float64")
 _numbers = itertools.count()
@@ -77,7 +77,7 @@ def fsdp(
         prefetch: How many layers ahead weights are gathered, while the layers before are computed.
         gather_dtype: In which weights travel and are used, "bfloat16" or "float16"; layers that compute in another dtype use them rounded to it. None:
             their own.
-        grad_dtype: In which gradients travel; they are summed in the weights' dtype. None: `sync.wire`.
+        grad_dtype: In which gradients travel; they are summed in the weights' dtype. None: `sync.comm_dtype`.
         reshard_after_forward: False keeps gathered weights from forward to backward: less to send and to compute, more memory.
         sync: As for `tfdist.parallel.zero`, `combine="mean"` alone. None: as the strategy was made.
         strategy: As for `tfdist.parallel.zero`.
@@ -129,8 +129,8 @@ class FSDP(Store):
     ):
         strategy = strategy or tf.distribute.get_strategy()
         engine = global_norm.engine_in_step(strategy, "fsdp")
-        self.policy = _policy(sync if sync is not None else engine.merging.policy)
-        grad_dtype = grad_dtype or self.policy.wire
+        self.policy = _policy(sync if sync is not None else engine.aggregation.policy)
+        grad_dtype = grad_dtype or self.policy.comm_dtype
         _check(model, prefetch, gather_dtype, grad_dtype, reshard_after_forward)
         name = f"fsdp {next(_numbers)}"
         super().__init__(strategy, Group.of(strategy, name))
@@ -327,9 +327,9 @@ def _check(
         raise ValueError(
             f"fsdp: gather_dtype: expected None or one of {', '.join(_GATHER_DTYPES)}, which TensorFlow gathers, received {gather_dtype!r}."
         )
-    if grad_dtype not in (None, *WIRES):
+    if grad_dtype not in (None, *COMM_DTYPES):
         raise ValueError(
-            f"fsdp: grad_dtype: expected None or one of {', '.join(WIRES)}, received {grad_dtype!r}."
+            f"fsdp: grad_dtype: expected None or one of {', '.join(COMM_DTYPES)}, received {grad_dtype!r}."
         )
     if not isinstance(reshard_after_forward, bool):
         raise ValueError(

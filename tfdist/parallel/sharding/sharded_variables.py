@@ -120,7 +120,7 @@ class Store:
     def bounded(self) -> contextlib.AbstractContextManager[None]:
         """Inside, waits for other processes end after the strategy's timeout with an error that names them; where a graph is made, nobody waits."""
         return (
-            engine_of(self.strategy).patience.bound()
+            engine_of(self.strategy).watchdog.bound()
             if tf.executing_eagerly()
             else contextlib.nullcontext()
         )
@@ -150,7 +150,7 @@ class Store:
                 if optimizer is not None and optimizer.built
                 else None
             )
-            with engine_of(self.strategy).patience.bound(sign):
+            with engine_of(self.strategy).watchdog.bound(sign):
                 if not begun and model.built:
                     self.share(model.weights)
                 self.steps = True

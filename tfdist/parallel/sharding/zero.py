@@ -59,7 +59,7 @@ def zero(
     Args:
         optimizer: A Keras optimizer, or its name.
         stage: 1: gradients are summed whole on each replica. 2: each replica receives the sum of its part only.
-        sync: How: `combine` ("mean" or "sum"), `wire` (gradients and updates travel in it), `bucket_bytes`, `clip_norm`, `skip_nonfinite`; or a short name
+        sync: How: `combine` ("mean" or "sum"), `comm_dtype` (gradients and updates travel in it), `bucket_bytes`, `clip_norm`, `skip_nonfinite`; or a short name
             such as "bfloat16", as for `tfdist.sync.policy`. None: as the strategy was made.
         strategy: None: the one in whose scope this is called. Named in a process that trains without a scope, beside others with one replica each, of
             which each gives the mean of its own examples' loss to `fit`.
@@ -119,7 +119,7 @@ class Zero(keras.optimizers.Optimizer):
             )
         if not elementwise:
             check_elementwise(inner_optimizer)
-        policy = _policy(sync if sync is not None else engine.merging.policy, inner_optimizer)
+        policy = _policy(sync if sync is not None else engine.aggregation.policy, inner_optimizer)
         super().__init__(learning_rate=0.0, name=name or f"zero_{inner_optimizer.name}")
         self.inner_optimizer, self.stage, self.policy, self._elementwise = (
             inner_optimizer,
@@ -311,7 +311,7 @@ class Zero(keras.optimizers.Optimizer):
                 )[self.group.rank]
                 # A slice shares the memory of the whole, and would keep it.
                 local_component(self._parts.shards[i], local).assign(tf.raw_ops.DeepCopy(x=own))
-                if self.policy.wire:
+                if self.policy.comm_dtype:
                     before[i] = own
             inner, limit = self.inner_optimizer, self.policy.clip_norm
             with (
@@ -377,13 +377,15 @@ class Zero(keras.optimizers.Optimizer):
             else [None if g is None else g * tf.cast(scale, g.dtype) for g in dense]
         )
         if self.stage == 1:
-            sums = all_reduce(self.group, dense, "sums", self.policy.bucket_bytes, self.policy.wire)
+            sums = all_reduce(
+                self.group, dense, "sums", self.policy.bucket_bytes, self.policy.comm_dtype
+            )
             return [
                 None if x is None else flat_shards.to_rows(x, self.group.size)[self.group.rank]
                 for x in sums
             ]
         given = [None if g is None else flat_shards.to_rows(g, self.group.size) for g in dense]
-        return reduce_scatter(self.group, given, self._parts.buckets, "sum", self.policy.wire)
+        return reduce_scatter(self.group, given, self._parts.buckets, "sum", self.policy.comm_dtype)
 
     def _when_updated(self, gather: Callable[[], None], local: int) -> None:
         """Gathers, with accumulation only after a step that has updated something."""
@@ -409,7 +411,7 @@ class Zero(keras.optimizers.Optimizer):
         own: list = [None] * len(self._parts.shards)
         for i in places:
             x = tf.convert_to_tensor(local_component(self._parts.shards[i], local))
-            own[i] = tf.cast(x - before[i], self.policy.wire) if before else x
+            own[i] = tf.cast(x - before[i], self.policy.comm_dtype) if before else x
         for i, part in all_gather(self.group, own, self._parts.buckets, "whole"):
             copy = local_component(self._parts.full[i], local)
             value = tf.cast(flat_shards.from_rows(part, self._parts.full[i].shape), copy.dtype)

@@ -13,7 +13,13 @@ from tfdist.config import user_functions
 if TYPE_CHECKING:
     import tensorflow as tf
 
-PARTS = ("share", "order", "epochs", "errors", "batches")  # of a pipeline, that an audit uses
+PARTS = (
+    "replica_rows",
+    "order",
+    "epochs",
+    "errors",
+    "batches",
+)  # of a pipeline, that an audit uses
 
 
 @dataclasses.dataclass(frozen=True)

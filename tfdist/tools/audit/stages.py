@@ -58,8 +58,8 @@ def measure(batches: Batches, window: Sequence[int], seconds: float) -> Iterator
         # Windows are taken by tf.data itself: no Python and no function call for each example.
         windows = dataset.window(read, drop_remainder=True).map(lambda *_: tf.constant(0))
         yield Stage(name, _rate(windows.with_options(batches.options), lambda _: width, seconds))
-    shares = batches.shares(whose, _epochs())
-    yield Stage("batch", _rate(shares, lambda share: int(tf.size(share.numbers)), seconds))
+    rows = batches.replica_rows(whose, _epochs())
+    yield Stage("batch", _rate(rows, lambda rows: int(tf.size(rows.numbers)), seconds))
 
 
 def stored_bytes(batches: Batches) -> float | None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 import tensorflow as tf
 
-from tfdist.data.order import Order, share
+from tfdist.data.order import Order, rows_of_replicas
 from tfdist.tools.audit.steps import Step
 
 Recorded = Callable[[], Iterator[Step]]  # begins to read what a worker took
@@ -241,7 +241,7 @@ class _Epoch:
                     step,
                     worker=worker,
                 )
-            begin, end = share(rows, worker * devices, devices, len(taken) * devices)
+            begin, end = rows_of_replicas(rows, worker * devices, devices, len(taken) * devices)
             if expected is not None:
                 verdict.left_out += self._compare(
                     step, worker, begin, expected[begin:end], found.numbers
@@ -333,7 +333,7 @@ class _Epoch:
             for taken in begin():
                 if taken.epoch != self.epoch or taken.step > step:
                     continue
-                first, _ = share(
+                first, _ = rows_of_replicas(
                     taken.rows, worker * devices, devices, len(self.recorded) * devices
                 )
                 for place in np.flatnonzero(taken.numbers == number):

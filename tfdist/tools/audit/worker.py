@@ -38,8 +38,8 @@ class Worker:
         devices = settings.devices
         self.window = (rank * devices, devices, settings.workers * devices)
         begin = {"epoch": settings.first_epoch, "first_step": settings.first_step}
-        self.resumed = pipeline.share(*self.window, **begin) if settings.first_step else None
-        self.shares = pipeline.share(*self.window)
+        self.resumed = pipeline.replica_rows(*self.window, **begin) if settings.first_step else None
+        self.shares = pipeline.replica_rows(*self.window)
         order = pipeline.order
         if order is not None and settings.first_step >= order.steps:
             raise ValueError(

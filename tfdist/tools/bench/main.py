@@ -248,10 +248,10 @@ def measured(setup: Setup, rounds: Sequence[Sequence[dict[str, Any]]]) -> Setup:
 
     Args:
         setup: As it was asked for.
-        rounds: Of each round what each worker found: "steps", "examples", "seconds", and in training "anatomy" and "bytes".
+        rounds: Of each round what each worker found: "steps", "examples", "seconds", and in training "step_breakdown" and "bytes".
 
     Returns:
-        The setup. A round takes as long as on the slowest worker; the anatomy is that of the median round, so that its parts add up.
+        The setup. A round takes as long as on the slowest worker; the step breakdown is that of the median round, so that its parts add up.
     """
     last = [max(workers, key=lambda found: found["seconds"]) for workers in rounds]
     seconds = tuple(found["seconds"] / found["steps"] for found in last)
@@ -263,10 +263,10 @@ def measured(setup: Setup, rounds: Sequence[Sequence[dict[str, Any]]]) -> Setup:
         rates=tuple(found["examples"] / found["seconds"] for found in last)
         if setup.global_batch
         else (),
-        anatomy={
-            rank: found["anatomy"]
+        step_breakdown={
+            rank: found["step_breakdown"]
             for rank, found in enumerate(rounds[median])
-            if found.get("anatomy")
+            if found.get("step_breakdown")
         },
     )
 

@@ -48,7 +48,7 @@ class Training:
             number: Of the case.
 
         Returns:
-            Of the last epoch: "steps", "examples", "seconds", "anatomy" (this worker's seconds of each part of a mean step), and "bytes"
+            Of the last epoch: "steps", "examples", "seconds", "step_breakdown" (this worker's seconds of each part of a mean step), and "bytes"
             that each replica gave into the sum of gradients.
         """
         steps = self._job.steps
@@ -63,14 +63,14 @@ class Training:
             "steps": steps,
             "examples": clock.examples,
             "seconds": clock.seconds,
-            "anatomy": step_records.per_step(windows),
+            "step_breakdown": step_records.per_step(windows),
             "bytes": given,
         }
 
     def _fit(self, number: int, steps: int, epochs: int) -> _Clock:
         clock = _Clock()
         first, self._epoch = self._epoch, self._epoch + epochs
-        watching = [clock, tfdist.Anatomy(self._run(number))]
+        watching = [clock, tfdist.StepBreakdown(self._run(number))]
         self._model.fit(
             self._batches[number],
             steps_per_epoch=steps,
@@ -258,7 +258,7 @@ def _without_end(batches: tf.data.Dataset) -> tf.data.Dataset:
     """The same batches, epoch after epoch; each replica still reads only its own rows."""
     result = batches.repeat()
     if input_pipeline.is_pipeline(batches):
-        result.share = lambda *args, **kwargs: batches.share(*args, **kwargs).repeat()
+        result.replica_rows = lambda *args, **kwargs: batches.replica_rows(*args, **kwargs).repeat()
     return result
 
 

@@ -1,4 +1,4 @@
-"""The anatomy of a setup's steps becomes one sentence: what its lost efficiency goes into, and what would help; pure functions."""
+"""The step breakdown of a setup's steps becomes one sentence: what its lost efficiency goes into, and what would help; pure functions."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def reason(setup: Setup, alone: Setup | None, facts: Facts) -> str:
         facts: About machine and config.
 
     Returns:
-        A sentence with figures and a remedy; of one replica alone, what most of its step is. Empty without an anatomy.
+        A sentence with figures and a remedy; of one replica alone, what most of its step is. Empty without an step_breakdown.
 
     Example:
         >>> quick = dict.fromkeys(PARTS, 0.0) | {"forward_backward": 0.008}
         >>> slow = dict.fromkeys(PARTS, 0.0) | {"forward_backward": 0.004, "gradient_sync": 0.003}
-        >>> alone = Setup("one_device", 1, 1, ("strong",), 64, rates=(8000.0,), anatomy={0: quick})
-        >>> both = Setup("mirrored", 2, 1, ("strong",), 64, 2_700_000, rates=(9142.0,), anatomy={0: slow}, efficiency=0.57)
+        >>> alone = Setup("one_device", 1, 1, ("strong",), 64, rates=(8000.0,), step_breakdown={0: quick})
+        >>> both = Setup("mirrored", 2, 1, ("strong",), 64, 2_700_000, rates=(9142.0,), step_breakdown={0: slow}, efficiency=0.57)
         >>> print(reason(both, alone, Facts(cores=2)))  # doctest: +NORMALIZE_WHITESPACE
         43 % of the step is gradient synchronization: 2.7 MB a step at 0.90 GB/s; a larger batch would help, as the sum stays as
         large (so would bf16 gradients or local SGD, which tfdist does not have yet).
@@ -69,7 +69,7 @@ def reason(setup: Setup, alone: Setup | None, facts: Facts) -> str:
     if setup.replicas == 1 and (alone is None or alone.strategy == setup.strategy):
         most = max(PARTS, key=parts.__getitem__)
         return f"{percent(parts[most] / whole)} of the step of one replica is {SHORT[most]}{_alone(most, parts[most] / whole, facts)}."
-    if alone is None or not alone.anatomy or setup.efficiency is None:
+    if alone is None or not alone.step_breakdown or setup.efficiency is None:
         most = max(PARTS, key=parts.__getitem__)
         return f"{percent(parts[most] / whole)} of the step is {SHORT[most]}; one replica was not measured, to say what of it is lost."
     if setup.efficiency >= GOOD:
@@ -90,7 +90,7 @@ def reason(setup: Setup, alone: Setup | None, facts: Facts) -> str:
 
 def mean_parts(setup: Setup) -> dict[str, float]:
     """Seconds of each part of a mean step, over all workers."""
-    workers = list(setup.anatomy.values())
+    workers = list(setup.step_breakdown.values())
     return {
         part: sum(parts.get(part, 0.0) for parts in workers) / max(1, len(workers))
         for part in PARTS
@@ -101,8 +101,8 @@ def losses(setup: Setup, alone: Setup) -> dict[str, float]:
     """Seconds of each part of a step beyond those that a replica of its batch would take by the baseline's rate.
 
     Example:
-        >>> alone = Setup("one_device", 1, 1, (), 64, anatomy={0: {"update": 0.003, "input": 0.001}})
-        >>> both = Setup("mirrored", 2, 1, (), 64, anatomy={0: {"update": 0.003, "input": 0.0005}})
+        >>> alone = Setup("one_device", 1, 1, (), 64, step_breakdown={0: {"update": 0.003, "input": 0.001}})
+        >>> both = Setup("mirrored", 2, 1, (), 64, step_breakdown={0: {"update": 0.003, "input": 0.0005}})
         >>> found = losses(both, alone)
         >>> found["update"], found["input"]
         (0.0015, 0.0)
@@ -116,14 +116,14 @@ def slowest(setup: Setup) -> int | None:
     """The worker for which the others wait: whose own work takes notably longer than that of the others; None where none is.
 
     Example:
-        >>> slowest(Setup("m", 2, 2, anatomy={0: {"host": 0.004, "wait": 0.003}, 1: {"host": 0.007, "wait": 0.0}}))
+        >>> slowest(Setup("m", 2, 2, step_breakdown={0: {"host": 0.004, "wait": 0.003}, 1: {"host": 0.007, "wait": 0.0}}))
         1
     """
     work = {
         rank: sum(
             seconds for part, seconds in parts.items() if part not in ("wait", "gradient_sync")
         )
-        for rank, parts in setup.anatomy.items()
+        for rank, parts in setup.step_breakdown.items()
     }
     if len(work) < 2:
         return None
@@ -193,7 +193,7 @@ def _host_remedy(facts: Facts) -> str:
 
 
 def _wait(setup: Setup) -> str:
-    waits = {rank: parts.get("wait", 0.0) for rank, parts in setup.anatomy.items()}
+    waits = {rank: parts.get("wait", 0.0) for rank, parts in setup.step_breakdown.items()}
     longest, last = max(waits.values()), slowest(setup)
     if last is not None:
         return f": up to {milliseconds(longest)} a step for worker {last}; look at what else runs on its host, or give all workers equal hardware"

@@ -157,9 +157,9 @@ def _sections(bench: Bench) -> Iterable[tuple[str, Rows, list[tuple[str, str]]]]
                 if setup.reason and setup.modes[0] == mode
             ]  # each once
             yield _mode(mode, setups), _scaling_rows(setups), sentences
-    measured = [setup for setup in done if setup.anatomy]
+    measured = [setup for setup in done if setup.step_breakdown]
     if measured:
-        yield "step anatomy, ms a step, mean of the workers", _anatomy_rows(measured), []
+        yield "step breakdown, ms a step, mean of the workers", _step_breakdown_rows(measured), []
 
 
 def _mode(mode: str, setups: Sequence[Setup]) -> str:
@@ -193,7 +193,7 @@ def _scaling_rows(setups: Sequence[Setup]) -> Rows:
     return rows
 
 
-def _anatomy_rows(setups: Sequence[Setup]) -> Rows:
+def _step_breakdown_rows(setups: Sequence[Setup]) -> Rows:
     rows: Rows = [("strategy", "replicas", "batch", *_HEADS.values(), "whole")]
     for setup in setups:
         parts = mean_parts(setup)

@@ -31,7 +31,7 @@ class Setup:
         bytes: That each replica gives into the sum: the gradients of a step, or those of an all-reduce; 0 where nothing is summed.
         seconds: Of a mean step, in each round; empty where it failed.
         rates: Examples per second of all replicas together, in each round; empty in an all-reduce.
-        anatomy: Seconds of each part of a mean step (see `tfdist.telemetry.step_records.PARTS`), by worker; empty where not measured.
+        step_breakdown: Seconds of each part of a mean step (see `tfdist.telemetry.step_records.PARTS`), by worker; empty where not measured.
         speedup: Its median rate over that of the baseline; None where there is none.
         efficiency: Speed-up over replicas.
         reason: What the lost efficiency goes into, in one sentence, with a remedy.
@@ -46,7 +46,7 @@ class Setup:
     bytes: int = 0
     seconds: tuple[float, ...] = ()
     rates: tuple[float, ...] = ()
-    anatomy: dict[int, dict[str, float]] = dataclasses.field(default_factory=dict)
+    step_breakdown: dict[int, dict[str, float]] = dataclasses.field(default_factory=dict)
     speedup: float | None = None
     efficiency: float | None = None
     reason: str = ""
@@ -85,7 +85,7 @@ class Setup:
     def to_json(self) -> dict[str, Any]:
         """An object as in `bench.json`: the fields, and what follows from them for who reads it without tfdist."""
         values = dataclasses.asdict(self)
-        values["anatomy"] = {str(rank): parts for rank, parts in self.anatomy.items()}
+        values["step_breakdown"] = {str(rank): parts for rank, parts in self.step_breakdown.items()}
         values["median_seconds"] = self.step if self.seconds else None
         values["median_rate"] = self.rate if self.rates else None
         values["rate_spread"] = [min(self.rates), max(self.rates)] if self.rates else None
@@ -101,7 +101,7 @@ class Setup:
         """The inverse of `to_json`.
 
         Example:
-            >>> setup = Setup("mirrored", 2, 1, ("strong",), 64, seconds=(0.1,), rates=(640.0,), anatomy={0: {"input": 0.1}})
+            >>> setup = Setup("mirrored", 2, 1, ("strong",), 64, seconds=(0.1,), rates=(640.0,), step_breakdown={0: {"input": 0.1}})
             >>> Setup.from_json(json.loads(json.dumps(setup.to_json()))) == setup
             True
         """
@@ -112,7 +112,9 @@ class Setup:
         }
         for name in ("modes", "seconds", "rates"):
             kept[name] = tuple(kept.get(name, ()))
-        kept["anatomy"] = {int(rank): parts for rank, parts in kept.get("anatomy", {}).items()}
+        kept["step_breakdown"] = {
+            int(rank): parts for rank, parts in kept.get("step_breakdown", {}).items()
+        }
         return cls(**kept)
 
 

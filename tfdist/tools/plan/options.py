@@ -104,9 +104,9 @@ def ways(needs: Needs, devices: int, microbatches: int = 8) -> list[Way]:
     if devices > 1:
         found += [
             _mirrored(needs, devices),
-            _mirrored(needs, devices, wire=True),
+            _mirrored(needs, devices, comm_dtype=True),
             _zero(needs, devices, 2),
-            _zero(needs, devices, 2, wire=True),
+            _zero(needs, devices, 2, comm_dtype=True),
         ]
         found += [
             _zero(needs, devices, 1),
@@ -169,14 +169,14 @@ def _update(needs: Needs) -> int:
     return 2 * max(needs.weights, default=0)
 
 
-def _mirrored(needs: Needs, devices: int, wire: bool = False) -> Way:
+def _mirrored(needs: Needs, devices: int, comm_dtype: bool = False) -> Way:
     resident = needs.trainable + needs.frozen + needs.slots + needs.scalars
     peak = resident + 2 * needs.trainable + _step(needs, devices)  # gradients, and their sums
-    sent = 2 * _others(needs.trainable, devices) // (2 if wire else 1)
-    if wire:
+    sent = 2 * _others(needs.trainable, devices) // (2 if comm_dtype else 1)
+    if comm_dtype:
         return Way(
             "data parallel, bfloat16",
-            'sync.wire="bfloat16"',
+            'sync.comm_dtype="bfloat16"',
             devices,
             resident,
             peak,
@@ -186,7 +186,7 @@ def _mirrored(needs: Needs, devices: int, wire: bool = False) -> Way:
     return Way("data parallel", 'strategy.name="auto"', devices, resident, peak, sent)
 
 
-def _zero(needs: Needs, devices: int, stage: int, wire: bool = False) -> Way:
+def _zero(needs: Needs, devices: int, stage: int, comm_dtype: bool = False) -> Way:
     part = _part(needs, devices)
     resident = (
         needs.trainable + needs.frozen + part + _slots(needs, devices) + needs.scalars
@@ -195,12 +195,12 @@ def _zero(needs: Needs, devices: int, stage: int, wire: bool = False) -> Way:
         resident + needs.trainable + _step(needs, devices, devices) + part
     )  # gradients, and the part of their sums that is kept
     gradients = _others(needs.trainable, devices) * (2 if stage == 1 else 1)
-    sent = (gradients + _others(needs.trainable, devices)) // (2 if wire else 1)
-    name = f"ZeRO-{stage}" + (", bfloat16" if wire else "")
-    how = f"parallel.zero={stage}" + (' sync.wire="bfloat16"' if wire else "")
+    sent = (gradients + _others(needs.trainable, devices)) // (2 if comm_dtype else 1)
+    name = f"ZeRO-{stage}" + (", bfloat16" if comm_dtype else "")
+    how = f"parallel.zero={stage}" + (' sync.comm_dtype="bfloat16"' if comm_dtype else "")
     why = (
         "gradients and updates are rounded to 8 bits"
-        if wire
+        if comm_dtype
         else "ZeRO-2 sends less"
         if stage == 1
         else ""

@@ -84,7 +84,7 @@ def rate(setup: Setup) -> float:
 
 def parts(setup: Setup) -> dict[str, float]:
     """Seconds of each part of a step, a mean of all workers; empty where not measured."""
-    measured = list(setup.anatomy.values())
+    measured = list(setup.step_breakdown.values())
     return (
         {part: statistics.fmean(own.get(part, 0.0) for own in measured) for part in PARTS}
         if measured
@@ -102,7 +102,7 @@ def _checked(setup: Setup) -> Setup:
         *setup.seconds,
         *setup.rates,
     ]
-    numbers += [value for own in setup.anatomy.values() for value in own.values()]
+    numbers += [value for own in setup.step_breakdown.values() for value in own.values()]
     numbers += [value for value in (setup.speedup, setup.efficiency) if value is not None]
     if (
         not all(math.isfinite(number(value)) and value >= 0 for value in numbers)

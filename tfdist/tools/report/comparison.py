@@ -87,7 +87,7 @@ def of_benchmark(benchmark: Benchmark) -> Chapter:
         (label(setup), found) for setup in setups if sum((found := bench.parts(setup)).values()) > 0
     ]
     if rows:
-        drawn = steps.stacked("anatomy-by-setup", "A mean step of each setup", rows)
+        drawn = steps.stacked("step_breakdown-by-setup", "A mean step of each setup", rows)
         sections.append(Section("Where the time of a step goes", [drawn]))
     tables = []
     for title in ("options", "machine", "versions"):
@@ -109,7 +109,7 @@ def of_benchmark(benchmark: Benchmark) -> Chapter:
     absent = (
         []
         if rows or benchmark.kind == ALLREDUCE
-        else ["no anatomy of steps: this benchmark has measured none"]
+        else ["no step breakdown: this benchmark has measured none"]
     )
     when = benchmark.facts.get("time")
     parts = [

@@ -56,14 +56,14 @@ def metric_over_time(
         (split, [(t - begun) / size for t in curve.times], curve.y, _COLOURS[split], "-")
         for split, curve in kept.items()
     ]
-    marks = [(when - begun) / size for when in begins]
+    timestamps = [(when - begun) / size for when in begins]
     draw = functools.partial(
         _lines,
         title=f"{_title(name)} over time",
         lines=lines,
         x=f"time since the run began [{unit}]",
         y=name,
-        marks=marks,
+        timestamps=timestamps,
     )
     return Figure(f"{slug(name)}-over-time", f"{_title(name)} over time", "", draw)
 
@@ -85,15 +85,18 @@ def rates(curves: Mapping[str, Curve]) -> Figure | None:
     return Figure("throughput-by-epoch", title, caption, draw)
 
 
-def throughput(anatomy: Mapping[int, Sequence[Window]]) -> Figure | None:
+def throughput(step_breakdown: Mapping[int, Sequence[Window]]) -> Figure | None:
     """Examples per second of each window of steps, by worker; None: there are none."""
     kept = {
-        rank: [window for window in windows if window.compiled] for rank, windows in anatomy.items()
+        rank: [window for window in windows if window.compiled]
+        for rank, windows in step_breakdown.items()
     }
     kept = {rank: windows for rank, windows in kept.items() if windows}
     if not kept:
         return None
-    begun = min(window.time - window.seconds for windows in anatomy.values() for window in windows)
+    begun = min(
+        window.time - window.seconds for windows in step_breakdown.values() for window in windows
+    )
     size, unit = units_of_time(max(windows[-1].time for windows in kept.values()) - begun)
     lines = []
     for (rank, windows), (colour, dash) in zip(kept.items(), looks(), strict=False):
@@ -232,20 +235,20 @@ def _lines(
     lines: Sequence[tuple[str, Sequence[float], Sequence[float], str, str]],
     x: str,
     y: str,
-    marks: Sequence[float] = (),
+    timestamps: Sequence[float] = (),
     zero: bool = False,
 ) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes = drawing.add_subplot()
     axes.set_title(shorten(title, 48))
-    for mark in marks:
+    for mark in timestamps:
         axes.axvline(
             mark,
             color=style.RED,
             linewidth=0.9,
             linestyle=":",
-            label="begun again" if mark == marks[0] else None,
+            label="begun again" if mark == timestamps[0] else None,
         )
     for name, xs, ys, colour, dash in lines:
         dots = "o" if len(xs) <= _DOTS else None

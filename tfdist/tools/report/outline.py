@@ -40,7 +40,7 @@ def chapter(run: Run, name: str) -> Chapter:
     sections = [
         _metrics(run),
         _throughput(run),
-        _anatomy(run),
+        _step_breakdown(run),
         _history(run),
         _settings(run),
         _ending(run),
@@ -224,19 +224,21 @@ def _begins(run: Run) -> list[float]:
 
 
 def _throughput(run: Run) -> Section | None:
-    figures = [curves.throughput(run.anatomy), curves.rates(run.rates)]
+    figures = [curves.throughput(run.step_breakdown), curves.rates(run.rates)]
     kept = [drawn for drawn in figures if drawn]
     return Section("Throughput", kept) if kept else None
 
 
-def _anatomy(run: Run) -> Section | None:
-    if not run.anatomy:
+def _step_breakdown(run: Run) -> Section | None:
+    if not run.step_breakdown:
         return None
     kept = [
-        drawn for drawn in (steps.by_worker(run.anatomy), steps.over_steps(run.anatomy)) if drawn
+        drawn
+        for drawn in (steps.by_worker(run.step_breakdown), steps.over_steps(run.step_breakdown))
+        if drawn
     ]
     rows = []
-    for rank, windows in run.anatomy.items():
+    for rank, windows in run.step_breakdown.items():
         parts = per_step(windows)
         if parts:
             whole = sum(parts.values())

@@ -23,7 +23,7 @@ _NO_METRICS = {"step", "seconds", "time"}  # of a line of history.jsonl
 RATE = "speed/examples_per_second"  # a curve of tfdist.TensorBoard
 _SKIPPED = (
     "speed/",
-    "anatomy/",
+    "step_breakdown/",
     "evaluation_",
     "batch_",
 )  # curves that are drawn otherwise, or of each batch
@@ -81,7 +81,7 @@ class Run:
         epochs: The lines of history.jsonl, in order.
         metrics: Curves of training and validation, by metric.
         rates: Examples per second at each epoch, by worker.
-        anatomy: Windows of steps, by rank.
+        step_breakdown: Windows of steps, by rank.
         launches: Of the launchers that started it, in order.
         problems: What is wrong with its files.
         absent: What there is not, and how to get it.
@@ -95,7 +95,7 @@ class Run:
     epochs: tuple[dict[str, Any], ...]
     metrics: dict[str, dict[str, Curve]]
     rates: dict[str, Curve]
-    anatomy: dict[int, list[Window]]
+    step_breakdown: dict[int, list[Window]]
     launches: tuple[Launch, ...]
     problems: tuple[str, ...]
     absent: tuple[str, ...]
@@ -179,25 +179,25 @@ def read_run(directory: Path, launches: Sequence[Path] = ()) -> Run:
     }
     metrics = _of_history(history) or _of_events(written)
     rates = _rates(directory, written, reader)
-    anatomy = {
+    step_breakdown = {
         rank: windows
         for rank, place in layout.worker_directories(directory).items()
-        if (windows := reader.lines(place / layout.ANATOMY, _window))
+        if (windows := reader.lines(place / layout.STEP_BREAKDOWN, _window))
     }
     if not metrics:
         absent.append(
             f"no curves: no epoch is done, or neither {layout.HISTORY} nor event files of tfdist.TensorBoard are here"
         )
-    if not rates and not anatomy:
+    if not rates and not step_breakdown:
         absent.append("no throughput: train with tfdist.TensorBoard, which `tfdist train` does")
     config = reader.object(directory / layout.CONFIG)
-    if not anatomy:
+    if not step_breakdown:
         why = (
             "no worker has told of one yet"
-            if section(config, "telemetry").get("anatomy")
-            else "train with --config.telemetry.anatomy=true"
+            if section(config, "telemetry").get("step_breakdown")
+            else "train with --config.telemetry.step_breakdown=true"
         )
-        absent.append(f"no anatomy of steps: {why}")
+        absent.append(f"no step breakdown: {why}")
     found = _launches(directory, sessions, launches, reader, absent)
     if config is None:
         absent.append(f"no configuration: there is no {layout.CONFIG}, which `tfdist train` writes")
@@ -218,7 +218,7 @@ def read_run(directory: Path, launches: Sequence[Path] = ()) -> Run:
         epochs=tuple(history),
         metrics=metrics,
         rates=rates,
-        anatomy=anatomy,
+        step_breakdown=step_breakdown,
         launches=tuple(found),
         problems=(*reader.problems, *bad),
         absent=tuple(absent),

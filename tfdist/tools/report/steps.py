@@ -1,4 +1,4 @@
-"""Anatomies of steps become figures: a bar for each worker or setup, and layers over the steps of a training."""
+"""Breakdowns of steps become figures: a bar for each worker or setup, and layers over the steps of a training."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _BINS = 60  # of the layers, about
 _ROWS = 24  # bars at most
 
 
-def by_worker(anatomy: Mapping[int, Sequence[Window]]) -> Figure | None:
+def by_worker(step_breakdown: Mapping[int, Sequence[Window]]) -> Figure | None:
     """A bar for each worker: where the time of its mean step went; None: nothing is known but of windows that compiled."""
     rows = [
         (f"worker {rank}", parts)
-        for rank, windows in anatomy.items()
+        for rank, windows in step_breakdown.items()
         if (parts := per_step(windows))
     ]
-    return stacked("anatomy-by-worker", "A mean step of each worker", rows) if rows else None
+    return stacked("step_breakdown-by-worker", "A mean step of each worker", rows) if rows else None
 
 
 def stacked(name: str, title: str, rows: Sequence[tuple[str, Mapping[str, float]]]) -> Figure:
@@ -53,9 +53,11 @@ def stacked(name: str, title: str, rows: Sequence[tuple[str, Mapping[str, float]
     return Figure(name, title, caption, draw, (style.WIDE[0], 1.45 + 0.3 * min(len(rows), _ROWS)))
 
 
-def over_steps(anatomy: Mapping[int, Sequence[Window]]) -> Figure | None:
+def over_steps(step_breakdown: Mapping[int, Sequence[Window]]) -> Figure | None:
     """Layers over the steps, a mean of all workers; None: there are fewer than two windows to draw."""
-    windows = [window for own in anatomy.values() for window in standing(own) if window.compiled]
+    windows = [
+        window for own in step_breakdown.values() for window in standing(own) if window.compiled
+    ]
     ends = sorted({window.step for window in windows})
     if len(ends) < 2:
         return None
@@ -75,7 +77,7 @@ def over_steps(anatomy: Mapping[int, Sequence[Window]]) -> Figure | None:
     if top < max(wholes):
         caption += f" Steps above {scaled(top)} ms are cut off at the top; the longest took {scaled(max(wholes))} ms."
     return Figure(
-        "anatomy-over-steps",
+        "step_breakdown-over-steps",
         title,
         caption,
         functools.partial(_layers, title=title, edges=edges, layers=layers, top=top),

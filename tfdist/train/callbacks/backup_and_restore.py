@@ -219,7 +219,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if self._every_seconds:  # clocks differ from worker to worker
             passed = time.monotonic() - self._saved_at
             left = (self._every_seconds - passed) / max(passed / self._since, 1e-6)
-            due, ahead = self._engine.chief_says(
+            due, ahead = self._engine.broadcast_from_chief(
                 [passed >= self._every_seconds, min(max(int(left), 1), 2 * self._since)]
             )
         if due:
@@ -272,7 +272,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         elif self.writes:
             self.store.clear()
         set_first_epoch(self.model, 0)  # or the model's next fit would begin where this one did
-        self._engine.chief_says([0.0])  # nobody looks for snapshots again before that
+        self._engine.broadcast_from_chief([0.0])  # nobody looks for snapshots again before that
         asked = preemption.asked()
         self.release()
         if asked:  # too late to be heard in this fit
@@ -303,7 +303,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if saves and self._since:
             self._save(self._epoch, self._step, self._history())
         self._finish()
-        self._engine.chief_says([0.0])  # nobody leaves before it is written
+        self._engine.broadcast_from_chief([0.0])  # nobody leaves before it is written
         raise preemption.Preempted
 
     def _save(
@@ -406,7 +406,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
                 for x in (found.number, found.snapshot.facts["epoch"], found.snapshot.facts["step"])
             ]
         )
-        chief = self._engine.chief_says(mine)
+        chief = self._engine.broadcast_from_chief(mine)
         if list(chief) != mine:
             raise ValueError(
                 f"{self.backup_dir}: expected what the chief restores, {_described(chief)}; this worker found {_described(mine)}. All workers must reach "

@@ -38,7 +38,7 @@ def backing(
         log_files.leave(callbacks)
 
 
-def told_alike(callbacks: Sequence[keras.callbacks.Callback]) -> dict[str, float]:
+def same_on_workers(callbacks: Sequence[keras.callbacks.Callback]) -> dict[str, float]:
     """What must be equal on all workers, as they meet where one of them saves, traces or predicts: by name, for a message."""
     every = [callback.every for callback in _backups(callbacks)]
     profiles = _profiles(callbacks)

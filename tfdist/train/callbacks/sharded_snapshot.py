@@ -31,10 +31,11 @@ def save(model: Any, engine: Hooks, store: Store) -> list[str]:
     if not rows:
         return []
     number, token = (
-        int(x) for x in engine.chief_says([float(store.next()), float(secrets.randbits(48))])
+        int(x)
+        for x in engine.broadcast_from_chief([float(store.next()), float(secrets.randbits(48))])
     )
     _, first = engine.replicas()
-    everyone = engine.everyone_says([float(first)])
+    everyone = engine.all_gather([float(first)])
     paths = [
         store.rows_path(number, f"{token:x}", rank, len(everyone)) for rank in range(len(everyone))
     ]
@@ -44,9 +45,7 @@ def save(model: Any, engine: Hooks, store: Store) -> list[str]:
     except OSError as error:
         failure = error
     failed = [
-        rank
-        for rank, said in enumerate(engine.everyone_says([float(failure is not None)]))
-        if said[0]
+        rank for rank, said in enumerate(engine.all_gather([float(failure is not None)])) if said[0]
     ]
     if failure is not None:
         raise failure

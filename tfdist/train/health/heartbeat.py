@@ -19,7 +19,7 @@ class ChaosError(RuntimeError):
     """What `raise` in a chaos plan raises."""
 
 
-class Pulse:
+class Heartbeat:
     """What the fits of one process tell.
 
     Args:

@@ -28,7 +28,7 @@ class _Call:
     sign: Callable[[], Any] | None
 
 
-class Patience:
+class Watchdog:
     """How long the calls of this process wait for other workers.
 
     Args:
@@ -58,7 +58,7 @@ class Patience:
             yield
             return
         if self._thread is None:
-            self._thread = threading.Thread(target=self._watch, name="tfdist-patience", daemon=True)
+            self._thread = threading.Thread(target=self._watch, name="tfdist-watchdog", daemon=True)
             self._thread.start()
         call = _Call(sign)
         self._calls.append(call)

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfdist.keras_compat import global_seed
 from tfdist.runtime.launch_protocol import Phase
 from tfdist.train.callbacks.saving import backing
-from tfdist.train.health.heartbeat import Pulse, length
+from tfdist.train.health.heartbeat import Heartbeat, length
 from tfdist.train.hooks import Hooks, bind, check_optimizer, fewest
 from tfdist.train.parameter_server.batch_stream import Stream
 from tfdist.train.parameter_server.dispatch import RemoteRunner
@@ -19,7 +19,7 @@ from tfdist.train.parameter_server.metric_deltas import count_updates, ticket
 from tfdist.train.parameter_server.predict import RemotePredictor
 from tfdist.train.parameter_server.worker_pool import Pool
 from tfdist.train.synchronous import gradient_sum
-from tfdist.train.synchronous.step_monitoring import Watch
+from tfdist.train.synchronous.step_monitoring import StepMonitoring
 from tfdist.train.synchronous.worker_callbacks import backups_last, listed, watches
 
 
@@ -33,7 +33,7 @@ class Coordinator(Hooks):
         reading: Who reads `tf.data` input: `workers`, `coordinator`, or `auto`: workers where the data set can move.
     """
 
-    pulse: Pulse
+    heartbeat: Heartbeat
 
     def __init__(
         self, strategy: tf.distribute.Strategy, pool: Pool, host: str, reading: str = "auto"
@@ -45,8 +45,8 @@ class Coordinator(Hooks):
         self._kind: str | None = None  # which Keras method is walking over data
         self._by_workers = False
         self._active: RemoteRunner | None = None
-        self._watches: dict[str, Watch] = {}
-        self.pulse = Pulse(is_chief=True)
+        self._watches: dict[str, StepMonitoring] = {}
+        self.heartbeat = Heartbeat(is_chief=True)
         strategy.tfdist_engine = self
 
     # --- fit, evaluate, predict -----------------------------------------------------------------------------------
@@ -56,8 +56,8 @@ class Coordinator(Hooks):
         callbacks = backups_last(call["kwargs"])
         steps = fewest(call["steps_per_epoch"], keras.config.max_steps_per_epoch())
         self._watches = {
-            "fit": Watch(watches(callbacks, "train"), steps=steps),
-            "evaluate": Watch(watches(callbacks, "test"), steps=call["validation_steps"]),
+            "fit": StepMonitoring(watches(callbacks, "train"), steps=steps),
+            "evaluate": StepMonitoring(watches(callbacks, "test"), steps=call["validation_steps"]),
         }
         if isinstance(call["x"], tf.data.Dataset):
             call["kwargs"].setdefault(
@@ -65,7 +65,7 @@ class Coordinator(Hooks):
             )  # Keras warns that its default True has no effect on a Dataset
         _check_end("fit", call["x"], steps, "steps_per_epoch")
         _check_end("fit", call["validation_data"], call["validation_steps"], "validation_steps")
-        self.pulse.begin(call["initial_epoch"], steps or length(call["x"]))
+        self.heartbeat.begin(call["initial_epoch"], steps or length(call["x"]))
         with backing(callbacks, True, call["initial_epoch"]), self._during("fit", call["x"]):
             return keras_method(model, **call["kwargs"])
 
@@ -76,7 +76,9 @@ class Coordinator(Hooks):
         ):  # else: the validation of a fit
             self._check(model)
             self._watches = {
-                "evaluate": Watch(watches(listed(call["callbacks"]), "test"), steps=call["steps"])
+                "evaluate": StepMonitoring(
+                    watches(listed(call["callbacks"]), "test"), steps=call["steps"]
+                )
             }
         _check_end("evaluate", call["x"], call["steps"], "steps")
         with self._during("evaluate", call["x"]):
@@ -97,7 +99,7 @@ class Coordinator(Hooks):
                 return keras_method(model, *args, **kwargs)
             finally:
                 self._active = None
-                self.pulse.end()
+                self.heartbeat.end()
 
     test_on_batch = train_on_batch
     predict_on_batch = train_on_batch
@@ -127,7 +129,7 @@ class Coordinator(Hooks):
             return keras_method(model)
         results = runner.end_epoch()
         if runner is model.train_function:
-            self.pulse.epoch, self.pulse.step = self.pulse.epoch + 1, 0
+            self.heartbeat.epoch, self.heartbeat.step = self.heartbeat.epoch + 1, 0
         return results
 
     def save(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
@@ -152,7 +154,7 @@ class Coordinator(Hooks):
 
     def begin_at(self, model: keras.Model, epoch: int, step: int) -> bool:
         """Only at the begin of an epoch: which steps workers have done of one has no order."""
-        self.pulse.epoch = epoch
+        self.heartbeat.epoch = epoch
         return False
 
     def metric_totals(self, model: keras.Model) -> list:
@@ -189,16 +191,16 @@ class Coordinator(Hooks):
 
         def called(steps: int) -> None:
             if trains:
-                self.pulse.at(self.pulse.epoch, steps)
+                self.heartbeat.at(self.heartbeat.epoch, steps)
             else:
-                self.pulse.beat(Phase.RUNNING)
+                self.heartbeat.beat(Phase.RUNNING)
 
         return RemoteRunner(
             self._pool, self._strategy, model, model_step, results, called, self._host
         )
 
     def _begin(self, runner: RemoteRunner, kind: str) -> None:
-        runner.begin(self._watches.get(kind, Watch()))
+        runner.begin(self._watches.get(kind, StepMonitoring()))
         self._active = runner
 
     @contextlib.contextmanager
@@ -213,7 +215,7 @@ class Coordinator(Hooks):
             finally:
                 self._kind, self._active, self._by_workers = outer
                 if outer[0] is None:
-                    self.pulse.end()
+                    self.heartbeat.end()
 
     def _check(self, model: keras.Model) -> None:
         check_optimizer(model, self._strategy)

@@ -23,7 +23,7 @@ from tfdist.train.parameter_server import metric_deltas
 from tfdist.train.parameter_server.batch_stream import Pass, dataset_variant
 from tfdist.train.parameter_server.worker_pool import Pool
 from tfdist.train.synchronous.feed import any_rows, tensors, without_optionals
-from tfdist.train.synchronous.step_monitoring import Stats, Watch
+from tfdist.train.synchronous.step_monitoring import Stats, StepMonitoring
 
 REFRESH_SECONDS = 0.1  # between looks at the metrics while nobody watches single steps
 GROUP_SECONDS = 0.1  # of work that a worker takes at once then
@@ -72,9 +72,9 @@ class RemoteRunner:
         self._keys: list[str] = []  # of what the step returns
         self.stats = Stats()
         self._group = 1
-        self.begin(Watch())
+        self.begin(StepMonitoring())
 
-    def begin(self, watch: Watch) -> None:
+    def begin(self, watch: StepMonitoring) -> None:
         """Starts a `fit` or `evaluate`."""
         self.watch = watch
         self._iterators: dict[int, tuple[Pass, Any, int]] = {}

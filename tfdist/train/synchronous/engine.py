@@ -21,18 +21,18 @@ from tfdist.parallel.sharding.fsdp import check_deferred
 from tfdist.parallel.sharding.whole_model_files import as_plain, check_export
 from tfdist.sync import Gradients, LocalSGD, Policy
 from tfdist.train.callbacks.backup_and_restore import BackupAndRestore
-from tfdist.train.callbacks.saving import backing, told_alike
-from tfdist.train.health.heartbeat import Pulse, length, size
-from tfdist.train.health.watchdog import Patience
+from tfdist.train.callbacks.saving import backing, same_on_workers
+from tfdist.train.health.heartbeat import Heartbeat, length, size
+from tfdist.train.health.watchdog import Watchdog
 from tfdist.train.hooks import Hooks, bind, check_optimizer, fewest
 from tfdist.train.synchronous import gradient_sum, replica_step
 from tfdist.train.synchronous.feed import Feed
-from tfdist.train.synchronous.gradient_aggregation import Merging, check_totals
+from tfdist.train.synchronous.gradient_aggregation import GradientAggregation, check_totals
 from tfdist.train.synchronous.local_sgd import LocalSteps
 from tfdist.train.synchronous.loop import Runner
 from tfdist.train.synchronous.predict import Predictor
-from tfdist.train.synchronous.replica_state import Sync, called_alike, share
-from tfdist.train.synchronous.step_monitoring import Watch
+from tfdist.train.synchronous.replica_state import ReplicaState, all_gather, check_same_on_workers
+from tfdist.train.synchronous.step_monitoring import StepMonitoring
 from tfdist.train.synchronous.worker_callbacks import (
     backups_last,
     follow,
@@ -40,7 +40,7 @@ from tfdist.train.synchronous.worker_callbacks import (
     make_directories,
     watches,
 )
-from tfdist.train.timing.step_breakdown import Anatomy, Recorder
+from tfdist.train.timing.step_breakdown import Recorder, StepBreakdown
 
 log = logging.getLogger("tfdist")
 
@@ -58,8 +58,8 @@ class Engine(Hooks):
         communication: How workers exchange tensors: "auto", "ring" or "nccl".
     """
 
-    pulse: Pulse
-    merging: Merging | LocalSteps
+    heartbeat: Heartbeat
+    aggregation: GradientAggregation | LocalSteps
     # Called in each replica with the gradients, summed over the replicas, and their variables, before the optimizer takes them.
     watch_gradients: Callable[[Sequence[Any], Sequence[Any] | None], None] | None = None
 
@@ -78,21 +78,23 @@ class Engine(Hooks):
         self._kind: str | None = (
             None  # which Keras method is walking over data: "fit", "evaluate" or "predict"
         )
-        self._watches: dict[str, Watch] = {}
+        self._watches: dict[str, StepMonitoring] = {}
         self._training_feed: Feed | None = None  # of the fit that runs
         self._steps_per_epoch: int | None = None
         self._steps_of_fit: range | None = None  # where the caller says how many an epoch has
         self._recorder: Recorder | None = None  # of the fit that runs, where its steps are measured
-        self.pulse = Pulse(placement.is_chief)
-        self.patience = Patience(timeout, placement)
+        self.heartbeat = Heartbeat(placement.is_chief)
+        self.watchdog = Watchdog(timeout, placement)
         strategy.tfdist_engine = self
 
     def use(self, policy: Policy) -> None:
         """Sets how replicas become one, in steps that have not been traced yet."""
         if isinstance(policy, LocalSGD):
-            self.merging = LocalSteps(policy, self._strategy, self.placement)
+            self.aggregation = LocalSteps(policy, self._strategy, self.placement)
         else:
-            self.merging = Merging(policy, self._strategy, self.placement, self._central)
+            self.aggregation = GradientAggregation(
+                policy, self._strategy, self.placement, self._central
+            )
 
     # --- fit, evaluate, predict -----------------------------------------------------------------------------------
     def fit(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
@@ -115,30 +117,30 @@ class Engine(Hooks):
             "batch_size": call["batch_size"] or -1,
             "length of the training data": size(call["x"]),
             "length of the validation data": size(call["validation_data"]),
-            **told_alike(callbacks),
+            **same_on_workers(callbacks),
         }
-        given["number of tfdist.Anatomy callbacks"] = len(
-            anatomies := [c for c in callbacks if isinstance(c, Anatomy)]
+        given["number of tfdist.StepBreakdown callbacks"] = len(
+            breakdowns := [c for c in callbacks if isinstance(c, StepBreakdown)]
         )
         exact, exact_test, progress, saves = self._agree(
             model, given, callbacks, bool(call["progress"])
         )
         self._watches = {
-            "fit": Watch(
+            "fit": StepMonitoring(
                 exact,
                 progress,
                 fewest(call["steps_per_epoch"], keras.config.max_steps_per_epoch()),
                 saves,
             ),
-            "evaluate": Watch(exact_test, False, call["validation_steps"], saves),
+            "evaluate": StepMonitoring(exact_test, False, call["validation_steps"], saves),
         }
         steps = self._watches["fit"].steps or 0
         per_epoch = -(-steps // model.steps_per_execution) * model.steps_per_execution
         self._steps_of_fit = (
             range(call["initial_epoch"] * per_epoch, call["epochs"] * per_epoch) if steps else None
         )
-        self.pulse.begin(call["initial_epoch"], call["steps_per_epoch"] or length(call["x"]))
-        with self._during("fit"), self._recording(anatomies, exact):
+        self.heartbeat.begin(call["initial_epoch"], call["steps_per_epoch"] or length(call["x"]))
+        with self._during("fit"), self._recording(breakdowns, exact):
             return keras_method(model, **call["kwargs"])
 
     def evaluate(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
@@ -147,7 +149,7 @@ class Engine(Hooks):
             with self._during("evaluate"):
                 return keras_method(model, **call["kwargs"])
         self._check(model)
-        self._sync(model).meet()
+        self._replica_state(model).sync_replicas()
         callbacks = self._as_member(call)
         given = {
             "steps": call["steps"] or -1,
@@ -155,7 +157,7 @@ class Engine(Hooks):
             "length of the data": size(call["x"]),
         }
         _, exact, progress, _ = self._agree(model, given, callbacks, bool(call["progress"]))
-        self._watches = {"evaluate": Watch(exact, progress, call["steps"])}
+        self._watches = {"evaluate": StepMonitoring(exact, progress, call["steps"])}
         with self._during("evaluate"):
             return keras_method(model, **call["kwargs"])
 
@@ -169,7 +171,7 @@ class Engine(Hooks):
             "length of the data": size(call["x"]),
         }
         self._agree(model, given, callbacks, False)
-        self._sync(model).meet()
+        self._replica_state(model).sync_replicas()
         with self._during("predict"):
             return keras_method(model, **call["kwargs"])
 
@@ -181,11 +183,11 @@ class Engine(Hooks):
 
     def test_on_batch(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
         self._check(model)
-        self._sync(model).gather()
+        self._replica_state(model).gather()
         return self._on_batch(model, keras_method, *args, **kwargs)
 
     def predict_on_batch(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
-        self._sync(model).gather()
+        self._replica_state(model).gather()
         return keras_method(model, *args, **kwargs)
 
     def _on_batch(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
@@ -194,16 +196,16 @@ class Engine(Hooks):
             return keras_method(model, *args, **kwargs)
         finally:
             self._active = None
-            self.pulse.end()
+            self.heartbeat.end()
 
     # --- What they are made of --------------------------------------------------------------------------------------
     def make_train_function(self, model: keras.Model, _, force: bool = False):
         if force or not isinstance(model.train_function, Runner):
-            self._sync(model).forget()  # of what the model was compiled with before
+            self._replica_state(model).forget()  # of what the model was compiled with before
             model.train_function = self._runner(model, model.train_step)
         self.prepare(model)
         self._begin(model.train_function, "fit", verify=True)
-        model.train_function.epoch = self.pulse.epoch
+        model.train_function.epoch = self.heartbeat.epoch
         return model.train_function
 
     def make_test_function(self, model: keras.Model, _, force: bool = False):
@@ -216,7 +218,7 @@ class Engine(Hooks):
         check_deferred(model)  # of predict_on_batch
         if force or not isinstance(model.predict_function, Predictor):
             model.predict_function = Predictor(
-                self._strategy, self.placement, self.host, model, self.patience
+                self._strategy, self.placement, self.host, model, self.watchdog
             )
         return model.predict_function
 
@@ -233,9 +235,9 @@ class Engine(Hooks):
         if (
             model.optimizer is not None
             and model.optimizer.built
-            and self.exchange_of(model) is self.merging
+            and self.exchange_of(model) is self.aggregation
         ):
-            self.merging.prepare(model.optimizer, model.trainable_variables)
+            self.aggregation.prepare(model.optimizer, model.trainable_variables)
 
     def apply(self, optimizer, keras_apply: Callable, grads, variables):
         holder = holder_of(optimizer, variables)
@@ -248,7 +250,7 @@ class Engine(Hooks):
                 variables,
                 replica_step.local_replica(self.placement),
             )
-        return self.merging.apply(
+        return self.aggregation.apply(
             optimizer, keras_apply, list(grads), variables, self.watch_gradients
         )
 
@@ -304,11 +306,11 @@ class Engine(Hooks):
     def stopping(self) -> bool:
         return self._active is not None and self._active.stopping and self._active.at_rest
 
-    def chief_says(self, numbers: list[float]) -> list[float]:
-        return numbers if self.placement.workers == 1 else self.everyone_says(numbers)[0]
+    def broadcast_from_chief(self, numbers: list[float]) -> list[float]:
+        return numbers if self.placement.workers == 1 else self.all_gather(numbers)[0]
 
-    def everyone_says(self, numbers: list[float]) -> list[list[float]]:
-        return share(self._strategy, self.placement, np.array(numbers, np.float64)).tolist()
+    def all_gather(self, numbers: list[float]) -> list[list[float]]:
+        return all_gather(self._strategy, self.placement, np.array(numbers, np.float64)).tolist()
 
     def replicas(self) -> tuple[int, int]:
         return self.placement.replicas, self.placement.first_replica
@@ -317,17 +319,17 @@ class Engine(Hooks):
         return as_plain(model, self.placement.workers, self.placement.is_chief)
 
     def values(self, model: keras.Model, variables: Sequence[keras.Variable]) -> list[np.ndarray]:
-        return self._sync(model).values(variables)
+        return self._replica_state(model).values(variables)
 
     def metric_totals(self, model: keras.Model) -> list:
-        self._sync(model).meet()
-        return self._sync(model).totals(model.metrics_variables)
+        self._replica_state(model).sync_replicas()
+        return self._replica_state(model).totals(model.metrics_variables)
 
     def set_metric_totals(self, model: keras.Model, totals: list) -> None:
-        self._sync(model).set_totals(model.metrics_variables, totals)
+        self._replica_state(model).set_totals(model.metrics_variables, totals)
 
     def sync_totals(self, model: keras.Model) -> list:
-        totals = self._sync(model).totals(self.merging.variables(model.optimizer))
+        totals = self._replica_state(model).totals(self.aggregation.variables(model.optimizer))
         self.set_sync_totals(
             model, totals
         )  # so that this run goes on from the numbers from which one goes on that restores them
@@ -335,24 +337,26 @@ class Engine(Hooks):
 
     def set_sync_totals(self, model: keras.Model, totals: list) -> None:
         self.prepare(model)
-        held = self.merging.variables(model.optimizer)
-        check_totals(self.merging.policy, held, totals)
-        self._sync(model).set_totals(held, totals)
+        held = self.aggregation.variables(model.optimizer)
+        check_totals(self.aggregation.policy, held, totals)
+        self._replica_state(model).set_totals(held, totals)
 
     def exchange_of(self, model: keras.Model) -> Any:
-        """What makes one of the replicas of a compiled model, by its `policy`: its sharded optimizer, its shards, or `merging`."""
-        return holder_of(model.optimizer, model.trainable_variables) or self.merging
+        """What makes one of the replicas of a compiled model, by its `policy`: its sharded optimizer, its shards, or `aggregation`."""
+        return holder_of(model.optimizer, model.trainable_variables) or self.aggregation
 
     def bytes_per_step(self, model: keras.Model) -> float:
         found = self.exchange_of(model)
         return (
-            found.bytes_per_step(model.optimizer) if found is self.merging else found.bytes_per_step
+            found.bytes_per_step(model.optimizer)
+            if found is self.aggregation
+            else found.bytes_per_step
         )
 
     # --- Files -----------------------------------------------------------------------------------------------------
     def save(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
         """Only the chief's reach a file; all workers give their parts of what is sharded, and meet where each has trained by itself."""
-        self._sync(model).gather()
+        self._replica_state(model).gather()
         with self.gathered(model):
             if self.placement.is_chief:
                 return keras_method(model, *args, **kwargs)
@@ -378,21 +382,21 @@ class Engine(Hooks):
             self.host,
             model,
             model_step,
-            self._sync(model),
-            self.pulse,
+            self._replica_state(model),
+            self.heartbeat,
             trains,
         )
 
-    def _sync(self, model) -> Sync:
+    def _replica_state(self, model) -> ReplicaState:
         if model not in self._syncs:
-            self._syncs[model] = Sync(self._strategy, self.placement, model)
+            self._syncs[model] = ReplicaState(self._strategy, self.placement, model)
         return self._syncs[model]
 
     def _begin(self, runner: Runner, kind: str, verify: bool) -> None:
         goes_on = self._kind is None and runner in self._by_hand
         self._by_hand.discard(runner)
         runner.begin(
-            self._watches.get(kind, Watch()),
+            self._watches.get(kind, StepMonitoring()),
             verify,
             self._recorder if kind == "fit" else None,
             anew=not goes_on,
@@ -400,13 +404,13 @@ class Engine(Hooks):
         self._active = runner
 
     @contextlib.contextmanager
-    def _recording(self, anatomies: list[Anatomy], exact: bool):
+    def _recording(self, breakdowns: list[StepBreakdown], exact: bool):
         """A fit whose steps are measured, if anybody asks for it."""
-        if anatomies:
+        if breakdowns:
             self._recorder = Recorder(
-                self._strategy, self.placement, [each.directory for each in anatomies], exact
+                self._strategy, self.placement, [each.directory for each in breakdowns], exact
             )
-        for each in anatomies:
+        for each in breakdowns:
             each.recorder = self._recorder
         try:
             yield
@@ -414,7 +418,7 @@ class Engine(Hooks):
             if self._recorder is not None:
                 self._recorder.close()
             self._recorder = None
-            for each in anatomies:
+            for each in breakdowns:
                 each.recorder = None
 
     @contextlib.contextmanager
@@ -425,7 +429,7 @@ class Engine(Hooks):
             yield
         finally:
             if outer is None:
-                self.pulse.end()
+                self.heartbeat.end()
             self._kind = outer
             self._active = active if outer else None  # after a validation, the fit's runner again
 
@@ -467,8 +471,10 @@ class Engine(Hooks):
                 int(np.prod(v.shape)) for v in model.weights if v.shape.rank is not None
             ),
         }
-        return called_alike(
-            share(self._strategy, self.placement, np.array([*given.values(), *wishes], np.float64)),
+        return check_same_on_workers(
+            all_gather(
+                self._strategy, self.placement, np.array([*given.values(), *wishes], np.float64)
+            ),
             list(given),
             self.placement,
         )

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfdist.data.autotune import untuned
 from tfdist.data.batch_rows import count_rows, cut, plain
-from tfdist.data.order import share
+from tfdist.data.order import rows_of_replicas
 from tfdist.parallel.placement import Placement
 
 
@@ -160,7 +160,7 @@ def replica_slices(dataset: tf.data.Dataset, placement: Placement) -> tf.data.Da
     )
 
     def of_replica(replica, data, rows, begin):
-        first, last = share(rows, replica, 1, placement.replicas, tf.minimum)
+        first, last = rows_of_replicas(rows, replica, 1, placement.replicas, tf.minimum)
         return cut(data, first - begin, last - begin)
 
     def of_batch(*args):
@@ -168,7 +168,9 @@ def replica_slices(dataset: tf.data.Dataset, placement: Placement) -> tf.data.Da
         return replicas.map(lambda r: of_replica(r, data, count_rows(data), 0))
 
     def of_share(part):
-        begin, _ = share(part.rows, placement.first_replica, 1, placement.replicas, tf.minimum)
+        begin, _ = rows_of_replicas(
+            part.rows, placement.first_replica, 1, placement.replicas, tf.minimum
+        )
         return replicas.map(lambda r: of_replica(r, part.data, part.rows, begin))
 
     shares = _shares(dataset, placement)
@@ -207,8 +209,10 @@ def replica_rows(batch: Batch, local_replica, placement: Placement, host: str):
         return data[local_replica]
     with tf.device(host):
         rows = batch.rows
-        begin, _ = share(rows, placement.first_replica, 1, placement.replicas, tf.minimum)
-        first, last = share(
+        begin, _ = rows_of_replicas(
+            rows, placement.first_replica, 1, placement.replicas, tf.minimum
+        )
+        first, last = rows_of_replicas(
             rows, placement.first_replica + local_replica, 1, placement.replicas, tf.minimum
         )
         return cut(data, first - begin, last - begin)
@@ -241,7 +245,7 @@ def _shares(
     dataset: tf.data.Dataset, placement: Placement, skipped: int = 0
 ) -> tf.data.Dataset | None:
     """This worker's share of a pipeline of `tfdist.data`, which then reads nobody else's; None for other data sets."""
-    share_of = getattr(dataset, "share", None)
+    share_of = getattr(dataset, "replica_rows", None)
     return share_of and share_of(
         placement.first_replica, placement.local_replicas, placement.replicas, first_step=skipped
     )
@@ -256,7 +260,7 @@ def _worker_batch(data: Any, placement: Placement) -> Batch:
     rows = count_rows(data)
     if placement.workers == 1:
         return Batch(data, rows)
-    begin, end = share(
+    begin, end = rows_of_replicas(
         rows, placement.first_replica, placement.local_replicas, placement.replicas, tf.minimum
     )
     return Batch(cut(data, begin, end), rows, _checksum(data, rows))

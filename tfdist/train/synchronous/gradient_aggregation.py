@@ -25,10 +25,10 @@ from tfdist.train.synchronous import gradient_sum
 from tfdist.train.synchronous.replica_step import local_replica
 from tfdist.train.timing import graph_timestamps
 
-Watch = Callable[[list, Sequence[Any] | None], None]
+StepMonitoring = Callable[[list, Sequence[Any] | None], None]
 
 
-class Merging:
+class GradientAggregation:
     """What an engine does with gradients.
 
     Args:
@@ -94,7 +94,7 @@ class Merging:
                     count,
                 ]
 
-    def meet(self, optimizer: Any) -> bool:
+    def sync_replicas(self, optimizer: Any) -> bool:
         """Replicas are always equal: nothing is done, as the result says."""
         return False
 
@@ -107,7 +107,7 @@ class Merging:
         keras_apply: Callable,
         grads: list,
         variables: list | None,
-        watch: Watch | None,
+        watch: StepMonitoring | None,
     ) -> Any:
         """Called in replica context.
 
@@ -155,7 +155,7 @@ class Merging:
 
         return tf.cond(steps >= self.policy.accumulate, enough, lambda: None)
 
-    def _apply_plain(self, update: _Update, grads: list, watch: Watch | None) -> Any:
+    def _apply_plain(self, update: _Update, grads: list, watch: StepMonitoring | None) -> Any:
         context = tf.distribute.get_replica_context()
         several = self._placement.replicas > 1
         graph_timestamps.before_sum(update.local, list(grads), several)
@@ -167,7 +167,7 @@ class Merging:
             watch(grads, update.variables)
         return update(grads)
 
-    def _apply(self, update: _Update, grads: list, watch: Watch | None) -> Any:
+    def _apply(self, update: _Update, grads: list, watch: StepMonitoring | None) -> Any:
         """Merges dense gradients, checks them, and updates."""
         graph_timestamps.before_sum(update.local, list(grads), self._placement.replicas > 1)
         grads = self._combine(update.optimizer, grads)
@@ -212,7 +212,7 @@ class Merging:
             self._group = Group.of(self._strategy, "gradients")
         with metered() as sent:
             result = all_reduce(
-                self._group, grads, "gradients", self.policy.bucket_bytes, self.policy.wire
+                self._group, grads, "gradients", self.policy.bucket_bytes, self.policy.comm_dtype
             )
         self._bytes[optimizer] = sum(sent)
         return result

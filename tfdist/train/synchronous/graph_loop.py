@@ -9,11 +9,11 @@ import tensorflow as tf
 
 from tfdist.train.synchronous.feed import Batch
 from tfdist.train.synchronous.gradient_sum import in_loop
-from tfdist.train.timing.graph_timestamps import Marks, clock, measuring
+from tfdist.train.timing.graph_timestamps import GraphTimestamps, clock, measuring
 
 
 def run_steps(
-    step: Callable[[Batch], list], count_rows: Callable[[Batch], Any], marks: Callable[[], Marks] | None, readings: int,
+    step: Callable[[Batch], list], count_rows: Callable[[Batch], Any], timestamps: Callable[[], GraphTimestamps] | None, readings: int,
     iterator, following, steps, before,
 ) -> tuple:  # fmt: skip
     """Up to `steps` steps, fewer where the data ends.
@@ -24,7 +24,7 @@ def run_steps(
     Args:
         step: Runs a step; returns the tensors that are there when it is done.
         count_rows: Rows of a global batch.
-        marks: Makes the clock readings of a step; None: none are made.
+        timestamps: Makes the clock readings of a step; None: none are made.
         readings: How many a step has.
         iterator: Where batches come from.
         following: The next batch, a `tf.experimental.Optional`, empty where the data has ended.
@@ -39,7 +39,7 @@ def run_steps(
 
     def body(done, examples, waited, checksum, following, *kept: Any):
         batch = following.get_value()
-        measured = marks() if marks else None
+        measured = timestamps() if timestamps else None
         with in_loop(), measuring(measured):
             finished = step(batch)
         if batch.checksum is not None:
@@ -52,16 +52,16 @@ def run_steps(
             kept = (kept[0].write(tf.cast(done, tf.int32), measured.row(fetched)),)
         return done + 1, examples + count_rows(batch), waited, checksum, following, *kept
 
-    begun = clock([]) if marks else None
+    begun = clock([]) if timestamps else None
     with tf.control_dependencies(
-        [begun] if marks else None
+        [begun] if timestamps else None
     ):  # or the clock may be read when the loop has run
         zero, none = (
             tf.identity(tf.constant(0.0, tf.float64)),
             tf.identity(tf.constant(0, tf.int64)),
         )
     values = [none, none, zero, zero, following]
-    if marks:
+    if timestamps:
         values.append(
             tf.TensorArray(tf.float64, tf.cast(steps, tf.int32), element_shape=[readings])
         )
@@ -71,4 +71,4 @@ def run_steps(
         values,
         parallel_iterations=1,
     )
-    return (*run[:5], begun, run[5].stack()) if marks else tuple(run)
+    return (*run[:5], begun, run[5].stack()) if timestamps else tuple(run)

@@ -16,7 +16,7 @@ from tfdist.parallel.collectives.group import Group, metered
 from tfdist.parallel.placement import Placement
 from tfdist.sync import LocalSGD
 from tfdist.train.synchronous import gradient_sum
-from tfdist.train.synchronous.gradient_aggregation import Watch
+from tfdist.train.synchronous.gradient_aggregation import StepMonitoring
 from tfdist.train.synchronous.replica_step import local_replica
 from tfdist.train.timing import graph_timestamps
 
@@ -94,7 +94,7 @@ class LocalSteps:
         if optimizer in self._copies:
             return
         with tf.init_scope(), self._strategy.scope():
-            far = not self.policy.averages or self.policy.wire is not None
+            far = not self.policy.averages or self.policy.comm_dtype is not None
             like = [v for v in variables if far]
             anchors = [_copy(v, "anchor", v.numpy()) for v in like]
             velocity = [
@@ -112,7 +112,7 @@ class LocalSteps:
         keras_apply: Callable,
         grads: list,
         variables: list | None,
-        watch: Watch | None,
+        watch: StepMonitoring | None,
     ) -> Any:
         """Called in replica context; see `Merging.apply`."""
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
@@ -138,7 +138,7 @@ class LocalSteps:
             if self._placement.replicas > 1:
                 self._step(copies, local_component(step_counter(optimizer), local), local)
 
-    def meet(self, optimizer: Any) -> bool:
+    def sync_replicas(self, optimizer: Any) -> bool:
         """Makes the copies one, in all that an optimizer has; called by all workers between steps.
 
         Args:
@@ -150,7 +150,7 @@ class LocalSteps:
         copies = self._copies.get(optimizer) if optimizer is not None else None
         if copies is None or not copies.apart:
             return False
-        self._run("meet", optimizer, copies, self._meet_wholly)
+        self._run("meet", optimizer, copies, self._sync_all)
         copies.apart = False
         return True
 
@@ -181,7 +181,9 @@ class LocalSteps:
 
         def shared() -> list:
             with metered() as sent:
-                sums = all_reduce(warm, grads, "warmup", self.policy.bucket_bytes, self.policy.wire)
+                sums = all_reduce(
+                    warm, grads, "warmup", self.policy.bucket_bytes, self.policy.comm_dtype
+                )
             copies.count(local, sent=sum(sent))
             return [g for g in sums if g is not None]
 
@@ -208,7 +210,7 @@ class LocalSteps:
             if isinstance(self.policy.every, int):
                 tf.cond(
                     tf.equal(beyond % self.policy.every, 0),
-                    lambda: self._meet(copies, local),
+                    lambda: self._sync_replicas(copies, local),
                     lambda: None,
                 )
 
@@ -223,7 +225,7 @@ class LocalSteps:
             local_component(anchor, local).assign(local_component(v, local))
         local_component(copies.since, local).assign(0)
 
-    def _meet(self, copies: _Copies, local: int) -> None:
+    def _sync_replicas(self, copies: _Copies, local: int) -> None:
         """The outer step: Douillard et al. 2023, arXiv:2311.08105, algorithm 1, lines 9 to 14."""
         if self._group is None:
             self._group = Group.of(self._strategy, "weights")
@@ -237,7 +239,7 @@ class LocalSteps:
         )
         with metered() as sent:
             sums = all_reduce(
-                self._group, given, "weights", self.policy.bucket_bytes, self.policy.wire
+                self._group, given, "weights", self.policy.bucket_bytes, self.policy.comm_dtype
             )
         copies.count(local, sent=sum(sent))
         for place, (v, total) in enumerate(zip(own, sums, strict=True)):
@@ -268,11 +270,11 @@ class LocalSteps:
             ).get_concrete_function()
         copies.functions[name]()
 
-    def _meet_wholly(self, slots: list, copies: _Copies, local: int) -> None:
+    def _sync_all(self, slots: list, copies: _Copies, local: int) -> None:
         self._average(slots, copies, local)
         tf.cond(
             local_component(copies.since, local) > 0,
-            lambda: self._meet(copies, local),
+            lambda: self._sync_replicas(copies, local),
             lambda: None,
         )
 

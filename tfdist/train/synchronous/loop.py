@@ -23,14 +23,14 @@ from tfdist.keras_compat import local_component
 from tfdist.parallel.placement import Placement
 from tfdist.runtime.launch_protocol import Phase
 from tfdist.train.health import preemption
-from tfdist.train.health.heartbeat import Pulse
+from tfdist.train.health.heartbeat import Heartbeat
 from tfdist.train.synchronous import graph_loop
 from tfdist.train.synchronous.feed import Batch, FeedIterator, any_rows, batch_of
 from tfdist.train.synchronous.gradient_sum import NotInLoop
-from tfdist.train.synchronous.replica_state import Sync, compare, share
+from tfdist.train.synchronous.replica_state import ReplicaState, all_gather, compare
 from tfdist.train.synchronous.replica_step import local_replica, run_replica
-from tfdist.train.synchronous.step_monitoring import Stats, Watch
-from tfdist.train.timing.graph_timestamps import PER_REPLICA, Marks, measuring
+from tfdist.train.synchronous.step_monitoring import Stats, StepMonitoring
+from tfdist.train.timing.graph_timestamps import PER_REPLICA, GraphTimestamps, measuring
 from tfdist.train.timing.graph_timestamps import end as end_of_step
 from tfdist.train.timing.step_breakdown import Recorder, times_of
 
@@ -50,7 +50,7 @@ class Runner:
         model: The model.
         step: `model.train_step` or `model.test_step`.
         sync: The model's collectives between steps.
-        pulse: Told of each call.
+        heartbeat: Told of each call.
         trains: Whether its steps are those of the training.
     """
 
@@ -61,17 +61,17 @@ class Runner:
         host: str,
         model: keras.Model,
         step: Callable,
-        sync: Sync,
-        pulse: Pulse,
+        sync: ReplicaState,
+        heartbeat: Heartbeat,
         trains: bool,
     ):
-        self._pulse, self._trains = pulse, trains
+        self._heartbeat, self._trains = heartbeat, trains
         self._strategy = strategy
         self._placement = placement
         self._host = host
         self.model = model
         self._step = step
-        self._sync = sync
+        self._replica_state = sync
         self._own_logs = False
         self._single = (
             False  # whether steps run one by one, as this model cannot take several in a loop
@@ -82,9 +82,9 @@ class Runner:
         self._loop_for: tuple | None = (
             None  # an iterator, whether its batches are even, the recorder, and the loop traced for them
         )
-        self._bound, self._merging = (
-            strategy.tfdist_engine.patience.bound,
-            strategy.tfdist_engine.merging,
+        self._bound, self._aggregation = (
+            strategy.tfdist_engine.watchdog.bound,
+            strategy.tfdist_engine.aggregation,
         )
         self._remote = (
             tf.DeviceSpec.from_string(strategy.extended.worker_devices[0]).device_type != "CPU"
@@ -97,11 +97,15 @@ class Runner:
         self._base: int | None = (
             None  # steps that the optimizer's state tells of, before the call that runs
         )
-        self.begin(Watch())
+        self.begin(StepMonitoring())
 
     # --- One epoch after another ------------------------------------------------------------------------------------
     def begin(
-        self, watch: Watch, verify: bool = True, recorder: Recorder | None = None, anew: bool = True
+        self,
+        watch: StepMonitoring,
+        verify: bool = True,
+        recorder: Recorder | None = None,
+        anew: bool = True,
     ) -> None:
         """Starts a `fit` or `evaluate`; with `verify` the workers compare data and weights after its first step. Not `anew`: it goes on with the one before."""
         self.watch, self.recorder = watch, recorder
@@ -126,7 +130,7 @@ class Runner:
     def begin_at(self, epoch: int, step: int) -> None:
         """Counts this many steps of the epoch that begins as done: Keras' calls for them run nothing."""
         self.epoch, self.steps_done = epoch, step
-        self._pulse.epoch, self._pulse.step = epoch, step
+        self._heartbeat.epoch, self._heartbeat.step = epoch, step
         self._calls_done = -(-step // self.model.steps_per_execution)
         self._next_look = self._next_ask = self._calls_done + self._pace
 
@@ -134,14 +138,14 @@ class Runner:
         """Metrics of all replicas for the whole epoch; also puts what the last step returned into its logs."""
         news = self.recorder.end_steps(self.epoch) if self.recorder else None
         if self._trains:
-            self._sync.meet()
+            self._replica_state.sync_replicas()
         else:
-            self._sync.settle()
+            self._replica_state.sync_statistics()
         results = self._look(news)
         self._begin_epoch()
         self.epoch += 1
         if self._trains:
-            self._pulse.epoch, self._pulse.step = self.epoch, 0
+            self._heartbeat.epoch, self._heartbeat.step = self.epoch, 0
         return results
 
     @property
@@ -160,16 +164,16 @@ class Runner:
         per_call = self.model.steps_per_execution
         calls = self._plan(per_call)
         if not self.stats.steps:
-            self._pulse.beat(Phase.TRACING)
+            self._heartbeat.beat(Phase.TRACING)
         if anew := self._base is None:
             self._skips = self._leaves_out()
         if self._base is None or self._skips:
             self._base = self._counted()
         if self._trains:
             with self._bound():
-                self._merging.begin(self.model.optimizer, anew)
-            if self._merging.local and not self._verified:  # later they differ
-                self._weights = self._sync.fingerprint()
+                self._aggregation.begin(self.model.optimizer, anew)
+            if self._aggregation.local and not self._verified:  # later they differ
+                self._weights = self._replica_state.fingerprint()
         before = dataclasses.replace(self.stats)
         if self.recorder:
             self.recorder.begin(self._base)
@@ -178,7 +182,7 @@ class Runner:
             steps = self._run_steps(iterator, calls * per_call)
         except (tf.errors.OpError, TimeoutError):
             if self._trains:  # where it failed
-                self._pulse.step = self.steps_done + self._counted() - self._base
+                self._heartbeat.step = self.steps_done + self._counted() - self._base
             raise
         self._base += steps
         seconds = time.perf_counter() - start
@@ -198,16 +202,16 @@ class Runner:
             or (looking and self._calls_done >= self._next_look)
         ):
             if self.watch.exact:
-                self._sync.settle()
+                self._replica_state.sync_statistics()
             self._look()
         elif self.watch.saves and self._calls_done >= self._next_ask:
             self.stopping = self.stopping or self._anyone_asked()
             self._next_ask = self._calls_done + self._pace
         self._recorded(before)
         if self._trains:
-            self._pulse.at(self.epoch, self.steps_done)
+            self._heartbeat.at(self.epoch, self.steps_done)
         else:
-            self._pulse.beat(Phase.RUNNING)
+            self._heartbeat.beat(Phase.RUNNING)
 
     def _recorded(self, before: Stats) -> None:
         """Tells the recorder of a call."""
@@ -220,14 +224,14 @@ class Runner:
         """Tells the recorder of steps; returns the seconds that they waited for batches."""
         assert self.recorder is not None
         found = times_of(float(begun), readings.numpy()[:steps])
-        self.recorder.bytes = self._last_marks.bytes
+        self.recorder.bytes = self._last_timestamps.bytes
         self.recorder.add(found)
         return found.input
 
     def _counted(self) -> int:
         """Steps that the optimizer's state tells of, also those that only add to a sum."""
         optimizer = getattr(self.model, "optimizer", None)
-        return 0 if optimizer is None else self._merging.steps(optimizer)
+        return 0 if optimizer is None else self._aggregation.steps(optimizer)
 
     def _leaves_out(self) -> bool:
         """Whether updates that are not finite are left out, and do not count; to ask each time costs a third of a millisecond."""
@@ -242,7 +246,9 @@ class Runner:
         if self._placement.workers == 1:
             return preemption.asked()
         return bool(
-            share(self._strategy, self._placement, np.array([preemption.asked()], np.float64)).any()
+            all_gather(
+                self._strategy, self._placement, np.array([preemption.asked()], np.float64)
+            ).any()
         )
 
     def _plan(self, per_call: int) -> int:
@@ -254,7 +260,7 @@ class Runner:
             calls = min(calls, -(-self.watch.steps // per_call) - self._calls_done)
         for pause in (
             *self.pauses.values(),
-            self._pulse.next_pause(self.epoch, self.steps_done) if self._trains else None,
+            self._heartbeat.next_pause(self.epoch, self.steps_done) if self._trains else None,
         ):
             if pause is not None and pause > self.steps_done:
                 calls = min(calls, -(-(pause - self.steps_done) // per_call))
@@ -270,11 +276,17 @@ class Runner:
         """
         first, self._verified = not self._verified, True
         weights = (
-            0.0 if not first else self._weights if self._merging.local else self._sync.fingerprint()
+            0.0
+            if not first
+            else self._weights
+            if self._aggregation.local
+            else self._replica_state.fingerprint()
         )
         wish = min(MAX_AHEAD, 4 * self._pace, self._fitting) if self._fitting else 0
         note = np.array([self.steps_done, self._checksum, weights, wish, preemption.asked()])
-        results, notes = self._sync.metrics(note if news is None else np.concatenate([note, news]))
+        results, notes = self._replica_state.metrics(
+            note if news is None else np.concatenate([note, news])
+        )
         compare(notes, self._placement)
         if news is not None and self.recorder:
             self.recorder.learn(notes[:, len(note) :])
@@ -283,7 +295,7 @@ class Runner:
             self._paced = agreed < 4 * self._pace or agreed == MAX_AHEAD
             self._pace = agreed
         self._next_look = self._next_ask = self._calls_done + self._pace
-        self.logs.update(self._sync.mean(self._last) if self._own_logs else results)
+        self.logs.update(self._replica_state.mean(self._last) if self._own_logs else results)
         return results
 
     # --- Graphs ------------------------------------------------------------------------------------------------------
@@ -445,18 +457,18 @@ class Runner:
                 x for log in logs.values() for x in self._strategy.experimental_local_results(log)
             ]
 
-        make = self._marks if self.recorder else None
+        make = self._timestamps if self.recorder else None
         return graph_loop.run_steps(
             step, self._global_rows, make, self._readings, iterator, following, steps, before
         )
 
     def _measured(self, batch: Batch, even: bool):
         """One step by itself, and its clock readings; no batch is fetched after it."""
-        marks = self._marks()
-        with measuring(marks):
+        timestamps = self._timestamps()
+        with measuring(timestamps):
             logs = self._replicas(batch, even)
-        return logs, marks.row(tf.zeros([], tf.float64))
+        return logs, timestamps.row(tf.zeros([], tf.float64))
 
-    def _marks(self) -> Marks:
-        self._last_marks = Marks(self._placement, self._host, self._remote)
-        return self._last_marks
+    def _timestamps(self) -> GraphTimestamps:
+        self._last_timestamps = GraphTimestamps(self._placement, self._host, self._remote)
+        return self._last_timestamps

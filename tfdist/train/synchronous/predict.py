@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.parallel.placement import Placement
-from tfdist.train.health.watchdog import Patience
+from tfdist.train.health.watchdog import Watchdog
 from tfdist.train.synchronous.feed import Batch, batch_of, replica_rows
 from tfdist.train.synchronous.replica_step import local_replica
 
@@ -22,13 +22,13 @@ class Predictor:
         placement: Placement,
         host: str,
         model: keras.Model,
-        patience: Patience,
+        watchdog: Watchdog,
     ):
         self._strategy = strategy
         self._placement = placement
         self._host = host
         self.model = model
-        self._patience = patience
+        self._watchdog = watchdog
         self._graph = tf.function(self._predict, autograph=False, reduce_retracing=True)
 
     def __call__(self, batches: list) -> Any:
@@ -36,7 +36,7 @@ class Predictor:
         function = (
             self._predict if self.model.run_eagerly else self._graph.get_concrete_function(batches)
         )
-        with self._patience.bound():
+        with self._watchdog.bound():
             return function(batches)
 
     def _predict(self, batches: list[Batch]):

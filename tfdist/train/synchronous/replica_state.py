@@ -20,7 +20,7 @@ from tfdist.parallel.placement import Placement
 from tfdist.train.synchronous.replica_step import local_replica, moving_state
 
 
-class Sync:
+class ReplicaState:
     """The collectives of one model outside of its steps.
 
     Args:
@@ -35,7 +35,7 @@ class Sync:
         self._model = weakref.proxy(model)  # an Engine keeps a Sync as long as its model lives
         self._functions: dict[str, tuple[list[keras.Variable], Callable]] = {}
         self._means: dict[tuple[str, ...], Callable] = {}
-        self._bound = strategy.tfdist_engine.patience.bound
+        self._bound = strategy.tfdist_engine.watchdog.bound
 
     def metrics(self, note: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """Metric results over all replicas.
@@ -124,27 +124,27 @@ class Sync:
             zip(logs, self._strategy.experimental_local_results(means)[0].numpy(), strict=True)
         )
 
-    def meet(self) -> None:
+    def sync_replicas(self) -> None:
         """Gives every replica one state, before somebody looks at it: also where each trains by itself for some steps."""
-        self._meet()
-        self.settle()
+        self._sync_replicas()
+        self.sync_statistics()
 
     def gather(self) -> None:
         """As `meet`, where each replica has trained by itself since it was last called; else it asks nothing of other workers."""
-        if self._meet():
-            self.settle()
+        if self._sync_replicas():
+            self.sync_statistics()
 
-    def _meet(self) -> bool:
+    def _sync_replicas(self) -> bool:
         with self._bound():
-            return self._strategy.tfdist_engine.merging.meet(
+            return self._strategy.tfdist_engine.aggregation.sync_replicas(
                 getattr(self._model, "optimizer", None)
             )
 
-    def settle(self) -> None:
+    def sync_statistics(self) -> None:
         """Gives every replica the mean of the replicas' moving statistics."""
         variables = moving_state(self._model) if self._placement.replicas > 1 else []
         if variables:
-            function = self._function("settle", variables, self._settle)
+            function = self._function("settle", variables, self._sync_statistics)
             with self._bound():
                 function()
 
@@ -207,7 +207,7 @@ class Sync:
             notes, [self._placement.workers, -1]
         )
 
-    def _settle(self):
+    def _sync_statistics(self):
         def average():
             local = local_replica(self._placement)
             copies = [local_component(v, local) for v in moving_state(self._model)]
@@ -254,7 +254,9 @@ def compare(notes: np.ndarray, placement: Placement) -> None:
                 )
 
 
-def called_alike(rows: np.ndarray, names: Sequence[str], placement: Placement) -> tuple[bool, ...]:
+def check_same_on_workers(
+    rows: np.ndarray, names: Sequence[str], placement: Placement
+) -> tuple[bool, ...]:
     """Raises where workers differ in what must be equal.
 
     Args:
@@ -275,10 +277,12 @@ def called_alike(rows: np.ndarray, names: Sequence[str], placement: Placement) -
     return tuple(bool(max(column)) for column in rows.T[len(names) :])
 
 
-def share(strategy: tf.distribute.Strategy, placement: Placement, row: np.ndarray) -> np.ndarray:
+def all_gather(
+    strategy: tf.distribute.Strategy, placement: Placement, row: np.ndarray
+) -> np.ndarray:
     """Float64 numbers of all workers, `[workers, n]`, from each worker's own, `[n]`."""
 
-    with strategy.tfdist_engine.patience.bound():
+    with strategy.tfdist_engine.watchdog.bound():
         rows = _gathering(len(row))(strategy, placement, tf.constant(row, tf.float64))
     return strategy.experimental_local_results(rows)[0].numpy().reshape(placement.workers, -1)
 

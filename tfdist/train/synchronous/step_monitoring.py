@@ -6,7 +6,7 @@ import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
-class Watch:
+class StepMonitoring:
     """Who looks at the steps of one `fit` or `evaluate`, the same on every worker.
 
     Args:

@@ -19,7 +19,7 @@ from tfdist.parallel.placement import Placement
 
 PER_REPLICA = 3  # readings: gradients there, sums there, step done
 
-_scope = types.SimpleNamespace(marks=None)  # seen by the threads in which replicas are traced
+_scope = types.SimpleNamespace(timestamps=None)  # seen by the threads in which replicas are traced
 _WHOLE = frozenset(
     {
         "If",
@@ -44,7 +44,7 @@ class _Replica:
     done: Any = None
 
 
-class Marks:
+class GraphTimestamps:
     """The readings of one step on this process' replicas.
 
     Args:
@@ -118,37 +118,37 @@ class Marks:
 
 
 @contextlib.contextmanager
-def measuring(marks: Marks | None) -> Iterator[None]:
-    """Inside, a step is traced, or runs eagerly, with these marks."""
-    outer, _scope.marks = _scope.marks, marks
+def measuring(timestamps: GraphTimestamps | None) -> Iterator[None]:
+    """Inside, a step is traced, or runs eagerly, with these timestamps."""
+    outer, _scope.timestamps = _scope.timestamps, timestamps
     try:
         yield
     finally:
-        _scope.marks = outer
+        _scope.timestamps = outer
 
 
 def before_sum(local: int, gradients: list, summed: bool) -> None:
     """A replica's gradients, as they are given into the sum, if there is one."""
-    if (marks := _marks()) is not None:
-        marks.before_sum(local, gradients, summed)
+    if (timestamps := _timestamps()) is not None:
+        timestamps.before_sum(local, gradients, summed)
 
 
 def after_sum(local: int, sums: list) -> None:
     """The sums that a replica gets."""
-    if (marks := _marks()) is not None:
-        marks.after_sum(local, sums)
+    if (timestamps := _timestamps()) is not None:
+        timestamps.after_sum(local, sums)
 
 
 def update(local: int) -> contextlib.AbstractContextManager:
     """Inside, a replica's variables are updated."""
-    marks = _marks()
-    return contextlib.nullcontext() if marks is None else marks.update(local)
+    timestamps = _timestamps()
+    return contextlib.nullcontext() if timestamps is None else timestamps.update(local)
 
 
 def end(local: int, logs: Any) -> None:
     """What the step of a replica returns."""
-    if (marks := _marks()) is not None:
-        marks.end(local, logs)
+    if (timestamps := _timestamps()) is not None:
+        timestamps.end(local, logs)
 
 
 def clock(after: list) -> tf.Tensor:
@@ -160,9 +160,9 @@ def clock(after: list) -> tf.Tensor:
     return now
 
 
-def _marks() -> Marks | None:
-    marks = _scope.marks
-    return marks if marks is not None and marks.here else None
+def _timestamps() -> GraphTimestamps | None:
+    timestamps = _scope.timestamps
+    return timestamps if timestamps is not None and timestamps.here else None
 
 
 def _graph() -> Any:

@@ -22,7 +22,7 @@ from tfdist.parallel.placement import Placement
 from tfdist.telemetry import layout
 from tfdist.telemetry.step_records import Window, write
 from tfdist.telemetry.writers import TensorBoardWriter
-from tfdist.train.synchronous.replica_state import share
+from tfdist.train.synchronous.replica_state import all_gather
 from tfdist.train.timing.graph_timestamps import PER_REPLICA
 
 log = logging.getLogger("tfdist")
@@ -34,17 +34,17 @@ EXCHANGE_CALLS = 50  # of a fifth of a second each
 _BLOCK = 1024  # steps told at once; one shape, so that the collective is traced once; what an epoch leaves to tell is less
 
 
-class Anatomy(keras.callbacks.Callback):
+class StepBreakdown(keras.callbacks.Callback):
     """Measures where the time of each step of a `fit` goes, on every worker.
 
-    Each worker appends to `worker-<rank>/anatomy.jsonl`, and writes curves `anatomy/...` for TensorBoard beside it. The parts of a
+    Each worker appends to `worker-<rank>/step_breakdown.jsonl`, and writes curves `step_breakdown/...` for TensorBoard beside it. The parts of a
     step are those of `tfdist.telemetry.step_records.PARTS`. It needs a synchronous strategy made by tfdist; under others, such as
     parameter servers, it says so and measures nothing.
 
     Args:
         directory: The run's directory, on a local file system.
 
-    >>> model.fit(data, callbacks=[tfdist.Anatomy("runs/mine")])  # doctest: +SKIP
+    >>> model.fit(data, callbacks=[tfdist.StepBreakdown("runs/mine")])  # doctest: +SKIP
     """
 
     def __init__(self, directory: str | os.PathLike):
@@ -52,14 +52,14 @@ class Anatomy(keras.callbacks.Callback):
         self.directory = os.fspath(directory)
         if "://" in self.directory:
             raise ValueError(
-                f"tfdist.Anatomy: expected a directory on a local file system, received {self.directory!r}; each host may have its own."
+                f"tfdist.StepBreakdown: expected a directory on a local file system, received {self.directory!r}; each host may have its own."
             )
         self.recorder: Recorder | None = None  # of the engine whose fit runs
 
     def on_train_begin(self, logs=None):
         if self.recorder is None:
             log.warning(
-                "tfdist.Anatomy (telemetry.anatomy) measures nothing here: it is for the synchronous strategies of tfdist. Under parameter "
+                "tfdist.StepBreakdown (telemetry.step_breakdown) measures nothing here: it is for the synchronous strategies of tfdist. Under parameter "
                 "servers each worker goes at its own pace, and there is no sum to wait in."
             )
 
@@ -119,7 +119,7 @@ class Recorder:
             except OSError as error:  # the other workers wait for this one below
                 self._write_no_more(place, error)
         if placement.workers > 1:
-            share(strategy, placement, np.zeros(_BLOCK))  # traces it
+            all_gather(strategy, placement, np.zeros(_BLOCK))  # traces it
         self.begin_epoch()
 
     def begin_epoch(self) -> None:
@@ -215,7 +215,7 @@ class Recorder:
         if self._placement.workers > 1 and len(sums):
             blocks: np.ndarray = np.pad(sums, (0, -len(sums) % _BLOCK)).reshape(-1, _BLOCK)
             sums = np.concatenate(
-                [share(self._strategy, self._placement, block).min(0) for block in blocks]
+                [all_gather(self._strategy, self._placement, block).min(0) for block in blocks]
             )
         self._settle(sums)
 
@@ -233,10 +233,10 @@ class Recorder:
 
     def _write(self, window: Window) -> None:
         values = {
-            f"anatomy/{part}_milliseconds": 1e3 * seconds / window.steps
+            f"step_breakdown/{part}_milliseconds": 1e3 * seconds / window.steps
             for part, seconds in window.parts.items()
         }
-        values["anatomy/examples_per_second"] = window.examples / window.seconds
+        values["step_breakdown/examples_per_second"] = window.examples / window.seconds
         for place, board in list(self._boards.items()):
             try:
                 write(place, window)
@@ -250,7 +250,9 @@ class Recorder:
 
     def _write_no_more(self, place: Path, error: Exception) -> None:
         log.warning(
-            "tfdist.Anatomy writes nothing more there, as %s cannot be written: %s", place, error
+            "tfdist.StepBreakdown writes nothing more there, as %s cannot be written: %s",
+            place,
+            error,
         )
         del self._boards[place]
 

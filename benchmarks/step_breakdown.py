@@ -1,7 +1,7 @@
-"""`fit` with and without `tfdist.Anatomy` becomes what measuring steps costs.
+"""`fit` with and without `tfdist.StepBreakdown` becomes what measuring steps costs.
 
-    python benchmarks/anatomy.py            # writes benchmarks/reports/anatomy.{md,json}
-    python benchmarks/anatomy.py --quick    # a few steps of each, writes nothing
+    python benchmarks/step_breakdown.py            # writes benchmarks/reports/step_breakdown.{md,json}
+    python benchmarks/step_breakdown.py --quick    # a few steps of each, writes nothing
 
 Epochs with and without the callback take turns in processes that stay alive, each second round the other way around. Other work on a
 machine only ever makes epochs slower, by far more than what is looked for here: so the quickest ones are compared. The two are other
@@ -43,15 +43,15 @@ MODELS = {
     "mlp": Model("MLP", 0, (128, 128), replica_batch=64, steps=150),
 }
 ALONE = 2.5  # one worker makes about that many times the steps of two in the same time
-MEASURES = ("quiet", "anatomy")
+MEASURES = ("quiet", "step_breakdown")
 
 
 def measure(
     model: Model, workers: int, rounds: int, steps: int, cores: list[int], timeout: float
 ) -> dict[str, list[float]]:
-    """Seconds per step of the slowest worker, in each round: without and with the anatomy."""
+    """Seconds per step of the slowest worker, in each round: without and with the step_breakdown."""
     seconds = collections.defaultdict(list)
-    with tempfile.TemporaryDirectory(prefix="anatomy-") as directory:
+    with tempfile.TemporaryDirectory(prefix="step_breakdown-") as directory:
         team = Processes(
             f"{model.title} on {workers} worker{'s' * (workers > 1)}",
             pathlib.Path(directory),
@@ -79,7 +79,7 @@ def measure(
                     if number >= 0:
                         seconds[name].append(found)
                 if number >= 0:
-                    ratio = seconds["anatomy"][-1] / seconds["quiet"][-1]
+                    ratio = seconds["step_breakdown"][-1] / seconds["quiet"][-1]
                     print(
                         f"{team.name}, round {number + 1} of {rounds}: {100 * (ratio - 1):+.1f} %",
                         file=sys.stderr,
@@ -91,10 +91,10 @@ def measure(
 
 
 def judge(results: dict[str, list]) -> list[dict]:
-    """The time with the anatomy over that without, against the bar."""
+    """The time with the step breakdown over that without, against the bar."""
     verdicts = []
     for name, starts in results.items():
-        ratios = [min(seconds["anatomy"]) / min(seconds["quiet"]) for seconds in starts]
+        ratios = [min(seconds["step_breakdown"]) / min(seconds["quiet"]) for seconds in starts]
         ratio = statistics.median(ratios)
         verdicts.append(
             {"name": name, "bar": BAR, "ratio": ratio, "ratios": ratios, "passed": ratio <= BAR}
@@ -105,7 +105,7 @@ def judge(results: dict[str, list]) -> list[dict]:
 def report(results: dict, verdicts: list[dict], facts: dict) -> str:
     """The Markdown that is printed and written."""
     lines = [
-        "# What the anatomy of steps costs",
+        "# What the step breakdown costs",
         "",
         *(f"- {key}: {value}" for key, value in facts.items()),
         "",
@@ -153,7 +153,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str]) -> int:
     args = parse(argv)
-    facts = {**begin("anatomy.py", argv, args.rounds, **ONE_THREAD), "Starts": args.starts}
+    facts = {**begin("step_breakdown.py", argv, args.rounds, **ONE_THREAD), "Starts": args.starts}
     results = {}
     try:
         for name in args.models:
@@ -166,12 +166,12 @@ def main(argv: list[str]) -> int:
                     for _ in range(args.starts)
                 ]
     except ProcessFailed as failure:
-        print(f"anatomy: {failure}", file=sys.stderr)
+        print(f"step_breakdown: {failure}", file=sys.stderr)
         return 2
     verdicts = judge(results)
     return conclude(
         args,
-        "anatomy",
+        "step_breakdown",
         report(results, verdicts, facts),
         {"about": facts, "bars": verdicts, "seconds": results},
     )
