@@ -203,9 +203,12 @@ def test_imports_have_the_lowest_priority_and_go_first_where_memory_is_short(
         open(f"/proc/{process.pid}/comm") as comm,
     ):
         assert (score.read(), comm.read()) == ("1000\n", "tfdist-standby\n")
+    group = pathlib.Path(f"/proc/{process.pid}/autogroup")  # not every kernel has it
+    assert not group.exists() or group.read_text().endswith(" nice 19\n")
     (tmp_path / "go").touch()
     fill(own, [task], 1)
     assert os.getpriority(os.PRIO_PROCESS, process.pid) == os.getpriority(os.PRIO_PROCESS, 0)
+    assert not group.exists() or group.read_text().endswith(" nice 0\n")
 
 
 # --- When a fresh process is started instead ------------------------------------------------------------------------
@@ -343,10 +346,10 @@ def test_one_that_is_struck_at_the_hand_over_is_followed_by_the_next(
 def test_they_die_with_the_launcher():
     code = """
 import os, sys, time
-from tfdist.launch.guardian import Guard
+from tfdist.launch.guardian import Guardian
 from tfdist.launch.import_record import Imports
 from tfdist.launch.standby import Image, Standby
-guard = Guard()
+guard = Guardian()
 standby = Standby(Image(dict(os.environ), Imports(("colorsys",)), ()), ["task.py"])
 while not standby.look(): time.sleep(0.01)
 print(standby.pid, flush=True)

@@ -1,6 +1,6 @@
 """The launchers of several hosts become one launch: the server that they meet at, which decides nothing by itself.
 
-It runs inside the launcher of the first host, and speaks `wire`. What it hears goes to one thread, which owns an `Assembly`;
+It runs inside the launcher of the first host, and speaks `json_channel`. What it hears goes to one thread, which owns an `Assembly`;
 every host's launcher, the first one's too, is a `member.Member`.
 """
 

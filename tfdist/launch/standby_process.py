@@ -25,6 +25,7 @@ from tfdist.launch import script_runner
 NICE = 19  # the lowest priority
 COMM = "/proc/self/comm"  # the name that `ps` and `top` show
 OOM_SCORE = "/proc/self/oom_score_adj"
+AUTOGROUP = "/proc/self/autogroup"  # see sched(7): sessions share the cores by this alone
 READY, BEGUN = "ready", "begun"
 
 
@@ -109,6 +110,7 @@ def _stand_back() -> Callable[[], None]:
     if _may_return_to(nice):
         os.setpriority(os.PRIO_PROCESS, 0, NICE)
         undo.append(lambda: _set_priority_of_all_threads(nice))
+    undo.append(_overwrite(AUTOGROUP, str(NICE)))
 
     def restore() -> None:
         for each in undo:
@@ -146,7 +148,7 @@ def _overwrite(path: str, text: str) -> Callable[[], None]:
     """Write a setting of the kernel; return what writes the old one back. No kernel need have it."""
     try:
         with open(path, "r+", encoding="ascii") as file:
-            before = file.read().strip()
+            before = file.read().strip().rpartition("nice ")[2]  # autogroup: "NAME nice N"
             file.seek(0)
             file.write(text)
     except OSError:

@@ -305,11 +305,13 @@ class Supervisor:
 
     def _training(self, group: Sequence[Process], now: float) -> bool:
         """Return whether the tasks have started, and leave time for standby processes."""
+        training = [process for process in group if process.plan.role is Role.TRAINS]
+        phases = [process.sign.phase if process.sign else None for process in training]
+        if Phase.TRACING in phases:  # of a large model for minutes, on all cores
+            return False
         if now - self._begun > SETTLE_SECONDS:
             return True
-        training = [process for process in group if process.plan.role is Role.TRAINS]
-        signs = [process.sign for process in training]
-        return bool(signs) and all(sign and sign.phase == Phase.RUNNING for sign in signs)
+        return bool(phases) and set(phases) == {Phase.RUNNING}
 
     def _blame(self, group: list[Process], silent: list[Process]) -> None:
         """Finds among those that wait for each other the one for which the others wait."""

@@ -49,7 +49,7 @@ class _Copies:
 
 
 class LocalSteps:
-    """What an engine does with gradients and weights; has the methods of `Merging`.
+    """What an engine does with gradients and weights; has the methods of `GradientAggregation`.
 
     Args:
         policy: How.
@@ -114,7 +114,7 @@ class LocalSteps:
         variables: list | None,
         watch: StepMonitoring | None,
     ) -> Any:
-        """Called in replica context; see `Merging.apply`."""
+        """Called in replica context; see `GradientAggregation.apply`."""
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             raise ValueError(
                 "sync: a LossScaleOptimizer (policy mixed_float16) finds another scale on each replica that trains by itself. Use the policy mixed_bfloat16, or "
