@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import pathlib
 import signal
 import subprocess
 import sys
