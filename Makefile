@@ -31,6 +31,7 @@ train: .venv/installed-digits
 	$(BIN)/tfdist launch --workers 2 -- tfdist train --config=configs/digits.py
 
 lint: .venv/installed-test
+	$(BIN)/ruff format -q --check .
 	$(BIN)/ruff check -q .
 	$(BIN)/mypy
 

@@ -1,4 +1,4 @@
-"""Package metadata becomes an installable tfdist."""
+"""Package metadata of tfdist."""
 
 import pathlib
 
@@ -10,7 +10,7 @@ NOTEBOOKS = ["ipykernel>=6.29", "nbclient>=0.10", "nbformat>=5.10", *PLOT, *DIGI
 TEST = [
     "pytest>=8",
     "pytest-timeout>=2.3",
-    "ruff>=0.6",
+    "ruff==0.17.6",  # whose formatting `make lint` checks
     "mypy>=1.11",
     "types-PyYAML",
     "hypothesis>=6.100",
@@ -21,7 +21,9 @@ BENCH = ["tf-keras>=2.19", *PLOT, *DIGITS]
 setup(
     name="tfdist",
     version="0.1.0",
-    description="Distributed training for Keras 3 on TensorFlow: one script, any strategy, one launcher.",
+    description=(
+        "Distributed training for Keras 3 on TensorFlow: one script, any strategy, one launcher."
+    ),
     long_description=pathlib.Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
@@ -30,7 +32,8 @@ setup(
     package_data={"tfdist": ["py.typed"]},
     install_requires=[
         "absl-py>=2.1",  # flags and app.run of the per-worker scripts
-        "importlib_resources>=6.0",  # TFDS imports it when it prepares a data set, but declares it for Python < 3.9 only
+        # TFDS imports it when it prepares a data set, but declares it for Python < 3.9 only.
+        "importlib_resources>=6.0",
         "keras>=3.10",
         "ml_collections>=1.0",  # --config=FILE.py --config.a.b=VALUE
         "numpy>=1.26",
