@@ -1,4 +1,6 @@
-"""Public names become the objects behind them on first use; importing tfdist imports no TensorFlow.
+"""Distributed training for Keras 3 on TensorFlow.
+
+Public names are imported on first use, and `import tfdist` does not import TensorFlow.
 
 Example:
     >>> import tfdist
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "StepBreakdown": "tfdist.train.timing.step_breakdown",
     "BackupAndRestore": "tfdist.train.callbacks.backup_and_restore",
-    "ClusterSpec": "tfdist.cluster",
+    "ClusterSpec": "tfdist.cluster.spec",
     "ImageSamples": "tfdist.train.callbacks.image_samples",
     "Log": "tfdist.train.callbacks.metrics_log",
     "ParameterServerLost": "tfdist.train.parameter_server.worker_pool",
@@ -38,7 +40,7 @@ _HOMES = {
     "flags": "tfdist.flags",
     "layers": "tfdist.layers",
     "loops": "tfdist.loops",
-    "make_strategy": "tfdist.strategies",
+    "make_strategy": "tfdist.strategies.factory",
     "models": "tfdist.models",
     "parallel": "tfdist.parallel",
     "pipeline_devices": "tfdist.strategies.stages",
@@ -46,12 +48,12 @@ _HOMES = {
 }
 
 __all__ = [
-    "StepBreakdown",
     "BackupAndRestore",
     "ClusterSpec",
     "ImageSamples",
     "Log",
     "ParameterServerLost",
+    "StepBreakdown",
     "TensorBoard",
     "__version__",
     "app",
@@ -76,7 +78,7 @@ def __getattr__(name: str) -> Any:
         )
     module = importlib.import_module(home)
     value = module if home == f"tfdist.{name}" else getattr(module, name)
-    globals()[name] = value  # asked for once, found like any other name from then on
+    globals()[name] = value  # later accesses find it without __getattr__
     return value
 
 

@@ -1,4 +1,4 @@
-"""`python -m tfdist` becomes the `tfdist` command; nothing is decided here."""
+"""Entry point of `python -m tfdist`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A main function becomes a program with tfdist's flags whose configuration errors are plain sentences."""
+"""Entry point for scripts: parses tfdist's flags, and prints configuration errors plainly."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ from tfdist.runtime.launch_protocol import CONFIGURATION_CODE, TRANSIENT_CODE
 
 
 def run(main: Callable[[list[str]], Any], argv: Sequence[str] | None = None) -> None:
-    """Parses the command line, tfdist's flags beside the script's own, and ends the process as `main` says.
+    """Parse the command line, run `main`, and end the process with its result.
 
-    `tfdist.make_strategy()` without arguments then takes what the flags say.
+    tfdist's flags are added to the script's own. `tfdist.make_strategy()` without arguments then
+    uses the values of the flags.
 
     Args:
-        main: Called with the words that are no flags, the program's name first.
+        main: Function that is called with the words that are no flags, starting with the program's
+            name.
         argv: Command line; default: that of the process.
 
     Raises:
-        SystemExit: Always: code 0 or what `main` returns; 78 for errors in flags or configuration, printed
-            without a traceback; 75 when other tasks of the cluster were absent.
+        SystemExit: Always, with code 0 or the value that `main` returns; 78 for errors in flags or
+            configuration, printed without a traceback; 75 when other tasks of the cluster were
+            absent.
 
     Example:
         >>> run(lambda argv: print(argv), ["train.py", "a file"])
@@ -40,14 +43,16 @@ def run(main: Callable[[list[str]], Any], argv: Sequence[str] | None = None) -> 
 
 
 def plainly(function: Callable[..., Any], *args: Any) -> Any:
-    """Calls a function; errors that tfdist itself raised end the process with a sentence, no traceback.
+    """Call a function; for errors that tfdist raised, print a sentence and end the process.
+
+    Such errors are printed without a traceback.
 
     Args:
-        function: What to call.
-        *args: With what.
+        function: Function to call.
+        *args: Its positional arguments.
 
     Returns:
-        What the function returns.
+        The value that the function returns.
 
     Raises:
         SystemExit: With code 78 or 75; the error is its cause.
@@ -71,7 +76,7 @@ def _parse(argv: list[str]) -> list[str]:
 
 
 def _raised_by_us(trace: TracebackType | None) -> bool:
-    name, trace = "", trace and trace.tb_next  # our own frame, `plainly`, tells nothing
+    name, trace = "", trace and trace.tb_next  # the frame of `plainly` itself does not count
     while trace is not None:
         name = trace.tb_frame.f_globals.get("__name__", "")
         trace = trace.tb_next

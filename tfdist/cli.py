@@ -1,4 +1,4 @@
-"""The words after `tfdist` become a call of one command's main(argv); no other command is imported."""
+"""Command-line interface `tfdist COMMAND`, which imports only the module of the command."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import tfdist
 
 
 class Command(NamedTuple):
-    """Where a command lives: a module with `main(argv) -> int | None`, and its line in `tfdist --help`."""
+    """Module of a command with `main(argv) -> int | None`, and its line in `tfdist --help`."""
 
     module: str
     summary: str
@@ -24,7 +24,8 @@ COMMANDS = {
         "tfdist.launch.main", "run a script as a group of processes: workers, chief, evaluator, ps"
     ),
     "train": Command(
-        "tfdist.run", "train what a config file describes: tfdist train --config=configs/X.py"
+        "tfdist.run.train_command",
+        "train what a config file describes: tfdist train --config=configs/X.py",
     ),
     "data": Command(
         "tfdist.tools.data", "look at data sets: tfdist data list, show, head, write, audit"
@@ -39,7 +40,8 @@ COMMANDS = {
     ),
     "plan": Command(
         "tfdist.tools.plan.main",
-        "predict memory and traffic of a run over N devices, and how to spread it: tfdist plan --config=...",
+        "predict memory and traffic of a run over N devices, and how to spread it: tfdist plan "
+        "--config=...",
     ),
     "bench": Command(
         "tfdist.tools.bench.main",
@@ -56,13 +58,14 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one `tfdist` command.
+    """Run one `tfdist` command.
 
     Args:
-        argv: The words after `tfdist`; default those of this process.
+        argv: Words after `tfdist`; default: those of this process.
 
     Returns:
-        The exit code: 0 done, 2 a mistake on the command line, else what the command returned.
+        The exit code: 0 for success, 2 for a mistake on the command line, else the value that the
+        command returned.
 
     Example:
         >>> main(["--version"])  # doctest: +ELLIPSIS

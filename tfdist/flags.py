@@ -1,7 +1,7 @@
-"""A script's command-line flags become options of `make_strategy`; importing this module defines none.
+"""Command-line flags for `make_strategy`, defined with absl.
 
-`tfdist.app.run` defines the flags. `--log_dir` is among those of absl itself: read
-`absl.flags.FLAGS.log_dir`.
+Importing this module defines no flag of tfdist; `tfdist.app.run` defines the flags. `--log_dir` is
+a flag of absl itself: read `absl.flags.FLAGS.log_dir`.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from absl import logging as _absl_logging  # noqa: F401  defines --log_dir
 
 
 def define(flag_values: flags.FlagValues = flags.FLAGS) -> None:
-    """Defines tfdist's flags, before the command line is parsed; doing so twice is harmless.
+    """Define tfdist's flags, before the command line is parsed; a second call is harmless.
 
     Args:
-        flag_values: Where to define them; default: absl's `FLAGS`.
+        flag_values: Flags object in which they are defined; default: absl's `FLAGS`.
 
     Raises:
-        absl.flags.DuplicateFlagError: When the script has a flag of the same name.
+        absl.flags.DuplicateFlagError: If the script has a flag of the same name.
 
     Example:
         >>> values = flags.FlagValues()
@@ -57,17 +57,17 @@ def define(flag_values: flags.FlagValues = flags.FLAGS) -> None:
 
 
 def parsed_options(flag_values: flags.FlagValues = flags.FLAGS) -> dict[str, str]:
-    """What the command line says for `make_strategy`.
+    """Return the options of `make_strategy` that the command line sets.
 
     Args:
-        flag_values: Where the flags are; default: absl's `FLAGS`.
+        flag_values: Flags object that has them; default: absl's `FLAGS`.
 
     Returns:
-        Those of "strategy", "cluster", "task", "devices", "communication" that the user gave; nothing where
-        the flags are not defined by `define`, or not parsed yet.
+        A dict of those of "strategy", "cluster", "task", "devices", "communication" that the user
+        gave. It is empty if the flags are not defined by `define`, or not parsed yet.
 
     Raises:
-        ValueError: When only one of --task_type and --task_index is given.
+        ValueError: If only one of --task_type and --task_index is given.
     """
     if flag_values.find_module_defining_flag("strategy") != __name__ or not flag_values.is_parsed():
         return {}
@@ -80,8 +80,8 @@ def parsed_options(flag_values: flags.FlagValues = flags.FLAGS) -> dict[str, str
     if ("task_type" in given) != ("task_index" in given):
         missing = "task_index" if "task_type" in given else "task_type"
         raise ValueError(
-            f"--{missing} is missing; expected both --task_type and --task_index, such as --task_type=worker "
-            "--task_index=0."
+            f"--{missing} is missing; expected both --task_type and --task_index, such as "
+            "--task_type=worker --task_index=0."
         )
     if "task_type" in given:
         options["task"] = f"{given['task_type']}:{given['task_index']}"

@@ -1,8 +1,9 @@
-"""An embedding table becomes shards on the parameter servers; a lookup or its gradient never moves a table, only rows of a batch.
+"""Embedding layer with its table sharded over parameter servers; only batch rows move.
 
-Row `i` is row `i // shards` of shard `i % shards`: vocabularies are often sorted by frequency, and this spreads the frequent rows.
-Each shard is a weight of its own, which TensorFlow puts on the next parameter server in turn. In files, and for
-`get_table` and `set_table`, the shards are one table.
+Row `i` of the table is row `i // shards` of shard `i % shards`. Vocabularies are often sorted by
+frequency, and this spreads the frequent rows. Each shard is a weight of its own, which TensorFlow
+puts on the next parameter server in turn. In files, and for `get_table` and `set_table`, the shards
+are one table.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-# Values of the largest table that is drawn whole: 256 MB of float32, in the memory of each parameter server.
+# Number of values of the largest table that is initialized as a whole: 256 MB of float32, in the
+# memory of each parameter server.
 WHOLE_DRAW = 2**26
 
-# Distance between the seeds of neighbouring shards; any odd constant that the seeds of other layers do not reach.
+# Distance between the seeds of neighbouring shards: any odd constant that the seeds of other layers
+# do not reach.
 _SEED_STRIDE = 104_729
 
-# What draws each value alike, whatever the shape.
+# Initializers whose distribution does not depend on the shape.
 _BY_VALUE = (
     keras.initializers.Zeros,
     keras.initializers.Ones,
@@ -35,42 +38,54 @@ _OF_EMBEDDING_ONLY = ("lora_rank", "lora_alpha", "quantization_config")
 
 @keras.saving.register_keras_serializable(package="tfdist")
 class ShardedEmbedding(keras.layers.Layer):
-    """`keras.layers.Embedding` with its table split over parameter servers.
+    """Version of `keras.layers.Embedding` whose table is sharded over parameter servers.
 
-    A step reads rows where they lie and sends gradients of these rows back: the traffic is that of the batch, however large the
-    table. With several shards each distinct id travels once. Results, gradients and weights files are those of
-    `keras.layers.Embedding`; either layer reads the other's files, whatever the number of shards. But an id out of range is an
-    error everywhere, also where Keras takes -1 as the last row or a GPU gives zeros. Adam, RMSprop and Adagrad square the sum of
-    an id's gradients, as they do for `keras.layers.Embedding` under a strategy of tfdist; without one, Keras squares the parts
-    one by one where there is one shard. Of Keras' optimizers only SGD without momentum updates the batch's rows alone; others
-    compute on a shard and its states as a whole, on its parameter server.
+    A step reads rows from their parameter servers and sends gradients of these rows back. The
+    traffic is that of the batch, however large the table. With several shards each distinct id
+    travels once.
 
-    Initial values are those of `keras.layers.Embedding` with the same seeded initializer, if the table has one shard or up to
-    2**26 values. A larger table never lies in one memory: each shard is drawn by itself, with a seed of its own, and
-    initializers that look at the shape (such as `glorot_uniform`) are refused. `get_table`, `set_table`, saving and loading do
-    hold the whole table in the process that calls them.
+    Results, gradients and weights files are those of `keras.layers.Embedding`. Either layer reads
+    the other's files, whatever the number of shards. But an id out of range is an error everywhere,
+    also where Keras takes -1 as the last row or a GPU gives zeros. Adam, RMSprop and Adagrad square
+    the sum of an id's gradients, as they do for `keras.layers.Embedding` under a strategy of
+    tfdist. Without such a strategy and with one shard, Keras squares the parts one by one. Of
+    Keras' optimizers only SGD without momentum updates only the batch's rows. The others compute on
+    a whole shard and its optimizer states, on its parameter server.
 
-    A regularizer or constraint acts on all rows in every step: workers then read and send the whole table each time.
-    `activity_regularizer` touches only the rows of the batch.
+    Initial values are those of `keras.layers.Embedding` with the same seeded initializer, if the
+    table has one shard or up to 2**26 values. A larger table never lies in one memory: each shard
+    is initialized by itself, with its own seed, and initializers that depend on the shape (such as
+    `glorot_uniform`) are refused. `get_table`, `set_table`, saving and loading do hold the whole
+    table in the process that calls them.
 
-    A file of a whole model (`.keras`) names this class: `import tfdist.layers` before `keras.models.load_model`.
+    A regularizer or constraint acts on all rows in every step: workers then read and send the whole
+    table each time. `activity_regularizer` touches only the rows of the batch.
+
+    A file of a whole model (`.keras`) names this class: `import tfdist.layers` before
+    `keras.models.load_model`.
+
+    The input is ids `[...]` of any rank, dense, ragged or sparse. The output is `[..., output_dim]`
+    in the layer's compute dtype.
 
     Args:
         input_dim: Number of rows; ids are 0 to `input_dim - 1`.
-        output_dim: Values of a row.
-        embeddings_initializer: Initializer of the table `[input_dim, output_dim]`.
-        embeddings_regularizer: None, or L1, L2 or L1L2: sums over single values, which shards can add up.
-        embeddings_constraint: None, `NonNeg`, or `MaxNorm`, `MinMaxNorm` or `UnitNorm` with `axis=1`: what acts on each row alone.
-        mask_zero: Whether id 0 is padding, which layers that use masks skip.
+        output_dim: Number of values of a row.
+        embeddings_initializer: Initializer of the table `[input_dim, output_dim]`, default
+            "uniform".
+        embeddings_regularizer: None, or L1, L2 or L1L2: sums over single values, which shards can
+            add up.
+        embeddings_constraint: None, `NonNeg`, or `MaxNorm`, `MinMaxNorm` or `UnitNorm` with
+            `axis=1`: constraints that act on each row alone.
+        mask_zero: Whether id 0 is padding, which layers that use masks skip; default False.
         weights: Initial table `[input_dim, output_dim]`, or a list of it.
-        shards: Number of parts; None: when the layer is built, the number of parameter servers of the strategy in scope, else 1.
-            A saved model keeps its number, as its optimizer has a state for each.
-        **kwargs: `name`, `dtype`, `trainable`, `activity_regularizer`.
+        shards: Number of shards. None: when the layer is built, the number of parameter servers of
+            the strategy in scope, else 1. A saved model keeps its number, because its optimizer has
+            a state for each shard.
+        **kwargs: Arguments `name`, `dtype`, `trainable` and `activity_regularizer` of Keras'
+            layers.
 
     Raises:
-        ValueError: An argument is wrong, or cannot be applied to shards.
-
-    Input: ids `[...]` of any rank, dense, ragged or sparse. Output: `[..., output_dim]` in the layer's compute dtype.
+        ValueError: If an argument is wrong, or cannot be applied to shards.
 
     Example:
         >>> layer = ShardedEmbedding(5, 2, shards=2)
@@ -103,8 +118,8 @@ class ShardedEmbedding(keras.layers.Layer):
         super().__init__(**kwargs)
         if self.quantization_mode is not None:
             raise ValueError(
-                f"ShardedEmbedding: dtype: expected a policy without quantization, received {self.dtype_policy.name!r}; use "
-                "keras.layers.Embedding."
+                "ShardedEmbedding: dtype: expected a policy without quantization, received "
+                f"{self.dtype_policy.name!r}; use keras.layers.Embedding."
             )
         self.input_dim = _positive("input_dim", input_dim)
         self.output_dim = _positive("output_dim", output_dim)
@@ -121,7 +136,8 @@ class ShardedEmbedding(keras.layers.Layer):
         self.shards = shards
         if shards is not None and _positive("shards", shards) > input_dim:
             raise ValueError(
-                f"ShardedEmbedding: shards: expected at most input_dim={input_dim}, received {shards}."
+                f"ShardedEmbedding: shards: expected at most input_dim={input_dim}, received "
+                f"{shards}."
             )
         self.supports_masking = mask_zero
         self.autocast = False  # float ids stay as they are: bfloat16 would round 257 to 256
@@ -132,6 +148,7 @@ class ShardedEmbedding(keras.layers.Layer):
             )
 
     def build(self, input_shape: Any = None) -> None:
+        """See `keras.layers.Layer`."""
         if self.built:
             return
         self.shards = self.shards or min(_parameter_servers(), self.input_dim)
@@ -146,7 +163,7 @@ class ShardedEmbedding(keras.layers.Layer):
                 ),
                 regularizer=self.embeddings_regularizer,
                 constraint=self.embeddings_constraint,
-                autocast=False,  # a cast would read the shard whole; rows are cast instead
+                autocast=False,  # a cast would read the whole shard; rows are cast instead
                 name="embeddings" if self.shards == 1 else f"embeddings_{shard}",
             )
             for shard in range(self.shards)
@@ -154,10 +171,11 @@ class ShardedEmbedding(keras.layers.Layer):
         self.built = True
 
     def call(self, inputs):
+        """See `keras.layers.Layer`."""
         if isinstance(inputs, tf.RaggedTensor):
             return tf.ragged.map_flat_values(self.call, inputs)
         if isinstance(inputs, tf.SparseTensor):
-            inputs = tf.sparse.to_dense(inputs)  # absent ids are 0, as in keras.layers.Embedding
+            inputs = tf.sparse.to_dense(inputs)  # missing ids are 0, as in keras.layers.Embedding
         ids = tf.convert_to_tensor(inputs)
         if ids.dtype not in (tf.int32, tf.int64):
             ids = tf.cast(ids, tf.int64)
@@ -169,30 +187,43 @@ class ShardedEmbedding(keras.layers.Layer):
         return tf.ensure_shape(rows, ids.shape.concatenate(self.output_dim))
 
     def _check_range(self, ids: tf.Tensor):
-        """Else TensorFlow would name the row's number in its shard, which tells nobody anything."""
-        lowest, highest = tf.reduce_min(ids), tf.reduce_max(ids)
-        message = f"{self.name}: expected ids from 0 to {self.input_dim - 1}, as input_dim says; received lowest, highest:"
+        """Assert that ids are in range.
+
+        TensorFlow's own message would name the row's number in its shard, which does not help the
+        user.
+        """
+        lowest = tf.reduce_min(ids)
+        highest = tf.reduce_max(ids)
+        message = (
+            f"{self.name}: expected ids from 0 to {self.input_dim - 1}, as input_dim says; "
+            "received lowest, highest:"
+        )
         return tf.debugging.Assert(
             (lowest >= 0) & (highest < self.input_dim), [message, lowest, highest]
         )
 
     def compute_mask(self, inputs, mask=None):
+        """See `keras.layers.Layer`."""
         return keras.ops.not_equal(inputs, 0) if self.mask_zero else None
 
     def compute_output_shape(self, input_shape):
+        """See `keras.layers.Layer`."""
         return (*input_shape, self.output_dim)
 
     def compute_output_spec(self, inputs):
-        shape, ragged = self.compute_output_shape(inputs.shape), getattr(inputs, "ragged", False)
+        """See `keras.layers.Layer`."""
+        shape = self.compute_output_shape(inputs.shape)
+        ragged = getattr(inputs, "ragged", False)
         return keras.KerasTensor(shape, dtype=self.compute_dtype, ragged=ragged)
 
     def get_table(self) -> np.ndarray:
-        """The whole table.
+        """Return the whole table.
 
-        A method, not a property: Keras evaluates all properties of a layer while it saves a model.
+        This is a method, not a property, because Keras evaluates all properties of a layer while it
+        saves a model.
 
         Returns:
-            `[input_dim, output_dim]`, in the dtype of the weights.
+            The table `[input_dim, output_dim]`, in the dtype of the weights.
         """
         self.build()
         table = np.empty(
@@ -203,39 +234,43 @@ class ShardedEmbedding(keras.layers.Layer):
         return table
 
     def set_table(self, table: Any) -> None:
-        """Sets the whole table.
+        """Set the whole table.
 
         Args:
-            table: `[input_dim, output_dim]`.
+            table: Values `[input_dim, output_dim]`.
 
         Raises:
-            ValueError: The table has another shape.
+            ValueError: If the table has another shape.
         """
         table = np.asarray(table)
         if table.shape != (self.input_dim, self.output_dim):
             raise ValueError(
-                f"{self.name}: expected a table of shape {(self.input_dim, self.output_dim)}, that is (input_dim, output_dim); "
-                f"received {table.shape}."
+                f"{self.name}: expected a table of shape {(self.input_dim, self.output_dim)}, "
+                f"that is (input_dim, output_dim); received {table.shape}."
             )
         self.build()
         for shard, part in enumerate(self._parts):
             part.assign(table[shard :: self.shards])
 
     def save_own_variables(self, store) -> None:
+        """See `keras.layers.Layer`."""
         if self.built:
             store["0"] = self.get_table()
 
     def load_own_variables(self, store) -> None:
+        """See `keras.layers.Layer`."""
         if not self.built:
             return super().load_own_variables(store)  # Keras explains why it has no weights
         if list(store.keys()) != ["0"]:
             raise ValueError(
-                f"{self.name}: expected one array, '0', of an embedding table; the file has {sorted(store.keys())}. Tables saved "
-                "with quantization or by another layer cannot be read."
+                f"{self.name}: expected one array, '0', of an embedding table; the file has "
+                f"{sorted(store.keys())}. Tables saved with quantization or by another layer "
+                "cannot be read."
             )
         self.set_table(store["0"])
 
     def get_config(self) -> dict[str, Any]:
+        """See `keras.layers.Layer`."""
         return {
             **super().get_config(),
             "input_dim": self.input_dim,
@@ -248,13 +283,16 @@ class ShardedEmbedding(keras.layers.Layer):
         }
 
 
-# Files of weights name a model's layers by their classes, and either class is to read the other's files.
+# Weights files name a model's layers by their classes, and each class must read the other's files.
 ShardedEmbedding.__name__ = keras.layers.Embedding.__name__
 
 
-# --- Lookup -----------------------------------------------------------------------------------------------------------
+# --- Lookup ---------------------------------------------------------------------------------------
 def _lookup(parts: list, ids: tf.Tensor) -> tf.Tensor:
-    """Rows `[n, output_dim]` of ids `[n]`; each is read, and updated, where its part lies."""
+    """Return rows `[n, output_dim]` for ids `[n]`.
+
+    Each row is read, and updated, on the device of its shard.
+    """
     if len(parts) == 1:
         return tf.gather(parts[0], ids)
     distinct, position = tf.unique(ids)
@@ -271,7 +309,10 @@ def _lookup(parts: list, ids: tf.Tensor) -> tf.Tensor:
 
 @tf.custom_gradient
 def _repeat(rows: tf.Tensor, position: tf.Tensor):
-    """Rows `[n, output_dim]` at positions `[n]` in rows `[k, output_dim]`; TensorFlow's gradient would not add up duplicates."""
+    """Return rows `[n, output_dim]` at positions `[n]` of rows `[k, output_dim]`.
+
+    The custom gradient adds up duplicates; TensorFlow's own gradient would not.
+    """
 
     def gradient(upstream):
         return tf.math.unsorted_segment_sum(upstream, position, tf.shape(rows)[0]), None
@@ -279,15 +320,18 @@ def _repeat(rows: tf.Tensor, position: tf.Tensor):
     return tf.gather(rows, position), gradient
 
 
-# --- Building ---------------------------------------------------------------------------------------------------------
+# --- Building -------------------------------------------------------------------------------------
 def _parameter_servers() -> int:
-    """Parameter servers of the strategy in scope, 1 where it has none; counted by devices, as its `cluster_resolver` is None."""
+    """Return the number of parameter servers of the strategy in scope, 1 if it has none.
+
+    They are counted by devices, because the strategy's `cluster_resolver` is None.
+    """
     servers = isinstance(tf.distribute.get_strategy(), tf.distribute.ParameterServerStrategy)
     return connected_tasks("ps") if servers else 1
 
 
 def connected_tasks(job: str) -> int:
-    """How many tasks of a job this process has connected to."""
+    """Return how many tasks of a job this process has connected to."""
     devices = (
         tf.DeviceSpec.from_string(device.name) for device in tf.config.list_logical_devices("CPU")
     )
@@ -297,23 +341,25 @@ def connected_tasks(job: str) -> int:
 def _shard_initializer(
     initializer: Any, table: tuple[int, int], shard: int, shards: int
 ) -> Callable:
-    """What fills a shard; called where the shard lies."""
+    """Return the initializer of a shard; it is called on the shard's device."""
     if shards == 1:
         return initializer
     if table[0] * table[1] <= WHOLE_DRAW:
         return lambda shape, dtype=None: initializer(table, dtype=dtype)[shard::shards]
     if type(initializer) not in _BY_VALUE or np.ndim(getattr(initializer, "value", 0)):
         raise ValueError(
-            f"ShardedEmbedding: embeddings_initializer: a table {table} of more than {WHOLE_DRAW} values is drawn in parts, which "
-            f"works with {', '.join(cls.__name__ for cls in _BY_VALUE)} (of one value); received {initializer}."
+            f"ShardedEmbedding: embeddings_initializer: a table {table} of more than {WHOLE_DRAW} "
+            "values is drawn in parts, which works with "
+            f"{', '.join(cls.__name__ for cls in _BY_VALUE)} (of one value); received "
+            f"{initializer}."
         )
     config = initializer.get_config()
-    if isinstance(config.get("seed"), int):  # None: a new one for each shard anyway
+    if isinstance(config.get("seed"), int):  # None: each shard gets a new seed anyway
         config["seed"] = (config["seed"] + shard * _SEED_STRIDE) % 2**32
     return type(initializer).from_config(config)
 
 
-# --- Arguments --------------------------------------------------------------------------------------------------------
+# --- Arguments ------------------------------------------------------------------------------------
 def _positive(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         raise ValueError(
@@ -330,8 +376,9 @@ def _summed_regularizer(regularizer: Any) -> Any:
     ):
         return regularizer
     raise ValueError(
-        "ShardedEmbedding: embeddings_regularizer: expected L1, L2, L1L2 or None, as the sum over shards must equal the whole; "
-        f"received {regularizer}. Use activity_regularizer for the rows of a batch, or keras.layers.Embedding."
+        "ShardedEmbedding: embeddings_regularizer: expected L1, L2, L1L2 or None, as the sum "
+        f"over shards must equal the whole; received {regularizer}. Use activity_regularizer for "
+        "the rows of a batch, or keras.layers.Embedding."
     )
 
 
@@ -345,6 +392,6 @@ def _row_constraint(constraint: Any) -> Any:
         else repr(constraint)
     )
     raise ValueError(
-        "ShardedEmbedding: embeddings_constraint: expected NonNeg, or MaxNorm, MinMaxNorm or UnitNorm with axis=1, as a column's "
-        f"values lie in several shards; received {received}."
+        "ShardedEmbedding: embeddings_constraint: expected NonNeg, or MaxNorm, MinMaxNorm or "
+        f"UnitNorm with axis=1, as a column's values lie in several shards; received {received}."
     )

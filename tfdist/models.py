@@ -1,4 +1,4 @@
-"""A name and options become a Keras 3 model, one of the small ones here or a user's own; no strategy is known here."""
+"""Model factory: small Keras 3 models by name and options, and users' own models."""
 
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ PIXEL = 1 / 255
 
 
 def build(name: str, **options: Any) -> keras.Model:
-    """Builds one of `MODELS`, or a user's own; under a strategy call it inside `strategy.scope()`.
+    """Build one of `MODELS`, or a user's own model; under a strategy call it in its scope.
+
+    The scope is `strategy.scope()`.
 
     Args:
-        name: "mlp", "cnn", "resnet" or "transformer"; or "FILE.py:FUNCTION" or "package.module:FUNCTION", a function that
-            returns a `keras.Model`, compiled or not.
-        **options: Arguments of the function of that name; `input_shape` and `classes` always.
+        name: Model name, "mlp", "cnn", "resnet" or "transformer"; or "FILE.py:FUNCTION" or
+            "package.module:FUNCTION", a function that returns a `keras.Model`, compiled or not.
+        **options: Arguments of the function of that name; `input_shape` and `classes` are required.
 
     Returns:
-        A model from inputs `[batch, *input_shape]` to probabilities `[batch, classes]`, float32; or what the user's function
-        returns.
+        A model from inputs `[batch, *input_shape]` to probabilities `[batch, classes]`, float32; or
+        the model that the user's function returns.
 
     Raises:
-        ValueError: For an unknown name or option, naming the nearest known one; for a user's function that is not there, does
-            not take the options, or returns something else.
+        ValueError: If the name or an option is unknown; the message names the nearest known one.
+            Also if a user's function does not exist, does not take the options, or returns
+            something else.
 
     Example:
         >>> build("mlp", input_shape=(8, 8, 1), classes=10, widths=(32,)).output_shape
@@ -38,7 +41,8 @@ def build(name: str, **options: Any) -> keras.Model:
         return _own(name, options)
     if name not in MODELS:
         raise ValueError(
-            f"model {name!r}: no such model. {nearest(name, MODELS)} Or name a function of yours, FILE.py:FUNCTION."
+            f"model {name!r}: no such model. {nearest(name, MODELS)} Or name a function of yours, "
+            "FILE.py:FUNCTION."
         )
     known = inspect.signature(MODELS[name]).parameters
     for option in options:
@@ -53,7 +57,7 @@ def build(name: str, **options: Any) -> keras.Model:
 
 
 def is_own(name: str) -> bool:
-    """Whether a model's name is that of a user's function."""
+    """Return whether a model's name refers to a user's function."""
     return ":" in name
 
 
@@ -64,17 +68,17 @@ def mlp(
     dropout: float = 0.0,
     scale: float = PIXEL,
 ) -> keras.Model:
-    """Dense layers.
+    """Build a multilayer perceptron of Dense layers.
 
     Args:
         input_shape: Shape of one example.
         classes: Number of classes.
-        widths: Units of each hidden layer.
-        dropout: Share of units dropped after each hidden layer.
-        scale: Factor for the inputs; default: pixels from 0 to 255 become 0 to 1.
+        widths: Units of each hidden layer, default (128, 128).
+        dropout: Fraction of units dropped after each hidden layer, default 0.
+        scale: Factor for the inputs; the default scales pixels from 0 to 255 to 0 to 1.
 
     Returns:
-        The model.
+        The model, from `[batch, *input_shape]` to `[batch, classes]`.
     """
     inputs = keras.Input(input_shape)
     x = layers.Flatten()(layers.Rescaling(scale)(inputs))
@@ -92,18 +96,21 @@ def cnn(
     dropout: float = 0.0,
     scale: float = PIXEL,
 ) -> keras.Model:
-    """Convolutions of 3 x 3, each followed by a halving of height and width, then a dense layer.
+    """Build a convolutional network.
+
+    Each 3 x 3 convolution is followed by max pooling, which halves height and width. A dense layer
+    follows at the end.
 
     Args:
         input_shape: `(height, width, channels)`.
         classes: Number of classes.
-        filters: Filters of each convolution.
-        units: Units of the dense layer.
-        dropout: Share of units dropped before and after the dense layer.
-        scale: Factor for the inputs; default: pixels from 0 to 255 become 0 to 1.
+        filters: Filters of each convolution, default (32, 64).
+        units: Units of the dense layer, default 128.
+        dropout: Fraction of units dropped before and after the dense layer, default 0.
+        scale: Factor for the inputs; the default scales pixels from 0 to 255 to 0 to 1.
 
     Returns:
-        The model.
+        The model, from `[batch, height, width, channels]` to `[batch, classes]`.
     """
     inputs = keras.Input(input_shape)
     x = layers.Rescaling(scale)(inputs)
@@ -122,17 +129,20 @@ def resnet(
     blocks: int = 1,
     scale: float = PIXEL,
 ) -> keras.Model:
-    """Residual blocks with batch normalization before each convolution (He et al. 2016, arXiv 1603.05027).
+    """Build a residual network with batch normalization before each convolution.
+
+    He et al. 2016, arXiv 1603.05027.
 
     Args:
         input_shape: `(height, width, channels)`.
         classes: Number of classes.
-        filters: Filters of each stage; every stage but the first halves height and width.
-        blocks: Residual blocks in each stage.
-        scale: Factor for the inputs; default: pixels from 0 to 255 become 0 to 1.
+        filters: Filters of each stage, default (16, 32, 64); every stage but the first halves
+            height and width.
+        blocks: Residual blocks in each stage, default 1.
+        scale: Factor for the inputs; the default scales pixels from 0 to 255 to 0 to 1.
 
     Returns:
-        The model.
+        The model, from `[batch, height, width, channels]` to `[batch, classes]`.
     """
     inputs = keras.Input(input_shape)
     x = layers.Rescaling(scale)(inputs)
@@ -160,26 +170,28 @@ def transformer(
     dropout: float = 0.0,
     scale: float = PIXEL,
 ) -> keras.Model:
-    """An encoder that classifies a sequence (Vaswani et al. 2017, arXiv 1706.03762, normalized before each part).
+    """Build a transformer encoder that classifies a sequence.
+
+    Vaswani et al. 2017, arXiv 1706.03762, with layer normalization before each part of a block.
 
     Args:
-        input_shape: `(length,)` of tokens; or `(length, ...)` of vectors, as which the rows of an image will
-            do.
+        input_shape: `(length,)` of tokens; or `(length, ...)` of vectors, such as the rows of an
+            image.
         classes: Number of classes.
-        vocabulary: Number of tokens; None: the inputs are vectors.
-        width: Size of a position's vector.
-        heads: Attention heads; each has `width // heads` dimensions.
-        depth: Encoder blocks.
-        dropout: Share of units dropped after each part of a block.
-        scale: Factor for vectors; default: pixels from 0 to 255 become 0 to 1.
+        vocabulary: Number of tokens; None (default): the inputs are vectors.
+        width: Size of the vector of a position, default 64.
+        heads: Number of attention heads, default 4; each has `width // heads` dimensions.
+        depth: Number of encoder blocks, default 2.
+        dropout: Fraction of units dropped after each part of a block, default 0.
+        scale: Factor for vectors; the default scales pixels from 0 to 255 to 0 to 1.
 
     Returns:
-        The model.
+        The model, from `[batch, *input_shape]` to `[batch, classes]`.
     """
     if (vocabulary is None) == (len(input_shape) == 1):
         raise ValueError(
-            f"model 'transformer': expected input_shape=(length,) with vocabulary=, or (length, ...) without; received "
-            f"{tuple(input_shape)} and vocabulary={vocabulary}."
+            "model 'transformer': expected input_shape=(length,) with vocabulary=, or (length, "
+            f"...) without; received {tuple(input_shape)} and vocabulary={vocabulary}."
         )
     if vocabulary is None:
         inputs = keras.Input(input_shape)
@@ -203,14 +215,16 @@ def transformer(
 
 @keras.saving.register_keras_serializable("tfdist")
 class Positions(layers.Layer):
-    """Adds a learnt vector for each position to a sequence, `[batch, length, width]`."""
+    """Layer that adds a learnt vector per position to a sequence `[batch, length, width]`."""
 
     def build(self, input_shape):
+        """See `keras.layers.Layer`."""
         self.table = self.add_weight(
             shape=tuple(input_shape[1:]), initializer="random_normal", name="table"
         )
 
     def call(self, inputs):
+        """See `keras.layers.Layer`."""
         return inputs + self.table
 
 
@@ -229,12 +243,14 @@ def _own(name: str, options: dict[str, Any]) -> keras.Model:
     except TypeError as error:
         given = ", ".join(options)
         raise ValueError(
-            f"model.name={name}: expected a function that can be called with {given} (model.options are among them): {error}."
+            f"model.name={name}: expected a function that can be called with {given} "
+            f"(model.options are among them): {error}."
         ) from error
     model = function(**options)
     if not isinstance(model, keras.Model):
         raise ValueError(
-            f"model.name={name}: expected the function to return a keras.Model, received {type(model).__name__}."
+            f"model.name={name}: expected the function to return a keras.Model, received "
+            f"{type(model).__name__}."
         )
     return model
 

@@ -1,7 +1,8 @@
-"""How the replicas of a training become one, as facts: when they exchange what, in which precision; nothing is computed here.
+"""Synchronization policies of replicas: gradient all-reduce, local SGD and DiLoCo.
 
-Given to `tfdist.make_strategy(sync=...)`, or to `tfdist.parallel.zero(optimizer, sync=...)`. Without one, gradients are summed in their
-own precision in each step, so that N replicas train as one.
+Pass a policy to `tfdist.make_strategy(sync=...)`, or to `tfdist.parallel.zero(optimizer,
+sync=...)`. The default sums gradients in their own dtype in each step, so that N replicas train as
+one.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import difflib
 from collections.abc import Callable
 from typing import Any
 
-# Small gradients travel in one collective; a large one by itself, which saves copying it, and starts while others are computed.
+# Small gradients share one collective. A larger gradient has its own collective: it need not be
+# copied, and it is sent while others are still computed.
 BUCKET_BYTES = 4 << 20
 COMM_DTYPES = ("bfloat16", "float16")
 COMBINE = ("mean", "replicas", "sum")
@@ -19,27 +21,38 @@ COMBINE = ("mean", "replicas", "sum")
 
 @dataclasses.dataclass(frozen=True)
 class Gradients:
-    """The replicas exchange gradients before each update of the variables, which stay equal on all of them.
+    """Policy that combines the replicas' gradients before each update of the variables.
 
-    In order: gradients are added up over `accumulate` steps, combined over the replicas, clipped, checked, and given to the optimizer.
-    The optimizer's own `clipnorm`, `global_clipnorm`, `clipvalue`, `use_ema` and loss scaling come after, and see the same on all.
+    The variables stay equal on all replicas. The order is: gradients are added up over `accumulate`
+    steps, combined over the replicas, clipped, checked, and passed to the optimizer. The
+    optimizer's own `clipnorm`, `global_clipnorm`, `clipvalue`, `use_ema` and loss scaling come
+    after that, and see the same values on all replicas.
 
     Attributes:
-        combine: "mean": of the loss over the examples of the global batch, of whichever replica: each replica weighs as many examples as
-            it has. "replicas": the mean of the replicas' own means, each alike. "sum": the sum of these. Or a function, called in replica
-            context with this replica's list of gradients, None where a variable has none, each its part of the mean over the global batch;
-            it returns the list that the optimizer gets, which must be equal on all replicas. `tf.distribute.get_replica_context()` and
+        combine: Method that combines gradients, default "mean": the mean of the loss over the
+            examples of the global batch, whichever replica has them, so that each replica weighs as
+            many examples as it has. "replicas": the mean of the replicas' own means, equally
+            weighted. "sum": the sum of these means. Or a function, called in replica context with
+            this replica's list of gradients, None where a variable has none; each is this replica's
+            part of the mean over the global batch. The function returns the list that the optimizer
+            gets, which must be equal on all replicas. `tf.distribute.get_replica_context()` and
             `tfdist.parallel.replicas()` have the collectives.
-        comm_dtype: "bfloat16" or "float16", in which gradients travel; they are summed in their own dtype. None: they travel in that too. float16
-            ends at 65,504: gradients beyond become infinite. Not with a function as `combine`, which sends them itself.
-        bucket_bytes: Small gradients travel together, in buckets of at most so many bytes; a larger gradient travels by itself.
-        clip_norm: Longest norm of all gradients together, without a scale of the loss; longer ones are scaled to it. None: any.
-        accumulate: Steps whose gradients are averaged for one update, and one exchange. Not with `zero` or `fsdp`, see there.
-        skip_nonfinite: Whether an update is left out, on all replicas, if a gradient is infinite or not a number. Nothing of it then reaches the
-            optimizer, whose count of updates stays as well. A LossScaleOptimizer does so itself, and lowers its scale.
+        comm_dtype: Dtype in which gradients travel, "bfloat16" or "float16"; they are summed in
+            their own dtype. None (default): they travel in their own dtype. float16 ends at 65,504:
+            larger gradients become infinite. Not allowed with a function as `combine`, which sends
+            gradients itself.
+        bucket_bytes: Largest bucket in bytes, default 4 MiB. Small gradients travel together in
+            buckets; a larger gradient travels by itself.
+        clip_norm: Largest global norm of all gradients, without loss scale; gradients with a larger
+            norm are scaled down to it. None (default): no limit.
+        accumulate: Steps whose gradients are averaged for one update and one exchange, default 1.
+            Not with `zero` or `fsdp`, see there.
+        skip_nonfinite: Whether all replicas skip an update if a gradient is infinite or NaN,
+            default False. The optimizer then gets nothing, and its count of updates stays the same.
+            A LossScaleOptimizer skips such updates itself, and lowers its scale.
 
     Raises:
-        ValueError: For a bad value.
+        ValueError: If a value is wrong.
 
     Example:
         >>> Gradients(comm_dtype="bfloat16", clip_norm=1.0).comm_dtype
@@ -59,7 +72,8 @@ class Gradients:
         _comm_dtype(self.comm_dtype)
         if callable(self.combine) and self.comm_dtype is not None:
             raise ValueError(
-                f"sync.comm_dtype: a function that combines gradients sends them itself; received {self.comm_dtype!r}. Give its own calls comm_dtype={self.comm_dtype!r}."
+                "sync.comm_dtype: a function that combines gradients sends them itself; received "
+                f"{self.comm_dtype!r}. Give its own calls comm_dtype={self.comm_dtype!r}."
             )
         _whole("bucket_bytes", self.bucket_bytes, 1)
         _whole("accumulate", self.accumulate, 1)
@@ -68,32 +82,34 @@ class Gradients:
 
     @property
     def plain(self) -> bool:
-        """Whether gradients are just summed."""
+        """Return whether gradients are only summed."""
         return self == Gradients(bucket_bytes=self.bucket_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
 class LocalSGD:
-    """Each replica trains by itself for some steps; then their weights become one.
+    """Policy in which replicas take local steps and synchronize weights every few steps.
 
-    Each replica's gradient is that of the mean loss over its own examples. Weights, and with them the optimizer's slots, moving statistics and
-    metrics, also become one wherever somebody looks: at an epoch's end, before a validation, and where a snapshot is made. Between, the slots of
-    each replica are its own.
+    The gradient of each replica is that of the mean loss over its own examples. Replicas also
+    synchronize weights, optimizer slots, moving statistics and metrics where these are read: at the
+    end of an epoch, before a validation, and for a snapshot. In between, each replica has its own
+    optimizer slots.
 
-    With `outer_learning_rate=1` and `outer_momentum=0`, the defaults, weights become their mean: local SGD (Stich 2018, arXiv:1805.09767,
-    algorithm 1). Otherwise their mean is a proposal, whose distance from the weights before is an outer gradient for Nesterov's momentum: see
-    `DiLoCo`.
+    With `outer_learning_rate=1` and `outer_momentum=0`, the defaults, weights are replaced by their
+    mean: local SGD (Stich 2018, arXiv:1805.09767, algorithm 1). With other values the distance of
+    this mean from the previous weights is an outer gradient for Nesterov momentum: see `DiLoCo`.
 
     Attributes:
-        every: Steps from one exchange to the next, or "epoch".
-        warmup: So many first steps exchange gradients each, as `Gradients()` does.
-        outer_learning_rate: Of the outer step, above 0.
-        outer_momentum: Of the outer step, from 0 to below 1.
-        comm_dtype: As for `Gradients`: in which weights' differences travel.
-        bucket_bytes: As for `Gradients`.
+        every: Steps from one synchronization to the next, default 8, or "epoch".
+        warmup: Number of first steps that exchange gradients in each step, as `Gradients()` does;
+            default 0.
+        outer_learning_rate: Learning rate of the outer step, above 0, default 1.
+        outer_momentum: Momentum of the outer step, from 0 to below 1, default 0.
+        comm_dtype: Dtype in which differences of weights travel, as for `Gradients`.
+        bucket_bytes: Largest bucket in bytes, as for `Gradients`.
 
     Raises:
-        ValueError: For a bad value.
+        ValueError: If a value is wrong.
     """
 
     every: int | str = 8
@@ -110,14 +126,15 @@ class LocalSGD:
         _number("outer_learning_rate", self.outer_learning_rate, 0.0, "above 0")
         if not 0 <= _number("outer_momentum", self.outer_momentum, -1.0, "from 0 to below 1") < 1:
             raise ValueError(
-                f"sync.outer_momentum: expected a number from 0 to below 1, received {self.outer_momentum!r}."
+                "sync.outer_momentum: expected a number from 0 to below 1, received "
+                f"{self.outer_momentum!r}."
             )
         _comm_dtype(self.comm_dtype)
         _whole("bucket_bytes", self.bucket_bytes, 1)
 
     @property
     def averages(self) -> bool:
-        """Whether the outer step is a plain mean."""
+        """Return whether the outer step is a plain mean."""
         return (self.outer_learning_rate, self.outer_momentum) == (1.0, 0.0)
 
 
@@ -128,16 +145,17 @@ def DiLoCo(
     outer_momentum: float = 0.9,
     **kwargs: Any,
 ) -> LocalSGD:
-    """Local steps, and an outer optimizer with Nesterov's momentum on what they come to.
+    """Return a policy of local steps with an outer optimizer with Nesterov momentum.
 
-    Douillard et al. 2023, arXiv:2311.08105, algorithm 1, whose defaults for the outer step these are.
+    Douillard et al. 2023, arXiv:2311.08105, algorithm 1; the defaults for the outer step are those
+    of the paper.
 
     Args:
-        every: As for `LocalSGD`.
-        warmup: As for `LocalSGD`.
-        outer_learning_rate: As for `LocalSGD`.
-        outer_momentum: As for `LocalSGD`.
-        **kwargs: As for `LocalSGD`.
+        every: Steps from one synchronization to the next, as for `LocalSGD`.
+        warmup: Number of first steps that exchange gradients, as for `LocalSGD`.
+        outer_learning_rate: Learning rate of the outer step, as for `LocalSGD`; default 0.7.
+        outer_momentum: Momentum of the outer step, as for `LocalSGD`; default 0.9.
+        **kwargs: Further arguments of `LocalSGD`.
 
     >>> DiLoCo(every=16).averages
     False
@@ -149,13 +167,14 @@ Policy = Gradients | LocalSGD
 
 
 def policy(given: Any) -> Policy:
-    """What `make_strategy` takes, checked: a policy, a function as for `Gradients.combine`, a name of `COMBINE` or `COMM_DTYPES`, or None.
+    """Return the policy for a value of `make_strategy(sync=...)`, checked.
 
     Args:
-        given: That.
+        given: Policy, a function as for `Gradients.combine`, a name of `COMBINE` or `COMM_DTYPES`,
+            or None.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: If it is something else.
 
     >>> policy("bfloat16") == Gradients(comm_dtype="bfloat16"), policy(None) == policy("mean")
     (True, True)
@@ -169,7 +188,8 @@ def policy(given: Any) -> Policy:
     if (isinstance(given, str) and given in COMBINE) or callable(given):
         return Gradients(combine=given)
     raise ValueError(
-        f"sync: expected tfdist.sync.Gradients(...), LocalSGD(...) or DiLoCo(...), a function of a list of gradients, or one of {', '.join(COMBINE + COMM_DTYPES)}; "
+        "sync: expected tfdist.sync.Gradients(...), LocalSGD(...) or DiLoCo(...), a function of "
+        f"a list of gradients, or one of {', '.join(COMBINE + COMM_DTYPES)}; "
         f"received {given!r}.{_near(given, COMBINE + COMM_DTYPES)}"
     )
 
@@ -177,7 +197,8 @@ def policy(given: Any) -> Policy:
 def _one_of(name: str, value: Any, choices: tuple[str, ...], more: str = "") -> None:
     if value not in choices:
         raise ValueError(
-            f"sync.{name}: expected one of {', '.join(choices)}{f', {more}' if more else ''}; received {value!r}.{_near(value, choices)}"
+            f"sync.{name}: expected one of {', '.join(choices)}{f', {more}' if more else ''}; "
+            f"received {value!r}.{_near(value, choices)}"
         )
 
 

@@ -1,1 +1,4 @@
-"""A training state becomes snapshots that survive whatever happens while they are written; no strategy and no model is known here."""
+"""Snapshots of the training state that survive failures during a write.
+
+This package depends on no strategy and no particular model.
+"""

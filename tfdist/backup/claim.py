@@ -1,6 +1,7 @@
-"""Of the processes that would write to a directory of snapshots, the last to claim it is the only one that does.
+"""Single-writer lock of a snapshot directory: the last process to claim it may write.
 
-A process that was given up, but still runs, such as one behind a network that was cut, must not write over its successor's work.
+A process that was given up may still run, for example behind a network partition. It must not
+overwrite the work of its successor.
 """
 
 from __future__ import annotations
@@ -22,24 +23,28 @@ NAME = "writer.json"
 
 
 class Superseded(RuntimeError):
-    """Another process has become the writer of the directory; to start again would only take it away from that one."""
+    """Error: another process has become the writer of the directory.
+
+    A restart would only take the directory away from that process.
+    """
 
     exit_code = CONFIGURATION_CODE
 
 
 def claim(directory: str, launch: str, attempt: int) -> str:
-    """Makes this process the writer.
+    """Make this process the writer of a directory.
 
     Args:
-        directory: Of the snapshots; made if need be.
-        launch: Names the launch that this process belongs to; "": none.
-        attempt: Of that launch.
+        directory: Directory of the snapshots; created if it does not exist.
+        launch: Name of the launch that this process belongs to; "" if there is none.
+        attempt: Attempt of that launch.
 
     Returns:
-        The token by which `check` knows the writer.
+        The token by which `check` recognizes the writer.
 
     Raises:
         Superseded: A later attempt of the same launch is the writer.
+        OSError: The claim cannot be written.
 
     Example:
         >>> import tempfile
@@ -49,7 +54,8 @@ def claim(directory: str, launch: str, attempt: int) -> str:
     held = holder(directory)
     if held and launch and held["launch"] == launch and held["attempt"] > attempt:
         raise Superseded(
-            f"{directory}: attempt {attempt} of the launch {launch} may not write there any more: attempt {held['attempt']} does, "
+            f"{directory}: attempt {attempt} of the launch {launch} may not write there any more: "
+            f"attempt {held['attempt']} does, "
             f"{_described(held)}. End this process."
         )
     token = uuid.uuid4().hex
@@ -73,13 +79,17 @@ def claim(directory: str, launch: str, attempt: int) -> str:
             tf.io.gfile.remove(part)
         why = getattr(error, "message", None) or str(error)
         raise OSError(
-            f"{path}: cannot be written: {why}. Expected a directory with room that this process may write to."
+            f"{path}: cannot be written: {why}. Expected a directory with room that this process "
+            "may write to."
         ) from error
     return token
 
 
 def holder(directory: str) -> Mapping[str, Any] | None:
-    """Who is the writer; None: nobody has claimed the directory, or what is there is no claim."""
+    """Return the claim of the current writer, or None.
+
+    It is None if no process has claimed the directory, or if the file there is not a claim.
+    """
     try:
         with tf.io.gfile.GFile(os.path.join(directory, NAME)) as file:
             held = json.loads(file.read())
@@ -91,19 +101,21 @@ def holder(directory: str) -> Mapping[str, Any] | None:
 
 
 def check(directory: str, token: str) -> None:
-    """Makes sure that the process with this token is still the writer.
+    """Raise Superseded unless the process with this token is still the writer.
 
     Raises:
-        Superseded: It is not.
+        Superseded: Another process is the writer, or the claim was removed.
     """
     held = holder(directory)
     if held is None:
         raise Superseded(
-            f"{directory}: this process was its writer, and now nobody is: {NAME} was removed. Only one training may use a directory."
+            f"{directory}: this process was its writer, and now nobody is: {NAME} was removed. "
+            "Only one training may use a directory."
         )
     if held["token"] != token:
         raise Superseded(
-            f"{directory}: this process was its writer, and now another is: {_described(held)}. Only one training may use a directory: end this "
+            f"{directory}: this process was its writer, and now another is: {_described(held)}. "
+            "Only one training may use a directory: end this "
             "process, or name another backup_dir."
         )
 

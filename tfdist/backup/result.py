@@ -1,6 +1,6 @@
-"""What a training came to becomes a file in its launch's logs, and two such files a sentence about whether they are the same.
+"""Final training result: write it to the launch's logs, and compare two results.
 
-For launches with a chaos plan only. Nothing is ever restored from it.
+Only launches with a chaos plan write it. Nothing is ever restored from it.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ from tfdist.backup.snapshot import Snapshot, pack, unpack
 from tfdist.backup.store import rename_local, write_local
 from tfdist.runtime.launch_protocol import RESULT, Launched
 
-TOLERANCE = 1e-6  # between floats, absolute or relative: sums of the same numbers in another order
+# Absolute or relative difference of floats, which sums of the same numbers in another order have.
+TOLERANCE = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """How one result is to another.
+    """Outcome of comparing one result with another.
 
     Attributes:
-        same: Whether it is the other one, but for floats that differ by less than the tolerance.
-        text: That in words, to be followed by the other's name.
-        detail: What differs most, or first; "" where nothing does.
+        same: Whether the results are equal, except for floats that differ by less than the
+            tolerance.
+        text: The outcome in words, to be followed by the name of the other result.
+        detail: Largest or first difference; "" if there is none.
     """
 
     same: bool
@@ -37,15 +39,16 @@ class Comparison:
 
 
 def write(launched: Launched, model: keras.Model, history: Mapping[str, Any]) -> None:
-    """Writes the result of a training, whole or not at all, if its launch has a chaos plan.
+    """Write the result of a training atomically, if its launch has a chaos plan.
 
     Args:
-        launched: What the launcher told this process.
-        model: Trained; what is sharded over several workers is gathered.
-        history: "epoch": numbers; "values": by name, one of each epoch.
+        launched: Settings that the launcher passed to this process.
+        model: Trained model. Variables that are sharded over several workers are gathered.
+        history: History of the training: "epoch" with the epoch numbers, "values" with a list for
+            each metric name, one value an epoch.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     if not is_wanted(launched):
         return
@@ -58,22 +61,22 @@ def write(launched: Launched, model: keras.Model, history: Mapping[str, Any]) ->
 
 
 def is_wanted(launched: Launched) -> bool:
-    """Whether a launch compares what its training comes to; the same on all workers.
+    """Return whether a launch compares its training results. All workers agree on this.
 
     Args:
-        launched: What the launcher told this process.
+        launched: Settings that the launcher passed to this process.
     """
     return launched.chaos is not None and launched.log_dir is not None
 
 
 def read(log_dir: str) -> Snapshot:
-    """The result of a launch.
+    """Return the result of a launch.
 
     Args:
-        log_dir: Of its logs.
+        log_dir: Directory of the launch's logs.
 
     Raises:
-        ValueError: There is none, or it is damaged.
+        ValueError: There is no result, or it is damaged.
     """
     path = os.path.join(log_dir, RESULT)
     try:
@@ -81,25 +84,32 @@ def read(log_dir: str) -> Snapshot:
             return unpack(file.read(), path)
     except OSError as error:
         raise ValueError(
-            f"{path}: {error.strerror}. Expected the result of a training with tfdist.BackupAndRestore that came to its end under "
+            f"{path}: {error.strerror}. Expected the result of a training with "
+            "tfdist.BackupAndRestore that came to its end under "
             "`tfdist launch --chaos PLAN`; --chaos none is the undisturbed one."
         ) from error
 
 
 def compare(mine: Snapshot, other: Snapshot) -> Comparison:
-    """How a result is to another.
+    """Compare a result with another.
 
     Args:
-        mine: The one.
-        other: The other.
+        mine: First result.
+        other: Second result.
 
     Example:
-        >>> a, b = (Snapshot({"model/0": np.array([1.0, x])}, {"optimizer": None, "names": ["kernel"], "history": {}}) for x in (2, 3))
+        >>> a, b = (
+        ...     Snapshot(
+        ...         {"model/0": np.array([1.0, x])},
+        ...         {"optimizer": None, "names": ["kernel"], "history": {}},
+        ...     )
+        ...     for x in (2, 3)
+        ... )
         >>> compare(a, a).text
         'equal bit for bit to'
         >>> compare(a, b)
         Comparison(same=False, text='DIFFERENT from', detail='kernel [1]: 2.0 here, 3.0 there; 1 of 1 arrays differ')
-    """
+    """  # noqa: E501
     stranger = next(_other_model(mine, other), None)
     if stranger:
         return Comparison(False, "of ANOTHER MODEL than", stranger)
@@ -122,22 +132,25 @@ def compare(mine: Snapshot, other: Snapshot) -> Comparison:
     return Comparison(
         True,
         f"within {TOLERANCE:g} of",
-        f"the largest difference is {apart:.2g}, in {name}; {len(unequal)} of {len(pairs)} arrays differ",
+        f"the largest difference is {apart:.2g}, in {name}; {len(unequal)} of {len(pairs)} arrays "
+        "differ",
     )
 
 
 def _other_model(mine: Snapshot, other: Snapshot) -> Iterator[str]:
-    """What one model has and the other has not."""
-    here, there = mine.facts["optimizer"], other.facts["optimizer"]
+    """Yield the differences between two models, as text."""
+    here = mine.facts["optimizer"]
+    there = other.facts["optimizer"]
     if here != there:
         yield f"optimizer {here} here, {there} there"
-    ours, others = _described(mine), _described(other)
+    ours = _described(mine)
+    others = _described(other)
     for key in dict.fromkeys((*ours, *others)):
         (name, here), (called, there) = (
             ours.get(key, ("", "nothing")),
             others.get(key, ("", "nothing")),
         )
-        if here != there:  # names of layers count up from model to model
+        if here != there:  # only dtype and shape: Keras numbers layer names through all models
             yield f"{key.replace('/', ' variable ')}, {name or called}: {here} here, {there} there"
 
 

@@ -1,6 +1,7 @@
-"""Variables of which each replica holds a row become pieces of files, and rows for another number of replicas; nothing is read here.
+"""Resharding: rebuild rows of sharded variables for any number of replicas.
 
-A whole variable is a flat array of `elements` numbers, padded with zeros to equal rows, one a replica: row r begins at r * length.
+A whole variable is a flat array of `elements` numbers, padded with zeros to equal rows, one for
+each replica. Row r begins at r * length.
 """
 
 from __future__ import annotations
@@ -14,23 +15,23 @@ import numpy as np
 
 
 class Flat(Protocol):
-    """A flat array, or what gives slices of one."""
+    """Flat array, or an object that returns slices of one."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, part: slice, /) -> np.ndarray: ...
 
 
-Piece = tuple[int, Flat]  # where it begins in the flat whole, and its numbers
+Piece = tuple[int, Flat]  # offset in the flat whole variable, and the numbers from there on
 
 
 def whole_shape(variable: keras.Variable) -> tuple[int, ...]:
-    """The shape of a variable, of the whole one if replicas hold rows of it."""
+    """Return the shape of the whole variable, also if replicas hold rows of it."""
     return tuple(getattr(variable, "tfdist_shape", variable.shape))
 
 
 def is_sharded(variable: keras.Variable) -> bool:
-    """Whether each replica holds a row of it."""
+    """Return whether each replica holds a row of a variable."""
     return hasattr(variable, "tfdist_shape")
 
 
@@ -42,33 +43,39 @@ def rows(
     first: int,
     count: int,
 ) -> np.ndarray:
-    """Some replicas' rows of a variable, put together from pieces.
+    """Return the rows of some replicas, assembled from pieces of a variable.
 
     Args:
-        pieces: They cover all of it; what is beyond its elements is padding.
-        shape: Of the whole.
-        dtype: Of its numbers.
-        replicas: Rows that it is cut into.
-        first: The first row that is asked for.
-        count: Rows from there on.
+        pieces: Pieces that cover the whole variable. Numbers beyond its elements are padding.
+        shape: Shape of the whole variable.
+        dtype: Data type of the variable.
+        replicas: Number of rows that the variable is split into.
+        first: Index of the first row to return.
+        count: Number of rows to return.
 
     Returns:
-        `[count, length]`.
+        An array `[count, length]`.
 
     Raises:
         ValueError: The pieces leave a gap.
 
     Example:
-        >>> rows([(0, np.array([1.0, 2.0, 3.0])), (3, np.array([4.0, 5.0, 0.0]))], (5,), np.float64, replicas=3, first=1, count=2)
+        >>> rows(
+        ...     [(0, np.array([1.0, 2.0, 3.0])), (3, np.array([4.0, 5.0, 0.0]))],
+        ...     (5,), np.float64, replicas=3, first=1, count=2
+        ... )
         array([[3., 4.],
                [5., 0.]])
     """
     elements = math.prod(shape)
     length = -(-elements // replicas)
-    begin, end = first * length, min((first + count) * length, elements)
-    found, known = np.zeros(count * length, dtype), 0
+    begin = first * length
+    end = min((first + count) * length, elements)
+    found = np.zeros(count * length, dtype)
+    known = 0
     for offset, numbers in pieces:
-        low, high = max(begin, offset), min(end, offset + len(numbers))
+        low = max(begin, offset)
+        high = min(end, offset + len(numbers))
         if low < high:
             found[low - begin : high - begin] = numbers[low - offset : high - offset]
             known += high - low

@@ -1,7 +1,9 @@
-"""Arrays and facts become the content of one file, with a checksum; what is not just what was written is never taken for it.
+"""File format of a snapshot: named arrays and JSON facts, with a checksum.
 
-The content: `MAGIC`, the header's length (8 bytes, little endian), the header in JSON, the arrays one after the other, and the CRC-32
-of all that (4 bytes, little endian), which sees any change of up to 32 bits in a row, and others but for one in 2^32.
+A file that is not exactly what was written is never accepted as a snapshot. The content is `MAGIC`,
+the header's length (8 bytes, little endian), the header in JSON, the arrays one after the other,
+and the CRC-32 of all that (4 bytes, little endian). The checksum detects any change of up to 32
+bits in a row, and all but one in 2^32 of other changes.
 """
 
 from __future__ import annotations
@@ -20,20 +22,20 @@ import tensorflow as tf
 MAGIC = b"tfdist snapshot\n"
 VERSION = 1
 _LENGTH, _CHECKSUM = 8, 4  # bytes
-_PIECE = 1 << 20  # bytes that are read at a time
+_PIECE = 1 << 20  # bytes read at a time
 
 
 class Damaged(ValueError):
-    """A file is no snapshot, or no longer the one that was written."""
+    """Error: a file is not a snapshot, or was changed after it was written."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """A state of training at one moment.
+    """Training state at one step.
 
     Attributes:
-        arrays: Names to arrays of any shape, of numbers or truth values.
-        facts: All else, as JSON knows it.
+        arrays: Arrays by name, of any shape, of numbers or booleans.
+        facts: All other state, JSON-serializable.
     """
 
     arrays: Mapping[str, np.ndarray]
@@ -41,7 +43,7 @@ class Snapshot:
 
 
 def numbered(prefix: str, arrays: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
-    """Arrays of one kind, by names that `arrays_of` finds.
+    """Return arrays of one kind, under names that `arrays_of` finds.
 
     >>> numbered("metrics/", [1.0, 2.0])
     {'metrics/0': 1.0, 'metrics/1': 2.0}
@@ -50,18 +52,18 @@ def numbered(prefix: str, arrays: Iterable[np.ndarray]) -> dict[str, np.ndarray]
 
 
 def arrays_of(prefix: str, snapshot: Snapshot) -> list[np.ndarray]:
-    """A snapshot's arrays of one kind, in their order."""
+    """Return a snapshot's arrays of one kind, in their order."""
     return [array for key, array in snapshot.arrays.items() if key.startswith(prefix)]
 
 
 def pack(snapshot: Snapshot) -> Iterator[bytes | memoryview]:
-    """A file's content in pieces, so that no second copy of the arrays is made.
+    """Yield a file's content in pieces, so that the arrays are not copied a second time.
 
     Args:
-        snapshot: The snapshot.
+        snapshot: Snapshot to write.
 
     Yields:
-        What to write, in this order.
+        The pieces of the content, in the order in which to write them.
 
     Example:
         >>> content = b"".join(pack(Snapshot({"weights": np.ones(3)}, {"epoch": 7})))
@@ -80,19 +82,20 @@ def pack(snapshot: Snapshot) -> Iterator[bytes | memoryview]:
 
 
 def unpack(content: bytes, name: str) -> Snapshot:
-    """A snapshot from the content of its file.
+    """Return the snapshot in the content of a file.
 
     Args:
-        content: All of it; the arrays are views of it.
-        name: Of the file, for messages.
+        content: Complete content of the file. The arrays are views of it.
+        name: Name of the file, for messages.
 
     Raises:
-        Damaged: It is not what `pack` gave, byte for byte.
-        ValueError: It was written by another version of tfdist.
+        Damaged: The content is not what `pack` returned, byte for byte.
+        ValueError: Another version of tfdist wrote the file.
     """
     file = io.BytesIO(content)
     check(file, name)
-    found, view = layout(file, name), memoryview(content)
+    found = layout(file, name)
+    view = memoryview(content)
     arrays = {
         key: np.frombuffer(view[begin : begin + math.prod(shape) * kind.itemsize], kind).reshape(
             shape
@@ -104,11 +107,11 @@ def unpack(content: bytes, name: str) -> Snapshot:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """What a file's header says.
+    """Header of a snapshot file.
 
     Attributes:
-        arrays: Names to dtype, shape, and the place of the first byte in the file.
-        facts: As of the `Snapshot`.
+        arrays: By name, the dtype, the shape, and the position of the first byte in the file.
+        facts: The facts of the `Snapshot`.
     """
 
     arrays: Mapping[str, tuple[np.dtype, tuple[int, ...], int]]
@@ -116,16 +119,21 @@ class Layout:
 
 
 def check(file: Any, name: str) -> None:
-    """Makes sure that a file is what `pack` gave, byte for byte; it is read in pieces.
+    """Raise Damaged unless a file is what `pack` returned, byte for byte.
+
+    The file is read in pieces.
 
     Args:
-        file: At its begin; has `read(bytes)`.
-        name: Of the file, for messages.
+        file: File object at its beginning, with `read(bytes)`.
+        name: Name of the file, for messages.
 
     Raises:
-        Damaged: It is not.
+        Damaged: The file is not what was written.
     """
-    begin, tail, checksum, size = b"", b"", 0, 0
+    begin = b""
+    tail = b""
+    checksum = 0
+    size = 0
     while piece := file.read(_PIECE):
         begin, size = begin or piece[: len(MAGIC)], size + len(piece)
         held = tail + piece
@@ -134,28 +142,33 @@ def check(file: Any, name: str) -> None:
         raise Damaged(f"{name}: expected a snapshot; it does not begin as one.")
     if size < len(MAGIC) + _LENGTH + _CHECKSUM or checksum != int.from_bytes(tail, "little"):
         raise Damaged(
-            f"{name}: its checksum is not that of its content ({size} bytes): it was cut off or changed."
+            f"{name}: its checksum is not that of its content ({size} bytes): it was cut off or "
+            "changed."
         )
 
 
 def layout(file: Any, name: str) -> Layout:
-    """Where the arrays of a file lie that `check` has found whole; none of them is read.
+    """Return the positions of the arrays in a file, without reading them.
+
+    Call `check` first: this function does not verify the checksum.
 
     Args:
-        file: Has `seek(place)` and `read(bytes)`.
-        name: Of the file, for messages.
+        file: File object with `seek(place)` and `read(bytes)`.
+        name: Name of the file, for messages.
 
     Raises:
-        ValueError: It was written by another version of tfdist.
+        ValueError: Another version of tfdist wrote the file.
     """
     file.seek(len(MAGIC))
     length = int.from_bytes(file.read(_LENGTH), "little")
     header = json.loads(file.read(length))
     if header["version"] != VERSION:
         raise ValueError(
-            f"{name}: expected a snapshot of version {VERSION}, received one of version {header['version']}. Take the tfdist that wrote it."
+            f"{name}: expected a snapshot of version {VERSION}, received one of version "
+            f"{header['version']}. Take the tfdist that wrote it."
         )
-    arrays, place = {}, len(MAGIC) + _LENGTH + length
+    arrays = {}
+    place = len(MAGIC) + _LENGTH + length
     for key, dtype, shape in header["arrays"]:
         kind = np.dtype(tf.as_dtype(dtype).as_numpy_dtype)
         arrays[key] = kind, tuple(shape), place

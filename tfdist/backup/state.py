@@ -1,7 +1,7 @@
-"""A model's variables and the callbacks' memory become arrays and facts, and back; nothing is written to files here.
+"""Conversion of model, optimizer, callback and random state to snapshots and back.
 
-Under a strategy a variable is its value on all replicas; what replicas hold each for itself, such as metrics in the middle of an
-epoch, is not asked for here.
+Under a strategy, a variable is saved as its value on all replicas. Values that each replica holds
+for itself, such as metrics in the middle of an epoch, are not part of this state.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tfdist.backup.snapshot import Snapshot
 from tfdist.keras_compat import STEP_COUNTERS
 from tfdist.keras_compat.parallel import as_shards
 
-# What each callback of Keras remembers from step to step and from epoch to epoch. Others say it themselves: `get_state()` returns what JSON knows, and
-# `set_state(state)` takes it back.
+# Attributes of Keras callbacks that carry state between steps and epochs. Other callbacks define
+# `get_state()`, which returns a JSON-serializable value, and `set_state(state)`.
 _REMEMBERED: tuple[tuple[type, tuple[str, ...]], ...] = (
     (keras.callbacks.EarlyStopping, ("wait", "best", "best_epoch", "stopped_epoch")),
     (keras.callbacks.ReduceLROnPlateau, ("wait", "best", "cooldown_counter")),
@@ -34,7 +34,7 @@ _RANDOM = "random"
 
 
 def each_value(variables: Sequence[keras.Variable]) -> list[np.ndarray]:
-    """Their values, copied to the host."""
+    """Return the values of variables, copied to the host."""
     return [tf.convert_to_tensor(v.value).numpy() for v in variables]
 
 
@@ -44,15 +44,19 @@ def of_model(
     *,
     gathered: bool = False,
 ) -> Snapshot:
-    """The state of a model and its optimizer: weights, moving statistics, seeds; slots, iterations, learning rate, loss scale.
+    """Return the state of a model and its optimizer.
+
+    This is the weights, moving statistics and seeds of the model, and the slots, iterations,
+    learning rate and loss scale of the optimizer.
 
     Args:
-        model: Built; its optimizer too, if it has one.
-        values: What reads variables.
+        model: Built model. Its optimizer is built too, if it has one.
+        values: Function that reads variables.
         gathered: Whether sharded variables are read whole, like others.
 
     Returns:
-        Copies: what the model does next changes none of them. Of sharded variables only the fact that they are: `rows_of_model` has this process's rows.
+        Copies, which later changes of the model do not affect. For sharded variables, only their
+        names, shapes and dtypes are included; `rows_of_model` returns this process's rows.
     """
     found = _variables(model)
     whole = {key: v for key, v in found.items() if gathered or not shards.is_sharded(v)}
@@ -71,12 +75,15 @@ def of_model(
 
 
 def is_sharded(model: keras.Model) -> bool:
-    """Whether replicas hold rows of a variable of the model or its optimizer."""
+    """Return whether replicas hold rows of a variable of the model or its optimizer."""
     return any(shards.is_sharded(v) for v in _variables(model).values())
 
 
 def rows_of_model(model: keras.Model) -> dict[str, np.ndarray]:
-    """The rows that this process holds of a model's sharded variables, `[replicas of this process, length]` each; {} where none is sharded."""
+    """Return the rows that this process holds of a model's sharded variables.
+
+    Each array is `[replicas of this process, length]`. The result is {} if nothing is sharded.
+    """
     sharded = {key: v for key, v in _variables(model).items() if shards.is_sharded(v)}
     return {
         key: np.stack([copy.numpy() for copy in _copies(model, v)]) for key, v in sharded.items()
@@ -93,24 +100,26 @@ def into_model(
     replicas: int = 1,
     first: int = 0,
 ) -> None:
-    """Gives a model the state that another had, whole or sharded over any number of replicas.
+    """Restore the state of a model, whole or sharded over any number of replicas.
 
     Args:
-        snapshot: What `of_model` returned.
+        snapshot: Snapshot that `of_model` returned.
         model: The same model, built and compiled.
-        where: What the snapshot is called in messages.
+        where: Name of the snapshot in messages.
         weights_only: Whether to leave the optimizer as it is.
-        pieces: The rows of a sharded variable of the snapshot, as pieces of the whole; None where it has none.
-        replicas: Of this training.
-        first: The first of them that this process holds.
+        pieces: Function that returns the rows of a sharded variable of the snapshot, as pieces of
+            the whole variable; None if the snapshot has no sharded variables.
+        replicas: Number of replicas of this training.
+        first: Index of the first replica of this process.
 
     Raises:
-        ValueError: It is another model or optimizer; nothing was changed then.
+        ValueError: The snapshot is of another model or optimizer. Nothing has been changed then.
     """
     found = _variables(model)
     if not weights_only and snapshot.facts["optimizer"] != _kind(model):
         raise ValueError(
-            f"{where}: expected the state of a model with the optimizer {_kind(model)}, received one with {snapshot.facts['optimizer']}. "
+            f"{where}: expected the state of a model with the optimizer {_kind(model)}, received "
+            f"one with {snapshot.facts['optimizer']}. "
             "Compile with the same optimizer, or name another directory."
         )
     arrays = {
@@ -135,7 +144,8 @@ def into_model(
         there = _described(*saved[key]) if key in saved else "nothing"
         if here.partition(" ")[2] != there.partition(" ")[2]:
             raise ValueError(
-                f"{where}: the snapshot is one of another model: expected {here} as {key.replace('/', ' variable ')}, received {there}. Build the "
+                f"{where}: the snapshot is one of another model: expected {here} as "
+                f"{key.replace('/', ' variable ')}, received {there}. Build the "
                 "same model, or name another directory."
             )
     for key, variable in found.items():
@@ -147,7 +157,8 @@ def into_model(
         else:
             assert pieces is not None
             given = pieces(key)
-        shape, kind = shards.whole_shape(variable), tf.as_dtype(variable.dtype).as_numpy_dtype
+        shape = shards.whole_shape(variable)
+        kind = tf.as_dtype(variable.dtype).as_numpy_dtype
         if not shards.is_sharded(variable):
             variable.assign(shards.rows(given, shape, kind, 1, 0, 1).reshape(shape))
             continue
@@ -159,16 +170,19 @@ def into_model(
 
 
 def of_callbacks(callbacks: Sequence[keras.callbacks.Callback]) -> list[Any]:
-    """What each callback remembers; None of one that remembers nothing."""
+    """Return the state of each callback; None for a callback without state."""
     return [_of_callback(callback) for callback in callbacks]
 
 
 def into_callbacks(states: Sequence[Any], callbacks: Sequence[keras.callbacks.Callback]) -> None:
-    """Gives callbacks their memory back, as far as they are the same as then: by class and place among those of that class.
+    """Restore the state of callbacks.
+
+    A state is matched to a callback by its class, and by its position among the callbacks of that
+    class.
 
     Args:
-        states: What `of_callbacks` returned.
-        callbacks: The callbacks now.
+        states: States that `of_callbacks` returned.
+        callbacks: Callbacks of the resumed training.
     """
     left = [state for state in states if state is not None]
     for callback in callbacks:
@@ -184,7 +198,10 @@ def into_callbacks(states: Sequence[Any], callbacks: Sequence[keras.callbacks.Ca
 
 
 def best_of_callbacks(callbacks: Sequence[keras.callbacks.Callback]) -> dict[str, np.ndarray]:
-    """The best weights so far that each EarlyStopping keeps in order to give them back at the end."""
+    """Return the best weights that each EarlyStopping keeps.
+
+    EarlyStopping restores them at the end of training.
+    """
     kept = enumerate(
         callback.best_weights or ()
         for callback in callbacks
@@ -200,11 +217,11 @@ def best_of_callbacks(callbacks: Sequence[keras.callbacks.Callback]) -> dict[str
 def best_into_callbacks(
     arrays: Mapping[str, np.ndarray], callbacks: Sequence[keras.callbacks.Callback]
 ) -> None:
-    """Gives each EarlyStopping the best weights that it had.
+    """Restore the best weights of each EarlyStopping.
 
     Args:
-        arrays: Those of a snapshot, `best_of_callbacks` among them.
-        callbacks: The callbacks now.
+        arrays: Arrays of a snapshot, which include those of `best_of_callbacks`.
+        callbacks: Callbacks of the resumed training.
     """
     for place, callback in enumerate(
         c for c in callbacks if isinstance(c, keras.callbacks.EarlyStopping)
@@ -215,7 +232,7 @@ def best_into_callbacks(
 
 
 def of_random() -> Snapshot:
-    """The state of Python's and NumPy's generators of this process."""
+    """Return the state of Python's and NumPy's random generators of this process."""
     version, numbers, gauss = random.getstate()
     kind, keys, *rest = np.random.get_state()
     arrays = {f"{_RANDOM}/python": np.array(numbers, np.uint32), f"{_RANDOM}/numpy": keys}
@@ -223,7 +240,7 @@ def of_random() -> Snapshot:
 
 
 def into_random(snapshot: Snapshot) -> None:
-    """Sets Python's and NumPy's generators to what `of_random` found."""
+    """Restore Python's and NumPy's random generators from the state `of_random` returned."""
     version, gauss, kind, *rest = snapshot.facts[_RANDOM]
     random.setstate((version, tuple(snapshot.arrays[f"{_RANDOM}/python"].tolist()), gauss))
     np.random.set_state((kind, snapshot.arrays[f"{_RANDOM}/numpy"], *rest))
@@ -260,7 +277,10 @@ def _variables(model: keras.Model) -> dict[str, keras.Variable]:
 
 
 def _kind(model: keras.Model) -> str | None:
-    """The optimizer's class; one that only shards another is named as that one."""
+    """Return the class name of the optimizer, or None.
+
+    An optimizer that only shards another one is named as the inner one.
+    """
     optimizer = getattr(model, "optimizer", None)
     return (
         None if optimizer is None else getattr(optimizer, "tfdist_kind", type(optimizer).__name__)
@@ -268,7 +288,7 @@ def _kind(model: keras.Model) -> str | None:
 
 
 def _copies(model: keras.Model, variable: keras.Variable) -> list[tf.Variable]:
-    """The variables that this process's replicas hold: rows, of a sharded one."""
+    """Return the variables that this process's replicas hold: rows if it is sharded."""
     with as_shards():
         return list(model.distribute_strategy.experimental_local_results(variable.value))
 

@@ -1,7 +1,7 @@
-"""Snapshots become files of one directory, of which the last few are kept; a file is there whole or not at all.
+"""Snapshot store: a directory of the last few snapshots, written atomically.
 
-Each has the next number. One that is damaged is passed over for the one before it, with a warning. Who claims the directory is its
-only writer from then on.
+Snapshots are numbered consecutively. A damaged one is skipped with a warning, and the one before it
+is used. A process that claims the directory is its only writer from then on.
 """
 
 from __future__ import annotations
@@ -25,29 +25,37 @@ SUFFIX = ".tfdist"
 _NAME = re.compile(r"snapshot-(\d+)\.tfdist")
 _ROWS = re.compile(r"snapshot-(\d+)\.\w+\.\d+-of-\d+\.rows")
 _PART = re.compile(rf"(snapshot-\d+\.tfdist|{_ROWS.pattern}|{re.escape(claim.NAME)})(\.\w+)?\.part")
-_BUFFER = 1 << 20  # bytes: small arrays reach the file in one call
+_BUFFER = 1 << 20  # bytes, so that small arrays are written in one call
 _CANNOT = (OSError, tf.errors.OpError)
 
 
 class Found(NamedTuple):
-    """A snapshot of a directory, and its number there."""
+    """Snapshot of a directory, and its number there.
+
+    Attributes:
+        number: Number of the snapshot.
+        snapshot: The snapshot.
+    """
 
     number: int
     snapshot: Snapshot
 
 
 class Numbers:
-    """A flat array that lies in a file, of which only slices are read.
+    """Flat array in a file, of which only slices are read.
 
     Args:
-        path: Of the file.
-        kind: Of the numbers.
-        begin: Place of its first byte.
-        count: Of the numbers.
+        path: Path of the file.
+        kind: Data type of the numbers.
+        begin: Position of the first byte in the file.
+        count: Number of elements.
     """
 
     def __init__(self, path: str, kind: np.dtype, begin: int, count: int):
-        self._path, self._kind, self._begin, self._count = path, kind, begin, count
+        self._path = path
+        self._kind = kind
+        self._begin = begin
+        self._count = count
 
     def __len__(self) -> int:
         return self._count
@@ -60,11 +68,12 @@ class Numbers:
 
 
 class Store:
-    """A directory of snapshots.
+    """Directory of snapshots.
 
     Args:
-        directory: Where; also on other file systems that TensorFlow knows. It need not exist.
-        keep: How many of the last ones to keep, 1 or more.
+        directory: Path of the directory, on any file system that TensorFlow supports. It need not
+            exist.
+        keep: Number of most recent snapshots to keep, 1 or more; 2 by default.
 
     Example:
         >>> import tempfile
@@ -78,48 +87,51 @@ class Store:
     def __init__(self, directory: str | os.PathLike, keep: int = 2):
         self.directory = os.fspath(directory)
         self.keep = keep
-        self.reached: Callable[[str], None] = lambda moment: (
-            None
-        )  # told when a file is "saving", half of it, and "saved"
+        # Called with "saving" when a file is partly written, and with "saved" when it is complete.
+        self.reached: Callable[[str], None] = lambda moment: None
         self._token: str | None = None
 
     def claim(self, launch: str = "", attempt: int = 0) -> None:
-        """Makes this process the directory's only writer; one that never claimed it writes unchecked.
+        """Make this process the directory's only writer.
+
+        A process that never claimed the directory writes without a check.
 
         Args:
-            launch: Names the launch that this process belongs to; "": none.
-            attempt: Of that launch.
+            launch: Name of the launch that this process belongs to; "" if there is none.
+            attempt: Attempt of that launch.
 
         Raises:
             Superseded: A later attempt of the same launch is the writer.
-            OSError: It cannot be written there.
+            OSError: The directory cannot be written.
         """
         self._token = claim.claim(self.directory, launch, attempt)
 
     def numbers(self) -> list[int]:
-        """Of the snapshots that are there, oldest first."""
+        """Return the numbers of the snapshots in the directory, oldest first."""
         return _numbers(self._names())
 
     def path(self, number: int) -> str:
-        """Of a snapshot."""
+        """Return the path of a snapshot."""
         return os.path.join(self.directory, f"snapshot-{number}{SUFFIX}")
 
     def next(self) -> int:
-        """The number that the next snapshot will have."""
+        """Return the number that the next snapshot will have."""
         return _next(self.numbers())
 
     def write(self, snapshot: Snapshot) -> int:
-        """Adds a snapshot, and then removes those that are too many.
+        """Add a snapshot, and then remove those beyond the number to keep.
 
         Args:
-            snapshot: The snapshot. Rows of it, if there are, are written before, and named in its fact "rows".
+            snapshot: Snapshot. Files of rows, if there are any, are written before, and named in
+                its fact "rows".
 
         Returns:
-            Its number.
+            The number of the snapshot.
 
         Raises:
-            OSError: It cannot be written there; what was there before still is.
-            Superseded: This process claimed the directory, and another has done so since; nothing was added.
+            OSError: The directory cannot be written. Earlier snapshots are still there.
+            Superseded: This process claimed the directory, and another one has claimed it since.
+                Nothing was added.
         """
         names = self._names()
         numbers = _numbers(names)
@@ -130,33 +142,38 @@ class Store:
         return number
 
     def rows_path(self, number: int, token: str, rank: int, workers: int) -> str:
-        """Of the rows that one worker holds of a snapshot's sharded variables.
+        """Return the path of one worker's rows of a snapshot's sharded variables.
 
         Args:
-            number: Of the snapshot.
-            token: Tells it from other attempts to write one of this number; letters and digits.
-            rank: Of the worker.
-            workers: How many there are.
+            number: Number of the snapshot.
+            token: Letters and digits that distinguish this attempt to write the snapshot from
+                others with the same number.
+            rank: Rank of the worker.
+            workers: Number of workers.
         """
         return os.path.join(self.directory, f"snapshot-{number}.{token}.{rank}-of-{workers}.rows")
 
     def write_rows(self, path: str, rows: Snapshot) -> None:
-        """Adds a file of rows, which counts once a snapshot names it; every worker writes its own.
+        """Add a file of rows. Every worker writes its own.
+
+        The file becomes valid once a snapshot names it.
 
         Args:
-            path: Of `rows_path`.
-            rows: What it holds.
+            path: Path that `rows_path` returned.
+            rows: Rows of this worker.
 
         Raises:
-            OSError: It cannot be written there.
+            OSError: The directory cannot be written.
         """
         self._write(path, rows)
 
     def pieces(self, snapshot: Snapshot) -> Callable[[str], list[Piece]]:
-        """What finds a snapshot's sharded variables, by their keys; of the pieces, what is sliced is read.
+        """Return a function that finds a snapshot's sharded variables by their keys.
+
+        Only the slices that are requested from the pieces are read.
 
         Args:
-            snapshot: Of `newest`, which has checked its files.
+            snapshot: Snapshot that `newest` returned, which has checked its files.
 
         Raises:
             OSError, tf.errors.OpError: A file cannot be read.
@@ -196,18 +213,22 @@ class Store:
             self._remove(part)
             why = getattr(error, "message", None) or str(error)
             raise OSError(
-                f"{path}: cannot be written: {why}. Expected a directory with room that this process may write to; the snapshots that are there stay."
+                f"{path}: cannot be written: {why}. Expected a directory with room that this "
+                "process may write to; the snapshots that are there stay."
             ) from error
         except BaseException:
             self._remove(part)
             raise
 
     def newest(self) -> Found | None:
-        """The newest snapshot that is whole, and whose files of rows all are; None where there is none. Rows are read in pieces, and not kept.
+        """Return the newest snapshot that is complete, or None if there are no snapshots.
+
+        A snapshot is complete if all its files of rows are complete too. Rows are read in pieces to
+        check them, and not kept in memory.
 
         Raises:
             Damaged: There are snapshots, and all are damaged.
-            ValueError: The newest was written by another version of tfdist.
+            ValueError: Another version of tfdist wrote the newest one.
         """
         numbers = self.numbers()
         for number in reversed(numbers):
@@ -227,28 +248,30 @@ class Store:
                 logging.warning("%s The one before it is taken, if there is one.", why)
         if numbers:
             raise Damaged(
-                f"{self.directory}: none of its {len(numbers)} snapshots can be read; the log has the causes. Put one back from elsewhere, or remove the "
+                f"{self.directory}: none of its {len(numbers)} snapshots can be read; the log has "
+                "the causes. Put one back from elsewhere, or remove the "
                 "directory to begin anew."
             )
         return None
 
     @staticmethod
     def read(path: str) -> Snapshot:
-        """One snapshot.
+        """Return the snapshot in a file.
 
         Raises:
-            Damaged: It is not what was written.
-            ValueError: It was written by another version of tfdist.
-            OSError, tf.errors.OpError: It cannot be read.
+            Damaged: The file is not what was written.
+            ValueError: Another version of tfdist wrote the file.
+            OSError, tf.errors.OpError: The file cannot be read.
         """
         with tf.io.gfile.GFile(path, "rb") as file:
             return unpack(file.read(), path)
 
     def clear(self) -> None:
-        """Removes the snapshots and the claim, and the directory if nothing else is in it.
+        """Remove the snapshots, the claim, and the directory if nothing else is in it.
 
         Raises:
-            Superseded: This process claimed the directory, and another has done so since; nothing was removed.
+            Superseded: This process claimed the directory, and another one has claimed it since.
+                Nothing was removed.
         """
         self._check()
         self._keep([], self._names())
@@ -259,7 +282,10 @@ class Store:
                 tf.io.gfile.rmtree(self.directory)
 
     def sweep(self) -> None:
-        """Removes what writers that were killed left behind; for the only writer, before it writes."""
+        """Remove the files that killed writers left behind.
+
+        Only the directory's writer may call this, before it writes.
+        """
         with contextlib.suppress(*_CANNOT):
             names = self._names()
             for name in filter(_PART.fullmatch, names):
@@ -273,7 +299,12 @@ class Store:
             return []
 
     def _keep(self, numbers: list[int], names: list[str]) -> None:
-        """Of the files of these names, removes snapshots of other numbers, and then rows of snapshots that are no more or never were."""
+        """Remove the snapshots of other numbers, and then the rows that belong to none.
+
+        Args:
+            numbers: Numbers of the snapshots to keep.
+            names: File names to consider.
+        """
         for kind in (_NAME, _ROWS):
             for name in names:
                 if (found := kind.fullmatch(name)) and int(found[1]) not in numbers:
@@ -281,7 +312,7 @@ class Store:
 
     def _pieces(self, snapshot: Snapshot) -> Iterator[bytes | memoryview]:
         for place, piece in enumerate(pack(snapshot)):
-            if place == 3:  # the header is written, and no array
+            if place == 3:  # the header is written, but no array
                 self.reached("saving")
             yield piece
 
@@ -304,7 +335,7 @@ def _next(numbers: list[int]) -> int:
 
 
 def write_local(path: str, pieces: Iterable[bytes | memoryview]) -> None:
-    """The file is on the disk when this returns."""
+    """Write a file, and flush it to disk before returning."""
     with open(path, "wb", buffering=_BUFFER) as file:
         for piece in pieces:
             file.write(piece)
@@ -313,7 +344,10 @@ def write_local(path: str, pieces: Iterable[bytes | memoryview]) -> None:
 
 
 def rename_local(part: str, path: str) -> None:
-    """The name is on the disk when this returns, so that not even a loss of power undoes it."""
+    """Rename a file, and flush its directory to disk before returning.
+
+    Even a loss of power does not undo the rename.
+    """
     os.replace(part, path)
     directory = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
     try:

@@ -1,1 +1,1 @@
-"""A cluster's description, its resolvers, and checks that all tasks agree before TensorFlow starts."""
+"""Cluster specs, cluster resolvers and preflight checks that run before TensorFlow starts."""

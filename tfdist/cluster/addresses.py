@@ -1,6 +1,6 @@
-"""An address `host:port` becomes a socket address, a named fault, or whether a gRPC server answers there.
+"""Address utilities: resolve and check `host:port`, find free ports, probe gRPC servers.
 
-What such a server serves is not known here.
+A probe tells whether a gRPC server answers, not which service it offers.
 """
 
 import errno
@@ -14,31 +14,37 @@ from typing import Any
 
 Lookup = Callable[..., list]  # of the form of socket.getaddrinfo
 
-# Below Linux's range for outgoing connections (32768 to 60999), so that no connection takes a port between
-# our choice and TensorFlow's start; below Kubernetes' node ports (30000 to 32767) too.
+# Below Linux's range for outgoing connections (32768 to 60999), so that no connection takes a port
+# between our choice and TensorFlow's start; also below Kubernetes' node ports (30000 to 32767).
 _LOCAL_PORTS = range(20000, 30000)
 
-LOOK_S = 3.0  # for a server to answer, which takes it a millisecond where it is not starved
+LOOK_S = 3.0  # timeout of a probe; a server that has CPU time answers in a millisecond
 
-# HTTP/2 (RFC 9113, 3.4): a client says who it is and how it wants it; a frame's header is the length of its payload (3 bytes), its
-# type, its flags and its stream (4 bytes), which is 0 for the connection itself.
+# HTTP/2 (RFC 9113, 3.4): a client sends its preface and its settings. A frame's header is the
+# length of its payload (3 bytes), its type, its flags and its stream (4 bytes), which is 0 for the
+# connection itself.
 _CLIENT_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _SETTINGS = 4
 _EMPTY_SETTINGS = bytes([0, 0, 0, _SETTINGS, 0, 0, 0, 0, 0])
 
 
 class PortTaken(ValueError):
-    """Somebody else has the port; with another one, or later, starting again may help."""
+    """Error for a port that another process uses.
 
-    exit_code = 75  # `contract.TRANSIENT_CODE`
+    Another port, or another start later, may help.
+    """
+
+    exit_code = 75  # `launch_protocol.TRANSIENT_CODE`
 
 
 class UnresolvedAddress(ValueError):
-    """Host names without an address on this machine (yet: a pod's name appears when the pod does).
+    """Error for host names without an address on this machine.
+
+    A later attempt may succeed: a pod's name appears in DNS when the pod does.
 
     Args:
-      message: what a user reads.
-      reasons: task -> why its host has no address.
+        message: Message for the user.
+        reasons: Mapping from each task to the reason why its host has no address.
     """
 
     def __init__(self, message: str, reasons: Mapping[str, str]):
@@ -47,10 +53,11 @@ class UnresolvedAddress(ValueError):
 
 
 def address_problem(address: Any) -> str | None:
-    """What is wrong with an address, as the rest of a sentence; None if nothing is.
+    """Return what is wrong with an address, as the rest of a sentence, or None.
 
-    >>> address_problem("10.0.0.1:99999")
-    'has the bad port 99999; use 1 to 65535'
+    Example:
+        >>> address_problem("10.0.0.1:99999")
+        'has the bad port 99999; use 1 to 65535'
     """
     match = isinstance(address, str) and re.fullmatch(
         r"(\[[\da-fA-F:.%\w]+\]|[^\[\]:/\s]+):(\d+)", address
@@ -65,20 +72,22 @@ def address_problem(address: Any) -> str | None:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port; IPv6 hosts lose their brackets.
+    """Split an address into host and port; an IPv6 host loses its brackets.
 
-    >>> split_address("[::1]:2222")
-    ('::1', 2222)
+    Example:
+        >>> split_address("[::1]:2222")
+        ('::1', 2222)
     """
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 
 
 def join_address(host: str, port: int) -> str:
-    """The inverse of `split_address`.
+    """Join host and port to an address; the inverse of `split_address`.
 
-    >>> join_address("fd00::1", 2222)
-    '[fd00::1]:2222'
+    Example:
+        >>> join_address("fd00::1", 2222)
+        '[fd00::1]:2222'
     """
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -86,10 +95,14 @@ def join_address(host: str, port: int) -> str:
 def resolve_address(
     address: str, lookup: Lookup = socket.getaddrinfo
 ) -> tuple[socket.AddressFamily, tuple]:
-    """The family and socket address that an address has on this machine, IPv4 first; OSError if it has none.
+    """Return the family and socket address of an address on this machine, IPv4 first.
 
-    >>> resolve_address("127.0.0.1:2222")[1]
-    ('127.0.0.1', 2222)
+    Raises:
+        OSError: If the address does not resolve.
+
+    Example:
+        >>> resolve_address("127.0.0.1:2222")[1]
+        ('127.0.0.1', 2222)
     """
     found = lookup(*split_address(address), type=socket.SOCK_STREAM)
     family, _, _, _, sockaddr = min(found, key=lambda entry: entry[0] != socket.AF_INET)
@@ -99,20 +112,22 @@ def resolve_address(
 def check_addresses(
     addresses: Mapping[str, str], own: str | None, source: str, lookup: Lookup = socket.getaddrinfo
 ) -> None:
-    """Checks what one machine alone can know of the addresses of several tasks.
+    """Check the addresses of several tasks as far as one machine alone can.
 
     Args:
-      addresses: task -> address.
-      own: the task that is to listen on this machine; None if none is.
-      source: where the addresses came from, for messages.
-      lookup: finds a name's address; default `socket.getaddrinfo`.
+        addresses: Mapping from task to address.
+        own: Task that listens on this machine, or None.
+        source: Origin of the addresses, for messages.
+        lookup: Function that resolves a name, default `socket.getaddrinfo`.
 
     Raises:
-      ValueError: `own` cannot listen at its address, two tasks have one machine and port, or some addresses
-        are loopback and others are not.
-      UnresolvedAddress: a ValueError that names the tasks whose host has no address.
+        ValueError: If `own` cannot listen at its address, if two tasks have the same machine and
+            port, or if some addresses are loopback and others are not.
+        UnresolvedAddress: If hosts have no address. It is a ValueError that names their tasks.
 
-    >>> check_addresses({"worker:0": "127.0.0.1:2222", "worker:1": "127.0.0.1:2223"}, None, "example")
+    Example:
+        >>> addresses = {"worker:0": "127.0.0.1:2222", "worker:1": "127.0.0.1:2223"}
+        >>> check_addresses(addresses, None, "example")
     """
     where: dict[str, tuple] = {}
     reasons: dict[str, str] = {}
@@ -126,40 +141,43 @@ def check_addresses(
             _check_own(task, address, family, where[task], source)
     if reasons:
         raise UnresolvedAddress(
-            f"{source}: on this machine, {'; '.join(f'{task} at {why}' for task, why in reasons.items())}. "
-            "Correct the name, add it to DNS or /etc/hosts, or write the IP address",
+            f"{source}: on this machine, "
+            f"{'; '.join(f'{task} at {why}' for task, why in reasons.items())}. Correct the name, "
+            "add it to DNS or /etc/hosts, or write the IP address",
             reasons,
         )
     _check_apart(addresses, where, source)
 
 
 def bind_problem(task: str, address: str, error: OSError) -> str:
-    """What a failed bind to a task's address means and what to do about it.
+    """Return what a failed bind to a task's address means and how to fix it.
 
-    >>> bind_problem("worker:0", "a:80", OSError(errno.EACCES, "Permission denied"))
-    'this process is worker:0: the port of a:80 needs privileges; choose one above 1023'
+    Example:
+        >>> bind_problem("worker:0", "a:80", OSError(errno.EACCES, "Permission denied"))
+        'this process is worker:0: the port of a:80 needs privileges; choose one above 1023'
     """
     if error.errno == errno.EADDRINUSE:
         fault = (
-            f"the port of {address} is already in use on this machine, by a left-over process, another "
-            "cluster "
-            f"or a second process started as {task}; end that one, or choose another port"
+            f"the port of {address} is already in use on this machine, by a left-over process, "
+            f"another cluster or a second process started as {task}; end that one, or choose "
+            "another port"
         )
     elif error.errno == errno.EACCES:
         fault = f"the port of {address} needs privileges; choose one above 1023"
     else:
         fault = (
-            f"{address} is not an address of this machine ({socket.gethostname()}: {error.strerror}); "
-            "check the task's index and the order of the hosts"
+            f"{address} is not an address of this machine ({socket.gethostname()}: "
+            f"{error.strerror}); check the task's index and the order of the hosts"
         )
     return f"this process is {task}: {fault}"
 
 
 def is_here(address: str) -> bool:
-    """Whether host:port is of this host: whether a socket can be bound to one of its IP addresses.
+    """Return whether `host:port` belongs to this host: a socket can bind to its IP address.
 
-    >>> is_here("127.0.0.1:1"), is_here("192.0.2.1:1")  # the second is reserved for documentation
-    (True, False)
+    Example:
+        >>> is_here("127.0.0.1:1"), is_here("192.0.2.1:1")  # the second is for documentation
+        (True, False)
     """
     try:
         family, sockaddr = resolve_address(address)
@@ -171,10 +189,11 @@ def is_here(address: str) -> bool:
 
 
 def nobody_here(file: str, addresses: Mapping[str, str]) -> str:
-    """What is wrong where no task of a cluster file has an address of this host.
+    """Return the error message for a cluster file without a task on this host.
 
-    >>> nobody_here("c.yaml", {"worker:0": "a:80"}).partition(";")[0]
-    '--cluster c.yaml: expected a task with an address of this host, received worker:0 a:80'
+    Example:
+        >>> nobody_here("c.yaml", {"worker:0": "a:80"}).partition(";")[0]
+        '--cluster c.yaml: expected a task with an address of this host, received worker:0 a:80'
     """
     listing = ", ".join(f"{task} {address}" for task, address in addresses.items())
     return (
@@ -184,10 +203,13 @@ def nobody_here(file: str, addresses: Mapping[str, str]) -> str:
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Ports that can be bound now, at random, so that clusters that start together rarely choose the same.
+    """Return `count` free ports, chosen at random.
 
-    >>> len(set(free_ports(3)))
-    3
+    The random choice makes it unlikely that clusters that start together choose the same ports.
+
+    Example:
+        >>> len(set(free_ports(3)))
+        3
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     ports: list[int] = []
@@ -210,19 +232,23 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
 
 
 def answers(address: str, timeout: float) -> bool:
-    """Whether a gRPC server, such as TensorFlow's, answers at an address.
+    """Return whether a gRPC server, such as TensorFlow's, answers at an address.
 
-    A stopped process does not: Linux accepts the connection in its name, but nobody speaks.
+    A stopped process does not answer: Linux accepts the connection in its name, but no data
+    arrives.
 
     Args:
-      address: `host:port`.
-      timeout: seconds for the connection and the answer together; a name server may take its own time before.
+        address: Address as `host:port`.
+        timeout: Seconds for the connection and the answer together. Name resolution may take
+            additional time before that.
 
     Returns:
-      False where nobody listens, the name has no address, or the answer is none of a gRPC server or too late.
+        False if nothing listens, if the name does not resolve, or if the answer is late or does
+        not come from a gRPC server.
 
-    >>> answers(f"127.0.0.1:{free_ports(1)[0]}", timeout=1)
-    False
+    Example:
+        >>> answers(f"127.0.0.1:{free_ports(1)[0]}", timeout=1)
+        False
     """
     greeting = b""
     try:
@@ -240,24 +266,25 @@ def answers(address: str, timeout: float) -> bool:
                 greeting += piece
     except OSError:
         return False
-    # A server speaks first of its settings, which it owes to every client.
+    # The first frame of a server is its settings, which it must send to every client.
     return greeting[3:5] == bytes([_SETTINGS, 0]) and not any(greeting[5:])
 
 
 class Presence:
-    """How long a gRPC server, looked at again and again, has been away.
+    """A repeated probe of a gRPC server that measures how long the server is absent.
 
     Args:
-      address: `host:port`.
-      look: whether a server answers at an address within so many seconds; default `answers`.
-      clock: seconds that only grow; default `time.monotonic`.
+        address: Address as `host:port`.
+        look: Probe that takes an address and a timeout in seconds, default `answers`.
+        clock: Monotonic clock in seconds, default `time.monotonic`.
 
     Attributes:
-      seen: whether it ever answered.
+        seen: Whether the server has ever answered.
 
-    >>> presence = Presence("a:80", look=lambda address, timeout: True)
-    >>> presence.away(), presence.seen
-    (None, True)
+    Example:
+        >>> presence = Presence("a:80", look=lambda address, timeout: True)
+        >>> presence.away(), presence.seen
+        (None, True)
     """
 
     def __init__(
@@ -266,14 +293,22 @@ class Presence:
         look: Callable[[str, float], bool] = answers,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.address, self._look, self._clock = address, look, clock
+        self.address = address
+        self._look = look
+        self._clock = clock
         self.seen = False
         self._since: float | None = clock()
 
     def away(self) -> float | None:
-        """Looks now; None where it answers, else the seconds since the first look in vain, or since all began where it never did."""
+        """Probe the server now and return for how many seconds it is absent.
+
+        Returns:
+            None if the server answers; else the seconds since the first failed probe, or since the
+            construction of this object if the server has never answered.
+        """
         if self._look(self.address, LOOK_S):
-            self.seen, self._since = True, None
+            self.seen = True
+            self._since = None
             return None
         if self._since is None:
             self._since = self._clock()
@@ -284,8 +319,8 @@ def _check_own(
     task: str, address: str, family: socket.AddressFamily, sockaddr: tuple, source: str
 ) -> None:
     everywhere = "::" if family == socket.AF_INET6 else "0.0.0.0"
-    # The port on every interface, for there TensorFlow listens, whatever the address says. Bound, not
-    # listened on.
+    # Check the port on every interface, because TensorFlow listens there whatever the address says.
+    # The socket is bound but does not listen.
     for host, port in ((sockaddr[0], 0), (everywhere, sockaddr[1])):
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -303,17 +338,17 @@ def _check_apart(addresses: Mapping[str, str], where: Mapping[str, tuple], sourc
     if loopback and len(loopback) < len(where):
         names = ", ".join(f"{task} at {addresses[task]} ({where[task][0]})" for task in loopback)
         raise ValueError(
-            f"{source}: {names} is loopback, other tasks are not: machines elsewhere cannot connect to it; "
-            "write a real address, or remove the name from the 127.* lines of /etc/hosts"
+            f"{source}: {names} is loopback, other tasks are not: machines elsewhere cannot "
+            "connect to it; write a real address, or remove the name from the 127.* lines of "
+            "/etc/hosts"
         )
     owners: dict[tuple, str] = {}
     for task, sockaddr in where.items():
-        # TensorFlow listens on all interfaces, so 127.0.0.1 and 127.0.0.2 are one machine with one set of
-        # ports.
+        # TensorFlow listens on all interfaces, so 127.0.0.1 and 127.0.0.2 are one machine with one
+        # set of ports.
         other = owners.setdefault(("loopback" if loopback else sockaddr[0], sockaddr[1]), task)
         if other != task:
             raise ValueError(
-                f"{source}: {other} at {addresses[other]} and {task} at {addresses[task]} are the same "
-                "machine "
-                f"and port ({sockaddr[0]}:{sockaddr[1]}); give each task its own port"
+                f"{source}: {other} at {addresses[other]} and {task} at {addresses[task]} are the "
+                f"same machine and port ({sockaddr[0]}:{sockaddr[1]}); give each task its own port"
             )

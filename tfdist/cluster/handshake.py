@@ -1,4 +1,7 @@
-"""Two tasks' badges, each one JSON line on a socket, become agreement or a named fault; nobody waits for absent tasks here."""
+"""Handshake between two tasks: messages and the comparison of clusters and versions.
+
+Each task sends one JSON line over a socket. See `preflight` for the wait for all tasks.
+"""
 
 import hashlib
 import importlib.metadata
@@ -13,27 +16,28 @@ from tfdist.cluster.spec import ClusterSpec
 from tfdist.runtime.launch_protocol import CONFIGURATION_CODE, TRANSIENT_CODE
 
 LINE_BYTES = 8192
-NAMED = 16  # names of tasks in one message at most
+NAMED = 16  # maximum number of task names in one message
 PACKAGES = ("tensorflow", "keras", "tfdist")
 
 
 class ConfigurationError(ValueError):
-    """The tasks do not fit together, and starting them again will not help."""
+    """Error for tasks whose configurations contradict each other; a restart cannot help."""
 
     exit_code = CONFIGURATION_CODE
 
 
 class PeersAbsent(TimeoutError):
-    """Some tasks did not come in time; starting again may help."""
+    """Error for tasks that did not appear in time; a restart may help."""
 
     exit_code = TRANSIENT_CODE
 
 
 def installed_versions() -> str:
-    """The versions that must be equal on all tasks, from the packages' metadata.
+    """Return the versions that must be equal on all tasks, from the packages' metadata.
 
-    >>> "python 3." in installed_versions()
-    True
+    Example:
+        >>> "python 3." in installed_versions()
+        True
     """
     found = [f"python {'.'.join(platform.python_version_tuple()[:2])}"]
     for package in PACKAGES:
@@ -45,14 +49,14 @@ def installed_versions() -> str:
 
 
 def badge(spec: ClusterSpec, task: str, versions: str, attempt: str, nonce: str) -> dict[str, Any]:
-    """What a process says of itself.
+    """Return the message with which a process identifies itself.
 
     Args:
-      spec: its cluster.
-      task: which of its tasks it is, "worker:1".
-      versions: as `installed_versions`.
-      attempt: which start of the cluster this is.
-      nonce: a word that no other process has.
+        spec: Cluster of the process.
+        task: Name of its task, such as "worker:1".
+        versions: Versions as `installed_versions` returns them.
+        attempt: Number of the start of the cluster.
+        nonce: Word that is unique to this process.
     """
     return {
         "tfdist": 1,
@@ -65,31 +69,35 @@ def badge(spec: ClusterSpec, task: str, versions: str, attempt: str, nonce: str)
 
 
 def fingerprint(spec: ClusterSpec) -> str:
-    """What is equal for equal clusters only: the number of tasks that listen, and a hash of their names and addresses.
+    """Return a text that is equal for equal clusters only.
 
-    >>> fingerprint(ClusterSpec({"worker": ("a:1", "b:1")})) == fingerprint(ClusterSpec({"worker": ("b:1", "a:1")}))
-    False
+    It has the number of listening tasks and a hash of their names and addresses.
+
+    Example:
+        >>> one = fingerprint(ClusterSpec({"worker": ("a:1", "b:1")}))
+        >>> one == fingerprint(ClusterSpec({"worker": ("b:1", "a:1")}))
+        False
     """
     tasks = [[str(task), task.address] for task in spec.listening_tasks]
     return f"{len(tasks)} tasks, {hashlib.sha256(json.dumps(tasks).encode()).hexdigest()[:12]}"
 
 
 def compare(theirs: Mapping[str, Any], who: str, own: Mapping[str, Any], source: str) -> None:
-    """Makes sure that another process has our cluster and our versions.
+    """Raise ConfigurationError if another process has a different cluster or other versions.
 
     Args:
-      theirs: its badge.
-      who: what to call it, "worker:1 at 10.0.0.2:2222".
-      own: our badge.
-      source: where our cluster came from.
+        theirs: Badge of the other process.
+        who: Name of the other process in messages, such as "worker:1 at 10.0.0.2:2222".
+        own: Badge of this process.
+        source: Origin of this process's cluster, for messages.
 
     Raises:
-      ConfigurationError: they differ.
+        ConfigurationError: If the badges differ.
     """
     if theirs.get("cluster") != own["cluster"]:
         raise ConfigurationError(
-            f"{who} has a different cluster spec: {short(theirs.get('cluster'))}; {own['task']} has "
-            f"{own['cluster']} from {source}; give all of them the same file"
+            f"{who} has a different cluster spec: {short(theirs.get('cluster'))}; {own['task']} "
+            f"has {own['cluster']} from {source}; give all of them the same file"
         )
     if theirs.get("versions") != own["versions"]:
         raise ConfigurationError(
@@ -99,7 +107,7 @@ def compare(theirs: Mapping[str, Any], who: str, own: Mapping[str, Any], source:
 
 
 def claimed_twice(task: Any, me: str, who: str) -> ConfigurationError:
-    """The error where two processes say that they are one task; `me` saw one of them as `who`."""
+    """Return the error for two processes that claim one task; `me` saw one of them as `who`."""
     return ConfigurationError(
         f"two processes claim to be {task}, {me} saw one as {who}; start each "
         "task once, and after a failure all of them again"
@@ -107,7 +115,7 @@ def claimed_twice(task: Any, me: str, who: str) -> ConfigurationError:
 
 
 def another_task(found: Any, me: str, who: str) -> ConfigurationError:
-    """The error where the task at an address is not the one that the cluster has there."""
+    """Return the error for an address at which another task than expected listens."""
     return ConfigurationError(
         f"{me} expected {who} and found {found}: the address leads to another "
         "machine; check the hosts' names and addresses"
@@ -115,52 +123,54 @@ def another_task(found: Any, me: str, who: str) -> ConfigurationError:
 
 
 def absent(missing: Mapping[str, str], spec: ClusterSpec) -> str:
-    """The tasks that did not come, each with its address and the reason, by name.
+    """Return a list of the absent tasks by name, each with its address and the reason.
 
-    >>> absent({"worker:1": "refused"}, ClusterSpec({"worker": ("a:1", "b:1")}))
-    'worker:1 at b:1 (refused)'
+    Example:
+        >>> absent({"worker:1": "refused"}, ClusterSpec({"worker": ("a:1", "b:1")}))
+        'worker:1 at b:1 (refused)'
     """
     tasks = {str(task): task.address for task in spec.listening_tasks}
     return "; ".join(f"{name} at {tasks[name]} ({missing[name]})" for name in some(missing))
 
 
 def absent_too_long(missing: Mapping[str, str], spec: ClusterSpec, seconds: float) -> str:
-    """The sentence for tasks that did not come within a bound, to follow a colon."""
+    """Return the end of the error message, after a colon, for tasks absent until a timeout."""
     return (
-        f"after {seconds:g} s, {len(missing)} of {len(spec.listening_tasks)} tasks "
-        f"are absent: {absent(missing, spec)}. Start them with this cluster, and let this machine connect to them"
+        f"after {seconds:g} s, {len(missing)} of {len(spec.listening_tasks)} tasks are absent: "
+        f"{absent(missing, spec)}. Start them with this cluster, and let this machine connect to "
+        "them"
     )
 
 
 def some(names: Iterable[str]) -> Sequence[str]:
-    """The first few names, in order."""
+    """Return the first `NAMED` names in sorted order."""
     return sorted(names)[:NAMED]
 
 
 def short(value: Any) -> str:
-    """What the network sent, as text of a bounded length."""
+    """Return a value received from the network as text of bounded length."""
     return str(value)[:300]
 
 
 def send(connection: socket.socket, message: Mapping[str, Any]) -> None:
-    """Sends a message as one line."""
+    """Send a message as one line."""
     connection.sendall(json.dumps(message).encode() + b"\n")
 
 
 def receive(
     connection: socket.socket, limit: float, most: int = LINE_BYTES, what: str = "preflight"
 ) -> dict[str, Any]:
-    """One JSON line of a tfdist process, complete before `limit` on the monotonic clock.
+    """Receive one JSON line from a tfdist process before a deadline.
 
     Args:
-      connection: where from.
-      limit: `time.monotonic()` at which it must be here.
-      most: bytes of the line.
-      what: what was expected to listen there, for the message.
+        connection: Socket to read from.
+        limit: Deadline on the clock of `time.monotonic()`.
+        most: Maximum size of the line in bytes.
+        what: Name of the expected service, for the message.
 
     Raises:
-      ValueError: it is too late, too long, or of another program.
-      OSError: the connection ended.
+        ValueError: If the line is late, too long, or from another program.
+        OSError: If the connection ended.
     """
     line = b""
     try:
@@ -170,9 +180,9 @@ def receive(
             line += piece
             if not piece or len(line) > most:
                 raise ValueError("closed" if not piece else "too long a line")
-            if not line.startswith(
-                b"{"
-            ):  # TensorFlow of a task that may go already; closing would wait for the end of its line
+            # Not JSON: probably TensorFlow of a task that has passed the preflight already. Do not
+            # wait for the end of its line.
+            if not line.startswith(b"{"):
                 raise ValueError("not of tfdist")
         message = json.loads(line)
         if not isinstance(message, dict) or message.get("tfdist") != 1:

@@ -1,8 +1,9 @@
-"""A meeting of all tasks on TensorFlow's ports ends in agreement or a named fault; TensorFlow never runs.
+"""Preflight check: a barrier of all tasks on TensorFlow's ports before TensorFlow starts.
 
-TensorFlow waits an hour for a task that never comes and for ever where two tasks disagree. So before it
-starts, every task listens at its own address, asks every other task who it is, and leaves when all have met
-all. A question and an answer are one JSON line each.
+TensorFlow waits an hour for a task that never comes, and for ever if two tasks disagree. So before
+it starts, every task listens at its own address, asks every other task for its identity, and leaves
+when all tasks have met all others. A request and a reply are one JSON line each. The check does not
+run TensorFlow.
 """
 
 import concurrent.futures
@@ -43,13 +44,12 @@ from tfdist.cluster.spec import ClusterSpec, Task
 
 logger = logging.getLogger("tfdist")
 
-PROGRESS_S = 10.0  # between two lines that say whom we wait for
-FIRST_S, RETRY_S = (
-    0.02,
-    0.2,
-)  # between two attempts to reach an absent task: the first time, and at most
-EXCHANGE_S = 3.0  # for one question and its answer
-LINGER_S = 1.0  # how long a task that failed goes on answering
+PROGRESS_S = 10.0  # between two progress lines
+# Pause between two attempts to reach an absent task: the first one, and the maximum.
+FIRST_S = 0.02
+RETRY_S = 0.2
+EXCHANGE_S = 3.0  # timeout of one request and its reply
+LINGER_S = 1.0  # time for which a failed task still replies
 
 
 def check(
@@ -59,24 +59,30 @@ def check(
     versions: str | None = None,
     progress: Callable[[str], None] = logger.info,
 ) -> None:
-    """Returns when every task that listens (all but the evaluator) has met all others; each of them calls it.
+    """Block until every listening task (all but the evaluator) has met all others.
 
-    Afterwards this task's port is free for TensorFlow. An evaluator returns at once.
+    Each of these tasks calls it. Afterwards this task's port is free for TensorFlow. An evaluator
+    returns at once.
 
     Args:
-      spec: the cluster, with this process's task.
-      timeout: seconds until absent tasks are an error, default 300; names that do not resolve count as
-        absent.
-      attempt: which start of the cluster this is; a task of another one counts as absent. Default "0".
-      versions: what must be equal on all tasks; default `installed_versions()`.
-      progress: takes a line every 10 s that says who is missing; default the INFO log.
+        spec: Cluster with this process's task.
+        timeout: Seconds until absent tasks are an error, default 300. Tasks whose names do not
+            resolve count as absent.
+        attempt: Number of the start of the cluster, default "0". A task of another attempt counts
+            as absent.
+        versions: Text that must be equal on all tasks, default `installed_versions()`.
+        progress: Function that receives a line every 10 s with the missing tasks, default the INFO
+            log.
 
     Raises:
-      ConfigurationError: a ValueError: this process's address or port cannot be used, or the tasks disagree:
-        different clusters, different versions, two processes that claim one task, another task at an address.
-      PeersAbsent: a TimeoutError: names each missing task with its address and its last error.
+        ConfigurationError: If this process's address or port cannot be used, or if the tasks
+            disagree: different clusters, different versions, two processes that claim one task,
+            another task at an address. It is a ValueError.
+        PeersAbsent: If tasks are missing at the timeout. It is a TimeoutError that names each of
+            them with its address and its last error.
 
-    >>> check(ClusterSpec.local(workers=1).for_task("worker", 0))
+    Example:
+        >>> check(ClusterSpec.local(workers=1).for_task("worker", 0))
     """
     if spec.task is None:
         raise ConfigurationError(
@@ -89,7 +95,10 @@ def check(
 
 
 class _Meeting:
-    """One task's part in the meeting: it asks in the caller's thread and answers in the server's."""
+    """One task's side of the barrier.
+
+    It sends requests from the caller's thread and replies from the server's threads.
+    """
 
     def __init__(
         self,
@@ -100,21 +109,19 @@ class _Meeting:
         versions: str,
         progress: Callable[[str], None],
     ):
-        self.spec, self.me, self.timeout, self.attempt, self.progress = (
-            spec,
-            me,
-            timeout,
-            attempt,
-            progress,
-        )
+        self.spec = spec
+        self.me = me
+        self.timeout = timeout
+        self.attempt = attempt
+        self.progress = progress
         self.peers = {str(task): task for task in spec.listening_tasks if task != me}
         self.leader = spec.listening_tasks[0]
         nonce = uuid.uuid4().hex
         self.badge = badge(spec, str(me), versions, attempt, nonce)
-        self.nonces = {str(me): nonce}  # of every process that showed a badge, by task
-        self.met: set[str] = set()  # asked at their address and found in order
-        self.ready: set[str] = set()  # the leader's list of those who have met everybody
-        self.told: set[str] = set()  # those of them who heard that they may go
+        self.nonces = {str(me): nonce}  # by task, of every process that sent a badge
+        self.met: set[str] = set()  # tasks that replied at their address and are compatible
+        self.ready: set[str] = set()  # on the leader: the tasks that have met all others
+        self.told: set[str] = set()  # on the leader: the tasks that have received the go
         self.go = False
         self.fault: Exception | None = None
         self.lock = threading.Lock()
@@ -136,7 +143,7 @@ class _Meeting:
                     self._wait(self._leader_waits)
             except (ConfigurationError, PeersAbsent) as error:
                 self._fail(error)
-                # Those we know hear the reason now, those about to come when they ask: nobody waits in vain.
+                # Tell the known tasks the reason now. Tasks that come later receive it in a reply.
                 self._ask_all(self.peers.keys() & self.nonces.keys())
                 time.sleep(LINGER_S)
                 raise
@@ -145,9 +152,9 @@ class _Meeting:
         )
 
     def answer(self, hello: Mapping[str, Any], host: str) -> dict[str, Any]:
-        """The reply to another process's badge."""
+        """Return the reply to another process's badge."""
         if hello.get("attempt") != self.attempt:
-            return self.badge  # a process of another attempt, on its way out: no fault
+            return self.badge  # a process of another attempt is about to exit: not a fault
         name = str(hello.get("task"))
         if self._judge(hello, f"{name} at {host}") and hello.get("ready"):
             self.ready.add(name)
@@ -187,7 +194,10 @@ class _Meeting:
         return {str(self.leader): reason} if reason else {}
 
     def _ask(self, task: Task, ready: bool = False) -> tuple[dict[str, Any], str]:
-        """A task's reply to our badge and "", or {} and why there is none; what cannot mend is a fault."""
+        """Send the badge to a task; return its reply and "", or {} and why there is none.
+
+        A permanent error is recorded as the fault of this side.
+        """
         limit = time.monotonic() + EXCHANGE_S
         try:
             with socket.create_connection(
@@ -202,14 +212,15 @@ class _Meeting:
         if reply.get("attempt") != self.attempt:
             return (
                 {},
-                f"still attempt {short(reply.get('attempt'))} there, this is attempt {self.attempt}",
+                f"still attempt {short(reply.get('attempt'))} there, this is attempt "
+                f"{self.attempt}",
             )
         if not self._judge(reply, f"{task} at {task.address}", expected=str(task)):
             return {}, "see the fault"
         return reply, ""
 
     def _judge(self, badge: Mapping[str, Any], who: str, expected: str | None = None) -> bool:
-        """Whether another process fits this one; if not, that is this meeting's fault."""
+        """Return whether another process is compatible; record the fault if it is not."""
         try:
             self._compare(badge, who)
             if expected and badge["task"] != expected:
@@ -234,7 +245,7 @@ class _Meeting:
             self.fault = self.fault or error
 
     def _wait(self, pending: Callable[[], dict[str, str]]) -> None:
-        """Repeats `pending`, which returns the tasks we wait for with the reason, until there are none."""
+        """Call `pending`, which returns missing tasks and reasons, until none is missing."""
         pause = FIRST_S
         while True:
             missing = pending()
@@ -249,7 +260,8 @@ class _Meeting:
             if time.monotonic() >= self.next_line:
                 self.next_line += PROGRESS_S
                 self.progress(
-                    f"preflight: after {self._elapsed():.0f} s {self.me} waits for {absent(missing, self.spec)}"
+                    f"preflight: after {self._elapsed():.0f} s {self.me} waits for "
+                    f"{absent(missing, self.spec)}"
                 )
             time.sleep(pause)
             pause = min(2 * pause, RETRY_S)
@@ -260,7 +272,7 @@ class _Meeting:
 
 class _Server(socketserver.ThreadingTCPServer):
     allow_reuse_address = True
-    daemon_threads = False  # closing waits for the answers under way, each within 2 * EXCHANGE_S
+    daemon_threads = False  # closing waits for pending replies, each within 2 * EXCHANGE_S
     request_queue_size = 128
 
     def __init__(self, meeting: _Meeting):
@@ -286,11 +298,10 @@ class _Handler(socketserver.BaseRequestHandler):
             reply = self.server.meeting.answer(hello, self.client_address[0])
             send(self.request, reply)
             self.request.settimeout(EXCHANGE_S)
-            self.request.recv(
-                1
-            )  # the asker closes first: TIME_WAIT stays with it, not on TensorFlow's port
+            # Let the client close first: then TIME_WAIT stays with it, not on TensorFlow's port.
+            self.request.recv(1)
         except (OSError, ValueError):
-            return  # a stranger, or a task that left; a task asks again
+            return  # an unknown client, or a task that left; a task retries
         if reply.get("go"):
             self.server.meeting.told.add(str(hello["task"]))
 

@@ -1,20 +1,27 @@
-"""What a scheduler put into the environment becomes a ClusterSpec; nothing is written or contacted here.
+"""Cluster resolvers: read a ClusterSpec from TF_CONFIG or a scheduler's environment.
 
-Where a cluster comes from, first found wins:
+The first source that describes a cluster is used:
 
-1. the argument `cluster`, a ClusterSpec or the path of a cluster file (with `task`, such as `worker:1`);
-2. `TF_CONFIG`; `TF_CONFIG={}` says "this machine alone" and ends the search;
-3. Open MPI (`mpirun`); before Slurm, whose variables mpirun passes on when it runs in an allocation;
+1. the argument `cluster`, a ClusterSpec or the path of a cluster file (with `task`, such as
+   `worker:1`);
+2. `TF_CONFIG`; `TF_CONFIG={}` means "this machine alone" and ends the search;
+3. Open MPI (`mpirun`); it comes before Slurm, whose variables mpirun passes on when it runs in an
+   allocation;
 4. a Slurm step (`srun`);
 5. a Kubernetes indexed Job with a headless service;
 6. none of these: this machine alone.
 
-Schedulers 3 to 5 start equal processes, so each becomes a worker. Settings of ours in the environment:
+The schedulers 3 to 5 start equal processes, so each process is a worker. These variables configure
+tfdist:
 
-- `TFDIST_PORT`: the first port. Default: Slurm's reserved ports if there are enough, or one from 20000 on
-  that follows from the Slurm job or the mpirun; 2222 on Kubernetes, where each pod has an address of its own.
-- `TFDIST_HOSTS`: the hosts of an mpirun over several machines, as its `-H` has them: `a:2,b:2`.
-- `TFDIST_K8S_SERVICE`, `TFDIST_K8S_REPLICAS`: the headless service of the Job, its number of pods.
+- `TFDIST_PORT`: the first port. Default: Slurm's reserved ports if there are enough, or a port from
+  20000 on that is derived from the Slurm job or the mpirun; 2222 on Kubernetes, where each pod has
+  its own address.
+- `TFDIST_HOSTS`: the hosts of an mpirun over several machines, in the form of its `-H`: `a:2,b:2`.
+- `TFDIST_K8S_SERVICE`, `TFDIST_K8S_REPLICAS`: the headless service of the Job, and its number of
+  pods.
+
+Resolvers write nothing and contact no other machine.
 """
 
 import itertools
@@ -30,7 +37,7 @@ from tfdist.runtime.launch_protocol import ATTEMPT
 logger = logging.getLogger("tfdist")
 
 _ALONE = "TF_CONFIG={} runs each process alone"
-_FIRST_PORT = 20000  # below the range of outgoing connections, see addresses.py
+_FIRST_PORT = 20000  # below the range of outgoing connections; see addresses.py
 _PORTS_PER_JOB = 64
 _PORT_BLOCKS = 150
 
@@ -40,24 +47,30 @@ def resolve(
     task: str | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> ClusterSpec | None:
-    """Finds the cluster this process belongs to; says in one INFO line (logger "tfdist") where it found it.
+    """Resolve the cluster of this process.
+
+    One INFO line (logger "tfdist") tells the source of the cluster.
 
     Args:
-      cluster: a ClusterSpec or the path of a cluster file; default: what the environment describes.
-      task: this process, as `worker:1`; default: what `cluster` or the environment says.
-      environ: the environment, default os.environ.
+        cluster: ClusterSpec or path of a cluster file; default the cluster that the environment
+            describes.
+        task: Task of this process, such as `worker:1`; default the task that `cluster` or the
+            environment names.
+        environ: Environment variables, default os.environ.
 
     Returns:
-      The cluster, or None: this machine alone.
+        The cluster, or None for this machine alone.
 
     Raises:
-      ValueError: a description that is incomplete or contradicts itself; `task` without a cluster.
+        ValueError: If a description is incomplete or contradicts itself, or if there is a `task`
+            without a cluster.
 
-    >>> resolve(environ={}) is None
-    True
-    >>> str(resolve(environ={"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2",
-    ...     "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}).task)
-    'worker:1'
+    Example:
+        >>> resolve(environ={}) is None
+        True
+        >>> str(resolve(environ={"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2",
+        ...     "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}).task)
+        'worker:1'
     """
     if isinstance(cluster, ClusterSpec):
         spec: ClusterSpec | None = cluster
@@ -71,7 +84,8 @@ def resolve(
     if task is not None:
         if spec is None:
             raise ValueError(
-                f"task {task!r}: there is no cluster to be a task of; describe it in a file or TF_CONFIG"
+                f"task {task!r}: there is no cluster to be a task of; describe it in a file or "
+                "TF_CONFIG"
             )
         spec = spec.for_task(*parse_task(task))
     logger.info("cluster: %s", _summary(spec))
@@ -79,37 +93,42 @@ def resolve(
 
 
 def attempt(environ: Mapping[str, str] = os.environ) -> str:
-    """Which start of the job this is, as `tfdist launch` counts; `0` elsewhere.
+    """Return the number of the job's start that `tfdist launch` has set, or `0`.
 
-    >>> attempt({"TFDIST_ATTEMPT": "2"})
-    '2'
+    Example:
+        >>> attempt({"TFDIST_ATTEMPT": "2"})
+        '2'
     """
     return environ.get(ATTEMPT, "0")
 
 
 def from_slurm(environ: Mapping[str, str]) -> ClusterSpec | None:
-    """Reads the step that `srun` started: one worker per task, rank i is worker i.
+    """Read the environment of a step that `srun` started: rank i is worker i.
 
-    Hosts are Slurm's node names, in Slurm's order, so they must resolve; block, cyclic and plane
-    distributions are known. Ports from `TFDIST_PORT` on; else those of `srun --resv-ports=N`; else from
-    20000 + 64 * ((7 * job + step) mod 150) on. One per rank; if fewer are reserved, one per task of a node.
+    Hosts are Slurm's node names in Slurm's order, so they must resolve. Block, cyclic and plane
+    distributions are supported. Ports start at `TFDIST_PORT`, if it is set; else they are those of
+    `srun --resv-ports=N`; else they start at 20000 + 64 * ((7 * job + step) mod 150). Each rank has
+    its own port; if fewer are reserved, each task of a node has its own port.
 
     Args:
-      environ: the environment of one task of the step.
+        environ: Environment variables of one task of the step.
 
     Returns:
-      The cluster; None outside a step, in the shell of sbatch or salloc, and in a step of one task.
+        The cluster; None outside a step, in the shell of sbatch or salloc, and in a step of one
+        task.
 
     Raises:
-      ValueError: unknown distribution, too few reserved ports, or variables that contradict each other.
+        ValueError: If the distribution is unknown, too few ports are reserved, or variables
+            contradict each other.
 
     Source: https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES
 
-    >>> spec = from_slurm({"SLURM_PROCID": "2", "SLURM_NODEID": "1", "SLURM_LOCALID": "0",
-    ...     "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_NODELIST": "n[9-10]",
-    ...     "SLURM_STEP_TASKS_PER_NODE": "2,1", "TFDIST_PORT": "2222"})
-    >>> spec.jobs["worker"]
-    ('n9:2222', 'n9:2223', 'n10:2224')
+    Example:
+        >>> spec = from_slurm({"SLURM_PROCID": "2", "SLURM_NODEID": "1", "SLURM_LOCALID": "0",
+        ...     "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_NODELIST": "n[9-10]",
+        ...     "SLURM_STEP_TASKS_PER_NODE": "2,1", "TFDIST_PORT": "2222"})
+        >>> spec.jobs["worker"]
+        ('n9:2222', 'n9:2223', 'n10:2224')
     """
     if "SLURM_PROCID" not in environ or "SLURM_STEP_NUM_TASKS" not in environ:
         return None
@@ -120,8 +139,9 @@ def from_slurm(environ: Mapping[str, str]) -> ClusterSpec | None:
     per_node = _expand_counts(_text(environ, "SLURM_STEP_TASKS_PER_NODE"))
     if len(per_node) != len(hosts) or sum(per_node) != size:
         raise ValueError(
-            f"Slurm: {len(hosts)} nodes in SLURM_STEP_NODELIST, {len(per_node)} in SLURM_STEP_TASKS_PER_NODE "
-            f"with {sum(per_node)} tasks, {size} in SLURM_STEP_NUM_TASKS; use a step of a homogeneous job"
+            f"Slurm: {len(hosts)} nodes in SLURM_STEP_NODELIST, {len(per_node)} in "
+            f"SLURM_STEP_TASKS_PER_NODE with {sum(per_node)} tasks, {size} in "
+            "SLURM_STEP_NUM_TASKS; use a step of a homogeneous job"
         )
     places = _places(per_node, _slurm_chunk(environ))
     rank, node, local = (
@@ -130,14 +150,15 @@ def from_slurm(environ: Mapping[str, str]) -> ClusterSpec | None:
     if rank >= size or places[rank] != (node, local):
         raise ValueError(
             f"Slurm: SLURM_PROCID {rank} is task {local} of node {node}, but SLURM_DISTRIBUTION "
-            f"{environ.get('SLURM_DISTRIBUTION')!r} puts it elsewhere; use srun --distribution=block"
+            f"{environ.get('SLURM_DISTRIBUTION')!r} puts it elsewhere; use srun "
+            "--distribution=block"
         )
     if "TFDIST_PORT" not in environ and "SLURM_STEP_RESV_PORTS" in environ:
         ports: Sequence[int] = _expand_ports(environ["SLURM_STEP_RESV_PORTS"])
         if len(ports) < max(per_node):
             raise ValueError(
-                f"Slurm: SLURM_STEP_RESV_PORTS has {len(ports)} ports for {max(per_node)} tasks on a node; "
-                f"use srun --resv-ports={max(per_node)} or set TFDIST_PORT"
+                f"Slurm: SLURM_STEP_RESV_PORTS has {len(ports)} ports for {max(per_node)} tasks "
+                f"on a node; use srun --resv-ports={max(per_node)} or set TFDIST_PORT"
             )
     else:
         step = 7 * _integer(environ, "SLURM_JOB_ID", 0) + _integer(environ, "SLURM_STEP_ID", 0)
@@ -147,27 +168,30 @@ def from_slurm(environ: Mapping[str, str]) -> ClusterSpec | None:
 
 
 def from_open_mpi(environ: Mapping[str, str]) -> ClusterSpec | None:
-    """Reads the environment that Open MPI's `mpirun` gives a process: rank i is worker i.
+    """Read the environment of a process that Open MPI's `mpirun` started: rank i is worker i.
 
-    Open MPI tells a process its rank but not the other hosts: over several of them, pass mpirun's `-H` list
-    on, `mpirun -H a:2,b:2 -x TFDIST_HOSTS=a:2,b:2 --map-by slot ...`. On one machine it needs nothing.
+    Open MPI tells a process its rank but not the other hosts. Over several hosts, pass mpirun's
+    `-H` list on: `mpirun -H a:2,b:2 -x TFDIST_HOSTS=a:2,b:2 --map-by slot ...`. On one machine
+    nothing is needed.
 
     Args:
-      environ: the environment of one process.
+        environ: Environment variables of one process.
 
     Returns:
-      The cluster; None outside mpirun and in an mpirun of one process.
+        The cluster; None outside mpirun and in an mpirun of one process.
 
     Raises:
-      ValueError: several hosts without TFDIST_HOSTS, too few slots, or ranks that do not fill the hosts in
-        order.
+        ValueError: If there are several hosts without TFDIST_HOSTS, too few slots, or ranks that do
+            not fill the hosts in order.
 
     Source: https://docs.open-mpi.org/en/v5.0.x/tuning-apps/environment-var.html
 
-    >>> spec = from_open_mpi({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "TFDIST_PORT": "2222",
-    ...     "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "TFDIST_HOSTS": "a,b"})
-    >>> spec.jobs["worker"]
-    ('a:2222', 'b:2223')
+    Example:
+        >>> spec = from_open_mpi({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2",
+        ...     "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+        ...     "TFDIST_PORT": "2222", "TFDIST_HOSTS": "a,b"})
+        >>> spec.jobs["worker"]
+        ('a:2222', 'b:2223')
     """
     if "OMPI_COMM_WORLD_RANK" not in environ:
         return None
@@ -178,50 +202,56 @@ def from_open_mpi(environ: Mapping[str, str]) -> ClusterSpec | None:
     if "TFDIST_HOSTS" in environ:
         hosts, slots = _expand_slots(environ["TFDIST_HOSTS"])
     elif local_size == size:
-        hosts, slots = ["127.0.0.1"], [size]
+        hosts = ["127.0.0.1"]
+        slots = [size]
     else:
         raise ValueError(
-            f"Open MPI: TFDIST_HOSTS is missing: mpirun does not tell its {size} processes their hosts; add "
-            f"-x TFDIST_HOSTS=HOST:SLOTS,... with the list of its -H or hostfile ({_ALONE})"
+            f"Open MPI: TFDIST_HOSTS is missing: mpirun does not tell its {size} processes their "
+            "hosts; add -x TFDIST_HOSTS=HOST:SLOTS,... with the list of its -H or hostfile "
+            f"({_ALONE})"
         )
     places = _places(slots, size)[:size]
     if len(places) < size:
         raise ValueError(
-            f"Open MPI: TFDIST_HOSTS has {len(places)} slots for {size} processes; write HOST:SLOTS for each"
+            f"Open MPI: TFDIST_HOSTS has {len(places)} slots for {size} processes; write "
+            "HOST:SLOTS for each"
         )
     if rank >= size or places[rank][1] != local:
         raise ValueError(
-            f"Open MPI: rank {rank} is process {local} of its host, expected another from TFDIST_HOSTS="
-            f"{environ.get('TFDIST_HOSTS')}; give mpirun the same hosts in the same order, and --map-by slot"
+            f"Open MPI: rank {rank} is process {local} of its host, expected another from "
+            f"TFDIST_HOSTS={environ.get('TFDIST_HOSTS')}; give mpirun the same hosts in the same "
+            "order, and --map-by slot"
         )
     ports = _ports(environ, size, zlib.crc32(environ.get("PMIX_NAMESPACE", "").encode()))
     return _workers(hosts, places, ports, rank, "Open MPI")
 
 
 def from_kubernetes(environ: Mapping[str, str]) -> ClusterSpec | None:
-    """Reads the environment of a pod of an indexed Job: the pod with completion index i is worker i.
+    """Read the environment of a pod of an indexed Job: completion index i is worker i.
 
-    Such a pod's host name is JOB-INDEX, and `spec.template.spec.subdomain: SERVICE` makes JOB-INDEX.SERVICE
-    its DNS name, once a headless Service (`clusterIP: None`) selects the Job's pods; give it
-    `publishNotReadyAddresses: true`, so that pods find each other before they are ready. The container's
-    `env` must set TFDIST_K8S_SERVICE to the Service's name and TFDIST_K8S_REPLICAS to the Job's `completions`
-    (equal to its `parallelism`). Made from the documentation; never run on a cluster.
+    Such a pod's host name is JOB-INDEX. `spec.template.spec.subdomain: SERVICE` makes
+    JOB-INDEX.SERVICE its DNS name, once a headless Service (`clusterIP: None`) selects the Job's
+    pods. Give the Service `publishNotReadyAddresses: true`, so that pods find each other before
+    they are ready. The container's `env` must set TFDIST_K8S_SERVICE to the Service's name and
+    TFDIST_K8S_REPLICAS to the Job's `completions` (equal to its `parallelism`). This resolver
+    follows the documentation; it has never run on a cluster.
 
     Args:
-      environ: the environment of one pod.
+        environ: Environment variables of one pod.
 
     Returns:
-      The cluster; None outside an indexed Job and in one of a single pod.
+        The cluster; None outside an indexed Job and in a Job of a single pod.
 
     Raises:
-      ValueError: a setting is missing, or the host name is not JOB-INDEX.
+        ValueError: If a variable is missing, or the host name is not JOB-INDEX.
 
     Source: https://kubernetes.io/docs/tasks/job/job-with-pod-to-pod-communication/
 
-    >>> spec = from_kubernetes({"JOB_COMPLETION_INDEX": "1", "HOSTNAME": "digits-1",
-    ...     "TFDIST_K8S_SERVICE": "net", "TFDIST_K8S_REPLICAS": "2"})
-    >>> spec.jobs["worker"]
-    ('digits-0.net:2222', 'digits-1.net:2222')
+    Example:
+        >>> spec = from_kubernetes({"JOB_COMPLETION_INDEX": "1", "HOSTNAME": "digits-1",
+        ...     "TFDIST_K8S_SERVICE": "net", "TFDIST_K8S_REPLICAS": "2"})
+        >>> spec.jobs["worker"]
+        ('digits-0.net:2222', 'digits-1.net:2222')
     """
     if "JOB_COMPLETION_INDEX" not in environ:
         return None
@@ -231,9 +261,8 @@ def from_kubernetes(environ: Mapping[str, str]) -> ClusterSpec | None:
     if replicas < 2:
         return None
     service = _text(environ, "TFDIST_K8S_SERVICE", remedy)
-    pod = _text(environ, "HOSTNAME").partition(".")[
-        0
-    ]  # all of the DNS name under setHostnameAsFQDN
+    # Under setHostnameAsFQDN, HOSTNAME is the whole DNS name.
+    pod = _text(environ, "HOSTNAME").partition(".")[0]
     job = pod.removesuffix(f"-{index}")
     if job == pod:
         raise ValueError(
@@ -248,12 +277,13 @@ def from_kubernetes(environ: Mapping[str, str]) -> ClusterSpec | None:
 
 
 def expand_hostlist(hostlist: str) -> list[str]:
-    """Expands Slurm's bracket notation, in its order.
+    """Expand Slurm's bracket notation for hosts, in its order.
 
     Source: https://slurm.schedmd.com/scontrol.html#OPT_hostnames
 
-    >>> expand_hostlist("login,n[2,09-10]-ib")
-    ['login', 'n2-ib', 'n09-ib', 'n10-ib']
+    Example:
+        >>> expand_hostlist("login,n[2,09-10]-ib")
+        ['login', 'n2-ib', 'n09-ib', 'n10-ib']
     """
     hosts = []
     for part in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", hostlist):
@@ -264,7 +294,7 @@ def expand_hostlist(hostlist: str) -> list[str]:
 
 
 def _expand_ranges(text: str) -> list[str]:
-    """'2,09-10' -> ['2', '09', '10']; the first number's zeros set the width."""
+    """Expand '2,09-10' to ['2', '09', '10']; the first number's zeros set the width."""
     numbers = []
     for part in text.split(","):
         first, _, last = part.partition("-")
@@ -283,20 +313,21 @@ def _expand_ports(text: str) -> list[int]:
 
 
 def _expand_counts(text: str) -> list[int]:
-    """'2(x3),1' -> [2, 2, 2, 1]."""
+    """Expand '2(x3),1' to [2, 2, 2, 1]."""
     counts = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if not match:
             raise ValueError(
-                f"Slurm: SLURM_STEP_TASKS_PER_NODE: expected counts such as 2(x3),1, received {text!r}"
+                "Slurm: SLURM_STEP_TASKS_PER_NODE: expected counts such as 2(x3),1, received "
+                f"{text!r}"
             )
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
 
 def _expand_slots(text: str) -> tuple[list[str], list[int]]:
-    """'a:2,b' -> (['a', 'b'], [2, 1])."""
+    """Expand 'a:2,b' to (['a', 'b'], [2, 1])."""
     pairs = [re.fullmatch(r"([^:,\s]+)(?::(\d+))?", part.strip()) for part in text.split(",")]
     if not all(pairs):
         raise ValueError(
@@ -306,20 +337,24 @@ def _expand_slots(text: str) -> tuple[list[str], list[int]]:
 
 
 def _slurm_chunk(environ: Mapping[str, str]) -> int:
-    """How many ranks in a row Slurm gives a node in its turn: a plane's size; 1 if cyclic; all if block."""
+    """Return the number of consecutive ranks that Slurm assigns to a node at a time.
+
+    This is the plane size for plane, 1 for cyclic and all ranks for block distributions.
+    """
     name = environ.get("SLURM_DISTRIBUTION", "block")
-    across_nodes = re.split("[:,]", name)[0]  # what follows concerns sockets and cores
+    across_nodes = re.split("[:,]", name)[0]  # the rest concerns sockets and cores
     if across_nodes == "plane":
         return max(_integer(environ, "SLURM_DIST_PLANESIZE"), 1)
     if across_nodes in ("block", "cyclic"):
         return 1 if across_nodes == "cyclic" else _integer(environ, "SLURM_STEP_NUM_TASKS")
     raise ValueError(
-        f"Slurm: SLURM_DISTRIBUTION {name!r} is not known; use srun --distribution=block, cyclic or plane=N"
+        f"Slurm: SLURM_DISTRIBUTION {name!r} is not known; use srun --distribution=block, cyclic "
+        "or plane=N"
     )
 
 
 def _places(per_node: Sequence[int], chunk: int) -> list[tuple[int, int]]:
-    """(node, number on the node) of each rank, where nodes take `chunk` ranks in turn until they are full."""
+    """Return (node, local index) of each rank; nodes take `chunk` ranks in turn until full."""
     places: list[tuple[int, int]] = []
     used = [0] * len(per_node)
     while len(places) < sum(per_node):
@@ -342,7 +377,8 @@ def _workers(
     rank: int,
     source: str,
 ) -> ClusterSpec:
-    # A port per rank, if there are enough: then nodes that share one machine (test clusters) do not collide.
+    # With enough ports, use one per rank: then nodes that share one machine (test clusters) do not
+    # collide.
     by_rank = len(ports) >= len(places)
     addresses = [
         f"{hosts[node]}:{ports[i if by_rank else local]}" for i, (node, local) in enumerate(places)

@@ -1,6 +1,6 @@
-"""A cluster's description in a file, TF_CONFIG or code becomes a checked ClusterSpec; no task is contacted.
+"""Cluster specification: the validated tasks of a cluster, from a file, TF_CONFIG or code.
 
-This is the only reader and writer of TF_CONFIG. Its form:
+This module is the only reader and writer of TF_CONFIG, whose format is documented at
 https://www.tensorflow.org/api_docs/python/tf/distribute/cluster_resolver/TFConfigClusterResolver
 """
 
@@ -18,19 +18,21 @@ import yaml
 from tfdist.cluster.addresses import Lookup, address_problem, check_addresses, free_ports
 
 JOBS = ("chief", "worker", "ps", "evaluator")
-DATA_WORKERS = "TFDIST_DATA_WORKERS"  # the variable with the addresses of input processes, which are in no cluster
+# Variable with the addresses of data workers, which are not part of the cluster.
+DATA_WORKERS = "TFDIST_DATA_WORKERS"
 
 
 class Task(NamedTuple):
-    """One process of a cluster, spelled `worker:1`.
+    """One process of a cluster, written as `worker:1`.
 
-    >>> str(Task("worker", 1, "10.0.0.2:2222"))
-    'worker:1'
+    Example:
+        >>> str(Task("worker", 1, "10.0.0.2:2222"))
+        'worker:1'
     """
 
     type: str
-    index: int  # type: ignore[assignment]  # tuple.index, which nobody calls on a task
-    address: str  # "host:port"; empty for an evaluator that lists none: nobody connects to it
+    index: int  # type: ignore[assignment]  # hides tuple.index, which no code calls
+    address: str  # "host:port"; "" for an evaluator without one: no task connects to it
 
     def __str__(self) -> str:
         return f"{self.type}:{self.index}"
@@ -38,21 +40,24 @@ class Task(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ClusterSpec:
-    """The tasks of a cluster and which of them this process is, checked as far as the text alone allows.
+    """The tasks of a cluster and the task of this process, validated without network access.
 
     Args:
-      jobs: job name (chief, worker, ps, evaluator) -> the address `host:port` of each of its tasks, by index.
-      task_type: this process's job; None (default) for a process that is no member, such as a launcher.
-      task_index: this process's index in its job, from 0.
-      source: where the description came from, for messages; not compared.
+        jobs: Mapping from job name (chief, worker, ps, evaluator) to the addresses `host:port` of
+            its tasks, by index.
+        task_type: Job of this process; None (default) for a process that is not a member, such as a
+            launcher.
+        task_index: Index of this process in its job, from 0.
+        source: Origin of the description, for messages; ignored in comparisons.
 
     Raises:
-      ValueError: an unknown or empty job, a malformed or repeated address, two chiefs or evaluators, a
-        cluster in which nobody trains, a task that is not in the cluster.
+        ValueError: If a job is unknown or empty, an address is malformed or repeated, there are two
+            chiefs or evaluators, no task trains, or the task is not in the cluster.
 
-    >>> spec = ClusterSpec({"worker": ("10.0.0.1:2222", "10.0.0.2:2222")}, "worker", 1)
-    >>> str(spec.task), spec.rank, spec.is_chief
-    ('worker:1', 1, False)
+    Example:
+        >>> spec = ClusterSpec({"worker": ("10.0.0.1:2222", "10.0.0.2:2222")}, "worker", 1)
+        >>> str(spec.task), spec.rank, spec.is_chief
+        ('worker:1', 1, False)
     """
 
     jobs: Mapping[str, tuple[str, ...]]
@@ -73,20 +78,21 @@ class ClusterSpec:
         evaluator: bool = False,
         host: str = "127.0.0.1",
     ) -> "ClusterSpec":
-        """Describes a cluster on this machine, on ports that are free now.
+        """Create a cluster on this machine, on ports that are free now.
 
         Args:
-          workers: number of workers, default 1.
-          ps: number of parameter servers, default 0.
-          chief: whether there is a chief beside the workers, default False.
-          evaluator: whether there is an evaluator, default False.
-          host: address of this machine, default 127.0.0.1.
+            workers: Number of workers, default 1.
+            ps: Number of parameter servers, default 0.
+            chief: Whether to add a chief, default False.
+            evaluator: Whether to add an evaluator, default False.
+            host: Address of this machine, default 127.0.0.1.
 
         Returns:
-          The cluster, without a task: see `for_task`.
+            The cluster, without a task: see `for_task`.
 
-        >>> [str(task) for task in ClusterSpec.local(workers=2, ps=1).tasks]
-        ['worker:0', 'worker:1', 'ps:0']
+        Example:
+            >>> [str(task) for task in ClusterSpec.local(workers=2, ps=1).tasks]
+            ['worker:0', 'worker:1', 'ps:0']
         """
         counts = {"chief": int(chief), "worker": workers, "ps": ps, "evaluator": int(evaluator)}
         name = f"[{host}]" if ":" in host else host
@@ -102,36 +108,47 @@ class ClusterSpec:
 
     @classmethod
     def from_tf_config(cls, text: str, source: str = "TF_CONFIG") -> "ClusterSpec":
-        """Reads the JSON of TF_CONFIG.
+        """Parse the JSON of TF_CONFIG.
 
         Args:
-          text: `{"cluster": {job: [address, ...]}, "task": {"type": job, "index": i}}`; the evaluator may be
-            in "cluster", beside it, or, as is TensorFlow's custom, nowhere.
-          source: what to call it in messages.
+            text: `{"cluster": {job: [address, ...]}, "task": {"type": job, "index": i}}`. The
+                evaluator may be in "cluster", beside it or, as is usual in TensorFlow, absent.
+            source: Name of the text in messages, default "TF_CONFIG".
 
         Returns:
-          The cluster with this task.
+            The cluster with this task.
 
         Raises:
-          ValueError: no JSON, no cluster, no task, or what `ClusterSpec` refuses.
+            ValueError: If the text is not JSON, has no cluster or no task, or if `ClusterSpec`
+                refuses it.
 
-        >>> text = '{"cluster": {"worker": ["a:2222", "b:2222"]}, "task": {"type": "worker", "index": 0}}'
-        >>> ClusterSpec.from_tf_config(text).is_chief
-        True
+        Example:
+            >>> text = (
+            ...     '{"cluster": {"worker": ["a:2222", "b:2222"]}, '
+            ...     '"task": {"type": "worker", "index": 0}}'
+            ... )
+            >>> ClusterSpec.from_tf_config(text).is_chief
+            True
         """
         document = _parse(_parse_json, text, source)
         if not document.get("cluster") or not document.get("task"):
             raise ValueError(
-                f"{source}: expected 'cluster' with jobs and 'task' with type and index, received {document}"
+                f"{source}: expected 'cluster' with jobs and 'task' with type and index, received "
+                f"{document}"
             )
         return cls._from_document(document, source)
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> "ClusterSpec | None":
-        """Reads the variable TF_CONFIG; None where it is absent, empty or has no cluster (`{}` means: alone).
+        """Read the variable TF_CONFIG.
 
-        >>> ClusterSpec.from_environ({"TF_CONFIG": "{}"}) is None
-        True
+        Returns:
+            The cluster with this task; None if the variable is absent, empty or has no cluster
+            (`{}` means: this machine alone).
+
+        Example:
+            >>> ClusterSpec.from_environ({"TF_CONFIG": "{}"}) is None
+            True
         """
         text = environ.get("TF_CONFIG", "")
         if not text.strip() or not _parse(_parse_json, text, "TF_CONFIG").get("cluster"):
@@ -140,17 +157,20 @@ class ClusterSpec:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str], task: str | None = None) -> "ClusterSpec":
-        """Reads a YAML or JSON file: jobs with their addresses, plain or below `cluster:` as in TF_CONFIG.
+        """Read a YAML or JSON file: jobs with their addresses, plain or below `cluster:`.
+
+        The form with `cluster:` is the one of TF_CONFIG.
 
         Args:
-          path: the file; `.json` is read as JSON, anything else as YAML.
-          task: this process, as `worker:1`; default: the file's `task:`, if it has one.
+            path: Path of the file; `.json` is read as JSON, any other suffix as YAML.
+            task: Task of this process, such as `worker:1`; default the file's `task:`, if it has
+                one.
 
         Returns:
-          The cluster, with a task if one was named.
+            The cluster, with a task if one was named.
 
         Raises:
-          ValueError: an unreadable file or what `ClusterSpec` refuses.
+            ValueError: If the file cannot be read, or if `ClusterSpec` refuses its content.
         """
         path = pathlib.Path(path)
         source = f"file {path}"
@@ -168,7 +188,8 @@ class ClusterSpec:
 
     @classmethod
     def _from_document(cls, document: Mapping[str, Any], source: str) -> "ClusterSpec":
-        jobs, task = document["cluster"], document.get("task", {})
+        jobs = document["cluster"]
+        task = document.get("task", {})
         if not isinstance(jobs, Mapping) or not isinstance(task, Mapping):
             raise ValueError(
                 f"{source}: 'cluster' and 'task' must be mappings, received {jobs!r} and {task!r}"
@@ -176,37 +197,39 @@ class ClusterSpec:
         if "evaluator" in document:
             jobs = {"evaluator": document["evaluator"], **jobs}
         index = task.get("index")
-        if (
-            isinstance(index, str) and index.isdigit()
-        ):  # TensorFlow reads "1" as 1, so some platforms write it
+        # Some platforms write "1", because TensorFlow reads it as 1.
+        if isinstance(index, str) and index.isdigit():
             index = int(index)
         return cls(jobs, task.get("type"), index, source)
 
     def for_task(self, task_type: str, task_index: int) -> "ClusterSpec":
-        """The same cluster as seen by one of its tasks.
+        """Return the same cluster with this process's task set.
 
-        >>> spec = ClusterSpec({"worker": ("a:2222", "b:2222")}).for_task("worker", 1)
-        >>> spec.task.address
-        'b:2222'
+        Example:
+            >>> spec = ClusterSpec({"worker": ("a:2222", "b:2222")}).for_task("worker", 1)
+            >>> spec.task.address
+            'b:2222'
         """
         return dataclasses.replace(self, task_type=task_type, task_index=task_index)
 
     def to_tf_config(self) -> str:
-        """Writes this task's TF_CONFIG; `from_tf_config` reads back an equal ClusterSpec.
+        """Return this task's TF_CONFIG, which `from_tf_config` parses to an equal ClusterSpec.
 
         Raises:
-          ValueError: this process is no member: `for_task` first.
+            ValueError: If this process is not a member of the cluster. Call `for_task` first.
 
-        >>> ClusterSpec({"worker": ("a:2222", "b:2222")}, "worker", 1).to_tf_config()
-        '{"cluster": {"worker": ["a:2222", "b:2222"]}, "task": {"type": "worker", "index": 1}}'
+        Example:
+            >>> ClusterSpec({"worker": ("a:2222", "b:2222")}, "worker", 1).to_tf_config()
+            '{"cluster": {"worker": ["a:2222", "b:2222"]}, "task": {"type": "worker", "index": 1}}'
         """
         if self.task is None:
             raise ValueError(
-                f"{self.source}: TF_CONFIG is written for one task; choose it with for_task('worker', 0)"
+                f"{self.source}: TF_CONFIG is written for one task; choose it with "
+                "for_task('worker', 0)"
             )
-        # The evaluator goes beside "cluster", where TensorFlow ignores it: ParameterServerStrategy connects
-        # to every task in "cluster" (tensorflow/python/eager/remote.py) and would wait for an evaluator,
-        # which serves nobody.
+        # The evaluator goes beside "cluster", where TensorFlow ignores it: ParameterServerStrategy
+        # connects to every task in "cluster" (tensorflow/python/eager/remote.py) and would wait for
+        # an evaluator, which runs no server.
         document: dict[str, Any] = {
             "cluster": {
                 job: list(addresses) for job, addresses in self.jobs.items() if job != "evaluator"
@@ -218,19 +241,19 @@ class ClusterSpec:
         return json.dumps(document)
 
     def export(self, environ: MutableMapping[str, str] = os.environ) -> None:
-        """Sets TF_CONFIG for this task in `environ`."""
+        """Set TF_CONFIG for this task in `environ`."""
         environ["TF_CONFIG"] = self.to_tf_config()
 
     @property
     def tasks(self) -> tuple[Task, ...]:
-        """All tasks: chief, workers, parameter servers, evaluator."""
+        """Return all tasks: chief, workers, parameter servers, evaluator."""
         return tuple(
             Task(job, i, address) for job in self.jobs for i, address in enumerate(self.jobs[job])
         )
 
     @property
     def task(self) -> Task | None:
-        """This process; None if it is no member."""
+        """Return the task of this process, or None if it is not a member."""
         if self.task_type is None or self.task_index is None:
             return None
         addresses = self.jobs.get(self.task_type)
@@ -240,52 +263,63 @@ class ClusterSpec:
 
     @property
     def training_tasks(self) -> tuple[Task, ...]:
-        """Chief, then workers, in rank order: those that train synchronously."""
+        """Return the tasks that train synchronously: the chief, then the workers, by rank."""
         return tuple(task for task in self.tasks if task.type in ("chief", "worker"))
 
     @property
     def listening_tasks(self) -> tuple[Task, ...]:
-        """Those that others connect to: all but the evaluator."""
+        """Return the tasks to which others connect: all but the evaluator."""
         return tuple(task for task in self.tasks if task.type != "evaluator")
 
     @property
     def rank(self) -> int:
-        """This task's place among `training_tasks`; ValueError for a process that is none of them."""
+        """Return this task's position among `training_tasks`.
+
+        Raises:
+            ValueError: If this process is not a training task.
+        """
         if self.task not in self.training_tasks:
             raise ValueError(
-                f"{self.source}: {self.task or 'a process outside the cluster'} has no rank: no training task"
+                f"{self.source}: {self.task or 'a process outside the cluster'} has no rank: no "
+                "training task"
             )
         return self.training_tasks.index(self.task)
 
     @property
     def is_chief(self) -> bool:
-        """Whether this task writes checkpoints and logs: the chief, or worker 0 where there is none."""
+        """Return whether this task writes checkpoints and logs.
+
+        This is the chief, or worker 0 in a cluster without a chief.
+        """
         return self.task is not None and self.task == self.training_tasks[0]
 
     def check_host(self, resolve: Lookup = socket.getaddrinfo) -> None:
-        """Checks what this machine alone can know: names, own address, own port.
+        """Check the names, the own address and the own port as far as this machine alone can.
 
         Args:
-          resolve: looks a name up; default `socket.getaddrinfo`.
+            resolve: Function that resolves a name, default `socket.getaddrinfo`.
 
         Raises:
-          ValueError: this task's address is not of this machine or its port is taken; two tasks have one
-            address; some addresses are loopback, others are not. Each names the task, the address and the
-            remedy.
-          UnresolvedAddress: a ValueError that names the tasks whose host has no address (yet).
+            ValueError: If this task's address is not of this machine or its port is taken, if two
+                tasks have one address, or if some addresses are loopback and others are not. The
+                message names the task, the address and the remedy.
+            UnresolvedAddress: If hosts have no address (yet). It is a ValueError that names their
+                tasks.
 
-        >>> spec = ClusterSpec.local(workers=2)
-        >>> spec.for_task("worker", 0).check_host()
+        Example:
+            >>> spec = ClusterSpec.local(workers=2)
+            >>> spec.for_task("worker", 0).check_host()
         """
         listening = {str(task): task.address for task in self.listening_tasks}
         check_addresses(listening, str(self.task) if self.task else None, self.source, resolve)
 
 
 def parse_task(text: str) -> tuple[str, int]:
-    """Reads `worker:1`.
+    """Parse a task name such as `worker:1`.
 
-    >>> parse_task("worker:1")
-    ('worker', 1)
+    Example:
+        >>> parse_task("worker:1")
+        ('worker', 1)
     """
     match = re.fullmatch(r"([a-z]+):(\d+)", text)
     if not match:
@@ -296,13 +330,16 @@ def parse_task(text: str) -> tuple[str, int]:
 
 
 def data_workers(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Reads the variable TFDIST_DATA_WORKERS: `host:port` of each process that reads data for the tasks, with commas between.
+    """Read the addresses of the data workers from the variable TFDIST_DATA_WORKERS.
+
+    It has the `host:port` of each process that reads data for the tasks, with commas between them.
 
     Raises:
-      ValueError: a malformed or repeated address.
+        ValueError: If an address is malformed or repeated.
 
-    >>> data_workers({"TFDIST_DATA_WORKERS": "127.0.0.1:5050,127.0.0.1:5051"}), data_workers({})
-    (('127.0.0.1:5050', '127.0.0.1:5051'), ())
+    Example:
+        >>> data_workers({"TFDIST_DATA_WORKERS": "127.0.0.1:5050,127.0.0.1:5051"}), data_workers({})
+        (('127.0.0.1:5050', '127.0.0.1:5051'), ())
     """
     addresses = tuple(
         word.strip() for word in environ.get(DATA_WORKERS, "").split(",") if word.strip()
@@ -337,7 +374,7 @@ def _parse_yaml(text: str) -> Any:
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML in which a repeated job is an error instead of the last one's silent victory."""
+    """A YAML loader that raises an error for a repeated job instead of keeping the last one."""
 
     def construct_mapping(self, node, deep=False):
         return _unique(
@@ -375,7 +412,8 @@ def _checked_jobs(jobs: Mapping[str, Any], source: str) -> dict[str, tuple[str, 
             )
         if job in ("chief", "evaluator") and len(addresses) > 1:
             raise ValueError(
-                f"{place}: has {len(addresses)} tasks, at most one is possible; make the others workers"
+                f"{place}: has {len(addresses)} tasks, at most one is possible; make the others "
+                "workers"
             )
     owners: dict[str, str] = {}
     for job in jobs:
@@ -385,8 +423,8 @@ def _checked_jobs(jobs: Mapping[str, Any], source: str) -> dict[str, tuple[str, 
                 raise ValueError(f"{source}: {job}:{i}: address {address!r} {problem}")
             if address.lower() in owners:
                 raise ValueError(
-                    f"{source}: {job}:{i} has the duplicate address {address} of {owners[address.lower()]}; "
-                    "give each task its own port"
+                    f"{source}: {job}:{i} has the duplicate address {address} of "
+                    f"{owners[address.lower()]}; give each task its own port"
                 )
             owners[address.lower()] = f"{job}:{i}"
     if not jobs.keys() & {"chief", "worker"}:

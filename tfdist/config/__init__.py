@@ -1,4 +1,4 @@
-"""A mapping of settings becomes a Run, every key, type and value checked; nothing is built or read here."""
+"""Configuration of a training run: typed, validated sections of settings."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ BACKENDS = ("tensorboard", "jsonl", "console", "wandb", "mlflow")
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """Where training runs; the arguments of `tfdist.make_strategy`.
+    """Distribution of training: the arguments of `tfdist.make_strategy`.
 
     Attributes:
-        name: Strategy, such as "mirrored"; "auto" picks one by cluster and devices.
-        cluster: File with the cluster's addresses, YAML or JSON; None: the environment says, or there is this
-            machine alone.
-        task: Which task of that file this process is, "worker:1"; None: the file says.
-        devices: Devices to use, as `make_strategy` takes them, "2", "cpu:2" or "gpu:0,gpu:1"; None: all.
-        communication: How workers reduce gradients.
-        timeout: Longest wait for the other workers, in seconds.
-        reading: Under parameter_server, who reads the data: "workers", "coordinator" or "auto".
+        name: Strategy, such as "mirrored"; "auto" chooses one by cluster and devices.
+        cluster: File with the cluster's addresses, YAML or JSON; None: the environment describes
+            the cluster, or there is only this machine.
+        task: Task of this process in that file, such as "worker:1"; None: the file defines it.
+        devices: Devices to use, as `make_strategy` accepts them: "2", "cpu:2" or "gpu:0,gpu:1";
+            None: all.
+        communication: Implementation of the workers' gradient all-reduce: "auto", "ring" or "nccl".
+        timeout: Longest time to wait for the other workers, in seconds.
+        reading: Reader of the data under parameter_server: "workers", "coordinator" or "auto".
     """
 
     name: str = "auto"
@@ -46,24 +47,28 @@ class Strategy:
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """What to train and evaluate on.
+    """Data to train and evaluate on.
 
     Attributes:
-        name: Entry of the catalog, or TFDS data set; or FILE.py:FUNCTION, called with this section and "train" or "eval", which
-            returns a Source, a `tfdist.data.pipeline` or a `tf.data.Dataset` of global batches. The latter two are taken as they are.
+        name: Entry of the catalog, or TFDS data set; or FILE.py:FUNCTION, called with this section
+            and "train" or "eval", which returns a Source, a `tfdist.data.pipeline` or a
+            `tf.data.Dataset` of global batches. The latter two are used unchanged.
         catalog: File of a catalog of data sets; None: names are TFDS'.
         train_split: Split to train on.
         eval_split: Split to evaluate on, after every epoch and at the end.
-        data_dir: Where TFDS data sets lie prepared; None: where TFDS keeps them.
-        global_batch: Examples per step, of all replicas together.
-        shuffle: Whether to shuffle the training split, anew every epoch.
-        tail: What becomes of the examples that make no full batch: "partial", "pad" or "drop"; in training.
-        image_size: Height and width to bring images to, in pixels; None: they have one size as they are.
+        data_dir: Directory of prepared TFDS data sets; None: TFDS' default.
+        global_batch: Number of examples per step, of all replicas together.
+        shuffle: Whether to shuffle the training split again every epoch.
+        tail: Treatment in training of the last examples if they do not fill a batch: "partial",
+            "pad" or "drop".
+        image_size: Height and width to resize images to, in pixels; None: all images already have
+            one size.
         augment: Whether to train on random crops and flips of the images; needs image_size.
-        ignore_errors: How many examples that cannot be read may be left out of training, in each process.
+        ignore_errors: Number of unreadable examples that training may skip, in each process.
         cache: Whether to keep the examples in memory.
-        threads: Threads that read and transform; None: TensorFlow's.
-        service: Whether the data workers of `tfdist launch --data-workers N` read the training split.
+        threads: Number of threads that read and transform; None: TensorFlow's default.
+        service: Whether the data workers of `tfdist launch --data-workers N` read the training
+            split.
     """
 
     name: str = "tfdist_digits"
@@ -87,12 +92,14 @@ class Data:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """What to train.
+    """Model to train.
 
     Attributes:
-        name: One of `tfdist.models.MODELS`; or FILE.py:FUNCTION or package.module:FUNCTION, called with input_shape, classes and
-            the options, which returns a `keras.Model`. If that is compiled, it is left as it is.
-        options: The model's options, such as {"dropout": 0.1}; shape and classes come from the data.
+        name: One of `tfdist.models.MODELS`; or FILE.py:FUNCTION or package.module:FUNCTION, called
+            with input_shape, classes and the options, which returns a `keras.Model`. A compiled
+            model is not compiled again.
+        options: Options of the model, such as {"dropout": 0.1}. Shape and classes come from the
+            data.
     """
 
     name: str = "cnn"
@@ -104,15 +111,17 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class Train:
-    """How to train.
+    """Training: epochs, optimizer, precision and seed.
 
     Attributes:
-        epochs: Passes over the training split.
-        optimizer: A Keras optimizer, such as "adam".
-        learning_rate: Its step size, at the beginning.
-        schedule: "constant", or "cosine": the step size falls to 0 along half a cosine until the last step.
+        epochs: Number of passes over the training split.
+        optimizer: Keras optimizer, such as "adam".
+        learning_rate: Learning rate at the beginning.
+        schedule: Schedule of the learning rate: "constant", or "cosine", which decays it to 0 along
+            half a cosine until the last step.
         precision: Keras' dtype policy.
-        steps_per_execution: Steps per call of the train function; logs and callbacks see every so many steps.
+        steps_per_execution: Number of steps per call of the train function. Logs and callbacks are
+            updated every so many steps.
         seed: Seed of initial weights, dropout and the order of examples.
     """
 
@@ -130,20 +139,24 @@ class Train:
 
 @dataclasses.dataclass(frozen=True)
 class Sync:
-    """How the replicas become one; the arguments of `tfdist.sync`'s policies.
+    """Synchronization of the replicas: the arguments of the policies in `tfdist.sync`.
 
     Attributes:
-        kind: "gradients": they exchange gradients before each update. "local_sgd" or "diloco": weights, after some steps.
-        combine: Of gradients: "mean", "replicas" or "sum".
-        comm_dtype: What travels, travels as "bfloat16" or "float16"; None: as it is.
-        bucket_bytes: Bytes of small tensors that travel together.
-        clip_norm: Longest norm of all gradients together; None: any.
-        accumulate: Steps whose gradients are averaged for one update, and one exchange.
-        skip_nonfinite: Whether an update with a gradient that is infinite or not a number is left out, on all replicas.
-        every: Of local_sgd and diloco: steps from one exchange to the next; 0: an epoch.
-        warmup: Of local_sgd and diloco: so many first steps exchange gradients.
-        outer_learning_rate: Of diloco; None: 0.7.
-        outer_momentum: Of diloco; None: 0.9.
+        kind: "gradients": replicas aggregate gradients before each update. "local_sgd" or "diloco":
+            replicas exchange weights after some steps.
+        combine: Gradient aggregation: "mean", "replicas" or "sum".
+        comm_dtype: Data type of the tensors that are sent, "bfloat16" or "float16"; None:
+            unchanged.
+        bucket_bytes: Bytes of small tensors that are sent together in one bucket.
+        clip_norm: Largest global norm of the gradients, to which they are clipped; None: no
+            clipping.
+        accumulate: Number of steps whose gradients are averaged for one update and one exchange.
+        skip_nonfinite: Whether to skip an update with a gradient that is infinite or NaN, on all
+            replicas.
+        every: Number of steps between two exchanges of local_sgd and diloco; 0: an epoch.
+        warmup: Number of first steps in which local_sgd and diloco exchange gradients.
+        outer_learning_rate: Learning rate of diloco's outer optimizer; None: 0.7.
+        outer_momentum: Momentum of diloco's outer optimizer; None: 0.9.
     """
 
     kind: str = one_of(("gradients", "local_sgd", "diloco"), "gradients")
@@ -160,10 +173,8 @@ class Sync:
 
     def __post_init__(self) -> None:
         check(self, "sync")
-        of_gradients, of_local = (
-            ("combine", "clip_norm", "accumulate", "skip_nonfinite"),
-            ("every", "warmup"),
-        )
+        of_gradients = ("combine", "clip_norm", "accumulate", "skip_nonfinite")
+        of_local = ("every", "warmup")
         of_outer = ("outer_learning_rate", "outer_momentum")
         idle = {
             "gradients": (*of_local, *of_outer),
@@ -173,16 +184,18 @@ class Sync:
         for field in dataclasses.fields(self):
             if field.name in idle and getattr(self, field.name) != field.default:
                 raise ValueError(
-                    f'sync.{field.name}: says nothing where sync.kind is "{self.kind}"; received {getattr(self, field.name)!r}. Leave it out, or choose another kind.'
+                    f'sync.{field.name}: says nothing where sync.kind is "{self.kind}"; received '
+                    f"{getattr(self, field.name)!r}. Leave it out, or choose another kind."
                 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Parallel:
-    """What replicas share of a model that is large.
+    """Sharding of a large model over the replicas.
 
     Attributes:
-        zero: 0: each replica holds all. 1: parts of the optimizer's state; 2: and of the gradients, see `tfdist.parallel.zero`. 3: and of the weights, see
+        zero: ZeRO stage. 0: each replica holds everything. 1: the optimizer's state is sharded. 2:
+            so are the gradients; see `tfdist.parallel.zero`. 3: so are the weights; see
             `tfdist.parallel.fsdp`.
     """
 
@@ -196,11 +209,11 @@ class Parallel:
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """What a run leaves behind.
+    """Output files of a run.
 
     Attributes:
-        dir: Directory of this run; None: `runs/NAME`, or `runs/NAME-2` and so on after runs that are
-            finished.
+        dir: Directory of this run; None: `runs/NAME`, or `runs/NAME-2` and so on after runs that
+            are finished.
         save_model: Whether to save the trained model.
     """
 
@@ -213,17 +226,21 @@ class Output:
 
 @dataclasses.dataclass(frozen=True)
 class Telemetry:
-    """What a run tells of itself.
+    """Logs, metrics and profiles of a run.
 
     Attributes:
-        step_breakdown: Whether to measure where the time of each step goes, on every worker.
-        backends: Where losses and metrics go, as words with commas: "tensorboard", "jsonl", "console", "wandb", "mlflow".
-        graph: Whether TensorBoard gets the model's graph.
-        histograms: TensorBoard gets histograms of the weights every so many epochs; 0: none.
-        hparams: Whether TensorBoard gets the settings, to compare runs by.
-        images: How many evaluation images with their predictions TensorBoard gets after each epoch.
-        profile: Steps to profile, counted from 1 since training began, such as "steps=10..15"; None: none.
-        profile_workers: Who profiles them: the "chief", or "all" workers.
+        step_breakdown: Whether to write the step breakdown, the time of each part of a step, on
+            every worker.
+        backends: Backends for losses and metrics, as words with commas: "tensorboard", "jsonl",
+            "console", "wandb", "mlflow".
+        graph: Whether to write the model's graph to TensorBoard.
+        histograms: Number of epochs between histograms of the weights in TensorBoard; 0: none.
+        hparams: Whether to write the settings to TensorBoard, to compare runs by.
+        images: Number of evaluation images with their predictions to write to TensorBoard after
+            each epoch.
+        profile: Steps to profile, counted from 1 since training began, such as "steps=10..15";
+            None: none.
+        profile_workers: Workers that profile them: the "chief", or "all" workers.
     """
 
     step_breakdown: bool = False
@@ -242,7 +259,10 @@ class Telemetry:
             step_range("telemetry.profile", self.profile)
 
     def places(self) -> tuple[str, ...]:
-        """The words of `backends`.
+        """Return the words of `backends`.
+
+        Raises:
+            ValueError: A word is not a known backend.
 
         Example:
             >>> Telemetry(backends="console, jsonl").places()
@@ -260,6 +280,17 @@ class Telemetry:
 @dataclasses.dataclass(frozen=True)
 class Run:
     """All settings of one training run.
+
+    Attributes:
+        name: Name of the run, "run" by default.
+        strategy: Distribution of training.
+        data: Data to train and evaluate on.
+        model: Model to train.
+        train: Epochs, optimizer, precision and seed.
+        sync: Synchronization of the replicas.
+        parallel: Sharding of a large model over the replicas.
+        output: Output files.
+        telemetry: Logs, metrics and profiles.
 
     Example:
         >>> run = Run.from_dict({"name": "mine", "train": {"epochs": 3}})
@@ -282,17 +313,18 @@ class Run:
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> Run:
-        """A Run with these settings and defaults for all others.
+        """Return a Run with these settings, and defaults for all others.
 
         Args:
-            settings: Nested mapping, section to key to value, such as the `to_dict()` of a `ConfigDict`.
+            settings: Nested mapping of section to key to value, such as the `to_dict()` of a
+                `ConfigDict`.
 
         Returns:
             The Run.
 
         Raises:
-            ValueError: For an unknown key, naming the nearest known one, and for a value of the wrong type or
-                range.
+            ValueError: A key is unknown, in which case the message names the nearest known one, or
+                a value has the wrong type or range.
 
         Example:
             >>> Run.from_dict({"train": {"epoch": 3}})
@@ -303,12 +335,12 @@ class Run:
         return cls(**sections)
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings as nested dicts, which `from_dict` reads back."""
+        """Return the settings as nested dicts, which `from_dict` accepts."""
         return dataclasses.asdict(self)
 
 
 def default() -> ConfigDict:
-    """The defaults as a `ConfigDict`, for the `get_config()` of a config file to change.
+    """Return the defaults as a `ConfigDict`, for `get_config()` in a config file to change.
 
     Example:
         >>> config = default()
@@ -318,7 +350,7 @@ def default() -> ConfigDict:
     """
     from ml_collections import ConfigDict, config_dict
 
-    # A mistake in a config file is to be found, and reported with its key, by Run.from_dict alone.
+    # Not type-safe, because Run.from_dict checks the types, and reports errors with their keys.
     config = ConfigDict(Run().to_dict(), type_safe=False)
     for section, kind in typing.get_type_hints(Run).items():
         for key, known in (
@@ -330,7 +362,7 @@ def default() -> ConfigDict:
 
 
 def check_key(key: str) -> None:
-    """Raises ValueError unless this dotted key is one of a Run, or an option of its model.
+    """Raise ValueError unless a dotted key is one of a Run, or an option of its model.
 
     Example:
         >>> check_key("train.epochs"), check_key("model.options.dropout")
@@ -349,7 +381,8 @@ def check_key(key: str) -> None:
         name, _, inner = rest.partition(".")
         if inner and "Mapping" not in str(hint(section, name, head)):
             raise ValueError(
-                f"{key}: no such key; {head}.{name} is a value, not a section. Set {head}.{name} itself."
+                f"{key}: no such key; {head}.{name} is a value, not a section. Set {head}.{name} "
+                "itself."
             )
         hint(section, name, head)
 

@@ -1,4 +1,4 @@
-"""Values of a section are checked against the types and bounds of its fields; sections are not known here."""
+"""Validation of configuration fields: types, bounds, choices and key names."""
 
 from __future__ import annotations
 
@@ -12,26 +12,29 @@ from typing import Any
 
 
 def at_least(least: int, default: Any) -> Any:
+    """Return a dataclass field whose value must be `least` or more."""
     return dataclasses.field(default=default, metadata={"at least": least})
 
 
 def above(bound: float, default: float) -> Any:
+    """Return a dataclass field whose value must be above `bound`."""
     return dataclasses.field(default=default, metadata={"above": bound})
 
 
 def one_of(choices: tuple[str, ...], default: str) -> Any:
+    """Return a dataclass field whose value must be one of `choices`."""
     return dataclasses.field(default=default, metadata={"one of": choices})
 
 
 def step_range(name: str, text: str) -> tuple[int, int]:
-    """The first and last step that a text such as "steps=10..15" names, counted from 1.
+    """Return the first and last step in a text such as "steps=10..15", counted from 1.
 
     Args:
-        name: Of the key, flag or argument, for a message.
-        text: The text.
+        name: Name of the key, flag or argument, for messages.
+        text: Text to parse, "steps=FIRST..LAST" or "steps=STEP".
 
     Raises:
-        ValueError: For another text.
+        ValueError: The text has another form.
 
     Example:
         >>> step_range("--profile", "steps=10..15"), step_range("--profile", "steps=7")
@@ -41,13 +44,14 @@ def step_range(name: str, text: str) -> tuple[int, int]:
     first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= first <= last:
         raise ValueError(
-            f"{name}: expected steps from 1 on, the first and the last, such as steps=10..15; received {text!r}."
+            f"{name}: expected steps from 1 on, the first and the last, such as steps=10..15; "
+            f"received {text!r}."
         )
     return first, last
 
 
 def nearest(name: str, names: typing.Iterable[str], prefix: str = "") -> str:
-    """The remedy for a misspelt name: the nearest, or all there are.
+    """Return a suggestion for a misspelt name: the nearest name, or all names.
 
     Example:
         >>> nearest("epoch", ["epochs", "seed"])
@@ -65,7 +69,16 @@ def nearest(name: str, names: typing.Iterable[str], prefix: str = "") -> str:
 
 
 def hint(kind: Any, name: str, path: str) -> Any:
-    """The type of a key; `path` is the key of the section it is in."""
+    """Return the type of a key.
+
+    Args:
+        kind: Dataclass of the section.
+        name: Name of the field.
+        path: Key of the section; "" at the top level.
+
+    Raises:
+        ValueError: There is no such field.
+    """
     hints = typing.get_type_hints(kind)
     if name not in hints:
         prefix = f"{path}." if path else ""
@@ -74,7 +87,17 @@ def hint(kind: Any, name: str, path: str) -> Any:
 
 
 def check(section: Any, path: str) -> None:
-    """Checks every field of a section against its type and bounds; ints become floats where those are expected."""
+    """Check every field of a section against its type and bounds.
+
+    Integers are converted to floats where floats are expected.
+
+    Args:
+        section: Instance of the section's dataclass.
+        path: Key of the section; "" at the top level.
+
+    Raises:
+        ValueError: A value has the wrong type or is out of bounds.
+    """
     hints = typing.get_type_hints(type(section))
     for field in dataclasses.fields(section):
         key = f"{path}.{field.name}" if path else field.name
@@ -105,6 +128,7 @@ def _typed(key: str, value: Any, hint: Any) -> Any:
             bool: "true or false",
         }.get(kind, "a mapping")
         raise ValueError(
-            f"{key}: expected {expected}, received {value!r}, which is of type {type(value).__name__}."
+            f"{key}: expected {expected}, received {value!r}, which is of type "
+            f"{type(value).__name__}."
         )
     return dict(value) if kind is Mapping else value

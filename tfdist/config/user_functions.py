@@ -1,4 +1,4 @@
-"""`FILE.py:FUNCTION` in a setting becomes the function of a user's file; it is called elsewhere."""
+"""Load user functions that a setting names as `FILE.py:FUNCTION`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from typing import Any
 
 from tfdist.config import nearest
 
-_files: dict[str, ModuleType] = {}  # those that were run, by path
+_files: dict[str, ModuleType] = {}  # loaded files, by path
 
 
 def in_file(text: str) -> bool:
-    """Whether a setting names a function of a file.
+    """Return whether a setting names a function of a file.
 
     Example:
         >>> in_file("models/mine.py:build"), in_file("mnist"), in_file("namespace:mnist")
@@ -30,17 +30,17 @@ def in_file(text: str) -> bool:
 
 
 def load(text: str, key: str) -> Callable[..., Any]:
-    """The function that a setting names.
+    """Return the function that a setting names.
 
     Args:
         text: "FILE.py:FUNCTION" or "package.module:FUNCTION".
-        key: The setting's key, for messages.
+        key: Key of the setting, for messages.
 
     Returns:
-        The function. A file is run once in a process, however many of its functions are asked for.
+        The function. A file is run once in a process, however many of its functions are loaded.
 
     Raises:
-        ValueError: There is no such file, module or function; or its code fails.
+        ValueError: There is no such file, module or function, or its code fails.
 
     Example:
         >>> load("os.path:basename", "model.name")("a/b")
@@ -48,7 +48,7 @@ def load(text: str, key: str) -> Callable[..., Any]:
         >>> load("os.path:basname", "model.name")
         Traceback (most recent call last):
         ValueError: model.name=os.path:basname: os.path defines no function basname. Did you mean basename?
-    """
+    """  # noqa: E501
     where, colon, name = text.rpartition(":")
     if not colon or not where or not name.isidentifier():
         raise ValueError(f"{key}: expected FILE.py:FUNCTION, received {text!r}.")
@@ -63,7 +63,10 @@ def load(text: str, key: str) -> Callable[..., Any]:
             n for n, value in vars(module).items() if callable(value) and not n.startswith("_")
         ]
         raise ValueError(
-            f"{key}={text}: {where} defines no function {name}. {nearest(name, known) if known else ''}".rstrip()
+            (
+                f"{key}={text}: {where} defines no function {name}. "
+                f"{nearest(name, known) if known else ''}"
+            ).rstrip()
         )
     return function
 
@@ -73,7 +76,8 @@ def _module(name: str, given: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"{given}: no module {error.name} can be imported. Name a file, FILE.py:FUNCTION, or install it."
+            f"{given}: no module {error.name} can be imported. Name a file, FILE.py:FUNCTION, or "
+            "install it."
         ) from error
     except Exception as error:
         raise failed(given, error) from error
@@ -86,10 +90,10 @@ def _file(path: str, given: str) -> ModuleType:
         raise ValueError(f"{given}: no such file as {path}.")
     directory, name = os.path.split(path)
     if directory not in sys.path:
-        sys.path.insert(0, directory)  # as for a script: what lies beside it can be imported
+        sys.path.insert(0, directory)  # as for a script, so that it can import modules beside it
     name = name.removesuffix(".py")
     if name in sys.modules:
-        name += f"_{zlib.crc32(path.encode()):x}"  # somebody else's
+        name += f"_{zlib.crc32(path.encode()):x}"  # another module has the name
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -104,24 +108,26 @@ def _file(path: str, given: str) -> ModuleType:
 
 
 def failed(given: str, error: Exception) -> ValueError:
-    """What to raise for an error of a user's file: it names the file's line that was run, or that cannot be read.
+    """Return a ValueError for an error in a user's file, which names the line at fault.
+
+    This is the line that was run, or that cannot be parsed.
 
     Args:
-        given: The setting that names the file, such as "--config=mine.py".
-        error: As the caller has caught it.
+        given: Setting that names the file, such as "--config=mine.py".
+        error: Error that the caller has caught.
     """
     if isinstance(error, SyntaxError) and error.filename:
         return ValueError(
-            f"{given}: {type(error).__name__} in line {error.lineno} of {error.filename}: {error.msg}"
+            f"{given}: {type(error).__name__} in line {error.lineno} of {error.filename}: "
+            f"{error.msg}"
         )
     files = (__file__, importlib.__file__, runpy.__file__)
     frames = [
         f
         for f in traceback.extract_tb(error.__traceback__)[1:]
         if f.filename not in files and "<frozen " not in f.filename
-    ]  # the first: who has caught it
-    own = [
-        frame for frame in frames if frame.filename == frames[0].filename
-    ]  # the user's file is the first that runs
+    ]  # without the first frame, which is the function that caught it
+    # The user's file is the first that runs.
+    own = [frame for frame in frames if frame.filename == frames[0].filename]
     where = f" in line {own[-1].lineno} of {own[-1].filename}" if own else ""
     return ValueError(f"{given}: {type(error).__name__}{where}: {error}")

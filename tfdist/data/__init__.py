@@ -1,4 +1,7 @@
-"""Data sets become `tf.data` pipelines of global batches; no device, strategy or worker is known here."""
+"""Sources of examples and deterministic `tf.data` input pipelines of global batches.
+
+Nothing in this package depends on a device, a strategy or the number of workers.
+"""
 
 from tfdist.data import transforms
 from tfdist.data.pipeline import Epochs, pipeline

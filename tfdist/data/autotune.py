@@ -1,4 +1,4 @@
-"""tf.data's tuner, which no data set has that did not ask for it."""
+"""Default `tf.data` options: the autotuner is off unless a dataset asks for it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,26 @@ import tensorflow as tf
 
 
 def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """The same elements, without the thread that tunes how many calls run at a time: `AUTOTUNE` means one for each core, or for each
-    thread of a pool of the data set's own, up to 16.
+    """Return the dataset without the autotuner thread.
 
-    The end of an iterator waits for that thread, with Python's lock held. It sleeps for as long as the iterator has lived, up to a
-    minute, and is woken before it can see that it is to end: TensorFlow's `StartCancel` calls back first and only then counts as
-    cancelled. If it is quick, it sleeps on: of forty iterators of 90 seconds one took 51 seconds to end. One process that
-    stalls makes all others of a training wait.
+    The thread tunes how many calls run at a time. Without it, `AUTOTUNE` means one call for each
+    core, or for each thread of the dataset's private thread pool, up to 16.
 
-    A data set whose options say something of the tuner, its cores or its memory keeps them.
+    The destruction of an iterator waits for that thread, with Python's lock (the GIL) held. The
+    thread sleeps for as long as the iterator has lived, up to a minute, and is woken before it can
+    see that it has to end: TensorFlow's `StartCancel` first runs its callbacks and only then counts
+    as cancelled. If the thread is quick, it goes back to sleep: of forty iterators of 90 seconds,
+    one took 51 seconds to end. One process that stalls makes all other processes of a training run
+    wait.
+
+    A dataset keeps the autotuner if its options set the autotuner, its CPU budget or its RAM
+    budget.
+
+    Args:
+        dataset: The dataset.
+
+    Returns:
+        A dataset of the same elements.
     """
     asked = dataset.options().autotune
     if any(value is not None for value in (asked.enabled, asked.cpu_budget, asked.ram_budget)):

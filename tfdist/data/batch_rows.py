@@ -1,4 +1,4 @@
-"""Batches are cut, counted and filled up by rows, whatever nest of tensors they are; no row's content is looked at."""
+"""Row operations on batches: count, slice and pad a nest of tensors along its first axis."""
 
 from __future__ import annotations
 
@@ -6,18 +6,22 @@ from typing import Any
 
 import tensorflow as tf
 
-# For functions that tf.data traces: ours are graphs as they stand, and AutoGraph would take its time with them.
+# For functions that tf.data traces: these functions need no conversion, and AutoGraph is slow.
 plain = tf.autograph.experimental.do_not_convert
 
 
 def count_rows(batch: Any) -> tf.Tensor:
-    """Rows of a batch, int64 scalar.
+    """Return the number of rows of a batch, int64 scalar.
 
     Args:
-        batch: A nest of tensors `[rows, ...]`, dense, ragged or sparse; None and Optionals are passed over.
+        batch: A nest of tensors `[rows, ...]`, dense, ragged or sparse. None and Optionals are
+            ignored.
+
+    Returns:
+        The number of rows, int64 scalar.
 
     Raises:
-        ValueError: It holds no tensor.
+        ValueError: If the batch holds no tensor.
     """
     for x in tf.nest.flatten(batch):
         if isinstance(x, tf.RaggedTensor):
@@ -30,12 +34,12 @@ def count_rows(batch: Any) -> tf.Tensor:
 
 
 def cut(batch: Any, begin, end) -> Any:
-    """Rows from `begin` to before `end`.
+    """Return the rows of a batch from `begin` to `end`, `end` excluded.
 
     Args:
         batch: A nest of tensors `[rows, ...]`.
-        begin: int64 scalar.
-        end: int64 scalar.
+        begin: First row, int64 scalar.
+        end: Row after the last, int64 scalar.
 
     Returns:
         The same nest, `[end - begin, ...]`.
@@ -55,7 +59,15 @@ def cut(batch: Any, begin, end) -> Any:
 
 
 def fill(batch: Any, rows: int) -> Any:
-    """A batch with rows of zeros behind its own, up to `rows`; dense tensors only, of static shape afterwards."""
+    """Pad a batch with rows of zeros up to `rows`.
+
+    Args:
+        batch: A nest of dense tensors `[at most rows, ...]`.
+        rows: Number of rows of the result.
+
+    Returns:
+        The same nest, `[rows, ...]`, of static shape.
+    """
 
     def of(x):
         missing = rows - tf.shape(x)[0]

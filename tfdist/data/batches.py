@@ -1,4 +1,7 @@
-"""A source, an order and transforms become one share of each global batch; who takes which share is not decided here."""
+"""Batches of some replicas: read, decode and transform their rows of each global batch.
+
+The caller chooses the share; see `tfdist.data.reading.Window`.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,13 @@ from tfdist.data.sources.base import Source, call, takes
 
 
 class ReplicaRows(NamedTuple):
-    """Some replicas' rows of one global batch.
+    """Rows of one global batch that belong to some replicas.
 
-    Fields:
-        data: As the model takes it, `[rows of the share, ...]`.
-        rows: Rows of the global batch, int64 scalar.
-        fingerprint: Follows from epoch, step and order, float64 scalar: equal on all workers, or something is wrong.
+    Attributes:
+        data: Batch for the model, `[rows of the share, ...]`.
+        rows: Number of rows of the global batch, int64 scalar.
+        fingerprint: Checksum of epoch, step and order, float64 scalar. It is equal on all workers;
+            otherwise the workers read different batches.
         numbers: Numbers of the examples, int64 `[rows of the share]`; -1 for padding.
     """
 
@@ -36,23 +40,27 @@ class ReplicaRows(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Batches:
-    """What a pipeline does, but for where its passes begin; the arguments of `tfdist.data.pipeline`, checked.
+    """Configuration of a data pipeline: the checked arguments of `tfdist.data.pipeline`.
+
+    Only the epoch and step where a pass begins are given separately.
 
     Attributes:
         source: The examples.
-        order: Their order; None where the source can only be walked through and does not know how many it has.
-        global_batch: Rows of a batch, of all replicas together.
-        seed: Of order and transforms.
-        tail: "partial", "pad" or "drop".
-        buffer: Examples to shuffle a walk among; None: not.
-        transform: For single examples.
-        batch_transform: For batches, row by row.
+        order: Order of the examples; None if the source has only `walk` and does not know its
+            number of examples.
+        global_batch: Rows of a batch, summed over all replicas.
+        seed: Seed of order and transforms.
+        tail: Treatment of the last examples: "partial", "pad" or "drop".
+        buffer: Size in examples of the shuffle buffer of a source with `walk`; None: no shuffle.
+        transform: Function of single examples.
+        batch_transform: Function of batches that treats each row by itself.
         labels: Whether to keep y.
-        errors: What becomes of examples that cannot be read.
-        options: Of tf.data.
-        prefetch: Batches made ahead.
-        processors: Threads that can work at once.
-        addresses: Of the data workers that make them; none: this process does.
+        errors: Record of examples that cannot be read, with the number allowed.
+        options: Options of `tf.data`.
+        prefetch: Number of batches prefetched.
+        processors: Number of threads that can run at once.
+        addresses: Addresses of the data workers that make the batches; empty: this process makes
+            them.
     """
 
     source: Source
@@ -71,14 +79,14 @@ class Batches:
     addresses: tuple[str, ...] = ()
 
     def replica_rows(self, window: Window, position: tf.data.Dataset) -> tf.data.Dataset:
-        """The window's rows of the batches of one pass.
+        """Return the window's rows of the batches of one pass.
 
         Args:
-            window: Which replicas' rows.
-            position: One pair of epoch and first step, int64 scalars; asked for once in a pass.
+            window: The replicas whose rows are read.
+            position: One pair of epoch and first step, int64 scalars; read once in each pass.
 
         Returns:
-            A data set of Shares, equally many whatever the window.
+            A dataset of ReplicaRows; the number of elements is the same for every window.
         """
         if self.addresses:
 
@@ -92,7 +100,7 @@ class Batches:
         return result.prefetch(self.prefetch).with_options(self.options)
 
     def _made(self, window: Window, position: tf.data.Dataset, stride: int) -> tf.data.Dataset:
-        """Every `stride`-th of the Shares of one pass."""
+        """Return every `stride`-th of the ReplicaRows of one pass."""
         if self.order is None:
             return self._of_walk(window, position).shard(stride, 0)
         if isinstance(self.order, StreamOrder):
@@ -104,7 +112,17 @@ class Batches:
     def examples(
         self, window: Window, position: tf.data.Dataset, stride: int = 1
     ) -> tf.data.Dataset:
-        """What is read for the window, before it is decoded: a data set of Examples `[width]`; of a walk, single ones of all windows."""
+        """Return the examples that are read for the window, before they are decoded.
+
+        Args:
+            window: The replicas whose rows are read.
+            position: One pair of epoch and first step, int64 scalars; read once in each pass.
+            stride: Distance between the steps read; default: 1.
+
+        Returns:
+            A dataset of Examples `[width]`. If the source has `walk`, a dataset of single Examples
+            of all windows.
+        """
         if self.order is None:
             assert stride == 1, "all examples are walked through"
             return walked(
@@ -118,25 +136,34 @@ class Batches:
         return by_number(self.order, window, self._steps(position, stride))
 
     def seeds(self, epoch: tf.Tensor, numbers: tf.Tensor) -> Any:
-        """For `transform`, int32 `[..., 2]`, of examples `[...]`; nothing where it takes none."""
+        """Return the seeds for `transform`, int32 `[..., 2]`; () if it takes no seed.
+
+        Args:
+            epoch: Epoch, int64 scalar.
+            numbers: Numbers of examples, int64 `[...]`.
+        """
         if self.transform is None or not takes(self.transform, "seed"):
             return ()
         return example_seeds(self.seed, epoch, numbers)
 
     def load(self, example: Example, seed: Any) -> Any:
-        """One example as it is stored becomes one as it goes into a batch.
+        """Decode, check and transform one example.
 
         Args:
-            example: One of `examples`.
-            seed: Its row of `seeds`.
+            example: An element of `examples`.
+            seed: The example's row of `seeds`.
+
+        Returns:
+            The example as it goes into a batch.
         """
         return self._transformed(
             _checked(self.source, self._read(example, seed), example.number), seed
         )
 
-    # --- The three ways -----------------------------------------------------------------------------------------------
+    # --- Three ways of reading ------------------------------------------------------------------
     def _of_memory(self, window: Window, steps: tf.data.Dataset) -> tf.data.Dataset:
-        order, gather = self.order, self.source.gather
+        order = self.order
+        gather = self.source.gather
         assert order is not None
         assert gather is not None
         width = window.width(self.global_batch)
@@ -158,7 +185,8 @@ class Batches:
         def one(example, data, good):
             return self._rows(window, data, example.number, good, example.epoch[0], example.step[0])
 
-        # Of steps with few rows, enough together for all processors. The next ones are begun in any case.
+        # Enough steps at once to keep all processors busy if a step has few rows. The following
+        # steps are started in any case.
         steps = -(-2 * self.processors // width)
         return self.examples(window, position, stride).interleave(
             plain(lambda examples: self._loaded(examples).map(one)),
@@ -169,7 +197,11 @@ class Batches:
         )
 
     def _loaded(self, examples: Example) -> tf.data.Dataset:
-        """The examples of one step, `[width]`, with their data and for which of them it could be had: a data set of one element."""
+        """Load the examples of one step, `[width]`.
+
+        Returns:
+            A dataset of one element: the examples, their data, and which of them could be loaded.
+        """
         width = examples.number.shape[0]
         rows = tf.data.Dataset.from_tensor_slices(
             (examples, self.seeds(examples.epoch[0], examples.number))
@@ -201,7 +233,8 @@ class Batches:
                 width, drop_remainder=True
             )
 
-        # To look after each example by itself takes a sixth of the time. So that is done once one has failed.
+        # Guarding each example by itself costs a sixth of the time, so it is done only for steps
+        # where an example failed.
         return batch(quick).ignore_errors().concatenate(batch(careful)).take(1)
 
     def _of_walk(self, window: Window, position: tf.data.Dataset) -> tf.data.Dataset:
@@ -218,7 +251,8 @@ class Batches:
 
         @plain
         def one(example):
-            numbers, epoch = example.number, example.epoch[0]
+            numbers = example.number
+            epoch = example.epoch[0]
             found = count_rows(numbers)
             data = self._by_rows(example.data, epoch, numbers)
             rows = found
@@ -243,7 +277,7 @@ class Batches:
 
         return batches.map(one, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
 
-    # --- What they share ------------------------------------------------------------------------------------------------
+    # --- Shared helpers -------------------------------------------------------------------------
     def _key(self, epoch: tf.Tensor) -> tf.Tensor:
         both = tf.stack([tf.constant(self.seed, tf.int64), epoch])
         return tf.random.stateless_uniform([], both, None, None, tf.int64, alg="philox")
@@ -279,7 +313,7 @@ class Batches:
     def _rows(
         self, window: Window, data: Any, numbers: tf.Tensor, good: Any, epoch, step
     ) -> ReplicaRows:
-        """`width` examples become the window's rows of their batch."""
+        """Convert `width` examples to the window's rows of their batch."""
         order = self.order
         assert order is not None
         data = self._by_rows(data, epoch, numbers)
@@ -302,7 +336,7 @@ class Batches:
                 - begin
             )
             data, numbers = cut(data, tf.constant(0, tf.int64), end), numbers[:end]
-        # All that the numbers of the batch follow from.
+        # Covers everything that determines the batch's example numbers.
         fingerprint = tf.cast(epoch * 7919 + step, tf.float64) + zlib.crc32(repr(order).encode())
         total = tf.constant(self.global_batch, tf.int64) if self.tail == "pad" else rows
         return ReplicaRows(
@@ -317,14 +351,19 @@ class Batches:
         return call(self.batch_transform, data)
 
     def _weighted(self, data: Any, real: tf.Tensor, rows: Any) -> Any:
-        """Gives a batch sample weights, 0 where a row is not real; the mean over all rows is then that over `rows`."""
+        """Add sample weights to a batch: 0 for rows that are not real examples.
+
+        If `rows` is given, the weights are scaled so that the mean over all rows is the mean over
+        `rows` rows.
+        """
         scale = 1.0 if rows is None else self.global_batch / tf.cast(rows, tf.float32)
         weight = tf.cast(real, tf.float32) * scale
         if not self.labels:
             return data
         if not isinstance(data, tuple) or len(data) not in (2, 3):
             raise ValueError(
-                f'{self.source.name}: tail="pad" and ignore_errors give rows a sample weight, which takes examples (x, y) or '
+                f'{self.source.name}: tail="pad" and ignore_errors give rows a sample weight, '
+                "which takes examples (x, y) or "
                 f"(x, y, weight); received {data!r}. Return such from transform=."
             )
         if len(data) == 3:
@@ -338,7 +377,7 @@ def _without_label(data: Any) -> Any:
 
 
 def _checked(source: Source, data: Any, number: tf.Tensor) -> Any:
-    """The example, once its label is known to be one of the classes."""
+    """Return the example after a check that its label is one of the classes."""
     if (
         source.classes is None
         or source.labels is not None
@@ -349,7 +388,10 @@ def _checked(source: Source, data: Any, number: tf.Tensor) -> Any:
     if not isinstance(label, tf.Tensor) or not label.dtype.is_integer or label.shape.rank != 0:
         return data
     where = source.describe(number) if source.describe is not None else tf.strings.as_string(number)
-    message = f"{source.name}: expected a label from 0 to {source.classes - 1}; received, with the place of its example:"
+    message = (
+        f"{source.name}: expected a label from 0 to {source.classes - 1}; received, with the place "
+        "of its example:"
+    )
     right = (label >= 0) & (tf.cast(label, tf.int64) < source.classes)
     with tf.control_dependencies([tf.debugging.Assert(right, [message, label, where])]):
         return (data[0], tf.identity(label), *data[2:])

@@ -1,4 +1,8 @@
-"""A source becomes one whose examples are kept in memory or on disk; they are read once, now, unless they can only be walked through."""
+"""Caches of a Source in memory or in TFRecord files.
+
+The examples are read once, when the cache is created. A source with `walk` is cached in memory
+during its first pass instead.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +15,23 @@ from tfdist.data.errors import place
 from tfdist.data.sources.base import Source, check_labels
 from tfdist.data.writing.record_shards import named
 
-_BATCH = 1024  # examples read together
+_BATCH = 1024  # examples in one read
 
 
 def cached(source: Source, cache: bool | str) -> Source:
-    """The same examples, kept in memory or in a directory.
+    """Return a Source of the same examples, kept in memory or in a directory.
 
     Args:
         source: The source.
-        cache: True: in memory, decoded where they have one shape, else as they are stored. A directory: in TFRecord files there.
+        cache: True: in memory; decoded if all examples have one shape, else as they are stored. A
+            directory: in TFRecord files there.
 
     Returns:
-        A Source; of a walk in memory, one that keeps what the first pass reads.
+        A Source. If `source` has `walk` and the cache is in memory, the first pass fills the cache.
 
     Raises:
-        ValueError: For an example that cannot be read, with its place, a label that is no class, and examples that have neither one
-            shape nor a form in which they are stored.
+        ValueError: If an example cannot be read (with its place), if a label is not one of the
+            classes, or if the examples have neither one shape nor a stored form.
 
     Example:
         >>> cached(Source.of(tf.data.Dataset.range(3)), True).cardinality
@@ -50,10 +55,12 @@ def cached(source: Source, cache: bool | str) -> Source:
         return _of_tensors(source, _read(source, source.dataset()))
     if source.raw is None or (source.assemble is None and source.decode is None):
         raise ValueError(
-            f"cache: the examples of {source.name} have no common shape ({source.element_spec}). Bring them to one with source.map(...) first, "
-            "or name a directory."
+            f"cache: the examples of {source.name} have no common shape ({source.element_spec}). "
+            "Bring them to one with source.map(...) first, or name a directory."
         )
-    raw, decode, assemble = source.raw, source.decode, source.assemble
+    raw = source.raw
+    decode = source.decode
+    assemble = source.assemble
     numbers = tf.data.Dataset.range(source.cardinality)
     stored = _read(source, numbers.map(raw, num_parallel_calls=tf.data.AUTOTUNE))
 
@@ -90,7 +97,7 @@ def _of_tensors(source: Source, tensors) -> Source:
 
 
 def _read(source: Source, dataset: tf.data.Dataset):
-    """All elements of a data set that has one for each example, `[examples, ...]`."""
+    """Read all elements of a dataset with one element per example, `[examples, ...]`."""
     try:
         parts = list(dataset.batch(_BATCH))
     except tf.errors.OpError:

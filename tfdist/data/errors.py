@@ -1,4 +1,8 @@
-"""An example that cannot be read becomes an error that says where it lies, or a row without weight and a line in a report."""
+"""Error handling for examples that cannot be read or transformed.
+
+Either the run ends with an error that says where the example is stored, or the example is left out:
+its row gets sample weight 0, and it is listed in a report.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from absl import logging
 from tfdist.data.batch_rows import plain
 from tfdist.data.sources.base import Source
 
-# What TensorFlow adds to its messages: the names of its graph's nodes.
+# Parts that TensorFlow adds to its error messages: the names of graph nodes.
 _NOISE = (
     r"Error in user-defined function passed to .*? transformation with iterator: \S+: |"
     r"\{\{.*?\}\}|\[\[.*?\]\]|\[Op:.*?\]|\bname: *$"
@@ -22,14 +26,15 @@ _NOISE = (
 
 
 class Errors:
-    """What a pipeline met of examples that cannot be read or transformed.
+    """Record of the examples that a data pipeline could not read or transform.
 
     Args:
-        name: Of the source.
-        allowed: How many may be left out, in this process; the next one ends the run. 0: none.
+        name: Name of the source.
+        allowed: Number of examples that may be left out in this process; one more ends the run. 0:
+            none may.
 
     Attributes:
-        found: Number of each example left out, with the place where it lies.
+        found: Mapping from the number of each example left out to the place where it is stored.
     """
 
     def __init__(self, name: str, allowed: int):
@@ -39,7 +44,18 @@ class Errors:
         self._lock = threading.Lock()
 
     def add(self, number: np.int64, place: bytes) -> np.int64:
-        """Notes an example; raises ValueError once there are more than allowed."""
+        """Record an example; raise ValueError once there are more than allowed.
+
+        Args:
+            number: Number of the example.
+            place: Where the example is stored.
+
+        Returns:
+            `number`, unchanged.
+
+        Raises:
+            ValueError: If more than `allowed` examples have been recorded.
+        """
         with self._lock:
             if int(number) not in self.found:
                 self.found[int(number)] = place.decode(errors="replace")
@@ -48,12 +64,13 @@ class Errors:
                 )
             if len(self.found) > self.allowed:
                 raise ValueError(
-                    f"{self.name}: more than ignore_errors={self.allowed} examples cannot be read or transformed: {self.report()}"
+                    f"{self.name}: more than ignore_errors={self.allowed} examples cannot be read "
+                    f"or transformed: {self.report()}"
                 )
         return number
 
     def report(self) -> str:
-        """The examples left out, one a line."""
+        """Return the examples left out, one on each line."""
         return "\n".join(
             f"example {number}: {place}" for number, place in sorted(self.found.items())
         )
@@ -62,18 +79,21 @@ class Errors:
 def guarded(
     what: str, load: Callable[..., Any], example: Any, seed: Any, source: Source, errors: Errors
 ) -> tuple[Any, tf.Tensor]:
-    """Loads an example; if that fails, names its place and fails, or leaves it out where errors are allowed.
+    """Load an example; if that fails, raise an error with its place or leave the example out.
+
+    The example is left out only where `errors` allows it.
 
     Args:
-        what: That `load` does, for the message: "read".
-        load: `example` and `seed` to its data; TensorFlow writes the cause of its failure into the log.
+        what: Verb for the error message that says what `load` does: "read".
+        load: Function from `example` and `seed` to the example's data. TensorFlow writes the cause
+            of its failure into the log.
         example: An Example.
-        seed: For `load`.
-        source: Where it is from.
-        errors: How many may fail, and where they are noted.
+        seed: Seed for `load`.
+        source: Source of the example.
+        errors: Record of failed examples, with the number allowed.
 
     Returns:
-        The data, zeros where it failed; and whether it did not.
+        The data, zeros if loading failed; and whether loading succeeded.
     """
     one = tf.data.Dataset.from_tensors((example, seed))
     loaded = one.map(plain(lambda *x: (load(*x), True)))
@@ -108,17 +128,26 @@ def guarded(
 
 
 def place(source: Source, number: int) -> str | None:
-    """Where an example lies, such as "file X, byte 123"; None where the source does not know."""
+    """Return where an example is stored, such as "file X, byte 123".
+
+    Args:
+        source: Source of the example.
+        number: Number of the example.
+
+    Returns:
+        The place; None if the source does not know it.
+    """
     if source.describe is None:
         return None
     return source.describe(tf.constant(number, tf.int64)).numpy().decode(errors="replace")
 
 
 def cause(error: Exception) -> str:
-    """What TensorFlow has to say, without the names of its graph's nodes.
+    r"""Return the message of a TensorFlow error without the names of graph nodes.
 
     Example:
-        >>> cause(ValueError("{{function_node f}} Truncated JPEG\\n\\t [[{{node x}}]] [Op:DecodeJpeg]"))
+        >>> text = "{{function_node f}} Truncated JPEG\n\t [[{{node x}}]] [Op:DecodeJpeg]"
+        >>> cause(ValueError(text))
         'Truncated JPEG'
     """
     text = re.sub(_NOISE, "", getattr(error, "message", None) or str(error))
@@ -128,6 +157,7 @@ def cause(error: Exception) -> str:
 def _empty(spec: Any) -> tf.Tensor:
     if not isinstance(spec, tf.TensorSpec) or not spec.shape.is_fully_defined():
         raise ValueError(
-            f"ignore_errors: expected dense examples whose shape is known beforehand, received {spec}. Make them so in transform=, with tf.ensure_shape."
+            "ignore_errors: expected dense examples whose shape is known beforehand, received "
+            f"{spec}. Make them so in transform=, with tf.ensure_shape."
         )
     return tf.zeros(spec.shape, spec.dtype)

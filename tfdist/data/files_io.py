@@ -1,4 +1,4 @@
-"""Paths become absolute names, and files appear whole or not at all; what they hold is not known here."""
+"""File utilities: absolute paths, atomic writes and file locks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-# What TensorFlow and Python raise where a place cannot be written: no permission, no directory, a file in its way, a full disk.
+# Errors of TensorFlow and Python if a path cannot be written: no permission, no directory, a file
+# in the way, a full disk.
 CANNOT_WRITE = (
     OSError,
     tf.errors.PermissionDeniedError,
@@ -25,15 +26,17 @@ CANNOT_WRITE = (
 
 
 def is_remote(path: str) -> bool:
-    """Whether a path names another file system: "gs://bucket/file"."""
+    """Return whether a path names a remote file system: "gs://bucket/file"."""
     return "://" in path
 
 
 def absolute(path: str | os.PathLike) -> str:
-    """The path that means the same in other processes, whose working directory may be another one.
+    """Return the absolute path, which means the same in every process.
+
+    Other processes may have another working directory.
 
     Args:
-        path: A path; one with "://" stays as it is.
+        path: A path. A path with "://" is returned unchanged.
 
     Returns:
         The absolute path.
@@ -47,19 +50,19 @@ def absolute(path: str | os.PathLike) -> str:
 
 
 def temporary(path: str) -> str:
-    """A name beside `path` that no other process uses, for a file that is renamed to `path` when it is whole."""
+    """Return a unique name beside `path`, for a file that is renamed to `path` once complete."""
     return f"{path}.{uuid.uuid4().hex[:12]}.tmp"
 
 
 def write_whole(path: str, content: bytes) -> None:
-    """Writes a file, so that others see it whole or not at all.
+    """Write a file atomically: other processes see the whole file or none.
 
     Args:
-        path: Where to; what is there is replaced.
-        content: All of it.
+        path: Path of the file; an existing file is replaced.
+        content: Complete content of the file.
 
     Raises:
-        OSError: Or an error of `CANNOT_WRITE`, where that place cannot be written.
+        OSError: If the path cannot be written; or another error of `CANNOT_WRITE`.
     """
     part = temporary(path)
     try:
@@ -72,22 +75,26 @@ def write_whole(path: str, content: bytes) -> None:
 
 
 def remove(path: str) -> None:
-    """Removes a file, if it is there and can be removed."""
+    """Remove a file if it exists and can be removed."""
     with contextlib.suppress(OSError, tf.errors.OpError):
         tf.io.gfile.remove(path)
 
 
 @contextlib.contextmanager
 def locked(path: str | os.PathLike, timeout: float, purpose: str) -> Iterator[None]:
-    """Holds the lock of a local file, which the system frees even when its holder is killed.
+    """Hold the lock of a local file.
+
+    The operating system frees the lock even when the process that holds it is killed.
 
     Args:
-        path: The file; it is made, and stays.
-        timeout: Seconds to wait for another process that holds it.
-        purpose: What the lock is held for, "preparing mnist": for the message of others.
+        path: The file; it is created, and is not removed.
+        timeout: Seconds to wait for another process that holds the lock.
+        purpose: What the lock is held for, "preparing mnist"; other processes show it in their
+            error message.
 
     Raises:
-        TimeoutError: When another process has held it all that time; it is named.
+        TimeoutError: If another process has held the lock for the whole timeout. The message names
+            that process.
     """
     deadline = time.monotonic() + timeout
     with open(path, "a+", encoding="utf-8") as file:
@@ -99,8 +106,9 @@ def locked(path: str | os.PathLike, timeout: float, purpose: str) -> Iterator[No
                 if time.monotonic() > deadline:
                     file.seek(0)
                     raise TimeoutError(
-                        f"Waited {timeout:g} s for {file.read() or 'another process'}, which is {purpose} and holds the "
-                        f"lock {os.fspath(path)}. See whether it still works; end it and start again if it hangs."
+                        f"Waited {timeout:g} s for {file.read() or 'another process'}, which is "
+                        f"{purpose} and holds the lock {os.fspath(path)}. See whether it still "
+                        "works; end it and start again if it hangs."
                     ) from None
                 time.sleep(0.05)
         file.truncate(0)

@@ -1,4 +1,7 @@
-"""A Source becomes a `tf.data.Dataset` of global batches; nothing but seed, epoch and step decides their order."""
+"""Input pipelines: a Source as a `tf.data.Dataset` of deterministic global batches.
+
+Seed, epoch and step alone decide the order of the examples.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +23,17 @@ from tfdist.data.service import addresses_of
 from tfdist.data.sources.base import Source
 from tfdist.data.sources.convert import as_source
 
-# Where a source is read from beginning to end, shuffling holds this many examples in memory at a time.
+# Size in examples of the shuffle buffer for sources that are read from beginning to end.
 SHUFFLE_BUFFER = 16_384
-# Parts of a stream that are read at once, at most.
+# Maximal number of parts of a stream that are read at once.
 STREAMS = 16
 SMALLEST_BLOCK = 1024
 
 
 class Epochs:
-    """Says which epoch the next pass over a pipeline is: 0, 1, 2, ... unless `next` is set, to resume.
+    """Counter of the epochs of a dataset: each pass is the next epoch, 0, 1, 2, ...
+
+    Set `next` to resume at a given epoch.
 
     Example:
         >>> epochs = Epochs()
@@ -41,7 +46,7 @@ class Epochs:
         self.next = 0
 
     def take(self) -> np.int64:
-        """The epoch that begins now."""
+        """Return the epoch that begins now, and advance the counter."""
         epoch = self.next
         self.next += 1
         return np.int64(epoch)
@@ -65,46 +70,60 @@ def pipeline(
     ram_budget: int | None = None,
     service: bool | Sequence[str] | None = None,
 ) -> tf.data.Dataset:
-    """Extracts examples, transforms them, and loads them as shuffled global batches.
+    """Extract examples, transform them, and load them as shuffled global batches.
 
-    Each pass over the result is one epoch, and holds every example exactly once. Which examples make the batch of a step follows
-    from `seed`, the number of the epoch and the step alone, whatever the number of workers and TensorFlow's global seed. A
-    strategy of tfdist asks for its own rows of each batch, so that no other worker's are read.
+    Each pass over the result is one epoch and holds every example exactly once. `seed`, the number
+    of the epoch and the step alone determine which examples make the batch of a step, whatever the
+    number of workers and TensorFlow's global seed. A strategy of tfdist reads only its own rows of
+    each batch, so that no worker reads the rows of another.
 
     Args:
-        source: What `tfdist.data.as_source` takes: a Source, a TFDS name (its split "train"), a `tf.data.Dataset` of single examples, or
-            arrays such as `(x, y)`.
-        global_batch: Examples per batch, of all replicas together; divisible by the number of replicas.
-        seed: Seed of the order, and of `transform`.
-        shuffle: False: the source's order. True: all examples among each other; where the source can only be read from
-            beginning to end, 16,384 at a time. A number: how many at a time there.
-        tail: What becomes of the last examples, which make no full batch: "partial", a shorter batch; "pad", a full one of
-            static shape, with sample weights that are 0 for the rows added, and scaled so that the mean loss over all rows is
-            that over the real ones; "drop", none.
-        transform: Called with one example, `(x, y)` as two arguments; returns the example to train on. If it has a parameter
-            `seed`, that is int32 `[2]`, which follows from `seed`, epoch and the example's number: for
-            `tf.random.stateless_uniform` and its like.
-        batch_transform: Called with a batch, or a worker's rows of one: it must treat each row by itself. If it has a parameter
-            `seeds`, that is int32 `[rows, 2]`.
-        labels: False: x alone, for `predict`.
-        cache: True: keeps the source's examples in memory, as they are before `transform`. A directory: keeps them there as
-            TFRecord files, written once.
-        ignore_errors: How many examples that cannot be read or transformed may be left out, in each process: they weigh 0. One
-            more ends the run. `errors` of the result tells which.
-        prefetch: Batches made ahead; default: tf.data finds out.
-        device: For loops of your own, the device to copy batches to ahead of time, such as "/gpu:0". A strategy of tfdist needs none.
-        threads: Threads that read and transform; default: TensorFlow's.
+        source: Data that `tfdist.data.as_source` accepts: a Source, a TFDS name (its split
+            "train"), a `tf.data.Dataset` of single examples, or arrays such as `(x, y)`.
+        global_batch: Number of examples per batch, summed over all replicas; divisible by the
+            number of replicas.
+        seed: Seed of the order and of `transform`; default: 0.
+        shuffle: Shuffling. False: the source's order. True (default): among all examples; if the
+            source can only be read from beginning to end, among 16,384 at a time. A number: size of
+            that buffer.
+        tail: Treatment of the last examples if they do not fill a batch. "partial" (default): a
+            shorter batch. "pad": a full batch of static shape, with sample weights that are 0 for
+            the rows added, and scaled so that the mean loss over all rows is the mean loss over the
+            real rows. "drop": no batch.
+        transform: Function called with one example, `(x, y)` as two arguments; returns the example
+            to train on. If it has a parameter `seed`, it receives an int32 `[2]` that follows from
+            `seed`, the epoch and the example's number, for `tf.random.stateless_uniform` and
+            similar functions.
+        batch_transform: Function called with a batch, or a worker's rows of one; it must treat each
+            row by itself. If it has a parameter `seeds`, it receives an int32 `[rows, 2]`.
+        labels: Whether to keep y. False: x alone, for `predict`.
+        cache: Cache of the source's examples, before `transform`. True: in memory. A directory: as
+            TFRecord files there, written once. Default: no cache.
+        ignore_errors: Number of examples that may be left out in each process because they cannot
+            be read or transformed; such rows have weight 0. One more ends the run. `errors` of the
+            result lists them. Default: 0.
+        prefetch: Number of batches prefetched; default: tuned by tf.data.
+        device: Device to prefetch batches to in your own training loops, such as "/gpu:0". A
+            strategy of tfdist needs none.
+        threads: Number of threads that read and transform; default: TensorFlow's.
         ram_budget: Bytes that tf.data may hold in buffers; default: half of the machine's memory.
-        service: True: the data workers of `tfdist launch --data-workers N` read and transform. Addresses: those do.
+        service: Data workers that read and transform. True: the ones of `tfdist launch
+            --data-workers N`. A list of addresses: the ones at these addresses. Default: none.
 
     Returns:
-        A `tf.data.Dataset` of batches `[global_batch, ...]`, with attributes: `epochs` (an `Epochs`) says, and lets one set, which
-        epoch the next pass is; `of_epoch(epoch, first_step=0)` is a data set of one epoch alone, from a step on, without Python code;
-        `replica_rows(first, count, replicas)` is one of `ReplicaRows`, the rows that some replicas take; `order` is an `Order`, None where only
-        walking through the source tells how many examples there are; `errors` holds the examples left out.
+        A `tf.data.Dataset` of batches `[global_batch, ...]` with these attributes:
+
+        - `epochs`, an `Epochs`: the epoch of the next pass; you can set it.
+        - `of_epoch(epoch, first_step=0)`: a dataset of one epoch alone, from a step on, without
+          Python code.
+        - `replica_rows(first, count, replicas)`: a dataset of `ReplicaRows`, the rows of some
+          replicas.
+        - `order`: an `Order`; None if only a pass over the source can tell how many examples there
+          are.
+        - `errors`: the examples left out.
 
     Raises:
-        ValueError: For a bad argument, and for a source without a single batch.
+        ValueError: If an argument is invalid, or if the source does not fill a single batch.
 
     Example:
         >>> batches = pipeline((np.arange(10), np.arange(10)), global_batch=4)
@@ -123,21 +142,24 @@ def pipeline(
         raise ValueError(f"tail: expected one of {', '.join(TAILS)}; received {tail!r}.")
     if isinstance(ignore_errors, bool) or not isinstance(ignore_errors, int) or ignore_errors < 0:
         raise ValueError(
-            f"ignore_errors: expected how many examples may be left out, 0 or more; received {ignore_errors!r}."
+            "ignore_errors: expected how many examples may be left out, 0 or more; received "
+            f"{ignore_errors!r}."
         )
     if source.walk is not None and ignore_errors:
         raise ValueError(
-            f"ignore_errors: {source.name} is read by code of your own, which tfdist cannot read on from after an error. "
-            "Use tf.data.Dataset.ignore_errors there."
+            f"ignore_errors: {source.name} is read by code of your own, which tfdist cannot read "
+            "on from after an error. Use tf.data.Dataset.ignore_errors there."
         )
     addresses = addresses_of(service)
     if addresses and ignore_errors:
         raise ValueError(
-            "ignore_errors: expected 0 with service=..., as data workers cannot count what all of them leave out; leave one of the two out."
+            "ignore_errors: expected 0 with service=..., as data workers cannot count what all of "
+            "them leave out; leave one of the two out."
         )
     if not labels and tail == "pad":
         raise ValueError(
-            'labels=False: expected tail="partial", as padding would make outputs of nothing; received "pad".'
+            'labels=False: expected tail="partial", as padding would make outputs of nothing; '
+            'received "pad".'
         )
     buffer = _buffer(shuffle)
     if source.cardinality is not None:
@@ -171,7 +193,7 @@ def pipeline(
 
     def rows_of(window: Window, epoch: int | None, first_step: int) -> tf.data.Dataset:
         if window == Window() and epoch is None and not first_step:
-            return of_all  # traced once
+            return of_all  # reused, so that it is traced only once
         return batches.replica_rows(window, _position(epochs, epoch, first_step))
 
     def replica_rows(
@@ -205,13 +227,13 @@ def pipeline(
 
 
 def _position(epochs: Epochs, epoch: int | None, first_step: int) -> tf.data.Dataset:
-    """The epoch and step where a pass begins, asked for when it does."""
+    """Return the epoch and step where a pass begins, read at the beginning of the pass."""
     if epoch is not None:
         return tf.data.Dataset.from_tensors(
             (tf.constant(epoch, tf.int64), tf.constant(first_step, tf.int64))
         )
 
-    # A counter in Python can be read and set, and is no variable of a strategy.
+    # A Python counter can be read and set, and does not become a variable of a strategy.
     @plain
     def now(_):
         taken = tf.ensure_shape(tf.numpy_function(epochs.take, [], tf.int64), [])
@@ -237,7 +259,7 @@ def _order(
             tail=tail,
             block=min(256, source.cardinality),
         )
-    # A block of few examples takes as long to permute as one of a thousand.
+    # Permuting a block of few examples takes as long as permuting one of a thousand.
     streams = max(
         n
         for n in range(1, STREAMS + 1)
@@ -256,7 +278,8 @@ def _order(
 def _options(threads: int | None, ram_budget: int | None) -> tf.data.Options:
     options = tf.data.Options()
     options.deterministic = True
-    # Stock strategies must cut up batches too: sharding by file would deal out other rows.
+    # The strategies of TensorFlow must shard by data as well: sharding by file would assign other
+    # rows to the workers.
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
     if threads is not None:
         _check_count("threads", threads)
@@ -278,7 +301,7 @@ def _buffer(shuffle: bool | int) -> int | None:
 
 
 def _count(name: str, examples: int, global_batch: int, drop: bool) -> int:
-    """Batches of an epoch."""
+    """Return the number of batches of an epoch."""
     count = examples // global_batch if drop else -(-examples // global_batch)
     if count == 0:
         remedy = (
@@ -287,25 +310,25 @@ def _count(name: str, examples: int, global_batch: int, drop: bool) -> int:
             else "Look at where it is read from."
         )
         raise ValueError(
-            f"{name} has {examples} examples, which make no batch of global_batch={global_batch}. {remedy}"
+            f"{name} has {examples} examples, which make no batch of global_batch={global_batch}. "
+            f"{remedy}"
         )
     return count
 
 
 def _check_replicas(source: Source, global_batch: int, replicas: int) -> None:
     if global_batch % replicas:
-        below, above = (
-            global_batch // replicas * replicas,
-            math.ceil(global_batch / replicas) * replicas,
-        )
+        below = global_batch // replicas * replicas
+        above = math.ceil(global_batch / replicas) * replicas
         nearest = f"{below} and {above}" if below else f"{above}"
         raise ValueError(
-            f"global_batch={global_batch}: expected a multiple of the {replicas} replicas, so that each takes equally many rows; "
-            f"the nearest {'are' if below else 'is'} {nearest}."
+            f"global_batch={global_batch}: expected a multiple of the {replicas} replicas, so that "
+            f"each takes equally many rows; the nearest {'are' if below else 'is'} {nearest}."
         )
     if source.cardinality is not None and source.cardinality < replicas:
         raise ValueError(
-            f"{source.name} has {source.cardinality} examples, fewer than there are replicas ({replicas}). Take fewer workers or devices."
+            f"{source.name} has {source.cardinality} examples, fewer than there are replicas "
+            f"({replicas}). Take fewer workers or devices."
         )
 
 
@@ -315,7 +338,8 @@ def _check_shapes(source: Source, transform: Any) -> None:
     for spec in tf.nest.flatten(source.element_spec):
         if isinstance(spec, tf.TensorSpec) and not spec.shape.is_fully_defined():
             raise ValueError(
-                f"{source.name}: its examples have no common shape ({spec.shape}), so that they make no batch. Resize them with transform=, such as "
+                f"{source.name}: its examples have no common shape ({spec.shape}), so that they "
+                "make no batch. Resize them with transform=, such as "
                 "tfdist.data.transforms.images(224)."
             )
 

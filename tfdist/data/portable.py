@@ -1,4 +1,4 @@
-"""A data set becomes a graph that other processes can run, or the reason why none can; nothing is sent anywhere here."""
+"""Serialization of `tf.data` datasets, and a check that another process can run the graph."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
-# Resources that a process makes for itself where it does not find the one of the graph's origin: the op's input that names it.
+# Ops whose resource a process creates for itself if the resource of the graph's origin is missing,
+# with the index of the input that holds the resource.
 _OWN_RESOURCES = {
     "ShuffleDatasetV3": 4,
     "ShuffleAndRepeatDatasetV2": 5,
@@ -16,10 +17,16 @@ _OWN_RESOURCES = {
 
 
 def graph_of(dataset: tf.data.Dataset) -> bytes:
-    """A data set as a serialized GraphDef.
+    """Serialize a dataset as a GraphDef.
+
+    Args:
+        dataset: The dataset.
+
+    Returns:
+        The serialized GraphDef.
 
     Raises:
-        tf.errors.OpError: An operation in it cannot be written down.
+        tf.errors.OpError: If an operation of the dataset cannot be serialized.
     """
     variant = tf.data.experimental.to_variant(dataset)
     return tf.raw_ops.DatasetToGraphV2(
@@ -28,16 +35,19 @@ def graph_of(dataset: tf.data.Dataset) -> bytes:
 
 
 def bound_to_process(graph: bytes) -> str | None:
-    """What in a data set's graph has no meaning outside of this process, in words; None: nothing has.
+    """Return which part of a dataset's graph works only in this process, in words.
 
     Args:
         graph: A serialized GraphDef.
+
+    Returns:
+        The reason why other processes cannot run the graph; None if they can.
 
     Example:
         >>> bound_to_process(graph_of(tf.data.Dataset.range(3).map(lambda x: x + 1))) is None
         True
     """
-    # Lookup tables, those of Keras' layers too, are written down with what they hold.
+    # Lookup tables, including the ones of Keras layers, are serialized with their contents.
     definition = tf.compat.v1.GraphDef.FromString(graph)
     own = {
         node.input[_OWN_RESOURCES[node.op]].partition(":")[0]
@@ -51,14 +61,14 @@ def bound_to_process(graph: bytes) -> str | None:
             tf.resource.as_datatype_enum,
             tf.variant.as_datatype_enum,
         )
-        # A variable would stay as it is now.
+        # The other process would get the present value of a variable, and no later one.
         if node.op == "VarHandleOp" or (handle and node.name not in own):
             return "uses a tf.Variable or another resource of this process"
     return None
 
 
 def nodes(definition: Any) -> list:
-    """All nodes of a GraphDef, those of its functions too."""
+    """Return all nodes of a GraphDef, including the nodes of its functions."""
     return [
         *definition.node,
         *(node for function in definition.library.function for node in function.node_def),

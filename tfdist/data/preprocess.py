@@ -1,6 +1,7 @@
-"""Keras preprocessing layers learn from a Source, then change batches row by row; no other layer's weights are touched.
+"""Keras preprocessing layers for data pipelines: adapt to a Source, apply to batches.
 
-For text (`TextVectorization`) and tables (`Normalization`, `StringLookup`, `IntegerLookup`, `Discretization`, `Hashing`, ...).
+For text (`TextVectorization`) and tables (`Normalization`, `StringLookup`, `IntegerLookup`,
+`Discretization`, `Hashing`, ...). The weights of other layers are not changed.
 """
 
 from __future__ import annotations
@@ -18,16 +19,19 @@ from tfdist.data.sources.convert import as_source
 
 @dataclasses.dataclass(frozen=True)
 class Preprocess:
-    """Applies layers to x, for `pipeline(batch_transform=...)`.
+    """Batch transform that applies Keras layers to x, for `pipeline(batch_transform=...)`.
 
-    Layers see what Keras wants to see: features that are scalars become columns, `[rows, 1]`.
+    Keras expects features with a column axis, so scalar features are passed to the layers as
+    columns, `[rows, 1]`.
 
     Attributes:
-        layers: A layer for x itself; or, where x is a dict, layers by the name of their feature. Other features stay as they are.
+        layers: One layer for x itself; or, if x is a dict, a dict from feature name to layer. Other
+            features stay unchanged.
 
     Example:
         >>> lookup = keras.layers.StringLookup(vocabulary=["a", "b"])
-        >>> x, y = Preprocess({"city": lookup})({"city": tf.constant(["b", "a"])}, tf.constant([0, 1]))
+        >>> batch = {"city": tf.constant(["b", "a"])}
+        >>> x, y = Preprocess({"city": lookup})(batch, tf.constant([0, 1]))
         >>> x["city"].numpy().tolist()
         [[2], [1]]
     """
@@ -43,11 +47,11 @@ class Preprocess:
                 )
 
     def __call__(self, x: Any, *rest: Any) -> Any:
-        """Changes a batch.
+        """Apply the layers to a batch.
 
         Args:
-            x: `[rows, ...]`, or a dict of such.
-            *rest: What belongs to it.
+            x: Tensor `[rows, ...]`, or a dict of such tensors.
+            *rest: Other parts of the batch, such as labels and sample weights.
 
         Returns:
             The new x; with `rest`, a tuple.
@@ -65,21 +69,22 @@ class Preprocess:
 def adapt(
     layers: keras.Layer | Mapping[str, keras.Layer], source: Any, *, global_batch: int = 1024
 ) -> Preprocess:
-    """Lets layers learn from all examples of a source: their vocabulary, mean and variance, quantiles.
+    """Adapt layers to all examples of a source: vocabulary, mean and variance, quantiles.
 
-    The examples come in the order of their numbers, so that every worker's layers learn the same; each worker reads them all.
+    The examples come in the order of their numbers, so that the layers of every worker learn the
+    same state. Each worker reads all examples.
 
     Args:
-        layers: A layer for x itself; or, where x is a dict, layers by the name of their feature. A layer that has
-            nothing to learn is left as it is.
-        source: What `tfdist.data.as_source` takes. Use the training split only.
-        global_batch: Examples that a layer is given at a time.
+        layers: One layer for x itself; or, if x is a dict, a dict from feature name to layer. A
+            layer that has nothing to learn is left unchanged.
+        source: Data that `tfdist.data.as_source` accepts. Use the training split only.
+        global_batch: Number of examples passed to a layer at a time; default: 1024.
 
     Returns:
         A function for `pipeline(batch_transform=...)` that applies the layers.
 
     Raises:
-        ValueError: For what is no layer, and a feature that the source does not have.
+        ValueError: If an object is not a Keras layer, or if the source does not have a feature.
 
     Example:
         >>> text = keras.layers.TextVectorization(output_sequence_length=3)
@@ -111,7 +116,8 @@ def _feature(x: Any, name: str | None) -> Any:
     if name is None:
         if isinstance(x, Mapping):
             raise ValueError(
-                f"layers: x has the features {', '.join(map(str, x))}: expected layers by the name of their feature, received one layer."
+                f"layers: x has the features {', '.join(map(str, x))}: expected layers by the name "
+                "of their feature, received one layer."
             )
         return x
     if not isinstance(x, Mapping):
@@ -134,7 +140,8 @@ def _run(layer: keras.Layer, value: Any, name: str | None) -> Any:
         and layer.input_mean is None
     ):
         raise ValueError(
-            f"layers: {layer.name} has learned nothing yet. Call adapt(layers, source), or give it mean and variance."
+            f"layers: {layer.name} has learned nothing yet. Call adapt(layers, source), or give it "
+            "mean and variance."
         )
     value = _column(value)
     result = layer(value)
@@ -144,7 +151,8 @@ def _run(layer: keras.Layer, value: Any, name: str | None) -> Any:
         and not result.shape[1:].is_fully_defined()
     ):
         raise ValueError(
-            f"layers: {layer.name}{'' if name is None else f', of the feature {name!r},'} makes rows as long as the longest of its batch ({result.shape}), "
-            "though a row must not depend on others. Give it a length: TextVectorization(output_sequence_length=...)."
+            f"layers: {layer.name}{'' if name is None else f', of the feature {name!r},'} makes "
+            f"rows as long as the longest of its batch ({result.shape}), though a row must not "
+            "depend on others. Give it a length: TextVectorization(output_sequence_length=...)."
         )
     return result

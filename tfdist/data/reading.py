@@ -1,6 +1,7 @@
-"""An order and a source become the examples of some rows of each global batch; nothing is decoded or transformed.
+"""Readers that return the examples of one share of each global batch, not yet decoded.
 
-Three ways, by what the source can do: single examples by number, files from beginning to end, or whatever a data set gives.
+The capabilities of the source decide between three ways of reading: single examples by number,
+files from beginning to end, or all elements of a `tf.data.Dataset`.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from tfdist.data.sources.base import Source
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """The rows that some replicas take of each global batch.
+    """The rows of each global batch that belong to a range of replicas.
 
     Attributes:
-        first: First replica.
-        count: Number of neighbouring replicas.
-        replicas: Replicas altogether; divides the global batch, unless it is read as a whole.
+        first: Index of the first replica.
+        count: Number of consecutive replicas.
+        replicas: Total number of replicas. It divides the global batch, unless the batch is read as
+            a whole.
     """
 
     first: int = 0
@@ -32,22 +34,30 @@ class Window:
     replicas: int = 1
 
     def width(self, global_batch: int) -> int:
-        """Rows of a full batch."""
+        """Return the number of rows of a full batch in the window.
+
+        Args:
+            global_batch: Rows of the global batch.
+        """
         return global_batch // self.replicas * self.count
 
     def begin(self, global_batch: int) -> int:
-        """Row of a full batch where they begin."""
+        """Return the row of a full batch where the window begins.
+
+        Args:
+            global_batch: Rows of the global batch.
+        """
         return global_batch // self.replicas * self.first
 
 
 class Example(NamedTuple):
-    """An example on its way, or those of a step, `[width]`.
+    """An example before it is decoded, or all examples of a step, `[width]`.
 
-    Fields:
-        data: As it is stored, or walked through; () where it is read by number.
-        number: int64.
-        epoch: int64.
-        step: int64.
+    Attributes:
+        data: The data as stored, or as a dataset yields them; () if the example is read by number.
+        number: Number of the example, int64.
+        epoch: Epoch, int64.
+        step: Step in the epoch, int64.
     """
 
     data: Any
@@ -57,12 +67,12 @@ class Example(NamedTuple):
 
 
 def positions(order: Order, window: Window, step: Any) -> tf.Tensor:
-    """Where the window's rows of one batch stand in the epoch's order.
+    """Return the positions of the window's rows of one batch in the epoch's order.
 
     Args:
         order: The order.
-        window: Whose rows.
-        step: int64 scalar.
+        window: The rows to read.
+        step: Step in the epoch, int64 scalar.
 
     Returns:
         int64 `[width]`. In a batch that is not full, rows beyond its end repeat its last example.
@@ -74,7 +84,15 @@ def positions(order: Order, window: Window, step: Any) -> tf.Tensor:
 
 
 def window_begin(order: Order, window: Window, step: Any) -> tf.Tensor:
-    """Row of a step's batch where the window begins, int64 scalar: padded batches are shared like full ones."""
+    """Return the row of a step's batch where the window begins, int64 scalar.
+
+    Padded batches are divided among the replicas like full ones.
+
+    Args:
+        order: The order.
+        window: The rows to read.
+        step: Step in the epoch, int64 scalar.
+    """
     rows = tf.cast(
         order.global_batch if order.tail == "pad" else order.rows(step, tf.minimum), tf.int64
     )
@@ -82,15 +100,15 @@ def window_begin(order: Order, window: Window, step: Any) -> tf.Tensor:
 
 
 def by_number(order: Order, window: Window, steps: tf.data.Dataset) -> tf.data.Dataset:
-    """The numbers of the window's examples.
+    """Return the numbers of the window's examples, step by step.
 
     Args:
         order: The order.
-        window: Whose rows.
+        window: The rows to read.
         steps: Pairs of epoch and step, int64 scalars.
 
     Returns:
-        A data set of Examples `[width]` without data.
+        A dataset of Examples `[width]` without data.
     """
     width = window.width(order.global_batch)
 
@@ -105,16 +123,16 @@ def by_number(order: Order, window: Window, steps: tf.data.Dataset) -> tf.data.D
 def by_file(
     source: Source, order: StreamOrder, window: Window, position: tf.data.Dataset
 ) -> tf.data.Dataset:
-    """The window's examples as they are stored in files, read from beginning to end.
+    """Read the window's examples from files, each from its beginning to its end.
 
     Args:
-        source: One with `scan`.
-        order: Its order.
-        window: Whose rows.
+        source: A source with `scan`.
+        order: Order of the source.
+        window: The rows to read.
         position: One pair of epoch and first step, int64 scalars.
 
     Returns:
-        A data set of Examples `[width]` with stored data.
+        A dataset of Examples `[width]` with stored data.
     """
     per = order.per_stream
     begin = window.begin(order.global_batch)
@@ -134,7 +152,7 @@ def by_file(
             deterministic=True,
         ).enumerate()
         own = streams * per
-        if own > width:  # the window's ends lie within parts that others read too
+        if own > width:  # other workers read parts at the window's ends too
             skipped = begin - first * per
             rows = rows.filter(lambda i, _: (i % own >= skipped) & (i % own < skipped + width))
         return rows.map(lambda i, row: Example(row[0], row[1], epoch, step + i // own))
@@ -158,7 +176,7 @@ def by_file(
         begun = rows.take(tf.where(step <= last, tf.constant(-1, tf.int64), 0))
         return begun.map(lambda stored, number: Example(stored, number, epoch, last))
 
-    # The position is asked for once: to ask is to begin an epoch.
+    # Read the position only once: each read begins an epoch.
     if order.steps == order.full:
         examples = position.flat_map(full)
     elif not order.full:
@@ -173,23 +191,25 @@ def by_file(
 def walked(
     source: Source, buffer: int | None, key: Callable[[Any], tf.Tensor], position: tf.data.Dataset
 ) -> tf.data.Dataset:
-    """All examples of a source that can only be walked through, in an epoch's order.
+    """Read all examples of a source with `walk`, in an epoch's order.
 
     Args:
-        source: One with `walk`.
-        buffer: Examples to shuffle among; None: the source's order.
-        key: Epoch to the seed of its shuffle, int64 scalar.
-        position: One pair of epoch and example to begin at, int64 scalars; those before are read and thrown away.
+        source: A source with `walk`.
+        buffer: Number of examples in the shuffle buffer; None: the source's order.
+        key: Function from the epoch to the seed of its shuffle, int64 scalar.
+        position: One pair of epoch and first example, int64 scalars. Earlier examples are read and
+            discarded.
 
     Returns:
-        A data set of Examples, whose steps are 0.
+        A dataset of Examples whose steps are 0.
     """
     assert source.walk is not None
     examples = source.walk().enumerate()
 
     @plain
     def one_epoch(epoch, first):
-        # tf.data mixes TensorFlow's global seed in. Here that is the seed of this function's own graph.
+        # tf.data mixes TensorFlow's global seed in. Inside this function, that is the seed of the
+        # function's own graph.
         tf.compat.v1.set_random_seed(1)
         shuffled = examples
         if buffer is not None:
@@ -202,7 +222,14 @@ def walked(
 
 
 class _Sequence(NamedTuple):
-    """An epoch's files, one after the other: their numbers, where they begin and end, and the number of each one's first example."""
+    """The files of an epoch in the order in which they are read.
+
+    Attributes:
+        files: Numbers of the files, int64 `[files]`.
+        starts: Position where each file begins, int64 `[files]`.
+        ends: Position where each file ends, int64 `[files]`.
+        numbers: Number of the first example of each file, int64 `[files]`.
+    """
 
     files: tf.Tensor
     starts: tf.Tensor
@@ -211,7 +238,8 @@ class _Sequence(NamedTuple):
 
 
 def _sequence(order: StreamOrder, epoch) -> _Sequence:
-    files, ends = order.files(epoch), order.ends(epoch)
+    files = order.files(epoch)
+    ends = order.ends(epoch)
     lengths = tf.constant(order.lengths, tf.int64)
     return _Sequence(
         files,
@@ -224,7 +252,7 @@ def _sequence(order: StreamOrder, epoch) -> _Sequence:
 def _stream(
     source: Source, order: StreamOrder, sequence: _Sequence, epoch, stream, step
 ) -> tf.data.Dataset:
-    """Stored examples of one part from a step on, with their numbers."""
+    """Return the stored examples of one part from a step on, with their numbers."""
     done = step * order.per_stream
     block = done // order.block
     start = stream * order.part
@@ -244,7 +272,14 @@ def _stream(
 
 
 def _segment(source: Source, sequence: _Sequence, begin, end) -> tf.data.Dataset:
-    """Stored examples from `begin` to before `end` of the epoch's sequence of files, with their numbers."""
+    """Return the stored examples of a range of the epoch's file sequence, with their numbers.
+
+    Args:
+        source: A source with `scan`.
+        sequence: Files of the epoch.
+        begin: Position of the first example.
+        end: Position after the last example.
+    """
     first = tf.searchsorted(sequence.ends, [begin], side="right", out_type=tf.int64)[0]
     after = tf.searchsorted(sequence.starts, [end], side="left", out_type=tf.int64)[0]
     scan = source.scan

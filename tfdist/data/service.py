@@ -1,10 +1,13 @@
-"""A pass over a pipeline becomes reads from data workers, in the order of its steps; no step is read twice or left out.
+"""Data pipelines that run on data workers: `tf.data` service with deterministic order.
 
-Each data worker is a tf.data service of its own, for that alone keeps an order: one service of several workers hands out elements as
-they come. Of a pass from step f on, data worker k of n makes the steps f + k, f + k + n, ..., and the reader takes one from each in turn.
+Each data worker is a tf.data service of its own, because only a service with one worker keeps an
+order: a service with several workers returns elements as they become ready. In a pass that begins
+at step f, data worker k of n makes the steps f + k, f + k + n, ..., and the reader takes one step
+from each data worker in turn. So each step is read exactly once, in order.
 
-TensorFlow's client asks a data worker that is gone for ever, and one whose answer was lost for its next element. So every element
-carries its number, and a thread looks whether the data workers answer.
+TensorFlow's client retries forever if a data worker is gone, and it asks for the next element if an
+answer was lost. Therefore every element carries its number, and a thread checks that the data
+workers answer.
 """
 
 from __future__ import annotations
@@ -32,36 +35,39 @@ from tfdist.data.batch_rows import plain
 from tfdist.data.portable import bound_to_process, graph_of
 from tfdist.keras_compat import held_bytes
 
-AHEAD = 2  # steps that a data worker makes ahead, and steps of each that the reader has ahead
-LARGEST = (
-    128 * 2**20
-)  # bytes of a pipeline: they go to each data worker at the beginning of each pass
-START_S = 120.0  # for a data worker to come
-RETURN_S = 10.0  # for one that does not answer any more
-LOOK_S = 1.0  # between two looks at the data workers
-TICK_US = 50_000  # between two looks at what the thread found; the end of a pass waits so long
-KEPT_S = 300.0  # that a data worker keeps a pass's pipeline, which it loads with the first step
-FORGET_MS = 1000  # after which it forgets a pass that nobody reads any more
+AHEAD = 2  # steps that a data worker prefetches, and steps that the reader prefetches of each
+# Maximal size of a data pipeline in bytes. It is sent to each data worker when a pass begins.
+LARGEST = 128 * 2**20
+START_S = 120.0  # timeout in seconds for the start of a data worker
+RETURN_S = 10.0  # timeout in seconds for a data worker that no longer answers
+LOOK_S = 1.0  # seconds between two checks of the data workers
+TICK_US = 50_000  # microseconds between two reads of the verdict; the end of a pass waits so long
+# Seconds that a data worker keeps the data pipeline of a pass, which it loads with the first step.
+KEPT_S = 300.0
+FORGET_MS = 1000  # milliseconds until a data worker deletes a pass that has no reader any more
 
-_ABSENT = "?"  # said of data workers before all have answered once
-_STEP, _TICK, _END = 0, 1, 2
+_ABSENT = "?"  # verdict until all data workers have answered once
+_STEP = 0
+_TICK = 1
+_END = 2
 
-_kept: list = []  # what lives as long as the process
+_kept: list = []  # objects that live as long as the process
 
 Make = Callable[[tf.Tensor, tf.Tensor, int], tf.data.Dataset]
 
 
 def addresses_of(service: bool | Sequence[str] | None) -> tuple[str, ...]:
-    """The data workers that `service` names.
+    """Return the addresses of the data workers that `service` names.
 
     Args:
-        service: None or False: none. True: those of `tfdist launch --data-workers N`. Else their addresses.
+        service: Data workers to use. None or False: none. True: the ones of `tfdist launch
+            --data-workers N`. Else a list of addresses.
 
     Returns:
-        Their addresses `host:port`.
+        The addresses `host:port`.
 
     Raises:
-        ValueError: There are none, or an address is wrong.
+        ValueError: If there are no data workers, or an address is wrong.
 
     Example:
         >>> addresses_of(None), addresses_of(["10.0.0.1:5050"])
@@ -73,13 +79,14 @@ def addresses_of(service: bool | Sequence[str] | None) -> tuple[str, ...]:
         found = data_workers()
         if not found:
             raise ValueError(
-                f"service=True: expected data workers, found none ({DATA_WORKERS} is not set). Start with "
-                "`tfdist launch --data-workers N`, or leave service=None."
+                f"service=True: expected data workers, found none ({DATA_WORKERS} is not set). "
+                "Start with `tfdist launch --data-workers N`, or leave service=None."
             )
         return found
     if isinstance(service, str):
         raise ValueError(
-            f"service: expected True or a list of addresses, received the text {service!r}; write [{service!r}]."
+            f"service: expected True or a list of addresses, received the text {service!r}; write "
+            f"[{service!r}]."
         )
     found = tuple(service)
     for place, address in enumerate(found):
@@ -98,36 +105,41 @@ def addresses_of(service: bool | Sequence[str] | None) -> tuple[str, ...]:
 def distribute(
     make: Make, position: tf.data.Dataset, addresses: Sequence[str], *, steps: int | None, name: str
 ) -> tf.data.Dataset:
-    """Lets data workers make the elements of a pass.
+    """Return a dataset whose elements are made by data workers.
 
     Args:
-        make: Epoch and first step, int64 scalars, and a number n to the data set of every n-th step from there to the epoch's end,
-            one element each. It is called in graphs, and once here.
-        position: One pair of epoch and first step, int64 scalars; asked for once in each pass.
-        addresses: The data workers, as `addresses_of` gives them.
-        steps: Steps of an epoch; None: only reading tells. Then the end of a pass is noticed up to two seconds late.
-        name: Of what is read, for messages.
+        make: Function from epoch and first step, int64 scalars, and a number n to the dataset of
+            every n-th step from there to the epoch's end, one element each. It is called in graphs,
+            and once in this function.
+        position: One pair of epoch and first step, int64 scalars; read once in each pass.
+        addresses: Addresses of the data workers, as `addresses_of` returns them.
+        steps: Number of steps of an epoch; None: only reading tells. Then the end of a pass is
+            noticed up to two seconds late.
+        name: Name of the source, for messages.
 
     Returns:
-        The elements of `make(epoch, first, 1)`, in their order.
+        The elements of `make(epoch, first, 1)`, in the same order.
 
     Raises:
-        ValueError: `make` runs Python code or holds much data, neither of which can go to other processes; and where TensorFlow's
-            operations are to be deterministic.
+        ValueError: If `make` runs Python code or holds much data, neither of which can be sent to
+            other processes; or if TensorFlow's op determinism is enabled.
 
     Example:
         >>> counted = lambda epoch, first, stride: tf.data.Dataset.range(first, 5, stride)
-        >>> position = tf.data.Dataset.from_tensors((tf.constant(0, tf.int64), tf.constant(2, tf.int64)))
+        >>> epoch, first = tf.constant(0, tf.int64), tf.constant(2, tf.int64)
+        >>> position = tf.data.Dataset.from_tensors((epoch, first))
         >>> port = serve("127.0.0.1:0", tempfile.mkdtemp())
         >>> five = distribute(counted, position, [f"127.0.0.1:{port}"], steps=5, name="five")
         >>> [int(n) for n in five]
         [2, 3, 4]
     """
     if _deterministic_ops():
-        # TensorFlow makes no data set then that takes what comes first, and breaks those that it rewrites for another process.
+        # With op determinism, TensorFlow rejects datasets that return elements as they become
+        # ready, and breaks datasets that it rewrites for another process.
         raise ValueError(
-            f"service: the pipeline of {name} cannot go to data workers after tf.config.experimental.enable_op_determinism(). Its order is the "
-            "same without that; leave one of the two out."
+            f"service: the pipeline of {name} cannot go to data workers after "
+            "tf.config.experimental.enable_op_determinism(). Its order is the same without that; "
+            "leave one of the two out."
         )
     spec = check_portable(make, name)
     count = len(addresses)
@@ -147,7 +159,8 @@ def distribute(
             )
             return result if steps is None else result.take(tf.maximum(steps - first, 0))
 
-        # Registering and reading block without bound, so both begin when all have answered, and race with the look-out.
+        # Registering and reading block without limit. So both begin only when all data workers have
+        # answered, and race with the thread that checks them.
         steps_of_pass = tf.data.Dataset.from_tensors(0).flat_map(plain(read))
         present = _ticks(state).filter(lambda said: said == "").take(1)
         return present.flat_map(plain(lambda _: _guarded(steps_of_pass, spec, state)))
@@ -156,17 +169,17 @@ def distribute(
 
 
 def check_portable(make: Make, name: str) -> Any:
-    """Checks that a pipeline means the same in another process.
+    """Check that another process can run a data pipeline.
 
     Args:
-        make: See `distribute`.
-        name: Of what it reads, for messages.
+        make: Function that makes the datasets, see `distribute`.
+        name: Name of the source, for messages.
 
     Returns:
-        The spec of its elements.
+        The spec of the elements.
 
     Raises:
-        ValueError: Names what cannot go there.
+        ValueError: If a part of the data pipeline works only in this process; the message names it.
     """
     zero = tf.constant(0, tf.int64)
     with tf.device("CPU"):
@@ -176,42 +189,44 @@ def check_portable(make: Make, name: str) -> Any:
             graph = graph_of(dataset) if size <= LARGEST else b""
         except tf.errors.OpError as error:
             raise ValueError(
-                f"service: the pipeline of {name} cannot go to data workers: {error.message}. Leave service=None."
+                f"service: the pipeline of {name} cannot go to data workers: {error.message}. "
+                "Leave service=None."
             ) from error
     size = max(size, len(graph))
     if size > LARGEST:
         raise ValueError(
-            f"service: the pipeline of {name} holds {size / 2**20:.0f} MiB of data, which would go to every data worker in every pass; "
-            f"at most {LARGEST / 2**20:.0f} MiB can. Read the examples from files, or leave service=None."
+            f"service: the pipeline of {name} holds {size / 2**20:.0f} MiB of data, which would go "
+            f"to every data worker in every pass; at most {LARGEST / 2**20:.0f} MiB can. Read the "
+            "examples from files, or leave service=None."
         )
     bound = bound_to_process(graph)
     if bound:
         raise ValueError(
-            f"service: the pipeline of {name} {bound}, which data workers do not have. Write it with TensorFlow's operations, apply "
-            "it in the model, or leave service=None."
+            f"service: the pipeline of {name} {bound}, which data workers do not have. Write it "
+            "with TensorFlow's operations, apply it in the model, or leave service=None."
         )
     return dataset.element_spec
 
 
 def serve(address: str, directory: str) -> int:
-    """Starts a data worker in this process, which serves as long as the process lives.
+    """Start a data worker in this process; it serves until the process ends.
 
     Args:
-        address: Where, `host:port`; port 0: any that is free. TensorFlow listens on all interfaces, and on a second port, which it
-            tells its clients, for the elements.
-        directory: An empty directory, for the pipelines of the last minutes.
+        address: Address of the data worker, `host:port`; port 0: any free port. TensorFlow listens
+            on all interfaces. It sends the elements on a second port, which it tells its clients.
+        directory: An empty directory, for the data pipelines of the last minutes.
 
     Returns:
         The port.
 
     Raises:
-        ValueError: This machine cannot listen there.
+        ValueError: If this machine cannot listen at the address.
     """
     host, port = split_address(address)
     if port:
         check_addresses({"data worker": address}, "data worker", "tfdist.data.service")
     service = tf.data.experimental.service
-    # With a directory, the dispatcher keeps no pipeline in memory. It forgets none by itself.
+    # With a directory, the dispatcher keeps no dataset in memory. It deletes none by itself.
     dispatcher = service.DispatchServer(
         service.DispatcherConfig(
             port=port,
@@ -234,13 +249,13 @@ def serve(address: str, directory: str) -> int:
 
 
 def main(argv: Sequence[str]) -> NoReturn:
-    """Runs `python -m tfdist.data.service HOST:PORT`: a data worker, until a signal ends it.
+    """Run `python -m tfdist.data.service HOST:PORT`: a data worker, until a signal ends it.
 
     Args:
-        argv: The words after the module's name.
+        argv: Command-line arguments after the module's name.
 
     Raises:
-        SystemExit: With code 78 after a line on standard error, for a wrong address.
+        SystemExit: If the address is wrong: code 78, after a line on standard error.
     """
 
     def end(number, frame):
@@ -268,16 +283,16 @@ def main(argv: Sequence[str]) -> NoReturn:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(78) from error
     except KeyboardInterrupt as stop:
-        _exit(
-            128 + stop.args[0]
-        )  # TensorFlow's servers take seconds to end, and have nothing to save
+        # TensorFlow's servers take seconds to end, and have nothing to save.
+        _exit(128 + stop.args[0])
 
 
 def _remote(dataset: tf.data.Dataset, address: str) -> tf.data.Dataset:
-    """What a data worker makes of a data set, with the number of each element."""
+    """Return a data worker's elements of a dataset, each with its number."""
     options = tf.data.Options()
     options.deterministic = True
-    # A data worker ends its passes one after the other, and the end of each would wait for the thread that tunes it.
+    # A data worker ends its passes one after the other, and the end of each pass would wait for its
+    # autotuner thread.
     options.autotune.enabled = False
     numbered = dataset.enumerate().prefetch(AHEAD).with_options(options)
     with warnings.catch_warnings():
@@ -295,9 +310,12 @@ def _remote(dataset: tf.data.Dataset, address: str) -> tf.data.Dataset:
 
 
 def _checked(expected: tf.Tensor, part: tuple[tf.Tensor, Any], count: int) -> Any:
-    """The element of a part, if it is the one whose turn it is."""
+    """Return the element of a part after a check that its number is the expected one."""
     number, element = part
-    message = f"service: a data worker's answer was lost. Expected and received element of data worker, counted from 0, and their number ({count}):"
+    message = (
+        "service: a data worker's answer was lost. Expected and received element of data worker, "
+        f"counted from 0, and their number ({count}):"
+    )
     right = tf.debugging.Assert(
         number == expected // count, [message, expected // count, number, expected % count]
     )
@@ -306,7 +324,7 @@ def _checked(expected: tf.Tensor, part: tuple[tf.Tensor, Any], count: int) -> An
 
 
 def _guarded(data: tf.data.Dataset, spec: Any, state: tf.Tensor) -> tf.data.Dataset:
-    """A data set that fails, instead of waiting on, when a data worker is gone."""
+    """Return a dataset that fails when a data worker is gone, instead of waiting forever."""
     optional = tf.experimental.Optional
 
     def empty(kind):
@@ -318,7 +336,7 @@ def _guarded(data: tf.data.Dataset, spec: Any, state: tf.Tensor) -> tf.data.Data
     ended = steps.concatenate(tf.data.Dataset.from_tensors(0).map(plain(lambda _: empty(_END))))
     ticks = _ticks(state).map(plain(lambda _: empty(_TICK)))
     both = tf.data.Dataset.from_tensors(ended).concatenate(tf.data.Dataset.from_tensors(ticks))
-    # Whatever comes first: the steps among each other keep their order.
+    # Returns whatever is ready first; the steps still keep their order.
     first = both.interleave(
         lambda branch: branch, cycle_length=2, num_parallel_calls=2, deterministic=False
     )
@@ -329,7 +347,10 @@ def _guarded(data: tf.data.Dataset, spec: Any, state: tf.Tensor) -> tf.data.Data
 
 
 def _deterministic_ops() -> bool:
-    """Whether tf.config.experimental.enable_op_determinism was called: then no data set takes what comes first."""
+    """Return whether `tf.config.experimental.enable_op_determinism` was called.
+
+    If so, no dataset can return the elements that become ready first.
+    """
     try:
         with tf.Graph().as_default():
             tf.random.uniform([])
@@ -339,10 +360,14 @@ def _deterministic_ops() -> bool:
 
 
 def _ticks(state: tf.Tensor) -> tf.data.Dataset:
-    """What the thread says of the data workers, again and again: "" where all answer; an error where one is gone.
+    """Return a dataset that repeats the verdict on the data workers: "" if all of them answer.
 
-    No Python code: an iterator that is deleted meanwhile would wait for it, and it for the interpreter's lock. Nor a function below
-    SleepDataset, which holds its lock meanwhile: the function's end would wait for the deletion, and that for the lock.
+    The dataset raises an error once a data worker is gone.
+
+    It runs no Python code: the deletion of an iterator would wait for the code, and the code for
+    the interpreter's lock (the GIL). Nor does it run a function below SleepDataset, which holds its
+    own lock while it sleeps: the end of the function would wait for the deletion, and the deletion
+    for that lock.
     """
     slow = tf.raw_ops.SleepDataset(
         input_dataset=tf.data.experimental.to_variant(tf.data.Dataset.range(tf.int64.max)),
@@ -363,8 +388,11 @@ def _ticks(state: tf.Tensor) -> tf.data.Dataset:
 
 @functools.cache
 def _watch(addresses: tuple[str, ...]) -> tf.Tensor:
-    """A string in TensorFlow's memory that says what is the matter with these data workers, kept true by a thread."""
-    # No tf.Variable: a strategy would make it its own.
+    """Return a string resource with the verdict on these data workers, updated by a thread.
+
+    See `verdict` for its values.
+    """
+    # Not a tf.Variable: a strategy would turn it into one of its own variables.
     with tf.init_scope(), tf.device("CPU"):
         state = tf.raw_ops.VarHandleOp(
             dtype=tf.string, shape=[], shared_name=f"tfdist-data-{uuid.uuid4()}"
@@ -389,10 +417,14 @@ def _look_out(addresses: tuple[str, ...], state: tf.Tensor) -> None:
 
 
 def verdict(presences: Sequence[Presence]) -> str:
-    """What is the matter with data workers, after a look at each.
+    """Return a verdict on data workers after a check of each of them.
+
+    Args:
+        presences: A Presence of each data worker.
 
     Returns:
-        "" where all answer, or did so lately; "?" where some have not come yet; else what to tell.
+        "" if all data workers answer, or did so lately; "?" if some have not started yet; else an
+        error message.
 
     Example:
         >>> verdict([Presence("a:80", look=lambda address, timeout: True)])
@@ -405,16 +437,22 @@ def verdict(presences: Sequence[Presence]) -> str:
             continue
         place = f"data:{number} at {presence.address}"
         if not presence.seen and away > START_S:
-            return f"{place} never answered, within {START_S:g} s; start it, and let this machine connect to it"
+            return (
+                f"{place} never answered, within {START_S:g} s; start it, and let this machine "
+                "connect to it"
+            )
         if presence.seen and away > RETURN_S:
-            return f"{place} no longer answers, for {RETURN_S:g} s; its log may say why, and no epoch goes on without it"
+            return (
+                f"{place} no longer answers, for {RETURN_S:g} s; its log may say why, and no epoch "
+                "goes on without it"
+            )
         if not presence.seen:
             said = _ABSENT
     return said
 
 
 def _sweep(directory: str) -> None:
-    """Removes the pipelines of passes that began long ago."""
+    """Delete the data pipelines of passes that began long ago."""
     for parent, _, names in os.walk(directory):
         for name in names:
             path = os.path.join(parent, name)

@@ -1,6 +1,8 @@
-"""One example becomes another, at random where a seed says how; no state is kept, so that the same seed gives the same example.
+"""Deterministic image transforms and seed utilities for single examples.
 
-`pipeline(transform=...)` calls these with an example and a seed that follows from (seed, epoch, number of the example).
+`pipeline(transform=...)` calls transforms with an example and a seed that follows from (seed,
+epoch, number of the example). Transforms keep no state, so that the same seed gives the same
+result.
 """
 
 from __future__ import annotations
@@ -16,19 +18,20 @@ import tensorflow as tf
 from tfdist import config
 from tfdist.data.sources.base import call, takes
 
-# Mean and standard deviation of ImageNet's pixels, from 0 to 255: `images(224, **IMAGENET)`.
+# Mean and standard deviation of ImageNet's pixels (0 to 255): `images(224, **IMAGENET)`.
 IMAGENET: Mapping[str, Any] = {"mean": (123.675, 116.28, 103.53), "std": (58.395, 57.12, 57.375)}
 
 _CROPS = ("random", "center", "none")
-# Ways to resize whose pixels are never darker or lighter than those they are made of.
+# Interpolation methods whose pixels stay within the range of the pixels they are computed from.
 _WITHIN = ("area", "bilinear", "gaussian", "nearest")
 _METHODS = (*_WITHIN, "bicubic", "lanczos3", "lanczos5", "mitchellcubic")
-# Tries of the random crop before it takes the whole image.
+# Attempts to find a random crop before the whole image is taken.
 _TRIES = 10
-# By how much libjpeg can shrink an image at most, while it decodes.
+# Largest factor by which libjpeg can shrink an image while it decodes.
 _SHRINK = 8
-# Colours are turned and faded in YIQ, whose first number is a pixel's grey and whose others are a point in a plane. Three maps of
-# pixels, `[n, 3] @`: to their grey, to their colour without grey, and to that turned by a quarter of a circle.
+# Hue and saturation change in YIQ space: its first number is a pixel's grey level, the others are a
+# point in the colour plane. These are three maps of pixels, `[n, 3] @`: to their grey level, to
+# their colour without grey, and to that colour rotated by a quarter of a circle.
 _YIQ = np.array([[0.299, 0.587, 0.114], [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]])
 _GREY, _COLOUR, _QUARTER = (
     (np.linalg.inv(_YIQ) @ np.array(part) @ _YIQ).T.astype(np.float32)
@@ -38,24 +41,25 @@ _GREY, _COLOUR, _QUARTER = (
         [[0, 0, 0], [0, 0, -1], [0, 1, 0]],
     )
 )
-# Makes another seed of one; no seed of another example, as their numbers differ from each other in few of the upper bits.
+# XOR mask that derives a second seed. The result is never the seed of another example, because the
+# numbers of examples differ from each other in few of the upper bits.
 _OTHER = (0x2545F491, 0x4F6CDD1D)
 
 
 def images(size: int | tuple[int, int], *, augment: bool = False, **options: Any) -> Images:
-    """A transform that makes images of one size: for training at random, or for evaluation.
+    """Return a transform to images of one size: random for training, fixed for evaluation.
 
     Args:
-        size: Height and width, or one number for both.
-        augment: Whether to take a random crop (`crop="random"`) and flip every other image (`flip=True`), unless `options` say
-            otherwise.
+        size: Height and width in pixels, or one number for both.
+        augment: Whether to take a random crop (`crop="random"`) and flip half of the images at
+            random (`flip=True`), unless `options` say otherwise; default: False.
         **options: Other attributes of `Images`.
 
     Returns:
         The transform.
 
     Raises:
-        ValueError: For a bad value.
+        ValueError: If a value is invalid.
 
     Example:
         >>> train = images(224, augment=True, brightness=0.2, **IMAGENET)
@@ -68,37 +72,45 @@ def images(size: int | tuple[int, int], *, augment: bool = False, **options: Any
 
 @dataclasses.dataclass(frozen=True)
 class Images:
-    """Makes images of one size; `images` is the short way to one.
+    """Transform to images of one size; `images` is a shortcut with common settings.
 
-    Called with an image, or an image and what belongs to it (its label), which stays as it is. The image is either pixels from 0
-    to 255, `[height, width, channels]`, or the content of its file, a string scalar. Of a JPEG file no more is decoded than the crop
-    needs, which is faster; its pixels are those of the whole image, but for the crop's first column, which may differ by some grey
-    levels. A JPEG file that does not end as one should is decoded as a whole, so that a truncated one is an error, whatever the crop.
+    You call it with an image, or with an image and its label or other data, which stays unchanged.
+    The image is either pixels from 0 to 255, `[height, width, channels]`, or the content of its
+    file, a string scalar. Only the part of a JPEG file that the crop needs is decoded, which is
+    faster. The pixels are the pixels of the whole image, except that the crop's first column may
+    differ by some grey levels. A JPEG file without the proper end marker is decoded as a whole, so
+    that a truncated file is an error, whatever the crop.
 
     Attributes:
-        size: Height and width of the result, or one number for both.
-        crop: "random": a part of random area and aspect ratio, as ResNet and Inception are trained with; "center": the largest
-            part of the result's aspect ratio around the centre, times `fraction`; "none": the whole image, its aspect ratio changed.
-        area: With "random", least and greatest share of the image's area.
-        aspect: With "random", least and greatest ratio of width to height.
-        fraction: With "center", the share of its height and width; 0.875 is a crop of 224 from 256.
-        flip: Whether to mirror every other image, left and right.
-        brightness: At most this is added to or taken from all pixels, as a share of 255.
-        contrast: Distances from the image's mean are multiplied by a number from 1 - contrast to 1 + contrast.
-        saturation: Distances of colours from grey, likewise.
-        hue: Colours are turned around the grey by this share of a circle at most, up to 0.5, one way or the other.
-        mean: Is taken from the pixels (from 0 to 255); one number, or one for each channel.
-        std: What they are divided by then.
-        dtype: Of the result. "uint8": pixels from 0 to 255, rounded: a quarter of the memory, and a model's `Rescaling` layer
-            is faster on its device than `mean` and `std` are here.
-        channels: What files are decoded to: 1, 3 or 4.
-        method: Of `tf.image.resize`.
-        antialias: Of `tf.image.resize`: smooths what is made smaller.
-        shrink: Whether a JPEG's crop is decoded at 1/2, 1/4 or 1/8 of its size where it is that many times larger than the result;
-            faster, and smoother than "bilinear" without `antialias`.
+        size: Height and width of the result in pixels, or one number for both.
+        crop: Part of the image. "random": a part of random area and aspect ratio, as ResNet and
+            Inception are trained with. "center" (default): the largest part of the result's aspect
+            ratio around the centre, times `fraction`. "none": the whole image; its aspect ratio
+            changes.
+        area: Smallest and largest share of the image's area, for "random".
+        aspect: Smallest and largest ratio of width to height, for "random".
+        fraction: Share of the height and width, for "center"; 0.875 is a crop of 224 from 256.
+        flip: Whether to mirror half of the images at random, left and right.
+        brightness: Largest value that is added to or subtracted from all pixels, as a share of 255.
+        contrast: Range of the contrast factor: distances from the image's mean are multiplied by a
+            number from 1 - contrast to 1 + contrast.
+        saturation: Range of the saturation factor: distances of colours from grey are multiplied by
+            a number from 1 - saturation to 1 + saturation.
+        hue: Largest rotation of the colours around the grey axis, as a share of a circle, up to
+            0.5, in either direction.
+        mean: Value subtracted from the pixels (from 0 to 255); one number, or one for each channel.
+        std: Value that the pixels are divided by afterwards; one number, or one for each channel.
+        dtype: Type of the result. "uint8": pixels from 0 to 255, rounded. It takes a quarter of the
+            memory, and a model's `Rescaling` layer is faster on the device than `mean` and `std`
+            are here.
+        channels: Number of channels that files are decoded to: 1, 3 or 4.
+        method: Interpolation method of `tf.image.resize`.
+        antialias: Whether `tf.image.resize` smooths images that it makes smaller.
+        shrink: Whether a JPEG's crop is decoded at 1/2, 1/4 or 1/8 of its size if it is that many
+            times larger than the result; faster, and smoother than "bilinear" without `antialias`.
 
     Raises:
-        ValueError: For a bad value.
+        ValueError: If a value is invalid.
 
     Example:
         >>> file = tf.io.encode_jpeg(tf.zeros([375, 500, 3], tf.uint8))
@@ -135,7 +147,8 @@ class Images:
         for name, known in (("crop", _CROPS), ("method", _METHODS)):
             if getattr(self, name) not in known:
                 raise ValueError(
-                    f"{name}: received {getattr(self, name)!r}. {config.nearest(str(getattr(self, name)), known)}"
+                    f"{name}: received {getattr(self, name)!r}. "
+                    f"{config.nearest(str(getattr(self, name)), known)}"
                 )
         _check(
             "area",
@@ -169,12 +182,13 @@ class Images:
         )
         if dtype == tf.uint8 and self._scales:
             raise ValueError(
-                'dtype="uint8" holds pixels from 0 to 255: leave mean and std out, or take dtype="float32".'
+                'dtype="uint8" holds pixels from 0 to 255: leave mean and std out, or take '
+                'dtype="float32".'
             )
 
     @property
     def random(self) -> bool:
-        """Whether the result depends on the seed."""
+        """Return whether the result depends on the seed."""
         return self.crop == "random" or self.flip or self._colours
 
     @property
@@ -186,33 +200,35 @@ class Images:
         return bool(np.any(self.mean) or np.any(np.not_equal(self.std, 1)))
 
     def __call__(self, image: Any, *rest: Any, seed: Any = None) -> Any:
-        """Makes one image.
+        """Transform one image.
 
         Args:
             image: Pixels `[height, width, channels]`, or a file's content.
-            *rest: What belongs to it.
-            seed: int32 `[2]`; needed if `random`.
+            *rest: Other parts of the example, such as its label.
+            seed: Seed, int32 `[2]`; required if `random`.
 
         Returns:
             The image `[*size, channels]`; with `rest`, a tuple.
         """
         if self.random and seed is None:
             raise ValueError(
-                "images: a random transform takes a seed; pass it as transform= to tfdist.data.pipeline, not to Source.map."
+                "images: a random transform takes a seed; pass it as transform= to "
+                "tfdist.data.pipeline, not to Source.map."
             )
         if isinstance(image, Mapping):
             raise ValueError(
-                f"images: expected an image, received features {', '.join(map(str, image))}. Take the image out first: "
+                f"images: expected an image, received features {', '.join(map(str, image))}. Take "
+                "the image out first: "
                 'source.map(lambda x: (x["image"], x["label"])).'
             )
         image = tf.convert_to_tensor(image)
         if image.shape.rank not in (None, 0 if image.dtype == tf.string else 3):
             raise ValueError(
-                f"images: expected pixels [height, width, channels], or a file's content; received {image.dtype.name} of shape {image.shape}."
+                "images: expected pixels [height, width, channels], or a file's content; received "
+                f"{image.dtype.name} of shape {image.shape}."
             )
-        where, how = (
-            (seed, tf.cast(seed, tf.int32) ^ _OTHER) if self.random else (None, None)
-        )  # cheaper than seeds_for
+        # Cheaper than seeds_for.
+        where, how = (seed, tf.cast(seed, tf.int32) ^ _OTHER) if self.random else (None, None)
         cropped = (
             self._decoded(image, where)
             if image.dtype == tf.string
@@ -227,7 +243,10 @@ class Images:
         return height, width
 
     def _window(self, shape: tf.Tensor, seed: Any) -> tuple[tf.Tensor, tf.Tensor]:
-        """The part of an image to take: where it begins and its size, int32 `[3]` each, as `tf.slice` takes them."""
+        """Return the crop of an image: its origin and its size.
+
+        Both are int32 `[3]`, as `tf.slice` takes them.
+        """
         if self.crop == "random":
             begin, size, _ = tf.image.stateless_sample_distorted_bounding_box(
                 shape,
@@ -248,7 +267,7 @@ class Images:
         return tf.concat([(shape[:2] - part) // 2, [0]], 0), tf.concat([part, [-1]], 0)
 
     def _decoded(self, content: tf.Tensor, seed: Any) -> tf.Tensor:
-        """The window of the image in a file."""
+        """Decode the crop of the image in a file."""
 
         def part() -> tf.Tensor:
             begin, size = self._window(tf.io.extract_jpeg_shape(content), seed)
@@ -280,7 +299,7 @@ class Images:
             image = decode_image(content, self.channels)
             return tf.slice(image, *self._window(tf.shape(image), seed))
 
-        if self.channels == 4:  # which no JPEG has
+        if self.channels == 4:  # no JPEG has transparency
             return whole()
         complete = tf.strings.substr(content, -2, 2) == b"\xff\xd9"
         image = tf.cond(tf.io.is_jpeg(content) & complete, part, whole)
@@ -288,13 +307,13 @@ class Images:
         return image
 
     def _finished(self, image: tf.Tensor, seed: Any) -> tf.Tensor:
-        """A crop becomes the result."""
-        if (
-            self.random
-        ):  # all numbers drawn in any case, so that an option does not change what the others do
-            # One op; tf.random.stateless_uniform makes some ten, which take a tenth of the whole image's time.
+        """Resize and augment a crop, and convert it to the result."""
+        if self.random:
+            # All numbers are drawn in any case, so that an option does not change the results of
+            # the others. This is one op; tf.random.stateless_uniform makes about ten, which take a
+            # tenth of the time of the whole image.
             draws = tf.raw_ops.StatelessRandomUniform(shape=[5], seed=seed)
-        if self.flip:  # bytes, where the result has numbers of four
+        if self.flip:  # before the cast: these are bytes, the result has 4-byte numbers
             image = tf.cond(draws[0] < 0.5, lambda: tf.reverse(image, [1]), lambda: image)
         image = tf.cast(
             tf.image.resize(image, self._height_and_width, self.method, antialias=self.antialias),
@@ -310,12 +329,13 @@ class Images:
         return tf.cast(image, self.dtype)
 
     def _scaled(self, image: tf.Tensor) -> tf.Tensor:
-        """Pixels less the mean, divided by the deviation."""
+        """Subtract the mean from the pixels, and divide them by the standard deviation."""
         channels = image.shape[-1]
         for name in ("mean", "std"):
             if np.size(getattr(self, name)) not in (1, channels):
                 raise ValueError(
-                    f"{name}: expected one number, or one for each of {channels} channels; received {getattr(self, name)!r}."
+                    f"{name}: expected one number, or one for each of {channels} channels; "
+                    f"received {getattr(self, name)!r}."
                 )
         if np.size(self.std) == 1 and not np.any(self.mean):
             return image * (1.0 / float(np.squeeze(self.std)))
@@ -323,44 +343,45 @@ class Images:
         return _by_rows(image, scale, -np.asarray(self.mean, np.float32) * scale)
 
     def _coloured(self, image: tf.Tensor, amounts: tf.Tensor) -> tf.Tensor:
-        """Pixels with other colours; the amounts, `[4]`, are from -1 to 1.
+        """Change the colours of the pixels; the amounts, `[4]`, are from -1 to 1.
 
-        All changes are one affine map of a pixel's colour: TensorFlow's own ops for saturation and hue take some ten times as long.
+        All changes are one affine map of a pixel's colour, because TensorFlow's own ops for
+        saturation and hue take about ten times as long.
         """
         channels = image.shape[-1]
         if channels not in ((3,) if self.saturation or self.hue else (1, 3)):
             raise ValueError(
-                f"brightness, contrast, saturation, hue: expected images of 3 channels, or 1 for the first two; received {channels}. Leave them out."
+                "brightness, contrast, saturation, hue: expected images of 3 channels, or 1 for "
+                f"the first two; received {channels}. Leave them out."
             )
-        brightness, contrast = (
-            amounts[0] * self.brightness * 255.0,
-            1.0 + amounts[1] * self.contrast,
-        )
+        brightness = amounts[0] * self.brightness * 255.0
+        contrast = 1.0 + amounts[1] * self.contrast
         turned = tf.eye(channels)
         if channels == 3:
             angle = amounts[3] * self.hue * 2 * math.pi
             turned = _GREY + (1.0 + amounts[2] * self.saturation) * (
                 tf.cos(angle) * _COLOUR + tf.sin(angle) * _QUARTER
             )
-        mean = tf.reduce_mean(
-            tf.reduce_mean(image, 0), 0
-        )  # over both at once takes four times as long
+        # A mean over both axes at once takes four times as long.
+        mean = tf.reduce_mean(tf.reduce_mean(image, 0), 0)
         shift = tf.linalg.matvec(turned, (1.0 - contrast) * mean + brightness, transpose_a=True)
         pixels = tf.reshape(image, [-1, channels]) @ (contrast * turned)
         return tf.clip_by_value(_by_rows(tf.reshape(pixels, image.shape), shift=shift), 0.0, 255.0)
 
 
 def chain(*transforms: Callable[..., Any]) -> Callable[..., Any]:
-    """One transform of several, each of which takes what the one before returns.
+    """Compose several transforms; each one takes the result of the one before.
 
     Args:
-        *transforms: For single examples, some perhaps with a parameter `seed`; or for batches, some perhaps with `seeds`.
+        *transforms: Transforms of single examples, which may have a parameter `seed`; or transforms
+            of batches, which may have a parameter `seeds`.
 
     Returns:
-        A function for `pipeline(transform=...)`, or for `batch_transform=` if one takes `seeds`. Each of them gets a seed of its own.
+        A function for `pipeline(transform=...)`, or for `batch_transform=` if a transform takes
+        `seeds`. Each transform receives a seed of its own.
 
     Raises:
-        ValueError: If there are functions with `seed` and others with `seeds`.
+        ValueError: If some transforms take `seed` and others `seeds`.
 
     Example:
         >>> both = chain(lambda x, y: (x + 1, y), lambda x, y: (x * 2, y))
@@ -372,7 +393,8 @@ def chain(*transforms: Callable[..., Any]) -> Callable[..., Any]:
     }
     if len(kinds) > 1:
         raise ValueError(
-            "chain: one transform takes seed, of an example, and another seeds, of a batch. Pass them as transform= and batch_transform=."
+            "chain: one transform takes seed, of an example, and another seeds, of a batch. Pass "
+            "them as transform= and batch_transform=."
         )
 
     def run(example: tuple, name: str = "", seed: Any = None) -> Any:
@@ -391,11 +413,11 @@ def chain(*transforms: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def seeds_for(seed: Any, count: int) -> list[tf.Tensor]:
-    """Several seeds from one; what is drawn with any of them is independent of the others.
+    """Derive several seeds from one; random numbers drawn with them are independent.
 
     Args:
-        seed: int32 `[..., 2]`.
-        count: How many.
+        seed: Seed or seeds, int32 `[..., 2]`.
+        count: Number of seeds to derive.
 
     Returns:
         `count` seeds, int32 `[..., 2]` each.
@@ -405,7 +427,7 @@ def seeds_for(seed: Any, count: int) -> list[tf.Tensor]:
         >>> a.shape, bool(tf.reduce_any(a != b))
         (TensorShape([2]), True)
     """
-    # SplitMix64 (Steele, Lea, Flood 2014): a hash of row by row, where tf.random.split takes one seed only.
+    # SplitMix64 (Steele, Lea, Flood 2014) hashes each row; tf.random.split takes one seed only.
     seed = tf.bitcast(tf.cast(seed, tf.int32), tf.uint64)
     state = seed[..., tf.newaxis] + tf.constant(
         [(i * 0x9E3779B97F4A7C15) % 2**64 for i in range(1, count + 1)], tf.uint64
@@ -419,13 +441,14 @@ def seeds_for(seed: Any, count: int) -> list[tf.Tensor]:
 
 
 def decode_image(content: Any, channels: int = 3) -> tf.Tensor:
-    """The pixels of an image file, JPEG, PNG, BMP or GIF (its first picture).
+    """Decode an image file: JPEG, PNG, BMP or GIF (its first picture).
 
-    JPEG is decoded by TensorFlow's default, the fast integer transform, as in Keras' own utilities.
+    JPEG is decoded with TensorFlow's default, the fast integer transform, as in the utilities of
+    Keras.
 
     Args:
-        content: The file's content, a string scalar.
-        channels: 1, 3 or 4.
+        content: Content of the file, a string scalar.
+        channels: Number of channels: 1, 3 or 4; default: 3.
 
     Returns:
         uint8 `[height, width, channels]`.
@@ -436,9 +459,10 @@ def decode_image(content: Any, channels: int = 3) -> tf.Tensor:
 
 
 def _by_rows(image: tf.Tensor, scale: Any = None, shift: Any = None) -> tf.Tensor:
-    """Pixels `[height, width, channels]` times a number for each channel, plus another.
+    """Multiply and shift pixels `[height, width, channels]` by numbers for each channel.
 
-    A row at a time, as channels alone are too few numbers for the processor's vector instructions: ten times as fast.
+    It works on a row at a time, because channels alone are too few numbers for the processor's
+    vector instructions: ten times as fast.
     """
     rows = tf.reshape(image, [image.shape[0], -1])
     if scale is not None:

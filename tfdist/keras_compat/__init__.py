@@ -1,9 +1,10 @@
-"""Keras and private TensorFlow names become hooks that hand control to a strategy's engine; no training logic lives here.
+"""Hooks into Keras and private TensorFlow names that hand control to a strategy's engine.
 
-A strategy made by tfdist carries an *engine* in its attribute `tfdist_engine`. The public methods of `keras.Model` and
-`keras.optimizers.Optimizer` listed in `MODEL_HOOKS` ask the strategy in charge for its engine, and fall through to Keras where
-there is none: models outside tfdist's strategies are untouched. Everything here was seen to work on Keras 3.10 to 3.15 and is
-held by `tests/unit/test_keras_compat.py`, which fails when an upgrade moves a name.
+A strategy made by tfdist carries an *engine* in its attribute `tfdist_engine`. The public methods
+of `keras.Model` and `keras.optimizers.Optimizer` listed in `MODEL_HOOKS` get the engine of the
+current strategy. Without an engine they call Keras, so models outside tfdist's strategies behave as
+usual. Everything here was tested on Keras 3.10 to 3.15. `tests/unit/test_keras_compat.py` fails if
+an upgrade moves a name.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from keras.src.losses import (
 from tensorflow.python.distribute import distribute_utils as _distribute_utils
 from tensorflow.python.eager import context as _context
 
-# Public methods of the public class keras.Model; the engine has a method of the same name, called with
+# Public methods of keras.Model. The engine has methods of the same names, called with
 # (model, keras_method, *args, **kwargs).
 MODEL_HOOKS = (
     *(
@@ -40,24 +41,24 @@ MODEL_HOOKS = (
     *("make_train_function", "make_test_function", "make_predict_function", "get_metrics_result"),
 )
 
-# Functions of Keras' module of losses, and methods of the engine as well.
+# Functions of Keras' module of losses. The engine has methods of the same names.
 LOSS_HOOKS = (
     "scale_loss_for_distribution",
     "unscale_loss_for_distribution",
     "reduce_weighted_values",
 )
 
-# What makes the functions that run steps, and where Keras keeps each.
+# Methods that make the step functions, and the attributes where Keras keeps them.
 _FUNCTIONS = {
     "make_train_function": "train_function",
     "make_test_function": "test_function",
     "make_predict_function": "predict_function",
 }
 
-# What writes files.
+# Methods that write files.
 _FILES = ("save", "save_weights", "export")
 
-# What Keras' callbacks count steps in.
+# Attributes in which Keras' callbacks count steps.
 STEP_COUNTERS: tuple[tuple[type, tuple[str, ...]], ...] = (
     (keras.callbacks.ModelCheckpoint, ("_batches_seen_since_last_saving", "_last_batch_seen")),
     (keras.callbacks.TensorBoard, ("_global_train_batch", "_global_test_batch")),
@@ -67,12 +68,12 @@ _state = threading.local()
 
 
 def engine_of(strategy: tf.distribute.Strategy) -> Any:
-    """The engine of a strategy made by tfdist, else None."""
+    """Return the engine of a strategy made by tfdist, or None."""
     return getattr(strategy, "tfdist_engine", None)
 
 
 def install() -> None:
-    """Hooks Keras; calling it again does nothing."""
+    """Install the hooks in Keras; further calls do nothing."""
     if hasattr(keras.Model, "_tfdist_hooks"):
         return
     keras.Model._tfdist_hooks = MODEL_HOOKS
@@ -87,44 +88,65 @@ def install() -> None:
 
 
 def runtime_initialized() -> bool:
-    """Whether TensorFlow has made its devices, after which they, and the cluster, can no longer be configured."""
+    """Return whether TensorFlow has created its devices.
+
+    After that, devices and the cluster can no longer be configured.
+    """
     return _context.context()._initialized
 
 
 def global_seed() -> int | None:
-    """TensorFlow's random seed, where the user has set it, as `keras.utils.set_random_seed` does."""
+    """Return TensorFlow's random seed if the user has set it, or None.
+
+    `keras.utils.set_random_seed` sets it too.
+    """
     return _context.global_seed()
 
 
 def abort_collectives(message: str) -> None:
-    """Ends every wait for other workers in this process, now and later, with a `tf.errors.DeadlineExceededError`."""
+    """Abort all collectives of this process, now and later, with a DeadlineExceededError.
+
+    The error is `tf.errors.DeadlineExceededError`.
+    """
     _context.context().abort_collective_ops(tf.errors.DEADLINE_EXCEEDED, message)
 
 
 def unordered(op: tf.Operation) -> None:
-    """Lets a stateful operation of a function run as soon as it can: TensorFlow runs them one after the other, as the program has them."""
+    """Let a stateful operation of a function run as soon as it can.
+
+    TensorFlow otherwise runs stateful operations one after the other, in program order.
+    """
     op.graph.experimental_acd_manager.run_independently(op)
 
 
 def hide_length(dataset: Any) -> Any:
-    """Makes the length of a distributed data set unknown, as Keras would leave an epoch by a worker's own part; returns anything else as it is."""
+    """Make the length of a distributed data set unknown; return anything else as it is.
+
+    Otherwise Keras would end an epoch by the length of one worker's own part.
+    """
     if isinstance(dataset, tf.distribute.DistributedDataset):
         dataset._cardinality = tf.data.UNKNOWN_CARDINALITY
     return dataset
 
 
 def profiles(callback: keras.callbacks.TensorBoard) -> bool:
-    """Whether Keras' TensorBoard callback was asked to profile some batches."""
+    """Return whether Keras' TensorBoard callback was asked to profile some batches."""
     return callback._should_trace
 
 
 def log_writers(callback: keras.callbacks.TensorBoard) -> dict[str, Any]:
-    """The writers that Keras' TensorBoard callback has made, by name; it makes those that are missing when it needs them."""
+    """Return the writers that Keras' TensorBoard callback has made, by name.
+
+    The callback makes the missing ones when it needs them.
+    """
     return callback._writers
 
 
 def leave_summaries(callback: keras.callbacks.TensorBoard) -> None:
-    """Leaves the contexts that Keras' TensorBoard is in while it trains: an error in `fit` would keep later summaries in them."""
+    """Exit the summary contexts that Keras' TensorBoard callback enters while it trains.
+
+    After an error in `fit`, these contexts would otherwise apply to later summaries.
+    """
     while callback._prev_summary_state:
         callback._pop_writer()
 
@@ -152,7 +174,10 @@ def _hook_model(name: str) -> None:
 
 
 def _join(model: keras.Model, name: str) -> None:
-    """Lets a model's function be run beside other processes, where it shares its state with them without a strategy's scope."""
+    """Make a model's step function synchronize with other processes.
+
+    This is for a model that shares its state with other processes without a strategy's scope.
+    """
     function = getattr(model, name)
     holder = holder_of(getattr(model, "optimizer", None), model.trainable_weights)
     if holder is not None and not hasattr(function, "tfdist_joined"):
@@ -162,9 +187,11 @@ def _join(model: keras.Model, name: str) -> None:
 
 
 def holder_of(optimizer: Any, variables: Any) -> Any:
-    """What holds the state that an optimizer, or some variables, share with other replicas: a `Zero` or an `FSDP`; None for others.
+    """Return the object that holds state shared with other replicas, or None.
 
-    It has the methods `update(optimizer, keras_apply, grads, variables)`, `beside(model, function, trains)`, and `save_beside(model, keras_method, ...)`.
+    Such state belongs to an optimizer or to some variables, and the object is a `Zero` or an
+    `FSDP`. It has the methods `update(optimizer, keras_apply, grads, variables)`, `beside(model,
+    function, trains)`, and `save_beside(model, keras_method, ...)`.
     """
     each = innermost = optimizer
     while each is not None:
@@ -176,7 +203,7 @@ def holder_of(optimizer: Any, variables: Any) -> Any:
         next((v.tfdist_store for v in known if hasattr(v, "tfdist_store")), None)
         if isinstance(known, list | tuple)
         else None
-    )  # an iterator stays as it is
+    )  # an iterator must not be consumed
 
 
 def _hook_symbolic_build() -> None:
@@ -185,7 +212,8 @@ def _hook_symbolic_build() -> None:
     @functools.wraps(keras_method)
     def method(self, iterator=None, data_batch=None):
         if iterator is not None and getattr(iterator._get_iterator(), "symbolic_first", False):
-            # Keras would begin an epoch to learn shapes, in which a PyDataset's own threads read batches ahead that then count twice.
+            # Keras would begin an epoch to learn shapes. A PyDataset's threads would prefetch
+            # batches in it, and these would count twice.
             iterator, data_batch = None, next(iter(iterator._get_iterator()))
         _state.building = True
         try:
@@ -197,7 +225,7 @@ def _hook_symbolic_build() -> None:
 
 
 def building() -> bool:
-    """Whether Keras is reading a batch just to learn its shapes."""
+    """Return whether Keras is reading a batch only to learn its shapes."""
     return getattr(_state, "building", False)
 
 
@@ -209,15 +237,16 @@ def _hook_apply(cls: Any) -> None:
         engine = engine_of(tf.distribute.get_strategy())
         if engine is None and engine_of(strategy_of(self)) is not None:
             raise ValueError(
-                f"The model was made outside of the scope of the strategy in which its optimizer {self.name} was made. Make the model, and "
-                "call compile(), inside `with strategy.scope():`."
+                "The model was made outside of the scope of the strategy in which its optimizer "
+                f"{self.name} was made. Make the model, and call compile(), inside `with "
+                "strategy.scope():`."
             )
         alone = (
             None
             if engine is not None or in_local_update()
             else holder_of(self, trainable_variables)
         )
-        if alone is not None:  # a process without a scope, beside others
+        if alone is not None:  # no strategy scope, but state shared with other processes
             return alone.update(self, keras_apply, list(grads), trainable_variables)
         if engine is None or tf.distribute.in_cross_replica_context() or in_local_update():
             return keras_apply(self, grads, trainable_variables)
@@ -240,38 +269,42 @@ def _hook_loss(name: str) -> None:
 
 
 def scale_loss_for_distribution(value):
-    """A replica's share of a mean loss, as hooked."""
+    """Return a replica's share of a mean loss, computed by Keras' function as hooked."""
     return _loss.scale_loss_for_distribution(value)
 
 
 def layer_state(model: keras.Model) -> list[keras.Variable]:
-    """The variables that layers made as state, not as weights; frozen weights are none (`non_trainable_weights` has both)."""
+    """Return the variables that layers created as state, not as weights.
+
+    Frozen weights are not included (`non_trainable_weights` has both).
+    """
     layers = model._flatten_layers()
     return list({id(v): v for layer in layers for v in layer._non_trainable_variables}.values())
 
 
 def strategy_of(optimizer: keras.optimizers.Optimizer) -> tf.distribute.Strategy:
-    """The strategy in whose scope an optimizer was made."""
+    """Return the strategy in whose scope an optimizer was created."""
     return optimizer._distribution_strategy
 
 
 def set_first_epoch(model: keras.Model, epoch: int) -> None:
-    """Lets the `fit` that begins start at this epoch, from 0; as Keras' own BackupAndRestore does."""
+    """Make the `fit` that begins start at this epoch, from 0, as Keras' BackupAndRestore does."""
     model._initial_epoch = epoch
 
 
 def combined_weight(sample_weight, mask, dtype, reduction: str):
-    """The weight of each loss value once Keras has merged sample weights and mask."""
+    """Return the weight of each loss value, after Keras has merged sample weights and mask."""
     return _loss.apply_mask(sample_weight, mask, dtype=dtype, reduction=reduction)
 
 
-# --- Optimizer updates without merge_call -----------------------------------------------------------------------------
+# --- Optimizer updates without merge_call ---------------------------------------------------------
 def allow_local_updates(strategy: tf.distribute.Strategy) -> None:
-    """Lets `local_update` switch this strategy's merge_call off.
+    """Let `local_update` disable this strategy's merge_call.
 
-    TensorFlow itself drops merge_call only for XLA on GPUs (`_use_merge_call`), though it is needless wherever every replica
-    computes the same update. With it, a `tf.cond` around an update, as in Keras' gradient accumulation, EMA overwriting and
-    loss scaling, fails: "merge_call called while defining a new graph" (keras #20582).
+    TensorFlow itself avoids merge_call only for XLA on GPUs (`_use_merge_call`), though it is
+    needless wherever every replica computes the same update. With merge_call, a `tf.cond` around an
+    update fails: "merge_call called while defining a new graph" (keras #20582). Keras uses such a
+    `tf.cond` in gradient accumulation, EMA overwriting and loss scaling.
     """
     extended = strategy.extended
     stock = extended._use_merge_call
@@ -279,16 +312,20 @@ def allow_local_updates(strategy: tf.distribute.Strategy) -> None:
 
 
 def separate_collectives(strategy_class: type[tf.distribute.Strategy]) -> None:
-    """Gives the next strategy of a class keys of its own: those of two in one process would take each other's tensors (tensorflow #62790)."""
+    """Give the next strategy of a class its own collective keys.
+
+    Without this, two strategies in one process take each other's tensors (tensorflow #62790).
+    """
     strategy_class._collective_key_base += 100_000
 
 
 def keep_state_per_replica(strategy: tf.distribute.Strategy) -> None:
-    """Gives each replica of a central-storage strategy its own copy of metrics, moving statistics and seeds.
+    """Give each replica of a central-storage strategy its own metrics, statistics and seeds.
 
-    TensorFlow keeps one copy of every variable there. Of what the replicas then assign, metrics add the copies up instead of
-    the changes, so that all results are wrong, and statistics and seeds raise. Weights and optimizer slots (which Keras
-    colocates with their weight) stay central.
+    TensorFlow keeps one copy of every variable there, and the replicas' assignments to it go wrong.
+    Metrics add up the copies instead of the changes, so that all results are wrong; moving
+    statistics and seeds raise errors. Weights and optimizer slots (which Keras colocates with their
+    weight) stay central.
     """
     extended = strategy.extended
     stock = extended._create_variable
@@ -322,7 +359,7 @@ def keep_state_per_replica(strategy: tf.distribute.Strategy) -> None:
 
 
 def in_local_update() -> bool:
-    """Whether this thread is inside `local_update`."""
+    """Return whether this thread is inside `local_update`."""
     return getattr(_state, "local_update", False)
 
 
@@ -330,11 +367,14 @@ def in_local_update() -> bool:
 def local_update(
     optimizer: keras.optimizers.Optimizer, local_replica: int | None
 ) -> Iterator[None]:
-    """Inside, the optimizer takes gradients as already reduced, and updates the variables of this replica only.
+    """Make the optimizer take gradients as reduced and update only this replica's variables.
+
+    This applies within the context.
 
     Args:
-        optimizer: The optimizer, whose inner optimizers are treated likewise.
-        local_replica: Index of this replica among those of this process; None in cross-replica context.
+        optimizer: Optimizer to change, together with its inner optimizers.
+        local_replica: Index of this replica among the replicas of this process; None in
+            cross-replica context.
     """
     chain = []
     while optimizer is not None:
@@ -344,7 +384,8 @@ def local_update(
     for each in chain:
         each._all_reduce_sum_gradients = lambda grads_and_vars: grads_and_vars
         if local_replica is not None:
-            # Aggregation "only_first_replica" broadcasts through merge_call; every replica counts the same steps anyway.
+            # Aggregation "only_first_replica" broadcasts through merge_call, but every replica
+            # counts the same steps anyway.
             each._iterations.assign_add = functools.partial(
                 _assign_add_local, each._iterations, local_replica
             )
@@ -364,15 +405,16 @@ def _assign_add_local(variable: keras.Variable, local_replica: int, value) -> No
 
 
 def local_component(variable: keras.Variable, local_replica: int) -> tf.Variable:
-    """The copy of a variable that belongs to one local replica."""
-    value = variable._value  # `.value` would autocast under mixed precision
+    """Return the copy of a variable that belongs to one local replica."""
+    value = variable._value  # not `.value`, which autocasts under mixed precision
     copies = tf.distribute.get_strategy().experimental_local_results(value)
     return copies[local_replica] if len(copies) > 1 else copies[0]
 
 
 def held_bytes(dataset: tf.data.Dataset) -> int:
-    """Bytes of the tensors that a data set holds, as one made of arrays does."""
-    total, left = 0, [dataset]
+    """Return the bytes of the tensors that a data set holds, as one made of arrays does."""
+    total = 0
+    left = [dataset]
     while left:
         each = left.pop()
         left.extend(each._inputs())
@@ -384,7 +426,10 @@ def held_bytes(dataset: tf.data.Dataset) -> int:
 
 @contextlib.contextmanager
 def replaced_values(variables: list[keras.Variable], values: list[Any]) -> Iterator[None]:
-    """Inside, Keras variables read and assign these objects instead of their `tf.Variable`."""
+    """Make Keras variables read and assign other objects than their `tf.Variable`.
+
+    This applies within the context.
+    """
     before = [v._value for v in variables]
     for variable, value in zip(variables, values, strict=True):
         variable._value = value
@@ -396,7 +441,10 @@ def replaced_values(variables: list[keras.Variable], values: list[Any]) -> Itera
 
 
 def step_counter(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
-    """What an optimizer counts its calls in; with accumulation, `iterations` is a fraction of it."""
+    """Return the variable in which an optimizer counts its calls.
+
+    With gradient accumulation, `iterations` is a fraction of it.
+    """
     while (inner := getattr(optimizer, "inner_optimizer", None)) is not None:
         optimizer = inner
     return optimizer._iterations
@@ -406,7 +454,11 @@ def step_counter(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
 def accumulating(
     optimizer: keras.optimizers.Optimizer, stand_in: Callable[[tf.Variable], Any]
 ) -> Iterator[None]:
-    """Inside, an optimizer that sums gradients up between updates does so in stand-ins for its variables, by their method `add`."""
+    """Make an optimizer with gradient accumulation add up gradients in stand-ins.
+
+    Within the context, a stand-in replaces each accumulator variable, and its method `add` takes
+    the gradients.
+    """
     sums = [v for v in getattr(optimizer, "_accumulated_gradients", []) if v is not None]
 
     def add(gradients, accumulators):

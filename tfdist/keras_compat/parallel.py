@@ -1,4 +1,4 @@
-"""What sharded optimizers and models need of Keras' private names."""
+"""Private Keras names that sharded optimizers and models need."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ _state = threading.local()
 
 @contextlib.contextmanager
 def clipping(optimizer: keras.optimizers.Optimizer, clip: Callable[[list], list]) -> Iterator[None]:
-    """Inside, an optimizer clips gradients by this function: Keras' own would take the norm of a replica's shards alone."""
+    """Make an optimizer clip gradients by this function within the context.
+
+    Keras' own clipping would compute the norm of one replica's shards only.
+    """
     optimizer._clip_gradients = clip
     try:
         yield
@@ -37,7 +40,7 @@ def clipping(optimizer: keras.optimizers.Optimizer, clip: Callable[[list], list]
 
 
 def clip_elementwise(optimizer: keras.optimizers.Optimizer, grads: list) -> list:
-    """What an optimizer's own clipping makes of gradients."""
+    """Return gradients clipped by an optimizer's own clipping."""
     return type(optimizer)._clip_gradients(optimizer, grads)
 
 
@@ -47,7 +50,14 @@ def exclude_alike(
     optimizer: keras.optimizers.Optimizer,
     others: Sequence[keras.Variable],
 ) -> None:
-    """Excludes those of others from weight decay by an optimizer that stand for variables which the user has excluded of what is given."""
+    """Copy an optimizer's weight decay exclusions to the counterparts of its variables.
+
+    Args:
+        given: Optimizer that the user passed, with the user's exclusions.
+        variables: Variables of `given`, `[n]`.
+        optimizer: Optimizer whose exclusions are set.
+        others: Variables of `optimizer`, `[n]`; each is the counterpart of one in `variables`.
+    """
     excluded = {
         optimizer._var_key(other)
         for v, other in zip(variables, others, strict=True)
@@ -59,15 +69,16 @@ def exclude_alike(
 
 
 def moving_averages(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
-    """The averages that an optimizer with `use_ema` keeps of its variables, in their order."""
+    """Return an optimizer's moving averages of its variables (`use_ema`), in their order."""
     return list(optimizer._model_variables_moving_average)
 
 
 def graph_calls(model: keras.Model) -> list[tuple[Any, list, list]] | None:
-    """The calls that a Functional model is made of, in an order in which they can run; None for another model.
+    """Return the calls of a Functional model in execution order; None for other models.
 
     Returns:
-        Of each call the layer or operation, and its input and output tensors (`keras.KerasTensor`). Calls of input layers are left out.
+        For each call the layer or operation, and its input and output tensors
+        (`keras.KerasTensor`). Calls of input layers are left out.
     """
     depths = getattr(model, "_nodes_by_depth", None)
     if depths is None:
@@ -82,12 +93,15 @@ def graph_calls(model: keras.Model) -> list[tuple[Any, list, list]] | None:
 
 
 def layer_weights(layer: keras.layers.Layer) -> list[keras.Variable]:
-    """The variables that a layer, and those in it, made as weights, also where they are frozen (`non_trainable_variables` has frozen ones and state)."""
+    """Return the variables that a layer and its sublayers made as weights, frozen or not.
+
+    `non_trainable_variables` has frozen weights together with state.
+    """
     return [v for each in layer._flatten_layers() for v in each._trainable_variables]
 
 
 def move(variable: keras.Variable, device: str) -> None:
-    """Gives a variable that exists another place."""
+    """Move a variable that exists to another device."""
     before = variable._value
     if tf.DeviceSpec.from_string(before.device) == tf.DeviceSpec.from_string(device):
         return
@@ -102,14 +116,14 @@ def move(variable: keras.Variable, device: str) -> None:
 
 
 def with_mask(x: tf.Tensor, mask: tf.Tensor | None) -> tf.Tensor:
-    """Lets a tensor carry a mask, and returns the tensor."""
+    """Attach a mask to a tensor, and return the tensor."""
     if mask is not None:
         set_mask(x, mask)
     return x
 
 
 class _Places:
-    """Stands in for a strategy, and for its `extended`: what concerns a variable happens on the variable's device."""
+    """Substitute for a strategy and its `extended`, which works on each variable's own device."""
 
     def __init__(self):
         self.extended = self
@@ -123,12 +137,15 @@ class _Places:
 
 
 class _Beside:
-    """Names the device of an operation that has none: where the largest of what it takes lies, or the variable that it uses."""
+    """Device function that places an operation on the device of its largest input.
+
+    It applies to operations without a device. The largest input may be the variable that the
+    operation uses.
+    """
 
     def __init__(self):
-        self._outer: dict[
-            tf.Graph, dict[str, tf.Tensor]
-        ] = {}  # what placeholders of a function stand for
+        # Captured tensors of a function, by the name of their placeholder.
+        self._outer: dict[tf.Graph, dict[str, tf.Tensor]] = {}
 
     def __call__(self, operation: tf.Operation) -> str:
         return operation.device or (
@@ -138,9 +155,8 @@ class _Beside:
     def _place(self, x: tf.Tensor) -> str:
         if isinstance(x, tf.__internal__.EagerTensor) or x.device:
             return x.device
-        if (
-            x.op.type == "ReadVariableOp"
-        ):  # goes where its variable is, whatever device is asked for
+        # A read runs on its variable's device, whatever device is requested.
+        if x.op.type == "ReadVariableOp":
             return self._place(x.op.inputs[0])
         if x.op.type != "Placeholder":
             return ""
@@ -158,10 +174,14 @@ def _size(x: tf.Tensor) -> float:
 
 @contextlib.contextmanager
 def updating_in_place(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
-    """Inside, an optimizer takes gradients as summed, and its slots, and all it computes, are where variables lie; to be entered in the function that is traced.
+    """Make an optimizer take summed gradients, and compute on the variables' devices.
 
-    The default strategy sums the gradients of one replica by one operation over all of them, which waits for the last one and takes them
-    to the default device; and there it computes what concerns no variable alone, such as whether gradients are finite.
+    This applies within the context, to the optimizer's slots too. Enter it in the function that is
+    traced.
+
+    The default strategy sums the gradients of its one replica by one operation over all of them,
+    which waits for the last gradient and moves all of them to the default device. It also computes
+    there what belongs to no single variable, such as whether gradients are finite.
     """
     chain = []
     while optimizer is not None:
@@ -172,7 +192,8 @@ def updating_in_place(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
         each._all_reduce_sum_gradients = lambda grads_and_vars: grads_and_vars
         each._backend_reset_gradient_accumulators = functools.partial(_reset_accumulators, each)
     try:
-        # `tf.device` takes no function; run eagerly, each operation is where TensorFlow finds its inputs.
+        # `tf.device` takes no function. In eager mode TensorFlow runs each operation on the device
+        # of its inputs.
         with (
             contextlib.nullcontext()
             if tf.executing_eagerly()
@@ -186,20 +207,26 @@ def updating_in_place(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
 
 
 def _reset_accumulators(optimizer: keras.optimizers.Optimizer) -> None:
-    """As Keras does it, but that zeros take no inputs by which they would find their place."""
+    """Reset the accumulators on their own devices.
+
+    This does what Keras does. But zeros have no inputs from which `_Beside` could tell a device.
+    """
     for v in optimizer._accumulated_gradients:
         if v is not None:
             with tf.device(v.value.device):
                 v.assign(tf.zeros(v.shape, v.dtype))
 
 
-# --- Variables that are shared out over the replicas ------------------------------------------------------------------
+# --- Sharded variables ----------------------------------------------------------------------------
 class Sharded(keras.Variable):
-    """A variable of which each replica holds a row: whole to those who read and write it, a row to optimizers.
+    """Variable of which each replica holds one row.
+
+    Readers and writers see the whole variable; optimizers see the row.
 
     Attributes:
-        tfdist_shape: Shape of the whole.
-        tfdist_store: Reads and writes the whole, by its methods `whole(variable)` and `put(variable, value)`; `update` takes gradients.
+        tfdist_shape: Shape of the whole variable.
+        tfdist_store: Object that reads and writes the whole variable, by its methods
+            `whole(variable)` and `put(variable, value)`; its method `update` takes gradients.
     """
 
     tfdist_shape: tuple[int, ...]
@@ -207,10 +234,12 @@ class Sharded(keras.Variable):
 
     @property
     def shape(self):
+        """See `keras.Variable`; the row's shape inside `as_shards`, else the whole shape."""
         return self._value.shape if in_shards() else tf.TensorShape(self.tfdist_shape)
 
     @property
     def value(self):
+        """See `keras.Variable`; the row inside `as_shards`, else the whole variable."""
         if in_shards():
             return self._value
         given = _given(self)
@@ -220,6 +249,7 @@ class Sharded(keras.Variable):
 
     @property
     def handle(self):
+        """See `keras.Variable`; the handle of the row."""
         return self._value.handle
 
     def _direct_assign(self, value):
@@ -230,30 +260,35 @@ class Sharded(keras.Variable):
 
 
 def make_sharded(variable: keras.Variable, rows: Any, shape: Sequence[int], store: Any) -> None:
-    """Turns a variable into one of which each replica holds a row.
+    """Turn a variable into one of which each replica holds one row.
 
     Args:
-        variable: It.
-        rows: A `tf.Variable` with a copy on each replica, `[length]`: its row. None: the variable holds its rows already.
-        shape: Of the whole.
-        store: See `Sharded`.
+        variable: Variable to turn into a `Sharded`.
+        rows: Rows as a `tf.Variable` with a copy on each replica, each of shape `[length]`. None:
+            the variable holds its rows already.
+        shape: Shape of the whole variable.
+        store: Store of the whole variable, see `Sharded`.
     """
     if rows is not None:
-        variable._value, variable._initializer = rows, None
+        variable._value = rows
+        variable._initializer = None
     variable.__class__ = Sharded
-    variable.tfdist_shape, variable.tfdist_store = tuple(int(n) for n in shape), store
-    variable._shape, variable._ndim = variable.tfdist_shape, len(variable.tfdist_shape)
+    variable.tfdist_shape = tuple(int(n) for n in shape)
+    variable.tfdist_store = store
+    variable._shape = variable.tfdist_shape
+    variable._ndim = len(variable.tfdist_shape)
 
 
 def in_shards() -> bool:
-    """Whether this thread is inside `as_shards`."""
+    """Return whether this thread is inside `as_shards`."""
     return getattr(_state, "shards", False)
 
 
 @contextlib.contextmanager
 def as_shards() -> Iterator[None]:
-    """Inside, sharded variables look as long as a replica's row, and are read and written as it."""
-    before, _state.shards = in_shards(), True
+    """Make sharded variables have the shape and value of a replica's row within the context."""
+    before = in_shards()
+    _state.shards = True
     try:
         yield
     finally:
@@ -262,7 +297,11 @@ def as_shards() -> Iterator[None]:
 
 @contextlib.contextmanager
 def giving(values: dict[int, Any]) -> Iterator[None]:
-    """Inside, sharded variables have these values, by the id of the variable."""
+    """Make sharded variables have these values within the context.
+
+    Args:
+        values: Whole values, by the id of the variable.
+    """
     before = getattr(_state, "given", {})
     _state.given = {**before, **values}
     try:
@@ -272,7 +311,11 @@ def giving(values: dict[int, Any]) -> Iterator[None]:
 
 
 def gives(variables: Sequence[keras.Variable]) -> bool:
-    """Whether all of these have a value from `giving` or a `keras.StatelessScope`, or only shapes count here."""
+    """Return whether all of these variables have a value without their store.
+
+    The value comes from `giving` or a `keras.StatelessScope`. In a symbolic scope only shapes
+    count, and the answer is True.
+    """
     return in_symbolic_scope() or all(_given(v) is not None for v in variables)
 
 
@@ -283,30 +326,31 @@ def _given(variable: keras.Variable) -> Any:
 
 
 def own_copy(variable: keras.Variable) -> tf.Tensor:
-    """What a variable holds on the replica in whose context this is, in its own dtype."""
+    """Return the value of a variable on the current replica, in the variable's own dtype."""
     return tf.convert_to_tensor(variable._value)
 
 
 def replace_constraint(variable: keras.Variable, constraint: Callable | None) -> None:
-    """Gives a variable another constraint."""
+    """Set the constraint of a variable."""
     variable._constraint = constraint
 
 
 def known_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
-    """What an optimizer was built for."""
+    """Return the variables that an optimizer was built for."""
     while (inner := getattr(optimizer, "inner_optimizer", None)) is not None:
         optimizer = inner
     return list(getattr(optimizer, "_trainable_variables", None) or [])
 
 
 def hook_optimizers() -> None:
-    """Lets optimizers treat a sharded variable's row as a variable, and mark the slots that they make for it."""
+    """Hook Keras' optimizers so that they treat a sharded variable's row as a variable.
+
+    The slots that they make for it become sharded variables too.
+    """
     cls = keras.optimizers.Optimizer
-    stock_slot, stock_key, stock_finalize = (
-        cls.add_variable_from_reference,
-        cls._var_key,
-        cls.finalize_variable_values,
-    )
+    stock_slot = cls.add_variable_from_reference
+    stock_key = cls._var_key
+    stock_finalize = cls.finalize_variable_values
 
     @functools.wraps(stock_slot)
     def add_variable_from_reference(self, reference_variable, *args, **kwargs):
@@ -329,22 +373,20 @@ def hook_optimizers() -> None:
         with as_shards():
             return stock_finalize(self, var_list)
 
-    cls.add_variable_from_reference, cls._var_key, cls.finalize_variable_values = (
-        add_variable_from_reference,
-        key,
-        finalize_variable_values,
-    )
+    cls.add_variable_from_reference = add_variable_from_reference
+    cls._var_key = key
+    cls.finalize_variable_values = finalize_variable_values
 
 
-# --- Layers that are computed twice -----------------------------------------------------------------------------------
+# --- Layers that are recomputed -------------------------------------------------------------------
 def context() -> tuple:
-    """What the layers that are being called tell those within them: whether they train, and the dtype to compute in."""
+    """Return the call context of the current layers: training mode and compute dtype."""
     return tuple(global_state.get_global_attribute(name) for name in _CONTEXT)
 
 
 @contextlib.contextmanager
 def in_context(values: tuple) -> Iterator[None]:
-    """Inside, layers are called as where `context` gave these values."""
+    """Call layers with the call context that `context` returned elsewhere."""
     before = context()
     for name, value in zip(_CONTEXT, values, strict=True):
         global_state.set_global_attribute(name, value)
@@ -357,50 +399,59 @@ def in_context(values: tuple) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_autocast() -> Iterator[None]:
-    """Inside, variables have their own dtype, whatever the layer that is being called computes in."""
+    """Read variables in their own dtype within the context, without autocasting."""
     with in_context((context()[0], None)):
         yield
 
 
 def mask_of(x: Any) -> Any:
-    """The mask that a tensor carries from layer to layer."""
+    """Return the mask that a tensor carries from layer to layer."""
     return get_keras_mask(x)
 
 
 def set_mask(x: Any, mask: Any) -> None:
-    """Lets a tensor carry a mask."""
+    """Attach a mask to a tensor."""
     set_keras_mask(x, mask)
 
 
-# --- Graphs that can be freed -----------------------------------------------------------------------------------------
+# --- Graphs that can be freed ---------------------------------------------------------------------
 def kept_by(graph: tf.Graph) -> dict[Any, Any]:
-    """What lives as long as a graph, though it refers to it."""
+    """Return a dict whose values live as long as a graph, even if they refer to the graph."""
     if not hasattr(graph, "tfdist_kept"):
         graph.tfdist_kept = {}
     return graph.tfdist_kept
 
 
 def freed_with_graph(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-    """Lets the gradient of a `tf.custom_gradient`, whose results these are, live as long as their graph; returns them.
+    """Make the gradient function of a `tf.custom_gradient` live only as long as the graph.
 
-    TensorFlow has it in a list for ever, and with it the graph, whose tensors it refers to (tensorflow #97697).
+    TensorFlow keeps the function in a registry for ever, and with it the graph, to whose tensors
+    the function refers (tensorflow #97697).
+
+    Args:
+        tensors: Results of the `tf.custom_gradient`.
+
+    Returns:
+        The same tensors.
     """
     if not tf.executing_eagerly():
         name = tf.compat.as_str(tensors[0].op.get_attr("_gradient_op_type"))
-        entry, kept = gradient_registry._registry[name], kept_by(tensors[0].graph)
+        entry = gradient_registry._registry[name]
+        kept = kept_by(tensors[0].graph)
         kept[name] = entry["type"]
         weak = weakref.ref(entry["type"])
-        entry["type"] = lambda op, *grads: weak()(op, *grads)  # type: ignore[misc]  # it is there as long as the graph
+        # The weak reference is alive as long as the graph.
+        entry["type"] = lambda op, *grads: weak()(op, *grads)  # type: ignore[misc]
         weakref.finalize(
             tensors[0].graph, gradient_registry._registry.pop, name, None
         ).atexit = False
     return tensors
 
 
-# --- Deferred variables -----------------------------------------------------------------------------------------------
+# --- Deferred variables ---------------------------------------------------------------------------
 @contextlib.contextmanager
 def without_values() -> Iterator[None]:
-    """Inside, variables are made without values, and nobody gives them any afterwards but `initialize`."""
+    """Create variables without values within the context; only `initialize` gives them values."""
     known = list(global_state.get_global_attribute("uninitialized_variables") or [])
     try:
         with keras.StatelessScope(initialize_variables=False):
@@ -410,28 +461,34 @@ def without_values() -> Iterator[None]:
 
 
 def has_value(variable: keras.Variable) -> bool:
-    """Whether a variable was made outside of `without_values`, or has got a value since."""
+    """Return whether a variable has a value.
+
+    It has none if it was created inside `without_values` and not initialized since.
+    """
     return variable._value is not None
 
 
 def initialize(variable: keras.Variable) -> None:
-    """Gives a variable its first value."""
+    """Give a variable its first value."""
     variable._deferred_initialize()
 
 
 def first_value(variable: keras.Variable) -> tf.Tensor:
-    """The value that `initialize` would give."""
+    """Return the value that `initialize` would set."""
     return tf.convert_to_tensor(variable._initializer(variable._shape, dtype=variable._dtype))
 
 
-# --- Files ------------------------------------------------------------------------------------------------------------
+# --- Files ----------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def saved_with(model: keras.Model, optimizer: Any) -> Iterator[None]:
-    """Inside, a model is saved as one that was compiled with this optimizer."""
-    config, before = getattr(getattr(model, "_compile_config", None), "config", {}), model.optimizer
+    """Save a model as if it were compiled with this optimizer, within the context."""
+    config = getattr(getattr(model, "_compile_config", None), "config", {})
+    before = model.optimizer
     stated = config.get("optimizer")
-    model.optimizer, config["optimizer"] = optimizer, optimizer
+    model.optimizer = optimizer
+    config["optimizer"] = optimizer
     try:
         yield
     finally:
-        model.optimizer, config["optimizer"] = before, stated
+        model.optimizer = before
+        config["optimizer"] = stated

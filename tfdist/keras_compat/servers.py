@@ -1,4 +1,4 @@
-"""What strategies with parameter servers need of private names."""
+"""Private TensorFlow names that the parameter-server strategy needs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tensorflow.python.eager import context as _context
 
 
 def connected() -> bool:
-    """Whether this process has connected to a cluster of TensorFlow servers."""
+    """Return whether this process has connected to a cluster of TensorFlow servers."""
     return _context.get_server_def() is not None
 
 
 def keep_metrics_here(strategy: tf.distribute.ParameterServerStrategy, device: str) -> None:
-    """Puts the state of metrics on one device, whose process is its only writer.
+    """Place the state of metrics on one device, whose process is its only writer.
 
-    On parameter servers workers add to it at the same time, and lose each other's updates.
+    On parameter servers, workers would add to it concurrently and lose each other's updates.
     """
     extended = strategy.extended
     stock = extended._create_variable
@@ -36,7 +36,10 @@ def keep_metrics_here(strategy: tf.distribute.ParameterServerStrategy, device: s
 
 
 def update_in_place(strategy: tf.distribute.ParameterServerStrategy) -> None:
-    """Lets a strategy with one replica per worker update variables without merge_call, which fails in a `tf.cond` (keras #20582)."""
+    """Let a strategy with one replica per worker update variables without merge_call.
+
+    merge_call fails in a `tf.cond` (keras #20582).
+    """
     extended = strategy.extended
     extended._use_merge_call = lambda: False
     extended._replica_ctx_all_reduce = lambda reduce_op, value, options=None: value
@@ -48,33 +51,45 @@ def update_in_place(strategy: tf.distribute.ParameterServerStrategy) -> None:
 
 
 def trace_anywhere(strategy: tf.distribute.ParameterServerStrategy) -> None:
-    """Keeps TensorFlow from warning that a step is traced, though not run, outside of `ClusterCoordinator.schedule`."""
+    """Suppress TensorFlow's warning about steps traced outside `ClusterCoordinator.schedule`.
+
+    tfdist traces such a step there, but does not run it there.
+    """
     strategy.extended._allow_run_without_coordinator = True
 
 
 def schedule(
     coordinator: tf.distribute.coordinator.ClusterCoordinator, function: Callable[[], None]
 ) -> None:
-    """Runs a Python function in the thread of some worker; the public method takes a `tf.function` only."""
+    """Run a Python function in the thread of some worker.
+
+    The public method takes only a `tf.function`.
+    """
     coordinator._cluster.schedule(function, args=(), kwargs={})
 
 
 def current_worker() -> int:
-    """Index of the worker in whose thread this is; the public function tells it inside of a `tf.function` only."""
+    """Return the index of the worker that this thread belongs to.
+
+    The public function returns it only inside a `tf.function`.
+    """
     return _coordinator_context.get_current_dispatch_context().worker_index
 
 
 def is_worker_failure(error: BaseException) -> bool:
-    """Whether TensorFlow takes an error as the loss of a worker, for whose return it waits."""
+    """Return whether TensorFlow treats an error as a lost worker, whose return it waits for."""
     return _cluster_coordinator._is_worker_failure(error)
 
 
 def is_server_failure(error: BaseException) -> bool:
-    """Whether TensorFlow takes an error as the loss of a parameter server."""
+    """Return whether TensorFlow treats an error as a lost parameter server."""
     return _cluster_coordinator._is_ps_failure(error)
 
 
 def cancelable(function: Any) -> tuple[Callable, Callable[[], None]]:
-    """A concrete function as one that can be cancelled from another thread, and what cancels it."""
+    """Return a cancelable version of a concrete function, and the function that cancels it.
+
+    Another thread may cancel it.
+    """
     manager = _cancellation.CancellationManager()
     return manager.get_cancelable_function(function), manager.start_cancel

@@ -1,1 +1,1 @@
-"""The launcher: a command becomes one supervised process per task of a cluster, without TensorFlow."""
+"""Launcher: starts and supervises one process per task of a cluster, without TensorFlow."""

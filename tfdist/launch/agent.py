@@ -1,4 +1,4 @@
-"""The orders of a rendezvous become attempts of this host's launcher, and their endings reports; nothing is decided here."""
+"""Elastic agent: runs the orders of the rendezvous on this host and reports the outcomes."""
 
 from __future__ import annotations
 
@@ -31,20 +31,22 @@ TOKEN = "TFDIST_TOKEN"
 
 
 def read_token(path: str | None) -> bytes:
-    """What all launchers of a launch know.
+    """Read the secret that all launchers of a launch share.
 
     Args:
-        path: Of a file that holds it; None: the variable TFDIST_TOKEN does.
+        path: Path of a file with the secret; None to read the variable TFDIST_TOKEN.
 
     Raises:
-        ValueError: There is none, it is too short, or others may read the file.
+        ValueError: If there is no secret, it is too short, or other users may read the file.
     """
     if path is None:
-        token, source = os.environ.get(TOKEN, "").encode(), TOKEN
+        token = os.environ.get(TOKEN, "").encode()
+        source = TOKEN
         if not token:
             raise ValueError(
-                f"--rendezvous: expected a secret that all hosts share, in a file (--token-file) or in {TOKEN}, received none; such as: "
-                "python -c 'import secrets; print(secrets.token_hex())' > token; chmod 600 token"
+                "--rendezvous: expected a secret that all hosts share, in a file (--token-file) "
+                f"or in {TOKEN}, received none; such as: python -c 'import secrets; "
+                "print(secrets.token_hex())' > token; chmod 600 token"
             )
     else:
         source = f"--token-file {path}"
@@ -52,7 +54,8 @@ def read_token(path: str | None) -> bytes:
             with open(path, "rb") as file:
                 if os.fstat(file.fileno()).st_mode & 0o077:
                     raise ValueError(
-                        f"{source}: expected a file that its owner alone can read, received one open to others; chmod 600 {path}"
+                        f"{source}: expected a file that its owner alone can read, received one "
+                        f"open to others; chmod 600 {path}"
                     )
                 token = file.read().strip()
         except OSError as error:
@@ -65,13 +68,15 @@ def read_token(path: str | None) -> bytes:
 
 
 def own_host(rendezvous: str) -> str:
-    """The address of this machine by which it reaches the rendezvous, and others reach it.
+    """Return the address by which this machine reaches the rendezvous.
+
+    Other hosts reach this machine at the same address.
 
     Args:
-        rendezvous: "host:port".
+        rendezvous: Address of the rendezvous as "host:port".
 
     Raises:
-        ValueError: The host has no address, or there is no way to it.
+        ValueError: If the host has no address, or there is no route to it.
 
     Example:
         >>> own_host("127.0.0.1:2345")
@@ -79,14 +84,14 @@ def own_host(rendezvous: str) -> str:
     """
     try:
         family, place = resolve_address(rendezvous)
-        with socket.socket(
-            family, socket.SOCK_DGRAM
-        ) as probe:  # sends nothing: asks the kernel for the way
+        # Connecting a datagram socket sends nothing; it asks the kernel for the route.
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(place)
             return probe.getsockname()[0]
     except OSError as error:
         raise ValueError(
-            f"--rendezvous {rendezvous}: there is no way to it from here ({error}); name this host's address with --host"
+            f"--rendezvous {rendezvous}: there is no way to it from here ({error}); name this "
+            "host's address with --host"
         ) from error
 
 
@@ -94,14 +99,14 @@ def own_host(rendezvous: str) -> str:
 def meeting(
     address: str, token: bytes, terms: Terms, policy: Policy, say: Callable[[str], None]
 ) -> Iterator[Rendezvous | None]:
-    """The rendezvous itself where this is the first host, None on all others.
+    """Run the rendezvous server if this is the first host; yield it, or None on other hosts.
 
     Args:
-        address: "host:port" of the rendezvous.
-        token: Of `read_token`.
-        terms: How many workers, and the bounds.
-        policy: Decides about restarts.
-        say: Takes lines for a person.
+        address: Address of the rendezvous as "host:port".
+        token: Secret, as `read_token` returns it.
+        terms: Number of workers and the timeouts.
+        policy: Restart policy.
+        say: Function that shows a line to the user.
     """
 
     def decide(outcome: messages.Outcome) -> Decision:
@@ -133,26 +138,28 @@ def run(
     console: Console,
     log_dir: str,
 ) -> int:
-    """Does what the rendezvous orders until it orders the end, or somebody here does.
+    """Execute the orders of the rendezvous until the launch ends or a user interrupts it.
 
     Args:
-        supervisor: Of this host's tasks.
-        member: This host's place in the launch.
-        server: The rendezvous, if it is here.
-        plan: The tasks of a start that run here.
-        console: For words to a person.
-        log_dir: For the report.
+        supervisor: Supervisor of this host's tasks.
+        member: Client of this host at the rendezvous.
+        server: Rendezvous server, if it runs on this host.
+        plan: Function that returns the tasks of a generation that run on this host.
+        console: Console for messages to the user.
+        log_dir: Log directory, for the report.
 
     Returns:
-        The exit code, the same on all hosts but those that leave.
+        The exit code, which is the same on all hosts except those that leave.
     """
     begun = time.monotonic()
     while True:
         order = member.order(POLL_SECONDS)
         if isinstance(order, Finish):
-            why = "over" if server else order.text  # the rendezvous has said why where it is
+            # On the first host the rendezvous has already shown the reason.
+            why = "over" if server else order.text
             console.notice(
-                f"tfdist: {why} after {time.monotonic() - begun:.1f} s; logs in {short_path(log_dir)}"
+                f"tfdist: {why} after {time.monotonic() - begun:.1f} s; logs in "
+                f"{short_path(log_dir)}"
             )
             return order.code
         if supervisor.interrupted:
@@ -173,11 +180,15 @@ def _attempt(
     console: Console,
     log_dir: str,
 ) -> dict[str, int | None] | None:
-    """One generation's share of this host; the return codes where somebody here has asked for the end."""
+    """Run this host's tasks of one generation.
+
+    Returns:
+        The return codes by task if a user here has interrupted the launch, else None.
+    """
     received: list[Order] = []
 
     def ordered() -> bool:
-        # After a Cut or Finish nothing more is meant for these tasks: what comes may be the next Start.
+        # Do not read further orders after a Cut or Finish: the next one may be the next Start.
         if not any(isinstance(order, Cut | Finish) for order in received):
             order = member.order(0)
             if order is not None:
@@ -186,7 +197,7 @@ def _attempt(
 
     def peer_grace() -> float:
         if any(isinstance(order, Cut) for order in received):
-            return 0.0  # the others go on, and nobody here may be at work by then
+            return 0.0  # the other hosts continue, and no worker may run here by then
         return (
             math.inf
             if all(isinstance(order, Stop) and order.gently for order in received)
@@ -213,7 +224,8 @@ def _attempt(
 def _report(
     member: RendezvousClient, outcome: Failed, console: Console, began: float, log_dir: str
 ) -> None:
-    failure, cause = outcome.verdict.cause, outcome.cause
+    failure = outcome.verdict.cause
+    cause = outcome.cause
     preempted = failure.kind is Kind.PREEMPTED
     if preempted and cause.progressed:
         console.notice("tfdist: the tasks here were preempted, and have saved")
@@ -237,7 +249,7 @@ def _leave(
     seconds: float,
     codes: dict[str, int | None],
 ) -> int:
-    """Ends this host's part because somebody here has asked for it."""
+    """End this host's part of the launch after a user here has interrupted it."""
     if PREEMPTED_CODE in codes.values():
         member.preempted(leaving=True)
     code = supervisor.farewell(seconds, codes)
@@ -247,7 +259,7 @@ def _leave(
 
 
 def digest(words: Sequence[str]) -> str:
-    """A command in words that tell it, and differ where it differs.
+    """Return a readable text for a command that differs for different commands.
 
     Example:
         >>> digest(["train.py", "--lr", "1"])

@@ -1,4 +1,4 @@
-"""Before the tasks start, `tfdist doctor` looks, in a process of its own; what it finds decides whether they do."""
+"""The `--check` flag: runs `tfdist doctor` before the tasks start, and stops on failure."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from collections.abc import Sequence
 from tfdist.cluster.spec import ClusterSpec
 from tfdist.runtime.termination import ending
 
-LOOKING_S = 1800.0  # for doctor, whose own waits have bounds: for TensorFlow 600 s, for the other hosts 300 s, for disks and links less
-ENDING_S = 10.0  # for doctor to end its own processes
+# Timeout of doctor, which has its own: 600 s for TensorFlow, 300 s for the other hosts, less for
+# disks and links.
+LOOKING_S = 1800.0
+ENDING_S = 10.0  # time for doctor to end its own processes
 
 
 def doctor_words(
     flags: argparse.Namespace, spec: ClusterSpec | None, command: Sequence[str]
 ) -> list[str]:
-    """What doctor is asked.
+    """Return the arguments for `tfdist doctor`.
 
     Args:
-        flags: Of `tfdist launch`.
-        spec: The cluster; None where hosts agree at a rendezvous.
-        command: The user's words; the config of a `tfdist train` is tried too.
+        flags: Parsed flags of `tfdist launch`.
+        spec: Cluster; None if hosts agree on one at a rendezvous.
+        command: Command of the user; doctor also tests the config of a `tfdist train`.
 
     Returns:
         The words after `tfdist doctor`.
@@ -40,7 +42,8 @@ def doctor_words(
             *(["--task", flags.task] if flags.task else []),
         ]
     else:
-        # Under parameter servers each worker takes whole batches, else the training tasks share them.
+        # With parameter servers each worker processes whole batches; otherwise the training tasks
+        # share them.
         tasks = () if spec is None else spec.tasks if "ps" in spec.jobs else spec.training_tasks
         words += [
             "--workers",
@@ -56,15 +59,15 @@ def doctor_words(
 
 
 def run(flags: argparse.Namespace, words: Sequence[str], timeout: float = LOOKING_S) -> int:
-    """Runs doctor on this terminal, and says what comes of it.
+    """Run doctor on this terminal and print its outcome.
 
     Args:
-        flags: Of `tfdist launch`.
-        words: After `tfdist doctor`.
-        timeout: Seconds that it may take.
+        flags: Parsed flags of `tfdist launch`.
+        words: Words after `tfdist doctor`.
+        timeout: Timeout of doctor in seconds, default 1800.
 
     Returns:
-        0 where the tasks may start, else the launcher's exit code.
+        0 if the tasks may start, else the launcher's exit code.
     """
     where = "this host"
     if flags.cluster:
@@ -76,7 +79,8 @@ def run(flags: argparse.Namespace, words: Sequence[str], timeout: float = LOOKIN
         process = subprocess.Popen([sys.executable, "-m", "tfdist", "doctor", *words])
         try:
             code = process.wait(timeout)
-        except BaseException as error:  # Ctrl-C reaches doctor too, SIGTERM only us
+        except BaseException as error:
+            # Ctrl-C reaches doctor too; SIGTERM reaches only this process.
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(ENDING_S)
@@ -86,7 +90,8 @@ def run(flags: argparse.Namespace, words: Sequence[str], timeout: float = LOOKIN
             if isinstance(error, subprocess.TimeoutExpired):
                 alone = shlex.join(["tfdist", "doctor", *words])
                 print(
-                    f"tfdist: --check: doctor had not ended after {timeout:g} s; no task was started. See where it waits: {alone}",
+                    f"tfdist: --check: doctor had not ended after {timeout:g} s; no task was "
+                    f"started. See where it waits: {alone}",
                     file=sys.stderr,
                     flush=True,
                 )

@@ -1,4 +1,4 @@
-"""A verdict becomes the words in which the launcher tells it; nothing is judged here."""
+"""Failure report: formats the root cause and the other failures of an attempt."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _RULE = "-" * 72
 
 
 def format_verdict(verdict: Verdict, started: float, log_dir: str, colour: bool = False) -> str:
-    """The final report of a failed attempt.
+    """Format the final report of a failed attempt.
 
     Args:
-        verdict: The root cause and the rest.
-        started: When the attempt began, seconds since the epoch.
-        log_dir: Where the logs are.
-        colour: Whether the headline may be red.
+        verdict: Root cause and the other failures.
+        started: Start of the attempt in seconds since the epoch.
+        log_dir: Log directory.
+        colour: Whether the headline may be red, default False.
 
     Returns:
         Several lines, without a newline at the end.
@@ -44,7 +44,7 @@ def format_verdict(verdict: Verdict, started: float, log_dir: str, colour: bool 
 
 
 def short_path(path: str) -> str:
-    """A path as one would type it here: relative where it lies below the working directory.
+    """Return a path relative to the working directory if it lies below it, else unchanged.
 
     Example:
         >>> short_path(os.path.join(os.getcwd(), "runs", "a")), short_path("/elsewhere")
@@ -55,7 +55,9 @@ def short_path(path: str) -> str:
 
 
 def after(failure: Failure, cause: Failure) -> str:
-    """How much later (or, for a victim that was quicker, earlier) than the cause.
+    """Return how much later than the root cause a failure came.
+
+    A victim may also be earlier than the cause.
 
     Example:
         >>> from tfdist.launch.failures import Kind

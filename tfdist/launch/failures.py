@@ -1,8 +1,8 @@
-"""The traces of ended tasks become typed failures with one root cause; nothing is read, started or killed here.
+"""Failure analysis: classifies how tasks ended and finds the root cause of a failure.
 
-The traces are exit codes, error files and logs. Whichever task fails first takes the others with it, and often a
-victim is the first to exit. So a task that was killed, or that failed for a reason of its own, is blamed before one
-that only lost its peers.
+The evidence is exit codes, error files and logs, which the caller collects. The first task that
+fails takes the others with it, and often a victim is the first to exit. So a task that was killed,
+or that failed for a reason of its own, is blamed before a task that only lost its peers.
 """
 
 from __future__ import annotations
@@ -24,28 +24,33 @@ _LOST_PEERS = re.compile(
     r"|unhealthy|heartbeat|different incarnation|coordination service|Mutex corrupt"
     r"|waited too long for \S+:\d|data:\d+ at \S+ (?:no longer answers|never answered)"
 )
-# What Python, curl, requests, TensorFlow's file systems, boto and Keras' downloads say where no network is.
+# Error messages of Python, curl, requests, TensorFlow's file systems, boto and Keras' downloads
+# without a network.
 _NO_NETWORK = re.compile(
-    r"name resolution|Name or service not known|No address associated with hostname|NameResolutionError"
-    r"|[Cc]ould(?: not|n't) resolve|[Ff]ailed to resolve|[Nn]etwork is unreachable|urlopen error|URL fetch failure"
+    r"name resolution|Name or service not known|No address associated with hostname"
+    r"|NameResolutionError|[Cc]ould(?: not|n't) resolve|[Ff]ailed to resolve"
+    r"|[Nn]etwork is unreachable|urlopen error|URL fetch failure"
     r"|HTTPS?ConnectionPool|Could not connect to the endpoint|Cannot connect to host"
 )
 _TF_TASK = r"/job:(\w+)/replica:\d+/task:(\d+)"
 _UNHEALTHY = re.compile(
-    rf"(?:unhealthy[^/]*{_TF_TASK}|{_TF_TASK} heartbeat timeout|(data):(\d+) at \S+ no longer answers)"
+    rf"(?:unhealthy[^/]*{_TF_TASK}|{_TF_TASK} heartbeat timeout"
+    r"|(data):(\d+) at \S+ no longer answers)"
 )
 _SAYS_ERROR = re.compile(r"\berror\b", re.IGNORECASE)
 _TRACEBACK = "Traceback (most recent call last):"
-_FATAL = "Fatal Python error:"  # faulthandler's
-_STACK = "Current thread 0x"  # of faulthandler too: signals come to the main thread
+_FATAL = "Fatal Python error:"  # from faulthandler
+_STACK = "Current thread 0x"  # from faulthandler too: signals arrive in the main thread
 
 _HINTS = {
-    "SIGKILL": "from outside: `kill -9`, a scheduler's limit, or the out-of-memory killer (see `dmesg`)",
+    "SIGKILL": "from outside: `kill -9`, a scheduler's limit, or the out-of-memory killer (see "
+    "`dmesg`)",
     "SIGSEGV": "native code touched memory that is not its own",
     "SIGBUS": "memory that is gone; often /dev/shm or the disk is full",
     "SIGABRT": "native code gave up; the reason is in the log's last lines",
-    "SIGILL": "an instruction that this CPU does not have: a wheel built for another machine, or AMX in a virtual machine that "
-    "shows it but does not allow it (set ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16)",
+    "SIGILL": "an instruction that this CPU does not have: a wheel built for another machine, or "
+    "AMX in a virtual machine that shows it but does not allow it (set "
+    "ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16)",
     "SIGFPE": "an arithmetic fault in native code",
     "SIGTERM": "asked to end from outside: `kill`, a scheduler, a preemption",
     "SIGINT": "interrupted from outside",
@@ -54,24 +59,28 @@ _HINTS = {
 _EXIT_HINTS = {
     CONFIGURATION_CODE: "a configuration error",
     TRANSIENT_CODE: "its peers were absent, or its port was taken",
-    PREEMPTED_CODE: "asked to end by SIGTERM; it saved its state, and another start goes on from there",
+    PREEMPTED_CODE: "asked to end by SIGTERM; it saved its state, and another start goes on from "
+    "there",
     126: "the shell could not execute the command",
     127: "the shell did not find the command",
 }
-_CUT_OFF = "these tasks are cut off from the network; fetch the data before, or pass --allow-remote to `tfdist launch`"
+_CUT_OFF = (
+    "these tasks are cut off from the network; fetch the data before, or pass "
+    "--allow-remote to `tfdist launch`"
+)
 
 
 class Kind(enum.Enum):
-    """What made a task fail."""
+    """Category of a task's failure."""
 
-    SIGNAL = "signal"  # it died of a signal that the launcher did not send
-    ERROR = "error"  # an exception or exit code of its own
+    SIGNAL = "signal"  # died of a signal that the launcher did not send
+    ERROR = "error"  # raised an exception or returned an exit code of its own
     CONFIGURATION = "configuration"
-    ENDED_EARLY = "ended early"  # with code 0, while its peers needed it
-    UNRESPONSIVE = "unresponsive"  # it ran, but its peers or the launcher heard nothing from it
+    ENDED_EARLY = "ended early"  # returned 0 while its peers still needed it
+    UNRESPONSIVE = "unresponsive"  # ran, but its peers or the launcher received no heartbeat
     TRANSIENT = "transient"
-    PREEMPTED = "preempted"  # it was asked to end, and has saved its state
-    LOST_PEERS = "lost peers"  # it only noticed that another was gone
+    PREEMPTED = "preempted"  # was asked to end, and has saved a snapshot
+    LOST_PEERS = "lost peers"  # only noticed that another task was gone
 
 
 _OF_ITS_OWN = (Kind.SIGNAL, Kind.ERROR, Kind.CONFIGURATION, Kind.UNRESPONSIVE)
@@ -79,17 +88,18 @@ _OF_ITS_OWN = (Kind.SIGNAL, Kind.ERROR, Kind.CONFIGURATION, Kind.UNRESPONSIVE)
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
-    """What is known of one task when all have ended.
+    """Evidence about one task after all tasks have ended.
 
     Attributes:
-        task: Its name, "worker:1".
-        returncode: As `subprocess` gives it: -9 is death by SIGKILL.
-        time: When it ended, seconds since the epoch.
-        told: When the launcher told it to end; None: it ended by itself.
-        error: Its error file, if it was there before the launcher told it to end: type, message, traceback, time.
-        log: The end of its log.
-        log_path: Where the log is.
-        silence: Why it counts as hung, in words; None: it does not.
+        task: Name of the task, such as "worker:1".
+        returncode: Return code in the form of `subprocess`: -9 is death by SIGKILL.
+        time: Time of the end in seconds since the epoch.
+        told: Time at which the launcher told the task to end; None if it ended by itself.
+        error: Content of its error file (type, message, traceback, time), if the file existed
+            before the launcher told the task to end.
+        log: Tail of its log.
+        log_path: Path of the log.
+        silence: Reason why the task counts as hung, or None if it does not.
     """
 
     task: str
@@ -104,18 +114,18 @@ class Ending:
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """One task's failure, in words.
+    """One task's failure in words.
 
     Attributes:
-        task: Its name.
-        kind: What made it fail.
-        code: The exit code that a shell would see: 128 + signal for a death by signal.
-        time: When, seconds since the epoch.
-        how: How it ended: "failed with exit code 1", "was killed by SIGKILL".
+        task: Name of the task.
+        kind: Category of the failure.
+        code: Exit code as a shell reports it: 128 + signal for a death by signal.
+        time: Time in seconds since the epoch.
+        how: Description of the end: "failed with exit code 1", "was killed by SIGKILL".
         message: One line of the error itself; may be empty.
-        hint: What that may mean; may be empty.
-        traceback: The error's traceback, or the log's last lines; may be empty.
-        log_path: Where the log is.
+        hint: Possible meaning of the failure; may be empty.
+        traceback: Traceback of the error, or the last lines of the log; may be empty.
+        log_path: Path of the log.
     """
 
     task: str
@@ -131,7 +141,7 @@ class Failure:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """The root cause, the failures that are not, and the tasks that the launcher had to end."""
+    """The root cause, the failures that followed, and the tasks that the launcher had to end."""
 
     cause: Failure
     others: tuple[Failure, ...] = ()
@@ -139,17 +149,20 @@ class Verdict:
 
 
 def judge(endings: Sequence[Ending], isolated: bool = False) -> Verdict | None:
-    """Finds the root cause among the endings of all tasks of an attempt.
+    """Find the root cause among the endings of all tasks of an attempt.
 
     Args:
-        endings: One per task.
-        isolated: Whether the tasks were cut off from the network, which may be the root cause's reason.
+        endings: Evidence, one ending per task.
+        isolated: Whether the tasks were cut off from the network, which may explain the root cause.
+            Default False.
 
     Returns:
-        The verdict, or None where no task failed by itself.
+        The verdict, or None if no task failed by itself.
 
     Example:
-        >>> lost = {"type": "UnavailableError", "message": "Socket closed", "traceback": "", "time": 5.0}
+        >>> lost = {
+        ...     "type": "UnavailableError", "message": "Socket closed", "traceback": "", "time": 5.0
+        ... }
         >>> verdict = judge([Ending("worker:0", 1, 5.2, error=lost), Ending("worker:1", -9, 5.3)])
         >>> verdict.cause.task, verdict.cause.code, [other.task for other in verdict.others]
         ('worker:1', 137, ['worker:0'])
@@ -176,7 +189,7 @@ def judge(endings: Sequence[Ending], isolated: bool = False) -> Verdict | None:
 
 
 def classify(ending: Ending) -> Failure | None:
-    """One task's ending as a failure; None where it did its work or ended because the launcher told it to.
+    """Return one task's failure, or None if it succeeded or the launcher ended it.
 
     Example:
         >>> classify(Ending("worker:0", 3, 1.0)).how
@@ -197,7 +210,8 @@ def classify(ending: Ending) -> Failure | None:
         )
     if error is None and (ending.told is not None or ending.returncode == 0):
         return None
-    # A task whose error file is there may have hung on its way out, and then ended by the launcher's signal.
+    # A task that has written its error file may have hung during its shutdown, until the launcher's
+    # signal ended it.
     code = ending.returncode if error is None or ending.returncode > 0 else 1
     name = signal_name(code)
     how = f"was killed by {name}" if name else f"failed with exit code {code}"
@@ -206,7 +220,7 @@ def classify(ending: Ending) -> Failure | None:
     traceback = error["traceback"].strip() if error else last_traceback(ending.log)
     shown = traceback or _last_lines(ending.log)
     said = f"{error['type']}: {error['message']}" if error else _last_words(shown)
-    # A native crash says why, if it does, before faulthandler's report.
+    # A native crash prints its reason, if any, before faulthandler's report.
     lost = _LOST_PEERS.search(said or ending.log.partition(_FATAL)[0][-4000:])
     if name and name != "SIGABRT":
         kind = Kind.SIGNAL
@@ -234,7 +248,7 @@ def classify(ending: Ending) -> Failure | None:
 
 
 def signal_name(code: int) -> str:
-    """The signal behind a return code, or "": -9 and a shell's 137 are both SIGKILL.
+    """Return the signal behind a return code, or "": -9 and a shell's 137 are both SIGKILL.
 
     Example:
         >>> signal_name(-9), signal_name(137), signal_name(1), signal_name(255)
@@ -248,11 +262,15 @@ def signal_name(code: int) -> str:
 
 
 def last_traceback(log: str) -> str:
-    """The last Python traceback in a log, or faulthandler's report of a native crash; "" where there is none.
+    r"""Return the last Python traceback in a log, or faulthandler's report of a native crash.
+
+    Without either, return "".
 
     Example:
-        >>> last_traceback("step 1\\nTraceback (most recent call last):\\n  File ...\\nKeyError: 1\\nbye")
-        'Traceback (most recent call last):\\n  File ...\\nKeyError: 1'
+        >>> last_traceback(
+        ...     "step 1\nTraceback (most recent call last):\n  File ...\nKeyError: 1\nbye"
+        ... )
+        'Traceback (most recent call last):\n  File ...\nKeyError: 1'
     """
     log = printable(log, colour=False)
     start = max(log.rfind(_TRACEBACK), log.rfind(_FATAL))
@@ -261,17 +279,21 @@ def last_traceback(log: str) -> str:
     lines = log[start:].splitlines()
     if lines[0].startswith(_FATAL):
         return "\n".join([*log[:start].splitlines()[-8:], *lines[:32]]).strip()
-    # The error itself is the first line that is not indented; where its message has more lines, nothing marks the end.
+    # The error itself is the first line that is not indented. If its message has more lines,
+    # nothing marks its end.
     ends = (i for i, line in enumerate(lines[1:], 2) if line.strip() and not line.startswith(" "))
     return "\n".join(lines[: next(ends, len(lines))]).rstrip()
 
 
 def last_stacks(log: str) -> str:
-    """The main thread's stack in the last dump that SIGUSR1 asked for; "" where there is none.
+    r"""Return the main thread's stack from the last dump that SIGUSR1 triggered, or "".
 
     Example:
-        >>> last_stacks("step 1\\nCurrent thread 0x1 (most recent call first):\\n  File a.py, line 3 in wait\\nstep 2")
-        'Current thread 0x1 (most recent call first):\\n  File a.py, line 3 in wait'
+        >>> last_stacks(
+        ...     "step 1\nCurrent thread 0x1 (most recent call first):\n"
+        ...     "  File a.py, line 3 in wait\nstep 2"
+        ... )
+        'Current thread 0x1 (most recent call first):\n  File a.py, line 3 in wait'
     """
     start = log.rfind(_STACK)
     if start < 0:
@@ -281,10 +303,10 @@ def last_stacks(log: str) -> str:
 
 
 def _silent_cause(endings: Sequence[Ending], victims: Sequence[Failure]) -> Failure | None:
-    """Whom the victims lost where nobody died or failed by itself."""
+    """Return the task that the victims lost when no task died or failed by itself."""
     first = victims[0]
-    # Nobody needs the evaluator. Times do not count: a process closes its sockets, and its peers notice, up to
-    # two seconds before it is gone.
+    # No task needs the evaluator. The times cannot decide: a process closes its sockets, and its
+    # peers notice, up to two seconds before it has exited.
     group = [ending for ending in endings if not ending.task.startswith("evaluator")]
     early = [ending for ending in group if ending.told is None and classify(ending) is None]
     if early:
@@ -296,7 +318,8 @@ def _silent_cause(endings: Sequence[Ending], victims: Sequence[Failure]) -> Fail
             code=first.code,
             time=gone.time,
             how=f"ended with code 0 while {peers} still needed it",
-            hint="all tasks of a synchronous run must take the same steps; look for an early return or exit",
+            hint="all tasks of a synchronous run must take the same steps; look for an early "
+            "return or exit",
             log_path=gone.log_path,
         )
     running = {ending.task: ending for ending in endings if ending.told is not None}
@@ -309,7 +332,8 @@ def _silent_cause(endings: Sequence[Ending], victims: Sequence[Failure]) -> Fail
                     kind=Kind.UNRESPONSIVE,
                     code=victim.code,
                     time=victim.time,
-                    how=f"no longer answered, says {victim.task}; the launcher found it alive and ended it",
+                    how=f"no longer answered, says {victim.task}; the launcher found it alive and "
+                    "ended it",
                     hint="frozen (SIGSTOP, a debugger, swapping) or cut off from the network",
                     log_path=running[name].log_path,
                 )
@@ -324,7 +348,10 @@ def _last_lines(log: str) -> str:
 
 
 def _last_words(text: str) -> str:
-    """The line that says what went wrong: a traceback's last, a program's last that speaks of an error."""
+    """Return the line that names the error.
+
+    This is the last line of a traceback, or the last line of a program that mentions an error.
+    """
     if _FATAL in text:
         return ""
     lines = text.splitlines()
@@ -334,7 +361,7 @@ def _last_words(text: str) -> str:
 
 
 def _headline(said: str, kind: Kind) -> str:
-    """One line of a message: the telling one where TensorFlow writes twenty."""
+    """Return one line of a message; if TensorFlow writes twenty, the most informative one."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     if not lines:
         return ""

@@ -1,4 +1,7 @@
-"""A chaos plan's faults that no training process can inject into itself: into servers, into files, and the end of a stop."""
+"""Fault injection by the launcher: faults that a task cannot inject into itself.
+
+These are faults of servers, of files and of standby processes, and the end of a stop.
+"""
 
 from __future__ import annotations
 
@@ -18,23 +21,25 @@ LOOK_SECONDS = 0.1
 
 
 class Chaos:
-    """The launcher's part in a chaos plan.
+    """The launcher's part of a fault plan.
 
     Args:
-        faults: Of the plan.
-        log_dir: Of the launch.
+        faults: Faults of the plan.
+        log_dir: Log directory of the launch.
     """
 
     def __init__(self, faults: Sequence[fault_plan.Fault], log_dir: str):
-        self._faults, self._log_dir = tuple(faults), log_dir
-        self._stopped: dict[int, tuple[int, float]] = {}  # by number: process, when to let it go on
+        self._faults = tuple(faults)
+        self._log_dir = log_dir
+        # fault number -> (process id, time to continue)
+        self._stopped: dict[int, tuple[int, float]] = {}
         self._looked = 0.0
 
     def look(self, group: Sequence[Process]) -> None:
-        """Strikes what is due, and lets go on what was stopped for long enough.
+        """Inject the faults that are due, and continue processes whose stop is over.
 
         Args:
-            group: The processes of the attempt that runs.
+            group: Processes of the current attempt.
         """
         now = time.monotonic()
         if now - self._looked < LOOK_SECONDS:
@@ -71,10 +76,10 @@ class Chaos:
                 kill_group(process.pid, fault_plan.SIGNALS[fault.verb])
 
     def hand_over(self, pid: int) -> None:
-        """Kill a standby process that is about to be handed a task, where that is due.
+        """Kill a standby process that is about to receive a task, if such a fault is due.
 
         Args:
-            pid: Its process id.
+            pid: Process id of the standby process.
         """
         for fault in fault_plan.left(self._faults, read_journal(self._log_dir)):
             if fault.verb == "kill standby":
@@ -83,14 +88,14 @@ class Chaos:
                 return
 
     def between(self) -> None:
-        """Strikes what is due when an attempt has ended and the next one has not begun."""
+        """Inject the faults that are due between two attempts."""
         journal = read_journal(self._log_dir)
         for fault in fault_plan.left(self._faults, journal):
             if fault.verb == "corrupt newest" and fault.step is None:
                 self._corrupt(fault, journal)
 
     def _corrupt(self, fault: fault_plan.Fault, journal: Sequence[dict]) -> None:
-        """Turns over a bit in the middle of the newest snapshot, if it is a local file."""
+        """Flip a bit in the middle of the newest snapshot, if it is a local file."""
         path = next(
             (
                 line["path"]

@@ -1,4 +1,4 @@
-"""The words after `tfdist launch` become checked flags and the user's command; nothing is started here."""
+"""Command-line flags of `tfdist launch`: definition, parsing and validation."""
 
 from __future__ import annotations
 
@@ -15,29 +15,34 @@ Runs COMMAND once per task of a cluster, each with its own TF_CONFIG.
   tfdist launch --workers 4 -- train.py --learning_rate 0.1
   tfdist launch --workers 2 -- tfdist train --config=configs/digits.py
   tfdist launch --cluster cluster.yaml --task worker:1 -- train.py      (this task, on this host)
-  tfdist launch --rendezvous a:2222 --max-workers 4 --min-workers 2 --restarts 9 -- train.py    (on each host)
+  tfdist launch --rendezvous a:2222 --max-workers 4 --min-workers 2 --restarts 9 -- train.py \
+   (on each host)
 
-Without --cluster all tasks run on this machine, on free ports, cut off from the network. COMMAND is a Python
+Without --cluster all tasks run on this machine, on free ports, cut off from the network. COMMAND \
+is a Python
 file, -m MODULE, `tfdist train`, or any program. Ctrl-C ends all tasks, a second one at once.
 """
 _EPILOG = """\
-exit code: 0 when all tasks did their work; else that of the task which failed first (128 + signal when one
-killed it), 42 when the tasks were asked to end and saved their state: the same command goes on from there,
+exit code: 0 when all tasks did their work; else that of the task which failed first (128 + \
+signal when one
+killed it), 42 when the tasks were asked to end and saved their state: the same command goes on \
+from there,
 130 after Ctrl-C, 1 when --check has found something wrong, 2 for a mistake on this command line.
 """
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Splits the words into flags and COMMAND.
+    """Split the words into the launcher's flags and COMMAND.
 
     Args:
-        argv: The words after `launch`.
+        argv: Words after `launch`.
 
     Returns:
-        The checked flags, and the words after `--`.
+        The validated flags, and the words after `--`.
 
     Raises:
-        ValueError: Names the flag, what was expected and received.
+        ValueError: If a flag is wrong. The message names the flag, the expected and the received
+            value.
 
     Example:
         >>> flags, command = parse(["--workers", "4", "--", "train.py", "--lr", "1"])
@@ -50,7 +55,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     for word in unknown:
         if not word.startswith("-"):
             raise ValueError(
-                f"expected `--` before the COMMAND, received {word!r}; write: tfdist launch ... -- {word}"
+                f"expected `--` before the COMMAND, received {word!r}; write: tfdist launch ... "
+                f"-- {word}"
             )
         nearest = nearest_flag(word, list(map(flag_of, vars(flags))))
         remedy = (
@@ -61,12 +67,14 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         raise ValueError(f"expected a flag of the launcher, received {word}{remedy}")
     if flags.cluster is None and flags.task is not None:
         raise ValueError(
-            "--task: expected together with --cluster FILE, received alone; without it all tasks run here"
+            "--task: expected together with --cluster FILE, received alone; without it all tasks "
+            "run here"
         )
     if flags.cluster is not None and flags.data_workers is not None:
         raise ValueError(
-            "--data-workers: expected without --cluster, received both; start `python -m tfdist.data.service HOST:PORT` on the "
-            f"hosts that are to read data, and set {DATA_WORKERS}=HOST:PORT,... for all tasks"
+            "--data-workers: expected without --cluster, received both; start `python -m "
+            "tfdist.data.service HOST:PORT` on the hosts that are to read data, and set "
+            f"{DATA_WORKERS}=HOST:PORT,... for all tasks"
         )
     counts = {
         "--workers": flags.workers,
@@ -77,23 +85,25 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     given = [flag for flag, value in counts.items() if value is not None]
     if flags.cluster is not None and given:
         raise ValueError(
-            f"{given[0]}: expected without --cluster, received both; {flags.cluster} says which tasks exist"
+            f"{given[0]}: expected without --cluster, received both; {flags.cluster} says which "
+            "tasks exist"
         )
     if flags.standby and not flags.restarts and flags.rendezvous is None:
         raise ValueError(
-            f"--standby: expected together with --restarts K, received --standby {flags.standby} alone; without restarts "
-            "nothing is handed over to standby processes"
+            f"--standby: expected together with --restarts K, received --standby {flags.standby} "
+            "alone; without restarts nothing is handed over to standby processes"
         )
     _check_hosts(flags)
     if flags.workers == 0 and not flags.chief:
         raise ValueError(
-            "--workers: expected at least 1 where there is no --chief, received 0; nobody would train"
+            "--workers: expected at least 1 where there is no --chief, received 0; nobody would "
+            "train"
         )
     return flags, words[end + 1 :]
 
 
 def _check_hosts(flags: argparse.Namespace) -> None:
-    """Makes sure that the flags of several hosts come together, and sets their defaults."""
+    """Check the combination of the multi-host flags and set their defaults."""
     alone = (
         "token_file",
         "host",
@@ -107,7 +117,8 @@ def _check_hosts(flags: argparse.Namespace) -> None:
         for name in alone:
             if getattr(flags, name) is not None:
                 raise ValueError(
-                    f"{flag_of(name)}: expected together with --rendezvous HOST:PORT, received alone"
+                    f"{flag_of(name)}: expected together with --rendezvous HOST:PORT, received "
+                    "alone"
                 )
         return
     if problem := address_problem(flags.rendezvous):
@@ -115,18 +126,21 @@ def _check_hosts(flags: argparse.Namespace) -> None:
     for name in ("cluster", "ps", "chief", "evaluator", "data_workers"):
         if getattr(flags, name) is not None:
             raise ValueError(
-                f"{flag_of(name)}: expected without --rendezvous, where all tasks are workers, received both"
+                f"{flag_of(name)}: expected without --rendezvous, where all tasks are workers, "
+                "received both"
             )
     if flags.max_workers is None:
         raise ValueError(
-            "--max-workers: expected how many workers all hosts together run, received nothing beside --rendezvous"
+            "--max-workers: expected how many workers all hosts together run, received nothing "
+            "beside --rendezvous"
         )
     if flags.workers == 0:
         raise ValueError("--workers: expected at least 1 beside --rendezvous, received 0")
     flags.min_workers = flags.max_workers if flags.min_workers is None else flags.min_workers
     if flags.min_workers > flags.max_workers:
         raise ValueError(
-            f"--min-workers: expected at most --max-workers {flags.max_workers}, received {flags.min_workers}"
+            f"--min-workers: expected at most --max-workers {flags.max_workers}, received "
+            f"{flags.min_workers}"
         )
     for name, default in (("restart_window", 30.0), ("host_timeout", 5.0), ("join_timeout", 300.0)):
         if getattr(flags, name) is None:
@@ -252,7 +266,8 @@ def _parser() -> argparse.ArgumentParser:
     tasks.add_argument(
         "--check",
         action="store_true",
-        help="let `tfdist doctor` look first, with --cluster on all hosts at once; start only if nothing fails",
+        help="let `tfdist doctor` look first, with --cluster on all hosts at once; start only if "
+        "nothing fails",
     )
     faults = parser.add_argument_group("failures")
     faults.add_argument(
@@ -266,8 +281,8 @@ def _parser() -> argparse.ArgumentParser:
         "--standby",
         type=whole(0),
         metavar="N",
-        help="processes that wait with TensorFlow imported, 0.7 GB each, so that a restart begins at once "
-        "(with --restarts one for each Python task here, as far as memory allows; else 0)",
+        help="processes that wait with TensorFlow imported, 0.7 GB each, so that a restart begins "
+        "at once (with --restarts one for each Python task here, as far as memory allows; else 0)",
     )
     faults.add_argument(
         "--hang-timeout",
@@ -286,7 +301,8 @@ def _parser() -> argparse.ArgumentParser:
     faults.add_argument(
         "--chaos",
         metavar="PLAN",
-        help='inject faults, such as "kill worker:1@step=37; corrupt newest"; "none" for the run to compare with',
+        help='inject faults, such as "kill worker:1@step=37; corrupt newest"; "none" for the run '
+        "to compare with",
     )
     output = parser.add_argument_group("output")
     output.add_argument(

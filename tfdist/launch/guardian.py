@@ -1,7 +1,8 @@
-"""The launcher's death, however sudden, becomes the death of its tasks; a living launcher is never disturbed.
+"""Guardian process: kills the tasks if the launcher dies, even by `kill -9`.
 
-The guardian is a small process, in a session of its own, that reads a pipe. The launcher writes which process groups
-live. The pipe's end means that the launcher is gone, if by `kill -9`, and the guardian kills the groups that are left.
+The guardian is a small process in a session of its own that reads a pipe. The launcher writes the
+process groups that are alive into it. The end of the pipe means that the launcher is gone. The
+guardian then kills the groups that are left.
 """
 
 import contextlib
@@ -12,22 +13,22 @@ import sys
 
 
 class Guardian:
-    """Keeps a guardian process for the life of the launcher.
+    """A guardian process that exists as long as the launcher does.
 
     Example:
-        >>> with Guard() as guard:
+        >>> with Guardian() as guardian:
         ...     task = subprocess.Popen(["sleep", "60"], start_new_session=True)
-        ...     guard.add(task.pid)
+        ...     guardian.add(task.pid)
         >>> task.wait()  # leaving the block ends the groups that were not removed
         -9
     """
 
     def __init__(self):
-        # -I -S: no site-packages, so that it starts in some 10 ms and depends on nothing of the user's.
+        # -I -S: without site-packages it starts in some 10 ms and does not depend on user code.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", os.path.abspath(__file__)],
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,  # it outlives the launcher: no reader shall wait for it
+            stdout=subprocess.DEVNULL,  # it outlives the launcher: no reader may wait for it
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # out of reach of Ctrl-C and of a kill of the launcher's group
         )
@@ -43,28 +44,31 @@ class Guardian:
         self._process.wait()
 
     def add(self, pgid: int) -> None:
-        """From now on process group `pgid` dies with the launcher."""
+        """Register process group `pgid`, which dies with the launcher from now on."""
         self._write(f"+{pgid}\n")
 
     def remove(self, pgid: int) -> None:
-        """Process group `pgid` is over: its number may come to belong to somebody else."""
+        """Unregister process group `pgid`, which has ended.
+
+        The system may give its number to another group.
+        """
         self._write(f"-{pgid}\n")
 
     def _write(self, line: str) -> None:
-        # Somebody killed the guardian: the launcher can still do its own work.
+        # The launcher continues without the guardian if that was killed.
         with contextlib.suppress(BrokenPipeError):
             self._pipe.write(line.encode())
             self._pipe.flush()
 
 
 def kill_group(pgid: int, number: int = signal.SIGKILL) -> None:
-    """Sends a signal to every process of a group; a group that is gone is fine.
+    """Send a signal to every process of a group; ignore a group that does not exist.
 
     Args:
-        pgid: The group's number: the process id of the task that leads it.
-        number: The signal.
+        pgid: Number of the group, which is the process id of its leader.
+        number: Signal number, default SIGKILL.
     """
-    # macOS answers EPERM for a group of zombies only.
+    # macOS returns EPERM for a group of zombies only.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pgid, number)
 

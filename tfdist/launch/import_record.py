@@ -1,4 +1,4 @@
-"""A record of the modules that a task imports and of its environment, for standby processes."""
+"""Import recorder: the imports and environment of a task, for standby processes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 
-ROOTS = ("tensorflow", "keras", "tensorflow_datasets")  # and all of tfdist
-# Variables that these, and the libraries below them, may read when they are loaded.
+ROOTS = ("tensorflow", "keras", "tensorflow_datasets")  # recorded, as all of tfdist
+# Variables that these modules and their libraries may read at import time.
 READ_AT_IMPORT = re.compile(
-    r"(?!TF_CONFIG$)(TF|TF2|TFDS|TPU|KERAS|XLA|CUDA|NVIDIA|NCCL|OMP|GOMP|KMP|MKL|DNNL|ONEDNN|OPENBLAS"
-    r"|GOTO|BLIS|NUMEXPR|NPY|GRPC|GLOG|ABSL|LD|MALLOC|HDF5|LC)_.*|PYTHON.*|HOME|LANG|TZ|PATH"
+    r"(?!TF_CONFIG$)(TF|TF2|TFDS|TPU|KERAS|XLA|CUDA|NVIDIA|NCCL|OMP|GOMP|KMP|MKL|DNNL"
+    r"|ONEDNN|OPENBLAS|GOTO|BLIS|NUMEXPR|NPY|GRPC|GLOG|ABSL|LD|MALLOC|HDF5|LC)_.*"
+    r"|PYTHON.*|HOME|LANG|TZ|PATH"
 )
 
 
@@ -21,8 +22,9 @@ class Imports:
     """Modules that a task imported.
 
     Attributes:
-        modules: Their names, in order; without TensorFlow, none.
-        environ: Variables that the task had changed before, with their new values; None: removed.
+        modules: Names of the modules in import order; empty for a task without TensorFlow.
+        environ: Variables that the task had changed before the first import, with their new values;
+            None for a removed one.
     """
 
     modules: tuple[str, ...] = ()
@@ -30,11 +32,11 @@ class Imports:
 
 
 class ImportRecorder:
-    """Record on `sys.meta_path` what a task imports; it finds no module itself.
+    """A meta path finder that records the imports of a task and finds no module itself.
 
     Args:
-        path: Of the file.
-        environ: The variables of this process, which the task may change.
+        path: Path of the record.
+        environ: Variables of this process, which the task may change.
     """
 
     def __init__(self, path: str, environ: Mapping[str, str]):
@@ -44,20 +46,23 @@ class ImportRecorder:
         self._recorded = False
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        """Note the module's name; with the first one of `ROOTS`, what the task has changed."""
+        """Record the module's name, and with the first of `ROOTS` the changed variables.
+
+        See `importlib.abc.MetaPathFinder`.
+        """
         if name not in ROOTS and not name.startswith("tfdist."):
             return
         line: dict[str, object] = {"module": name}
         if name in ROOTS and not self._recorded:
             self._recorded = True
             line["environ"] = changed(self._before, self._environ)
-        # A full disk costs the standby processes, not the task.
+        # A full disk must not end the task; only the standby processes need the record.
         with contextlib.suppress(OSError), open(self._path, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
 
 def changed(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str | None]:
-    """Return the variables that matter to imports and differ, with their values after.
+    """Return the variables that affect imports and differ, with their new values.
 
     Example:
         >>> changed({"TF_A": "1", "TF_B": "1"}, {"TF_A": "2", "OTHER": "1"})
@@ -68,7 +73,7 @@ def changed(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, st
 
 
 def read_imports(path: str) -> Imports:
-    """Return what a task has recorded so far; nothing before it imports TensorFlow or Keras."""
+    """Return a task's record so far; empty before it imports TensorFlow or Keras."""
     modules: dict[str, None] = {}
     environ: Mapping[str, str | None] | None = None
     with contextlib.suppress(OSError), open(path, encoding="utf-8") as file:
@@ -81,5 +86,5 @@ def read_imports(path: str) -> Imports:
 
 
 def _importable(modules: Iterable[str]) -> tuple[str, ...]:
-    """Return the modules without programs, which run when they are imported a second time."""
+    """Return the modules that are not programs, which would run at a second import."""
     return tuple(name for name in modules if not name.endswith("__main__"))

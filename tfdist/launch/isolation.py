@@ -1,7 +1,8 @@
-"""This process comes to a network of its own, which no other host reaches; its file permissions never change.
+"""Network isolation: moves this process and its tasks into a private network namespace.
 
-TensorFlow's servers listen on all interfaces, without authentication, whatever address the cluster gives them. A new
-network namespace of Linux has one interface, a loopback of its own, and children are born into their parent's.
+TensorFlow's servers listen on all interfaces, without authentication, whatever address the cluster
+gives them. A new network namespace of Linux has one interface, its own loopback, and child
+processes inherit it. No other host can reach it. The file permissions of the process stay the same.
 https://man7.org/linux/man-pages/man7/network_namespaces.7.html
 """
 
@@ -19,30 +20,33 @@ from os import _exit
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000  # linux/sched.h
 _SIOCGIFFLAGS, _SIOCSIFFLAGS = 0x8913, 0x8914  # linux/sockios.h
 _IFF_UP = 1  # linux/if.h
-_IFREQ = "16sH22x"  # its name and flags
+_IFREQ = "16sH22x"  # struct ifreq: interface name and flags
 
-Unshare = Callable[[int], None]  # of the form of Python 3.12's os.unshare
+Unshare = Callable[[int], None]  # the signature of os.unshare in Python 3.12
 
 _WARNING = """\
 WARNING: other hosts may reach these tasks.
-  TensorFlow's servers listen on all network interfaces, without authentication: whoever reaches a task's port can run
+  TensorFlow's servers listen on all network interfaces, without authentication: whoever reaches a \
+task's port can run
   code in it. A private network would have closed the ports, but was refused:
     {refusal}
-  remedy: close this host's ports to others with a firewall. Where its network is private, --allow-remote ends this
+  remedy: close this host's ports to others with a firewall. Where its network is \
+private, --allow-remote ends this
   warning."""
 
 
 def isolate(unshare: Unshare | None = None, platform: str = sys.platform) -> str | None:
-    """Moves this process, and all its children to come, to a private network.
+    """Move this process and all its future children to a private network.
 
-    Children that it has already stay where they are. Other programs of this host are out of reach, too.
+    Existing children stay in the old network. Other programs of this host are unreachable, too.
 
     Args:
-        unshare: Leaves the namespaces of these flags for new ones; default `os.unshare` or libc's.
-        platform: Default `sys.platform`.
+        unshare: Function that leaves the namespaces of these flags for new ones, default
+            `os.unshare` or the function of libc.
+        platform: Platform, default `sys.platform`.
 
     Returns:
-        None, or what was refused and why; then nothing has changed.
+        None on success; else the refused step and its reason, and then nothing has changed.
 
     Example:
         >>> def refuse(flags):
@@ -52,8 +56,9 @@ def isolate(unshare: Unshare | None = None, platform: str = sys.platform) -> str
     """
     if platform != "linux":
         return f"only Linux has network namespaces, this is {platform}"
-    # A user namespace lets anybody have a network namespace, and keeps an ordinary user's rights. It would cost root's
-    # over the files of others: root has the right to a network namespace itself, or goes without.
+    # A user namespace lets an ordinary user create a network namespace and keep the same rights.
+    # Root would lose its rights over the files of others in a user namespace, so it creates the
+    # network namespace directly or not at all.
     flags = CLONE_NEWNET if os.geteuid() == 0 else CLONE_NEWUSER | CLONE_NEWNET
     refusal = _rehearse(lambda: enter(flags, unshare or _unshare))
     if refusal is not None:
@@ -65,16 +70,18 @@ def isolate(unshare: Unshare | None = None, platform: str = sys.platform) -> str
 
 
 def enter(flags: int, unshare: Unshare) -> None:
-    """Leaves the namespaces of `flags` for new ones, and makes them fit to work in.
+    """Leave the namespaces of `flags` for new ones and make the new ones usable.
 
     Args:
-        flags: CLONE_NEWNET, or with CLONE_NEWUSER.
+        flags: CLONE_NEWNET, alone or with CLONE_NEWUSER.
         unshare: See `isolate`.
 
     Raises:
-        OSError: A step was refused, its `filename` says which; some steps before it may have been taken.
+        OSError: If a step was refused. Its `filename` names the step. Earlier steps may have taken
+            effect.
     """
-    user, group = os.geteuid(), os.getegid()
+    user = os.geteuid()
+    group = os.getegid()
     with _step(
         "unshare(CLONE_NEWUSER | CLONE_NEWNET)"
         if flags & CLONE_NEWUSER
@@ -82,7 +89,8 @@ def enter(flags: int, unshare: Unshare) -> None:
     ):
         unshare(flags)
     if flags & CLONE_NEWUSER:
-        # Each keeps its number. Linux wants setgroups denied before an ordinary user may map a group.
+        # Map each id to itself. Linux requires that setgroups is denied before an ordinary user
+        # maps a group.
         for name, text in (
             ("setgroups", "deny"),
             ("uid_map", f"{user} {user} 1"),
@@ -103,7 +111,10 @@ def enter(flags: int, unshare: Unshare) -> None:
 
 
 def _rehearse(act: Callable[[], None]) -> str | None:
-    """Why `act` fails, found out in a child that ends then: who is stuck half-way in a namespace cannot go back."""
+    """Run `act` in a child process and return why it fails, or None.
+
+    The child exits afterwards: a process that is half-way inside a namespace cannot go back.
+    """
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -119,7 +130,7 @@ def _rehearse(act: Callable[[], None]) -> str | None:
     with open(reading, encoding="utf-8") as pipe:
         said = pipe.read()
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    # A sandbox may answer a system call with a signal.
+    # A sandbox may react to a system call with a signal.
     return None if code == 0 else said or f"a child that tried it ended with code {code}"
 
 
@@ -143,11 +154,11 @@ def _step(name: str) -> Iterator[None]:
 
 
 def warning(refusal: str, colour: bool = False) -> str:
-    """What to tell the user where isolation was refused.
+    """Return the warning for the user after isolation was refused.
 
     Args:
-        refusal: Of `isolate`.
-        colour: Whether the headline may be red.
+        refusal: Reason, as `isolate` returns it.
+        colour: Whether the headline may be red, default False.
 
     Returns:
         Several lines, without a newline at the end.

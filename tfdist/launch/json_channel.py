@@ -1,10 +1,13 @@
-"""A TCP connection becomes a channel of JSON messages between two who know one token; nothing received is ever executed.
+"""Authenticated channel of JSON messages over TCP between two peers that share a token.
 
-Integrity and authenticity only: nothing is encrypted, and whoever listens on the network can read all of it, but can neither
-write, change, repeat nor reorder a message. Who listens can also try tokens at leisure: a token is random, not a word.
+The channel provides integrity and authenticity, but no encryption. An eavesdropper on the network
+can read all messages, but cannot forge, change, repeat or reorder them. It can also guess tokens
+offline, so a token must be random and not a word. Received data is never executed.
 
-    server: tfdist-wire 1 NONCE             client: NONCE HMAC(token, "client" + both nonces)
-    server: HMAC(token, "server" + both)    then, each way: HMAC(session key, direction, number, message) NUMBER MESSAGE
+    server: tfdist-wire 1 NONCE
+    client: NONCE HMAC(token, "client" + both nonces)
+    server: HMAC(token, "server" + both nonces)
+    then, in each direction: HMAC(session key, direction, number, message) NUMBER MESSAGE
 """
 
 from __future__ import annotations
@@ -24,10 +27,10 @@ from typing import Any
 
 from tfdist.cluster.addresses import join_address, split_address
 
-HANDSHAKE_S = 5.0  # for all of it
-SEND_S = 2.0  # for the kernel to take a message, which it does at once while the other side reads
+HANDSHAKE_S = 5.0  # timeout of the whole handshake
+SEND_S = 2.0  # for the kernel to accept a message, immediate as long as the peer reads
 LINE_BYTES = 1 << 20
-GREETING_BYTES = 256  # longest line of a handshake
+GREETING_BYTES = 256  # maximum length of a handshake line
 TOKEN_BYTES = 16
 
 _NONCE_BYTES = 32
@@ -37,67 +40,70 @@ _LINE = re.compile(rb"([0-9a-f]{64}) (\d{1,19}) (.*)", re.DOTALL)
 
 
 class WireError(ConnectionError):
-    """The connection cannot be used, or not any longer; the message names the peer."""
+    """Error for a connection that cannot be used; the message names the peer."""
 
 
 class WrongToken(WireError):
-    """The peer does not know the token."""
+    """Error for a peer that does not know the token."""
 
 
 class Tampered(WireError):
-    """A line that the peer did not write in this session, in this direction."""
+    """Error for a line that the peer did not write in this session and direction."""
 
 
 class Replayed(WireError):
-    """A line of the peer's that came before, or came too early."""
+    """Error for a line that the peer has sent before, or that came too early."""
 
 
 class Garbage(WireError):
-    """What the peer sent is no line of ours."""
+    """Error for data that does not follow the protocol."""
 
 
 class TooLong(WireError):
-    """A line beyond the bound."""
+    """Error for a line longer than the limit."""
 
 
 class TooSlow(WireError):
-    """The peer did not say, or not take, in time what it had to."""
+    """Error for a peer that did not send or read data in time."""
 
 
 class Closed(WireError):
-    """The connection has ended."""
+    """Error for a connection that has ended."""
 
 
 class Channel:
-    """One side of an authenticated connection; made by `connect` and `accept`.
+    """One side of an authenticated connection; created by `connect` and `accept`.
 
-    Any thread may send; one receives. After an error it is closed.
+    Any thread may send; only one thread receives. An error closes the channel.
 
     Args:
-        lines: The connection.
-        key: Of the session.
-        mine: Label of what this side sends.
-        theirs: Label of what the other side sends.
+        lines: Connection.
+        key: Session key.
+        mine: Label of the messages that this side sends.
+        theirs: Label of the messages that the peer sends.
 
     Attributes:
-        peer: The other side's address.
+        peer: Address of the peer.
     """
 
     def __init__(self, lines: _Lines, key: bytes, mine: bytes, theirs: bytes):
         self.peer = lines.peer
-        self._lines, self._key, self._mine, self._theirs = lines, key, mine, theirs
+        self._lines = lines
+        self._key = key
+        self._mine = mine
+        self._theirs = theirs
         self._lock = threading.Lock()
         self._sent = self._received = 0
 
     def send(self, message: Mapping[str, Any], timeout: float = SEND_S) -> None:
-        """Sends a message.
+        """Send a message.
 
         Args:
-            message: As JSON knows it.
-            timeout: Seconds, default 2, for the kernel to take it.
+            message: JSON-serializable message.
+            timeout: Seconds for the kernel to accept it, default 2.
 
         Raises:
-            WireError: It was not sent as a whole.
+            WireError: If the message was not sent completely.
         """
         body = json.dumps(message, separators=(",", ":")).encode()
         with self._lock:
@@ -105,26 +111,27 @@ class Channel:
             line = b" ".join((_mac(self._key, self._mine, number, body), number, body)) + b"\n"
             if len(line) > LINE_BYTES:
                 raise TooLong(
-                    f"{self.peer}: a message of {len(line)} bytes is longer than {LINE_BYTES}; it was not sent"
+                    f"{self.peer}: a message of {len(line)} bytes is longer than {LINE_BYTES}; it "
+                    "was not sent"
                 )
             self._sent += 1
             try:
                 self._lines.write(line, time.monotonic() + timeout)
             except WireError:
-                self.close()  # half a line may be on its way
+                self.close()  # the peer may have received part of a line
                 raise
 
     def receive(self, timeout: float) -> dict[str, Any] | None:
-        """The next message.
+        """Receive the next message.
 
         Args:
-            timeout: Seconds to wait for it.
+            timeout: Seconds to wait for the message.
 
         Returns:
-            The message; None: not all of it has come yet.
+            The message, or None if it has not arrived completely.
 
         Raises:
-            WireError: There will be none; its class and message say why.
+            WireError: If no further message will arrive. Its class and message name the reason.
         """
         try:
             line = self._lines.read(time.monotonic() + timeout, LINE_BYTES)
@@ -134,7 +141,7 @@ class Channel:
             raise
 
     def close(self) -> None:
-        """Ends the connection; twice is no harm."""
+        """Close the connection; a second call has no effect."""
         self._lines.close()
 
     def _open(self, line: bytes) -> dict[str, Any]:
@@ -144,7 +151,8 @@ class Channel:
         mac, number, body = match.groups()
         if not hmac.compare_digest(mac, _mac(self._key, self._theirs, number, body)):
             raise Tampered(
-                f"{self.peer}: line {self._received} was changed on its way, or is not of this session"
+                f"{self.peer}: line {self._received} was changed on its way, or is not of this "
+                "session"
             )
         if int(number) != self._received:
             raise Replayed(
@@ -161,22 +169,24 @@ class Channel:
 
 
 def connect(address: str, token: bytes, timeout: float = HANDSHAKE_S) -> Channel:
-    """Connects as a client.
+    """Connect as a client.
 
     Args:
-        address: `host:port` of the server.
-        token: What both sides know; see `check_token`.
+        address: Address of the server as `host:port`.
+        token: Secret of both sides; see `check_token`.
         timeout: Seconds for connection and handshake, default 5.
 
     Raises:
-        WireError: The server is another, or does not know the token.
-        OSError: Nobody listens there, or the name has no address.
+        WireError: If the server is another program, or does not know the token.
+        OSError: If nothing listens there, or the name has no address.
 
     Example:
         >>> token = secrets.token_bytes(32)
         >>> with socket.create_server(("127.0.0.1", 0)) as server:
         ...     there = []
-        ...     thread = threading.Thread(target=lambda: there.append(accept(server.accept()[0], token)))
+        ...     thread = threading.Thread(
+        ...         target=lambda: there.append(accept(server.accept()[0], token))
+        ...     )
         ...     thread.start()
         ...     here = connect("127.0.0.1:%d" % server.getsockname()[1], token)
         ...     thread.join()
@@ -193,7 +203,8 @@ def connect(address: str, token: bytes, timeout: float = HANDSHAKE_S) -> Channel
         greeting = _expected(lines, limit, "its greeting")
         if not re.fullmatch(re.escape(_GREETING) + rb"[0-9a-f]{64}", greeting):
             raise Garbage(
-                f"{address}: what listens there is no tfdist launcher of this version: it sent {greeting[:40]!r}"
+                f"{address}: what listens there is no tfdist launcher of this version: it sent "
+                f"{greeting[:40]!r}"
             )
         nonce = secrets.token_bytes(_NONCE_BYTES)
         both = bytes.fromhex(greeting[len(_GREETING) :].decode()) + nonce
@@ -214,15 +225,15 @@ def connect(address: str, token: bytes, timeout: float = HANDSHAKE_S) -> Channel
 
 
 def accept(connection: socket.socket, token: bytes, timeout: float = HANDSHAKE_S) -> Channel:
-    """Makes a channel of a connection that a server accepted, or closes it.
+    """Create a channel from a connection that a server accepted; close it on error.
 
     Args:
-        connection: The connection.
-        token: What both sides know; see `check_token`.
+        connection: Accepted connection.
+        token: Secret of both sides; see `check_token`.
         timeout: Seconds for the handshake, default 5.
 
     Raises:
-        WireError: The client is another, does not know the token, or was too slow.
+        WireError: If the client is another program, does not know the token, or was too slow.
     """
     limit = time.monotonic() + timeout
     lines = _Lines(connection, _peer(connection))
@@ -248,32 +259,35 @@ def accept(connection: socket.socket, token: bytes, timeout: float = HANDSHAKE_S
 
 
 def check_token(token: bytes) -> None:
-    """Checks that a token is worth the name.
+    """Raise ValueError if a token is too short.
 
     Args:
-        token: At least 16 bytes, random ones: who listens on the network can try guesses.
+        token: Secret of at least 16 random bytes: an eavesdropper on the network can test guesses.
 
     Raises:
-        ValueError: It is shorter.
+        ValueError: If the token is shorter.
     """
     if len(token) < TOKEN_BYTES:
         raise ValueError(
-            f"token: expected at least {TOKEN_BYTES} random bytes, received {len(token)}; make one with: "
-            "python -c 'import secrets; print(secrets.token_hex(32))'"
+            f"token: expected at least {TOKEN_BYTES} random bytes, received {len(token)}; make "
+            "one with: python -c 'import secrets; print(secrets.token_hex(32))'"
         )
 
 
 class _Lines:
-    """Bounded lines from and to a socket; reading and writing have clocks of their own."""
+    """Lines of bounded length over a socket; reads and writes have separate deadlines."""
 
     def __init__(self, connection: socket.socket, peer: str):
         connection.setblocking(False)
         with contextlib.suppress(OSError):  # a socket pair has no such option
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.peer, self._socket, self._buffer, self._searched = peer, connection, bytearray(), 0
+        self.peer = peer
+        self._socket = connection
+        self._buffer = bytearray()
+        self._searched = 0
 
     def read(self, limit: float, longest: int) -> bytes | None:
-        """The next line without its end; None: not before `limit` on the monotonic clock."""
+        """Return the next line without its newline, or None if it is incomplete at `limit`."""
         while True:
             end = self._buffer.find(b"\n", self._searched)
             if end >= longest or (end < 0 and len(self._buffer) > longest):
@@ -293,7 +307,7 @@ class _Lines:
                 self._buffer += piece
 
     def write(self, data: bytes, limit: float) -> None:
-        """Gives all of it to the kernel before `limit`."""
+        """Pass all of the data to the kernel before `limit`."""
         left = memoryview(data)
         while left:
             with self._closing():
@@ -302,7 +316,7 @@ class _Lines:
                 raise TooSlow(f"{self.peer} does not read what it is sent")
 
     def close(self) -> None:
-        """Ends the connection."""
+        """Close the connection."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads
         self._socket.close()
@@ -311,7 +325,7 @@ class _Lines:
         number = self._socket.fileno()
         if number < 0:
             raise Closed(f"{self.peer}: the connection was closed here")
-        poll = select.poll()  # select() ends at descriptor 1024
+        poll = select.poll()  # select() supports descriptors below 1024 only
         poll.register(number, event)
         return bool(poll.poll(max(0.0, limit - time.monotonic()) * 1000))
 
@@ -320,7 +334,7 @@ class _Lines:
         try:
             yield
         except (BlockingIOError, InterruptedError):
-            pass  # ready no longer; the caller asks again
+            pass  # no longer ready; the caller retries
         except WireError:
             raise
         except OSError as error:
@@ -341,7 +355,8 @@ def _session(token: bytes, nonces: bytes) -> bytes:
 
 
 def _mac(key: bytes, *parts: bytes) -> bytes:
-    # Parts hold no space but the last, so that no two sequences of parts are one text; nonces have one length.
+    # Only the last part may contain a space, so different sequences of parts give different texts;
+    # nonces have a fixed length.
     return hmac.digest(key, b" ".join(parts), hashlib.sha256).hex().encode()
 
 

@@ -1,4 +1,4 @@
-"""The flags of `tfdist launch` become a supervised group of tasks; nothing starts where they are wrong."""
+"""Entry point of `tfdist launch`: sets up and runs a supervised group of tasks."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from tfdist.runtime.resource_limits import cores
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `tfdist launch`.
+    """Run `tfdist launch`.
 
     Args:
-        argv: The words after `launch`.
+        argv: Words after `launch`.
 
     Returns:
         The exit code.
@@ -56,15 +56,14 @@ def _launch(argv: Sequence[str]) -> int:
         names = [f"worker:{index}" for index in range(flags.max_workers)]
         spec: ClusterSpec | None = None
         members: tuple[Task, ...] = ()
-        drawer, known = names[0], names
+        drawer = names[0]
+        known = names
         token = agent.read_token(flags.token_file)
     else:
         spec, members = find_tasks(flags)
         names = [*map(str, members), *data_names(flags.data_workers or 0)]
-        drawer, known = (
-            next((str(task) for task in members if _is_chief(spec, task)), names[0]),
-            [*map(str, spec.tasks)],
-        )
+        drawer = next((str(task) for task in members if _is_chief(spec, task)), names[0])
+        known = [*map(str, spec.tasks)]
     faults = find_faults(flags.chaos, known)
     command = resolve_command(words)
     if flags.check and (
@@ -72,7 +71,7 @@ def _launch(argv: Sequence[str]) -> int:
     ):
         return code
     log_dir = make_log_dir(flags.log_dir)
-    for name in (JOURNAL, RESULT):  # of an earlier launch into the same directory
+    for name in (JOURNAL, RESULT):  # left by an earlier launch into the same directory
         with contextlib.suppress(FileNotFoundError):
             os.remove(os.path.join(log_dir, name))
     note(log_dir, "launch", chaos=flags.chaos)
@@ -80,7 +79,7 @@ def _launch(argv: Sequence[str]) -> int:
     colour = wants_colour(flags.color, tty, os.environ)
     prefix_width = 0 if flags.no_prefix else max(map(len, names)) + 3
     columns = shutil.get_terminal_size().columns - prefix_width if tty else None
-    # A terminal that speaks no UTF-8 shows "?" for a bar's blocks.
+    # A terminal without UTF-8 shows "?" for the blocks of a progress bar.
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     console = Console(
@@ -92,10 +91,11 @@ def _launch(argv: Sequence[str]) -> int:
         colour=colour,
         redraw=tty and os.environ.get("TERM") != "dumb",
         prefix=not flags.no_prefix,
-        chatter="TF_CPP_MIN_LOG_LEVEL" in os.environ,  # who sets it chooses
+        chatter="TF_CPP_MIN_LOG_LEVEL" in os.environ,  # the user has chosen
     )
 
-    # Now: the guardian is the first child, the tasks' outputs are the first threads, and free ports are found after it.
+    # Isolate now: before the first child (the guardian), before the first threads (for the task
+    # outputs), and before the search for free ports.
     isolated = False
     if spec is not None and not flags.cluster and not flags.allow_remote:
         refusal = isolate()
@@ -122,7 +122,8 @@ def _launch(argv: Sequence[str]) -> int:
         )
 
     standby = flags.restarts > 0 if flags.standby is None else flags.standby > 0
-    launch, policy = uuid.uuid4().hex, Policy(flags.restarts)
+    launch = uuid.uuid4().hex
+    policy = Policy(flags.restarts)
 
     def plan_here(attempt: int):
         cluster = spec if spec is not None and flags.cluster else _local(flags)
@@ -149,7 +150,7 @@ def _launch(argv: Sequence[str]) -> int:
             standbys=standbys,
         )
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup stays nohup
+            if signal.getsignal(number) is not signal.SIG_IGN:  # keep a signal ignored under nohup
                 signal.signal(number, supervisor.interrupt)
         if flags.rendezvous:
             code = _launch_hosts(flags, words, token, policy, supervisor, plan, console, log_dir)
@@ -175,15 +176,16 @@ def _launch_hosts(
     console: Console,
     log_dir: str,
 ) -> int:
-    """This host's part of a launch over several."""
-    slots, host = flags.workers or 1, flags.host or agent.own_host(flags.rendezvous)
+    """Run this host's part of a launch over several hosts."""
+    slots = flags.workers or 1
+    host = flags.host or agent.own_host(flags.rendezvous)
     terms = Terms(
         flags.min_workers,
         flags.max_workers,
         window=flags.restart_window,
         silence=flags.host_timeout,
         timeout=flags.join_timeout,
-        grace=flags.grace + 20.0,  # and to report
+        grace=flags.grace + 20.0,  # includes time to report
     )
 
     def plan_start(start: Start, spec: ClusterSpec):
@@ -215,14 +217,14 @@ def _launch_hosts(
 
 
 def find_faults(plan: str | None, tasks: Sequence[str]) -> tuple[Fault, ...] | None:
-    """The faults of --chaos; None where there is no plan.
+    """Return the faults of --chaos, or None without a plan.
 
     Args:
-        plan: What --chaos says.
+        plan: Value of --chaos.
         tasks: Names of all tasks of the cluster.
 
     Raises:
-        ValueError: The plan is wrong, or names a task that does not exist.
+        ValueError: If the plan is malformed, or names a task that does not exist.
     """
     if plan is None:
         return None
@@ -239,10 +241,10 @@ def find_faults(plan: str | None, tasks: Sequence[str]) -> tuple[Fault, ...] | N
 
 
 def silence_bounds(flags: argparse.Namespace) -> dict[str, float]:
-    """How long a task may be silent in which phase, seconds.
+    """Return the watchdog timeout of each phase in seconds.
 
     Args:
-        flags: Of `parse`.
+        flags: Flags, as `parse` returns them.
     """
     tracing = max(flags.start_timeout, flags.hang_timeout) if flags.start_timeout else 0.0
     bounds = {Phase.RUNNING: flags.hang_timeout, Phase.TRACING: tracing}
@@ -250,13 +252,13 @@ def silence_bounds(flags: argparse.Namespace) -> dict[str, float]:
 
 
 def find_tasks(flags: argparse.Namespace) -> tuple[ClusterSpec, tuple[Task, ...]]:
-    """The cluster, and those of its tasks that are to run here.
+    """Return the cluster and those of its tasks that run on this host.
 
     Args:
-        flags: Of `parse`.
+        flags: Flags, as `parse` returns them.
 
     Raises:
-        ValueError: The cluster file is wrong, or none of its tasks can run here.
+        ValueError: If the cluster file is wrong, or none of its tasks can run here.
     """
     if flags.cluster is None:
         spec = _local(flags)
@@ -276,24 +278,25 @@ def find_tasks(flags: argparse.Namespace) -> tuple[ClusterSpec, tuple[Task, ...]
 
 
 def make_log_dir(wanted: str | None) -> str:
-    """Makes the directory of this launch.
+    """Create the log directory of this launch.
 
     Args:
-        wanted: --log-dir; None: a new directory of `runs`, which `runs/latest` then points to.
+        wanted: Value of --log-dir; None for a new directory below `runs`, to which `runs/latest`
+            then points.
 
     Returns:
-        Its absolute path: a task may change its working directory.
+        The absolute path, because a task may change its working directory.
     """
-    flag, parent = "--log-dir", wanted or "runs"
+    flag = "--log-dir"
+    parent = wanted or "runs"
     try:
         os.makedirs(parent, exist_ok=True)
         if wanted:
             return os.path.abspath(wanted)
-        flag, stamp = (
-            "--log-dir (default)",
-            datetime.datetime.now().strftime("launch-%Y%m%d-%H%M%S"),
-        )
-        name, count = stamp, 1
+        flag = "--log-dir (default)"
+        stamp = datetime.datetime.now().strftime("launch-%Y%m%d-%H%M%S")
+        name = stamp
+        count = 1
         while True:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(os.path.join(parent, name))
@@ -304,7 +307,7 @@ def make_log_dir(wanted: str | None) -> str:
         problem = f"received {parent!r}: {error.strerror}"
         raise ValueError(f"{flag}: expected a directory that can be written, {problem}") from error
     latest = os.path.join(parent, "latest")
-    with contextlib.suppress(OSError):  # a convenience, which some file systems do not have
+    with contextlib.suppress(OSError):  # optional: some file systems have no symbolic links
         os.symlink(name, f"{latest}.{os.getpid()}")
         os.replace(f"{latest}.{os.getpid()}", latest)
     return os.path.abspath(os.path.join(parent, name))
@@ -320,7 +323,7 @@ def _local(flags: argparse.Namespace) -> ClusterSpec:
 
 
 def _data_addresses(count: int, cluster: ClusterSpec) -> list[str]:
-    """Free addresses on this machine, none of which the cluster has."""
+    """Return free addresses on this machine that the cluster does not use."""
     taken = {task.address for task in cluster.tasks}
     free = [f"127.0.0.1:{port}" for port in free_ports(count + len(taken))] if count else []
     return [address for address in free if address not in taken][:count]

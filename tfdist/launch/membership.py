@@ -1,6 +1,7 @@
-"""What hosts say, and when, becomes generations of workers, or the end of a launch; no socket, thread or clock is here.
+"""Elastic membership: a state machine that forms generations of workers from member hosts.
 
-The server hands in what it hears with the time on its monotonic clock, and sends what is put into `Assembly.outbox`.
+It uses no I/O, threads or clocks. The server passes in each message with the time on its monotonic
+clock, and sends the messages in `Membership.outbox`.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from tfdist.launch.terminal_text import printable
 from tfdist.runtime.formatting import counted
 from tfdist.runtime.launch_protocol import CONFIGURATION_CODE, TRANSIENT_CODE
 
-PORTS_S = 10.0  # for a host to find free ports, which takes it a millisecond
-PORTS_TRIES = 20  # until two launchers of one host choose different ones
-BEAT_S = 1.0  # between two signs of life
-SHOWN = 300  # characters of a text from the network
+PORTS_S = 10.0  # timeout for a host to find free ports, which takes a millisecond
+PORTS_TRIES = 20  # attempts until two launchers of one host choose different ports
+BEAT_S = 1.0  # heartbeat interval
+SHOWN = 300  # maximum characters of a text from the network
 
 
 @dataclasses.dataclass
@@ -38,7 +39,10 @@ class _Host:
 
 @dataclasses.dataclass
 class _Generation:
-    """Workers that begin and end together; `counts` has the hosts in the order of their workers."""
+    """Workers that start and end together.
+
+    `counts` maps host keys to numbers of workers, in the order of the workers.
+    """
 
     number: int
     counts: dict[int, int]
@@ -47,10 +51,10 @@ class _Generation:
     started: bool = False
     ports: dict[int, list[int]] = dataclasses.field(default_factory=dict)
     done: set[int] = dataclasses.field(default_factory=set)
-    ended: set[int] = dataclasses.field(default_factory=set)  # in any other way
+    ended: set[int] = dataclasses.field(default_factory=set)  # ended without being done
     reports: list[Report] = dataclasses.field(default_factory=list)
     stop: Stop | None = None
-    stopped: float = 0.0  # when it was told to stop
+    stopped: float = 0.0  # time of the stop
 
     @property
     def busy(self) -> set[int]:
@@ -58,36 +62,37 @@ class _Generation:
 
 
 class Membership:
-    """Decides who is a member, and when a generation begins and ends.
+    """Decide which hosts are members, and when a generation starts and ends.
 
     Args:
-        terms: The bounds.
-        decide: What follows a failure.
-        say: Takes lines for a person.
-        now: Seconds on a clock that only grows, as everywhere here.
+        terms: Number of workers and the timeouts.
+        decide: Restart policy.
+        say: Function that shows a line to the user.
+        now: Time in seconds on a monotonic clock, like every `now` of this class.
 
     Attributes:
-        outbox: (host's key, message to send); None for a message: close the connection.
-        finish: How the launch ended, once it has.
+        outbox: List of (key of a host, message to send); the message None closes the connection.
+        finish: Outcome of the launch, or None while it runs.
     """
 
     def __init__(self, terms: Terms, decide: Decide, say: Callable[[str], None], now: float):
-        self.terms, self._decide, self._say = terms, decide, say
+        self.terms = terms
+        self._decide = decide
+        self._say = say
         self.outbox: list[tuple[int, dict[str, Any] | None]] = []
         self.finish: Finish | None = None
         self._digest = terms.command_digest
         self._hosts: dict[int, _Host] = {}
-        self._places: list[
-            tuple[str, str]
-        ] = []  # (id, host and name), in the order of first joining
-        self._departed: dict[str, str] = {}  # id -> who it was and why it went
+        # (id, host and name), in the order of first joining
+        self._places: list[tuple[str, str]] = []
+        self._departed: dict[str, str] = {}  # id -> host and reason
         self._generation: _Generation | None = None
         self._number = 0  # of the next generation
         self._changed = self._ticked = now
         self._gathering = self._not_before = now
 
     def joined(self, key: int, hello: Mapping[str, Any], now: float) -> None:
-        """A host asks to be a member; the key names its connection."""
+        """Process a host's request to join; the key names its connection."""
         if self.finish:
             self._send(key, "finish", code=self.finish.code, text=self.finish.text)
             return
@@ -105,7 +110,8 @@ class Membership:
             return self._refuse(
                 key,
                 str(host),
-                f"its command is {digest[:SHOWN]}, the others run {self._digest[:SHOWN]}; start the same on all",
+                f"its command is {digest[:SHOWN]}, the others run {self._digest[:SHOWN]}; start "
+                "the same on all",
             )
         for other, known in list(self._hosts.items()):
             if known.id == host.id:
@@ -127,12 +133,16 @@ class Membership:
         self._say(f"tfdist: {host} joined with {counted(host.slots, 'slot')}; {self._present()}")
 
     def heard(self, key: int, message: Mapping[str, Any], now: float) -> None:
-        """A member says something, which is a sign of life too; of a generation that is over, no more than that."""
+        """Process a message from a member, which is also a heartbeat.
+
+        Messages about an earlier generation count as a heartbeat only.
+        """
         host = self._hosts.get(key)
         if host is None or self.finish:
             return
         host.heard = max(host.heard, now)
-        word, generation = message.get("do"), self._generation
+        word = message.get("do")
+        generation = self._generation
         if word == "beat":
             self._send(key, "ack", number=message.get("number"))
         elif word == "bye":
@@ -151,7 +161,7 @@ class Membership:
             generation.done.add(key)
         elif word == "stopped":
             generation.ended.add(key)
-            if generation.stop is None:  # nobody had asked for it
+            if generation.stop is None:  # it was not told to stop
                 self._lose(
                     generation,
                     key,
@@ -163,12 +173,13 @@ class Membership:
         elif word == "preempted":
             generation.ended.add(key)
             if message.get("leaving"):
-                host.leaving, self._changed = True, now
+                host.leaving = True
+                self._changed = now
             if generation.stop is None:
                 self._stop(f"{host} was preempted", True, now)
 
     def gone(self, key: int, why: str, now: float) -> None:
-        """A member's connection ended, or it counts as lost."""
+        """Remove a member whose connection ended or that counts as lost."""
         host = self._hosts.pop(key, None)
         if host is None or self.finish:
             return
@@ -186,15 +197,17 @@ class Membership:
             )
 
     def tick(self, now: float) -> None:
-        """Does what is due; called after everything heard, and at least some times a second."""
+        """Execute the actions that are due.
+
+        Call it after all received messages, and at least several times a second.
+        """
         stalled = now - self._ticked
         self._ticked = now
         if self.finish:
             return
         for key, host in list(self._hosts.items()):
-            if (
-                stalled > self.terms.silence / 4
-            ):  # this process was stopped, or starved: nobody is to blame
+            # This process was stopped or starved: do not count the stall as silence of the hosts.
+            if stalled > self.terms.silence / 4:
                 host.heard = min(now, host.heard + stalled)
             if now - host.heard >= self.terms.silence:
                 self._expel([key], f"it was silent for {self.terms.silence:g} s", now)
@@ -215,7 +228,7 @@ class Membership:
             )
 
     def end(self, code: int, text: str) -> None:
-        """Ends the launch for all hosts; the first end counts."""
+        """End the launch for all hosts; only the first end takes effect."""
         if self.finish is None:
             self.finish = Finish(code, text)
             self._say(f"tfdist: {text}")
@@ -239,16 +252,18 @@ class Membership:
             gone = "; ".join(self._departed.values()) or "hosts that never joined"
             self.end(
                 TRANSIENT_CODE,
-                f"after {self.terms.timeout:g} s, {slots} of at least {self.terms.min_workers} workers can run. Here: {here}. "
-                f"Missing: {gone}. Start the same command there, or lower the minimum",
+                f"after {self.terms.timeout:g} s, {slots} of at least {self.terms.min_workers} "
+                f"workers can run. Here: {here}. Missing: {gone}. Start the same command there, "
+                "or lower the minimum",
             )
 
     def _ripe(self, now: float) -> bool:
         return self._slots() >= self.terms.max_workers or now - self._changed >= self.terms.window
 
     def _form(self, now: float, tries: int = 1) -> None:
-        """Asks those who are to run workers for ports."""
-        left, counts = self.terms.max_workers, {}
+        """Form a generation and ask its hosts for free ports."""
+        left = self.terms.max_workers
+        counts = {}
         for key, host in self._ordered().items():
             count = min(host.slots, left)
             left -= count
@@ -267,7 +282,8 @@ class Membership:
 
     def _ports(self, key: int, message: Mapping[str, Any]) -> None:
         assert self._generation
-        ports, count = message.get("ports"), self._generation.counts[key]
+        ports = message.get("ports")
+        count = self._generation.counts[key]
         if (
             isinstance(ports, list)
             and len(ports) == count
@@ -295,14 +311,17 @@ class Membership:
         addresses = [
             join_address(host, port) for host, key in hosts for port in generation.ports[key]
         ]
-        if len(set(addresses)) < len(addresses):  # two launchers of one host chose the same
+        if len(set(addresses)) < len(addresses):  # two launchers of one host chose the same port
             if generation.tries < PORTS_TRIES:
                 return self._form(now, generation.tries + 1)
             return self.end(
                 TRANSIENT_CODE,
-                f"{PORTS_TRIES} times two workers chose the same port: {', '.join(addresses)[:SHOWN]}",
+                f"{PORTS_TRIES} times two workers chose the same port: "
+                f"{', '.join(addresses)[:SHOWN]}",
             )
-        generation.started, generation.since, first = True, now, 0
+        generation.started = True
+        generation.since = now
+        first = 0
         self._say(
             f"tfdist: generation {generation.number}: {counted(len(addresses), 'worker')} on "
             + ", ".join(f"{self._hosts[key]} ({count})" for key, count in generation.counts.items())
@@ -313,7 +332,10 @@ class Membership:
             first += count
 
     def _grown(self, generation: _Generation, now: float) -> None:
-        """Others wait to run: all stop gently, unless some are done, and so all are soon."""
+        """Stop the generation gently if more hosts wait to join.
+
+        A generation with finished workers continues, because all of its workers finish soon.
+        """
         running = sum(generation.counts.values())
         if (
             not generation.done
@@ -324,9 +346,8 @@ class Membership:
 
     def _lose(self, generation: _Generation, key: int, report: Report, now: float) -> None:
         generation.ended.add(key)
-        if (
-            generation.stop is None or not generation.stop.gently
-        ):  # who is told to stop may well fail
+        # A host that is told to stop gently may fail because of that.
+        if generation.stop is None or not generation.stop.gently:
             generation.reports.append(report)
         if generation.stop is None:
             self._changed = now
@@ -337,7 +358,7 @@ class Membership:
             )
         elif report.what == "failed":
             self._say(f"tfdist: while stopping, {report.host} failed: {report.text}")
-        elif generation.stop.gently:  # the others may wait for it in vain while they save
+        elif generation.stop.gently:  # the others may block on it while they save
             self._stop(
                 f"{generation.stop.reason}; then {report.host} was lost: {report.text}", False, now
             )
@@ -345,13 +366,14 @@ class Membership:
     def _stop(self, reason: str, gently: bool, now: float) -> None:
         generation = self._generation
         assert generation
-        generation.stop, generation.stopped = Stop(generation.number, reason, gently), now
+        generation.stop = Stop(generation.number, reason, gently)
+        generation.stopped = now
         self._say(f"tfdist: generation {generation.number} stops: {reason}")
         for key in generation.busy:
             self._send(key, "stop", **dataclasses.asdict(generation.stop))
 
     def _settled(self, generation: _Generation, now: float) -> None:
-        """All have ended: another generation, or the end."""
+        """Start another generation or end the launch after all workers have ended."""
         if generation.reports:
             outcome = Outcome(
                 generation.number, generation.stopped - generation.since, tuple(generation.reports)
@@ -367,7 +389,8 @@ class Membership:
                 f"tfdist: {decision.text}"
                 + (f"; waiting {decision.delay:g} s" if decision.delay else "")
             )
-        self._generation, self._gathering = None, max(now, self._not_before)
+        self._generation = None
+        self._gathering = max(now, self._not_before)
 
     def _expel(self, keys: Iterable[int], why: str, now: float) -> None:
         for key in list(keys):
@@ -380,7 +403,10 @@ class Membership:
         self.outbox.append((key, None))
 
     def _take_place(self, host: _Host) -> None:
-        """Its old place; else that of the launcher which was on this host before; else the last."""
+        """Give a host its place in the order of workers.
+
+        It gets its old place, the place of a launcher that ran on the host before, or the last.
+        """
         if any(id == host.id for id, _ in self._places):
             return
         here = {other.id for other in self._hosts.values()}
@@ -400,7 +426,8 @@ class Membership:
         return sum(host.slots for host in self._hosts.values() if not host.leaving)
 
     def _present(self) -> str:
-        slots, terms = self._slots(), self.terms
+        slots = self._slots()
+        terms = self.terms
         wanted = (
             terms.max_workers
             if terms.min_workers == terms.max_workers
@@ -413,7 +440,7 @@ class Membership:
 
 
 def _host(hello: Mapping[str, Any], now: float) -> _Host | None:
-    """What a host says of itself; None where that is not understood."""
+    """Parse a request to join; return None if it is malformed."""
     texts = [hello.get(name) for name in ("id", "host", "name")]
     slots = hello.get("slots")
     if (
@@ -441,5 +468,5 @@ def _report(host: str, message: Mapping[str, Any]) -> Report:
 
 
 def _text(message: Mapping[str, Any], name: str, longest: int = SHOWN) -> str:
-    """A text from another host, fit for a terminal."""
+    """Return a text from another host, safe to print on a terminal."""
     return printable(str(message.get(name, "")), colour=False)[:longest]

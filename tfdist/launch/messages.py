@@ -1,4 +1,4 @@
-"""What the launchers of several hosts tell each other is written down here as facts; nothing is sent or decided."""
+"""Messages between the launchers of several hosts: terms, orders, reports and decisions."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ _VICTIMS = {Kind.LOST_PEERS.value, Kind.TRANSIENT.value, Kind.UNRESPONSIVE.value
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """When a generation begins and ends.
+    """Number of workers and timeouts that decide when a generation starts and ends.
 
     Attributes:
-        min_workers: Fewer never run.
-        max_workers: More never run; further slots are spare.
-        window: Seconds without a change to wait for more hosts, where at least `min_workers` and fewer than
-            `max_workers` can run, default 30.
-        silence: Seconds without a sign of life after which a host counts as lost, default 5.
-        timeout: Seconds for `min_workers` to come together, default 300.
+        min_workers: Minimum number of workers of a generation.
+        max_workers: Maximum number of workers of a generation; further slots are spare.
+        window: Seconds without a change of membership to wait for more hosts, if at least
+            `min_workers` and fewer than `max_workers` can run, default 30.
+        silence: Seconds without a heartbeat after which a host counts as lost, default 5.
+        timeout: Seconds for `min_workers` to join, default 300.
         grace: Seconds for a host to end its workers, after which it counts as lost, default 60.
-        command_digest: Of the command that all hosts run; "": that of the first to join.
-        launch_id: Names the launch; default a name that no other has.
+        command_digest: Digest of the command that all hosts run; "" (default) for the digest of the
+            first host to join.
+        launch_id: Unique name of the launch, default a random name.
 
     Raises:
-        ValueError: A bound is no bound.
+        ValueError: If a number or a timeout is out of range.
     """
 
     min_workers: int
@@ -42,7 +43,8 @@ class Terms:
     def __post_init__(self):
         if not 1 <= self.min_workers <= self.max_workers:
             raise ValueError(
-                f"workers: expected 1 <= MIN <= MAX, received MIN {self.min_workers}, MAX {self.max_workers}"
+                f"workers: expected 1 <= MIN <= MAX, received MIN {self.min_workers}, MAX "
+                f"{self.max_workers}"
             )
         for name in ("silence", "timeout", "grace"):
             if not getattr(self, name) > 0:
@@ -55,14 +57,15 @@ class Terms:
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """Start these workers.
+    """Order to start workers.
 
     Attributes:
-        generation: 0, 1, ...; higher ones supersede lower ones of the same launch.
-        launch_id: Names the launch; equal on all hosts.
-        addresses: "host:port" of each worker of the cluster, by index.
+        generation: Number of the generation, from 0. Higher generations supersede lower ones of the
+            same launch.
+        launch_id: Unique name of the launch, equal on all hosts.
+        addresses: Address of each worker of the cluster as "host:port", by index.
         first: Index of the first worker that this host runs.
-        count: How many it runs from there.
+        count: Number of workers that this host runs, from there.
     """
 
     generation: int
@@ -74,14 +77,16 @@ class Start:
 
 @dataclasses.dataclass(frozen=True)
 class Stop:
-    """End the workers of a generation, then say `Member.stopped`.
+    """Order to end the workers of a generation and then call `RendezvousClient.stopped`.
 
-    One that is not gentle may follow a gentle one: a host was lost meanwhile, for which the others may wait in vain.
+    A stop that is not gentle may follow a gentle one, after a host was lost for which the others
+    would wait in vain.
 
     Attributes:
-        generation: Which.
-        reason: Why, for a person.
-        gently: Whether they get SIGTERM and time to save, or have nothing to lose.
+        generation: Number of the generation.
+        reason: Reason, for the user.
+        gently: Whether the workers get SIGTERM and time to save a snapshot; False if they have
+            nothing to lose.
     """
 
     generation: int
@@ -91,14 +96,14 @@ class Stop:
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """End all workers here at once: the others go on without this host."""
+    """Order to end all workers here at once: the others continue without this host."""
 
     reason: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Finish:
-    """The launch is over: end what still runs here, and exit."""
+    """Order to end all remaining tasks and exit, because the launch is over."""
 
     code: int
     text: str
@@ -109,16 +114,16 @@ Order = Start | Stop | Cut | Finish
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What happened to one host's share of a generation.
+    """Report about one host's share of a generation.
 
     Attributes:
-        host: Its name and address.
-        what: "failed"; "lost": the host itself went; "preempted".
-        kind: Value of `failures.Kind` of what failed.
-        text: For a person.
-        counted: Whether it uses up a restart.
-        signature: Equal for the same error at the same step; "": unknown.
-        code: Exit code of the launch should this be its end.
+        host: Name and address of the host.
+        what: "failed", "lost" (the host itself is gone) or "preempted".
+        kind: Value of `failures.Kind` of the failure.
+        text: Description for the user.
+        counted: Whether the failure uses up a restart, default True.
+        signature: Text that is equal for the same error at the same step; "" (default) if unknown.
+        code: Exit code of the launch if this report ends it, default 1.
     """
 
     host: str
@@ -132,12 +137,12 @@ class Report:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a generation failed.
+    """Outcome of a generation that failed.
 
     Attributes:
-        generation: Its number.
-        seconds: How long it ran.
-        reports: What happened, in the order in which it was heard of; at least one.
+        generation: Number of the generation.
+        seconds: Duration of the generation in seconds.
+        reports: Reports in the order of arrival; at least one.
     """
 
     generation: int
@@ -146,7 +151,7 @@ class Outcome:
 
     @property
     def cause(self) -> Report:
-        """The first report that is not only of peers that were gone; where all are, the first.
+        """Return the first report that does not merely name lost peers, else the first report.
 
         Example:
             >>> victim, lost = Report("a", "failed", kind="lost peers"), Report("b", "lost")
@@ -163,13 +168,13 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What follows a failure.
+    """Decision after a failure.
 
     Attributes:
-        restart: Whether there is another generation.
-        delay: Seconds until then, at least.
-        text: Why, for a person.
-        code: Exit code where there is none; None: that of the cause.
+        restart: Whether to start another generation.
+        delay: Minimum seconds until then, default 0.
+        text: Reason, for the user.
+        code: Exit code if there is no restart; None (default) for the exit code of the cause.
     """
 
     restart: bool

@@ -1,8 +1,10 @@
-"""What tasks write becomes log files and one readable terminal; no finished line is lost, no redraw is kept.
+"""Output of the tasks: log files, and a terminal that shows the lines of all tasks.
 
-A progress bar redraws its line many times a second with carriage returns and backspaces. On a terminal the chief's
-line in the making stays alive below the finished lines of all tasks. Where nothing can be redrawn (log files, the
-output of a CI) the state of the bar becomes a line now and then; the other tasks' bars show only as finished.
+A progress bar redraws its line many times a second with carriage returns and backspaces. On a
+terminal, the unfinished line of the chief stays below the finished lines of all tasks. Log files
+and the output of a CI cannot be redrawn: there the state of the bar is written as a line from time
+to time, and the bars of the other tasks appear only when they are finished. No finished line is
+lost, and redraws are not kept.
 """
 
 from __future__ import annotations
@@ -17,22 +19,25 @@ from typing import IO, TextIO
 
 from tfdist.launch.terminal_text import Line, clip, is_chatter, paint, printable
 
-SNAPSHOT_SECONDS = 10.0  # how long an unfinished line is drawn over until it becomes a line where nothing can be redrawn
+# Interval at which an unfinished line is written as a line where it cannot be redrawn.
+SNAPSHOT_SECONDS = 10.0
 
 
 class Console:
-    """The launcher's terminal, or the file that stands in its place, shared by all tasks.
+    """The launcher's terminal, or the file in its place, shared by all tasks.
 
     Args:
-        out: Where task lines go.
-        err: Where the launcher's own words go.
-        tasks: Names of all tasks, which fixes their colours.
-        drawer: The one task whose unfinished line is shown; the chief.
-        shown: Names of the tasks whose output is shown at all.
-        colour: Whether to colour; otherwise colour codes of the tasks are removed too.
-        redraw: Whether `out` is a terminal on which a line can be redrawn.
-        prefix: Whether each line begins with "[worker:0] ".
-        chatter: Whether to show TensorFlow's information lines; the log files have them anyway.
+        out: Stream for the lines of the tasks.
+        err: Stream for the launcher's own messages.
+        tasks: Names of all tasks, which determine their colours.
+        drawer: Name of the one task whose unfinished line is shown; the chief.
+        shown: Names of the tasks whose output is shown.
+        colour: Whether to use colours, default False; without them the colour codes of the tasks
+            are removed too.
+        redraw: Whether `out` is a terminal on which a line can be redrawn, default False.
+        prefix: Whether each line begins with "[worker:0] ", default True.
+        chatter: Whether to show TensorFlow's information lines, default False; the log files always
+            contain them.
     """
 
     def __init__(
@@ -48,23 +53,27 @@ class Console:
         prefix: bool = True,
         chatter: bool = False,
     ):
-        self._out, self._err = out, err
+        self._out = out
+        self._err = err
         self._prefixes = {
             task: paint(f"[{task}] ", i, colour) if prefix else "" for i, task in enumerate(tasks)
         }
-        self._drawer, self._shown = drawer, frozenset(shown)
-        self._colour, self._redraw, self._chatter = colour, redraw, chatter
+        self._drawer = drawer
+        self._shown = frozenset(shown)
+        self._colour = colour
+        self._redraw = redraw
+        self._chatter = chatter
         self._unfinished = ""
         self._lock = threading.Lock()
         self._gone = False
 
     def show(self, task: str, finished: list[str], unfinished: str, snapshot: bool) -> None:
-        """Shows a task's new lines.
+        """Show a task's new lines.
 
         Args:
-            task: Whose.
-            finished: Lines without their newline.
-            unfinished: The line it is writing now.
+            task: Name of the task.
+            finished: Finished lines without their newline.
+            unfinished: Unfinished line.
             snapshot: Whether it is time to show `unfinished` where it cannot be redrawn.
         """
         if task not in self._shown:
@@ -81,14 +90,14 @@ class Console:
             )
 
     def notice(self, text: str) -> None:
-        """Shows words of the launcher itself."""
+        """Show a message of the launcher itself."""
         with self._lock:
             self._write(self._out, "", draw=False)
             self._write(self._err, text + "\n", draw=False)
             self._write(self._out, "")
 
     def _write(self, stream: TextIO, text: str, draw: bool = True) -> None:
-        """Puts finished text above the unfinished line."""
+        """Write finished text above the unfinished line."""
         if self._redraw and stream is self._out:
             text = "\r\x1b[K" + text
             if draw and self._unfinished:
@@ -99,22 +108,21 @@ class Console:
         try:
             stream.write(text)
             stream.flush()
-        except (
-            OSError,
-            ValueError,
-        ):  # `| head` is done, the terminal is closed: the run goes on, the logs have all
+        # `| head` has exited, or the terminal is closed: the launch continues, and the logs are
+        # complete.
+        except (OSError, ValueError):
             self._gone = self._gone or stream is self._out
 
 
 class TaskOutput:
-    """Copies one task's pipe to its log file and to the console in a thread of its own.
+    """Copy one task's pipe to its log file and to the console in a separate thread.
 
     Args:
         task: Name of the task.
-        pipe: The reading end of its output and error stream.
-        log_path: The file, begun anew.
-        console: Where to show it.
-        clock: Seconds.
+        pipe: Read end of the pipe for its standard output and error.
+        log_path: Path of the log file, which is overwritten.
+        console: Console that shows the output.
+        clock: Clock in seconds, default `time.monotonic`.
     """
 
     def __init__(
@@ -125,23 +133,32 @@ class TaskOutput:
         console: Console,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._task, self._pipe, self._console, self._clock = task, pipe, console, clock
-        log = open(log_path, "w", encoding="utf-8", errors="surrogateescape", newline="")  # noqa: SIM115
+        self._task = task
+        self._pipe = pipe
+        self._console = console
+        self._clock = clock
+        log = open(  # noqa: SIM115
+            log_path, "w", encoding="utf-8", errors="surrogateescape", newline=""
+        )
         self._log: IO[str] | None = log
         self._thread = threading.Thread(target=self._copy, name=f"output of {task}", daemon=True)
         self._thread.start()
 
     def join(self, seconds: float) -> None:
-        """Waits for the pipe's end, bounded: a process that left the task's group may hold it open for ever."""
+        """Wait for the end of the pipe, at most `seconds`.
+
+        A process that left the task's group may keep the pipe open for ever.
+        """
         self._thread.join(seconds)
 
     def _copy(self) -> None:
         line = Line()
-        since: float | None = (
-            None  # when the unfinished line began, or last became a line: a `print` may arrive in two pieces
-        )
+        # Time at which the unfinished line began or was last written as a line; a `print` may
+        # arrive in two pieces.
+        since: float | None = None
         while data := os.read(self._pipe.fileno(), 1 << 16):
-            finished, now = line.feed(data), self._clock()
+            finished = line.feed(data)
+            now = self._clock()
             if finished:
                 since = None
             if line.text.strip() and since is None:
@@ -166,9 +183,8 @@ class TaskOutput:
         try:
             self._log.write("".join(line + "\n" for line in lines))
             self._log.flush()
-        except (
-            OSError
-        ) as error:  # a full disk must not stop the reading: the task would block on its pipe
+        # A full disk must not stop this thread from reading: the task would block on its pipe.
+        except OSError as error:
             self._console.notice(f"tfdist: the log of {self._task} ends here: {error}")
             with contextlib.suppress(OSError):
                 self._log.close()

@@ -1,4 +1,4 @@
-"""How attempts ended becomes whether, and when, there is another one; nothing is started or waited for here."""
+"""Restart policy: whether to restart after a failure, and with which backoff."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ import json
 from tfdist.launch.failures import Kind, Verdict
 from tfdist.launch.messages import Decision
 
-FIRST_DELAY = 1.0  # seconds before the second restart in a row without a step in between; each one more doubles it
+# Seconds before the second restart in a row without a step in between; each further one doubles it.
+FIRST_DELAY = 1.0
 LONGEST_DELAY = 30.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Failed:
-    """How an attempt ended that did not do its work.
+    """Outcome of a failed attempt.
 
     Attributes:
-        verdict: Why.
-        stepped: Whether any step was made.
-        reached: Epoch and step of the last sign of training; None: there was none.
+        verdict: Root cause and the other failures.
+        stepped: Whether at least one step was finished, default False.
+        reached: Epoch and step of the last heartbeat of training; None if there was none.
     """
 
     verdict: Verdict
@@ -29,7 +30,7 @@ class Failed:
 
     @property
     def cause(self) -> Cause:
-        """What decides about a restart."""
+        """Return the properties of the failure that decide about a restart."""
         failure = self.verdict.cause
         where = (
             "before the first step"
@@ -47,13 +48,14 @@ class Failed:
 
 @dataclasses.dataclass(frozen=True)
 class Cause:
-    """Of a failure, what decides about a restart; hosts tell it to each other as text.
+    """Properties of a failure that decide about a restart; hosts exchange them as text.
 
     Attributes:
         kind: Value of `failures.Kind`.
-        error: The same for the same error; short, as texts between hosts are bounded.
-        where: Where in the training, in words.
-        progressed: Whether there was a step in this attempt.
+        error: Text that is equal for the same error; short, because texts between hosts are
+            bounded.
+        where: Position in training, in words.
+        progressed: Whether this attempt finished a step, default True.
     """
 
     kind: str
@@ -62,30 +64,33 @@ class Cause:
     progressed: bool = True
 
     def to_text(self) -> str:
-        """Example:
-        >>> Cause.from_text(Cause("signal").to_text())
-        Cause(kind='signal', error='', where='', progressed=True)
+        """Return the cause as JSON text.
+
+        Example:
+            >>> Cause.from_text(Cause("signal").to_text())
+            Cause(kind='signal', error='', where='', progressed=True)
         """
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_text(cls, text: str) -> Cause:
-        """The inverse of `to_text`.
+        """Parse the text of `to_text`.
 
         Raises:
-            ValueError, TypeError: It is none.
+            ValueError: If the text is not JSON.
+            TypeError: If the JSON does not describe a cause.
         """
         return cls(**json.loads(text))
 
 
 class Policy:
-    """Decides about restarts.
+    """Restart policy.
 
-    A preemption is not counted. A mistake in the configuration ends the job, and so does an error of the user's code that comes
-    back at the same step: a restart does not help either.
+    A preemption does not count as a restart. A configuration error ends the job. So does an error
+    of the user's code that repeats at the same step, because another restart does not help.
 
     Args:
-        restarts: How many to allow.
+        restarts: Maximum number of restarts.
 
     Example:
         >>> policy = Policy(restarts=1)
@@ -98,11 +103,11 @@ class Policy:
     def __init__(self, restarts: int):
         self._restarts = restarts
         self._used = 0
-        self._fruitless = 0  # restarts in a row after which no step was made
+        self._fruitless = 0  # consecutive restarts without a finished step
         self._last: tuple | None = None
 
     def decide(self, cause: Cause) -> Decision:
-        """What follows an attempt that failed or was preempted."""
+        """Return the decision after an attempt that failed or was preempted."""
         self._fruitless = 0 if cause.progressed else self._fruitless + 1
         signature = cause.kind, cause.error, cause.where
         again, self._last = signature == self._last, signature
@@ -123,11 +128,11 @@ class Policy:
 
     @property
     def left(self) -> int:
-        """How many restarts are left."""
+        """Return the number of restarts that are left."""
         return self._restarts - self._used
 
     def allow_one(self) -> bool:
-        """Counts the restart of one task that its group does without meanwhile; False: none is left."""
+        """Count the restart of one task while its group continues; return False if none is left."""
         allowed = self.left > 0
         self._used += allowed
         return allowed

@@ -1,7 +1,8 @@
-"""The launchers of several hosts become one launch: the server that they meet at, which decides nothing by itself.
+"""Rendezvous server: the launchers of all hosts connect to it and form one launch.
 
-It runs inside the launcher of the first host, and speaks `json_channel`. What it hears goes to one thread, which owns an `Assembly`;
-every host's launcher, the first one's too, is a `member.Member`.
+It runs inside the launcher of the first host, and speaks `json_channel`. One thread owns a
+`Membership`, processes all received messages and makes all decisions. Each host's launcher,
+including the first one, is a `rendezvous_client.RendezvousClient`.
 """
 
 from __future__ import annotations
@@ -21,37 +22,43 @@ from tfdist.launch.messages import Decide, Finish, Terms
 from tfdist.runtime.launch_protocol import TRANSIENT_CODE
 
 TICK_S = 0.1
-FAREWELL_S = 3.0  # for the members to hear how it ended
-HANDSHAKES = 64  # at the same time; who comes then is asked to come again
-COMPLAINTS = 100  # lines about strangers, at most
+FAREWELL_S = 3.0  # time to send the outcome to the members
+HANDSHAKES = 64  # maximum at the same time; further clients must retry
+COMPLAINTS = 100  # maximum number of lines about rejected connections
 
 _Event = Callable[[Membership], None]
 
 
 class Rendezvous:
-    """Where the launchers of all hosts meet, agree on who runs what, and learn of each other's failures.
+    """A server at which the launchers agree on who runs which workers and learn of failures.
 
     Args:
-        address: "host:port" of this host, the only place where it listens; port 0: any that is free.
-        token: What all launchers know; see `wire.check_token`.
-        terms: How many workers, and the bounds of every wait.
-        decide: What follows a failure.
-        say: Takes lines for a person.
-        clock: Seconds that only grow; default `time.monotonic`.
+        address: Address of this host as "host:port", the only one where the server listens; port 0
+            for any free port.
+        token: Secret of all launchers; see `json_channel.check_token`.
+        terms: Number of workers and all timeouts.
+        decide: Restart policy.
+        say: Function that shows a line to the user.
+        clock: Monotonic clock in seconds, default `time.monotonic`.
 
     Attributes:
-        address: Where it listens.
+        address: Address where the server listens.
 
     Raises:
-        OSError: It cannot listen there: another host's address (`errno.EADDRNOTAVAIL`), or a port in use
-            (`errno.EADDRINUSE`), perhaps by another launcher of this host.
+        OSError: If the server cannot listen there: the address belongs to another host
+            (`errno.EADDRNOTAVAIL`), or the port is in use (`errno.EADDRINUSE`), perhaps by another
+            launcher of this host.
 
     Example:
         >>> from tfdist.launch.messages import Decision
         >>> terms = Terms(1, 4, timeout=0.2)
-        >>> with Rendezvous("127.0.0.1:0", b"0123456789abcdef", terms, decide=lambda outcome: Decision(False), say=print) as rendezvous:
+        >>> with Rendezvous(  # doctest: +NORMALIZE_WHITESPACE
+        ...     "127.0.0.1:0", b"0123456789abcdef", terms,
+        ...     decide=lambda outcome: Decision(False), say=print,
+        ... ) as rendezvous:
         ...     print(rendezvous.wait(10).code)
-        tfdist: after 0.2 s, 0 of at least 1 workers can run. Here: nobody. Missing: hosts that never joined. Start the same command there, or lower the minimum
+        tfdist: after 0.2 s, 0 of at least 1 workers can run. Here: nobody.
+        Missing: hosts that never joined. Start the same command there, or lower the minimum
         75
     """
 
@@ -66,22 +73,27 @@ class Rendezvous:
         clock: Callable[[], float] = time.monotonic,
     ):
         json_channel.check_token(token)
-        self._token, self._say, self._clock = token, say, clock
+        self._token = token
+        self._say = say
+        self._clock = clock
         self._socket = _listen(address)
-        host, port = address.rpartition(":")[0].strip("[]"), self._socket.getsockname()[1]
+        host = address.rpartition(":")[0].strip("[]")
+        port = self._socket.getsockname()[1]
         self.address = join_address(host, port)
         place = self._socket.getsockname()[0]
         if ipaddress.ip_address(place).is_loopback and host not in (place, "localhost"):
             say(
-                f"tfdist: {host} is {place} on this machine, where no other host can connect; better give its IP address"
+                f"tfdist: {host} is {place} on this machine, where no other host can connect; "
+                "better give its IP address"
             )
-        self._assembly = Membership(terms, decide, say, clock())
+        self._membership = Membership(terms, decide, say, clock())
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._channels: dict[int, json_channel.Channel] = {}
-        self._lock = threading.Lock()  # of the channels and the complaints
+        self._lock = threading.Lock()  # guards the channels and the complaints
         self._complaints: set[tuple[str, type]] = set()
         self._handshakes = threading.BoundedSemaphore(HANDSHAKES)
-        self._over, self._closing = threading.Event(), threading.Event()
+        self._over = threading.Event()
+        self._closing = threading.Event()
         self._threads = [
             threading.Thread(target=run, name=f"rendezvous-{name}", daemon=True)
             for name, run in (("listen", self._accept), ("decide", self._decide_all))
@@ -96,18 +108,20 @@ class Rendezvous:
         self.close()
 
     def wait(self, timeout: float) -> Finish | None:
-        """How the launch ended; None: it goes on after so many seconds."""
+        """Return the outcome of the launch, or None if it still runs after `timeout` seconds."""
         self._over.wait(timeout)
-        return self._assembly.finish
+        return self._membership.finish
 
     def close(
         self, code: int = TRANSIENT_CODE, text: str = "the first host's launcher ended"
     ) -> None:
-        """Ends the launch, if it has not ended, and waits at most some seconds until all members have heard of it.
+        """End the launch if it has not ended, and wait until all members know it.
+
+        The wait takes a few seconds at most.
 
         Args:
-            code: Exit code for the launchers of all hosts.
-            text: Why, for a person.
+            code: Exit code for the launchers of all hosts, default 75.
+            text: Reason, for the user.
         """
         self._events.put(lambda membership: membership.end(code, text))
         limit = time.monotonic() + FAREWELL_S
@@ -132,7 +146,7 @@ class Rendezvous:
                 connection, peer = self._socket.accept()
             except TimeoutError:
                 continue
-            except OSError:  # closed, or out of descriptors: do not spin
+            except OSError:  # closed, or out of descriptors: avoid a busy loop
                 time.sleep(TICK_S)
                 continue
             if not self._handshakes.acquire(blocking=False):
@@ -147,7 +161,7 @@ class Rendezvous:
             ).start()
 
     def _serve(self, key: int, connection: socket.socket, host: str) -> None:
-        """One connection, from the handshake to its end."""
+        """Serve one connection, from the handshake to its end."""
         try:
             channel = json_channel.accept(connection, self._token)
             hello = channel.receive(json_channel.HANDSHAKE_S)
@@ -180,11 +194,14 @@ class Rendezvous:
         self._events.put(lambda membership: membership.gone(key, why, gone))
 
     def _hear(self, key: int, message: dict) -> None:
-        now = self._clock()  # when it came, not when somebody had time for it
+        now = self._clock()  # time of arrival, not of processing
         self._events.put(lambda membership: membership.heard(key, message, now))
 
     def _complain(self, host: str, error: Exception) -> None:
-        """Once per stranger and fault: who scans ports must not fill the terminal."""
+        """Show a rejected connection, once per client and error.
+
+        A port scan must not fill the terminal.
+        """
         with self._lock:
             old = (host, type(error)) in self._complaints or len(self._complaints) >= COMPLAINTS
             if not old:
@@ -193,14 +210,17 @@ class Rendezvous:
             self._say(f"tfdist: the rendezvous turned somebody away: {error}")
 
     def _decide_all(self) -> None:
-        """Owns the assembly: hands in what was heard, and sends what it has to say."""
-        membership = self._assembly
+        """Run the thread that owns the membership.
+
+        It passes received messages to the membership and sends the messages in its outbox.
+        """
+        membership = self._membership
         while not self._closing.is_set():
             try:
                 for event in self._due():
                     event(membership)
                 membership.tick(self._clock())
-            except Exception as error:  # a fault of ours, or the policy's: nobody must wait in vain
+            except Exception as error:  # a bug here or in the policy must not block the members
                 membership.end(1, f"the rendezvous failed: {type(error).__name__}: {error}")
             while membership.outbox:
                 outbox, membership.outbox = membership.outbox, []
@@ -210,7 +230,7 @@ class Rendezvous:
                 self._over.set()
 
     def _due(self) -> list[_Event]:
-        """What was heard since; waits for it, but not for long."""
+        """Return the events received since the last call, after a short wait if there are none."""
         events = []
         with contextlib.suppress(queue.Empty):
             events.append(self._events.get(timeout=TICK_S))
@@ -229,7 +249,7 @@ class Rendezvous:
         try:
             channel.send(message)
         except json_channel.WireError as error:
-            self._assembly.gone(key, str(error), self._clock())
+            self._membership.gone(key, str(error), self._clock())
 
 
 def _listen(address: str) -> socket.socket:

@@ -1,4 +1,7 @@
-"""One host's launcher and the rendezvous: what is decided there becomes orders here, and no order outlives the connection."""
+"""Rendezvous client: connects a host's launcher to the rendezvous and relays its orders.
+
+Orders of a connection are void after its end.
+"""
 
 from __future__ import annotations
 
@@ -18,33 +21,33 @@ from tfdist.runtime.launch_protocol import CONFIGURATION_CODE, TRANSIENT_CODE
 
 POLL_S = 0.05
 RETRY_S = 0.5  # between two attempts to connect
-CUT = 0.9  # of the silence after which this host counts as lost: its workers are to end before
+CUT = 0.9  # fraction of the host timeout after which its workers must end
 
 
 class RendezvousClient:
-    """A host's place in a launch: gives the launcher orders, and takes its reports.
+    """A host's membership in a launch: receives orders and sends reports.
 
-    While nothing is heard from the rendezvous for as long as it would take to count this host as lost, or when the connection
-    ends, the order is `Cut`, and a new attempt to join begins. All methods may be called by any thread, and none waits but
-    `order` and `close`.
+    If the rendezvous is silent for as long as it would take to count this host as lost, or if the
+    connection ends, the order is `Cut`, and the client tries to join again. Any thread may call any
+    method. Only `order` and `close` block.
 
     Args:
-        address: "host:port" of the rendezvous.
-        token: What all launchers know; see `wire.check_token`.
+        address: Address of the rendezvous as "host:port".
+        token: Secret of all launchers; see `json_channel.check_token`.
         host: Address by which the other hosts reach this one.
-        slots: How many workers it can run.
-        command_digest: Of the command; a text that is equal on all hosts, and may be shown.
-        name: For a person; default the machine's.
+        slots: Number of workers that this host can run.
+        command_digest: Digest of the command; a text that is equal on all hosts and may be shown.
+        name: Name of the host for the user, default the machine's name.
         join_timeout: Seconds for the rendezvous to appear, default 300.
-        ports: Finds so many free ports; default `free_ports` on every interface.
-        say: Takes lines for a person.
-        clock: Seconds that only grow; default `time.monotonic`.
+        ports: Function that finds that many free ports, default `free_ports` on every interface.
+        say: Function that shows a line to the user.
+        clock: Monotonic clock in seconds, default `time.monotonic`.
 
     Attributes:
-        id: Names it in this launch.
+        id: Unique name of the host in this launch.
 
     Raises:
-        ValueError: An argument is wrong.
+        ValueError: If an argument is wrong.
     """
 
     def __init__(
@@ -65,13 +68,11 @@ class RendezvousClient:
         if slots < 1:
             raise ValueError(f"slots: expected at least 1 worker, received {slots}")
         self.id = secrets.token_hex(8)
-        self._address, self._token, self._join_timeout, self._say, self._clock = (
-            address,
-            token,
-            join_timeout,
-            say,
-            clock,
-        )
+        self._address = address
+        self._token = token
+        self._join_timeout = join_timeout
+        self._say = say
+        self._clock = clock
         self._ports = ports or (lambda count: free_ports(count, "::" if ":" in host else "0.0.0.0"))
         self._hello = {
             "do": "join",
@@ -81,16 +82,17 @@ class RendezvousClient:
             "slots": slots,
             "digest": command_digest,
         }
-        self._lock = threading.Lock()  # of what follows
+        self._lock = threading.Lock()  # guards the attributes below
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._finish: Finish | None = None
         self._channel: json_channel.Channel | None = None
-        self._generation: int | None = None  # of the last `Start` that the launcher took
-        self._reported = False  # how it ended here
+        self._generation: int | None = None  # number in the last `Start` that the launcher received
+        self._reported = False  # whether the outcome here was reported
         self._closing = threading.Event()
-        self._bye = ""  # why it closes
-        self._beats: dict[int, float] = {}  # number -> when it was sent, of those without an answer
-        self._proven = 0.0  # when the last beat was sent that was answered
+        self._bye = ""  # reason for closing
+        # heartbeats without an answer: number -> time of sending
+        self._beats: dict[int, float] = {}
+        self._proven = 0.0  # time of sending of the last answered heartbeat
         self._thread = threading.Thread(target=self._run, name="rendezvous-member", daemon=True)
         self._thread.start()
 
@@ -101,77 +103,87 @@ class RendezvousClient:
         self.close()
 
     def order(self, timeout: float) -> Order | None:
-        """The next order.
+        """Return the next order.
 
         Args:
-            timeout: Seconds to wait for it.
+            timeout: Seconds to wait for the order.
 
         Returns:
-            The order; None: none came. After a `Finish` there is no other.
+            The order, or None if there is none. After a `Finish` there are no others.
         """
         try:
             order = self._orders.get(timeout=0 if self._finish else timeout)
         except queue.Empty:
             return self._finish
         if isinstance(order, Start):
-            with self._lock:  # now, not when it came: the launcher may still report what was before
-                self._generation, self._reported = order.generation, False
+            # Not on arrival: until now the launcher may still report the previous generation.
+            with self._lock:
+                self._generation = order.generation
+                self._reported = False
         return order
 
     def done(self) -> None:
-        """All workers here did their work."""
+        """Report that all workers here have finished their work."""
         self._report("done")
 
     def failed(
         self, kind: str, text: str, counted: bool = True, signature: str = "", code: int = 1
     ) -> None:
-        """A worker here failed, and all workers here have ended.
+        """Report that a worker here failed, and that all workers here have ended.
 
         Args:
             kind: Value of `failures.Kind`.
-            text: What happened, for a person.
-            counted: Whether it uses up a restart.
-            signature: Equal for the same error at the same step; "": unknown.
-            code: Exit code of the launch should this be its end.
+            text: Description for the user.
+            counted: Whether the failure uses up a restart, default True.
+            signature: Text that is equal for the same error at the same step; "" (default) if
+                unknown.
+            code: Exit code of the launch if this report ends it, default 1.
         """
         self._report(
             "failed", kind=kind, text=text[:4000], counted=counted, signature=signature, code=code
         )
 
     def preempted(self, leaving: bool = False) -> None:
-        """The workers here ended after a snapshot since somebody sent them SIGTERM.
+        """Report that the workers here were sent SIGTERM and ended after a snapshot.
 
         Args:
-            leaving: Whether this host goes, too; its launcher then calls `close`.
+            leaving: Whether this host leaves the launch, default False; its launcher then calls
+                `close`.
         """
         self._report("preempted", leaving=leaving)
 
     def stopped(self) -> None:
-        """All workers here have ended, as ordered."""
+        """Report that all workers here have ended, as ordered."""
         self._report("stopped")
 
     def close(self, reason: str = "its launcher ended") -> None:
-        """Leaves the launch, which counts as a loss where workers run here.
+        """Leave the launch, which counts as a loss if workers run here.
 
         Args:
-            reason: For the others.
+            reason: Reason, for the other hosts.
         """
         self._bye = reason
         self._closing.set()
         self._thread.join(json_channel.HANDSHAKE_S + RETRY_S)
 
     def _report(self, word: str, **facts: Any) -> None:
-        """Tells how the generation ended here; the first report counts, and after a `Cut` none."""
+        """Send the outcome of the generation on this host.
+
+        Only the first report is sent, and none after a `Cut`.
+        """
         with self._lock:
-            channel, generation, reported = self._channel, self._generation, self._reported
+            channel = self._channel
+            generation = self._generation
+            reported = self._reported
             self._reported = True
         if channel is not None and generation is not None and not reported:
-            with contextlib.suppress(json_channel.WireError):  # the thread that receives notices it
+            with contextlib.suppress(json_channel.WireError):  # the receiving thread notices it
                 channel.send({"do": word, "generation": generation, **facts})
 
     def _run(self) -> None:
         try:
-            limit, reason = self._clock() + self._join_timeout, "it does not listen yet"
+            limit = self._clock() + self._join_timeout
+            reason = "it does not listen yet"
             lost = f"no rendezvous at {self._address} after {self._join_timeout:g} s"
             while not self._closing.is_set():
                 channel, problem = self._join()
@@ -187,12 +199,15 @@ class RendezvousClient:
                     return None
                 self._cut(f"lost the rendezvous at {self._address}: {reason}")
                 limit = self._clock() + self._window
-                lost = f"lost the rendezvous at {self._address}, and did not find it again within {self._window:g} s"
-        except Exception as error:  # a fault of ours: the launcher must not wait in vain
+                lost = (
+                    f"lost the rendezvous at {self._address}, and did not find it again within "
+                    f"{self._window:g} s"
+                )
+        except Exception as error:  # a bug here must not block the launcher
             self._end(1, f"the rendezvous' member failed: {type(error).__name__}: {error}")
 
     def _join(self) -> tuple[json_channel.Channel | None, str]:
-        """A channel of which this host is a member, or none and why."""
+        """Join the launch; return the channel and "", or None and the reason for the failure."""
         channel = None
         try:
             sent = self._clock()
@@ -217,17 +232,22 @@ class RendezvousClient:
                 channel.close()
             return None, str(error)
         with self._lock:
-            self._channel, self._generation, self._reported = channel, None, False
-        self._beats, self._proven = {}, sent
+            self._channel = channel
+            self._generation = None
+            self._reported = False
+        self._beats = {}
+        self._proven = sent
         return channel, ""
 
     def _obey(self, channel: json_channel.Channel) -> str:
-        """Turns messages into orders until the connection is of no more use; returns why."""
-        number, due = 0, 0.0
+        """Convert messages into orders until the connection is unusable; return the reason."""
+        number = 0
+        due = 0.0
         try:
             while not self._closing.is_set():
                 now = self._clock()
-                # From when a beat was sent: the rendezvous heard it later, and counts this host as lost later still.
+                # Count from the sending of a heartbeat: the rendezvous received it later, so it
+                # counts this host as lost later, too.
                 if now - self._proven >= CUT * self._silence:
                     return f"it did not answer for {CUT * self._silence:g} s"
                 if now >= due:
@@ -268,7 +288,8 @@ class RendezvousClient:
 
     def _cut(self, reason: str) -> None:
         with self._lock:
-            self._channel, self._generation = None, None
+            self._channel = None
+            self._generation = None
         self._replace(Cut(reason))
         self._say(f"tfdist: {reason}")
 
@@ -278,7 +299,7 @@ class RendezvousClient:
             self._replace(self._finish)
 
     def _replace(self, order: Order) -> None:
-        """Nothing that was ordered before counts any longer."""
+        """Discard all pending orders and queue this one."""
         with contextlib.suppress(queue.Empty):
             while True:
                 self._orders.get_nowait()

@@ -1,7 +1,8 @@
-"""A user's script runs as if Python had started it, and its uncaught exception becomes an error file, nothing else.
+"""Script runner: runs a user's script like Python does, and saves its uncaught exception.
 
-python -m tfdist.launch.script_runner FILE.py ARGS...
-python -m tfdist.launch.script_runner -m MODULE ARGS...
+Usage:
+    python -m tfdist.launch.script_runner FILE.py ARGS...
+    python -m tfdist.launch.script_runner -m MODULE ARGS...
 """
 
 import contextlib
@@ -21,18 +22,19 @@ _OURS = (__file__, runpy.__file__, "<frozen runpy>")
 
 
 def main() -> None:
-    """Run the words on the command line."""
+    """Run the script or module on the command line."""
     run(sys.argv[1:])
 
 
 def run(words: list[str]) -> None:
-    """Run a task in this process, and end it as Python would.
+    """Run a task in this process, and exit as Python would.
 
     Args:
         words: FILE.py ARGS, or -m MODULE ARGS.
 
     Raises:
-        SystemExit: As the task asks; with code 1, or the error's `exit_code`, after an exception.
+        SystemExit: If the task raises it; also after an exception, with the error's `exit_code` or
+            1.
     """
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # `kill -USR1 PID` writes every thread's stack to the log
@@ -45,10 +47,10 @@ def run(words: list[str]) -> None:
         else:
             runpy.run_path(words[0], run_name="__main__")
     except KeyboardInterrupt:
-        # A Ctrl-C that the launcher has passed on: where it struck helps nobody.
+        # A Ctrl-C that the launcher has passed on: its traceback does not help.
         sys.exit(128 + signal.SIGINT)
     except SystemExit as stop:
-        # `raise SystemExit(78) from error`: the error was told plainly, the report names it.
+        # `raise SystemExit(78) from error`: the task has printed the error; the report includes it.
         if stop.__cause__ is not None:
             write_error(os.environ.get(ERROR_FILE), stop.__cause__)
         raise
@@ -60,7 +62,7 @@ def run(words: list[str]) -> None:
 
 
 def prepare(words: list[str]) -> None:
-    """Set the command line and the first place of imports as Python does.
+    """Set `sys.argv` and the first entry of `sys.path` as Python does.
 
     Args:
         words: FILE.py ARGS, or -m MODULE ARGS.
@@ -74,7 +76,12 @@ def prepare(words: list[str]) -> None:
 
 
 def write_error(path: str | None, error: BaseException) -> None:
-    """Writes an exception as JSON, whole or not at all; `path` None: nobody asked for it."""
+    """Write an exception as JSON, completely or not at all.
+
+    Args:
+        path: Path of the error file; None to write nothing.
+        error: Exception to write.
+    """
     if path is None:
         return
     record = {

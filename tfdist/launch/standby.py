@@ -1,9 +1,10 @@
-"""Standby processes: started beforehand, with TensorFlow imported, so that a restart need not wait for that.
+"""Standby processes: a pool of processes with TensorFlow imported, for fast restarts.
 
-The first tasks of a launch start as ever, and record what they import and in which environment
-(`imports`). Once they train, the pool starts processes in that image, one after the other, at low
-priority. A restart hands its tasks over to those that are ready. Whatever is not as it was when a
-standby process started (a variable, the cores) costs nothing but the time of a fresh start.
+The first tasks of a launch start as fresh processes, and record their imports and their environment
+(`import_record`). Once they train, the pool starts processes with the same image, one after the
+other, at low priority. A restart hands its tasks over to the ready processes. If a property has
+changed since a standby process started (a variable, the cores), the task starts as a fresh process,
+which only costs time.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ from tfdist.launch.task_plan import TaskPlan
 from tfdist.runtime.launch_protocol import IMPORTS_FILE, note
 from tfdist.runtime.resource_limits import cores, memory
 
-BYTES = 700 << 20  # of one with TensorFlow, Keras and TFDS
-SHARE = 0.5  # of the memory that is available; the rest is for what trains
-IMPORT_SECONDS = 300.0  # at low priority, on a machine that has other work
-HANDOVER_SECONDS = 3.0  # takes milliseconds
+BYTES = 700 << 20  # memory of a process with TensorFlow, Keras and TFDS
+SHARE = 0.5  # fraction of the available memory; the rest is for the training tasks
+IMPORT_SECONDS = 300.0  # timeout at low priority on a busy machine
+HANDOVER_SECONDS = 3.0  # timeout; a hand-over takes milliseconds
 END_SECONDS = 10.0
-MOST_LOST = 3  # in a row, after which there are no more
-CORES_PER_START = 8  # cores for each process that imports at the same time
-EVENT = "standby"  # of the journal
+MOST_LOST = 3  # consecutive losses after which the pool gives up
+CORES_PER_START = 8  # cores per process that imports at the same time
+EVENT = "standby"  # journal event
 
 
 @dataclasses.dataclass(frozen=True)
 class Image:
-    """Properties that a process has from its start and keeps.
+    """Properties that a process has from its start and cannot change.
 
     Attributes:
-        environ: Variables, but for those of one task alone.
-        imports: What it imports.
+        environ: Environment variables, except those of a single task.
+        imports: Modules that the process imports.
         cores: Numbers of the cores that it may use.
     """
 
@@ -50,7 +51,7 @@ class Image:
     cores: tuple[int, ...]
 
     def start_environ(self) -> dict[str, str]:
-        """Return the variables to start it with: those of a task when it imported TensorFlow."""
+        """Return the variables for its start: those of a task when it imported TensorFlow."""
         environ = dict(self.environ)
         for name, value in self.imports.environ.items():
             environ.pop(name, None)
@@ -60,18 +61,18 @@ class Image:
 
 
 class Standby:
-    """One process and the channel to it.
+    """One standby process and the channel to it.
 
     Args:
-        image: What it is to be like.
-        words: The program of the tasks, which decides where imports look first.
+        image: Image of the process.
+        words: Program of the tasks, which determines the first entry of `sys.path`.
     """
 
     def __init__(self, image: Image, words: Sequence[str]):
         self.image = image
         self.started = time.monotonic()
         self.ready = False
-        self.error = ""  # of its imports
+        self.error = ""  # error of its imports
         self._unread = b""
         self._channel, theirs = socket.socketpair()
         with theirs:
@@ -88,12 +89,12 @@ class Standby:
 
     @property
     def pid(self) -> int:
-        """Its process id, and that of its group."""
+        """Return its process id, which is also the id of its group."""
         return self.popen.pid
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended."""
+        """Return whether it has ended."""
         return self.popen.poll() is not None
 
     def look(self) -> bool:
@@ -109,11 +110,11 @@ class Standby:
         """Make it the process of a task.
 
         Args:
-            plan: The task.
-            strike: Called with its process id; a chaos plan may kill it.
+            plan: Plan of the task.
+            strike: Function that receives its process id; a fault plan may kill it there.
 
         Returns:
-            Whether it runs the task now. Otherwise it is to be ended before another process begins.
+            Whether it runs the task now. If not, end it before you start another process.
         """
         strike(self.pid)
         self._send(
@@ -129,7 +130,7 @@ class Standby:
         return begun
 
     def end(self) -> None:
-        """End it, and free what it held."""
+        """Kill it and free its resources."""
         kill_group(self.pid)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.popen.wait(END_SECONDS)
@@ -138,12 +139,12 @@ class Standby:
         self.popen.stdout.close()
 
     def _send(self, message: Mapping[str, object]) -> None:
-        with contextlib.suppress(OSError):  # it is gone, which the answer will tell
+        with contextlib.suppress(OSError):  # it has ended; the missing answer shows this
             self._channel.settimeout(HANDOVER_SECONDS)
             self._channel.sendall(json.dumps(message).encode() + b"\n")
 
     def _message(self, seconds: float) -> dict[str, str]:
-        """Return its next message; an empty one if there is none in time, or it is gone."""
+        """Return its next message; {} if there is none in time, or the process has ended."""
         deadline = time.monotonic() + seconds
         with contextlib.suppress(OSError, ValueError):
             while b"\n" not in self._unread:
@@ -158,14 +159,14 @@ class Standby:
 
 
 class Standbys:
-    """The standby processes of a launcher.
+    """The pool of standby processes of a launcher.
 
     Args:
-        count: How many to keep; None: one for each Python task, as far as memory allows.
-        guard: Kills them should this process die.
-        log_dir: Of the launch, for its journal.
-        say: Takes lines for a person.
-        available: Returns how many bytes of memory may still be taken; None: unknown.
+        count: Number of processes to keep; None for one per Python task, as far as memory allows.
+        guardian: Guardian that kills them if this process dies.
+        log_dir: Log directory of the launch, for its journal.
+        say: Function that shows a line to the user.
+        available: Function that returns the available bytes of memory, or None if unknown.
     """
 
     def __init__(
@@ -177,7 +178,7 @@ class Standbys:
         available: Callable[[], int | None] = lambda: memory()[0],
     ):
         self._count = count
-        self._guard = guardian
+        self._guardian = guardian
         self._log_dir = log_dir
         self._say = say
         self._available = available
@@ -188,10 +189,10 @@ class Standbys:
         self._short = False
 
     def keep(self, plans: Sequence[TaskPlan], training: bool) -> None:
-        """Look after the pool; called twice a second while an attempt runs.
+        """Maintain the pool; call it twice a second while an attempt runs.
 
         Args:
-            plans: The tasks of the attempt.
+            plans: Plans of the attempt's tasks.
             training: Whether they train, so that there is time to start further processes.
         """
         for standby in list(self._pool):
@@ -213,10 +214,10 @@ class Standbys:
             self._start(image, plans[0].words)
 
     def take(self, plan: TaskPlan, strike: Callable[[int], None]) -> subprocess.Popen | None:
-        """Return a process that has begun to run a task; None: start a fresh one.
+        """Return a process that has begun to run a task, or None to start a fresh one.
 
         Args:
-            plan: The task.
+            plan: Plan of the task.
             strike: See `Standby.hand_over`.
         """
         for standby in [each for each in self._pool if plan.words and not each.ended]:
@@ -239,7 +240,7 @@ class Standbys:
         return None
 
     def close(self) -> None:
-        """End all that wait."""
+        """End all standby processes."""
         self._off = True
         for standby in self._pool:
             self._end(standby)
@@ -251,7 +252,7 @@ class Standbys:
         except OSError as error:  # no process, no memory, no descriptors
             self._give_up(f"cannot be started: {error}")
             return
-        self._guard.add(standby.pid)
+        self._guardian.add(standby.pid)
         self._pool.append(standby)
         note(self._log_dir, EVENT, what="started", pid=standby.pid)
 
@@ -266,7 +267,7 @@ class Standbys:
 
     def _end(self, standby: Standby) -> None:
         standby.end()
-        self._guard.remove(standby.pid)
+        self._guardian.remove(standby.pid)
 
     def _give_up(self, why: str) -> None:
         if not self._off:
@@ -275,9 +276,9 @@ class Standbys:
             self._say(f"tfdist: no more standby processes ({why}); restarts start fresh ones")
 
     def _image(self, plans: Sequence[TaskPlan]) -> Image | None:
-        """Return what all tasks have in common; None before they have imported TensorFlow."""
+        """Return the common image of all tasks; None before they have imported TensorFlow."""
         for plan in plans:
-            # A task that was handed over records nothing: its image was the one before.
+            # A task in a standby process records nothing: its image is the previous one.
             found = read_imports(plan.environ[IMPORTS_FILE])
             if found.modules:
                 self._imports[plan.name] = found
@@ -303,15 +304,18 @@ class Standbys:
             return True
         if not self._short:
             self._short = True
-            why = f"{available / 1e9:.1f} GB of memory are available, {BYTES / SHARE / 1e9:.1f} needed"
+            why = (
+                f"{available / 1e9:.1f} GB of memory are available, {BYTES / SHARE / 1e9:.1f} "
+                "needed"
+            )
             note(self._log_dir, EVENT, what="no memory", why=why)
-            if self._count is not None:  # asked for
+            if self._count is not None:  # requested by the user
                 self._say(f"tfdist: --standby {self._count}: no standby process, as {why}")
         return False
 
 
 def _difference(image: Image, plan: TaskPlan) -> str:
-    """Return in words what a task needs otherwise than an image has it; "" for nothing."""
+    """Return in words how a task differs from an image, or "" if it does not."""
     if differing := changed(image.environ, _shared(plan.environ)):
         return f"{', '.join(differing)} of {plan.name} differs"
     if image.cores != cores():
@@ -320,7 +324,7 @@ def _difference(image: Image, plan: TaskPlan) -> str:
 
 
 def _shared(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables without those of one task in one attempt, which nothing reads early."""
+    """Return the variables without those of one task in one attempt, which no import reads."""
     return {
         name: value
         for name, value in environ.items()

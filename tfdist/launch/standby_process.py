@@ -1,9 +1,10 @@
-"""A standby process: imports TensorFlow beforehand, and runs the task that the launcher hands it.
+"""Standby process: imports TensorFlow in advance, then runs a task of the launcher.
 
     python -m tfdist.launch.standby_process FD
 
-FD is a socket. Both sides send JSON lines: the launcher what to import, the process "ready", the
-launcher a task, the process "begun". From there on nothing tells it from `tfdist.launch.script_runner`.
+FD is a socket. Both sides send JSON lines: the launcher sends the modules to import, the process
+sends "ready", the launcher sends a task, and the process sends "begun". From there on it behaves
+like `tfdist.launch.script_runner`.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ from tfdist.launch import script_runner
 NICE = 19  # the lowest priority
 COMM = "/proc/self/comm"  # the name that `ps` and `top` show
 OOM_SCORE = "/proc/self/oom_score_adj"
-AUTOGROUP = "/proc/self/autogroup"  # see sched(7): sessions share the cores by this alone
-READY, BEGUN = "ready", "begun"
+AUTOGROUP = "/proc/self/autogroup"  # only this weighs sessions against each other, see sched(7)
+READY = "ready"
+BEGUN = "begun"
 
 
 def main() -> None:
-    """Imports, waits and runs one task; ends without one when the launcher is gone."""
+    """Import, wait and run one task; exit without a task when the launcher is gone."""
     channel = socket.socket(fileno=int(sys.argv[1]))
     lines = channel.makefile("r", encoding="utf-8")
     task = wait_for_task(channel, lines.readline)
@@ -42,14 +44,14 @@ def main() -> None:
 def wait_for_task(
     channel: socket.socket, readline: Callable[[], str], imports: bool = True
 ) -> dict[str, Any]:
-    """Prepare this process, and return the task once all of it but the code is in place.
+    """Prepare this process; return the task once all of it but the code is in place.
 
     Args:
-        channel: To the launcher.
-        readline: Returns the launcher's next line; "" when it is gone.
-        imports: Whether to import what the launcher says.
+        channel: Socket to the launcher.
+        readline: Function that returns the launcher's next line; "" when the launcher is gone.
+        imports: Whether to import the modules that the launcher names, default True.
     """
-    interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)  # a traceback helps nobody here
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)  # a traceback does not help here
     order = _receive(readline)
     script_runner.prepare(order["words"])
     before = dict(os.environ)
@@ -69,7 +71,7 @@ def wait_for_task(
     os.environ.update({**task["environ"], **added})
     os.chdir(task["cwd"])
     if not getattr(sys.flags, "safe_path", False):  # Python 3.11's -P
-        sys.path[0] = task["cwd"]  # as of any `python -m`
+        sys.path[0] = task["cwd"]  # as for any `python -m`
     sys.orig_argv[:] = task["command"]
     signal.signal(signal.SIGINT, interrupt)
     _send(channel, {"state": BEGUN})
@@ -77,7 +79,7 @@ def wait_for_task(
 
 
 def _import(name: str) -> None:
-    """Import a module; one that the task asked for and did not find is left out."""
+    """Import a module; ignore one that the task tried to import and did not find."""
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -86,24 +88,24 @@ def _import(name: str) -> None:
 
 
 def _receive(readline: Callable[[], str]) -> dict[str, Any]:
-    """Return the launcher's next message; end this process where the launcher is gone."""
+    """Return the launcher's next message; exit if the launcher is gone."""
     line = readline()
     if not line.endswith("\n"):
-        _exit(0)  # TensorFlow's own end takes a second
+        _exit(0)  # skips TensorFlow's shutdown, which takes a second
     return json.loads(line)
 
 
 def _send(channel: socket.socket, message: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # the launcher is gone: the next line says so
+    with contextlib.suppress(OSError):  # the launcher is gone; the next read shows this
         channel.sendall(json.dumps(message).encode() + b"\n")
 
 
 def _stand_back() -> Callable[[], None]:
-    """Lower this process's priority; return what undoes it.
+    """Lower this process's priority; return a function that restores it.
 
-    An ordinary user may lower the priority of a process, but rarely raise it again. This is tried
-    in a thread, which Linux gives a priority of its own. Memory that runs out ends standby
-    processes before those that train.
+    An ordinary user may lower the priority of a process, but rarely raise it again. A thread tries
+    this first, because Linux gives each thread its own priority. The OOM killer ends standby
+    processes before training tasks.
     """
     undo = [_overwrite(OOM_SCORE, "1000"), _overwrite(COMM, "tfdist-standby")]
     nice = os.nice(0)
@@ -120,7 +122,7 @@ def _stand_back() -> Callable[[], None]:
 
 
 def _may_return_to(nice: int) -> bool:
-    """Return whether a process with the lowest priority may take this one again."""
+    """Return whether a process with the lowest priority may get this one again."""
     allowed: list[bool] = []
 
     def probe() -> None:
@@ -130,7 +132,7 @@ def _may_return_to(nice: int) -> bool:
             os.setpriority(os.PRIO_PROCESS, thread, nice)
             allowed.append(True)
 
-    if sys.platform == "linux":  # elsewhere the priority is the process's
+    if sys.platform == "linux":  # elsewhere the priority belongs to the process
         thread = threading.Thread(target=probe)
         thread.start()
         thread.join()
@@ -138,14 +140,20 @@ def _may_return_to(nice: int) -> bool:
 
 
 def _set_priority_of_all_threads(nice: int) -> None:
-    """Set the priority of every thread; those that an import has started have the lowest, too."""
+    """Set the priority of every thread.
+
+    Threads that an import has started have the lowest priority, too.
+    """
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(ProcessLookupError):
             os.setpriority(os.PRIO_PROCESS, int(thread), nice)
 
 
 def _overwrite(path: str, text: str) -> Callable[[], None]:
-    """Write a setting of the kernel; return what writes the old one back. No kernel need have it."""
+    """Write a kernel setting; return a function that restores the old value.
+
+    A kernel without the setting is not an error.
+    """
     try:
         with open(path, "r+", encoding="ascii") as file:
             before = file.read().strip().rpartition("nice ")[2]  # autogroup: "NAME nice N"

@@ -1,8 +1,9 @@
-"""Planned tasks become running processes that end together, again and again until the work is done or a restart is no use.
+"""Supervisor: runs the tasks of an attempt, watches them and restarts them after failures.
 
-An attempt is all or nothing: as soon as one task has failed, the others get a moment to report their own errors and
-are then ended, every process is waited for, and no process group outlives the attempt. Only a task that its group does without
-meanwhile is started again alone. What endings mean, and what follows from them, is decided elsewhere.
+An attempt is all or nothing. As soon as one task has failed, the others get a moment to report
+their own errors. Then they are ended, every process is waited for, and no process group outlives
+the attempt. Only a task without which its group can continue is restarted alone. `failures`
+classifies the endings, and `policy` decides about restarts.
 """
 
 from __future__ import annotations
@@ -25,35 +26,35 @@ from tfdist.runtime.launch_protocol import PREEMPTED_CODE, Phase, note, read_jou
 
 POLL_SECONDS = 0.05
 REAP_POLL_SECONDS = 0.01  # after SIGKILL
-LOOK_SECONDS = 0.5  # between two looks at signs of life
-PEER_SECONDS = 3.0  # after a failure: peers notice within 3 s, see their own error, and end
-STUCK_SECONDS = 0.3  # after a failure, for tasks of which nothing more is to come
-STACK_SECONDS = 1.0  # for writing the stacks of all threads
-DRAIN_SECONDS = (
-    2.0  # for what is left in a pipe; a daemon that left the task's group may hold it open for ever
-)
-SETTLE_SECONDS = 20.0  # after which tasks that tell of no steps have started
-REAP_SECONDS = (
-    10.0  # after SIGKILL: only a process stuck in the kernel (a dead network disk) takes longer
-)
+LOOK_SECONDS = 0.5  # interval of the watchdog
+PEER_SECONDS = 3.0  # after a failure: peers notice it, raise their own error and end in 3 s
+STUCK_SECONDS = 0.3  # after a failure, for tasks that have nothing left to report
+STACK_SECONDS = 1.0  # time to write the stacks of all threads
+# Time to read the rest of a pipe, which a daemon that left the task's group may keep open for ever.
+DRAIN_SECONDS = 2.0
+SETTLE_SECONDS = 20.0  # after which tasks without heartbeats count as started
+# After SIGKILL: only a process stuck in the kernel (a dead network disk) takes longer.
+REAP_SECONDS = 10.0
 
 
 class Supervisor:
-    """Runs a group of tasks to their common end.
+    """Run a group of tasks until all are done or no restart is left.
 
     Args:
-        plan: The tasks of attempt 0, 1, ...: new ports each time.
-        guard: Kills the tasks should this process die.
-        console: Shows their output.
-        log_dir: For the report and the journal.
+        plan: Function that returns the tasks of attempt 0, 1, ..., with new ports each time.
+        guardian: Guardian that kills the tasks if this process dies.
+        console: Console that shows their output.
+        log_dir: Log directory, for the report and the journal.
         grace: Seconds from the request to end until SIGKILL.
         evaluator_wait: Seconds for the evaluator to finish once training is done.
-        policy: Decides about restarts.
-        silence: Seconds by `contract.Phase` after which a silent task counts as hung.
-        isolated: Whether the tasks are cut off from the network.
-        colour: Whether the report may be coloured.
-        chaos: Faults to inject, where a chaos plan has some.
-        standbys: Processes to hand tasks over to; None: each task gets a fresh one.
+        policy: Restart policy, default no restarts.
+        silence: Watchdog timeout in seconds by `launch_protocol.Phase`, after which a silent task
+            counts as hung.
+        isolated: Whether the tasks are cut off from the network, default False.
+        colour: Whether the report may use colours, default False.
+        chaos: Faults to inject, or None.
+        standbys: Standby processes to hand tasks over to; None to start a fresh process for each
+            task.
     """
 
     def __init__(
@@ -72,31 +73,40 @@ class Supervisor:
         chaos: Chaos | None = None,
         standbys: Standbys | None = None,
     ):
-        self._plan, self._guard, self._console = plan, guardian, console
-        self._log_dir, self._grace, self._evaluator_wait = log_dir, grace, evaluator_wait
-        self._policy, self._silence = policy or Policy(0), silence or {}
-        self._isolated, self._colour, self._chaos = isolated, colour, chaos
+        self._plan = plan
+        self._guardian = guardian
+        self._console = console
+        self._log_dir = log_dir
+        self._grace = grace
+        self._evaluator_wait = evaluator_wait
+        self._policy = policy or Policy(0)
+        self._silence = silence or {}
+        self._isolated = isolated
+        self._colour = colour
+        self._chaos = chaos
         self._standbys = standbys
         self._signals: list[int] = []
         self._looked = self._begun = time.monotonic()
-        self._errors: dict[int, float] = {}  # by process: when its error was seen
+        self._errors: dict[int, float] = {}  # process id -> time at which its error was seen
 
     def interrupt(self, number: int, frame: object = None) -> None:
-        """Asks for the end of all tasks; the second time, at once. It is a signal handler, too."""
+        """Ask all tasks to end; a second call ends them at once. Usable as a signal handler."""
         self._signals.append(number)
 
     @property
     def interrupted(self) -> bool:
-        """Whether somebody has asked for the end."""
+        """Return whether a signal has asked for the end."""
         return bool(self._signals)
 
     def run(self) -> int:
-        """Runs attempts until one settles the matter.
+        """Run attempts until one succeeds or there is no further restart.
 
         Returns:
-            The exit code: 0, that of the root cause, 42 where an interruption let the tasks save, or 128 + signal.
+            The exit code: 0, the exit code of the root cause, 42 if the tasks saved a snapshot
+            after an interruption, or 128 + signal.
         """
-        started, number = time.monotonic(), 0
+        started = time.monotonic()
+        number = 0
         while True:
             begun = time.time()
             outcome, codes = self.attempt(number, self._plan(number))
@@ -104,7 +114,8 @@ class Supervisor:
                 return self.farewell(time.monotonic() - started, codes)
             if outcome is None:
                 self._console.notice(
-                    f"tfdist: all tasks done after {time.monotonic() - started:.1f} s; logs in {short_path(self._log_dir)}"
+                    f"tfdist: all tasks done after {time.monotonic() - started:.1f} s; logs in "
+                    f"{short_path(self._log_dir)}"
                 )
                 return 0
             decision = self._policy.decide(outcome.cause)
@@ -137,16 +148,19 @@ class Supervisor:
         ordered: Callable[[], bool] = lambda: False,
         peer_grace: Callable[[], float] = lambda: PEER_SECONDS,
     ) -> tuple[Failed | None, dict[str, int | None]]:
-        """Runs one group of processes until it is done, failed, interrupted or ordered to end, and leaves none behind.
+        """Run one group of processes until it is done, failed, interrupted or ordered to end.
+
+        No process outlives the call.
 
         Args:
-            number: 0, 1, ...
-            plans: Its tasks.
-            ordered: Whether somebody else has ordered its end.
-            peer_grace: Seconds from then until SIGKILL, at most those of `grace`; 0: at once. They may become fewer meanwhile.
+            number: Number of the attempt, from 0.
+            plans: Plans of its tasks.
+            ordered: Function that returns whether a remote order has requested the end.
+            peer_grace: Function that returns the seconds from then until SIGKILL, at most `grace`;
+                0 for at once. The value may decrease during the wait.
 
         Returns:
-            Why it failed, None where no task failed by itself; the tasks' return codes.
+            The failure, or None if no task failed by itself; and the return codes by task.
         """
         group: list[Process] = []
         self._errors = {}
@@ -179,11 +193,11 @@ class Supervisor:
         return Failed(verdict, stepped, max(reached, default=None)), codes
 
     def farewell(self, seconds: float, codes: Mapping[str, int | None]) -> int:
-        """Tells how an interruption has ended the tasks; returns the exit code.
+        """Show how an interruption has ended the tasks; return the exit code.
 
         Args:
-            seconds: Since the launch.
-            codes: The tasks' return codes.
+            seconds: Seconds since the launch.
+            codes: Return codes by task.
         """
         name = signal_name(-self._signals[0])
         saved = PREEMPTED_CODE in codes.values()
@@ -192,19 +206,19 @@ class Supervisor:
         return PREEMPTED_CODE if saved else 128 + self._signals[0]
 
     def _start(self, plan: TaskPlan) -> Process:
-        return Process(plan, self._console, self._guard, self._take)
+        return Process(plan, self._console, self._guardian, self._take)
 
     def _take(self, plan: TaskPlan) -> subprocess.Popen | None:
         strike = self._chaos.hand_over if self._chaos else lambda pid: None
         return self._standbys.take(plan, strike) if self._standbys else None
 
     def _watch(self, group: list[Process], ordered: Callable[[], bool]) -> None:
-        """Returns when there is nothing more to wait for."""
+        """Wait until the group is done, has failed or must end."""
         evaluators = [process for process in group if process.plan.role is Role.EVALUATES]
-        # A host that runs no training task, only a ps, say, waits for what it has.
+        # A host without training tasks, for example with a ps only, waits for its other tasks.
         names = {process.plan.name for process in group if process.plan.role is Role.TRAINS}
         lives: dict[str, int] = {}
-        said: dict[str, str] = {}  # how each that was started again had ended
+        said: dict[str, str] = {}  # how each restarted task had ended
 
         def awaited() -> list[Process]:
             return [process for process in group if process.plan.name in names] or group
@@ -238,7 +252,8 @@ class Supervisor:
             if late and not failed():
                 seconds = f"{self._evaluator_wait:g} s"
                 self._console.notice(
-                    f"tfdist: training is done; ending {', '.join(late)}, still busy {seconds} later"
+                    f"tfdist: training is done; ending {', '.join(late)}, still busy {seconds} "
+                    "later"
                 )
         if failed() and not ordered():
             first = next((process for process in group if process.failed or process.silence), None)
@@ -246,14 +261,15 @@ class Supervisor:
             if any(process.silence for process in group):
                 self._stacks(group)
             else:
-                # Who was killed is the cause. An error may be a victim's, whose cause is yet to come.
+                # A killed task is the cause. An error may come from a victim, before its cause is
+                # known.
                 killed = any(process.ended and process.code == -signal.SIGKILL for process in group)
                 bound = time.monotonic() + PEER_SECONDS
                 if not (killed and self._deaf(group)):
                     self._until_ended(awaited(), lambda: bound, hoping=not killed)
 
     def _replace(self, group: list[Process], lives: dict[str, int], said: dict[str, str]) -> None:
-        """Starts tasks again alone that others do without meanwhile, as long as restarts are left."""
+        """Restart failed tasks alone if the others continue without them and restarts are left."""
         for place, process in enumerate(group):
             if not (process.plan.replaceable and process.ended and process.failed):
                 continue
@@ -264,7 +280,7 @@ class Supervisor:
             again = (
                 verdict is not None and verdict.cause.kind is Kind.ERROR and how == said.get(name)
             )
-            if again or not self._policy.allow_one():  # its attempt ends with it
+            if again or not self._policy.allow_one():  # the attempt ends, too
                 continue
             said[name] = how
             lives[name] = lives.get(name, 0) + 1
@@ -275,49 +291,50 @@ class Supervisor:
             group[place] = self._start(process.plan.life(lives[name]))
 
     def _ending_alone(self, process: Process) -> bool:
-        """Whether a task has told its error, is on its way out, and will be started again alone."""
+        """Return whether a task has reported its error, exits now and will be restarted alone."""
         if process.ended or not process.plan.replaceable or not self._policy.left:
             return False
         first = self._errors.setdefault(process.pid, time.monotonic())
         if time.monotonic() - first > PEER_SECONDS:
-            process.tell(signal.SIGKILL)  # it hangs there
+            process.tell(signal.SIGKILL)  # hangs in its shutdown
         return True
 
     def _look(self, group: list[Process]) -> None:
-        """Notes who is silent for longer than its phase allows."""
+        """Mark the task that has been silent for longer than its phase allows."""
         now = time.monotonic()
         if now - self._looked < LOOK_SECONDS:
             return
-        if now - self._looked > 10 * LOOK_SECONDS:  # it is this process that was stopped
+        if now - self._looked > 10 * LOOK_SECONDS:  # this process itself was stopped
             for process in group:
                 process.forgive()
         self._looked = now
         if self._standbys:
             self._standbys.keep([process.plan for process in group], self._training(group, now))
-        if any(process.silence for process in group):  # it is known already who hangs
+        if any(process.silence for process in group):  # the hung task is known already
             return
         if any(process.silent_for(self._silence) is not None for process in group):
-            # The one that these wait for may have been heard a little later.
+            # The last heartbeat of the task for which these wait may be slightly later.
             half = {phase: seconds / 2 for phase, seconds in self._silence.items()}
             self._blame(
                 group, [process for process in group if process.silent_for(half) is not None]
             )
 
     def _training(self, group: Sequence[Process], now: float) -> bool:
-        """Return whether the tasks have started, and leave time for standby processes."""
+        """Return whether the tasks have started and leave time for standby processes."""
         training = [process for process in group if process.plan.role is Role.TRAINS]
         phases = [process.sign.phase if process.sign else None for process in training]
-        if Phase.TRACING in phases:  # of a large model for minutes, on all cores
+        if Phase.TRACING in phases:  # takes minutes and all cores for a large model
             return False
         if now - self._begun > SETTLE_SECONDS:
             return True
         return bool(phases) and set(phases) == {Phase.RUNNING}
 
     def _blame(self, group: list[Process], silent: list[Process]) -> None:
-        """Finds among those that wait for each other the one for which the others wait."""
+        """Find the hung task among those that wait for each other."""
         stopped = [process for process in silent if process.state == "T"]
         self._stacks([process for process in silent if process not in stopped])
-        # In a collective the main thread is inside of TensorFlow; who hangs in code of the user's is not.
+        # In a collective the main thread is inside TensorFlow, but not in a task that hangs in user
+        # code.
         elsewhere = [
             process for process in silent if (stack := process.stack()) and not _in_framework(stack)
         ]
@@ -331,7 +348,7 @@ class Supervisor:
         culprit.silence = f"made no step for {seconds:.0f} s{where}, and was ended as hung{why}"
 
     def _stacks(self, group: list[Process]) -> None:
-        """Has all write their stacks into their logs."""
+        """Ask all processes to write their stacks to their logs."""
         for process in group:
             process.ask_for_stacks()
         self._until(lambda: False, STACK_SECONDS)
@@ -339,26 +356,30 @@ class Supervisor:
     def _end(
         self, group: list[Process], ordered: Callable[[], bool], peer_grace: Callable[[], float]
     ) -> None:
-        """Ends what still runs: politely, then surely."""
+        """End all processes that still run: first with a signal they can handle, then SIGKILL."""
 
         def grace() -> float:
             if self._signals:
                 return self._grace
-            # After a failure a survivor is mostly stuck in a collective and deaf to SIGTERM; a ps has nothing to save.
+            # After a failure a survivor is usually stuck in a collective and does not react to
+            # SIGTERM; a ps has nothing to save.
             return min(self._grace, peer_grace() if ordered() else PEER_SECONDS)
 
-        begun, at_once = time.monotonic(), not grace()
+        begun = time.monotonic()
+        at_once = not grace()
         patient = bool(self._signals) or (ordered() and peer_grace() > PEER_SECONDS)
-        # Ctrl-C is passed on as it is: Python turns SIGINT into KeyboardInterrupt between two steps.
+        # Pass Ctrl-C on as SIGINT: Python raises KeyboardInterrupt between two steps.
         number = signal.SIGINT if self._signals[:1] == [signal.SIGINT] else signal.SIGTERM
         if self._signals:
             name = signal_name(-self._signals[0])
             self._console.notice(
-                f"tfdist: {name}: ending the tasks within {self._grace:g} s; once more ends them at once"
+                f"tfdist: {name}: ending the tasks within {self._grace:g} s; once more ends them "
+                "at once"
             )
         hung = any(process.silence for process in group)
         deaf = not patient and self._deaf(group)
-        # Who trains may have to read from servers what it saves.
+        # Training tasks may have to read what they save from the parameter servers, so end those
+        # last.
         serving = (
             [process for process in group if process.plan.role is Role.SERVES] if patient else []
         )
@@ -383,7 +404,15 @@ class Supervisor:
     def _until_ended(
         self, group: list[Process], deadline: Callable[[], float], hoping: bool, signals: int = 0
     ) -> None:
-        """Waits for the end of all; without hoping not for long where nothing is to come but the end."""
+        """Wait for the end of all processes.
+
+        Args:
+            group: Processes to wait for.
+            deadline: Function that returns the end of the wait on the monotonic clock.
+            hoping: Whether processes may still do useful work; if not, return early when all are
+                stuck.
+            signals: Number of interruptions after which to return.
+        """
         soon = time.monotonic() + STUCK_SECONDS
 
         def over() -> bool:
@@ -397,7 +426,11 @@ class Supervisor:
         self._until(over, signals=signals)
 
     def _stuck(self, group: list[Process]) -> bool:
-        """Whether after a failure all that run are within a fit, or have told their error, and none writes a snapshot."""
+        """Return whether no running process has anything left to report or to save.
+
+        After a failure this holds if each is within a fit or has reported its error, and none
+        writes a snapshot.
+        """
         living = [process for process in group if not process.ended]
         if not all(
             process.failed or ((sign := process.sign) is not None and sign.phase != Phase.IDLE)
@@ -419,9 +452,10 @@ class Supervisor:
         )
 
     def _deaf(self, group: list[Process]) -> bool:
-        """Return whether all that run wait in a step for a peer that failed, and have not told of it.
+        """Return whether all that run wait in a step for a failed peer, without an error file.
 
-        In a collective a process hears no SIGTERM, and it has nothing to say but that its peer is gone.
+        A process inside a collective does not react to SIGTERM, and all that it could report is the
+        loss of its peer.
         """
         return self._stuck(group) and not any(
             process.failed for process in group if not process.ended
@@ -430,13 +464,13 @@ class Supervisor:
     def _until(
         self, condition: Callable[[], bool], seconds: float = float("inf"), signals: int = 0
     ) -> None:
-        """Waits for the condition, more than that many signals, or the bound."""
+        """Wait for the condition, for more than `signals` interruptions, or for the timeout."""
         deadline = time.monotonic() + seconds
         while not condition() and len(self._signals) <= signals and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
 
 
 def _in_framework(stack: str) -> bool:
-    """Whether the innermost call of a stack, which comes first, is TensorFlow's."""
+    """Return whether the innermost call of a stack, its first line, is TensorFlow's."""
     first = next((line for line in stack.splitlines()[1:]), "")
     return "tensorflow" in first

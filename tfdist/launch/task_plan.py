@@ -1,4 +1,4 @@
-"""A cluster and a user's command become what each task executes, in which environment; nothing starts here."""
+"""Task plans: the command, environment and files of each task of a cluster on this host."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ SCRIPT_RUNNER = (sys.executable, "-m", "tfdist.launch.script_runner")
 
 
 class Role(enum.Enum):
-    """What a task's end means to its group."""
+    """Role of a task in its group, which determines what its end means."""
 
-    TRAINS = "trains"  # the work is done when all of these have ended
-    EVALUATES = "evaluates"  # may finish its last evaluation then
-    SERVES = "serves"  # never ends by itself; is ended then
+    TRAINS = "trains"  # the job is done when all of these have ended
+    EVALUATES = "evaluates"  # may finish its last evaluation after that
+    SERVES = "serves"  # never ends by itself; the launcher ends it after that
 
 
 @dataclasses.dataclass(frozen=True)
 class TaskPlan:
-    """One task to start.
+    """Plan of one task to start.
 
     Attributes:
-        name: "worker:1".
-        role: What its end means.
-        argv: What to execute.
-        environ: Its whole environment.
-        log_path: The file for its output.
-        error_path: The file for its uncaught exception.
-        progress_path: The file for its signs of life.
-        replaceable: Whether it may be started again alone, while its group goes on.
+        name: Name of the task, such as "worker:1".
+        role: Role of the task.
+        argv: Command to execute.
+        environ: Complete environment.
+        log_path: Path of the file for its output.
+        error_path: Path of the file for its uncaught exception.
+        progress_path: Path of the file for its heartbeats.
+        replaceable: Whether the task may be restarted alone while its group continues, default
+            False.
     """
 
     name: str
@@ -52,7 +53,10 @@ class TaskPlan:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The Python program and its arguments, which the script runner runs; of other commands none."""
+        """Return the Python program and its arguments for the script runner.
+
+        The result is empty for other commands.
+        """
         return (
             self.argv[len(SCRIPT_RUNNER) :]
             if self.argv[: len(SCRIPT_RUNNER)] == SCRIPT_RUNNER
@@ -60,7 +64,10 @@ class TaskPlan:
         )
 
     def life(self, number: int) -> TaskPlan:
-        """The same task started once more, with files of its own; life 0 is this one."""
+        """Return the plan of the same task for restart `number`, with its own files.
+
+        Number 0 is this plan.
+        """
         if not number:
             return self
         stem = f"{self.log_path.removesuffix('.log')}.{number}"
@@ -69,7 +76,8 @@ class TaskPlan:
             launch_protocol.PROGRESS_FILE: f"{stem}.progress",
         }
         return dataclasses.replace(
-            self, environ={**self.environ, **paths}, log_path=f"{stem}.log", error_path=paths[launch_protocol.ERROR_FILE],
+            self, environ={**self.environ, **paths}, log_path=f"{stem}.log",
+            error_path=paths[launch_protocol.ERROR_FILE],
             progress_path=paths[launch_protocol.PROGRESS_FILE],
         )  # fmt: skip
 
@@ -91,23 +99,26 @@ def plan_tasks(
     chaos: str | None = None,
     standby: bool = False,
 ) -> list[TaskPlan]:
-    """Plans the tasks of a cluster that run on this host.
+    """Plan the tasks of a cluster that run on this host.
 
     Args:
-        spec: The cluster.
-        members: Its tasks that run here.
-        argv: What each executes; see `resolve_command`.
-        environ: The launcher's own environment, which the tasks inherit; what it sets wins over our defaults.
-        log_dir: Directory of this launch; each attempt after the first has a directory of its own in it.
-        attempt: 0, 1, ...
-        launch: Names the launch.
-        restarts: How often the launcher starts again after failures.
-        threads: Threads of each task's pools; None: what `environ` says, else the cores shared evenly.
-        cores: Cores that this process may use.
-        columns: Width left for a task's line on the terminal, if there is one.
-        data_workers: Addresses of the processes to start that read data for them.
-        chaos: Faults that tasks inject into themselves.
-        standby: Whether tasks are to record what they import, for standby processes.
+        spec: Cluster.
+        members: Tasks of the cluster that run here.
+        argv: Command of each task; see `resolve_command`.
+        environ: Environment of the launcher, which the tasks inherit; its variables take precedence
+            over the defaults here.
+        log_dir: Log directory of this launch; each attempt after the first has its own directory in
+            it.
+        attempt: Number of the attempt, from 0.
+        launch: Unique name of the launch.
+        restarts: Number of restarts that the launcher allows after failures, default 0.
+        threads: Threads in each thread pool of a task; None for the values in `environ`, else an
+            equal share of the cores.
+        cores: Number of cores that this process may use.
+        columns: Width left for a task's line on the terminal, or None.
+        data_workers: Addresses of the data workers to start.
+        chaos: Fault plan for the tasks, or None.
+        standby: Whether the tasks record their imports for standby processes, default False.
 
     Returns:
         One plan per member, then one per data worker.
@@ -116,8 +127,9 @@ def plan_tasks(
     share = str(threads or max(1, cores // (len(members) + len(data_workers))))
     defaults = {
         **dict.fromkeys(launch_protocol.THREAD_VARIABLES, share),
-        "PYTHONUNBUFFERED": "1",  # into a pipe, lines would come late or, after a crash, never
-        "TF_CPP_MIN_LOG_LEVEL": "1",  # without information lines, some 20 per task; warnings and errors stay
+        "PYTHONUNBUFFERED": "1",  # else a pipe delays lines, or loses them in a crash
+        # Hides the information lines, some 20 per task; warnings and errors stay.
+        "TF_CPP_MIN_LOG_LEVEL": "1",
     }
     if columns:
         defaults["COLUMNS"] = str(columns)
@@ -142,7 +154,7 @@ def plan_tasks(
             **({launch_protocol.IMPORTS_FILE: f"{stem}.imports"} if standby else {}),
         }
         whole = {**inherited, **told}
-        whole.pop("TF_CONFIG", None)  # of another cluster
+        whole.pop("TF_CONFIG", None)  # it would describe another cluster
         if tf_config is not None:
             whole["TF_CONFIG"] = tf_config
         return TaskPlan(
@@ -153,7 +165,7 @@ def plan_tasks(
             log_path=f"{stem}.log",
             error_path=f"{stem}.error.json",
             progress_path=f"{stem}.progress",
-            # Coordinators go on without a worker, and nobody waits for the evaluator's results.
+            # A coordinator continues without a worker, and no task waits for the evaluator.
             replaceable=role is Role.EVALUATES
             or (role is Role.SERVES and name.startswith("worker")),
         )
@@ -170,7 +182,7 @@ def plan_tasks(
 
 
 def data_names(count: int) -> list[str]:
-    """The names of data workers, which are tasks of the launch but of no cluster.
+    """Return the names of data workers, which belong to the launch but not to the cluster.
 
     Example:
         >>> data_names(2)
@@ -180,13 +192,16 @@ def data_names(count: int) -> list[str]:
 
 
 def role_of(task_type: str, jobs: Iterable[str]) -> Role:
-    """What a task of this type does in a cluster of these jobs.
+    """Return the role of a task of this type in a cluster with these jobs.
 
     Example:
-        >>> role_of("worker", ["worker", "ps"]).value, role_of("worker", ["chief", "worker", "ps"]).value
-        ('trains', 'serves')
+        >>> role_of("worker", ["worker", "ps"]).value
+        'trains'
+        >>> role_of("worker", ["chief", "worker", "ps"]).value
+        'serves'
     """
-    # In a parameter-server job the chief is the coordinator: its workers only execute what it sends them.
+    # In a parameter-server job the chief is the coordinator: its workers only execute the functions
+    # that it sends.
     serving = {"ps", "worker"} if {"ps", "chief"} <= set(jobs) else {"ps"}
     if task_type in serving:
         return Role.SERVES
@@ -194,16 +209,17 @@ def role_of(task_type: str, jobs: Iterable[str]) -> Role:
 
 
 def resolve_command(words: Sequence[str]) -> tuple[str, ...]:
-    """Makes of what the user typed what a task executes: Python programs go through the script runner.
+    """Return the command that a task executes; Python programs run in the script runner.
 
     Args:
-        words: `train.py ARGS`, `python train.py ARGS`, `-m MODULE ARGS`, `tfdist train ARGS`, or any command.
+        words: `train.py ARGS`, `python train.py ARGS`, `-m MODULE ARGS`, `tfdist train ARGS`, or
+            any command.
 
     Returns:
         The words to execute.
 
     Raises:
-        ValueError: There is no command, or its script, module or program does not exist.
+        ValueError: If there is no command, or if its script, module or program does not exist.
 
     Example:
         >>> resolve_command(["sh", "-c", "echo $TFDIST_TASK"])
@@ -211,10 +227,13 @@ def resolve_command(words: Sequence[str]) -> tuple[str, ...]:
     """
     if not words:
         raise ValueError(
-            "expected a COMMAND after `--`, received none; such as: tfdist launch --workers 2 -- train.py"
+            "expected a COMMAND after `--`, received none; such as: tfdist launch --workers 2 -- "
+            "train.py"
         )
-    program, rest = words[0], tuple(words[1:])
-    # `python` is the one that runs tfdist, as in an activated environment; a path to another one stays as it is.
+    program = words[0]
+    rest = tuple(words[1:])
+    # `python` means the interpreter that runs tfdist, as in an activated environment. A path to
+    # another interpreter stays unchanged.
     if rest and (re.fullmatch(r"python3?", program) or program == sys.executable):
         if rest[0] == "-m" or rest[0].endswith(".py"):
             return resolve_command(rest)
@@ -240,7 +259,7 @@ def resolve_command(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def log_name(task: str) -> str:
-    """The stem of a task's files in the log directory.
+    """Return the stem of a task's file names in the log directory.
 
     Example:
         >>> log_name("worker:1")
@@ -252,19 +271,21 @@ def log_name(task: str) -> str:
 def _script(path: str) -> str:
     if not os.path.isfile(path):
         raise ValueError(
-            f"COMMAND: expected a Python file, received {path!r}; there is no such file in {os.getcwd()}"
+            f"COMMAND: expected a Python file, received {path!r}; there is no such file in "
+            f"{os.getcwd()}"
         )
     return path
 
 
 def _module(name: str) -> str:
-    # Only the outermost package is looked for: looking for a submodule would import its parents.
+    # Find only the outermost package: find_spec of a submodule would import its parents.
     top = name.partition(".")[0]
     known = importlib.machinery.PathFinder.find_spec(
         top, [os.getcwd()]
     ) or importlib.util.find_spec(top)
     if not known:
         raise ValueError(
-            f"COMMAND: expected a module that can be imported, received -m {name}; there is no {top!r}"
+            f"COMMAND: expected a module that can be imported, received -m {name}; there is no "
+            f"{top!r}"
         )
     return name

@@ -1,4 +1,4 @@
-"""One planned task becomes a process that leads a process group of its own, and leaves traces when it has ended."""
+"""Task process: starts one task in its own process group and collects its evidence."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ class Process:
     """A started task.
 
     Args:
-        plan: The task.
-        console: Shows its output.
-        guard: Kills its group should this process die.
-        take: Returns a standby process that has begun to run the task; None: start a fresh one.
+        plan: Plan of the task.
+        console: Console that shows its output.
+        guardian: Guardian that kills its group if this process dies.
+        take: Function that returns a standby process that has begun to run the task, or None to
+            start a fresh one.
 
     Raises:
-        ValueError: It cannot be executed.
+        ValueError: If the command cannot be executed, or the log cannot be written.
     """
 
     def __init__(
@@ -39,27 +40,25 @@ class Process:
         guardian: Guardian,
         take: Callable[[TaskPlan], subprocess.Popen | None] = lambda plan: None,
     ):
-        self.plan, self._guard = plan, guardian
+        self.plan = plan
+        self._guardian = guardian
         self._told: float | None = None
-        self._erred = False  # whether there was an error file when it was told to end
+        self._erred = False  # whether the error file existed when it was told to end
         self._time: float | None = None
-        self.silence: str | None = None  # in words, once it counts as hung
+        self.silence: str | None = None  # description, once it counts as hung
         traces = (plan.error_path, plan.progress_path, plan.environ.get(IMPORTS_FILE))
-        for path in filter(None, traces):  # of an earlier launch into the same directory
+        for path in filter(None, traces):  # left by an earlier launch into the same directory
             with contextlib.suppress(FileNotFoundError):
                 os.remove(path)
         os.makedirs(os.path.dirname(plan.log_path), exist_ok=True)
         try:
-            self._popen = (
-                take(plan)
-                or subprocess.Popen(
-                    plan.argv,
-                    env=plan.environ,
-                    stdin=subprocess.DEVNULL,  # N tasks would fight for the terminal's input
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,  # Ctrl-C comes to the launcher only, which ends them in order
-                )
+            self._popen = take(plan) or subprocess.Popen(
+                plan.argv,
+                env=plan.environ,
+                stdin=subprocess.DEVNULL,  # tasks must not share the terminal's input
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C reaches only the launcher, which ends the tasks
             )
         except OSError as error:
             raise ValueError(
@@ -82,36 +81,41 @@ class Process:
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended; its group goes with it."""
+        """Return whether it has ended; the first time, kill the rest of its group."""
         if self._time is None and self._popen.poll() is not None:
             self._time = time.time()
-            kill_group(self.pid)  # what it left in the background
-            self._guard.remove(self.pid)
+            kill_group(self.pid)  # its background processes
+            self._guardian.remove(self.pid)
         return self._time is not None
 
     @property
     def failed(self) -> bool:
-        """Whether it has failed; a task may write its error and then hang in TensorFlow's shutdown."""
+        """Return whether it has failed.
+
+        A task may write its error and then hang in TensorFlow's shutdown, so an error file counts
+        as a failure.
+        """
         return (self.ended and self._popen.returncode != 0) or os.path.exists(self.plan.error_path)
 
     @property
     def code(self) -> int | None:
-        """Its return code; None while it runs."""
+        """Return its return code, or None while it runs."""
         return self._popen.returncode
 
     @property
     def sign(self) -> Sign | None:
-        """Its last sign of life; None: none yet."""
+        """Return its last heartbeat, or None."""
         found = read_sign(self.plan.progress_path)
         if found is not None and found != self._sign:
-            self._sign, self._heard = found, time.monotonic()
+            self._sign = found
+            self._heard = time.monotonic()
         return self._sign
 
     def silent_for(self, bounds: Mapping[str, float]) -> float | None:
-        """Seconds since its last sign of life, where these are more than its phase allows; else None.
+        """Return the seconds since its last heartbeat if its phase allows fewer, else None.
 
         Args:
-            bounds: Seconds by `Phase`; of a phase that is not there nothing is asked.
+            bounds: Watchdog timeout in seconds by `Phase`; a phase without one has no limit.
         """
         sign = self.sign
         if self.ended or sign is None or sign.phase not in bounds:
@@ -120,12 +124,12 @@ class Process:
         return seconds if seconds > bounds[sign.phase] else None
 
     def forgive(self) -> None:
-        """Begins to count its silence anew."""
+        """Reset its silence timer."""
         self._heard = time.monotonic()
 
     @property
     def state(self) -> str:
-        """The kernel's letter for what it does: "T" is stopped; "" where the kernel does not say."""
+        """Return the kernel's letter for its state: "T" is stopped; "" if unavailable."""
         try:
             with open(f"/proc/{self.pid}/stat", encoding="ascii", errors="replace") as file:
                 return file.read().rpartition(")")[2].split()[0]
@@ -133,24 +137,31 @@ class Process:
             return ""
 
     def tell(self, number: int) -> None:
-        """Sends a signal to all its processes, unless it has ended; it counts as told to end."""
+        """Send a signal to all processes of its group, unless it has ended.
+
+        From then on it counts as told to end.
+        """
         if not self.ended:
             if self._told is None:
-                self._told, self._erred = time.time(), os.path.exists(self.plan.error_path)
+                self._told = time.time()
+                self._erred = os.path.exists(self.plan.error_path)
             kill_group(self.pid, number)
 
     def ask_for_stacks(self) -> None:
-        """Has it write the stacks of all threads to its log, as the script runner has arranged."""
+        """Ask it to write the stacks of all threads to its log.
+
+        The script runner has installed the signal handler.
+        """
         if not self.ended and self.plan.words:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGUSR1)
 
     def stack(self) -> str:
-        """The main thread's, as it last wrote it; "" if it never did."""
+        """Return the last stack of its main thread in the log, or ""."""
         return last_stacks(self.log_tail())
 
     def ending(self) -> Ending:
-        """The traces it left."""
+        """Return the evidence about its end."""
         return Ending(
             task=self.plan.name,
             returncode=-signal.SIGKILL if self.code is None else self.code,
@@ -163,18 +174,18 @@ class Process:
         )
 
     def log_tail(self) -> str:
-        """The end of its log."""
+        """Return the tail of its log."""
         try:
             with open(self.plan.log_path, "rb") as file:
                 file.seek(0, os.SEEK_END)
                 file.seek(max(0, file.tell() - LOG_TAIL_BYTES))
                 return file.read().decode("utf-8", "replace")
-        except OSError:  # somebody has removed it
+        except OSError:  # it was removed
             return ""
 
 
 def place_of(sign: Sign | None) -> tuple[int, int] | None:
-    """Epoch and step of a sign of life in training; None where it tells of none."""
+    """Return the epoch and step of a heartbeat in training, or None outside training."""
     return (
         None
         if sign is None or (sign.phase == Phase.IDLE and not (sign.epoch or sign.step))

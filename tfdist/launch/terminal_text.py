@@ -1,4 +1,4 @@
-"""Text meant for a terminal becomes finished lines, in our colours or none; nothing is written here."""
+"""Terminal text: line assembly, removal of escape sequences, colours and clipping."""
 
 from __future__ import annotations
 
@@ -6,25 +6,16 @@ import codecs
 import re
 from collections.abc import Mapping
 
-LONGEST_LINE = 1 << 16  # characters; a task that never ends its line must not fill the memory
+LONGEST_LINE = 1 << 16  # characters, so that an endless line does not fill the memory
 
-_COLOURS = (
-    36,
-    33,
-    35,
-    32,
-    34,
-    96,
-    93,
-    95,
-    92,
-    94,
-)  # readable on dark and light; red is left to errors
+# Readable on dark and light backgrounds; red is reserved for errors.
+_COLOURS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
 _COLOUR_CODE = re.compile(r"\x1b\[[0-9;:]*m")
 _OTHER_ESCAPE = re.compile(
     r"\x1b(?:\[[0-9;:?]*(?:[@-ln-~]|$)|\][^\x07\x1b]*(?:\x07|\x1b\\|$)|[^\[\]]|$)"
 )
-# glog's form. 303: libcuda is a stub, that is, there is no GPU driver, which is no error on a CPU machine.
+# The format of glog. 303: libcuda is a stub, so there is no GPU driver, which is not an error on a
+# CPU machine.
 _CHATTER = re.compile(
     r"I\d{4} [\d:.]+ +\d+ \S+:\d+\]|WARNING: All log messages before absl::InitializeLog"
     r"|E\d{4} .*failed call to cuInit.*\(303\)"
@@ -32,7 +23,7 @@ _CHATTER = re.compile(
 
 
 class Line:
-    r"""A one-line terminal: bytes with carriage returns and backspaces become lines, finished and in the making.
+    r"""A one-line terminal that turns bytes with carriage returns and backspaces into lines.
 
     Example:
         >>> line = Line()
@@ -45,18 +36,19 @@ class Line:
     """
 
     def __init__(self):
-        # surrogateescape: bytes that are no UTF-8 reach the log file unchanged.
+        # surrogateescape: bytes that are not UTF-8 reach the log file unchanged.
         self._decode = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode
-        self._return = False  # the next text begins the line anew
+        self._return = False  # the next text replaces the line
         self.text = ""
 
     def feed(self, data: bytes) -> list[str]:
-        """Takes the next bytes; returns the lines that they finish, without newline."""
+        """Process the next bytes; return the lines that they finish, without newline."""
         finished = []
         for token in re.findall(r"\n|\r|\x08+|[^\n\r\x08]+", self._decode(data)):
             if token == "\n" or len(self.text) > LONGEST_LINE:
                 finished.append(self.text.rstrip())
-                self.text, self._return = "", False
+                self.text = ""
+                self._return = False
             if token == "\r":
                 self._return = True
             elif token[0] == "\b":
@@ -68,17 +60,17 @@ class Line:
 
 
 def paint(text: str, index: int, colour: bool) -> str:
-    """Colours a text by a number.
+    r"""Return the text in the colour of a number.
 
     Example:
         >>> paint("a", 0, True), paint("a", 0, False)
-        ('\\x1b[36ma\\x1b[0m', 'a')
+        ('\x1b[36ma\x1b[0m', 'a')
     """
     return f"\x1b[{_COLOURS[index % len(_COLOURS)]}m{text}\x1b[0m" if colour else text
 
 
 def printable(line: str, colour: bool) -> str:
-    r"""Removes what would move the cursor, and unwanted colours; bytes that are no text become "?".
+    r"""Remove cursor movements, and colours if unwanted; replace undecodable bytes by "?".
 
     Example:
         >>> printable("\x1b[2K\x1b[1mbold\x1b[", True), printable("\x1b[1mbold\x1b[0m", False)
@@ -91,7 +83,9 @@ def printable(line: str, colour: bool) -> str:
 
 
 def is_chatter(line: str) -> bool:
-    """Whether a line only informs; TF_CPP_MIN_LOG_LEVEL does not reach those of TensorFlow's first moments.
+    """Return whether a line is informational only.
+
+    TF_CPP_MIN_LOG_LEVEL does not affect the lines of TensorFlow's first moments.
 
     Example:
         >>> is_chatter("I0000 00:00:1700000000.1 77 port.cc:153] oneDNN is on."), is_chatter("I am")
@@ -101,13 +95,14 @@ def is_chatter(line: str) -> bool:
 
 
 def clip(line: str, width: int) -> str:
-    r"""Cuts a line to `width` columns, not counting colour codes.
+    r"""Cut a line to `width` columns, not counting colour codes.
 
     Example:
         >>> clip("\x1b[1mabc\x1b[0mdef", 4)
         '\x1b[1mabc\x1b[0md'
     """
-    pieces, left = [], width
+    pieces = []
+    left = width
     for piece in re.split(f"({_COLOUR_CODE.pattern})", line):
         if not _COLOUR_CODE.fullmatch(piece):
             piece = piece[:left]
@@ -117,7 +112,10 @@ def clip(line: str, width: int) -> str:
 
 
 def wants_colour(choice: str, tty: bool, environ: Mapping[str, str]) -> bool:
-    """Decides whether to colour: "always", "never", or "auto": on a terminal, unless NO_COLOR is set."""
+    """Return whether to use colours.
+
+    "auto" means on a terminal, unless NO_COLOR is set. "always" and "never" do not depend on it.
+    """
     if choice != "auto":
         return choice == "always"
     return tty and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"

@@ -1,4 +1,7 @@
-"""Training in functions, for a loss or a loop of one's own; names are found on first use."""
+"""Functional training API: custom losses and custom training loops.
+
+Names are imported on first use.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model and a loss function become a Keras model that trains by them, so that the engine's rooms serve both alike."""
+"""Keras model that lets `fit` train a user's model with a custom loss function."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class _Task:
-    """What is learnt; in an object of its own, as Keras would track metrics in a dict as weights.
+    """Training, loss function and metrics of a `Learner`.
+
+    They live in an object of their own because Keras would track metrics in a dict as weights.
 
     Attributes:
-        state: The training.
-        loss: The user's function.
-        means: Of the loss and each metric over the rows, by name.
+        state: State of the training.
+        loss: Loss function of the user.
+        means: Means of the loss and of each metric over the rows, by name.
     """
 
     state: State
@@ -35,12 +37,14 @@ class _Task:
 
 
 class Learner(keras.Model):
-    """Made in the scope of the strategy.
+    """Keras model that wraps the user's model and trains it by a loss function.
+
+    It must be created in the strategy's scope.
 
     Args:
-        inner: The user's model, or a dict or list of models; built.
-        optimizer: Updates their trainable variables.
-        eager: Whether steps run as Python.
+        inner: Built model of the user, or a dict or list of built models.
+        optimizer: Optimizer of their trainable variables.
+        eager: Whether steps run eagerly, as Python.
     """
 
     def __init__(self, inner: Any, optimizer: keras.optimizers.Optimizer, eager: bool):
@@ -52,13 +56,13 @@ class Learner(keras.Model):
         self.compile(optimizer=optimizer, loss=None, run_eagerly=eager, jit_compile=False)
 
     def learn(self, state: State, loss: Callable, data: tf.data.Dataset, training: bool) -> None:
-        """Sets what is trained by next; graphs stay where that is as before.
+        """Set the loss to train with next; keep the traced graphs if it is the same object.
 
         Args:
-            state: The training.
-            loss: The user's function.
-            data: Batches that it gets first.
-            training: Whether it trains on them.
+            state: State of the training.
+            loss: Loss function of the user.
+            data: Data set whose batches the loss gets first.
+            training: Whether the model trains on them.
         """
         if self._task is not None and self._task.loss is loss:
             return
@@ -68,34 +72,36 @@ class Learner(keras.Model):
         self.train_function = self.test_function = None
 
     def follow(self, given: Any, schedule: keras.optimizers.schedules.LearningRateSchedule) -> None:
-        """Sets the learning rates from now on.
+        """Set the learning rate schedule from now on.
 
         Args:
-            given: What names the schedule.
-            schedule: It.
+            given: Object that the user passed, which identifies the schedule.
+            schedule: Schedule made of it.
         """
         if given is not self._schedule:
-            self._schedule, self.optimizer.learning_rate, self.train_function = (
-                given,
-                schedule,
-                None,
-            )
+            self._schedule = given
+            self.optimizer.learning_rate = schedule
+            self.train_function = None
 
     @property
     def task(self) -> _Task:
+        """Return the current task; `learn` must have set it."""
         assert self._task is not None
         return self._task
 
     @property
     def metrics(self) -> list:
+        """See `keras.Model`."""
         return list(self._task.means.values()) if self._task is not None else []
 
     def train_step(self, batch):
+        """See `keras.Model`."""
         gradients, logs = train_step(self.task.loss, self.task.state, batch)
         update(self.task.state, gradients)
         return self._count(logs, batch)
 
     def test_step(self, batch):
+        """See `keras.Model`."""
         value, metrics = value_of(self.task.loss, self.task.state.model, batch, training=False)
         return self._count({"loss": value, **metrics}, batch)
 
@@ -103,7 +109,8 @@ class Learner(keras.Model):
         means = self.task.means
         if set(logs) != set(means):
             raise ValueError(
-                f"loss: expected the same metrics in each call, in training and validation: {', '.join(means)}; received {', '.join(logs)}."
+                "loss: expected the same metrics in each call, in training and validation: "
+                f"{', '.join(means)}; received {', '.join(logs)}."
             )
         rows = tf.cast(count_rows(batch), tf.float32)
         for name, value in logs.items():
@@ -111,15 +118,18 @@ class Learner(keras.Model):
         return {name: mean.result() for name, mean in means.items()}
 
     def save(self, *args, **kwargs):
+        """See `keras.Model`; saves the user's model."""
         return self._one("save").save(*args, **kwargs)
 
     def save_weights(self, *args, **kwargs):
+        """See `keras.Model`; saves the weights of the user's model."""
         return self._one("save_weights").save_weights(*args, **kwargs)
 
     def _one(self, method: str) -> Any:
         if not hasattr(self.inner, method):
             raise ValueError(
-                f"{method}: expected one model, received {type(self.inner).__name__}. Call {method} of each, or use tfdist.BackupAndRestore."
+                f"{method}: expected one model, received {type(self.inner).__name__}. Call "
+                f"{method} of each, or use tfdist.BackupAndRestore."
             )
         if self._task is not None:
             self._task.state.gather()
@@ -127,7 +137,10 @@ class Learner(keras.Model):
 
 
 def _metric_names(state: State, loss: Callable, data: tf.data.Dataset, training: bool) -> list[str]:
-    """The names of a loss' metrics, from a call that changes no Keras variable: of shapes alone, or on the first batch where steps run as Python."""
+    """Return the names of a loss function's metrics, by a call that changes no variable.
+
+    The call uses shapes alone, or the first batch where steps run eagerly.
+    """
     found: list[str] = []
 
     def on_replica(batch):
@@ -142,18 +155,16 @@ def _metric_names(state: State, loss: Callable, data: tf.data.Dataset, training:
             tf.nest.map_structure(_any_rows, symbolic(data.element_spec))
         )
     else:
-        first = (
-            data.of_epoch(0) if hasattr(data, "of_epoch") else data
-        )  # of a pipeline, which then goes on as if it had not been read
-        with engine_of(
-            state.strategy
-        ).watchdog.bound():  # the loss may exchange tensors with other workers
+        # `of_epoch` reads without advancing a data pipeline that keeps its position.
+        first = data.of_epoch(0) if hasattr(data, "of_epoch") else data
+        # The loss may wait for collectives with other workers.
+        with engine_of(state.strategy).watchdog.bound():
             on_all(without_optionals(next(iter(first.take(1)))))
     return found
 
 
 def _any_rows(spec: Any) -> Any:
-    """The spec of some rows: a replica's."""
+    """Return the spec for any number of rows, as a replica may get."""
     return (
         tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
         if isinstance(spec, tf.TensorSpec) and spec.shape.rank

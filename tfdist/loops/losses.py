@@ -1,4 +1,4 @@
-"""A user's loss function and a batch become a scalar and metrics, or an error that says what was expected."""
+"""Validation and evaluation of loss functions that users pass to `tfdist.loops`."""
 
 from __future__ import annotations
 
@@ -10,50 +10,57 @@ import tensorflow as tf
 
 from tfdist.train.synchronous.replica_step import own_means
 
-EXPECTED = "a function loss(model, x, y) or loss(model, batch) that returns a scalar, or (a scalar, {name: scalar})"
+EXPECTED = (
+    "a function loss(model, x, y) or loss(model, batch) that returns a scalar, or (a scalar, "
+    "{name: scalar})"
+)
 
 
 def check_loss(loss: Any) -> None:
-    """Makes sure that something can be called as a loss.
+    """Raise ValueError if an object cannot be called as a loss function.
+
+    Args:
+        loss: Object that the user passed.
 
     Raises:
-        ValueError: It cannot.
+        ValueError: If it is not a function of a model and a batch.
     """
     of_keras = "Of a loss of Keras: lambda model, x, y: keras.losses.get(NAME)(y, model(x))."
     if isinstance(loss, str | type) or not callable(loss):
         raise ValueError(f"loss: expected {EXPECTED}; received {loss!r}. {of_keras}")
     try:
         positional = _positional(loss)
-    except (
-        TypeError,
-        ValueError,
-    ):  # its signature is not known, as that of some functions written in C
+    except (TypeError, ValueError):  # some functions written in C have no signature
         return
     if "y_true" in inspect.signature(loss).parameters:
         raise ValueError(f"loss: expected {EXPECTED}; {_name(loss)} takes no model. {of_keras}")
     if positional < 2:
         raise ValueError(
-            f"loss: expected {EXPECTED}; {_name(loss)}{inspect.signature(loss)} takes no batch beside the model."
+            f"loss: expected {EXPECTED}; {_name(loss)}{inspect.signature(loss)} takes no batch "
+            "beside the model."
         )
 
 
 def value_of(
     loss: Callable, model: Any, batch: Any, training: bool
 ) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
-    """What a loss gives for one replica's rows; Keras' own losses are means over these rows in it.
+    """Return the loss and the metrics for one replica's rows.
+
+    Within the call, Keras' own losses are means over these rows.
 
     Args:
-        loss: See `EXPECTED`. One with several arguments after the model gets the parts of a batch that is a tuple. One with an argument `training` is
-            told whether it trains.
-        model: Its first argument.
-        batch: Rows, `[replica_rows, ...]`.
-        training: Whether it trains.
+        loss: Loss function, see `EXPECTED`. If it has several arguments after the model, it gets
+            the parts of a batch that is a tuple. If it has an argument `training`, it gets that
+            too.
+        model: First argument of the loss function.
+        batch: Rows of this replica, `[replica_rows, ...]`.
+        training: Whether the model trains on them.
 
     Returns:
-        The loss, and metrics by name.
+        The loss, a scalar, and the metrics by name.
 
     Raises:
-        ValueError: It takes or returns something else.
+        ValueError: If the loss function takes or returns something else.
     """
     with own_means():
         result = loss(
@@ -71,7 +78,8 @@ def value_of(
     value = _scalar(loss, "the loss", value)
     if not value.dtype.is_floating:
         raise ValueError(
-            f"loss: expected a scalar of a floating dtype; {_name(loss)} returned {value.dtype.name}."
+            f"loss: expected a scalar of a floating dtype; {_name(loss)} returned "
+            f"{value.dtype.name}."
         )
     return value, {
         name: tf.cast(_scalar(loss, f"the metric {name}", x), tf.float32)
@@ -88,32 +96,36 @@ def _scalar(loss: Callable, what: str, value: Any) -> tf.Tensor:
         ) from error
     if value.shape.rank != 0:
         raise ValueError(
-            f"loss: {_name(loss)} returned {what} of shape {value.shape}; expected a scalar, the mean over the rows that it was given: tf.reduce_mean(...)."
+            f"loss: {_name(loss)} returned {what} of shape {value.shape}; expected a scalar, the "
+            "mean over the rows that it was given: tf.reduce_mean(...)."
         )
     return value
 
 
 def _parts(loss: Callable, batch: Any) -> tuple:
-    """A batch as arguments."""
+    """Return a batch as the arguments that the loss function takes after the model."""
     try:
-        positional, wanted = _positional(loss), _positional(loss, required=True)
+        positional = _positional(loss)
+        wanted = _positional(loss, required=True)
     except (TypeError, ValueError):
         return (batch,)
     if positional <= 2:
         return (batch,)
     if not isinstance(batch, tuple):
         raise ValueError(
-            f"loss: {_name(loss)} takes {positional - 1} arguments after the model, but a batch is no tuple: {tf.nest.map_structure(_shape, batch)}."
+            f"loss: {_name(loss)} takes {positional - 1} arguments after the model, but a batch "
+            f"is no tuple: {tf.nest.map_structure(_shape, batch)}."
         )
     if not wanted - 1 <= len(batch) <= positional - 1:
         raise ValueError(
-            f"loss: {_name(loss)} takes {positional - 1} arguments after the model, but a batch has {len(batch)} parts. Take (model, batch), or as many."
+            f"loss: {_name(loss)} takes {positional - 1} arguments after the model, but a batch "
+            f"has {len(batch)} parts. Take (model, batch), or as many."
         )
     return batch
 
 
 def _positional(loss: Callable, required: bool = False) -> float:
-    """How many positional arguments it takes, the model's among them."""
+    """Return the number of positional arguments of a loss function, including the model."""
     kinds = inspect.Parameter
     found = [p for p in inspect.signature(loss).parameters.values() if p.name != "training"]
     if not required and any(p.kind is kinds.VAR_POSITIONAL for p in found):

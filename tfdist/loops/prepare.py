@@ -1,4 +1,4 @@
-"""A model, data, devices and an optimizer become a `State`; nothing is trained here."""
+"""Training setup: places a model, data and an optimizer on devices as a `State`."""
 
 from __future__ import annotations
 
@@ -27,26 +27,32 @@ def prepare_training(
     sync: Any = None,
     compiled: bool = True,
 ) -> State:
-    """Puts a model on devices, with what its training needs.
+    """Put a model on devices, with everything that its training needs.
 
-    Model, data and optimizer may each be a function without arguments that makes them: it is called once the strategy is made, which must be the first thing in a
-    process of several devices or workers; for model and optimizer in the strategy's scope.
+    `model`, `data` and `optimizer` may each be a function without arguments that makes the object.
+    It is called after the strategy is made, which must happen first in a process of several devices
+    or workers. Functions for the model and the optimizer are called in the strategy's scope.
 
     Args:
-        model: A Keras model, built; or a dict or list of models. One that was made outside of the strategy's scope is copied, and stays as it is.
-        data: A `tf.data.Dataset` of global batches, best a `tfdist.data.pipeline`: all leaves of a batch have equally many rows. With `global_batch`,
-            anything that a pipeline takes, such as arrays `(x, y)`.
-        devices: A strategy of tfdist, or what `tfdist.make_strategy` takes as `devices`. None: what that finds.
-        optimizer: A Keras optimizer or its name, or `lambda: tfdist.parallel.zero("adam")`.
-        global_batch: Examples per batch, of all replicas together, where `data` are no batches.
-        sync: How replicas become one, as for `tfdist.make_strategy`, where that is called here.
-        compiled: False: steps run as Python, to be read and debugged, which is slow; with one replica a process.
+        model: Built Keras model, or a dict or list of models. A model that was made outside of the
+            strategy's scope is copied, and the original stays unchanged.
+        data: Data set (`tf.data.Dataset`) of global batches, preferably a `tfdist.data.pipeline`.
+            All leaves of a batch must have equally many rows. With `global_batch`, anything that a
+            data pipeline takes, such as arrays `(x, y)`.
+        devices: Strategy of tfdist, or the value of `devices` for `tfdist.make_strategy`. None: the
+            devices that `make_strategy` finds.
+        optimizer: Keras optimizer or its name, or `lambda: tfdist.parallel.zero("adam")`; default
+            "adam".
+        global_batch: Examples per batch, over all replicas together, if `data` is not batched.
+        sync: Synchronization policy as for `tfdist.make_strategy`, if that is called here.
+        compiled: Whether steps run as graphs, default True. False runs steps eagerly, so that you
+            can read and debug them; this is slow, and needs one replica per process.
 
     Returns:
         A `State`.
 
     Raises:
-        ValueError: For a bad argument.
+        ValueError: If an argument is wrong.
 
     Example:
         >>> import numpy as np
@@ -60,8 +66,10 @@ def prepare_training(
     strategy = _strategy(devices, sync)
     if not compiled and engine_of(strategy).placement.local_replicas > 1:
         raise ValueError(
-            f"compiled: expected True with {engine_of(strategy).placement.local_replicas} replicas in a process, which Python would run one after the other, each "
-            'waiting for the next. Prepare with devices="cpu" to read steps as they run, or start several workers.'
+            f"compiled: expected True with {engine_of(strategy).placement.local_replicas} "
+            "replicas in a process, which Python would run one after the other, each "
+            'waiting for the next. Prepare with devices="cpu" to read steps as they run, or start '
+            "several workers."
         )
     with strategy.scope():
         given = _made(model, keras.layers.Layer)
@@ -72,7 +80,8 @@ def prepare_training(
         learner = Learner(model, found, eager=not compiled)
         if not learner.trainable_variables:
             raise ValueError(
-                "model: expected a model with trainable variables; all of its variables are frozen, or it has none."
+                "model: expected a model with trainable variables; all of its variables are "
+                "frozen, or it has none."
             )
         learner.optimizer.build(learner.trainable_variables)
     return State(
@@ -86,7 +95,7 @@ def prepare_training(
 
 
 def _made(given: Any, kind: type) -> Any:
-    """What a function makes, or what was given."""
+    """Return the result of a function, or the object that was given instead."""
     return given() if callable(given) and not isinstance(given, kind) else given
 
 
@@ -95,14 +104,16 @@ def _strategy(devices: Any, sync: Any) -> tf.distribute.Strategy:
         strategy = make_strategy(devices=devices, sync=sync)
     elif sync is not None:
         raise ValueError(
-            f"sync: expected None beside a strategy, received {sync!r}. Give it to tfdist.make_strategy(sync=...)."
+            f"sync: expected None beside a strategy, received {sync!r}. Give it to "
+            "tfdist.make_strategy(sync=...)."
         )
     else:
         strategy = devices
     if not isinstance(engine_of(strategy), Engine):
         raise ValueError(
-            f"devices: expected a synchronous strategy of tfdist.make_strategy, or devices; received {type(strategy).__name__}. "
-            "Under parameter_server, whose workers train by themselves, use model.fit."
+            "devices: expected a synchronous strategy of tfdist.make_strategy, or devices; "
+            f"received {type(strategy).__name__}. Under parameter_server, whose workers train by "
+            "themselves, use model.fit."
         )
     return strategy
 
@@ -113,13 +124,13 @@ def _model(
     name: str = "",
     owners: dict[int, tuple[str, bool]] | None = None,
 ) -> Any:
-    """One model or several, made in the strategy's scope.
+    """Return one model or several, made in the strategy's scope.
 
     Args:
-        given: As the user gave it.
-        strategy: The strategy.
-        name: Of a model among several.
-        owners: By a variable's id, the first model that has it, and whether that was made here.
+        given: Model, or dict or list of models, that the user passed.
+        strategy: Strategy of the training.
+        name: Name of a model among several.
+        owners: First model that has a variable, and whether it was made here, by the variable's id.
     """
     owners = {} if owners is None else owners
     if isinstance(given, dict):
@@ -130,32 +141,35 @@ def _model(
         return [_model(each, strategy, f"{name}[{i}]", owners) for i, each in enumerate(given)]
     if not isinstance(given, keras.Model):
         raise ValueError(
-            f"model: expected a keras.Model, a dict or list of them, or a function that makes one; received {given!r}."
+            "model: expected a keras.Model, a dict or list of them, or a function that makes "
+            f"one; received {given!r}."
         )
     if not given.built:
         raise ValueError(
-            f"model: expected one that is built; {given.name} has no variables yet. Give it an Input layer, call model.build(shape), or call it once in the "
-            "function that makes it."
+            f"model: expected one that is built; {given.name} has no variables yet. Give it an "
+            "Input layer, call model.build(shape), or call it once in the function that makes it."
         )
     here = all(strategy.extended.variable_created_in_scope(v.value) for v in given.variables)
     for v in given.variables:
         other, there = owners.setdefault(id(v), (name, here))
         if other != name and not (here and there):
             raise ValueError(
-                f"model: model{other} and model{name} share {v.path}, and were made outside of the strategy's scope: copies of them would share nothing, and one "
-                "trained by itself. Pass the function that makes them."
+                f"model: model{other} and model{name} share {v.path}, and were made outside of "
+                "the strategy's scope: copies of them would share nothing, and one trained by "
+                "itself. Pass the function that makes them."
             )
     return given if here else _copy(given)
 
 
 def _copy(model: keras.Model) -> keras.Model:
-    """The same model, made here."""
+    """Return a copy of a model, made in the current scope."""
     try:
         copy = keras.models.clone_model(model)
         copy.set_weights(model.get_weights())
     except (TypeError, ValueError, NotImplementedError) as error:
         raise ValueError(
-            f"model: {model.name} was made outside of the strategy's scope, and cannot be copied: {error} Pass the function that makes it."
+            f"model: {model.name} was made outside of the strategy's scope, and cannot be copied: "
+            f"{error} Pass the function that makes it."
         ) from error
     return copy
 
@@ -167,28 +181,31 @@ def _weights(models: Any) -> list[keras.Variable]:
 def _optimizer(
     given: Any, strategy: tf.distribute.Strategy, variables: list, copies: list
 ) -> keras.optimizers.Optimizer:
-    """The optimizer, made in the strategy's scope.
+    """Return the optimizer, made in the strategy's scope.
 
     Args:
-        given: As the user gave it.
-        strategy: The strategy.
-        variables: Of the models that the user gave.
-        copies: Of those that are trained.
+        given: Optimizer or name that the user passed.
+        strategy: Strategy of the training.
+        variables: Trainable variables of the models that the user passed.
+        copies: Variables of the models that are trained.
     """
     try:
         found = keras.optimizers.get(given)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"optimizer: expected a Keras optimizer, its name, or a function that makes one; received {given!r}."
+            "optimizer: expected a Keras optimizer, its name, or a function that makes one; "
+            f"received {given!r}."
         ) from error
     if found is None:
         raise ValueError(
-            "optimizer: expected a Keras optimizer, its name, or a function that makes one; received None."
+            "optimizer: expected a Keras optimizer, its name, or a function that makes one; "
+            "received None."
         )
     if strategy_of(found) is not strategy:
         if found.built:
             raise ValueError(
-                f"optimizer: {found.name} was made outside of the strategy's scope and has trained another model. Pass a new one, or its name."
+                f"optimizer: {found.name} was made outside of the strategy's scope and has "
+                "trained another model. Pass a new one, or its name."
             )
         given, found = found, type(found).from_config(found.get_config())
         exclude_alike(
@@ -196,7 +213,7 @@ def _optimizer(
             variables,
             getattr(found, "inner_optimizer", found),
             copies,
-        )  # no config has it
+        )  # weight decay exclusions are not part of the config
     return found
 
 
@@ -209,16 +226,26 @@ def _data(given: Any, global_batch: int | None) -> tf.data.Dataset:
 
 
 def check_batches(given: Any, name: str, remedy: str = "") -> tf.data.Dataset:
-    """A data set whose batches can be cut by rows."""
+    """Return a data set whose batches can be split by rows.
+
+    Args:
+        given: Object that the user passed.
+        name: Name of the argument, for messages.
+        remedy: Further sentence for the message.
+
+    Raises:
+        ValueError: If it is not a `tf.data.Dataset`.
+    """
     if not isinstance(given, tf.data.Dataset):
         raise ValueError(
-            f"{name}: expected a tf.data.Dataset of global batches, such as tfdist.data.pipeline makes; received {type(given).__name__}.{remedy}"
+            f"{name}: expected a tf.data.Dataset of global batches, such as tfdist.data.pipeline "
+            f"makes; received {type(given).__name__}.{remedy}"
         )
     return given if hasattr(given, "replica_rows") else _even(given, name)
 
 
 def _even(data: tf.data.Dataset, name: str) -> tf.data.Dataset:
-    """Makes sure that all leaves of a batch have equally many rows: replicas would lose some otherwise."""
+    """Check in each batch that all leaves have equally many rows; replicas split by rows."""
 
     @plain
     def checked(*parts):
@@ -226,9 +253,13 @@ def _even(data: tf.data.Dataset, name: str) -> tf.data.Dataset:
         counts = [tf.shape(x)[0] for x in leaves if x.shape.rank != 0]
         if len(counts) < len(leaves):
             raise ValueError(
-                f"{name}: expected batches of tensors [rows, ...]; one is a scalar. Call batch(global_batch) on a data set of examples."
+                f"{name}: expected batches of tensors [rows, ...]; one is a scalar. Call "
+                "batch(global_batch) on a data set of examples."
             )
-        message = f"{name}: expected equally many rows in all parts of a batch. Of k examples beside each other one make a row [rows, k, ...]."
+        message = (
+            f"{name}: expected equally many rows in all parts of a batch. Of k examples beside "
+            "each other one make a row [rows, k, ...]."
+        )
         checks = [tf.debugging.assert_equal(count, counts[0], message) for count in counts[1:]]
         with tf.control_dependencies([c for c in checks if c is not None]):
             parts = tf.nest.map_structure(

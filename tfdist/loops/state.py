@@ -1,4 +1,4 @@
-"""A training, whose steps are functions of batches; what one replica does in a step is written elsewhere."""
+"""Training state: model, optimizer, data and strategy, and steps as functions of a batch."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ RETURNS = "a scalar, or a nest of scalars, each a mean over the rows that it was
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class State:
-    """What a training consists of; see `tfdist.loops.prepare_training`.
+    """Model, optimizer, data and strategy of a training; see `tfdist.loops.prepare_training`.
 
     Attributes:
-        strategy: Where it runs.
-        model: The model, or the models, as given, with a copy of the variables on each replica.
-        optimizer: Updates them.
-        data: Global batches.
+        strategy: Strategy that runs the training.
+        model: Model, or dict or list of models, with a copy of the variables on each replica.
+        optimizer: Optimizer of the model's trainable variables.
+        data: Data set of global batches.
         compiled: Whether steps run as graphs.
+        learner: Keras model that wraps `model` for `fit` and `evaluate`.
     """
 
     strategy: tf.distribute.Strategy
@@ -42,42 +43,47 @@ class State:
 
     @property
     def variables(self) -> list[keras.Variable]:
-        """What is trained, in the order of gradients."""
+        """Return the trainable variables, in the order of the gradients."""
         return self.learner.trainable_variables
 
     @property
     def replicas(self) -> int:
-        """Copies of the model, in all processes."""
+        """Return the number of copies of the model in all processes."""
         return self._placement.replicas
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process is the one that prints and writes."""
+        """Return whether this process prints and writes files."""
         return self._placement.is_chief
 
-    # --- A loop of one's own --------------------------------------------------------------------------------------------
+    # --- Custom training loops --------------------------------------------------------------------
     @property
     def batches(self) -> Iterable[Batch]:
-        """This process' rows of each global batch; each walk over it is one pass over the data."""
+        """Return this process' rows of each global batch; one iteration is one pass."""
         return self._feed
 
     def step(self, body: Callable[[Any], Any]) -> Callable[[Batch], Any]:
-        """Makes a function of one replica's rows one of a batch of `batches`: it runs on each replica.
+        """Turn a function of one replica's rows into a step on all replicas.
 
-        It becomes a graph, one for batches of any number of rows, or stays Python where the state is not `compiled`. After setting variables between two steps
-        yourself, make it anew.
+        The step is traced into one graph for batches of any number of rows. It runs eagerly if the
+        state is not `compiled`. If you set variables yourself between two steps, create the step
+        again.
 
         Args:
-            body: What a replica does with its rows. It returns a scalar, or a nest of scalars, each a mean over these rows; or None.
+            body: Function of one replica's rows. It returns a scalar, or a nest of scalars, each a
+                mean over these rows; or None.
 
         Returns:
-            Called with a batch, by all processes; returns these as means over the rows of the global batch, summed over the replicas in each step.
+            A function of a batch of `batches`, which all processes must call. It returns these
+            values as means over the rows of the global batch, all-reduced in each step.
 
         Example:
             >>> import keras, numpy as np, tfdist
             >>> from tfdist import loops
             >>> x, y = np.ones([8, 2], "float32"), np.zeros([8, 1], "float32")
-            >>> state = loops.prepare_training(lambda: keras.Sequential([keras.Input([2]), keras.layers.Dense(1)]), (x, y), "cpu", "sgd", global_batch=4)
+            >>> state = loops.prepare_training(
+            ...     lambda: keras.Sequential([keras.Input([2]), keras.layers.Dense(1)]),
+            ...     (x, y), "cpu", "sgd", global_batch=4)
             >>> def loss(model, x, y):
             ...     return keras.ops.mean((model(x) - y) ** 2)
             >>> @state.step
@@ -93,17 +99,21 @@ class State:
         return functools.wraps(body)(lambda batch: steps(batch))
 
     def sync_replicas(self) -> None:
-        """Gives all replicas one state before somebody looks at it: moving statistics, and weights where each replica trains by itself for some steps.
+        """Synchronize the replicas' state: moving statistics, and weights after local steps.
 
-        Called by all processes, after steps of one's own; `train` and `evaluate` do it by themselves.
+        Call it in all processes after steps of your own loop, before the state is read or written.
+        `train` and `evaluate` call it themselves.
         """
         self._replica_state.sync_replicas()
 
     def gather(self) -> None:
-        """As `meet`, where each replica has trained by itself since; else it asks nothing of other processes."""
+        """Synchronize the replicas if they have taken local steps since the last time.
+
+        Otherwise this needs no communication with other processes. See `ReplicaState.gather`.
+        """
         self._replica_state.gather()
 
-    # --- What this directory asks ----------------------------------------------------------------------------------------
+    # --- Internals of tfdist.loops ----------------------------------------------------------------
     @property
     def _engine(self) -> Engine:
         return engine_of(self.strategy)
@@ -122,17 +132,20 @@ class State:
 
 
 class _Steps:
-    """See `State.step`."""
+    """Callable that runs a step on all replicas; see `State.step`."""
 
     def __init__(self, state: State, body: Callable[[Any], Any]):
-        self._state, self._body, self._engine = state, body, state._engine
+        self._state = state
+        self._body = body
+        self._engine = state._engine
         self._function: Any = None
-        self._nest: Any = None  # what the body returns, with numbers for tensors
+        self._nest: Any = None  # structure of the body's result
 
     def __call__(self, batch: Batch) -> Any:
         if not isinstance(batch, Batch):
             raise ValueError(
-                f"step: expected a batch of state.batches, received {type(batch).__name__}. Iterate over state.batches."
+                f"step: expected a batch of state.batches, received {type(batch).__name__}. "
+                "Iterate over state.batches."
             )
         if self._function is None:
             self._engine.prepare(self._state.learner)
@@ -157,25 +170,27 @@ class _Steps:
         )[0]
 
     def _on_replica(self, batch: Batch):
-        engine, state = self._engine, self._state
+        engine = self._engine
+        state = self._state
         return run_replica(
             self._mean, state.learner, batch, engine.placement, engine.host, state._feed.even
         )
 
     def _mean(self, rows):
-        """The means over the global batch of what the body gives for one replica's rows."""
+        """Return the means over the global batch of the body's results for one replica's rows."""
         results = self._body(rows)
         values = (
             [] if results is None else [tf.convert_to_tensor(x) for x in tf.nest.flatten(results)]
         )
         if any(x.shape.rank != 0 for x in values):
             raise ValueError(
-                f"step: expected that the function returns {RETURNS}; received the shapes {[tuple(x.shape) for x in values]}."
+                f"step: expected that the function returns {RETURNS}; received the shapes "
+                f"{[tuple(x.shape) for x in values]}."
             )
         self._nest = None if results is None else tf.nest.map_structure(lambda _: 0, results)
         if not values:
             return tf.zeros([0])
-        # A replica without rows has no mean.
+        # The mean of a replica without rows is NaN, which its weight 0 must cancel.
         part = tf.math.multiply_no_nan(
             tf.stack([tf.cast(x, tf.float32) for x in values]),
             tf.cast(own_weight(self._state.replicas), tf.float32),

@@ -1,4 +1,8 @@
-"""One replica's rows become gradients, and gradients an update of its variables; called in replicas, in `State.step` or by `train`."""
+"""Gradient computation and optimizer update of one replica, for custom training loops.
+
+Call both functions in replica context: in a function that `State.step` takes. `train` calls them
+itself.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +19,20 @@ if TYPE_CHECKING:
 
 
 def train_step(loss: Callable, state: State, batch: Any) -> tuple[list, dict[str, tf.Tensor]]:
-    """The gradients of a loss for one replica's rows: forward, then backward.
+    """Compute the gradients of a loss for one replica's rows: forward, then backward pass.
 
     Args:
-        loss: A function `loss(model, x, y)` or `loss(model, batch)`; see `tfdist.loops.train`.
-        state: The training.
-        batch: This replica's rows.
+        loss: Function `loss(model, x, y)` or `loss(model, batch)`; see `tfdist.loops.train`.
+        state: State of the training.
+        batch: Rows of this replica, `[replica_rows, ...]`.
 
     Returns:
-        One gradient or None a variable of `state.variables`, each this replica's part of the gradient of the mean over the global batch, so that their sum over the
-        replicas is that; and the loss and the metrics over this replica's rows.
+        A list with a gradient, or None, for each variable of `state.variables`, and the loss and
+        the metrics over this replica's rows. Each gradient is this replica's part of the gradient
+        of the mean over the global batch: the sum over the replicas is that gradient.
 
     Raises:
-        ValueError: The loss is none, or this is not called in a replica.
+        ValueError: If the loss is wrong, or this is not called in replica context.
     """
     check_loss(loss)
     _check_place(state, "train_step")
@@ -39,27 +44,31 @@ def train_step(loss: Callable, state: State, batch: Any) -> tuple[list, dict[str
     gradients = tape.gradient(scaled, variables)
     if all(g is None for g in gradients):
         raise ValueError(
-            f"loss: what it returns depends on none of the {len(variables)} trainable variables of the model. Compute it from what the model gives."
+            f"loss: what it returns depends on none of the {len(variables)} trainable variables "
+            "of the model. Compute it from what the model gives."
         )
     return gradients, {"loss": value, **metrics}
 
 
 def update(state: State, gradients: Sequence[Any]) -> None:
-    """Makes one of the replicas' gradients, as the strategy's `sync` says, and gives it to the optimizer.
+    """Combine the replicas' gradients by the strategy's `sync`, and apply the optimizer.
 
     Args:
-        state: The training.
-        gradients: As `train_step` returned them, or what was made of them, in the same order.
+        state: State of the training.
+        gradients: Gradients that `train_step` returned, or values computed from them, in the same
+            order.
 
     Raises:
-        ValueError: There are more or fewer of them than variables, or this is not called in a replica.
+        ValueError: If their number differs from the number of variables, or this is not called in
+            replica context.
     """
     _check_place(state, "update")
     variables = state.variables
     if not isinstance(gradients, Sequence) or len(gradients) != len(variables):
         found = len(gradients) if isinstance(gradients, Sequence) else type(gradients).__name__
         raise ValueError(
-            f"update: expected {len(variables)} gradients, one a variable of state.variables, or None; received {found}."
+            f"update: expected {len(variables)} gradients, one a variable of state.variables, or "
+            f"None; received {found}."
         )
     state.optimizer.apply(list(gradients), variables)
 
@@ -70,5 +79,6 @@ def _check_place(state: State, name: str) -> None:
         or tf.distribute.in_cross_replica_context()
     ):
         raise ValueError(
-            f"{name}: expected to be called in a replica. Call it in a function that state.step(...) made one of all replicas; or use tfdist.loops.train."
+            f"{name}: expected to be called in a replica. Call it in a function that "
+            "state.step(...) made one of all replicas; or use tfdist.loops.train."
         )

@@ -1,4 +1,4 @@
-"""A loss function, a `State` and epochs become a history."""
+"""Training and evaluation of a `State` with a custom loss function, over epochs."""
 
 from __future__ import annotations
 
@@ -24,30 +24,39 @@ def train(
     callbacks: Sequence[keras.callbacks.Callback] = (),
     verbose: int | str = 0,
 ) -> dict[str, list[float]]:
-    """Trains by a loss of one's own, with `train_step` and `update` in each step.
+    """Train with a custom loss, with `train_step` and `update` in each step.
 
-    It is Keras' `fit` that counts epochs and calls callbacks, and tfdist's engine that runs steps. Metrics are summed over the replicas when somebody looks, not in each step.
+    Keras' `fit` counts epochs and calls callbacks, and tfdist's engine runs the steps. Metrics are
+    not all-reduced in each step, but only when they are read.
 
     Args:
-        loss: A function `loss(model, x, y)`, called with the parts of a batch, or `loss(model, batch)`. It returns the mean over the rows that it is given, a scalar; or
-            that and a dict of metrics, each a scalar mean over these rows too. Over replicas and batches all are averaged by rows. With an argument
-            `training` it is told whether it trains or validates; it passes that to the model. Its metrics have the same names in both. What layers add to
-            `model.losses` is its own to add. It is traced once while it stays the loss; another object of the same code is another function.
-        state: What `prepare_training` returned; it is trained on.
-        epochs: Passes over the data.
-        steps_per_epoch: So many steps are an epoch, instead of a pass.
-        schedule: The learning rate of each update: a `keras.optimizers.schedules.LearningRateSchedule`, or a function of the number of updates before, which
-            gets a tensor. Of the optimizer, from this call on. None: as it is.
-        validation: Global batches, on which the loss is evaluated at the end of each epoch; other ones than those trained on, if it knows by `training`.
-        callbacks: Keras' and tfdist's, such as `tfdist.BackupAndRestore`, with which a training goes on where it was interrupted. Their `model` trains as a whole: its
-            `save` is that of `state.model`.
-        verbose: As for `fit`; only the chief prints.
+        loss: Function `loss(model, x, y)`, called with the parts of a batch, or `loss(model,
+            batch)`. It returns the mean over the rows that it is given, a scalar; or that scalar
+            and a dict of metrics, each a scalar mean over these rows too. All are averaged over
+            replicas and batches, weighted by rows. If it has an argument `training`, it gets True
+            in training and False in validation, and passes that on to the model. Its metrics must
+            have the same names in both. It must add `model.losses` itself if it wants what layers
+            add there. It is traced once as long as you pass the same object; another object with
+            the same code counts as another function.
+        state: State that `prepare_training` returned, which is trained further.
+        epochs: Passes over the data, default 1.
+        steps_per_epoch: Steps per epoch; default: one pass over the data.
+        schedule: Learning rate of each update, from this call on: a
+            `keras.optimizers.schedules.LearningRateSchedule`, or a function of the number of
+            previous updates, a tensor. None: the optimizer's learning rate stays as it is.
+        validation: Data set of global batches on which the loss is evaluated at the end of each
+            epoch. They may differ from training batches if the loss checks `training`.
+        callbacks: Callbacks of Keras and tfdist, such as `tfdist.BackupAndRestore`, which resumes
+            an interrupted training. Their `model` wraps the whole training, and its `save` is
+            `state.model.save`.
+        verbose: Verbosity as for `fit`, default 0; only the chief prints.
 
     Returns:
-        "loss", each metric, and both again with "val_" before: a number an epoch.
+        A dict of lists with one number per epoch: "loss", each metric, and the same names with the
+        prefix "val_".
 
     Raises:
-        ValueError: For a bad argument.
+        ValueError: If an argument is wrong.
 
     Example:
         >>> import numpy as np
@@ -89,18 +98,18 @@ def train(
 
 
 def evaluate(loss: Callable, state: State, data: tf.data.Dataset) -> dict[str, float]:
-    """The mean of a loss and its metrics over data, exact over replicas.
+    """Return the mean of a loss and its metrics over data, exact over all replicas.
 
     Args:
-        loss: As for `train`; one with an argument `training` gets False.
-        state: The training.
-        data: Global batches.
+        loss: Loss function as for `train`; an argument `training` gets False.
+        state: State of the training.
+        data: Data set of global batches.
 
     Returns:
-        "loss" and each metric.
+        A dict of "loss" and each metric.
 
     Raises:
-        ValueError: For a bad argument.
+        ValueError: If an argument is wrong.
     """
     check_loss(loss)
     _check_state(state)
@@ -115,12 +124,13 @@ def evaluate(loss: Callable, state: State, data: tf.data.Dataset) -> dict[str, f
 def _check_state(state: Any) -> None:
     if not isinstance(state, State):
         raise ValueError(
-            f"state: expected what tfdist.loops.prepare_training returns, received {type(state).__name__}."
+            "state: expected what tfdist.loops.prepare_training returns, received "
+            f"{type(state).__name__}."
         )
 
 
 class _Schedule(keras.optimizers.schedules.LearningRateSchedule):
-    """A function of the number of updates."""
+    """Learning rate schedule from a function of the number of updates."""
 
     def __init__(self, function: Callable[[Any], Any]):
         self.function = function
@@ -130,7 +140,8 @@ class _Schedule(keras.optimizers.schedules.LearningRateSchedule):
             rate = tf.cast(self.function(tf.cast(step, tf.float32)), tf.float32)
         except (TypeError, ValueError) as error:
             raise ValueError(
-                "schedule: expected a learning rate, computed by operations of TensorFlow or Keras, as it is part of the graph of a step: keras.ops.where instead of if, "
+                "schedule: expected a learning rate, computed by operations of TensorFlow or "
+                "Keras, as it is part of the graph of a step: keras.ops.where instead of if, "
                 f"keras.ops.cos instead of math.cos. The function failed: {error}"
             ) from error
         if rate.shape.rank != 0:
@@ -143,6 +154,7 @@ def _schedule(given: Any) -> keras.optimizers.schedules.LearningRateSchedule:
         return given
     if not callable(given):
         raise ValueError(
-            f"schedule: expected a function of the step, or a keras.optimizers.schedules.LearningRateSchedule; received {given!r}."
+            "schedule: expected a function of the step, or a "
+            f"keras.optimizers.schedules.LearningRateSchedule; received {given!r}."
         )
     return _Schedule(given)

@@ -1,4 +1,7 @@
-"""Replicas exchange tensors, and share what one of them cannot hold; names are found on first use."""
+"""Collectives between replicas, parameter sharding, and tensor and pipeline parallelism.
+
+Names are imported on first use.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,8 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(
-            f"module 'tfdist.parallel' has no attribute {name!r}; it has {', '.join(sorted(_HOMES))}"
+            f"module 'tfdist.parallel' has no attribute {name!r}; it has "
+            f"{', '.join(sorted(_HOMES))}"
         )
     value = globals()[name] = getattr(importlib.import_module(home), name)
     return value

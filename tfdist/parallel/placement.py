@@ -1,6 +1,7 @@
-"""A cluster becomes numbers: which replicas this process holds; no tensors and no strategies here.
+"""Placement of a process among the workers and replicas of a training.
 
-The order of replicas is the order of rows: `tfdist.data.order.rows_of_replicas` says which rows of a global batch each takes.
+Replicas have the same order as rows: `tfdist.data.order.rows_of_replicas` says which rows of a
+global batch each replica takes.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where this process stands among the replicas.
+    """Position of this process among the workers and replicas.
 
     Args:
-        workers: Processes that train together.
-        rank: Index of this one, 0 is the chief.
-        local_replicas: Replicas that this process holds; the same number on every worker.
-        tasks: Name of each worker by rank, as messages give it.
+        workers: Number of processes that train together, default 1.
+        rank: Index of this process among the workers, from 0, which is the chief.
+        local_replicas: Number of replicas that this process holds, default 1; equal on every
+            worker.
+        tasks: Name of each worker by rank, as messages show it; default `worker:RANK`.
 
     >>> place = Placement(workers=2, rank=1, local_replicas=2)
     >>> place.replicas, place.first_replica, place.is_chief
@@ -30,19 +32,19 @@ class Placement:
 
     @property
     def replicas(self) -> int:
-        """Copies of the model in all processes."""
+        """Return the number of copies of the model in all processes."""
         return self.workers * self.local_replicas
 
     @property
     def first_replica(self) -> int:
-        """Number of the first replica that this process holds."""
+        """Return the number of the first replica that this process holds."""
         return self.rank * self.local_replicas
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process writes checkpoints, logs and console."""
+        """Return whether this process writes checkpoints, logs and console output."""
         return self.rank == 0
 
     def task(self, rank: int) -> str:
-        """Name of the worker of this rank, such as `worker:1`."""
+        """Return the name of the worker with this rank, such as `worker:1`."""
         return self.tasks[rank] if self.tasks else f"worker:{rank}"

@@ -1,4 +1,4 @@
-"""A pair of Dense layers becomes shards of columns and rows, each computed on a device of its own."""
+"""Tensor parallelism for a pair of Dense layers, split by columns and rows (Megatron-LM)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _state = threading.local()
 
 @contextlib.contextmanager
 def sharded_over(devices: Sequence[str]) -> Iterator[None]:
-    """Inside, `ShardedMLP` computes its shards on these devices.
+    """Make `ShardedMLP` compute its shards on these devices within the context.
 
     Args:
-        devices: Shard i goes to device i, modulo their number.
+        devices: Names of the devices. Shard i goes to device i, modulo their number.
     """
     before = getattr(_state, "devices", None)
     _state.devices = list(devices)
@@ -29,27 +29,32 @@ def sharded_over(devices: Sequence[str]) -> Iterator[None]:
 
 
 def shard_of(variable: keras.Variable) -> int:
-    """Which of a stage's devices a variable belongs to; 0 for all but shards."""
+    """Return the index of the stage's device that holds a variable; 0 for all but shards."""
     return getattr(variable, "tfdist_tensor_shard", 0)
 
 
 class ShardedMLP(keras.layers.Layer):
-    """`Dense(units)(Dense(hidden, activation)(x))`, cut into shards as in Megatron-LM (Shoeybi et al. 2019, section 3).
+    """Two Dense layers, split over devices as in Megatron-LM.
 
-    Shard i has some columns of the first kernel and its bias, and the same rows of the second one. So each needs the whole input, and no
-    other shard's result: their outputs are summed once. In a model of `tfdist.parallel.pipeline(..., tensor=T)` shard i is held and
-    computed by device i of the stage; elsewhere all are computed where the layer is.
+    The layer computes `Dense(units)(Dense(hidden, activation)(x))` (Shoeybi et al. 2019, section
+    3). Shard i holds some columns of the first kernel with their bias, and the same rows of the
+    second kernel. So each shard needs the whole input, but no result of another shard, and their
+    outputs are summed once. In a model of `tfdist.parallel.pipeline(..., tensor=T)` device i of the
+    stage holds and computes shard i. Elsewhere all shards are computed on the layer's device.
 
     Args:
         hidden: Units of the first Dense layer; a multiple of `shards`.
-        units: Units of the second one.
-        shards: How many.
-        activation: Of the first one, elementwise; a name or function.
-        use_bias: Whether both have biases, default True.
-        kernel_initializer: Of both kernels, whose fans are those of whole kernels.
+        units: Units of the second Dense layer.
+        shards: Number of shards.
+        activation: Elementwise activation of the first Dense layer, a name or a function; default
+            none.
+        use_bias: Whether both Dense layers have biases, default True.
+        kernel_initializer: Initializer of both kernels, default "glorot_uniform". Fan-in and
+            fan-out are those of the whole kernels.
 
     Raises:
-        ValueError: A number is none, or `hidden` cannot be divided.
+        ValueError: If `hidden`, `units` or `shards` is not a positive integer, or `shards` does not
+            divide `hidden`.
     """
 
     def __init__(
@@ -72,18 +77,25 @@ class ShardedMLP(keras.layers.Layer):
             raise ValueError(
                 f"ShardedMLP: hidden: expected a multiple of shards={shards}, received {hidden}."
             )
-        self.hidden, self.units, self.shards, self.use_bias = hidden, units, shards, use_bias
+        self.hidden = hidden
+        self.units = units
+        self.shards = shards
+        self.use_bias = use_bias
         self.activation = keras.activations.get(activation)
         self.kernel_initializer = keras.initializers.get(kernel_initializer)
         self.supports_masking = True
 
     def build(self, input_shape):
-        width, part = input_shape[-1], self.hidden // self.shards
+        """See `keras.layers.Layer`."""
+        width = input_shape[-1]
+        part = self.hidden // self.shards
         first, second = (
             _fresh(self.kernel_initializer)(shape)
             for shape in ((width, self.hidden), (self.hidden, self.units))
         )
-        self.columns, self.biases, self.rows = [], [], []
+        self.columns = []
+        self.biases = []
+        self.rows = []
         for i in range(self.shards):
             own = slice(i * part, (i + 1) * part)
             self.columns.append(
@@ -105,6 +117,7 @@ class ShardedMLP(keras.layers.Layer):
         return variable
 
     def call(self, inputs):
+        """See `keras.layers.Layer`."""
         devices = getattr(_state, "devices", None)
         parts = []
         for i in range(self.shards):
@@ -123,23 +136,27 @@ class ShardedMLP(keras.layers.Layer):
         return tf.tensordot(self.activation(inner if bias is None else inner + bias), row, 1)
 
     def set_dense(self, first: keras.layers.Dense, second: keras.layers.Dense) -> None:
-        """Takes over the weights of a pair of Dense layers.
+        """Copy the weights of a pair of Dense layers into the shards.
 
         Args:
-            first: Of `hidden` units.
-            second: Of `units` units.
+            first: Dense layer with `hidden` units.
+            second: Dense layer with `units` units.
 
         Raises:
-            ValueError: The pair is another one than this layer stands for, or the layer has no shapes yet.
+            ValueError: If the pair has other units or biases than this layer, or one of the three
+                layers is not built.
         """
         for name, dense, units in (("first", first, self.hidden), ("second", second, self.units)):
             if (dense.units, dense.use_bias) != (units, self.use_bias):
                 raise ValueError(
-                    f"ShardedMLP.set_dense: {name}: expected Dense({units}, use_bias={self.use_bias}), received Dense({dense.units}, use_bias={dense.use_bias})."
+                    f"ShardedMLP.set_dense: {name}: expected Dense({units}, "
+                    f"use_bias={self.use_bias}), received Dense({dense.units}, "
+                    f"use_bias={dense.use_bias})."
                 )
         if not all(layer.built for layer in (self, first, second)):
             raise ValueError(
-                "ShardedMLP.set_dense: expected layers that have weights; call each on an input, or build(shape), first."
+                "ShardedMLP.set_dense: expected layers that have weights; call each on an input, "
+                "or build(shape), first."
             )
         columns, rows = (keras.ops.convert_to_numpy(layer.kernel) for layer in (first, second))
         part = self.hidden // self.shards
@@ -153,9 +170,11 @@ class ShardedMLP(keras.layers.Layer):
             self.bias.assign(second.bias)
 
     def compute_output_shape(self, input_shape):
+        """See `keras.layers.Layer`."""
         return (*input_shape[:-1], self.units)
 
     def get_config(self):
+        """See `keras.layers.Layer`."""
         own = {
             "hidden": self.hidden,
             "units": self.units,
@@ -171,7 +190,7 @@ class ShardedMLP(keras.layers.Layer):
 
 
 def _fresh(initializer: Any) -> Any:
-    """One like it that draws other values; a function is taken as it is."""
+    """Return a clone that draws other values; return a function as it is."""
     return (
         initializer.clone()
         if isinstance(initializer, keras.initializers.Initializer)
@@ -184,7 +203,11 @@ def _given(value: Any) -> Callable:
 
 
 def _on(device: str, function: Callable, tensors: list[tf.Tensor]) -> tf.Tensor:
-    """Computes a function on a device, and its gradient too: a tape's own would be computed where the tape is asked."""
+    """Compute a function and its gradient on a device.
+
+    Without this, a tape computes the gradient on the device that is current when the gradient is
+    requested.
+    """
 
     @tf.custom_gradient
     def placed(*tensors):

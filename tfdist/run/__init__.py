@@ -1,1 +1,1 @@
-"""One configured training from its config to its summary."""
+"""Training runs: train, evaluate and save one model as its configuration says."""

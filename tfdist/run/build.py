@@ -1,4 +1,4 @@
-"""The sections of a Run become its strategy and its compiled model; nothing is trained here."""
+"""Build the strategy and the compiled model of a configured run."""
 
 from __future__ import annotations
 
@@ -12,28 +12,34 @@ if TYPE_CHECKING:
 
 
 def make_strategy(where: config.Strategy, how: config.Sync | None = None) -> tf.distribute.Strategy:
-    """The strategy of a run; call it before anything that makes a tensor.
+    """Return the strategy of a run. Call it before any code that creates a tensor.
 
     Args:
-        where: The Run's section.
-        how: Its section on how replicas become one; None: the defaults.
+        where: Section `strategy` of the run.
+        how: Section `sync` of the run; None: the defaults.
     """
     import tfdist
 
     return tfdist.make_strategy(
-        where.name, cluster=where.cluster, devices=where.devices, task=where.task, communication=where.communication,
-        timeout=where.timeout, reading=where.reading, sync=policy(how or config.Sync()),
-    )  # fmt: skip
+        where.name,
+        cluster=where.cluster,
+        devices=where.devices,
+        task=where.task,
+        communication=where.communication,
+        timeout=where.timeout,
+        reading=where.reading,
+        sync=policy(how or config.Sync()),
+    )
 
 
 def policy(how: config.Sync) -> sync.Policy:
-    """The policy that a section describes.
+    """Return the synchronization policy of a run.
 
     Args:
-        how: The section.
+        how: Section `sync` of the run.
 
     Raises:
-        ValueError: For a value that no policy takes.
+        ValueError: The policy does not accept a value of the section.
     """
     if how.kind == "gradients":
         return sync.Gradients(
@@ -59,18 +65,18 @@ def policy(how: config.Sync) -> sync.Policy:
 def make_model(
     settings: config.Run, strategy: tf.distribute.Strategy, train: tf.data.Dataset
 ) -> keras.Model:
-    """The model of a run, compiled, with the weights that follow from its seed.
+    """Return the compiled model of a run, with weights initialized from its seed.
 
     Args:
-        settings: The Run.
-        strategy: In whose scope it is made.
-        train: The batches to train on, of `inputs.pipeline`.
+        settings: Run to build for.
+        strategy: Strategy in whose scope the model is built.
+        train: Training batches that `input_pipeline.pipeline` returned.
 
     Returns:
-        The model. One that a function of the user's has compiled is left as it is.
+        The model. A model that a user's function has compiled is not compiled again.
 
     Raises:
-        ValueError: For settings that do not fit each other or the data.
+        ValueError: Settings are not compatible with each other or with the data.
     """
     import keras
 
@@ -89,7 +95,8 @@ def make_model(
         )
         if model.compiled and settings.parallel.zero:
             raise ValueError(
-                f"parallel.zero: {settings.model.name} returns a model that is compiled, with an optimizer of its own; expected one that is not, or 0 here and "
+                f"parallel.zero: {settings.model.name} returns a model that is compiled, with an "
+                "optimizer of its own; expected one that is not, or 0 here and "
                 "tfdist.parallel.zero(optimizer) there."
             )
         if not model.compiled:
@@ -110,12 +117,12 @@ def make_model(
 def _optimizer(
     settings: config.Train, train: tf.data.Dataset, accumulate: int
 ) -> keras.optimizers.Optimizer:
-    """The optimizer of a run.
+    """Return the optimizer of a run.
 
     Args:
-        settings: The Run's section.
-        train: The batches to train on.
-        accumulate: Steps for one call of the optimizer, by which schedules go.
+        settings: Section `train` of the run.
+        train: Training batches.
+        accumulate: Number of steps for one call of the optimizer. Schedules count these calls.
     """
     import keras
 
@@ -129,7 +136,8 @@ def _optimizer(
     kind = kinds.get(settings.optimizer.lower())
     if kind is None:
         raise ValueError(
-            f"train.optimizer: received {settings.optimizer!r}. {config.nearest(settings.optimizer, kinds)}"
+            f"train.optimizer: received {settings.optimizer!r}. "
+            f"{config.nearest(settings.optimizer, kinds)}"
         )
     rate: Any = settings.learning_rate
     if settings.schedule == "cosine":

@@ -1,4 +1,4 @@
-"""The data section of a Run becomes the pipelines it trains and evaluates on; no model or strategy is known here."""
+"""Data pipelines for training and evaluation, built from the data section of a run."""
 
 from __future__ import annotations
 
@@ -15,24 +15,26 @@ if TYPE_CHECKING:
 
 
 def pipeline(settings: config.Run, split: str = "train") -> tf.data.Dataset:
-    """The batches of a run: what `tfdist train` reads, and `tfdist data audit` checks.
+    """Return the batches that `tfdist train` reads and `tfdist data audit` checks.
 
     Args:
-        settings: The Run.
-        split: "train" or "eval".
+        settings: Run to read for.
+        split: "train" or "eval"; "train" by default.
 
     Returns:
-        A `tfdist.data.pipeline`; of a function of the user's, what that returns, a `tf.data.Dataset` of global batches at least.
+        A `tfdist.data.pipeline`. If a user's function provides the data, the result is what that
+        function returns: a `tf.data.Dataset` of global batches at least.
 
     Raises:
-        ValueError: For settings that do not fit the data.
+        ValueError: Settings are not compatible with the data.
     """
     import tensorflow as tf
 
     from tfdist import data
     from tfdist.data.sources.catalog import resolve
 
-    where, train = settings.data, split == "train"
+    where = settings.data
+    train = split == "train"
     options: dict[str, Any] = {"shuffle": False}
     if train:
         options = {
@@ -56,7 +58,8 @@ def pipeline(settings: config.Run, split: str = "train") -> tf.data.Dataset:
         options["transform"] = _resized(source, where, where.augment and train)
     elif where.augment:
         raise ValueError(
-            "data.augment: expected data.image_size with it, the size of the crops in pixels; received none."
+            "data.augment: expected data.image_size with it, the size of the crops in pixels; "
+            "received none."
         )
     return data.pipeline(
         source,
@@ -69,29 +72,36 @@ def pipeline(settings: config.Run, split: str = "train") -> tf.data.Dataset:
 
 
 def is_pipeline(batches: tf.data.Dataset) -> bool:
-    """Whether a data set is one of `tfdist.data.pipeline`, whose order follows from seed, epoch and step."""
+    """Return whether a data set was made by `tfdist.data.pipeline`.
+
+    The order of such a data set is determined by seed, epoch and step.
+    """
     return hasattr(batches, "of_epoch")
 
 
 def examples(batches: tf.data.Dataset) -> int | None:
-    """How many examples an epoch has; None where only reading could tell."""
+    """Return the number of examples of an epoch, or None if it is not known without reading."""
     return batches.batches.source.cardinality if is_pipeline(batches) else None
 
 
 def begin_epoch(batches: tf.data.Dataset, epoch: int) -> None:
-    """Lets the next pass over a run's data be that of an epoch, whose order then follows from its number."""
+    """Set the epoch of the next iteration over a run's data.
+
+    The epoch number then determines the order of examples.
+    """
     if is_pipeline(batches):
         batches.epochs.next = epoch
 
 
 def shapes(batches: tf.data.Dataset) -> tuple[Any, int | None]:
-    """What a model needs to know of a run's data.
+    """Return the input shape and the number of classes of a run's data.
 
     Args:
-        batches: Of `pipeline`.
+        batches: Batches that `pipeline` returned.
 
     Returns:
-        The shape of one input, or a nest of them, without the batch; and the number of classes, None where nobody says.
+        The shape of one input without the batch dimension, or a nest of such shapes; and the number
+        of classes, None if it is unknown.
     """
     import tensorflow as tf
 
@@ -102,14 +112,14 @@ def shapes(batches: tf.data.Dataset) -> tuple[Any, int | None]:
 
 
 def check_supervised(batches: tf.data.Dataset, options: Mapping[str, Any]) -> None:
-    """Makes sure that a run's data are for one of `tfdist.models`.
+    """Raise ValueError unless the data are suitable for a model of `tfdist.models`.
 
     Args:
-        batches: Of `pipeline`.
-        options: Of the model.
+        batches: Batches that `pipeline` returned.
+        options: Options of the model.
 
     Raises:
-        ValueError: They are no inputs of one shape with a class each.
+        ValueError: The data are not inputs of one shape with a class each.
     """
     spec, (_, classes) = batches.element_spec, shapes(batches)
     single = isinstance(spec, tuple) and len(spec) > 1 and hasattr(spec[0], "shape")
@@ -118,13 +128,14 @@ def check_supervised(batches: tf.data.Dataset, options: Mapping[str, Any]) -> No
     name = batches.batches.source.name if is_pipeline(batches) else "this data set"
     remedy = "Set model.options.classes, or" if single else "Choose one with supervised_keys, or"
     raise ValueError(
-        f"data.name: {name} is no data set of inputs with a known number of classes, but of {spec}. {remedy} name a model of your own, "
+        f"data.name: {name} is no data set of inputs with a known number of classes, but of "
+        f"{spec}. {remedy} name a model of your own, "
         "model.name=FILE.py:FUNCTION."
     )
 
 
 def _own(where: config.Data, split: str) -> Any:
-    """What a user's function returns as data."""
+    """Return the data that a user's function provides."""
     import tensorflow as tf
 
     from tfdist.data.sources.base import Source
@@ -132,8 +143,10 @@ def _own(where: config.Data, split: str) -> Any:
     found = user_functions.load(where.name, "data.name")(where, split)
     if not isinstance(found, Source | tf.data.Dataset):
         raise ValueError(
-            f"data.name={where.name}: expected the function to return a Source, what tfdist.data.pipeline returns, or a "
-            f"tf.data.Dataset of global batches, for the split {split!r}; received {type(found).__name__}."
+            f"data.name={where.name}: expected the function to return a Source, what "
+            "tfdist.data.pipeline returns, or a "
+            f"tf.data.Dataset of global batches, for the split {split!r}; received "
+            f"{type(found).__name__}."
         )
     return found
 
@@ -145,7 +158,8 @@ def _resized(source: Source, where: config.Data, augment: bool) -> Any:
     shape = getattr(spec, "shape", None)
     if shape is None or shape.rank not in (0, 3):
         raise ValueError(
-            f"data.image_size: expected a data set of images, received {source.name} of {source.element_spec}. Leave it out."
+            f"data.image_size: expected a data set of images, received {source.name} of "
+            f"{source.element_spec}. Leave it out."
         )
     channels = {"channels": shape[-1]} if shape.rank == 3 else {}
     return images(where.image_size, augment=augment, **channels)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The telemetry section of a Run becomes the callbacks that tell of its training; nothing is measured here."""
+"""Callbacks and writers for the telemetry section of a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from tfdist.train.callbacks.backup_and_restore import BackupAndRestore
     from tfdist.train.callbacks.metrics_log import Log
 
-SERVICES = ("wandb", "mlflow")  # words of `telemetry.backends` that are also the packages they need
+# Words of `telemetry.backends` that are also the names of the packages they need.
+SERVICES = ("wandb", "mlflow")
 
 
 def callbacks(
@@ -32,31 +33,39 @@ def callbacks(
     backup: BackupAndRestore,
     test: tf.data.Dataset,
 ) -> tuple[Log, list[keras.callbacks.Callback]]:
-    """What looks at a run's training.
+    """Return the callbacks that log a run's training.
 
     Args:
-        settings: The Run.
-        strategy: Under which it trains.
-        directory: Of the run.
-        backup: What restores it.
-        test: What it is evaluated on.
+        settings: Run to log.
+        strategy: Strategy that trains the model.
+        directory: Directory of the run.
+        backup: Callback that restores the run.
+        test: Evaluation batches.
 
     Returns:
-        The callback that keeps the history, and all of them, that one included, for every worker.
+        The callback that keeps the history, and the list of all callbacks for every worker, which
+        includes it.
     """
     import keras
 
     import tfdist
     from tfdist.strategies.factory import is_chief
 
-    told, chief, facts = settings.telemetry, is_chief(strategy), hyperparameters(settings, strategy)
+    told = settings.telemetry
+    chief = is_chief(strategy)
+    facts = hyperparameters(settings, strategy)
     log = tfdist.Log(writers(settings, directory) if chief else [], settings=facts)
     found: list[keras.callbacks.Callback] = [log]
     if "tensorboard" in told.places():
         board = tfdist.TensorBoard(
-            directory.parent, directory.name, graph=told.graph, histograms=told.histograms, hparams=facts if told.hparams else None,
-            profile=told.profile, profile_workers=told.profile_workers,
-        )  # fmt: skip
+            directory.parent,
+            directory.name,
+            graph=told.graph,
+            histograms=told.histograms,
+            hparams=facts if told.hparams else None,
+            profile=told.profile,
+            profile_workers=told.profile_workers,
+        )
         found.append(board)
     if told.step_breakdown:
         found.append(tfdist.StepBreakdown(directory))
@@ -77,23 +86,31 @@ def callbacks(
 
 
 def check(settings: config.Run) -> None:
-    """Raises ValueError for telemetry that this Run, or this machine, cannot have: before anything else begins."""
+    """Raise ValueError for telemetry settings that this run or machine does not support.
+
+    Call it before anything else begins.
+    """
     told = settings.telemetry
     places = told.places()
     for name in SERVICES:
         if name in places and importlib.util.find_spec(name) is None:
             raise ValueError(
-                f"telemetry.backends: {name} needs the package {name}, which is not installed: pip install {name}. Or leave it out."
+                f"telemetry.backends: {name} needs the package {name}, which is not installed: pip "
+                f"install {name}. Or leave it out."
             )
     for key in ("profile", "images"):
         if getattr(told, key) and "tensorboard" not in places:
             raise ValueError(
-                f"telemetry.{key}: expected tensorboard in telemetry.backends, which shows it; received {told.backends!r}."
+                f"telemetry.{key}: expected tensorboard in telemetry.backends, which shows it; "
+                f"received {told.backends!r}."
             )
 
 
 def writers(settings: config.Run, directory: Path) -> list[Writer]:
-    """Where losses and metrics go beside TensorBoard, whose callback has more to tell than these."""
+    """Return the writers of losses and metrics, other than TensorBoard.
+
+    TensorBoard has a callback of its own, which logs more than these writers.
+    """
     from tfdist.telemetry import services
     from tfdist.telemetry.writers import ConsoleWriter, JsonlWriter
 
@@ -107,7 +124,7 @@ def writers(settings: config.Run, directory: Path) -> list[Writer]:
 
 
 def hyperparameters(settings: config.Run, strategy: tf.distribute.Strategy) -> dict[str, Any]:
-    """What runs are compared by."""
+    """Return the hyperparameters by which runs are compared."""
     return flat(
         {
             **{
@@ -132,7 +149,7 @@ def hyperparameters(settings: config.Run, strategy: tf.distribute.Strategy) -> d
 
 
 def workers(strategy: tf.distribute.Strategy) -> int:
-    """Tasks that train."""
+    """Return the number of tasks that train."""
     from tfdist.keras_compat import engine_of
 
     place = getattr(engine_of(strategy), "placement", None)
@@ -140,12 +157,18 @@ def workers(strategy: tf.distribute.Strategy) -> int:
 
 
 def shown(settings: config.Run, directory: Path) -> Path:
-    """What TensorBoard is to show: a run with those beside it, or one whose directory was chosen by hand."""
+    """Return the log directory for TensorBoard to show.
+
+    It contains the run and those beside it, or only the run if you chose its directory.
+    """
     return directory.parent if settings.output.dir is None else directory
 
 
 def trained_by(strategy: tf.distribute.Strategy) -> dict[str, int]:
-    """How many tasks train beside this one under parameter servers; nothing under other strategies."""
+    """Return the number of workers and parameter servers under a parameter-server strategy.
+
+    The result is empty under other strategies.
+    """
     import tensorflow as tf
 
     from tfdist.layers import connected_tasks
@@ -156,7 +179,10 @@ def trained_by(strategy: tf.distribute.Strategy) -> dict[str, int]:
 
 
 def sent(strategy: tf.distribute.Strategy, model: keras.Model) -> float | None:
-    """Bytes that a replica has sent to others in a step of training, on average; None where that is not known."""
+    """Return the average number of bytes that a replica has sent per training step.
+
+    It is None if the number is unknown.
+    """
     from tfdist.keras_compat import engine_of
 
     engine = engine_of(strategy)
@@ -165,7 +191,10 @@ def sent(strategy: tf.distribute.Strategy, model: keras.Model) -> float | None:
 
 
 class _NoteSession:
-    """Writes a line of `sessions.jsonl` when the first epoch begins: what there was is restored by then."""
+    """Callback that writes a line of `sessions.jsonl` when the first epoch begins.
+
+    A snapshot, if there is one, is already restored by then.
+    """
 
     def __init__(
         self,
@@ -174,12 +203,10 @@ class _NoteSession:
         directory: Path,
         backup: BackupAndRestore,
     ):
-        self._settings, self._strategy, self._directory, self._backup = (
-            settings,
-            strategy,
-            directory,
-            backup,
-        )
+        self._settings = settings
+        self._strategy = strategy
+        self._directory = directory
+        self._backup = backup
         self._written = False
 
     def __call__(self, epoch: int, logs: dict) -> None:

@@ -1,4 +1,4 @@
-"""A Run becomes a trained model, its logs and a summary: the hall joins the rooms and computes nothing."""
+"""The command `tfdist train`: run a configured training and write its summary."""
 
 from __future__ import annotations
 
@@ -26,20 +26,21 @@ if TYPE_CHECKING:
 HELP = """\
 usage: tfdist train --config=FILE.py [--config.SECTION.KEY=VALUE ...] [--profile steps=10..15]
 
-Trains what a config file describes; --profile is short for --config.telemetry.profile. FILE.py defines get_config(), which returns a changed
+Trains what a config file describes; --profile is short for --config.telemetry.profile. \
+FILE.py defines get_config(), which returns a changed
 tfdist.config.default(); FILE.py:TEXT passes TEXT to it. Keys and their defaults:
 
 """
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command `tfdist train`.
+    """Run the command `tfdist train`.
 
     Args:
-        argv: The words after `tfdist train`.
+        argv: Command-line words after `tfdist train`.
 
     Returns:
-        0. A wrong flag, key or value ends the process with code 78 and one sentence.
+        0. A wrong flag, key or value ends the process with exit code 78 and a one-sentence message.
     """
     if {"-h", "--help"} & set(argv):
         print(HELP + textwrap.indent(str(config.default()), "  "), end="")
@@ -51,16 +52,16 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> config.Run:
-    """Reads a config file and the command line's changes to it.
+    """Parse a config file and its overrides on the command line.
 
     Args:
-        argv: The words after `tfdist train`.
+        argv: Command-line words after `tfdist train`.
 
     Returns:
-        The Run.
+        The run's settings.
 
     Raises:
-        ValueError: For a wrong flag, file, key or value.
+        ValueError: A flag, file, key or value is wrong.
     """
     from absl import flags
     from ml_collections import config_flags
@@ -69,7 +70,8 @@ def parse(argv: Sequence[str]) -> config.Run:
     places = [i for i, word in enumerate(words) if re.match(r"--?config(=|$)", word)]
     if len(places) != 1:
         raise ValueError(
-            f"--config: expected one config file, such as --config=configs/digits.py; received {len(places)}."
+            "--config: expected one config file, such as --config=configs/digits.py; received "
+            f"{len(places)}."
         )
     path = words.pop(places[0]).partition("=")[2] or (
         words.pop(places[0]) if words[places[0] :] else ""
@@ -78,7 +80,8 @@ def parse(argv: Sequence[str]) -> config.Run:
         if key := re.match(r"--?(?:no)?config\.([^=]+)", word):
             config.check_key(key[1])
     values = flags.FlagValues()
-    # Unlocked, so that options of a model need not stand in the file; the keys are checked before and after.
+    # Unlocked, so that the file need not list all options of a model. The keys are checked before
+    # and after.
     config_flags.DEFINE_config_dict(
         "config",
         _load(path),
@@ -97,23 +100,26 @@ def parse(argv: Sequence[str]) -> config.Run:
 
 
 def run(settings: config.Run) -> dict[str, Any]:
-    """Trains, evaluates and saves a model as a Run says; every task of a cluster calls it with the same Run.
+    """Train, evaluate and save a model as a run's settings say.
 
-    A run that was interrupted goes on where its backup was made. In a worker or ps task of a parameter-server job it serves,
-    and ends the process.
+    Every task of a cluster calls this with the same settings. An interrupted run resumes from its
+    last snapshot. In a worker or ps task of a parameter-server job, this function runs the server,
+    and then ends the process.
 
     Args:
-        settings: What to do.
+        settings: Settings of the run.
 
     Returns:
-        The summary, also in `summary.json`: metrics (what `model.evaluate` returns, by name; also beside the
-        rest, but for a metric named as one of the others here, such as seconds), epochs, examples_per_second
-        (None when nothing was trained any more), seconds, replicas (under parameter servers: of one worker;
-        with workers and parameter_servers beside it), strategy, and the paths backup and, where they are
-        kept, logs (for TensorBoard), history and model.
+        The summary, which is also written to `summary.json`. Its keys are `name`, `metrics` (the
+        results of `model.evaluate`, by name), `epochs`, `examples_per_second` (None if nothing was
+        left to train), `seconds`, `replicas`, `bytes_per_step` (sent by each replica; None if it is
+        unknown), `strategy`, and the paths `backup` and, if they are kept, `logs` (for
+        TensorBoard), `history` and `model`. Under parameter servers, `replicas` is that of one
+        worker, and `workers` and `parameter_servers` are added. Each metric is also a key of its
+        own, unless its name is one of the others here, such as `seconds`.
 
     Raises:
-        ValueError: For settings that do not fit each other, the data or this machine.
+        ValueError: Settings are not compatible with each other, the data or this machine.
     """
     import keras
 
@@ -127,10 +133,8 @@ def run(settings: config.Run) -> dict[str, Any]:
     strategy = build.make_strategy(where, settings.sync)
     chief = is_chief(strategy)
     directory = find_directory(settings)
-    train, test = (
-        input_pipeline.pipeline(settings, "train"),
-        input_pipeline.pipeline(settings, "eval"),
-    )
+    train = input_pipeline.pipeline(settings, "train")
+    test = input_pipeline.pipeline(settings, "eval")
     model = build.make_model(settings, strategy, train)
 
     paths = {
@@ -151,7 +155,7 @@ def run(settings: config.Run) -> dict[str, Any]:
             print(f"To see the curves: tensorboard --logdir {paths['logs']}", flush=True)
 
     def begin_epoch(epoch: int, logs: dict) -> None:
-        input_pipeline.begin_epoch(train, epoch)  # after a resume the order goes on too
+        input_pipeline.begin_epoch(train, epoch)  # keeps the order of examples after a resume
 
     backup = tfdist.BackupAndRestore(str(paths["backup"]))
     log, watching = telemetry_callbacks.callbacks(settings, strategy, directory, backup, test)
@@ -159,7 +163,7 @@ def run(settings: config.Run) -> dict[str, Any]:
         train,
         epochs=settings.train.epochs,
         validation_data=test,
-        shuffle=False,  # the pipeline does
+        shuffle=False,  # the data pipeline shuffles
         callbacks=[
             backup,
             *_checkpoints(where, directory),
@@ -196,10 +200,14 @@ def run(settings: config.Run) -> dict[str, Any]:
 
 
 def _checkpoints(where: config.Strategy, directory: Path) -> list[keras.callbacks.Callback]:
-    """What an evaluator reads, if there is one: the backup, which is gone at the end, may be too quick for it."""
+    """Return a callback that saves the weights for the evaluator, if the cluster has one.
+
+    The snapshots may change too quickly for the evaluator, and are removed at the end.
+    """
     import keras
 
-    # An evaluator is listed in a file or TF_CONFIG: all else that describes clusters knows equal workers only.
+    # An evaluator is listed in a file or TF_CONFIG. All other descriptions of clusters contain only
+    # equal workers.
     spec = ClusterSpec.from_file(where.cluster) if where.cluster else ClusterSpec.from_environ()
     if spec is None or "evaluator" not in (*spec.jobs, spec.task_type):
         return []
@@ -208,23 +216,27 @@ def _checkpoints(where: config.Strategy, directory: Path) -> list[keras.callback
 
 
 def find_directory(settings: config.Run, root: str | os.PathLike = "runs") -> Path:
-    """Where a run writes: as told, or the first `ROOT/NAME`, `ROOT/NAME-2` ... without a finished run.
+    """Return the directory of a run.
+
+    It is the configured one, or the first of `ROOT/NAME`, `ROOT/NAME-2` ... that does not contain a
+    finished run.
 
     Args:
-        settings: The Run.
-        root: Parent of the directories that nobody named.
+        settings: Settings of the run.
+        root: Parent of the directories whose names are chosen here; "runs" by default.
 
     Returns:
         The directory, which need not exist.
 
     Raises:
-        ValueError: When the directory it was told holds a finished run.
+        ValueError: The configured directory contains a finished run.
     """
     if settings.output.dir is not None:
         directory = Path(settings.output.dir)
         if (directory / SUMMARY).exists():
             raise ValueError(
-                f"output.dir: {directory} holds a finished run; expected a new directory or one with an interrupted run. "
+                f"output.dir: {directory} holds a finished run; expected a new directory or one "
+                "with an interrupted run. "
                 "Name another, or remove it."
             )
         return directory
@@ -237,10 +249,10 @@ def find_directory(settings: config.Run, root: str | os.PathLike = "runs") -> Pa
 
 
 def describe(summary: dict[str, Any]) -> str:
-    """The lines that tell a person how a run ended and where things are.
+    """Return a readable summary of a finished run and the places of its files.
 
     Args:
-        summary: What `run` returns.
+        summary: Summary that `run` returned.
 
     Returns:
         Lines without a final newline.
@@ -274,7 +286,10 @@ def describe(summary: dict[str, Any]) -> str:
         f"  model    {summary.get('model', 'not saved')}",
         f"  history  {summary.get('history', 'not kept')}",
         f"  backup   {backup}",
-        f"  curves   {'tensorboard --logdir ' + summary['logs'] if 'logs' in summary else 'not kept'}",
+        (
+            "  curves   "
+            f"{'tensorboard --logdir ' + summary['logs'] if 'logs' in summary else 'not kept'}"
+        ),
     ]
     return "\n".join(lines)
 
@@ -287,7 +302,7 @@ def _trained_on(summary: dict[str, Any]) -> str:
 
 
 def _profile_spelt_out(argv: Sequence[str]) -> list[str]:
-    """The words with `--profile STEPS` as the key it is short for."""
+    """Return the words with `--profile STEPS` replaced by the key it is short for."""
     words = list(argv)
     for place, word in enumerate(words):
         if re.match(r"--?profile(=|$)", word):
@@ -300,19 +315,26 @@ def _profile_spelt_out(argv: Sequence[str]) -> list[str]:
 
 
 def _taken(model: keras.Model, epochs: int) -> int | None:
-    """Examples of an epoch of data that do not say how many they have, as this process has counted them."""
+    """Return the number of examples of an epoch, as this process has counted them.
+
+    This serves for data sets that do not know their number of examples.
+    """
     stats = getattr(getattr(model, "train_function", None), "stats", None)
     return stats.examples // epochs if stats and epochs else None
 
 
 def _load(path: str) -> ConfigDict:
-    """What get_config() in a file returns; the text after a colon, if any, is passed to it."""
+    """Return the result of get_config() in a file.
+
+    The text after a colon in the path, if there is one, is passed to it.
+    """
     from ml_collections import ConfigDict
 
     path, colon, text = path.partition(":")
     if not os.path.isfile(path):
         raise ValueError(
-            f"--config={path}: no such file in {os.getcwd()}. Name a Python file that defines get_config()."
+            f"--config={path}: no such file in {os.getcwd()}. Name a Python file that defines "
+            "get_config()."
         )
     try:
         result = runpy.run_path(path)["get_config"](*([text] if colon else []))
@@ -320,7 +342,8 @@ def _load(path: str) -> ConfigDict:
         raise user_functions.failed(f"--config={path}", error) from error
     if not isinstance(result, ConfigDict):
         raise ValueError(
-            f"--config={path}: expected get_config() to return a changed tfdist.config.default(), received {result!r}."
+            f"--config={path}: expected get_config() to return a changed tfdist.config.default(), "
+            f"received {result!r}."
         )
     return result
 

@@ -1,1 +1,1 @@
-"""What the launcher and the processes it starts share: variables, files, exit codes, signals, limits."""
+"""Protocol and utilities that the launcher shares with the processes it starts."""

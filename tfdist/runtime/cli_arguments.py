@@ -1,4 +1,4 @@
-"""A command's words become checked values, or a ValueError with the flag's name, and that one sentence and an exit code."""
+"""Command-line parsing helpers that report errors as ValueError with the name of the flag."""
 
 from __future__ import annotations
 
@@ -11,28 +11,29 @@ from typing import NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that raises ValueError where Python's ends the process."""
+    """An ArgumentParser that raises ValueError where argparse would exit the process."""
 
     def error(self, message: str) -> NoReturn:
+        """See `argparse.ArgumentParser.error`; raise ValueError instead of exiting."""
         raise ValueError(message.removeprefix("argument "))
 
 
 def refuse(command: str, error: ValueError) -> int:
-    """Says on stderr what is wrong with a command line.
+    """Print on stderr what is wrong with a command line.
 
     Args:
-        command: As it was typed, such as "tfdist doctor".
-        error: What is wrong.
+        command: The command as the user typed it, such as "tfdist doctor".
+        error: The fault.
 
     Returns:
-        The exit code for it.
+        The exit code for a wrong command line, 2.
     """
     print(f"{command}: error: {error}\nSee `{command} --help`.", file=sys.stderr)
     return 2
 
 
 def whole(least: int) -> Callable[[str], int]:
-    """For `type=` of a flag: a whole number, no less than `least`.
+    """Return a converter for the `type=` of a flag that accepts integers of at least `least`.
 
     Example:
         >>> whole(1)("7")
@@ -50,11 +51,12 @@ def whole(least: int) -> Callable[[str], int]:
 
 
 def real(expected: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
-    """For `type=` of a flag: a number.
+    """Return a converter for the `type=` of a flag that accepts floats.
 
     Args:
-        expected: Which numbers, in words for the error.
-        fits: Whether a number is one of them; no comparison is true of the NaN that stands for what is no number.
+        expected: Description of the accepted numbers, for the error message.
+        fits: Predicate that accepts a number. Text that is not a number is passed to it as NaN, for
+            which every comparison is false.
 
     Example:
         >>> real("seconds above 0", lambda seconds: seconds > 0)("2.5")
@@ -77,7 +79,7 @@ def real(expected: str, fits: Callable[[float], bool]) -> Callable[[str], float]
 
 
 def flag_of(name: str) -> str:
-    """A flag as one types it, from its name in the parsed flags.
+    """Return the flag as the user types it, from its name in the parsed namespace.
 
     Example:
         >>> flag_of("log_dir")
@@ -87,7 +89,7 @@ def flag_of(name: str) -> str:
 
 
 def nearest_flag(word: str, known: Sequence[str]) -> str | None:
-    """The flag that a misspelt one is nearest to; None: it is near to none.
+    """Return the known flag closest to a misspelt one, or None if no flag is close.
 
     Example:
         >>> nearest_flag("--log_dri=x", ["--workers", "--log-dir"])
@@ -98,31 +100,37 @@ def nearest_flag(word: str, known: Sequence[str]) -> str | None:
 
 
 def no_such_flag(word: str, known: Sequence[str]) -> str:
-    """What to say of a flag that a command has not.
+    """Return the error message for a flag that a command does not have.
 
     Example:
-        >>> no_such_flag("--wrokers=2", ["--workers", "--quick"]), no_such_flag("-x", ["--workers", "--quick"])
-        ('--wrokers=2: no such flag. Did you mean --workers?', '-x: no such flag. Expected one of --workers, --quick.')
+        >>> no_such_flag("--wrokers=2", ["--workers", "--quick"])
+        '--wrokers=2: no such flag. Did you mean --workers?'
+        >>> no_such_flag("-x", ["--workers", "--quick"])
+        '-x: no such flag. Expected one of --workers, --quick.'
     """
     nearest = nearest_flag(word, known)
-    return f"{word}: no such flag. {f'Did you mean {nearest}?' if nearest else 'Expected one of ' + ', '.join(known) + '.'}"
+    return (
+        f"{word}: no such flag. "
+        f"{f'Did you mean {nearest}?' if nearest else 'Expected one of ' + ', '.join(known) + '.'}"
+    )
 
 
 def flags_beside_config(
     parser: argparse.ArgumentParser, argv: Sequence[str], needed: bool = True
 ) -> tuple[argparse.Namespace, list[str]]:
-    """A command line of flags of a command's own, and words about a run's config.
+    """Parse a command line that mixes a command's own flags with flags of the run's config.
 
     Args:
-        parser: Of the flags.
-        argv: The words after the command.
-        needed: Whether a config file must be among them.
+        parser: Parser of the command's own flags.
+        argv: Words after the command.
+        needed: Whether the command requires a config file, default True.
 
     Returns:
-        The flags, and the words about the config.
+        The parsed flags, and the words that belong to the config.
 
     Raises:
-        ValueError: Names the flag, what was expected and received.
+        ValueError: If a flag is unknown or wrong. The message names the flag, the expected and the
+            received value.
     """
     flags, words = parser.parse_known_args(argv)
     unknown = [word for word in words if word.startswith("-") and not about_config(word)]
@@ -136,7 +144,7 @@ def flags_beside_config(
 
 
 def about_config(word: str) -> bool:
-    """Whether a word is about a run's config, and so no flag of the command's own.
+    """Return whether a word belongs to the run's config instead of the command's own flags.
 
     Example:
         >>> [about_config(word) for word in ("--config=a.py", "--noconfig.data.cache", "--configs")]

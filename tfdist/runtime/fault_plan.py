@@ -1,6 +1,11 @@
-"""A chaos plan in words becomes faults, and the journal tells which of them have struck; nothing is harmed here.
+"""Fault injection plans: the parser for `--chaos` and the faults that are still pending.
 
-kill worker:1@step=37; stop worker:0@step=80 for 20s; kill chief@saving; corrupt newest; fill disk@step=40
+A plan is a list of faults with semicolons between them:
+
+    kill worker:1@step=37; stop worker:0@step=80 for 20s; kill chief@saving; corrupt newest;
+    fill disk@step=40
+
+The journal of the launch records each fault when it is injected.
 """
 
 from __future__ import annotations
@@ -11,31 +16,37 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-NONE = "none"  # a plan without faults, of the undisturbed run that others are compared with
-EVENT = "fault"  # of the journal, when one strikes
+NONE = "none"  # a plan without faults, for the undisturbed reference run
+EVENT = "fault"  # journal event of an injected fault
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
 
 _TASK_VERBS = (*SIGNALS, "hang", "raise")
 _MOMENTS = ("start", "saving", "saved", "restoring", "end")
 _GRAMMAR = re.compile(
-    r"(?:(?P<verb>kill|stop|term|hang|raise)\s+(?P<task>chief|[a-z]+:\d+)|(?P<other>corrupt\s+newest|fill\s+disk|kill\s+standby))"
-    r"(?:\s*@\s*(?:step\s*=\s*(?P<step>\d+)|(?P<moment>[a-z]+)))?(?:\s+for\s+(?P<seconds>\d+(?:\.\d+)?)\s*s)?"
+    r"(?:(?P<verb>kill|stop|term|hang|raise)\s+(?P<task>chief|[a-z]+:\d+)"
+    r"|(?P<other>corrupt\s+newest|fill\s+disk|kill\s+standby))"
+    r"(?:\s*@\s*(?:step\s*=\s*(?P<step>\d+)|(?P<moment>[a-z]+)))?"
+    r"(?:\s+for\s+(?P<seconds>\d+(?:\.\d+)?)\s*s)?"
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """One fault, which strikes once.
+    """One fault, which is injected once.
 
     Attributes:
-        number: Its place in the plan, from 0.
-        text: As it was written.
-        verb: "kill", "stop", "term", "hang", "raise", "corrupt newest", "fill disk" or "kill standby" (at a hand-over).
-        task: "worker:1", or "chief" for the task that writes, whatever its name; "" for faults of no task.
-        step: After how many steps since the beginning of training; None: at no step.
-        moment: "start" of a fit, "saving" (half of the file is written), "saved" (it is there), "restoring", "end" of a fit; or "".
-        seconds: How long; None: for ever.
+        number: Position in the plan, from 0.
+        text: The fault as the user wrote it.
+        verb: "kill", "stop", "term", "hang", "raise", "corrupt newest", "fill disk" or "kill
+            standby" (at a hand-over).
+        task: Name of the target such as "worker:1"; "chief" for the task that writes, whatever its
+            name; "" for faults without a target task.
+        step: Number of steps since the beginning of training after which the fault is injected;
+            None if it does not depend on a step.
+        moment: "start" of a fit, "saving" (half of the file is written), "saved" (the file is
+            complete), "restoring", "end" of a fit; or "".
+        seconds: Duration in seconds; None for no limit.
     """
 
     number: int
@@ -47,21 +58,23 @@ class Fault:
     seconds: float | None
 
     def of(self, task: str, is_chief: bool) -> bool:
-        """Whether it is the fault of this task."""
+        """Return whether the fault targets this task."""
         return self.task == task or (is_chief and self.task in ("chief", ""))
 
 
 def parse(plan: str) -> tuple[Fault, ...]:
-    """The faults of a plan.
+    """Parse a fault injection plan.
 
     Args:
         plan: Faults with semicolons between them, or "none".
 
     Raises:
-        ValueError: Names the fault, and says what was expected.
+        ValueError: If a fault is malformed. The message quotes the fault and says what was
+            expected.
 
     Example:
-        >>> [(fault.verb, fault.task, fault.step, fault.seconds) for fault in parse("kill worker:1@step=37; stop worker:0@step=80 for 20s")]
+        >>> faults = parse("kill worker:1@step=37; stop worker:0@step=80 for 20s")
+        >>> [(fault.verb, fault.task, fault.step, fault.seconds) for fault in faults]
         [('kill', 'worker:1', 37, None), ('stop', 'worker:0', 80, 20.0)]
         >>> parse("kill chief@saving")[0].moment
         'saving'
@@ -71,7 +84,8 @@ def parse(plan: str) -> tuple[Fault, ...]:
     words = [text.strip() for text in plan.split(";") if text.strip()]
     if not words:
         raise ValueError(
-            'expected faults such as "kill worker:1@step=37; kill chief@saving", or "none", received nothing'
+            'expected faults such as "kill worker:1@step=37; kill chief@saving", or "none", '
+            "received nothing"
         )
     return tuple(_fault(number, text) for number, text in enumerate(words))
 
@@ -81,8 +95,9 @@ def _fault(number: int, text: str) -> Fault:
     moment = found["moment"] or "" if found else ""
     if not found or (moment and moment not in _MOMENTS):
         raise ValueError(
-            f"expected VERB TASK@WHEN [for Ns] with a verb of {', '.join(_TASK_VERBS)}, a task such as worker:1 or chief, and "
-            f"step=N, {', '.join(_MOMENTS[:-1])} or {_MOMENTS[-1]} after the @; or `corrupt newest`, `fill disk` or `kill standby`; received {text!r}"
+            f"expected VERB TASK@WHEN [for Ns] with a verb of {', '.join(_TASK_VERBS)}, a task "
+            f"such as worker:1 or chief, and step=N, {', '.join(_MOMENTS[:-1])} or {_MOMENTS[-1]} "
+            f"after the @; or `corrupt newest`, `fill disk` or `kill standby`; received {text!r}"
         )
     verb = found["verb"] or " ".join(found["other"].split())
     if found["verb"] and not (moment or found["step"]):
@@ -95,7 +110,8 @@ def _fault(number: int, text: str) -> Fault:
         raise ValueError(f"{text!r}: expected @step=N or nothing after `{verb}`")
     if verb == "kill standby" and found["step"]:
         raise ValueError(
-            f"{text!r}: expected nothing after `kill standby`, which strikes when a task is next handed over"
+            f"{text!r}: expected nothing after `kill standby`, which strikes when a task is next "
+            "handed over"
         )
     return Fault(
         number=number,
@@ -109,11 +125,11 @@ def _fault(number: int, text: str) -> Fault:
 
 
 def left(faults: Sequence[Fault], journal: Sequence[Mapping[str, Any]]) -> list[Fault]:
-    """The faults that have not struck yet.
+    """Return the faults that have not been injected yet.
 
     Args:
-        faults: Of a plan.
-        journal: Of the launch, `contract.read_journal`.
+        faults: Faults of the plan.
+        journal: Events of the launch, as `launch_protocol.read_journal` returns them.
 
     Example:
         >>> left(parse("kill chief@end; corrupt newest"), [{"event": EVENT, "number": 0}])[0].verb

@@ -1,4 +1,4 @@
-"""Facts become words for a person; nothing is read or printed here."""
+"""Text formatting for people: counts with their noun, and aligned tables."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Collection, Sequence
 
 
 def counted(number: int, noun: str, nouns: str | None = None) -> str:
-    """A number of things.
+    """Return a number with its noun in the singular or plural.
 
     Args:
-        number: How many.
-        noun: What one is called.
-        nouns: What several are called; default: with an s.
+        number: The count.
+        noun: Singular noun.
+        nouns: Plural noun, default the singular with an "s".
 
     Example:
         >>> counted(1, "step"), counted(1500, "step"), counted(2, "batch", "batches")
@@ -21,11 +21,11 @@ def counted(number: int, noun: str, nouns: str | None = None) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
-    """A table's lines.
+    """Return the lines of a table with aligned columns.
 
     Args:
-        rows: Its cells, as many in each row.
-        left: Columns whose cells stand to the left; those of others to the right.
+        rows: Cells of the table, the same number in each row.
+        left: Indices of the left-aligned columns, default (0,). All others are right-aligned.
 
     Example:
         >>> aligned([("strategy", "ms"), ("mirrored", "1.25"), ("one", "12.50")])

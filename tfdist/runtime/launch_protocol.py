@@ -1,7 +1,8 @@
-"""What `tfdist launch` and the processes it starts tell each other, by variables, files and exit codes; nothing waits here.
+"""Protocol between `tfdist launch` and its processes: variables, files and exit codes.
 
-The launcher sets the variables. A process tells of its progress in one file, and of what happened to it in a journal that all
-share. Without a launcher all of this is silent.
+The launcher sets environment variables. Each process writes its progress to a file of its own and
+appends events to a journal that all processes share. Without a launcher, all of these functions do
+nothing. None of them waits.
 """
 
 from __future__ import annotations
@@ -15,11 +16,10 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-PREEMPTED_CODE = 42  # ended by SIGTERM after a snapshot: starting again goes on from there
-TRANSIENT_CODE = (
-    75  # sysexits.h EX_TEMPFAIL: peers were absent or lost; another attempt may find them
-)
-CONFIGURATION_CODE = 78  # sysexits.h EX_CONFIG: wrong in itself, never worth a restart
+PREEMPTED_CODE = 42  # ended by SIGTERM after a snapshot; another start resumes from it
+# sysexits.h EX_TEMPFAIL: peers were absent or lost; another attempt may find them
+TRANSIENT_CODE = 75
+CONFIGURATION_CODE = 78  # sysexits.h EX_CONFIG: a restart cannot help
 
 TASK = "TFDIST_TASK"
 LAUNCH = "TFDIST_LAUNCH"
@@ -28,31 +28,32 @@ RESTARTS = "TFDIST_RESTARTS"
 LOG_DIR = "TFDIST_LOG_DIR"
 ERROR_FILE = "TFDIST_ERROR_FILE"
 PROGRESS_FILE = "TFDIST_PROGRESS_FILE"
-IMPORTS_FILE = "TFDIST_IMPORTS_FILE"  # for what a standby process is to import
+IMPORTS_FILE = "TFDIST_IMPORTS_FILE"  # record of the imports, for standby processes
 CHAOS = "TFDIST_CHAOS"
 
 THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
     "TF_NUM_INTRAOP_THREADS",
     "TF_NUM_INTEROP_THREADS",
-)  # sizes of a task's pools
+)  # thread pool sizes of a task
 
-JOURNAL = "events.jsonl"  # in the directory of the logs
-RESULT = "result.tfdist"  # there too, of a launch with a chaos plan
+JOURNAL = "events.jsonl"  # in the log directory
+RESULT = "result.tfdist"  # in the log directory of a launch with a fault plan
 
 
 @dataclasses.dataclass(frozen=True)
 class Launched:
-    """What the launcher told this process.
+    """Parameters that the launcher has passed to this process.
 
     Attributes:
-        task: "worker:1"; of a process that nobody launched, "".
-        launch: Names the launch; equal in all its attempts and on all hosts.
-        attempt: 0, 1, ...; higher ones supersede lower ones of the same launch.
-        restarts: How often the launcher starts again after failures.
-        log_dir: Directory of this launch, where there is one.
-        progress_file: Where to tell of progress.
-        chaos: Faults to inject, as in `tfdist launch --chaos`; None: none, and none to be reported either.
+        task: Task name such as "worker:1"; "" for a process that the launcher did not start.
+        launch: Unique name of the launch, equal in all its attempts and on all hosts.
+        attempt: Number of the attempt, from 0. Higher attempts supersede lower ones of the same
+            launch.
+        restarts: Number of restarts that the launcher allows after failures.
+        log_dir: Log directory of the launch, or None.
+        progress_file: Path of the progress file, or None.
+        chaos: Fault plan, as in `tfdist launch --chaos`; None to inject no fault and report none.
     """
 
     task: str = ""
@@ -65,7 +66,7 @@ class Launched:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] | None = None) -> Launched:
-        """What the environment says.
+        """Read the parameters from the environment variables.
 
         Example:
             >>> Launched.from_environ({"TFDIST_TASK": "worker:1", "TFDIST_ATTEMPT": "2"}).attempt
@@ -88,12 +89,12 @@ def _number(text: str) -> int:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """That of this process, and more, for a process that it starts."""
+    """Return the variables of this process plus `more`, for a process that it starts."""
     return {**os.environ, **more}
 
 
 def inherited(*names: str, environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Variables of this process that the tasks it starts will find too; those that are not set are left out.
+    """Return those of the named variables that this process has set and its tasks inherit.
 
     Example:
         >>> inherited("OMP_NUM_THREADS", "HOME", environ={"OMP_NUM_THREADS": "2"})
@@ -104,31 +105,33 @@ def inherited(*names: str, environ: Mapping[str, str] | None = None) -> dict[str
 
 
 class Phase:
-    """What a process is doing, which decides how long it may be silent."""
+    """The phase of a process, which decides how long it may go without a heartbeat."""
 
-    IDLE = "idle"  # nothing that the launcher could judge
-    TRACING = "tracing"  # a function's first call, which compiles
-    RUNNING = "running"  # steps follow each other
+    IDLE = "idle"  # outside training: the watchdog does not apply
+    TRACING = "tracing"  # the first call of a tf.function, which traces and compiles it
+    RUNNING = "running"  # executing steps
 
 
 class Progress:
-    """Tells the launcher that a process is alive: its phase, and where in the training it is.
+    """A heartbeat that tells the launcher the phase and the position in training.
 
     Args:
-        path: The file; None: nobody wants to know.
+        path: Path of the progress file; None to write nothing.
     """
 
     def __init__(self, path: str | None):
-        self._path, self._file, self._beats = path, -1, 0
+        self._path = path
+        self._file = -1
+        self._beats = 0
 
     def beat(self, phase: str, epoch: int, step: int, total: int = 0) -> None:
-        """Tells of one more sign of life.
+        """Write one heartbeat.
 
         Args:
-            phase: Of `Phase`.
-            epoch: The epoch, from 0.
-            step: Steps of it that are done.
-            total: Steps since training began.
+            phase: One of `Phase`.
+            epoch: Index of the epoch, from 0.
+            step: Number of finished steps of the epoch.
+            total: Number of steps since training began, default 0.
         """
         if self._path is None:
             return
@@ -144,13 +147,21 @@ class Progress:
 
 @functools.cache
 def progress() -> Progress:
-    """Of this process."""
+    """Return the heartbeat of this process."""
     return Progress(Launched.from_environ().progress_file)
 
 
 @dataclasses.dataclass(frozen=True)
 class Sign:
-    """What a process last told; see `Progress.beat`. `beats` grows with each."""
+    """The last heartbeat of a process.
+
+    Attributes:
+        phase: See `Progress.beat`.
+        epoch: See `Progress.beat`.
+        step: See `Progress.beat`.
+        total: See `Progress.beat`.
+        beats: Number of heartbeats so far, which grows with each.
+    """
 
     phase: str
     epoch: int
@@ -160,7 +171,7 @@ class Sign:
 
 
 def read_sign(path: str) -> Sign | None:
-    """What `Progress` last wrote; None: nothing yet.
+    """Return the heartbeat that `Progress` last wrote, or None if there is none yet.
 
     Example:
         >>> import tempfile
@@ -177,17 +188,17 @@ def read_sign(path: str) -> Sign | None:
 
 
 def note(log_dir: str | None, event: str, **facts: Any) -> None:
-    """Adds a line to the journal of a launch: what happened, and when.
+    """Append an event with its time to the journal of a launch.
 
     Args:
-        log_dir: Of the launch; None: there is none.
-        event: Its name.
-        **facts: As JSON knows them.
+        log_dir: Log directory of the launch; None to write nothing.
+        event: Name of the event.
+        **facts: JSON-serializable values.
     """
     if log_dir is None:
         return
     line = json.dumps({"time": time.time(), "event": event, **facts}) + "\n"
-    # One write to a file opened for appending: lines of several processes do not mix.
+    # A single write to a file opened for appending keeps the lines of several processes apart.
     with contextlib.suppress(OSError):
         descriptor = os.open(
             os.path.join(log_dir, JOURNAL),
@@ -201,7 +212,7 @@ def note(log_dir: str | None, event: str, **facts: Any) -> None:
 
 
 def read_journal(log_dir: str) -> list[dict[str, Any]]:
-    """The lines of a launch's journal; a last line that was cut off is left out.
+    """Return the events in a launch's journal, without a last line that was cut off.
 
     Example:
         >>> import tempfile

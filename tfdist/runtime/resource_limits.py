@@ -1,4 +1,4 @@
-"""Limits on this process: memory and cores that the host and its control groups leave to it."""
+"""Memory and CPU limits of this process, from the host and its control groups."""
 
 from __future__ import annotations
 
@@ -11,37 +11,43 @@ ROOT = Path("/")
 
 
 def memory(root: Path = ROOT) -> tuple[int | None, int | None]:
-    """Return the bytes that may still be taken and all bytes; a lower container limit counts."""
+    """Return the available bytes and the total bytes of memory.
+
+    A lower limit of a container replaces the host's values. A value is None if it is unknown.
+    """
     rows = {
         name: int(size) * 1024
         for name, size in re.findall(
             r"^(\w+): +(\d+) kB", read_text(root / "proc/meminfo"), re.MULTILINE
         )
     }
-    available, capacity = rows.get("MemAvailable"), rows.get("MemTotal")
+    available = rows.get("MemAvailable")
+    capacity = rows.get("MemTotal")
     for most, used in _memory_limits(root):
         if capacity is None or most < capacity:
-            capacity, left = most, max(most - used, 0)
+            capacity = most
+            left = max(most - used, 0)
             available = left if available is None else min(available, left)
     return available, capacity
 
 
 def quota(root: Path) -> float | None:
-    """Return how many cores' time the control groups allow; None without a limit."""
+    """Return the CPU quota of the control groups in cores, or None without a limit."""
     limits = []
     for group in _groups(root):
         most, _, period = read_text(group / "cpu.max").partition(" ")
         if most.isdecimal() and period.isdecimal():
             limits.append(int(most) / int(period))
     old = root / "sys/fs/cgroup/cpu"
-    most, period = read_text(old / "cpu.cfs_quota_us"), read_text(old / "cpu.cfs_period_us")
+    most = read_text(old / "cpu.cfs_quota_us")
+    period = read_text(old / "cpu.cfs_period_us")
     if most.isdecimal() and period.isdecimal():
         limits.append(int(most) / int(period))
     return min(limits, default=None)
 
 
 def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Yield the bytes allowed and used of each control group with a limit."""
+    """Yield the allowed and the used bytes of each control group with a limit."""
     old = root / "sys/fs/cgroup/memory"
     for group, names in [*((group, ("memory.max", "memory.current")) for group in _groups(root)),
                          (old, ("memory.limit_in_bytes", "memory.usage_in_bytes"))]:  # fmt: skip
@@ -51,7 +57,7 @@ def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
 
 
 def _groups(root: Path) -> Iterator[Path]:
-    """Yield the control group of this process (version 2) and those around it."""
+    """Yield the control group of this process (version 2) and its ancestors."""
     top = root / "sys/fs/cgroup"
     name = next(
         (
@@ -70,7 +76,7 @@ def _groups(root: Path) -> Iterator[Path]:
 def cores() -> tuple[int, ...]:
     """Return the numbers of the cores that this process may use.
 
-    A container or `taskset` may allow fewer than the machine has; macOS does not say.
+    A container or `taskset` may allow fewer cores than the machine has. macOS does not report this.
     """
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
@@ -78,7 +84,7 @@ def cores() -> tuple[int, ...]:
 
 
 def read_text(path: Path) -> str:
-    """Return a small file's text without the white space around it; "" where it cannot be read."""
+    """Return the stripped text of a small file, or "" if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

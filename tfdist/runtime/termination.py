@@ -1,4 +1,4 @@
-"""Signals that ask a process to end become an exception, so that what it has begun is ended, too; nothing is ended here."""
+"""Conversion of SIGTERM and SIGHUP into SystemExit, so that cleanup code runs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def ending() -> Iterator[None]:
-    """While the block runs, SIGTERM and SIGHUP end it with SystemExit and the code 128 + the signal.
+    """Turn SIGTERM and SIGHUP into SystemExit with the code 128 + signal while the block runs.
 
-    One that is ignored stays so: SIGHUP under `nohup`.
+    A signal that is ignored stays ignored: SIGHUP under `nohup`.
 
     Example:
         >>> with ending():
@@ -30,6 +30,5 @@ def ending() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(
-                number, signal.SIG_DFL if handler is None else handler
-            )  # None: not Python's, and cannot be put back
+            # None: the handler was not installed from Python and cannot be restored.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)

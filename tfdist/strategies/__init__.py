@@ -1,1 +1,1 @@
-"""Strategies whose Keras 3 models train as on one device."""
+"""Distribution strategies that train Keras 3 models as on one device."""

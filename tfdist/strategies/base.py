@@ -1,4 +1,4 @@
-"""A tf.distribute strategy becomes one whose models train through tfdist's engine; which strategy to make is not decided here."""
+"""Common base of tfdist's synchronous strategies, which train by tfdist's engine."""
 
 from __future__ import annotations
 
@@ -13,28 +13,36 @@ from tfdist.train.synchronous.engine import Engine
 
 
 class Fed(tf.distribute.Strategy if TYPE_CHECKING else object):  # type: ignore[misc]
-    """Mixin before a synchronous `tf.distribute` strategy: gives Keras the engine's view of a data set."""
+    """Mixin for synchronous `tf.distribute` strategies: gives Keras the engine's batches.
+
+    Put it before the TensorFlow strategy in the list of base classes.
+    """
 
     tfdist_engine: Engine
 
     def experimental_distribute_dataset(self, dataset, options=None):
-        """As in TensorFlow; but Keras' `fit`, `evaluate` and `predict` get tfdist's own feed.
+        """See `tf.distribute.Strategy`; Keras' methods get tfdist's own input batches.
 
-        A data set whose auto-shard policy is OFF or FILE is distributed by TensorFlow, as its user has chosen.
+        These methods are `fit`, `evaluate` and `predict`. If the auto-shard policy of the data set
+        is OFF or FILE, TensorFlow distributes it, as you have chosen.
         """
         if self.tfdist_engine.feeding and by_rows(dataset):
             return self.tfdist_engine.feed(dataset)
         return super().experimental_distribute_dataset(dataset, options)
 
     def reduce(self, reduce_op, value, axis=None):
-        """As in TensorFlow; where Keras averages a whole batch just to learn its shapes, any replica's will do (keras #20585)."""
+        """See `tf.distribute.Strategy`; takes one replica's value while Keras infers shapes.
+
+        To learn the shapes, Keras averages a whole batch over the replicas, where any replica's
+        value is enough (keras #20585).
+        """
         if keras_compat.building():
             return tf.nest.map_structure(lambda v: self.experimental_local_results(v)[0], value)
         return super().reduce(reduce_op, value, axis)
 
 
 def by_rows(dataset: tf.data.Dataset) -> bool:
-    """Whether a data set's batches may be cut by rows: unless its options say otherwise."""
+    """Return whether a data set's batches may be split by rows, which is its options' default."""
     policies = tf.data.experimental.AutoShardPolicy
     return dataset.options().experimental_distribute.auto_shard_policy in (
         policies.AUTO,
@@ -43,9 +51,14 @@ def by_rows(dataset: tf.data.Dataset) -> bool:
 
 
 def adopt(
-    strategy: tf.distribute.Strategy, placement: Placement, central: bool = False, timeout: float = 600.0, sync: Policy | None = None, communication: str = "auto"
-) -> tf.distribute.Strategy:  # fmt: skip
-    """Hooks Keras and gives the strategy its engine; returns the strategy."""
+    strategy: tf.distribute.Strategy,
+    placement: Placement,
+    central: bool = False,
+    timeout: float = 600.0,
+    sync: Policy | None = None,
+    communication: str = "auto",
+) -> tf.distribute.Strategy:
+    """Install the Keras hooks, attach an engine to the strategy, and return the strategy."""
     keras_compat.install()
     keras_compat.allow_local_updates(strategy)
     if central:

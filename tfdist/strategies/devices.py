@@ -1,4 +1,4 @@
-"""What the user calls devices becomes TensorFlow device names, configured before TensorFlow starts."""
+"""Device selection and configuration, before TensorFlow starts."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ Devices = int | str | Sequence[str] | None
 
 
 def configure(devices: Devices, threads: int | None) -> list[str]:
-    """Makes the devices ready and returns their names, such as `["/gpu:0", "/gpu:1"]`.
+    """Configure the devices and return their names, such as `["/gpu:0", "/gpu:1"]`.
 
     Args:
-        devices: None: all GPUs, else the CPU. A number: so many GPUs, or, on a machine without, logical CPU devices. `"cpu"` or
-            `"gpu"`: all of that kind. Names, as a sequence or separated by commas: these; `"cpu:0,cpu:1"` makes two
-            logical CPU devices.
-        threads: Threads that an operation may use, and operations that run at once; None leaves TensorFlow's choice.
+        devices: None: all GPUs, or the CPU on a machine without GPUs. A number: that many GPUs, or
+            that many logical CPU devices on a machine without GPUs. `"cpu"` or `"gpu"`: all devices
+            of that kind. Names, as a sequence or separated by commas: these devices;
+            `"cpu:0,cpu:1"` makes two logical CPU devices.
+        threads: Number of threads that an operation may use, and of operations that run at once;
+            None leaves TensorFlow's choice.
 
     Raises:
-        ValueError: Names no device of this machine, or TensorFlow has started and cannot be configured any more.
+        ValueError: If a name is no device of this machine, or TensorFlow has started and can no
+            longer be configured.
     """
     gpus = len(tf.config.list_physical_devices("GPU"))
     names = parse(devices, gpus)
@@ -46,7 +49,7 @@ def configure(devices: Devices, threads: int | None) -> list[str]:
 
 
 def parse(devices: Devices, gpus: int) -> list[str]:
-    """Device names from what the user gave, on a machine with so many GPUs.
+    """Return the device names for a user's choice, on a machine with this number of GPUs.
 
     >>> parse(None, 0), parse(2, 0), parse(2, 4), parse("gpu", 2)
     (['/cpu:0'], ['/cpu:0', '/cpu:1'], ['/gpu:0', '/gpu:1'], ['/gpu:0', '/gpu:1'])
@@ -62,7 +65,8 @@ def parse(devices: Devices, gpus: int) -> list[str]:
             raise ValueError(f"devices: expected at least 1, received {devices}")
         if 0 < gpus < devices:
             raise ValueError(
-                f'devices: expected at most this machine\'s {gpus} GPUs, received {devices}; name CPU devices, "cpu:0,cpu:1"'
+                f"devices: expected at most this machine's {gpus} GPUs, received {devices}; name "
+                'CPU devices, "cpu:0,cpu:1"'
             )
         return [f"/{'gpu' if gpus else 'cpu'}:{i}" for i in range(devices)]
     if isinstance(devices, str):
@@ -72,7 +76,8 @@ def parse(devices: Devices, gpus: int) -> list[str]:
         if kind == "gpu":
             if not gpus:
                 raise ValueError(
-                    'devices: received "gpu", but TensorFlow sees no GPU on this machine; use "cpu" or a number'
+                    'devices: received "gpu", but TensorFlow sees no GPU on this machine; use '
+                    '"cpu" or a number'
                 )
             return [f"/gpu:{i}" for i in range(gpus)]
         devices = devices.split(",")
@@ -86,7 +91,8 @@ def _name(device: str, gpus: int) -> str:
     match = re.fullmatch(r"/?(?:device:)?(cpu|gpu):(\d+)", device.strip().lower())
     if not match:
         raise ValueError(
-            f'devices: expected a number, "cpu", "gpu" or names such as "gpu:0,gpu:1", received {device!r}'
+            'devices: expected a number, "cpu", "gpu" or names such as "gpu:0,gpu:1", received '
+            f"{device!r}"
         )
     if match[1] == "gpu" and int(match[2]) >= gpus:
         raise ValueError(
@@ -101,21 +107,22 @@ def _before_start(what: str, satisfied: bool) -> None:
 
 
 def too_late(what: str, function: str = "make_strategy") -> ValueError:
-    """The error for a strategy that is made after TensorFlow started."""
+    """Return the error for a strategy that is made after TensorFlow started."""
     return ValueError(
-        f"{function} was called too late: {what} cannot be set up once TensorFlow has started. Call it before anything that makes "
-        "a tensor, a data set or a model, and once in a process."
+        f"{function} was called too late: {what} cannot be set up once TensorFlow has started. "
+        "Call it before anything that makes a tensor, a data set or a model, and once in a "
+        "process."
     )
 
 
 def quiet_tensorflow() -> None:
-    """Keeps TensorFlow's INFO lines, one for every collective, off the console, unless its level was set."""
+    """Suppress TensorFlow's INFO lines, one per collective, unless its log level is set."""
     if tf.get_logger().level == logging.NOTSET:
         tf.get_logger().setLevel(logging.WARNING)
 
 
 def restrict(names: list[str]) -> None:
-    """Hides the GPUs that are not named, for a strategy that would take all."""
+    """Hide the GPUs that are not named, for a strategy that would take all of them."""
     gpus = tf.config.list_physical_devices("GPU")
     wanted = [g for i, g in enumerate(gpus) if f"/gpu:{i}" in names]
     if wanted != gpus:

@@ -1,4 +1,4 @@
-"""A name, a cluster and devices become a `tf.distribute.Strategy` whose Keras 3 models train as on one device."""
+"""Factory of `tf.distribute` strategies for Keras 3, from a name, cluster and devices."""
 
 from __future__ import annotations
 
@@ -38,11 +38,8 @@ NAMES = (
     "parameter_server",
     "tpu",
 )
-TOGETHER = (
-    "one_device",
-    "mirrored",
-    "multi_worker_mirrored",
-)  # whose replicas train in step, with a copy of the variables each
+# Strategies whose replicas train synchronously, each with a copy of the variables.
+TOGETHER = ("one_device", "mirrored", "multi_worker_mirrored")
 
 
 def make_strategy(
@@ -61,37 +58,49 @@ def make_strategy(
     sync: Policy | str | Callable[[list], list] | None = None,
     tpu: str = "local",
 ) -> tf.distribute.Strategy:
-    """Makes the strategy that fits this process; call it first, before any tensor, data set or model.
+    """Make the strategy for this process; call it before any tensor, data set or model.
 
-    What is not given is taken from the command line in scripts that `tfdist.app.run` started, and the cluster from the
-    environment (see `tfdist.cluster.resolvers.resolve`).
+    In scripts that `tfdist.app.run` started, arguments that are not given come from the command
+    line. A cluster that is not given comes from the environment (see
+    `tfdist.cluster.resolvers.resolve`).
 
     Args:
-        name: One of `NAMES`. `auto`, the default: `parameter_server` in a cluster with parameter servers, `multi_worker_mirrored` in
-            one of several training tasks, else `mirrored` with several devices, else `one_device`. Under `parameter_server` this
-            call returns in the chief; in a worker or ps task it serves, and ends the process when the job ends.
-        cluster: The cluster with this task, or the path of a YAML or JSON file that describes it.
-        devices: Devices of this process, see `tfdist.strategies.devices.configure`; a number, names, `"cpu"` or `"gpu"`.
-        task: This task, such as `worker:1`, where `cluster` does not say.
-        communication: `auto`, `ring` or `nccl`: how workers exchange gradients.
-        timeout: Seconds without a step after which a worker that waits for the others fails; under `parameter_server` those that
-            the chief waits for a step, and for a worker when none is left.
-        start_timeout: Seconds that a worker waits for the others to appear.
-        cross_device: `auto`, `nccl`, `hierarchical_copy` or `one_device`: how `mirrored` sums over its devices.
-        threads: Threads of an operation, and operations at once; None leaves TensorFlow's choice.
-        reading: Under `parameter_server`, who reads a `tf.data.Dataset` given to `fit` or `evaluate`: `workers`, `coordinator`, or
-            `auto`: the workers, where the data set is more than Python code or arrays of the chief.
-        variable_partitioner: Refused: Keras variables cannot be partitioned; `tfdist.layers.ShardedEmbedding` is.
-        sync: How the replicas become one, see `tfdist.sync`: `Gradients`, `LocalSGD` or `DiLoCo`; or "bfloat16", "float16", "replicas", "sum",
-            or a function of a list of gradients, which are short for `Gradients` with these. None: the gradients of all examples of the global batch are averaged in each step.
-        tpu: TPU for the strategy `tpu`: a name, a gRPC address, or `local`.
+        name: One of `NAMES`. The default `auto` means `parameter_server` in a cluster with
+            parameter servers, `multi_worker_mirrored` in a cluster with several training tasks,
+            else `mirrored` with several devices, else `one_device`. Under `parameter_server` this
+            call returns in the chief only; in a worker or ps task it runs the server, and ends the
+            process when the job ends.
+        cluster: Cluster with this task, or the path of a YAML or JSON file that describes it.
+        devices: Devices of this process, see `tfdist.strategies.devices.configure`; a number,
+            names, `"cpu"` or `"gpu"`.
+        task: Name of this task, such as `worker:1`, if `cluster` does not contain it.
+        communication: Collective implementation with which workers exchange gradients: `auto`
+            (default), `ring` or `nccl`.
+        timeout: Seconds without a step after which a worker that waits for the others fails,
+            default 600. Under `parameter_server`, the seconds that the chief waits for a step, and
+            for a worker when none is left.
+        start_timeout: Seconds that a worker waits for the others to appear, default 120.
+        cross_device: Algorithm with which `mirrored` sums over its devices: `auto` (default),
+            `nccl`, `hierarchical_copy` or `one_device`.
+        threads: Number of threads of an operation, and of operations at once; None leaves
+            TensorFlow's choice.
+        reading: Reader of a `tf.data.Dataset` that is given to `fit` or `evaluate` under
+            `parameter_server`: `workers`, `coordinator`, or `auto` (default). With `auto` the
+            workers read, if the data set is more than Python code or arrays of the chief.
+        variable_partitioner: Must be None, because Keras variables cannot be partitioned; use
+            `tfdist.layers.ShardedEmbedding`.
+        sync: Synchronization policy of the replicas, see `tfdist.sync`: `Gradients`, `LocalSGD` or
+            `DiLoCo`. Short forms of `Gradients` are "bfloat16", "float16", "replicas", "sum", and a
+            function of a list of gradients. None: the gradients of all examples of the global batch
+            are averaged in each step.
+        tpu: TPU for the strategy `tpu`: a name, a gRPC address, or `local` (default).
 
     Returns:
-        A true `tf.distribute.Strategy`.
+        A real `tf.distribute.Strategy`.
 
     Raises:
-        ValueError: An argument or the cluster is wrong, or TensorFlow has started already.
-        TimeoutError: Workers of the cluster did not appear; names them.
+        ValueError: If an argument or the cluster is wrong, or TensorFlow has already started.
+        TimeoutError: If workers of the cluster did not appear; the message names them.
 
     >>> strategy = make_strategy("one_device", devices="cpu")
     >>> strategy.num_replicas_in_sync
@@ -100,12 +109,14 @@ def make_strategy(
     policy = sync_policies.policy(sync)
     if isinstance(cluster, int):
         raise ValueError(
-            f"cluster: expected a ClusterSpec or the path of a file, received {cluster}; did you mean devices={cluster}?"
+            f"cluster: expected a ClusterSpec or the path of a file, received {cluster}; did you "
+            f"mean devices={cluster}?"
         )
     for seconds, called in ((timeout, "timeout"), (start_timeout, "start_timeout")):
         if not seconds > 0:
             raise ValueError(
-                f"{called}: expected seconds above 0, received {seconds!r}; float('inf') waits for ever."
+                f"{called}: expected seconds above 0, received {seconds!r}; float('inf') waits "
+                "for ever."
             )
     options = flags.parsed_options()
     name = _choice("strategy", name or options.get("strategy") or "auto", NAMES)
@@ -118,8 +129,9 @@ def make_strategy(
     _choice("reading", reading, READING)
     if variable_partitioner is not None:
         raise ValueError(
-            "variable_partitioner: expected None, as a Keras 3 variable cannot be partitioned. For tables that are too large for one "
-            "parameter server use tfdist.layers.ShardedEmbedding."
+            "variable_partitioner: expected None, as a Keras 3 variable cannot be partitioned. "
+            "For tables that are too large for one parameter server use "
+            "tfdist.layers.ShardedEmbedding."
         )
     devices = options.get("devices") if devices is None else devices
     cluster = resolvers.resolve(cluster or options.get("cluster"), task or options.get("task"))
@@ -132,7 +144,8 @@ def make_strategy(
     log.info("strategy %s on %s: %s", chosen, ", ".join(names), why)
     if chosen not in TOGETHER and policy != sync_policies.Gradients():
         raise ValueError(
-            f"sync: the strategy {chosen} does not exchange gradients by policies, received {sync!r}. Use {', '.join(TOGETHER[:-1])} or {TOGETHER[-1]}."
+            f"sync: the strategy {chosen} does not exchange gradients by policies, received "
+            f"{sync!r}. Use {', '.join(TOGETHER[:-1])} or {TOGETHER[-1]}."
         )
     if chosen == "multi_worker_mirrored":
         return _multi_worker(cluster, names, communication, timeout, start_timeout, policy)
@@ -140,8 +153,9 @@ def make_strategy(
         return _parameter_server(cluster, names, reading, timeout, start_timeout)
     if cluster is not None and len(cluster.training_tasks) > 1:
         raise ValueError(
-            f"strategy: {chosen} trains in one process, but {cluster.source} lists {len(cluster.training_tasks)} training tasks; use "
-            "multi_worker_mirrored or auto, or start one process without a cluster."
+            f"strategy: {chosen} trains in one process, but {cluster.source} lists "
+            f"{len(cluster.training_tasks)} training tasks; use multi_worker_mirrored or auto, or "
+            "start one process without a cluster."
         )
     if chosen == "one_device":
         return single_process.one_device(names[0], policy)
@@ -153,7 +167,7 @@ def make_strategy(
 
 
 def is_chief(strategy: tf.distribute.Strategy) -> bool:
-    """Whether this process writes the checkpoints, logs and console of a strategy's training."""
+    """Return whether this process writes a training's checkpoints, logs and console output."""
     engine = engine_of(strategy)
     return engine is None or engine.is_chief
 
@@ -163,12 +177,13 @@ def _choice(option: str, value: str, names: tuple[str, ...]) -> str:
         return value
     near = difflib.get_close_matches(value, names, 1)
     raise ValueError(
-        f"{option}: expected one of {', '.join(names)}; received {value!r}{f', did you mean {near[0]!r}?' if near else ''}"
+        f"{option}: expected one of {', '.join(names)}; received "
+        f"{value!r}{f', did you mean {near[0]!r}?' if near else ''}"
     )
 
 
 def _choose(cluster: ClusterSpec | None, names: list[str]) -> tuple[str, str]:
-    """The strategy for a cluster and devices, and why."""
+    """Return the strategy for a cluster and devices, and the reason."""
     if cluster is not None and "ps" in cluster.jobs:
         return "parameter_server", f"parameter servers in {cluster.source}"
     if cluster is not None and len(cluster.training_tasks) > 1:
@@ -193,8 +208,8 @@ def _multi_worker(
         raise device_names.too_late("a cluster")
     if names[0].startswith("/cpu") and len(names) > 1:
         raise ValueError(
-            f"devices: multi_worker_mirrored uses one CPU device a worker, received {len(names)}; start more workers on this machine "
-            "instead (tfdist launch --workers N)."
+            f"devices: multi_worker_mirrored uses one CPU device a worker, received {len(names)}; "
+            "start more workers on this machine instead (tfdist launch --workers N)."
         )
     device_names.quiet_tensorflow()
     device_names.restrict(names)
@@ -210,26 +225,28 @@ def _parameter_server(
     timeout: float,
     start_timeout: float,
 ):
-    """In the chief a strategy; in a worker or ps task the end of the process."""
+    """Return the strategy in the chief; in a worker or ps task, serve and end the process."""
     have = {
         job: len(cluster.jobs.get(job, ())) if cluster else 0 for job in ("chief", "worker", "ps")
     }
     if cluster is None or not all(have.values()):
         missing = " and ".join(job for job, count in have.items() if not count)
         raise ValueError(
-            f"strategy: parameter_server needs a chief, at least one worker and at least one ps; {cluster.source if cluster else 'no cluster'} "
-            f"lists no {missing}. On one machine: tfdist launch --chief --workers 2 --ps 1 -- COMMAND."
+            "strategy: parameter_server needs a chief, at least one worker and at least one ps; "
+            f"{cluster.source if cluster else 'no cluster'} lists no {missing}. On one machine: "
+            "tfdist launch --chief --workers 2 --ps 1 -- COMMAND."
         )
     if cluster.task is None:
         raise ValueError(
-            f'{cluster.source}: which task is this process? Pass task="chief:0", or set it in TF_CONFIG.'
+            f'{cluster.source}: which task is this process? Pass task="chief:0", or set it in '
+            "TF_CONFIG."
         )
-    again = connected()  # a strategy whose parameter server was lost may be followed by another
+    again = connected()  # after a parameter server is lost, the chief may make another strategy
     if runtime_initialized() and not again:
         raise device_names.too_late("a cluster")
     device_names.quiet_tensorflow()
     if cluster.task_type != "chief":
-        # One GPU a worker: neighbours on a machine of several take one each.
+        # One GPU per worker: workers on one machine with several GPUs take one each.
         device_names.restrict([names[cluster.task.index % len(names)]])
         serve(cluster, start_timeout=start_timeout)
     if not again:
@@ -240,7 +257,11 @@ def _parameter_server(
 
 
 def _evaluator(cluster: ClusterSpec, names: list[str], start_timeout: float, cross_device: str):
-    """A strategy of this process alone: it stands beside the training, whatever that one's strategy, and reads its checkpoints."""
+    """Return a strategy of this process alone, for an evaluator.
+
+    The evaluator runs beside the training, under whatever strategy that uses, and reads its
+    checkpoints.
+    """
     strategy = (
         single_process.mirrored(names, cross_device)
         if len(names) > 1
@@ -258,8 +279,8 @@ def _tpu(name: str):
 
     if name == "local" and not glob.glob("/dev/accel*") and not glob.glob("/dev/vfio/[0-9]*"):
         raise ValueError(
-            "strategy: tpu needs a TPU, but this machine has none (no /dev/accel*, no /dev/vfio/*). Pass tpu=NAME for a remote one, or "
-            "use the strategy auto."
+            "strategy: tpu needs a TPU, but this machine has none (no /dev/accel*, no "
+            "/dev/vfio/*). Pass tpu=NAME for a remote one, or use the strategy auto."
         )
     resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=name)
     tf.config.experimental_connect_to_cluster(resolver)

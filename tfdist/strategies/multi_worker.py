@@ -1,4 +1,4 @@
-"""A cluster of workers becomes one synchronous strategy; the cluster is taken as checked."""
+"""Synchronous data-parallel strategy over several workers, with the replicas' all-reduce."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ LEADER_SECONDS = 5.0
 
 
 class MultiWorkerMirroredStrategy(Fed, tf.distribute.MultiWorkerMirroredStrategy):
-    """`tf.distribute.MultiWorkerMirroredStrategy` that trains through tfdist's engine.
+    """Version of `tf.distribute.MultiWorkerMirroredStrategy` that trains by tfdist's engine.
 
-    In loops of your own, `experimental_distribute_dataset` gives every worker its rows of each global batch, the same rows that
-    `fit` would give it.
+    In custom training loops, `experimental_distribute_dataset` gives every worker its rows of each
+    global batch, the same rows that `fit` gives it.
     """
 
     def experimental_distribute_dataset(self, dataset, options=None):
+        """See `tf.distribute.Strategy`; gives every worker its rows of each global batch."""
         if options is None and by_rows(dataset) and not self.tfdist_engine.feeding:
             place = self.tfdist_engine.placement
             return self.distribute_datasets_from_function(
@@ -43,7 +44,10 @@ class MultiWorkerMirroredStrategy(Fed, tf.distribute.MultiWorkerMirroredStrategy
         return keras_compat.hide_length(super().experimental_distribute_dataset(dataset, options))
 
     def distribute_datasets_from_function(self, dataset_fn, options=None):
-        """As in TensorFlow; its length, which may differ between workers, is unknown: training ends where the last one ends."""
+        """See `tf.distribute.Strategy`; the result's length is unknown.
+
+        The length may differ between workers: training ends when the last worker's data ends.
+        """
         return keras_compat.hide_length(
             super().distribute_datasets_from_function(dataset_fn, options)
         )
@@ -52,13 +56,13 @@ class MultiWorkerMirroredStrategy(Fed, tf.distribute.MultiWorkerMirroredStrategy
 def multi_worker_mirrored(
     cluster: ClusterSpec | None, communication: str, timeout: float, sync: Policy | None = None
 ) -> MultiWorkerMirroredStrategy:
-    """A copy of the model on each device of every training task.
+    """Return a strategy with a copy of the model on each device of every training task.
 
     Args:
-        cluster: The cluster with this task; None for a cluster of this process alone.
+        cluster: Cluster with this task; None for a cluster of this process alone.
         communication: One of `COMMUNICATION`.
         timeout: Seconds that a step waits for the other workers.
-        sync: How replicas become one.
+        sync: Synchronization policy of the replicas.
     """
     options = tf.distribute.experimental.CommunicationOptions(
         bytes_per_pack=sync.bucket_bytes if sync else BUCKET_BYTES,
@@ -87,7 +91,10 @@ def multi_worker_mirrored(
 
 
 def _await_leader(cluster: ClusterSpec) -> None:
-    """Waits, a moment at most, for the first worker's TensorFlow: who asks for it too early asks again only a second later."""
+    """Wait up to `LEADER_SECONDS` for the TensorFlow server of the first worker.
+
+    A worker that connects too early retries only a second later.
+    """
     end = time.monotonic() + LEADER_SECONDS
     while (
         cluster.rank
@@ -98,7 +105,10 @@ def _await_leader(cluster: ClusterSpec) -> None:
 
 
 def _share_seed(strategy, placement: Placement) -> None:
-    """Without a seed of the user's, all workers draw the chief's, so that unseeded shuffles give them the same batches."""
+    """Set the chief's random seed on all workers, unless the user has set one.
+
+    With equal seeds, unseeded shuffles give all workers the same batches.
+    """
     if keras_compat.global_seed() is None:
         own = random.SystemRandom().randrange(2**31)
         keras.utils.set_random_seed(int(all_gather(strategy, placement, np.array([own]))[0, 0]))

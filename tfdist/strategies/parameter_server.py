@@ -1,4 +1,4 @@
-"""A cluster with parameter servers becomes a strategy in its chief; the cluster is taken as checked."""
+"""Parameter-server strategy in the chief, which coordinates the workers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ _CHIEF = "/job:chief/replica:0/task:0/device:CPU:0"
 
 
 class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
-    """`tf.distribute.ParameterServerStrategy` that trains through tfdist's engine."""
+    """Version of `tf.distribute.ParameterServerStrategy` that trains by tfdist's engine."""
 
     tfdist_engine: Coordinator
 
     def experimental_distribute_dataset(self, dataset, options=None):
-        """As in TensorFlow; but Keras' `fit`, `evaluate` and `predict` get tfdist's own stream of batches."""
+        """See `tf.distribute.Strategy`; Keras' methods get tfdist's own batch stream.
+
+        These methods are `fit`, `evaluate` and `predict`.
+        """
         if self.tfdist_engine.feeding:
             return self.tfdist_engine.feed(dataset)
         return super().experimental_distribute_dataset(dataset, options)
@@ -30,17 +33,17 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 def coordinate(
     cluster: ClusterSpec, reading: str, timeout: float, start_timeout: float
 ) -> ParameterServerStrategy:
-    """The strategy of a cluster's chief, once all its workers and parameter servers answer.
+    """Make the strategy of a cluster's chief, after all workers and parameter servers answer.
 
     Args:
-        cluster: The cluster with this task, its chief.
+        cluster: Cluster with this task, its chief.
         reading: One of `READING`.
-        timeout: Seconds to wait for a worker when none is left, and for one piece of work.
+        timeout: Seconds to wait for a worker when none is left, and for one unit of work.
         start_timeout: Seconds to wait for the other tasks to appear.
 
     Raises:
-        PeersAbsent: Names the tasks that did not.
-        ValueError: A worker serves several GPUs.
+        PeersAbsent: If tasks did not appear; the message names them.
+        ValueError: If a worker serves several GPUs.
     """
     workers = [t for t in cluster.tasks if t.type == "worker"]
     servers = [t for t in cluster.tasks if t.type == "ps"]
@@ -54,7 +57,8 @@ def coordinate(
     server_compat.keep_metrics_here(strategy, _CHIEF)
     if strategy.num_replicas_in_sync > 1:
         raise ValueError(
-            f"parameter_server: each worker serves {strategy.num_replicas_in_sync} GPUs, expected one. Start a worker for each GPU, without "
+            f"parameter_server: each worker serves {strategy.num_replicas_in_sync} GPUs, expected "
+            "one. Start a worker for each GPU, without "
             'devices or with one, such as devices="gpu:0".'
         )
     server_compat.update_in_place(strategy)

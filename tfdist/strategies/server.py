@@ -1,7 +1,7 @@
-"""A worker or ps task of a parameter-server job becomes a TensorFlow server until the job ends; it computes what others send.
+"""TensorFlow server of a worker or ps task, until the parameter-server job ends.
 
-TensorFlow's server never ends by itself, and has no idea of a job. So it watches the chief: a chief that is gone may come back,
-unless it said farewell.
+TensorFlow's server never ends by itself and knows nothing of a job. So the process watches the
+chief. A chief that is gone may come back, unless it sent a farewell.
 """
 
 from __future__ import annotations
@@ -21,36 +21,42 @@ from tfdist.cluster.spec import ClusterSpec, Task
 
 log = logging.getLogger("tfdist")
 
-POLL_S = 1.0  # between two looks at the chief
-LEAVING_S = 0.1  # the same once it said farewell
-PROGRESS_S = 30.0  # between two lines that say whom we wait for
-# A loop on a worker around an update on a ps blocks a thread of the worker's, and hangs where it has no second one.
+POLL_S = 1.0  # seconds between two checks of the chief
+LEAVING_S = 0.1  # the same, after the chief's farewell
+PROGRESS_S = 30.0  # seconds between two log lines while waiting
+# A loop on a worker around an update on a ps blocks one of the worker's threads, and hangs if the
+# worker has no second one.
 FEWEST_THREADS = 8
 
-# The farewell is a call of a Python function in the server's process, by TensorFlow's name for the first one there.
+# The farewell is a remote call of a Python function in the server's process. TensorFlow gives this
+# name to the first Python function of a process.
 _FIRST_FUNCTION = b"pyfunc_0"
 _FAREWELL = b"tfdist: farewell"
 
-_kept: list = []  # what lives as long as the process: TensorFlow cannot take a server down
+_kept: list = []  # objects kept until the process ends: TensorFlow cannot stop a server
 
 
 def serve(
     cluster: ClusterSpec, *, start_timeout: float = 120.0, return_timeout: float = 60.0
 ) -> NoReturn:
-    """Serves as this process's task of a parameter-server job, and ends the process with the job.
+    """Serve as this process's task of a parameter-server job; end the process with the job.
 
-    A worker serves the GPUs that this process may see (`tf.config.set_visible_devices`), a ps none.
+    A worker serves the GPUs that this process may see (`tf.config.set_visible_devices`), a ps
+    serves none.
 
     Args:
-        cluster: The cluster, with this process's task, a worker or ps.
-        start_timeout: Seconds until a chief that never came is an error, default 120.
-        return_timeout: Seconds that a chief which is gone without a farewell has to come back, default 60.
+        cluster: Cluster with this process's task, a worker or ps.
+        start_timeout: Seconds to wait for the chief to appear at first, default 120.
+        return_timeout: Seconds that a chief which is gone without a farewell has to come back,
+            default 60.
 
     Raises:
-        SystemExit: With code 0 when the job has ended; 75, with a line on standard error, when no chief came; 130 after Ctrl-C.
-        ValueError: The cluster has no chief, or this task cannot listen at its address.
+        SystemExit: With code 0 when the job has ended; 75, with a line on standard error, when no
+            chief came; 130 after Ctrl-C.
+        ValueError: If the cluster has no chief, or this task cannot listen at its address.
     """
-    me, chief = cluster.task, chief_of(cluster)
+    me = cluster.task
+    chief = chief_of(cluster)
     assert me is not None
     check_host(cluster, me)
     farewell = threading.Event()
@@ -76,14 +82,15 @@ def serve(
 
 
 def end_servers(cluster: ClusterSpec, timeout: float = 10.0) -> None:
-    """Tells all workers and ps that this chief ends for good, so that they end as soon as it is gone.
+    """Tell all workers and ps that this chief ends for good, so that they end after it.
 
-    For the end of a coordinator that has done its work, with its strategy still connected. Without it they wait for another
-    chief. Servers that do not answer, or no longer know this chief, are left to that.
+    Call it when a coordinator has done its work, while its strategy is still connected. Without
+    this call the servers wait for another chief; so do servers that do not answer, or no longer
+    know this chief.
 
     Args:
-        cluster: The cluster.
-        timeout: Seconds after which the servers that are left are not told, default 10.
+        cluster: Cluster whose servers end.
+        timeout: Seconds after which the remaining servers are not told, default 10.
     """
     limit = time.monotonic() + timeout
     for task in cluster.tasks:
@@ -103,20 +110,28 @@ def end_servers(cluster: ClusterSpec, timeout: float = 10.0) -> None:
 
 
 def farewell(cluster: ClusterSpec) -> None:
-    """For the end of a chief's process: ends the servers when it has done its work; after an error they stay for the next chief."""
+    """End the servers at the exit of a chief that has done its work.
+
+    After an error the servers stay for the next chief.
+    """
     if getattr(sys, "last_value", None) is None:
         end_servers(cluster)
 
 
 def wait_for(tasks: list[Task], seconds: float) -> None:
-    """Waits until all tasks serve; TensorFlow itself would wait without a bound, and name nobody."""
-    end, told = time.monotonic() + seconds, time.monotonic()
+    """Wait until all tasks serve, or raise PeersAbsent.
+
+    TensorFlow itself would wait without a limit, and without naming the missing tasks.
+    """
+    end = time.monotonic() + seconds
+    told = time.monotonic()
     while missing := [t for t in tasks if not answers(t.address, 1.0)]:
         names = ", ".join(f"{t} at {t.address}" for t in missing)
         if time.monotonic() > end:
             raise PeersAbsent(
-                f"{names} did not answer within {seconds:g} s. Start {'it' if len(missing) == 1 else 'them'} with the same cluster, or look "
-                "at the log for what went wrong there."
+                f"{names} did not answer within {seconds:g} s. Start "
+                f"{'it' if len(missing) == 1 else 'them'} with the same cluster, or look at the "
+                "log for what went wrong there."
             )
         if time.monotonic() - told > 10:
             told = time.monotonic()
@@ -125,17 +140,18 @@ def wait_for(tasks: list[Task], seconds: float) -> None:
 
 
 def addresses(cluster: ClusterSpec) -> dict[str, list[str]]:
-    """The jobs that TensorFlow's servers connect to, all but the evaluator."""
+    """Return the jobs that TensorFlow's servers connect to, all except the evaluator."""
     return {job: list(tasks) for job, tasks in cluster.jobs.items() if job != "evaluator"}
 
 
 def chief_of(cluster: ClusterSpec) -> Task:
-    """The coordinator of a parameter-server job; ValueError where there is none."""
+    """Return the coordinator of a parameter-server job; raise ValueError if there is none."""
     first = cluster.tasks[0]
     if first.type != "chief":
         raise ValueError(
-            f"{cluster.source}: parameter_server needs a chief, which coordinates; the jobs are {', '.join(cluster.jobs)}. Add the "
-            "job chief with one address (tfdist launch --chief ...)."
+            f"{cluster.source}: parameter_server needs a chief, which coordinates; the jobs are "
+            f"{', '.join(cluster.jobs)}. Add the job chief with one address (tfdist launch "
+            "--chief ...)."
         )
     return first
 
@@ -147,7 +163,7 @@ def _stay(
     start_timeout: float,
     return_timeout: float,
 ) -> str:
-    """Waits until the job has ended, and says why it has; PeersAbsent where it never began."""
+    """Wait until the job has ended and return the reason; raise PeersAbsent if it never began."""
     before: float | None = 0.0
     next_line = PROGRESS_S
     while True:
@@ -159,11 +175,15 @@ def _stay(
         elif farewell.is_set():
             return f"the chief at {chief.address} has finished"
         elif chief.seen and away > return_timeout:
-            return f"the chief at {chief.address} is gone, and no other one came within {return_timeout:g} s"
+            return (
+                f"the chief at {chief.address} is gone, and no other one came within "
+                f"{return_timeout:g} s"
+            )
         elif not chief.seen and away > start_timeout:
             raise PeersAbsent(
-                f"{me} serves at {me.address}, but no chief answered at {chief.address} within {start_timeout:g} s. Start the chief "
-                "with this cluster, and let this machine connect to it"
+                f"{me} serves at {me.address}, but no chief answered at {chief.address} within "
+                f"{start_timeout:g} s. Start the chief with this cluster, and let this machine "
+                "connect to it"
             )
         elif before is None:
             log.warning(
@@ -181,12 +201,13 @@ def _stay(
 
 
 def _listen_for(farewell: threading.Event) -> tf.Graph:
-    """Makes the function that `end_servers` calls; it exists as long as the graph does."""
+    """Make the function that `end_servers` calls; it exists as long as the returned graph."""
 
     def receive(*words):
         if len(words) != 1 or words[0] != _FAREWELL:
             raise RuntimeError(
-                "a tf.py_function or tf.numpy_function of the coordinator's cannot run on a worker or ps"
+                "a tf.py_function or tf.numpy_function of the coordinator's cannot run on a "
+                "worker or ps"
             )
         farewell.set()
         return True
@@ -195,7 +216,8 @@ def _listen_for(farewell: threading.Event) -> tf.Graph:
         token = tf.numpy_function(receive, [tf.constant(b"")], tf.bool).op.get_attr("token")
     if token != _FIRST_FUNCTION:
         log.debug(
-            "%s is not the first Python function in this process, so that no farewell will be heard",
+            "%s is not the first Python function in this process, so that no farewell will be "
+            "heard",
             token,
         )
     return graph
@@ -204,7 +226,8 @@ def _listen_for(farewell: threading.Event) -> tf.Graph:
 def _settings(me: Task) -> tf.compat.v1.ConfigProto:
     threads = tf.config.threading
     settings = tf.compat.v1.ConfigProto(
-        intra_op_parallelism_threads=threads.get_intra_op_parallelism_threads(),  # 0: as the environment says
+        # 0: the environment's choice
+        intra_op_parallelism_threads=threads.get_intra_op_parallelism_threads(),
         inter_op_parallelism_threads=max(
             FEWEST_THREADS, threads.get_inter_op_parallelism_threads() or os.cpu_count() or 1
         ),
@@ -222,7 +245,7 @@ def _settings(me: Task) -> tf.compat.v1.ConfigProto:
 
 
 def check_host(cluster: ClusterSpec, me: Task) -> None:
-    """`ClusterSpec.check_host`, but for names of other tasks, which may come later."""
+    """Run `ClusterSpec.check_host`, but ignore other tasks' names, which may resolve later."""
     try:
         cluster.check_host()
     except UnresolvedAddress as error:

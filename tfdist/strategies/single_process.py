@@ -1,4 +1,4 @@
-"""The devices of one process become a strategy: one device, mirrored, or central storage."""
+"""Strategies for the devices of one process: one device, mirrored, and central storage."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from tfdist.sync import Policy
 
 
 class OneDeviceStrategy(Fed, tf.distribute.OneDeviceStrategy):
-    """`tf.distribute.OneDeviceStrategy` that trains through tfdist's engine."""
+    """Version of `tf.distribute.OneDeviceStrategy` that trains by tfdist's engine."""
 
 
 class MirroredStrategy(Fed, tf.distribute.MirroredStrategy):
-    """`tf.distribute.MirroredStrategy` that trains through tfdist's engine."""
+    """Version of `tf.distribute.MirroredStrategy` that trains by tfdist's engine."""
 
 
 class CentralStorageStrategy(Fed, tf.distribute.experimental.CentralStorageStrategy):
-    """`tf.distribute.experimental.CentralStorageStrategy` that trains through tfdist's engine."""
+    """Central-storage strategy that trains by tfdist's engine.
+
+    See `tf.distribute.experimental.CentralStorageStrategy`.
+    """
 
 
 _CROSS_DEVICE = {
@@ -31,19 +34,19 @@ CROSS_DEVICE_NAMES = ("auto", *_CROSS_DEVICE)
 
 
 def one_device(device: str, sync: Policy | None = None) -> OneDeviceStrategy:
-    """All on one device, such as `"/cpu:0"`."""
+    """Return a strategy for one device, such as `"/cpu:0"`."""
     return adopt(OneDeviceStrategy(device), Placement(), sync=sync)
 
 
 def mirrored(
     devices: list[str], cross_device: str = "auto", sync: Policy | None = None
 ) -> MirroredStrategy:
-    """A copy of the model on each device of this process.
+    """Return a strategy with a copy of the model on each device of this process.
 
     Args:
-        devices: Device names.
-        cross_device: How gradients are summed, one of `CROSS_DEVICE_NAMES`.
-        sync: How replicas become one.
+        devices: Names of the devices.
+        cross_device: Algorithm that sums gradients, one of `CROSS_DEVICE_NAMES`.
+        sync: Synchronization policy of the replicas.
     """
     separate_collectives(MirroredStrategy)
     ops = None if cross_device == "auto" else _CROSS_DEVICE[cross_device]()
@@ -51,6 +54,6 @@ def mirrored(
 
 
 def central_storage(devices: list[str]) -> CentralStorageStrategy:
-    """One copy of the variables on the CPU, computed with on each device of this process."""
+    """Return a strategy with one copy of the variables on the CPU and all devices computing."""
     strategy = CentralStorageStrategy(compute_devices=devices, parameter_device="/cpu:0")
     return adopt(strategy, Placement(local_replicas=len(devices)), central=True)

@@ -1,4 +1,4 @@
-"""A cluster of a chief and workers becomes devices for `tfdist.parallel.pipeline`; which layers go there is not known here."""
+"""Devices of a cluster's workers, as stages for pipeline parallelism."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tfdist.keras_compat import runtime_initialized
 from tfdist.strategies import devices as device_names
 from tfdist.strategies.server import addresses, check_host, farewell, serve, wait_for
 
-POLL_S = 2.0  # between two looks at the workers
+POLL_S = 2.0  # seconds between two checks of the workers
 
 
 def pipeline_devices(
@@ -32,31 +32,38 @@ def pipeline_devices(
     start_timeout: float = 120.0,
     threads: int | None = None,
 ) -> list[str] | None:
-    """Names of the devices for the stages of a pipeline; call it in each task first, before any tensor, data set or model.
+    """Return the devices of a cluster's workers, as stages for pipeline parallelism.
 
-    In a cluster this returns in the chief alone, which runs the program and computes on its CPU: a worker serves until the chief ends, and then ends
-    its process. Worker i gives one GPU of its machine, the one of number i modulo theirs.
+    Call it first in each task, before any tensor, data set or model. In a cluster it returns only
+    in the chief, which runs the program and computes on its CPU. A worker serves until the chief
+    ends, and then ends its process. Worker i offers one GPU of its machine: the GPU with number i
+    modulo the number of GPUs there.
 
     Args:
-        cluster: The cluster with this task, or the path of a YAML or JSON file that describes it. None: as `tfdist.make_strategy` finds it.
-        task: This task, such as `worker:1`, where `cluster` does not say.
-        timeout: Seconds that a worker may not answer, default 60. Then the chief's process ends with exit code 75 and a line that names the worker:
-            a call that waits for one which has stopped never returns.
+        cluster: Cluster with this task, or the path of a YAML or JSON file that describes it. None:
+            the cluster that `tfdist.make_strategy` would find.
+        task: Name of this task, such as `worker:1`, if `cluster` does not contain it.
+        timeout: Seconds that a worker may fail to answer, default 60. After that the chief's
+            process ends with exit code 75 and a line that names the worker, because a call that
+            waits for a stopped worker never returns.
         start_timeout: Seconds that tasks wait for each other to appear, default 120.
-        threads: Threads of an operation in a worker, and operations at once; None leaves TensorFlow's choice.
+        threads: Number of threads of an operation in a worker, and of operations at once; None
+            leaves TensorFlow's choice.
 
     Returns:
-        In the chief of a cluster, a device of each worker, in their order: a GPU, or the CPU where no worker has a GPU; without a cluster None,
-        which stands for this machine's devices.
+        In the chief of a cluster, one device of each worker, in the workers' order: a GPU, or the
+        CPU if no worker has a GPU. Without a cluster None, which stands for this machine's devices.
 
     Raises:
-        ValueError: The cluster has no chief and workers, only some workers have GPUs, or TensorFlow has started already.
-        TimeoutError: Workers did not appear; names them.
+        ValueError: If the cluster has no chief or no workers, only some workers have GPUs, or
+            TensorFlow has already started.
+        TimeoutError: If workers did not appear; the message names them.
     """
     for seconds, called in ((timeout, "timeout"), (start_timeout, "start_timeout")):
         if not seconds > 0:
             raise ValueError(
-                f"{called}: expected seconds above 0, received {seconds!r}; float('inf') waits for ever."
+                f"{called}: expected seconds above 0, received {seconds!r}; float('inf') waits "
+                "for ever."
             )
     options = flags.parsed_options()
     found = resolvers.resolve(cluster or options.get("cluster"), task or options.get("task"))
@@ -65,28 +72,30 @@ def pipeline_devices(
     extra = [job for job in found.jobs if job not in ("chief", "worker")]
     if extra or "chief" not in found.jobs or "worker" not in found.jobs:
         raise ValueError(
-            f"pipeline_devices: expected a chief, which runs the program, and a worker for each stage; {found.source} lists the jobs "
-            f"{', '.join(found.jobs)}. On one machine: tfdist launch --chief --workers 2 -- COMMAND."
+            "pipeline_devices: expected a chief, which runs the program, and a worker for each "
+            f"stage; {found.source} lists the jobs {', '.join(found.jobs)}. On one machine: "
+            "tfdist launch --chief --workers 2 -- COMMAND."
         )
     if found.task is None:
         raise ValueError(
-            f'{found.source}: which task is this process? Pass task="chief:0", or set it in TF_CONFIG.'
+            f'{found.source}: which task is this process? Pass task="chief:0", or set it in '
+            "TF_CONFIG."
         )
     if runtime_initialized():
         raise device_names.too_late("a cluster", "pipeline_devices")
     device_names.quiet_tensorflow()
     names = device_names.configure(None, threads)
     if found.task_type != "chief":
-        # One GPU a worker: neighbours on a machine of several take one each.
+        # One GPU per worker: workers on one machine with several GPUs take one each.
         device_names.restrict([names[found.task.index % len(names)]])
         serve(found, start_timeout=start_timeout)
-    device_names.restrict([])  # those of the chief's machine are for the workers there
+    device_names.restrict([])  # GPUs of the chief's machine are for the workers there
     check_host(found, found.task)
     workers = [t for t in found.tasks if t.type == "worker"]
     wait_for(workers, start_timeout)
     threading.Thread(
         target=_watch, args=(workers, timeout), name="tfdist pipeline workers", daemon=True
-    ).start()  # the next call waits too
+    ).start()  # before the next call, which waits for workers too
     tf.config.experimental_connect_to_cluster(
         tf.train.ClusterSpec(addresses(found)), job_name="chief", task_index=0, protocol="grpc"
     )
@@ -97,18 +106,19 @@ def pipeline_devices(
 
 
 def of_workers(names: Sequence[str]) -> list[str]:
-    """The device that each worker gives to the pipeline.
+    """Return the device that each worker offers as a stage.
 
     Args:
-        names: Of all devices of all workers, full.
+        names: Full names of all devices of all workers.
 
     Returns:
-        The GPUs in the order of the workers, or the CPUs where no worker has a GPU.
+        The GPUs in the order of the workers, or the CPUs if no worker has a GPU.
 
     Raises:
-        ValueError: Some workers have GPUs and others have none: stages on CPUs would be what all others wait for.
+        ValueError: If only some workers have GPUs: all other stages would wait for those on CPUs.
 
-    >>> of_workers([f"/job:worker/replica:0/task:{i}/device:{kind}:0" for kind in ("CPU", "GPU") for i in (1, 0)])
+    >>> of_workers([f"/job:worker/replica:0/task:{i}/device:{kind}:0"
+    ...             for kind in ("CPU", "GPU") for i in (1, 0)])
     ['/job:worker/replica:0/task:0/device:GPU:0', '/job:worker/replica:0/task:1/device:GPU:0']
     """
     specs = sorted(
@@ -122,21 +132,23 @@ def of_workers(names: Sequence[str]) -> list[str]:
             ", ".join(f"worker:{task}" for task in sorted(tasks)) for tasks in (some, none)
         )
         raise ValueError(
-            f"pipeline_devices: expected a GPU in each worker or in none, received GPUs of {has}, and none of {lacks}. Start workers only where "
-            "TensorFlow sees a GPU, which `tfdist doctor` tells, or set CUDA_VISIBLE_DEVICES=-1 for all, to take their CPUs."
+            f"pipeline_devices: expected a GPU in each worker or in none, received GPUs of {has}, "
+            f"and none of {lacks}. Start workers only where TensorFlow sees a GPU, which `tfdist "
+            "doctor` tells, or set CUDA_VISIBLE_DEVICES=-1 for all, to take their CPUs."
         )
     return [spec.to_string() for spec in gpus or cpus]
 
 
 def _watch(workers: Sequence[Task], timeout: float) -> None:
-    """Ends this process once a worker has not answered for so many seconds."""
+    """End this process after a worker has not answered for this number of seconds."""
     presences = [(worker, Presence(worker.address)) for worker in workers]
     while True:
         for worker, presence in presences:
             away = presence.away()
             if away is not None and away > timeout:
                 print(
-                    f"error: {worker} at {worker.address}, which has a stage of the pipeline, did not answer for {timeout:g} s",
+                    f"error: {worker} at {worker.address}, which has a stage of the pipeline, did "
+                    f"not answer for {timeout:g} s",
                     file=sys.stderr,
                     flush=True,
                 )

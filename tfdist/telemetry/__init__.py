@@ -1,1 +1,1 @@
-"""What a run tells of itself: scalars, the breakdown of its steps, and where its files lie."""
+"""Scalar writers, step breakdown records and the file layout of run directories."""

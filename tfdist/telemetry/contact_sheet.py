@@ -1,4 +1,4 @@
-"""Images of some classes become a contact sheet, a row for each class; nothing is read or written here."""
+"""Contact sheets: example images of a data set, one row per class."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _Font: TypeAlias = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
 
 class Row(NamedTuple):
-    """A line of the sheet.
+    """A row of a contact sheet.
 
-    Fields:
-        title: What stands before it; may be empty.
-        note: What stands below the title, paler.
-        images: Pairs of a caption and an image as `to_image` takes it.
+    Attributes:
+        title: Text to the left of the images; may be empty.
+        note: Text below the title, in a paler colour.
+        images: Pairs of a caption and an image, in the form that `to_image` accepts.
     """
 
     title: str
@@ -33,20 +33,23 @@ class Row(NamedTuple):
 
 
 def draw(heading: str, rows: Sequence[Row]) -> Image.Image:
-    """A contact sheet.
+    """Draw a contact sheet.
 
     Args:
-        heading: Its first line.
-        rows: Its rows, one or more.
+        heading: Text of the first line.
+        rows: One or more rows of images.
 
     Returns:
         An RGB image.
 
     Example:
-        >>> draw("noughts", [Row("0", "2 examples", [("5", np.zeros([8, 8, 1], np.uint8))] * 2)]).size
+        >>> draw(
+        ...     "noughts", [Row("0", "2 examples", [("5", np.zeros([8, 8, 1], np.uint8))] * 2)]
+        ... ).size
         (400, 152)
     """
-    font, small = ImageFont.load_default(13), ImageFont.load_default(11)
+    font = ImageFont.load_default(13)
+    small = ImageFont.load_default(11)
     titled = any(row.title for row in rows)
     left = _GAP + (_TITLES + _GAP if titled else 0)
     columns = max(len(row.images) for row in rows)
@@ -71,7 +74,7 @@ def draw(heading: str, rows: Sequence[Row]) -> Image.Image:
 
 
 def is_image(shape: Sequence[int | None], dtype: np.dtype) -> bool:
-    """Whether something of this shape and type is to be drawn as an image.
+    """Return whether an array of this shape and dtype should be drawn as an image.
 
     Example:
         >>> is_image([None, None, 3], np.dtype("uint8")), is_image([10], np.dtype("float32"))
@@ -81,10 +84,15 @@ def is_image(shape: Sequence[int | None], dtype: np.dtype) -> bool:
 
 
 def to_image(pixels: np.ndarray) -> Image.Image:
-    """Pixels as an RGB image; what is neither 0 to 255 nor 0 to 1 is spread from its least to its greatest value.
+    """Convert an array of pixels to an RGB image.
+
+    Unsigned 16-bit values are scaled to 8 bits, and values from 0 to 1 are multiplied by 255. If
+    other values lie outside 0 to 255, the range from the smallest to the largest value is mapped to
+    0 to 255.
 
     Args:
-        pixels: Numbers `[height, width, channels]`: 1, grey; 3, RGB; 4, RGB with transparency, shown on white.
+        pixels: Numbers of shape `[height, width, channels]`. One channel is grey, three are RGB,
+            and four are RGB with transparency, which is shown on white.
     """
     if pixels.dtype == np.uint16:
         pixels = pixels // 257
@@ -103,7 +111,7 @@ def to_image(pixels: np.ndarray) -> Image.Image:
 
 
 def _fitted(image: Image.Image) -> Image.Image:
-    """As large as a cell allows; small images keep square pixels."""
+    """Scale an image to fit into a cell; small images keep square pixels."""
     scale = _CELL / max(*image.size, 1)
     if scale >= 1:
         return image.resize(
@@ -114,7 +122,7 @@ def _fitted(image: Image.Image) -> Image.Image:
 
 
 def _wrapped(text: str, font: _Font, width: int) -> list[str]:
-    """Text in lines of a width in pixels, four at most."""
+    """Break text into at most four lines of at most `width` pixels each."""
     lines = [""]
     for word in text.split():
         longer = f"{lines[-1]} {word}".strip()

@@ -1,4 +1,4 @@
-"""What a run was told becomes an entry of TensorBoard's HPARAMS tab, beside those of other runs; nothing is compared here."""
+"""Hyperparameters of a run for TensorBoard's HPARAMS dashboard."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by dotted names, with values that TensorBoard can show.
+    """Flatten nested settings to dotted names, with values that TensorBoard can show.
 
     Example:
         >>> flat({"model": {"name": "mlp", "widths": (16, 8)}, "seed": 1, "cluster": None})
@@ -25,12 +25,12 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def begin(writer: Any, name: str, values: Mapping[str, Any]) -> None:
-    """Writes settings to the directory whose subdirectories hold the run's curves.
+    """Write the settings to the directory whose subdirectories hold the run's curves.
 
     Args:
-        writer: A `tf.summary` writer there.
-        name: Of the run; runs of one name are one trial.
-        values: Settings, also nested.
+        writer: A `tf.summary` writer for that directory.
+        name: Name of the run. Runs that share a name are one trial.
+        values: Settings, which may be nested.
     """
     from tensorboard.plugins.hparams import api
 
@@ -40,7 +40,7 @@ def begin(writer: Any, name: str, values: Mapping[str, Any]) -> None:
 
 
 def end(writer: Any) -> None:
-    """Writes that the run is done, whose entry says "running" until then."""
+    """Mark the run as finished; TensorBoard shows it as "running" until then."""
     import tensorflow as tf
     from tensorboard.plugins.hparams import api_pb2, summary
 

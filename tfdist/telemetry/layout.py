@@ -1,12 +1,12 @@
-"""The files of a run's directory: their names, and what a reader finds in them; nothing is computed here.
+"""File names in a run's directory, and helpers for JSON Lines files.
 
 runs/digits/                    the run; `tensorboard --logdir runs` shows all runs
   config.json                   its settings
-  sessions.jsonl                one line per begin of training: when, from which step, with what
+  sessions.jsonl                one line per start of training: the time, the first step, the setup
   history.jsonl                 one line per epoch: losses and metrics of all replicas
-  summary.json                  how it ended; there only when it has
+  summary.json                  final results; exists only after the run has finished
   train/ validation/            the chief's curves, for TensorBoard
-  worker-0/ worker-1/ ...       of each worker: step_breakdown.jsonl, and curves of its own
+  worker-0/ worker-1/ ...       one per worker: step_breakdown.jsonl and the worker's own curves
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STEP_BREAKDOWN = "step_breakdown.jsonl"  # in each worker's directory
 
 
 def worker_name(rank: int) -> str:
-    """The name of a worker's directory in that of its run.
+    """Return the name of a worker's directory within its run's directory.
 
     Example:
         >>> worker_name(1)
@@ -34,7 +34,7 @@ def worker_name(rank: int) -> str:
 
 
 def worker_directory(run: str | os.PathLike, rank: int) -> Path:
-    """Where a worker writes what is its own.
+    """Return the directory for the files of one worker.
 
     Example:
         >>> worker_directory("runs/digits", 1).as_posix()
@@ -44,7 +44,7 @@ def worker_directory(run: str | os.PathLike, rank: int) -> Path:
 
 
 def worker_directories(run: str | os.PathLike) -> dict[int, Path]:
-    """The directories of workers that are there, by rank, in order."""
+    """Return the existing worker directories, keyed and sorted by rank."""
     found = {
         int(path.name.removeprefix("worker-")): path
         for path in Path(run).glob("worker-*")
@@ -54,22 +54,29 @@ def worker_directories(run: str | os.PathLike) -> dict[int, Path]:
 
 
 def append_json(path: str | os.PathLike, value: dict[str, Any]) -> None:
-    """Adds a line to a file of JSON lines; one before it that was cut off, as by a full disk, stays apart from it."""
+    """Append one line to a JSON Lines file.
+
+    If the last line is incomplete, for example because the disk was full, the new line starts after
+    a line break, so that it stays readable.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     try:
         size = os.fstat(descriptor).st_size
         torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
         left = (
             ("\n" if torn else "") + json.dumps(value) + "\n"
-        ).encode()  # one write, so that readers find whole lines
+        ).encode()  # one write, so that readers see whole lines
         while left:
-            left = left[os.write(descriptor, left) :]  # it may take a part of them
+            left = left[os.write(descriptor, left) :]  # a write may be partial
     finally:
         os.close(descriptor)
 
 
 def read_json_lines(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines; none where it is missing; lines that are no JSON are left out, as those that were cut off."""
+    """Return the objects of a JSON Lines file, or an empty list if the file is missing.
+
+    Lines that are not valid JSON are skipped, such as lines that were cut off.
+    """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:

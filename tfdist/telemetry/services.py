@@ -1,7 +1,8 @@
-"""What a run tells becomes a run of a tracking service: Weights & Biases or MLflow, where they are installed; nothing is computed here.
+"""Writers for the experiment trackers Weights & Biases and MLflow.
 
-Where they send it is for themselves to know: WANDB_MODE, WANDB_BASE_URL, MLFLOW_TRACKING_URI and so on count as for any script.
-What fails when a run begins is an error; later it is told once, and the training goes on.
+Both packages are optional. They read their own configuration, as in any other script: WANDB_MODE,
+WANDB_BASE_URL, MLFLOW_TRACKING_URI and so on. A failure at the start of a run raises an error. A
+later failure is logged once, and the training goes on.
 """
 
 from __future__ import annotations
@@ -18,52 +19,68 @@ log = logging.getLogger("tfdist")
 
 
 def load(package: str, writer: str) -> Any:
-    """A service's package.
+    """Import and return the package of a tracking service.
+
+    Args:
+        package: Name of the package to import.
+        writer: Name of the class that needs it, for the error message.
 
     Raises:
-        ValueError: It is not installed.
+        ValueError: If the package is not installed.
     """
     try:
         return importlib.import_module(package)
     except ImportError as error:
         raise ValueError(
-            f"{writer} needs the package {package}, which cannot be imported ({error}): pip install {package}."
+            f"{writer} needs the package {package}, which cannot be imported ({error}): "
+            f"pip install {package}."
         ) from error
 
 
 class WandbWriter:
-    """A run of Weights & Biases; the first value begins it. A resumed training goes on in the same run.
+    """Logs a run to Weights & Biases; resumed training continues the same run.
+
+    The first value starts the run.
 
     Args:
-        directory: Of the run; wandb's own files go there, and the run's id, to `wandb.id`.
-        project: As wandb calls what groups runs.
-        name: Of the run.
+        directory: Directory of the run. wandb writes its own files there, and the run's id is kept
+            there in `wandb.id`.
+        project: Name of the wandb project.
+        name: Name of the run.
 
     Raises:
-        ValueError: wandb is not installed.
+        ValueError: If wandb is not installed.
     """
 
     def __init__(
         self, directory: str | os.PathLike, project: str = "tfdist", name: str | None = None
     ):
         self._wandb = load("wandb", "WandbWriter")
-        self._directory, self._project, self._name = Path(directory), project, name
-        self._id, self._outage = _Remembered(self._directory / "wandb.id"), _Outage("wandb")
+        self._directory = Path(directory)
+        self._project = project
+        self._name = name
+        self._id = _Remembered(self._directory / "wandb.id")
+        self._outage = _Outage("wandb")
         self._run: Any = None
 
     def scalars(self, step: int, values: Mapping[str, float], axis: str = "epoch") -> None:
-        """A value's axis is `epoch` or `step`, as wandb's own count of calls says nothing of either."""
+        """Log values with the axis `epoch` or `step`.
+
+        wandb's own step counter counts calls, so it matches neither of them.
+        """
         run = self._begin()
         with self._outage.survived():
             run.log({**values, axis: step})
 
     def settings(self, values: Mapping[str, Any]) -> None:
+        """Add settings to the config of the wandb run."""
         self._begin().config.update(dict(values), allow_val_change=True)
 
     def rewind(self, epoch: int, steps: int) -> None:
-        """What was sent stays: values that come again are there twice."""
+        """Keep the values that were sent; values that are logged again appear twice."""
 
     def close(self) -> None:
+        """Finish the wandb run."""
         if self._run is not None:
             run, self._run = self._run, None
             with self._outage.survived():
@@ -89,43 +106,50 @@ class WandbWriter:
 
 
 class MlflowWriter:
-    """A run of MLflow; the first value begins it. A resumed training goes on in the same run.
+    """Logs a run to MLflow; resumed training continues the same run.
+
+    The first value starts the run.
 
     Args:
-        directory: Of the run; keeps the MLflow run's id, in `mlflow.id`.
-        experiment: As MLflow calls what groups runs.
-        name: Of the run.
+        directory: Directory of the run. The MLflow run's id is kept there in `mlflow.id`.
+        experiment: Name of the MLflow experiment.
+        name: Name of the run.
 
     Raises:
-        ValueError: mlflow is not installed.
+        ValueError: If mlflow is not installed.
     """
 
     def __init__(
         self, directory: str | os.PathLike, experiment: str = "tfdist", name: str | None = None
     ):
         self._mlflow = load("mlflow", "MlflowWriter")
-        self._experiment, self._name = experiment, name
-        self._id, self._outage = _Remembered(Path(directory) / "mlflow.id"), _Outage("mlflow")
+        self._experiment = experiment
+        self._name = name
+        self._id = _Remembered(Path(directory) / "mlflow.id")
+        self._outage = _Outage("mlflow")
         self._client: Any = None
         self._run = ""
 
     def scalars(self, step: int, values: Mapping[str, float], axis: str = "epoch") -> None:
+        """Log values as MLflow metrics."""
         client = self._begin()
         with self._outage.survived():
             for name, value in values.items():
                 client.log_metric(self._run, name, float(value), step=step)
 
     def settings(self, values: Mapping[str, Any]) -> None:
+        """Log settings as MLflow parameters, except those that the run already has."""
         client = self._begin()
         known = client.get_run(self._run).data.params
         for name, value in values.items():
-            if name not in known:  # MLflow refuses to change one; a resumed run has the same
+            if name not in known:  # MLflow refuses to change a parameter; resumed runs repeat them
                 client.log_param(self._run, name, value)
 
     def rewind(self, epoch: int, steps: int) -> None:
-        """What was sent stays: values that come again are there twice."""
+        """Keep the values that were sent; values that are logged again appear twice."""
 
     def close(self) -> None:
+        """Mark the MLflow run as finished."""
         if self._client is not None:
             client, self._client = self._client, None
             with self._outage.survived():
@@ -151,10 +175,14 @@ class MlflowWriter:
 
 
 class _Outage:
-    """A service that fails in the middle of a training, which is the chief's alone to see: it is told once, and no error."""
+    """Guards calls to a tracking service that may fail during training.
+
+    Only the chief calls the service. A failure is logged once and raises no error.
+    """
 
     def __init__(self, service: str):
-        self._service, self._told = service, False
+        self._service = service
+        self._told = False
 
     @contextlib.contextmanager
     def survived(self) -> Iterator[None]:
@@ -163,14 +191,18 @@ class _Outage:
         except Exception as error:
             if not self._told:
                 log.warning(
-                    "%s does not take what this run tells: %s: %s. Training goes on, and what fails is missing there; this is said once.",
+                    ("%s does not take what this run tells: %s: %s. Training goes on, and "
+                        "what fails is missing there; this is said once."),
                     self._service, type(error).__name__, error,
                 )  # fmt: skip
             self._told = True
 
 
 class _Remembered:
-    """A service's name of a run, in a file of the run, so that a training that is resumed finds it."""
+    """File in the run's directory that stores the service's id of the run.
+
+    Resumed training reads the id and continues the same run.
+    """
 
     def __init__(self, path: Path):
         self._path = path

@@ -1,4 +1,4 @@
-"""The begins of a training: when, from which step, where and with what, one line of `sessions.jsonl` each."""
+"""Sessions of a run: one record in `sessions.jsonl` for each start of its training."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from tfdist.telemetry.layout import SESSIONS, append_json
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """One begin of a run's training, as the chief sees it.
+    """One start of a run's training, as the chief sees it.
 
     Attributes:
-        time: When its first epoch began, in seconds since 1970.
-        epoch: That epoch, from 0.
-        step: Steps of that epoch which were done already.
-        resumed: Whether it went on from a snapshot of a training that was interrupted.
-        attempt: Of the launch; 0 without one.
-        launch: The launcher's directory, with its `events.jsonl`; None: nobody launched this process.
-        strategy: The strategy's class.
-        workers: Tasks that train.
-        replicas: Copies of the model; under parameter servers those of one worker.
-        global_batch: Examples of a step.
-        versions: Of tfdist, python, tensorflow and keras.
+        time: Time when the first epoch of the session began, in seconds since 1970.
+        epoch: Number of that epoch, from 0.
+        step: Number of steps of that epoch that were already done.
+        resumed: True if training continued from a snapshot of interrupted training.
+        attempt: Attempt number of the launch; 0 without a launcher.
+        launch: Directory of the launcher, with its `events.jsonl`; None if no launcher started this
+            process.
+        strategy: Class name of the strategy.
+        workers: Number of tasks that train.
+        replicas: Number of copies of the model; under parameter servers, the copies of one worker.
+        global_batch: Number of examples per step.
+        versions: Versions of tfdist, python, tensorflow and keras.
     """
 
     time: float
@@ -42,12 +43,14 @@ class Session:
 
 
 def write(run: str | os.PathLike, session: Session) -> None:
-    """Adds a line to the sessions of a run.
+    """Append a session to the sessions of a run.
 
     Example:
         >>> import tempfile
         >>> from tfdist.telemetry.layout import read_json_lines
-        >>> versions = {"tfdist": "0.1.0", "python": "3.12.1", "tensorflow": "2.21.0", "keras": "3.15.1"}
+        >>> versions = {
+        ...     "tfdist": "0.1.0", "python": "3.12.1", "tensorflow": "2.21.0", "keras": "3.15.1"
+        ... }
         >>> session = Session(1.5, 0, 0, False, 0, None, "MirroredStrategy", 1, 2, 64, versions)
         >>> run = tempfile.mkdtemp()
         >>> write(run, session)

@@ -1,4 +1,7 @@
-"""Where the time of steps went, as records: written by each worker, read by reports and benchmarks; no clock is read here."""
+"""Step breakdown records: where the time of each worker's steps went.
+
+Each worker writes them; reports and benchmarks read them.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any
 
 from tfdist.telemetry.layout import STEP_BREAKDOWN, append_json, read_json_lines, worker_directories
 
-# The parts of a step. Together they are the time from one step's end to the next one's.
+# The parts of a step. They add up to the time from the end of one step to the end of the next.
 PARTS = {
     "input": "waiting for the batch",
     "forward_backward": "the model's forward pass and its gradients",
@@ -22,19 +25,23 @@ PARTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """Some steps in a row of one worker, and where their time went.
+    """Consecutive steps of one worker, and where their time went.
 
     Attributes:
-        worker: Its rank.
-        time: When the window ended, in seconds since 1970.
-        epoch: The epoch of its last step, from 0.
-        step: Steps since training began, at its end.
-        steps: Steps in it.
-        examples: Rows of their global batches.
-        seconds: From the end of the window before, or the beginning of the epoch's training, to its end.
-        parts: Seconds of each of `PARTS`, over all steps of the window; their sum is `seconds`.
-        bytes: Of gradients that a replica gives into the sum, in each step; 0 where there is one replica.
-        compiled: Whether the window has no call that traced or compiled; others do not count in averages.
+        worker: Rank of the worker.
+        time: Time when the window ended, in seconds since 1970.
+        epoch: Epoch of the last step, from 0.
+        step: Number of steps since training began, at the end of the window.
+        steps: Number of steps in the window.
+        examples: Number of rows in the global batches of these steps.
+        seconds: Duration in seconds, from the end of the previous window or the beginning of the
+            epoch's training.
+        parts: Seconds spent in each of `PARTS`, over all steps of the window. Their sum is
+            `seconds`.
+        bytes: Bytes of gradients that one replica contributes to the all-reduce in each step; 0
+            with one replica.
+        compiled: True if no call in the window traced or compiled a function. Averages leave out
+            the other windows.
     """
 
     worker: int
@@ -49,7 +56,7 @@ class Window:
     compiled: bool = True
 
     def to_json(self) -> dict[str, Any]:
-        """One flat object, as in `step_breakdown.jsonl`."""
+        """Return one flat object, as stored in `step_breakdown.jsonl`."""
         values = dataclasses.asdict(self)
         return {
             **{k: v for k, v in values.items() if k != "parts"},
@@ -58,7 +65,7 @@ class Window:
 
     @classmethod
     def from_json(cls, line: dict[str, Any]) -> Window:
-        """The inverse of `to_json`.
+        """Create a window from an object that `to_json` returned.
 
         Example:
             >>> window = Window(0, 1.0, 0, 8, 8, 512, 0.5, dict.fromkeys(PARTS, 0.1))
@@ -73,15 +80,17 @@ class Window:
 
 
 def write(directory: str | os.PathLike, window: Window) -> None:
-    """Adds a window to `step_breakdown.jsonl` in a worker's directory."""
+    """Append a window to `step_breakdown.jsonl` in a worker's directory."""
     append_json(os.path.join(directory, STEP_BREAKDOWN), window.to_json())
 
 
 def read(run: str | os.PathLike) -> dict[int, list[Window]]:
-    """The windows of each worker of a run, by rank; none where it had no step_breakdown.
+    """Return the windows of each worker of a run, keyed by rank.
+
+    Workers without a step breakdown are left out.
 
     Args:
-        run: The run's directory.
+        run: Directory of the run.
     """
     found = {
         rank: read_json_lines(path / STEP_BREAKDOWN)
@@ -93,10 +102,15 @@ def read(run: str | os.PathLike) -> dict[int, list[Window]]:
 
 
 def per_step(windows: Iterable[Window]) -> dict[str, float]:
-    """Seconds of each part in a mean step, windows that compiled left out; empty where no step is left.
+    """Return the mean seconds per step of each part, without windows that compiled.
+
+    The result is empty if no step is left.
 
     Example:
-        >>> round(per_step([Window(0, 1.0, 0, 8, 8, 512, 0.48, dict.fromkeys(PARTS, 0.08))])["input"], 6)
+        >>> round(
+        ...     per_step([Window(0, 1.0, 0, 8, 8, 512, 0.48, dict.fromkeys(PARTS, 0.08))])["input"],
+        ...     6,
+        ... )
         0.01
     """
     kept = [window for window in windows if window.compiled]

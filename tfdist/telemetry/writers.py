@@ -1,4 +1,4 @@
-"""What a run tells becomes console lines, lines of JSON, curves of TensorBoard or runs of a tracking service; nothing is computed here."""
+"""Metric writers for the console, JSON Lines and TensorBoard."""
 
 from __future__ import annotations
 
@@ -14,32 +14,40 @@ from tfdist.telemetry.layout import append_json, read_json_lines
 
 
 class Writer(Protocol):
-    """Takes what a run tells somewhere. A new one has these four methods; training code stays as it is."""
+    """Interface of a metric writer.
+
+    To add a destination, implement these four methods. Training code does not change.
+    """
 
     def scalars(self, step: int, values: Mapping[str, float], axis: str = "epoch") -> None:
-        """Writes the values of an epoch, or of a step since training began, to be seen even if the process dies next.
+        """Write the values of an epoch, or of a step since training began.
+
+        The values must be readable even if the process dies right after this call.
 
         Args:
-            step: Number of the epoch from 0, or of steps done.
+            step: Number of the epoch from 0, or number of steps done.
             values: Numbers by name.
-            axis: "epoch" or "step": what `step` counts.
+            axis: Unit of `step`: "epoch" or "step".
         """
 
     def settings(self, values: Mapping[str, Any]) -> None:
-        """Writes what the run was told, by name."""
+        """Write the settings of the run, by name."""
 
     def rewind(self, epoch: int, steps: int) -> None:
-        """Drops what was written of this epoch and later ones, and of later steps: a resumed run writes it again."""
+        """Drop the values of this epoch and later ones, and of steps after `steps`.
+
+        A resumed run writes them again.
+        """
 
     def close(self) -> None:
-        """Ends what is open; more may be written afterwards, by another fit."""
+        """Close open files; another fit may write more afterwards."""
 
 
 class Telemetry:
-    """Sends the same to several writers.
+    """Sends the same values to several writers.
 
     Args:
-        writers: Where to; none: nowhere, as on workers other than the chief.
+        writers: Destinations. The sequence is empty on workers other than the chief.
 
     Example:
         >>> Telemetry([ConsoleWriter(sys.stdout)]).scalars(3, {"loss": 0.25, "accuracy": 1})
@@ -50,38 +58,39 @@ class Telemetry:
         self.writers = tuple(writers)
 
     def scalars(self, step: int, values: Mapping[str, float], axis: str = "epoch") -> None:
-        """Writes values to every writer."""
+        """Write values to every writer."""
         for writer in self.writers:
             writer.scalars(step, values, axis)
 
     def settings(self, values: Mapping[str, Any]) -> None:
-        """Writes settings to every writer."""
+        """Write settings to every writer."""
         for writer in self.writers:
             writer.settings(values)
 
     def rewind(self, epoch: int, steps: int) -> None:
-        """Lets every writer drop what is written again."""
+        """Let every writer drop the values that will be written again."""
         for writer in self.writers:
             writer.rewind(epoch, steps)
 
     def close(self) -> None:
-        """Closes every writer, also those after one that fails."""
+        """Close every writer, even if one of them fails."""
         with contextlib.ExitStack() as stack:
-            for writer in reversed(self.writers):  # it calls the last one first
+            for writer in reversed(self.writers):  # ExitStack calls the last callback first
                 stack.callback(writer.close)
 
 
 class ConsoleWriter:
-    """One line per epoch or step, of four significant digits.
+    """Prints one line per epoch or step, with four significant digits.
 
     Args:
-        stream: Where to; default: standard error.
+        stream: Stream to print to; default: standard error.
     """
 
     def __init__(self, stream: TextIO | None = None):
         self.stream = stream
 
     def scalars(self, step: int, values: Mapping[str, float], axis: str = "epoch") -> None:
+        """Print the values on one line."""
         words = [
             f"{axis} {step}",
             *(f"{name} {value:.4g}" for name, value in values.items() if name != "time"),
@@ -89,6 +98,7 @@ class ConsoleWriter:
         print("  ".join(words), file=self.stream or sys.stderr, flush=True)
 
     def settings(self, values: Mapping[str, Any]) -> None:
+        """Print the settings on one line."""
         print(
             "  ".join(f"{name}={value}" for name, value in values.items()),
             file=self.stream or sys.stderr,
@@ -96,19 +106,22 @@ class ConsoleWriter:
         )
 
     def rewind(self, epoch: int, steps: int) -> None:
-        """What was printed stays."""
+        """Do nothing: printed lines stay."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""
 
 
 class JsonlWriter:
-    """One JSON object per epoch, `{"step": epoch, name: value, ...}`, each appended as a whole; per step, `{"batch": steps, ...}`.
+    """Writes one JSON object per epoch or per step to a JSON Lines file.
 
-    Settings are left out: a run's are in its `config.json`.
+    An epoch is written as `{"step": epoch, name: value, ...}`.
+    A step is written as `{"batch": steps, ...}`. Each object is appended as a whole.
+
+    Settings are left out, because `config.json` of the run has them.
 
     Args:
-        path: File; its directory is made.
+        path: Path of the file; its directory is created.
 
     Example:
         >>> import tempfile
@@ -123,15 +136,17 @@ class JsonlWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def scalars(self, step: int, values: Mapping[str, float], axis: str = "epoch") -> None:
+        """Append the values as one line."""
         key = "step" if axis == "epoch" else "batch"
         append_json(
             self.path, {key: step, **{name: float(value) for name, value in values.items()}}
         )
 
     def settings(self, values: Mapping[str, Any]) -> None:
-        """They are in another file."""
+        """Do nothing: `config.json` has the settings."""
 
     def rewind(self, epoch: int, steps: int) -> None:
+        """Remove the lines that a resumed run writes again."""
         if not self.path.exists():
             return
         kept = [
@@ -144,11 +159,11 @@ class JsonlWriter:
         temporary.replace(self.path)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""
 
 
 class TensorBoardWriter:
-    """Curves for TensorBoard; TensorFlow is imported by the first value.
+    """Writes curves for TensorBoard; the first value imports TensorFlow.
 
     Args:
         log_dir: Directory of the logs.
@@ -166,23 +181,25 @@ class TensorBoardWriter:
         return self._writer
 
     def scalars(self, step: int, values: Mapping[str, float], axis: str = "epoch") -> None:
+        """Write the values as scalar summaries."""
         import tensorflow as tf
 
         metadata = tf.compat.v1.SummaryMetadata(
             plugin_data=tf.compat.v1.SummaryMetadata.PluginData(plugin_name="scalars")
         )
-        summary = (
-            tf.compat.v1.Summary()
-        )  # of all values, as tf.summary.scalar would write each, in a fifth of the time
+        # One summary for all values takes a fifth of the time of `tf.summary.scalar` for each.
+        summary = tf.compat.v1.Summary()
         for name, value in values.items():
             summary.value.add(
                 tag=name, tensor=tf.make_tensor_proto(value, tf.float32), metadata=metadata
             )
-        with self._open().as_default(step), tf.summary.record_if(True):  # whatever others have set
+        # `record_if` overrides what other code may have set.
+        with self._open().as_default(step), tf.summary.record_if(True):
             tf.summary.experimental.write_raw_pb(summary.SerializeToString())
         self._writer.flush()
 
     def settings(self, values: Mapping[str, Any]) -> None:
+        """Write the settings as a table in a text summary."""
         import tensorflow as tf
 
         rows = [f"| {name} | {value} |" for name, value in values.items()]
@@ -190,9 +207,10 @@ class TensorBoardWriter:
             tf.summary.text("settings", "\n".join(["| key | value |", "| --- | --- |", *rows]))
 
     def rewind(self, epoch: int, steps: int) -> None:
-        """TensorBoard itself forgets points that come again, once the new ones are there."""
+        """Do nothing: TensorBoard drops old points once newer ones for the same steps exist."""
 
     def close(self) -> None:
+        """Close the event file."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None

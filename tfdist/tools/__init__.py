@@ -1,1 +1,1 @@
-"""Commands of a user look at data and runs through the rooms; no room looks back."""
+"""Command-line tools for data sets and runs; no other part of tfdist imports them."""

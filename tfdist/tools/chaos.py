@@ -1,4 +1,7 @@
-"""The words after `tfdist chaos` become a report on a launch that went through faults; nothing is started or changed."""
+"""Command `tfdist chaos`: recovery report for a launch with injected faults.
+
+The command only reads the logs of a launch. It starts nothing and changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -19,26 +22,30 @@ COMMANDS = {
 }
 
 _DESCRIPTION = """\
-Tells what became of a launch with a chaos plan. LOG_DIR is the directory of its logs, runs/latest if none is named.
+Tells what became of a launch with a chaos plan. LOG_DIR is the directory of its logs, runs/latest \
+if none is named.
 
   tfdist launch --workers 2 --log-dir runs/calm --chaos none -- train.py
-  tfdist launch --workers 2 --restarts 9 --log-dir runs/wild --chaos "kill worker:1@step=37; kill chief@saving" -- train.py
+  tfdist launch --workers 2 --restarts 9 --log-dir runs/wild \
+--chaos "kill worker:1@step=37; kill chief@saving" -- train.py
   tfdist chaos report runs/wild --against runs/calm
 
-Results are compared where the training uses tfdist.BackupAndRestore. Both launches need directories of their own for
+Results are compared where the training uses tfdist.BackupAndRestore. Both launches need \
+directories of their own for
 their backups, too.
 """
 _EPILOG = """\
-exit code: 0 when the launch ended well, with the same result; 1 when it did not, goes on, or the result is another one;
+exit code: 0 when the launch ended well, with the same result; 1 when it did not, goes on, or the \
+result is another one;
 2 for a mistake on this command line.
 """
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command `tfdist chaos`.
+    """Run the command `tfdist chaos`.
 
     Args:
-        argv: The words after `tfdist chaos`.
+        argv: Command-line arguments after `tfdist chaos`.
 
     Returns:
         The exit code.
@@ -51,7 +58,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         if not known and not words[0].startswith("-"):
             raise ValueError(
-                f"expected a command, received {words[0]!r}. {nearest(words[0], COMMANDS, 'tfdist chaos ')}"
+                f"expected a command, received {words[0]!r}. "
+                f"{nearest(words[0], COMMANDS, 'tfdist chaos ')}"
             )
         return _report(_parser().parse_args(words))
     except ValueError as error:
@@ -71,7 +79,8 @@ def _report(flags: argparse.Namespace) -> int:
         return 1
     if other.code != 0:
         raise ValueError(
-            f"--against: expected the logs of a launch that ended well, received {flags.against}, which did not"
+            f"--against: expected the logs of a launch that ended well, received {flags.against}, "
+            "which did not"
         )
     return _compare(flags.log_dir or LATEST, flags.against)
 
@@ -84,13 +93,14 @@ def _recovery(log_dir: str, flag: str) -> Recovery:
     journal = read_journal(log_dir)
     if not any(line["event"] == "attempt" for line in journal):
         raise ValueError(
-            f"{flag}: expected the directory of a launch's logs, received {log_dir}: it has no {JOURNAL} that tells of an attempt"
+            f"{flag}: expected the directory of a launch's logs, received {log_dir}: it has no "
+            f"{JOURNAL} that tells of an attempt"
         )
     return Recovery(journal)
 
 
 def _compare(log_dir: str, against: str) -> int:
-    from tfdist.backup import result  # it needs TensorFlow
+    from tfdist.backup import result  # imports TensorFlow, so only when it is needed
 
     mine, other = (result.read(directory) for directory in (log_dir, against))
     found = result.compare(mine, other)
@@ -99,10 +109,10 @@ def _compare(log_dir: str, against: str) -> int:
 
 
 def table(strikes: Sequence[Strike]) -> list[str]:
-    """The lines of a table with a row for each fault.
+    r"""Return the lines of a table with one row for each fault.
 
     Example:
-        >>> print("\\n".join(table([Strike("kill chief@saving", 2.0, 0.04, 9.5, 3, "snapshot-2")])))
+        >>> print("\n".join(table([Strike("kill chief@saving", 2.0, 0.04, 9.5, 3, "snapshot-2")])))
         fault              struck at  detected  recovered  lost steps  went on from
         kill chief@saving      2.0 s    0.04 s      9.5 s           3  snapshot-2
     """
@@ -125,18 +135,22 @@ def table(strikes: Sequence[Strike]) -> list[str]:
 
 
 def summary(recovery: Recovery, now: float) -> list[str]:
-    """What the launch came to in all.
+    """Return lines that summarize the launch: attempts, lost steps and outcome.
 
     Args:
-        recovery: Of its journal.
-        now: Seconds since the epoch.
+        recovery: Recovery computed from the launch's journal.
+        now: Current time in seconds since the epoch.
+
+    Returns:
+        Lines of text, to print after the table.
     """
     lines = [f"not struck: {text}" for text in recovery.missed]
-    count, lost = (
-        len(recovery.attempts),
-        [recovery.lost(place) or 0 for place in range(len(recovery.attempts))],
+    count = len(recovery.attempts)
+    lost = [recovery.lost(place) or 0 for place in range(len(recovery.attempts))]
+    text = (
+        f"{counted(count, 'attempt')} in {recovery.seconds:.1f} s, {counted(sum(lost), 'step')} "
+        "lost"
     )
-    text = f"{counted(count, 'attempt')} in {recovery.seconds:.1f} s, {counted(sum(lost), 'step')} lost"
     if sum(lost):
         text += f", {max(lost)} at most by one attempt"
     if recovery.interval is not None:
@@ -149,7 +163,8 @@ def summary(recovery: Recovery, now: float) -> list[str]:
     if recovery.code is None:
         ago = now - recovery.begun - recovery.seconds
         lines.append(
-            f"The launch has NOT ENDED: it runs, or its launcher was killed; its journal's last line is {ago:.0f} s old."
+            "The launch has NOT ENDED: it runs, or its launcher was killed; its journal's last "
+            f"line is {ago:.0f} s old."
         )
     elif recovery.code:
         why = f": {recovery.refusal}" if recovery.refusal else ""

@@ -1,4 +1,4 @@
-"""The words after `tfdist data` become a look at data sets, or a copy of one as TFRecord files; nothing is trained."""
+"""Command `tfdist data`: list, show and convert data sets, and audit data pipelines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,12 @@ CATALOG = "configs/datasets.yaml"
 
 
 class Command(NamedTuple):
-    """A command: its line in `tfdist data --help`, and its module where that is not this one, with `main(argv)`."""
+    """Subcommand of `tfdist data`.
+
+    Attributes:
+        summary: Line in `tfdist data --help`.
+        module: Module with `main(argv)` that implements the command. None: this module does.
+    """
 
     summary: str
     module: str | None = None
@@ -43,7 +48,8 @@ COMMANDS = {
 }
 
 _DESCRIPTION = """\
-Looks at data sets, and copies them. NAME is an entry of the catalog (a YAML file, configs/datasets.yaml), else a data set
+Looks at data sets, and copies them. NAME is an entry of the catalog (a YAML file, \
+configs/datasets.yaml), else a data set
 of TFDS, which is prepared first where it is not.
 
   tfdist data list
@@ -52,16 +58,17 @@ of TFDS, which is prepared first where it is not.
   tfdist data write digits --to /tmp/digits
 """
 _EPILOG = """\
-exit code: 0 when all is well; 1 when examples cannot be read; 2 for a mistake on this command line; 78 for a mistake in
+exit code: 0 when all is well; 1 when examples cannot be read; 2 for a mistake on this command \
+line; 78 for a mistake in
 the catalog, or data that are missing or not what they should be.
 """
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command `tfdist data`.
+    """Run the command `tfdist data`.
 
     Args:
-        argv: The words after `tfdist data`.
+        argv: Command-line arguments after `tfdist data`.
 
     Returns:
         The exit code.
@@ -76,27 +83,29 @@ def main(argv: Sequence[str]) -> int:
     try:
         if not command and not words[0].startswith("-"):
             raise ValueError(
-                f"expected a command, received {words[0]!r}. {config.nearest(words[0], COMMANDS, 'tfdist data ')}"
+                f"expected a command, received {words[0]!r}. "
+                f"{config.nearest(words[0], COMMANDS, 'tfdist data ')}"
             )
         flags = parse(words)
     except ValueError as error:
         return refuse(f"tfdist data {words[0]}" if command else "tfdist data", error)
-    from tfdist import app  # not for --help
+    from tfdist import app  # imported late, so that --help is fast
 
     return app.plainly(_ACTIONS[flags.command], flags)
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Reads the command line.
+    """Parse the command line.
 
     Args:
-        words: The words after `tfdist data`.
+        words: Command-line arguments after `tfdist data`.
 
     Returns:
-        The flags; `command` is the command's name.
+        The flags; `command` is the name of the command.
 
     Raises:
-        ValueError: Names the flag, what was expected and received.
+        ValueError: A flag is unknown or wrong. The message names the flag, what was expected and
+            what was received.
 
     Example:
         >>> flags = parse(["head", "digits", "--split", "test"])
@@ -113,7 +122,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def shard_bytes(text: str) -> int:
-    """A size with a unit as bytes.
+    """Convert a size with a unit into a number of bytes.
 
     Example:
         >>> shard_bytes("100MB"), shard_bytes("1.5 GiB"), shard_bytes("4096")
@@ -149,7 +158,7 @@ def _list(flags: argparse.Namespace) -> int:
 
 
 def _state(entry: Entry, data_dir: str | None) -> str:
-    """Whether an entry's data are there, in a few words."""
+    """Return in a few words whether the data of an entry are present."""
     try:
         splits = [entry.split(name) for name in entry.splits]
         missing = {split.name: place for split in splits if (place := split.missing())}
@@ -166,7 +175,7 @@ def _state(entry: Entry, data_dir: str | None) -> str:
 
 
 def _source(flags: argparse.Namespace) -> tuple[Source, Entry | None]:
-    """The data set that the command line names, and its entry, if it has one."""
+    """Return the data set that the command line names, and its catalog entry or None."""
     from tensorflow_datasets.core import DatasetNotFoundError
 
     from tfdist.data.sources.catalog import Catalog, resolve
@@ -187,7 +196,7 @@ def _source(flags: argparse.Namespace) -> tuple[Source, Entry | None]:
 
 
 def _prepared(entry: Entry, data_dir: str | None) -> str:
-    """Whether TFDS has prepared an entry's data."""
+    """Return in a few words whether TFDS has prepared the data of an entry."""
     import tensorflow_datasets as tfds
 
     from tfdist.data.sources import digits  # noqa: F401  registers tfdist_digits
@@ -253,7 +262,10 @@ def _write(flags: argparse.Namespace) -> int:
 
 
 class _Meter:
-    """Shows how far a long piece of work is: one line that changes on a terminal, else a line every ten seconds."""
+    """Progress display of a long task.
+
+    It is one line that is rewritten on a terminal, and otherwise a new line every ten seconds.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -262,7 +274,7 @@ class _Meter:
         self._lock = threading.Lock()
 
     def update(self, done: int, total: int | None) -> None:
-        """Shows `done` of `total`, if it is time; from any thread."""
+        """Show `done` of `total` if enough time has passed. Safe to call from any thread."""
         with self._lock:
             now = time.monotonic()
             if now - self._last < (0.2 if self._live else 10):
@@ -278,7 +290,7 @@ class _Meter:
             )
 
     def close(self) -> None:
-        """Leaves the terminal a clean line."""
+        """Clear the progress line of a terminal."""
         if self._live:
             print(f"\r{'':60}\r", end="", file=self._stream, flush=True)
 

@@ -1,4 +1,7 @@
-"""A Source gives single examples to look at, and what is wrong with those that cannot be read; it is never read whole."""
+"""Sampling of single examples from a Source, including those that cannot be read.
+
+No function here reads a whole source.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,16 @@ import tensorflow as tf
 
 from tfdist.data.sources.base import Source
 
-_FILES = 64  # so many files at most are opened to look into
+_FILES = 64  # files that are opened at most for a sample
 
 
 class Example(NamedTuple):
-    """An example that was read, or was not.
+    """Example that was read, or that could not be read.
 
-    Fields:
-        number: Its number in the source.
-        data: What was read; None where `error` is set.
-        error: Why it cannot be read.
+    Attributes:
+        number: Index of the example in the source.
+        data: Value that was read; None if `error` is set.
+        error: Exception that says why the example cannot be read; None if it was read.
     """
 
     number: int
@@ -28,7 +31,9 @@ class Example(NamedTuple):
 
 
 def evenly(count: int, total: int) -> np.ndarray:
-    """Numbers that lie evenly in [0, total), all of them where `count` is no less.
+    """Return indices that are evenly spaced in [0, total).
+
+    All indices are returned if `count` is at least `total`.
 
     Example:
         >>> evenly(3, 10).tolist(), evenly(9, 2).tolist()
@@ -41,17 +46,19 @@ def evenly(count: int, total: int) -> np.ndarray:
 def draw(
     source: Source, count: int, function: Callable[[Any], Any] = lambda data: data
 ) -> Iterator[Example]:
-    """Some examples, the same each time.
+    """Yield a deterministic sample of the examples of a source.
 
-    Evenly drawn where examples can be read by number; else the first of each file, of files evenly drawn; else the first.
+    The sample is evenly spaced if examples can be read by index. Otherwise it is the first examples
+    of each file, for evenly spaced files, or else the first examples of the source.
 
     Args:
         source: Any Source.
-        count: How many at most.
-        function: Applied to each example; what it does not use need not be decoded.
+        count: Maximum number of examples.
+        function: Function that is applied to each example. Features that it does not use need not
+            be decoded.
 
     Returns:
-        The examples in the order of their numbers.
+        The examples in the order of their indices.
     """
     if source.scan is not None:
         assert source.lengths is not None
@@ -69,7 +76,7 @@ def draw(
 
 
 def how(source: Source, count: int) -> str:
-    """How `draw` draws, in words.
+    """Return in words how `draw` samples a source.
 
     Example:
         >>> how(Source.of(np.arange(10)), 4)
@@ -89,12 +96,16 @@ def how(source: Source, count: int) -> str:
 def numbered(
     source: Source, numbers: np.ndarray, function: Callable[[Any], Any] = lambda data: data
 ) -> Iterator[Example]:
-    """The examples with these numbers, of any source.
+    """Yield the examples with the given indices, from any source.
 
     Args:
-        source: Any Source; one that can only be read from its beginning is, up to the last of them.
-        numbers: int64 `[k]`, each in [0, cardinality), ascending.
-        function: Applied to each example.
+        source: Any Source. One that can only be read sequentially is read from its beginning up to
+            the last of the indices.
+        numbers: Ascending indices, int64 `[k]`, each in [0, cardinality).
+        function: Function that is applied to each example.
+
+    Returns:
+        The examples in the order of `numbers`.
     """
     if source.read is not None or source.gather is not None:
         found = tf.data.Dataset.from_tensor_slices(np.asarray(numbers, np.int64))
@@ -119,17 +130,25 @@ def numbered(
 
 
 def _whole(function: Callable[[Any], Any]) -> Callable[..., Any]:
-    """The function of one example as `Dataset.map` calls it, a tuple's parts as arguments."""
+    """Adapt a function of one example to `Dataset.map`, which unpacks tuples."""
     return lambda *parts: function(parts if len(parts) > 1 else parts[0])
 
 
 def _scanned(
     source: Source, runs: list[tuple[int, int, int]], function: Callable[[Any], Any]
 ) -> Iterator[Example]:
-    """Examples of files: runs of a file, the first of its examples, and how many."""
+    """Yield examples from files.
+
+    Args:
+        source: Source with `scan`, `decode` and `lengths`.
+        runs: Consecutive examples to read, as (file, index of the first example in the file,
+            count).
+        function: Function that is applied to each example.
+    """
     assert source.scan is not None
     assert source.decode is not None
-    scan, decode = source.scan, source.decode
+    scan = source.scan
+    decode = source.decode
     starts = np.cumsum([0, *(source.lengths or ())])
     while runs:
         stored = tf.data.Dataset.from_tensor_slices(np.array(runs, np.int64))
@@ -143,16 +162,15 @@ def _scanned(
             _numbered(stored.map(lambda x: function(decode(x))), numbers)
         ):
             yield example
-            if isinstance(
-                example.error, tf.errors.DataLossError
-            ):  # it ends the data set: go on behind its run
+            # A DataLossError ends the data set: continue after the run that caused it.
+            if isinstance(example.error, tf.errors.DataLossError):
                 done = runs_of[place] + 1
                 break
         runs = runs[done:]
 
 
 def _numbered(examples: tf.data.Dataset, numbers: Iterable[int]) -> Iterator[Example]:
-    """Examples with their numbers."""
+    """Yield each example of a data set with its index."""
     iterator = iter(examples)
     for number in numbers:
         try:

@@ -1,6 +1,7 @@
-"""A launch's journal becomes what each fault has cost; no file is read here.
+"""Recovery time and lost steps of each fault, computed from the journal of a launch.
 
-Steps are counted since training began. What an attempt lost is how far it came, less the step from which training went on.
+Steps are counted since training began. The lost steps of an attempt are the step that it reached,
+minus the step from which training continued.
 """
 
 from __future__ import annotations
@@ -14,21 +15,23 @@ from typing import Any
 
 from tfdist.runtime import fault_plan
 
-Line = Mapping[str, Any]  # of the journal: "time" in seconds, "event", and its facts
+Line = Mapping[str, Any]  # of the journal: "time" in seconds, "event", and the event's fields
 
 
 @dataclasses.dataclass(frozen=True)
 class Strike:
-    """A fault, or a failure that no plan had, and what followed from it.
+    """Fault of the chaos plan, or a failure outside of it, with its consequences.
 
     Attributes:
-        text: The fault as it was written; of another failure, in brackets, who failed.
-        when: Seconds after the first attempt began.
-        detected: Seconds until the launcher knew; None: there was nothing to know, or it did not.
-        recovered: Seconds until the next step was done, or, where no step was left to do, until the state was restored; None: no attempt
-            was lost, or training did not go on.
-        lost: Steps done that had to be done again; None as for `recovered`.
-        origin: From what training went on; "": it did not.
+        text: Fault as it is written in the plan. For a failure outside of the plan, the failed task
+            in parentheses.
+        when: Seconds from the start of the first attempt to the fault.
+        detected: Seconds until the launcher detected the failure. None: there was nothing to
+            detect, or the launcher did not detect it.
+        recovered: Seconds until the next step was done or, if no step was left to do, until the
+            state was restored. None: no attempt was lost, or training did not continue.
+        lost: Steps that had to be repeated; None as for `recovered`.
+        origin: Snapshot or state from which training continued; "" if it did not.
     """
 
     text: str
@@ -41,26 +44,28 @@ class Strike:
 
 @dataclasses.dataclass(frozen=True)
 class Attempt:
-    """The lines of one attempt, from its beginning to the next one's."""
+    """Journal lines of one attempt, from its start to the start of the next attempt."""
 
     lines: tuple[Line, ...]
 
     def first(self, event: str) -> Line | None:
-        """The first line of an event; None: it did not happen."""
+        """Return the first line with an event, or None if the event did not happen."""
         return next((line for line in self.lines if line["event"] == event), None)
 
     @functools.cached_property
     def base(self) -> int | None:
-        """The step from which it went on; None: it did not come so far."""
-        restored, stepping = self.first("restored"), self.first("stepping")
+        """Return the step from which the attempt continued; None if it did not get so far."""
+        restored = self.first("restored")
+        stepping = self.first("stepping")
         if restored is not None:
             return restored["total"]
         return None if stepping is None else stepping["total"] - stepping["step"]
 
     @functools.cached_property
     def reached(self) -> int:
-        """How far training was."""
-        # Where a fault has struck: others may count the step that it broke off.
+        """Return the last step that the attempt reached."""
+        # After a fault the "ended" line does not count: other tasks may include the step that the
+        # fault interrupted.
         lines = [line for line in self.lines if line["event"] != "ended" or not self.culprits]
         return max(
             [self.base or 0, *(line["total"] for line in lines if line.get("total") is not None)]
@@ -68,14 +73,22 @@ class Attempt:
 
     @functools.cached_property
     def recovered(self) -> Line | None:
-        """When it had made good for the attempts before: a step was done, or the end restored."""
+        """Return the line that marks recovery from the attempts before, or None.
+
+        An attempt has recovered when a step is done, or when the state at the end of training is
+        restored.
+        """
         ended = self.first("ended")
         done = ended is not None and not any(ended["codes"].values())
         return self.first("stepping") or (self.first("restored") if done else None)
 
     @functools.cached_property
     def culprits(self) -> tuple[Line, ...]:
-        """The faults for which it failed: those that had struck when a failure was seen, and that nobody goes on after."""
+        """Return the faults that made the attempt fail.
+
+        These faults struck before the failure was detected. Faults that ended by then, and faults
+        after which one task was restarted alone, are not among them.
+        """
         detected = self.first("detected")
         if detected is None:
             return ()
@@ -94,7 +107,10 @@ class Attempt:
 
     @functools.cached_property
     def alone(self) -> dict[int, Line]:
-        """By their numbers the faults whose task was started again alone, and when."""
+        """Return the line of each single-task restart, by the number of the fault.
+
+        Only the task of such a fault was restarted, not all tasks.
+        """
         found: dict[int, Line] = {}
         for place, line in enumerate(self.lines):
             if line["event"] != "replaced":
@@ -111,29 +127,37 @@ class Attempt:
 
 
 class Recovery:
-    """What a launch went through.
+    """Recovery statistics of a launch.
 
     Args:
-        journal: Its lines, `contract.read_journal`.
+        journal: Lines of the journal, from `launch_protocol.read_journal`.
+
+    Attributes:
+        attempts: Attempts of the launch in order.
+        begun: Start of the first attempt in seconds since the epoch; 0 if there is none.
+        seconds: Time from `begun` to the last line of the journal, in seconds.
 
     Example:
         >>> journal = [
         ...     {"time": 5.0, "event": "attempt", "attempt": 0},
-        ...     {"time": 7.0, "event": "fault", "number": 0, "text": "kill chief@step=9", "task": "worker:0", "total": 9},
+        ...     {"time": 7.0, "event": "fault", "number": 0, "text": "kill chief@step=9",
+        ...      "task": "worker:0", "total": 9},
         ...     {"time": 7.5, "event": "detected", "task": "worker:0"},
         ...     {"time": 8.0, "event": "attempt", "attempt": 1},
-        ...     {"time": 9.0, "event": "restored", "total": 6, "number": 2, "path": "backup/snapshot-2.tfdist"},
+        ...     {"time": 9.0, "event": "restored", "total": 6, "number": 2,
+        ...      "path": "backup/snapshot-2.tfdist"},
         ...     {"time": 9.5, "event": "stepping", "total": 7, "step": 7},
         ... ]
-        >>> Recovery(journal).strikes[0]
-        Strike(text='kill chief@step=9', when=2.0, detected=0.5, recovered=2.5, lost=3, origin='snapshot-2')
+        >>> Recovery(journal).strikes[0]  # doctest: +NORMALIZE_WHITESPACE
+        Strike(text='kill chief@step=9', when=2.0, detected=0.5, recovered=2.5, lost=3,
+               origin='snapshot-2')
     """
 
     def __init__(self, journal: Sequence[Line]):
         self._journal = tuple(journal)
         begins = [place for place, line in enumerate(journal) if line["event"] == "attempt"]
         numbers = [journal[place]["attempt"] for place in begins]
-        # Several hosts tell of the same attempt.
+        # Each of several hosts writes a line for the same attempt.
         begins = [
             place
             for place, number, before in zip(begins, numbers, [-1, *numbers], strict=False)
@@ -148,12 +172,12 @@ class Recovery:
 
     @property
     def code(self) -> int | None:
-        """The launcher's exit code; None: it has not told."""
+        """Return the launcher's exit code; None if it has not written one."""
         return next((line["code"] for line in self._journal if line["event"] == "over"), None)
 
     @property
     def refusal(self) -> str:
-        """Why the launcher did not start again; "" where it has not said so."""
+        """Return why the launcher did not restart the tasks; "" if it has not said so."""
         return next(
             (
                 line["text"]
@@ -165,12 +189,12 @@ class Recovery:
 
     @property
     def plan(self) -> str | None:
-        """The chaos plan; None: there is none."""
+        """Return the chaos plan; None if there is none."""
         return next((line["chaos"] for line in self._journal if line["event"] == "launch"), None)
 
     @property
     def missed(self) -> list[str]:
-        """Faults of the plan that have not struck."""
+        """Return the faults of the plan that have not struck."""
         return (
             [fault.text for fault in fault_plan.left(fault_plan.parse(self.plan), self._journal)]
             if self.plan
@@ -179,7 +203,7 @@ class Recovery:
 
     @functools.cached_property
     def strikes(self) -> list[Strike]:
-        """In the order of time."""
+        """Return the faults and failures in chronological order."""
         found = []
         for place, attempt in enumerate(self.attempts):
             faults = [line for line in attempt.lines if line["event"] == fault_plan.EVENT]
@@ -193,10 +217,10 @@ class Recovery:
         return found
 
     def lost(self, place: int) -> int | None:
-        """Steps that an attempt did in vain; None: training did not go on after it.
+        """Return the steps that an attempt lost; None if training did not continue after it.
 
         Args:
-            place: 0, 1, ...
+            place: Index of the attempt, from 0.
         """
         following = next(
             (later.base for later in self.attempts[place + 1 :] if later.base is not None), None
@@ -205,7 +229,11 @@ class Recovery:
 
     @property
     def interval(self) -> int | None:
-        """The most steps from one snapshot of an attempt to its next; None: there are no two."""
+        """Return the most steps between consecutive snapshots of an attempt.
+
+        Returns:
+            The number of steps. None: no attempt has two snapshots.
+        """
         found = []
         for attempt in self.attempts:
             totals = [line["total"] for line in attempt.lines if line["event"] == "saved"]
@@ -213,7 +241,9 @@ class Recovery:
         return max(found, default=None)
 
     def _strike(self, line: Line, place: int) -> Strike:
-        attempt, when, begun = self.attempts[place], line["time"] - self.begun, line["time"]
+        attempt = self.attempts[place]
+        when = line["time"] - self.begun
+        begun = line["time"]
         again = attempt.alone.get(line["number"])
         if again is not None:
             return Strike(
@@ -227,7 +257,8 @@ class Recovery:
         if line["event"] == fault_plan.EVENT and line not in attempt.culprits:
             ended = line.get("seconds") is not None
             return Strike(line["text"], when, None, None, None, "all went on" if ended else "")
-        detected, later = attempt.first("detected"), self.attempts[place + 1 :]
+        detected = attempt.first("detected")
+        later = self.attempts[place + 1 :]
         assert detected is not None
         recovered = next((found for other in later if (found := other.recovered)), None)
         return Strike(
@@ -243,7 +274,7 @@ class Recovery:
         restored = attempt.first("restored")
         if restored is None:
             return "the beginning"
-        # Of the same directory: a script may have several.
+        # Compare only snapshots of the same directory: a script may use several.
         newer = {
             line["number"]
             for line in self._journal[: self._journal.index(restored)]

@@ -1,4 +1,7 @@
-"""A Source becomes lines that tell a person what its examples are, and a contact sheet; it is never read whole."""
+"""Summary of a data set for the terminal, and a contact sheet of its images.
+
+Only a sample of the data set is read.
+"""
 
 from __future__ import annotations
 
@@ -17,29 +20,30 @@ from tfdist.telemetry import contact_sheet
 from tfdist.tools import examples
 from tfdist.tools.common import example_text
 
-_CLASSES = 20  # at most so many rows of a contact sheet, and lines of class balance
-_EACH = 8  # images in a row
-_WITHOUT = 48  # images where there are no classes
-_TITLE = 48  # characters of a class's number and name
-_SIZES = 200  # examples whose size is looked at
+_CLASSES = 20  # maximum of rows in a contact sheet, and of lines of class balance
+_EACH = 8  # images in each row
+_WITHOUT = 48  # images if there are no classes
+_TITLE = 48  # maximum length of a class's number and name
+_SIZES = 200  # examples that are read to estimate sizes
 
 
 def show(source: Source, license: str | None, limit: int, path: str) -> int:
-    """Prints what a data set is, and draws some of its images.
+    """Print a summary of a data set, and draw some of its images.
 
     Args:
-        source: The data set.
-        license: Under which terms it may be used, if that is known.
-        limit: Examples to read at most to count classes, where labels are not known without.
-        path: Where the contact sheet goes.
+        source: Data set.
+        license: License of the data set; None if it is unknown.
+        limit: Maximum number of examples to read for class counts, if labels are not available
+            without reading examples.
+        path: File of the contact sheet.
 
     Returns:
-        1 where examples could not be read, else 0.
+        1 if examples could not be read, else 0.
     """
     failed: dict[int, examples.Example] = {}
 
     def read(drawn: Iterator[examples.Example]) -> Iterator[examples.Example]:
-        """Those that could be read; the others are noted."""
+        """Yield the examples that could be read, and record the others in `failed`."""
         for example in drawn:
             if example.error is None:
                 yield example
@@ -83,14 +87,14 @@ def show(source: Source, license: str | None, limit: int, path: str) -> int:
 
 
 def head(source: Source, count: int) -> int:
-    """Prints the first examples.
+    """Print the first examples.
 
     Args:
-        source: The data set.
-        count: How many.
+        source: Data set.
+        count: Number of examples.
 
     Returns:
-        1 where one of them cannot be read, else 0.
+        1 if one of them cannot be read, else 0.
     """
     count = count if source.cardinality is None else min(count, source.cardinality)
     found = examples.numbered(source, np.arange(count))
@@ -98,14 +102,14 @@ def head(source: Source, count: int) -> int:
 
 
 def one(source: Source, number: int) -> int:
-    """Prints one example, or all that is known of why it cannot be read.
+    """Print one example, or everything that is known about why it cannot be read.
 
     Args:
-        source: The data set.
-        number: Which.
+        source: Data set.
+        number: Index of the example.
 
     Returns:
-        1 where it cannot be read, else 0.
+        1 if it cannot be read, else 0.
 
     Raises:
         ValueError: There is no such example.
@@ -128,14 +132,19 @@ def one(source: Source, number: int) -> int:
 
 
 def _sizes(source: Source, read: Callable[..., Any]) -> None:
-    """How large examples are as they are stored, and as they are in memory."""
+    """Print the size of examples in storage and in memory."""
     total = source.cardinality
     stored = None
     if source.scan is not None:
         raw = dataclasses.replace(source, decode=tf.strings.length)
         stored = [int(example.data) for example in read(examples.draw(raw, _SIZES))]
     elif source.raw is not None and total:
-        length = Source(source.name, None, total, read=lambda n: tf.strings.length(source.raw(n)))  # type: ignore[misc]
+        length = Source(
+            source.name,
+            None,
+            total,
+            read=lambda n: tf.strings.length(source.raw(n)),  # type: ignore[misc]
+        )
         stored = [int(example.data) for example in read(examples.draw(length, _SIZES))]
     if stored:
         _line("stored", _size(stored, total))
@@ -173,7 +182,7 @@ def _size(drawn: list[int], total: int | None) -> str:
 def _labels(
     source: Source, label: str | None, limit: int, read: Callable[..., Any]
 ) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Numbers of examples and their classes; prints how many that are."""
+    """Return the indices of examples and their classes, and print how many are counted."""
     if source.labels is not None:
         labels = np.asarray(source.labels())
         _line("classes", f"counted in all {len(labels):,} examples")
@@ -268,7 +277,10 @@ def _example(source: Source, example: examples.Example) -> int:
         return 1
     label = example_text.label_name(source.element_spec)
     lines = [
-        f"{name:8} {example_text.kind(leaf)}  {example_text.value(leaf, source.class_names if name == label else None)}"
+        (
+            f"{name:8} {example_text.kind(leaf)}  "
+            f"{example_text.value(leaf, source.class_names if name == label else None)}"
+        )
         for name, leaf in example_text.parts(example.data)
     ]
     place = errors.place(source, example.number)

@@ -1,1 +1,1 @@
-"""Keras' training methods become steps of many replicas; which strategy runs them is decided elsewhere."""
+"""Training: the engines and callbacks behind Keras' `fit`, `evaluate` and `predict`."""

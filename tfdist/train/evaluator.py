@@ -1,4 +1,7 @@
-"""The engine of the evaluator: its `fit` evaluates each new checkpoint of a training elsewhere, and never trains or writes one."""
+"""Evaluator engine: `fit` evaluates each new checkpoint of a training run elsewhere.
+
+It never trains or writes a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +34,14 @@ from tfdist.train.synchronous.worker_callbacks import listed
 
 log = logging.getLogger("tfdist")
 
-POLL_S = 0.5  # between two looks at the files, which must be alike for a file to count as written
-GIVE_UP_S = 30.0  # for a file that cannot be read and does not change
-GONE_S = 10.0  # without the chief until the training has ended
-ALONE_S = (
-    3600.0  # without a new checkpoint, the same where the chief trains alone and listens nowhere
-)
-PROGRESS_S = 30.0  # between two lines that say whom we wait for
+# Seconds between two polls of the files. A file counts as written if both polls find it unchanged.
+POLL_S = 0.5
+GIVE_UP_S = 30.0  # until a file that cannot be read and does not change is skipped
+GONE_S = 10.0  # without the chief until the training counts as ended
+# Seconds without a new checkpoint until the training counts as ended, where the chief trains alone
+# and does not listen.
+ALONE_S = 3600.0
+PROGRESS_S = 30.0  # between two log lines that name the task that the evaluator waits for
 
 _UNREADABLE = (
     OSError,
@@ -52,13 +56,15 @@ _UNREADABLE = (
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A file with a state of the model.
+    """File with a state of the model.
 
     Attributes:
-        path: Where it is.
-        stamp: Time of its last change, nanoseconds since the epoch; its size, bytes; its number in the file system.
-        epoch: The epoch, from 0, in or at the end of which it was written; None where nothing tells.
-        finished: How many epochs are behind it, if it was written at an epoch's end; None where nothing tells.
+        path: Path of the file.
+        stamp: Time of its last change in nanoseconds since 1970, its size in bytes, and its inode
+            number.
+        epoch: Epoch, from 0, in or at the end of which it was written; None if unknown.
+        finished: Number of epochs that were finished, if it was written at the end of an epoch;
+            None if unknown.
     """
 
     path: str
@@ -68,14 +74,14 @@ class Checkpoint:
 
 
 class Evaluator(Hooks):
-    """How the models of the evaluator's strategy are evaluated beside a training.
+    """Engine that evaluates the models of the evaluator's strategy beside a training run.
 
     Args:
-        strategy: The strategy; gets this object as its `tfdist_engine`.
-        engine: The one that it had, which evaluates and predicts.
+        strategy: The strategy. Its attribute `tfdist_engine` is set to this object.
+        engine: Previous engine of the strategy, which evaluates and predicts.
         chief: Address of the training's chief.
-        listens: Whether the chief listens there; one that trains alone does not.
-        start_timeout: Seconds until a chief that never came is an error.
+        listens: Whether the chief listens there; a chief that trains alone does not.
+        start_timeout: Seconds until a chief that never answered is an error.
     """
 
     is_chief = False
@@ -88,10 +94,12 @@ class Evaluator(Hooks):
         listens: bool,
         start_timeout: float,
     ):
-        self._chief, self._listens, self._start_timeout = chief, listens, start_timeout
+        self._chief = chief
+        self._listens = listens
+        self._start_timeout = start_timeout
         self._engine = engine
         self._born = time.time_ns()
-        self._known: dict[str, tuple] = {}  # path -> stamp of what is done with
+        self._known: dict[str, tuple] = {}  # path -> stamp of each file that is done with
         self._presence: Presence | None = None
         for name in {*MODEL_HOOKS, "feed", "apply", *LOSS_HOOKS} - {
             "fit",
@@ -103,13 +111,16 @@ class Evaluator(Hooks):
         strategy.tfdist_engine = self
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)  # what is no hook: placement, policy, patience
+        # Everything that is not a hook belongs to the engine, such as placement and aggregation.
+        return getattr(self._engine, name)
 
     @property
     def feeding(self) -> bool:  # type: ignore[override]
+        """Return whether Keras is in `fit`, `evaluate` or `predict`."""
         return self._engine.feeding
 
     def save(self, model, keras_method, *args, **kwargs):
+        """Do nothing: only the chief of the training saves the model."""
         log.debug("the evaluator leaves model.%s to the chief", keras_method.__name__)
 
     save_weights = save
@@ -118,7 +129,10 @@ class Evaluator(Hooks):
     def fit(
         self, model: keras.Model, keras_method: Callable, *args, **kwargs
     ) -> keras.callbacks.History:
-        """Evaluates each new checkpoint of the fit that the chief runs with the same arguments, until that has ended."""
+        """Evaluate each new checkpoint of the chief's fit until that fit has ended.
+
+        The chief runs its `fit` with the same arguments.
+        """
         call = bind(keras_method, model, args, kwargs)
         callbacks = listed(call["callbacks"])
         data = _validation(call)
@@ -138,16 +152,17 @@ class Evaluator(Hooks):
     def _follow(
         self, model, data: dict, sources: Sequence[Source], report: _Report, epochs: int
     ) -> None:
-        """Evaluates what comes until nothing more can come."""
+        """Evaluate new checkpoints until no more can come."""
         assert self._presence is not None
-        seen: dict[str, Checkpoint] = {}  # at the last look
+        seen: dict[str, Checkpoint] = {}  # at the last poll
         failures: dict[Checkpoint, tuple[float, Exception]] = {}
         digests: set[bytes] = set()
-        finished, latest, next_line = 0, time.monotonic(), PROGRESS_S
+        finished = 0
+        latest = time.monotonic()
+        next_line = PROGRESS_S
         while True:
-            away = (
-                self._presence.away()
-            )  # before the look at the files: what a chief that is gone wrote is there
+            # Ask for the chief before polling the files: if it is gone, all its files are there.
+            away = self._presence.away()
             found = self._find_new(sources)
             ready = [c for c in found if seen.get(c.path) == c]
             seen = {c.path: c for c in found}
@@ -155,10 +170,8 @@ class Evaluator(Hooks):
                 latest = time.monotonic()
                 try:
                     _load(model, checkpoint)
-                except (
-                    FileNotFoundError,
-                    tf.errors.NotFoundError,
-                ):  # BackupAndRestore has removed it, as there are newer ones
+                except (FileNotFoundError, tf.errors.NotFoundError):
+                    # BackupAndRestore has removed the file, because there are newer ones.
                     continue
                 except _UNREADABLE as error:
                     first = failures.setdefault(checkpoint, (latest, error))[0]
@@ -197,7 +210,11 @@ class Evaluator(Hooks):
         log.info("the evaluator ends after %d evaluations: %s", len(digests), why)
 
     def _ended(self, away: float | None, complete: bool, idle: float, found: bool) -> str:
-        """Why no more checkpoint can come; "" if one can. PeersAbsent where there is no training."""
+        """Return why no more checkpoint can come; an empty string if one can.
+
+        Raises:
+            PeersAbsent: There is no training: no checkpoint was found and the chief did not answer.
+        """
         assert self._presence is not None
         if complete:
             return "the last epoch is evaluated"
@@ -210,8 +227,9 @@ class Evaluator(Hooks):
         if found:
             return f"no chief at {self._chief} for {away:.0f} s"
         raise PeersAbsent(
-            f"the evaluator found no checkpoint, and no chief answered at {self._chief} within {self._start_timeout:g} s. Start the "
-            "training with this cluster, and let this machine connect to its chief"
+            f"the evaluator found no checkpoint, and no chief answered at {self._chief} within "
+            f"{self._start_timeout:g} s. Start the training with this cluster, and let this "
+            "machine connect to its chief"
         )
 
     def _find_new(self, sources: Sequence[Source]) -> list[Checkpoint]:
@@ -219,13 +237,16 @@ class Evaluator(Hooks):
         return sorted(new, key=lambda c: (c.stamp, c.path))
 
     def _forget_old(self, sources: Sequence[Source]) -> None:
-        """Of the files older than this process, which belong to what went before, only the newest is evaluated."""
+        """Ignore all but the newest of the files that are older than this process.
+
+        They belong to an earlier run.
+        """
         old = [c for c in self._find_new(sources) if c.stamp[0] < self._born]
         self._known.update({c.path: c.stamp for c in old[:-1]})
 
 
 class _Report:
-    """What the evaluations give: a History, a line and scalars each."""
+    """Report of the evaluations: a History, and for each evaluation a line and scalars."""
 
     def __init__(self, model: keras.Model, boards: Iterable[str], say: Callable[[str], Any]):
         self._say = say
@@ -237,6 +258,7 @@ class _Report:
         self.history.on_train_begin()
 
     def add(self, checkpoint: Checkpoint, metrics: dict[str, float]) -> None:
+        """Add the metrics of one checkpoint."""
         epoch = checkpoint.epoch
         if epoch is None:
             epoch = max(self.history.epoch, default=-1) + 1
@@ -246,35 +268,36 @@ class _Report:
         for writer in self._writers:
             with writer.as_default():
                 for name, value in metrics.items():
-                    tf.summary.scalar(
-                        f"epoch_{name}", value, step=epoch
-                    )  # beside the chief's, which have this name
+                    # TensorBoard shows this curve beside the chief's, which has the same name.
+                    tf.summary.scalar(f"epoch_{name}", value, step=epoch)
             writer.flush()
 
     def close(self) -> None:
+        """Close the TensorBoard writers."""
         for writer in self._writers:
             writer.close()
 
 
-# --- Files ---------------------------------------------------------------------------------------------------------
+# --- Files ----------------------------------------------------------------------------------------
 Source = Callable[[], list[Checkpoint]]
 
 
 def find_sources(callbacks: Iterable[keras.callbacks.Callback]) -> list[Source]:
-    """Where the chief's callbacks write checkpoints.
+    """Return functions that find the checkpoints that the chief's callbacks write.
 
     Args:
-        callbacks: Those of the fit; ModelCheckpoint and BackupAndRestore are looked at.
+        callbacks: Callbacks of the fit. Only ModelCheckpoint and BackupAndRestore are used.
 
     Returns:
-        Functions that find the files that are there now.
+        Functions that return the checkpoints that exist when they are called.
 
     Raises:
-        ValueError: There are none.
+        ValueError: No callback writes checkpoints.
 
-    >>> source, = find_sources([keras.callbacks.ModelCheckpoint("no/such/{epoch}.keras")])
-    >>> source()
-    []
+    Example:
+        >>> source, = find_sources([keras.callbacks.ModelCheckpoint("no/such/{epoch}.keras")])
+        >>> source()
+        []
     """
     sources: list[Source] = []
     for callback in callbacks:
@@ -284,15 +307,22 @@ def find_sources(callbacks: Iterable[keras.callbacks.Callback]) -> list[Source]:
             sources.append(_backup(callback.backup_dir))
     if not sources:
         raise ValueError(
-            "callbacks: the evaluator has nothing to evaluate: expected a keras.callbacks.ModelCheckpoint (best with {epoch} in its "
-            "filepath) or a tfdist.BackupAndRestore. Give fit one in every task; the chief writes, the evaluator reads."
+            "callbacks: the evaluator has nothing to evaluate: expected a "
+            "keras.callbacks.ModelCheckpoint (best with {epoch} in its filepath) or a "
+            "tfdist.BackupAndRestore. Give fit one in every task; the chief writes, the evaluator "
+            "reads."
         )
     return sources
 
 
 def _saved(filepath: str, at_ends: bool) -> Source:
-    """The files of a ModelCheckpoint, whose filepath may have placeholders such as `{epoch:02d}` and `{val_loss:.3f}`."""
-    pattern, expression, named = "", "", False
+    """Return a source of the files of a ModelCheckpoint.
+
+    Its filepath may have placeholders such as `{epoch:02d}` and `{val_loss:.3f}`.
+    """
+    pattern = ""
+    expression = ""
+    named = False
     for text, field, _, _ in string.Formatter().parse(filepath):
         pattern += glob.escape(text)
         expression += re.escape(text)
@@ -304,9 +334,10 @@ def _saved(filepath: str, at_ends: bool) -> Source:
     def find() -> list[Checkpoint]:
         found = []
         for path in glob.glob(pattern):
-            match, stamp = re.fullmatch(expression, path), _stamp(path)
+            match = re.fullmatch(expression, path)
+            stamp = _stamp(path)
             if match and stamp:
-                number = int(match["epoch"]) if named else None  # from 1
+                number = int(match["epoch"]) if named else None  # Keras counts from 1 here
                 epoch = None if number is None else number - 1
                 found.append(Checkpoint(path, stamp, epoch, number if at_ends else None))
         return found
@@ -315,11 +346,13 @@ def _saved(filepath: str, at_ends: bool) -> Source:
 
 
 def _backup(directory: str) -> Source:
-    """The newest snapshot of a BackupAndRestore, which removes them when a fit is done."""
+    """Return a source of the newest snapshot of a BackupAndRestore.
+
+    BackupAndRestore removes its snapshots when a fit is done.
+    """
     store = Store(directory)
-    known: dict[
-        tuple[int, int, int], list[Checkpoint]
-    ] = {}  # a snapshot is read once to learn when it was made
+    # Each snapshot is read only once to learn its epoch.
+    known: dict[tuple[int, int, int], list[Checkpoint]] = {}
 
     def find() -> list[Checkpoint]:
         path = store.path(store.numbers()[-1]) if store.numbers() else directory
@@ -351,12 +384,18 @@ def _stamp(path: str) -> tuple[int, int, int] | None:
 
 
 def _load(model: keras.Model, checkpoint: Checkpoint) -> None:
-    """Loads the weights, but not the optimizer's state; OSError and others where the file is no checkpoint (yet)."""
+    """Load the weights, but not the optimizer's state.
+
+    Raises:
+        OSError: The file is no checkpoint, or not one yet. Other errors of `_UNREADABLE` are
+            possible.
+    """
     if checkpoint.path.endswith(SUFFIX):
         found = Store(os.path.dirname(checkpoint.path)).read(checkpoint.path)
         return state.into_model(found, model, checkpoint.path, weights_only=True)
     with tempfile.TemporaryDirectory(prefix="tfdist-") as directory:
-        # A copy, since HDF5 locks the file that it reads: the chief's next save would fail.
+        # Read a copy, because HDF5 locks the file that it reads, and the chief's next save would
+        # fail.
         copy = os.path.join(directory, os.path.basename(checkpoint.path))
         shutil.copyfile(checkpoint.path, copy)
         if _stamp(checkpoint.path) != checkpoint.stamp:
@@ -366,9 +405,9 @@ def _load(model: keras.Model, checkpoint: Checkpoint) -> None:
             model.load_weights(copy)
 
 
-# --- Below -----------------------------------------------------------------------------------------------------------
+# --- Helpers --------------------------------------------------------------------------------------
 def _validation(call: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `evaluate` from those of `fit`."""
+    """Return the arguments of `evaluate` that correspond to those of `fit`."""
     data = call["validation_data"]
     if data is None:
         hint = (
@@ -377,7 +416,8 @@ def _validation(call: dict[str, Any]) -> dict[str, Any]:
             else "received none"
         )
         raise ValueError(
-            f"validation_data: the evaluator needs data to evaluate checkpoints on; {hint}. Pass validation_data to fit."
+            f"validation_data: the evaluator needs data to evaluate checkpoints on; {hint}. Pass "
+            "validation_data to fit."
         )
     given = data if isinstance(data, (tuple, list)) else (data,)
     return {

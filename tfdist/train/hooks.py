@@ -1,4 +1,7 @@
-"""What an engine is asked by the hooks in `keras_compat`: each method here leaves Keras as it is; engines override some."""
+"""Base class of engines: default implementations of the hooks in `keras_compat`.
+
+Each method here leaves Keras' behavior unchanged. Engines override some of them.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +25,17 @@ def _as_keras(self, model: keras.Model, keras_method: Callable, *args, **kwargs)
 
 
 class Hooks:
-    """The methods named in `keras_compat.MODEL_HOOKS`, called with (model, Keras' own method, its arguments), and the others.
+    """Hooks that Keras' methods call, under a strategy of tfdist.
+
+    The hooks named in `keras_compat.MODEL_HOOKS` are called with the model, Keras' own method and
+    its arguments.
 
     Attributes:
-        is_chief: Whether this process writes checkpoints, logs and console.
-        heartbeat: What its fits tell the launcher; None: nothing.
-        watchdog: How long it waits for other workers.
-        feeding: Whether Keras is in `fit`, `evaluate` or `predict`, and gets its data from the method `feed`.
+        is_chief: Whether this process writes checkpoints, logs and console output.
+        heartbeat: Heartbeat of this process' fits; None to send none.
+        watchdog: Bound on the time that this process waits for other workers.
+        feeding: Whether Keras is in `fit`, `evaluate` or `predict`, and gets its data from the
+            method `feed`.
     """
 
     is_chief = True
@@ -51,91 +58,117 @@ class Hooks:
     export = _as_keras
 
     def feed(self, dataset):
-        """What Keras walks over instead of a `tf.data.Dataset`."""
+        """Return the iterable that Keras uses instead of a `tf.data.Dataset`."""
         raise NotImplementedError
 
     def apply(self, optimizer: keras.optimizers.Optimizer, keras_apply: Callable, grads, variables):
-        """`optimizer.apply` in replica context."""
+        """Run `optimizer.apply` in replica context."""
         return keras_apply(optimizer, grads, variables)
 
-    # --- What BackupAndRestore asks -----------------------------------------------------------------------------------
+    # --- Hooks for BackupAndRestore ---------------------------------------------------------------
     def begins_within_epochs(self) -> bool:
-        """Whether `begin_at` can, with the data of the `fit` that runs."""
+        """Return whether `begin_at` is possible with the data of the running `fit`."""
         return False
 
     def begin_at(self, model: keras.Model, epoch: int, step: int) -> bool:
-        """Lets the `fit` that begins take up its data there, and count the steps before as done; False: it cannot."""
+        """Start the data of the beginning `fit` at a step, and count the steps before as done.
+
+        Returns:
+            Whether it is possible.
+        """
         return False
 
     def pause_at(self, step: int, who: str = "backup") -> None:
-        """Lets no call of the train function go beyond this step of the epoch, so that Python sees the state after it.
+        """End calls of the train function at this step of the epoch.
 
-        All workers must ask alike. Of each of those who ask, by name, the last wish counts.
+        Python then sees the state after that step. All workers must ask for the same step. For each
+        `who`, the last request counts.
         """
 
     def stopping(self) -> bool:
-        """Whether a worker was asked to end, all have agreed on this moment, and no step has run of which Keras does not know."""
+        """Return whether training must stop now because a worker was asked to end.
+
+        All workers have agreed on this moment, and Keras knows of all steps that have run.
+        """
         return preemption.asked()
 
     def moment(self, name: str) -> None:
-        """Something begins or is done for which a chaos plan may have a fault; `Heartbeat.moment` names them."""
+        """Inject the faults of a chaos plan for a moment; see `Heartbeat.moment` for the names."""
         if self.heartbeat is not None:
             self.heartbeat.moment(name)
 
     def broadcast_from_chief(self, numbers: list[float]) -> list[float]:
-        """The chief's numbers, on every worker."""
+        """Return the chief's numbers on every worker."""
         return numbers
 
     def all_gather(self, numbers: list[float]) -> list[list[float]]:
-        """The numbers of all workers, by rank; none goes on before all have said theirs."""
+        """Return the numbers of all workers by rank.
+
+        No worker continues before all have given their numbers.
+        """
         return [numbers]
 
     def replicas(self) -> tuple[int, int]:
-        """How many replicas there are, and the number of the first of this process."""
+        """Return the number of replicas and the index of this process' first one."""
         return 1, 0
 
     def values(self, model: keras.Model, variables: Sequence[keras.Variable]) -> list[np.ndarray]:
-        """The values of a model's variables, copied to the host."""
+        """Return the values of a model's variables, copied to the host."""
         return state.each_value(variables)
 
     def gathered(self, model: keras.Model) -> contextlib.AbstractContextManager[None]:
-        """Inside, the process that writes reads sharded variables whole; called by all workers."""
+        """Return a context in which the chief reads sharded variables whole.
+
+        All workers must enter it.
+        """
         return contextlib.nullcontext()
 
     def metric_totals(self, model: keras.Model) -> list:
-        """The values of `model.metrics_variables` over all replicas, whose other state has met then too."""
+        """Return the values of `model.metrics_variables` over all replicas.
+
+        The model's other state is synchronized over the replicas as well.
+        """
         return []
 
     def set_metric_totals(self, model: keras.Model, totals: list) -> None:
-        """Sets what `metric_totals` gave."""
+        """Restore the values that `metric_totals` returned."""
 
     def sync_totals(self, model: keras.Model) -> list:
-        """The state of `tfdist.sync`'s policy over all replicas, such as gradients that were added up; afterwards this is the state that they have."""
+        """Return the state of `tfdist.sync`'s policy over all replicas.
+
+        Accumulated gradients are an example. Afterwards the replicas have this state.
+        """
         return []
 
     def set_sync_totals(self, model: keras.Model, totals: list) -> None:
-        """Sets what `sync_totals` gave."""
+        """Restore the state that `sync_totals` returned."""
 
     def bytes_per_step(self, model: keras.Model) -> float:
-        """Bytes that a replica sends to others in a step of training, on average; 0 before one was traced, not a number where nobody knows."""
+        """Return the bytes that a replica sends to others in a training step, on average.
+
+        The value is 0 before a step was traced, and NaN where it is unknown.
+        """
         return 0.0
 
-    # --- What losses ask ----------------------------------------------------------------------------------------------
+    # --- Hooks for losses -------------------------------------------------------------------------
     def scale_loss_for_distribution(self, keras_function: Callable, value):
-        """A replica's share of a mean loss."""
+        """Return a replica's share of a mean loss."""
         return keras_function(value)
 
     def unscale_loss_for_distribution(self, keras_function: Callable, value):
-        """The inverse of `scale_loss_for_distribution`."""
+        """Invert `scale_loss_for_distribution`."""
         return keras_function(value)
 
     def reduce_weighted_values(self, keras_function: Callable, *args, **kwargs):
-        """The mean of loss values."""
+        """Return the mean of loss values."""
         return keras_function(*args, **kwargs)
 
 
 def bind(keras_method: Callable, model, args: tuple, kwargs: dict) -> dict[str, Any]:
-    """The arguments of a Keras method by name, defaults filled in; `kwargs` is what to call it with."""
+    """Return the arguments of a Keras method by name, with defaults.
+
+    The entry `kwargs` holds the arguments to call the method with.
+    """
     bound = inspect.signature(keras_method).bind(model, *args, **kwargs)
     given = dict(bound.arguments)
     bound.apply_defaults()
@@ -146,17 +179,17 @@ def bind(keras_method: Callable, model, args: tuple, kwargs: dict) -> dict[str, 
 
 
 def fewest(*steps: int | None) -> int | None:
-    """The least of those given."""
+    """Return the smallest of the given numbers of steps; None if none is given."""
     return min((s for s in steps if s), default=None)
 
 
 def check_optimizer(model: keras.Model, strategy) -> None:
-    """Makes sure that a model was compiled in its strategy's scope."""
+    """Raise ValueError unless a model was compiled in its strategy's scope."""
     optimizer = getattr(model, "optimizer", None)  # a model that only predicts need not be compiled
     while optimizer is not None:
         if strategy_of(optimizer) is not strategy:
             raise ValueError(
-                f"The optimizer {optimizer.name} was made outside of the strategy's scope. Make it, and call compile(), inside "
-                "`with strategy.scope():`, where the model is made."
+                f"The optimizer {optimizer.name} was made outside of the strategy's scope. Make "
+                "it, and call compile(), inside `with strategy.scope():`, where the model is made."
             )
         optimizer = getattr(optimizer, "inner_optimizer", None)

@@ -1,1 +1,1 @@
-"""Sources of examples: arrays, files, tables, TFRecords, TFDS, catalogs."""
+"""Sources of examples: arrays, image files, tables, TFRecords, TFDS and catalogs."""

@@ -1,4 +1,7 @@
-"""What a user names as data becomes a Source of single examples, which have numbers; no order is decided here."""
+"""`Source`, a dataset of numbered examples, made of arrays, datasets or generators.
+
+The order of the examples during training is up to `tfdist.data.order`.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +16,33 @@ import tensorflow as tf
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Examples with numbers from 0 on, which can be read over and over.
+    """A dataset of examples with numbers from 0 on, which can be read repeatedly.
 
-    One way of reading is set: `gather` (examples in memory), `read` (one by one), `scan` (file after file) or `walk` (all, from the
-    first to the last). The functions of the first three are graphs without Python code, so that other processes can read too.
+    Exactly one way of reading is set: `gather` (examples in memory), `read` (one by one), `scan`
+    (file after file) or `walk` (all, from the first to the last). The functions of the first three
+    are graphs without Python code, so that other processes can run them too.
 
     Attributes:
-        name: For messages, such as "mnist[train]".
-        element_spec: What one example is, a nest of `tf.TensorSpec`.
-        cardinality: Number of examples; None where only reading could tell.
-        classes: Number of classes of the label; None where there are none, or nobody said how many.
-        class_names: Their names, if they have any.
-        gather: Numbers, int64 `[k]`, to a batch of these examples.
-        read: A number, int64 scalar, to the example.
-        scan: File, first example in it and count, int64 scalars, to a data set of these examples as they are stored.
-        lengths: With `scan`, the number of examples of each file.
-        decode: With `scan`, a stored example, a string scalar, to the example.
-        walk: Makes a data set of all examples.
-        describe: A number to where the example lies, a string scalar, such as "file X, byte 123".
-        labels: All labels, int `[cardinality]`, where they are known without reading examples.
-        raw: A number to the example as it is stored, a string scalar: a JPEG file, a serialized record.
-        assemble: A number and the example as it is stored to the example, where `decode` does not do.
+        name: Name for messages, such as "mnist[train]".
+        element_spec: Spec of one example, a nest of `tf.TensorSpec`.
+        cardinality: Number of examples; None if only reading can tell.
+        classes: Number of classes of the label; None if there are none or their number is unknown.
+        class_names: Names of the classes, if they have any.
+        gather: Function from numbers, int64 `[k]`, to a batch of these examples.
+        read: Function from a number, int64 scalar, to the example.
+        scan: Function from file, first example in it and count, int64 scalars, to a dataset of
+            these examples as they are stored.
+        lengths: Number of examples of each file, with `scan`.
+        decode: Function from a stored example, a string scalar, to the example, with `scan`.
+        walk: Function that makes a dataset of all examples.
+        describe: Function from a number to the place where the example is stored, a string scalar,
+            such as "file X, byte 123".
+        labels: Function that returns all labels, int `[cardinality]`, if they are known without
+            reading examples.
+        raw: Function from a number to the example as it is stored, a string scalar: a JPEG file, a
+            serialized record.
+        assemble: Function from a number and the stored example to the example, if `decode` is not
+            enough.
     """
 
     name: str
@@ -61,17 +70,15 @@ class Source:
         assert len(ways) == 1, f"{self.name}: one way of reading, not {ways}"
 
     def dataset(self) -> tf.data.Dataset:
-        """All examples once, in the order of their numbers."""
+        """Return all examples once, in the order of their numbers."""
         if self.walk is not None:
             return self.walk()
         if self.scan is not None:
             assert self.lengths is not None
             assert self.decode is not None
-            scan, zero, lengths = (
-                self.scan,
-                tf.constant(0, tf.int64),
-                tf.constant(self.lengths, tf.int64),
-            )
+            scan = self.scan
+            zero = tf.constant(0, tf.int64)
+            lengths = tf.constant(self.lengths, tf.int64)
             files = tf.data.Dataset.range(len(self.lengths))
             examples = files.flat_map(lambda file: scan(file, zero, lengths[file]))
             examples = examples.map(self.decode, num_parallel_calls=tf.data.AUTOTUNE)
@@ -81,10 +88,10 @@ class Source:
         )
 
     def single(self, number: tf.Tensor) -> Any:
-        """One example, of a source with `gather` or `read`.
+        """Return one example of a source with `gather` or `read`.
 
         Args:
-            number: int64 scalar.
+            number: Number of the example, int64 scalar.
         """
         if self.read is not None:
             return self.read(number)
@@ -92,13 +99,14 @@ class Source:
         return tf.nest.map_structure(lambda x: x[0], self.gather(number[tf.newaxis]))
 
     def map(self, function: Callable[..., Any]) -> Source:
-        """The same examples, each changed by a function without randomness: what comes before a cache.
+        """Apply a function without randomness to each example, before any cache.
 
         Args:
-            function: Called with an example, `(x, y)` as two arguments; returns the new one.
+            function: Function called with an example, `(x, y)` as two arguments; returns the new
+                one.
 
         Returns:
-            A Source.
+            A Source of the new examples.
 
         Example:
             >>> source = Source.of((np.arange(3), np.arange(3))).map(lambda x, y: (x * 2, y))
@@ -127,17 +135,18 @@ class Source:
 
     @classmethod
     def of(cls, data: Any) -> Source:
-        """The Source behind what a user passes as data.
+        """Return the Source of a dataset or of arrays.
 
         Args:
-            data: A Source; a `tf.data.Dataset` of single examples; or arrays, rows first, in a tuple
-                or dict such as `(x, y)`.
+            data: A Source; a `tf.data.Dataset` of single examples; or arrays with the examples
+                along the first axis, in a tuple or dict such as `(x, y)`.
 
         Returns:
             The Source.
 
         Raises:
-            ValueError: For anything else, for arrays of unequal length and for a data set without end.
+            ValueError: If `data` is something else, if arrays have unequal lengths, or if a dataset
+                is infinite.
 
         Example:
             >>> Source.of((np.zeros([5, 2]), np.arange(5))).cardinality
@@ -151,19 +160,23 @@ class Source:
 
 
 def of_dataset(name: str, dataset: tf.data.Dataset) -> Source:
-    """A Source of a data set of single examples, read from its beginning to its end.
+    """Return a Source of a dataset of single examples, read from its beginning to its end.
 
     Args:
-        name: For messages.
-        dataset: The examples, finitely many.
+        name: Name for messages.
+        dataset: A finite dataset of examples.
 
     Returns:
         The Source.
+
+    Raises:
+        ValueError: If the dataset is infinite.
     """
     cardinality = int(dataset.cardinality())
     if cardinality == tf.data.INFINITE_CARDINALITY:
         raise ValueError(
-            f"{name} never ends, so that no epoch does; expected a finite data set: use .take(examples)."
+            f"{name} never ends, so that no epoch does; expected a finite data set: use "
+            ".take(examples)."
         )
     known = None if cardinality == tf.data.UNKNOWN_CARDINALITY else cardinality
     return Source(name, dataset.element_spec, known, walk=lambda: dataset)
@@ -175,15 +188,16 @@ def of_generator(
     examples: int | None = None,
     name: str = "generator",
 ) -> Source:
-    """A Source of what a Python generator yields, the same at each pass.
+    """Return a Source of the elements of a Python generator, which are the same in each pass.
 
-    Every worker runs the generator, and transforms all examples, to keep its own rows.
+    Every worker runs the generator and transforms all examples, to keep its own rows.
 
     Args:
-        function: Makes a new generator of examples.
-        element_spec: What one example is, a nest of `tf.TensorSpec`.
-        examples: How many it yields; another number ends a pass with an error. None: unknown.
-        name: For messages.
+        function: Function that makes a new generator of examples.
+        element_spec: Spec of one example, a nest of `tf.TensorSpec`.
+        examples: Number of examples that the generator yields; another number ends a pass with an
+            error. None: unknown.
+        name: Name for messages.
 
     Returns:
         The Source.
@@ -200,21 +214,25 @@ def of_generator(
 
 
 def of_arrays(arrays: Any, name: str = "arrays", classes: int | None = None) -> Source:
-    """A Source of arrays in memory, rows first.
+    """Return a Source of arrays in memory, with the examples along the first axis.
 
     Args:
         arrays: A nest of arrays or tensors `[examples, ...]`, such as `(x, y)`.
-        name: For messages.
-        classes: Number of classes of `y`, whose labels are then checked.
+        name: Name for messages.
+        classes: Number of classes of `y`; if given, the labels are checked.
 
     Returns:
         The Source.
+
+    Raises:
+        ValueError: If `arrays` holds no arrays, or arrays of unequal lengths, or if a label is not
+            one of the classes.
     """
     shapes = [tuple(getattr(x, "shape", ())) for x in tf.nest.flatten(arrays)]
     if not shapes or not all(shapes):
         raise ValueError(
-            "source: expected the name of a data set, a Source, a tf.data.Dataset, or arrays such as (x, y) with the "
-            f"examples along the first axis; received {type(arrays).__name__}."
+            "source: expected the name of a data set, a Source, a tf.data.Dataset, or arrays such "
+            f"as (x, y) with the examples along the first axis; received {type(arrays).__name__}."
         )
     rows = [shape[0] for shape in shapes]
     if len(set(rows)) > 1:
@@ -250,26 +268,40 @@ def of_arrays(arrays: Any, name: str = "arrays", classes: int | None = None) -> 
 def check_labels(
     name: str, labels: np.ndarray, classes: int, where: Callable[[int], str] | None = None
 ) -> None:
-    """Raises ValueError unless all labels are in [0, classes); names the first that is not.
+    """Raise ValueError unless all labels are in [0, classes).
 
     Args:
-        name: Of the source.
-        labels: int `[examples]`.
+        name: Name of the source, for messages.
+        labels: Labels, int `[examples]`.
         classes: Number of classes.
-        where: The number of an example to where its label stands; default: "example 17".
+        where: Function from the number of an example to the place of its label; default: "example
+            17".
+
+    Raises:
+        ValueError: If a label is out of range; the message names the first one.
     """
     wrong = np.flatnonzero((labels < 0) | (labels >= classes))
     if len(wrong):
         first = int(wrong[0])
         place = where(first) if where else f"example {first}"
         raise ValueError(
-            f"{name}: expected labels from 0 to {classes - 1}, as there are {classes} classes; received {labels[first]} in {place}"
-            f"{f', and {len(wrong) - 1} more such' if len(wrong) > 1 else ''}. Correct the labels, or the number of classes."
+            f"{name}: expected labels from 0 to {classes - 1}, as there are {classes} classes; "
+            f"received {labels[first]} in "
+            f"{place}{f', and {len(wrong) - 1} more such' if len(wrong) > 1 else ''}. Correct the "
+            "labels, or the number of classes."
         )
 
 
 def call(function: Callable[..., Any], example: Any, **options: Any) -> Any:
-    """Calls a function with an example, as `tf.data.Dataset.map` does: a tuple's parts are its arguments."""
+    """Call a function with an example as `tf.data.Dataset.map` does.
+
+    The parts of a tuple become the arguments.
+
+    Args:
+        function: The function.
+        example: The example.
+        **options: Keyword arguments.
+    """
     return (
         function(*example, **options)
         if isinstance(example, tuple)
@@ -278,7 +310,7 @@ def call(function: Callable[..., Any], example: Any, **options: Any) -> Any:
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function has a parameter of this name."""
+    """Return whether a function has a parameter of the given name."""
     try:
         return name in inspect.signature(function).parameters
     except (TypeError, ValueError):  # built-in functions have no signature

@@ -1,4 +1,4 @@
-"""Names in a YAML file become Sources; nothing is read before one is asked for.
+"""Catalogs of datasets: named Sources in a YAML file.
 
 A catalog:
 
@@ -10,8 +10,10 @@ A catalog:
         train: train
         test: {location: /archive/leaves-test}
 
-Locations, and all other paths, may use environment variables, `${DATA}` or `$DATA` (`os.path.expandvars`); one that is not
-set is an error. A relative location begins at the directory of the catalog's file, that of a split at its entry's location.
+Locations, and all other paths, may use environment variables, `${DATA}` or `$DATA`
+(`os.path.expandvars`); a variable that is not set is an error. A relative location starts from the
+directory of the catalog's file, and the relative location of a split from its entry's location.
+Data are read only when you ask for a Source.
 """
 
 from __future__ import annotations
@@ -34,15 +36,15 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """One split of an entry, with the entry's settings and its own.
+    """One split of an entry, with the settings of the entry and its own.
 
     Attributes:
-        name: "train".
-        entry: Its entry's name.
-        file: The catalog's file, for messages.
-        kind: One of `kinds.KINDS`.
-        locations: The entry's location and the split's, as they stand in the file.
-        options: The kind's other settings.
+        name: Name of the split: "train".
+        entry: Name of its entry.
+        file: Path of the catalog's file, for messages.
+        kind: Kind of the entry, one of `catalog_kinds.KINDS`.
+        locations: Locations of the entry and of the split, as written in the file.
+        options: The other settings of the kind.
     """
 
     name: str
@@ -53,10 +55,13 @@ class Split:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def location(self) -> str | None:
-        """Where its data lie, all variables expanded; None where the entry does not say.
+        """Return the location of the data, with all variables expanded.
+
+        Returns:
+            The location; None if the entry has none.
 
         Raises:
-            ValueError: For a variable that is not set.
+            ValueError: If a variable is not set.
         """
         place = None
         for text in self.locations:
@@ -64,36 +69,37 @@ class Split:
         return place
 
     def path(self, text: str, key: str, directory: str | None = None) -> str:
-        """A path that stands in the file, with its variables' values, and the user's home for `~`.
+        """Expand a path of the file: environment variables, `~`, and the base directory.
 
         Args:
-            text: The path as it stands there.
-            key: The setting's key, for messages.
-            directory: Where a relative path begins; default: the directory of the catalog's file.
+            text: Path as written in the file.
+            key: Key of the setting, for messages.
+            directory: Directory that a relative path starts from; default: the directory of the
+                catalog's file.
 
         Raises:
-            ValueError: For a variable that is not set.
+            ValueError: If a variable is not set.
         """
         for name in re.findall(r"\$\{(\w+)\}|\$(\w+)", text):
             variable = name[0] or name[1]
             if os.path.expandvars(f"${{{variable}}}") == f"${{{variable}}}":
                 raise ValueError(
-                    f"{self.file}: {self.entry}.{key}: the variable {variable} in {text!r} is not set. "
-                    f"Set it: export {variable}=DIRECTORY; or write the path into the file."
+                    f"{self.file}: {self.entry}.{key}: the variable {variable} in {text!r} is not "
+                    f"set. Set it: export {variable}=DIRECTORY; or write the path into the file."
                 )
         expanded = os.path.expanduser(os.path.expandvars(text))
         return _join(directory or _directory(self.file), expanded)
 
     def missing(self) -> str | None:
-        """The location, if nothing lies there; None if something does, or no location is needed.
+        """Return the location if nothing exists there; None if it exists or is not needed.
 
         Raises:
-            ValueError: For a variable that is not set, and a file system that TensorFlow cannot read.
+            ValueError: If a variable is not set, or if TensorFlow cannot read the file system.
         """
         import tensorflow as tf
 
         location = self.location()
-        if location is None or self.kind == "tfds":  # TFDS makes its directories
+        if location is None or self.kind == "tfds":  # TFDS creates its directories
             return None
         try:
             found = tf.io.gfile.exists(location) or tf.io.gfile.glob(location)
@@ -104,16 +110,17 @@ class Split:
         return None if found else location
 
     def source(self, data_dir: str | os.PathLike | None = None) -> Source:
-        """The examples.
+        """Return the examples of the split.
 
         Args:
-            data_dir: Where prepared TFDS data sets lie, for an entry without a location.
+            data_dir: Directory of prepared TFDS datasets, for an entry without a location.
 
         Returns:
             A Source with the name "ENTRY[SPLIT]".
 
         Raises:
-            ValueError: Names file and entry where the location is missing, or its data are not what the entry says.
+            ValueError: If the location is missing, or its data do not match the entry; the message
+                names file and entry.
         """
         if missing := self.missing():
             written = (
@@ -122,8 +129,8 @@ class Split:
                 else f" ({' + '.join(map(repr, self.locations))} in the file)"
             )
             raise ValueError(
-                f"{self.file}: {self.entry}.location: nothing lies at {missing}{written}, for the split {self.name!r}. "
-                "Correct the location, or put the data there."
+                f"{self.file}: {self.entry}.location: nothing lies at {missing}{written}, for the "
+                f"split {self.name!r}. Correct the location, or put the data there."
             )
         import tensorflow as tf
 
@@ -136,13 +143,13 @@ class Split:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One data set of a catalog, checked.
+    """One dataset of a catalog, checked.
 
     Attributes:
-        name: Its name.
-        file: The catalog's file, for messages.
-        settings: All of its settings but its splits.
-        splits: The settings that each split has of its own.
+        name: Name of the dataset.
+        file: Path of the catalog's file, for messages.
+        settings: All settings of the dataset except its splits.
+        splits: Mapping from each split to its own settings.
     """
 
     name: str
@@ -152,23 +159,28 @@ class Entry:
 
     @property
     def kind(self) -> str:
-        """One of `kinds.KINDS`."""
+        """Return the kind of the dataset, one of `catalog_kinds.KINDS`."""
         return self.settings["kind"]
 
     @property
     def license(self) -> str | None:
-        """Under which terms it may be used, and where that is written."""
+        """Return the license of the dataset, and where its text is published."""
         return self.settings.get("license")
 
     def split(self, name: str) -> Split:
-        """One of its splits, unread; of a TFDS data set also any slice that TFDS knows, "train[:80%]".
+        """Return a split, without reading it.
+
+        Args:
+            name: Name of the split; for a TFDS dataset also any slice that TFDS knows,
+                "train[:80%]".
 
         Raises:
-            ValueError: For an unknown name.
+            ValueError: If the name is unknown.
         """
         if name not in self.splits and self.kind != "tfds":
             raise ValueError(
-                f"{self.file}: {self.name} has no split {name!r}. {config.nearest(name, self.splits)}"
+                f"{self.file}: {self.name} has no split {name!r}. "
+                f"{config.nearest(name, self.splits)}"
             )
         both = [self.settings, self.splits.get(name, {"split": name})]
         options = {
@@ -183,17 +195,18 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Catalog:
-    """The data sets that a file names.
+    """The datasets that a YAML file names.
 
     Attributes:
-        file: The file.
-        entries: Its data sets by name, in the file's order.
+        file: Path of the file.
+        entries: Mapping from name to dataset, in the file's order.
 
     Example:
         >>> import numpy as np, tempfile
         >>> directory = Path(tempfile.mkdtemp())
         >>> np.savez(directory / "points.npz", x=np.zeros([5, 2]), y=np.arange(5))
-        >>> _ = (directory / "datasets.yaml").write_text("points: {kind: arrays, location: points.npz, label: y}")
+        >>> text = "points: {kind: arrays, location: points.npz, label: y}"
+        >>> _ = (directory / "datasets.yaml").write_text(text)
         >>> catalog = Catalog.load(directory / "datasets.yaml")
         >>> catalog.source("points", "train").cardinality
         5
@@ -204,17 +217,17 @@ class Catalog:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Catalog:
-        """Reads and checks a catalog; whether its data are there is not looked at.
+        """Read and check a catalog, without a check that its data exist.
 
         Args:
-            path: A YAML file, entry to settings.
+            path: Path of a YAML file, a mapping from entry to settings.
 
         Returns:
             The Catalog.
 
         Raises:
-            ValueError: For a file that is missing or no YAML, for keys that are unknown or appear twice, and for values of
-                the wrong type; names file, entry and key.
+            ValueError: If the file is missing or not YAML, if keys are unknown or appear twice, or
+                if values have the wrong type; the message names file, entry and key.
         """
         file = os.fspath(path)
         try:
@@ -230,18 +243,20 @@ class Catalog:
         return cls(file, {name: _entry(file, name, settings) for name, settings in entries.items()})
 
     def source(self, name: str, split: str, data_dir: str | os.PathLike | None = None) -> Source:
-        """A split of a data set.
+        """Return a split of a dataset.
 
         Args:
             name: Name of an entry.
-            split: One of its splits; of a TFDS data set also any slice that TFDS knows, "train[:80%]".
-            data_dir: Where prepared TFDS data sets lie, for an entry without a location.
+            split: Name of a split; for a TFDS dataset also any slice that TFDS knows,
+                "train[:80%]".
+            data_dir: Directory of prepared TFDS datasets, for an entry without a location.
 
         Returns:
             A Source with the name "NAME[SPLIT]".
 
         Raises:
-            ValueError: For an unknown name or split, and where the data are missing or not what the entry says.
+            ValueError: If the name or the split is unknown, or if the data are missing or do not
+                match the entry.
         """
         if name not in self.entries:
             raise ValueError(
@@ -256,19 +271,19 @@ def resolve(
     data_dir: str | os.PathLike | None = None,
     catalog: Catalog | str | os.PathLike | None = None,
 ) -> Source:
-    """A data set by name: an entry of the catalog, else a data set of TFDS.
+    """Return a dataset by name: an entry of the catalog, else a dataset of TFDS.
 
     Args:
-        name: Name of the data set.
-        split: Its split.
-        data_dir: Where prepared TFDS data sets lie; default: where TFDS keeps them.
+        name: Name of the dataset.
+        split: Name of the split.
+        data_dir: Directory of prepared TFDS datasets; default: TFDS' own.
         catalog: A Catalog or its file; None: TFDS alone.
 
     Returns:
         The Source.
 
     Raises:
-        ValueError: For an unknown name or split, and where data are missing or not what they should be.
+        ValueError: If the name or the split is unknown, or if data are missing or not as expected.
     """
     if catalog is not None and not isinstance(catalog, Catalog):
         catalog = Catalog.load(catalog)
@@ -322,7 +337,7 @@ def _checked(
     keys: Mapping[str, tuple[str, ...]],
     others: tuple[str, ...] = (),
 ) -> None:
-    """Raises ValueError unless all settings are known, and hold what they should."""
+    """Raise ValueError unless all settings are known and have values of the right type."""
     for key, value in settings.items():
         if key not in keys:
             raise ValueError(f"{path}.{key}: no such key. {config.nearest(key, (*keys, *others))}")
@@ -330,14 +345,15 @@ def _checked(
 
 
 def _splits(path: str, kind: str, splits: Any) -> dict[str, dict[str, Any]]:
-    """Every split's own settings."""
+    """Return the own settings of every split."""
     if splits is None:
         return {"train": {}}
     word = catalog_kinds.KINDS[kind].word
     splits = _mapping(splits, f"{path}.splits", "names of splits")
     if not splits:
         raise ValueError(
-            f"{path}.splits: expected names of splits, received none. Leave the key out to have one, train."
+            f"{path}.splits: expected names of splits, received none. Leave the key out to have "
+            "one, train."
         )
     return {
         split: {word: own}
@@ -359,7 +375,10 @@ def _mapping(value: Any, path: str, keys: str) -> dict[str, Any]:
 
 
 def _check(path: str, expected: tuple[str, ...], value: Any) -> None:
-    """Raises ValueError unless a setting holds one of the things expected, names in `kinds.FITS`."""
+    """Raise ValueError unless a setting has a value of one of the expected types.
+
+    The types are names in `catalog_kinds.FITS`.
+    """
     if not any(catalog_kinds.FITS[kind](value) for kind in expected):
         quotes = (
             ""
@@ -374,7 +393,10 @@ def _directory(file: str) -> str:
 
 
 def _join(directory: str, location: str) -> str:
-    """A location seen from a directory, which it may leave: "/x" and "gs://x" stand for themselves."""
+    """Join a directory and a location.
+
+    Absolute locations, "/x" and "gs://x", replace the directory.
+    """
     if "://" in location:
         return location
     joined = os.path.join(directory, location)
@@ -382,7 +404,7 @@ def _join(directory: str, location: str) -> str:
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML in which a repeated key is an error instead of the last one's silent victory."""
+    """YAML loader that rejects repeated keys, where YAML would keep the last one silently."""
 
     def construct_mapping(self, node, deep=False):
         seen = set()

@@ -1,4 +1,4 @@
-"""An entry of a catalog becomes a Source in the way of its kind; what a file says is checked before."""
+"""Kinds of catalog entries: their settings, and how each opens a Source."""
 
 from __future__ import annotations
 
@@ -18,22 +18,25 @@ if TYPE_CHECKING:
     from tfdist.data.sources.catalog import Split
 
 
+# Errors of NumPy for a file that is not an array.
 _DAMAGE = (
     ValueError,
     OSError,
     EOFError,
     zipfile.BadZipFile,
     zlib.error,
-)  # what NumPy raises for a file that is no array
+)
 
 
 class Kind(NamedTuple):
-    """What an entry's `kind` means.
+    """Definition of an entry's `kind`.
 
-    Fields:
-        open: A split, and where TFDS data sets lie, to the Source.
-        keys: The settings it knows beside kind, location, license and splits, and what each may hold: names in `FITS`.
-        word: What a split stands for that is a word in the file: its location, or the name that the data set has for it.
+    Attributes:
+        open: Function from a split and the directory of TFDS datasets to the Source.
+        keys: Settings that the kind accepts besides kind, location, license and splits, with the
+            types that each may have: names in `FITS`.
+        word: Setting that a split sets if it is plain text in the file: its location, or the
+            dataset's own name for the split.
     """
 
     open: Callable[[Split, str | os.PathLike | None], Source]
@@ -59,7 +62,8 @@ TEXT, NUMBER, TRUTH, NULL, NAMES, MAPPING = ((name,) for name in FITS)
 def _tfds(split: Split, data_dir: str | os.PathLike | None) -> Source:
     from tfdist.data.sources import tfds
 
-    name, part = split.options.get("name", split.entry), split.options.get("split", split.name)
+    name = split.options.get("name", split.entry)
+    part = split.options.get("split", split.name)
     return tfds.load(name, part, split.location() or data_dir, **_some(split, "index_dir"))
 
 
@@ -110,7 +114,7 @@ def _location(split: Split) -> str:
 
 
 def _some(split: Split, *keys: str) -> dict[str, Any]:
-    """These settings, if they are there; text among them is a path."""
+    """Return some of the settings, if they are present; text among them is a path."""
     given = {key: split.options[key] for key in keys if key in split.options}
     return {
         key: split.path(value, key) if isinstance(value, str) else value
@@ -121,7 +125,8 @@ def _some(split: Split, *keys: str) -> dict[str, Any]:
 def _arrays(split: Split, _: Any) -> Source:
     from tfdist.data.sources import base
 
-    location, label = _location(split), split.options.get("label")
+    location = _location(split)
+    label = split.options.get("label")
     arrays = _Arrays(location)
     features = split.options.get("features", [name for name in arrays.names if name != label])
     one = features[0] if isinstance(features, list) and len(features) == 1 else features
@@ -132,13 +137,16 @@ def _arrays(split: Split, _: Any) -> Source:
 
 
 def _classes(split: Split) -> tuple[int | None, tuple[str, ...] | None]:
-    """Number of classes, and their names, of a setting that may be either."""
+    """Return the number of classes and their names, from a setting that may be either."""
     classes = split.options.get("classes")
     return (len(classes), tuple(classes)) if isinstance(classes, list) else (classes, None)
 
 
 class _Arrays:
-    """NumPy's arrays at a place, by name: those in an .npz file, one .npy file, or the .npy files of a directory."""
+    """NumPy arrays at a location, by name.
+
+    The location is an .npz file, a .npy file, or a directory of .npy files.
+    """
 
     def __init__(self, location: str) -> None:
         import tensorflow as tf
@@ -155,7 +163,8 @@ class _Arrays:
             self._files = {os.path.basename(path)[:-4]: path for path in found}
         if not self._files:
             raise ValueError(
-                f"{location}: expected an .npz or .npy file, or a directory of .npy files; received none."
+                f"{location}: expected an .npz or .npy file, or a directory of .npy files; "
+                "received none."
             )
 
     @property
@@ -184,7 +193,8 @@ class _Arrays:
 
     def _damaged(self, error: Exception, name: str = "") -> ValueError:
         return ValueError(
-            f"{self.location}{f', array {name!r}' if name else ''}: NumPy cannot read it: {error}. Write it anew."
+            f"{self.location}{f', array {name!r}' if name else ''}: NumPy cannot read it: {error}. "
+            "Write it anew."
         )
 
 

@@ -1,4 +1,4 @@
-"""Converts what a user passes as data to a `Source`."""
+"""Conversion of data that you pass, such as arrays or a TFDS name, to a `Source`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ from tfdist.data.sources.tfds import load
 
 
 def as_source(data: Any) -> Source:
-    """Return the Source behind what a user passes as data.
+    """Return the Source of a TFDS name, a `tf.data.Dataset` or arrays.
 
     Args:
-        data: The name of a TFDS data set, for its split "train", or what `Source.of` takes.
+        data: Name of a TFDS dataset, for its split "train", or data that `Source.of` accepts.
+
+    Returns:
+        The Source.
 
     Raises:
-        ValueError: For anything else.
+        ValueError: If `data` is something else.
 
     Example:
-        >>> as_source(tf.data.Dataset.range(3)).cardinality
-        3
+        >>> import numpy as np
+        >>> as_source((np.zeros([5, 2]), np.arange(5))).cardinality
+        5
     """
     return load(data, "train") if isinstance(data, str) else Source.of(data)

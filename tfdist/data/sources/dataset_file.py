@@ -1,4 +1,4 @@
-"""The file `dataset.json` beside records becomes what is known of them, and back; records are not opened."""
+"""The manifest `dataset.json` beside record files: reading and writing."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ _FORMAT = "tfdist records 1"
 
 
 def read(directory: str) -> dict[str, Any] | None:
-    """What a manifest says.
+    """Read the manifest of a dataset.
 
     Args:
-        directory: Where the records lie.
+        directory: Directory of the records.
 
     Returns:
-        The manifest; None where there is none.
+        The manifest; None if there is none.
 
     Raises:
-        ValueError: For a damaged one, one of another version, and where a data set is only half written.
+        ValueError: If the manifest is damaged or of another version, or if the dataset is
+            incomplete.
 
     Example:
         >>> read("/nowhere") is None
@@ -37,18 +38,27 @@ def read(directory: str) -> dict[str, Any] | None:
     if manifest is None:
         if tf.io.gfile.exists(os.path.join(directory, UNFINISHED)):
             raise ValueError(
-                f"{directory} holds a data set that is not written to its end. Write it again: what is there is kept."
+                f"{directory} holds a data set that is not written to its end. Write it again: "
+                "what is there is kept."
             )
         return None
     if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
         raise ValueError(
-            f"{path}: expected the manifest of a data set that tfdist wrote, of format {_FORMAT!r}; received another file."
+            f"{path}: expected the manifest of a data set that tfdist wrote, of format "
+            f"{_FORMAT!r}; received another file."
         )
     return manifest
 
 
 def read_json(path: str) -> Any:
-    """What a JSON file holds; None where there is no such file."""
+    """Return the content of a JSON file; None if there is no such file.
+
+    Args:
+        path: Path of the file.
+
+    Raises:
+        ValueError: If the file is not JSON.
+    """
     if not tf.io.gfile.exists(path):
         return None
     with tf.io.gfile.GFile(path, "rb") as file:
@@ -60,18 +70,23 @@ def read_json(path: str) -> Any:
 
 
 def write(directory: str, manifest: dict[str, Any]) -> None:
-    """Writes a manifest, whole or not at all."""
+    """Write a manifest atomically.
+
+    Args:
+        directory: Directory of the records.
+        manifest: Content of the manifest.
+    """
     content = json.dumps({"format": _FORMAT, **manifest}, indent=1)
     files_io.write_whole(os.path.join(directory, NAME), content.encode())
 
 
 def features(manifest: dict[str, Any]) -> Features:
-    """The features of the records, and what one example looks like."""
+    """Return the features of the records and the structure of an example."""
     return Features.of(manifest["features"], structure=from_json(manifest["structure"]))
 
 
 def to_json(structure: Any) -> Any:
-    """A nest of names as JSON holds it: a tuple is a list there.
+    """Convert a nest of names for JSON: tuples become lists.
 
     Example:
         >>> to_json(({"a": "x/a"}, "y")), from_json([{"a": "x/a"}, "y"])
@@ -83,7 +98,7 @@ def to_json(structure: Any) -> Any:
 
 
 def from_json(structure: Any) -> Any:
-    """The nest of names that `to_json` was given."""
+    """Return the nest of names that was passed to `to_json`."""
     if isinstance(structure, dict):
         return {key: from_json(part) for key, part in structure.items()}
     return (

@@ -1,4 +1,4 @@
-"""scikit-learn's handwritten digits become the TFDS data set `tfdist_digits`; nothing is ever downloaded."""
+"""The TFDS dataset `tfdist_digits`: scikit-learn's handwritten digits, without a download."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import io
 import numpy as np
 import tensorflow_datasets as tfds
 
-TRAIN, TEST = 1500, 297
+TRAIN = 1500
+TEST = 297
 
 
 class TfdistDigits(tfds.core.GeneratorBasedBuilder):
-    """1,797 handwritten digits of 8 x 8 pixels, 1,500 to train on and 297 to test on.
+    """TFDS builder of 1,797 handwritten digits of 8 x 8 pixels: 1,500 train and 297 test.
 
-    The grey levels 0 to 16 of the original are spread over 0 to 255, so that the images are scaled like those
-    of every other TFDS data set; `round(image / 255 * 16)` gives the original back. The test images lie
-    evenly among the others in scikit-learn's order, see `is_test`. Importing this module registers the name
-    with TFDS.
+    The grey levels 0 to 16 of the original are scaled to 0 to 255, so that the images have the
+    range of other TFDS datasets; `round(image / 255 * 16)` restores the original. The test images
+    are spread evenly over scikit-learn's order, see `is_test`. Importing this module registers the
+    name with TFDS.
     """
 
     VERSION = tfds.core.Version("1.0.0")
@@ -39,7 +40,11 @@ class TfdistDigits(tfds.core.GeneratorBasedBuilder):
         )
 
     def download_and_prepare(self, **kwargs) -> None:
-        """Prepares without TFDS' announcement of a download and its progress bars: it takes a second."""
+        """Prepare the dataset; see `tfds.core.DatasetBuilder`.
+
+        TFDS' announcement of a download and its progress bars are suppressed, because this takes a
+        second.
+        """
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             super().download_and_prepare(**kwargs)
 
@@ -57,13 +62,13 @@ class TfdistDigits(tfds.core.GeneratorBasedBuilder):
 
 
 def is_test(index: np.ndarray) -> np.ndarray:
-    """Whether the digits at these places of scikit-learn's order belong to the test split.
+    """Return whether digits belong to the test split.
 
     Args:
-        index: Places, int `[n]`, each in [0, 1797).
+        index: Places in scikit-learn's order, int `[n]`, each in [0, 1797).
 
     Returns:
-        bool `[n]`; about every sixth is True, 297 in all.
+        bool `[n]`; about every sixth is True, 297 in total.
 
     Example:
         >>> int(is_test(np.arange(1797)).sum())
@@ -75,13 +80,13 @@ def is_test(index: np.ndarray) -> np.ndarray:
 
 
 def _read() -> tuple[np.ndarray, np.ndarray]:
-    """Images, uint8 `[1797, 8, 8, 1]` from 0 to 255, labels int `[1797]`."""
+    """Return images, uint8 `[1797, 8, 8, 1]` from 0 to 255, and labels, int `[1797]`."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise ValueError(
-            "tfdist_digits: preparing this data set for the first time takes scikit-learn, which is not installed. "
-            "Run: pip install tfdist[digits]"
+            "tfdist_digits: preparing this data set for the first time takes scikit-learn, which "
+            "is not installed. Run: pip install tfdist[digits]"
         ) from error
     digits = load_digits()
     images = np.round(digits.images * (255 / 16)).astype(np.uint8)

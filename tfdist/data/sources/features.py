@@ -1,4 +1,4 @@
-"""Declared features become a function from a stored `tf.train.Example` to tensors; nothing is read or written here."""
+"""Declared features: parsing of a stored `tf.train.Example` into tensors."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from typing import Any
 import tensorflow as tf
 from google.protobuf.message import DecodeError
 
-# The lists of an Example.
+# Fields of `tf.train.Feature` by type.
 _LISTS = {tf.int64: "int64_list", tf.float32: "float_list", tf.string: "bytes_list"}
 _HOW = (
-    'expected a tf.io feature, or words such as "image", "image[224,224,3]", "int64", "float32[28,28]", "string[?]" or '
-    '"bytes of float64[3]"'
+    'expected a tf.io feature, or words such as "image", "image[224,224,3]", "int64", '
+    '"float32[28,28]", "string[?]" or "bytes of float64[3]"'
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Feature:
-    """A tensor in an Example.
+    """Declaration of a tensor in an Example.
 
     Attributes:
-        dtype: Of the tensor.
-        shape: Its sizes; None for one that differs between examples.
-        image: Whether it is stored as an image file: JPEG, PNG, GIF or BMP.
-        packed: Whether it is stored as one string of its bytes, little-endian, rather than as a list of numbers.
+        dtype: Type of the tensor.
+        shape: Sizes of the tensor; None for a size that differs between examples.
+        image: Whether the tensor is stored as an image file: JPEG, PNG, GIF or BMP.
+        packed: Whether the tensor is stored as one string of its bytes, little-endian, rather than
+            as a list of numbers.
     """
 
     dtype: tf.DType
@@ -36,19 +37,20 @@ class Feature:
 
     @classmethod
     def parse(cls, name: str, text: str) -> Feature:
-        """The feature that a declaration means.
+        """Parse the declaration of a feature.
 
         Args:
-            name: Of the feature, for messages.
-            text: `image`, a type such as `int64`, or `bytes of` a type, and perhaps a shape in brackets, with `?`
-                for sizes that differ between examples. Without brackets: a scalar, or an image of any size with
-                three channels. The numbers of several `?` are read from a list `NAME/shape`.
+            name: Name of the feature, for messages.
+            text: Declaration: `image`, a type such as `int64`, or `bytes of` a type; then
+                optionally a shape in brackets, with `?` for sizes that differ between examples.
+                Without brackets: a scalar, or an image of any size with three channels. If there
+                are several `?`, their sizes are read from a list `NAME/shape`.
 
         Returns:
             The feature.
 
         Raises:
-            ValueError: For any other text.
+            ValueError: If the text is not a declaration.
 
         Example:
             >>> Feature.parse("x", "float32[?,4]").shape
@@ -69,7 +71,8 @@ class Feature:
             shape = (None, None, 3) if sizes is None else shape
             if len(shape) != 3 or shape[2] not in (1, 3, 4, None):
                 raise ValueError(
-                    f"features[{name!r}]: expected an image of a height, a width and 1, 3 or 4 channels; received {text!r}."
+                    f"features[{name!r}]: expected an image of a height, a width and 1, 3 or 4 "
+                    f"channels; received {text!r}."
                 )
             return cls(tf.uint8, shape, image=True)
         try:
@@ -83,7 +86,8 @@ class Feature:
             )
         if not feature.packed and not listable(dtype):
             raise ValueError(
-                f'features[{name!r}]: lists hold no {dtype.name}: write "bytes of {text}"; received {text!r}.'
+                f'features[{name!r}]: lists hold no {dtype.name}: write "bytes of {text}"; '
+                f"received {text!r}."
             )
         return feature
 
@@ -94,23 +98,26 @@ class Feature:
 
     @property
     def stored(self) -> tf.DType:
-        """The type of the list that holds it: int64, float32 or string."""
+        """Return the type of the list that holds the tensor: int64, float32 or string."""
         return tf.string if self.image or self.packed else listable(self.dtype)
 
     @property
     def has_shape(self) -> bool:
-        """Whether the shape is stored beside it, as it does not follow from the number of values."""
+        """Return whether the shape is stored beside the tensor.
+
+        It is if the number of values does not determine the shape.
+        """
         return not self.image and self.shape.count(None) > 1
 
     @property
     def values(self) -> int | None:
-        """Values in its list; None where that differs between examples."""
+        """Return the number of values in the list; None if it differs between examples."""
         if self.image or self.packed:
             return 1
         return None if None in self.shape else int(tf.TensorShape(self.shape).num_elements())
 
     def specs(self, name: str) -> dict[str, Any]:
-        """What `tf.io.parse_single_example` takes to find it."""
+        """Return the `tf.io` features that `tf.io.parse_single_example` needs for this tensor."""
         specs: dict[str, Any] = {}
         if self.image or self.packed:
             specs[name] = tf.io.FixedLenFeature([], tf.string)
@@ -123,16 +130,20 @@ class Feature:
         return specs
 
     def decode(self, name: str, parsed: Mapping[str, Any]) -> tf.Tensor:
-        """The tensor, from what `tf.io.parse_single_example` found."""
-        with tf.name_scope(
-            re.sub(r"\W", "_", f"feature_{name}")
-        ):  # which TensorFlow's messages contain
+        """Return the tensor from the result of `tf.io.parse_single_example`.
+
+        Args:
+            name: Name of the feature.
+            parsed: Result of `tf.io.parse_single_example`.
+        """
+        # TensorFlow's error messages contain the scope.
+        with tf.name_scope(re.sub(r"\W", "_", f"feature_{name}")):
             value = parsed[name]
             if self.image:
                 image = tf.io.decode_image(value, self.shape[2] or 0, expand_animations=False)
                 return tf.ensure_shape(image, self.shape)
             if self.packed:
-                wide = self.dtype == tf.uint64  # which decode_raw does not know
+                wide = self.dtype == tf.uint64  # decode_raw does not support it
                 value = (
                     tf.bitcast(tf.io.decode_raw(value, tf.int64), tf.uint64)
                     if wide
@@ -148,7 +159,14 @@ class Feature:
 
 
 def listable(dtype: tf.DType) -> tf.DType | None:
-    """The type of the list of an Example that holds values of this type exactly; None if there is none."""
+    """Return the list type of an Example that represents values of a type exactly.
+
+    Args:
+        dtype: Type of the values.
+
+    Returns:
+        tf.int64, tf.float32 or tf.string; None if there is none.
+    """
     if dtype == tf.string:
         return tf.string
     if dtype in (tf.float32, tf.float16, tf.bfloat16):
@@ -159,7 +177,7 @@ def listable(dtype: tf.DType) -> tf.DType | None:
 
 
 def packable(dtype: tf.DType) -> bool:
-    """Whether a string of bytes can be turned into values of this type."""
+    """Return whether a string of bytes can be converted to values of a type."""
     return dtype in (tf.float64, tf.uint64, tf.complex64, tf.complex128) or listable(dtype) not in (
         None,
         tf.string,
@@ -167,16 +185,16 @@ def packable(dtype: tf.DType) -> bool:
 
 
 def shape_of(name: str) -> str:
-    """The name under which the shape of a feature is stored."""
+    """Return the name under which the shape of a feature is stored."""
     return f"{name}/shape"
 
 
 @dataclasses.dataclass(frozen=True)
 class Features:
-    """The features of an Example, and what one example looks like to users.
+    """Features of an Example, and the structure in which you see an example.
 
     Attributes:
-        columns: Name to a Feature, or to a feature of `tf.io`.
+        columns: Mapping from name to Feature, or to a feature of `tf.io`.
         structure: A nest (tuple, dict) of their names.
     """
 
@@ -187,18 +205,21 @@ class Features:
     def of(
         cls, declared: Mapping[str, Any], label: str | None = None, structure: Any = None
     ) -> Features:
-        """The features that declarations mean.
+        """Return the Features of some declarations.
 
         Args:
-            declared: Name to a declaration of `Feature.parse`, or a feature of `tf.io`.
-            label: The feature that is `y`; the others are `x`: one as a tensor, several as a dict.
-            structure: A nest of names, without `label`; default: the tensor of the one feature, or a dict of all.
+            declared: Mapping from name to a declaration of `Feature.parse`, or to a feature of
+                `tf.io`.
+            label: Name of the feature that is `y`; the others are `x`: one as a tensor, several as
+                a dict.
+            structure: A nest of names, if there is no `label`; default: the tensor of the one
+                feature, or a dict of all.
 
         Returns:
             The features.
 
         Raises:
-            ValueError: For a bad declaration, and a label that is none of the features.
+            ValueError: If a declaration is invalid, or the label is not one of the features.
 
         Example:
             >>> features = Features.of({"image": "image", "label": "int64"}, label="label")
@@ -207,7 +228,8 @@ class Features:
         """
         if not isinstance(declared, Mapping) or not declared:
             raise ValueError(
-                f'features: expected a mapping such as {{"image": "image", "label": "int64"}}; received {declared!r}.'
+                f'features: expected a mapping such as {{"image": "image", "label": "int64"}}; '
+                f"received {declared!r}."
             )
         columns = {
             name: Feature.parse(name, what) if isinstance(what, str) else what
@@ -220,8 +242,8 @@ class Features:
         if label is not None:
             if label not in columns or not names:
                 raise ValueError(
-                    f"label={label!r}: expected one of several features, which are {', '.join(columns)}. "
-                    "Correct label=, or add the feature to features=."
+                    f"label={label!r}: expected one of several features, which are "
+                    f"{', '.join(columns)}. Correct label=, or add the feature to features=."
                 )
             return cls(
                 columns, (names[0] if len(names) == 1 else {name: name for name in names}, label)
@@ -231,7 +253,14 @@ class Features:
         return cls(columns, structure)
 
     def decode(self, serialized: tf.Tensor) -> Any:
-        """An example from a serialized `tf.train.Example`, a string scalar; in graphs and outside."""
+        """Decode a serialized `tf.train.Example`; in graphs and eagerly.
+
+        Args:
+            serialized: The serialized Example, a string scalar.
+
+        Returns:
+            The example, a nest of tensors like `structure`.
+        """
         specs: dict[str, Any] = {}
         for name, what in self.columns.items():
             specs |= what.specs(name) if isinstance(what, Feature) else {name: what}
@@ -244,21 +273,21 @@ class Features:
         return tf.nest.map_structure(tensor, self.structure)
 
     def check(self, serialized: bytes, where: str) -> None:
-        """Raises unless an Example holds these features.
+        """Raise ValueError unless an Example holds these features.
 
         Args:
-            serialized: The Example.
-            where: Where it lies, "FILE, byte 0".
+            serialized: The serialized Example.
+            where: Where the Example is stored, "FILE, byte 0".
 
         Raises:
-            ValueError: It names the first feature that is missing or of another kind.
+            ValueError: If a feature is missing or of another kind; the message names the first one.
         """
         try:
             held = tf.train.Example.FromString(serialized).features.feature
         except DecodeError as error:
             raise ValueError(
-                f"{where}: expected a serialized tf.train.Example; received {serialized[:20]!r}... Leave features= out to get the "
-                "records as they are."
+                f"{where}: expected a serialized tf.train.Example; received {serialized[:20]!r}... "
+                "Leave features= out to get the records as they are."
             ) from error
         for name, what in self.columns.items():
             if isinstance(what, Feature):
@@ -267,7 +296,8 @@ class Features:
             self.decode(tf.constant(serialized))
         except tf.errors.OpError as error:
             raise ValueError(
-                f"{where}: does not hold the features {', '.join(self.columns)} as declared: {error.message}"
+                f"{where}: does not hold the features {', '.join(self.columns)} as declared: "
+                f"{error.message}"
             ) from error
 
 
@@ -280,15 +310,16 @@ def _check_one(
             return  # an empty list may be left out
         known = ", ".join(f"{n} ({_kind(f)})" for n, f in sorted(held.items())) or "nothing"
         raise ValueError(
-            f"features[{name!r}]: {where} holds no such feature, but {known}. Correct the name in features=."
+            f"features[{name!r}]: {where} holds no such feature, but {known}. Correct the name in "
+            "features=."
         )
     kind = held[name].WhichOneof("kind")
     count = len(getattr(held[name], kind).value) if kind else 0
     if (kind and kind != expected) or (feature.values is not None and count != feature.values):
         wanted = "a" if feature.values is None else f"{feature.values} values in a"
         raise ValueError(
-            f"features[{name!r}]: expected {feature}, {wanted} {expected}; received {_kind(held[name])} in {where}. "
-            "Correct the declaration in features=."
+            f"features[{name!r}]: expected {feature}, {wanted} {expected}; received "
+            f"{_kind(held[name])} in {where}. Correct the declaration in features=."
         )
 
 

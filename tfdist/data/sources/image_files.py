@@ -1,6 +1,7 @@
-"""Directories and lists of files become Sources of images and labels; no file is opened before an example of it is read.
+"""Sources of image files: class directories, file lists and ImageNet.
 
-Where a label follows from a file's directory, `image_folder`; where it stands in a table, `manifest`; where in ImageNet's own, `imagenet`.
+`image_folder` takes the label from a file's directory, `manifest` from a table, and `imagenet` from
+ImageNet's own tables. A file is opened only when its example is read.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from tfdist.data.sources.base import Source
 from tfdist.data.sources.tables import Labels, classify, labels_of, read
 from tfdist.data.transforms import decode_image
 
-# What `tf.io.decode_image` reads in every version that we support.
+# Formats that `tf.io.decode_image` reads in every supported version of TensorFlow.
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".gif")
-# Directories listed at a time: each waits for a disk or a server.
+# Number of directories listed at a time: each thread waits for a disk or a server.
 _THREADS = 16
 
 
@@ -36,32 +37,39 @@ def image_folder(
     extensions: Sequence[str] = EXTENSIONS,
     decode: bool = True,
 ) -> Source:
-    """A Source of images that lie in one directory for each class.
+    """Return a Source of images that are stored in one directory for each class.
 
-    Passed over are names that begin with a dot, other extensions, and images in no class directory. A class directory may
-    have directories in it. What a camera may have noted of an image's orientation is not heeded.
+    Names that begin with a dot, files with other extensions, and images outside the class
+    directories are ignored. A class directory may have subdirectories. EXIF orientation is ignored.
 
     Args:
-        directory: Where the class directories lie; also on other file systems that TensorFlow knows, "gs://bucket/train".
-        classes: The class directories in the order of their numbers, while others are passed over; None: all, by name.
-        labels: False: all images below `directory`, without labels, for `predict`.
-        channels: 1 (grey), 3, or 4 (with transparency, which no JPEG has).
-        extensions: Of the files that are images, in small letters.
-        decode: False: an image is its file's content, a string scalar. `transforms.images` takes that, and decodes no more of a
-            JPEG than it needs.
+        directory: Directory of the class directories; it may be on any file system that TensorFlow
+            supports, "gs://bucket/train".
+        classes: Names of the class directories in the order of their numbers; others are ignored.
+            None: all, in alphabetical order.
+        labels: Whether to read labels. False: all images below `directory`, without labels, for
+            `predict`.
+        channels: Number of channels: 1 (grey), 3, or 4 (with transparency, which no JPEG has);
+            default: 3.
+        extensions: Extensions of image files, in lower case.
+        decode: Whether to decode images. False: an image is its file's content, a string scalar.
+            `transforms.images` accepts it, and decodes only the part of a JPEG that it needs.
 
     Returns:
-        A Source of `(image, label)`, uint8 `[height, width, channels]` and int64, ordered by class and path; or of images alone.
+        A Source of `(image, label)`, uint8 `[height, width, channels]` and int64, ordered by class
+        and path; or of images alone.
 
     Raises:
-        ValueError: For a directory that is missing, a class without images, and where there are no images at all.
+        ValueError: If a directory is missing, if a class has no images, or if there are no images
+            at all.
 
     Example:
         >>> import pathlib, tempfile
         >>> directory = pathlib.Path(tempfile.mkdtemp())
+        >>> image = tf.io.encode_png(tf.zeros([4, 6, 3], tf.uint8)).numpy()
         >>> for name in ("cats", "dogs"):
         ...     (directory / name).mkdir()
-        ...     _ = (directory / name / "1.png").write_bytes(tf.io.encode_png(tf.zeros([4, 6, 3], tf.uint8)).numpy())
+        ...     _ = (directory / name / "1.png").write_bytes(image)
         >>> source = image_folder(directory)
         >>> source.class_names, [(image.shape, int(label)) for image, label in source.dataset()]
         (('cats', 'dogs'), [(TensorShape([4, 6, 3]), 0), (TensorShape([4, 6, 3]), 1)])
@@ -78,14 +86,16 @@ def image_folder(
         paths = sorted(itertools.chain(loose, *found))
         if not paths:
             raise ValueError(
-                f"{name}: there are none, nor in the directories below. {_passed_over(ignored, extensions)}"
+                f"{name}: there are none, nor in the directories below. "
+                f"{_passed_over(ignored, extensions)}"
             )
         return _source(name, paths, None, channels, decode)
     names = tuple(below if classes is None else classes)
     for place in names:
         if place not in below:
             raise ValueError(
-                f"{root}: no directory {place!r}, though a class. {config.nearest(place, below) if below else 'It has no directories.'}"
+                f"{root}: no directory {place!r}, though a class. "
+                f"{config.nearest(place, below) if below else 'It has no directories.'}"
             )
     found = _walk([os.path.join(root, place) for place in names], tuple(extensions), ignored)
     if not any(found):
@@ -95,12 +105,14 @@ def image_folder(
             else ""
         )
         raise ValueError(
-            f"{name}: there are none in its {len(names)} class directories.{unlabelled} {_passed_over(ignored, extensions)}"
+            f"{name}: there are none in its {len(names)} class directories.{unlabelled} "
+            f"{_passed_over(ignored, extensions)}"
         )
     for place, paths in zip(names, found, strict=True):
         if not paths:
             raise ValueError(
-                f"{os.path.join(root, place)}: a class directory without images. Remove it, or name the classes wanted in classes=."
+                f"{os.path.join(root, place)}: a class directory without images. Remove it, or "
+                "name the classes wanted in classes=."
             )
     numbers: np.ndarray = np.repeat(
         np.arange(len(names), dtype=np.int64), [len(paths) for paths in found]
@@ -123,33 +135,38 @@ def manifest(
     decode: bool = True,
     check: bool = True,
 ) -> Source:
-    """A Source of the files that a CSV or TSV file lists, a row each; a file may be listed several times.
+    r"""Return a Source of the files that a CSV or TSV file lists, one in each row.
+
+    A file may be listed several times.
 
     Args:
-        file: The list, as `tables.read` takes it.
-        root: Where relative paths begin; None: the directory of `file`.
+        file: The list, as `tables.read` accepts it.
+        root: Directory that relative paths start from; None: the directory of `file`.
         path_column: Column of the paths, by name or by position from 0 on.
         label_column: Column of the labels; None: the examples are x alone.
-        delimiter: What separates the columns; "auto": see `tables.read`.
+        delimiter: Column separator; "auto": see `tables.read`.
         header: Whether the first line names the columns; None: if a column is given by name.
-        classes: Names of the classes, their number, or a file of them; None: see `tables.classify`.
-        channels: Of images.
-        decode: False: x is the file's content, a string scalar; for `transforms.images`, and for files that are no images.
-        check: Whether to look now if all files are there: the directories they lie in are listed once. False: a file that
-            is missing is an error when it is read.
+        classes: Names of the classes, their number, or a file of names; None: see
+            `tables.classify`.
+        channels: Number of channels of the images.
+        decode: Whether to decode images. False: x is the file's content, a string scalar; for
+            `transforms.images`, and for files that are not images.
+        check: Whether to check now that all files exist; each of their directories is listed once.
+            False: a missing file is an error when it is read.
 
     Returns:
         A Source of `(image, label)`, in the order of the rows.
 
     Raises:
-        ValueError: For a list that is missing, empty or damaged, a column it has not, a label that is no class, and a file that
-            is listed but not there: with the line.
+        ValueError: If the list is missing, empty or damaged, if it lacks a column, if a label is
+            not one of the classes, or if a listed file does not exist; the message names the line.
 
     Example:
         >>> import pathlib, tempfile
         >>> directory = pathlib.Path(tempfile.mkdtemp())
-        >>> _ = (directory / "a.png").write_bytes(tf.io.encode_png(tf.zeros([4, 6, 3], tf.uint8)).numpy())
-        >>> _ = (directory / "list.csv").write_text("file,animal\\na.png,cat\\na.png,dog\\n")
+        >>> image = tf.io.encode_png(tf.zeros([4, 6, 3], tf.uint8)).numpy()
+        >>> _ = (directory / "a.png").write_bytes(image)
+        >>> _ = (directory / "list.csv").write_text("file,animal\na.png,cat\na.png,dog\n")
         >>> source = manifest(directory / "list.csv", path_column="file", label_column="animal")
         >>> source.cardinality, source.class_names, source.labels()
         (2, ('cat', 'dog'), array([0, 1]))
@@ -176,21 +193,23 @@ def imagenet(
     decode: bool = True,
     check: bool = True,
 ) -> Source:
-    """A Source of ImageNet (ILSVRC 2012) as Kaggle's archive has it, unpacked and otherwise left alone.
+    """Return a Source of ImageNet (ILSVRC 2012) in the layout of Kaggle's archive, unpacked.
 
     Args:
-        root: Where LOC_train_solution.csv, LOC_val_solution.csv, LOC_synset_mapping.txt and ILSVRC/ lie.
-        split: "train", "val", or "test", which has no labels.
-        channels: Of images.
-        decode: False: images are their files' content, for `transforms.images`.
-        check: Whether to look now if all images listed are there.
+        root: Directory of LOC_train_solution.csv, LOC_val_solution.csv, LOC_synset_mapping.txt and
+            ILSVRC/.
+        split: Split to read: "train", "val", or "test", which has no labels.
+        channels: Number of channels of the images.
+        decode: Whether to decode images. False: images are their files' content, for
+            `transforms.images`.
+        check: Whether to check now that all listed images exist.
 
     Returns:
-        A Source of `(image, label)`, whose classes are those of LOC_synset_mapping.txt, by their English names; the test split is
-        one of images alone.
+        A Source of `(image, label)`. The classes are the ones of LOC_synset_mapping.txt, by their
+        English names. The test split is a Source of images alone.
 
     Raises:
-        ValueError: As `manifest`.
+        ValueError: For the reasons of `manifest`, or if the split is unknown.
     """
     base = absolute(root)
     images = os.path.join(base, "ILSVRC", "Data", "CLS-LOC", split)
@@ -252,7 +271,7 @@ def _source(
 def _check_present(
     file: str, names: Sequence[str], paths: Sequence[str], lines: Sequence[int], root: str
 ) -> None:
-    """Raises ValueError unless all files are there."""
+    """Raise ValueError unless all files exist."""
     wanted: dict[str, set[str]] = collections.defaultdict(set)
     for path in paths:
         directory, _, name = path.rpartition("/")
@@ -278,12 +297,13 @@ def _check_present(
         remedy = "Is that line a header? Then pass header=True, or name the columns. " + remedy
     raise ValueError(
         f"{file}, line {lines[first]}: {names[first]!r} is not there"
-        f"{f', nor are the files of {len(absent) - 1} more' if len(absent) > 1 else ''} of {len(paths)} lines. {remedy}"
+        f"{f', nor are the files of {len(absent) - 1} more' if len(absent) > 1 else ''} of "
+        f"{len(paths)} lines. {remedy}"
     )
 
 
 def _names(directory: str) -> list[str] | None:
-    """What a directory holds; None if it is not there."""
+    """Return the names in a directory; None if the directory does not exist."""
     try:
         return tf.io.gfile.listdir(directory)
     except (tf.errors.NotFoundError, tf.errors.FailedPreconditionError):
@@ -293,18 +313,24 @@ def _names(directory: str) -> list[str] | None:
 def _list(
     directory: str, extensions: tuple[str, ...]
 ) -> tuple[list[str], list[str], collections.Counter]:
-    """Paths of the images in a directory, names of its directories, and what else it holds: how many of which kind."""
+    """List a directory.
+
+    Returns:
+        Paths of its images, names of its subdirectories, and the number of ignored entries of each
+        kind.
+    """
     names = _names(directory)
     if names is None:
         raise ValueError(f"{directory}: no such directory. Correct the path.")
-    images, below, ignored = [], [], collections.Counter[str]()
+    images = []
+    below = []
+    ignored = collections.Counter[str]()
     for entry in sorted(names):
-        name = entry.rstrip("/")  # with which some file systems mark directories
+        name = entry.rstrip("/")  # some file systems mark directories with a slash
         if name.startswith("."):
             ignored["hidden"] += 1
-        elif name.lower().endswith(
-            extensions
-        ):  # asking of each whether it is a directory would take minutes
+        elif name.lower().endswith(extensions):
+            # Not checked for being a directory: to check each file would take minutes.
             images.append(os.path.join(directory, name))
         elif entry != name or tf.io.gfile.isdir(os.path.join(directory, name)):
             below.append(name)
@@ -316,7 +342,10 @@ def _list(
 def _walk(
     directories: Sequence[str], extensions: tuple[str, ...], ignored: collections.Counter
 ) -> list[list[str]]:
-    """Paths of the images below each directory; what else there is, is added to `ignored`."""
+    """Return the paths of the images below each directory.
+
+    Ignored entries are counted in `ignored`.
+    """
 
     def one(directory: str) -> tuple[list[str], collections.Counter]:
         images, below, others = _list(directory, extensions)
@@ -335,4 +364,7 @@ def _walk(
 
 def _passed_over(ignored: collections.Counter, extensions: Sequence[str]) -> str:
     kinds = ", ".join(f"{count} {kind}" for kind, count in ignored.most_common(5))
-    return f"Expected files that end in {', '.join(extensions)}; passed over {f'{ignored.total()} others: {kinds}' if kinds else 'no others'}."
+    return (
+        f"Expected files that end in {', '.join(extensions)}; passed over "
+        f"{f'{ignored.total()} others: {kinds}' if kinds else 'no others'}."
+    )

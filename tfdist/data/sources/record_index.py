@@ -1,4 +1,7 @@
-"""TFRecord files become indexes, which say where each record begins; what a record holds is never read."""
+"""Indexes of TFRecord files: the byte where each record begins.
+
+An index is built from the headers of the records alone; their contents are not read.
+"""
 
 from __future__ import annotations
 
@@ -20,24 +23,26 @@ from absl import logging
 from tfdist.data import files_io
 
 SUFFIX = ".tfdist-index"
-THREADS = 16  # which wait for disks or networks most of the time
+THREADS = 16  # they wait for disks or networks most of the time
 
-# A record: its length (8 bytes), the length's checksum (4), the content, the content's checksum (4).
-HEADER, FRAME = 12, 16
-_LOCAL_CHUNK, _REMOTE_CHUNK = 1 << 16, 1 << 23
-_FAR = 1 << 62  # bytes, which no file has; what claims to be a length may be any number of 64 bits
+# Record: length (8 bytes), checksum of the length (4), content, checksum of the content (4).
+HEADER = 12
+FRAME = 16
+_LOCAL_CHUNK = 1 << 16
+_REMOTE_CHUNK = 1 << 23
+_FAR = 1 << 62  # bytes, larger than any file; a corrupt length may be any number of 64 bits
 
 
 @dataclasses.dataclass(frozen=True)
 class Index:
-    """Where the records of a file begin.
+    """Byte offsets of the records of a file.
 
     Attributes:
-        path: The file.
-        compression: "" or "GZIP".
-        records: How many there are.
-        offsets: int64 `[records]`, the byte at which each begins; `[0]` for a compressed file, which has no such
-            places.
+        path: Path of the file.
+        compression: Compression of the file, "" or "GZIP".
+        records: Number of records.
+        offsets: Byte at which each record begins, int64 `[records]`; int64 `[0]` for a compressed
+            file, which has no such offsets.
     """
 
     path: str
@@ -49,22 +54,24 @@ class Index:
 def open_indexes(
     paths: Sequence[str], compression: str = "auto", index_dir: str | None = None
 ) -> list[Index]:
-    """The indexes of files: read where they lie fresh, else built and kept.
+    """Return the indexes of files: read if they are up to date, else built and saved.
 
-    An index belongs to a size and a time of change of its file; where these are others now, it is built anew. It is
-    written whole or not at all, so that several processes may do this at once.
+    An index belongs to one size and modification time of its file; if these have changed, it is
+    built anew. It is written atomically, so that several processes may do this at once.
 
     Args:
         paths: Absolute paths of TFRecord files.
-        compression: "" or "GZIP"; "auto": what each file begins with tells.
-        index_dir: Directory for the indexes; default: beside each file; where that cannot be written, they are kept
-            in memory only.
+        compression: Compression of the files: "", "GZIP", or "auto" (default): detected from the
+            first bytes of each file.
+        index_dir: Directory for the indexes; default: beside each file. If the default cannot be
+            written, the indexes are kept in memory only.
 
     Returns:
-        An index of each file.
+        The index of each file.
 
     Raises:
-        ValueError: For a file that is missing, no TFRecord file, truncated or corrupt; with the byte.
+        ValueError: If a file is missing, not a TFRecord file, truncated or corrupt (the message
+            names the byte), or if `index_dir` cannot be written.
     """
     if compression not in ("auto", "", "GZIP"):
         raise ValueError(f'compression: expected "auto", "" or "GZIP"; received {compression!r}.')
@@ -74,15 +81,16 @@ def open_indexes(
             tf.io.gfile.makedirs(index_dir)
         except files_io.CANNOT_WRITE as error:
             raise ValueError(
-                f"index_dir={index_dir!r} cannot be made: {error}. Name a directory that can be written."
+                f"index_dir={index_dir!r} cannot be made: {error}. Name a directory that can be "
+                "written."
             ) from error
     with concurrent.futures.ThreadPoolExecutor(max(1, min(THREADS, len(paths)))) as pool:
         results = list(pool.map(lambda path: _open(path, compression, index_dir), paths))
     unkept = [index.path for index, kept in results if not kept]
     if unkept:
         logging.warning(
-            "The index of %s%s cannot be kept beside the data and is built anew each time. Pass index_dir=, a directory that "
-            "can be written.",
+            "The index of %s%s cannot be kept beside the data and is built anew each time. Pass "
+            "index_dir=, a directory that can be written.",
             unkept[0],
             f" and {len(unkept) - 1} other files" if len(unkept) > 1 else "",
         )
@@ -90,15 +98,15 @@ def open_indexes(
 
 
 def write_index(index: Index, directory: str | None, stamp: tuple[int, int]) -> None:
-    """Keeps the index of a file.
+    """Save the index of a file.
 
     Args:
-        index: Of a local or remote file.
-        directory: Where; None: beside the file.
-        stamp: The file's size and time when it was read.
+        index: Index of a local or remote file.
+        directory: Directory for the index; None: beside the file.
+        stamp: Size and modification time of the file when it was read.
 
     Raises:
-        OSError: Or an error of `storage.CANNOT_WRITE`, where that place cannot be written.
+        OSError: If the path cannot be written; or another error of `files_io.CANNOT_WRITE`.
     """
     content = np.ascontiguousarray(index.offsets, "<i8").tobytes()
     size, time = stamp
@@ -117,7 +125,7 @@ def write_index(index: Index, directory: str | None, stamp: tuple[int, int]) -> 
 
 
 def _open(path: str, compression: str, index_dir: str | None) -> tuple[Index, bool]:
-    """The index of a file, and whether it is kept anywhere."""
+    """Return the index of a file, and whether it is saved anywhere."""
     stamp = _stamp(path)
     for directory in dict.fromkeys((None, index_dir)):
         index = _read(path, stamp, _place(path, directory))
@@ -140,7 +148,7 @@ def _open(path: str, compression: str, index_dir: str | None) -> tuple[Index, bo
 
 
 def _stamp(path: str) -> tuple[int, int]:
-    """Size in bytes and time of change in nanoseconds."""
+    """Return the size in bytes and the modification time in nanoseconds."""
     try:
         stat = tf.io.gfile.stat(path)
     except tf.errors.NotFoundError:
@@ -162,7 +170,7 @@ def _place(path: str, directory: str | None) -> str:
 
 
 def _read(path: str, stamp: tuple[int, int], place: str) -> Index | None:
-    """The index kept at this place, unless there is none, a damaged one, or that of an older file."""
+    """Return the index saved at a path; None if it is missing, damaged or of an older file."""
     try:
         with tf.io.gfile.GFile(place, "rb") as file:
             first, _, content = file.read().partition(b"\n")
@@ -184,24 +192,26 @@ def _read(path: str, stamp: tuple[int, int], place: str) -> Index | None:
 
 
 def build(path: str, compression: str = "auto") -> Index:
-    """The index of a file, by hopping from header to header.
+    """Build the index of a file by reading the header of each record.
 
     Args:
-        path: A TFRecord file.
-        compression: "" or "GZIP"; "auto": what the file begins with tells.
+        path: Path of a TFRecord file.
+        compression: Compression of the file: "", "GZIP", or "auto" (default): detected from its
+            first bytes.
 
     Returns:
         The index.
 
     Raises:
-        ValueError: Where a header is wrong, or a record ends beyond the file; with the byte.
+        ValueError: If a header is wrong, or a record ends beyond the file; the message names the
+            byte.
     """
     size = _stamp(path)[0]
     with _opened(path) as file:
         begin = file.read(HEADER)
         file.seek(0)
         if compression == "auto":
-            # The first two bytes alone could be those of a length.
+            # The first two bytes alone could be a part of a length.
             zipped = begin[:2] == b"\x1f\x8b" and not (len(begin) == HEADER and _valid(begin)[0])
             compression = "GZIP" if zipped else ""
         if compression == "":
@@ -226,26 +236,30 @@ def _opened(path: str) -> Iterator[Any]:
         with tf.io.gfile.GFile(path, "rb") as file:
             yield file
     else:
-        # TensorFlow's own reads half a megabyte at each place.
+        # TensorFlow's own file reads half a megabyte at each offset.
         with open(path, "rb", buffering=0) as file:
             yield file
 
 
 class _Headers:
-    """Reads headers at growing offsets, and little more than them where records are large.
+    """Reader of headers at increasing offsets.
+
+    If records are large, it reads little more than the headers.
 
     Args:
-        file: Open, at its beginning.
-        size: Of the file, in bytes; None for one that is decompressed.
-        chunk: Bytes to read at a time.
+        file: Open file, at its beginning.
+        size: Size of the file in bytes; None for a file that is decompressed.
+        chunk: Number of bytes to read at a time.
     """
 
     def __init__(self, file: Any, size: int | None, chunk: int) -> None:
-        self.file, self.size, self.chunk = file, size, chunk
-        self.buffer, self.base = b"", 0  # the bytes from `base` on
+        self.file = file
+        self.size = size
+        self.chunk = chunk
+        self.buffer, self.base = b"", 0  # bytes of the file, from `base` on
 
     def at(self, offset: int) -> bytes:
-        """The header at this offset; shorter or empty where the file ends."""
+        """Return the header at an offset; it is shorter or empty at the end of the file."""
         if self.size is not None and offset >= self.size:
             return b""
         at = offset - self.base
@@ -260,12 +274,12 @@ class _Headers:
         return self.buffer[at : at + HEADER]
 
     def end(self) -> int:
-        """Where the file ends, after a header there was asked for."""
+        """Return the end of the file, once a header there has been requested."""
         return self.file.tell() if self.size is None else self.size
 
 
 def _hop(path: str, headers: _Headers) -> np.ndarray:
-    """Where each record begins, int64 `[records]`."""
+    """Return the offset of each record, int64 `[records]`."""
     offsets: list[int] = []
     seen = bytearray()
     offset = 0
@@ -279,21 +293,26 @@ def _hop(path: str, headers: _Headers) -> np.ndarray:
         first = offsets[wrong[0]]
         if first == 0:
             raise ValueError(
-                f"{path} is no TFRecord file: {what} 0 begins no record. Correct the path, or write the file again."
+                f"{path} is no TFRecord file: {what} 0 begins no record. Correct the path, or "
+                "write the file again."
             )
         raise ValueError(
-            f"{path}, {what} {first}: corrupt: the header of a record has a wrong checksum. Write or copy the file again."
+            f"{path}, {what} {first}: corrupt: the header of a record has a wrong checksum. Write "
+            "or copy the file again."
         )
     if offset != headers.end():
         raise ValueError(
-            f"{path}, {what} {offsets[-1]}: truncated: the record that begins there ends beyond the file's {headers.end()} bytes. "
-            "Write or copy the file again."
+            f"{path}, {what} {offsets[-1]}: truncated: the record that begins there ends beyond "
+            f"the file's {headers.end()} bytes. Write or copy the file again."
         )
     return np.array(offsets, np.int64)
 
 
 def _valid(headers: bytes | bytearray) -> np.ndarray:
-    """Which of these headers have the right checksum, bool `[headers]`: CRC-32C of the length, rotated, plus a constant."""
+    """Return which headers have the right checksum, bool `[headers]`.
+
+    The checksum is the CRC-32C of the length, rotated, plus a constant.
+    """
     table = np.frombuffer(headers, np.uint8).reshape(-1, HEADER)
     crc: np.ndarray = np.full(len(table), 0xFFFFFFFF, np.uint32)
     for column in range(8):
@@ -304,7 +323,7 @@ def _valid(headers: bytes | bytearray) -> np.ndarray:
 
 
 def _crc_table() -> np.ndarray:
-    """What CRC-32C makes of each byte, uint32 `[256]`."""
+    """Return the CRC-32C table of all byte values, uint32 `[256]`."""
     crc: np.ndarray = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         crc = np.where(crc & 1, (crc >> 1) ^ np.uint32(0x82F63B78), crc >> 1)

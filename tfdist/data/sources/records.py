@@ -1,4 +1,7 @@
-"""TFRecord files become a Source of examples; which features they hold is declared, never guessed."""
+"""Sources of TFRecord files: random access through indexes, or streaming.
+
+You declare the features of the records, or a manifest beside them does; they are never guessed.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from tfdist.data.sources.features import Features
 from tfdist.data.sources.record_index import SUFFIX, Index, open_indexes
 
 ACCESS = ("auto", "random", "stream")
-# Stands in a stream for a record that cannot be read, so that those after it keep their numbers.
+# Replaces an unreadable record of a stream, so that the records after it keep their numbers.
 _UNREADABLE = b"\0tfdist: this record cannot be read\0"
 _STREAM_BUFFER, _REMOTE_BUFFER = 1 << 18, 1 << 23  # bytes of one read
 
@@ -35,35 +38,41 @@ def records(
     index_dir: str | os.PathLike | None = None,
     name: str | None = None,
 ) -> Source:
-    """The examples of TFRecord files, in the order of the files and in each from its beginning to its end.
+    """Return a Source of TFRecord files, in the order of the files and of the records in each.
 
-    An index of each file says where its records begin. It is built at the first opening, kept beside the file as
-    `FILE.tfdist-index`, and built anew when the file changes.
+    An index of each file says where its records begin. It is built when the file is first opened,
+    kept beside the file as `FILE.tfdist-index`, and built anew when the file changes.
 
     Args:
-        files: A pattern such as "train-*.tfrecord", whose files are taken in alphabetical order; a directory, of
-            which the files with "tfrecord" in their names are taken; or a list of files and patterns, in that
-            order. Paths are those of `tf.io.gfile`.
-        features: Name of each feature in the stored `tf.train.Example` to what it is: "image" (a JPEG, PNG, GIF or
-            BMP file, to uint8 `[height, width, 3]`), "image[224,224,1]", "int64", "float32[28,28]", "string[?]" (a
-            size that differs), "bytes of float64[3]" (stored as one string), or a feature of `tf.io` such as
-            `tf.io.VarLenFeature`. Default: what `tfdist.data.write` noted in `dataset.json` beside the files;
-            without one, examples are the stored bytes.
-        label: The feature that is `y`; the others are `x`: one as a tensor, several as a dict. Default: no `y`.
+        files: Record files. A pattern such as "train-*.tfrecord": its files in alphabetical order.
+            A directory: its files with "tfrecord" in their names. Or a list of files and patterns,
+            in the given order. Paths are paths of `tf.io.gfile`.
+        features: Mapping from the name of each feature in the stored `tf.train.Example` to its
+            declaration: "image" (a JPEG, PNG, GIF or BMP file, decoded to uint8 `[height, width,
+            3]`), "image[224,224,1]", "int64", "float32[28,28]", "string[?]" (a size that differs
+            between examples), "bytes of float64[3]" (stored as one string), or a feature of `tf.io`
+            such as `tf.io.VarLenFeature`. Default: the features that `tfdist.data.write` recorded
+            in `dataset.json` beside the files; without that file, examples are the stored bytes.
+        label: Name of the feature that is `y`; the others are `x`: one as a tensor, several as a
+            dict. Default: no `y`.
         classes: Number of classes of the label.
-        class_names: Their names.
-        access: "random": any record at any time, which allows a global shuffle. "stream": files are read from
-            beginning to end. "auto": random where files are local and not compressed.
-        compression: "", "GZIP", or "auto": what each file begins with tells.
-        index_dir: Where indexes are kept; default: beside the files, or in memory where that cannot be written.
-        name: For messages; default: `files`.
+        class_names: Names of the classes.
+        access: Way of reading. "random": any record at any time, which allows a global shuffle.
+            "stream": files are read from beginning to end. "auto" (default): random if files are
+            local and not compressed.
+        compression: Compression of the files: "", "GZIP", or "auto" (default): detected from the
+            first bytes of each file.
+        index_dir: Directory for the indexes; default: beside the files, or in memory if that
+            directory cannot be written.
+        name: Name for messages; default: `files`.
 
     Returns:
-        A Source of `(x, y)`, a tensor or a dict; of strings where no features are known.
+        A Source of `(x, y)`, a tensor or a dict; of strings if no features are known.
 
     Raises:
-        ValueError: Where no file is found, a file is truncated, corrupt or none of records, a feature is not what
-            it is declared to be, or compressed files are to be read at random.
+        ValueError: If no file is found; if a file is truncated, corrupt or not a TFRecord file; if
+            a feature does not match its declaration; or if compressed files are to be read at
+            random.
 
     Example:
         >>> import tempfile
@@ -107,7 +116,8 @@ def records(
     zipped = next((index.path for index in indexes if index.compression), None)
     if access == "random" and zipped is not None:
         raise ValueError(
-            f'access="random": {zipped} is compressed as a whole and can only be read from its beginning. Pass access="stream", or '
+            f'access="random": {zipped} is compressed as a whole and can only be read from its '
+            'beginning. Pass access="stream", or '
             "write the data set without compression."
         )
     if parsed is not None:
@@ -125,16 +135,17 @@ def records(
 
 
 def find(files: str | os.PathLike | Sequence[str | os.PathLike]) -> list[str]:
-    """The record files that are meant, as absolute paths.
+    """Return the absolute paths of record files.
 
     Args:
         files: A pattern, a directory, a file, or a list of files and patterns.
 
     Returns:
-        The files: in the order of the list, and of each pattern or directory in alphabetical order.
+        The files, in the order of the list; the files of a pattern or a directory are in
+        alphabetical order.
 
     Raises:
-        ValueError: Where there is none, and where one is named twice.
+        ValueError: If there are no files, or if a file is named twice.
     """
     given = [files] if isinstance(files, str | os.PathLike) else list(files)
     found: list[str] = []
@@ -151,7 +162,8 @@ def find(files: str | os.PathLike | Sequence[str | os.PathLike]) -> list[str]:
             )
         if not more:
             raise ValueError(
-                f"files: expected TFRecord files; found none at {each}. Correct the path or pattern."
+                f"files: expected TFRecord files; found none at {each}. Correct the path or "
+                "pattern."
             )
         found += more
     if not found:
@@ -163,7 +175,8 @@ def find(files: str | os.PathLike | Sequence[str | os.PathLike]) -> list[str]:
     )
     if twice is not None:
         raise ValueError(
-            f"files: expected each file once; received {twice} twice, whose examples would count twice."
+            f"files: expected each file once; received {twice} twice, whose examples would count "
+            "twice."
         )
     return found
 
@@ -181,13 +194,13 @@ def _of_directory(directory: str) -> list[str]:
 
 
 def _is_ours(path: str) -> bool:
-    """Whether a file is an index, a manifest, or one of them half written."""
+    """Return whether a file is an index, a manifest, or an incomplete one of them."""
     name = os.path.basename(path)
     return SUFFIX in name or name == dataset_file.NAME or name.startswith(".")
 
 
 def _covers(manifest: Mapping[str, Any], found: list[str]) -> bool:
-    """Whether a manifest speaks of all these files."""
+    """Return whether a manifest describes all of these files."""
     known = {shard["file"] for shard in manifest["shards"]}
     return all(
         os.path.basename(path) in known and os.path.dirname(path) == os.path.dirname(found[0])
@@ -201,19 +214,21 @@ def _check_counts(manifest: Mapping[str, Any], indexes: Sequence[Index]) -> None
         expected = counts[os.path.basename(index.path)]
         if index.records != expected:
             raise ValueError(
-                f"{index.path}: expected {expected} records, as {dataset_file.NAME} says; received {index.records}. Write or copy it again."
+                f"{index.path}: expected {expected} records, as {dataset_file.NAME} says; received "
+                f"{index.records}. Write or copy it again."
             )
 
 
 def check_features(features: Features, indexes: Sequence[Index]) -> None:
-    """Raises unless the first records of the first and the last file hold these features.
+    """Raise ValueError unless the first records of the first and last file hold the features.
 
     Args:
-        features: As declared.
-        indexes: Of all files.
+        features: The declared features.
+        indexes: Indexes of all files.
 
     Raises:
-        ValueError: With the feature and the file.
+        ValueError: If a feature is missing or of another kind; the message names the feature and
+            the file.
     """
     filled = [index for index in indexes if index.records]
     for index in (
@@ -237,15 +252,15 @@ def of_indexes(
     stream: bool = False,
     order: np.ndarray | None = None,
 ) -> Source:
-    """A Source of the records that indexes point to.
+    """Return a Source of the records that indexes point to.
 
     Args:
-        name: For messages.
-        indexes: Of the files, in order; one may hold a part of its file's records.
-        decode: A record, a string scalar, to the example; a graph.
-        stream: Whether to read files from beginning to end, which compressed ones need.
-        order: int64 `[records]`: the numbers of the records, in the order in which the examples shall have theirs;
-            default: 0, 1, 2, ...
+        name: Name for messages.
+        indexes: Indexes of the files, in order; an index may hold a part of its file's records.
+        decode: Function from a record, a string scalar, to the example; a graph.
+        stream: Whether to read files from beginning to end, which compressed files require.
+        order: Numbers of the records in the order of the examples, int64 `[records]`; default: 0,
+            1, 2, ...
 
     Returns:
         The Source.
@@ -276,23 +291,24 @@ def of_indexes(
 
 
 def _readable(stored: tf.Tensor) -> tf.Tensor:
-    """A record of a stream; fails where it could not be read."""
+    """Return a record of a stream; fail if it could not be read."""
     with tf.control_dependencies([tf.debugging.Assert(stored != _UNREADABLE, ["corrupt record"])]):
         return tf.identity(stored)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Table:
-    """Where records lie, as tensors, so that graphs find them.
+    """Tensors that say where records are stored, for use in graphs.
 
     Attributes:
-        paths: string `[files]`.
-        compressions: string `[files]`.
-        ends: int64 `[files]`: records in the files up to each.
-        offsets: int64 `[records + 1]`: the byte at which each begins, 0 in a compressed file; and a last one, for
-            reading none at the end.
-        buffer: Bytes that a stream reads at a time.
-        order: int64 `[records]`, see `of_indexes`.
+        paths: Paths of the files, string `[files]`.
+        compressions: Compression of each file, string `[files]`.
+        ends: Number of records in the files up to and including each, int64 `[files]`.
+        offsets: Byte at which each record begins, int64 `[records + 1]`; 0 in a compressed file.
+            The last entry is for reading no records at the end.
+        buffer: Number of bytes that a stream reads at a time.
+        order: Numbers of the records in the order of the examples, int64 `[records]`, see
+            `of_indexes`.
     """
 
     paths: tf.Tensor
@@ -321,15 +337,18 @@ class _Table:
 
     @plain
     def record(self, number: tf.Tensor) -> tf.Tensor:
-        """A stored record; fails where its checksum is wrong."""
+        """Return a stored record; fail if its checksum is wrong."""
         number, file = self._place(number)
         return self._from(file, self.offsets[number], 0).take(1).get_single_element()
 
     @plain
     def scan(self, file: tf.Tensor, first: tf.Tensor, count: tf.Tensor) -> tf.data.Dataset:
-        """Some records of a file, one after the other; `_UNREADABLE` in place of each that cannot be read."""
+        """Return consecutive records of a file.
 
-        # TensorFlow cannot rewrite a data set with offsets, but one that a function makes.
+        `_UNREADABLE` replaces each record that cannot be read.
+        """
+        # TensorFlow cannot rewrite a dataset with offsets, but it can rewrite one that a function
+        # makes.
         whole = tf.data.Dataset.from_tensors((file, first, count)).flat_map(self._up_to_an_error)
 
         def others(_: tf.Tensor) -> tf.data.Dataset:
@@ -337,21 +356,27 @@ class _Table:
             done = whole.reduce(tf.constant(0, tf.int64), lambda so_far, _: so_far + 1)
             return tf.data.Dataset.range(begin + done, begin + count).map(self._record_or_not)
 
-        rest = tf.data.Dataset.from_tensors(0).flat_map(
-            others
-        )  # read only where there are not enough
+        # Read only if `whole` has fewer than `count` records.
+        rest = tf.data.Dataset.from_tensors(0).flat_map(others)
         return whole.concatenate(rest).take(count)
 
     def _up_to_an_error(
         self, file: tf.Tensor, first: tf.Tensor, count: tf.Tensor
     ) -> tf.data.Dataset:
-        """Some records of a file, up to the first that cannot be read: TensorFlow goes no further in a file."""
+        """Return consecutive records of a file up to the first that cannot be read.
+
+        TensorFlow reads no further in a file after an error.
+        """
         rows = self._from(file, self.offsets[self._begin(file) + first], self.buffer)
         rows = rows.skip(tf.where(self.compressions[file] != "", first, 0))
         return rows.take(count).ignore_errors(log_warning=True)
 
     def _record_or_not(self, number: tf.Tensor) -> tf.Tensor:
-        """A stored record; `_UNREADABLE` for one that cannot be read, or not alone."""
+        """Return a stored record, or `_UNREADABLE`.
+
+        The latter is returned if the record cannot be read, or cannot be read by itself because the
+        file is compressed.
+        """
         _, file = self._place(number)
         alone = tf.where(self.compressions[file] == "", tf.constant(1, tf.int64), 0)
         record = self._from(file, self.offsets[number], 0).take(alone).ignore_errors()
@@ -363,7 +388,7 @@ class _Table:
 
     @plain
     def describe(self, number: tf.Tensor) -> tf.Tensor:
-        """ "FILE, byte OFFSET"; "FILE, record NUMBER" in a compressed file."""
+        """Return "FILE, byte OFFSET"; "FILE, record NUMBER" for a compressed file."""
         number, file = self._place(number)
         zipped = self.compressions[file] != ""
         what = tf.where(zipped, ", record ", ", byte ")
@@ -371,18 +396,21 @@ class _Table:
         return tf.strings.join([self.paths[file], what, tf.strings.as_string(where)])
 
     def _place(self, number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Number of a record, and of its file."""
+        """Return the number of a record and the number of its file."""
         number = tf.cast(number, tf.int64)
         if self.order is not None:
             number = self.order[number]
         return number, tf.searchsorted(self.ends, [number], side="right", out_type=tf.int64)[0]
 
     def _begin(self, file: tf.Tensor) -> tf.Tensor:
-        """Number of a file's first record."""
+        """Return the number of a file's first record."""
         return tf.where(file > 0, self.ends[tf.maximum(file - 1, 0)], 0)
 
     def _from(self, file: tf.Tensor, offset: tf.Tensor, buffer: int) -> tf.data.Dataset:
-        """The records of a file from an offset on. A buffer of 0: each read fetches what it needs and no more."""
+        """Return the records of a file from a byte offset on.
+
+        With a buffer of 0, each read fetches only the bytes that it needs.
+        """
         variant = tf.raw_ops.TFRecordDatasetV2(
             filenames=self.paths[file],
             compression_type=self.compressions[file],

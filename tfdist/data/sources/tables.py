@@ -1,4 +1,4 @@
-"""A CSV or TSV file becomes columns, classes or a Source of rows; files that its cells name are not looked at."""
+"""CSV and TSV files: columns, class labels, and a Source of rows."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _TYPES = ("int64", "float32", "string")
 class Table(NamedTuple):
     """Columns of a file, as text.
 
-    Fields:
-        file: The file.
-        names: Names of the columns; positions as text where the file has no header.
-        columns: Their cells.
+    Attributes:
+        file: Path of the file.
+        names: Names of the columns; positions as text if the file has no header.
+        columns: Cells of each column.
         lines: Line of each row in the file, counted from 1.
     """
 
@@ -38,10 +38,10 @@ class Table(NamedTuple):
 class Labels(NamedTuple):
     """A column of labels.
 
-    Fields:
-        values: int64 `[rows]`, or float32 where they are no classes.
-        classes: Number of classes; None where nobody said how many.
-        names: Their names.
+    Attributes:
+        values: Labels, int64 `[rows]`, or float32 if they are not classes.
+        classes: Number of classes; None if unknown.
+        names: Names of the classes.
     """
 
     values: np.ndarray
@@ -55,26 +55,28 @@ def read(
     delimiter: str = "auto",
     header: bool | None = None,
 ) -> Table:
-    """Reads columns of a CSV or TSV file.
+    r"""Read columns of a CSV or TSV file.
 
     Args:
-        file: Text in UTF-8, a row a line; fields may be quoted as `csv.reader` has it. Empty lines are passed over.
-        columns: Names or positions, from 0 on, of those wanted; None: all.
-        delimiter: What separates the fields; "auto": a tab in a file that ends in .tsv or has one in its first line, else the most frequent there of
-            comma, semicolon and bar.
-        header: Whether the first line names the columns; None: if any is wanted by name, or all are.
+        file: Path of a text file in UTF-8, one row on each line; fields may be quoted as
+            `csv.reader` allows. Empty lines are ignored.
+        columns: Names or positions, from 0 on, of the columns to read; None: all.
+        delimiter: Field separator. "auto": a tab if the file name ends in .tsv or the first line
+            has a tab; else the most frequent in that line of comma, semicolon and bar.
+        header: Whether the first line names the columns; None: if a column is given by name, or all
+            columns are read.
 
     Returns:
         The columns, of one row or more.
 
     Raises:
-        ValueError: For a file that is missing, empty or no such text, a column that it has not, and a row that is longer or
-            shorter than the first: with the line.
+        ValueError: If the file is missing, empty or not such a text, if it lacks a column, or if a
+            row is longer or shorter than the first; the message names the line.
 
     Example:
         >>> import pathlib, tempfile
         >>> file = pathlib.Path(tempfile.mkdtemp(), "people.csv")
-        >>> _ = file.write_text("name,age\\nAda,36\\nAlan,41\\n")
+        >>> _ = file.write_text("name,age\nAda,36\nAlan,41\n")
         >>> read(file, ["age"]).columns
         (['36', '41'],)
     """
@@ -106,8 +108,9 @@ def read(
                     continue
             if len(row) != len(first):
                 raise ValueError(
-                    f"{path}, line {line}: expected {len(first)} columns, as in the first line, received {len(row)}. Correct "
-                    f"that line; or pass delimiter=, if {delimiter!r} does not separate the columns."
+                    f"{path}, line {line}: expected {len(first)} columns, as in the first line, "
+                    f"received {len(row)}. Correct that line; or pass delimiter=, if {delimiter!r} "
+                    "does not separate the columns."
                 )
             for cells, place in zip(found, places, strict=True):
                 cells.append(row[place])
@@ -132,27 +135,30 @@ def table(
     types: Mapping[str, str] | None = None,
     delimiter: str = "auto",
 ) -> Source:
-    """A Source of the rows of a CSV or TSV file, held in memory.
+    r"""Return a Source of the rows of a CSV or TSV file, held in memory.
 
     Args:
-        file: What `read` takes, with a header.
-        features: Columns of x. A list: x is a dict of scalars. One name: x is that scalar. None: all columns but `label`.
+        file: File that `read` accepts, with a header.
+        features: Columns of x. A list: x is a dict of scalars. One name: x is that scalar. None:
+            all columns but `label`.
         label: Column of y; None: the examples are x alone.
-        classes: What `classify` takes.
-        types: Types of columns by name, "int64", "float32" or "string". Those not named are int64 if all cells are whole
-            numbers, float32 if all are numbers or empty (which become NaN), else string.
-        delimiter: What `read` takes.
+        classes: Classes that `classify` accepts.
+        types: Types of columns by name: "int64", "float32" or "string". Columns not named are int64
+            if all cells are whole numbers, float32 if all are numbers or empty (which become NaN),
+            else string.
+        delimiter: Delimiter that `read` accepts.
 
     Returns:
         A Source of dicts, or of `(x, y)`.
 
     Raises:
-        ValueError: As `read` and `classify`, and for a cell that is not of its column's type.
+        ValueError: For the reasons of `read` and `classify`, or if a cell is not of its column's
+            type.
 
     Example:
         >>> import pathlib, tempfile
         >>> file = pathlib.Path(tempfile.mkdtemp(), "people.csv")
-        >>> _ = file.write_text("city,age,paid\\nParis,36,no\\nRome,,yes\\n")
+        >>> _ = file.write_text("city,age,paid\nParis,36,no\nRome,,yes\n")
         >>> source = table(file, label="paid")
         >>> x, y = next(iter(source.dataset()))
         >>> x["city"].numpy(), x["age"].numpy(), int(y), source.class_names
@@ -205,21 +211,22 @@ def classify(
     lines: Sequence[int],
     classes: int | Sequence[str] | str | os.PathLike | None = None,
 ) -> Labels:
-    """Cells of a label column become the numbers of classes.
+    """Convert the cells of a label column to class numbers.
 
     Args:
         values: The cells.
-        file: Where they are from, for messages.
-        lines: Their lines there.
-        classes: The names of the classes in the order of their numbers; a file with one class a line, `NAME` or `NAME what it is
-            called`, such as ImageNet's LOC_synset_mapping.txt; or their number, if labels are numbers from 0 on. None: if all
-            labels are numbers they are taken as they are, else the classes are the distinct labels, sorted.
+        file: File of the cells, for messages.
+        lines: Lines of the cells in the file.
+        classes: Names of the classes in the order of their numbers; a file with one class on each
+            line, `NAME` or `NAME what it is called`, such as ImageNet's LOC_synset_mapping.txt; or
+            the number of classes, if labels are numbers from 0 on. None: if all labels are numbers
+            they are used unchanged, else the classes are the distinct labels, sorted.
 
     Returns:
-        The labels. Where labels are whole numbers and no names of classes, they are the numbers of the classes.
+        The labels. Whole numbers that are not names of classes are the numbers of the classes.
 
     Raises:
-        ValueError: For a label that is no class, with its line.
+        ValueError: If a label is empty or not one of the classes; the message names its line.
 
     Example:
         >>> classify(["cat", "ant", "cat"], "pets.csv", [2, 3, 4])
@@ -240,8 +247,9 @@ def classify(
         if numbers is None or numbers.dtype != np.int64:
             wrong = next(i for i, value in enumerate(values) if not _is_number(value, "int64"))
             raise ValueError(
-                f"{file}, line {lines[wrong]}: expected a label from 0 to {classes - 1}, received {values[wrong]!r}. Pass the names "
-                "of the classes in classes=, if labels are names."
+                f"{file}, line {lines[wrong]}: expected a label from 0 to {classes - 1}, received "
+                f"{values[wrong]!r}. Pass the names of the classes in classes=, if labels are "
+                "names."
             )
         check_labels(file, numbers, classes, lambda example: f"line {lines[example]}")
         return Labels(numbers, classes)
@@ -267,20 +275,24 @@ def classify(
             else "Correct the label, or the classes."
         )
         raise ValueError(
-            f"{file}, line {lines[wrong]}: the label {values[wrong]!r} is none of the {len(keys)} {origin}"
-            f"{f', nor are {others} more' if others else ''}. {near}"
+            f"{file}, line {lines[wrong]}: the label {values[wrong]!r} is none of the {len(keys)} "
+            f"{origin}{f', nor are {others} more' if others else ''}. {near}"
         )
     return Labels(np.array(found, np.int64), len(keys), names)
 
 
 def read_classes(file: str | os.PathLike) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Reads a file with one class a line, `KEY` or `KEY what it is called`.
+    """Read a file with one class on each line, `KEY` or `KEY what it is called`.
 
     Args:
-        file: Such as ImageNet's LOC_synset_mapping.txt, whose lines are like `n01440764 tench, Tinca tinca`.
+        file: Path of the file, such as ImageNet's LOC_synset_mapping.txt, whose lines are like
+            `n01440764 tench, Tinca tinca`.
 
     Returns:
-        Keys, and what the classes are called: ("n01440764", ...), ("tench, Tinca tinca", ...).
+        Keys and names of the classes: ("n01440764", ...), ("tench, Tinca tinca", ...).
+
+    Raises:
+        ValueError: If the file is missing or has no classes, or if a class appears twice.
     """
     path = absolute(file)
     parts = [line.split(maxsplit=1) for line in _text(path).splitlines() if line.strip()]
@@ -295,7 +307,7 @@ def read_classes(file: str | os.PathLike) -> tuple[tuple[str, ...], tuple[str, .
 
 
 def labels_of(labels: Labels | None) -> Any:
-    """What a Source's `labels` is: None where there are none, or they are no whole numbers."""
+    """Return the `labels` of a Source: None if there are none, or if they are not integers."""
     return None if labels is None or labels.values.dtype != np.int64 else lambda: labels.values
 
 
@@ -317,13 +329,13 @@ def _delimiter(path: str, text: str) -> str:
     line = text.lstrip().split("\n", 1)[0]
     if "\t" in line or path.lower().endswith(".tsv"):
         return "\t"
-    return max(",;|", key=line.count)  # the first of them, where there is none
+    return max(",;|", key=line.count)  # a comma, if the line has none of them
 
 
 def _places(
     path: str, names: tuple[str, ...], columns: Sequence[str | int] | None, header: bool
 ) -> list[int]:
-    """Positions of the columns wanted."""
+    """Return the positions of the columns to read."""
     if columns is None:
         columns = names
     places = []
@@ -331,12 +343,14 @@ def _places(
         if isinstance(column, int):
             if not 0 <= column < len(names):
                 raise ValueError(
-                    f"{path}: no column {column}; expected 0 to {len(names) - 1}, as its first line has {len(names)}."
+                    f"{path}: no column {column}; expected 0 to {len(names) - 1}, as its first "
+                    f"line has {len(names)}."
                 )
             places.append(column)
         elif names.count(column) > 1:
             raise ValueError(
-                f"{path}: {names.count(column)} columns are called {column!r}. Give each a name of its own."
+                f"{path}: {names.count(column)} columns are called {column!r}. Give each a name of "
+                "its own."
             )
         elif column in names:
             places.append(names.index(column))
@@ -348,12 +362,11 @@ def _places(
 
 
 def _typed(rows: Table, name: str, cells: list[str], wanted: str | None) -> np.ndarray:
-    """A column as numbers or text."""
+    """Convert a column to numbers or text."""
     if wanted is not None and wanted not in _TYPES:
         raise ValueError(f"types[{name!r}]: received {wanted!r}. {config.nearest(wanted, _TYPES)}")
-    text = np.array(
-        cells, object
-    )  # not NumPy's own strings, each of which is as long as the longest
+    # Not NumPy's own strings, each of which is as long as the longest.
+    text = np.array(cells, object)
     if wanted == "string":
         return text
     filled = [cell.strip() or "nan" for cell in cells]
@@ -367,14 +380,16 @@ def _typed(rows: Table, name: str, cells: list[str], wanted: str | None) -> np.n
     for cell, value, line in zip(cells, filled, rows.lines, strict=True):
         if not _is_number(value, wanted):
             raise ValueError(
-                f"{rows.file}, line {line}: expected {wanted} in column {name!r}, received {cell!r}."
+                f"{rows.file}, line {line}: expected {wanted} in column {name!r}, received "
+                f"{cell!r}."
             )
     raise AssertionError(name)
 
 
 def _numbers(values: Sequence[str]) -> np.ndarray | None:
-    """int64 if all are whole numbers, float32 if all are numbers, else None."""
-    if max(map(len, values)) > 40:  # no number, and NumPy's strings are each as long as the longest
+    """Convert text to int64 if all are integers, to float32 if all are numbers, else to None."""
+    # Longer text is no number, and each of NumPy's strings is as long as the longest.
+    if max(map(len, values)) > 40:
         return None
     array = np.array(values, np.str_)
     for kind in (np.int64, np.float32):

@@ -1,4 +1,7 @@
-"""The name of a TFDS data set becomes a Source; a data set that is not prepared is, by one process of all."""
+"""Sources of TFDS datasets, prepared on first use.
+
+If several processes need the same dataset, one prepares it and the others wait.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,10 @@ if TYPE_CHECKING:  # it takes seconds to import
     import tensorflow_datasets as tfds
 
 PREPARE_TIMEOUT = 600.0
-# TFDS takes so many examples of each of so many files in turn, where the order of a data set says nothing.
-_INTERLEAVED_FILES, _INTERLEAVED_EXAMPLES = 16, 16
+# TFDS interleaves so many files, with so many consecutive examples of each, unless a dataset
+# disables shuffling.
+_INTERLEAVED_FILES = 16
+_INTERLEAVED_EXAMPLES = 16
 
 
 def load(
@@ -35,27 +40,31 @@ def load(
     data_dir: str | os.PathLike | None = None,
     index_dir: str | os.PathLike | None = None,
 ) -> Source:
-    """A split of a TFDS data set, prepared first where it is not.
+    """Return a split of a TFDS dataset, which is prepared first if necessary.
 
-    Of several workers that share `data_dir` one prepares, and the others wait for it. Our own `tfdist_digits`
-    is made from scikit-learn's copy and downloads nothing; others are downloaded by TFDS the first time. The
-    order of examples is that of `tfds.load(name, split=split)`.
+    If several workers share `data_dir`, one prepares the dataset and the others wait. The dataset
+    `tfdist_digits` of this package is made from scikit-learn's copy and downloads nothing; TFDS
+    downloads other datasets on first use. The order of examples is the order of `tfds.load(name,
+    split=split)`.
 
     Args:
-        name: A name that TFDS knows, "mnist", "my_dataset/config:1.0.0"; or of a data set that lies prepared
-            in `data_dir`.
-        split: Split or slice of one: "train", "train[:80%]".
-        data_dir: Where prepared data sets lie; default: where TFDS keeps them (`~/tensorflow_datasets`, or
+        name: Name of a dataset that TFDS knows, "mnist", "my_dataset/config:1.0.0"; or of a
+            prepared dataset in `data_dir`.
+        split: Split or slice of a split: "train", "train[:80%]".
+        data_dir: Directory of prepared datasets; default: TFDS' own (`~/tensorflow_datasets`, or
             `TFDS_DATA_DIR`).
-        index_dir: Where the indexes of its record files are kept, see `records`; default: beside them.
+        index_dir: Directory for the indexes of the record files, see `records`; default: beside the
+            files.
 
     Returns:
-        A Source of `(x, y)`; of dicts of features where the data set does not say which feature is the label. Its
-        examples can be read at random where its files are local TFRecords, else only from the first to the last.
+        A Source of `(x, y)`; of dicts of features if the dataset does not declare a label. Its
+        examples can be read at random if its files are local TFRecords, else only from the first to
+        the last.
 
     Raises:
-        ValueError: For an unknown name or split, and where preparing takes a package that is not installed.
-        TimeoutError: When another process has been preparing this data set for ten minutes.
+        ValueError: If the name or the split is unknown, or if preparing needs a package that is not
+            installed.
+        TimeoutError: If another process has been preparing this dataset for ten minutes.
 
     Example:
         >>> import tempfile
@@ -66,14 +75,14 @@ def load(
     builder = _builder(name, data_dir)
     if not _is_prepared(builder):
         _prepare(builder, PREPARE_TIMEOUT)
-        builder = _builder(name, data_dir)  # one that knows what now lies on the disk
+        builder = _builder(name, data_dir)  # reads the files that now exist
     try:
         parts = builder.info.splits[split].file_instructions
     except (ValueError, KeyError) as error:
         expected = ", ".join(builder.info.splits)
         raise ValueError(
-            f"split={split!r}: no such split of {name}; expected one of {expected}, or a slice such as "
-            f"'{next(iter(builder.info.splits), 'train')}[:80%]'."
+            f"split={split!r}: no such split of {name}; expected one of {expected}, or a slice "
+            f"such as '{next(iter(builder.info.splits), 'train')}[:80%]'."
         ) from error
     title = f"{name}[{split}]"
     if not parts:
@@ -91,7 +100,7 @@ def load(
 
 
 def _is_indexed(builder: tfds.core.DatasetBuilder) -> bool:
-    """Whether the files are local TFRecords."""
+    """Return whether the files are local TFRecords."""
     return getattr(
         builder.info.file_format, "value", None
     ) == "tfrecord" and not files_io.is_remote(str(builder.data_path))
@@ -100,15 +109,15 @@ def _is_indexed(builder: tfds.core.DatasetBuilder) -> bool:
 def _of_records(
     title: str, builder: tfds.core.DatasetBuilder, parts: Sequence[Any], index_dir: str | None
 ) -> Source:
-    """A Source of parts of record files, TFDS' file instructions."""
+    """Return a Source of parts of record files, given as TFDS' file instructions."""
     paths = [files_io.absolute(part.filename) for part in parts]
     whole = {index.path: index for index in open_indexes(list(dict.fromkeys(paths)), "", index_dir)}
     indexes = []
     for path, part in zip(paths, parts, strict=True):
         if whole[path].records != part.examples_in_shard:
             raise ValueError(
-                f"{path}: expected {part.examples_in_shard} records, as {builder.name} says; received {whole[path].records}. "
-                "Delete the data set and prepare it again."
+                f"{path}: expected {part.examples_in_shard} records, as {builder.name} says; "
+                f"received {whole[path].records}. Delete the data set and prepare it again."
             )
         indexes.append(
             Index(path, "", part.take, whole[path].offsets[part.skip : part.skip + part.take])
@@ -130,15 +139,15 @@ def _of_records(
 
 
 def interleaved(lengths: Sequence[int], cycle: int, block: int) -> np.ndarray:
-    """The order in which `tf.data.Dataset.interleave` takes the examples of files.
+    """Return the order in which `tf.data.Dataset.interleave` takes the examples of files.
 
     Args:
-        lengths: Examples of each file.
-        cycle: Files open at a time.
-        block: Examples taken of one, before the next's turn.
+        lengths: Number of examples of each file.
+        cycle: Number of files open at a time.
+        block: Number of consecutive examples taken from a file.
 
     Returns:
-        int64 `[examples]`: their numbers, which count on from file to file.
+        Numbers of the examples, int64 `[examples]`, counted on from file to file.
 
     Example:
         >>> interleaved([3, 1, 2], cycle=2, block=2).tolist()
@@ -150,14 +159,16 @@ def interleaved(lengths: Sequence[int], cycle: int, block: int) -> np.ndarray:
     )
     slots: list[tuple[int, int] | None] = [None] * cycle
     blocks: list[np.ndarray] = []
-    slot, more = 0, True
+    slot = 0
+    more = True
     while more or any(slots):
         if slots[slot] is None:
             slots[slot] = next(waiting, None)
             more = slots[slot] is not None and more
         held = slots[slot]
         if held is not None:
-            begin, end = held[0], min(held[0] + block, held[1])
+            begin = held[0]
+            end = min(held[0] + block, held[1])
             blocks.append(np.arange(begin, end, dtype=np.int64))
             slots[slot] = (end, held[1]) if end - begin == block else None
         slot = (slot + 1) % cycle
@@ -165,22 +176,24 @@ def interleaved(lengths: Sequence[int], cycle: int, block: int) -> np.ndarray:
 
 
 def _of_builder(title: str, builder: tfds.core.DatasetBuilder, split: str) -> Source:
-    """A Source that TFDS itself reads, from the first example to the last."""
+    """Return a Source that TFDS itself reads, from the first example to the last."""
     import tensorflow_datasets as tfds
 
     def walk() -> tf.data.Dataset:
         return builder.as_dataset(
             split=split,
             as_supervised=builder.info.supervised_keys is not None,
-            read_config=tfds.ReadConfig(try_autocache=False),  # caching is the pipeline's affair
+            read_config=tfds.ReadConfig(try_autocache=False),  # `pipeline(cache=...)` caches
         )
 
     try:
         source = of_dataset(title, walk())
     except NotImplementedError as error:
         raise ValueError(
-            f"{title}: TFDS reads no {getattr(builder.info.file_format, 'value', 'such')} files as a tf.data.Dataset. Prepare it in another data_dir as "
-            f'records: tfds.builder("{builder.name}", data_dir=..., file_format="tfrecord").download_and_prepare().'
+            f"{title}: TFDS reads no {getattr(builder.info.file_format, 'value', 'such')} files as "
+            "a tf.data.Dataset. Prepare it in another data_dir as "
+            f'records: tfds.builder("{builder.name}", data_dir=..., '
+            'file_format="tfrecord").download_and_prepare().'
         ) from error
     return dataclasses.replace(source, walk=walk)
 
@@ -193,29 +206,34 @@ def _builder(name: str, data_dir: str | os.PathLike | None) -> tfds.core.Dataset
     try:
         return tfds.builder(name, data_dir=data_dir)
     except tfds.core.DatasetNotFoundError as error:
-        # TFDS' own message lists every data set there is.
+        # TFDS' own message lists every dataset there is.
         nearest = difflib.get_close_matches(
             name, tfds.list_builders(with_community_datasets=False), n=3
         )
         hint = f"Did you mean {' or '.join(nearest)}? " if nearest else ""
         raise ValueError(
-            f"{name!r}: no such data set, neither in TFDS nor prepared under {data_dir or 'its default data_dir'}. "
-            f"{hint}Correct the name; import the module that defines it, if it is your own; or pass data_dir=, if it "
+            f"{name!r}: no such data set, neither in TFDS nor prepared under "
+            f"{data_dir or 'its default data_dir'}. {hint}Correct the name; import the module that "
+            "defines it, if it is your own; or pass data_dir=, if it "
             "lies elsewhere."
         ) from error
 
 
 def _is_prepared(builder: tfds.core.DatasetBuilder) -> bool:
-    # TFDS' own is_prepared() warns when the answer is no.
+    # TFDS' own is_prepared() logs a warning if the answer is no.
     return (builder.data_path / "dataset_info.json").exists()
 
 
 def _prepare(builder: tfds.core.DatasetBuilder, timeout: float) -> None:
-    """Prepares a data set unless another process does so first; TFDS renames the finished directory into place."""
+    """Prepare a dataset unless another process does so first.
+
+    TFDS renames the finished directory into place.
+    """
     if files_io.is_remote(builder.data_dir):
         raise ValueError(
-            f"{builder.name} is not prepared in {builder.data_dir}, where workers cannot lock each other out. Prepare it "
-            f"once by hand: tfds build {builder.name}, or copy it from a local data_dir."
+            f"{builder.name} is not prepared in {builder.data_dir}, where workers cannot lock each "
+            f"other out. Prepare it once by hand: tfds build {builder.name}, or copy it from a "
+            "local data_dir."
         )
     import tensorflow_datasets as tfds
 
@@ -232,8 +250,13 @@ def _prepare(builder: tfds.core.DatasetBuilder, timeout: float) -> None:
 
 @contextlib.contextmanager
 def _random_state_kept() -> Iterator[None]:
-    """TFDS draws random numbers while it prepares: a first run's weights would be others than those of all that follow."""
-    python, numpy = random.getstate(), np.random.get_state()
+    """Restore the random states of Python and NumPy afterwards.
+
+    TFDS draws random numbers while it prepares a dataset. Otherwise the initial weights of the
+    first run would differ from the weights of later runs.
+    """
+    python = random.getstate()
+    numpy = np.random.get_state()
     try:
         yield
     finally:
@@ -242,6 +265,6 @@ def _random_state_kept() -> Iterator[None]:
 
 
 def _label(info: tfds.core.DatasetInfo) -> Any:
-    """The feature that is the label; None where there is none."""
+    """Return the feature that is the label; None if there is none."""
     keys = info.supervised_keys
     return info.features[keys[1]] if keys and isinstance(keys[1], str) else None

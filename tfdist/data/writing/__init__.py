@@ -1,1 +1,1 @@
-"""Writes a source as TFRecord files."""
+"""Writing of Sources to TFRecord files."""

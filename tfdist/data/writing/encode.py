@@ -1,4 +1,7 @@
-"""An example becomes a serialized `tf.train.Example` that says the same; images that are files already are not encoded again."""
+"""Encoding of examples as serialized `tf.train.Example`.
+
+Images that are stored as files are copied, not encoded again.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +16,19 @@ from google.protobuf.message import DecodeError
 from tfdist.data.sources.base import Source
 from tfdist.data.sources.features import Feature, Features, listable, packable, shape_of
 
-_TUPLE = ("x", "y", "sample_weight")  # Keras' words
-WHOLE = ""  # the stored bytes themselves, rather than a feature in them
+_TUPLE = ("x", "y", "sample_weight")  # the terms of Keras
+WHOLE = ""  # stands for the stored bytes themselves, rather than a feature in them
 
 
 @dataclasses.dataclass(frozen=True)
 class Encoder:
-    """Turns a source's examples into bytes.
+    """Encoder from a source's examples to bytes.
 
     Attributes:
-        features: What is stored, and what an example looks like.
-        images: Name of each feature whose file is stored as it is, to the feature of the source's stored Example
-            that holds it; `WHOLE`: what the source stores is that file.
+        features: Stored features, and the structure of an example.
+        images: Mapping from the name of each feature whose file is copied to the feature of the
+            source's stored Example that holds it. `WHOLE`: the stored bytes of the source are that
+            file.
     """
 
     features: Features
@@ -32,16 +36,16 @@ class Encoder:
 
     @classmethod
     def of(cls, source: Source) -> Encoder:
-        """The encoder for a source's examples.
+        """Return the encoder for a source's examples.
 
         Args:
-            source: One of dense tensors.
+            source: A source of dense tensors.
 
         Returns:
             The encoder.
 
         Raises:
-            ValueError: For parts of examples that a record cannot hold; they are named.
+            ValueError: If a record cannot hold a part of the examples; the message names it.
         """
         structure = _names(source.element_spec, ())
         columns: dict[str, Any] = {}
@@ -57,19 +61,23 @@ class Encoder:
             feature.has_shape for feature in columns.values()
         ):
             raise ValueError(
-                f"{source.name}: expected parts of examples with names of their own; received {structure}. Rename some with map()."
+                f"{source.name}: expected parts of examples with names of their own; received "
+                f"{structure}. Rename some with map()."
             )
         return cls(Features(columns, structure))
 
     def with_images(self, examples: Sequence[Any], stored: Sequence[bytes]) -> Encoder:
-        """The encoder that keeps image files, where some examples show how these lie in what the source stores.
+        """Return an encoder that copies image files where possible.
+
+        Some examples show where image files are in the source's stored bytes.
 
         Args:
-            examples: As users see them.
-            stored: The same as the source stores them.
+            examples: Decoded examples.
+            stored: The same examples as the source stores them.
 
         Returns:
-            The encoder: an image file is kept only if it is the very image in all these examples.
+            The encoder. It copies an image file only if the file is the very image in all these
+            examples.
         """
         found: dict[str, str] = {}
         for name, feature in self.features.columns.items():
@@ -89,15 +97,16 @@ class Encoder:
         return dataclasses.replace(self, images=found)
 
     def prepare(self, example: Any, stored: tf.Tensor | None) -> dict[str, tf.Tensor]:
-        """What is stored of an example, by name; a graph.
+        """Return the stored values of an example, by name; a graph.
 
         Args:
-            example: As users see it.
-            stored: As the source stores it, a string scalar; None where no image is kept.
+            example: Decoded example.
+            stored: The example as the source stores it, a string scalar; None if no image file is
+                copied.
 
         Returns:
-            Image files, string scalars; and the values of other tensors, `[values]`, of the types that lists hold;
-            uint8 for the bytes of a tensor that is stored as such.
+            Image files, string scalars; and the values of other tensors, `[values]`, of the types
+            of an Example's lists; uint8 for the bytes of a packed tensor.
         """
         parts = {}
         for name, value in self._flat(example).items():
@@ -120,7 +129,13 @@ class Encoder:
         return parts
 
     def serialize(self, parts: Mapping[str, Any]) -> bytes:
-        """The serialized Example of what `prepare` made, as NumPy's arrays; equal bytes for equal parts."""
+        """Return the serialized Example of the values that `prepare` returned.
+
+        Equal values give equal bytes.
+
+        Args:
+            parts: Values of `prepare`, as NumPy arrays.
+        """
         example = tf.train.Example()
         held = example.features.feature
         for name, value in parts.items():
@@ -131,7 +146,7 @@ class Encoder:
             elif value.dtype == object:
                 held[name].bytes_list.value.extend(value.tolist())
             elif value.dtype == np.float32:
-                # As protobuf's own bytes: extend() takes twenty times as long.
+                # Written in protobuf's wire format: extend() takes twenty times as long.
                 content = value.tobytes()
                 held[name].float_list.MergeFromString(b"\x0a" + _varint(len(content)) + content)
             else:
@@ -139,14 +154,18 @@ class Encoder:
         return example.SerializeToString(deterministic=True)
 
     def _flat(self, example: Any) -> dict[str, Any]:
-        """The parts of an example by name."""
+        """Return the parts of an example by name."""
         return dict(
             zip(tf.nest.flatten(self.features.structure), tf.nest.flatten(example), strict=True)
         )
 
 
 def _names(spec: Any, path: tuple[str, ...]) -> Any:
-    """A nest of names like `spec`: the keys on the way, x, y and sample_weight for the parts of the outermost tuple."""
+    """Return a nest of names like `spec`.
+
+    A name is made of the keys on the path to it. The parts of the outermost tuple are x, y and
+    sample_weight.
+    """
     if isinstance(spec, tuple):
         words = _TUPLE if not path and 2 <= len(spec) <= 3 else tuple(map(str, range(len(spec))))
         return tuple(_names(part, (*path, word)) for part, word in zip(spec, words, strict=False))
@@ -156,15 +175,15 @@ def _names(spec: Any, path: tuple[str, ...]) -> Any:
 
 
 def _feature(source: str, name: str, spec: Any) -> Feature:
-    """How a tensor is stored."""
+    """Return the declaration under which a tensor is stored."""
     if (
         not isinstance(spec, tf.TensorSpec)
         or spec.shape.rank is None
         or not (listable(spec.dtype) or packable(spec.dtype))
     ):
         raise ValueError(
-            f"{source}: records hold dense tensors of known rank, of numbers or strings; received {spec} for {name}. Make it one with "
-            "map(), or leave it out."
+            f"{source}: records hold dense tensors of known rank, of numbers or strings; received "
+            f"{spec} for {name}. Make it one with map(), or leave it out."
         )
     shape = tuple(spec.shape)
     if spec.dtype == tf.uint8 and len(shape) == 3 and shape[2] in (1, 3, 4) and 0 not in shape:
@@ -173,7 +192,10 @@ def _feature(source: str, name: str, spec: Any) -> Feature:
 
 
 def _strings(stored: bytes) -> list[str]:
-    """The features of a stored Example that are one string; none where it is something else."""
+    """Return the features of a stored Example that are one string.
+
+    The result is empty if the bytes are not an Example.
+    """
     try:
         features = tf.train.Example.FromString(stored).features.feature
     except DecodeError:
@@ -182,7 +204,7 @@ def _strings(stored: bytes) -> list[str]:
 
 
 def _is(stored: bytes, place: str, image: Any, feature: Feature) -> bool:
-    """Whether an image file lies at this place and is this image."""
+    """Return whether the given feature of a stored Example is the file of this image."""
     if place != WHOLE:
         try:
             stored = tf.train.Example.FromString(stored).features.feature[place].bytes_list.value[0]
@@ -195,7 +217,7 @@ def _is(stored: bytes, place: str, image: Any, feature: Feature) -> bool:
 
 
 def _varint(number: int) -> bytes:
-    """A length as protobuf writes it."""
+    """Encode a length as protobuf does."""
     out = bytearray()
     while number > 127:
         out.append(number & 127 | 128)

@@ -1,4 +1,4 @@
-"""Ranges of a source's examples become record files; which ranges, and who else writes there, is not decided here."""
+"""Record files of a dataset that is being written: one shard for each range of examples."""
 
 from __future__ import annotations
 
@@ -29,20 +29,21 @@ _REPORTED = 1000  # examples between two calls of `progress`
 
 
 class Progress:
-    """Counts the examples of several threads, and tells somebody now and then.
+    """Progress of several threads: counts examples and reports them from time to time.
 
     Args:
-        tell: Called with the examples done, and all of them or None.
-        total: All of them, if that is known.
+        tell: Function called with the number of examples done, and their total or None.
+        total: Total number of examples, if known.
     """
 
     def __init__(self, tell: Callable[[int, int | None], None] | None, total: int | None):
-        self._tell, self._total = tell, total
+        self._tell = tell
+        self._total = total
         self._done = self._told = 0
         self._lock = threading.Lock()
 
     def add(self, examples: int) -> None:
-        """Counts this many more."""
+        """Count more examples, and report them if it is time."""
         with self._lock:
             self._done += examples
             if self._tell is not None and (
@@ -54,18 +55,19 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """The files of a data set that is being written.
+    """The files of a dataset that is being written.
 
-    In the directory `.writing`, a file `00003.tfrecord` is whole once `00003.json` says how many examples and bytes
-    it has, and its checksum.
+    In the directory `.writing`, a file `00003.tfrecord` is complete once `00003.json` exists, which
+    has its number of examples, its size in bytes and its checksum.
 
     Attributes:
         source: The examples.
-        encoder: How each is stored.
-        directory: Where the data set shall lie.
-        compression: "" or "GZIP".
-        group: Examples to hand over from TensorFlow to Python at a time, which costs much for each by itself.
-        progress: Is told of each example.
+        encoder: Encoder of the examples.
+        directory: Final directory of the dataset.
+        compression: Compression of the files, "" or "GZIP".
+        group: Number of examples transferred from TensorFlow to Python at a time, because single
+            transfers are slow.
+        progress: Progress that counts the examples.
     """
 
     source: Source
@@ -76,17 +78,18 @@ class Shards:
     progress: Progress
 
     def write_all(self, counts: Sequence[int], workers: int) -> list[dict[str, Any]]:
-        """Writes files with these numbers of examples, several at a time, but for those that are whole.
+        """Write files of given numbers of examples, several at a time, except complete ones.
 
         Args:
-            counts: Examples of each file.
-            workers: Threads.
+            counts: Number of examples of each file.
+            workers: Number of threads.
 
         Returns:
-            The entry of each file: "file", its name in the end, "examples", "bytes" and "sha256".
+            The entry of each file: "file", its final name, "examples", "bytes" and "sha256".
 
         Raises:
-            ValueError: Of the first file that could not be written, once the other threads have stopped.
+            ValueError: If a file cannot be written; raised for the first one, once the other
+                threads have stopped.
         """
         stop = threading.Event()
         begins = np.cumsum([0, *counts]).tolist()
@@ -104,7 +107,8 @@ class Shards:
             )
             missing = [number for number, entry in enumerate(entries) if entry is None]
             self.progress.add(sum(counts) - sum(counts[number] for number in missing))
-            # Each thread writes neighbouring files, so that it makes one data set, which takes as long as many examples.
+            # Each thread writes consecutive files, so that it needs only one dataset. Creating a
+            # dataset takes as long as reading many examples.
             parts = np.array_split(missing, max(1, min(workers, len(missing))))
             futures = [pool.submit(several, part.tolist()) for part in parts if len(part)]
             try:
@@ -116,13 +120,16 @@ class Shards:
         return self._named(entries)
 
     def write_on(self, limit: float) -> list[dict[str, Any]]:
-        """Writes one file after the other until the source ends, after those that are whole.
+        """Write one file after the other until the source ends, after the complete ones.
 
         Args:
-            limit: Bytes after which a file is full, before compression.
+            limit: Size in bytes at which a file is full, before compression.
 
         Returns:
             The entry of each file, as `write_all` does.
+
+        Raises:
+            ValueError: If the source has another number of examples than it declares.
         """
         entries: list[dict[str, Any] | None] = []
         begin = 0
@@ -138,33 +145,35 @@ class Shards:
         total = sum(entry["examples"] for entry in entries if entry)
         if self.source.cardinality not in (None, total):
             raise ValueError(
-                f"{self.source.name}: expected {self.source.cardinality} examples; received {total}."
+                f"{self.source.name}: expected {self.source.cardinality} examples; received "
+                f"{total}."
             )
         return self._named(entries)
 
     def move(self, entries: Sequence[dict[str, Any]]) -> list[str]:
-        """Gives all files their names, and returns their paths."""
+        """Rename all files to their final names, and return their paths."""
         final = [os.path.join(self.directory, entry["file"]) for entry in entries]
         for number, path in enumerate(final):
             part = self._part(number)
-            if tf.io.gfile.exists(part):  # not so where an earlier call ended here
+            if tf.io.gfile.exists(part):  # else an earlier call has moved it
                 tf.io.gfile.rename(part, path, overwrite=True)
         return final
 
     def _records(self, ranges: Sequence[tuple[int, int | None]]) -> Iterator[bytes]:
-        """The records of these examples, see `chosen`."""
+        """Yield the records of some examples, see `chosen`."""
         numbers = _numbers(ranges)
         groups = iter(self._prepared(ranges).ragged_batch(self.group).prefetch(2))
         while True:
             try:
                 group = next(groups, None)
             except tf.errors.OpError as error:
-                # One after the other, to name the one that cannot be read.
+                # Read them again one by one, to name the one that cannot be read.
                 again = [(number, number + 1) for number in itertools.islice(numbers, self.group)]
                 for _ in named(self.source, iter(self._prepared(again)), _numbers(again)):
                     pass
                 raise ValueError(
-                    f"{self.source.name}: examples from {again[0][0]} on cannot be read: {error.message}"
+                    f"{self.source.name}: examples from {again[0][0]} on cannot be read: "
+                    f"{error.message}"
                 ) from error
             if group is None:
                 return
@@ -183,8 +192,10 @@ class Shards:
         limit: float = float("inf"),
         stop: threading.Event | None = None,
     ) -> dict[str, Any]:
-        """Writes one file, of the records expected or up to its limit, and its entry."""
-        path, count, size = self._part(number), 0, 0
+        """Write one file, of the expected records or up to its limit, and its entry."""
+        path = self._part(number)
+        count = 0
+        size = 0
         with writable(self.directory):
             writer = tf.io.TFRecordWriter(path, self.compression)
         try:
@@ -202,7 +213,8 @@ class Shards:
                 writer.close()
         if expected not in (None, count):
             raise ValueError(
-                f"{self.source.name}: expected {self.source.cardinality} examples; it ended before them."
+                f"{self.source.name}: expected {self.source.cardinality} examples; it ended before "
+                "them."
             )
         entry = {"examples": count, "bytes": tf.io.gfile.stat(path).length, "sha256": sha256(path)}
         with writable(self.directory):
@@ -210,7 +222,11 @@ class Shards:
         return entry
 
     def _whole(self, number: int, total: int | None) -> dict[str, Any] | None:
-        """The entry of a file that an earlier call wrote to its end; None where there is none, or the file is damaged."""
+        """Return the entry of a complete file of an earlier call.
+
+        Returns:
+            The entry; None if there is none, or if the file is damaged.
+        """
         entry = dataset_file.read_json(self._part(number, "json"))
         if entry is None:
             return None
@@ -240,11 +256,11 @@ class Shards:
 
 
 class _Stopped(Exception):
-    """Another thread has failed."""
+    """Signals a writer thread to stop because another thread has failed."""
 
 
 def _rows(group: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The examples of a batch of what `Encoder.prepare` made, as NumPy's arrays."""
+    """Yield the examples of a batch of `Encoder.prepare` values, as NumPy arrays."""
     columns: dict[str, Any] = {}
     for name, column in group.items():
         if isinstance(column, tf.RaggedTensor):
@@ -261,17 +277,19 @@ def chosen(
     function: Callable[[Any, Any], Any],
     stored: bool,
 ) -> tf.data.Dataset:
-    """What a function makes of some examples.
+    """Apply a function to some examples of a source.
 
     Args:
         source: The examples.
-        ranges: First number, and the one after the last: one range or more. None: up to the end of a source to walk
-            through.
-        function: Called with an example as users see it, and as the source stores it; a graph.
-        stored: Whether it needs the latter, which is None where not, or where the source does not tell.
+        ranges: One or more ranges: first number, and the number after the last. None: up to the end
+            of a source with `walk`.
+        function: Function called with a decoded example and the same example as the source stores
+            it; a graph.
+        stored: Whether the function needs the stored example. It is None if not needed, or if the
+            source does not provide it.
 
     Returns:
-        A data set of what it returns.
+        A dataset of the function's results.
     """
     parallel = tf.data.AUTOTUNE
     if source.walk is not None:
@@ -286,12 +304,14 @@ def chosen(
         )
     bounds = np.array(ranges, np.int64)
     if source.scan is not None:
-        scan, decode = source.scan, source.decode
+        scan = source.scan
+        decode = source.decode
         assert source.lengths is not None
         assert decode is not None
         ends = np.cumsum(source.lengths)
         starts = ends - source.lengths
-        first, last = np.maximum(starts, bounds[:, :1]), np.minimum(ends, bounds[:, 1:])
+        first = np.maximum(starts, bounds[:, :1])
+        last = np.minimum(ends, bounds[:, 1:])
         used, file = np.nonzero(first < last)
         pieces = tf.data.Dataset.from_tensor_slices(
             (file, first[used, file] - starts[file], (last - first)[used, file])
@@ -311,24 +331,26 @@ def chosen(
 
 
 def _numbers(ranges: Sequence[tuple[int, int | None]]) -> Iterator[int]:
-    """The numbers in these ranges."""
+    """Yield the numbers in some ranges."""
     for begin, end in ranges:
         yield from itertools.count(begin) if end is None else range(begin, end)
 
 
 def named(source: Source, elements: Iterator[Any], numbers: Iterable[int]) -> Iterator[Any]:
-    """What a data set yields, an element for each of these examples; an error says which cannot be read.
+    """Yield the elements of a dataset with one element per example; name unreadable examples.
 
     Args:
-        source: Whose examples they are.
-        elements: What the data set yields.
-        numbers: Of the examples; where the source does not know how many it has, its end is theirs too.
+        source: Source of the examples.
+        elements: Elements of the dataset.
+        numbers: Numbers of the examples; if the source does not know its number of examples, they
+            may end after the elements.
 
     Yields:
         The elements.
 
     Raises:
-        ValueError: With the example, and its place where the source knows it.
+        ValueError: If an example cannot be read; the message names the example, and its place if
+            the source knows it.
     """
     for number in numbers:
         try:
@@ -342,24 +364,30 @@ def named(source: Source, elements: Iterator[Any], numbers: Iterable[int]) -> It
         except tf.errors.OpError as error:
             where = place(source, number)
             raise ValueError(
-                f"{source.name}: example {number}{f' ({where})' if where else ''} cannot be read: {cause(error)}"
+                f"{source.name}: example {number}{f' ({where})' if where else ''} cannot be read: "
+                f"{cause(error)}"
             ) from error
         yield element
 
 
 @contextlib.contextmanager
 def writable(directory: str) -> Iterator[None]:
-    """Turns what is raised where a directory cannot be written into a ValueError that names it."""
+    """Convert errors for a directory that cannot be written to a ValueError that names it.
+
+    Args:
+        directory: The directory.
+    """
     try:
         yield
     except files_io.CANNOT_WRITE as error:
         raise ValueError(
-            f"directory={directory!r} cannot be written: {error}. Name another one, or make room and call again: what is whole is kept."
+            f"directory={directory!r} cannot be written: {error}. Name another one, or make room "
+            "and call again: what is whole is kept."
         ) from error
 
 
 def sha256(path: str) -> str:
-    """The SHA-256 of a file, in hexadecimal."""
+    """Return the SHA-256 of a file, in hexadecimal."""
     digest = hashlib.sha256()
     with tf.io.gfile.GFile(path, "rb") as file:
         while block := file.read(1 << 20):

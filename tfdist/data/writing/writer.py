@@ -1,4 +1,7 @@
-"""A Source becomes TFRecord files of about equal size; a file that is whole is never written again."""
+"""Writer of TFRecord datasets in shards of about equal size, with resumption.
+
+A shard that is complete is never written again.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +26,12 @@ from tfdist.data.sources.record_index import FRAME, open_indexes
 from tfdist.data.writing.encode import Encoder
 from tfdist.data.writing.record_shards import Progress, Shards, chosen, named, sha256, writable
 
-STALLED = (
-    600.0  # seconds to wait for another process that writes the same data set and gets no further
-)
-_SAMPLE = 64  # examples that say how large a record is
-_GROUP_BYTES = 1 << 20  # handed over from TensorFlow to Python at a time, about
+# Seconds to wait for another process that writes the same dataset and makes no progress.
+STALLED = 600.0
+_SAMPLE = 64  # examples from which the size of a record is estimated
+_GROUP_BYTES = 1 << 20  # approximate size of one transfer from TensorFlow to Python
 _PLAN = "plan.json"
-# What a call has in common with the one that it goes on with.
+# Keys of the plan that a call must share with the call that it resumes.
 _SAME = ("features", "structure", "compression", "shard_bytes", "sample")
 
 
@@ -42,32 +44,35 @@ def write(
     workers: int | None = None,
     progress: Callable[[int, int | None], None] | None = None,
 ) -> dict[str, Any]:
-    """Writes all examples of a source to TFRecord files, for `tfdist.data.records.records(directory)`.
+    """Write all examples of a source to TFRecord files, for `tfdist.data.records(directory)`.
 
-    Each example becomes a `tf.train.Example`. The files of images are copied as they are, without decoding them,
-    where the source has them; other images, uint8 `[height, width, 1, 3 or 4]`, become PNG files. A file
-    `dataset.json`, which is written last, says what the records hold, and the size and SHA-256 of each file. Until
-    then all lies in `.writing`; a second call with the same source and arguments keeps the files there that are
-    whole, and writes the others. A source that can only be walked through is written by one thread, which walks
-    again through what is written already. Of several processes that write the same local directory one does, and
-    the others wait for it.
+    Each example is stored as a `tf.train.Example`. Image files are copied without decoding if the
+    source has them; other images, uint8 `[height, width, 1, 3 or 4]`, are stored as PNG files. A
+    file `dataset.json`, which is written last, describes the records, and has the size and SHA-256
+    of each file. Until then all files are in `.writing`; a second call with the same source and
+    arguments keeps the files there that are complete, and writes the others. A source with `walk`
+    is written by one thread, which reads again through the examples that are already written. If
+    several processes write the same local directory, one writes, and the others wait for it.
 
     Args:
-        source: What `tfdist.data.as_source` takes.
-        directory: Where to; its last part is the name of the files, `NAME-00000-of-00010.tfrecord`.
-        shard_bytes: About how large each file shall be.
-        compression: None, or "GZIP": smaller, but only to be read from beginning to end.
-        workers: Threads, each of which writes a file; default: one for each processor.
-        progress: Called now and then with the number of examples written, and of all, or None where nobody knows;
-            from any thread.
+        source: Data that `tfdist.data.as_source` accepts.
+        directory: Directory to write; its last part is the name of the files,
+            `NAME-00000-of-00010.tfrecord`.
+        shard_bytes: Approximate size of each file in bytes; default: 100 MB.
+        compression: None (default), or "GZIP": smaller files that can only be read from beginning
+            to end.
+        workers: Number of threads, each of which writes a file; default: one for each processor.
+        progress: Function called from time to time with the number of examples written and their
+            total, which is None if unknown; called from any thread.
 
     Returns:
-        What `dataset.json` holds: "examples", "features", "shards" and more.
+        The content of `dataset.json`: "examples", "features", "shards" and more.
 
     Raises:
-        ValueError: For an empty source, one whose examples cannot be stored or read, and a directory that cannot be
-            written or holds something else.
-        TimeoutError: Where another process has been writing this data set and got no further for ten minutes.
+        ValueError: If the source is empty, if its examples cannot be stored or read, or if the
+            directory cannot be written or holds something else.
+        TimeoutError: If another process has been writing this dataset and has made no progress for
+            ten minutes.
 
     Example:
         >>> import tempfile
@@ -111,23 +116,25 @@ def write(
 
 
 def verify(directory: str | os.PathLike, workers: int | None = None) -> dict[str, Any]:
-    """Reads all files of a data set that `write` made, and compares their checksums.
+    """Verify the checksums of all files of a dataset that `write` made.
 
     Args:
-        directory: Where it lies.
-        workers: Threads; default: one for each processor.
+        directory: Directory of the dataset.
+        workers: Number of threads; default: one for each processor.
 
     Returns:
-        What `dataset.json` holds.
+        The content of `dataset.json`.
 
     Raises:
-        ValueError: With the first file that is missing or not as it was written.
+        ValueError: If a file is missing or differs from what was written; the message names the
+            first.
     """
     directory = files_io.absolute(directory)
     manifest = dataset_file.read(directory)
     if manifest is None:
         raise ValueError(
-            f"{directory}: expected a data set that tfdist wrote; found no {dataset_file.NAME}. Correct the path."
+            f"{directory}: expected a data set that tfdist wrote; found no {dataset_file.NAME}. "
+            "Correct the path."
         )
     _check_sizes(directory, manifest)
     with concurrent.futures.ThreadPoolExecutor(workers or os.cpu_count() or 1) as pool:
@@ -137,8 +144,9 @@ def verify(directory: str | os.PathLike, workers: int | None = None) -> dict[str
         for shard, found in zip(manifest["shards"], sums, strict=True):
             if found != shard["sha256"]:
                 raise ValueError(
-                    f"{os.path.join(directory, shard['file'])}: damaged: expected SHA-256 {shard['sha256']}, received {found}. Copy it again "
-                    "from where it is whole, or delete the directory and write the data set again."
+                    f"{os.path.join(directory, shard['file'])}: damaged: expected SHA-256 "
+                    f"{shard['sha256']}, received {found}. Copy it again from where it is whole, "
+                    "or delete the directory and write the data set again."
                 )
     return manifest
 
@@ -154,12 +162,17 @@ def _check(shard_bytes: Any, compression: Any, workers: Any) -> None:
             raise ValueError(f"{key}: expected a whole number, 1 or more; received {value!r}.")
 
 
-# --- What is written, and into how many files ----------------------------------------------------------------------------
+# --- Plan: content and number of files ----------------------------------------------------------
 def _sampled(source: Source) -> tuple[Encoder, list[bytes]]:
-    """How a source's examples are stored, and some of them: from everywhere, where it can be read so, else the first ones."""
+    """Return the encoder of a source's examples, and a sample of serialized examples.
+
+    The sample is spread over the whole source if it can be read at random; else it is its first
+    examples.
+    """
     if source.cardinality == 0:
         raise ValueError(
-            f"{source.name}: expected examples to write; it has none. Look at where it is read from."
+            f"{source.name}: expected examples to write; it has none. Look at where it is read "
+            "from."
         )
     ranges = [(0, _SAMPLE if source.cardinality is None else min(_SAMPLE, source.cardinality))]
     if source.cardinality is not None and source.scan is None and source.walk is None:
@@ -176,7 +189,8 @@ def _sampled(source: Source) -> tuple[Encoder, list[bytes]]:
     )
     if not shown:
         raise ValueError(
-            f"{source.name}: expected examples to write; it has none. Look at where it is read from."
+            f"{source.name}: expected examples to write; it has none. Look at where it is read "
+            "from."
         )
     encoder = Encoder.of(source)
     if tells:
@@ -192,7 +206,7 @@ def _sampled(source: Source) -> tuple[Encoder, list[bytes]]:
 def _plan(
     source: Source, encoder: Encoder, sample: list[bytes], shard_bytes: int, compression: str
 ) -> dict[str, Any]:
-    """What is to be written: all that a later call needs to know to go on."""
+    """Return the plan of a dataset: all that a later call needs to resume."""
     together = b"".join(sample)
     ratio = len(zlib.compress(together)) / len(together) if compression else 1.0
     size = (len(together) / len(sample) + FRAME) * ratio
@@ -217,26 +231,26 @@ def _plan(
     }
 
 
-# --- The directory -------------------------------------------------------------------------------------------------------
+# --- Directory -----------------------------------------------------------------------------------
 def _refuse_others(directory: str) -> None:
-    """Raises where records lie that are of no data set that is being written."""
+    """Raise ValueError if the directory holds records of no unfinished dataset."""
     if tf.io.gfile.isdir(directory) and not tf.io.gfile.exists(
         os.path.join(directory, dataset_file.UNFINISHED)
     ):
         others = sorted(
             name for name in tf.io.gfile.listdir(directory) if "tfrecord" in name.lower()
         )
-        finished = tf.io.gfile.exists(
-            os.path.join(directory, dataset_file.NAME)
-        )  # by another process, just now
+        # Another process may have finished just now.
+        finished = tf.io.gfile.exists(os.path.join(directory, dataset_file.NAME))
         if others and not finished:
             raise ValueError(
-                f"directory={directory!r} holds records already, such as {others[0]}. Name another directory, or empty this one."
+                f"directory={directory!r} holds records already, such as {others[0]}. Name another "
+                "directory, or empty this one."
             )
 
 
 def _take_turn(held: contextlib.ExitStack, directory: str) -> None:
-    """Waits for another process that writes this directory, as long as it gets on."""
+    """Wait for another process that writes this directory, as long as it makes progress."""
     if files_io.is_remote(directory):
         return
     while True:
@@ -254,7 +268,7 @@ def _take_turn(held: contextlib.ExitStack, directory: str) -> None:
 
 
 def _traces(directory: str) -> list[tuple[str, int]]:
-    """Names and sizes of what is being written."""
+    """Return names and sizes of the unfinished files."""
     with contextlib.suppress(OSError):
         return sorted(
             (entry.name, entry.stat().st_size)
@@ -264,7 +278,7 @@ def _traces(directory: str) -> list[tuple[str, int]]:
 
 
 def _check_same(directory: str, there: dict[str, Any], plan: dict[str, Any]) -> None:
-    """Raises where a directory holds, or is to hold, something else."""
+    """Raise ValueError if the directory holds, or is to hold, another dataset."""
     keys = _SAME if None in (there["examples"], plan["examples"]) else (*_SAME, "examples")
     for key in keys:
         if there[key] != plan[key]:
@@ -274,7 +288,8 @@ def _check_same(directory: str, there: dict[str, Any], plan: dict[str, Any]) -> 
                 else f"its {key}: {there[key]!r} there, {plan[key]!r} here"
             )
             raise ValueError(
-                f"directory={directory!r} holds another data set than {plan['name']}: {what}. Name another directory, or delete this one."
+                f"directory={directory!r} holds another data set than {plan['name']}: {what}. Name "
+                "another directory, or delete this one."
             )
 
 
@@ -283,18 +298,19 @@ def _check_sizes(directory: str, manifest: dict[str, Any]) -> None:
         path = os.path.join(directory, shard["file"])
         if not tf.io.gfile.exists(path):
             raise ValueError(
-                f"{path}: missing. Copy it again from where it is, or delete the directory and write the data set again."
+                f"{path}: missing. Copy it again from where it is, or delete the directory and "
+                "write the data set again."
             )
         size = tf.io.gfile.stat(path).length
         if size != shard["bytes"]:
             raise ValueError(
-                f"{path}: damaged: expected {shard['bytes']} bytes, received {size}. Copy it again from where it is whole, or delete the "
-                "directory and write the data set again."
+                f"{path}: damaged: expected {shard['bytes']} bytes, received {size}. Copy it again "
+                "from where it is whole, or delete the directory and write the data set again."
             )
 
 
 def _resume(directory: str, plan: dict[str, Any]) -> dict[str, Any]:
-    """The plan of the call that began this directory, which is this one if none did."""
+    """Return the plan of the call that began this directory; this plan if none did."""
     path = os.path.join(directory, dataset_file.UNFINISHED, _PLAN)
     there = dataset_file.read_json(path)
     if there is not None:
@@ -306,7 +322,7 @@ def _resume(directory: str, plan: dict[str, Any]) -> dict[str, Any]:
 
 
 def _finish(directory: str, plan: dict[str, Any], shards: Shards, workers: int) -> dict[str, Any]:
-    """Writes what is missing, gives the files their names, and says so in `dataset.json`."""
+    """Write the missing files, rename all to their final names, and write `dataset.json`."""
     if plan["counts"] is None:
         entries = shards.write_on(plan["limit"])
         plan = {**plan, "counts": [entry["examples"] for entry in entries]}

@@ -1,1 +1,1 @@
-"""Collectives between replicas within a step."""
+"""Collectives between the replicas of a strategy within a step."""

@@ -1,4 +1,4 @@
-"""Many tensors become few collectives."""
+"""Bucketed collectives: all-reduce, reduce-scatter and all-gather over packed tensors."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from tfdist.parallel.collectives.group import Group
 def all_reduce(
     group: Group, tensors: list, name: str, bucket_bytes: int, comm_dtype: str | None = None
 ) -> list:
-    """The sums of tensors over a group, small ones packed together.
+    """Sum tensors over a group with one all-reduce for each bucket of small tensors.
 
     Args:
-        group: The replicas.
-        tensors: Dense; None stays None.
-        name: Of this call.
-        bucket_bytes: Most that is packed together.
-        comm_dtype: As for `Group.all_reduce`.
+        group: Replicas that exchange the tensors.
+        tensors: Dense tensors of known shape; None stays None.
+        name: Name of this call, as for `Group.all_reduce`.
+        bucket_bytes: Maximum size of a bucket in bytes; a larger tensor has a bucket for itself.
+        comm_dtype: Dtype in which tensors are sent, as for `Group.all_reduce`.
+
+    Returns:
+        Sums in the order and shapes of `tensors`.
     """
     places = [i for i, x in enumerate(tensors) if x is not None]
     given = [tensors[i] for i in places]
@@ -53,17 +56,17 @@ def reduce_scatter(
     name: str,
     comm_dtype: str | None = None,
 ) -> list[tf.Tensor | None]:
-    """This replica's rows of the sums of tensors over a group.
+    """Return this replica's rows of the sums of tensors over a group.
 
     Args:
-        group: The replicas.
-        tensors: `[size, n]` each, as of `rows.to_rows`; None stays None.
-        plan: Places of the tensors that travel together.
-        name: Of this call.
-        comm_dtype: As for `Group.reduce_scatter`.
+        group: Replicas that exchange the tensors.
+        tensors: Tensors `[size, n]`, as from `flat_shards.to_rows`; None stays None.
+        plan: Buckets, each the indices of tensors that one reduce-scatter exchanges.
+        name: Name of this call, as for `Group.all_reduce`.
+        comm_dtype: Dtype in which tensors are sent, as for `Group.reduce_scatter`.
 
     Returns:
-        `[n]` each.
+        Tensors `[n]`, in the order of `tensors`.
     """
     result: list[tf.Tensor | None] = [None] * len(tensors)
     for number, bucket in enumerate(plan):
@@ -84,16 +87,16 @@ def reduce_scatter(
 def all_gather(
     group: Group, tensors: Sequence[tf.Tensor | None], plan: Sequence[Sequence[int]], name: str
 ) -> Iterator[tuple[int, tf.Tensor]]:
-    """The rows of tensors of all replicas of a group, one bucket after the other.
+    """Gather the rows of tensors from all replicas of a group, one bucket after the other.
 
     Args:
-        group: The replicas.
-        tensors: This replica's row of each, `[n]`; of None nothing is gathered.
-        plan: Places of the tensors that travel together.
-        name: Of this call.
+        group: Replicas that exchange the tensors.
+        tensors: This replica's rows `[n]`, one for each tensor; a None is skipped.
+        plan: Buckets, each the indices of tensors that one all-gather exchanges.
+        name: Name of this call, as for `Group.all_reduce`.
 
     Yields:
-        The place of each, and `[size, n]`.
+        Index of a tensor in `tensors`, and its rows from all replicas, `[size, n]`.
     """
     for number, bucket in enumerate(plan):
         if members := {i: x for i in bucket if (x := tensors[i]) is not None}:
@@ -109,7 +112,17 @@ def all_gather(
 def _together(
     members: list[tf.Tensor], given: int, received: int, exchange: Callable[[tf.Tensor], tf.Tensor]
 ) -> list[tf.Tensor]:
-    """Exchanges tensors as one, which joins them along the axis `given` and comes back so along the axis `received`."""
+    """Exchange tensors as one tensor.
+
+    Args:
+        members: Tensors of one bucket.
+        given: Axis along which the tensors are concatenated before the exchange.
+        received: Axis along which the result is split after the exchange.
+        exchange: Collective that is called once.
+
+    Returns:
+        Parts of the result, one for each of `members`.
+    """
     if len(members) == 1:
         return [exchange(members[0])]
     return tf.split(

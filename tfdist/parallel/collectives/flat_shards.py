@@ -1,4 +1,7 @@
-"""Tensors become rows of equal length, one for each replica, and back; buckets say which tensors travel together. No collectives here."""
+"""Flat shards of tensors, one of equal length for each replica, and buckets of tensors.
+
+These functions are pure: `group` and `bucketing` have the collectives that exchange the shards.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,11 @@ import tensorflow as tf
 
 
 def length(elements: int, replicas: int) -> int:
-    """Elements of a replica's part, the last ones padded with zeros.
+    """Return the number of elements of a replica's row; the last row is padded with zeros.
+
+    Args:
+        elements: Number of elements of the tensor.
+        replicas: Number of rows.
 
     >>> length(10, 4)
     3
@@ -17,10 +24,10 @@ def length(elements: int, replicas: int) -> int:
 
 
 def elements(shape: Sequence[int | None]) -> int:
-    """Elements of a tensor.
+    """Return the number of elements of a tensor of this shape.
 
     Raises:
-        ValueError: A dimension is not known.
+        ValueError: If a dimension is not known.
 
     >>> elements((2, 3)), elements(())
     (6, 1)
@@ -32,49 +39,53 @@ def elements(shape: Sequence[int | None]) -> int:
 
 
 def to_rows(x: tf.Tensor, replicas: int) -> tf.Tensor:
-    """A tensor as one row for each replica.
+    """Reshape a tensor into one row for each replica.
 
     Args:
-        x: Any shape that is known.
-        replicas: Rows.
+        x: Tensor of any known shape.
+        replicas: Number of rows.
 
     Returns:
-        `[replicas, length]`, padded with zeros at the end.
+        Tensor `[replicas, length]`, padded with zeros at the end.
 
     >>> to_rows(tf.constant([[1, 2], [3, 4], [5, 6]]), 4).numpy().tolist()
     [[1, 2], [3, 4], [5, 6], [0, 0]]
     """
     count = elements(x.shape)
-    flat, part = tf.reshape(x, [-1]), length(count, replicas)
+    flat = tf.reshape(x, [-1])
+    part = length(count, replicas)
     if missing := replicas * part - count:
         flat = tf.pad(flat, [[0, missing]])
     return tf.reshape(flat, [replicas, part])
 
 
 def from_rows(rows: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
-    """The tensor whose rows these are.
+    """Restore a tensor from its rows and drop their padding.
 
     Args:
-        rows: `[replicas, length]`, as of `to_rows`.
-        shape: Of the tensor.
+        rows: Rows `[replicas, length]`, as from `to_rows`.
+        shape: Shape of the tensor.
 
     >>> from_rows(tf.constant([[1, 2], [3, 0]]), (3,)).numpy().tolist()
     [1, 2, 3]
     """
-    flat, count = tf.reshape(rows, [-1]), elements(shape)
+    flat = tf.reshape(rows, [-1])
+    count = elements(shape)
     return tf.reshape(flat if flat.shape[0] == count else flat[:count], tf.TensorShape(shape))
 
 
 def buckets(sizes: Sequence[int], kinds: Sequence[Hashable], limit: int) -> list[list[int]]:
-    """Which tensors travel together: neighbours, from the last to the first, as backward computes them.
+    """Group neighbouring tensors into buckets, from the last tensor to the first.
+
+    A backward pass computes gradients in this order, so that the first buckets are complete first.
 
     Args:
-        sizes: Bytes of each tensor.
-        kinds: What must be equal in a bucket, such as the dtype.
-        limit: Bytes of a bucket; a larger tensor has one for itself.
+        sizes: Size of each tensor in bytes.
+        kinds: Key of each tensor that must be equal within a bucket, such as the dtype.
+        limit: Maximum size of a bucket in bytes; a larger tensor has a bucket for itself.
 
     Returns:
-        Indices of the tensors of each bucket.
+        Buckets, each the indices of its tensors.
 
     >>> buckets([8, 2, 2, 9, 3], ["a", "a", "a", "a", "b"], 10)
     [[4], [3], [2, 1], [0]]

@@ -1,8 +1,11 @@
-"""The replicas of a strategy become a group that exchanges tensors within a step; what they mean is not known here.
+"""Groups of replicas: all-reduce, reduce-scatter, all-gather and all-to-all within a step.
 
-TensorFlow's own `ReplicaContext.all_reduce` sums in the dtype that travels, goes through `merge_call`, which fails inside `tf.cond`
-(keras #20582), and has no reduce-scatter. On CPUs `CollectiveReduceScatterV2` does not exist, and asking for it leaves the process's
-collectives broken: an all-to-all with a local sum takes its place, which also lets one send 16 bits and sum 32.
+TensorFlow has its own `ReplicaContext.all_reduce`. It sums in the dtype that is sent, and it has no
+reduce-scatter. It also goes through `merge_call`, which fails inside `tf.cond` (keras #20582).
+
+`CollectiveReduceScatterV2` does not exist on CPUs, and a call of it leaves the collectives of the
+process broken. An all-to-all with a local sum replaces it. This also allows tensors to be sent in
+16 bits and summed in 32.
 """
 
 from __future__ import annotations
@@ -19,25 +22,33 @@ from tfdist.parallel.collectives import flat_shards
 from tfdist.parallel.placement import Placement
 
 _meters = threading.local()
-OUTSIDE = "outside of steps: "  # begins the names of calls that no step makes
+OUTSIDE = "outside of steps: "  # prefix of the names of calls that are not part of a step
 _KEY = 0x7FFFFFFF  # TensorFlow's keys are positive int32
-# What TensorFlow's collectives take; CollectiveGatherV2 no bfloat16, which goes through it as integers.
+# Dtypes that TensorFlow's collectives take. CollectiveGatherV2 does not take bfloat16, which
+# `all_gather` therefore sends as integers.
 _DTYPES = (tf.float32, tf.float64, tf.bfloat16, tf.float16, tf.int32, tf.int64)
 FLOATS = tuple(dtype.name for dtype in _DTYPES if dtype.is_floating)
 
 
 class Group:
-    """Some replicas that call the same collectives in the same order: in replica context, or in processes with one replica each.
+    """A group of replicas that call the same collectives in the same order.
 
-    Every method must be called by all of them with tensors of one dtype and shape, or they wait for each other until the engine's
-    watchdog ends it. `name` tells a call from others of the same group; equal on all replicas. ValueError for a dtype that TensorFlow does not send.
+    Replicas call the methods in replica context; a process with one replica may call them anywhere.
+    All replicas of the group must call a method with tensors of one dtype and shape. Otherwise they
+    wait for each other until the engine's watchdog ends the wait. The `name` of a call
+    distinguishes it from other calls of the group, and is equal on all replicas. The collectives
+    raise ValueError for a dtype that TensorFlow does not send.
 
     Args:
-        name: Tells this group from other groups.
+        name: Name that distinguishes this group from other groups.
         placement: Numbers of workers and replicas.
-        devices: Of this process's replicas, in their order.
+        devices: Devices of this process's replicas, in their order.
         hint: TensorFlow's `communication_hint`: "auto", "ring" or "nccl".
-        members: The replicas of the group by number, in their order; None: all. This process's replicas are all among them.
+        members: Indices of the group's replicas, in the group's order. They include all replicas
+            of this process. None: all replicas of the strategy.
+
+    Attributes:
+        bytes: Bytes that a replica sends in each traced call, by the name of the call.
     """
 
     def __init__(
@@ -48,17 +59,18 @@ class Group:
         hint: str = "auto",
         members: Sequence[int] | None = None,
     ):
-        self.name, self._devices, self._hint = name, list(devices), hint
+        self.name = name
+        self._devices = list(devices)
+        self._hint = hint
         self._placement = placement
         self.members = tuple(range(placement.replicas)) if members is None else tuple(members)
         self.size = len(self.members)
         self._key = zlib.crc32(f"tfdist {name} {self.members}".encode()) & _KEY
-        self.bytes: dict[
-            str, int
-        ] = {}  # what a replica sends in each call that was traced, by its name
+        self.bytes: dict[str, int] = {}
         with tf.init_scope():
-            # A resource of each device. With it, TensorFlow keeps the order of a device's collectives; without one it would also order
-            # those of different devices of this process, which then wait for each other.
+            # One resource for each device, with which TensorFlow keeps the order of the device's
+            # collectives. Without it, TensorFlow would also order the collectives of different
+            # devices of this process, and they would wait for each other.
             self._tokens = [
                 _token(f"tfdist {name} {self.members} {device}", device) for device in self._devices
             ]
@@ -67,61 +79,65 @@ class Group:
     def of(
         cls, strategy: tf.distribute.Strategy, name: str, members: Sequence[int] | None = None
     ) -> Group:
-        """The replicas of a strategy made by tfdist.
+        """Return a group of the replicas of a strategy made by tfdist.
 
         Args:
-            strategy: The strategy.
-            name: As above.
-            members: As above.
+            strategy: Strategy whose replicas train in step.
+            name: Name of the group, as for `Group`.
+            members: Indices of the group's replicas, as for `Group`.
 
         Raises:
-            ValueError: It is none whose replicas train in step.
+            ValueError: If the strategy is not a tfdist strategy whose replicas train in step.
         """
         engine = engine_of(strategy)
         placement = getattr(engine, "placement", None)
         if placement is None:
             raise ValueError(
-                f"expected a strategy of tfdist whose replicas train in step (one_device, mirrored, multi_worker_mirrored), received {type(strategy).__name__}; "
+                "expected a strategy of tfdist whose replicas train in step "
+                "(one_device, mirrored, multi_worker_mirrored), "
+                f"received {type(strategy).__name__}; "
                 "make it with tfdist.make_strategy()."
             )
         return cls(name, placement, strategy.extended.worker_devices, engine.communication, members)
 
     @property
     def bytes_in_steps(self) -> dict[str, int]:
-        """What a replica sends in each call that was traced, but for those outside of steps."""
+        """Return the bytes that a replica sends in each traced call that is part of a step."""
         return {name: count for name, count in self.bytes.items() if not name.startswith(OUTSIDE)}
 
     @property
     def local(self) -> int:
-        """Index of the replica in whose context this is among those of this process."""
+        """Return the current replica's index among the replicas of this process."""
         if len(self._devices) == 1:
             return 0
         context = tf.distribute.get_replica_context()
         number = None if context is None else tf.get_static_value(context.replica_id_in_sync_group)
         if number is None:
             raise RuntimeError(
-                f"{self.name}: {len(self._devices)} replicas of this process exchange tensors, which each of them does in its own context: within strategy.run()."
+                f"{self.name}: {len(self._devices)} replicas of this process exchange tensors, "
+                "which each of them does in its own context: within strategy.run()."
             )
         return int(number) % len(self._devices)
 
     @property
     def rank(self) -> int:
-        """Index in the group of the replica in whose context this is."""
+        """Return the current replica's index in the group."""
         return self.members.index(self._placement.first_replica + self.local)
 
     def all_reduce(
         self, x: tf.Tensor, name: str, op: str = "Add", comm_dtype: str | None = None
     ) -> tf.Tensor:
-        """The sum of a tensor over the group.
+        """Return the sum, minimum or maximum of a tensor over the group.
 
         Args:
-            x: Any shape that is known.
-            name: Of this call.
-            op: "Add", "Min" or "Max".
-            comm_dtype: A dtype to send it in, one of `tfdist.sync.COMM_DTYPES`; the sum is made in the dtype of `x`, and rounded once. None: its own.
+            x: Tensor of any known shape.
+            name: Name of this call.
+            op: Reduction: "Add", "Min" or "Max".
+            comm_dtype: Dtype in which a sum's tensors are sent, one of `tfdist.sync.COMM_DTYPES`.
+                The sum is computed in the dtype of `x`, and rounded once. None: the dtype of `x`.
 
         Returns:
-            Like `x`; equal bit for bit on all replicas.
+            Tensor of the shape and dtype of `x`, equal bit for bit on all replicas.
         """
         if self.size == 1:
             return x
@@ -135,38 +151,38 @@ class Group:
         return flat_shards.from_rows(tf.cast(full, x.dtype), x.shape)
 
     def reduce_scatter(self, x: tf.Tensor, name: str, comm_dtype: str | None = None) -> tf.Tensor:
-        """This replica's row of the sum over the group.
+        """Return this replica's row of the sum over the group.
 
         Args:
-            x: `[size, n]`.
-            name: Of this call.
-            comm_dtype: As for `all_reduce`.
+            x: Tensor `[size, n]`.
+            name: Name of this call.
+            comm_dtype: Dtype in which the tensor is sent, as for `all_reduce`.
 
         Returns:
-            `[n]`.
+            Row `[n]` of the sum, in the dtype of `x`.
         """
         if self.size == 1:
             return x[0]
         sent = x if comm_dtype is None or x.dtype.size <= 2 else tf.cast(x, comm_dtype)
-        return tf.add_n(
-            [tf.cast(row, x.dtype) for row in tf.unstack(self.all_to_all(sent, name))]
-        )  # in half of reduce_sum's time
+        # add_n takes half the time of reduce_sum.
+        return tf.add_n([tf.cast(row, x.dtype) for row in tf.unstack(self.all_to_all(sent, name))])
 
     def all_gather(self, x: tf.Tensor, name: str) -> tf.Tensor:
-        """The tensors of all replicas of the group.
+        """Return the tensors of all replicas of the group.
 
         Args:
-            x: `[n]`.
-            name: Of this call.
+            x: Tensor `[n]`.
+            name: Name of this call.
 
         Returns:
-            `[size, n]`, in the group's order.
+            Tensor `[size, n]`, with a row for each replica in the group's order.
         """
         if self.size == 1:
             return x[None]
-        count, dtype = x.shape[0], x.dtype
+        count = x.shape[0]
+        dtype = x.dtype
         self._count(name, x, self.size - 1)
-        if dtype in (tf.bfloat16, tf.uint16, tf.int16):  # travels as pairs
+        if dtype in (tf.bfloat16, tf.uint16, tf.int16):  # sent as pairs in int32
             pairs = tf.reshape(tf.pad(x, [[0, count % 2]]) if count % 2 else x, [-1, 2])
             gathered = tf.bitcast(
                 self._on_device(tf.raw_ops.CollectiveGatherV2, tf.bitcast(pairs, tf.int32), name),
@@ -178,14 +194,14 @@ class Group:
         )
 
     def all_to_all(self, x: tf.Tensor, name: str) -> tf.Tensor:
-        """Row i of each replica goes to replica i.
+        """Send row i of each replica to replica i.
 
         Args:
-            x: `[size, ...]`.
-            name: Of this call.
+            x: Tensor `[size, ...]`.
+            name: Name of this call.
 
         Returns:
-            Like `x`: row i came from replica i.
+            Tensor of the shape and dtype of `x`; row i came from replica i.
         """
         if self.size == 1:
             return x
@@ -195,20 +211,27 @@ class Group:
     def _on_device(self, op, x: tf.Tensor, name: str, **attributes) -> tf.Tensor:
         if x.dtype not in _DTYPES:
             raise ValueError(
-                f"{self.name}: {name}: TensorFlow's collectives send {', '.join(d.name for d in _DTYPES)}, received {x.dtype.name}; cast it before."
+                f"{self.name}: {name}: TensorFlow's collectives send "
+                f"{', '.join(d.name for d in _DTYPES)}, received {x.dtype.name}; cast it before."
             )
         local = self.local
         if tf.executing_eagerly() and len(self._devices) > 1:
             raise RuntimeError(
-                f"{self.name}: run eagerly, the replicas of one process come one after the other, and the first would wait for the others for ever. "
+                f"{self.name}: run eagerly, the replicas of one process come one after the other, "
+                "and the first would wait for the others for ever. "
                 "Compile without run_eagerly=True, and call strategy.run() in a tf.function."
             )
         call = f"{name} {x.dtype.name} {x.shape}"  # TensorFlow remembers the shape of each instance
         with tf.device(self._devices[local]):
             return op(
-                input=x, group_size=self.size, group_key=self._key, instance_key=zlib.crc32(call.encode()) & _KEY,
-                ordering_token=[self._tokens[local]], communication_hint=self._hint, **attributes,
-            )  # fmt: skip
+                input=x,
+                group_size=self.size,
+                group_key=self._key,
+                instance_key=zlib.crc32(call.encode()) & _KEY,
+                ordering_token=[self._tokens[local]],
+                communication_hint=self._hint,
+                **attributes,
+            )
 
     def _count(self, name: str, x: tf.Tensor, times: float) -> None:
         self.bytes[name] = count = int(flat_shards.elements(x.shape) * x.dtype.size * times)
@@ -218,9 +241,14 @@ class Group:
 
 @contextlib.contextmanager
 def metered() -> Iterator[list[int]]:
-    """Counts what the groups' collectives send for this replica that are called, or traced, inside: bytes of each call."""
+    """Count the bytes that this replica sends by collectives within the context.
+
+    Yields:
+        Bytes of each collective of any group that is called, or traced, within the context.
+    """
     sent: list[int] = []
-    before, _meters.open = getattr(_meters, "open", ()), (*getattr(_meters, "open", ()), sent)
+    before = getattr(_meters, "open", ())
+    _meters.open = (*getattr(_meters, "open", ()), sent)
     try:
         yield sent
     finally:
@@ -233,15 +261,17 @@ def _token(name: str, device: str) -> tf.Tensor:
 
 
 def sendable(dtype: tf.DType) -> tf.DType:
-    """The dtype in which a tensor of this one can travel: its own, or a wider one."""
+    """Return a dtype in which a tensor of `dtype` can be sent: its own, or a wider one."""
     return dtype if dtype in _DTYPES else tf.float32 if dtype.is_floating else tf.int64
 
 
 def replicas(name: str = "replicas") -> Group:
-    """All replicas of the strategy in charge, as a group; to be called in its scope or in replica context.
+    """Return a group of all replicas of the current strategy.
+
+    Call it in the strategy's scope or in replica context.
 
     Args:
-        name: Tells the group's collectives from others.
+        name: Name that distinguishes the group's collectives from others.
 
     Example:
         >>> import tfdist

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: a model's layers spread over devices as stages."""
+"""Pipeline parallelism: the layers of a model run on several devices as stages."""

@@ -1,4 +1,4 @@
-"""Names of devices become groups of stages; nothing is placed here."""
+"""Device mesh of pipeline parallelism: devices by data-parallel group, stage and shard."""
 
 from __future__ import annotations
 
@@ -13,33 +13,34 @@ class Mesh:
     """Devices by group, stage and shard.
 
     Args:
-        devices: `[groups][stages][shards]`, full names.
+        devices: Full device names, `[groups][stages][shards]`.
     """
 
     devices: tuple[tuple[tuple[str, ...], ...], ...]
 
     @property
     def groups(self) -> int:
-        """How many groups of devices take a part of each batch."""
+        """Return the number of device groups that each take a part of a batch."""
         return len(self.devices)
 
     def home(self, stage: int, shard: int = 0) -> str:
-        """Where variables lie: in the first group."""
+        """Return the device that holds the variables of a stage: one of the first group."""
         own = self.devices[0][stage]
         return own[shard % len(own)]
 
 
 def mesh_of(names: Sequence[str] | None, groups: int, stages: int, shards: int) -> Mesh:
-    """Arranges devices.
+    """Arrange devices by group, stage and shard.
 
     Args:
-        names: By group, then stage, then shard; one may be there several times. None: GPUs, or CPUs where there are none.
-        groups: Of data parallelism.
-        stages: Of a group.
-        shards: Devices of a stage.
+        names: Device names by group, then stage, then shard; a name may occur several times.
+            None: GPUs, or CPUs where there are none.
+        groups: Number of data-parallel groups.
+        stages: Number of stages of a group.
+        shards: Number of devices of a stage.
 
     Raises:
-        ValueError: There are too few, or one is unknown.
+        ValueError: If there are too few or too many names, or if one of them is unknown.
     """
     known = [_full(d.name) for d in tf.config.list_logical_devices()]
     if names is None:
@@ -56,7 +57,8 @@ def mesh_of(names: Sequence[str] | None, groups: int, stages: int, shards: int) 
         unknown = [name for name in names if _full(name) not in known]
         if unknown:
             raise ValueError(
-                f"pipeline: devices: {', '.join(unknown)}: TensorFlow has no such device; it has {', '.join(known)}."
+                f"pipeline: devices: {', '.join(unknown)}: TensorFlow has no such device; "
+                f"it has {', '.join(known)}."
             )
         found = [_full(name) for name in names]
     needed = groups * stages * shards
@@ -71,11 +73,14 @@ def mesh_of(names: Sequence[str] | None, groups: int, stages: int, shards: int) 
         remedy = f"Take more stages, or name {needed} devices."
         if len(found) < needed:
             remedy = (
-                "Take fewer stages, or name the devices, one several times if they are to share it; logical CPU devices are made before TensorFlow "
-                f'starts, by tfdist.make_strategy("mirrored", devices={needed}) or tf.config.set_logical_device_configuration.'
+                "Take fewer stages, or name the devices, one several times if they are to share "
+                "it; logical CPU devices are made before TensorFlow starts, by "
+                f'tfdist.make_strategy("mirrored", devices={needed}) or '
+                "tf.config.set_logical_device_configuration."
             )
         raise ValueError(
-            f"pipeline: devices: {product} need {needed}, received {len(found)} ({', '.join(found)}). {remedy}"
+            f"pipeline: devices: {product} need {needed}, received {len(found)} "
+            f"({', '.join(found)}). {remedy}"
         )
     cells = iter(found[:needed])
     return Mesh(
@@ -87,7 +92,7 @@ def mesh_of(names: Sequence[str] | None, groups: int, stages: int, shards: int) 
 
 
 def _full(name: str) -> str:
-    """A device's name with all its parts; without a job it is of this process."""
+    """Return the full name of a device; a name without a job is a device of this process."""
     try:
         spec = tf.DeviceSpec.from_string(
             name

@@ -1,7 +1,8 @@
-"""Batches become micro-batches that go through the stages in a schedule's order; losses and updates are not known here.
+"""Micro-batching: splits batches and runs the stages on the micro-batches by a schedule.
 
-Everything is one TensorFlow function with one client. The order of a stage's passes is kept by control dependencies: TensorFlow would run
-forward passes as soon as it can, and hold the activations of all micro-batches.
+A whole step is one TensorFlow function of one client. Control dependencies keep the order of a
+stage's passes. Without them, TensorFlow would run forward passes as soon as it can, and hold the
+activations of all micro-batches.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from tfdist.parallel.pipeline_parallel.schedule import Task, together
 from tfdist.parallel.pipeline_parallel.stage_passes import Loss, StageInGroup
 
 INDIVISIBLE = "pipeline: data * microbatches"
-REMEDY = "choose another batch size, or drop what is left of an epoch: Dataset.batch(..., drop_remainder=True)."
+REMEDY = (
+    "choose another batch size, or drop what is left of an epoch: "
+    "Dataset.batch(..., drop_remainder=True)."
+)
 
 
 def run(
@@ -28,14 +32,15 @@ def run(
     finish: Callable[[int, int], None] = lambda group, microbatch: None,
     training: bool = False,
 ) -> None:
-    """Runs all tasks of all groups.
+    """Run all tasks of all groups.
 
     Args:
-        groups: The stages of each group.
-        tensors: Of each group, by micro-batch: the inputs by number; gets what the stages make.
-        tasks: What each stage does, in its order.
-        losses: Of each group's last stage, when training.
-        finish: Called with group and micro-batch after the last stage's forward pass.
+        groups: Stages of each group, `[groups][stages]`.
+        tensors: Input tensors by number, `[groups][microbatches]`. The stages' outputs are added.
+        tasks: Tasks of each stage, in the stage's order.
+        losses: Loss of each group's last stage when training, otherwise None.
+        finish: Function of group and micro-batch that is called after the last stage's forward
+            pass.
         training: Whether backward passes follow.
     """
     last: dict[tuple[int, int], list] = {}
@@ -57,19 +62,21 @@ def run(
 
 
 def equal_pieces(tree: Any, count: int, model: str) -> list[Any]:
-    """Cuts a batch by rows.
+    """Split a batch by rows into equal pieces.
 
     Args:
-        tree: A nest of tensors `[rows, ...]`; None stays None.
-        count: How many pieces.
-        model: The model's name, for messages.
+        tree: Nest of tensors `[rows, ...]`; None stays None.
+        count: Number of pieces.
+        model: Name of the model, for messages.
 
     Returns:
         `count` nests of tensors `[rows / count, ...]`.
 
     Raises:
-        ValueError: While a function is traced, if the number of rows is known and cannot be divided.
-        tf.errors.InvalidArgumentError: The same when it runs; its message has `INDIVISIBLE`.
+        ValueError: If `count` does not divide the number of rows, and the number is known while
+            the function is traced.
+        tf.errors.InvalidArgumentError: If `count` does not divide the number of rows, and the
+            number is known only when the function runs. The message contains `INDIVISIBLE`.
     """
 
     def cut(x: Any) -> list:
@@ -82,7 +89,10 @@ def equal_pieces(tree: Any, count: int, model: str) -> list[Any]:
         if rows is None:
             actual = tf.shape(x)[0]
             words = [
-                f"{INDIVISIBLE} = {count} must divide every batch that {model} trains on, received a batch of",
+                (
+                    f"{INDIVISIBLE} = {count} must divide every batch that {model} trains on, "
+                    "received a batch of"
+                ),
                 actual,
                 f"examples; {REMEDY}",
             ]
@@ -90,7 +100,8 @@ def equal_pieces(tree: Any, count: int, model: str) -> list[Any]:
                 x = tf.identity(x)
         elif rows % count:
             raise ValueError(
-                f"{INDIVISIBLE} = {count} must divide every batch that {model} trains on, received a batch of {rows} examples; {REMEDY}"
+                f"{INDIVISIBLE} = {count} must divide every batch that {model} trains on, "
+                f"received a batch of {rows} examples; {REMEDY}"
             )
         return tf.split(x, count)
 
@@ -98,14 +109,17 @@ def equal_pieces(tree: Any, count: int, model: str) -> list[Any]:
 
 
 def any_pieces(tree: Any, count: int) -> tuple[list[Any], list[tf.Tensor]]:
-    """Cuts a batch by rows into pieces that may differ by one row; none is empty, for which some operations of TensorFlow have no kernel.
+    """Split a batch by rows into pieces that differ by at most one row.
+
+    No piece is empty, because some TensorFlow operations have no kernel for empty tensors.
 
     Args:
-        tree: A nest of tensors `[rows, ...]`.
-        count: How many pieces.
+        tree: Nest of tensors `[rows, ...]`.
+        count: Number of pieces.
 
     Returns:
-        The pieces, of which those that would have no row get the batch's first one; and what part of the batch is in each.
+        `count` nests of tensors, and the fraction of the batch in each, as float32 scalars. A
+        piece that would have no row gets the first row of the batch, and its fraction is 0.
     """
     rows = tf.shape(keras.tree.flatten(tree)[0])[0]
     sizes = tf.stack([rows // count + tf.cast(i < rows % count, tf.int32) for i in range(count)])
@@ -120,11 +134,14 @@ def any_pieces(tree: Any, count: int) -> tuple[list[Any], list[tf.Tensor]]:
 
 
 def whole(pieces: Sequence[tf.Tensor], rows: tf.Tensor) -> tf.Tensor:
-    """What pieces of a batch were cut from, with their masks.
+    """Concatenate the pieces of a batch, with their masks.
 
     Args:
-        pieces: As of `any_pieces`.
-        rows: Of the batch.
+        pieces: Tensors `[piece rows, ...]` of pieces from `any_pieces`.
+        rows: Number of rows of the batch, a scalar.
+
+    Returns:
+        Tensor `[rows, ...]`, with a mask if all pieces have one.
     """
     masks = [mask_of(x) for x in pieces]
     return with_mask(

@@ -1,4 +1,4 @@
-"""A Keras model becomes one whose layers are spread over devices as stages, through which batches go in pieces."""
+"""Pipeline-parallel Keras models: `pipeline` and `PipelineModel`."""
 
 from __future__ import annotations
 
@@ -45,28 +45,40 @@ def pipeline(
     balance: str = "parameters",
     sample: Any = None,
 ) -> PipelineModel:
-    """Spreads a model's layers over devices; call it before `compile`, outside of any strategy's scope.
+    """Split a model's layers into stages on several devices (pipeline parallelism).
+
+    Call it before `compile`, outside of any strategy's scope.
 
     Args:
-        model: Sequential or Functional. It keeps its weights, which move to the devices of their stages; its own `save`, `load_weights` and
-            `predict` work as before.
-        stages: How many; where to cut is found by `balance`.
-        cut_at: The last layer of each stage but the last, by itself or by name, instead of `stages`.
-        microbatches: Pieces that a group's part of a batch is cut into. `data * microbatches` must divide every batch given to `fit`.
-        schedule: "1f1b": stage s of S holds the activations of at most S - s micro-batches; "gpipe": of all of them.
-        recompute: Whether a stage drops its activations after the forward pass, and computes them again before the backward pass.
-        devices: `data * stages * tensor` names, by group, then stage, then shard; one may be named several times. None: GPUs, or where there
-            are none, CPUs. `tfdist.pipeline_devices()` gives those of a cluster's workers.
-        data: Groups of devices that each take an equal part of a batch.
-        tensor: Devices of a stage, over which its `ShardedMLP` layers are spread.
-        balance: "parameters": the stage with most weights has as few as can be; "time": the same by what layers take for `sample`.
-        sample: For `balance="time"`: inputs of the model, as `fit` takes them, of as many examples as a micro-batch has. None: 32 examples of zeros.
+        model: Sequential or Functional model. It keeps its weights, which move to the devices of
+            their stages. Its own `save`, `load_weights` and `predict` work as before.
+        stages: Number of stages. The cuts between them are chosen by `balance`.
+        cut_at: Last layer of each stage except the last stage, as a layer or its name. Use it
+            instead of `stages`.
+        microbatches: Number of micro-batches into which a group's part of a batch is split.
+            `data * microbatches` must divide every batch given to `fit`.
+        schedule: Order of forward and backward passes. "1f1b": stage s of S holds the activations
+            of at most S - s micro-batches. "gpipe": each stage holds the activations of all
+            micro-batches.
+        recompute: Whether a stage drops its activations after the forward pass, and computes them
+            again before the backward pass.
+        devices: Device names, `data * stages * tensor` of them, by group, then stage, then shard.
+            A device may be named several times. None: GPUs, or CPUs where there are no GPUs.
+            `tfdist.pipeline_devices()` returns the devices of a cluster's workers.
+        data: Number of device groups that each take an equal part of a batch (data parallelism).
+        tensor: Number of devices of a stage, over which its `ShardedMLP` layers are sharded
+            (tensor parallelism).
+        balance: Cost by which `stages` are balanced. "parameters": the largest number of weights
+            of a stage is minimized. "time": the longest time of a stage for `sample` is minimized.
+        sample: Inputs of the model for `balance="time"`, as `fit` takes them, with as many
+            examples as a micro-batch has. None: 32 examples of zeros.
 
     Returns:
-        A keras.Model that trains as `model` would.
+        Keras model that trains as `model` would.
 
     Raises:
-        ValueError: An argument is wrong, the model cannot be cut so, or there are too few devices.
+        ValueError: If an argument is invalid, if the model cannot be cut as requested, or if
+            there are too few devices.
     """
     for name, value in (
         ("microbatches", microbatches),
@@ -85,15 +97,18 @@ def pipeline(
             )
     if (stages is None) == (cut_at is None):
         raise ValueError(
-            f"pipeline: expected either stages or cut_at, received stages={stages!r} and cut_at={cut_at!r}."
+            "pipeline: expected either stages or cut_at, "
+            f"received stages={stages!r} and cut_at={cut_at!r}."
         )
     if sample is not None and (balance != "time" or stages is None):
         raise ValueError(
-            f'pipeline: sample: expected with stages=S and balance="time" alone, received it with stages={stages!r} and balance={balance!r}.'
+            'pipeline: sample: expected with stages=S and balance="time" alone, '
+            f"received it with stages={stages!r} and balance={balance!r}."
         )
     if tf.distribute.has_strategy():
         raise ValueError(
-            "pipeline: call it outside of strategy.scope(); for several groups of devices pass data=N."
+            "pipeline: call it outside of strategy.scope(); "
+            "for several groups of devices pass data=N."
         )
     graph = graph_of(model)
     if stages is None:
@@ -116,16 +131,16 @@ def pipeline(
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How a model is spread.
+    """Stages, devices and schedule of a pipeline-parallel model.
 
     Args:
-        graph: The model's.
-        stages: Its stages, in order.
-        mesh: Their devices.
-        homes: Number of the stage where a variable lies, by the variable's id.
-        microbatches: Of each group.
-        schedule: One of `SCHEDULES`.
-        recompute: Whether stages compute their activations twice.
+        graph: Graph of the model.
+        stages: Stages of the model, in order.
+        mesh: Devices of the stages.
+        homes: Index of the stage that holds a variable, by the id of the variable.
+        microbatches: Number of micro-batches of each group.
+        schedule: Order of passes, one of `SCHEDULES`.
+        recompute: Whether stages compute their activations again before the backward pass.
     """
 
     graph: Graph
@@ -138,63 +153,74 @@ class Plan:
 
     @property
     def pieces(self) -> int:
-        """Of a batch."""
+        """Return the number of micro-batches of a batch, over all groups."""
         return self.microbatches * self.mesh.groups
 
     def home(self, variable: keras.Variable) -> str:
-        """The device on which a variable lies."""
+        """Return the device that holds a variable."""
         return self.mesh.home(self.homes[id(variable)], shard_of(variable))
 
     @property
     def end(self) -> str:
-        """The device of the last stage."""
+        """Return the device of the last stage in the first group."""
         return self.mesh.home(len(self.stages) - 1)
 
     def recomputes(self, stage: int) -> bool:
-        """Whether a stage does; under 1F1B the last one's backward pass follows at once, so that nothing would be saved."""
+        """Return whether a stage computes its activations again before the backward pass.
+
+        The last stage does not under 1F1B: its backward pass follows the forward pass at once, so
+        that recomputation would save no memory.
+        """
         return self.recompute and not (self.schedule == "1f1b" and stage == len(self.stages) - 1)
 
 
 class PipelineModel(keras.Model):
-    """A model whose layers are stages on several devices; made by `pipeline`.
+    """A Keras model that runs its layers as stages on several devices; `pipeline` makes it.
 
-    Each micro-batch has its own BatchNormalization statistics, and moving ones are updated once for each; of several groups, each has its own
-    during a step, whose mean is kept. Losses that layers add are averaged over the micro-batches; those of weights count once.
+    Each micro-batch has its own BatchNormalization statistics. The moving statistics are updated
+    once for each micro-batch. Each of several groups has its own moving statistics during a step,
+    and their mean is kept. Losses that layers add are averaged over the micro-batches.
+    Regularization losses of weights count once.
     """
 
     def __init__(self, inner: keras.Model, plan: Plan):
         super().__init__(name=f"{inner.name}_pipeline", dtype=inner.dtype_policy, autocast=False)
-        self.inner, self.plan = inner, plan
+        self.inner = inner
+        self.plan = plan
         self.output_names = list(plan.graph.model.output_names)
         self.supports_jit = False
         self._counted = _Counted()
         self.built = True
 
-    # --- What Keras asks -----------------------------------------------------------------------------------------------
+    # --- Methods of keras.Model ---------------------------------------------------------------
     def build(self, input_shape=None):
+        """See `keras.layers.Layer`."""
         self.built = True
 
     def compile(self, *args, jit_compile="auto", **kwargs):
-        """As Keras', but that XLA cannot compile a function over several devices.
+        """See `keras.Model`; XLA is off, as it cannot compile a function over several devices.
 
         Raises:
-            ValueError: `jit_compile=True`, or losses whose sum over micro-batches is not that of the batch.
+            ValueError: If `jit_compile=True`, or if the losses of micro-batches do not add up to
+                the loss of the batch.
         """
         if jit_compile is True:
             raise ValueError(
-                "pipeline: jit_compile=True: XLA compiles for one device, and has no kernels for what stages send each other; leave it out."
+                "pipeline: jit_compile=True: XLA compiles for one device, and has no kernels for "
+                "what stages send each other; leave it out."
             )
         super().compile(*args, jit_compile=False, **kwargs)
         _reduction(self.loss)
 
     def make_train_function(self, force=False):
+        """See `keras.Model`; an indivisible batch raises ValueError without graph details."""
         if self.train_function is None or force:
             super().make_train_function(force)
             function: Any = self.train_function
             self.train_function: Callable | None = _explained(function)
 
     def call(self, inputs, training=None):
-        """Runs the stages of the first group one after the other."""
+        """Run the stages of the first group one after the other."""
         tensors = self._numbered(inputs)
         for stage in self.plan.stages:
             with tf.device(self.plan.mesh.home(stage.number)):
@@ -204,29 +230,31 @@ class PipelineModel(keras.Model):
 
     @property
     def losses(self):
-        """Those of the model inside; within a step, what the step has counted."""
+        """Return the losses of the inner model; within a step, the losses of the step."""
         return super().losses if self._counted.losses is None else self._counted.losses
 
     def save(self, filepath, *args, **kwargs):
-        """Saves the model inside, with its weights."""
+        """Save the inner model with its weights. See `keras.Model`."""
         return self.inner.save(filepath, *args, **kwargs)
 
     def save_weights(self, filepath, *args, **kwargs):
-        """As the model inside does."""
+        """Save the weights of the inner model. See `keras.Model`."""
         return self.inner.save_weights(filepath, *args, **kwargs)
 
     def load_weights(self, filepath, *args, **kwargs):
-        """As the model inside does."""
+        """Load weights into the inner model. See `keras.Model`."""
         return self.inner.load_weights(filepath, *args, **kwargs)
 
     def export(self, filepath, *args, **kwargs):
-        """Exports the model inside."""
+        """Export the inner model. See `keras.Model`."""
         return self.inner.export(filepath, *args, **kwargs)
 
-    # --- Steps ---------------------------------------------------------------------------------------------------------
+    # --- Steps --------------------------------------------------------------------------------
     def train_step(self, data):
+        """See `keras.Model`."""
         x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
-        plan, reduction = self.plan, _reduction(self.loss, weights is not None)
+        plan = self.plan
+        reduction = _reduction(self.loss, weights is not None)
         pieces = microbatching.equal_pieces(
             (self._numbered(x), y, weights), plan.pieces, self.inner.name
         )
@@ -276,6 +304,7 @@ class PipelineModel(keras.Model):
         return self.get_metrics_result()
 
     def test_step(self, data):
+        """See `keras.Model`."""
         x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
         outputs, added = self._forward(x)
         with self._counted.as_losses(
@@ -288,10 +317,11 @@ class PipelineModel(keras.Model):
         return self.compute_metrics(x, y, outputs, sample_weight=weights)
 
     def predict_step(self, data):
+        """See `keras.Model`."""
         return self._forward(keras.utils.unpack_x_y_sample_weight(data)[0])[0]
 
     def _forward(self, x: Any) -> tuple[Any, list[tf.Tensor]]:
-        """Outputs for a batch of any size, and the losses that layers add."""
+        """Return the outputs for a batch of any size, and the losses that layers add."""
         plan = self.plan
         inputs = self._numbered(x)
         pieces, parts = microbatching.any_pieces(inputs, plan.pieces)
@@ -315,9 +345,13 @@ class PipelineModel(keras.Model):
             loss for group in groups for stage in group for loss in stage.added
         ]
 
-    # --- Parts of a step -----------------------------------------------------------------------------------------------
+    # --- Parts of a step ----------------------------------------------------------------------
     def _groups(self, shares: Sequence[Sequence[tf.Tensor]]) -> list[list[StageInGroup]]:
-        """The stages of each group, for one step."""
+        """Return the stages of each group for one step.
+
+        Args:
+            shares: Factor of each micro-batch's mean in the step's loss, `[groups][microbatches]`.
+        """
         last = len(self.plan.stages) - 1
         return [
             [
@@ -336,20 +370,20 @@ class PipelineModel(keras.Model):
         ]
 
     def _numbered(self, x: Any) -> dict[int, tf.Tensor]:
-        """Inputs by their numbers in the graph."""
+        """Return the inputs by their numbers in the graph."""
         return {
             n: tf.convert_to_tensor(tensor) for n, tensor in numbered(self.plan.graph, x).items()
         }
 
     def _packed(self, tensors: dict[int, tf.Tensor]) -> Any:
-        """The model's outputs as it would return them."""
+        """Return the outputs in the structure that the model would return."""
         flat = [tensors[n] for n in self.plan.graph.outputs]
         model = self.plan.graph.model
         single = isinstance(model.output, list) and len(flat) == 1
         return flat[0] if single else keras.tree.pack_sequence_as(model.output, flat)
 
     def _loss(self, y: Any, outputs: Any, weights: Any) -> tf.Tensor | None:
-        """What `compile` was given, for a micro-batch."""
+        """Return the compiled loss of a micro-batch; None if `compile` was given no loss."""
         if self.loss is None:
             return None
         masked = [
@@ -359,8 +393,10 @@ class PipelineModel(keras.Model):
         ]
         if masked:
             raise ValueError(
-                f"pipeline: output {masked[0]!r} has a mask, by which Keras divides the loss: micro-batches have different numbers of unmasked places, "
-                "so that their mean is not the batch's. Remove the mask behind the last layer that needs it, and pass sample weights that are 0 there."
+                f"pipeline: output {masked[0]!r} has a mask, by which Keras divides the loss: "
+                "micro-batches have different numbers of unmasked places, "
+                "so that their mean is not the batch's. Remove the mask behind the last layer that "
+                "needs it, and pass sample weights that are 0 there."
             )
         with self._counted.as_losses([]):
             return self.compute_loss(
@@ -374,7 +410,10 @@ class PipelineModel(keras.Model):
 
 
 class _Counted:
-    """Losses besides that of `compile` while a step is traced; Keras would add all layers' to each micro-batch's."""
+    """Replacement for `PipelineModel.losses` while a step is traced.
+
+    Without it, Keras would add the losses of all layers to the loss of each micro-batch.
+    """
 
     losses: list | None = None
 
@@ -388,15 +427,18 @@ class _Counted:
 
 
 def _check_shards(stages: Sequence[Stage], mesh: Mesh) -> None:
-    """Makes sure that each device has something to compute."""
+    """Raise ValueError if a device of a stage would have nothing to compute."""
     for stage in stages:
         shards = 1 + max(map(shard_of, stage.model.variables))
         for own in (group[stage.number] for group in mesh.devices):
             idle = sorted(set(own) - set(own[:shards]))
             if idle:
                 raise ValueError(
-                    f"pipeline: tensor={len(own)}: stage {stage.number} ({', '.join(stage.layers)}) has no ShardedMLP of {len(own)} shards, so that {', '.join(idle)} would "
-                    "have nothing to do. Give it one, move the cuts, or name a device several times in devices=."
+                    f"pipeline: tensor={len(own)}: stage {stage.number} "
+                    f"({', '.join(stage.layers)}) has no ShardedMLP of {len(own)} shards, "
+                    f"so that {', '.join(idle)} would "
+                    "have nothing to do. Give it one, move the cuts, or name a device several "
+                    "times in devices=."
                 )
 
 
@@ -409,7 +451,15 @@ def _grouped(pieces: Sequence, size: int) -> list[list]:
 
 
 def _reduction(losses: Any, weighted: bool = False) -> str:
-    """Whether the losses of micro-batches make that of a batch as a "mean" or as a "sum"."""
+    """Return "mean" or "sum", by which micro-batch losses combine into the loss of a batch.
+
+    Args:
+        losses: Nest of losses as `compile` takes them.
+        weighted: Whether the batch has sample weights.
+
+    Raises:
+        ValueError: If the losses of micro-batches do not add up to the loss of the batch.
+    """
     found = {
         getattr(loss, "reduction", "sum_over_batch_size")
         for loss in keras.tree.flatten(losses)
@@ -422,14 +472,18 @@ def _reduction(losses: Any, weighted: bool = False) -> str:
         or (weighted and "mean_with_sample_weight" in found)
     ):
         raise ValueError(
-            f"pipeline: the losses' reductions are {', '.join(sorted(map(str, found)))}: those of micro-batches do not add up to the batch's. Use "
+            f"pipeline: the losses' reductions are {', '.join(sorted(map(str, found)))}: those of "
+            "micro-batches do not add up to the batch's. Use "
             '"sum_over_batch_size" for all of them, or "sum" for all.'
         )
     return kinds.pop() if kinds else "mean"
 
 
 def _explained(function: Callable) -> Callable:
-    """Makes the error of a batch that cannot be divided one that has no graph in it."""
+    """Wrap a train function to raise ValueError for an indivisible batch.
+
+    TensorFlow's own error contains graph details, which hide the message.
+    """
 
     def explained(*args):
         try:

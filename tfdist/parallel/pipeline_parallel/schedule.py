@@ -1,7 +1,10 @@
-"""Stages and micro-batches become the order in which each stage works, and layers what stays until backward; pure, no tensors here.
+"""Pipeline parallelism schedules (GPipe and 1F1B) and their memory and time estimates.
 
-GPipe (Huang et al. 2019, section 2.3) runs all forward passes, then all backward passes. 1F1B (Narayanan et al. 2019, PipeDream, section
-3.2; without its stale weights) lets a stage begin backward passes as soon as it can, so that it holds few micro-batches at a time.
+GPipe (Huang et al. 2019, section 2.3) runs all forward passes, then all backward passes. 1F1B
+(Narayanan et al. 2019, PipeDream, section 3.2; without its stale weights) lets a stage begin
+backward passes as soon as it can, so that it holds few micro-batches at a time.
+
+The functions are pure and use no tensors.
 """
 
 from __future__ import annotations
@@ -15,11 +18,11 @@ SCHEDULES = ("gpipe", "1f1b")
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What a stage does at a time.
+    """A forward or backward pass of a stage for one micro-batch.
 
     Args:
         backward: Whether it is a backward pass.
-        microbatch: Of which micro-batch, from 0.
+        microbatch: Index of the micro-batch, from 0.
     """
 
     backward: bool
@@ -27,12 +30,12 @@ class Task:
 
 
 def tasks(stages: int, microbatches: int, kind: str) -> list[list[Task]]:
-    """What each stage does, in its order.
+    """Return the tasks of each stage in the order of a schedule.
 
     Args:
-        stages: Their number, 1 or more.
-        microbatches: Their number, 1 or more.
-        kind: One of `SCHEDULES`, or "forward": no backward passes.
+        stages: Number of stages, 1 or more.
+        microbatches: Number of micro-batches, 1 or more.
+        kind: One of `SCHEDULES`, or "forward" for a schedule without backward passes.
 
     >>> ["".join("FB"[t.backward] + str(t.microbatch) for t in own) for own in tasks(2, 3, "1f1b")]
     ['F0F1B0F2B1B2', 'F0B0F1B1F2B2']
@@ -46,7 +49,7 @@ def tasks(stages: int, microbatches: int, kind: str) -> list[list[Task]]:
     assert kind == "1f1b", kind
     found = []
     for stage in range(stages):
-        early = min(stages - stage - 1, microbatches)  # passes until the first micro-batch is back
+        early = min(stages - stage - 1, microbatches)  # warm-up forward passes
         pairs = [
             task
             for m in range(microbatches)
@@ -57,16 +60,16 @@ def tasks(stages: int, microbatches: int, kind: str) -> list[list[Task]]:
 
 
 def together(each: Sequence[Sequence[Task]]) -> list[tuple[int, Task]]:
-    """One order of all stages' work in which nothing comes before what it needs.
+    """Return one order of all stages' tasks in which each task follows those that it needs.
 
     Args:
-        each: As of `tasks`.
+        each: Tasks of each stage, as from `tasks`.
 
     Returns:
         Pairs of a stage and its task.
 
     Raises:
-        ValueError: Stages wait for each other for ever.
+        ValueError: If the stages would wait for each other forever.
     """
     last = len(each) - 1
     order: list[tuple[int, Task]] = []
@@ -89,13 +92,19 @@ def together(each: Sequence[Sequence[Task]]) -> list[tuple[int, Task]]:
                 places[stage] += 1
         if len(order) == before:
             raise ValueError(
-                f"schedule: stages wait for each other; {before} of {sum(map(len, each))} tasks can run"
+                f"schedule: stages wait for each other; {before} of {sum(map(len, each))} "
+                "tasks can run"
             )
     return order
 
 
 def held(own: Sequence[Task]) -> int:
-    """The most micro-batches whose forward pass a stage has done and whose backward pass it has not.
+    """Return the maximum number of micro-batches whose activations a stage holds at a time.
+
+    A stage holds activations from a micro-batch's forward pass until its backward pass.
+
+    Args:
+        own: Tasks of the stage, in its order.
 
     >>> [held(own) for own in tasks(4, 16, "gpipe")], [held(own) for own in tasks(4, 16, "1f1b")]
     ([16, 16, 16, 16], [4, 3, 2, 1])
@@ -108,12 +117,12 @@ def held(own: Sequence[Task]) -> int:
 
 
 def duration(each: Sequence[Sequence[Task]], forward: float = 1.0, backward: float = 2.0) -> float:
-    """When the last stage is done, if all stages are equal and nothing else takes time.
+    """Return the time until all stages are done, if all are equal and nothing else takes time.
 
     Args:
-        each: As of `tasks`.
-        forward: What a forward pass takes, any unit.
-        backward: What a backward pass takes.
+        each: Tasks of each stage, as from `tasks`.
+        forward: Time of a forward pass, in any unit.
+        backward: Time of a backward pass, in the same unit.
 
     >>> duration(tasks(4, 8, "1f1b")), (8 + 4 - 1) * 3.0
     (33.0, 33.0)
@@ -129,7 +138,13 @@ def duration(each: Sequence[Sequence[Task]], forward: float = 1.0, backward: flo
 
 
 def bubble(stages: int, microbatches: int) -> float:
-    """The part of a step in which a stage waits, if all stages are equal (Narayanan et al. 2021, section 2.2).
+    """Return the fraction of a step in which a stage waits, if all stages are equal.
+
+    See Narayanan et al. 2021, section 2.2.
+
+    Args:
+        stages: Number of stages.
+        microbatches: Number of micro-batches.
 
     >>> round(bubble(4, 8), 3)
     0.273
@@ -138,12 +153,13 @@ def bubble(stages: int, microbatches: int) -> float:
 
 
 def kept(sizes: Sequence[int], prefetch: int, room: int) -> int:
-    """How many of the last layers keep their gathered weights from forward to backward.
+    """Return how many of the last layers keep gathered weights from forward to backward pass.
 
     Args:
-        sizes: Bytes of the weights of each layer, in the order of forward.
-        prefetch: How many layers ahead weights are gathered: so many, and the one that is computed, are whole at a time anyway.
-        room: Bytes that may be taken.
+        sizes: Size of each layer's weights in bytes, in the order of the forward pass.
+        prefetch: Number of layers ahead of the computation whose weights are gathered. These
+            layers and the computed one are whole at a time anyway.
+        room: Maximum size of the weights that are kept, in bytes.
 
     >>> kept([10, 10, 10, 10], 0, 25), kept([10, 10, 10, 10], 2, 25), kept([10], 2, 0)
     (2, 3, 1)

@@ -1,4 +1,4 @@
-"""A Keras model becomes stages, each a model of its own over the same layers; where they run is not known here."""
+"""Graph partitioning: splits a Keras model into stages, each a model over the same layers."""
 
 from __future__ import annotations
 
@@ -14,25 +14,28 @@ from tfdist.keras_compat.parallel import graph_calls, layer_weights
 
 
 class StageModel(keras.Model):
-    """A stage's part of the graph."""
+    """A Keras model over one stage's part of the graph."""
 
     def __init__(self, inputs: list, outputs: list, name: str):
         super().__init__(inputs=inputs, outputs=outputs, name=name)
         self.supports_masking = True
 
     def compute_mask(self, inputs, previous_mask):
-        """None, as its layers have left the right masks on its outputs; Keras' own would copy those of its inputs."""
+        """Return None, as the layers have set the masks of the outputs.
+
+        Keras' own method would copy the masks of the inputs. See `keras.layers.Layer`.
+        """
         return None
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A layer or operation at one place of a graph; tensors are numbers.
+    """A call of a layer or operation in a graph.
 
     Args:
-        operation: The layer, or a Keras operation.
-        takes: Its input tensors.
-        makes: Its output tensors.
+        operation: Keras layer or operation.
+        takes: Numbers of its input tensors, indices into `Graph.tensors`.
+        makes: Numbers of its output tensors.
     """
 
     operation: Any
@@ -41,30 +44,30 @@ class Call:
 
     @property
     def name(self) -> str:
-        """As messages give it."""
+        """Return the name of the layer or operation, as used in messages."""
         return self.operation.name
 
     @property
     def variables(self) -> list[keras.Variable]:
-        """All that it holds; [] for an operation."""
+        """Return all variables of the layer; [] for an operation."""
         return list(getattr(self.operation, "variables", ()))
 
     @property
     def weights(self) -> list[keras.Variable]:
-        """Its weights."""
+        """Return the weights of the layer; [] for an operation."""
         return list(getattr(self.operation, "weights", ()))
 
 
 @dataclasses.dataclass(frozen=True)
 class Graph:
-    """A model as calls in an order in which they can run.
+    """A Functional model as a list of calls in execution order.
 
     Args:
-        model: The Functional model.
-        calls: Its calls.
+        model: Functional model.
+        calls: Calls of the model's layers and operations, in an order in which they can run.
         tensors: `keras.KerasTensor` of each number.
         inputs: Numbers of the model's inputs.
-        outputs: Numbers of its outputs.
+        outputs: Numbers of the model's outputs.
     """
 
     model: keras.Model
@@ -76,15 +79,16 @@ class Graph:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """One stage.
+    """A stage of pipeline parallelism.
 
     Args:
-        number: From 0.
-        model: Takes a list of tensors, gives one or a list.
-        takes: Numbers of its model's inputs.
-        makes: Numbers of its model's outputs.
-        needs: What it takes, and in the last stage outputs of the whole model that earlier ones made.
-        layers: Names of its layers, in order.
+        number: Index of the stage, from 0.
+        model: Model of the stage; it takes a list of tensors, and returns one tensor or a list.
+        takes: Numbers of the stage model's inputs.
+        makes: Numbers of the stage model's outputs.
+        needs: Numbers of the tensors that the stage reads: `takes`, and for the last stage also
+            the whole model's outputs that earlier stages computed.
+        layers: Names of the stage's layers, in order.
     """
 
     number: int
@@ -96,13 +100,14 @@ class Stage:
 
 
 def graph_of(model: keras.Model) -> Graph:
-    """Reads a model's graph.
+    """Return the graph of a model.
 
     Args:
-        model: Sequential, once its input shape is known, or Functional.
+        model: Functional model, or Sequential model with a known input shape.
 
     Raises:
-        ValueError: It has no graph, or one that is not all there is to its training.
+        ValueError: If the model has no graph, or if it overrides methods, so that the graph does
+            not describe its training completely.
     """
     if not isinstance(model, keras.Model):
         raise ValueError(
@@ -111,7 +116,8 @@ def graph_of(model: keras.Model) -> Graph:
     if isinstance(model, keras.Sequential):
         if not model.built:
             raise ValueError(
-                f"pipeline: the Sequential model {model.name!r} has no shapes yet; begin it with keras.Input(shape)."
+                f"pipeline: the Sequential model {model.name!r} has no shapes yet; "
+                "begin it with keras.Input(shape)."
             )
         functional = keras.Model(model.inputs, model.outputs, name=model.name)
     else:
@@ -125,8 +131,10 @@ def graph_of(model: keras.Model) -> Graph:
             else "is a subclass of keras.Model with a call() of its own"
         )
         raise ValueError(
-            f"pipeline: expected a Sequential or Functional model, whose graph can be cut; {type(model).__name__} {what}. Build it as "
-            "keras.Model(inputs, outputs); its blocks may be layers of any kind, as long as no cut goes through one."
+            "pipeline: expected a Sequential or Functional model, whose graph can be cut; "
+            f"{type(model).__name__} {what}. Build it as "
+            "keras.Model(inputs, outputs); its blocks may be layers of any kind, as long as no "
+            "cut goes through one."
         )
     numbers: dict[int, int] = {}
     tensors: list = []
@@ -146,14 +154,14 @@ def graph_of(model: keras.Model) -> Graph:
 
 
 def numbered(graph: Graph, x: Any) -> dict[int, Any]:
-    """Inputs by their numbers.
+    """Return a model's inputs by their numbers in the graph.
 
     Args:
-        graph: The model's.
-        x: As `fit` takes them: one, a nest of them, or a dictionary by name.
+        graph: Graph of the model.
+        x: Inputs as `fit` takes them: a tensor, a nest of tensors, or a dictionary by name.
 
     Raises:
-        ValueError: There are too few or too many.
+        ValueError: If there are too few or too many inputs.
     """
     model = graph.model
     if isinstance(x, dict):
@@ -162,7 +170,8 @@ def numbered(graph: Graph, x: Any) -> dict[int, Any]:
         missing = [name for name in names if name not in x]
         if missing:
             raise ValueError(
-                f"pipeline: {model.name} needs the inputs {', '.join(names)}; received {', '.join(map(str, x))}, without {', '.join(missing)}."
+                f"pipeline: {model.name} needs the inputs {', '.join(names)}; "
+                f"received {', '.join(map(str, x))}, without {', '.join(missing)}."
             )
         x = {name: x[name] for name in names} if named else [x[name] for name in names]
     flat = keras.tree.flatten(x)
@@ -174,17 +183,18 @@ def numbered(graph: Graph, x: Any) -> dict[int, Any]:
 
 
 def cut_behind(graph: Graph, layers: Sequence[keras.layers.Layer | str]) -> list[int]:
-    """Where stages end that a user has named.
+    """Return the cuts behind the layers that the user has named.
 
     Args:
-        graph: The model's.
-        layers: The last layer of each stage but the last, by itself or by name.
+        graph: Graph of the model.
+        layers: Last layer of each stage except the last stage, as a layer or its name.
 
     Returns:
-        How many calls come before each cut, ascending.
+        Number of calls before each cut, ascending.
 
     Raises:
-        ValueError: A layer is not there, or not once, or there is nothing between two cuts.
+        ValueError: If a layer is not in the model, is used more than once, is named twice, or is
+            the last layer.
     """
     ends = []
     names = [call.name for call in graph.calls]
@@ -199,44 +209,49 @@ def cut_behind(graph: Graph, layers: Sequence[keras.layers.Layer | str]) -> list
             raise ValueError(f"pipeline: cut_at: {_absent(graph, name)}")
         if len(places) > 1:
             raise ValueError(
-                f"pipeline: cut_at: layer {name!r} is used {len(places)} times, which leaves open where to cut; name a layer that is used once."
+                f"pipeline: cut_at: layer {name!r} is used {len(places)} times, which leaves open "
+                "where to cut; name a layer that is used once."
             )
         ends.append(places[0] + 1)
     if len(set(ends)) < len(ends):
         raise ValueError(
-            f"pipeline: cut_at: expected different layers, received {[getattr(x, 'name', x) for x in layers]}."
+            "pipeline: cut_at: expected different layers, "
+            f"received {[getattr(x, 'name', x) for x in layers]}."
         )
     if len(names) in ends:
         raise ValueError(
-            f"pipeline: cut_at: {names[-1]!r} is the last layer, behind which nothing is left for another stage; leave it out."
+            f"pipeline: cut_at: {names[-1]!r} is the last layer, behind which nothing is left for "
+            "another stage; leave it out."
         )
     return sorted(ends)
 
 
 def balanced(graph: Graph, stages: int, costs: Sequence[float]) -> list[int]:
-    """Where to cut so that the stage that costs most costs as little as can be.
+    """Return the cuts that minimize the cost of the most expensive stage.
 
     Args:
-        graph: The model's.
-        stages: How many.
-        costs: Of each call.
+        graph: Graph of the model.
+        stages: Number of stages.
+        costs: Cost of each call, such as from `parameters` or `layer_timing.seconds`.
 
     Returns:
-        As `cut_behind`.
+        Number of calls before each cut, ascending, as from `cut_behind`.
 
     Raises:
-        ValueError: There are not so many places to cut at; says how many stages are possible.
+        ValueError: If the model cannot be cut into that many stages. The message says how many
+            stages are possible.
     """
     count = len(graph.calls)
     torn = _torn(graph)
     sums = [0.0, *itertools.accumulate(costs)]
     weighty = [0, *itertools.accumulate(bool(call.weights) for call in graph.calls)]
-    # best[k][j]: the cost of the first j calls in k stages, and where the last of these begins
+    # best[k][j]: the cost of the first j calls in k stages, and where the last stage begins.
     best: list[list[tuple[float, int] | None]] = [[None] * (count + 1) for _ in range(stages + 1)]
     best[0][0] = (0.0, 0)
     for k in range(1, stages + 1):
         for j in (j for j in range(1, count + 1) if j not in torn):
-            # Of equals, the stage that begins with weights: activations then stay where they are computed from.
+            # Among equal costs, prefer a stage that begins with weights: operations without
+            # weights then stay in the stage that computes their input.
             choices = [
                 (max(before[0], sums[j] - sums[i]), not graph.calls[i].weights, i)
                 for i, before in enumerate(best[k - 1][:j])
@@ -247,9 +262,11 @@ def balanced(graph: Graph, stages: int, costs: Sequence[float]) -> list[int]:
                 best[k][j] = (cost, i)
     possible = max((k for k in range(1, stages + 1) if best[k][count] is not None), default=0)
     if possible < stages:
+        weighted = dict.fromkeys(call.name for call in graph.calls if call.weights)
         raise ValueError(
-            f"pipeline: stages={stages}: the model {graph.model.name!r} can be cut into at most {possible} stages with weights; its layers with "
-            f"weights are {', '.join(dict.fromkeys(call.name for call in graph.calls if call.weights)) or 'none'}. A nested model is one layer."
+            f"pipeline: stages={stages}: the model {graph.model.name!r} can be cut into at most "
+            f"{possible} stages with weights; its layers with weights are "
+            f"{', '.join(weighted) or 'none'}. A nested model is one layer."
         )
     ends = [count]
     for k in range(stages, 1, -1):
@@ -260,14 +277,14 @@ def balanced(graph: Graph, stages: int, costs: Sequence[float]) -> list[int]:
 
 
 def split(graph: Graph, ends: Sequence[int]) -> tuple[Stage, ...]:
-    """The stages between cuts.
+    """Split a graph into stages.
 
     Args:
-        graph: The model's.
-        ends: As of `cut_behind`.
+        graph: Graph of the model.
+        ends: Number of calls before each cut, as from `cut_behind`.
 
     Raises:
-        ValueError: A stage has no weights, or two share state that both would change.
+        ValueError: If a stage has no weights, or if two stages would change the same state.
     """
     bounds = list(itertools.pairwise([0, *ends, len(graph.calls)]))
     _check(graph, bounds)
@@ -282,7 +299,8 @@ def split(graph: Graph, ends: Sequence[int]) -> tuple[Stage, ...]:
         for call in graph.calls[begin:end]:
             for n in call.takes:
                 users.setdefault(n, set()).add(s)
-    last, found = len(bounds) - 1, []
+    last = len(bounds) - 1
+    found = []
     for s, (begin, end) in enumerate(bounds):
         own = graph.calls[begin:end]
         takes = tuple(dict.fromkeys(n for call in own for n in call.takes if stage_of.get(n) != s))
@@ -312,7 +330,10 @@ def split(graph: Graph, ends: Sequence[int]) -> tuple[Stage, ...]:
 
 
 def parameters(graph: Graph) -> list[float]:
-    """Elements of the weights of each call; a layer that is used again costs nothing."""
+    """Return the number of weight elements of each call.
+
+    A layer that is used again costs nothing, nor do weights that an earlier layer shares.
+    """
     seen: set[int] = set()
     costs = []
     for call in graph.calls:
@@ -323,7 +344,7 @@ def parameters(graph: Graph) -> list[float]:
 
 
 def _overrides(model: keras.Model, name: str) -> bool:
-    """Whether a user's class has a method of its own in place of Keras'."""
+    """Return whether a class of the user overrides a method of Keras."""
     return any(
         name in vars(cls) and not cls.__module__.startswith("keras.") for cls in type(model).__mro__
     )
@@ -335,12 +356,18 @@ def _absent(graph: Graph, name: str) -> str:
         if inner is not None and any(
             layer.name == name for layer in getattr(call.operation, "layers", ())
         ):
-            return f"layer {name!r} is inside the nested model {call.name!r}, through which no cut goes; cut behind {call.name!r}, or build the model flat."
-    return f"the model {graph.model.name!r} has no layer {name!r}; its layers are {', '.join(dict.fromkeys(call.name for call in graph.calls))}."
+            return (
+                f"layer {name!r} is inside the nested model {call.name!r}, through which no cut "
+                f"goes; cut behind {call.name!r}, or build the model flat."
+            )
+    return (
+        f"the model {graph.model.name!r} has no layer {name!r}; its layers are "
+        f"{', '.join(dict.fromkeys(call.name for call in graph.calls))}."
+    )
 
 
 def _state(call: Call) -> list[keras.Variable]:
-    """What a call may change: all variables but weights, which may be frozen."""
+    """Return the state that a call may change: all variables except weights, frozen or not."""
     weights = (
         {id(v) for v in layer_weights(call.operation)}
         if isinstance(call.operation, keras.layers.Layer)
@@ -350,7 +377,7 @@ def _state(call: Call) -> list[keras.Variable]:
 
 
 def _torn(graph: Graph) -> set[int]:
-    """Places at which a cut would give two stages the same state."""
+    """Return the cuts, as numbers of calls before them, that would let two stages share state."""
     first: dict[int, int] = {}
     places: set[int] = set()
     for place, call in enumerate(graph.calls):
@@ -366,7 +393,8 @@ def _check(graph: Graph, bounds: Sequence[tuple[int, int]]) -> None:
         if not any(call.weights for call in own):
             names = ", ".join(dict.fromkeys(call.name for call in own)) or "nothing"
             raise ValueError(
-                f"pipeline: stage {s} ({names}) has no weights, so that it would only pass tensors on; move the cuts, or take fewer stages."
+                f"pipeline: stage {s} ({names}) has no weights, so that it would only pass tensors "
+                "on; move the cuts, or take fewer stages."
             )
         if end in torn:
             shared = {id(v): call.name for call in graph.calls[:end] for v in _state(call)}
@@ -374,6 +402,7 @@ def _check(graph: Graph, bounds: Sequence[tuple[int, int]]) -> None:
                 shared[id(v)] for call in graph.calls[end:] for v in _state(call) if id(v) in shared
             )
             raise ValueError(
-                f"pipeline: the cut behind {graph.calls[end - 1].name!r} lies between two uses of layer {name!r}, whose state (moving statistics, "
+                f"pipeline: the cut behind {graph.calls[end - 1].name!r} lies between two uses of "
+                f"layer {name!r}, whose state (moving statistics, "
                 "seeds) both stages would change; cut before its first use or behind its last one."
             )

@@ -1,4 +1,7 @@
-"""A stage's forward and backward passes become operations of a step's graph, on the stage's devices; when each runs is not decided here."""
+"""Forward and backward passes of a stage, as operations on the stage's devices.
+
+The module `microbatching` calls them in the order of a schedule.
+"""
 
 from __future__ import annotations
 
@@ -13,32 +16,41 @@ from tfdist.keras_compat.parallel import mask_of, with_mask
 from tfdist.parallel.pipeline_parallel.split import Stage
 from tfdist.parallel.tensor_parallel import shard_of, sharded_over
 
-# Of the last stage: (micro-batch, tensors by number) -> its part of the step's loss, a scalar, or None.
+# Loss of the last stage: (micro-batch, tensors by number) -> the micro-batch's part of the step's
+# loss, a scalar, or None.
 Loss = Callable[[int, dict[int, tf.Tensor]], tf.Tensor | None]
 
 
 @dataclasses.dataclass
 class _Pass:
-    """What a forward pass leaves for its backward pass."""
+    """Tensors and tape that a forward pass keeps for its backward pass."""
 
     inputs: list[tf.Tensor]
     state: list[tf.Tensor]
     tape: tf.GradientTape | None
-    targets: list[tf.Tensor]  # what gradients come for: the stage's outputs
-    losses: list[tf.Tensor]  # what it adds to the step's loss
+    targets: list[tf.Tensor]  # the stage's outputs, for which gradients arrive
+    losses: list[tf.Tensor]  # the pass's parts of the step's loss
 
 
 class StageInGroup:
-    """One stage as a group of devices runs it in one step.
+    """A stage on the devices of one group, for one step.
 
     Args:
-        stage: The stage.
-        devices: Of this stage in this group; the first is where all but shards of tensor parallelism runs.
-        group: Number of the group.
-        last: Whether it is the last stage, which has the loss.
-        recompute: Whether activations are dropped after the forward pass, and computed again before the backward pass.
-        shares: What a mean over each micro-batch counts in the step's loss.
-        given: Numbers of the model's own inputs, whose gradients nobody needs.
+        stage: Stage of the model.
+        devices: Devices of this stage in this group. The first runs everything except the other
+            shards of tensor parallelism.
+        group: Index of the group.
+        last: Whether it is the last stage, which computes the loss.
+        recompute: Whether activations are dropped after the forward pass, and computed again
+            before the backward pass.
+        shares: Factor of each micro-batch's mean in the step's loss, float32 scalars.
+        given: Numbers of the model's own inputs, for which no gradients are computed.
+
+    Attributes:
+        state: Values of the non-trainable variables after the passes so far.
+        sums: Sums of the gradients of the trainable variables; None without a gradient.
+        added: Parts of the step's loss, from layers' own losses and from the loss of the last
+            stage.
     """
 
     def __init__(
@@ -51,13 +63,11 @@ class StageInGroup:
         shares: Sequence[tf.Tensor],
         given: Sequence[int],
     ):
-        self.stage, self.devices, self._last, self._recompute, self._shares = (
-            stage,
-            list(devices),
-            last,
-            recompute,
-            shares,
-        )
+        self.stage = stage
+        self.devices = list(devices)
+        self._last = last
+        self._recompute = recompute
+        self._shares = shares
         self._asked = [i for i, n in enumerate(stage.needs) if n not in given]
         self._trainable = list(stage.model.trainable_variables)
         self._fixed = list(stage.model.non_trainable_variables)
@@ -65,25 +75,25 @@ class StageInGroup:
         self.state = self._before = [_apart(v, self._read(v), group) for v in self._fixed]
         self.sums: list[tf.Tensor | None] = [None] * len(self._trainable)
         self._passes: dict[int, _Pass] = {}
-        self.added: list[
-            tf.Tensor
-        ] = []  # of layers' own losses, each pass' part of the step's loss
+        self.added: list[tf.Tensor] = []
 
     def forward(
         self, microbatch: int, tensors: dict[int, tf.Tensor], loss: Loss | None, training: bool
     ) -> list[tf.Tensor]:
-        """Runs the stage on a micro-batch.
+        """Run the stage's forward pass on a micro-batch.
 
         Args:
-            microbatch: Its number in the group.
-            tensors: What earlier stages have made of it; gets what this stage makes.
-            loss: In the last stage, when training.
+            microbatch: Index of the micro-batch in the group.
+            tensors: Inputs and outputs of earlier stages by number. This stage's outputs are
+                added.
+            loss: Loss of the last stage when training, otherwise None.
             training: Whether a backward pass follows.
 
         Returns:
-            What it has computed.
+            All tensors that the pass has computed, for control dependencies.
         """
-        inputs, state = [tensors[n] for n in self.stage.needs], self.state
+        inputs = [tensors[n] for n in self.stage.needs]
+        state = self.state
         if not training:
             made, losses, _ = self._run(microbatch, inputs, state, False)
             self.added += losses
@@ -105,26 +115,29 @@ class StageInGroup:
     def backward(
         self, microbatch: int, gradients: dict[int, tf.Tensor], loss: Loss | None
     ) -> list[tf.Tensor]:
-        """Runs the stage backwards on a micro-batch.
+        """Run the stage's backward pass on a micro-batch.
 
         Args:
-            microbatch: Its number in the group.
-            gradients: Of what this stage has made, by number; gets those of what it took.
-            loss: As for `forward`; it is asked again with `recompute`.
+            microbatch: Index of the micro-batch in the group.
+            gradients: Gradients of this stage's outputs by number. They are removed, and the
+                gradients of this stage's inputs are added.
+            loss: Loss as for `forward`; with `recompute` it is called again.
 
         Returns:
-            What it has computed.
+            All tensors that the pass has computed, for control dependencies.
         """
         done = self._passes.pop(microbatch)
-        inputs, tape, targets, losses = done.inputs, done.tape, done.targets, done.losses
+        inputs = done.inputs
+        tape = done.tape
+        targets = done.targets
+        losses = done.losses
         if tape is None:
-            inputs = [
-                with_mask(tf.identity(x), mask_of(x)) for x in inputs
-            ]  # or TensorFlow would merge both passes into one
+            # Without the copies, TensorFlow would merge both forward passes into one.
+            inputs = [with_mask(tf.identity(x), mask_of(x)) for x in inputs]
             with tf.GradientTape() as tape:
                 tape.watch([*(inputs[i] for i in self._differentiable(inputs)), *self._values])
                 made, losses, _ = self._run(microbatch, inputs, done.state, True)
-                with keras.StatelessScope():  # metrics have counted it
+                with keras.StatelessScope():  # metrics have counted the first pass
                     losses = self._with_loss(losses, loss, microbatch, inputs, made)
             targets = [made[n] for n in self.stage.makes]
         places = self._differentiable(inputs)
@@ -152,7 +165,12 @@ class StageInGroup:
     def _run(
         self, microbatch: int, inputs: list, state: list, training: bool
     ) -> tuple[dict[int, tf.Tensor], list[tf.Tensor], list[tf.Tensor]]:
-        """What the stage makes, losses that its layers add, and its state afterwards; changes no variable."""
+        """Run the stage's model without a change of its variables.
+
+        Returns:
+            Outputs by number, parts of the step's loss that layers add, and the values of the
+            non-trainable variables after the pass.
+        """
         mapping = [
             *zip(self._trainable, self._values, strict=True),
             *zip(self._fixed, state, strict=True),
@@ -182,7 +200,7 @@ class StageInGroup:
         return losses if value is None else [*losses, value]
 
     def _differentiable(self, inputs: Sequence[tf.Tensor]) -> list[int]:
-        """Which inputs gradients are computed for."""
+        """Return the indices of the inputs for which gradients are computed."""
         return [i for i in self._asked if inputs[i].dtype.is_floating]
 
     def _device(self, variable: keras.Variable) -> str:
@@ -194,23 +212,26 @@ class StageInGroup:
 
     @property
     def results(self) -> list[tuple[keras.Variable, tf.Tensor | None]]:
-        """The stage's weights with the sums of their gradients."""
+        """Return the stage's trainable variables with the sums of their gradients."""
         return list(zip(self._trainable, self.sums, strict=True))
 
     @property
     def changes(self) -> list[tuple[keras.Variable, tf.Tensor]]:
-        """What else the passes have changed, with the values after them."""
+        """Return the non-trainable variables that the passes have changed, with new values."""
         each = zip(self._fixed, self._before, self.state, strict=True)
         return [(v, after) for v, before, after in each if after is not before]
 
 
 def _apart(variable: keras.Variable, value: tf.Tensor, group: int) -> tf.Tensor:
-    """A variable's value in a group: seeds are others in each, so that no two groups drop the same units."""
+    """Return a variable's value for a group.
+
+    Seeds differ between groups, so that no two groups drop the same units.
+    """
     if not group or not is_seed(variable):
         return value
     return value + tf.constant([group * 0x9E3779B1 & 0xFFFFFFFF, 0], value.dtype)
 
 
 def is_seed(variable: keras.Variable) -> bool:
-    """Whether a variable is the state of a `keras.random.SeedGenerator`."""
+    """Return whether a variable is the state of a `keras.random.SeedGenerator`."""
     return variable.name == "seed_generator_state"

@@ -1,4 +1,7 @@
-"""What passes have found becomes an update of the variables, each computed where the variable lies."""
+"""Optimizer update of a pipeline-parallel step: gradient sums, regularizers and state.
+
+Each part is computed on the device that holds the variable.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,20 @@ import tensorflow as tf
 from tfdist.keras_compat.parallel import updating_in_place
 from tfdist.parallel.pipeline_parallel.stage_passes import StageInGroup
 
-Home = Callable[[keras.Variable], str]  # the device on which a variable lies
+Home = Callable[[keras.Variable], str]  # returns the device that holds a variable
 Groups = Sequence[Sequence[StageInGroup]]
 
 
 def summed(groups: Groups, home: Home) -> dict[int, tf.Tensor]:
-    """Gradients by the variable's id: sums over groups, and over the stages that share a weight."""
+    """Sum gradients over groups, and over the stages that share a weight.
+
+    Args:
+        groups: Stages of each group, after all backward passes.
+        home: Function that returns the device of a variable.
+
+    Returns:
+        Gradients by the id of the variable.
+    """
     sums: dict[int, tf.Tensor] = {}
     for v, g in (pair for group in groups for stage in group for pair in stage.results):
         if g is not None:
@@ -30,13 +41,17 @@ def penalties(
     gradients: dict[int, tf.Tensor] | None = None,
     scale: tf.Tensor | float = 1.0,
 ) -> list[tf.Tensor]:
-    """Losses of weights by their regularizers.
+    """Compute the regularization losses of weights.
 
     Args:
-        variables: The weights.
-        home: Where each lies.
-        gradients: Get those of the losses, if given.
-        scale: By which these are multiplied.
+        variables: Weights, with or without a regularizer.
+        home: Function that returns the device of a variable.
+        gradients: Gradients by the id of the variable, to which the gradients of the losses are
+            added. None: no gradients are computed.
+        scale: Factor of the gradients, such as the loss scale.
+
+    Returns:
+        Float32 scalars, one for each weight with a regularizer, without `scale`.
     """
     found = []
     for v in variables:
@@ -59,19 +74,26 @@ def apply(
     gradients: dict[int, tf.Tensor],
     variables: Sequence[keras.Variable],
 ) -> None:
-    """Lets an optimizer update variables.
+    """Update variables with an optimizer.
 
     Args:
-        optimizer: Any of Keras'.
-        gradients: By the variable's id.
-        variables: All that it was made for.
+        optimizer: Any Keras optimizer.
+        gradients: Gradients by the id of the variable.
+        variables: All variables that the optimizer was built for.
     """
     with updating_in_place(optimizer):
         optimizer.apply([gradients.get(id(v)) for v in variables], variables)
 
 
 def keep_state(groups: Groups, home: Home) -> None:
-    """Assigns what else passes have changed: the groups' mean of statistics, the first group's of all else."""
+    """Assign the state that the passes have changed, such as moving statistics and seeds.
+
+    Floating-point state gets the mean over the groups; other state gets the first group's value.
+
+    Args:
+        groups: Stages of each group, after all passes.
+        home: Function that returns the device of a variable.
+    """
     after: dict[int, tuple[keras.Variable, list[tf.Tensor]]] = {}
     for v, value in (pair for group in groups for stage in group for pair in stage.changes):
         after.setdefault(id(v), (v, []))[1].append(value)

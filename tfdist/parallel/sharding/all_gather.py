@@ -1,4 +1,4 @@
-"""Rows of weights become whole weights for a moment, and their gradients become the rows of a sum; which layer uses them is not known here."""
+"""All-gather of sharded weights and reduce-scatter of their gradients."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from tfdist.parallel.collectives.group import Group
 
 
 class Gathering:
-    """The exchange of weights and of their gradients.
+    """Collectives that gather sharded weights and reduce-scatter their gradients.
 
     Args:
-        forth: In which weights are gathered.
-        back: In which gradients are summed; a group of its own, so that neither waits for the other.
-        gather_dtype: In which weights travel; None: their own.
-        grad_dtype: In which gradients travel; None: that of the weights.
-        scale: Gives what gradients are multiplied with before they are summed.
-        bucket_bytes: Weights of a layer that are smaller travel together, in buckets of at most so many bytes.
+        forth: Group for the all-gather of weights.
+        back: Group for the reduce-scatter of gradients. It is a group of its own, so that weights
+            and gradients do not wait for each other.
+        gather_dtype: Dtype in which weights are sent. None: the dtype of the weights.
+        grad_dtype: Dtype in which gradients are sent. None: the dtype of the weights.
+        scale: Function that returns the factor for gradients, applied before they are summed.
+        bucket_bytes: Largest size of a bucket in bytes. Smaller weights of one layer are sent
+            together in buckets.
     """
 
     def __init__(
@@ -35,13 +37,11 @@ class Gathering:
         scale: Callable[[], float],
         bucket_bytes: int,
     ):
-        self.forth, self.back, self.gather_dtype, self.grad_dtype, self._scale = (
-            forth,
-            back,
-            gather_dtype,
-            grad_dtype,
-            scale,
-        )
+        self.forth = forth
+        self.back = back
+        self.gather_dtype = gather_dtype
+        self.grad_dtype = grad_dtype
+        self._scale = scale
         self._bucket_bytes = bucket_bytes
 
     def gather(
@@ -52,14 +52,15 @@ class Gathering:
         gates: Sequence[tf.Tensor],
         compute_dtype: str,
     ) -> list[tf.Tensor]:
-        """Whole weights.
+        """Return the whole weights.
 
         Args:
-            variables: The weights.
-            parts: This replica's row of each.
-            name: Of this call.
-            gates: Nothing is sent before these are known.
-            compute_dtype: Of the layer; weights that traveled in it stay so.
+            variables: Sharded weights.
+            parts: This replica's row of each weight.
+            name: Name of this call.
+            gates: Tensors that must be computed before anything is sent.
+            compute_dtype: Compute dtype of the layer. Weights that were sent in this dtype are
+                not cast back.
         """
         whole: dict[int, tf.Tensor] = {}
         with tf.control_dependencies(list(gates)) if gates else contextlib.nullcontext():
@@ -82,13 +83,13 @@ class Gathering:
         grads: Sequence[Any],
         name: str,
     ) -> list[tf.Tensor | None]:
-        """This replica's row of the sum of each gradient; None stays None.
+        """Return this replica's row of the sum of each gradient; None stays None.
 
         Args:
-            variables: The weights.
-            parts: This replica's row of each.
-            grads: Of the whole weights.
-            name: Of this call.
+            variables: Sharded weights.
+            parts: This replica's row of each weight.
+            grads: Gradients of the whole weights.
+            name: Name of this call.
         """
         scale = self._scale()
         given: list[tf.Tensor | None] = [None] * len(variables)
@@ -114,13 +115,13 @@ class Gathering:
         gates: Sequence[tf.Tensor],
         compute_dtype: str,
     ) -> list[tf.Tensor]:
-        """Whole weights that stay until their gradients are known.
+        """Return whole weights that stay in memory until their gradients are computed.
 
         Args:
-            variables: The weights.
-            name: Of this call.
-            gates: Nothing is sent before these are known.
-            compute_dtype: Of the layer.
+            variables: Sharded weights.
+            name: Name of this call.
+            gates: Tensors that must be computed before anything is sent.
+            compute_dtype: Compute dtype of the layer.
         """
 
         @tf.custom_gradient
@@ -136,7 +137,7 @@ class Gathering:
         return tf.identity(x) if self.gather_dtype is None else tf.cast(x, self.gather_dtype)
 
     def _buckets(self, variables: Sequence[Sharded], parts: Sequence[tf.Tensor]) -> list[list[int]]:
-        """Places of the variables that travel together."""
+        """Return the indices of the variables in each bucket."""
         kinds = [part.dtype for part in parts]
         return flat_shards.buckets(
             [

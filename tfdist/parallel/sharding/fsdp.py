@@ -1,5 +1,6 @@
-"""A model becomes one whose weights, gradients and optimizer state each replica holds a part of: ZeRO stage 3, fully sharded data parallel.
+"""Fully sharded data parallel (FSDP, ZeRO stage 3) for Keras models.
 
+Each replica holds a part of the weights, the gradients and the optimizer state.
 Rajbhandari et al. 2020, arXiv:1910.02054, section 5.3.
 """
 
@@ -38,9 +39,10 @@ _numbers = itertools.count()
 
 
 def deferred() -> contextlib.AbstractContextManager[None]:
-    """Lets a model be built without memory for its weights; `fsdp` then gives them their first values, one at a time.
+    """Defer the memory and the first values of a model's weights until `fsdp` is called.
 
-    The values are those that the same seeds give without it.
+    You build the model inside this context. `fsdp` then initializes the weights one at a time.
+    The same seeds give the same values as without this context.
 
     Example:
         >>> import keras, tfdist
@@ -64,30 +66,45 @@ def fsdp(
     strategy: tf.distribute.Strategy | None = None,
     elementwise: bool = False,
 ) -> FSDP:
-    """Shards a model's trainable weights over the replicas: call it on a built model, before `compile`.
+    """Shard a model's trainable weights over the replicas (FSDP, ZeRO stage 3).
 
-    A layer gathers its weights when it is called, drops them, and gathers them again for its gradients, which are summed so that each replica gets
-    its part. The last layers, with which backward begins, keep them: 1 + `prefetch` of them, and more where these take no more than 1/N of the weights.
-    The optimizer then updates that part alone, so that its state is sharded too. Layers in a layer, such as those of a transformer block, are gathered
-    together with it; models in a model are not. Results are those of the model by itself, to the rounding of sums. Outside of training a weight looks
-    whole: `get_weights`, `save` and `v.numpy()` gather, which in several processes all of them must do together.
+    Call it on a built model, before `compile`.
+
+    A layer gathers its weights when it is called and drops them afterwards. It gathers them again
+    to compute its gradients, and a reduce-scatter gives each replica its part of the summed
+    gradients. Backward begins with the last layers, so these keep their gathered weights: the last
+    1 + `prefetch` layers, or more if their weights take no more than 1/N of all weights, for N
+    replicas. The optimizer updates only the replica's own part, so its state is sharded too.
+
+    Layers inside a layer, such as those of a transformer block, are gathered together with it.
+    Models inside a model are not: each of their layers is gathered by itself. The results equal
+    those of the unsharded model, up to the rounding of sums. Outside of training a weight looks
+    whole: `get_weights`, `save` and `v.numpy()` gather it. If there are several processes, all of
+    them must make these calls together.
 
     Args:
-        model: Built; its weights may be `deferred`. Frozen weights stay whole on each replica.
-        prefetch: How many layers ahead weights are gathered, while the layers before are computed.
-        gather_dtype: In which weights travel and are used, "bfloat16" or "float16"; layers that compute in another dtype use them rounded to it. None:
-            their own.
-        grad_dtype: In which gradients travel; they are summed in the weights' dtype. None: `sync.comm_dtype`.
-        reshard_after_forward: False keeps gathered weights from forward to backward: less to send and to compute, more memory.
-        sync: As for `tfdist.parallel.zero`, `combine="mean"` alone. None: as the strategy was made.
-        strategy: As for `tfdist.parallel.zero`.
-        elementwise: As for `tfdist.parallel.zero`, of the optimizer that the model is compiled with.
+        model: Built model; its weights may be `deferred`. Frozen weights stay whole on each
+            replica.
+        prefetch: Number of layers ahead whose weights are gathered while earlier layers are
+            computed.
+        gather_dtype: Dtype in which weights are sent and used, "bfloat16" or "float16". Layers
+            that compute in another dtype use the weights rounded to `gather_dtype`. None: the
+            dtype of the weights.
+        grad_dtype: Dtype in which gradients are sent; they are summed in the dtype of the weights.
+            None: `sync.comm_dtype`.
+        reshard_after_forward: Flag that drops the gathered weights after forward. False keeps them
+            until backward, which needs less communication and computation, and more memory.
+        sync: Gradient policy as for `tfdist.parallel.zero`, with `combine="mean"` only. None: the
+            policy of the strategy.
+        strategy: Strategy as for `tfdist.parallel.zero`.
+        elementwise: Flag as for `tfdist.parallel.zero`, for the optimizer that you compile the
+            model with.
 
     Returns:
-        What the shards are; the model itself is changed.
+        The `FSDP` object that describes the shards. The model itself is changed in place.
 
     Raises:
-        ValueError: The model is not built, or is sharded already, or an argument is wrong.
+        ValueError: The model is not built, is already sharded, or an argument is wrong.
 
     Example:
         >>> import keras, tfdist
@@ -109,11 +126,11 @@ def fsdp(
 
 
 class FSDP(Store):
-    """See `fsdp`.
+    """Sharded weights of a model; see `fsdp`.
 
     Attributes:
-        group: The replicas.
-        weights: The sharded variables.
+        group: Group of all replicas.
+        weights: Sharded variables.
     """
 
     def __init__(
@@ -135,9 +152,8 @@ class FSDP(Store):
         name = f"fsdp {next(_numbers)}"
         super().__init__(strategy, Group.of(strategy, name))
         self.slots = Store(strategy, self.group)
-        self.reduced: Callable[[list], None] | None = (
-            None  # called with this replica's part of the sums
-        )
+        # Called with this replica's part of the summed gradients.
+        self.reduced: Callable[[list], None] | None = None
         self._elementwise = elementwise
         self._chains = Chains(lambda: self.group.local)
         back = Group.of(strategy, f"{name} gradients")
@@ -153,7 +169,7 @@ class FSDP(Store):
             )
 
         self._gathering = gathering(gather_dtype)
-        self._exact = gathering(None)  # for those who look from outside of a step
+        self._exact = gathering(None)  # for reads outside of a step
         self._model = model
         self.weights: list[Sharded] = []
         for v in model.trainable_weights:
@@ -178,7 +194,7 @@ class FSDP(Store):
 
     @property
     def bytes_per_step(self) -> int:
-        """Bytes that a replica sends in a step; 0 before one was traced."""
+        """Return the bytes that a replica sends in a step; 0 before the first trace."""
         return sum(
             sum(group.bytes_in_steps.values())
             for group in (self._gathering.forth, self._gathering.back)
@@ -186,7 +202,7 @@ class FSDP(Store):
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of each replica's part of the weights."""
+        """Return the size in bytes of each replica's part of the weights."""
         return sum(
             flat_shards.length(flat_shards.elements(v.tfdist_shape), self.group.size)
             * tf.as_dtype(v.dtype).size
@@ -194,14 +210,13 @@ class FSDP(Store):
         )
 
     def whole(self, variable: Sharded) -> tf.Tensor:
-        """The whole value; within a step, gradients flow through it."""
+        """Return the whole value; within a step, gradients flow through it."""
         if not self.in_step():
             return super().whole(variable)
         name = self._names[id(variable)]
         with self.bounded():
-            if (
-                not self.scoped and not self.steps and tf.executing_eagerly()
-            ):  # a loop of the user's own gets its gradients here too
+            # Gradients of a custom training loop flow through this branch too.
+            if not self.scoped and not self.steps and tf.executing_eagerly():
                 return self._exact.gathered([variable], f"{OUTSIDE}{name}", [], variable.dtype)[0]
             reads = self._chains.current().reads
             reads[name] += 1
@@ -216,13 +231,15 @@ class FSDP(Store):
         grads: Sequence[Any],
         variables: Sequence[Any] | None,
     ) -> Any:
-        """Updates this replica's part of the weights; called in replica context, in place of `optimizer.apply`.
+        """Update this replica's part of the weights.
+
+        It is called in replica context, in place of `optimizer.apply`.
 
         Args:
-            optimizer: The outermost optimizer.
+            optimizer: Outermost optimizer.
             keras_apply: Keras' own `apply`.
-            grads: The sums of the gradients' parts.
-            variables: The weights; None: those that the optimizer was built with.
+            grads: This replica's parts of the summed gradients.
+            variables: Weights to update. None: those that the optimizer was built with.
         """
         inner = optimizer
         while getattr(inner, "inner_optimizer", None) is not None:
@@ -233,7 +250,8 @@ class FSDP(Store):
         known = variables if variables is not None else known_variables(inner)
         if strange := [v.path for v in known if getattr(v, "tfdist_store", None) is not self]:
             raise ValueError(
-                f"fsdp: {', '.join(strange[:4])}: not among the trainable weights when fsdp(model) was called. Set `trainable`, and build, before."
+                f"fsdp: {', '.join(strange[:4])}: not among the trainable weights when "
+                "fsdp(model) was called. Set `trainable`, and build, before."
             )
         if self.reduced is not None:
             self.reduced([g for g in grads if g is not None])
@@ -256,9 +274,10 @@ class FSDP(Store):
                 ):
                     return keras_apply(optimizer, grads, variables)
 
+        # A LossScaleOptimizer must see nonfinite gradients, and skips the update itself.
         if not self.policy.skip_nonfinite or isinstance(
             optimizer, keras.optimizers.LossScaleOptimizer
-        ):  # which must see them, and leaves them out itself
+        ):
             return go()
 
         def update() -> None:
@@ -272,7 +291,7 @@ class FSDP(Store):
 
     @contextlib.contextmanager
     def _constrained(self, variables: Sequence[Sharded]) -> Iterator[None]:
-        """Inside, constraints get whole weights, and give the part of this replica."""
+        """Apply constraints to whole weights in this context, and keep this replica's part."""
         own = {id(v): (v, v.constraint) for v in variables if v.constraint is not None}
         for v, constraint in own.values():
             replace_constraint(v, lambda v, constraint=constraint: self._constrain(v, constraint))
@@ -293,22 +312,26 @@ class FSDP(Store):
 
 
 def check_deferred(model: keras.Model) -> None:
-    """Makes sure that a model's weights have values.
+    """Raise ValueError if a model's weights have no values.
 
     Args:
-        model: Any.
+        model: Any model.
 
     Raises:
-        ValueError: It was built in `deferred`, and not sharded since.
+        ValueError: The model was built in `deferred` and has not been sharded since.
     """
     if any(not has_value(v) for v in model.weights):
         raise ValueError(
-            f"The model {model.name} was built in tfdist.parallel.deferred(), and its weights have no values. Call tfdist.parallel.fsdp(model)."
+            f"The model {model.name} was built in tfdist.parallel.deferred(), and its weights have "
+            "no values. Call tfdist.parallel.fsdp(model)."
         )
 
 
 def _policy(given: Any) -> Gradients:
-    why = "gradients are summed within backward, where it is not known how many rows a replica has, and all replicas update one state"
+    why = (
+        "gradients are summed within backward, where it is not known how many rows a replica has, "
+        "and all replicas update one state"
+    )
     return global_norm.checked_policy(given, "fsdp", ("mean",), why)
 
 
@@ -325,21 +348,25 @@ def _check(
         )
     if gather_dtype not in (None, *_GATHER_DTYPES):
         raise ValueError(
-            f"fsdp: gather_dtype: expected None or one of {', '.join(_GATHER_DTYPES)}, which TensorFlow gathers, received {gather_dtype!r}."
+            f"fsdp: gather_dtype: expected None or one of {', '.join(_GATHER_DTYPES)}, which "
+            f"TensorFlow gathers, received {gather_dtype!r}."
         )
     if grad_dtype not in (None, *COMM_DTYPES):
         raise ValueError(
-            f"fsdp: grad_dtype: expected None or one of {', '.join(COMM_DTYPES)}, received {grad_dtype!r}."
+            f"fsdp: grad_dtype: expected None or one of {', '.join(COMM_DTYPES)}, "
+            f"received {grad_dtype!r}."
         )
     if not isinstance(reshard_after_forward, bool):
         raise ValueError(
-            f"fsdp: reshard_after_forward: expected True or False, received {reshard_after_forward!r}."
+            "fsdp: reshard_after_forward: expected True or False, "
+            f"received {reshard_after_forward!r}."
         )
     if not isinstance(model, keras.Model):
         raise ValueError(f"fsdp: expected a keras.Model, received {type(model).__name__}.")
     if not model.built or not model.trainable_weights:
         raise ValueError(
-            f"fsdp: the model {model.name} has no trainable weights{'' if model.built else ' yet'}: build it first, as by model.build(input_shape)."
+            f"fsdp: the model {model.name} has no trainable weights"
+            f"{'' if model.built else ' yet'}: build it first, as by model.build(input_shape)."
         )
     if any(isinstance(v, Sharded) for v in model.weights):
         raise ValueError(
@@ -347,6 +374,7 @@ def _check(
         )
     if getattr(getattr(model, "optimizer", None), "built", False):
         raise ValueError(
-            "fsdp: the model's optimizer has made its state for whole weights. Call fsdp(model) before compile(); load with compile=False."
+            "fsdp: the model's optimizer has made its state for whole weights. Call fsdp(model) "
+            "before compile(); load with compile=False."
         )
     global_norm.check_variables(model.trainable_weights, "fsdp")

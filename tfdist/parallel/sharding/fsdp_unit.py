@@ -1,8 +1,12 @@
-"""A layer becomes a unit: it gathers its weights when it is called, drops them, and gathers them again to compute its gradients.
+"""FSDP units: layers that gather their weights for forward and again for backward.
 
-Zhao et al. 2023, arXiv:2304.11277, section 3. The unit's forward pass is computed a second time in backward, from the same inputs, random seeds
-and statistics; what it changed was changed by the first. The units that backward begins with keep their weights: as many as are whole at a
-time anyway, or as take no more memory than the sums of gradients, which come as they go.
+Zhao et al. 2023, arXiv:2304.11277, section 3. Backward recomputes the unit's forward pass from the
+same inputs, random seeds and statistics. Only the first forward pass changes the layer's state.
+
+Backward begins with the last units, so these keep their gathered weights. Their number is the
+number of units that are whole at a time anyway, or the number whose weights take no more memory
+than the summed gradients, whichever is larger. The summed gradients take up the memory that these
+weights free.
 """
 
 from __future__ import annotations
@@ -24,13 +28,15 @@ from tfdist.parallel.sharding.all_gather import Gathering
 
 @dataclasses.dataclass
 class Chain:
-    """What one replica of one graph has called: gates that bound how many units are whole at once.
+    """Record of the units that one replica of one graph has called.
+
+    Its tensors serve as control dependencies that bound how many units are whole at once.
 
     Attributes:
-        inputs: The first input of each unit that was called.
-        sizes: Bytes of the weights of each.
-        gradients: A gradient of the output of each, by its place in `inputs`.
-        reads: How often each variable was read outside of units.
+        inputs: First input of each unit that was called.
+        sizes: Size in bytes of the weights of each unit.
+        gradients: One gradient of the output of each unit, by the unit's index in `inputs`.
+        reads: Number of reads of each variable outside of units.
     """
 
     inputs: list[tf.Tensor] = dataclasses.field(default_factory=list)
@@ -40,17 +46,19 @@ class Chain:
 
 
 class Chains:
-    """The chains of all graphs; each graph keeps its own, whose tensors keep the graph.
+    """Chains of all graphs, one for each replica of a graph.
+
+    Each graph stores its own chains, because the tensors of a chain keep the graph alive.
 
     Args:
-        local: Gives the index of the replica in whose context this is.
+        local: Function that returns the index of the current replica in this process.
     """
 
     def __init__(self, local: Callable[[], int]):
         self._local = local
 
     def current(self) -> Chain:
-        """That of the graph which is being made; an empty one when none is."""
+        """Return the chain of the graph that is being traced; an empty one if executing eagerly."""
         if tf.executing_eagerly():
             return Chain()
         known = compat.kept_by(tf.compat.v1.get_default_graph())
@@ -58,10 +66,13 @@ class Chains:
 
 
 def layers_of(model: keras.Model) -> Iterator[keras.layers.Layer]:
-    """The layers that become units: those of a model, and of the models in it, but not the layers in a layer.
+    """Yield the layers that become FSDP units.
+
+    These are the layers with trainable weights of the model and of the models inside it. Layers
+    inside a layer are not units of their own.
 
     Args:
-        model: Built.
+        model: Built model.
     """
     for layer in model.layers:
         if isinstance(layer, keras.Model):
@@ -71,23 +82,36 @@ def layers_of(model: keras.Model) -> Iterator[keras.layers.Layer]:
 
 
 class Unit:
-    """A layer whose weights are whole only while it is computed.
+    """Layer whose weights are whole only while it is computed.
 
     Args:
-        layer: Its weights are sharded already.
-        name: Tells its collectives from those of other units.
-        gathering: Gathers weights.
-        chains: Of the model.
-        prefetch: How many units ahead weights are gathered.
-        room: Bytes of weights that may stay from forward to backward. None: all do, and nothing is computed twice.
-        check: Called when a step is traced.
+        layer: Layer whose weights are already sharded.
+        name: Name that distinguishes the unit's collectives from those of other units.
+        gathering: Collectives for the weights and their gradients.
+        chains: Chains of the model.
+        prefetch: Number of units ahead whose weights are gathered.
+        room: Bytes of gathered weights that may stay in memory from forward to backward. None: all
+            of them stay, and backward recomputes nothing.
+        check: Function that is called when a step is traced.
     """
 
     def __init__(
-        self, layer: keras.layers.Layer, name: str, gathering: Gathering, chains: Chains, prefetch: int, room: int | None, check: Callable[[], None]
-    ):  # fmt: skip
-        self._layer, self._name, self._gathering, self._chains = layer, name, gathering, chains
-        self._prefetch, self._room, self._check = prefetch, room, check
+        self,
+        layer: keras.layers.Layer,
+        name: str,
+        gathering: Gathering,
+        chains: Chains,
+        prefetch: int,
+        room: int | None,
+        check: Callable[[], None],
+    ):
+        self._layer = layer
+        self._name = name
+        self._gathering = gathering
+        self._chains = chains
+        self._prefetch = prefetch
+        self._room = room
+        self._check = check
         self._keras_call = layer.call
         self._weights: list[Sharded] = [
             v for v in layer.trainable_weights if isinstance(v, Sharded)
@@ -101,7 +125,8 @@ class Unit:
         self._check()
         if late := [v.path for v in self._others if v.trainable]:
             raise ValueError(
-                f"fsdp: {', '.join(late)}: not trainable when fsdp(model) was called, but now. Set `trainable` before."
+                f"fsdp: {', '.join(late)}: not trainable when fsdp(model) was called, but now. "
+                "Set `trainable` before."
             )
         chain = self._chains.current()
         flat = tf.nest.flatten((args, kwargs))
@@ -118,9 +143,9 @@ class Unit:
             chain.inputs[max(0, place - self._prefetch) :][:1] if not tf.executing_eagerly() else []
         )
         name = f"{self._name} {place}"
-        if self._room is not None and len(tensors) == sum(
-            map(tf.is_tensor, flat)
-        ):  # sparse and ragged ones have no place in a list of gradients
+        # A list of gradients cannot hold sparse and ragged tensors; layers that take them are not
+        # recomputed.
+        if self._room is not None and len(tensors) == sum(map(tf.is_tensor, flat)):
             return self._recomputed(args, kwargs, name, gates, place)
         whole = self._gathering.gathered(self._weights, name, gates, self._layer.compute_dtype)
         with compat.giving({id(v): x for v, x in zip(self._weights, whole, strict=True)}):
@@ -130,21 +155,19 @@ class Unit:
         self, args: tuple, kwargs: dict, name: str, gates: Sequence[tf.Tensor], place: int
     ):
         given = _Tensors((args, kwargs))
-        parts, states = (
-            [compat.own_copy(v) for v in self._weights],
-            [compat.own_copy(v) for v in self._others],
-        )
-        here, found = compat.context(), _Found()
-        first, second = len(given.tensors), len(given.tensors) + len(parts)
+        parts = [compat.own_copy(v) for v in self._weights]
+        states = [compat.own_copy(v) for v in self._others]
+        here = compat.context()
+        found = _Found()
+        first = len(given.tensors)
+        second = len(given.tensors) + len(parts)
         dtype = self._layer.compute_dtype
 
         @tf.custom_gradient
         def unit(*everything):
-            inputs, own, before = (
-                list(everything[:first]),
-                everything[first:second],
-                everything[second:],
-            )
+            inputs = list(everything[:first])
+            own = everything[first:second]
+            before = everything[second:]
             whole = self._gathering.gather(self._weights, own, f"{name} forward", gates, dtype)
             found.whole = None if tf.executing_eagerly() else whole
             result = self._computed(given.packed(inputs), whole, before, here)
@@ -211,11 +234,13 @@ class Unit:
     def _computed(
         self, call: tuple, whole: Sequence[tf.Tensor], states: Sequence[tf.Tensor], here: tuple
     ) -> tuple:
-        """The layer's outputs, what its state becomes, the given tensors where it stays, and its losses."""
+        """Compute the layer; return its outputs, its new state and its losses.
+
+        State that the layer does not change is returned as the given tensor itself.
+        """
         args, kwargs = call
-        with (
-            compat.without_autocast()
-        ):  # or state in float32 would become what the layer computes in, and then be assigned so
+        # With autocast, float32 state would be cast to the compute dtype and assigned in it.
+        with compat.without_autocast():
             scope = keras.StatelessScope(
                 zip(self._others, states, strict=True),
                 collect_losses=True,
@@ -236,12 +261,15 @@ class Unit:
         return outputs, updates, list(scope.losses)
 
     def _keeps(self, place: int) -> bool:
-        """Whether the weights of forward are still there; when backward is traced it is known what was called."""
+        """Return whether the unit keeps its gathered weights from forward to backward.
+
+        It is called when backward is traced, because all calls of units are known by then.
+        """
         sizes = self._chains.current().sizes
         return len(sizes) - kept(sizes, self._prefetch, self._room or 0) <= place < len(sizes)
 
     def _gates(self, place: int, dys: Sequence[Any]) -> tuple[list, list]:
-        """What the second gathering waits for, and what the second computation waits for."""
+        """Return the control dependencies of backward's gathering and of its recomputation."""
         if tf.executing_eagerly():
             return [], []
         chain = self._chains.current()
@@ -255,7 +283,7 @@ class Unit:
 
 @dataclasses.dataclass
 class _Found:
-    """What the first computation gave: its structure, and tensors that only it may use."""
+    """Results of the forward pass: their structure, and tensors valid only inside the unit."""
 
     outputs: Any = None
     whole: list | None = None
@@ -265,14 +293,15 @@ class _Found:
 
 
 class _Tensors:
-    """The tensors in a structure, and the masks that they carry, as a list.
+    """Flat list of the tensors in a structure and of their Keras masks.
 
     Args:
         structure: Nested lists, tuples and dicts.
     """
 
     def __init__(self, structure: Any):
-        self._structure, self._flat = structure, tf.nest.flatten(structure)
+        self._structure = structure
+        self._flat = tf.nest.flatten(structure)
         self._places = [i for i, x in enumerate(self._flat) if isinstance(x, tf.Tensor)]
         masks = [compat.mask_of(self._flat[i]) for i in self._places]
         self._masked = [i for i, mask in enumerate(masks) if mask is not None]
@@ -282,12 +311,12 @@ class _Tensors:
         ]
 
     def packed(self, tensors: Sequence[tf.Tensor]) -> Any:
-        """The structure with other tensors in place of these."""
-        flat, values = (
-            list(self._flat),
+        """Return the structure with its tensors replaced by the given ones."""
+        flat = list(self._flat)
+        values = (
             [tf.identity(x) for x in tensors[: len(self._places)]]
             if self._masked
-            else tensors[: len(self._places)],
+            else tensors[: len(self._places)]
         )
         for i, mask in zip(self._masked, tensors[len(self._places) :], strict=True):
             compat.set_mask(values[i], mask)

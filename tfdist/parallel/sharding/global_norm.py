@@ -1,4 +1,8 @@
-"""Gradients of which each replica holds a part are clipped, checked and scaled as one replica would that held all of them."""
+"""Gradient clipping by global norm, finiteness checks and loss scaling of sharded gradients.
+
+The results are the same as on one replica that holds all gradients. The module also checks
+arguments for `zero` and `fsdp`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from tfdist.keras_compat.parallel import clip_elementwise
 from tfdist.parallel.collectives.group import FLOATS, Group
 from tfdist.sync import Gradients, policy
 
-# Their update of each element depends on that element's gradient and state alone.
+# Optimizers whose update of an element depends only on the gradient and state of that element.
 ELEMENTWISE = (
     "Adadelta",
     "Adagrad",
@@ -32,13 +36,14 @@ ELEMENTWISE = (
 def clip(
     group: Group, optimizer: keras.optimizers.Optimizer, grads: list, clip_norm: float | None = None
 ) -> list:
-    """Clips as an optimizer does, by norms over all replicas' parts.
+    """Clip gradients as the optimizer does, by norms over the parts of all replicas.
 
     Args:
-        group: The replicas.
-        optimizer: The innermost optimizer.
-        grads: This replica's parts.
-        clip_norm: Of a `tfdist.sync` policy.
+        group: Group of all replicas.
+        optimizer: Innermost optimizer.
+        grads: This replica's parts of the gradients.
+        clip_norm: Global norm limit of a `tfdist.sync` policy. None: the optimizer's
+            `global_clipnorm`.
     """
     limit = clip_norm or optimizer.global_clipnorm
     if limit:
@@ -59,12 +64,12 @@ def _squares(group: Group, grads: list, name: str) -> tf.Tensor:
 
 
 def true_on_all(group: Group, truth: tf.Tensor, name: str) -> tf.Tensor:
-    """Whether something is true on all replicas."""
+    """Return whether a condition is true on all replicas."""
     return group.all_reduce(tf.cast(truth, tf.float32), name, "Min") > 0.5
 
 
 def finite_on_all(group: Group, grads: list) -> tf.Tensor:
-    """Whether all parts of all gradients are numbers."""
+    """Return whether all gradients are finite on all replicas."""
     return true_on_all(
         group, tf.reduce_all([tf.reduce_all(tf.math.is_finite(g)) for g in grads]), "finite"
     )
@@ -74,12 +79,12 @@ def finite_on_all(group: Group, grads: list) -> tf.Tensor:
 def agreeing(
     group: Group, outer: keras.optimizers.Optimizer, inner: keras.optimizers.Optimizer
 ) -> Iterator[None]:
-    """Inside, an optimizer around another that scales the loss skips an update on all replicas or on none.
+    """Make a LossScaleOptimizer skip an update on all replicas or on none in this context.
 
     Args:
-        group: The replicas.
-        outer: A LossScaleOptimizer, or `inner`.
-        inner: The optimizer that takes parts.
+        group: Group of all replicas.
+        outer: A LossScaleOptimizer, or `inner` itself.
+        inner: Optimizer that takes parts of gradients.
     """
     if outer is inner:
         yield
@@ -95,12 +100,13 @@ def agreeing(
 
 
 def scale(policy: Gradients, size: int) -> float:
-    """What a replica's gradient is multiplied with before the sum.
+    """Return the factor for a replica's gradient, applied before the sum.
 
-    Under an engine each replica's gradient is its part of the sum; in a process without, that of its own examples' mean.
+    With an engine, each replica's gradient is already its term of the sum. In a process without an
+    engine, it is the gradient of the mean over the process's own examples.
 
     Args:
-        policy: Whose `combine` is "mean" or "sum".
+        policy: Gradient policy whose `combine` is "mean" or "sum".
         size: Number of replicas.
     """
     alone = engine_of(tf.distribute.get_strategy()) is None and policy.combine == "mean"
@@ -108,107 +114,122 @@ def scale(policy: Gradients, size: int) -> float:
 
 
 def engine_in_step(strategy: tf.distribute.Strategy, who: str) -> Any:
-    """The engine of a strategy each of whose replicas has variables of its own, and makes each step with the others.
+    """Return the engine of a synchronous strategy whose replicas each hold the variables.
 
     Args:
-        strategy: Any.
-        who: For the message.
+        strategy: Any strategy.
+        who: Name of the caller, for the error message.
 
     Raises:
-        ValueError: It is another one.
+        ValueError: The strategy has no engine, is not synchronous, or its replicas share one copy
+            of the variables.
     """
     engine = engine_of(strategy)
     if engine is None:
         raise ValueError(
-            f"{who}: expected to be called in the scope of a strategy of tfdist, or with strategy=; none is in charge here."
+            f"{who}: expected to be called in the scope of a strategy of tfdist, or with "
+            "strategy=; none is in charge here."
         )
     if isinstance(strategy, tf.distribute.experimental.CentralStorageStrategy) or not hasattr(
         engine, "placement"
     ):
         raise ValueError(
-            f"{who}: expected a strategy each of whose replicas has a copy of the variables, where it keeps its part; received {type(strategy).__name__}, "
-            "where all share one. Use the strategy mirrored or multi_worker_mirrored, or leave the state whole."
+            f"{who}: expected a strategy each of whose replicas has a copy of the variables, where "
+            f"it keeps its part; received {type(strategy).__name__}, where all share one. Use the "
+            "strategy mirrored or multi_worker_mirrored, or leave the state whole."
         )
     return engine
 
 
 def checked_policy(given: Any, who: str, combine: Sequence[str], why: str) -> Gradients:
-    """Makes sure that a policy is one by which all replicas update one state.
+    """Return the policy if all replicas update one state with it; otherwise raise ValueError.
 
     Args:
-        given: As for `tfdist.sync.policy`.
-        who: For the message.
-        combine: What its `combine` may be.
-        why: And nothing else.
+        given: Policy or short name, as for `tfdist.sync.policy`.
+        who: Name of the caller, for the error message.
+        combine: Allowed values of the policy's `combine`.
+        why: Reason why no other value is allowed, for the error message.
 
     Raises:
-        ValueError: It is not, or it is none.
+        ValueError: The policy is not a `tfdist.sync.Gradients`, its `combine` is not allowed, or
+            it accumulates gradients over several steps.
     """
     found = policy(given)
     if not isinstance(found, Gradients) or found.combine not in combine:
         allowed = " or ".join(f'"{name}"' for name in combine)
         raise ValueError(
-            f"{who}: sync: expected tfdist.sync.Gradients with combine={allowed}, as {why}; received {given!r}."
+            f"{who}: sync: expected tfdist.sync.Gradients with combine={allowed}, as {why}; "
+            f"received {given!r}."
         )
     if found.accumulate > 1:
         raise ValueError(
-            f"{who}: sync.accumulate: one exchange for {found.accumulate} steps needs whole gradients on each replica meanwhile. Give the optimizer "
-            f"gradient_accumulation_steps={found.accumulate} instead, which adds up each replica's part of the sum in each step."
+            f"{who}: sync.accumulate: one exchange for {found.accumulate} steps needs whole "
+            "gradients on each replica meanwhile. Give the optimizer "
+            f"gradient_accumulation_steps={found.accumulate} instead, which adds up each "
+            "replica's part of the sum in each step."
         )
     return found
 
 
 def check_variables(variables: Sequence[keras.Variable], who: str) -> None:
-    """Makes sure that variables' gradients can be summed over the replicas.
+    """Raise ValueError if a variable's gradient cannot be summed over the replicas.
 
     Args:
-        variables: Any.
-        who: For the message.
+        variables: Any variables.
+        who: Name of the caller, for the error message.
 
     Raises:
-        ValueError: Those of one cannot.
+        ValueError: A variable is overwritten by its gradient, or collectives cannot sum its dtype.
     """
     for v in variables:
         if getattr(v, "overwrite_with_gradient", False):
             raise ValueError(
-                f"{who}: {v.path}: a variable that its gradient overwrites (float8 training) cannot be sharded."
+                f"{who}: {v.path}: a variable that its gradient overwrites (float8 training) "
+                "cannot be sharded."
             )
         if v.dtype not in FLOATS:
             raise ValueError(
-                f"{who}: {v.path} has dtype {v.dtype}, expected one of {', '.join(FLOATS)}, which TensorFlow's collectives sum. Freeze it, or cast it."
+                f"{who}: {v.path} has dtype {v.dtype}, expected one of {', '.join(FLOATS)}, which "
+                "TensorFlow's collectives sum. Freeze it, or cast it."
             )
 
 
 def check_clipping(policy: Gradients, optimizer: keras.optimizers.Optimizer, who: str) -> None:
-    """Makes sure that gradients are clipped by one rule.
+    """Raise ValueError if both the policy and the optimizer clip gradients.
 
     Args:
-        policy: The policy.
-        optimizer: The innermost optimizer.
-        who: For the message.
+        policy: Gradient policy.
+        optimizer: Innermost optimizer.
+        who: Name of the caller, for the error message.
+
+    Raises:
+        ValueError: The policy has a `clip_norm` and the optimizer clips too.
     """
     if policy.clip_norm and (
         optimizer.clipnorm or optimizer.global_clipnorm or optimizer.clipvalue
     ):
         raise ValueError(
-            f"{who}: sync.clip_norm and the optimizer's own clipping exclude each other; give one of them."
+            f"{who}: sync.clip_norm and the optimizer's own clipping exclude each other; "
+            "give one of them."
         )
 
 
 def check_elementwise(optimizer: keras.optimizers.Optimizer, who: str = "zero") -> None:
-    """Makes sure that an optimizer treats each element of a variable by itself.
+    """Raise ValueError unless the optimizer updates each element independently.
 
     Args:
-        optimizer: Any.
-        who: For the message.
+        optimizer: Any optimizer.
+        who: Name of the caller, for the error message.
 
     Raises:
-        ValueError: It does not, or nobody knows.
+        ValueError: The optimizer is not elementwise, or this is not known because it is not one of
+            Keras' own.
     """
     name = type(optimizer).__name__
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise ValueError(
-            f"{who}: a LossScaleOptimizer goes around it: keras.optimizers.LossScaleOptimizer(tfdist.parallel.zero(optimizer))."
+            f"{who}: a LossScaleOptimizer goes around it: "
+            "keras.optimizers.LossScaleOptimizer(tfdist.parallel.zero(optimizer))."
         )
     kinds = (getattr(keras.optimizers, kind) for kind in ELEMENTWISE)
     if not any(
@@ -216,6 +237,7 @@ def check_elementwise(optimizer: keras.optimizers.Optimizer, who: str = "zero") 
         for kind in kinds
     ):
         raise ValueError(
-            f"{who}: the optimizer {name} cannot be sharded: it looks at more than one element of a variable, or is not Keras' own. Use one of "
-            f"{', '.join(ELEMENTWISE)}; or pass {who}(..., elementwise=True) if {name}.update_step treats each element by itself."
+            f"{who}: the optimizer {name} cannot be sharded: it looks at more than one element of "
+            f"a variable, or is not Keras' own. Use one of {', '.join(ELEMENTWISE)}; or pass "
+            f"{who}(..., elementwise=True) if {name}.update_step treats each element by itself."
         )

@@ -1,4 +1,4 @@
-"""A variable's rows, one on each replica, are read and written as one whole; what is computed with them is not known here."""
+"""Store that reads and writes sharded variables as whole values."""
 
 from __future__ import annotations
 
@@ -17,35 +17,38 @@ from tfdist.parallel.sharding.whole_model_files import as_plain, check_export
 
 
 class Store:
-    """Reads and writes sharded variables, whose `tfdist_store` it is.
+    """Read and write sharded variables; it is their `tfdist_store`.
 
-    In processes that train together, reading the whole is a collective: all of them do it, in one order.
+    With several workers, reading a whole value is a collective: all workers must do it, in the same
+    order.
 
     Args:
-        strategy: A synchronous strategy of tfdist.
-        group: All its replicas.
+        strategy: Synchronous strategy of tfdist.
+        group: Group of all replicas of the strategy.
 
     Raises:
-        ValueError: No scope is entered, and this process has several replicas.
+        ValueError: No strategy scope is entered, and this process has several replicas.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, group: Group):
-        self.strategy, self.group, self.placement = strategy, group, engine_of(strategy).placement
-        # Else: this process has one replica, and variables without a strategy.
+        self.strategy = strategy
+        self.group = group
+        self.placement = engine_of(strategy).placement
+        # If False, this process has one replica, and its variables belong to no strategy.
         self.scoped = engine_of(tf.distribute.get_strategy()) is not None
         if not self.scoped and self.placement.local_replicas > 1:
             raise ValueError(
-                f"strategy: outside of its scope expected one with one replica in each process, received one with {self.placement.local_replicas}. Make model and "
+                "strategy: outside of its scope expected one with one replica in each process, "
+                f"received one with {self.placement.local_replicas}. Make model and "
                 "optimizer in `with strategy.scope():`, or name one device a process."
             )
-        self.slots: Store = self  # of the slots that an optimizer makes for these variables
-        self.steps = False  # whether a train function runs, of a process without a scope
-        self._alike: dict[
-            int, keras.Variable
-        ] = {}  # whole variables that all processes have with one value, by id
+        self.slots: Store = self  # store of the optimizer slots of these variables
+        self.steps = False  # whether a train function runs without a scope
+        # Whole variables that have the same value in all processes, by id.
+        self._alike: dict[int, keras.Variable] = {}
 
     def whole(self, variable: Sharded) -> tf.Tensor:
-        """The whole value, in replica context or outside."""
+        """Return the whole value, inside or outside of replica context."""
         if self.in_step():
             with self.bounded():
                 return self._gathered(variable, own_copy(variable))
@@ -63,8 +66,9 @@ class Store:
             )
 
     def put(self, variable: Sharded, value: tf.Tensor) -> None:
-        """Gives each replica of this process its row."""
-        parts, first = flat_shards.to_rows(value, self.group.size), self.placement.first_replica
+        """Assign each replica of this process its row of a whole value."""
+        parts = flat_shards.to_rows(value, self.group.size)
+        first = self.placement.first_replica
         if self.in_step():
             local_component(variable, self.group.local).assign(
                 tf.raw_ops.DeepCopy(x=parts[self.group.rank])
@@ -72,15 +76,17 @@ class Store:
             return
         with self._scope():
             for i in range(self.placement.local_replicas):
-                # A slice shares the memory of the whole, and would keep it.
+                # A slice shares the memory of the whole tensor and would keep it alive.
                 local_component(variable, i).assign(tf.raw_ops.DeepCopy(x=parts[first + i]))
 
     def take(self, variable: keras.Variable, trainable: bool = True) -> None:
-        """Shards a variable, with the value of the chief's first replica; a deferred one gets its first value now.
+        """Shard a variable, with the value of the chief's first replica.
 
-        No more than this variable is whole at a time. To be called in the strategy's scope, by all processes.
+        A deferred variable gets its first value here. Only this variable is whole at a time. All
+        processes must call this, in the strategy's scope.
         """
-        shape, dtype = tuple(variable.shape), variable.dtype
+        shape = tuple(variable.shape)
+        dtype = variable.dtype
         with tf.init_scope():
             part = tf.Variable(
                 tf.zeros([flat_shards.length(flat_shards.elements(shape), self.group.size)], dtype),
@@ -99,17 +105,20 @@ class Store:
                 self._everywhere(lambda: self._receive(variable, value))
 
     def share(self, variables: Sequence[keras.Variable]) -> None:
-        """Gives variables that stay whole the chief's values, once; called by all processes. In its scope a strategy does so itself.
+        """Broadcast the chief's values to variables that stay whole, once for each variable.
+
+        All processes must call this. Inside its scope, a strategy broadcasts by itself.
 
         Args:
-            variables: Of a model; sharded ones have the chief's values already.
+            variables: Variables of a model. Sharded ones already have the chief's values.
         """
         new = [v for v in variables if not isinstance(v, Sharded) and id(v) not in self._alike]
         if self.scoped or self.group.size == 1:
             return
         with tf.init_scope(), self.bounded():
             for v in new:
-                number, value = len(self._alike), own_copy(v)
+                number = len(self._alike)
+                value = own_copy(v)
                 sent = tf.cast(value, sendable(value.dtype))
                 whole = self.group.all_gather(
                     self._of_chief(sent, f"first {number}"), f"{OUTSIDE}first {number}"
@@ -118,7 +127,11 @@ class Store:
                 self._alike[id(v)] = v
 
     def bounded(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, waits for other processes end after the strategy's timeout with an error that names them; where a graph is made, nobody waits."""
+        """Bound waits for other processes by the strategy's timeout in this context.
+
+        The watchdog then raises an error that names these processes. While a graph is traced
+        nothing waits, so the context does nothing.
+        """
         return (
             engine_of(self.strategy).watchdog.bound()
             if tf.executing_eagerly()
@@ -128,16 +141,18 @@ class Store:
     def beside(
         self, model: keras.Model, function: Callable, trains: bool, who: str = "fsdp"
     ) -> Callable:
-        """A model's function in a process without a scope, where no engine bounds it, nor makes the processes' first weights equal.
+        """Wrap a model's function for a process without a strategy scope.
+
+        No engine bounds its waits there, or makes the first weights of all processes equal.
 
         Args:
-            model: Of which this holds a part.
-            function: Its `train_function`, or another.
-            trains: Whether it is that one.
-            who: For the message.
+            model: Model of which this store holds a part.
+            function: The model's `train_function`, or another of its functions.
+            trains: Flag that says that `function` is the `train_function`.
+            who: Name of the caller, for the error message.
 
         Raises:
-            ValueError: XLA is to compile it.
+            ValueError: XLA would compile the function.
         """
         self.check_xla(model, who)
         begun = not trains
@@ -159,23 +174,25 @@ class Store:
                 finally:
                     self.steps = False
                 if not begun:
-                    self.share(model.weights)  # of a model that this call has built
+                    self.share(model.weights)  # this call may have built the model
                     begun = True
                 return result
 
         return bounded
 
     def save_beside(self, model: keras.Model, keras_method: Callable, *args, **kwargs) -> Any:
-        """`model.save`, `save_weights` or `export` in a process without a scope: all give their parts, and the chief writes.
+        """Run `model.save`, `save_weights` or `export` in a process without a strategy scope.
+
+        All processes contribute their parts, and the chief writes the file.
 
         Args:
-            model: Of which this holds a part.
+            model: Model of which this store holds a part.
             keras_method: Keras' own method.
-            *args: Of it.
-            **kwargs: Of it.
+            *args: Positional arguments of `keras_method`.
+            **kwargs: Keyword arguments of `keras_method`.
 
         Raises:
-            ValueError: A model is to be exported whose weights are sharded.
+            ValueError: `keras_method` is `export`, and the model's weights are sharded.
         """
         if keras_method.__name__ == "export":
             check_export(model)
@@ -183,29 +200,33 @@ class Store:
             return keras_method(model, *args, **kwargs) if self.placement.is_chief else None
 
     def check_xla(self, model: keras.Model, who: str = "fsdp") -> None:
-        """Makes sure that XLA does not compile a model's collectives.
+        """Raise ValueError if XLA would compile a model's collectives.
 
         Args:
-            model: Any.
-            who: For the message.
+            model: Any model.
+            who: Name of the caller, for the error message.
 
         Raises:
-            ValueError: It would.
+            ValueError: The model is compiled with `jit_compile`, and there are several replicas.
         """
         if self.group.size > 1 and model.compiled and model.jit_compile:
             raise ValueError(
-                f"{who}: XLA cannot compile the collectives of {self.group.size} replicas (keras #18716). Pass compile(jit_compile=False), which "
+                f"{who}: XLA cannot compile the collectives of {self.group.size} replicas "
+                "(keras #18716). Pass compile(jit_compile=False), which "
                 "outside of a strategy's scope is not always Keras' default."
             )
 
     def _receive(self, variable: keras.Variable, value: tf.Tensor) -> None:
-        """Gives each replica its row of the chief's value."""
+        """Assign each replica its row of the chief's value."""
         local_component(variable, self.group.local).assign(
             self._of_chief(value, f"first {variable.path}")
         )
 
     def _of_chief(self, value: tf.Tensor, name: str) -> tf.Tensor:
-        """This replica's row of the chief's value: the sum of that and of zeros."""
+        """Return this replica's row of the chief's value.
+
+        It is a reduce-scatter of the chief's value and of zeros from the other replicas.
+        """
         parts = flat_shards.to_rows(value, self.group.size)
         return self.group.reduce_scatter(
             parts if self.group.rank == 0 else tf.zeros_like(parts), f"{OUTSIDE}{name}"
@@ -218,7 +239,7 @@ class Store:
         )
 
     def in_step(self) -> bool:
-        """Whether this is one replica's context."""
+        """Return whether the caller runs in the context of one replica."""
         return not self.scoped or (
             tf.distribute.get_strategy() is self.strategy
             and not tf.distribute.in_cross_replica_context()
@@ -229,7 +250,7 @@ class Store:
         return contextlib.nullcontext() if inside else self.strategy.scope()
 
     def _everywhere(self, body: Callable) -> Any:
-        """Runs something in all replicas of this process; returns the first one's result."""
+        """Run a function on all replicas of this process; return the first replica's result."""
         with self.bounded():
             if self.placement.local_replicas == 1:
                 return body()

@@ -1,4 +1,4 @@
-"""A model in parts is written as one that was never sharded; how a file looks is Keras' matter."""
+"""Saving of sharded models in the format of unsharded models."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tfdist.keras_compat.parallel import Sharded, giving, saved_with
 
 
 def sharded_variables(model: keras.Model) -> list[Sharded]:
-    """Weights and optimizer state of which each replica holds a part, in an order that all processes have.
+    """Return the sharded weights and optimizer state, in the same order in all processes.
 
     Args:
-        model: Any.
+        model: Any model.
     """
     optimizer = getattr(model, "optimizer", None)
     known = (*model.weights, *(optimizer.variables if optimizer is not None else ()))
@@ -24,30 +24,33 @@ def sharded_variables(model: keras.Model) -> list[Sharded]:
 
 
 def check_export(model: keras.Model) -> None:
-    """Makes sure that a model's weights are whole.
+    """Raise ValueError if a model's weights are sharded, so that it cannot be exported.
 
     Args:
-        model: Any.
+        model: Any model.
 
     Raises:
-        ValueError: They are sharded.
+        ValueError: The weights are sharded.
     """
     if any(isinstance(v, Sharded) for v in model.trainable_weights):
         raise ValueError(
-            "export: the model's weights are sharded. Save it by model.save(), and export what keras.models.load_model() makes of the file."
+            "export: the model's weights are sharded. Save it by model.save(), and export what "
+            "keras.models.load_model() makes of the file."
         )
 
 
 @contextlib.contextmanager
 def as_plain(model: keras.Model, workers: int, writes: bool) -> Iterator[None]:
-    """Inside, a model looks as if neither it nor its optimizer were sharded. All processes call this.
+    """Make a model and its optimizer look unsharded in this context.
 
-    One of several that writes has all whole values in its memory meanwhile, those of the optimizer too.
+    All processes must call this. With several workers, the worker that writes holds all whole
+    values in host memory meanwhile, including the optimizer's.
 
     Args:
-        model: Any.
-        workers: Number of processes; one reads its replicas' parts when it writes them.
-        writes: Whether this one writes.
+        model: Any model.
+        workers: Number of workers. A single worker reads the parts of its replicas only when it
+            writes them.
+        writes: Flag that says that this worker writes the file.
     """
     values = {}
     for v in sharded_variables(model) if workers > 1 else ():
@@ -60,7 +63,7 @@ def as_plain(model: keras.Model, workers: int, writes: bool) -> Iterator[None]:
 
 
 def _without_zero(model: keras.Model) -> contextlib.AbstractContextManager[Any]:
-    """Inside, a model has the optimizer that its `Zero` shards."""
+    """Replace a model's `Zero` by the optimizer that it shards in this context."""
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and hasattr(optimizer, "tfdist_kind"):
         return saved_with(model, optimizer.inner_optimizer)

@@ -1,7 +1,9 @@
-"""An optimizer becomes one whose state each replica holds a part of: ZeRO, stages 1 and 2; the model stays whole on each.
+"""ZeRO stages 1 and 2: optimizer state and gradients sharded over the replicas.
 
-Rajbhandari et al. 2020, arXiv:1910.02054, sections 5.1 and 5.2. Gradients are reduced in buckets, from the last layer on, while backward
-computes those of the layers before; each replica updates its part of each variable, and all gather the parts.
+Rajbhandari et al. 2020, arXiv:1910.02054, sections 5.1 and 5.2. The model stays whole on each
+replica. Gradients are reduced in buckets that begin with the last layer, while backward computes
+the gradients of earlier layers. Each replica updates its part of each variable, and an all-gather
+then makes the variables whole.
 """
 
 from __future__ import annotations
@@ -50,23 +52,33 @@ def zero(
     strategy: tf.distribute.Strategy | None = None,
     elementwise: bool = False,
 ) -> Zero:
-    """Shards an optimizer's state, and in stage 2 its gradients, over the replicas.
+    """Shard an optimizer's state, and in stage 2 its gradients, over the replicas (ZeRO).
 
-    With N replicas each holds 1/N of the optimizer's slots, and of the gradients once they are reduced. Results are those of the optimizer by itself,
-    to the rounding of sums. Clipping by norms, moving averages, schedules, weight decay and its exceptions, accumulation and loss scaling are the
-    optimizer's own. Under the policy mixed_float16 Keras puts a LossScaleOptimizer around it.
+    With N replicas, each holds 1/N of the optimizer's slots, and 1/N of the gradients once they are
+    reduced. The results equal those of the unsharded optimizer, up to the rounding of sums.
+    Clipping by norms, moving averages, schedules, weight decay and its exceptions, accumulation and
+    loss scaling are the optimizer's own. Under the policy mixed_float16, Keras wraps the result in
+    a LossScaleOptimizer.
 
     Args:
-        optimizer: A Keras optimizer, or its name.
-        stage: 1: gradients are summed whole on each replica. 2: each replica receives the sum of its part only.
-        sync: How: `combine` ("mean" or "sum"), `comm_dtype` (gradients and updates travel in it), `bucket_bytes`, `clip_norm`, `skip_nonfinite`; or a short name
-            such as "bfloat16", as for `tfdist.sync.policy`. None: as the strategy was made.
-        strategy: None: the one in whose scope this is called. Named in a process that trains without a scope, beside others with one replica each, of
-            which each gives the mean of its own examples' loss to `fit`.
-        elementwise: Says of an optimizer that is not Keras' own that it treats each element of a variable by itself.
+        optimizer: Keras optimizer, or its name.
+        stage: ZeRO stage, 1 or 2. In stage 1 gradients are summed whole on each replica. In stage 2
+            each replica receives only its part of the sum.
+        sync: Gradient policy with `combine` ("mean" or "sum"), `comm_dtype` (the dtype in which
+            gradients and updates are sent), `bucket_bytes`, `clip_norm` and `skip_nonfinite`; or a
+            short name such as "bfloat16", as for `tfdist.sync.policy`. None: the policy of the
+            strategy.
+        strategy: Strategy over whose replicas the state is sharded. None: the strategy in whose
+            scope you call this. Pass it in a process that trains without a scope. Each such process
+            has one replica, and gives the mean of its own examples' loss to `fit`.
+        elementwise: Flag that says that an optimizer that is not Keras' own updates each element of
+            a variable independently.
+
+    Returns:
+        The `Zero` optimizer, to compile the model with.
 
     Raises:
-        ValueError: The optimizer does not treat elements one by one, or an argument is wrong.
+        ValueError: The optimizer is not elementwise, or an argument is wrong.
 
     Example:
         >>> import tfdist
@@ -85,12 +97,14 @@ def zero(
 
 @dataclasses.dataclass
 class _Parts:
-    """What a `Zero` was built with; by itself, as Keras tracks lists of variables.
+    """Variables that a `Zero` was built for.
+
+    They are in an object of their own because Keras tracks lists of variables.
 
     Attributes:
-        full: The model's variables, whole on each replica.
-        shards: This replica's part of each, as of the step that runs.
-        buckets: Which travel together, by their places.
+        full: Variables of the model, whole on each replica.
+        shards: This replica's part of each variable, as of the current step.
+        buckets: Indices of the variables that are sent together, one list for each bucket.
     """
 
     full: list[keras.Variable] = dataclasses.field(default_factory=list)
@@ -99,7 +113,7 @@ class _Parts:
 
 
 class Zero(keras.optimizers.Optimizer):
-    """See `zero`."""
+    """Optimizer with state sharded over the replicas; see `zero`."""
 
     def __init__(
         self,
@@ -115,38 +129,42 @@ class Zero(keras.optimizers.Optimizer):
         engine = global_norm.engine_in_step(strategy, "zero")
         if stage not in (1, 2):
             raise ValueError(
-                f"stage: expected 1 or 2, received {stage!r}; tfdist.parallel.fsdp() shards the model's weights too (stage 3)."
+                f"stage: expected 1 or 2, received {stage!r}; tfdist.parallel.fsdp() shards the "
+                "model's weights too (stage 3)."
             )
         if not elementwise:
             check_elementwise(inner_optimizer)
         policy = _policy(sync if sync is not None else engine.aggregation.policy, inner_optimizer)
         super().__init__(learning_rate=0.0, name=name or f"zero_{inner_optimizer.name}")
-        self.inner_optimizer, self.stage, self.policy, self._elementwise = (
-            inner_optimizer,
-            stage,
-            policy,
-            elementwise,
-        )
+        self.inner_optimizer = inner_optimizer
+        self.stage = stage
+        self.policy = policy
+        self._elementwise = elementwise
         self.group = Group.of(strategy, f"zero {next(_numbers)}")
         self._store = Store(strategy, self.group)
-        self.reduced: Callable[[list], None] | None = (
-            None  # called with this replica's part of the sums
-        )
+        # Called with this replica's part of the summed gradients.
+        self.reduced: Callable[[list], None] | None = None
         self._parts = _Parts()
         self._scaled = False  # whether an optimizer around this one scales the loss
 
     @property
     def tfdist_kind(self) -> str:
-        """What snapshots name it: they fit the optimizer inside as well, and any number of replicas."""
+        """Return the name of this optimizer in snapshots.
+
+        It is the inner optimizer's name, so that a snapshot also fits the inner optimizer itself,
+        and any number of replicas.
+        """
         return type(self.inner_optimizer).__name__
 
-    # --- As of the optimizer inside ----------------------------------------------------------------------------------
+    # --- Delegated to the inner optimizer ---------------------------------------------------------
     @property
     def variables(self) -> list[keras.Variable]:
+        """See `keras.optimizers.Optimizer`."""
         return self.inner_optimizer.variables
 
     @property
     def learning_rate(self):
+        """See `keras.optimizers.Optimizer`."""
         return self.inner_optimizer.learning_rate
 
     @learning_rate.setter
@@ -155,12 +173,15 @@ class Zero(keras.optimizers.Optimizer):
 
     @property
     def iterations(self):
+        """See `keras.optimizers.Optimizer`."""
         return self.inner_optimizer.iterations
 
     def scale_loss(self, loss):
+        """See `keras.optimizers.Optimizer`."""
         return self.inner_optimizer.scale_loss(loss)
 
     def get_config(self) -> dict[str, Any]:
+        """See `keras.optimizers.Optimizer`."""
         return {
             "name": self.name,
             "inner_optimizer": keras.optimizers.serialize(self.inner_optimizer),
@@ -170,29 +191,38 @@ class Zero(keras.optimizers.Optimizer):
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects=None) -> Zero:
+        """Return the optimizer of a config; the inner one in a process without an engine.
+
+        See `keras.optimizers.Optimizer`.
+        """
         inner = keras.optimizers.deserialize(
             config["inner_optimizer"], custom_objects=custom_objects
         )
         if engine_of(tf.distribute.get_strategy()) is None:
-            return inner  # nobody to share with: a file of `model.save` in a process by itself
+            return inner  # a single process that loads a file of `model.save` has no replicas
         return cls(inner, config["stage"], elementwise=config["elementwise"], name=config["name"])
 
-    # --- State ---------------------------------------------------------------------------------------------------------
+    # --- State ------------------------------------------------------------------------------------
     def build(self, variables: Sequence[keras.Variable]) -> None:
-        """Makes this replica's part of the state.
+        """Create this replica's part of the state.
 
         Args:
-            variables: The model's, whole.
+            variables: Variables of the model, whole.
+
+        Raises:
+            ValueError: `fsdp` has sharded the variables, or their gradients cannot be summed.
         """
         if self.built:
             return
         if any(isinstance(v, Sharded) for v in variables):
             raise ValueError(
-                "zero: fsdp(model) has sharded the optimizer's state already; compile the model with the optimizer itself."
+                "zero: fsdp(model) has sharded the optimizer's state already; compile the model "
+                "with the optimizer itself."
             )
         global_norm.check_variables(variables, "zero")
         self._store.share(variables)
-        full, shards = list(variables), []
+        full = list(variables)
+        shards = []
         with tf.init_scope():
             for v in full:
                 shape = (flat_shards.length(flat_shards.elements(v.shape), self.group.size),)
@@ -210,7 +240,7 @@ class Zero(keras.optimizers.Optimizer):
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of the state of each replica."""
+        """Return the size in bytes of each replica's part of the state."""
         with as_shards():
             return sum(
                 flat_shards.elements(v.shape) * tf.as_dtype(v.dtype).size
@@ -219,22 +249,22 @@ class Zero(keras.optimizers.Optimizer):
 
     @property
     def bytes_per_step(self) -> float:
-        """Bytes that a replica sends in a step, on average; 0 before one was traced."""
+        """Return the mean bytes that a replica sends in a step; 0 before the first trace."""
         steps = 1 if self._gathers_always else self.inner_optimizer.gradient_accumulation_steps
         return sum(
             sent / (steps if name.startswith("whole") else 1)
             for name, sent in self.group.bytes_in_steps.items()
         )
 
-    # --- A step ----------------------------------------------------------------------------------------------------------
+    # --- A step -----------------------------------------------------------------------------------
     def apply(
         self, grads: Sequence[Any], trainable_variables: Sequence[keras.Variable] | None = None
     ) -> None:
-        """Reduces the gradients over the replicas, updates this replica's part of the variables, and gathers all.
+        """Reduce gradients over the replicas, update this replica's part, and gather all parts.
 
         Args:
-            grads: This replica's, one or None a variable.
-            trainable_variables: The variables; None: those it was built with.
+            grads: Gradients of this replica, one or None for each variable.
+            trainable_variables: Variables to update. None: those that the optimizer was built with.
         """
         engine = engine_of(tf.distribute.get_strategy())
         if in_local_update():
@@ -251,16 +281,21 @@ class Zero(keras.optimizers.Optimizer):
         grads: Sequence[Any],
         variables: Sequence[Any] | None,
     ) -> Any:
-        """Updates the variables; called in replica context, in place of `optimizer.apply`.
+        """Update the variables; called in replica context, in place of `optimizer.apply`.
 
-        Gradients are reduced before an optimizer around this one takes the scale of the loss out of them: small ones travel with it, and sums that
-        are not finite are seen.
+        Gradients are reduced before a LossScaleOptimizer around this one unscales them. Small
+        gradients are thus sent with the loss scale, and the LossScaleOptimizer sees sums that are
+        not finite.
 
         Args:
-            optimizer: The outermost optimizer.
+            optimizer: Outermost optimizer.
             keras_apply: Keras' own `apply`.
-            grads: This replica's.
-            variables: The variables; None: those that it was built with.
+            grads: Gradients of this replica.
+            variables: Variables to update. None: those that the optimizer was built with.
+
+        Raises:
+            ValueError: The optimizer is not built and `variables` is None, or the gradients do not
+                fit the variables that it was built with.
         """
         with (
             self._store.bounded(),
@@ -282,18 +317,18 @@ class Zero(keras.optimizers.Optimizer):
             return keras_apply(optimizer, [parts[places[id(v)]] for v in known], variables)
 
     def beside(self, model: keras.Model, function: Callable, trains: bool) -> Callable:
-        """A model's function in a process without a scope; see `Store.beside`."""
+        """Wrap a model's function for a process without a scope; see `Store.beside`."""
         check_deferred(model)
         return self._store.beside(model, function, trains, "zero")
 
     def save_beside(self, model: keras.Model, keras_method: Callable, *args, **kwargs) -> Any:
-        """A model's file in a process without a scope; see `Store.save_beside`."""
+        """Save or export a model in a process without a scope; see `Store.save_beside`."""
         return self._store.save_beside(model, keras_method, *args, **kwargs)
 
     def _apply(
         self, sums: Sequence[Any], trainable_variables: Sequence[keras.Variable] | None = None
     ) -> None:
-        """Updates this replica's part of the variables by its parts of the sums, and gathers all."""
+        """Update this replica's part of the variables by its part of the sums, and gather all."""
         parts = self._by_place(
             list(sums),
             self._parts.full if trainable_variables is None else list(trainable_variables),
@@ -303,17 +338,18 @@ class Zero(keras.optimizers.Optimizer):
 
         def update() -> None:
             before = {}
-            # Averages are of all variables, also of those that got no gradient.
+            # Moving averages cover all variables, also those without a gradient.
             for i in range(len(parts)) if self.inner_optimizer.use_ema else places:
                 own = flat_shards.to_rows(
                     tf.convert_to_tensor(local_component(self._parts.full[i], local)),
                     self.group.size,
                 )[self.group.rank]
-                # A slice shares the memory of the whole, and would keep it.
+                # A slice shares the memory of the whole tensor and would keep it alive.
                 local_component(self._parts.shards[i], local).assign(tf.raw_ops.DeepCopy(x=own))
                 if self.policy.comm_dtype:
                     before[i] = own
-            inner, limit = self.inner_optimizer, self.policy.clip_norm
+            inner = self.inner_optimizer
+            limit = self.policy.clip_norm
             with (
                 as_shards(),
                 clipping(inner, lambda grads: global_norm.clip(self.group, inner, grads, limit)),
@@ -328,9 +364,8 @@ class Zero(keras.optimizers.Optimizer):
                 copy = local_component(v, local)
                 copy.assign(v.constraint(tf.convert_to_tensor(copy)))
 
-        if (
-            not self.policy.skip_nonfinite or self._scaled
-        ):  # by an optimizer that must see them, and leaves them out itself
+        # A LossScaleOptimizer must see nonfinite gradients, and skips the update itself.
+        if not self.policy.skip_nonfinite or self._scaled:
             update()
             return
         tf.cond(
@@ -338,21 +373,23 @@ class Zero(keras.optimizers.Optimizer):
         )
 
     def _by_place(self, grads: list, variables: list[keras.Variable]) -> list:
-        """A gradient or None for each variable it was built with.
+        """Return a gradient or None for each variable that the optimizer was built with.
 
         Args:
-            grads: One or None a variable.
-            variables: These.
+            grads: Gradients, one or None for each of `variables`.
+            variables: Variables of the gradients.
         """
         places = self._places()
         unknown = [v.path for v in variables if id(v) not in places]
         if unknown:
             raise ValueError(
-                f"zero: {', '.join(unknown[:4])}: not among the variables that the optimizer was built with; make another optimizer for them."
+                f"zero: {', '.join(unknown[:4])}: not among the variables that the optimizer was "
+                "built with; make another optimizer for them."
             )
         if len(grads) != len(variables):
             raise ValueError(
-                f"zero: expected {len(variables)} gradients, one or None for each variable, received {len(grads)}."
+                f"zero: expected {len(variables)} gradients, one or None for each variable, "
+                f"received {len(grads)}."
             )
         given: list = [None] * len(places)
         for g, v in zip(grads, variables, strict=True):
@@ -360,12 +397,12 @@ class Zero(keras.optimizers.Optimizer):
         return given
 
     def _places(self) -> dict[int, int]:
-        """The place of each variable, by its id."""
+        """Return the index of each variable, by its id."""
         return {id(v): i for i, v in enumerate(self._parts.full)}
 
     def _reduce(self, grads: list) -> list:
-        """This replica's part of the sum of each gradient over the replicas."""
-        # A sum of sparse and dense ones, as of tied weights, has lost its shape.
+        """Return this replica's part of the sum of each gradient over the replicas."""
+        # A sum of sparse and dense gradients, as for tied weights, has lost its static shape.
         dense = [
             None if g is None else tf.cast(tf.reshape(g, v.shape), v.dtype)
             for g, v in zip(grads, self._parts.full, strict=True)
@@ -388,7 +425,7 @@ class Zero(keras.optimizers.Optimizer):
         return reduce_scatter(self.group, given, self._parts.buckets, "sum", self.policy.comm_dtype)
 
     def _when_updated(self, gather: Callable[[], None], local: int) -> None:
-        """Gathers, with accumulation only after a step that has updated something."""
+        """Call `gather`; with gradient accumulation, only after a step that updated variables."""
         if self._gathers_always:
             gather()
             return
@@ -401,7 +438,11 @@ class Zero(keras.optimizers.Optimizer):
 
     @property
     def _gathers_always(self) -> bool:
-        """Whether each step changes variables: without accumulation, or where averages may overwrite them between updates."""
+        """Return whether each step may change variables.
+
+        This is so without gradient accumulation, or if moving averages may overwrite the variables
+        between updates.
+        """
         inner = self.inner_optimizer
         return not inner.gradient_accumulation_steps or bool(
             inner.use_ema and inner.ema_overwrite_frequency
@@ -420,9 +461,16 @@ class Zero(keras.optimizers.Optimizer):
             else:
                 copy.assign(value)
 
-    # --- What needs all parts -----------------------------------------------------------------------------------------
+    # --- Collectives outside of a step ------------------------------------------------------------
     def finalize_variable_values(self, var_list: Sequence[keras.Variable]) -> None:
-        """Gives variables their moving averages at the end of a `fit`, if the optimizer keeps them; called by all processes."""
+        """Assign moving averages to the variables at the end of a `fit`, if the optimizer has any.
+
+        All processes must call this.
+
+        Args:
+            var_list: Variables, as for `keras.optimizers.Optimizer`. All variables that the
+                optimizer was built with are assigned.
+        """
         if not self.inner_optimizer.use_ema:
             return
         averages = moving_averages(self.inner_optimizer)

@@ -1,4 +1,4 @@
-"""The input pipeline of a run is read by as many processes as a run has, without a model, and checked row by row."""
+"""Audit of a data pipeline: read it as a run's workers would, and check every row."""
 
 from tfdist.tools.audit.main import main
 

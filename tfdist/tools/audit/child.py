@@ -1,6 +1,7 @@
-"""A process of an audit becomes a Worker that does what it is told, word by word; it never outlives the audit.
+"""Entry point of an audit's worker process.
 
-The words come on its standard input, whose end is also its own: that of a pipe, when the audit ends, if by `kill -9`.
+The process reads commands from its standard input, one per line, and ends when its standard input
+ends. The pipe closes when the audit ends, even by `kill -9`, so no worker outlives the audit.
 """
 
 from __future__ import annotations
@@ -20,16 +21,18 @@ from tfdist.tools.audit.settings import Settings
 
 
 def main(argv: Sequence[str]) -> None:
-    """Makes a pipeline, and then does what it is told until the audit ends.
+    """Create the data pipeline, and run commands until the audit ends.
 
     Args:
-        argv: The settings as JSON, and the number of this process.
+        argv: The settings as JSON, and the rank of this process.
     """
-    settings, rank = Settings.of_json(argv[0]), int(argv[1])
+    settings = Settings.of_json(argv[0])
+    rank = int(argv[1])
     words = _listen()  # before TensorFlow, whose import takes seconds
     with events.Writer(settings.file(rank, "events")) as say:
         try:
-            # Mistakes of the user's are sentences; what goes wrong later keeps its traceback, in this worker's log.
+            # A user's mistake is reported as one sentence. A later failure keeps its traceback,
+            # in this worker's log.
             worker = app.plainly(_make, settings, rank, say)
             while True:
                 getattr(worker, words.get())()
@@ -39,7 +42,7 @@ def main(argv: Sequence[str]) -> None:
         except Exception as error:
             text = re.sub(
                 r"^\{\{.*?\}\} ", "", getattr(error, "message", str(error))
-            )  # without the name of a graph's node
+            )  # drops the name of the graph node
             say(
                 "failed",
                 error=f"{type(error).__name__}: {text.strip().partition(os.linesep)[0]}",
@@ -47,7 +50,7 @@ def main(argv: Sequence[str]) -> None:
             )
             if not hasattr(error, "error_code"):
                 raise
-            sys.exit(text)  # an error of TensorFlow's: how this process came there tells nothing
+            sys.exit(text)  # an error of TensorFlow: the Python traceback adds nothing
 
 
 def _make(settings: Settings, rank: int, say: Callable[..., None]) -> Any:
@@ -57,7 +60,10 @@ def _make(settings: Settings, rank: int, say: Callable[..., None]) -> Any:
 
 
 def _listen() -> queue.Queue[str]:
-    """The words on standard input; at its end the process ends, whatever it is doing."""
+    """Return a queue of the commands that arrive on standard input.
+
+    At the end of standard input, the process kills itself, whatever it is doing.
+    """
     words: queue.Queue[str] = queue.Queue()
 
     def listen() -> None:

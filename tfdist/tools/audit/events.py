@@ -1,4 +1,7 @@
-"""What a process of an audit says of itself becomes lines of a file, which others read while it runs."""
+"""Event files: JSON Lines in which an audit's processes report their progress.
+
+Other processes read a file while its owner still writes to it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any
 
 
 class Writer(contextlib.AbstractContextManager):
-    """Appends events to a file, each at once.
+    """Appends events to a file, each one immediately.
 
     Example:
         >>> import tempfile
@@ -23,24 +26,26 @@ class Writer(contextlib.AbstractContextManager):
     """
 
     def __init__(self, path: str | os.PathLike):
-        self._file = open(path, "w", buffering=1, encoding="utf-8")  # noqa: SIM115  closed by __exit__
+        # Closed by `__exit__`.
+        self._file = open(path, "w", buffering=1, encoding="utf-8")  # noqa: SIM115
 
     def __exit__(self, *_: Any) -> None:
         self._file.close()
 
     def __call__(self, event: str, **facts: Any) -> None:
+        """Append an event with these facts."""
         self._file.write(json.dumps({"event": event, **facts}) + "\n")
 
 
 def read(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """The events of a file so far, without a line that is still being written."""
+    """Return the events of a file so far, without a line that is still being written."""
     try:
         with open(path, encoding="utf-8") as file:
             return [json.loads(line) for line in file if line.endswith("\n")]
-    except FileNotFoundError:  # its process has only begun
+    except FileNotFoundError:  # its process has only just started
         return []
 
 
 def last(events: Iterable[dict[str, Any]], name: str) -> dict[str, Any] | None:
-    """The last event of this name."""
+    """Return the last event with this name, or None."""
     return next((event for event in reversed(list(events)) if event["event"] == name), None)

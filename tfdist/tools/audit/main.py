@@ -1,4 +1,4 @@
-"""The words after `tfdist data audit` become processes that read a pipeline, and their report; nothing is read in this one."""
+"""The command `tfdist data audit`, which starts the audit's workers and reports."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from tfdist.tools.common.process_logs import keep
 
 TIMEOUT = 600.0
 _DESCRIPTION = """\
-Reads the input pipeline of a run, without a model, in as many processes as the run will have, and checks what they took:
-every example exactly once per epoch, none on two workers, equally many steps on all, and each global batch, row by row, the
+Reads the input pipeline of a run, without a model, in as many processes as the run will have, \
+and checks what they took:
+every example exactly once per epoch, none on two workers, equally many steps on all, and each \
+global batch, row by row, the
 one that follows from seed, epoch and step. Then measures what each stage of the pipeline costs.
 
   tfdist data audit --config=configs/digits.py --workers 2 --epochs 2
@@ -29,16 +31,17 @@ one that follows from seed, epoch and step. Then measures what each stage of the
   tfdist data audit --pipeline=train.py:make_pipeline --workers 2
 """
 _EPILOG = """\
-exit code: 0 when all is as it should be; 1 with the first example that is not, or when a worker fails or is late; 2 for a
+exit code: 0 when all is as it should be; 1 with the first example that is not, or when a worker \
+fails or is late; 2 for a
 mistake on this command line; 78 for a mistake in the config, the data, or what does not fit them.
 """
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command `tfdist data audit`.
+    """Run the command `tfdist data audit`.
 
     Args:
-        argv: The words after `tfdist data audit`.
+        argv: Command-line arguments after `tfdist data audit`.
 
     Returns:
         The exit code.
@@ -51,16 +54,17 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Reads the command line.
+    """Parse the command line.
 
     Args:
-        argv: The words after `tfdist data audit`.
+        argv: Command-line arguments after `tfdist data audit`.
 
     Returns:
-        The flags, and the words about the config.
+        The flags, and the arguments about the config.
 
     Raises:
-        ValueError: Names the flag, what was expected and received.
+        ValueError: If a flag is wrong. The message names the flag, the expected value and the
+            received value.
 
     Example:
         >>> flags, words = parse(["--config=a.py", "--workers", "2", "--config.data.cache=true"])
@@ -83,13 +87,13 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 def _audit(flags: argparse.Namespace, words: Sequence[str]) -> int:
     from tfdist.run import train_command
 
-    # What is wrong here is said at once.
+    # Report mistakes in the arguments before any worker starts.
     if flags.pipeline:
         check_function(flags.pipeline)
     else:
         train_command.parse(words)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(ending())  # its workers, too
+        stack.enter_context(ending())  # a signal ends the workers, too
         directory = (
             str(keep(flags.keep))
             if flags.keep
@@ -122,7 +126,7 @@ def _audit(flags: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 def _follow(settings: Settings, workers: Workers) -> int:
-    """Leads the workers from step to step, and tells what comes of it as soon as it is known."""
+    """Lead the workers from phase to phase, and print each result as soon as it is known."""
     print(report.beginning(settings, workers.pids), flush=True)
     ready = workers.wait("ready", doing="while it made its pipeline")
     print(report.header(settings, ready[0]), flush=True)

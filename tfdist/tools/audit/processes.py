@@ -1,4 +1,4 @@
-"""Settings become processes that are waited for within bounds; none outlives the block that started them."""
+"""Worker processes of an audit: start, commands, bounded waits and cleanup."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tfdist.tools.audit import events, steps
 from tfdist.tools.audit.settings import Settings
 from tfdist.tools.common.process_logs import tail
 
-_LINES = 15  # of a log, at most
-_POLL = 0.05
+_LINES = 15  # most lines of a log that are shown
+_POLL = 0.05  # seconds
 
 
 class WorkerError(Exception):
-    """A worker failed or is late.
+    """A worker failed or did not report in time.
 
     Attributes:
-        code: What the audit should end with.
+        code: Exit code for the audit.
     """
 
     def __init__(self, text: str, code: int = 1):
@@ -32,22 +32,24 @@ class WorkerError(Exception):
 
 
 class Workers(contextlib.AbstractContextManager):
-    """The processes of an audit.
+    """The worker processes of an audit; a context manager that kills them at its end.
 
     Args:
-        settings: What to audit.
-        timeout: Longest time without a sign of life, in seconds.
+        settings: Settings of the audit.
+        timeout: Longest time without a sign of life from a worker, in seconds.
     """
 
     def __init__(self, settings: Settings, timeout: float):
-        self.settings, self.timeout = settings, timeout
+        self.settings = settings
+        self.timeout = timeout
         self._processes: list[subprocess.Popen] = []
 
     def __enter__(self) -> Workers:
         command = [sys.executable, "-m", "tfdist.tools.audit.child", self.settings.to_json()]
         for rank in range(self.settings.workers):
             with open(self.settings.file(rank, "log"), "wb") as log:
-                # The pipe ends with this process, and the worker with the pipe. Ctrl-C is for this process alone.
+                # The pipe closes when this process ends, and then the worker ends. A new session
+                # keeps Ctrl-C from the worker: this process handles it.
                 process = subprocess.Popen(
                     [*command, str(rank)],
                     stdin=subprocess.PIPE,
@@ -61,9 +63,8 @@ class Workers(contextlib.AbstractContextManager):
     def __exit__(self, *_: Any) -> None:
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(
-                    process.pid, signal.SIGKILL
-                )  # and what a pipeline of the user's may have started
+                # The group includes processes that the user's data pipeline may have started.
+                os.killpg(process.pid, signal.SIGKILL)
         for process in self._processes:
             process.wait()
             with contextlib.suppress(OSError):
@@ -71,13 +72,13 @@ class Workers(contextlib.AbstractContextManager):
 
     @property
     def pids(self) -> list[int]:
-        """The number of each process."""
+        """Return the process id of each worker, by rank."""
         return [process.pid for process in self._processes]
 
     def tell(self, word: str, ranks: Iterable[int] | None = None) -> None:
-        """Tells workers what to do; default: all."""
+        """Send a command to the workers with these ranks; default: all."""
         for rank in self._ranks(ranks):
-            with contextlib.suppress(BrokenPipeError):  # it is gone: waiting for it says so
+            with contextlib.suppress(BrokenPipeError):  # it has ended: `wait` reports that
                 pipe = self._processes[rank].stdin
                 assert pipe is not None
                 pipe.write(f"{word}\n".encode())
@@ -86,44 +87,50 @@ class Workers(contextlib.AbstractContextManager):
     def wait(
         self, *names: str, ranks: Iterable[int] | None = None, doing: str
     ) -> list[dict[str, Any]]:
-        """Waits until each worker has had one of these events.
+        """Wait until each worker has reported one of these events.
 
         Args:
-            *names: Of events.
-            ranks: Which workers; default: all.
-            doing: What they do until then, for messages.
+            *names: Names of the events.
+            ranks: Ranks of the workers to wait for; default: all.
+            doing: Clause about what the workers do meanwhile, for error messages.
 
         Returns:
-            The event of each.
+            One event per worker, in the order of `ranks`.
 
         Raises:
-            WorkerError: When one of them ends without, or gives no sign of life for too long.
+            WorkerError: If a worker ends without such an event, or gives no sign of life for too
+                long.
         """
         waited = self._ranks(ranks)
         found: dict[int, dict[str, Any]] = {}
         life = {rank: (time.monotonic(), -1) for rank in waited}
         while len(found) < len(waited):
             for rank in waited:
-                # In this order: what a worker wrote before its end is seen.
+                # Poll before reading, so that events from just before the worker's end are seen.
                 ended = self._processes[rank].poll() is not None
                 size = self._written(rank)
                 if size != life[rank][1]:
                     life[rank] = time.monotonic(), size
-                    found |= {rank: event for name in names for event in self.said(rank, name)[-1:]}  # noqa: B035
+                    found |= {
+                        rank: event  # noqa: B035
+                        for name in names
+                        for event in self.said(rank, name)[-1:]
+                    }
                 if rank in found:
                     continue
                 if ended:
                     raise self._failure(rank)
                 if time.monotonic() - life[rank][0] > self.timeout:
                     raise WorkerError(
-                        f"worker {rank} has given no sign of life for {self.timeout:g} s {doing}{self._after(rank)}. "
+                        f"worker {rank} has given no sign of life for {self.timeout:g} s "
+                        f"{doing}{self._after(rank)}. "
                         f"See where it waits, or pass a longer --timeout.{self._log(rank)}"
                     )
             time.sleep(_POLL)
         return [found[rank] for rank in waited]
 
     def said(self, rank: int, name: str) -> list[dict[str, Any]]:
-        """All events of a name that a worker has had."""
+        """Return all events of this name that a worker has reported."""
         return [
             event
             for event in events.read(self.settings.file(rank, "events"))
@@ -131,7 +138,7 @@ class Workers(contextlib.AbstractContextManager):
         ]
 
     def _written(self, rank: int) -> int:
-        """Bytes that a worker has written: more of them are a sign of life."""
+        """Return the number of bytes that a worker has written; growth is a sign of life."""
         files = (self.settings.file(rank, kind) for kind in ("events", "steps"))
         return sum(path.stat().st_size for path in files if path.exists())
 
@@ -141,7 +148,7 @@ class Workers(contextlib.AbstractContextManager):
     def _failure(self, rank: int) -> WorkerError:
         code = self._processes[rank].returncode
         failed = events.last(self.said(rank, "failed"), "failed")
-        if failed and failed["code"] != 1:  # a mistake in the settings, as a sentence
+        if failed and failed["code"] != 1:  # a mistake in the settings, in one sentence
             return WorkerError(failed["error"], failed["code"])
         if failed:
             reason = f"failed{self._after(rank)}: {failed['error']}"
@@ -153,7 +160,7 @@ class Workers(contextlib.AbstractContextManager):
         return WorkerError(f"worker {rank} {reason}{self._log(rank)}{self._remedy()}")
 
     def _after(self, rank: int) -> str:
-        """How far a worker came, in words."""
+        """Return words for how far a worker got, or an empty text."""
         last = self._last(rank)
         return f", after epoch {last[0]}, step {last[1]}" if last else ""
 
@@ -166,7 +173,7 @@ class Workers(contextlib.AbstractContextManager):
         return None
 
     def _remedy(self) -> str:
-        """Where an audit of the rest would begin, in words."""
+        """Return words for the flags that would audit the rest, or an empty text."""
         lasts = [last for rank in range(self.settings.workers) if (last := self._last(rank))]
         if len(lasts) < self.settings.workers:
             return ""

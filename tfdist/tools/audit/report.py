@@ -1,4 +1,4 @@
-"""What the processes of an audit said becomes tables and sentences for a person; nothing is judged here."""
+"""Tables and sentences that report the results of an audit."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 from tfdist.runtime.formatting import aligned, counted
 from tfdist.tools.audit.settings import Settings
 
-_SHOWN = 10  # examples left out
+_SHOWN = 10  # most examples listed as left out
 
 
 class Cost(NamedTuple):
-    """What a stage adds.
+    """Time that one stage of the data pipeline adds.
 
-    Fields:
-        name: Of the stage.
-        rate: Examples per second of all up to this stage.
-        part: Its part of the time of all stages, 0 to 1.
+    Attributes:
+        name: Name of the stage.
+        rate: Examples per second of all stages up to this one.
+        part: Share of this stage in the time of all stages, from 0 to 1.
     """
 
     name: str
@@ -26,18 +26,22 @@ class Cost(NamedTuple):
 
 
 def costs(stages: Sequence[tuple[str, float]]) -> list[Cost]:
-    """What each stage adds to the time of those before.
+    """Compute the time that each stage adds to the stages before it.
 
-    A stage and all before it take no longer than the whole: where noise says so, they count as long as the whole.
+    A stage with all stages before it cannot take longer than the whole data pipeline. Where
+    measurement noise says otherwise, its time is limited to the time of the whole.
 
     Args:
-        stages: Name, and examples per second of all up to this stage.
+        stages: Pairs of a stage's name and the examples per second of all stages up to this one.
 
     Returns:
-        Their costs.
+        The cost of each stage.
 
     Example:
-        >>> [(c.name, round(c.part, 2)) for c in costs([("read", 1000.0), ("decode", 90.0), ("batch", 100.0)])]
+        >>> [
+        ...     (c.name, round(c.part, 2))
+        ...     for c in costs([("read", 1000.0), ("decode", 90.0), ("batch", 100.0)])
+        ... ]
         [('read', 0.1), ('decode', 0.9), ('batch', 0.0)]
     """
     seconds = [1 / max(rate for _, rate in stages[place:]) for place in range(len(stages))]
@@ -48,27 +52,31 @@ def costs(stages: Sequence[tuple[str, float]]) -> list[Cost]:
 
 
 def beginning(settings: Settings, pids: Sequence[int]) -> str:
-    """What begins, before anything is known of the pipeline.
+    """Describe the audit's processes, before anything is known about the data pipeline.
 
     Args:
-        settings: Of the audit.
-        pids: Number of each worker's process.
+        settings: Settings of the audit.
+        pids: Process id of each worker.
 
     Returns:
-        Lines, as from all functions here, without the last newline.
+        Lines without the last newline, as all functions of this module do.
     """
-    of = f"{counted(len(pids), 'worker')} of {counted(settings.devices, 'replica')}{' each' if len(pids) > 1 else ''}"
+    of = (
+        f"{counted(len(pids), 'worker')} of "
+        f"{counted(settings.devices, 'replica')}{' each' if len(pids) > 1 else ''}"
+    )
     return f"{of}, {'process' if len(pids) == 1 else 'processes'} {', '.join(map(str, pids))}"
 
 
 def header(settings: Settings, ready: dict[str, Any]) -> str:
-    """What is audited.
+    """Describe the data pipeline that is audited.
 
     Args:
-        settings: Of the audit.
-        ready: The event of a worker that is.
+        settings: Settings of the audit.
+        ready: Event "ready" of a worker.
     """
-    order, examples = ready["order"], ready["examples"]
+    order = ready["order"]
+    examples = ready["examples"]
     count = "an unknown number of examples" if examples is None else counted(examples, "example")
     steps = f", {counted(order['steps'], 'step')} an epoch" if order else ""
     how = f"shuffled with seed {ready['seed']}" if ready["shuffle"] else "not shuffled"
@@ -82,14 +90,16 @@ def header(settings: Settings, ready: dict[str, Any]) -> str:
 
 
 def speeds(settings: Settings, epochs: Sequence[Sequence[dict[str, Any]]]) -> str:
-    """How fast each worker read, and all together.
+    """Tabulate the read speed of each worker and of all workers together.
 
     Args:
-        settings: Of the audit.
-        epochs: The events of each worker's epochs.
+        settings: Settings of the audit.
+        epochs: Events "epoch" of each worker.
     """
     rows = [("worker", "steps", "examples", "seconds", "examples/s", "MB/s", "first batch")]
-    longest, examples, size = 0.0, 0, 0
+    longest = 0.0
+    examples = 0
+    size = 0
     for rank, each in enumerate(epochs):
         sums = {
             name: sum(epoch[name] for epoch in each)
@@ -119,13 +129,13 @@ def proof(
     verdict: dict[str, Any],
     read: Sequence[dict[str, Any]],
 ) -> str:
-    """What is proved.
+    """Describe the properties that the audit has proved.
 
     Args:
-        settings: Of the audit.
-        ready: The event of a worker that is ready.
-        verdict: The event "verified".
-        read: Each worker's event "read".
+        settings: Settings of the audit.
+        ready: Event "ready" of a worker.
+        verdict: Event "verified".
+        read: Event "read" of each worker.
     """
     exceptions = []
     if verdict["left_out"]:
@@ -137,7 +147,11 @@ def proof(
     but = f", but for {' and '.join(exceptions)}" if exceptions else ""
     lines = [
         "",
-        f"proved for {_epochs(settings)}, {counted(verdict['steps'], 'batch', 'batches')}, {counted(verdict['examples'], 'example')}:",
+        (
+            f"proved for {_epochs(settings)}, "
+            f"{counted(verdict['steps'], 'batch', 'batches')}, "
+            f"{counted(verdict['examples'], 'example')}:"
+        ),
     ]
     if verdict["whole"]:
         lines.append(f"  every example exactly once per epoch{but}")
@@ -158,7 +172,8 @@ def proof(
         )
     else:
         lines.append(
-            "  the source is read from beginning to end, alike by all workers; no rule says which order is right"
+            "  the source is read from beginning to end, alike by all workers; no rule "
+            "says which order is right"
         )
     places = {int(number): place for each in read for number, place in each["left_out"].items()}
     lines += [
@@ -170,10 +185,10 @@ def proof(
 
 
 def offence(event: dict[str, Any]) -> str:
-    """What is wrong.
+    """Describe the first error that the audit found.
 
     Args:
-        event: "offence".
+        event: Event "offence".
     """
     lines = [f"audit failed: {event['text']}."]
     lines += [
@@ -185,13 +200,13 @@ def offence(event: dict[str, Any]) -> str:
 def stages(
     settings: Settings, ready: dict[str, Any], said: Sequence[dict[str, Any]], stored: float | None
 ) -> str:
-    """What each stage costs, and which bounds the pipeline.
+    """Tabulate the cost of each stage, and name the bottleneck of the data pipeline.
 
     Args:
-        settings: Of the audit.
-        ready: The event of a worker that is ready.
-        said: The events of the stages.
-        stored: Bytes of an example as it is stored, where they are known.
+        settings: Settings of the audit.
+        ready: Event "ready" of a worker.
+        said: Events "stage", in the order of the stages.
+        stored: Bytes of a stored example on average, or None if unknown.
     """
     parts = costs([(event["name"], event["rate"]) for event in said])
     rows = [
@@ -204,7 +219,10 @@ def stages(
         "",
         "worker 0 alone:",
         "\n".join(aligned(rows)),
-        f"bounded by: {bound.name}. A model that takes less than {1000 * step:.3g} ms a step waits for the next batch.",
+        (
+            f"bounded by: {bound.name}. A model that takes less than {1000 * step:.3g} ms a "
+            "step waits for the next batch."
+        ),
     ]
     if stored is not None:
         lines.append(

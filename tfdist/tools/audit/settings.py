@@ -1,4 +1,4 @@
-"""The words of an audit become what each of its processes is told; nothing is read here but the user's own file."""
+"""Settings of an audit, passed to its worker processes as JSON."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ PARTS = (
     "epochs",
     "errors",
     "batches",
-)  # of a pipeline, that an audit uses
+)  # attributes of a data pipeline that an audit uses
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What to audit.
+    """Settings of an audit.
 
     Attributes:
-        directory: Where each process writes what it did.
-        config: Words for `tfdist.run.parse`; none with `pipeline`.
-        pipeline: "FILE.py:FUNCTION", a function without arguments that returns what `tfdist.data.pipeline` does.
-        split: Of the config's run, "train" or "eval".
-        workers: Processes.
-        devices: Replicas of each.
-        epochs: How many to read.
-        first_epoch: The first of them.
-        first_step: Where to begin in it.
-        stage_seconds: How long to measure each stage; 0: not at all.
+        directory: Directory for the files of all processes.
+        config: Arguments for `tfdist.run.parse`; empty with `pipeline`.
+        pipeline: "FILE.py:FUNCTION", a function without arguments that returns what
+            `tfdist.data.pipeline` does.
+        split: Split of the config's run, "train" or "eval".
+        workers: Number of processes.
+        devices: Number of replicas per process.
+        epochs: Number of epochs to read.
+        first_epoch: Number of the first epoch.
+        first_step: Step of the first epoch at which to begin.
+        stage_seconds: Seconds to measure each stage; 0 skips the measurement.
     """
 
     directory: str
@@ -51,12 +52,12 @@ class Settings:
     stage_seconds: float = 2.0
 
     def to_json(self) -> str:
-        """The settings as a word on a command line."""
+        """Return the settings as one command-line argument."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def of_json(cls, text: str) -> Settings:
-        """The settings that `to_json` wrote.
+        """Create settings from the text that `to_json` returned.
 
         Example:
             >>> settings = Settings("/tmp/x", config=("--config=a.py",), workers=3)
@@ -67,25 +68,23 @@ class Settings:
         return cls(**{**values, "config": tuple(values["config"])})
 
     def file(self, rank: int, kind: str) -> Path:
-        """A worker's file: "log", "events" or "steps"."""
+        """Return the path of a worker's file of kind "log", "events" or "steps"."""
         return Path(self.directory) / f"worker-{rank}.{kind}"
 
     def make_pipeline(self) -> tf.data.Dataset:
-        """The pipeline to audit.
+        """Create the data pipeline to audit.
 
         Returns:
-            What `tfdist.data.pipeline` does.
+            A dataset as returned by `tfdist.data.pipeline`.
 
         Raises:
-            ValueError: For a file or function that is not there, or that returns something else.
+            ValueError: If the file or function does not exist, or if it returns something else.
         """
         if self.pipeline is None:
             from tfdist.run import input_pipeline, train_command
 
-            pipeline, given = (
-                input_pipeline.pipeline(train_command.parse(self.config), self.split),
-                "data.name",
-            )
+            pipeline = input_pipeline.pipeline(train_command.parse(self.config), self.split)
+            given = "data.name"
         else:
             check_function(self.pipeline)
             given = f"--pipeline={self.pipeline}"
@@ -93,13 +92,14 @@ class Settings:
         absent = next((part for part in PARTS if not hasattr(pipeline, part)), None)
         if absent:
             raise ValueError(
-                f"{given}: expected what tfdist.data.pipeline returns, received {type(pipeline).__name__}, which has no {absent}."
+                f"{given}: expected what tfdist.data.pipeline returns, received "
+                f"{type(pipeline).__name__}, which has no {absent}."
             )
         return pipeline
 
 
 def check_function(text: str) -> None:
-    """Raises ValueError unless this is "FILE.py:FUNCTION", and the file is there."""
+    """Raise ValueError unless `text` is "FILE.py:FUNCTION" and the file exists."""
     path, colon, name = text.rpartition(":")
     if not colon or not path or not name.isidentifier():
         raise ValueError(

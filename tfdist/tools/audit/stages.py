@@ -1,4 +1,8 @@
-"""A pipeline becomes pipelines that end after each of its stages, whose speeds tell what each stage costs; nothing is checked here."""
+"""Throughput of a data pipeline up to each of its stages.
+
+Each stage is measured in a data pipeline that ends right after it. The differences show the cost of
+each stage.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +22,11 @@ _SAMPLE = 256  # examples whose stored bytes are counted
 
 
 class Stage(NamedTuple):
-    """A pipeline that ends after a stage.
+    """Throughput of a data pipeline that ends after this stage.
 
-    Fields:
-        name: Of the stage.
-        rate: Examples per second of all up to this stage.
+    Attributes:
+        name: Name of the stage.
+        rate: Examples per second of all stages up to this one.
     """
 
     name: str
@@ -30,22 +34,24 @@ class Stage(NamedTuple):
 
 
 def measure(batches: Batches, window: Sequence[int], seconds: float) -> Iterator[Stage]:
-    """Runs the stages one after the other, each with all before it.
+    """Run the stages one after the other, each with all stages before it.
 
     Args:
-        batches: What the pipeline does.
-        window: First replica, count and all replicas: whose rows to read.
-        seconds: How long to measure each; half as long before, it runs unmeasured, as tf.data tunes itself.
+        batches: Definition of the data pipeline.
+        window: First replica, number of replicas, and number of all replicas, which select the rows
+            to read.
+        seconds: Duration of each measurement. Each stage first runs half as long unmeasured,
+            because tf.data tunes itself.
 
     Yields:
-        Stages, as they are measured.
+        Each stage as soon as it is measured.
     """
     whose = Window(*window)
     width = whose.width(batches.global_batch)
-    # A walk reads all rows for the sake of its own.
+    # Without an order, the source reads all rows of a batch to get the rows of this window.
     read = batches.global_batch if batches.order is None else width
     in_memory = batches.source.gather is not None and batches.transform is None
-    if in_memory:  # there are no single examples
+    if in_memory:  # data in memory is gathered by the batch, not as single examples
         yield Stage(
             "order",
             _rate(
@@ -55,7 +61,7 @@ def measure(batches: Batches, window: Sequence[int], seconds: float) -> Iterator
             ),
         )
     for name, dataset in () if in_memory else _of_examples(batches, whose):
-        # Windows are taken by tf.data itself: no Python and no function call for each example.
+        # tf.data counts the examples by window: no Python or function call for each example.
         windows = dataset.window(read, drop_remainder=True).map(lambda *_: tf.constant(0))
         yield Stage(name, _rate(windows.with_options(batches.options), lambda _: width, seconds))
     rows = batches.replica_rows(whose, _epochs())
@@ -63,9 +69,12 @@ def measure(batches: Batches, window: Sequence[int], seconds: float) -> Iterator
 
 
 def stored_bytes(batches: Batches) -> float | None:
-    """Bytes of an example as it is stored, on average over some; None where nobody knows."""
+    """Return the mean size in bytes of a stored example, or None if it is unknown.
+
+    The mean is taken over a sample of the examples.
+    """
     source = batches.source
-    if source.gather is not None:  # it is in memory
+    if source.gather is not None:  # the data is in memory
         return None
     if source.raw is not None and source.cardinality:
         count = min(_SAMPLE, source.cardinality)
@@ -85,7 +94,7 @@ def stored_bytes(batches: Batches) -> float | None:
 
 
 def _of_examples(batches: Batches, window: Window) -> Iterator[tuple[str, tf.data.Dataset]]:
-    """Stages of single examples, by name."""
+    """Yield the name and dataset of each stage that handles single examples."""
     source = batches.source
     singles = batches.examples(window, _epochs())
     if source.walk is None:
@@ -115,23 +124,26 @@ def _loaded(batches: Batches, singles: tf.data.Dataset) -> tf.data.Dataset:
 def _read(
     batches: Batches, dataset: tf.data.Dataset, function: Callable[..., Any]
 ) -> tf.data.Dataset:
-    """A map that leaves out what fails, where the pipeline does."""
+    """Map a function over a dataset, and skip errors where the data pipeline skips them."""
     read = _mapped(dataset, function)
     return read.ignore_errors() if batches.errors.allowed else read
 
 
 def _mapped(dataset: tf.data.Dataset, function: Callable[..., Any]) -> tf.data.Dataset:
-    """A map as the pipeline has it."""
+    """Map a function over a dataset with the options that the data pipeline uses."""
     return dataset.map(function, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
 
 
 def _epochs() -> tf.data.Dataset:
-    """Epoch after epoch from their beginning, so that a small source lasts as long as its measurement."""
+    """Return a dataset of endless epochs, each read from its beginning.
+
+    A small source then lasts as long as its measurement.
+    """
     return tf.data.Dataset.range(_ENDLESS).map(lambda epoch: (epoch, tf.constant(0, tf.int64)))
 
 
 def _rate(dataset: tf.data.Dataset, count: Callable[[Any], int], seconds: float) -> float:
-    """Examples per second."""
+    """Measure the examples per second of a dataset."""
     iterator = iter(dataset)
     end = time.monotonic() + seconds / 2
     next(iterator)

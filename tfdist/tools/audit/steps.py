@@ -1,4 +1,7 @@
-"""What a worker took of each global batch becomes a record in its file, at once; a record cut short by its end is not read."""
+"""Binary records of the rows that a worker received in each step.
+
+A record is written at once. The reader skips a record that was cut short by the worker's end.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,15 @@ _HEAD = 6  # int64 words before the numbers
 class Step(NamedTuple):
     """A worker's rows of one global batch.
 
-    Fields:
-        epoch: 0, 1, ...
-        step: 0, 1, ...
-        rows: Rows of the global batch.
-        fingerprint: What the pipeline says of the batch, equal on all workers.
+    Attributes:
+        epoch: Number of the epoch, from 0.
+        step: Number of the step in its epoch, from 0.
+        rows: Number of rows of the global batch.
+        fingerprint: Fingerprint that the data pipeline computes for the batch; equal on all
+            workers.
         size: Bytes of the worker's rows.
-        numbers: Numbers of their examples, int64 `[rows of the worker]`; -1 where a row is none.
+        numbers: Numbers of the rows' examples, int64 `[rows of the worker]`; -1 marks a row without
+            an example.
     """
 
     epoch: int
@@ -32,7 +37,7 @@ class Step(NamedTuple):
 
 
 def append(file: Any, step: Step) -> None:
-    """Writes a record into a binary file, in one piece.
+    """Write a record to a binary file, in one piece.
 
     Example:
         >>> import tempfile
@@ -56,7 +61,7 @@ def append(file: Any, step: Step) -> None:
 
 
 def read(path: str | os.PathLike) -> Iterator[Step]:
-    """The records of a file, one after the other."""
+    """Yield the complete records of a file, in order."""
     with open(path, "rb") as file:
         while _whole(file, _HEAD):
             epoch, step, rows, fingerprint, size, count = map(
@@ -71,5 +76,5 @@ def read(path: str | os.PathLike) -> Iterator[Step]:
 
 
 def _whole(file: Any, words: int) -> bool:
-    """Whether so many words are left in a file."""
+    """Return whether at least `words` int64 words are left in a file."""
     return os.fstat(file.fileno()).st_size - file.tell() >= 8 * words

@@ -1,4 +1,4 @@
-"""What all workers took, step by step, becomes a count of what is proved, or the first example that is wrong; no pipeline is run."""
+"""Verification of the rows that all workers read: counts, or the first error."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ import tensorflow as tf
 from tfdist.data.order import Order, rows_of_replicas
 from tfdist.tools.audit.steps import Step
 
-Recorded = Callable[[], Iterator[Step]]  # begins to read what a worker took
+Recorded = Callable[[], Iterator[Step]]  # starts to read a worker's steps
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What the workers were to read.
+    """The rows that the workers were expected to read.
 
     Attributes:
-        order: The pipeline's order; None where it has none, and what comes is only known to be the same everywhere.
-        examples: How many there are; None where only reading tells.
-        global_batch: Rows of a full batch.
-        tail: "partial", "pad" or "drop".
-        epochs: Which.
-        first_step: Where the first of them begins.
-        devices: Replicas of each worker.
+        order: Order of the data pipeline. None if it has none; then the audit only checks that all
+            workers see the same data.
+        examples: Number of examples; None if only reading tells.
+        global_batch: Number of rows of a full batch.
+        tail: Handling of the last batch: "partial", "pad" or "drop".
+        epochs: Epochs to check.
+        first_step: Step at which the first of them begins.
+        devices: Number of replicas per worker.
     """
 
     order: Order | None
@@ -40,14 +41,15 @@ class Plan:
 
 @dataclasses.dataclass
 class Verdict:
-    """What was found right.
+    """Counts of everything that was verified.
 
     Attributes:
-        steps: Batches.
-        examples: Rows of them that hold an example.
-        left_out: Rows without, whose example could not be read, as `ignore_errors` allows.
-        dropped: Examples of the tails that `tail="drop"` leaves out.
-        whole: Epochs that were read from their beginning or, by their order, are complete with what came before.
+        steps: Number of batches.
+        examples: Number of their rows that hold an example.
+        left_out: Number of rows whose example could not be read, as `ignore_errors` allows.
+        dropped: Number of examples in the tails that `tail="drop"` leaves out.
+        whole: Number of epochs that were read from their beginning, or that are complete, by their
+            order, together with the earlier steps.
     """
 
     steps: int = 0
@@ -58,15 +60,15 @@ class Verdict:
 
 
 class Offence(Exception):
-    """The first thing that is wrong.
+    """The first error that the audit found.
 
     Attributes:
-        epoch: Where.
-        step: Where; None where it is not of one step.
-        row: Of the global batch; None where it is not of one row.
-        worker: Whose; None where it is nobody's.
-        expected: Number of an example, where one was expected.
-        received: Number of the example that came instead.
+        epoch: Epoch of the error.
+        step: Step of the error; None if it does not belong to one step.
+        row: Row of the global batch; None if it does not belong to one row.
+        worker: Rank of the worker; None if it does not belong to one worker.
+        expected: Number of the expected example, if one was expected.
+        received: Number of the example that was received instead.
     """
 
     def __init__(
@@ -79,18 +81,22 @@ class Offence(Exception):
         expected: int | None = None,
         received: int | None = None,
     ):
-        self.epoch, self.step, self.row, self.worker = epoch, step, row, worker
-        self.expected, self.received = expected, received
+        self.epoch = epoch
+        self.step = step
+        self.row = row
+        self.worker = worker
+        self.expected = expected
+        self.received = received
         names = {"epoch": epoch, "step": step, "row": row, "worker": worker}
         place = ", ".join(f"{name} {value}" for name, value in names.items() if value is not None)
         super().__init__(f"{place}: {text}")
 
 
 class Seen:
-    """Which numbers have been seen: one bit each.
+    """Bit set of the example numbers that have been seen.
 
     Args:
-        count: How many numbers to make room for; more is made as it is needed.
+        count: Initial capacity; the set grows as needed.
 
     Example:
         >>> seen = Seen(8)
@@ -104,7 +110,11 @@ class Seen:
         self._bits: np.ndarray = np.zeros(count // 8 + 1, np.uint8)
 
     def add(self, numbers: np.ndarray) -> int | None:
-        """Notes numbers, int64 `[k]`, each 0 or more; the place of the first that had been seen."""
+        """Add numbers, and return the position of the first that was seen before, or None.
+
+        Args:
+            numbers: Numbers of examples, int64 `[k]`, each 0 or more.
+        """
         most = int(numbers.max(initial=0)) // 8 + 1
         if most > len(self._bits):
             self._bits = np.concatenate([self._bits, np.zeros(most, np.uint8)])
@@ -119,13 +129,13 @@ class Seen:
         return int(places[0]) if len(places) else None
 
     def missing(self, count: int) -> np.ndarray:
-        """The numbers below `count` that have not been seen, int64 `[...]`."""
+        """Return the numbers below `count` that have not been seen, int64 `[...]`."""
         if 8 * len(self._bits) < count:
             self._bits = np.concatenate([self._bits, np.zeros(count // 8 + 1, np.uint8)])
         return np.flatnonzero(np.unpackbits(self._bits, count=count, bitorder="little") == 0)
 
     def count(self) -> int:
-        """The least count above all numbers seen."""
+        """Return the largest number seen plus 1, or 0 if none was seen."""
         used = np.flatnonzero(self._bits)
         return int(used[-1]) * 8 + int(self._bits[used[-1]]).bit_length() if len(used) else 0
 
@@ -136,19 +146,19 @@ def verify(
     left_out: Sequence[Mapping[int, str]],
     alive: Callable[[], None] = lambda: None,
 ) -> Verdict:
-    """Checks all that workers took.
+    """Check all rows that the workers read.
 
     Args:
-        recorded: For each worker, what begins to read its steps.
-        plan: What they were to take.
-        left_out: For each worker, the examples that it could not read, and was allowed to leave out.
-        alive: Called after each step.
+        recorded: One function per worker, which starts reading the worker's steps.
+        plan: Rows that the workers were expected to read.
+        left_out: For each worker, the examples that it could not read and was allowed to leave out.
+        alive: Function that is called after each step.
 
     Returns:
-        The Verdict.
+        The counts of what was verified.
 
     Raises:
-        Offence: For the first thing that is wrong.
+        Offence: On the first error.
     """
     verdict = Verdict()
     queues = [_Queue(begin()) for begin in recorded]
@@ -158,14 +168,14 @@ def verify(
 
 
 class _Queue:
-    """The steps of a worker, which one can look at before taking them."""
+    """Steps of a worker, with a look at the next one before it is taken."""
 
     def __init__(self, steps: Iterator[Step]):
         self._steps = steps
         self._next = next(steps, None)
 
     def take(self, epoch: int, step: int) -> Step | None:
-        """The next step, if it is this one."""
+        """Take and return the next step if it is this one; otherwise return None."""
         found = self._next
         if found is None or (found.epoch, found.step) != (epoch, step):
             return None
@@ -174,7 +184,7 @@ class _Queue:
 
 
 class _Epoch:
-    """One epoch of all workers."""
+    """Check of one epoch over all workers."""
 
     def __init__(
         self,
@@ -183,7 +193,10 @@ class _Epoch:
         recorded: Sequence[Recorded],
         left_out: Sequence[Mapping[int, str]],
     ):
-        self.plan, self.epoch, self.recorded, self.left_out = plan, epoch, recorded, left_out
+        self.plan = plan
+        self.epoch = epoch
+        self.recorded = recorded
+        self.left_out = left_out
         self.seen = Seen(plan.examples or 0)
         self.padded = False
         if plan.order is not None:
@@ -192,13 +205,12 @@ class _Epoch:
             )
 
     def check(self, queues: Sequence[_Queue], verdict: Verdict, alive: Callable[[], None]) -> None:
-        """Checks all steps of the epoch, and that no example is missing."""
+        """Check all steps of the epoch, and that no example is missing."""
         order = self.plan.order
         first = self.plan.first_step if self.epoch == self.plan.epochs.start else 0
         for step in range(first if order else 0):
-            if (
-                self.seen.add(self._expected(step)) is not None
-            ):  # read by whoever made the steps before
+            # These steps were read before the audit began, so they count as seen.
+            if self.seen.add(self._expected(step)) is not None:
                 self._fail("the order itself has an example twice", step)
             alive()
         for step in itertools.count(first):
@@ -220,13 +232,15 @@ class _Epoch:
             self._fail("expected batches; no worker received any", step)
         if order is not None and step != order.steps:
             self._fail(f"expected {order.steps} steps; all workers ended after {step}")
-        if order is not None or not first:  # else nobody can tell what came before
+        if order is not None or not first:  # otherwise the earlier examples are unknown
             verdict.dropped += self._check_complete(step)
             verdict.whole += 1
 
     def _check_step(self, step: int, taken: Sequence[Step], verdict: Verdict) -> None:
-        plan, devices = self.plan, self.plan.devices
-        rows, expected = taken[0].rows, None
+        plan = self.plan
+        devices = self.plan.devices
+        rows = taken[0].rows
+        expected = None
         if plan.order is not None:
             expected = self._expected(step)
             if plan.tail == "pad":
@@ -249,7 +263,10 @@ class _Epoch:
             else:
                 self._check_padding(step, worker, begin, found.numbers)
                 if len(found.numbers) != end - begin:
-                    text = f"expected {end - begin} rows of the batch, {begin} to {end - 1}; received {len(found.numbers)}"
+                    text = (
+                        f"expected {end - begin} rows of the batch, {begin} to {end - 1}; "
+                        f"received {len(found.numbers)}"
+                    )
                     self._fail(text, step, worker=worker)
             real = np.flatnonzero(found.numbers >= 0)
             place = self.seen.add(found.numbers[real])
@@ -262,13 +279,16 @@ class _Epoch:
             verdict.examples += len(real)
         for worker, found in enumerate(taken):
             if found.fingerprint != taken[0].fingerprint:
-                text = f"expected the fingerprint of worker 0's batch, {taken[0].fingerprint}; received {found.fingerprint}"
+                text = (
+                    f"expected the fingerprint of worker 0's batch, {taken[0].fingerprint}; "
+                    f"received {found.fingerprint}"
+                )
                 self._fail(text, step, worker=worker)
 
     def _compare(
         self, step: int, worker: int, begin: int, expected: np.ndarray, received: np.ndarray
     ) -> int:
-        """Holds a worker's rows against the order's; returns how many of them were left out, as may be."""
+        """Compare a worker's rows with the order, and return how many were left out as allowed."""
         count = min(len(expected), len(received))
         wrong = np.flatnonzero(expected[:count] != received[:count]).tolist()
         if len(expected) != len(received):
@@ -295,7 +315,7 @@ class _Epoch:
         return left_out
 
     def _check_padding(self, step: int, worker: int, begin: int, numbers: np.ndarray) -> None:
-        """Only the end of the last batch may be padding."""
+        """Check that only the end of the last batch is padding."""
         padding = numbers < 0
         if self.padded or (padding.any() and self.plan.tail != "pad"):
             self._fail(
@@ -304,7 +324,7 @@ class _Epoch:
         self.padded = bool(padding.any()) and worker == len(self.recorded) - 1
 
     def _check_complete(self, steps: int) -> int:
-        """Checks that every example has been seen; returns how many have not, as the tail is dropped."""
+        """Check that every example was seen, and return how many the dropped tail leaves out."""
         last = self.seen.count() - 1
         total = last + 1 if self.plan.examples is None else self.plan.examples
         if last >= total:
@@ -327,7 +347,7 @@ class _Epoch:
         return self._batch(tf.constant(self.epoch, tf.int64), tf.constant(step, tf.int64)).numpy()
 
     def _name(self, number: int, step: int, row: int) -> str:
-        """An example in words, with who had it before this row in the same epoch."""
+        """Describe an example, and the worker that had it earlier in the same epoch."""
         devices = self.plan.devices
         for worker, begin in enumerate(self.recorded):
             for taken in begin():
@@ -338,7 +358,10 @@ class _Epoch:
                 )
                 for place in np.flatnonzero(taken.numbers == number):
                     if (taken.step, first + place) < (step, row):
-                        return f"example {number}, which worker {worker} had in step {taken.step}, row {first + place}"
+                        return (
+                            f"example {number}, which worker {worker} had in step "
+                            f"{taken.step}, row {first + place}"
+                        )
         return f"example {number}"
 
     def _fail(

@@ -1,4 +1,4 @@
-"""What a process of an audit is told becomes what it does: read its rows of each batch, check all rows, measure stages."""
+"""Commands of an audit's worker: read its rows, verify all rows, measure stages."""
 
 from __future__ import annotations
 
@@ -18,23 +18,26 @@ from tfdist.tools.audit.settings import Settings
 from tfdist.tools.audit.verdict import Offence, Plan, verify
 from tfdist.tools.common import example_text
 
-_SIGN_OF_LIFE = 2.0  # seconds between two, while steps are checked
+_SIGN_OF_LIFE = 2.0  # seconds between two signs of life while steps are checked
 
 
 class Worker:
-    """What a process can be told: `read`, `verify`, `stages`.
+    """Worker of an audit, with one method per command: `read`, `verify` and `stages`.
 
     Args:
-        settings: Of the audit.
-        rank: Of this process.
-        say: Notes an event.
+        settings: Settings of the audit.
+        rank: Rank of this process.
+        say: Function that records an event.
     """
 
     def __init__(self, settings: Settings, rank: int, say: Callable[..., None]):
-        tf.config.set_visible_devices([], "GPU")  # or each process would take all of its memory
-        self.settings, self.rank, self.say = settings, rank, say
+        tf.config.set_visible_devices([], "GPU")  # else each process would take all GPU memory
+        self.settings = settings
+        self.rank = rank
+        self.say = say
         pipeline: Any = settings.make_pipeline()
-        self.pipeline, self.batches = pipeline, pipeline.batches
+        self.pipeline = pipeline
+        self.batches = pipeline.batches
         devices = settings.devices
         self.window = (rank * devices, devices, settings.workers * devices)
         begin = {"epoch": settings.first_epoch, "first_step": settings.first_step}
@@ -43,7 +46,8 @@ class Worker:
         order = pipeline.order
         if order is not None and settings.first_step >= order.steps:
             raise ValueError(
-                f"--first-step={settings.first_step}: expected one of the epoch's {order.steps} steps, 0 to {order.steps - 1}."
+                f"--first-step={settings.first_step}: expected one of the epoch's "
+                f"{order.steps} steps, 0 to {order.steps - 1}."
             )
         source = self.batches.source
         say(
@@ -60,7 +64,7 @@ class Worker:
         )
 
     def read(self) -> None:
-        """Reads the epochs, and notes each step."""
+        """Read the epochs, and record each step."""
         settings = self.settings
         with open(settings.file(self.rank, "steps"), "wb", buffering=0) as file:
             for epoch in range(settings.first_epoch, settings.first_epoch + settings.epochs):
@@ -73,9 +77,10 @@ class Worker:
         self.say("read", left_out=left_out)
 
     def verify(self) -> None:
-        """Checks what all workers noted, against the order that all of them said they have."""
+        """Check the steps that all workers recorded against the order that all reported."""
         settings = self.settings
-        ready, read = self._said("ready"), self._said("read")
+        ready = self._said("ready")
+        read = self._said("read")
         order = ready[0]["order"]
         plan = Plan(
             None if order is None else _order(order),
@@ -95,7 +100,10 @@ class Worker:
             for rank, facts in enumerate(ready):
                 for name, value in facts.items():
                     if value != ready[0][name]:
-                        text = f"expected {name} to be as on worker 0, {ready[0][name]}; received {value}"
+                        text = (
+                            f"expected {name} to be as on worker 0, {ready[0][name]}; "
+                            f"received {value}"
+                        )
                         raise Offence(text, settings.first_epoch, worker=rank)
             verdict = verify(
                 recorded, plan, left_out, _every(_SIGN_OF_LIFE, lambda: self.say("verifying"))
@@ -108,14 +116,17 @@ class Worker:
             self.say("verified", **dataclasses.asdict(verdict))
 
     def stages(self) -> None:
-        """Measures how long the parts of the pipeline take."""
+        """Measure the throughput of each stage of the data pipeline."""
         for stage in stages.measure(self.batches, self.window, self.settings.stage_seconds):
             self.say("stage", name=stage.name, rate=stage.rate)
         self.say("stages", stored=stages.stored_bytes(self.batches))
 
     def _epoch(self, file: Any, shares: tf.data.Dataset, epoch: int, step: int) -> None:
         begin = time.monotonic()
-        first, count, examples, size = None, 0, 0, 0
+        first = None
+        count = 0
+        examples = 0
+        size = 0
         for share in shares:
             first = time.monotonic() - begin if first is None else first
             numbers = share.numbers.numpy()
@@ -144,7 +155,7 @@ class Worker:
         )
 
     def _said(self, name: str) -> list[dict[str, Any]]:
-        """Each worker's last event of a name, which it has had."""
+        """Return each worker's last event of this name; every worker has reported one."""
         found = [
             events.last(events.read(self.settings.file(rank, "events")), name)
             for rank in range(self.settings.workers)
@@ -152,7 +163,7 @@ class Worker:
         return [event for event in found if event is not None]
 
     def _describe(self, number: int) -> str | None:
-        """Where an example lies, if anybody knows."""
+        """Return where an example is stored, or None if that is unknown."""
         source = self.batches.source
         return place(source, number) if 0 <= number < (source.cardinality or 0) else None
 
@@ -165,7 +176,7 @@ def _order(said: dict[str, Any]) -> Order:
 
 
 def _every(seconds: float, function: Callable[[], None]) -> Callable[[], None]:
-    """Calls a function when it is called, but not more often than this."""
+    """Wrap a function so that it runs at most once per `seconds`."""
     last = time.monotonic()
 
     def call() -> None:

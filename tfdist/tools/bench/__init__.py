@@ -1,1 +1,5 @@
-"""Setups become rates side by side: how much faster more replicas are, and what the rest of the time goes into."""
+"""Command `tfdist bench`: throughput and scaling efficiency of distribution strategies.
+
+It compares the examples per second of several numbers of replicas, and says where the remaining
+time goes.
+"""

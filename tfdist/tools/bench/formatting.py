@@ -1,4 +1,4 @@
-"""Figures become short words with units."""
+"""Formatting of shares, times and sizes for benchmark reports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _SIZES = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 
 def percent(share: float) -> str:
-    """A share in percent.
+    """Format a share as a percentage.
 
     Example:
         >>> percent(0.384)
@@ -18,7 +18,7 @@ def percent(share: float) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """Seconds as milliseconds of two or three digits.
+    """Format seconds as milliseconds with two or three digits.
 
     Example:
         >>> milliseconds(0.0123), milliseconds(0.00012), milliseconds(1.5)
@@ -28,7 +28,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes with a unit, of powers of 1000.
+    """Format a number of bytes with a decimal unit (powers of 1000).
 
     Example:
         >>> size(999), size(212008), size(11.04e6)
@@ -42,7 +42,9 @@ def size(count: float) -> str:
 
 
 def binary(count: int) -> str:
-    """Bytes as one types them, of powers of 1024 where that is exact.
+    """Format a number of bytes as a command-line value.
+
+    The unit is a power of 1024 if that is exact, and otherwise there is none.
 
     Example:
         >>> binary(4096), binary(16 * 2**20), binary(1000)
@@ -55,10 +57,10 @@ def binary(count: int) -> str:
 
 
 def to_bytes(text: str) -> int:
-    """The inverse of `binary`.
+    """Parse a number of bytes; the inverse of `binary`.
 
     Raises:
-        ValueError: Says what was expected.
+        ValueError: The text is not a number of bytes. The message says what was expected.
 
     Example:
         >>> to_bytes("4k"), to_bytes("1M"), to_bytes("100")

@@ -1,4 +1,7 @@
-"""A job becomes processes that measure when they are told to, and are waited for within bounds; none outlives its block."""
+"""Process groups that run benchmark jobs, with timeouts and guaranteed cleanup.
+
+No process of a group outlives its `with` block.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +20,15 @@ from tfdist.tools.bench.jobs import END, POLL, Job, order
 from tfdist.tools.common.ownership import own
 from tfdist.tools.common.process_logs import tail
 
-_GRACE = 5.0  # seconds to end by themselves
-_LINES = 12  # of a log, at most
+_GRACE = 5.0  # seconds that processes get to exit by themselves
+_LINES = 12  # maximum number of log lines in a message
 
 
 class GroupError(Exception):
-    """A group failed, or is late; the message says why.
+    """Failure or timeout of a process group; the message says why.
 
     Attributes:
-        code: Of the process that failed; None: it was late.
+        code: Exit code of the process that failed. None: the group timed out.
     """
 
     def __init__(self, text: str, code: int | None = None):
@@ -34,15 +37,18 @@ class GroupError(Exception):
 
 
 class Group(contextlib.AbstractContextManager):
-    """The processes of one job: those of a launch under multi_worker_mirrored, else one.
+    """Processes of one benchmark job.
+
+    They are the workers of a launch under multi_worker_mirrored, and otherwise one process.
 
     Args:
-        job: What they are to measure.
-        timeout: Longest wait for an answer of all of them, in seconds.
+        job: Job to measure.
+        timeout: Longest wait for an answer of all processes, in seconds.
     """
 
     def __init__(self, job: Job, timeout: float):
-        self.job, self.timeout = job, timeout
+        self.job = job
+        self.timeout = timeout
         self._process: subprocess.Popen | None = None
         self._log = Path(job.directory) / "log"
 
@@ -89,7 +95,7 @@ class Group(contextlib.AbstractContextManager):
         self.close()
 
     def close(self) -> None:
-        """Ends the processes, and waits until they have ended; a second time it does nothing."""
+        """Stop the processes and wait until they have exited. Safe to call repeatedly."""
         process = self._process
         assert process is not None
         if self._owned.closed:
@@ -97,11 +103,10 @@ class Group(contextlib.AbstractContextManager):
         try:
             self.end()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_GRACE)  # who hangs in a step does not end so
+                process.wait(_GRACE)  # a process that hangs in a step does not exit here
             with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                if (
-                    self.job.workers > 1 and process.poll() is None
-                ):  # its tasks are in process groups of their own
+                # Tasks are in process groups of their own, so the launcher must stop them.
+                if self.job.workers > 1 and process.poll() is None:
                     process.send_signal(signal.SIGTERM)
                     process.wait(_GRACE)
         finally:
@@ -111,36 +116,57 @@ class Group(contextlib.AbstractContextManager):
             self._owned.close()
 
     def ready(self) -> list[dict[str, Any]]:
-        """Waits until all processes have built what they measure; what each says of it."""
+        """Wait until all processes have built what they measure.
+
+        Returns:
+            Facts from each process, by rank.
+
+        Raises:
+            GroupError: A process exited, or did not answer in time.
+        """
         return self._answers(
             "ready", 1, "build and compile the model" if self.job.words else "start"
         )
 
     def measure(self, number: int, times: int) -> list[dict[str, Any]]:
-        """Measures a case once; what each process found.
+        """Measure a case once.
 
         Args:
-            number: Of the case.
-            times: How many measurements this group has done before.
+            number: Index of the case.
+            times: Number of measurements that this group has done before.
+
+        Returns:
+            Measurement of each process, by rank.
 
         Raises:
-            GroupError: A process ended, or did not answer in time.
+            GroupError: A process exited, or did not answer in time.
         """
         order(self.job, number)
         return self._answers("measured", times + 1, "measure")
 
     def end(self) -> None:
-        """Tells the processes that nothing is left to do; leaving the block waits for them."""
+        """Tell the processes that no orders are left. Leaving the block waits for them."""
         order(self.job, END)
 
     def _answers(self, name: str, count: int, doing: str) -> list[dict[str, Any]]:
-        """The `count`-th event of this name of each process."""
+        """Wait for the `count`-th event with this name from each process.
+
+        Args:
+            name: Name of the event.
+            count: Number of such events to wait for, from 1.
+            doing: Verb phrase for the error message of a timeout.
+
+        Returns:
+            The event of each process, by rank.
+
+        Raises:
+            GroupError: A process exited, or did not answer in time.
+        """
         assert self._process is not None
         end = time.monotonic() + self.timeout
         while True:
-            ended = (
-                self._process.poll() is not None
-            )  # before the files are read: what was said before the end counts
+            # Poll before the files are read, so that answers from just before the exit count.
+            ended = self._process.poll() is not None
             said = [
                 [line for line in events.read(self.job.answers(rank)) if line["event"] == name]
                 for rank in range(self.job.workers)
@@ -153,12 +179,17 @@ class Group(contextlib.AbstractContextManager):
             if time.monotonic() > end:
                 who = ", ".join(f"worker {rank}" for rank in missing)
                 raise GroupError(
-                    f"{who} did not {doing} within {self.timeout:g} s; pass a longer --timeout, or fewer --steps{self._tail()}"
+                    f"{who} did not {doing} within {self.timeout:g} s; pass a longer --timeout, "
+                    f"or fewer --steps{self._tail()}"
                 )
             time.sleep(POLL)
 
     def _cause(self) -> tuple[str, int]:
-        """Why the processes ended, with an exit code: the first mistake named as such, else what the launcher found, else the end of the log."""
+        """Return why the processes exited, with an exit code.
+
+        The reason is the first configuration error, else the launcher's root cause, else the end of
+        the log.
+        """
         failed = [
             events.last(events.read(self.job.answers(rank)), "failed")
             for rank in range(self.job.workers)
@@ -168,7 +199,7 @@ class Group(contextlib.AbstractContextManager):
         if mistake or (told and self.job.workers == 1):
             first = mistake or told[0]
             return first["error"], first["code"]
-        # Of several workers those that lost the one which failed first say so too: the launcher knows which it was.
+        # Workers that lost their peer fail too. Only the launcher knows which worker failed first.
         assert self._process is not None
         code = self._process.returncode
         root = re.search(

@@ -1,4 +1,4 @@
-"""What the processes of one setup are told to measure, as files of a directory that they share; nothing is measured here."""
+"""Benchmark jobs, and the files through which processes receive their orders."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import time
 from pathlib import Path
 
 ORDERS = "orders.jsonl"
-END = -1  # an order: nothing is left to do
-POLL = 0.02  # seconds between two looks for an order, or an answer
+END = -1  # order to exit
+POLL = 0.02  # polling interval for orders and answers, in seconds
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One thing that a group of processes measures.
+    """One measurement of a process group.
 
     Attributes:
-        global_batch: Rows of a step, of all replicas together; 0 in an all-reduce.
-        bytes: That each replica gives into an all-reduce; 0 elsewhere.
-        modes: Of `results.MODES`.
+        global_batch: Rows of a step over all replicas; 0 in an all-reduce.
+        bytes: Bytes that each replica contributes to an all-reduce; 0 in other kinds.
+        modes: Scaling modes of the case, from `results.MODES`.
     """
 
     global_batch: int = 0
@@ -31,20 +31,20 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What a group of processes is to do: all measurements of one strategy with so many replicas.
+    """All measurements of one strategy with one number of replicas.
 
     Attributes:
-        kind: Of `results.KINDS`.
-        directory: Where the group's files lie.
+        kind: Kind of benchmark, one of `results.KINDS`.
+        directory: Directory of the group's files.
         strategy: Name of the strategy.
-        replicas: How many.
-        cases: What to measure, by turns.
-        words: About the config, for `tfdist.run.parse`; none in an all-reduce.
-        steps: Of each measurement, that count.
-        warmup: Before them.
-        threads: Of each replica; None: TensorFlow's choice.
-        communication: As `make_strategy` takes it.
-        timeout: Longest wait for other workers, in seconds.
+        replicas: Number of replicas.
+        cases: Cases to measure, in turn.
+        words: Config flags for `tfdist.run.train_command.parse`; empty in an all-reduce.
+        steps: Timed steps of each measurement. Default: 1.
+        warmup: Untimed steps before them. Default: 0.
+        threads: Threads of each replica. None: TensorFlow's choice.
+        communication: Collective communication, as in `make_strategy`. Default: "auto".
+        timeout: Longest wait for other workers, in seconds. Default: 300.
     """
 
     kind: str
@@ -61,19 +61,20 @@ class Job:
 
     @property
     def workers(self) -> int:
-        """Processes."""
+        """Return the number of processes."""
         return self.replicas if self.strategy == "multi_worker_mirrored" else 1
 
     @property
     def title(self) -> str:
-        """The group in a few words, for messages and directories."""
+        """Return a short name of the job, for messages and directories."""
         return f"{self.strategy}-{self.replicas}"
 
     def to_json(self) -> str:
-        """The job as text.
+        """Serialize the job to JSON.
 
         Example:
-            >>> job = Job("scaling", "/tmp/x", "mirrored", 2, (Case(64, modes=("strong",)),), ("--config=a.py",))
+            >>> case = Case(64, modes=("strong",))
+            >>> job = Job("scaling", "/tmp/x", "mirrored", 2, (case,), ("--config=a.py",))
             >>> Job.from_json(job.to_json()) == job
             True
         """
@@ -81,33 +82,38 @@ class Job:
 
     @classmethod
     def from_json(cls, text: str) -> Job:
-        """The inverse of `to_json`."""
+        """Parse the output of `to_json`."""
         values = json.loads(text)
         cases = tuple(Case(**{**case, "modes": tuple(case["modes"])}) for case in values["cases"])
         return cls(**{**values, "cases": cases, "words": tuple(values["words"])})
 
     def answers(self, rank: int) -> Path:
-        """The file of what a worker has to say."""
+        """Return the path of the file into which a worker writes its answers."""
         return Path(self.directory) / f"worker-{rank}.events"
 
 
 def order(job: Job, number: int) -> None:
-    """Tells all processes of a group to measure a case; each takes the orders one after another.
+    """Tell all processes of a group to measure a case. Each process takes orders in sequence.
 
     Args:
-        job: Of the group.
-        number: Of the case.
+        job: Job of the group.
+        number: Index of the case, or `END`.
     """
     with open(os.path.join(job.directory, ORDERS), "a", encoding="utf-8") as file:
         file.write(f"{number}\n")
 
 
 def wait_for_order(job: Job, taken: int) -> int:
-    """The case that the next order names; waits as long as the owner lives (see `tfdist.tools.common.ownership`).
+    """Wait for the next order and return the index of its case.
+
+    The wait lasts as long as the owner lives (see `tfdist.tools.common.ownership`).
 
     Args:
-        job: Of the group.
-        taken: Orders that were taken before.
+        job: Job of the group.
+        taken: Number of orders that were taken before.
+
+    Returns:
+        The index of the case, or `END`.
     """
     path = os.path.join(job.directory, ORDERS)
     while True:

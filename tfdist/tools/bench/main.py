@@ -1,4 +1,7 @@
-"""The words after `tfdist bench` become setups that are measured by turns, and their report; nothing is trained in this process."""
+"""Entry point of `tfdist bench`: runs all setups in rounds and writes the report.
+
+Training happens in the processes of each setup, never in this process.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +44,10 @@ PAGE = "bench.md"
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command `tfdist bench`.
+    """Run the command `tfdist bench`.
 
     Args:
-        argv: The words after `tfdist bench`.
+        argv: Command-line arguments after `tfdist bench`.
 
     Returns:
         The exit code.
@@ -57,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         return refuse("tfdist bench", error)
     try:
-        with ending():  # its processes, too
+        with ending():  # also ends the child processes on a signal
             return _bench(flags, settings, jobs, out, shlex.join(["tfdist", "bench", *argv]))
     except KeyboardInterrupt:
         print("bench interrupted; its processes are ended", file=sys.stderr)
@@ -74,7 +77,8 @@ def _bench(
     flags: argparse.Namespace, settings: config.Run | None, jobs: list[Job], out: Path, command: str
 ) -> int:
     name = settings.name if settings else "allreduce"
-    begun, load = time.time(), os.getloadavg()[0]
+    begun = time.time()
+    load = os.getloadavg()[0]
     with Rounds(jobs, flags.timeout, out / "logs") as rounds:
         rounds.prepare()
         for number in range(flags.rounds):
@@ -130,12 +134,14 @@ def _bench(
 
 
 class Rounds(contextlib.AbstractContextManager):
-    """The groups of processes of all jobs, which stay alive from the first round to the last, and of which one at a time works.
+    """Process groups of all jobs, measured one at a time.
+
+    The groups stay alive from the first round to the last.
 
     Args:
-        jobs: What to measure.
+        jobs: Jobs to measure.
         timeout: Longest wait for a group, in seconds.
-        logs: Where the output of groups that fail is kept.
+        logs: Directory for the output of groups that fail.
     """
 
     def __init__(self, jobs: Sequence[Job], timeout: float, logs: Path):
@@ -144,9 +150,10 @@ class Rounds(contextlib.AbstractContextManager):
         self._jobs = [
             dataclasses.replace(job, directory=os.path.join(directory, job.title)) for job in jobs
         ]
-        self._timeout, self._logs = timeout, logs
+        self._timeout = timeout
+        self._logs = logs
         self._started: dict[Job, Group] = {}
-        self._groups: dict[Job, Group] = {}  # that work
+        self._groups: dict[Job, Group] = {}  # groups that have not failed
         self._errors: dict[Job, GroupError] = {}
         self._found: dict[tuple[Job, int], list[list[dict[str, Any]]]] = {}
         self._times: dict[Job, int] = dict.fromkeys(self._jobs, 0)
@@ -154,11 +161,11 @@ class Rounds(contextlib.AbstractContextManager):
 
     def __exit__(self, *problem: Any) -> None:
         for group in self._groups.values():
-            group.end()  # all at the same time
+            group.end()  # tell all groups first, so that they exit in parallel
         self._stack.__exit__(*problem)
 
     def prepare(self) -> None:
-        """Starts all groups, one after another, each of which compiles what it measures."""
+        """Start all groups one after another. Each compiles what it measures."""
         for job in self._jobs:
             begin = time.monotonic()
             with self._failing(job):
@@ -166,11 +173,20 @@ class Rounds(contextlib.AbstractContextManager):
                 self._facts[job] = group.ready()[0]
                 self._groups[job] = group
                 _say(
-                    f"{job.strategy}, {counted(job.replicas, 'replica')}: ready after {time.monotonic() - begin:.0f} s"
+                    f"{job.strategy}, {counted(job.replicas, 'replica')}: ready after "
+                    f"{time.monotonic() - begin:.0f} s"
                 )
 
     def measure(self, number: int, rounds: int) -> None:
-        """Measures each case of each group once; every second round in reverse order."""
+        """Measure each case of each group once.
+
+        Every second round runs in reverse order, so that a drift in the machine's speed
+        affects all setups alike.
+
+        Args:
+            number: Index of the round.
+            rounds: Number of rounds, for messages.
+        """
         begin = time.monotonic()
         turns = [(job, case) for job in self._jobs for case in range(len(job.cases))]
         for job, case in turns if number % 2 == 0 else reversed(turns):
@@ -184,7 +200,7 @@ class Rounds(contextlib.AbstractContextManager):
         _say(f"round {number + 1} of {rounds}: {time.monotonic() - begin:.0f} s")
 
     def setups(self) -> list[Setup]:
-        """What was found of each case of each job."""
+        """Return the results of each case of each job."""
         return [
             self._setup(job, number, case)
             for job in self._jobs
@@ -193,28 +209,31 @@ class Rounds(contextlib.AbstractContextManager):
 
     @property
     def alive(self) -> bool:
-        """Whether a group is left that works."""
+        """Return whether a group is left that has not failed."""
         return bool(self._groups)
 
     @property
     def misconfigured(self) -> bool:
-        """Whether the first group, which is the baseline where there is one, found a mistake in the config."""
+        """Return whether the first group found an error in the config.
+
+        The first group is the baseline, if there is one.
+        """
         error = self._errors.get(self._jobs[0])
         return error is not None and error.code == CONFIGURATION_CODE
 
     @property
     def parameters(self) -> int:
-        """Of the model; 0 where nothing was built."""
+        """Return the number of parameters of the model; 0 if no model was built."""
         return max((facts["parameters"] for facts in self._facts.values()), default=0)
 
     @property
     def gpus(self) -> list[str]:
-        """Names of those that TensorFlow sees, where replicas compute on them."""
+        """Return the names of the GPUs that TensorFlow sees; empty if replicas use CPUs."""
         return next((facts["gpus"] for facts in self._facts.values()), [])
 
     @property
     def on_cpu(self) -> bool:
-        """Whether replicas compute on CPUs."""
+        """Return whether replicas compute on CPUs."""
         return not self.gpus
 
     def _setup(self, job: Job, number: int, case: Case) -> Setup:
@@ -227,7 +246,10 @@ class Rounds(contextlib.AbstractContextManager):
 
     @contextlib.contextmanager
     def _failing(self, job: Job):
-        """A group that fails in here is named and ended, so that it does not compute beside the others, which go on."""
+        """Record and report a `GroupError`, and stop the group that raised it.
+
+        A stopped group takes no CPU time from the other groups, which continue.
+        """
         try:
             yield
         except GroupError as error:
@@ -244,14 +266,16 @@ class Rounds(contextlib.AbstractContextManager):
 
 
 def measured(setup: Setup, rounds: Sequence[Sequence[dict[str, Any]]]) -> Setup:
-    """A setup with what its processes found.
+    """Fill in a setup with the measurements of its processes.
 
     Args:
-        setup: As it was asked for.
-        rounds: Of each round what each worker found: "steps", "examples", "seconds", and in training "step_breakdown" and "bytes".
+        setup: Setup to fill in.
+        rounds: Measurements of each worker in each round: "steps", "examples" and "seconds", and in
+            training also "step_breakdown" and "bytes".
 
     Returns:
-        The setup. A round takes as long as on the slowest worker; the step breakdown is that of the median round, so that its parts add up.
+        The setup. The slowest worker defines the time of a round. The step breakdown is taken from
+        the median round, so that its parts add up.
     """
     last = [max(workers, key=lambda found: found["seconds"]) for workers in rounds]
     seconds = tuple(found["seconds"] / found["steps"] for found in last)
@@ -272,7 +296,11 @@ def measured(setup: Setup, rounds: Sequence[Sequence[dict[str, Any]]]) -> Setup:
 
 
 def _directory(asked: str | None, name: str) -> Path:
-    """Where the report goes: as told, or the first of runs/bench-NAME, runs/bench-NAME-2 ... without one."""
+    """Create and return the directory of the report.
+
+    It is `asked`, or else the first of runs/bench-NAME, runs/bench-NAME-2 and so on that does not
+    exist.
+    """
     if asked is not None:
         path = Path(asked)
         if path.exists() and not path.is_dir():
@@ -288,7 +316,7 @@ def _directory(asked: str | None, name: str) -> Path:
 
 
 def _write(path: Path, text: str) -> None:
-    """Writes a file, whole or not at all."""
+    """Write a file atomically."""
     beside = path.with_name(f".{path.name}.tmp")
     beside.write_text(text, encoding="utf-8")
     os.replace(beside, path)

@@ -1,4 +1,4 @@
-"""A process of a benchmark, which builds what a job says, and measures it each time that it is told to."""
+"""Worker process of a benchmark: builds the model of a job, and measures cases on demand."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tfdist.tools.common.ownership import end_with_owner
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measures until the benchmark ends.
+    """Measure cases until the benchmark ends.
 
     Args:
-        argv: The job's file.
+        argv: Path of the job's file, as the only argument.
     """
     job = Job.from_json(Path(argv[0]).read_text(encoding="utf-8"))
     rank = int(Launched.from_environ().task.rpartition(":")[2] or 0)
@@ -49,10 +49,15 @@ def main(argv: Sequence[str]) -> None:
 
 
 def told(message: str) -> str:
-    """The line of an error's message that says what happened, without what TensorFlow says of where in the graph.
+    r"""Return the line of an error message that says what happened.
+
+    TensorFlow's description of the location in the graph is removed.
 
     Example:
-        >>> told("Graph execution error:\\n\\nDetected at node X defined at (most recent call last):\\n<stack traces unavailable>\\nOOM when allocating")
+        >>> told(
+        ...     "Graph execution error:\n\nDetected at node X defined at (most recent call last):\n"
+        ...     "<stack traces unavailable>\nOOM when allocating"
+        ... )
         'OOM when allocating'
         >>> told("{{function_node __wrapped__X}} no space [Op:X]")
         'no space [Op:X]'

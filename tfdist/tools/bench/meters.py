@@ -1,4 +1,4 @@
-"""A job becomes a model, or buffers, under its strategy, and each of its cases a time; no order is waited for here."""
+"""Timed workloads of `tfdist bench`: training, inference and all-reduce."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from tfdist.run import build, input_pipeline, train_command
 from tfdist.telemetry import step_records
 from tfdist.tools.bench.jobs import Case, Job
 
-TRACED = 3  # steps of the run in which functions are compiled
+TRACED = 3  # steps that are run to trace and compile the functions
 
 
 class Training:
-    """Times `model.fit` on the batches of a config.
+    """Timer of `model.fit` on the batches of a config.
 
     Args:
-        job: What to measure.
-        rank: Of this process.
+        job: Job to measure.
+        rank: Rank of this process.
     """
 
     def __init__(self, job: Job, rank: int):
-        self._job, self._rank = job, rank
-        self._epoch = 0  # of all fits together
+        self._job = job
+        self._rank = rank
+        self._epoch = 0  # counted over all calls of fit
         self._settings = train_command.parse(job.words)
         self._strategy = _strategy(job, rank, self._settings)
         batches = [_with_batch(self._settings, case) for case in job.cases]
@@ -36,20 +37,24 @@ class Training:
         self._batches = [_without_end(each) for each in batches]
 
     def ready(self) -> dict[str, Any]:
-        """Compiles the steps of all cases; returns facts of the model."""
+        """Compile the steps of all cases, and return facts about the model."""
         for number in range(len(self._batches)):
             self._fit(number, _whole(TRACED, self._settings.train.steps_per_execution), 1)
         return _facts(self._strategy, self._model)
 
     def measure(self, number: int) -> dict[str, Any]:
-        """One epoch of `steps`, after as many whole ones as the steps to warm up take; the input goes on without a break.
+        """Time one epoch of `steps` steps, after warm-up epochs.
+
+        The warm-up is rounded up to whole epochs. The input continues from one epoch to the next
+        without a break.
 
         Args:
-            number: Of the case.
+            number: Index of the case.
 
         Returns:
-            Of the last epoch: "steps", "examples", "seconds", "step_breakdown" (this worker's seconds of each part of a mean step), and "bytes"
-            that each replica gave into the sum of gradients.
+            Measurements of the last epoch: "steps", "examples", "seconds", "step_breakdown"
+            (seconds of each part of a mean step on this worker), and "bytes" (bytes of gradients
+            that each replica contributes to the all-reduce).
         """
         steps = self._job.steps
         clock = self._fit(number, steps, 1 + -(-self._job.warmup // steps))
@@ -82,32 +87,36 @@ class Training:
         return clock
 
     def _run(self, number: int) -> str:
-        """The directory of a case, as if it were a run."""
+        """Return the directory of a case, which looks like the directory of a run."""
         return os.path.join(self._job.directory, f"case-{number}")
 
 
 class _Clock(keras.callbacks.Callback):
-    """Time and examples of the last epoch. It watches no batch: that would let each step wait for Python."""
+    """Timer and example counter of the last epoch.
+
+    It has no batch methods, because each step would then have to wait for Python.
+    """
 
     seconds = 0.0
     examples = 0
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._examples, self._begin = self.model.train_function.stats.examples, time.perf_counter()
+        self._examples = self.model.train_function.stats.examples
+        self._begin = time.perf_counter()
 
-    def on_epoch_end(
-        self, epoch: int, logs: Any = None
-    ) -> None:  # Keras has read the metrics: the steps are done
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        # Keras has read the metrics, so all steps are done.
         self.seconds = time.perf_counter() - self._begin
         self.examples = self.model.train_function.stats.examples - self._examples
 
 
 class Prediction:
-    """Times `model.predict` on batches that lie in memory.
+    """Timer of `model.predict` on batches in memory.
 
     Args:
-        job: What to measure; each case predicts the same number of examples: `steps` batches of the largest case.
-        rank: Of this process.
+        job: Job to measure. Each case predicts the same number of examples: `steps` batches of the
+            largest case.
+        rank: Rank of this process.
     """
 
     def __init__(self, job: Job, rank: int):
@@ -122,16 +131,19 @@ class Prediction:
         ]
 
     def ready(self) -> dict[str, Any]:
-        """Compiles the steps of all cases; returns facts of the model."""
+        """Compile the steps of all cases, and return facts about the model."""
         for _, batches in self._cases:
             self._model.predict(batches, steps=TRACED, verbose=0)
         return _facts(self._strategy, self._model)
 
     def measure(self, number: int) -> dict[str, Any]:
-        """One call of `predict`, after one of the steps to warm up.
+        """Time one call of `predict`, after a warm-up call.
 
         Args:
-            number: Of the case.
+            number: Index of the case.
+
+        Returns:
+            Measurements: "steps", "examples" and "seconds".
         """
         rows, batches = self._cases[number]
         steps = max(1, self._examples // rows)
@@ -145,11 +157,11 @@ class Prediction:
 
 
 class AllReduce:
-    """Times sums of float32 numbers over the replicas, one after another within one graph, as in a step.
+    """Timer of all-reduces of float32 numbers, run in sequence within one graph as in a step.
 
     Args:
-        job: What to measure.
-        rank: Of this process.
+        job: Job to measure.
+        rank: Rank of this process.
     """
 
     def __init__(self, job: Job, rank: int):
@@ -159,7 +171,7 @@ class AllReduce:
         self._function = tf.function(self._sums, autograph=False)
 
     def ready(self) -> dict[str, Any]:
-        """Compiles the sums, and makes sure that they are right."""
+        """Compile the all-reduces, and check that their results are right."""
         replicas = self._strategy.num_replicas_in_sync
         for values in self._values:
             found = float(self._function(values, tf.constant(2)))
@@ -169,21 +181,23 @@ class AllReduce:
         return _facts(self._strategy, None)
 
     def measure(self, number: int) -> dict[str, Any]:
-        """`steps` sums, after those to warm up.
+        """Time `steps` all-reduces, after the warm-up ones.
 
         Args:
-            number: Of the case.
+            number: Index of the case.
+
+        Returns:
+            Measurements: "steps", "examples" (0) and "seconds".
         """
         values = self._values[number]
-        float(
-            self._function(values, tf.constant(max(1, self._job.warmup)))
-        )  # they also let all workers begin together
+        # The warm-up also lets all workers begin together.
+        float(self._function(values, tf.constant(max(1, self._job.warmup))))
         begin = time.perf_counter()
         float(self._function(values, tf.constant(self._job.steps)))
         return {"steps": self._job.steps, "examples": 0, "seconds": time.perf_counter() - begin}
 
     def _numbers(self, case: Case) -> Any:
-        """On each replica its number, from 1, over and over."""
+        """Return a vector on each replica that is filled with the replica's number, from 1."""
         count = max(1, case.bytes // 4)
         return self._strategy.experimental_distribute_values_from_function(
             lambda context: tf.fill([count], float(context.replica_id_in_sync_group + 1))
@@ -191,7 +205,8 @@ class AllReduce:
 
     def _sums(self, values: Any, times: tf.Tensor) -> tf.Tensor:
         def on_replica(mine):
-            # What is captured has no device, by which workers know where the sum goes; the identity has, and copies nothing.
+            # A captured tensor has no device, but workers need one to place the sum. The identity
+            # has a device, and copies nothing.
             return tf.distribute.get_replica_context().all_reduce("SUM", tf.identity(mine))[0]
 
         def body(done, total):
@@ -200,7 +215,7 @@ class AllReduce:
             )
             return done + 1, total + tf.add_n(list(firsts)) / len(firsts)
 
-        # One after another, as the steps of a training: what counts is how long the next one has to wait.
+        # In sequence, as in training: the time that counts is how long the next step must wait.
         return tf.while_loop(
             lambda done, total: done < times,
             body,
@@ -211,21 +226,24 @@ class AllReduce:
 
 def _strategy(job: Job, rank: int, settings: config.Run | None) -> tf.distribute.Strategy:
     gpus = tf.config.list_physical_devices("GPU")
-    for gpu in gpus:  # the groups of processes share them
+    for gpu in gpus:  # several groups of processes share the GPUs
         tf.config.experimental.set_memory_growth(gpu, True)
     asked = settings.strategy.devices if settings else None
     cpu = not gpus or (asked or "").lstrip("/").startswith("cpu")
     if not cpu and len(gpus) < job.replicas:
         raise ValueError(
-            f'--workers: expected at most the {len(gpus)} GPUs of this machine, received {job.replicas}; strategy.devices="cpu" takes CPUs'
+            f"--workers: expected at most the {len(gpus)} GPUs of this machine, received "
+            f'{job.replicas}; strategy.devices="cpu" takes CPUs'
         )
-    kind, first, count = "cpu" if cpu else "gpu", 0, job.replicas
+    kind = "cpu" if cpu else "gpu"
+    first = 0
+    count = job.replicas
     if job.workers > 1:
-        first, count = (0 if cpu else rank), 1
+        first = 0 if cpu else rank
+        count = 1
     names = ",".join(f"{kind}:{number}" for number in range(first, first + count))
-    threads = (
-        None if job.threads is None or job.workers > 1 else job.threads * job.replicas
-    )  # the launcher has told those of workers
+    # The launcher has already set the threads of workers.
+    threads = None if job.threads is None or job.workers > 1 else job.threads * job.replicas
     sync = build.policy(settings.sync) if settings else None
     return tfdist.make_strategy(
         job.strategy,
@@ -248,14 +266,16 @@ def _with_batch(settings: config.Run, case: Case) -> tf.data.Dataset:
     }
     if rows - {None, case.global_batch}:
         raise ValueError(
-            f"data.name={settings.data.name}: expected batches of data.global_batch={case.global_batch}, which a benchmark changes, received "
-            f"{max(rows - {None})} rows. Let the function take it from the data section that it is given."
+            f"data.name={settings.data.name}: expected batches of "
+            f"data.global_batch={case.global_batch}, which a benchmark changes, received "
+            f"{max(rows - {None})} rows. Let the function take it from the data section that it "
+            "is given."
         )
     return batches
 
 
 def _without_end(batches: tf.data.Dataset) -> tf.data.Dataset:
-    """The same batches, epoch after epoch; each replica still reads only its own rows."""
+    """Repeat the batches forever. Each replica still reads only its own rows."""
     result = batches.repeat()
     if input_pipeline.is_pipeline(batches):
         result.replica_rows = lambda *args, **kwargs: batches.replica_rows(*args, **kwargs).repeat()
@@ -263,13 +283,19 @@ def _without_end(batches: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def _one_batch(batches: tf.data.Dataset, rows: int) -> tf.data.Dataset:
-    """The first examples' inputs as one batch in memory, over and over: to read it costs nothing."""
+    """Return the inputs of the first examples as one batch in memory, repeated forever.
+
+    Reading such a batch costs nothing.
+    """
     first = batches.unbatch().repeat().batch(rows).take(1).get_single_element()
     return tf.data.Dataset.from_tensors(first[0] if isinstance(first, tuple) else first).repeat()
 
 
 def _facts(strategy: tf.distribute.Strategy, model: keras.Model | None) -> dict[str, Any]:
-    """What a report says of the model and the devices; GPUs only where replicas compute on them."""
+    """Return what a report says about the model and the devices.
+
+    GPUs are listed only if replicas compute on them.
+    """
     on_cpu = "CPU" in strategy.extended.worker_devices[0].upper()
     gpus = [] if on_cpu else tf.config.list_physical_devices("GPU")
     names = [
@@ -279,5 +305,5 @@ def _facts(strategy: tf.distribute.Strategy, model: keras.Model | None) -> dict[
 
 
 def _whole(steps: int, per_call: int) -> int:
-    """The next multiple of the steps of a call."""
+    """Round a number of steps up to a multiple of the steps per call."""
     return -(-steps // per_call) * per_call

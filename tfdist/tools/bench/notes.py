@@ -1,4 +1,4 @@
-"""Setups become sentences that compare them; pure functions."""
+"""Sentences that compare the setups of a benchmark."""
 
 from __future__ import annotations
 
@@ -10,25 +10,27 @@ from tfdist.tools.bench.formatting import binary, milliseconds
 from tfdist.tools.bench.results import MODES, Setup
 
 PLACES = (
-    "Central storage (data parallel) keeps one copy of the variables, copied out to the replicas in each step; mirrored (distributed data "
-    "parallel) keeps a copy on each, and sums gradients."
+    "Central storage (data parallel) keeps one copy of the variables, copied out to the replicas "
+    "in each step; mirrored (distributed data parallel) keeps a copy on each, and sums gradients."
 )
 BANDWIDTHS = (
-    "Algorithm bandwidth is the bytes of a replica over the time of a sum; bus bandwidth is 2 (n - 1) / n of it, what each of n replicas "
-    "sends in a ring, so that numbers of replicas can be compared."
+    "Algorithm bandwidth is the bytes of a replica over the time of a sum; bus bandwidth is "
+    "2 (n - 1) / n of it, what each of n replicas sends in a ring, so that numbers of replicas "
+    "can be compared."
 )
 
 
 def notes(kind: str, setups: Sequence[Setup]) -> tuple[str, ...]:
-    """What a comparison of setups tells beside the tables.
+    """Return sentences that compare setups, to be printed after the tables.
 
     Args:
-        kind: Of the benchmark.
-        setups: What was measured.
+        kind: Kind of benchmark, one of `results.KINDS`.
+        setups: Setups that were measured.
 
     Returns:
-        Sentences: of a training, central storage beside mirrored; of inference, what more devices bring on small and on large
-        batches; of all-reduces, latency and bandwidth of each strategy.
+        Sentences. For training, they compare central storage with mirrored. For inference, they
+        give the speed-up of more devices on small and on large batches. For all-reduces, they give
+        the latency and bandwidth of each strategy.
     """
     done = [setup for setup in setups if setup.seconds]
     if kind == "scaling":
@@ -47,7 +49,7 @@ def notes(kind: str, setups: Sequence[Setup]) -> tuple[str, ...]:
 
 
 def _central(mode: str, setups: Sequence[Setup]) -> list[str]:
-    """Data parallel with one copy of the variables against a copy for each replica; the largest number of replicas that both have."""
+    """Compare central storage with mirrored at the largest number of replicas of both."""
     central, mirrored = (
         {s.replicas: s for s in setups if s.replicas > 1 and s.strategy == name}
         for name in ("central_storage", "mirrored")
@@ -57,17 +59,17 @@ def _central(mode: str, setups: Sequence[Setup]) -> list[str]:
         return []
     pair = central[max(common)], mirrored[max(common)]
     first, second = sorted(pair, key=lambda setup: setup.rate, reverse=True)
-    ratios = [
-        quick / slow for quick, slow in zip(first.rates, second.rates, strict=False)
-    ]  # of one round: what slows one slows both
+    # Compare rates of the same round: a slow phase of the machine affects both.
+    ratios = [quick / slow for quick, slow in zip(first.rates, second.rates, strict=False)]
     return [
-        f"{mode.capitalize()} scaling, {counted(first.replicas, 'replica')}: {first.strategy} is {statistics.median(ratios):.2f} times as fast as "
-        f"{second.strategy} ({min(ratios):.2f} to {max(ratios):.2f} over the rounds)."
+        f"{mode.capitalize()} scaling, {counted(first.replicas, 'replica')}: {first.strategy} is "
+        f"{statistics.median(ratios):.2f} times as fast as {second.strategy} ({min(ratios):.2f} "
+        f"to {max(ratios):.2f} over the rounds)."
     ]
 
 
 def _predicted(group: Sequence[Setup]) -> str:
-    """What more devices bring, on the smallest batch and on the largest."""
+    """Return the speed-up of more devices, on the smallest and on the largest batch."""
     known = sorted(
         (setup for setup in group if setup.speedup is not None and setup.replicas > 1),
         key=lambda setup: setup.global_batch,
@@ -87,6 +89,7 @@ def _reduced(group: Sequence[Setup]) -> str:
         max(group, key=lambda setup: setup.bus_bandwidth),
     )
     return (
-        f"{least.strategy} with {counted(least.replicas, 'replica')}: latency {milliseconds(least.step)} (the median of {binary(least.bytes)}), "
-        f"bandwidth up to {best.bus_bandwidth / 1e9:.2f} GB/s on the bus (at {binary(best.bytes)})."
+        f"{least.strategy} with {counted(least.replicas, 'replica')}: latency "
+        f"{milliseconds(least.step)} (the median of {binary(least.bytes)}), bandwidth up to "
+        f"{best.bus_bandwidth / 1e9:.2f} GB/s on the bus (at {binary(best.bytes)})."
     )

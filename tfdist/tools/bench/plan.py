@@ -1,4 +1,4 @@
-"""The words after `tfdist bench` become jobs, or an error that names the flag; nothing is started here."""
+"""Command line of `tfdist bench`, and the jobs that it asks for."""
 
 from __future__ import annotations
 
@@ -40,33 +40,41 @@ _ONLY = {
 _DESCRIPTION = """\
 How much faster a run's training is with more replicas, and what the rest of the time goes into.
 
-  tfdist bench --config=configs/digits.py --workers 1,2,4 --strategies one_device,mirrored,multi_worker_mirrored
+  tfdist bench --config=configs/digits.py --workers 1,2,4 --strategies \
+one_device,mirrored,multi_worker_mirrored
   tfdist bench --config=configs/digits.py --predict --batches 16,64,256 --workers 1,2
   tfdist bench allreduce --workers 2 --bytes 4k,1M,16M
 
-Strong scaling keeps the config's global batch; weak scaling keeps the batch of a replica, which is the config's global batch.
+Strong scaling keeps the config's global batch; weak scaling keeps the batch of a replica, which \
+is the config's global batch.
 Setups are measured by turns, so that a machine that slows down slows all of them.
 """
 _EPILOG = """\
-exit code: 0 when all setups were measured; 1 when one failed, which is named, while the others are reported; 2 for a mistake
-on this command line; 78 for a mistake in the config, or in what the first setup, which is the baseline, makes of it.
+exit code: 0 when all setups were measured; 1 when one failed, which is named, while the others \
+are reported; 2 for a mistake
+on this command line; 78 for a mistake in the config, or in what the first setup, which is the \
+baseline, makes of it.
 """
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Reads the command line.
+    """Parse the command line.
 
     Args:
-        argv: The words after `tfdist bench`.
+        argv: Command-line arguments after `tfdist bench`.
 
     Returns:
-        The flags, with `kind` of `results.KINDS` and all defaults, and the words about the config.
+        The flags, with `kind` from `results.KINDS` and all defaults filled in, and the config
+        flags.
 
     Raises:
-        ValueError: Names the flag, what was expected and received.
+        ValueError: A flag is unknown or wrong. The message names the flag, what was expected and
+            what was received.
 
     Example:
-        >>> flags, words = parse(["--config=a.py", "--workers", "1,4", "--weak", "--config.data.cache=true"])
+        >>> flags, words = parse(
+        ...     ["--config=a.py", "--workers", "1,4", "--weak", "--config.data.cache=true"]
+        ... )
         >>> flags.kind, flags.workers, flags.modes, words
         ('scaling', [1, 4], ('weak',), ['--config=a.py', '--config.data.cache=true'])
         >>> parse(["allreduce", "--bytes", "4k,1M"])[0].bytes
@@ -97,27 +105,29 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def jobs(flags: argparse.Namespace, words: Sequence[str], settings: config.Run | None) -> list[Job]:
-    """What the groups of processes are to measure, the baseline first.
+    """Return the jobs of a benchmark, the baseline first.
 
     Args:
-        flags: Of `parse`.
-        words: About the config.
-        settings: The config; None in an all-reduce.
+        flags: Flags from `parse`.
+        words: Config flags.
+        settings: Parsed config; None in an all-reduce.
 
     Returns:
-        A job for each strategy and number of replicas; directories are to be set.
+        A job for each strategy and number of replicas. The caller sets their directories.
 
     Raises:
-        ValueError: The numbers do not fit each other.
+        ValueError: The numbers of replicas, batches and workers do not fit together.
     """
     if settings and settings.data.service:
         raise ValueError(
-            "--config.data.service: expected false, as a benchmark starts no data workers, received true"
+            "--config.data.service: expected false, as a benchmark starts no data workers, "
+            "received true"
         )
-    strategies, steps = list(flags.strategies), flags.steps
+    strategies = list(flags.strategies)
+    steps = flags.steps
     if flags.kind == "scaling":
         if BASELINE not in strategies and 1 not in flags.workers:
-            strategies.insert(0, BASELINE)  # or there would be nothing to compare with
+            strategies.insert(0, BASELINE)  # every benchmark needs a baseline
         per_call = settings.train.steps_per_execution if settings else 1
         steps = -(-steps // per_call) * per_call
     found = []
@@ -148,13 +158,15 @@ def _cases(
     if flags.kind == "allreduce":
         if replicas == 1:
             raise ValueError(
-                "--workers: expected at least 2 in an all-reduce, received 1, which has nothing to sum"
+                "--workers: expected at least 2 in an all-reduce, received 1, which has nothing "
+                "to sum"
             )
         return tuple(Case(bytes=count) for count in flags.bytes)
     if flags.kind == "predict":
         if min(flags.batches) < replicas:
             raise ValueError(
-                f"--batches: expected at least a row for each of {replicas} devices, received {min(flags.batches)}"
+                f"--batches: expected at least a row for each of {replicas} devices, received "
+                f"{min(flags.batches)}"
             )
         return tuple(Case(rows) for rows in flags.batches)
     assert settings is not None
@@ -164,15 +176,16 @@ def _cases(
     if "strong" in flags.modes and batch % replicas:
         problem = "at most" if replicas > batch else "divisors of"
         raise ValueError(
-            f"--workers: expected {problem} data.global_batch={batch}, which strong scaling keeps, received {replicas}. Take other numbers, "
-            "--config.data.global_batch=N, or --weak alone."
+            f"--workers: expected {problem} data.global_batch={batch}, which strong scaling "
+            f"keeps, received {replicas}. Take other numbers, --config.data.global_batch=N, or "
+            "--weak alone."
         )
     sizes = {"strong": batch, "weak": batch * replicas}
     return tuple(Case(sizes[mode], modes=(mode,)) for mode in flags.modes)
 
 
 def _check_words(flags: argparse.Namespace, rest: Sequence[str]) -> None:
-    """What the parser does not know must be about the config."""
+    """Raise ValueError if an unknown argument is not a config flag."""
     for word in rest:
         if about_config(word):
             continue
@@ -195,7 +208,8 @@ def _check_words(flags: argparse.Namespace, rest: Sequence[str]) -> None:
         )
     if flags.kind != "allreduce" and not rest:
         raise ValueError(
-            "--config: expected the run to measure, such as --config=configs/digits.py; received none"
+            "--config: expected the run to measure, such as --config=configs/digits.py; received "
+            "none"
         )
 
 
@@ -208,7 +222,7 @@ def _called(kind: str) -> str:
 
 
 def _listed(convert: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    """For `type=` of a flag: different values, separated by commas."""
+    """Return a converter for distinct, comma-separated values, for `type=` of a flag."""
 
     def read(text: str) -> list[Any]:
         try:
@@ -225,8 +239,9 @@ def _listed(convert: Callable[[str], Any]) -> Callable[[str], list[Any]]:
 def _strategy(name: str) -> str:
     if name == "parameter_server":
         raise argparse.ArgumentTypeError(
-            f"expected strategies whose replicas take each step together ({', '.join(STRATEGIES)}), received parameter_server, whose workers "
-            "do not: it has no step whose time could be compared"
+            "expected strategies whose replicas take each step together "
+            f"({', '.join(STRATEGIES)}), received parameter_server, whose workers do not: it has "
+            "no step whose time could be compared"
         )
     if name not in STRATEGIES:
         raise argparse.ArgumentTypeError(f"received {name!r}. {nearest(name, STRATEGIES)}")
@@ -234,7 +249,7 @@ def _strategy(name: str) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the flags; those about the config are left over."""
+    """Return the parser of all flags except those of the config."""
     made = Parser(
         prog="tfdist bench",
         usage="tfdist bench --config=FILE.py [--config.SECTION.KEY=VALUE ...] [FLAGS]\n"

@@ -1,4 +1,4 @@
-"""The step breakdown of a setup's steps becomes one sentence: what its lost efficiency goes into, and what would help; pure functions."""
+"""Diagnosis of lost scaling efficiency from step breakdowns, with a remedy."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tfdist.telemetry.step_records import PARTS
 from tfdist.tools.bench.formatting import milliseconds, percent, size
 from tfdist.tools.bench.results import Setup
 
-GOOD = 0.95  # an efficiency at which nothing is looked for
-UNEVEN = 1.1  # times the others' work: a worker that is slow, and not by chance
+GOOD = 0.95  # efficiency at or above which no cause is reported
+UNEVEN = 1.1  # ratio to the other workers' mean work from which a worker is a straggler
 SHORT = {
     "input": "waiting for input",
     "forward_backward": "forward and backward",
@@ -25,14 +25,15 @@ assert SHORT.keys() == PARTS.keys()
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What a remedy depends on, beside the figures.
+    """Facts about the machine and the config that a remedy depends on.
 
     Attributes:
-        cores: Of this machine.
-        on_cpu: Whether replicas compute on its CPUs.
-        threads: Of each replica; None: TensorFlow's choice, which is all cores for a process alone.
-        cache: Whether the config keeps the examples in memory.
-        steps_per_execution: Steps of a call of Keras' train function.
+        cores: Number of cores of this machine.
+        on_cpu: Whether replicas compute on CPUs. Default: True.
+        threads: Threads of each replica. None: TensorFlow's choice, which is all cores for a single
+            process.
+        cache: Whether the config keeps the examples in memory. Default: False.
+        steps_per_execution: Steps in each call of Keras' train function. Default: 1.
     """
 
     cores: int
@@ -43,24 +44,31 @@ class Facts:
 
 
 def reason(setup: Setup, alone: Setup | None, facts: Facts) -> str:
-    """Where the time of a setup goes that more replicas should have saved.
+    """Return one sentence on where a setup loses the time that more replicas should save.
 
     Args:
-        setup: The setup, compared with the baseline.
-        alone: The baseline, one replica.
-        facts: About machine and config.
+        setup: Setup that was compared with the baseline.
+        alone: Baseline, one replica; None if there is none.
+        facts: Facts about the machine and the config.
 
     Returns:
-        A sentence with figures and a remedy; of one replica alone, what most of its step is. Empty without an step_breakdown.
+        A sentence with numbers and a remedy. For one replica, the sentence names the largest part
+        of its step. Empty if there is no step breakdown.
 
     Example:
         >>> quick = dict.fromkeys(PARTS, 0.0) | {"forward_backward": 0.008}
         >>> slow = dict.fromkeys(PARTS, 0.0) | {"forward_backward": 0.004, "gradient_sync": 0.003}
-        >>> alone = Setup("one_device", 1, 1, ("strong",), 64, rates=(8000.0,), step_breakdown={0: quick})
-        >>> both = Setup("mirrored", 2, 1, ("strong",), 64, 2_700_000, rates=(9142.0,), step_breakdown={0: slow}, efficiency=0.57)
+        >>> alone = Setup(
+        ...     "one_device", 1, 1, ("strong",), 64, rates=(8000.0,), step_breakdown={0: quick}
+        ... )
+        >>> both = Setup(
+        ...     "mirrored", 2, 1, ("strong",), 64, 2_700_000, rates=(9142.0,),
+        ...     step_breakdown={0: slow}, efficiency=0.57,
+        ... )
         >>> print(reason(both, alone, Facts(cores=2)))  # doctest: +NORMALIZE_WHITESPACE
-        43 % of the step is gradient synchronization: 2.7 MB a step at 0.90 GB/s; a larger batch would help, as the sum stays as
-        large (so would bf16 gradients or local SGD, which tfdist does not have yet).
+        43 % of the step is gradient synchronization: 2.7 MB a step at 0.90 GB/s; a larger batch
+        would help, as the sum stays as large (so would sync="bfloat16" or local SGD, see
+        docs/sync.md).
     """
     parts = mean_parts(setup)
     whole = sum(parts.values())
@@ -68,28 +76,46 @@ def reason(setup: Setup, alone: Setup | None, facts: Facts) -> str:
         return ""
     if setup.replicas == 1 and (alone is None or alone.strategy == setup.strategy):
         most = max(PARTS, key=parts.__getitem__)
-        return f"{percent(parts[most] / whole)} of the step of one replica is {SHORT[most]}{_alone(most, parts[most] / whole, facts)}."
+        return (
+            f"{percent(parts[most] / whole)} of the step of one replica is "
+            f"{SHORT[most]}{_alone(most, parts[most] / whole, facts)}."
+        )
     if alone is None or not alone.step_breakdown or setup.efficiency is None:
         most = max(PARTS, key=parts.__getitem__)
-        return f"{percent(parts[most] / whole)} of the step is {SHORT[most]}; one replica was not measured, to say what of it is lost."
+        return (
+            f"{percent(parts[most] / whole)} of the step is {SHORT[most]}; one replica was not "
+            "measured, to say what of it is lost."
+        )
     if setup.efficiency >= GOOD:
         times = (
             f"{setup.replicas} times the work of one"
             if setup.replicas > 1
             else f"the work of {alone.strategy}"
         )
-        return f"{counted(setup.replicas, 'replica')}: {percent(setup.efficiency)} of {times}, nothing to speak of is lost."
+        return (
+            f"{counted(setup.replicas, 'replica')}: {percent(setup.efficiency)} of {times}, "
+            "nothing to speak of is lost."
+        )
     if _within_spread(setup, alone):
-        return "What is lost is within the spread of the rounds: more of them, on a machine that does nothing else, would tell."
+        return (
+            "What is lost is within the spread of the rounds: more of them, on a machine that "
+            "does nothing else, would tell."
+        )
     lost = losses(setup, alone)
-    most = max(PARTS, key=lost.__getitem__)  # of equals the first
+    most = max(PARTS, key=lost.__getitem__)  # the first of equal ones
     if lost[most] <= 0:
-        return "No part of the step takes longer than it should by one replica's: what is lost lies between steps, or one of the two was disturbed."
-    return f"{percent(parts[most] / whole)} of the step is {SHORT[most]}{_why(most, setup, alone, facts)}."
+        return (
+            "No part of the step takes longer than it should by one replica's: what is lost lies "
+            "between steps, or one of the two was disturbed."
+        )
+    return (
+        f"{percent(parts[most] / whole)} of the step is "
+        f"{SHORT[most]}{_why(most, setup, alone, facts)}."
+    )
 
 
 def mean_parts(setup: Setup) -> dict[str, float]:
-    """Seconds of each part of a mean step, over all workers."""
+    """Return the seconds of each part of a mean step, averaged over all workers."""
     workers = list(setup.step_breakdown.values())
     return {
         part: sum(parts.get(part, 0.0) for parts in workers) / max(1, len(workers))
@@ -98,25 +124,33 @@ def mean_parts(setup: Setup) -> dict[str, float]:
 
 
 def losses(setup: Setup, alone: Setup) -> dict[str, float]:
-    """Seconds of each part of a step beyond those that a replica of its batch would take by the baseline's rate.
+    """Return the seconds that each part of a step takes beyond its expected time.
+
+    The expected time is the baseline's, scaled to the batch of one replica.
 
     Example:
-        >>> alone = Setup("one_device", 1, 1, (), 64, step_breakdown={0: {"update": 0.003, "input": 0.001}})
-        >>> both = Setup("mirrored", 2, 1, (), 64, step_breakdown={0: {"update": 0.003, "input": 0.0005}})
+        >>> before, after = {"update": 0.003, "input": 0.001}, {"update": 0.003, "input": 0.0005}
+        >>> alone = Setup("one_device", 1, 1, (), 64, step_breakdown={0: before})
+        >>> both = Setup("mirrored", 2, 1, (), 64, step_breakdown={0: after})
         >>> found = losses(both, alone)
         >>> found["update"], found["input"]
         (0.0015, 0.0)
     """
     share = _share(setup, alone)
-    mine, before = mean_parts(setup), mean_parts(alone)
+    mine = mean_parts(setup)
+    before = mean_parts(alone)
     return {part: mine[part] - before[part] * float(share) for part in PARTS}
 
 
 def slowest(setup: Setup) -> int | None:
-    """The worker for which the others wait: whose own work takes notably longer than that of the others; None where none is.
+    """Return the rank of the straggler, or None if there is none.
+
+    The straggler is a worker whose own work takes notably longer than the mean work of the other
+    workers. The other workers wait for it.
 
     Example:
-        >>> slowest(Setup("m", 2, 2, step_breakdown={0: {"host": 0.004, "wait": 0.003}, 1: {"host": 0.007, "wait": 0.0}}))
+        >>> parts = {0: {"host": 0.004, "wait": 0.003}, 1: {"host": 0.007, "wait": 0.0}}
+        >>> slowest(Setup("m", 2, 2, step_breakdown=parts))
         1
     """
     work = {
@@ -133,9 +167,11 @@ def slowest(setup: Setup) -> int | None:
 
 
 def _within_spread(setup: Setup, alone: Setup) -> bool:
-    """Whether nothing is lost in a part of the rounds that is more than one, which could be disturbed.
+    """Return whether some rounds lose nothing, so that the loss may be a disturbance.
 
-    Each round is compared with the baseline's of the same round, which ran next to it.
+    The rounds without a loss must be at least two, and at least a quarter of all, because a single
+    round may be disturbed itself. Each round is compared with the same round of the baseline, which
+    ran next to it.
     """
     ratios = [
         mine / (setup.replicas * before)
@@ -145,14 +181,19 @@ def _within_spread(setup: Setup, alone: Setup) -> bool:
 
 
 def _share(setup: Setup, alone: Setup) -> Fraction:
-    """The batch of one replica over that of the baseline."""
+    """Return the batch of one replica as a fraction of the baseline's batch."""
     return Fraction(setup.global_batch or 1, setup.replicas) / (alone.global_batch or 1)
 
 
 def _why(part: str, setup: Setup, alone: Setup, facts: Facts) -> str:
-    """What follows the share and the name of a part: figures and remedy."""
-    mine, before, share = mean_parts(setup)[part], mean_parts(alone)[part], _share(setup, alone)
-    should = f"{milliseconds(mine)} where {'' if share == 1 else f'{share} of '}one replica's is {milliseconds(before * float(share))}"
+    """Return the numbers and the remedy that follow the share and the name of a part."""
+    mine = mean_parts(setup)[part]
+    before = mean_parts(alone)[part]
+    share = _share(setup, alone)
+    should = (
+        f"{milliseconds(mine)} where {'' if share == 1 else f'{share} of '}one replica's is "
+        f"{milliseconds(before * float(share))}"
+    )
     if part == "input":
         return f": {should}; {_input_remedy(facts)} would help"
     if part == "gradient_sync":
@@ -164,7 +205,10 @@ def _why(part: str, setup: Setup, alone: Setup, facts: Facts) -> str:
         )
         return f": {size(setup.bytes)} a step {took}; {_sync_remedy(setup)}"
     if part == "update":
-        return f", which each replica does in full: {should}; a larger batch would help, as it comes once a step"
+        return (
+            f", which each replica does in full: {should}; a larger batch would help, as it comes "
+            "once a step"
+        )
     if part == "host":
         return f": {should}; {_host_remedy(facts)} would help"
     if part == "wait":
@@ -174,8 +218,14 @@ def _why(part: str, setup: Setup, alone: Setup, facts: Facts) -> str:
 
 def _sync_remedy(setup: Setup) -> str:
     if setup.strategy == "central_storage":
-        return "mirrored would help, which neither gathers gradients at one device nor copies variables out of it"
-    return "a larger batch would help, as the sum stays as large (so would bf16 gradients or local SGD, which tfdist does not have yet)"
+        return (
+            "mirrored would help, which neither gathers gradients at one device nor copies "
+            "variables out of it"
+        )
+    return (
+        'a larger batch would help, as the sum stays as large (so would sync="bfloat16" or local '
+        "SGD, see docs/sync.md)"
+    )
 
 
 def _input_remedy(facts: Facts) -> str:
@@ -194,16 +244,26 @@ def _host_remedy(facts: Facts) -> str:
 
 def _wait(setup: Setup) -> str:
     waits = {rank: parts.get("wait", 0.0) for rank, parts in setup.step_breakdown.items()}
-    longest, last = max(waits.values()), slowest(setup)
+    longest = max(waits.values())
+    last = slowest(setup)
     if last is not None:
-        return f": up to {milliseconds(longest)} a step for worker {last}; look at what else runs on its host, or give all workers equal hardware"
+        return (
+            f": up to {milliseconds(longest)} a step for worker {last}; look at what else runs on "
+            "its host, or give all workers equal hardware"
+        )
     if setup.workers == 1:
-        return f": {milliseconds(longest)} a step within one process; equal devices, or cores for each replica, would help"
-    return f": up to {milliseconds(longest)} a step, for another worker each time; cores that nobody else uses would help"
+        return (
+            f": {milliseconds(longest)} a step within one process; equal devices, or cores for "
+            "each replica, would help"
+        )
+    return (
+        f": up to {milliseconds(longest)} a step, for another worker each time; cores that nobody "
+        "else uses would help"
+    )
 
 
 def _compute(setup: Setup, facts: Facts, should: str, share: float) -> str:
-    """Why forward and backward are slower than they were alone."""
+    """Return why forward and backward are slower than with one replica."""
     if (
         facts.on_cpu
         and setup.replicas > 1
@@ -214,19 +274,31 @@ def _compute(setup: Setup, facts: Facts, should: str, share: float) -> str:
             if setup.workers > 1
             else counted(setup.replicas, "replica")
         )
-        return f": {should}, as {who} share {counted(facts.cores, 'core')} that one replica alone can use; more cores or hosts would help"
+        return (
+            f": {should}, as {who} share {counted(facts.cores, 'core')} that one replica alone "
+            "can use; more cores or hosts would help"
+        )
     if setup.strategy == "central_storage":
-        return f": {should}, as variables are copied out of one device in each step; mirrored would help"
+        return (
+            f": {should}, as variables are copied out of one device in each step; mirrored would "
+            "help"
+        )
     if setup.replicas == 1:
         return f": {should}; the strategy costs that, or something else ran on the machine"
     rows = setup.global_batch // setup.replicas
     if share < 1:
-        return f": {should}, as {rows} rows do not keep a replica as busy as {round(rows / share)} do; a larger batch would help"
-    return f": {should}, as replicas on one machine share its memory and caches; one replica a host would help"
+        return (
+            f": {should}, as {rows} rows do not keep a replica as busy as {round(rows / share)} "
+            "do; a larger batch would help"
+        )
+    return (
+        f": {should}, as replicas on one machine share its memory and caches; one replica a host "
+        "would help"
+    )
 
 
 def _alone(part: str, share: float, facts: Facts) -> str:
-    """A remedy for one replica, where its step is mostly something else than computing."""
+    """Return a remedy for one replica whose step is mostly input or host overhead."""
     if part == "input" and share > 0.2:
         return f"; {_input_remedy(facts)} would help"
     if part == "host" and share > 0.2:

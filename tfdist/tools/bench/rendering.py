@@ -1,4 +1,4 @@
-"""A benchmark becomes tables and sentences, for a terminal of 100 columns or as Markdown; nothing is measured or judged here."""
+"""Text and Markdown rendering of benchmark reports, for terminals of 100 columns."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Rows = list[Sequence[str]]
 
 
 def text(bench: Bench) -> str:
-    """What is printed."""
+    """Render a benchmark for the terminal."""
     lines = [title(bench), ""]
     for heading, rows, sentences in _sections(bench):
         lines += [heading, *(f"  {line}" for line in aligned(rows)), ""]
@@ -44,7 +44,7 @@ def text(bench: Bench) -> str:
 
 
 def markdown(bench: Bench) -> str:
-    """The same as a page."""
+    """Render a benchmark as a Markdown page."""
     lines = [
         f"# {_capital(title(bench))}",
         "",
@@ -70,17 +70,20 @@ def markdown(bench: Bench) -> str:
 
 
 def failures(setups: Sequence[Setup]) -> list[tuple[str, str]]:
-    """What failed, and why; once for all that one group of processes should have measured.
+    """Return the name and error of each process group that failed.
+
+    Setups of the same group have the same error, and it is listed only once.
 
     Example:
-        >>> failures([Setup("mirrored", 2, 1, error="no memory"), Setup("mirrored", 2, 1, error="no memory")])
+        >>> failed = Setup("mirrored", 2, 1, error="no memory")
+        >>> failures([failed, failed])
         [('mirrored with 2 replicas', 'no memory')]
     """
     return list(dict.fromkeys((setup.title, setup.error) for setup in setups if setup.error))
 
 
 def title(bench: Bench) -> str:
-    """What was measured, in a line."""
+    """Return one line that says what was measured."""
     what = {
         "scaling": "scaling of {}",
         "predict": "inference of {}",
@@ -94,27 +97,36 @@ def title(bench: Bench) -> str:
 
 
 def about(bench: Bench) -> dict[str, str]:
-    """What a reader must know to judge the figures."""
+    """Return the conditions of the measurement, which a reader needs to judge the numbers."""
     options = bench.options
     return {
         "Command": f"`{bench.command}`",
         "Date": time.strftime("%Y-%m-%d", time.gmtime(bench.time)),
         "Versions": ", ".join(f"{name} {version}" for name, version in bench.versions.items()),
-        "Machine": f"{bench.machine['system']}, {machine(bench.machine)}, {size(bench.machine['memory'])} of memory, "
-        f"load {bench.machine['load']:.1f} at the beginning",
-        "Rounds": f"{options['rounds']}, each over all setups, every second one in reverse order; {options['steps']} steps count in each, "
-        f"after {options['warmup']} that do not",
-        "Threads": "TensorFlow's and the launcher's choice: all cores for one process, shared evenly by several"
-        if options.get("threads") is None
-        else f"{options['threads']} for each replica",
+        "Machine": (
+            f"{bench.machine['system']}, {machine(bench.machine)}, "
+            f"{size(bench.machine['memory'])} of memory, load {bench.machine['load']:.1f} at the "
+            "beginning"
+        ),
+        "Rounds": (
+            f"{options['rounds']}, each over all setups, every second one in reverse order; "
+            f"{options['steps']} steps count in each, after {options['warmup']} that do not"
+        ),
+        "Threads": (
+            "TensorFlow's and the launcher's choice: all cores for one process, shared evenly by "
+            "several"
+            if options.get("threads") is None
+            else f"{options['threads']} for each replica"
+        ),
     }
 
 
 def machine(facts: dict) -> str:
-    """The hardware in a few words.
+    """Describe the hardware in a few words.
 
     Example:
-        >>> machine({"cores": 2, "gpus": []}), machine({"cores": 8, "gpus": ["NVIDIA A100", "NVIDIA A100"]})
+        >>> gpus = ["NVIDIA A100", "NVIDIA A100"]
+        >>> machine({"cores": 2, "gpus": []}), machine({"cores": 8, "gpus": gpus})
         ('2 cores', '2 x NVIDIA A100')
     """
     gpus = facts["gpus"]
@@ -124,7 +136,7 @@ def machine(facts: dict) -> str:
 
 
 def spread(values: Sequence[float], form: str = ",.0f") -> str:
-    """The least and the greatest.
+    """Format the minimum and the maximum of some values.
 
     Example:
         >>> spread([3.0, 1.0, 2.0])
@@ -134,7 +146,7 @@ def spread(values: Sequence[float], form: str = ",.0f") -> str:
 
 
 def _sections(bench: Bench) -> Iterable[tuple[str, Rows, list[tuple[str, str]]]]:
-    """Heading, rows and sentences of each table."""
+    """Yield the heading, the rows, and the named sentences of each table."""
     done = [setup for setup in bench.setups if setup.seconds]
     if not done:
         return
@@ -155,7 +167,7 @@ def _sections(bench: Bench) -> Iterable[tuple[str, Rows, list[tuple[str, str]]]]
                 (_name(setup), setup.reason)
                 for setup in setups
                 if setup.reason and setup.modes[0] == mode
-            ]  # each once
+            ]  # a setup with both modes has its sentence only under the first
             yield _mode(mode, setups), _scaling_rows(setups), sentences
     measured = [setup for setup in done if setup.step_breakdown]
     if measured:
@@ -164,7 +176,10 @@ def _sections(bench: Bench) -> Iterable[tuple[str, Rows, list[tuple[str, str]]]]
 
 def _mode(mode: str, setups: Sequence[Setup]) -> str:
     if mode == "strong":
-        return f"strong scaling: global batch {setups[0].global_batch}, whatever the number of replicas"
+        return (
+            f"strong scaling: global batch {setups[0].global_batch}, whatever the number of "
+            "replicas"
+        )
     return (
         f"weak scaling: a batch of {setups[0].global_batch // setups[0].replicas} for each replica"
     )
@@ -252,7 +267,7 @@ def _name(setup: Setup) -> str:
 
 
 def _sentences(pairs: Sequence[tuple[str, str]]) -> list[str]:
-    """Each name with its sentence, the sentences below each other."""
+    """Format each name with its sentence, wrapped and aligned."""
     width = max(len(name) for name, _ in pairs)
     lines = []
     for name, sentence in pairs:

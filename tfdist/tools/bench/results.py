@@ -1,4 +1,4 @@
-"""What was measured becomes medians, efficiencies and `bench.json`; nothing is measured or printed here."""
+"""Benchmark results with speed-up, efficiency and bandwidth, stored in `bench.json`."""
 
 from __future__ import annotations
 
@@ -14,28 +14,34 @@ from tfdist.runtime.formatting import counted
 
 FILE = "bench.json"
 KINDS = ("scaling", "predict", "allreduce")
-MODES = ("strong", "weak")  # the global batch stays, or that of a replica
+MODES = ("strong", "weak")  # fixed global batch, or fixed batch of each replica
 BASELINE = "one_device"
 
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """One strategy with so many replicas on one batch (or, of an all-reduce, on so many bytes), and what it took.
+    """Measurements of one strategy with one number of replicas and one batch size.
+
+    In an all-reduce, a number of bytes takes the place of the batch size.
 
     Attributes:
-        strategy: Its name, as `make_strategy` takes it.
-        replicas: Copies of the model; of an all-reduce, those that sum.
-        workers: Processes.
-        modes: What it belongs to, of `MODES`: both with one replica, where they are the same; none in other kinds.
-        global_batch: Rows of a step, or of a batch to predict, of all replicas together; 0 in an all-reduce.
-        bytes: That each replica gives into the sum: the gradients of a step, or those of an all-reduce; 0 where nothing is summed.
-        seconds: Of a mean step, in each round; empty where it failed.
-        rates: Examples per second of all replicas together, in each round; empty in an all-reduce.
-        step_breakdown: Seconds of each part of a mean step (see `tfdist.telemetry.step_records.PARTS`), by worker; empty where not measured.
-        speedup: Its median rate over that of the baseline; None where there is none.
-        efficiency: Speed-up over replicas.
-        reason: What the lost efficiency goes into, in one sentence, with a remedy.
-        error: Why it failed; None where it did not.
+        strategy: Name of the strategy, as in `make_strategy`.
+        replicas: Number of replicas.
+        workers: Number of processes.
+        modes: Scaling modes of the setup, from `MODES`. One replica has both, because they are the
+            same for it. Empty for kinds other than scaling.
+        global_batch: Rows of a step, or of a predicted batch, over all replicas; 0 in an
+            all-reduce.
+        bytes: Bytes that each replica contributes to the sum: the gradients of a step, or the
+            tensor of an all-reduce; 0 if nothing is summed.
+        seconds: Seconds of a mean step in each round; empty if the setup failed.
+        rates: Examples per second over all replicas in each round; empty in an all-reduce.
+        step_breakdown: Seconds of each part of a mean step (see
+            `tfdist.telemetry.step_records.PARTS`), by rank; empty if it was not measured.
+        speedup: Median rate divided by the baseline's median rate. None: there is no baseline.
+        efficiency: Speed-up divided by the number of replicas. None: there is no baseline.
+        reason: Sentence on the cause of the lost efficiency, with a remedy.
+        error: Message of the failure. None: the setup did not fail.
     """
 
     strategy: str
@@ -54,27 +60,30 @@ class Setup:
 
     @property
     def title(self) -> str:
-        """The processes that measured it, in a few words, for messages."""
+        """Return the strategy and the number of replicas in words, for messages."""
         return f"{self.strategy} with {counted(self.replicas, 'replica')}"
 
     @property
     def step(self) -> float:
-        """Seconds of the median step."""
+        """Return the seconds of the median step."""
         return statistics.median(self.seconds)
 
     @property
     def rate(self) -> float:
-        """The median of examples per second."""
+        """Return the median of examples per second."""
         return statistics.median(self.rates)
 
     @property
     def algorithm_bandwidth(self) -> float:
-        """Bytes over the seconds of the median step; 0 where nothing was summed."""
+        """Return bytes per second of the median step; 0 if nothing was summed."""
         return self.bytes / self.step if self.seconds and self.step else 0.0
 
     @property
     def bus_bandwidth(self) -> float:
-        """What a ring sends over each connection: 2 (n - 1) / n of the algorithm's bandwidth, so that n replicas compare with 2.
+        """Return the bytes per second that a ring sends over each connection.
+
+        It is 2 (n - 1) / n of the algorithm bandwidth. Setups with different numbers n of replicas
+        can be compared by it.
 
         Example:
             >>> Setup("mirrored", 4, 1, bytes=1000, seconds=(0.5, 0.5, 0.5)).bus_bandwidth
@@ -83,25 +92,29 @@ class Setup:
         return self.algorithm_bandwidth * 2 * (self.replicas - 1) / self.replicas
 
     def to_json(self) -> dict[str, Any]:
-        """An object as in `bench.json`: the fields, and what follows from them for who reads it without tfdist."""
+        """Return the object in `bench.json`.
+
+        It has the fields, and derived values for readers that do not use tfdist.
+        """
         values = dataclasses.asdict(self)
         values["step_breakdown"] = {str(rank): parts for rank, parts in self.step_breakdown.items()}
         values["median_seconds"] = self.step if self.seconds else None
         values["median_rate"] = self.rate if self.rates else None
         values["rate_spread"] = [min(self.rates), max(self.rates)] if self.rates else None
         if self.bytes and self.seconds and not self.rates:
-            values["algorithm_bandwidth"], values["bus_bandwidth"] = (
-                self.algorithm_bandwidth,
-                self.bus_bandwidth,
-            )
+            values["algorithm_bandwidth"] = self.algorithm_bandwidth
+            values["bus_bandwidth"] = self.bus_bandwidth
         return values
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Setup:
-        """The inverse of `to_json`.
+        """Return the setup of an object from `to_json`.
 
         Example:
-            >>> setup = Setup("mirrored", 2, 1, ("strong",), 64, seconds=(0.1,), rates=(640.0,), step_breakdown={0: {"input": 0.1}})
+            >>> setup = Setup(
+            ...     "mirrored", 2, 1, ("strong",), 64, seconds=(0.1,), rates=(640.0,),
+            ...     step_breakdown={0: {"input": 0.1}},
+            ... )
             >>> Setup.from_json(json.loads(json.dumps(setup.to_json()))) == setup
             True
         """
@@ -120,19 +133,20 @@ class Setup:
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """A whole benchmark: `bench.json`.
+    """Complete benchmark, as stored in `bench.json`.
 
     Attributes:
-        kind: One of `KINDS`.
-        name: Of the run that was measured; "allreduce" of that kind.
-        command: The words that make it again.
-        time: When it began, in seconds since 1970.
-        config: The settings of the run, as `config.Run.to_dict` has them; None in an all-reduce.
-        machine: What it ran on: "system", "cores", "memory" (bytes), "gpus" (names), "load" (at the beginning).
-        versions: Of "tfdist", "python", "tensorflow", "keras".
-        options: "steps" (that count) and "warmup" (that do not) of each round, "rounds", "threads" (of each replica; None:
-            TensorFlow's choice) and "parameters" of the model.
-        setups: In the order of the table.
+        kind: Kind of benchmark, one of `KINDS`.
+        name: Name of the run that was measured; "allreduce" for that kind.
+        command: Command line that repeats the benchmark.
+        time: Start time in seconds since the epoch.
+        config: Settings of the run, from `config.Run.to_dict`; None in an all-reduce.
+        machine: Description of the machine: "system", "cores", "memory" (bytes), "gpus" (names),
+            "load" (load average at the start).
+        versions: Versions of "tfdist", "python", "tensorflow" and "keras".
+        options: "steps" (timed) and "warmup" (untimed) of each round, "rounds", "threads" (of each
+            replica; None: TensorFlow's choice) and "parameters" of the model.
+        setups: Setups in the order of the table.
         notes: Sentences that compare setups.
     """
 
@@ -148,7 +162,7 @@ class Bench:
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """The object of `bench.json`."""
+        """Return the object of `bench.json`."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {
             **values,
@@ -158,10 +172,11 @@ class Bench:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Bench:
-        """The inverse of `to_json`.
+        """Return the benchmark of an object from `to_json`.
 
         Example:
-            >>> bench = Bench("scaling", "digits", "tfdist bench", 1.0, None, {}, {}, {}, (Setup("mirrored", 2, 1),))
+            >>> setups = (Setup("mirrored", 2, 1),)
+            >>> bench = Bench("scaling", "digits", "tfdist bench", 1.0, None, {}, {}, {}, setups)
             >>> Bench.from_json(json.loads(json.dumps(bench.to_json()))) == bench
             True
         """
@@ -180,7 +195,7 @@ class Bench:
 
 
 def read(path: str | os.PathLike) -> Bench:
-    """A benchmark from its file, or from the directory with it."""
+    """Read a benchmark from its file, or from the directory that contains the file."""
     path = Path(path)
     return Bench.from_json(
         json.loads((path / FILE if path.is_dir() else path).read_text(encoding="utf-8"))
@@ -188,11 +203,14 @@ def read(path: str | os.PathLike) -> Bench:
 
 
 def baseline(setups: Sequence[Setup], setup: Setup) -> Setup | None:
-    """What a setup is measured against: one replica, of `BASELINE` where that was measured, else of the same strategy.
+    """Return the setup that another setup is compared with, or None.
+
+    The baseline has one replica. It is `BASELINE` if that was measured, and otherwise the same
+    strategy.
 
     Args:
-        setups: All that there are.
-        setup: The one; where it predicts, the baseline has its global batch.
+        setups: All setups.
+        setup: Setup to compare. If it measures inference, the baseline has the same global batch.
     """
     alone = [other for other in setups if other.replicas == 1 and other.rates]
     if not setup.modes:
@@ -204,9 +222,10 @@ def baseline(setups: Sequence[Setup], setup: Setup) -> Setup | None:
 
 
 def compared(setups: Sequence[Setup]) -> tuple[Setup, ...]:
-    """The setups with their speed-up and efficiency.
+    """Return the setups with their speed-up and efficiency filled in.
 
-    Under strong scaling as under weak, perfect means that N replicas have N times the examples per second of one.
+    Under strong and under weak scaling, N replicas scale perfectly if they have N times the
+    examples per second of one.
 
     Example:
         >>> alone = Setup("one_device", 1, 1, MODES, 64, seconds=(0.1,), rates=(640.0,))

@@ -1,1 +1,1 @@
-"""What several commands need."""
+"""Shared helpers of the tfdist command-line tools."""

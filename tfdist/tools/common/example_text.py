@@ -1,4 +1,4 @@
-"""Parts of examples become words and numbers for a person; nothing is read here."""
+"""Formatting of examples, tensors and their specs as short text for display."""
 
 from __future__ import annotations
 
@@ -10,11 +10,17 @@ import tensorflow as tf
 
 
 def parts(nest: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The parts of an example, or of its spec, by name.
+    """Iterate over the named parts of an example or of its spec.
+
+    A top-level tuple of at most three parts is read as `x`, `y` and `sample_weight`. Parts of other
+    tuples and lists are named by their index.
 
     Args:
-        nest: The example.
-        prefix: Name of the whole.
+        nest: Nested dicts, tuples and lists of tensors or of their specs.
+        prefix: Name of the whole nest; the names of its parts begin with it. Default: no name.
+
+    Yields:
+        The name of a part, and the part.
 
     Example:
         >>> [name for name, _ in parts(({"a": 1, "b": 2}, 3))]
@@ -36,7 +42,16 @@ def parts(nest: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def label_name(element_spec: Any) -> str | None:
-    """Which part of an example is its class: `y` or `label`, if that is one whole number."""
+    """Return the name of the part of an example that holds its class label.
+
+    The label is a part called `y` or `label` that is a single integer.
+
+    Args:
+        element_spec: Spec of an example.
+
+    Returns:
+        "y" or "label"; None if the example has no such part.
+    """
     for name, spec in parts(element_spec):
         scalar = isinstance(spec, tf.TensorSpec) and spec.shape.rank == 0
         if name in ("y", "label") and scalar and spec.dtype.is_integer:
@@ -45,7 +60,7 @@ def label_name(element_spec: Any) -> str | None:
 
 
 def kind(leaf: Any) -> str:
-    """Type and shape of a tensor or its spec, ragged and sparse ones too.
+    """Return the dtype and shape of a tensor or its spec, including ragged and sparse ones.
 
     Example:
         >>> kind(tf.TensorSpec([None, 3], tf.uint8))
@@ -62,11 +77,11 @@ def kind(leaf: Any) -> str:
 
 
 def value(leaf: Any, names: tuple[str, ...] | None = None) -> str:
-    """A tensor's values in a few words.
+    """Summarize the values of a tensor in a few words.
 
     Args:
-        leaf: The tensor, ragged or sparse too.
-        names: Of the classes, where it is a label.
+        leaf: Tensor of any shape; ragged and sparse tensors are accepted.
+        names: Names of the classes, if the tensor is a label.
 
     Example:
         >>> value(tf.constant([[0, 5], [255, 0]] * 4, tf.uint8))
@@ -90,11 +105,14 @@ def value(leaf: Any, names: tuple[str, ...] | None = None) -> str:
     if nan == array.size:
         return "all NaN"
     worst = f", {nan} NaN" if nan else ""
-    return f"{np.nanmin(numbers):.6g} to {np.nanmax(numbers):.6g}, mean {np.nanmean(numbers):.6g}{worst}"
+    return (
+        f"{np.nanmin(numbers):.6g} to {np.nanmax(numbers):.6g}, "
+        f"mean {np.nanmean(numbers):.6g}{worst}"
+    )
 
 
 def held(leaf: Any) -> int:
-    """Bytes of a tensor's values."""
+    """Return the size of a tensor's values in bytes."""
     flat = _flat(leaf)
     if flat.dtype == tf.string:
         return int(tf.reduce_sum(tf.strings.length(flat)))
@@ -102,7 +120,10 @@ def held(leaf: Any) -> int:
 
 
 def named(number: Any, names: tuple[str, ...] | None) -> str:
-    """A class's name in brackets; nothing where it has none that says more than its number."""
+    """Return the name of a class in brackets, or "" if the class has no useful name.
+
+    A name that only repeats the number of the class is not useful.
+    """
     known = (
         names is not None and 0 <= int(number) < len(names) and names[int(number)] != str(number)
     )
@@ -110,7 +131,7 @@ def named(number: Any, names: tuple[str, ...] | None) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes with a unit.
+    """Format a number of bytes with a decimal unit.
 
     Example:
         >>> size(999), size(1500), size(2.5e13)

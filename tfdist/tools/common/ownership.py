@@ -1,4 +1,8 @@
-"""Processes of a command end with it, by whatever it ends: a lock on a file in their directory tells."""
+"""Ownership locks that end the child processes of a command when the command ends.
+
+The command holds a lock on a file in the directory of its processes. The lock is released however
+the command ends, even by `kill -9`.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +18,28 @@ OWNER = "owner.lock"
 
 
 def own(directory: str | os.PathLike) -> Any:
-    """Marks a directory's processes as this process': they end when it closes the file returned, or is killed."""
-    file = open(os.path.join(directory, OWNER), "w", encoding="utf-8")  # noqa: SIM115  the caller closes it
+    """Lock a directory, so that its processes end when this process releases it or is killed.
+
+    Args:
+        directory: Directory of the processes; the lock file `OWNER` is written to it.
+
+    Returns:
+        The locked file. Its processes end when the caller closes it.
+    """
+    # The caller closes the file.
+    file = open(os.path.join(directory, OWNER), "w", encoding="utf-8")  # noqa: SIM115
     fcntl.flock(file, fcntl.LOCK_EX)
     return file
 
 
 def end_with_owner(directory: str | os.PathLike) -> None:
-    """Lets this process end, whatever it is doing, when the owner has ended, if by `kill -9`.
+    """Kill this process when the owner of a directory has ended, even by `kill -9`.
 
-    A lock tells, and no pipe or process id: a launcher stands between the two.
+    A thread watches the owner's lock, and kills this process whatever it is doing. A lock is used
+    instead of a pipe or a process id, because a launcher stands between the two processes.
+
+    Args:
+        directory: Directory that the owner has locked with `own`.
     """
 
     def watch() -> None:
@@ -35,7 +51,7 @@ def end_with_owner(directory: str | os.PathLike) -> None:
                         break
                     time.sleep(0.5)
         except FileNotFoundError:
-            pass  # the owner has cleared up
+            pass  # the owner has removed the directory
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()

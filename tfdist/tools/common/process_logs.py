@@ -1,4 +1,4 @@
-"""Where a command's processes keep their logs, and the last lines of one that a person wants to read; no process is looked at here."""
+"""Log directories of a command's processes, and excerpts of their logs."""
 
 from __future__ import annotations
 
@@ -6,41 +6,49 @@ import os
 import re
 from pathlib import Path
 
-# What TensorFlow says in any log, rules of the launcher, and blank lines. What else warns may be the reason.
+# Messages that TensorFlow writes to any log, separator lines of the launcher, and blank lines.
+# Other warnings stay in the excerpt, because they may explain a failure.
 _CHATTER = re.compile(
-    r"\s*$|I\d{4} |[WE]\d{4} .*(cuda|gpu|GPU)|WARNING: All log messages|To enable the following|-{20,}$"
+    r"\s*$|I\d{4} |[WE]\d{4} .*(cuda|gpu|GPU)|WARNING: All log messages|"
+    r"To enable the following|-{20,}$"
 )
 
 
 def keep(directory: str) -> Path:
-    """The directory that a user has named for them, made where it is not there.
+    """Create the log directory that you name with --keep, and check that it is empty.
 
     Args:
-        directory: After the flag --keep.
+        directory: Value of the flag --keep.
+
+    Returns:
+        Path of the directory.
 
     Raises:
-        ValueError: It holds something.
+        ValueError: The directory is not empty.
     """
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     if any(path.iterdir()):
         raise ValueError(
-            f"--keep={directory}: expected a new or empty directory; it holds {next(path.iterdir()).name}."
+            f"--keep={directory}: expected a new or empty directory; "
+            f"it holds {next(path.iterdir()).name}."
         )
     return path
 
 
 def tail(path: str | os.PathLike, most: int) -> list[str]:
-    r"""The end of a log.
+    r"""Return the last lines of a log, without routine messages.
 
     Args:
-        path: The file.
-        most: Lines, at most.
+        path: Path of the log file.
+        most: Maximum number of lines.
 
     Example:
         >>> import tempfile
         >>> with tempfile.NamedTemporaryFile("w") as file:
-        ...     _ = file.write("begun\nE0000 00:00:1700000000.1 7 cuda_dnn.cc:1] no GPU\n\nNo space left\n")
+        ...     _ = file.write(
+        ...         "begun\nE0000 00:00:1700000000.1 7 cuda_dnn.cc:1] no GPU\n\nNo space left\n"
+        ...     )
         ...     file.flush()
         ...     tail(file.name, 2)
         ['begun', 'No space left']

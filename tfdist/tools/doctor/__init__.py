@@ -1,1 +1,1 @@
-"""`tfdist doctor`: facts about hosts, a cluster and a run become checks, before TensorFlow starts."""
+"""`tfdist doctor`: checks of hosts, a cluster and a run before training starts."""

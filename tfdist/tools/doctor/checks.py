@@ -1,4 +1,4 @@
-"""What was found about one thing becomes a Check, which passes, warns or fails with a remedy; nothing is looked at here."""
+"""Check results of `tfdist doctor`: pass, warn or fail, with a remedy."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-PASS, WARN, FAIL = "pass", "warn", "fail"
-HOST, CLUSTER, RUN = "host", "cluster", "run"  # the parts of a diagnosis, in their order
+PASS = "pass"
+WARN = "warn"
+FAIL = "fail"
+HOST, CLUSTER, RUN = "host", "cluster", "run"  # parts of a diagnosis, in display order
 
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One line of a diagnosis.
+    """Result of one check of a diagnosis.
 
     Attributes:
-        part: What it is about: "host", "cluster" or "run".
-        name: What was looked at, in a few words; unique in its part.
-        status: "pass", "warn" or "fail".
-        found: What was found.
-        remedy: What to do about it, one sentence; "" where it passes.
+        part: Subject of the check: "host", "cluster" or "run".
+        name: Short name of what was checked, unique in its part.
+        status: Status "pass", "warn" or "fail".
+        found: Description of what was found.
+        remedy: One sentence that says what to do about it; "" if the check passes.
     """
 
     part: str
@@ -36,18 +38,23 @@ class Check:
 def graded(
     part: str, name: str, found: str, remedy: str = "", *, fails: bool = False, warns: bool = False
 ) -> Check:
-    """The check of something that may be wrong.
+    """Create a check whose status depends on how serious its fault is.
 
     Args:
-        part: Of `Check`.
-        name: Of `Check`.
-        found: What was found.
-        remedy: What to do, if it is wrong.
-        fails: Whether it makes training impossible or wrong.
-        warns: Whether it costs something.
+        part: Subject of the check; see `Check`.
+        name: Short name of the check; see `Check`.
+        found: Description of what was found.
+        remedy: Sentence that says what to do; left out if the check passes.
+        fails: Boolean, whether the fault makes training impossible or wrong.
+        warns: Boolean, whether the fault costs something.
+
+    Returns:
+        The check.
 
     Example:
-        >>> graded("host", "cores", "2", "take more", warns=2 < 4).status, graded("host", "cores", "8", "take more").remedy
+        >>> graded("host", "cores", "2", "take more", warns=2 < 4).status, graded(
+        ...     "host", "cores", "8", "take more"
+        ... ).remedy
         ('warn', '')
     """
     status = FAIL if fails else WARN if warns else PASS
@@ -55,17 +62,23 @@ def graded(
 
 
 def of_error(part: str, name: str, error: object, remedy: str = "see the message") -> Check:
-    """A failed check of an error's sentence, whose last part says what to do.
+    """Create a failed check from an error message whose last clause says what to do.
 
     Args:
-        part: Of `Check`.
-        name: Of `Check`.
-        error: The exception, or its text.
-        remedy: What to do where the sentence does not say.
+        part: Subject of the check; see `Check`.
+        name: Short name of the check; see `Check`.
+        error: Exception, or its text.
+        remedy: Remedy to use if the message contains none. Default: "see the message".
+
+    Returns:
+        The check.
 
     Example:
-        >>> of_error("host", "x", "port 80 is taken; choose another one.")
-        Check(part='host', name='x', status='fail', found='port 80 is taken', remedy='choose another one')
+        >>> of_error(  # doctest: +NORMALIZE_WHITESPACE
+        ...     "host", "x", "port 80 is taken; choose another one."
+        ... )
+        Check(part='host', name='x', status='fail', found='port 80 is taken',
+              remedy='choose another one')
     """
     text = " ".join(str(error).split()).rstrip(".")
     ends = list(re.finditer(r"(?:;|(?<!\b[A-Z])\.) (?=[\w`])", text))
@@ -75,12 +88,12 @@ def of_error(part: str, name: str, error: object, remedy: str = "see the message
 
 
 def exit_code(checks: Sequence[Check]) -> int:
-    """1 where one fails, else 0."""
+    """Return 1 if any check fails, else 0."""
     return int(any(check.status == FAIL for check in checks))
 
 
 def count(checks: Sequence[Check]) -> dict[str, int]:
-    """How many pass, warn and fail.
+    """Count the checks that pass, warn and fail.
 
     Example:
         >>> count([Check("host", "cores", "pass", "2")])
@@ -92,7 +105,7 @@ def count(checks: Sequence[Check]) -> dict[str, int]:
 
 
 def document(checks: Sequence[Check], host: str, version: str) -> dict[str, Any]:
-    """The diagnosis as `--json` prints it; docs/doctor.md describes it."""
+    """Return the diagnosis in the JSON format of `--json`, which docs/doctor.md describes."""
     counts = count(checks)
     worst = FAIL if counts[FAIL] else WARN if counts[WARN] else PASS
     return {

@@ -1,4 +1,4 @@
-"""A module of doctor runs in a bounded process of its own; what it says becomes a dict, and how it ends a sentence."""
+"""Subprocess runner with a time limit for modules that answer one question."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from typing import Any
 
 from tfdist.runtime.launch_protocol import environment
 
-_MARK = "tfdist-doctor:"  # before the answer: frameworks write to the same output
+_MARK = "tfdist-doctor:"  # prefix of an answer, because frameworks write to the same output
 
 
 def run(module: str, question: Any, timeout: float, **environ: str) -> tuple[dict[str, Any], str]:
-    """Runs `python -m MODULE` with a question.
+    """Run `python -m MODULE` with a question.
 
     Args:
-        module: Its full name; it calls `answer`, perhaps several times as it gets on.
-        question: What its `sys.argv[1]` holds, as JSON.
-        timeout: Seconds after which it is killed.
-        **environ: Variables of its environment, beside those of this process.
+        module: Full name of the module. It calls `answer`, perhaps several times as it progresses.
+        question: Value that the module receives as JSON in `sys.argv[1]`.
+        timeout: Seconds after which the module is killed.
+        **environ: Environment variables to add to those of this process.
 
     Returns:
-        Its last answer, {} where it gave none; and how it ended, as the rest of a sentence, "" where it ended well.
+        The module's last answer, {} if it gave none; and the way it ended as the rest of a
+        sentence, "" if it ended well.
     """
     command = [sys.executable, "-m", module, json.dumps(question)]
     try:
@@ -55,27 +56,41 @@ def run(module: str, question: Any, timeout: float, **environ: str) -> tuple[dic
 
 
 def answer(facts: Any) -> None:
-    """Tells the facts to `run`, of which the last count."""
+    """Send facts to `run`, which keeps only the last ones."""
     print(_MARK + json.dumps(facts), flush=True)
 
 
 def _kill(process: subprocess.Popen) -> None:
-    """Ends it and what it has started, which holds its pipes."""
+    """Kill the process and all processes that it has started.
+
+    The other processes would keep the pipes of the first one open.
+    """
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def _ending(code: int, errors: str) -> str:
-    """How a process ended."""
+    """Describe how a process ended; "" if it succeeded.
+
+    Args:
+        code: Exit code of the process, negative for a signal.
+        errors: Text that it wrote to stderr.
+    """
     if not code:
         return ""
     last = next(
         (line.strip() for line in reversed(errors.splitlines()) if line.strip()), "nothing was said"
     )
     if code == -signal.SIGILL:
-        return "ended by SIGILL: this processor lacks instructions that the build needs; install another build of TensorFlow"
+        return (
+            "ended by SIGILL: this processor lacks instructions that the build needs; "
+            "install another build of TensorFlow"
+        )
     if code == -signal.SIGKILL:
-        return "was killed (SIGKILL), by the system where memory ran out; free memory, or raise the container's limit"
+        return (
+            "was killed (SIGKILL), by the system where memory ran out; "
+            "free memory, or raise the container's limit"
+        )
     if code < 0:
         return f"crashed with signal {-code}: {last[:300]}"
     return f"failed: {last[:300]}"

@@ -1,4 +1,4 @@
-"""What a cluster's description says, and what the doctors of its hosts told each other, become checks; nobody is asked here."""
+"""Checks of a cluster spec, and of what the doctors of its hosts told each other."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from tfdist.tools.doctor.exchange import Link
 from tfdist.tools.doctor.formatting import amount, lasting
 from tfdist.tools.doctor.peers import Peer, Sight
 
-SKEW, WRONG = 1.0, 60.0  # seconds between the clocks of two hosts
+SKEW, WRONG = 1.0, 60.0  # seconds between the clocks of two hosts: warns above, fails above
 SLOW = 50e6  # bytes per second; half of what Gigabit Ethernet carries
-FAR = 5e-3  # seconds there and back
-UNEVEN, DISTANT = 4.0, 10.0  # times the median: of the rates, of the ways
+FAR = 5e-3  # seconds of a round trip
+UNEVEN, DISTANT = 4.0, 10.0  # factors from the median: of the rates, of the round trips
 
 
 def check_spec(spec: ClusterSpec, members: Sequence[Task]) -> tuple[list[Check], dict[str, str]]:
-    """Checks what this host alone can know: names, own addresses, own ports.
+    """Check what this host alone can know: host names, its own addresses and its own ports.
 
     Args:
-        spec: The cluster.
-        members: Its tasks of this host.
+        spec: Cluster spec.
+        members: Tasks of the cluster that run on this host.
 
     Returns:
-        The checks; and task -> what is wrong, of each of them whose port somebody has.
+        The checks; and a dict from each of these tasks whose port is taken to the error message.
     """
     count = ", ".join(
         f"{len(addresses)} ps" if job == "ps" else counted(len(addresses), job)
@@ -73,11 +73,11 @@ def check_spec(spec: ClusterSpec, members: Sequence[Task]) -> tuple[list[Check],
 def check_ports(
     members: Sequence[Task], taken: Mapping[str, str], peers: Mapping[str, Peer]
 ) -> list[Check]:
-    """Whether this host's tasks can listen.
+    """Check whether the tasks of this host can listen at their ports.
 
     Args:
         members: Tasks of this host.
-        taken: Those whose port somebody has, with the sentence.
+        taken: Error messages of the tasks whose port is taken, by task.
         peers: Doctors that answer, by the task that they were asked for.
     """
     checks = [of_error(CLUSTER, "ports", text) for name, text in taken.items() if name not in peers]
@@ -96,11 +96,11 @@ def check_ports(
 
 
 def cannot_listen(spec: ClusterSpec, failed: Mapping[str, OSError]) -> Check:
-    """The failed check of the first task at whose address this host cannot listen.
+    """Return the failed check of the first task whose address this host cannot listen at.
 
     Args:
-        spec: The cluster.
-        failed: Task -> the error.
+        spec: Cluster spec.
+        failed: Errors by task; at least one.
     """
     name, error = next(iter(failed.items()))
     addresses = {str(task): task.address for task in spec.listening_tasks}
@@ -115,15 +115,15 @@ def check_peers(
     missing: Mapping[str, str],
     seconds: float,
 ) -> list[Check]:
-    """Checks whether all tasks are there and fit together.
+    """Check whether all tasks are there and fit together.
 
     Args:
-        spec: The cluster.
-        badge: Of this process, with "tasks" and "gpus".
-        own: Tasks of this host.
-        peers: Those that answered, by name.
-        missing: Those that did not, with the reason.
-        seconds: For which they were waited for.
+        spec: Cluster spec.
+        badge: Badge of this process, with "tasks" and "gpus".
+        own: Names of the tasks of this host.
+        peers: Doctors of the tasks that answered, by task.
+        missing: Reasons why the other tasks did not answer, by task.
+        seconds: Time in seconds for which this host waited for them.
     """
     checks = (
         [of_error(CLUSTER, "reach", absent_too_long(missing, spec, rounded(seconds)))]
@@ -135,7 +135,8 @@ def check_peers(
             graded(
                 CLUSTER,
                 "reach",
-                f"{counted(len(peers), 'task')} on other hosts {'answer' if len(peers) > 1 else 'answers'}",
+                f"{counted(len(peers), 'task')} on other hosts "
+                f"{'answer' if len(peers) > 1 else 'answers'}",
             )
         )
     faults = list(_faults(spec, badge, own, peers))
@@ -152,8 +153,10 @@ def check_peers(
 def _faults(
     spec: ClusterSpec, badge: Mapping[str, Any], own: set[str], peers: Mapping[str, Peer]
 ) -> Iterator[Check]:
-    """The first fault of each process, with the words that the preflight has for it."""
-    me, claimed, judged = str(badge["task"]), dict.fromkeys(own, str(badge["nonce"])), set[str]()
+    """Yield the first fault of each process, in the words of the preflight."""
+    me = str(badge["task"])
+    claimed = dict.fromkeys(own, str(badge["nonce"]))
+    judged = set[str]()
     for name, peer in peers.items():
         found = str(peer.badge.get("task"))
         if peer.process not in judged:
@@ -183,14 +186,20 @@ def _faults(
 
 
 def differences(ours: Any, theirs: Any) -> str:
-    """How two lists of tasks differ, in a few words.
+    """Describe how two lists of tasks differ, in a few words.
 
     Args:
         ours: Pairs of a task's name and address.
-        theirs: The same, from the network.
+        theirs: Pairs of the same kind, received from the network.
+
+    Returns:
+        The description; "" if the lists are equal or not valid.
 
     Example:
-        >>> differences([["worker:0", "a:1"], ["worker:1", "b:1"]], [["worker:0", "b:1"], ["worker:1", "a:1"]])
+        >>> differences(
+        ...     [["worker:0", "a:1"], ["worker:1", "b:1"]],
+        ...     [["worker:0", "b:1"], ["worker:1", "a:1"]],
+        ... )
         'another order: worker:0 is a:1 here and b:1 there'
     """
     try:
@@ -219,7 +228,11 @@ def differences(ours: Any, theirs: Any) -> str:
 def _devices(
     spec: ClusterSpec, badge: Mapping[str, Any], own: set[str], peers: Mapping[str, Peer]
 ) -> Check:
-    """Synchronous workers need equally many devices; parameter servers none."""
+    """Check that all workers have equally many devices.
+
+    Synchronous workers need equally many, so a difference fails. With parameter servers a
+    difference only warns. The parameter servers themselves need no devices.
+    """
     serving = "ps" in spec.jobs
     names = {
         str(task)
@@ -233,12 +246,19 @@ def _devices(
     }
     counts = {
         name: count if isinstance(count, int) else -1 for name, count in told.items()
-    }  # from the network
+    }  # the counts come from the network and may have any type
     numbers = set(counts.values())
     listing = ", ".join(f"{name} {counts[name]}" for name in some(counts))
     if len(numbers) > 1:
-        return graded(CLUSTER, "devices", f"GPUs differ: {listing}", "choose equally many on all hosts with CUDA_VISIBLE_DEVICES, and see `tfdist doctor` "
-                      "on those with fewer", fails=not serving, warns=serving)  # fmt: skip
+        return graded(
+            CLUSTER,
+            "devices",
+            f"GPUs differ: {listing}",
+            "choose equally many on all hosts with CUDA_VISIBLE_DEVICES, "
+            "and see `tfdist doctor` on those with fewer",
+            fails=not serving,
+            warns=serving,
+        )
     return graded(
         CLUSTER,
         "devices",
@@ -253,18 +273,25 @@ def _clocks(peers: Mapping[str, Peer]) -> Check:
         return graded(
             CLUSTER,
             "clocks",
-            f"at most {lasting(max(abs(peer.offset) + peer.error for peer in peers.values()))} apart",
+            "at most "
+            f"{lasting(max(abs(peer.offset) + peer.error for peer in peers.values()))} apart",
         )
     way = "ahead of" if worst.offset > 0 else "behind"
-    return graded(CLUSTER, "clocks", f"that of {worst.who} is {lasting(abs(worst.offset))} {way} this host's", "set the clocks: timedatectl set-ntp true",
-                  fails=skew > WRONG, warns=True)  # fmt: skip
+    return graded(
+        CLUSTER,
+        "clocks",
+        f"that of {worst.who} is {lasting(abs(worst.offset))} {way} this host's",
+        "set the clocks: timedatectl set-ntp true",
+        fails=skew > WRONG,
+        warns=True,
+    )
 
 
 def check_sights(sights: Sequence[Sight]) -> list[Check]:
-    """Whether all hosts see what one writes.
+    """Check whether all hosts see what one of them writes.
 
     Args:
-        sights: Of `Meeting.share`.
+        sights: Results of `Meeting.share`.
     """
     checks = []
     for place in dict.fromkeys(sight.place for sight in sights):
@@ -272,16 +299,29 @@ def check_sights(sights: Sequence[Sight]) -> list[Check]:
         blind = [sight for sight in here if not sight.seen and sight.other is not None]
         unknown = [sight for sight in here if sight.other is None]
         if blind:
-            found = f"{place}: a file written here is not seen by {', '.join(f'{sight.peer} in {sight.other}' for sight in blind[:4])}"
-            remedy = "mount the same file system on all hosts, or name the place that is shared: a snapshot is read by all of them"
+            found = (
+                f"{place}: a file written here is not seen by "
+                f"{', '.join(f'{sight.peer} in {sight.other}' for sight in blind[:4])}"
+            )
+            remedy = (
+                "mount the same file system on all hosts, or name the place that is shared: "
+                "a snapshot is read by all of them"
+            )
             checks.append(graded(CLUSTER, "shared place", found, remedy, fails=True))
         elif unknown:
             why = (
                 unknown[0].error
                 or "its doctor has no place with this number, or cannot write there"
             )
-            checks.append(graded(CLUSTER, "shared place", f"{place}: unknown of {', '.join(sight.peer for sight in unknown[:4])}: {why}",
-                                 "give all doctors the same --place or --config, in the same order", warns=True))  # fmt: skip
+            checks.append(
+                graded(
+                    CLUSTER,
+                    "shared place",
+                    f"{place}: unknown of {', '.join(sight.peer for sight in unknown[:4])}: {why}",
+                    "give all doctors the same --place or --config, in the same order",
+                    warns=True,
+                )
+            )
         else:
             checks.append(
                 graded(
@@ -292,51 +332,75 @@ def check_sights(sights: Sequence[Sight]) -> list[Check]:
 
 
 def check_links(links: Sequence[Link]) -> list[Check]:
-    """Whether the network between hosts works, and is even.
+    """Check whether the network between the hosts works and is even.
 
     Args:
-        links: Of `Meeting.links`.
+        links: Results of `Meeting.links`.
     """
     if not links:
         return []
-    broken, good = (
-        [link for link in links if link.error],
-        [link for link in links if not link.error],
-    )
+    broken = [link for link in links if link.error]
+    good = [link for link in links if not link.error]
     checks = []
     if broken:
         link = broken[0]
         late = all(link.error.startswith("not measured") for link in broken)
         more = f", and {len(broken) - 1} more" if len(broken) > 1 else ""
-        checks.append(graded(CLUSTER, "network", f"from {link.source} to {link.target}: {link.error}{more}",
-                             "let these machines connect to each other: firewalls, routes", fails=not late, warns=late))  # fmt: skip
+        checks.append(
+            graded(
+                CLUSTER,
+                "network",
+                f"from {link.source} to {link.target}: {link.error}{more}",
+                "let these machines connect to each other: firewalls, routes",
+                fails=not late,
+                warns=late,
+            )
+        )
     if good:
         rates, ways, (slow, far) = (
             [link.rate for link in good],
             [link.latency for link in good],
             _limits(good),
         )
-        found = f"{counted(len(good), 'link')}: {amount(min(rates))}/s to {amount(max(rates))}/s, {lasting(min(ways))} to {lasting(max(ways))} there and back"
+        found = (
+            f"{counted(len(good), 'link')}: {amount(min(rates))}/s to {amount(max(rates))}/s, "
+            f"{lasting(min(ways))} to {lasting(max(ways))} there and back"
+        )
         slowest, farthest = (
             min(good, key=lambda link: link.rate),
             max(good, key=lambda link: link.latency),
         )
         if slowest.rate < slow:
-            checks.append(graded(CLUSTER, "network", f"{found}; the slowest is from {slowest.source} to {slowest.target}",
-                                 "look at its cable, switch and other traffic: all workers wait for the slowest link", warns=True))  # fmt: skip
+            checks.append(
+                graded(
+                    CLUSTER,
+                    "network",
+                    f"{found}; the slowest is from {slowest.source} to {slowest.target}",
+                    "look at its cable, switch and other traffic: "
+                    "all workers wait for the slowest link",
+                    warns=True,
+                )
+            )
         elif farthest.latency > far:
-            checks.append(graded(CLUSTER, "network", f"{found}; the farthest is from {farthest.source} to {farthest.target}",
-                                 "put the hosts closer to each other: each step waits for several such ways", warns=True))  # fmt: skip
+            checks.append(
+                graded(
+                    CLUSTER,
+                    "network",
+                    f"{found}; the farthest is from {farthest.source} to {farthest.target}",
+                    "put the hosts closer to each other: each step waits for several such ways",
+                    warns=True,
+                )
+            )
         else:
             checks.append(graded(CLUSTER, "network", found))
     return checks
 
 
 def odd_links(links: Sequence[Link]) -> list[Link]:
-    """The links that are slow or far, or much more so than the others.
+    """Return the links that are too slow or whose round trip is too long.
 
     Args:
-        links: Of `Meeting.links`; those that failed count for nothing.
+        links: Results of `Meeting.links`; links that failed are ignored.
     """
     good = [link for link in links if not link.error]
     slow, far = _limits(good) if good else (0.0, 0.0)
@@ -344,7 +408,7 @@ def odd_links(links: Sequence[Link]) -> list[Link]:
 
 
 def _limits(good: Sequence[Link]) -> tuple[float, float]:
-    """The least rate and the longest way there and back."""
+    """Return the lowest acceptable rate and the longest acceptable round trip."""
     slow = max(SLOW, statistics.median(link.rate for link in good) / UNEVEN)
     return slow, max(FAR, DISTANT * statistics.median(link.latency for link in good))
 
@@ -352,13 +416,13 @@ def _limits(good: Sequence[Link]) -> tuple[float, float]:
 def check_ends(
     done: Mapping[str, str], late: Mapping[str, str], spec: ClusterSpec, seconds: float
 ) -> list[Check]:
-    """What the doctors of other hosts came to.
+    """Check what the doctors of the other hosts concluded.
 
     Args:
-        done: Task -> what its doctor found wrong, "" for nothing.
-        late: Tasks whose doctor did not say, with the reason.
-        spec: The cluster.
-        seconds: For which they were waited for.
+        done: Faults that each task's doctor found, by task; "" for none.
+        late: Reasons why the doctors of other tasks did not report, by task.
+        spec: Cluster spec.
+        seconds: Time in seconds for which this host waited for them.
     """
     checks = (
         [of_error(CLUSTER, "other hosts", absent_too_long(late, spec, rounded(seconds)))]
@@ -388,7 +452,7 @@ def check_ends(
 
 
 def rounded(seconds: float) -> float:
-    """A measured time, for a sentence.
+    """Round a measured time for a message.
 
     Example:
         >>> rounded(30.04), rounded(0.21)

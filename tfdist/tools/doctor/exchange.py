@@ -1,7 +1,8 @@
-"""A question to a doctor at another address becomes its answer, within a bound; nothing is judged here.
+"""Client of the doctor protocol: questions to other doctors, with time limits.
 
-Each exchange is a connection of its own: the asker's badge with a question, as one JSON line, the answer, as another one, and for
-`stream` bytes between them. The asker closes first, so that no port of a task is left in TIME_WAIT.
+Each exchange has its own connection. The asker sends its badge and a question as one JSON line, and
+the doctor answers with another line. For the question `stream`, bytes follow on the same
+connection. The asker closes first, so that no port of a task is left in TIME_WAIT.
 """
 
 from __future__ import annotations
@@ -16,30 +17,30 @@ from typing import Any
 from tfdist.cluster.addresses import resolve_address
 from tfdist.cluster.handshake import receive, send
 
-ATTEMPT = "doctor"  # no training's preflight takes a doctor for one of its own
-EXCHANGE_S = 5.0  # for a question and its answer
-MEASURE_S = 20.0  # for one that makes the other side measure
+ATTEMPT = "doctor"  # no preflight of a training accepts a doctor as one of its own
+EXCHANGE_S = 5.0  # seconds for a question and its answer
+MEASURE_S = 20.0  # seconds for a question that makes the other side measure
 LINE_BYTES = 64 << 10
-STREAM_BYTES = 16 << 20  # sent at most to measure a link
-STREAM_S = 1.5  # for which it is sent at most
+STREAM_BYTES = 16 << 20  # maximum bytes sent to measure a link
+STREAM_S = 1.5  # maximum seconds for sending them
 PINGS = 10
 _PIECE = bytes(64 << 10)
 
 
 class Refused(ValueError):
-    """The other side answers, and says no."""
+    """Error for a doctor that answers, and refuses the question."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """The network from one task's host to another's.
+    """Measurement of the network from one task's host to another's.
 
     Attributes:
-        source: A task of the host that sent.
-        target: A task of the host that received.
-        latency: Seconds for a byte to go and come back.
+        source: Task of the host that sent.
+        target: Task of the host that received.
+        latency: Seconds of a round trip of one byte.
         rate: Bytes per second.
-        error: Why there are none; "": there are.
+        error: Reason why there is no measurement; "" if there is one.
     """
 
     source: str
@@ -49,7 +50,11 @@ class Link:
     error: str = ""
 
     def better(self, other: Link) -> Link:
-        """The best of two measurements of the same link; this one where the other failed."""
+        """Combine the best figures of two measurements of the same link.
+
+        Args:
+            other: Second measurement; ignored if it failed.
+        """
         return (
             self
             if other.error
@@ -60,16 +65,23 @@ class Link:
 
 
 def connect(address: str, timeout: float) -> socket.socket:
-    """A connection to a task's address; OSError where there is none."""
+    """Connect to the address of a task.
+
+    Args:
+        address: Address of the task.
+        timeout: Seconds for each operation on the connection.
+
+    Raises:
+        OSError: There is no connection.
+    """
     family, sockaddr = resolve_address(address)
     connection = socket.socket(family, socket.SOCK_STREAM)
     try:
         connection.settimeout(timeout)
         connection.connect(sockaddr)
+        # Linux can connect a free port to itself.
         if connection.getsockname() == connection.getpeername():
-            raise ConnectionRefusedError(
-                "nobody listens"
-            )  # Linux can connect a free port to itself
+            raise ConnectionRefusedError("nobody listens")
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except BaseException:
         connection.close()
@@ -80,18 +92,21 @@ def connect(address: str, timeout: float) -> socket.socket:
 def ask(
     address: str, badge: Mapping[str, Any], question: str, timeout: float = EXCHANGE_S, **facts: Any
 ) -> dict[str, Any]:
-    """Asks a doctor.
+    """Ask a doctor a question.
 
     Args:
-        address: Of a task that it serves.
-        badge: Of this process.
-        question: "hello", "token", "measure" or "done".
-        timeout: Seconds for all of it.
-        **facts: What belongs to the question.
+        address: Address of a task that the doctor serves.
+        badge: Badge of this process.
+        question: One of "hello", "token", "measure" and "done".
+        timeout: Seconds for the whole exchange, default 5.
+        **facts: Further fields of the question.
+
+    Returns:
+        The answer, with the times "sent" and "came" in seconds since the epoch.
 
     Raises:
         OSError: Nobody answers.
-        ValueError: Another program does, or one that refuses (`Refused`).
+        ValueError: Another program answers, or the doctor refuses (`Refused`).
     """
     limit = time.monotonic() + timeout
     with connect(address, min(timeout, EXCHANGE_S)) as connection:
@@ -108,13 +123,16 @@ def ask(
 
 
 def measure(source: str, target: str, address: str, badge: Mapping[str, Any]) -> Link:
-    """Measures the network to the host of a task: the way of a byte there and back, and how fast bytes go there.
+    """Measure the round trip and the rate of the network to the host of a task.
 
     Args:
-        source: A task of this host.
-        target: The task.
-        address: Its address.
-        badge: Of this process.
+        source: Task of this host.
+        target: Task of the other host.
+        address: Address of the other task.
+        badge: Badge of this process.
+
+    Returns:
+        The measurement, with an `error` if it failed.
     """
     limit = time.monotonic() + EXCHANGE_S + STREAM_S
     try:
@@ -130,14 +148,20 @@ def measure(source: str, target: str, address: str, badge: Mapping[str, Any]) ->
                 if connection.recv(1) != b"p":
                     raise OSError("the connection ended while it was measured")
                 ways.append(time.perf_counter() - begun)
-            begun, left = time.perf_counter(), STREAM_BYTES
+            begun = time.perf_counter()
+            left = STREAM_BYTES
             while left > 0 and time.perf_counter() - begun < STREAM_S:
                 connection.sendall(_PIECE)
                 left -= len(_PIECE)
             connection.shutdown(socket.SHUT_WR)
             received = float(receive(connection, limit, LINE_BYTES, "doctor").get("received", 0))
             seconds = time.perf_counter() - begun
-    except (OSError, ValueError, TypeError, OverflowError) as error:  # whatever the other side sent
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        OverflowError,
+    ) as error:  # the other side may send anything
         return Link(source, target, error=str(error))
     latency = statistics.median(ways)
     return Link(source, target, latency, received / max(seconds - latency, 1e-6))

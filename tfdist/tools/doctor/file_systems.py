@@ -1,4 +1,7 @@
-"""A directory that training is to write to is tried, as a snapshot is written; what was there stays as it was."""
+"""Write tests of the directories that training will use.
+
+A test writes as a snapshot is written. Existing files in the directory stay as they are.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +19,26 @@ from pathlib import Path
 from tfdist.tools.doctor.checks import HOST, Check, graded
 from tfdist.tools.doctor.formatting import amount, lasting
 
-TRIES = 5  # to write where a doctor of another host may remove the directory that it has made there
-PLACE_S = 20.0  # for all of it on one place; a network disk may hang for ever
-LITTLE, NOTHING = 2 << 30, 100 << 20  # bytes free
-SKEW, WRONG = 5.0, 300.0  # seconds between this clock and that of the file server
+# Attempts to write: the doctor of another host may remove the directory that it has created there.
+TRIES = 5
+PLACE_S = 20.0  # seconds for the test of one directory; a network disk may hang forever
+LITTLE, NOTHING = 2 << 30, 100 << 20  # bytes free: warns below, fails below
+# Seconds between this host's clock and the clock of the file server: warns above, fails above.
+SKEW = 5.0
+WRONG = 300.0
 _PREFIX = ".tfdist-doctor-"
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """What became of the attempt to write to a directory.
+    """Result of a write test of a directory.
 
     Attributes:
-        path: As it was given.
-        error: The step that failed, and why; "": none did.
-        free: Bytes free there; None: unknown.
-        total: Bytes of that disk; None: unknown.
-        skew: Seconds by which the clock of files there is ahead of this host's; None: unknown.
+        path: Directory, as it was given.
+        error: Step that failed and the reason; "" if none failed.
+        free: Free bytes there; None if unknown.
+        total: Size of the disk in bytes; None if unknown.
+        skew: Seconds by which the clock of its files is ahead of this host's; None if unknown.
     """
 
     path: str
@@ -43,12 +49,12 @@ class Place:
 
 
 def is_remote(path: str) -> bool:
-    """Whether only TensorFlow can write there: "gs://bucket/runs"."""
+    """Return whether only TensorFlow can write to a path, such as "gs://bucket/runs"."""
     return "://" in path
 
 
 def token_name(token: str | None = None) -> str:
-    """The name of a file of doctor's: of a new one, or that of a token.
+    """Return the name of a file of the doctor, for a token or for a new random one.
 
     Example:
         >>> token_name("ab")
@@ -58,7 +64,9 @@ def token_name(token: str | None = None) -> str:
 
 
 def is_token(text: object) -> bool:
-    """Whether something may be part of the name of such a file: nothing that leads elsewhere is.
+    """Return whether a value is a valid token, which can be part of the name of such a file.
+
+    A valid token cannot lead to another directory.
 
     Example:
         >>> is_token("0" * 32), is_token("../../etc/passwd"), is_token(7)
@@ -68,11 +76,14 @@ def is_token(text: object) -> bool:
 
 
 def look(paths: Sequence[str], timeout: float = PLACE_S) -> list[Place]:
-    """Tries places of this host's file systems, all at once.
+    """Test directories of this host's file systems, all at once.
 
     Args:
         paths: Directories, which need not exist.
-        timeout: Seconds until one that does not answer is given up.
+        timeout: Seconds after which a directory that does not answer is given up, default 20.
+
+    Returns:
+        Results in the order of `paths`.
     """
     found: dict[str, Place] = {}
     threads = [
@@ -89,14 +100,17 @@ def look(paths: Sequence[str], timeout: float = PLACE_S) -> list[Place]:
 
 
 def try_place(path: str) -> Place:
-    """Writes, flushes, replaces by renaming, reads and removes a file; a missing directory is made, and removed again.
+    """Test that a file in a directory can be written, flushed, replaced by renaming and read.
+
+    The file is removed afterwards. A missing directory is created, and removed again.
 
     Example:
         >>> import tempfile
         >>> try_place(tempfile.mkdtemp()).error
         ''
     """
-    made, step = missing(path), "making the directory"
+    made = missing(path)
+    step = "making the directory"
     target = os.path.join(path, token_name())
     part = f"{target}.part"
     try:
@@ -120,7 +134,8 @@ def try_place(path: str) -> Place:
         if (text := Path(target).read_text(encoding="utf-8")) != "new":
             return Place(
                 path,
-                error=f"renaming a file over another one: expected the new one there, read {text[:20]!r}",
+                error="renaming a file over another one: expected the new one there, "
+                f"read {text[:20]!r}",
             )
         usage = shutil.disk_usage(path)
         return Place(path, free=usage.free, total=usage.total, skew=skew)
@@ -136,10 +151,10 @@ def try_place(path: str) -> Place:
 
 
 def check_place(place: Place) -> Check:
-    """Whether training can write there.
+    """Check whether training can write to a directory.
 
     Args:
-        place: Of `try_place`.
+        place: Result of `try_place`.
     """
     name = "place"
     if place.error:
@@ -152,10 +167,16 @@ def check_place(place: Place) -> Check:
         )
     if place.free is None or place.total is None:
         return graded(HOST, name, f"{place.path}: written, renamed and read through TensorFlow")
-    found = f"{place.path}: {amount(place.free)} free of {amount(place.total)}; files are renamed at once"
+    found = (
+        f"{place.path}: {amount(place.free)} free of {amount(place.total)}; "
+        "files are renamed at once"
+    )
     skew = place.skew or 0.0
     if abs(skew) > SKEW:
-        found += f"; its clock is {lasting(abs(skew))} {'ahead of' if skew > 0 else 'behind'} this host's"
+        found += (
+            f"; its clock is {lasting(abs(skew))} "
+            f"{'ahead of' if skew > 0 else 'behind'} this host's"
+        )
     few = place.free < LITTLE
     remedy = (
         "free some space there: each snapshot is written beside the one before it"
@@ -189,7 +210,7 @@ def _remedy(error: str) -> str:
 
 
 def missing(path: str) -> list[str]:
-    """The directories that are to be made for a path, the innermost first."""
+    """Return the directories that must be created for a path, the innermost first."""
     found = []
     path = os.path.abspath(path)
     while not os.path.lexists(path):

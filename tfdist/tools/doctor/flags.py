@@ -1,4 +1,4 @@
-"""The words after `tfdist doctor` become checked flags, and the words about a config; nothing is looked at here."""
+"""Command-line flags of `tfdist doctor`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from collections.abc import Sequence
 
 from tfdist.runtime.cli_arguments import Parser, about_config, flag_of, nearest_flag, real, whole
 
-ASK_S, TOGETHER_S, SERVE_S = (
-    30.0,
-    300.0,
-    600.0,
-)  # seconds for the other hosts to come; for which a server serves
+# Seconds to wait for the other hosts, alone and with --together, and seconds that --serve serves.
+ASK_S = 30.0
+TOGETHER_S = 300.0
+SERVE_S = 600.0
 
 _DESCRIPTION = """\
 Finds what is wrong with this host, a cluster and a run, before TensorFlow starts.
@@ -24,7 +23,8 @@ Finds what is wrong with this host, a cluster and a run, before TensorFlow start
   tfdist doctor --cluster cluster.yaml --place /shared/runs         (on that one)
   tfdist launch --cluster cluster.yaml --check -- train.py          (on all hosts at once)
 
-Each check passes, warns or fails, with a remedy. --config and --config.KEY=VALUE are those of `tfdist train`.
+Each check passes, warns or fails, with a remedy. \
+--config and --config.KEY=VALUE are those of `tfdist train`.
 """
 _EPILOG = """\
 exit code: 0 when no check fails; 1 when one does; 2 for a mistake on this command line.
@@ -32,16 +32,16 @@ exit code: 0 when no check fails; 1 when one does; 2 for a mistake on this comma
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Reads the command line.
+    """Parse the command line.
 
     Args:
-        argv: The words after `tfdist doctor`.
+        argv: Arguments after `tfdist doctor`.
 
     Returns:
-        The flags, and the words about the config.
+        The flags, and the arguments about the config.
 
     Raises:
-        ValueError: Names the flag, what was expected and received.
+        ValueError: A flag is wrong. The message names the flag, and what was expected and received.
 
     Example:
         >>> flags, words = parse(["--workers", "2", "--place", "a", "b", "--json"])
@@ -67,11 +67,13 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
                 raise ValueError(f"--{name}: expected together with --cluster FILE, received alone")
         if flags.timeout is not None:
             raise ValueError(
-                "--timeout: expected together with --cluster FILE, whose hosts are waited for; received alone"
+                "--timeout: expected together with --cluster FILE, whose hosts are waited for; "
+                "received alone"
             )
     elif not os.path.isfile(flags.cluster):
         raise ValueError(
-            f"--cluster {flags.cluster}: expected a file, received none; there is no such file in {os.getcwd()}"
+            f"--cluster {flags.cluster}: expected a file, received none; "
+            f"there is no such file in {os.getcwd()}"
         )
     if flags.serve and flags.together:
         raise ValueError(
@@ -92,7 +94,8 @@ def _check_config(words: Sequence[str]) -> None:
     files = [word for word in words if re.match(r"--?config(=|$)", word)]
     if words and len(files) != 1:
         raise ValueError(
-            f"--config: expected one config file, such as --config=configs/digits.py; received {len(files)}"
+            "--config: expected one config file, such as --config=configs/digits.py; "
+            f"received {len(files)}"
         )
     for word in files:
         path = (
@@ -100,7 +103,8 @@ def _check_config(words: Sequence[str]) -> None:
         ).partition(":")[0]
         if not os.path.isfile(path):
             raise ValueError(
-                f"--config={path}: expected a Python file that defines get_config(), received none; there is no such file in {os.getcwd()}"
+                f"--config={path}: expected a Python file that defines get_config(), "
+                f"received none; there is no such file in {os.getcwd()}"
             )
 
 
@@ -144,7 +148,8 @@ def _parser() -> argparse.ArgumentParser:
         "--timeout",
         type=seconds,
         metavar="S",
-        help=f"seconds for other hosts to come ({ASK_S:g}; together {TOGETHER_S:g}), or to serve ({SERVE_S:g})",
+        help=f"seconds for other hosts to come ({ASK_S:g}; together {TOGETHER_S:g}), "
+        f"or to serve ({SERVE_S:g})",
     )
     add("--quick", action="store_true", help="without TensorFlow, whose import takes seconds")
     add("--json", action="store_true", help="print JSON for programs")

@@ -1,10 +1,12 @@
-"""Numbers, and what the network sent, become words for a person."""
+"""Formatting of byte counts, durations and text from the network for display."""
 
 from __future__ import annotations
 
 
 def amount(count: float) -> str:
-    """Bytes with a unit, in powers of 1000, as disks and memory are sold.
+    """Format a number of bytes with a unit.
+
+    Units are powers of 1000, as for disks and memory that are sold.
 
     Example:
         >>> amount(999), amount(1500), amount(25e9)
@@ -18,7 +20,7 @@ def amount(count: float) -> str:
 
 
 def lasting(seconds: float) -> str:
-    """A time that passed or a difference of clocks.
+    """Format a duration or a difference of clocks, given in seconds.
 
     Example:
         >>> lasting(0.00012), lasting(0.25), lasting(75), lasting(7200)
@@ -31,7 +33,9 @@ def lasting(seconds: float) -> str:
 
 
 def printable(text: str) -> str:
-    """A text without characters that would move a terminal's cursor, change its colours, or worse.
+    r"""Replace characters of a text that could control a terminal by "?".
+
+    Such characters move the cursor, change the colours, or do worse.
 
     Example:
         >>> printable("worker:1\x1b[2J")

@@ -1,4 +1,7 @@
-"""TensorFlow and Keras as a process of their own finds them become facts; they are never imported in this one."""
+"""Facts about TensorFlow and Keras, collected by a subprocess that imports them.
+
+This process never imports them itself.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +12,26 @@ from tfdist.tools.doctor import child
 from tfdist.tools.doctor.file_systems import Place
 from tfdist.tools.doctor.trial import Trial
 
-IMPORT_S = 120.0  # for TensorFlow's import, which takes some 5 s, a minute from a cold network disk
-TRIAL_S = 480.0  # for a batch of each split, the model, and two steps, the first of which compiles
+# Seconds for TensorFlow's import, which takes some 5 s, or a minute from a cold network disk.
+IMPORT_S = 120.0
+# Seconds for a batch of each split, the model, and two steps, the first of which compiles.
+TRIAL_S = 480.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Frameworks:
-    """What a process with TensorFlow said.
+    """Report of a process with TensorFlow.
 
     Attributes:
-        error: Why it said nothing, the rest of a sentence; "": it did.
-        seconds: For the import.
-        tensorflow: Version.
-        keras: Version.
-        backend: Of Keras.
-        cuda: Whether TensorFlow is built for CUDA.
-        cuda_version: Of its build.
-        cudnn_version: Of its build.
-        gpus: Names of the GPUs that it sees.
+        error: Reason why there is no report, as the rest of a sentence; "" if there is one.
+        seconds: Seconds of the import.
+        tensorflow: Version of TensorFlow.
+        keras: Version of Keras.
+        backend: Backend of Keras.
+        cuda: Boolean, whether TensorFlow is built for CUDA.
+        cuda_version: CUDA version of the build.
+        cudnn_version: cuDNN version of the build.
+        gpus: Names of the GPUs that TensorFlow sees.
     """
 
     error: str = ""
@@ -42,12 +47,12 @@ class Frameworks:
 
 @dataclasses.dataclass(frozen=True)
 class Findings:
-    """What a process with TensorFlow found.
+    """Results of a process with TensorFlow.
 
     Attributes:
-        frameworks: TensorFlow and Keras.
-        places: What became of places that only TensorFlow can write to.
-        trial: What became of a config, see `trial.Trial`; None: there was none.
+        frameworks: Report about TensorFlow and Keras.
+        places: Write tests of directories that only TensorFlow can write to.
+        trial: Result of the trial of a config; None if there was no config.
     """
 
     frameworks: Frameworks
@@ -62,14 +67,17 @@ def look(
     timeout: float | None = None,
     module: str = "tfdist.tools.doctor.probe",
 ) -> Findings:
-    """Imports TensorFlow and Keras in a process of its own, which also tries places and a config.
+    """Import TensorFlow and Keras in a subprocess, which also tests directories and a config.
 
     Args:
-        remote: Places such as "gs://bucket/runs".
-        words: The config, as `tfdist train` takes it; none: there is none.
-        workers: Processes that train it together.
-        timeout: Seconds for all of it; default: `IMPORT_S`, and `TRIAL_S` with a config.
-        module: What to run there.
+        remote: Directories such as "gs://bucket/runs".
+        words: Arguments of the config, as `tfdist train` takes them; empty if there is none.
+        workers: Number of processes that train the config together.
+        timeout: Seconds for all of it. Default: `IMPORT_S`, plus `TRIAL_S` with a config.
+        module: Name of the module to run in the subprocess.
+
+    Returns:
+        The results; facts that the subprocess did not report have an `error`.
     """
     bound = timeout or IMPORT_S + (TRIAL_S if words else 0)
     said, ending = child.run(

@@ -1,4 +1,4 @@
-"""Facts about a host become checks; nothing is looked at here."""
+"""Checks of a host: software versions, clock, memory, cores, limits and GPUs."""
 
 from __future__ import annotations
 
@@ -12,23 +12,26 @@ from tfdist.tools.doctor.formatting import amount
 from tfdist.tools.doctor.frameworks import Frameworks
 from tfdist.tools.doctor.machine import Machine
 
-OLDEST_PYTHON, NEWEST_PYTHON = (3, 10), (3, 13)
-# What setup.py asks for, and the newest that the tests have run on.
+OLDEST_PYTHON = (3, 10)
+NEWEST_PYTHON = (3, 13)
+# Oldest versions that setup.py accepts, and newest versions that the tests have run on.
 OLDEST = {"tensorflow": (2, 19), "keras": (3, 10)}
 NEWEST = {"tensorflow": (2, 21), "keras": (3, 15)}
-PROCESS = 600 << 20  # bytes that a process with TensorFlow and a small model takes, measured
-SHM, SHM_NCCL = 64 << 20, 1 << 30
-FEWEST_FILES, FEW_FILES = 256, 1024
+PROCESS = 600 << 20  # bytes of a process with TensorFlow and a small model, measured
+SHM = 64 << 20
+SHM_NCCL = 1 << 30
+FEWEST_FILES = 256
+FEW_FILES = 1024
 DAY = 86400.0
 LAST = 4102444800.0  # the year 2100
 
 
 def check_machine(machine: Machine, workers: int) -> list[Check]:
-    """Checks what is known without TensorFlow.
+    """Check what is known about a host without TensorFlow.
 
     Args:
-        machine: The host.
-        workers: Tasks that are to run on it.
+        machine: Facts about the host.
+        workers: Number of tasks that will run on the host.
     """
     checks = [
         _python(machine),
@@ -41,11 +44,11 @@ def check_machine(machine: Machine, workers: int) -> list[Check]:
 
 
 def check_frameworks(machine: Machine, frameworks: Frameworks) -> list[Check]:
-    """Checks TensorFlow as a process of its own found it.
+    """Check TensorFlow and Keras, as a subprocess found them.
 
     Args:
-        machine: The host.
-        frameworks: What that process said.
+        machine: Facts about the host.
+        frameworks: Report of the subprocess.
     """
     if frameworks.error:
         return [
@@ -57,7 +60,10 @@ def check_frameworks(machine: Machine, frameworks: Frameworks) -> list[Check]:
             )
         ]
     backend = frameworks.backend
-    found = f"TensorFlow {frameworks.tensorflow} and Keras {frameworks.keras} in {frameworks.seconds:.1f} s"
+    found = (
+        f"TensorFlow {frameworks.tensorflow} and Keras {frameworks.keras} "
+        f"in {frameworks.seconds:.1f} s"
+    )
     checks = [
         graded(HOST, "import", found),
         graded(
@@ -73,18 +79,24 @@ def check_frameworks(machine: Machine, frameworks: Frameworks) -> list[Check]:
 
 
 def _python(machine: Machine) -> Check:
-    short, span = machine.python[:2], f"{_dots(OLDEST_PYTHON)} to {_dots(NEWEST_PYTHON)}"
+    short = machine.python[:2]
+    span = f"{_dots(OLDEST_PYTHON)} to {_dots(NEWEST_PYTHON)}"
     supported = OLDEST_PYTHON <= short <= NEWEST_PYTHON
     return graded(
-        HOST, "Python", _dots(machine.python) + ("" if supported else f"; supported: {span}"), f"make an environment with Python {span}",
-        fails=short < OLDEST_PYTHON, warns=short > NEWEST_PYTHON,
-    )  # fmt: skip
+        HOST,
+        "Python",
+        _dots(machine.python) + ("" if supported else f"; supported: {span}"),
+        f"make an environment with Python {span}",
+        fails=short < OLDEST_PYTHON,
+        warns=short > NEWEST_PYTHON,
+    )
 
 
 def _versions(machine: Machine) -> Iterator[Check]:
     for package, title in (("tensorflow", "TensorFlow"), ("keras", "Keras")):
         text = machine.versions.get(package)
-        oldest, newest = OLDEST[package], NEWEST[package]
+        oldest = OLDEST[package]
+        newest = NEWEST[package]
         span = f"{_dots(oldest)} to {_dots(newest)}"
         if text is None:
             yield graded(
@@ -98,10 +110,15 @@ def _versions(machine: Machine) -> Iterator[Check]:
         have = tuple(int(number) for number in re.findall(r"\d+", text)[:2])
         beyond = have > newest
         yield graded(
-            HOST, title, text if oldest <= have <= newest else f"{text}; supported: {span}",
-            f"tested up to {_dots(newest)}: pip install '{package}=={_dots(newest)}.*'" if beyond else f"pip install '{package}>={_dots(oldest)}'",
-            fails=have < oldest, warns=beyond,
-        )  # fmt: skip
+            HOST,
+            title,
+            text if oldest <= have <= newest else f"{text}; supported: {span}",
+            f"tested up to {_dots(newest)}: pip install '{package}=={_dots(newest)}.*'"
+            if beyond
+            else f"pip install '{package}>={_dots(oldest)}'",
+            fails=have < oldest,
+            warns=beyond,
+        )
 
 
 def _clock(machine: Machine) -> Check:
@@ -130,9 +147,18 @@ def _memory(machine: Machine, workers: int) -> Check:
         found += f" of {amount(machine.capacity)}"
     short = machine.available < 2 * need
     if short:
-        found += f"; {counted(workers, 'worker')} of TensorFlow alone {'take' if workers > 1 else 'takes'} some {amount(need)}"
-    return graded(HOST, "memory", found, "end other programs, run fewer workers here, or raise the container's limit",
-                  fails=machine.available < need, warns=short)  # fmt: skip
+        found += (
+            f"; {counted(workers, 'worker')} of TensorFlow alone "
+            f"{'take' if workers > 1 else 'takes'} some {amount(need)}"
+        )
+    return graded(
+        HOST,
+        "memory",
+        found,
+        "end other programs, run fewer workers here, or raise the container's limit",
+        fails=machine.available < need,
+        warns=short,
+    )
 
 
 def _cores(machine: Machine, workers: int) -> Check:
@@ -146,12 +172,21 @@ def _cores(machine: Machine, workers: int) -> Check:
         limit = max(1, int(machine.quota))
         tight = workers > limit
         return graded(
-            HOST, "cores", found + (f" for {counted(workers, 'worker')}" if tight else ""),
-            f"set {'fewer workers' if tight else f'tfdist launch --threads {max(1, limit // workers)}'}, or raise the limit: TensorFlow starts a "
-            "thread for each core that it sees", warns=True,
-        )  # fmt: skip
-    return graded(HOST, "cores", f"{found} for {counted(workers, 'worker')}", "run fewer workers here: they take each other's time",
-                  warns=workers > machine.cores)  # fmt: skip
+            HOST,
+            "cores",
+            found + (f" for {counted(workers, 'worker')}" if tight else ""),
+            "set "
+            f"{'fewer workers' if tight else f'tfdist launch --threads {max(1, limit // workers)}'}"
+            ", or raise the limit: TensorFlow starts a thread for each core that it sees",
+            warns=True,
+        )
+    return graded(
+        HOST,
+        "cores",
+        f"{found} for {counted(workers, 'worker')}",
+        "run fewer workers here: they take each other's time",
+        warns=workers > machine.cores,
+    )
 
 
 def _threads(machine: Machine, workers: int) -> Check:
@@ -176,8 +211,14 @@ def _threads(machine: Machine, workers: int) -> Check:
     most = max(map(int, machine.threads.values()))
     over = most * workers > machine.cores
     share = max(1, machine.cores // workers)
-    return graded(HOST, "threads", found + (f": {workers} x {most} threads on {counted(machine.cores, 'core')}" if over else ""),
-                  f"unset them, or set them to {share}: {' '.join(machine.threads)}", warns=over)  # fmt: skip
+    return graded(
+        HOST,
+        "threads",
+        found
+        + (f": {workers} x {most} threads on {counted(machine.cores, 'core')}" if over else ""),
+        f"unset them, or set them to {share}: {' '.join(machine.threads)}",
+        warns=over,
+    )
 
 
 def _shm(machine: Machine) -> Check:
@@ -187,8 +228,18 @@ def _shm(machine: Machine) -> Check:
     free, total = machine.shm
     need = SHM_NCCL if machine.gpus > 1 else SHM
     few = free < need
-    return graded(HOST, "/dev/shm", f"{amount(free)} free of {amount(total)}" + (f"; {'NCCL' if machine.gpus > 1 else 'TensorFlow'} may need {amount(need)}" if few else ""),
-                  f"give it more: {remedy}", warns=few)  # fmt: skip
+    return graded(
+        HOST,
+        "/dev/shm",
+        f"{amount(free)} free of {amount(total)}"
+        + (
+            f"; {'NCCL' if machine.gpus > 1 else 'TensorFlow'} may need {amount(need)}"
+            if few
+            else ""
+        ),
+        f"give it more: {remedy}",
+        warns=few,
+    )
 
 
 def _files(machine: Machine) -> Check:
@@ -202,8 +253,14 @@ def _files(machine: Machine) -> Check:
         if hard > soft
         else "raise nofile in /etc/security/limits.conf"
     )
-    return graded(HOST, "open files", f"at most {soft:,} in a process", f"{raised}, in the shell that starts training",
-                  fails=soft < FEWEST_FILES, warns=soft < FEW_FILES)  # fmt: skip
+    return graded(
+        HOST,
+        "open files",
+        f"at most {soft:,} in a process",
+        f"{raised}, in the shell that starts training",
+        fails=soft < FEWEST_FILES,
+        warns=soft < FEW_FILES,
+    )
 
 
 def _cuda(frameworks: Frameworks) -> Check:
@@ -217,7 +274,8 @@ def _cuda(frameworks: Frameworks) -> Check:
 
 
 def _gpus(machine: Machine, frameworks: Frameworks) -> Check:
-    seen, alone = len(frameworks.gpus), "to train on the CPU, set CUDA_VISIBLE_DEVICES=-1"
+    seen = len(frameworks.gpus)
+    alone = "to train on the CPU, set CUDA_VISIBLE_DEVICES=-1"
     hidden = machine.visible is not None and not visible_any(machine.visible)
     if hidden:
         return graded(
@@ -235,21 +293,45 @@ def _gpus(machine: Machine, frameworks: Frameworks) -> Check:
                 f"pip install 'tensorflow[and-cuda]'; {alone}",
                 fails=True,
             )
-        return graded(HOST, "GPUs", f"{found}: its libraries of CUDA are missing, or of another version",
-                      f"pip install 'tensorflow[and-cuda]', and see what `python -c 'import tensorflow as tf; tf.config.list_physical_devices()'` warns of; {alone}",
-                      fails=True)  # fmt: skip
+        return graded(
+            HOST,
+            "GPUs",
+            f"{found}: its libraries of CUDA are missing, or of another version",
+            "pip install 'tensorflow[and-cuda]', and see what `python -c "
+            "'import tensorflow as tf; tf.config.list_physical_devices()'` "
+            f"warns of; {alone}",
+            fails=True,
+        )
     if machine.visible is not None and seen < len(machine.visible.split(",")):
-        return graded(HOST, "GPUs", f"CUDA_VISIBLE_DEVICES={machine.visible!r} names {len(machine.visible.split(','))}, TensorFlow sees {seen}",
-                      f"name GPUs of this host; {alone}", fails=True)  # fmt: skip
+        return graded(
+            HOST,
+            "GPUs",
+            f"CUDA_VISIBLE_DEVICES={machine.visible!r} names "
+            f"{len(machine.visible.split(','))}, TensorFlow sees {seen}",
+            f"name GPUs of this host; {alone}",
+            fails=True,
+        )
     if machine.cards and not machine.driven and not seen:
-        return graded(HOST, "GPUs", f"{counted(machine.cards, 'card')} of NVIDIA on the bus, but no driver is loaded",
-                      f"install the driver, or give the container the devices (docker run --gpus all); {alone}", fails=True)  # fmt: skip
+        return graded(
+            HOST,
+            "GPUs",
+            f"{counted(machine.cards, 'card')} of NVIDIA on the bus, but no driver is loaded",
+            "install the driver, or give the container the devices "
+            f"(docker run --gpus all); {alone}",
+            fails=True,
+        )
     if not seen:
         return graded(HOST, "GPUs", "none; TensorFlow uses the CPU")
     cards = machine.shown
     if not cards:
-        return graded(HOST, "GPUs", f"{seen}: {', '.join(frameworks.gpus)}; free memory: unknown, nvidia-smi does not tell it",
-                      "see why `nvidia-smi` does not run here, or that no other program uses these GPUs", warns=True)  # fmt: skip
+        return graded(
+            HOST,
+            "GPUs",
+            f"{seen}: {', '.join(frameworks.gpus)}; "
+            "free memory: unknown, nvidia-smi does not tell it",
+            "see why `nvidia-smi` does not run here, or that no other program uses these GPUs",
+            warns=True,
+        )
     sizes = ", ".join(
         f"{card.name} with {amount(card.free)} free of {amount(card.total)}" for card in cards
     )
@@ -260,7 +342,10 @@ def _gpus(machine: Machine, frameworks: Frameworks) -> Check:
 
 
 def visible_any(visible: str) -> bool:
-    """Whether CUDA_VISIBLE_DEVICES shows a GPU at all.
+    """Return whether CUDA_VISIBLE_DEVICES shows any GPU.
+
+    Args:
+        visible: Value of the variable.
 
     Example:
         >>> visible_any("-1"), visible_any(""), visible_any("0,1")

@@ -1,4 +1,4 @@
-"""This host becomes facts, without TensorFlow; nothing is judged here."""
+"""Facts about this host, collected without TensorFlow."""
 
 from __future__ import annotations
 
@@ -20,13 +20,21 @@ from tfdist.cluster.handshake import PACKAGES
 from tfdist.runtime.launch_protocol import THREAD_VARIABLES, inherited
 from tfdist.runtime.resource_limits import cores, memory, quota, read_text
 
-SMI_S = 20.0  # for nvidia-smi, which takes seconds where no process keeps the driver awake
-_NVIDIA, _DISPLAY = "0x10de", "0x03"  # a PCI device's vendor, and the beginning of its class
+# Seconds for nvidia-smi, which takes seconds itself if no process keeps the driver awake.
+SMI_S = 20.0
+_NVIDIA, _DISPLAY = "0x10de", "0x03"  # vendor of a PCI device, and the beginning of its class
 
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """A GPU as its driver sees it: its name, memory in bytes, all and free, and the word that names this card alone."""
+    """GPU as its driver reports it.
+
+    Attributes:
+        name: Name of the card's model.
+        total: Bytes of the card's memory.
+        free: Bytes of memory that are free.
+        uuid: Identifier of this card alone.
+    """
 
     name: str
     total: int
@@ -36,26 +44,26 @@ class Card:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What doctor knows of a host.
+    """Facts about a host.
 
     Attributes:
-        python: Version, such as (3, 11, 4).
-        versions: Package -> version; None: not installed.
-        backend: What the variable KERAS_BACKEND says; None: nothing.
-        cards: GPUs on the PCI bus.
-        driven: GPUs that the driver has.
-        visible: What the variable CUDA_VISIBLE_DEVICES says; None: nothing.
-        smi: GPUs with their memory, where nvidia-smi tells.
-        available: Bytes of memory that a process may still take here; None: unknown.
-        capacity: Bytes of memory of all of them; None: unknown.
-        cores: Cores that this process may use.
-        machine_cores: Cores of the machine.
-        quota: Cores' worth of time that a container may use; None: no limit.
-        threads: Variables for numbers of threads that are set.
-        shm: Bytes of /dev/shm, free and all; None: there is none.
-        files: Files that a process may have open: its limit, and what it may raise it to.
+        python: Version of Python, such as (3, 11, 4).
+        versions: Version of each package; None if it is not installed.
+        backend: Value of the variable KERAS_BACKEND; None if it is not set.
+        cards: Number of GPUs on the PCI bus.
+        driven: Number of GPUs that the driver has.
+        visible: Value of the variable CUDA_VISIBLE_DEVICES; None if it is not set.
+        smi: GPUs with their memory, if nvidia-smi reports them.
+        available: Bytes of memory that processes can still take; None if unknown.
+        capacity: Bytes of memory in total; None if unknown.
+        cores: Number of cores that this process may use.
+        machine_cores: Number of cores of the machine.
+        quota: CPU time that a container may use, in cores; None if there is no limit.
+        threads: Variables for numbers of threads that are set, with their values.
+        shm: Bytes of /dev/shm, free and in total; None if there is no /dev/shm.
+        files: Limit of open files of a process, and the value to which it may raise the limit.
         now: Seconds since the epoch, by this host's clock.
-        installed: When tfdist was installed, by the file system.
+        installed: Time of tfdist's installation by the file system, in seconds since the epoch.
     """
 
     python: tuple[int, int, int] = (3, 11, 0)
@@ -78,12 +86,15 @@ class Machine:
 
     @property
     def gpus(self) -> int:
-        """GPUs that a process of TensorFlow would find here."""
+        """Return the number of GPUs that a TensorFlow process would find on this host."""
         return visible_count(self.driven, self.visible)
 
     @property
     def shown(self) -> tuple[Card, ...]:
-        """Those of `smi` that CUDA shows to a process; none where one of them is not known, as a part of a card is."""
+        """Return the cards of `smi` that CUDA shows to a process.
+
+        The result is empty if one of them is unknown, for example a part of a card.
+        """
         if self.visible is None:
             return self.smi
         words = [word.strip() for word in self.visible.split(",")][: self.gpus]
@@ -92,10 +103,10 @@ class Machine:
 
 
 def look(root: str | os.PathLike = "/") -> Machine:
-    """Looks at this host.
+    """Collect the facts about this host.
 
     Args:
-        root: Where proc, sys and dev lie.
+        root: Directory that contains proc, sys and dev, default "/".
 
     Returns:
         The facts.
@@ -125,7 +136,10 @@ def look(root: str | os.PathLike = "/") -> Machine:
 
 
 def version(package: str) -> str | None:
-    """A package's version from its metadata; the package is not imported."""
+    """Return the version of a package; None if it is not installed.
+
+    The version comes from the package's metadata, so the package is not imported.
+    """
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -133,7 +147,13 @@ def version(package: str) -> str | None:
 
 
 def visible_count(driven: int, visible: str | None) -> int:
-    """How many of the driver's GPUs CUDA shows to a process; it stops at the first that it does not know.
+    """Count the GPUs of the driver that CUDA shows to a process.
+
+    CUDA ignores all entries after the first one that it does not know.
+
+    Args:
+        driven: Number of GPUs that the driver has.
+        visible: Value of CUDA_VISIBLE_DEVICES; None if it is not set.
 
     Example:
         >>> [visible_count(4, text) for text in (None, "", "-1", "0,2", "1,7,2")]
@@ -153,14 +173,17 @@ def visible_count(driven: int, visible: str | None) -> int:
 
 
 def _named(word: str, cards: Sequence[Card]) -> Card | None:
-    """The card that a word of CUDA_VISIBLE_DEVICES names, by number or by the beginning of its own word."""
+    """Return the card that an entry of CUDA_VISIBLE_DEVICES names; None if no card matches.
+
+    The entry is the number of the card, or the beginning of its UUID.
+    """
     if word.isdecimal():
         return cards[int(word)] if int(word) < len(cards) else None
     return next((card for card in cards if word and card.uuid.startswith(word)), None)
 
 
 def pci_cards(root: Path) -> int:
-    """NVIDIA's display and computing cards on the PCI bus, with a driver or without."""
+    """Count NVIDIA's display and computing cards on the PCI bus, with or without a driver."""
     found = 0
     for device in (root / "sys/bus/pci/devices").glob("*"):
         found += read_text(device / "vendor") == _NVIDIA and read_text(device / "class").startswith(
@@ -170,7 +193,10 @@ def pci_cards(root: Path) -> int:
 
 
 def driven_cards(root: Path) -> int:
-    """GPUs that the driver has; of a container's, those that it was given."""
+    """Count the GPUs that the driver has.
+
+    In a container, only the GPUs that the container was given are counted.
+    """
     known = len(list((root / "proc/driver/nvidia/gpus").glob("*")))
     given = len(
         [
@@ -191,7 +217,7 @@ def _space(path: Path) -> tuple[int, int] | None:
 
 
 def _smi() -> tuple[Card, ...]:
-    """What nvidia-smi says; nothing where it is missing, fails or hangs."""
+    """Return the cards that nvidia-smi reports; none if it is missing, fails or hangs."""
     query = [
         "nvidia-smi",
         "--query-gpu=name,memory.total,memory.free,uuid",

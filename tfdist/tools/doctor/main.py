@@ -1,4 +1,4 @@
-"""The words after `tfdist doctor` become checks of this host, the cluster and the run, and their table."""
+"""Command-line interface of `tfdist doctor`, which checks a host, a cluster and a run."""
 
 from __future__ import annotations
 
@@ -38,20 +38,21 @@ from tfdist.tools.doctor.formatting import printable
 from tfdist.tools.doctor.peers import Meeting, serving
 from tfdist.tools.doctor.server import Desk
 
-DEFAULT_PLACE = "runs"  # where `tfdist train` and `tfdist launch` write
+DEFAULT_PLACE = "runs"  # directory that `tfdist train` and `tfdist launch` write to
 TITLES = {HOST: "this host", CLUSTER: "the cluster", RUN: "the run"}
-LISTED = 500  # tasks that a host tells of
-STRAY_S = 5.0  # for the others, where this host's own part of the cluster is wrong
+LISTED = 500  # maximum number of tasks that a host reports
+STRAY_S = 5.0  # seconds to wait for others if this host's own part of the cluster is wrong
 
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """What was looked at on this host.
+    """Results of the checks on this host.
 
     Attributes:
-        checks: Of the host and the run.
-        machine: The host.
-        shared: Places that all hosts are to share, None for one that cannot be used; none where nobody named one.
+        checks: Checks of the host and of the run.
+        machine: Facts about the host.
+        shared: Directories that all hosts should share, None for one that cannot be used; empty if
+            you named none.
     """
 
     checks: list[Check]
@@ -60,20 +61,20 @@ class Diagnosis:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command `tfdist doctor`.
+    """Run the command `tfdist doctor`.
 
     Args:
-        argv: The words after `tfdist doctor`.
+        argv: Arguments after `tfdist doctor`.
 
     Returns:
-        The exit code.
+        Exit code.
     """
     try:
         flags, words = parse(argv)
     except ValueError as error:
         return refuse("tfdist doctor", error)
     try:
-        with ending():  # its processes and servers, too
+        with ending():  # ends its processes and servers too
             return _diagnose(flags, words)
     except KeyboardInterrupt:
         print("doctor interrupted", file=sys.stderr)
@@ -96,9 +97,8 @@ def _diagnose(flags: argparse.Namespace, words: Sequence[str]) -> int:
     if spec is not None and not wrong:
         checks += _meet(flags, spec, members, begun)
     order = [HOST, CLUSTER, RUN]
-    checks.sort(
-        key=lambda check: order.index(check.part)
-    )  # a stable sort: within a part they stay as they came
+    # The sort is stable: the checks of a part keep their order.
+    checks.sort(key=lambda check: order.index(check.part))
     _show(flags, checks)
     return exit_code(checks)
 
@@ -106,15 +106,15 @@ def _diagnose(flags: argparse.Namespace, words: Sequence[str]) -> int:
 def find_cluster(
     path: str | None, task: str | None, must: bool
 ) -> tuple[ClusterSpec | None, tuple[Task, ...], list[Check]]:
-    """Reads the cluster file.
+    """Read the cluster file, and find the tasks of this host.
 
     Args:
-        path: The file; None: there is none.
-        task: Which of its tasks is here; None: those with an address of this host.
-        must: Whether one has to be here.
+        path: Path of the cluster file; None if there is none.
+        task: Name of this host's task; None for all tasks with an address of this host.
+        must: Boolean, whether this host must have a task.
 
     Returns:
-        The cluster, its tasks that are here, and what is wrong with it.
+        The cluster spec, its tasks on this host, and the failed checks.
     """
     if path is None:
         return None, (), []
@@ -143,17 +143,19 @@ def find_cluster(
 
 
 def _look(flags: argparse.Namespace, words: Sequence[str], here: int, trained: int) -> Diagnosis:
-    """Looks at this host and the run."""
+    """Check this host and the run."""
     facts = machine.look()
     checks = host.check_machine(facts, here)
-    named, directory = list(dict.fromkeys(flags.place)), ""
+    named = list(dict.fromkeys(flags.place))
+    directory = ""
     tried = None
     if words or not flags.quick:
         findings = frameworks.look(
             [place for place in named if file_systems.is_remote(place)], words, trained
         )
         checks += host.check_frameworks(facts, findings.frameworks)
-        tried, remote = findings.trial, {place.path: place for place in findings.places}
+        tried = findings.trial
+        remote = {place.path: place for place in findings.places}
         directory = tried.directory if tried else ""
     else:
         remote = {}
@@ -181,7 +183,8 @@ def _look(flags: argparse.Namespace, words: Sequence[str], here: int, trained: i
     ]
     if tried is not None:
         checks += runs.check_trial(tried, facts, trained, here)
-    # Each keeps its number. One that failed may hang, and is not touched again.
+    # A directory that failed may hang, so None replaces it. The others keep their numbers, by which
+    # hosts refer to them.
     shared = (
         [path if not found.error else None for path, found in local.items()]
         if named or directory
@@ -193,7 +196,7 @@ def _look(flags: argparse.Namespace, words: Sequence[str], here: int, trained: i
 def _desk(
     spec: ClusterSpec, members: Sequence[Task], begun: Diagnosis, heard=lambda line: None
 ) -> Desk:
-    """Who this process is, and what it answers."""
+    """Create the desk with the badge of this process and its answers."""
     name = str(members[0]) if members else f"doctor on {socket.gethostname()}"
     who = badge(spec, name, installed_versions(), ATTEMPT, uuid.uuid4().hex)
     tasks = [[str(task), task.address] for task in spec.listening_tasks[:LISTED]]
@@ -202,7 +205,7 @@ def _desk(
 
 
 def wrong_in(checks: Sequence[Check]) -> str:
-    """What fails, in a few words for other hosts; "": nothing.
+    """Summarize the failed checks for other hosts; "" if none failed.
 
     Example:
         >>> wrong_in([Check("host", "Python", "fail", "2.7", "take 3.11")])
@@ -216,7 +219,7 @@ def wrong_in(checks: Sequence[Check]) -> str:
 def _serve(
     flags: argparse.Namespace, spec: ClusterSpec, members: Sequence[Task], begun: Diagnosis
 ) -> int:
-    """Answers until the time is over, or Ctrl-C."""
+    """Answer other doctors until the time is over, or until Ctrl-C."""
     found, taken = cluster.check_spec(spec, members)
     checks = [*begun.checks, *found, *cluster.check_ports(members, taken, {})]
     if exit_code(found) or taken:
@@ -245,10 +248,10 @@ def _serve(
 def _meet(
     flags: argparse.Namespace, spec: ClusterSpec, members: Sequence[Task], begun: Diagnosis
 ) -> list[Check]:
-    """Asks the other hosts; with --together, waits until they have asked too."""
+    """Ask the other hosts; with --together, wait until they have asked this host too."""
     checks, taken = cluster.check_spec(spec, members)
     if members and all(task.type == "evaluator" for task in members):
-        return checks  # others do not connect to it, and it reads files
+        return checks  # other tasks do not connect to an evaluator, which reads files
     free = [task for task in members if str(task) not in taken and task.type != "evaluator"]
     timeout = (
         min(flags.timeout, STRAY_S)
@@ -273,20 +276,23 @@ def _meet(
         )
         if meeting.hosts(with_own=False):
             checks += _shared(begun.shared, meeting)
-        # One host measures, or several would measure each other's traffic.
+        # Only one host measures. Otherwise hosts would measure each other's traffic.
         if len(meeting.hosts()) > 1 and (
             not flags.together or str(spec.listening_tasks[0]) in meeting.own
         ):
             checks += cluster.check_links(meeting.links(cluster.odd_links))
-        # Another process that claims an own task has told this one alone of those who come later.
+        # Another process that claims a task of this host has reported its fault only here, so this
+        # host passes the fault on to hosts that come later.
         wrong = wrong_in([*begun.checks, *checks]) or next(
             (said for name, said in desk.done.items() if said and name in meeting.own), ""
         )
-        meeting.tidy()  # directories that others still used before; once told, they may begin to train there
+        # Remove directories that other hosts still used before. Once told that this host is done,
+        # they may begin to train there.
+        meeting.tidy()
         meeting.tell(wrong, [str(task) for task in members])
         if flags.together:
             late = meeting.wait_until_asked(wrong)
-            # Of an own task something is heard only where another process claims it too.
+            # A report about a task of this host comes only from another process that claims it too.
             checks += cluster.check_ends(
                 {name: said for name, said in desk.done.items() if said or name not in meeting.own},
                 late,

@@ -1,4 +1,7 @@
-"""Doctors of all hosts ask each other who they are, what they see and how fast their links are; every wait is bounded."""
+"""Exchange of the doctors on all hosts: identity, shared directories and network speed.
+
+Every wait has a time limit.
+"""
 
 from __future__ import annotations
 
@@ -21,25 +24,25 @@ from tfdist.tools.doctor.file_systems import TRIES, token_name
 from tfdist.tools.doctor.file_systems import missing as places_missing
 from tfdist.tools.doctor.server import Desk, Server
 
-FIRST_S, RETRY_S = 0.05, 0.5  # between two attempts to reach an absent task
-PROGRESS_S = 10.0  # between two lines that say whom we wait for
-ALL_PAIRS = 5  # hosts; among more, each measures the way to the next one only
-LINKS_S = 60.0  # for all links
-AGAIN = 2  # times more for a link that is worse than it should be
-LEAST_S = 0.5  # for an answer, where the time is almost over
-STRANGE_S = 5.0  # for a doctor with another cluster to ask this one
+FIRST_S, RETRY_S = 0.05, 0.5  # seconds between two attempts to reach an absent task
+PROGRESS_S = 10.0  # seconds between two lines that name the missing tasks
+ALL_PAIRS = 5  # hosts; with more hosts, each measures only the link to the next one
+LINKS_S = 60.0  # seconds for all links
+AGAIN = 2  # repeated measurements of a link that is worse than it should be
+LEAST_S = 0.5  # seconds for an answer if the time is almost over
+STRANGE_S = 5.0  # seconds for a doctor with another cluster spec to ask this one
 
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
-    """What the doctor at a task's address told.
+    """Answer of the doctor at a task's address.
 
     Attributes:
-        task: The task that was asked for.
-        address: Its address.
-        badge: What came back: the badge of its process, its tasks and its GPUs.
-        offset: Seconds by which its clock is ahead of this host's.
-        error: Half of the time that the answer took: how wrong `offset` may be.
+        task: Task that was asked for.
+        address: Address of the task.
+        badge: Content of the answer: the badge of the process, its tasks and its GPUs.
+        offset: Seconds by which the peer's clock is ahead of this host's.
+        error: Maximum error of `offset` in seconds: half of the time that the answer took.
     """
 
     task: str
@@ -50,25 +53,28 @@ class Peer:
 
     @property
     def who(self) -> str:
-        """How messages name it."""
+        """Return the name of the peer for messages."""
         return f"{self.task} at {self.address}"
 
     @property
     def process(self) -> str:
-        """Tells it from other doctors: tasks with an equal one are on one host."""
+        """Return the identifier of the peer's process.
+
+        Tasks with the same identifier are on one host.
+        """
         return str(self.badge.get("nonce"))
 
 
 @dataclasses.dataclass(frozen=True)
 class Sight:
-    """What another host sees of a file that this one wrote to a place.
+    """Result of looking on another host for a file that this host wrote.
 
     Attributes:
-        place: Of this host.
-        peer: A task of the other host.
-        other: The place there with the same number; None: there is none.
-        seen: Whether the file was there, with what it holds.
-        error: Why nobody knows; "": somebody does.
+        place: Directory on this host.
+        peer: Task of the other host.
+        other: Directory with the same number on the other host; None if there is none.
+        seen: Boolean, whether the file was there with the right content.
+        error: Reason why the result is unknown; "" if it is known.
     """
 
     place: str
@@ -79,13 +85,13 @@ class Sight:
 
 
 class Meeting:
-    """One doctor's part in asking all others.
+    """One doctor's part in the exchange with all others.
 
     Args:
-        desk: What this process answers, and who it is.
-        members: Tasks of this host; none, where it is no host of the cluster.
-        timeout: Seconds for all others to come.
-        say: Takes a line every ten seconds that names those who are missing.
+        desk: Badge and answers of this process.
+        members: Tasks of this host; empty if it is not a host of the cluster.
+        timeout: Seconds to wait for all others to come.
+        say: Function that receives a line every 10 seconds that names the missing tasks.
     """
 
     def __init__(
@@ -95,28 +101,34 @@ class Meeting:
         timeout: float,
         say: Callable[[str], None] = lambda line: None,
     ):
-        self.desk, self.timeout, self._say = desk, timeout, say
+        self.desk = desk
+        self.timeout = timeout
+        self._say = say
         self.own = {str(task) for task in members}
         self.tasks = {str(task): task.address for task in desk.spec.listening_tasks}
         self.peers: dict[str, Peer] = {}
         self.missing: dict[str, str] = {}
-        self._reasons: dict[str, str] = {}  # task -> why it did not answer the last time
+        self._reasons: dict[str, str] = {}  # task -> reason of its last failure to answer
         self._made: list[str] = []  # directories
         self._begun = time.monotonic()
         self._next_line = self._begun + PROGRESS_S
 
     @property
     def elapsed(self) -> float:
-        """Seconds since this host began to ask."""
+        """Return the seconds since this host began to ask."""
         return time.monotonic() - self._begun
 
     def ask_all(self) -> None:
-        """Asks each other task who it is, again and again until all have answered, or the time is over: `peers`, `missing`."""
+        """Ask every other task who it is, until all have answered or the time is over.
+
+        The results are in `peers` and `missing`.
+        """
 
         def pending() -> dict[str, str]:
             names = [name for name in self.tasks if name not in self.own and name not in self.peers]
-            # One that found a fault may be gone before it was asked, and its fault is enough. One that found nothing wrong has only
-            # shown that it reaches us: it serves until we have asked it.
+            # A doctor that found a fault may be gone before this host asks it, and its fault is
+            # enough. A doctor that found nothing wrong has only shown that it reaches this host: it
+            # serves until this host has asked it.
             return {
                 name: reason
                 for name, reason in self._each(self._hello, names).items()
@@ -126,19 +138,18 @@ class Meeting:
         self.missing = self._wait(pending)
 
     def wait_until_asked(self, wrong: str) -> dict[str, str]:
-        """Waits until all others have asked this host, and are done too.
+        """Wait until all other tasks have asked this host, and are done too.
 
         Args:
-            wrong: What this host told them that it found wrong; who heard of a fault need not ask it any more.
+            wrong: Fault that this host reported to them. Hosts that heard of a fault need not ask
+                this host any more.
 
         Returns:
-            Those who are not when the time is over, with the reason.
+            Reasons why tasks are late when the time is over, by task.
         """
         others = [name for name in self.tasks if name not in self.own and name not in self.missing]
-        strangers, end = (
-            [name for name in others if self._strange(name)],
-            min(time.monotonic() + STRANGE_S, self._begun + self.timeout),
-        )
+        strangers = [name for name in others if self._strange(name)]
+        end = min(time.monotonic() + STRANGE_S, self._begun + self.timeout)
 
         def pending() -> dict[str, str]:
             late = {
@@ -155,7 +166,8 @@ class Meeting:
             return late
 
         late = self._wait(pending)
-        # Whoever has another cluster cannot be told; it sees that when it asks, should it ask at all.
+        # A doctor with another cluster spec cannot be told. It notices when it asks, if it asks at
+        # all.
         while (
             self.own
             and time.monotonic() < end
@@ -165,11 +177,11 @@ class Meeting:
         return late
 
     def tell(self, wrong: str, claims: Sequence[str]) -> None:
-        """Tells all others that this host is done.
+        """Tell all other tasks that this host is done.
 
         Args:
-            wrong: What was found wrong; "": nothing.
-            claims: Its tasks, also those at whose addresses it cannot answer.
+            wrong: Description of the fault that was found; "" if there is none.
+            claims: Tasks of this host, including those at whose addresses it cannot answer.
         """
         facts = {"serves": list(claims), "wrong": wrong}
         names = [
@@ -190,16 +202,22 @@ class Meeting:
             time.sleep(FIRST_S)
 
     def share(self, places: Sequence[str | None]) -> list[Sight]:
-        """Writes a file to each place, and asks each other host whether it sees it; the files are removed.
+        """Write a file to each directory, and ask each other host whether it sees the file.
+
+        The files are removed afterwards.
 
         Args:
             places: Directories; None for one that cannot be used here.
+
+        Returns:
+            Results of each host for each directory.
         """
         found: list[Sight] = []
         for number, place in enumerate(places):
             if place is None:
                 continue
-            token, content = secrets.token_hex(16), secrets.token_hex(16)
+            token = secrets.token_hex(16)
+            content = secrets.token_hex(16)
             path = Path(place) / token_name(token)
             self._made += [
                 directory for directory in places_missing(place) if directory not in self._made
@@ -209,8 +227,9 @@ class Meeting:
                 hosts = self.hosts(with_own=False)
                 with concurrent.futures.ThreadPoolExecutor(16) as pool:
                     asked = pool.map(
-                        lambda name: self._see(name, place, number, token, content), hosts
-                    )  # noqa: B023
+                        lambda name: self._see(name, place, number, token, content),  # noqa: B023
+                        hosts,
+                    )
                     found += asked
             finally:
                 with contextlib.suppress(OSError):
@@ -219,13 +238,23 @@ class Meeting:
         return found
 
     def tidy(self) -> None:
-        """Removes the directories that `share` made, as far as nobody else has a file there at this moment."""
+        """Remove the directories that `share` created.
+
+        A directory stays if another process has a file in it at this moment.
+        """
         for directory in sorted(self._made, key=len, reverse=True):  # the innermost first
             with contextlib.suppress(OSError):
                 os.rmdir(directory)
 
     def hosts(self, with_own: bool = True) -> list[str]:
-        """One task of each host that answers and has our cluster, in the cluster's order."""
+        """Return one task of each host that answers and has the same cluster spec.
+
+        Args:
+            with_own: Boolean, whether to include this host, default True.
+
+        Returns:
+            Names of tasks, in the order of the cluster.
+        """
         first: dict[str, str] = {}
         for name in self.tasks:
             if name in self.own and with_own:
@@ -239,13 +268,21 @@ class Meeting:
         return list(first.values())
 
     def links(self, odd: Callable[[Sequence[Link]], list[Link]]) -> list[Link]:
-        """Measures the network, one link after the other: between all hosts where they are few, else from each to the next.
+        """Measure the network links one after the other.
+
+        All pairs of hosts are measured if there are few hosts. Otherwise each host measures the
+        link to the next one.
 
         Args:
-            odd: Which links are worse than they should be. They are measured again and the better figures count: a pause of one
-                of the hosts is not a slow link.
+            odd: Function that returns the links that are worse than they should be. They are
+                measured again, and the better figures count, because a pause of one of the hosts is
+                not a slow link.
+
+        Returns:
+            Measurements of the links.
         """
-        found, begun = [], time.monotonic()
+        found = []
+        begun = time.monotonic()
         for source, target in pairs(self.hosts()):
             if (elapsed := time.monotonic() - begun) > LINKS_S:
                 found.append(
@@ -294,11 +331,10 @@ class Meeting:
         )
 
     def _hello(self, name: str) -> str:
-        """Asks a task who it is; why it did not say, or ""."""
+        """Ask a task who it is, and return the reason if it does not answer, else ""."""
         left = self.timeout - self.elapsed
-        if (
-            left <= 0 and self._reasons
-        ):  # the reason of the time before, rather than a wait beyond the bound
+        # Return the reason of the last attempt, rather than wait beyond the time limit.
+        if left <= 0 and self._reasons:
             return self._reasons.get(name, "not asked: the others took all the time")
         self._reasons[name] = reason = self._ask_hello(
             name, min(exchange.EXCHANGE_S, max(left, LEAST_S))
@@ -308,10 +344,8 @@ class Meeting:
     def _ask_hello(self, name: str, bound: float) -> str:
         try:
             said = exchange.ask(self.tasks[name], self.desk.badge, "hello", bound)
-            received, now = (
-                float(said.get("received", said["sent"])),
-                float(said.get("now", said["came"])),
-            )
+            received = float(said.get("received", said["sent"]))
+            now = float(said.get("now", said["came"]))
         except (Refused, OSError, ValueError, TypeError, OverflowError) as error:
             return str(error)
         offset = ((received - said["sent"]) + (now - said["came"])) / 2
@@ -332,7 +366,10 @@ class Meeting:
         return ""
 
     def _asked_by(self, name: str) -> bool:
-        """Whether the process at a task's address has asked each task of this host; one that was never reached is not waited for."""
+        """Return whether the process at a task's address has asked each task of this host.
+
+        The result is also True for a task that was never reached, because nobody waits for it.
+        """
         peer = self.peers.get(name)
         return (
             peer is None
@@ -341,7 +378,10 @@ class Meeting:
         )
 
     def _strange(self, name: str) -> bool:
-        """Whether a task answered with another cluster; nothing more is to be had from it."""
+        """Return whether a task answered with another cluster spec.
+
+        Such a task answers no other questions.
+        """
         return (
             name in self.peers
             and self.peers[name].badge.get("cluster") != self.desk.badge["cluster"]
@@ -369,7 +409,10 @@ class Meeting:
 
 
 def _leave(path: Path, content: str) -> None:
-    """Writes a file; where it cannot, the check of the place has said why."""
+    """Write a file, and ignore errors.
+
+    If the file cannot be written, the check of the directory has already reported the reason.
+    """
     for _ in range(TRIES):
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -378,7 +421,7 @@ def _leave(path: Path, content: str) -> None:
 
 
 def pairs(hosts: Sequence[str]) -> list[tuple[str, str]]:
-    """Which links are measured.
+    """Return the pairs of hosts whose links are measured.
 
     Example:
         >>> pairs(["a", "b"]), len(pairs("abcde")), pairs("abcdef")[-1]
@@ -391,14 +434,14 @@ def pairs(hosts: Sequence[str]) -> list[tuple[str, str]]:
 
 @contextlib.contextmanager
 def serving(desk: Desk, members: Sequence[Task]):
-    """Answers at the addresses of this host's tasks while the block runs.
+    """Answer at the addresses of this host's tasks while the block runs.
 
     Args:
-        desk: Gives the answers.
-        members: The tasks; those without an address are left out.
+        desk: Source of the answers.
+        members: Tasks of this host; evaluators are left out, because they do not listen.
 
     Yields:
-        Task -> the OSError for which its address cannot be listened at.
+        Errors of the tasks whose addresses cannot be listened at: a dict from task to OSError.
     """
     failed: dict[str, OSError] = {}
     with contextlib.ExitStack() as stack:

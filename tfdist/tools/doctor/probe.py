@@ -1,4 +1,7 @@
-"""A process that imports TensorFlow and Keras tells what it finds; see `frameworks`, which reads it."""
+"""Subprocess that imports TensorFlow and Keras and reports what it finds.
+
+The module `frameworks` starts it and reads its answers.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,11 @@ LOCAL = "file://"
 
 
 def main(argv: list[str]) -> None:
-    """Tells what TensorFlow says of itself, of places, and of a config.
+    """Report facts about TensorFlow, and test directories and a config.
 
     Args:
-        argv: The question as JSON: "places" to try through TensorFlow's file systems, "words" of a config, "workers".
+        argv: One JSON text: "places" to test through TensorFlow's file systems, "words" of a
+            config, and "workers" that train it.
     """
     question = json.loads(argv[0])
     started = time.perf_counter()
@@ -54,19 +58,21 @@ def main(argv: list[str]) -> None:
 
 
 def try_place(path: str) -> Place:
-    """Writes, replaces by renaming, reads and removes a file through TensorFlow.
+    """Test that TensorFlow can write, rename, read and remove a file in a directory.
 
-    A directory that was made for it stays, other than a local one: TensorFlow removes directories only with all that is in them.
+    A directory that was created for the test stays, unless it is local. TensorFlow can remove
+    directories only with everything in them.
 
     Args:
-        path: A directory, such as "gs://bucket/runs"; it need not exist.
+        path: Directory, such as "gs://bucket/runs"; it need not exist.
     """
     import tensorflow as tf
 
     files = tf.io.gfile
     made = missing(path.removeprefix(LOCAL)) if path.startswith(LOCAL) else []
     target = f"{path.rstrip('/')}/{token_name()}"
-    part, step = f"{target}.part", "making the directory"
+    part = f"{target}.part"
+    step = "making the directory"
     try:
         files.makedirs(path)
         for name, text in ((target, "old"), (part, "new")):

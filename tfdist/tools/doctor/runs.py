@@ -1,4 +1,4 @@
-"""What became of a config that was tried becomes checks; nothing is tried here."""
+"""Checks of a run, from the trial of its config."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from tfdist.tools.doctor.formatting import amount, lasting
 from tfdist.tools.doctor.machine import Machine
 from tfdist.tools.doctor.trial import STAGES, Trial
 
-FULL = 0.8  # of the memory: other programs, caches and the gradients' sums need some too
+# Share of the memory that a run may use: other programs, caches and summed gradients need some too.
+FULL = 0.8
 
 
 def check_trial(trial: Trial, machine: Machine, workers: int, here: int) -> list[Check]:
-    """Checks a run.
+    """Check a run from the trial of its config.
 
     Args:
-        trial: How far its config came.
-        machine: The host on which it was tried, as it was before.
-        workers: Processes that train together, on all hosts.
-        here: Those of them that run on this host.
+        trial: Result of the trial.
+        machine: Facts about the host of the trial, collected before the trial.
+        workers: Number of processes that train together, on all hosts.
+        here: Number of these processes that run on this host.
     """
     checks = []
     if trial.name:
@@ -30,8 +31,17 @@ def check_trial(trial: Trial, machine: Machine, workers: int, here: int) -> list
     if trial.name:
         checks.append(_batch(trial, workers))
     if trial.unprepared:
-        return [*checks, graded(RUN, "data", f"not prepared: {trial.unprepared}; the model was not tried", "prepare it once before, "
-                                "where there is a network: a first run downloads it while all workers wait", warns=True)]  # fmt: skip
+        return [
+            *checks,
+            graded(
+                RUN,
+                "data",
+                f"not prepared: {trial.unprepared}; the model was not tried",
+                "prepare it once before, "
+                "where there is a network: a first run downloads it while all workers wait",
+                warns=True,
+            ),
+        ]
     if trial.data:
         checks.append(graded(RUN, "data", trial.data))
     if trial.parameters:
@@ -53,16 +63,24 @@ def _batch(trial: Trial, workers: int) -> Check:
     if not rest:
         return graded(RUN, "batch", f"{of}: {whole:,} each")
     nearest = max(whole, 1) * replicas
-    return graded(RUN, "batch", f"{of}: some take {whole + 1:,} rows, others {whole:,}, and wait",
-                  f"choose a multiple of {replicas}: --config.data.global_batch={nearest} or {(whole + 1) * replicas}", warns=True)  # fmt: skip
+    return graded(
+        RUN,
+        "batch",
+        f"{of}: some take {whole + 1:,} rows, others {whole:,}, and wait",
+        f"choose a multiple of {replicas}: "
+        f"--config.data.global_batch={nearest} or {(whole + 1) * replicas}",
+        warns=True,
+    )
 
 
 def _memory(trial: Trial, machine: Machine, here: int) -> Check:
     known = trial.weights + trial.gradients + trial.optimizer
     grown = trial.grown if trial.gpu_peak is None else trial.gpu_peak
     found = (
-        f"a step of {counted(trial.rows, 'row')} in {lasting(trial.seconds)} took {amount(grown)}: parameters {amount(trial.weights)}, gradients "
-        f"{amount(trial.gradients)}, optimizer {amount(trial.optimizer)}, activations and all else {amount(max(grown - known, 0))}"
+        f"a step of {counted(trial.rows, 'row')} in {lasting(trial.seconds)} took {amount(grown)}: "
+        f"parameters {amount(trial.weights)}, gradients {amount(trial.gradients)}, "
+        f"optimizer {amount(trial.optimizer)}, "
+        f"activations and all else {amount(max(grown - known, 0))}"
     )
     smaller = "take a smaller data.global_batch, train.precision=mixed_bfloat16, or more replicas"
     room = min((card.free for card in machine.shown), default=None)
@@ -71,7 +89,8 @@ def _memory(trial: Trial, machine: Machine, here: int) -> Check:
         found += f"; of {amount(room)} free on a GPU"
         if trial.gpu_peak > FULL * room:
             return graded(RUN, "memory", found, smaller, fails=trial.gpu_peak > room, warns=True)
-    # Replicas on the CPU share their process' memory: each has its own variables and activations. Only one was measured.
+    # Replicas on the CPU share the memory of their process, and each has its own variables and
+    # activations. Only one replica was measured.
     more = trial.replicas - 1 if trial.gpu_peak is None else 0
     each = trial.peak + more * trial.grown
     need = each * here
@@ -81,7 +100,10 @@ def _memory(trial: Trial, machine: Machine, here: int) -> Check:
     see = "see that each GPU has so much free"
     if machine.available is None:
         return graded(RUN, "memory", f"{found}; a process takes {of}", see, warns=unknown)
-    found += f"; {here} {'process' if here == 1 else 'processes'} of {of} on this host, {amount(machine.available)} available"
+    found += (
+        f"; {here} {'process' if here == 1 else 'processes'} of {of} on this host, "
+        f"{amount(machine.available)} available"
+    )
     if unknown and need <= FULL * machine.available:
         return graded(RUN, "memory", found, see, warns=True)
     return graded(

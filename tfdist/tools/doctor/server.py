@@ -1,8 +1,10 @@
-"""Questions at the addresses of this host's tasks are answered for a while; who asks chooses no path, address or size.
+"""Server of the doctor protocol, at the addresses of this host's tasks.
 
-What a stranger can make it do: tell who it is; take a bounded number of bytes; send such to another task of its own cluster file, so
-often as a cluster of its size needs; look for a file with a name of doctor's in places that its own command line names; who also knows
-its cluster can claim a fault of another task, and that a task is done.
+A client chooses no path, address or size. A stranger can make the server tell who it is, and take a
+limited number of bytes. A stranger can make it send such bytes to another task of the server's own
+cluster file, as often as a cluster of that size needs. A stranger can also make it look for a file
+with a name of the doctor's in directories that the server's own command line names. A client that
+knows the cluster can also claim a fault of another task, and claim that a task is done.
 """
 
 from __future__ import annotations
@@ -24,35 +26,43 @@ from tfdist.cluster.spec import ClusterSpec, Task
 from tfdist.tools.doctor.exchange import EXCHANGE_S, LINE_BYTES, STREAM_BYTES, STREAM_S, measure
 from tfdist.tools.doctor.file_systems import is_token, token_name
 
-AT_ONCE = 32  # connections
-SEEN_S = 3.0  # for a file of another host to appear: network disks remember for a while that it was not there
+AT_ONCE = 32  # maximum connections at a time
+# Seconds for a file of another host to appear, because network disks remember for a while that it
+# was missing.
+SEEN_S = 3.0
 
 
 class Desk:
-    """What this process answers, whichever of its tasks is asked.
+    """Answers of this process to the doctors of other hosts, for all tasks of this host.
 
     Args:
-        spec: The cluster.
-        badge: Of this process.
-        facts: What else it tells of its host.
-        places: Directories that are to be the same on all hosts; None for one that cannot be used here.
-        heard: Takes a line when another process asks for the first time, or says that it is done.
+        spec: Cluster spec.
+        badge: Badge of this process.
+        facts: Further facts about this host to tell.
+        places: Directories that should be the same on all hosts; None for one that cannot be used
+            here.
+        heard: Function that receives a line when another process asks for the first time, or says
+            that it is done.
     """
 
-    def __init__(self, spec: ClusterSpec, badge: Mapping[str, Any], facts: Mapping[str, Any], places: Sequence[str | None] = (),
-                 heard: Callable[[str], None] = lambda line: None):  # fmt: skip
-        self.spec, self.badge, self.facts, self.places = (
-            spec,
-            dict(badge),
-            dict(facts),
-            tuple(places),
-        )
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        badge: Mapping[str, Any],
+        facts: Mapping[str, Any],
+        places: Sequence[str | None] = (),
+        heard: Callable[[str], None] = lambda line: None,
+    ):
+        self.spec = spec
+        self.badge = dict(badge)
+        self.facts = dict(facts)
+        self.places = tuple(places)
         self.addresses = {str(task): task.address for task in spec.listening_tasks}
-        self.done: dict[str, str] = {}  # task -> what its doctor found wrong, "" for nothing
-        self.asked: dict[
-            str, set[str]
-        ] = {}  # process -> tasks of this host that it asked who they are
-        self._heard, self._known = heard, set[str]()
+        self.done: dict[str, str] = {}  # task -> fault that its doctor found, "" for none
+        # process -> tasks of this host that it asked who they are
+        self.asked: dict[str, set[str]] = {}
+        self._heard = heard
+        self._known = set[str]()
         self._measuring = threading.Lock()
         self._left = {
             "measure": 4 * len(self.addresses) + 40,
@@ -62,14 +72,19 @@ class Desk:
         self._lock = threading.Lock()
 
     def answer(self, asked: Mapping[str, Any], task: str, host: str) -> dict[str, Any]:
-        """The answer to a question.
+        """Answer a question.
 
         Args:
-            asked: The line that came.
-            task: Which of this host's tasks was asked.
-            host: Who asked, for the messages.
+            asked: Message that was received.
+            task: Task of this host that was asked.
+            host: Name of the host that asked, for messages.
+
+        Returns:
+            Fields of the answer.
         """
-        question, came, nonce = short(asked.get("ask")), time.time(), short(asked.get("nonce"))
+        question = short(asked.get("ask"))
+        came = time.time()
+        nonce = short(asked.get("nonce"))
         self._notice(asked, host)
         own = {**self.badge, "task": task}
         if question == "hello":
@@ -104,14 +119,14 @@ class Desk:
             self._heard(f"{name} asks")
 
     def _note_done(self, asked: Mapping[str, Any]) -> None:
-        names, wrong = asked.get("serves"), short(asked.get("wrong") or "")
+        names = asked.get("serves")
+        wrong = short(asked.get("wrong") or "")
         for name in names if isinstance(names, list) else []:
             if not isinstance(name, str) or name not in self.addresses:
                 continue
             with self._lock:
-                new = name not in self.done or bool(
-                    wrong and not self.done[name]
-                )  # a fault counts, whoever said before that there is none
+                # A fault counts even if somebody said before that there is none.
+                new = name not in self.done or bool(wrong and not self.done[name])
                 self.done[name] = wrong if new else self.done[name]
             if new:
                 self._heard(f"{name} is done" + (f": {self.done[name]}" if self.done[name] else ""))
@@ -122,14 +137,19 @@ class Desk:
             return self._left[question] >= 0
 
     def _seen(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """What a file of a token holds, which another host has written to the place with the same number."""
-        number, token = asked.get("place"), asked.get("token")
+        """Return the content of a token's file that another host has written.
+
+        The file is looked for in the directory with the same number on this host.
+        """
+        number = asked.get("place")
+        token = asked.get("token")
         if not isinstance(number, int) or isinstance(number, bool) or not is_token(token):
             return {"refused": "no token"}
         place = self.places[number] if 0 <= number < len(self.places) else None
         if place is None:
             return {"place": None}
-        path, end = Path(place) / token_name(str(token)), time.monotonic() + SEEN_S
+        path = Path(place) / token_name(str(token))
+        end = time.monotonic() + SEEN_S
         while True:
             with contextlib.suppress(OSError):
                 os.listdir(path.parent)  # makes some network disks look again
@@ -155,30 +175,35 @@ class Desk:
 
 
 class Server(socketserver.ThreadingTCPServer):
-    """Answers at one task's address, from the `with` statement on.
+    """TCP server at the address of one task, which answers from the `with` statement on.
 
     Args:
-        desk: Gives the answers.
-        task: The task.
+        desk: Source of the answers.
+        task: Task at whose address it listens.
 
     Raises:
         OSError: The address cannot be listened at.
     """
 
     allow_reuse_address = True
-    daemon_threads = False  # closing waits for the answers under way, which are bounded: TensorFlow's port must be free then
+    # Closing waits for the answers under way, which take a limited time: TensorFlow's port must be
+    # free afterwards.
+    daemon_threads = False
     request_queue_size = 128
 
     def __init__(self, desk: Desk, task: Task):
         self.address_family, sockaddr = resolve_address(task.address)
-        self.desk, self.task = desk, task
+        self.desk = desk
+        self.task = task
         self._free = threading.BoundedSemaphore(AT_ONCE)
         super().__init__(sockaddr, _Handler)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
+        """See `socketserver.BaseServer`."""
         return self._free.acquire(blocking=False)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """See `socketserver.ThreadingMixIn`."""
         try:
             super().process_request_thread(request, client_address)
         finally:
@@ -197,7 +222,7 @@ class _Handler(socketserver.BaseRequestHandler):
     server: Server
 
     def handle(self) -> None:
-        with contextlib.suppress(OSError, ValueError):  # a stranger, or somebody who left
+        with contextlib.suppress(OSError, ValueError):  # the client is a stranger or has left
             connection: socket.socket = self.request
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             asked = receive(connection, time.monotonic() + EXCHANGE_S, LINE_BYTES, "doctor")
@@ -206,14 +231,17 @@ class _Handler(socketserver.BaseRequestHandler):
             if asked.get("ask") == "stream" and "refused" not in answer:
                 _take(connection)
             connection.settimeout(EXCHANGE_S)
-            connection.recv(
-                1
-            )  # the asker closes first: TIME_WAIT stays with it, not on TensorFlow's port
+            # The asker closes first, so TIME_WAIT stays with it and not on TensorFlow's port.
+            connection.recv(1)
 
 
 def _take(connection: socket.socket) -> None:
-    """Sends back single bytes, then counts those of a stream until its end, its bound or its time."""
-    limit, count = time.monotonic() + EXCHANGE_S + STREAM_S, 0
+    """Echo single bytes, then count the bytes of a stream until its end or a limit.
+
+    The limits are a number of bytes and a time.
+    """
+    limit = time.monotonic() + EXCHANGE_S + STREAM_S
+    count = 0
     while count < 2 * STREAM_BYTES and time.monotonic() < limit:
         connection.settimeout(max(limit - time.monotonic(), 0.001))
         piece = connection.recv(1 << 20)

@@ -1,4 +1,4 @@
-"""Checks become the lines of a table for a terminal; nothing is judged here."""
+"""Table of checks for a terminal."""
 
 from __future__ import annotations
 
@@ -11,23 +11,28 @@ from tfdist.tools.doctor.formatting import printable
 
 _COLOURS = {PASS: "\x1b[32m", WARN: "\x1b[33m", FAIL: "\x1b[31m"}
 _END = "\x1b[0m"
-_NAME = 15  # columns of a name; longer ones push what was found to the right
+_NAME = 15  # columns of a name; a longer name moves the finding to the right
 _WORDS = {PASS: ("passed", "passed"), WARN: ("warning", "warnings"), FAIL: ("failure", "failures")}
 
 
 def lines(
     checks: Sequence[Check], titles: dict[str, str], width: int, colour: bool = False
 ) -> list[str]:
-    """The table.
+    r"""Format checks as the lines of a table.
 
     Args:
-        checks: In the order in which they are to stand.
-        titles: Part of `Check` -> the line above its checks.
-        width: Columns of the terminal.
-        colour: Whether it knows colours.
+        checks: Checks in display order.
+        titles: Heading of each part of the diagnosis, by `Check.part`.
+        width: Number of columns of the terminal.
+        colour: Boolean, whether the terminal supports colours, default False.
+
+    Returns:
+        Lines of the table.
 
     Example:
-        >>> print("\\n".join(lines([Check("host", "cores", "warn", "1 of 8", "take more")], {"host": "this host"}, 60)))
+        >>> print("\n".join(lines(
+        ...     [Check("host", "cores", "warn", "1 of 8", "take more")], {"host": "this host"}, 60
+        ... )))
         this host
           warn  cores           1 of 8
                                 remedy: take more
@@ -41,7 +46,7 @@ def lines(
 
 
 def summary(checks: Sequence[Check], colour: bool = False) -> str:
-    """How it stands, in one line.
+    """Count the checks of each status in one line.
 
     Example:
         >>> summary([Check("host", "cores", "pass", "2")])

@@ -1,4 +1,7 @@
-"""A config is tried: its data are read, its model is built, and one replica's step is measured; it is the probe's process that does so."""
+"""Trial of a config: read its data, build its model and measure a step of one replica.
+
+The process of the module `probe` runs it.
+"""
 
 from __future__ import annotations
 
@@ -19,30 +22,32 @@ if TYPE_CHECKING:
     from tfdist import config
 
 STAGES = ("config", "output", "data", "model", "step", "done")
-_OWN = "tfdist_digits"  # prepared from a package within a second; others are downloaded
+_OWN = "tfdist_digits"  # data set from a package, prepared within a second; others are downloaded
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """How far a config came, and what was found until then.
+    """Progress and findings of the trial of a config.
 
     Attributes:
-        stage: What was being tried, of `STAGES`; "done": all of it went well.
-        error: Why it went no further, a sentence; "": it did.
-        name: Of the run.
-        directory: Where it will write.
-        strategy: What `strategy.name` says.
-        global_batch: Examples of a step, of all replicas together.
-        replicas: Of one process.
-        data: The data in words; "" where they were not read.
-        unprepared: The data set that would be downloaded first; "": none.
-        parameters: How many numbers the model has.
-        rows: Examples of the step that was measured, those of one replica.
-        weights, gradients, optimizer: Bytes of the model's variables, of the gradients, and of the optimizer's variables.
-        grown: Bytes by which the process grew, from before the model to the highest point of its steps.
-        peak: Bytes of the whole process at that point.
-        gpu_peak: Bytes of a GPU at the highest point; None: the step ran on the CPU.
-        seconds: Of the second step; the first one compiles.
+        stage: Stage that was being tried, one of `STAGES`; "done" if all of them succeeded.
+        error: Reason why the trial stopped, as a sentence; "" if it did not.
+        name: Name of the run.
+        directory: Directory to which the run will write.
+        strategy: Value of `strategy.name`.
+        global_batch: Number of examples in a step of all replicas together.
+        replicas: Number of replicas of one process.
+        data: Description of the data; "" if they were not read.
+        unprepared: Name of the data set that would be downloaded first; "" if there is none.
+        parameters: Number of parameters of the model.
+        rows: Number of examples in the measured step, which is the step of one replica.
+        weights: Bytes of the model's variables.
+        gradients: Bytes of the gradients.
+        optimizer: Bytes of the optimizer's variables.
+        grown: Bytes by which the process grew, from before the model to the peak of its steps.
+        peak: Bytes of the whole process at that peak.
+        gpu_peak: Bytes of a GPU at its peak; None if the step ran on the CPU.
+        seconds: Duration of the second step in seconds; the first step compiles.
     """
 
     stage: str = STAGES[0]
@@ -66,18 +71,21 @@ class Trial:
 
 
 def steps(words: Sequence[str], workers: int) -> Iterator[Trial]:
-    """Tries a config, stage by stage, and tells after each how far it came.
+    """Try a config stage by stage, and yield the progress after each stage.
 
     Args:
-        words: The config, as `tfdist train` takes it.
-        workers: Processes that train together.
+        words: Arguments of the config, as `tfdist train` takes them.
+        workers: Number of processes that train together.
+
+    Yields:
+        The progress so far.
     """
     trial = Trial()
     yield trial
     try:
         for trial in _stages(words, workers):
             yield trial
-    except Exception as error:  # whatever it is, it would be the training's error too
+    except Exception as error:  # any error here would also be an error of the training
         import tensorflow as tf
 
         text = " ".join(str(getattr(error, "message", error)).split())
@@ -94,9 +102,13 @@ def _stages(words: Sequence[str], workers: int) -> Iterator[Trial]:
 
     settings = train_command.parse(words)
     trial = Trial(
-        STAGES[1], name=settings.name, strategy=settings.strategy.name, global_batch=settings.data.global_batch, replicas=_replicas(settings),
+        STAGES[1],
+        name=settings.name,
+        strategy=settings.strategy.name,
+        global_batch=settings.data.global_batch,
+        replicas=_replicas(settings),
         directory=settings.output.dir or "",
-    )  # fmt: skip
+    )
     yield trial
     trial = dataclasses.replace(
         trial, stage=STAGES[2], directory=str(train_command.find_directory(settings))
@@ -105,10 +117,8 @@ def _stages(words: Sequence[str], workers: int) -> Iterator[Trial]:
     if name := _unprepared(settings):
         yield dataclasses.replace(trial, unprepared=name)
         return
-    train, test = (
-        input_pipeline.pipeline(settings, "train"),
-        input_pipeline.pipeline(settings, "eval"),
-    )
+    train = input_pipeline.pipeline(settings, "train")
+    test = input_pipeline.pipeline(settings, "eval")
     batch = next(iter(train))
     next(iter(test))
     counts = [
@@ -119,7 +129,10 @@ def _stages(words: Sequence[str], workers: int) -> Iterator[Trial]:
     ]
     name = train.batches.source.name if input_pipeline.is_pipeline(train) else settings.data.name
     shape, classes = input_pipeline.shapes(train)
-    found = f"{name}: {counts[0]} examples to train and {counts[1]} to evaluate on; inputs {_brackets(shape)}"
+    found = (
+        f"{name}: {counts[0]} examples to train and {counts[1]} to evaluate on; "
+        f"inputs {_brackets(shape)}"
+    )
     trial = dataclasses.replace(
         trial, stage=STAGES[3], data=found + (f", {classes} classes" if classes is not None else "")
     )
@@ -130,7 +143,7 @@ def _stages(words: Sequence[str], workers: int) -> Iterator[Trial]:
 def _measured(
     trial: Trial, settings: config.Run, train: Any, batch: Any, workers: int
 ) -> Iterator[Trial]:
-    """Builds the model, and makes two steps with one replica's rows."""
+    """Build the model, and make two steps with the rows of one replica."""
     import tensorflow as tf
 
     from tfdist.data.batch_rows import count_rows, cut
@@ -168,7 +181,7 @@ def _measured(
 
 
 def _replicas(settings: config.Run) -> int:
-    """Replicas of one process."""
+    """Return the number of replicas of one process."""
     import tensorflow as tf
 
     from tfdist.strategies import devices
@@ -178,7 +191,7 @@ def _replicas(settings: config.Run) -> int:
 
 
 def _unprepared(settings: config.Run) -> str:
-    """The TFDS data set that training would download first; "" where nothing is to be downloaded."""
+    """Return the TFDS data set that training would download first; "" if there is none."""
     if (
         settings.data.catalog is not None
         or settings.data.name == _OWN
@@ -190,7 +203,7 @@ def _unprepared(settings: config.Run) -> str:
     try:
         builder = tfds.builder(settings.data.name, data_dir=settings.data.data_dir)
     except tfds.core.DatasetNotFoundError:
-        return ""  # the pipeline's own error says more
+        return ""  # the error of the data pipeline says more
     return (
         ""
         if (builder.data_path / "dataset_info.json").exists()
@@ -199,7 +212,7 @@ def _unprepared(settings: config.Run) -> str:
 
 
 def _brackets(shape: Any) -> str:
-    """A shape, or a nest of them, in brackets.
+    """Format a shape, or a nest of shapes, in brackets.
 
     Example:
         >>> _brackets((8, 8, 1)), _brackets({"a": (3,)})
@@ -228,16 +241,21 @@ def _size(dtype: str) -> int:
 
 
 def _reset_peak() -> int:
-    """Begins to look for the highest point of this process' memory anew; returns its bytes now."""
-    with contextlib.suppress(
-        OSError
-    ):  # then it is that of the import, should that have been higher
+    """Reset the peak memory of this process, and return its memory now in bytes."""
+    # If the reset fails, the peak may be the peak of the import.
+    with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     return _status("VmRSS")
 
 
 def _status(key: str) -> int:
-    """Bytes, of a line of Linux' /proc/self/status; elsewhere the highest point since the process began."""
+    """Return the bytes that a line of Linux's /proc/self/status gives.
+
+    On other systems, return the peak memory since the process began.
+
+    Args:
+        key: Name of the line, such as "VmRSS".
+    """
     with contextlib.suppress(OSError):
         if match := re.search(
             rf"^{key}:\s+(\d+) kB",

@@ -1,1 +1,4 @@
-"""A run's memory and traffic are predicted for each way to spread it over devices, before any of them is there."""
+"""Predictions of the memory and traffic of a run for each way to distribute it.
+
+The predictions do not need the devices, so you can make them before you have any.
+"""

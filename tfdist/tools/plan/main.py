@@ -1,4 +1,4 @@
-"""The words after `tfdist plan` become a table of ways to spread a run over devices, and the one to take."""
+"""Command-line interface of `tfdist plan`, which compares ways to distribute a run."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ _UNITS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command `tfdist plan`.
+    """Run the command `tfdist plan`.
 
     Args:
-        argv: The words after `tfdist plan`.
+        argv: Arguments after `tfdist plan`.
 
     Returns:
-        0; 1 where no way fits the memory; 2 for a mistake on the command line; 78 for a config that cannot be built.
+        Exit code: 0 on success; 1 if no way fits the memory; 2 for a mistake on the command line;
+        78 for a config that cannot be built; 130 after Ctrl-C.
     """
     try:
         flags, words = parse(argv)
@@ -50,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
                 "devices": flags.devices,
                 "microbatches": flags.microbatches,
             }
-            # Its other allocator does not count tensors below 256 KB.
+            # TensorFlow's other CPU allocator does not count tensors below 256 KB.
             said, end = child.run(
                 "tfdist.tools.plan.probe", question, flags.timeout, TF_CPU_ALLOCATOR_USE_BFC="true"
             )
@@ -58,7 +59,10 @@ def main(argv: Sequence[str]) -> int:
         print("plan interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     if "error" in said or not said:
-        what = f"the model could not be measured: the process that builds it {end or 'said nothing'}; --timeout gives it {flags.timeout:g} s"
+        what = (
+            "the model could not be measured: the process that builds it "
+            f"{end or 'said nothing'}; --timeout gives it {flags.timeout:g} s"
+        )
         print(f"error: {said.get('error') or what}", file=sys.stderr)
         return 78
     needs = Needs(**{**said, "stages": [Stage(**stage) for stage in said["stages"]]})
@@ -82,18 +86,26 @@ def main(argv: Sequence[str]) -> int:
 def table(
     needs: Needs, found: Sequence[Way], memory: int | None, chosen: Way | None, why: str
 ) -> list[str]:
-    """What is printed.
+    """Return the lines that `tfdist plan` prints.
 
     Args:
-        needs: Of one device.
-        found: Of `ways`.
-        memory: Bytes of each device; None: not known.
-        chosen: Of `choose`.
-        why: Of `choose`.
+        needs: Needs of a training step on one device.
+        found: Ways that `ways` returned.
+        memory: Memory of each device in bytes; None if it is unknown.
+        chosen: Way that `choose` returned; None if no way fits.
+        why: Reason that `choose` returned.
+
+    Returns:
+        Lines of text.
     """
-    state = f"weights {amount(needs.trainable + needs.frozen)}, gradients {amount(needs.trainable)}, optimizer {amount(needs.slots + needs.scalars)}"
+    state = (
+        f"weights {amount(needs.trainable + needs.frozen)}, "
+        f"gradients {amount(needs.trainable)}, "
+        f"optimizer {amount(needs.slots + needs.scalars)}"
+    )
     lines = [
-        f"One device, {needs.rows} examples a step: {state}, activations {amount(needs.fixed + needs.per_row * needs.rows)}",
+        f"One device, {needs.rows} examples a step: {state}, "
+        f"activations {amount(needs.fixed + needs.per_row * needs.rows)}",
         "",
     ]
     room = f" of {amount(memory)}" if memory else ""
@@ -125,16 +137,16 @@ def table(
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Reads the command line.
+    """Parse the command line.
 
     Args:
-        argv: The words after `tfdist plan`.
+        argv: Arguments after `tfdist plan`.
 
     Returns:
-        The flags, and the words about the config.
+        The flags, and the arguments about the config.
 
     Raises:
-        ValueError: Names the flag, what was expected and received.
+        ValueError: A flag is wrong. The message names the flag, and what was expected and received.
 
     Example:
         >>> flags, words = parse(["--config=a.py", "--devices", "4", "--memory", "16GB"])
@@ -145,7 +157,16 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def memory(text: str) -> int:
-    """For `type=` of a flag: bytes.
+    """Convert the text of a flag to a number of bytes, as `type=` of the flag.
+
+    Args:
+        text: Amount with a unit, decimal or binary.
+
+    Returns:
+        Number of bytes.
+
+    Raises:
+        argparse.ArgumentTypeError: The text is not an amount with a unit.
 
     Example:
         >>> memory("16GB"), memory("1.5 GiB")
@@ -165,8 +186,10 @@ def memory(text: str) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="tfdist plan",
-        usage="tfdist plan --config=FILE.py [--config.SECTION.KEY=VALUE ...] [--devices N] [--memory AMOUNT]",
-        description="Predicts, for each way to spread a run over devices, the memory of each device and the bytes that it sends, from gradients of small "
+        usage="tfdist plan --config=FILE.py [--config.SECTION.KEY=VALUE ...] "
+        "[--devices N] [--memory AMOUNT]",
+        description="Predicts, for each way to spread a run over devices, "
+        "the memory of each device and the bytes that it sends, from gradients of small "
         "batches on this machine's CPU; and recommends one.",
         allow_abbrev=False,
     )

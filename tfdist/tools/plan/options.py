@@ -1,4 +1,7 @@
-"""What a model needs on one device becomes what each way to spread it needs on each of several: arithmetic, nothing is measured."""
+"""Analytic memory and communication costs of each way to distribute training.
+
+All figures are computed from the needs of a training step on one device.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,15 @@ from tfdist.parallel.pipeline_parallel import schedule
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """One stage of the model, cut for a pipeline.
+    """One stage of a model that is cut for pipeline parallelism.
 
     Attributes:
-        weights: Bytes of its trainable variables.
+        weights: Bytes of the stage's trainable variables.
         frozen: Bytes of its other variables.
-        share: Of the model's activations, by the size of layers' outputs, from 0 to 1.
-        passed: Bytes for each example that it sends: outputs to later stages, gradients to earlier ones; None: the model does not say, as
-            a length is known with the data only.
+        share: Share of the model's activations, by the size of the layers' outputs, from 0 to 1.
+        passed: Bytes that the stage sends for each example: outputs to later stages and gradients
+            to earlier ones. None if the model does not tell, because a length is known with the
+            data only.
     """
 
     weights: int
@@ -29,21 +33,21 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-    """What a training step needs on one device.
+    """Memory that a training step needs on one device.
 
     Attributes:
         weights: Bytes of each trainable variable.
-        units: Bytes of trainable variables of each layer that FSDP gathers at once.
-        frozen: Bytes of all other variables: statistics, seeds, metrics.
+        units: Bytes of the trainable variables of each layer that FSDP gathers at once.
+        frozen: Bytes of all other variables: statistics, seeds and metrics.
         slots: Bytes of the optimizer's state that grows with the weights.
-        scalars: Bytes of its other state.
-        fixed: Bytes of a step that stay the same with any number of rows, apart from gradients.
+        scalars: Bytes of the optimizer's other state.
+        fixed: Bytes of a step that do not depend on the number of rows, apart from gradients.
         per_row: Bytes of a step for each example: activations.
-        rows: Examples of the global batch.
-        last: Of an epoch's last one.
-        stages: The model cut for the devices; none where it cannot be.
-        not_sharded: Why ZeRO and FSDP cannot take the optimizer; "": they can.
-        not_cut: Why the model cannot be cut; "": it can.
+        rows: Number of examples in the global batch.
+        last: Number of examples in the last batch of an epoch.
+        stages: Stages of the model for the devices; empty if it cannot be cut.
+        not_sharded: Reason why ZeRO and FSDP cannot shard the optimizer; "" if they can.
+        not_cut: Reason why the model cannot be cut into stages; "" if it can.
     """
 
     weights: Sequence[int]
@@ -61,23 +65,23 @@ class Needs:
 
     @property
     def trainable(self) -> int:
-        """Bytes of all trainable variables."""
+        """Return the bytes of all trainable variables."""
         return sum(self.weights)
 
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """One way to spread a training, and what each device needs.
+    """One way to distribute training, with the memory and traffic of each device.
 
     Attributes:
-        name: Of the way.
-        how: What to write to have it.
-        devices: How many it takes.
-        resident: Bytes that are there between steps.
-        peak: Bytes that a step needs, at most.
-        sent: Bytes that a device sends to others in a step; None: not known.
-        why: What it costs, in words.
-        refused: Why it cannot be had; "": it can.
+        name: Name of the way.
+        how: Setting or call that selects the way.
+        devices: Number of devices that it takes.
+        resident: Bytes that a device holds between steps.
+        peak: Maximum bytes that a device needs in a step.
+        sent: Bytes that a device sends to others in a step; None if they are unknown.
+        why: Cost of the way, in words.
+        refused: Reason why the way is not possible; "" if it is possible.
     """
 
     name: str
@@ -91,14 +95,17 @@ class Way:
 
 
 def ways(needs: Needs, devices: int, microbatches: int = 8) -> list[Way]:
-    """All ways over so many devices, the simplest first.
+    """Return all ways to train on a number of devices, the simplest first.
 
-    ZeRO-1 comes behind ZeRO-2, which needs no more, and sends less.
+    ZeRO-1 follows ZeRO-2, because ZeRO-2 needs no more memory and sends less.
 
     Args:
-        needs: Of one device.
-        devices: How many there are, 1 or more.
-        microbatches: Of a pipeline.
+        needs: Needs of a training step on one device.
+        devices: Number of devices, at least 1.
+        microbatches: Number of micro-batches of pipeline parallelism, default 8.
+
+    Returns:
+        The ways, including those that are not possible.
     """
     found = [_one(needs)]
     if devices > 1:
@@ -117,28 +124,36 @@ def ways(needs: Needs, devices: int, microbatches: int = 8) -> list[Way]:
 
 
 def choose(found: Sequence[Way], memory: int | None) -> tuple[Way | None, str]:
-    """The way to take, and why: the first that fits, as each later one that saves memory costs more, or is harder to use.
+    """Choose the first way that fits the memory of a device.
+
+    The simplest ways come first. Each later way that saves memory costs more, or is harder to use.
 
     Args:
-        found: Of `ways`.
-        memory: Bytes of a device; None: not known.
+        found: Ways that `ways` returned.
+        memory: Memory of a device in bytes; None if it is unknown.
+
+    Returns:
+        The way, None if none fits; and the reason in words.
     """
     several = [way for way in found if way.devices > 1 and not way.refused] or list(found)
+    # Keep only ways that need less memory than every way before them.
     several = [
         way
         for place, way in enumerate(several)
         if all(way.peak < before.peak for before in several[:place])
-    ]  # each saves memory
+    ]
     if memory is None:
         return (
             several[0],
-            "how much memory a device has is not known; with enough, the simplest way is the quickest",
+            "how much memory a device has is not known; "
+            "with enough, the simplest way is the quickest",
         )
     fits = [way for way in several if way.peak <= memory]
     if not fits:
         least = min(several, key=lambda way: way.peak)
         return None, (
-            f"none fits: the least, {least.name}, needs {least.peak / 1e9:.2f} GB at its peak; take more devices, a smaller "
+            f"none fits: the least, {least.name}, needs {least.peak / 1e9:.2f} GB at its peak; "
+            "take more devices, a smaller "
             'global batch, or train.precision="mixed_bfloat16"'
         )
     before = several[: several.index(fits[0])]
@@ -156,7 +171,10 @@ def _one(needs: Needs) -> Way:
 
 
 def _step(needs: Needs, devices: int, shards: int = 1) -> int:
-    """Bytes of a step on one of several replicas, apart from gradients: activations, and what an optimizer computes of a variable or its shard."""
+    """Return the bytes of a step on one of several replicas, apart from gradients.
+
+    They hold the activations, and what the optimizer computes for a variable or for its shard.
+    """
     return (
         needs.fixed
         + math.ceil(needs.per_row * math.ceil(needs.rows / devices))
@@ -165,7 +183,7 @@ def _step(needs: Needs, devices: int, shards: int = 1) -> int:
 
 
 def _update(needs: Needs) -> int:
-    """Bytes of what an optimizer computes of the largest variable, apart from its state."""
+    """Return the bytes that the optimizer computes for the largest variable, without state."""
     return 2 * max(needs.weights, default=0)
 
 
@@ -188,12 +206,10 @@ def _mirrored(needs: Needs, devices: int, comm_dtype: bool = False) -> Way:
 
 def _zero(needs: Needs, devices: int, stage: int, comm_dtype: bool = False) -> Way:
     part = _part(needs, devices)
-    resident = (
-        needs.trainable + needs.frozen + part + _slots(needs, devices) + needs.scalars
-    )  # with the shards that the optimizer updates
-    peak = (
-        resident + needs.trainable + _step(needs, devices, devices) + part
-    )  # gradients, and the part of their sums that is kept
+    # The first `part` holds the shards that the optimizer updates.
+    resident = needs.trainable + needs.frozen + part + _slots(needs, devices) + needs.scalars
+    # Gradients, and the shard of their sums that the device keeps.
+    peak = resident + needs.trainable + _step(needs, devices, devices) + part
     gradients = _others(needs.trainable, devices) * (2 if stage == 1 else 1)
     sent = (gradients + _others(needs.trainable, devices)) // (2 if comm_dtype else 1)
     name = f"ZeRO-{stage}" + (", bfloat16" if comm_dtype else "")
@@ -212,9 +228,8 @@ def _fsdp(needs: Needs, devices: int) -> Way:
     part = _part(needs, devices)
     resident = part + needs.frozen + _slots(needs, devices) + needs.scalars
     largest = max(needs.units, default=0)
-    peak = (
-        resident + part + 3 * largest + _step(needs, devices, devices)
-    )  # weights of the layer in use and of the next, and a layer's gradients
+    # The three layers are the weights of the layer in use and of the next, and a layer's gradients.
+    peak = resident + part + 3 * largest + _step(needs, devices, devices)
     stay = needs.units[len(needs.units) - schedule.kept(needs.units, 1, part) :]
     sent = 3 * _others(needs.trainable, devices) - _others(sum(stay), devices)
     return Way(
@@ -235,7 +250,10 @@ def _pipeline(needs: Needs, devices: int, microbatches: int) -> Way:
     if not refused and needs.rows % microbatches:
         refused = f"{microbatches} micro-batches do not divide the batch of {needs.rows} examples"
     if not refused and needs.last % microbatches:
-        refused = f'{microbatches} micro-batches do not divide an epoch\'s last batch of {needs.last} examples; take data.tail="drop"'
+        refused = (
+            f"{microbatches} micro-batches do not divide an epoch's last batch of "
+            f'{needs.last} examples; take data.tail="drop"'
+        )
     if refused:
         return Way("pipeline", how, devices, 0, 0, None, "", refused)
     resident = [
@@ -251,7 +269,8 @@ def _pipeline(needs: Needs, devices: int, microbatches: int) -> Way:
         math.ceil(needs.fixed * stage.share + needs.per_row * stage.share * rows * held)
         for stage, held in zip(needs.stages, in_flight, strict=True)
     ]
-    # A stage's sums of gradients, and those of a micro-batch, or what the optimizer computes.
+    # A stage holds its summed gradients, and either the gradients of a micro-batch or what the
+    # optimizer computes.
     peak = max(
         there + stage.weights + max(stage.weights, _update(needs)) + step
         for there, stage, step in zip(resident, needs.stages, steps, strict=True)
@@ -270,12 +289,15 @@ def _pipeline(needs: Needs, devices: int, microbatches: int) -> Way:
 
 
 def _others(count: int, devices: int) -> int:
-    """What goes to the other devices, where each keeps its part."""
+    """Return the bytes that go to the other devices when each device keeps its part."""
     return count * (devices - 1) // devices
 
 
 def _part(needs: Needs, devices: int) -> int:
-    """The rows of all trainable variables that one device holds; each is padded to equal rows."""
+    """Return the bytes of the shards of all trainable variables that one device holds.
+
+    Each variable is padded so that all its shards have equally many rows.
+    """
     return sum(-(-count // devices) for count in needs.weights)
 
 

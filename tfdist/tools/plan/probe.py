@@ -1,4 +1,7 @@
-"""A process builds a config's model on this machine's CPU, and tells what its steps need; see `main`, which reads it."""
+"""Subprocess that measures the training step of a config on this machine's CPU.
+
+`tfdist.tools.plan.main` starts it and reads its answer.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,17 @@ from typing import Any
 from tfdist.tools.doctor import child
 from tfdist.tools.plan.options import Needs, Stage
 
-_ROWS = 64  # of the smaller of two batches that are compared, at most: what is planned may be too large for this machine
+# Maximum rows of the smaller of the two batches that are compared, because the planned batch may be
+# too large for this machine.
+_ROWS = 64
 
 
 def main(argv: list[str]) -> None:
-    """Tells the `Needs` of a config, or {"error": a sentence}.
+    """Send the `Needs` of a config, or {"error": message}, to the parent process.
 
     Args:
-        argv: As JSON: {"words": the config, as `tfdist train` takes it; "devices": how many; "microbatches": of a pipeline}.
+        argv: One JSON text: {"words": the config, as `tfdist train` takes it; "devices": number of
+            devices; "microbatches": number of micro-batches of pipeline parallelism}.
     """
     asked = json.loads(argv[0])
     try:
@@ -32,15 +38,21 @@ def main(argv: list[str]) -> None:
 
 
 def look(words: Sequence[str], devices: int, microbatches: int) -> Needs:
-    """Builds, and computes the loss of some examples.
+    """Build the model of a config, and measure the memory of its training step.
+
+    The loss of two batches of different sizes is computed, so that fixed costs can be told from
+    those of each row.
 
     Args:
-        words: The config, as `tfdist train` takes it.
-        devices: Into so many stages the model is cut.
-        microbatches: Of a pipeline.
+        words: Arguments of the config, as `tfdist train` takes them.
+        devices: Number of stages into which the model is cut.
+        microbatches: Number of micro-batches of pipeline parallelism.
+
+    Returns:
+        Needs of a training step on one device.
 
     Raises:
-        ValueError: For settings that do not fit each other, the data or this machine.
+        ValueError: The settings do not fit each other, the data or this machine.
     """
     import tensorflow as tf
 
@@ -52,9 +64,8 @@ def look(words: Sequence[str], devices: int, microbatches: int) -> Needs:
 
     tf.config.set_visible_devices([], "GPU")
     settings = train_command.parse(words)
-    settings = dataclasses.replace(
-        settings, parallel=config.Parallel(), sync=config.Sync()
-    )  # what they save is to be found
+    # The plan computes what these settings save, so the model is measured without them.
+    settings = dataclasses.replace(settings, parallel=config.Parallel(), sync=config.Sync())
     train = input_pipeline.pipeline(settings)
     batch = next(iter(train))
     rows = int(count_rows(batch))
@@ -90,7 +101,10 @@ def look(words: Sequence[str], devices: int, microbatches: int) -> Needs:
 
 
 def _held(model: Any, batch: Any) -> int:
-    """Bytes by which tensors grow at most in a forward pass that keeps what backward needs, and in backward, apart from gradients of weights."""
+    """Return the maximum growth of tensor memory in a forward and a backward pass, in bytes.
+
+    The forward pass keeps what the backward pass needs. Gradients of weights are not counted.
+    """
     import keras
     import tensorflow as tf
 
@@ -126,7 +140,10 @@ def _first(batch: Any, rows: int) -> Any:
 
 
 def _stages(model: Any, count: int) -> tuple[list[Stage], str]:
-    """The model in stages, as `tfdist.parallel.pipeline` cuts it by itself; or why it cannot be."""
+    """Cut the model into stages, or return the reason why it cannot be cut.
+
+    The cut is the default cut of `tfdist.parallel.pipeline`.
+    """
     from tfdist.parallel.pipeline_parallel import split
 
     try:
@@ -161,7 +178,7 @@ def _stages(model: Any, count: int) -> tuple[list[Stage], str]:
 
 
 def _size(tensor: Any) -> int | None:
-    """Bytes of a symbolic tensor for an example; None where a length is open."""
+    """Return the bytes of a symbolic tensor for one example; None if a length is unknown."""
     import tensorflow as tf
 
     return (
@@ -172,7 +189,10 @@ def _size(tensor: Any) -> int | None:
 
 
 def _refusal(check: Any, *args: Any) -> str:
-    """What a check says; "": nothing."""
+    """Return the message of a check that fails; "" if the check passes.
+
+    Only the first sentence of the message is returned.
+    """
     try:
         check(*args)
     except ValueError as error:

@@ -1,5 +1,6 @@
-"""A run's or a benchmark's files become one page.
+"""HTML reports about runs and benchmarks.
 
-`read`, `bench`: files become facts. `outline`, `comparison`, `scaling`: facts become sections with figures, which `curves`, `steps`
-and `timeline` draw. `page`: sections become HTML. `main`: the command.
+`read` and `bench` parse files. `outline` and `comparison` build the report's sections, with figures
+from `curves`, `steps`, `timeline` and `scaling`. `page` renders the sections as HTML. `main` is the
+command.
 """

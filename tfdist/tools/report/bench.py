@@ -1,4 +1,4 @@
-"""The file of a benchmark becomes facts; a setup that is damaged is named and left out."""
+"""Parser for benchmark files; a damaged setup is reported and left out."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ SCALING, PREDICT, ALLREDUCE = KINDS
 
 @dataclasses.dataclass(frozen=True)
 class Benchmark:
-    """What `tfdist bench` has measured, as far as its file is whole.
+    """Results of `tfdist bench`, as far as the file is intact.
 
     Attributes:
-        path: Its directory.
+        path: Directory of the benchmark.
         kind: One of `KINDS`.
-        facts: All else that its file says: name, command, time, config, machine, versions, options, notes.
-        setups: Its rows.
-        problems: What is wrong with its file.
+        facts: All other contents of the file: name, command, time, config, machine, versions,
+            options, notes.
+        setups: Measured setups.
+        problems: Sentences about damage in the file.
     """
 
     path: Path
@@ -35,19 +36,20 @@ class Benchmark:
     problems: tuple[str, ...]
 
     def section(self, name: str) -> dict[str, Any]:
-        """A part of the file, such as "machine"; empty where there is none."""
+        """Return a section of the file, such as "machine"; empty if there is none."""
         return section(self.facts, name)
 
     @property
     def notes(self) -> list[str]:
-        """Sentences that compare setups."""
+        """Return the sentences that compare setups."""
         found = self.facts.get("notes")
         return [str(note) for note in found] if isinstance(found, list) else []
 
 
 def read_benchmark(directory: Path) -> Benchmark:
-    """Reads a benchmark's directory; without a row where its file is damaged."""
-    reader, setups = Reader(), []
+    """Read a benchmark's directory; a damaged file gives a benchmark without setups."""
+    reader = Reader()
+    setups = []
     facts = reader.object(directory / FILE) or {}
     listed = facts.get("setups")
     if facts and not isinstance(listed, list):
@@ -72,18 +74,21 @@ def read_benchmark(directory: Path) -> Benchmark:
 
 
 def label(setup: Setup) -> str:
-    """What tells a setup from others, in words."""
+    """Return words that tell a setup from other setups."""
     modes = f", {' and '.join(setup.modes)}" if setup.modes else ""
     return f"{setup.strategy} {TIMES}{setup.replicas}{modes}"
 
 
 def rate(setup: Setup) -> float:
-    """Examples per second of the median round; 0 where there are none."""
+    """Return the examples per second of the median round; 0 if none was measured."""
     return setup.rate if setup.rates else 0.0
 
 
 def parts(setup: Setup) -> dict[str, float]:
-    """Seconds of each part of a step, a mean of all workers; empty where not measured."""
+    """Return the seconds of each part of a step, as a mean over all workers.
+
+    The result is empty if the step breakdown was not measured.
+    """
     measured = list(setup.step_breakdown.values())
     return (
         {part: statistics.fmean(own.get(part, 0.0) for own in measured) for part in PARTS}
@@ -93,7 +98,7 @@ def parts(setup: Setup) -> dict[str, float]:
 
 
 def _checked(setup: Setup) -> Setup:
-    """The setup, whose values are of the kinds that they should be."""
+    """Return the setup; raise ValueError if its values have wrong types or ranges."""
     numbers = [
         setup.replicas,
         setup.workers,

@@ -1,4 +1,4 @@
-"""Several runs, or a benchmark's setups, become a chapter that compares them."""
+"""Chapters that compare several runs, or the setups of a benchmark."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from tfdist.tools.report.outline import done, fact, final, percent, rate, words
 from tfdist.tools.report.page import Chapter, Section, Table, Tile
 from tfdist.tools.report.read import TRAINING, VALIDATION, Run
 
-_METRICS = 4  # compared in figures
+_METRICS = 4  # most metrics that are compared in figures
 
 
 def of_runs(directory: Path, runs: Sequence[Run], others: Sequence[Path]) -> Chapter:
-    """The runs of a directory beside each other.
+    """Create a chapter that compares the runs of a directory.
 
     Args:
-        directory: Of the runs.
-        runs: At least one.
-        others: Benchmarks in there, which have pages of their own.
+        directory: Directory of the runs.
+        runs: One or more runs.
+        others: Benchmarks in the directory, which have reports of their own.
     """
     names = list(
         dict.fromkeys(name for run in runs for name in run.metrics if name != "learning_rate")
@@ -66,7 +66,7 @@ def of_runs(directory: Path, runs: Sequence[Run], others: Sequence[Path]) -> Cha
 
 
 def of_benchmark(benchmark: Benchmark) -> Chapter:
-    """All that a page says of a benchmark."""
+    """Create the chapter of a benchmark."""
     setups = benchmark.setups
     if benchmark.kind == ALLREDUCE:
         sections = [
@@ -119,7 +119,10 @@ def of_benchmark(benchmark: Benchmark) -> Chapter:
     ]
     return Chapter(
         name="benchmark",
-        title=f"{benchmark.facts.get('name') or benchmark.path.resolve().name}: {_KINDS[benchmark.kind]}",
+        title=(
+            f"{benchmark.facts.get('name') or benchmark.path.resolve().name}: "
+            f"{_KINDS[benchmark.kind]}"
+        ),
         subtitle=" · ".join(filter(None, parts)),
         badge=(f"{counted(len(failed), 'setup')} failed", False) if failed else None,
         tiles=_tiles(benchmark),
@@ -159,7 +162,9 @@ def _best(runs: Sequence[Run]) -> list[Tile]:
 def _table(runs: Sequence[Run], names: Sequence[str]) -> Table:
     rows = []
     for run in runs:
-        scores, speed, seconds = final(run)[0], rate(run), (run.summary or {}).get("seconds")
+        scores = final(run)[0]
+        speed = rate(run)
+        seconds = (run.summary or {}).get("seconds")
         facts = [done(run), fact(run, "replicas"), run.restarts, run.lost]
         rows.append(
             [
@@ -188,10 +193,8 @@ def _table(runs: Sequence[Run], names: Sequence[str]) -> Table:
 
 
 def _tiles(benchmark: Benchmark) -> list[Tile]:
-    setups, machine = (
-        [setup for setup in benchmark.setups if not setup.error],
-        benchmark.section("machine"),
-    )
+    setups = [setup for setup in benchmark.setups if not setup.error]
+    machine = benchmark.section("machine")
     found = []
     fastest = max((setup for setup in setups if setup.rates), key=bench.rate, default=None)
     if fastest:
@@ -272,7 +275,10 @@ def _sums(setups: Sequence[Setup]) -> Table:
     rows = []
     for setup in setups:
         times = (
-            f"{duration(setup.step)} ({duration(min(setup.seconds))} to {duration(max(setup.seconds))})"
+            (
+                f"{duration(setup.step)} ({duration(min(setup.seconds))} to "
+                f"{duration(max(setup.seconds))})"
+            )
             if setup.seconds
             else NOTHING
         )

@@ -1,4 +1,4 @@
-"""Curves of a run become figures: metrics over epochs and over time, and throughput."""
+"""Figures of a run's curves: metrics over epochs and over time, and throughput."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from tfdist.tools.report.formatting import scaled, units_of_time
 from tfdist.tools.report.read import TRAINING, VALIDATION, Curve
 from tfdist.tools.report.style import Figure
 
-_DOTS = 40  # a curve of fewer points shows each
-_LEGEND = 8  # names at most
+_DOTS = 40  # curves with at most this many points show a marker at each
+_LEGEND = 8  # most names in a legend
 _COLOURS = {TRAINING: style.BLUE, VALIDATION: style.ORANGE}
 
 
 def metric(name: str, curves: Mapping[str, Curve]) -> Figure | None:
-    """A metric of training and validation over epochs, or steps; None: it has no finite value."""
+    """Plot a metric of training and validation over epochs or steps.
+
+    Return None if it has no finite value.
+    """
     kept = {split: curve for split, curve in curves.items() if curve.y}
     if not kept:
         return None
@@ -39,13 +42,13 @@ def metric(name: str, curves: Mapping[str, Curve]) -> Figure | None:
 def metric_over_time(
     name: str, curves: Mapping[str, Curve], begun: float, begins: Sequence[float]
 ) -> Figure | None:
-    """A metric over wall time; None: no file tells when.
+    """Plot a metric over wall time, or return None if no file has the times.
 
     Args:
-        name: The metric.
-        curves: Of training and validation.
-        begun: When the run began, in seconds since 1970.
-        begins: When it was begun again.
+        name: Name of the metric.
+        curves: Curves of training and validation.
+        begun: Time when the run began, in seconds since 1970.
+        begins: Times when the run was restarted, in seconds since 1970.
     """
     kept = {split: curve for split, curve in curves.items() if curve.times}
     if not kept:
@@ -69,7 +72,7 @@ def metric_over_time(
 
 
 def rates(curves: Mapping[str, Curve]) -> Figure | None:
-    """Examples per second at each epoch, by worker; None: there are none."""
+    """Plot the examples per second of each epoch by worker; None without any values."""
     kept = {who: curve for who, curve in curves.items() if curve.y}
     if not kept:
         return None
@@ -86,7 +89,10 @@ def rates(curves: Mapping[str, Curve]) -> Figure | None:
 
 
 def throughput(step_breakdown: Mapping[int, Sequence[Window]]) -> Figure | None:
-    """Examples per second of each window of steps, by worker; None: there are none."""
+    """Plot the examples per second of each window of steps by worker.
+
+    Return None if no window is left after those that compiled are left out.
+    """
     kept = {
         rank: [window for window in windows if window.compiled]
         for rank, windows in step_breakdown.items()
@@ -111,7 +117,10 @@ def throughput(step_breakdown: Mapping[int, Sequence[Window]]) -> Figure | None:
             )
         )
     title = "Throughput by worker"
-    caption = "Examples of the global batches that each worker took part in, by its own clock; windows that compiled are left out."
+    caption = (
+        "Examples of the global batches that each worker took part in, by its own clock; "
+        "windows that compiled are left out."
+    )
     draw = functools.partial(
         _lines,
         title=title,
@@ -124,12 +133,12 @@ def throughput(step_breakdown: Mapping[int, Sequence[Window]]) -> Figure | None:
 
 
 def compared(name: str, runs: Sequence[tuple[str, Curve]], split: str) -> Figure | None:
-    """One metric of several runs; None: fewer than two have it.
+    """Plot one metric of several runs, or return None if fewer than two runs have it.
 
     Args:
-        name: The metric.
-        runs: Names and curves.
-        split: Of what the curves are.
+        name: Name of the metric.
+        runs: Pairs of a run's name and its curve.
+        split: Split that the curves belong to, "training" or "validation".
     """
     kept = [(run, curve) for run, curve in runs if curve.y]
     if len(kept) < 2:
@@ -147,7 +156,7 @@ def compared(name: str, runs: Sequence[tuple[str, Curve]], split: str) -> Figure
 def bars(
     name: str, title: str, values: Sequence[tuple[str, float]], unit: str, caption: str = ""
 ) -> Figure:
-    """A bar for each name."""
+    """Draw one bar per name."""
     return Figure(
         name,
         title,
@@ -158,14 +167,14 @@ def bars(
 
 
 def looks() -> itertools.chain:
-    """Colours and dashes for any number of lines, told apart in grey, too."""
+    """Return colours and dashes for any number of lines, distinct in greyscale, too."""
     return itertools.chain.from_iterable(
         itertools.repeat([(colour, dash) for dash in style.DASHES for colour in style.CYCLE], 50)
     )
 
 
 def slug(name: str) -> str:
-    """A name as part of a file's name.
+    """Convert a name to a part of a file name.
 
     Example:
         >>> slug("Top 5/accuracy")
@@ -175,7 +184,7 @@ def slug(name: str) -> str:
 
 
 def shorten(text: str, length: int = 28) -> str:
-    """A text that fits into a legend.
+    """Shorten a text so that it fits into a legend.
 
     Example:
         >>> shorten("a very long name of a run", 11)
@@ -186,7 +195,10 @@ def shorten(text: str, length: int = 28) -> str:
 
 
 def legend(drawing: Any, axes: Any, columns: int = 4, least: int = 2) -> None:
-    """Names beneath the axes, where no curve is; none for fewer lines than `least`."""
+    """Draw a legend beneath the axes, where it covers no curve.
+
+    There is no legend for fewer lines than `least`.
+    """
     handles, labels = axes.get_legend_handles_labels()
     if len(labels) < least:
         return
@@ -204,9 +216,10 @@ def legend(drawing: Any, axes: Any, columns: int = 4, least: int = 2) -> None:
 
 
 def _points(windows: Sequence[Window], begun: float) -> list[tuple[float, float]]:
-    """When, in seconds since the begin, and examples per second; with a gap where steps do not follow those before.
+    """Return pairs of a time in seconds since `begun` and the examples per second.
 
-    Windows of few steps, as at an epoch's begin, become part of the next.
+    There is a gap (NaN) where a window's steps do not continue those of the previous window.
+    Windows of few steps, as at the beginning of an epoch, are merged into the next window.
     """
     few = statistics.median(window.steps for window in windows) / 2
     found: list[tuple[float, float]] = []
@@ -260,10 +273,8 @@ def _lines(
         axes.set_ylim(bottom=0)
     if x == "epoch":
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
-        first, last = (
-            min(min(xs) for _, xs, _, _, _ in lines),
-            max(max(xs) for _, xs, _, _, _ in lines),
-        )
+        first = min(min(xs) for _, xs, _, _, _ in lines)
+        last = max(max(xs) for _, xs, _, _, _ in lines)
         axes.set_xlim(first - 0.3, last + 0.3)
     if "time" in x:
         axes.set_xlim(left=0)

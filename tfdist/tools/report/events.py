@@ -1,4 +1,4 @@
-"""TensorBoard's event files become scalars; TensorFlow is not loaded for it."""
+"""Parser for the scalars in TensorBoard event files, without TensorFlow."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from typing import Any
 from tfdist.tools.report.files import Reader
 
 PATTERN = "*tfevents*"
-_HEAD, _FOOT = 12, 4  # of a record: its length and that length's checksum; its data's checksum
-_FORMS = {1: "<f", 2: "<d", 3: "<i", 9: "<q"}  # of a tensor's bytes, by its type
+# A record starts with its length and a checksum of the length, and ends with one of its data.
+_HEAD, _FOOT = 12, 4  # bytes
+_FORMS = {1: "<f", 2: "<d", 3: "<i", 9: "<q"}  # `struct` formats by the tensor's DataType
 
 
 @dataclasses.dataclass(frozen=True)
 class Scalar:
-    """A value of a curve: at which step, and when, in seconds since 1970."""
+    """Point of a curve: the step, the time in seconds since 1970, and the value."""
 
     step: int
     time: float
@@ -26,11 +27,13 @@ class Scalar:
 
 
 def scalars(directories: Iterable[Path], reader: Reader) -> dict[str, list[Scalar]]:
-    """The curves in the event files of directories, by tag, in the order of steps; of a step written twice, the later value.
+    """Read the curves in the event files of some directories, by tag and sorted by step.
+
+    If a step was written twice, the later value counts.
 
     Args:
-        directories: They need not exist.
-        reader: Notes what is damaged.
+        directories: Directories to search; they need not exist.
+        reader: Reader that records damaged files.
     """
     found: dict[str, dict[int, Scalar]] = {}
     for path in sorted(
@@ -47,7 +50,8 @@ def _of_file(path: Path, reader: Reader) -> Iterator[tuple[str, Scalar]]:
     from google.protobuf.message import DecodeError
     from tensorboard.compat.proto.event_pb2 import Event
 
-    content, place = reader.bytes(path) or b"", 0
+    content = reader.bytes(path) or b""
+    place = 0
     while place < len(content):
         size = int.from_bytes(content[place : place + 8], "little")
         end = place + _HEAD + size + _FOOT
@@ -57,7 +61,8 @@ def _of_file(path: Path, reader: Reader) -> Iterator[tuple[str, Scalar]]:
             event = Event.FromString(content[place + _HEAD : end - _FOOT])
         except DecodeError:
             reader.problems.append(
-                f"{path} is cut off or damaged after {place} of {len(content)} bytes; the rest is left out"
+                f"{path} is cut off or damaged after {place} of {len(content)} bytes; the "
+                "rest is left out"
             )
             return
         for value in event.summary.value:
@@ -68,7 +73,7 @@ def _of_file(path: Path, reader: Reader) -> Iterator[tuple[str, Scalar]]:
 
 
 def _number(value: Any) -> float | None:
-    """The number in a Summary.Value; None: it holds something else."""
+    """Return the number in a Summary.Value, or None if it holds something else."""
     kind = value.WhichOneof("value")
     if kind == "simple_value":
         return value.simple_value
@@ -85,4 +90,4 @@ def _number(value: Any) -> float | None:
     for numbers in (tensor.float_val, tensor.double_val, tensor.int_val, tensor.int64_val):
         if numbers:
             return float(numbers[0])
-    return 0.0  # what protobuf does not write
+    return 0.0  # protobuf does not write the default value

@@ -1,4 +1,4 @@
-"""Files become JSON values; what is missing or damaged is noted, and nothing is raised for it."""
+"""Tolerant readers for JSON files: damage is recorded instead of raised."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Value = TypeVar("Value")
 
 
 class Reader:
-    """Reads files, and remembers which it found, and what was wrong with them.
+    """Reads files, and records which files exist and which are damaged.
 
     Attributes:
-        found: The files that were there.
-        problems: One sentence for each file that is damaged, or could not be read.
+        found: Paths of the files that exist and could be read.
+        problems: One sentence per file that is damaged or could not be read.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,10 @@ class Reader:
         self.problems: list[str] = []
 
     def bytes(self, path: Path) -> bytes | None:
-        """What a file holds; None: it is missing, or cannot be read, which is noted."""
+        """Return the contents of a file, or None if it is missing or unreadable.
+
+        An unreadable file is recorded as a problem.
+        """
         try:
             content = path.read_bytes()
         except FileNotFoundError:
@@ -38,26 +41,33 @@ class Reader:
         return content
 
     def object(self, path: Path) -> dict[str, Any] | None:
-        """The object in a JSON file; None: it is missing, or damaged, which is noted."""
+        """Return the object in a JSON file, or None if the file is missing or damaged.
+
+        A damaged file is recorded as a problem.
+        """
         content = self.bytes(path)
         if content is None:
             return None
         value = _parse(content)
         if value is None:
             self.problems.append(
-                f"{path} is damaged: expected one JSON object, received {_glimpse(content)}; it is left out"
+                f"{path} is damaged: expected one JSON object, received "
+                f"{_glimpse(content)}; it is left out"
             )
         return value
 
     def lines(self, path: Path, convert: Callable[[dict[str, Any]], Value]) -> list[Value]:
-        """The objects of a file of JSON lines; lines that are damaged are noted.
+        """Return the objects of a JSON Lines file; damaged lines are recorded as a problem.
 
         Args:
-            path: The file.
-            convert: Makes a fact of an object. A KeyError, TypeError, ValueError, AttributeError or OverflowError of it: the line is damaged.
+            path: Path of the file.
+            convert: Function that converts an object. If it raises KeyError, TypeError, ValueError,
+                AttributeError or OverflowError, the line counts as damaged.
         """
         content = self.bytes(path)
-        facts, bad, lines = [], [], (content or b"").splitlines()
+        facts = []
+        bad = []
+        lines = (content or b"").splitlines()
         for number, line in enumerate(lines, 1):
             value = _parse(line)
             try:
@@ -72,13 +82,17 @@ class Reader:
             )
         elif bad:
             self.problems.append(
-                f"{path}: {len(bad)} of {len(lines)} lines are damaged, the first is line {bad[0]}; they are left out"
+                f"{path}: {len(bad)} of {len(lines)} lines are damaged, the first is line "
+                f"{bad[0]}; they are left out"
             )
         return facts
 
 
 def number(value: Any) -> float:
-    """A JSON value that must be a number; infinities and NaN are numbers here.
+    """Return a JSON value as float; infinities and NaN are allowed.
+
+    Raises:
+        ValueError: If the value is not a number.
 
     Example:
         >>> number(3), number(float("inf"))
@@ -93,10 +107,16 @@ def number(value: Any) -> float:
 
 
 def section(value: Any, name: str) -> dict[str, Any]:
-    """A section of a JSON object; empty where either is missing, or something else.
+    """Return a section of a JSON object.
+
+    The result is empty if the object or the section is missing or has another type.
 
     Example:
-        >>> section({"train": {"epochs": 3}, "data": 1}, "train"), section({"data": 1}, "data"), section(None, "data")
+        >>> (
+        ...     section({"train": {"epochs": 3}, "data": 1}, "train"),
+        ...     section({"data": 1}, "data"),
+        ...     section(None, "data"),
+        ... )
         ({'epochs': 3}, {}, {})
     """
     found = value.get(name) if isinstance(value, dict) else None

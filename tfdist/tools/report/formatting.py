@@ -1,18 +1,19 @@
-"""Numbers become words as a reader expects them; nothing is read here."""
+"""Formatting of numbers, durations and times for reports."""
 
 from __future__ import annotations
 
 import math
 import time
 
-NOTHING, TIMES = "\N{EN DASH}", "\N{MULTIPLICATION SIGN}"
+NOTHING = "\N{EN DASH}"
+TIMES = "\N{MULTIPLICATION SIGN}"
 
 
 def units_of_time(longest: float) -> tuple[float, str]:
-    """Seconds in the unit for a time axis, and its name.
+    """Return the unit of a time axis in seconds, and its name.
 
     Args:
-        longest: What it must show, in seconds.
+        longest: Longest time that the axis must show, in seconds.
 
     Example:
         >>> units_of_time(30), units_of_time(3000)
@@ -22,7 +23,7 @@ def units_of_time(longest: float) -> tuple[float, str]:
 
 
 def scaled(value: float) -> str:
-    """A number of an axis.
+    """Format a number for an axis.
 
     Example:
         >>> scaled(0.25), scaled(1200), scaled(34000), scaled(2.5e6), scaled(3e-05)
@@ -37,7 +38,7 @@ def scaled(value: float) -> str:
 
 
 def figure(value: float) -> str:
-    """A number of a table, of four digits.
+    """Format a number for a table, with four digits.
 
     Example:
         >>> figure(0.93602), figure(12345.6), figure(3), figure(float("nan"))
@@ -51,7 +52,7 @@ def figure(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A span of time.
+    """Format a duration in seconds.
 
     Example:
         >>> duration(0.0123), duration(12.34), duration(75), duration(7384)
@@ -66,7 +67,7 @@ def duration(seconds: float) -> str:
 
 
 def moment(when: float) -> str:
-    """A time of day, local."""
+    """Format a time in seconds since 1970 as local date and time."""
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
     except (ValueError, OverflowError, OSError):

@@ -1,4 +1,4 @@
-"""The words after `tfdist report` become one HTML file about a run, several, or a benchmark; what it reads is not changed."""
+"""The command `tfdist report`, which writes one HTML file about runs or a benchmark."""
 
 from __future__ import annotations
 
@@ -23,28 +23,32 @@ from tfdist.tools.report.read import is_benchmark, is_run, read_run
 
 NAME = "report.html"
 _DESCRIPTION = """\
-Makes one HTML file about LOGDIR, which opens offline: the directory of a run, of several runs, or of a benchmark.
+Makes one HTML file about LOGDIR, which opens offline: the directory of a run, of several runs, \
+or of a benchmark.
 
   tfdist report runs/digits
   tfdist report runs                                    all runs in there, compared
   tfdist report runs/bench-digits --png figures         the figures as images, too
-  tfdist report logs --launch runs/launch-20260102-030405   a script's logs, and what its launcher tells of restarts
+  tfdist report logs --launch runs/launch-20260102-030405   a script's logs, and what its \
+launcher tells of restarts
 """
 _EPILOG = """\
-exit code: 0 when the page was written; 1 when it was but files are damaged, setups failed or values are not finite, which it
-names, or when it could not be written; 2 for a mistake on this command line, such as a directory that holds no run.
+exit code: 0 when the page was written; 1 when it was but files are damaged, setups failed or \
+values are not finite, which it
+names, or when it could not be written; 2 for a mistake on this command line, such as a \
+directory that holds no run.
 """
 
 
 class _WriteError(Exception):
-    """The page, or an image, cannot be made."""
+    """The page or an image cannot be written."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command `tfdist report`.
+    """Run the command `tfdist report`.
 
     Args:
-        argv: The words after `tfdist report`.
+        argv: Command-line arguments after `tfdist report`.
 
     Returns:
         The exit code.
@@ -66,29 +70,32 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read(directory: Path, launches: Sequence[Path] = ()) -> list[Chapter]:
-    """What a page says of a directory.
+    """Return the chapters of the report about a directory.
 
     Args:
-        directory: Of a run, of runs, or of a benchmark.
-        launches: Directories of launchers, for one run.
+        directory: Directory of a run, of several runs, or of a benchmark.
+        launches: Directories of launchers; allowed for one run only.
 
     Raises:
-        ValueError: For a directory that holds none of these.
+        ValueError: If the directory holds none of these.
     """
     if not directory.is_dir():
         what = "is a file" if directory.exists() else "is not there"
         raise ValueError(
-            f"LOGDIR: expected the directory of a run, of runs or of a benchmark, received {directory}, which {what}"
+            "LOGDIR: expected the directory of a run, of runs or of a benchmark, "
+            f"received {directory}, which {what}"
         )
     for place in launches:
         if not (place / JOURNAL).is_file():
             raise ValueError(
-                f"--launch: expected the directory of a launch's logs, received {place}: it has no {JOURNAL}"
+                f"--launch: expected the directory of a launch's logs, received {place}: "
+                f"it has no {JOURNAL}"
             )
     if is_benchmark(directory):
         if launches:
             raise ValueError(
-                f"--launch: expected with the directory of one run, received with {directory}, which holds a benchmark"
+                "--launch: expected with the directory of one run, received with "
+                f"{directory}, which holds a benchmark"
             )
         return [comparison.of_benchmark(read_benchmark(directory))]
     if is_run(directory):
@@ -104,7 +111,8 @@ def read(directory: Path, launches: Sequence[Path] = ()) -> list[Chapter]:
         raise ValueError(f"LOGDIR: {_nothing(directory, below)}")
     if launches:
         raise ValueError(
-            f"--launch: expected with the directory of one run, received with {directory}, which holds {len(found)}"
+            "--launch: expected with the directory of one run, received with "
+            f"{directory}, which holds {len(found)}"
         )
     runs = sorted(
         (read_run(path) for path in found), key=lambda run: (run.begun or 0.0, str(run.path))
@@ -119,17 +127,24 @@ def read(directory: Path, launches: Sequence[Path] = ()) -> list[Chapter]:
 
 
 def _nothing(directory: Path, below: Sequence[Path]) -> str:
-    """Why a directory has no page, and what to do."""
+    """Explain why there is no report for a directory, and what you can do."""
     if (directory / JOURNAL).is_file():
         return (
             f"{directory} holds the logs of a launch, but no run; expected the run's directory: "
-            f"tfdist report RUN --launch {directory}, or for its faults alone: tfdist chaos report {directory}"
+            f"tfdist report RUN --launch {directory}, or for its faults alone: tfdist "
+            f"chaos report {directory}"
         )
     benchmarks = [path for path in below if is_benchmark(path)]
     if benchmarks:
         return f"{directory} holds no run, but a benchmark: tfdist report {benchmarks[0]}"
-    files = f"{layout.CONFIG}, {layout.HISTORY}, {layout.SESSIONS} or {layout.SUMMARY}, event files of TensorBoard in train/, or a {FILE}"
-    return f"{directory} holds no run; expected {files}, in it or one directory below. `tfdist train` writes to runs/NAME"
+    files = (
+        f"{layout.CONFIG}, {layout.HISTORY}, {layout.SESSIONS} or {layout.SUMMARY}, event "
+        f"files of TensorBoard in train/, or a {FILE}"
+    )
+    return (
+        f"{directory} holds no run; expected {files}, in it or one directory below. `tfdist "
+        "train` writes to runs/NAME"
+    )
 
 
 def _write(chapters: Sequence[Chapter], out: Path, images: Path | None) -> int:
@@ -173,7 +188,7 @@ def _prefix(chapter: Chapter, chapters: Sequence[Chapter]) -> str:
 
 
 def _whole(path: Path, content: bytes, flag: str) -> None:
-    """Writes a file as a whole, or not at all; directories above it are made."""
+    """Write a file atomically, and create the directories above it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Facts about a run become a chapter: its key figures, and the figures and tables of each part."""
+"""The chapter of a run: key figures, plots and tables."""
 
 from __future__ import annotations
 
@@ -17,22 +17,25 @@ from tfdist.tools.report.formatting import NOTHING, duration, figure, moment
 from tfdist.tools.report.page import Chapter, Section, Table, Tile
 from tfdist.tools.report.read import TRAINING, VALIDATION, Curve, Launch, Run
 
-_METRICS = 12  # figures of metrics at most
-_STRIKES = 60  # rows at most
-_SESSIONS = 60
+_METRICS = 12  # most metrics that are plotted
+_STRIKES = 60  # most rows in a table of faults
+_SESSIONS = 60  # most rows in the table of sessions
 
 
 def chapter(run: Run, name: str) -> Chapter:
-    """All that a page says of a run.
+    """Create the chapter of a run.
 
     Args:
         run: The run.
-        name: Of the chapter.
+        name: Name of the chapter.
     """
     left = list(run.metrics)[_METRICS:]
     more = (
         [
-            f"{counted(len(left), 'curve')} of {len(run.metrics)}, as a page has {_METRICS}: {', '.join(left[:20])}; TensorBoard has all"
+            (
+                f"{counted(len(left), 'curve')} of {len(run.metrics)}, as a page has "
+                f"{_METRICS}: {', '.join(left[:20])}; TensorBoard has all"
+            )
         ]
         if left
         else []
@@ -58,7 +61,7 @@ def chapter(run: Run, name: str) -> Chapter:
 
 
 def tiles(run: Run) -> list[Tile]:
-    """The key figures of a run, as far as its files tell them."""
+    """Return the key figures of a run, as far as its files have them."""
     found = []
     scores, of = final(run)
     for name, value in sorted(scores.items(), key=lambda item: item[0] == "loss"):
@@ -91,7 +94,7 @@ def tiles(run: Run) -> list[Tile]:
 
 
 def final(run: Run) -> tuple[dict[str, float], str]:
-    """The last known metrics, at most three, and of what they are."""
+    """Return the last known values of at most three metrics, and their source in words."""
     names = [name for name in run.metrics if name != "learning_rate"][:3]
     summary = run.summary or {}
     scores = {
@@ -114,7 +117,7 @@ def final(run: Run) -> tuple[dict[str, float], str]:
 
 
 def percent(name: str, value: float) -> str:
-    """A metric's value: shares as per cent.
+    """Format a metric's value; a share is shown in per cent.
 
     Example:
         >>> percent("val_accuracy", 0.93602), percent("loss", 0.26629)
@@ -124,7 +127,7 @@ def percent(name: str, value: float) -> str:
 
 
 def rate(run: Run) -> float | None:
-    """Examples per second: as the summary has it, or the last epoch's."""
+    """Return the examples per second from the summary, else from the last epoch."""
     value = (run.summary or {}).get("examples_per_second")
     if isinstance(value, int | float):
         return float(value)
@@ -132,7 +135,7 @@ def rate(run: Run) -> float | None:
 
 
 def done(run: Run) -> int | None:
-    """Epochs that are done; None: no file tells."""
+    """Return the number of epochs that are done, or None if no file tells."""
     if run.epochs:
         return int(run.epochs[-1]["step"]) + 1
     ends = [curve.x[-1] for curve in _all(run) if curve.x and curve.unit == "epoch"]
@@ -140,7 +143,7 @@ def done(run: Run) -> int | None:
 
 
 def fact(run: Run, name: str) -> Any:
-    """What the summary says, or the last session; None: neither does."""
+    """Return a value from the summary, else from the last session, else None."""
     places: list[Mapping[str, Any]] = [run.summary or {}, *run.sessions[::-1][:1]]
     return next((place[name] for place in places if place.get(name) is not None), None)
 
@@ -155,7 +158,8 @@ def _subtitle(run: Run) -> str:
     data, model = (section(run.config, key).get("name") for key in ("data", "model"))
     if model and data:
         parts.append(f"{model} on {data}")
-    strategy, workers = fact(run, "strategy"), fact(run, "workers")
+    strategy = fact(run, "strategy")
+    workers = fact(run, "workers")
     if strategy:
         parts.append(
             f"{strategy}, {counted(workers, 'worker')}"
@@ -174,7 +178,7 @@ def _badge(run: Run) -> tuple[str, bool] | None:
     if codes == [0]:
         return "finished", True
     if run.config is None and not run.launches:
-        return None  # a script's: nobody tells
+        return None  # logs of a script: no file has its state
     return (
         ("runs, or was killed", False)
         if codes in ([], [None])
@@ -184,7 +188,8 @@ def _badge(run: Run) -> tuple[str, bool] | None:
 
 def _metrics(run: Run) -> Section | None:
     shown = list(run.metrics.items())[:_METRICS]
-    begins, figures = _begins(run), []
+    begins = _begins(run)
+    figures = []
     for name, found in shown:
         figures.append(curves.metric(name, found))
         if run.begun is not None and name != "learning_rate":
@@ -211,7 +216,7 @@ def _metrics(run: Run) -> Section | None:
 
 
 def _begins(run: Run) -> list[float]:
-    """When training was begun again."""
+    """Return the times when training was restarted, in seconds since 1970."""
     if len(run.sessions) > 1:
         return [session["time"] for session in run.sessions[1:]]
     firsts = [
@@ -258,14 +263,19 @@ def _step_breakdown(run: Run) -> Section | None:
         []
         if kept
         else [
-            "All windows have calls that compiled, which tell nothing of a usual step: train for more steps."
+            (
+                "All windows have calls that compiled, which tell nothing of a usual step: "
+                "train for more steps."
+            )
         ]
     )
     return Section("Where the time of a step goes", kept, [table], text)
 
 
 def _history(run: Run) -> Section | None:
-    figures, tables, text = [], [], []
+    figures = []
+    tables = []
+    text = []
     for place, launch in enumerate(run.launches, 1):
         own = "" if len(run.launches) == 1 else f"-{place}"
         if any(lane.points for lane in timeline.lanes(launch)):
@@ -284,16 +294,20 @@ def _history(run: Run) -> Section | None:
 def _launched(launch: Launch) -> str:
     recovery = launch.recovery
     here = os.path.relpath(launch.path)
-    found = f"Launch in {launch.path if here.startswith('..') else here}, {moment(recovery.begun)}: {counted(len(recovery.attempts), 'attempt')} in {duration(recovery.seconds)}, "
+    found = (
+        f"Launch in {launch.path if here.startswith('..') else here}, "
+        f"{moment(recovery.begun)}: {counted(len(recovery.attempts), 'attempt')} in "
+        f"{duration(recovery.seconds)}, "
+    )
     found += f"{counted(launch.lost, 'step')} lost"
     if recovery.interval is not None:
         found += f", a snapshot every {counted(recovery.interval, 'step')}"
     if recovery.code is None:
         return found + ". It has not ended: it runs, or its launcher was killed."
     if recovery.code:
-        return (
-            found
-            + f". It ended with code {recovery.code}{f': {recovery.refusal}' if recovery.refusal else ''}."
+        return found + (
+            ". It ended with code "
+            f"{recovery.code}{f': {recovery.refusal}' if recovery.refusal else ''}."
         )
     return found + "."
 
@@ -304,7 +318,8 @@ def _strikes(launch: Launch) -> Table:
 
     strikes: list[Strike] = launch.recovery.strikes
     rows = [
-        [str(number), strike.text, seconds(strike.when), seconds(strike.detected), seconds(strike.recovered),
+        [str(number), strike.text,
+         seconds(strike.when), seconds(strike.detected), seconds(strike.recovered),
          NOTHING if strike.lost is None else f"{strike.lost:,}", strike.origin or NOTHING]
         for number, strike in enumerate(strikes[:_STRIKES], 1)
     ]  # fmt: skip
@@ -404,7 +419,7 @@ def _ending(run: Run) -> Section | None:
 
 
 def words(value: Any) -> str:
-    """A JSON value as a table shows it.
+    """Format a JSON value for a table.
 
     Example:
         >>> words(True), words(0.004), words({"a": 1})

@@ -1,4 +1,4 @@
-"""The files of a run's directory become facts; what is missing is told in one line each, with the remedy."""
+"""Parser for a run's directory; missing files are reported with a remedy."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from tfdist.tools.recovery import Recovery
 from tfdist.tools.report import events
 from tfdist.tools.report.files import Reader, number, section
 
-TRAINING, VALIDATION = "training", "validation"
-_OLD_LOGS = "logs"  # where runs of older versions, and many scripts, have train/ and validation/
-_NO_METRICS = {"step", "seconds", "time"}  # of a line of history.jsonl
+TRAINING = "training"
+VALIDATION = "validation"
+_OLD_LOGS = "logs"  # older versions and many scripts keep train/ and validation/ in here
+_NO_METRICS = {"step", "seconds", "time"}  # keys of history.jsonl that are not metrics
 RATE = "speed/examples_per_second"  # a curve of tfdist.TensorBoard
 _SKIPPED = (
     "speed/",
     "step_breakdown/",
     "evaluation_",
     "batch_",
-)  # curves that are drawn otherwise, or of each batch
+)  # curves of each batch, and curves that have figures of their own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,10 +35,10 @@ class Curve:
     """Values of one quantity, in order.
 
     Attributes:
-        x: Where each was taken: epochs done, or steps done.
-        y: The values, all finite.
-        times: When, in seconds since 1970; empty: not known.
-        unit: Of x, "epoch" or "step".
+        x: Number of epochs or steps done at each value.
+        y: Values, all finite.
+        times: Time of each value in seconds since 1970; empty if unknown.
+        unit: Unit of x, "epoch" or "step".
     """
 
     x: tuple[float, ...]
@@ -48,11 +49,11 @@ class Curve:
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """What a launcher's journal tells.
+    """A launch, as recorded in the launcher's journal.
 
     Attributes:
-        path: The launcher's directory.
-        recovery: What its faults have cost.
+        path: Directory of the launcher.
+        recovery: Costs of its faults.
     """
 
     path: Path
@@ -60,32 +61,32 @@ class Launch:
 
     @property
     def restarts(self) -> int:
-        """How often it started all tasks again."""
+        """Return the number of times that the launcher restarted all tasks."""
         return max(0, len(self.recovery.attempts) - 1)
 
     @property
     def lost(self) -> int:
-        """Steps that had to be done again."""
+        """Return the number of steps that had to be repeated."""
         return sum(self.recovery.lost(place) or 0 for place in range(len(self.recovery.attempts)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run, as its files tell it.
+    """A run, as recorded in its files.
 
     Attributes:
-        path: Its directory.
-        summary: How it ended; None: it has not, or is a script's.
-        config: Its settings; None: there are none.
-        sessions: The begins of training.
-        epochs: The lines of history.jsonl, in order.
+        path: Directory of the run.
+        summary: Final results; None if the run has not finished, or if it was a script's.
+        config: Settings of the run; None if there are none.
+        sessions: Starts of training.
+        epochs: Lines of history.jsonl, in order.
         metrics: Curves of training and validation, by metric.
-        rates: Examples per second at each epoch, by worker.
+        rates: Examples per second of each epoch, by worker.
         step_breakdown: Windows of steps, by rank.
-        launches: Of the launchers that started it, in order.
-        problems: What is wrong with its files.
-        absent: What there is not, and how to get it.
-        files: What was read.
+        launches: Launches that started the run, in order.
+        problems: Sentences about damage in its files.
+        absent: Sentences about missing parts, and how to get them.
+        files: Files that were read.
     """
 
     path: Path
@@ -103,16 +104,18 @@ class Run:
 
     @functools.cached_property
     def name(self) -> str:
-        """As its settings say, with its directory's name if that is another; the directory's without settings."""
-        own, named = (
-            self.path.resolve().name,
-            (self.config or {}).get("name") or (self.summary or {}).get("name"),
-        )
+        """Return the name of the run.
+
+        This is the name from its settings, followed by the directory's name if that does not begin
+        with it. A run without settings has the name of its directory.
+        """
+        own = self.path.resolve().name
+        named = (self.config or {}).get("name") or (self.summary or {}).get("name")
         return own if not named or own.startswith(str(named)) else f"{named} ({own})"
 
     @property
     def restarts(self) -> int | None:
-        """How often it was begun again, by launchers or by hand; None: nobody has told."""
+        """Return the number of restarts, by launchers or by hand; None if no file tells."""
         by_launchers = sum(launch.restarts for launch in self.launches)
         known = bool(self.sessions or self.launches)
         return (
@@ -123,12 +126,12 @@ class Run:
 
     @property
     def lost(self) -> int | None:
-        """Steps that had to be done again; None: no journal tells."""
+        """Return the number of steps that had to be repeated; None without a journal."""
         return sum(launch.lost for launch in self.launches) if self.launches else None
 
     @functools.cached_property
     def begun(self) -> float | None:
-        """When it began, in seconds since 1970; None: no file tells."""
+        """Return the time when the run began, in seconds since 1970; None if no file tells."""
         times = [session["time"] for session in self.sessions[:1]]
         times += [launch.recovery.begun for launch in self.launches[:1]]
         times += [
@@ -141,7 +144,7 @@ class Run:
 
 
 def is_run(directory: Path) -> bool:
-    """Whether a directory has files of a run."""
+    """Return whether a directory has files of a run."""
     if any(
         (directory / name).is_file()
         for name in (layout.CONFIG, layout.SESSIONS, layout.HISTORY, layout.SUMMARY)
@@ -155,24 +158,25 @@ def is_run(directory: Path) -> bool:
 
 
 def is_benchmark(directory: Path) -> bool:
-    """Whether a directory has the file of a benchmark."""
+    """Return whether a directory has the file of a benchmark."""
     return (directory / FILE).is_file()
 
 
 def read_run(directory: Path, launches: Sequence[Path] = ()) -> Run:
-    """Reads a run.
+    """Read a run.
 
     Args:
-        directory: Of the run.
-        launches: Directories of launchers, beside those that its sessions name.
+        directory: Directory of the run.
+        launches: Directories of launchers, in addition to those that the run's sessions name.
     """
-    reader, absent = Reader(), []
+    reader = Reader()
+    absent = []
     sessions = sorted(
         reader.lines(directory / layout.SESSIONS, _session), key=lambda line: line["time"]
     )
     epochs = {
         line["step"]: line for line in reader.lines(directory / layout.HISTORY, _epoch)
-    }  # of one written twice, the later
+    }  # if an epoch was written twice, the later line counts
     history = [epochs[step] for step in sorted(epochs)]
     written = {
         split: events.scalars(places, reader) for split, places in _event_places(directory).items()
@@ -186,7 +190,8 @@ def read_run(directory: Path, launches: Sequence[Path] = ()) -> Run:
     }
     if not metrics:
         absent.append(
-            f"no curves: no epoch is done, or neither {layout.HISTORY} nor event files of tfdist.TensorBoard are here"
+            f"no curves: no epoch is done, or neither {layout.HISTORY} nor event files of "
+            "tfdist.TensorBoard are here"
         )
     if not rates and not step_breakdown:
         absent.append("no throughput: train with tfdist.TensorBoard, which `tfdist train` does")
@@ -204,7 +209,8 @@ def read_run(directory: Path, launches: Sequence[Path] = ()) -> Run:
     summary = reader.object(directory / layout.SUMMARY)
     if summary is None:
         absent.append(
-            f"no final summary: there is no {layout.SUMMARY}, which `tfdist train` writes at its end"
+            f"no final summary: there is no {layout.SUMMARY}, which `tfdist train` writes "
+            "at its end"
         )
     bad = [
         f"{name} of {split} is not finite after {unit} {x:g}"
@@ -227,7 +233,7 @@ def read_run(directory: Path, launches: Sequence[Path] = ()) -> Run:
 
 
 def _event_places(directory: Path) -> dict[str, list[Path]]:
-    """Where event files of training and of validation may lie."""
+    """Return the directories that may hold event files of training and of validation."""
     roots = (directory, directory / _OLD_LOGS)
     return {
         TRAINING: [*(root / "train" for root in roots), *roots],
@@ -236,7 +242,8 @@ def _event_places(directory: Path) -> dict[str, list[Path]]:
 
 
 def _session(line: dict[str, Any]) -> dict[str, Any]:
-    versions, launch = line.get("versions") or {}, line.get("launch")
+    versions = line.get("versions") or {}
+    launch = line.get("launch")
     if not isinstance(versions, dict) or not isinstance(launch, str | None):
         raise ValueError("expected versions and a launch")
     if not math.isfinite(number(line["time"])):
@@ -278,7 +285,7 @@ def _window(line: dict[str, Any]) -> Window:
 
 
 def _of_history(history: Sequence[dict[str, Any]]) -> dict[str, dict[str, Curve]]:
-    """The curves of history.jsonl."""
+    """Return the curves of history.jsonl."""
     names = list(
         dict.fromkeys(name for line in history for name in line if name not in _NO_METRICS)
     )
@@ -297,7 +304,7 @@ def _of_history(history: Sequence[dict[str, Any]]) -> dict[str, dict[str, Curve]
 
 
 def _of_events(written: dict[str, dict[str, list[events.Scalar]]]) -> dict[str, dict[str, Curve]]:
-    """The curves of event files: those of epochs, and those that a script wrote itself."""
+    """Return the curves of event files: Keras' epoch curves and a script's own curves."""
     found: dict[str, dict[str, Curve]] = {}
     for split, curves in written.items():
         for tag, scalars in curves.items():
@@ -322,7 +329,10 @@ def _curve(scalars: Sequence[events.Scalar], by_epoch: bool) -> Curve:
 def _rates(
     directory: Path, written: dict[str, dict[str, list[events.Scalar]]], reader: Reader
 ) -> dict[str, Curve]:
-    """Examples per second by worker; of the chief alone, where the workers have no curves of their own."""
+    """Return the examples per second by worker.
+
+    Where the workers have no curves of their own, the result holds the chief's curve only.
+    """
     found = {}
     roots = (directory, directory / _OLD_LOGS)
     for rank, place in [item for root in roots for item in layout.worker_directories(root).items()]:
@@ -341,27 +351,33 @@ def _launches(
     reader: Reader,
     absent: list[str],
 ) -> list[Launch]:
-    """The launches that have a journal, in the order of time."""
+    """Return the launches that have a journal, in chronological order."""
     named = dict.fromkeys(session["launch"] for session in sessions if session.get("launch"))
     places = {place.resolve(): place for place in given}
     for name in named:
         place = _find(directory, Path(name))
         if place is None:
             absent.append(
-                f"no restarts of the launch in {name}: it is not there any more, or elsewhere; name it with --launch DIR"
+                f"no restarts of the launch in {name}: it is not there any more, or "
+                "elsewhere; name it with --launch DIR"
             )
         else:
             places.setdefault(place.resolve(), place)
     if not named and not given:
         absent.append(
-            "no restarts on the time axis: not started by `tfdist launch`, as far as its files tell; else name its logs with --launch DIR"
+            "no restarts on the time axis: not started by `tfdist launch`, as far as its "
+            "files tell; else name its logs with --launch DIR"
         )
     found = [launch for place in places.values() if (launch := _launch(place, reader))]
     return sorted(found, key=lambda launch: launch.recovery.begun)
 
 
 def _find(directory: Path, launch: Path) -> Path | None:
-    """A launcher's directory as a session named it: from here, or from where the run was; None: it is not there."""
+    """Find a launcher's directory that a session names, or return None.
+
+    A relative name is resolved against the current directory, and then against the two directories
+    above the run. The last place is a directory of the same name beside the run.
+    """
     above = directory.resolve()
     places = [
         launch,
@@ -377,7 +393,7 @@ def _launch(place: Path, reader: Reader) -> Launch | None:
     if not recovery.attempts:
         reader.problems.append(f"{place / JOURNAL} tells of no attempt; it is left out")
         return None
-    try:  # it asks for more facts of an event than one line can be checked for
+    try:  # `Recovery` needs more keys of an event than `_event` can check line by line
         launch = Launch(place, recovery)
         _ = recovery.strikes, recovery.missed, recovery.interval, launch.lost
     except (KeyError, TypeError, ValueError, AttributeError, AssertionError) as error:
@@ -411,7 +427,10 @@ def _event(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def _infinite(history: Sequence[dict[str, Any]]) -> list[tuple[str, str, str, float]]:
-    """Where the metrics of history.jsonl are first infinite or NaN: metric, split, unit, epoch."""
+    """Return the first epoch at which each metric of history.jsonl is infinite or NaN.
+
+    Each entry holds the metric, the split, the unit and the epoch.
+    """
     found: dict[str, tuple[str, str, str, float]] = {}
     for line in history:
         for name, value in line.items():
@@ -424,5 +443,5 @@ def _infinite(history: Sequence[dict[str, Any]]) -> list[tuple[str, str, str, fl
 
 
 def _rank(name: str) -> tuple[int, str]:
-    """Loss first, then the other metrics; the step size last."""
+    """Return a sort key: the loss first, then other metrics, the learning rate last."""
     return ({"loss": 0, "learning_rate": 2}.get(name, 1), name)

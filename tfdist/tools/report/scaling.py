@@ -1,4 +1,4 @@
-"""A benchmark's setups become figures: rates over replicas or batches, efficiency, and the bandwidth of sums."""
+"""Figures of a benchmark: scaling, efficiency, inference and all-reduce bandwidth."""
 
 from __future__ import annotations
 
@@ -17,20 +17,28 @@ from tfdist.tools.report.style import Figure
 _TITLES = {
     "strong": (
         "Strong scaling",
-        "The global batch stays what it is: replicas share its examples. Bars reach from the slowest round to the fastest.",
+        (
+            "The global batch stays what it is: replicas share its examples. Bars reach from "
+            "the slowest round to the fastest."
+        ),
     ),
     "weak": (
         "Weak scaling",
-        "The global batch grows with the replicas. Bars reach from the slowest round to the fastest.",
+        (
+            "The global batch grows with the replicas. Bars reach from the slowest round to "
+            "the fastest."
+        ),
     ),
 }
 
 
 def scaling(setups: Sequence[Setup], mode: str) -> Figure | None:
-    """Examples per second over replicas, with the ideal line; None: nothing was measured in this mode.
+    """Plot examples per second over replicas, with the ideal line.
+
+    Return None if nothing was measured in this mode.
 
     Args:
-        setups: Of the benchmark.
+        setups: Setups of the benchmark.
         mode: "strong" or "weak".
     """
     kept = [setup for setup in setups if mode in setup.modes and setup.rates]
@@ -47,7 +55,7 @@ def scaling(setups: Sequence[Setup], mode: str) -> Figure | None:
 
 
 def efficiency(setups: Sequence[Setup]) -> Figure | None:
-    """A bar for each setup with several replicas; None: there is none."""
+    """Draw one bar per setup with several replicas, or return None if there is none."""
     kept = [setup for setup in setups if setup.efficiency is not None and setup.replicas > 1]
     if not kept:
         return None
@@ -63,7 +71,7 @@ def efficiency(setups: Sequence[Setup]) -> Figure | None:
 
 
 def inference(setups: Sequence[Setup]) -> Figure | None:
-    """Examples per second over the batch; None: nothing was measured."""
+    """Plot examples per second over the batch size; None if nothing was measured."""
     title = "Inference"
     caption = (
         "Examples per second of all replicas. Bars reach from the slowest round to the fastest."
@@ -81,7 +89,7 @@ def inference(setups: Sequence[Setup]) -> Figure | None:
 
 
 def bandwidth(setups: Sequence[Setup]) -> Figure | None:
-    """Bandwidth of the sum over its bytes; None: nothing was measured."""
+    """Plot the all-reduce bandwidth over its bytes; None if nothing was measured."""
     title = "Bandwidth"
 
     def rates(setup: Setup) -> list[float]:
@@ -89,7 +97,10 @@ def bandwidth(setups: Sequence[Setup]) -> Figure | None:
             setup.bus_bandwidth * setup.step / seconds / 1e9 for seconds in setup.seconds if seconds
         ]
 
-    caption = "Bytes that cross each link in a second (bus bandwidth). Bars reach from the slowest round to the fastest."
+    caption = (
+        "Bytes that cross each link in a second (bus bandwidth). Bars reach from the slowest "
+        "round to the fastest."
+    )
     return _over(
         "bandwidth",
         title,
@@ -103,12 +114,19 @@ def bandwidth(setups: Sequence[Setup]) -> Figure | None:
 
 
 def latency(setups: Sequence[Setup]) -> Figure | None:
-    """Time of the sum over its bytes; None: nothing was measured."""
+    """Plot the all-reduce time over its bytes; None if nothing was measured."""
     title = "Time of a sum"
     return _over(
-        "latency", title, "Small sums show the latency, large ones the bandwidth.", setups, lambda setup: setup.bytes,
-        lambda setup: [1e3 * seconds for seconds in setup.seconds], "bytes of the sum", "ms", log=True,
-    )  # fmt: skip
+        "latency",
+        title,
+        "Small sums show the latency, large ones the bandwidth.",
+        setups,
+        lambda setup: setup.bytes,
+        lambda setup: [1e3 * seconds for seconds in setup.seconds],
+        "bytes of the sum",
+        "ms",
+        log=True,
+    )
 
 
 def _over(
@@ -182,9 +200,8 @@ def _scaling(drawing: Any, *, title: str, setups: Sequence[Setup]) -> None:
         own = sorted(
             (setup for setup in setups if setup.strategy == name), key=lambda setup: setup.replicas
         )
-        aside = (
-            0.012 * most * (place - (len(names) - 1) / 2)
-        )  # bars of equal setups stand side by side
+        # Shift the points of each strategy, so that their bars stand side by side.
+        aside = 0.012 * most * (place - (len(names) - 1) / 2)
         points = [(setup.replicas + aside, setup.rates) for setup in own]
         _points(axes, points, colour, "-", name)
         if one is not None and own[0].replicas > 1:
@@ -207,7 +224,7 @@ def _scaling(drawing: Any, *, title: str, setups: Sequence[Setup]) -> None:
 def _points(
     axes: Any, points: Sequence[tuple[float, Sequence[float]]], colour: str, dash: str, name: str
 ) -> None:
-    """A line of medians, each with a bar from the least value to the largest."""
+    """Plot a line of medians, each with a bar from the smallest to the largest value."""
     middles = [statistics.median(values) for _, values in points]
     axes.errorbar(
         [at for at, _ in points],
@@ -229,7 +246,8 @@ def _points(
 def _efficiency(drawing: Any, *, title: str, setups: Sequence[Setup]) -> None:
     axes = drawing.add_subplot()
     axes.set_title(title)
-    places, values = range(len(setups)), [100 * (setup.efficiency or 0.0) for setup in setups]
+    places = range(len(setups))
+    values = [100 * (setup.efficiency or 0.0) for setup in setups]
     colours = [style.ORANGE if setup.modes == ("weak",) else style.BLUE for setup in setups]
     drawn = axes.barh(places, values, color=colours, height=0.62)
     axes.bar_label(drawn, [f"{value:.0f} %" for value in values], padding=4, color=style.INK)
@@ -242,13 +260,13 @@ def _efficiency(drawing: Any, *, title: str, setups: Sequence[Setup]) -> None:
 
 
 def _baseline(setups: Sequence[Setup]) -> float | None:
-    """Examples per second of one replica; None: it was not measured."""
+    """Return the examples per second of one replica, or None if it was not measured."""
     found = [rate(setup) / setup.speedup for setup in setups if setup.speedup]
     return statistics.median(found) if found else None
 
 
 def _size(number: float) -> str:
-    """Bytes in units of 1024.
+    """Format bytes in units of 1024.
 
     Example:
         >>> _size(4096), _size(16 * 2**20)

@@ -1,4 +1,4 @@
-"""Breakdowns of steps become figures: a bar for each worker or setup, and layers over the steps of a training."""
+"""Figures of step breakdowns: a bar per worker or setup, and layers over the steps."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ NAMES = {
     "host": ("host", style.GREY),
 }
 assert set(NAMES) == set(PARTS)
-_BINS = 60  # of the layers, about
-_ROWS = 24  # bars at most
+_BINS = 60  # approximate number of bins of the layers
+_ROWS = 24  # most bars of a figure
 
 
 def by_worker(step_breakdown: Mapping[int, Sequence[Window]]) -> Figure | None:
-    """A bar for each worker: where the time of its mean step went; None: nothing is known but of windows that compiled."""
+    """Draw one bar per worker that breaks down its mean step.
+
+    Return None if all windows compiled.
+    """
     rows = [
         (f"worker {rank}", parts)
         for rank, windows in step_breakdown.items()
@@ -38,12 +41,12 @@ def by_worker(step_breakdown: Mapping[int, Sequence[Window]]) -> Figure | None:
 
 
 def stacked(name: str, title: str, rows: Sequence[tuple[str, Mapping[str, float]]]) -> Figure:
-    """A bar of parts for each name.
+    """Draw one stacked bar per name.
 
     Args:
-        name: Of the figure's file.
-        title: What it shows.
-        rows: Names, each with seconds of `PARTS` in a step.
+        name: Name of the figure's file.
+        title: Title of the figure.
+        rows: Pairs of a name and the seconds of each of `PARTS` in a step.
     """
     left = len(rows) - _ROWS
     caption = "Steps of calls that compiled are left out."
@@ -54,7 +57,10 @@ def stacked(name: str, title: str, rows: Sequence[tuple[str, Mapping[str, float]
 
 
 def over_steps(step_breakdown: Mapping[int, Sequence[Window]]) -> Figure | None:
-    """Layers over the steps, a mean of all workers; None: there are fewer than two windows to draw."""
+    """Plot the step breakdown over the steps, as layers of a mean over all workers.
+
+    Return None if there are fewer than two windows to draw.
+    """
     windows = [
         window for own in step_breakdown.values() for window in standing(own) if window.compiled
     ]
@@ -62,20 +68,27 @@ def over_steps(step_breakdown: Mapping[int, Sequence[Window]]) -> Figure | None:
     if len(ends) < 2:
         return None
     first = min(window.step - window.steps for window in windows)
-    edges, layers = [first], []
+    edges = [first]
+    layers = []
     for end in ends:
-        # Windows of few steps, as at an epoch's begin, become part of the next.
+        # Windows of few steps, as at the beginning of an epoch, are merged into the next one.
         if end - edges[-1] < (ends[-1] - first) / _BINS and end != ends[-1]:
             continue
         parts = per_step(window for window in windows if edges[-1] < window.step <= end)
         edges.append(end)
         layers.append(parts)
     title = "The step over training"
-    caption = "Mean of all workers. Of steps that were done twice, the later time; windows that compiled are left out."
+    caption = (
+        "Mean of all workers. Of steps that were done twice, the later time; windows that "
+        "compiled are left out."
+    )
     wholes = [1e3 * sum(parts.values()) for parts in layers]
     top = usual(wholes, [high - low for low, high in itertools.pairwise(edges)])
     if top < max(wholes):
-        caption += f" Steps above {scaled(top)} ms are cut off at the top; the longest took {scaled(max(wholes))} ms."
+        caption += (
+            f" Steps above {scaled(top)} ms are cut off at the top; the longest took "
+            f"{scaled(max(wholes))} ms."
+        )
     return Figure(
         "step_breakdown-over-steps",
         title,
@@ -86,11 +99,11 @@ def over_steps(step_breakdown: Mapping[int, Sequence[Window]]) -> Figure | None:
 
 
 def usual(values: Sequence[float], weights: Sequence[float]) -> float:
-    """Where an axis ends, so that a few values far above the others do not make these small.
+    """Return an axis limit that keeps a few outliers from shrinking the other values.
 
     Args:
-        values: At least one.
-        weights: How much each counts.
+        values: One or more values.
+        weights: Weight of each value.
 
     Example:
         >>> usual([10.0, 11.0, 12.0], [1, 1, 1]), usual([10.0] * 30 + [500.0], [1] * 31)
@@ -105,11 +118,16 @@ def usual(values: Sequence[float], weights: Sequence[float]) -> float:
 
 
 def standing(windows: Sequence[Window]) -> list[Window]:
-    """The windows whose steps were not done again later, as after a restart, in the order of steps.
+    """Return the windows whose steps were not repeated later, sorted by step.
+
+    Steps are repeated after a restart, for example.
 
     Example:
         >>> parts = dict.fromkeys(PARTS, 0.1)
-        >>> first, lost, again = (Window(0, time, 0, step, 8, 512, 0.6, parts) for time, step in ((1.0, 8), (2.0, 16), (9.0, 16)))
+        >>> first, lost, again = (
+        ...     Window(0, time, 0, step, 8, 512, 0.6, parts)
+        ...     for time, step in ((1.0, 8), (2.0, 16), (9.0, 16))
+        ... )
         >>> [window.time for window in standing([first, lost, again])]
         [1.0, 9.0]
     """
@@ -123,7 +141,8 @@ def standing(windows: Sequence[Window]) -> list[Window]:
 def _bars(drawing: Any, *, title: str, rows: Sequence[tuple[str, Mapping[str, float]]]) -> None:
     axes = drawing.add_subplot()
     axes.set_title(shorten(title, 80))
-    places, left = list(range(len(rows))), [0.0] * len(rows)
+    places = list(range(len(rows)))
+    left = [0.0] * len(rows)
     widest = max(sum(parts.values()) for _, parts in rows)
     for part, (label, colour) in NAMES.items():
         widths = [1e3 * parts.get(part, 0.0) for _, parts in rows]
@@ -139,7 +158,8 @@ def _bars(drawing: Any, *, title: str, rows: Sequence[tuple[str, Mapping[str, fl
         )
         for place, begin, width in zip(places, left, widths, strict=True):
             share = width / (1e3 * sum(rows[place][1].values()) or 1.0)
-            if width > 45 * widest:  # milliseconds of seconds: wide enough for a word
+            # `width` is in ms and `widest` in s: 4.5 % of the longest bar is enough for a label.
+            if width > 45 * widest:
                 dark = colour in (style.ORANGE, style.SKY, style.GREY)
                 axes.text(
                     begin + width / 2,

@@ -1,4 +1,4 @@
-"""Figures become SVG for the page, or PNG; their colours and fonts are chosen here."""
+"""Style and rendering of figures as SVG or PNG."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-# Words and lines of a figure. On the page they are variables, so that a dark page has light ones.
+# Text and lines of a figure. On the page they are CSS variables, so that a dark theme can differ.
 INK, MUTED, GRID, PAPER = "#1f2933", "#5f6b7a", "#dde2e8", "#fefefe"
-# Okabe and Ito, "Color Universal Design": told apart by colour-blind readers too.
+# Okabe and Ito, "Color Universal Design": colour-blind readers can tell these apart, too.
 BLUE, ORANGE, GREEN, RED, SKY, PINK, GREY = (
     "#0072b2",
     "#e69f00",
@@ -23,7 +23,7 @@ BLUE, ORANGE, GREEN, RED, SKY, PINK, GREY = (
 )
 CYCLE = (BLUE, ORANGE, GREEN, RED, PINK, SKY, GREY)
 DASHES = ("-", "--", ":", "-.")
-# Of each colour on a light and on a dark page.
+# CSS variables: each colour on a light and on a dark page.
 VARIABLES = {
     "ink": (INK, "#e4e8ed"),
     "muted": (MUTED, "#a3aebb"),
@@ -52,7 +52,7 @@ _NAMES = {
 }
 
 NARROW, WIDE = (4.4, 2.75), (9.2, 3.4)  # inches
-_DOTS = 180  # of a PNG, per inch
+_DOTS = 180  # dots per inch of a PNG
 _SETTINGS = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib
@@ -93,19 +93,19 @@ _SETTINGS = {
     "legend.columnspacing": 1.4,
     "lines.linewidth": 1.6,
     "lines.markersize": 3.5,
-    "svg.fonttype": "none",  # words stay words: the page's font, found by a search
+    "svg.fonttype": "none",  # text stays text: it uses the page's font and can be searched
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """A drawing that has not been drawn yet.
+    """A figure that is drawn on demand.
 
     Attributes:
-        name: Of its PNG file, without the ending.
-        title: What it shows.
-        caption: How to read it; may be "".
-        draw: Draws it into a matplotlib figure.
+        name: Name of its PNG file, without the extension.
+        title: Title of the figure.
+        caption: Explanation of the figure; may be "".
+        draw: Function that draws into a matplotlib figure.
         size: Width and height in inches.
     """
 
@@ -117,16 +117,16 @@ class Figure:
 
     @property
     def wide(self) -> bool:
-        """Whether it needs the page's whole width."""
+        """Return whether the figure needs the whole width of the page."""
         return self.size[0] > NARROW[0]
 
 
 def svg(figure: Figure, prefix: str) -> str:
-    """A figure as an element of an HTML page, in the page's colours and font.
+    """Render a figure as an SVG element, in the page's colours and font.
 
     Args:
-        figure: What to draw.
-        prefix: Begins the names of its parts, which a page must not have twice.
+        figure: Figure to draw.
+        prefix: Prefix of the ids in the element, which must be unique on a page.
     """
     text = _render(
         figure,
@@ -146,7 +146,7 @@ def svg(figure: Figure, prefix: str) -> str:
 
 
 def png(figure: Figure) -> bytes:
-    """A figure as an image on white ground."""
+    """Render a figure as a PNG image on a white background."""
     return _render(figure, "png", dpi=_DOTS)
 
 
@@ -165,7 +165,11 @@ def _render(figure: Figure, form: str, **options: Any) -> bytes:
 
 
 def _tag(tag: str, prefix: str) -> str:
-    """A tag of matplotlib's with names that are its figure's own, the page's font, and variables for colours."""
+    """Rewrite one SVG tag of matplotlib for use in the page.
+
+    The ids get the figure's prefix, the font is replaced by that of the page, and known colours are
+    replaced by CSS variables.
+    """
     tag = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}-", tag)
     tag = re.sub(r"(font(?:-family)?:[^;\"]*?)'DejaVu Sans'[^;\"]*", r"\1var(--font)", tag)
     return re.sub(

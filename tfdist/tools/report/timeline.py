@@ -1,4 +1,4 @@
-"""A launch's journal becomes a figure: how far training was at each time, and what each attempt was doing."""
+"""Timeline figure of a launch: training progress, and the phases of each attempt."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from tfdist.tools.report.formatting import scaled, units_of_time
 from tfdist.tools.report.read import Launch
 from tfdist.tools.report.style import Figure
 
-_LANES = 30  # attempts at most
-_SAVES = 400  # more of them are a band, which tells nothing
-_NEAR = 0.025  # of the axis: numbers of faults so near share one place
+_LANES = 30  # most attempts of a figure
+_SAVES = 400  # more marks would blur into a band
+_NEAR = 0.025  # faults closer than this share of the axis have one label
 
 
 @dataclasses.dataclass(frozen=True)
 class Lane:
-    """An attempt on the time axis, in seconds since the launch began.
+    """An attempt on the time axis; all times are in seconds since the launch began.
 
     Attributes:
-        number: From 0.
-        begin: When its tasks were started.
-        first: When its first step was done; None: none was.
-        detected: When a failure was seen; None: none was.
-        end: When all its tasks had ended, or what was told last.
-        restored: When its state was restored; None: it began anew.
-        saves: When snapshots were complete.
-        points: (when, steps since training began), in order.
+        number: Number of the attempt, from 0.
+        begin: Time when its tasks were started.
+        first: Time when its first step was done; None if no step was done.
+        detected: Time when a failure was detected; None if none was.
+        end: Time when all its tasks had ended, or else the time of its last event.
+        restored: Time when its state was restored; None if it started from scratch.
+        saves: Times when snapshots were complete.
+        points: Pairs (time, steps since training began), in order.
     """
 
     number: int
@@ -45,21 +45,24 @@ class Lane:
 
 
 def lanes(launch: Launch) -> list[Lane]:
-    """The attempts of a launch."""
+    """Return the attempts of a launch as lanes of the time axis."""
     begun = launch.recovery.begun
     return [_lane(attempt, begun) for attempt in launch.recovery.attempts]
 
 
 def progress(launch: Launch, name: str) -> Figure:
-    """Steps over time, and what each attempt did.
+    """Plot the steps over time, and the phases of each attempt.
 
     Args:
         launch: The launch.
-        name: Of the figure's file.
+        name: Name of the figure's file.
     """
     found = lanes(launch)
     title = "Steps done, and what each attempt did"
-    caption = "Where the line goes back, steps were lost; they were done again from the snapshot that was restored."
+    caption = (
+        "Where the line goes back, steps were lost; they were done again from the snapshot "
+        "that was restored."
+    )
     if len(found) > _LANES:
         caption += f" The last {_LANES} of {len(found)} attempts are shown."
     strikes = [(number, strike.when) for number, strike in enumerate(launch.recovery.strikes, 1)]
@@ -70,7 +73,14 @@ def progress(launch: Launch, name: str) -> Figure:
 
 
 def grouped(strikes: Sequence[tuple[int, float]], near: float) -> list[tuple[str, float]]:
-    """Numbers of faults, and where they stand; those too near to each other stand together.
+    """Group the numbers of faults that are too close to each other to be shown apart.
+
+    Args:
+        strikes: Pairs of a fault's number and its time.
+        near: Distance for one number below which faults share a label, in the unit of the times.
+
+    Returns:
+        Pairs of a label and its time, which is that of the group's first fault.
 
     Example:
         >>> grouped([(1, 10.0), (2, 10.5), (3, 30.0)], near=1.0)
@@ -127,7 +137,7 @@ def _draw(
 ) -> None:
     size, unit = units_of_time(end)
     above, below = drawing.subplots(2, sharex=True, height_ratios=(2.2, 0.45 + 0.2 * len(found)))
-    above.set_title(title, pad=17)  # room for the numbers of faults
+    above.set_title(title, pad=17)  # leaves space for the numbers of faults
     for lane, after in zip(found, [*found[1:], None], strict=True):
         if lane.points and after and after.points:
             (t, step), (later, again) = lane.points[-1], after.points[0]
@@ -206,7 +216,8 @@ def _draw(
     below.set_yticks(places, [f"attempt {lane.number}" for lane in found])
     below.set_ylim(len(found) - 0.4, -0.6)
     below.grid(visible=False, axis="y")
-    first, last = found[0].begin / size, max(end, 1e-9) / size
+    first = found[0].begin / size
+    last = max(end, 1e-9) / size
     below.set_xlim(first, last + 0.01 * (last - first))
     below.set_xlabel(f"time since the launch began [{unit}]")
     handles, labels = below.get_legend_handles_labels()
@@ -214,8 +225,13 @@ def _draw(
 
 
 def _phases(found: Sequence[Lane]) -> list[tuple[str, str, list[tuple[int, float, float]]]]:
-    """What attempts did: name, colour, and (row, from, to) each; those that nobody did are left out."""
-    starting, training, ending = [], [], []
+    """Return the phases of all attempts, without phases that no attempt had.
+
+    Each phase has a name, a colour and its spans `(row, from, to)`.
+    """
+    starting = []
+    training = []
+    ending = []
     for place, lane in enumerate(found):
         failed = lane.end if lane.detected is None else lane.detected
         first = failed if lane.first is None else min(lane.first, failed)

@@ -1,1 +1,1 @@
-"""Several replicas are compared with one, step by step, in processes of their own."""
+"""Command `tfdist verify`: step-by-step numerical comparison of several replicas with one."""

@@ -1,4 +1,4 @@
-"""The pattern of the differences becomes their likely cause, in words; nothing is compared here."""
+"""Likely causes of numerical differences, derived from the pattern of the differences."""
 
 from __future__ import annotations
 
@@ -16,15 +16,19 @@ from tfdist.tools.verify.recording import (
     WEIGHTS,
 )
 
-_CLOSE = 0.02  # of a factor that all gradients share
+_CLOSE = 0.02  # relative tolerance for a factor that all gradients share
 
 
 def likely(found: Comparison, drawn: list[str]) -> str:
-    """Why several replicas differ from one, as far as the pattern tells.
+    """Return the likely cause of a difference between several replicas and one.
 
     Args:
-        found: A comparison that `differs`.
-        drawn: Seeds that went on in the reference: random numbers that could not be switched off.
+        found: Comparison whose `differs` is true.
+        drawn: Paths of seeds that advanced in the reference, because random numbers could not be
+            switched off.
+
+    Returns:
+        One or more sentences.
     """
     first = found.first
     if found.rows is not None and (first is None or first.step >= found.rows.step):
@@ -32,52 +36,71 @@ def likely(found: Comparison, drawn: list[str]) -> str:
     assert first is not None
     if first.kind == START:
         return (
-            "the replicas begin with other weights than one replica: another seed, or weights that are loaded or made in other ways in "
-            "some process. Build the model from the run's seed, inside strategy.scope()."
+            "the replicas begin with other weights than one replica: another seed, or weights "
+            "that are loaded or made in other ways in some process. Build the model from the "
+            "run's seed, inside strategy.scope()."
         )
     if first.kind == EXAMPLES:
-        return "the data of the workers do not end with the same step as those of one replica. Let tfdist deal out the rows."
-    factor, alone = gradient_factor(found), _normalized_alone(found)
+        return (
+            "the data of the workers do not end with the same step as those of one replica. Let "
+            "tfdist deal out the rows."
+        )
+    factor = gradient_factor(found)
+    alone = _normalized_alone(found)
     if alone and (first.kind == STATISTICS or (factor is None and first.kind in (LOGS, GRADIENTS))):
         others = f" (and {len(alone) - 1} more like it)" if len(alone) > 1 else ""
         name = _layer(first) if _layer(first) in alone else alone[0]
         return (
-            f"{name}{others} normalizes with the statistics of each replica's own rows, not of the whole batch, and all that follows "
-            "differs with it. That is how BatchNormalization is; BatchNormalization(synchronized=True) takes the whole batch's."
+            f"{name}{others} normalizes with the statistics of each replica's own rows, not of "
+            "the whole batch, and all that follows differs with it. That is how "
+            "BatchNormalization is; BatchNormalization(synchronized=True) takes the whole "
+            "batch's."
         )
     if factor is not None:
         return _of_factor(factor, found.replicas)
     if first.kind == COPIES:
         return (
-            f"the replicas' own copies of {first.name} have come apart: something assigns to it on each replica from that replica's rows alone, beside "
-            "the optimizer. Let the optimizer do it, or sum over the replicas before."
+            f"the replicas' own copies of {first.name} have come apart: something assigns to it "
+            "on each replica from that replica's rows alone, beside the optimizer. Let the "
+            "optimizer do it, or sum over the replicas before."
         )
     if drawn:
         return (
-            f"the model draws random numbers that verify cannot switch off (the seeds {', '.join(drawn)} go on): each replica draws its own, by "
-            "design. Compare without such layers."
+            "the model draws random numbers that verify cannot switch off (the seeds "
+            f"{', '.join(drawn)} go on): each replica draws its own, by design. Compare without "
+            "such layers."
         )
     kinds = {difference.kind for difference in found.differences if difference.exceeds}
     if kinds == {LOGS}:
         return (
-            f"gradients and weights agree, and only what is reported differs: {first.name} is no mean over rows that replicas could put "
-            "together. Return the model's metrics from train_step, updated with update_state()."
+            f"gradients and weights agree, and only what is reported differs: {first.name} is no "
+            "mean over rows that replicas could put together. Return the model's metrics from "
+            "train_step, updated with update_state()."
         )
     if not any(difference.kind == GRADIENTS for difference in found.differences):
         return (
-            "no known pattern without gradients, of which none were seen whole: with parallel.zero replicas share them, and a train_step of your own may update "
-            "without the optimizer. Verify with --config.parallel.zero=0: what differs there too is told by them."
+            "no known pattern without gradients, of which none were seen whole: with "
+            "parallel.zero replicas share them, and a train_step of your own may update without "
+            "the optimizer. Verify with --config.parallel.zero=0: what differs there too is told "
+            "by them."
         )
     if first.kind in (WEIGHTS, OPTIMIZER) and GRADIENTS not in kinds:
         return (
-            f"the summed gradients agree, and what becomes of them does not: {first.name} is changed by something else than the optimizer, or the "
-            "optimizer takes other steps."
+            f"the summed gradients agree, and what becomes of them does not: {first.name} is "
+            "changed by something else than the optimizer, or the optimizer takes other steps."
         )
-    return f"no known pattern. Look at {_layer(first)}, where the first difference is, and at what comes before it in the model."
+    return (
+        f"no known pattern. Look at {_layer(first)}, where the first difference is, and at what "
+        "comes before it in the model."
+    )
 
 
 def gradient_factor(found: Comparison) -> float | None:
-    """What the gradients of all layers are, at the first step where they differ, times those of one replica; None: no one factor."""
+    """Return the common factor of all gradients relative to those of one replica.
+
+    It is taken from the first step in which gradients differ. It is None if no single factor
+    explains the differences.
+    """
     steps = [d.step for d in found.differences if d.kind == GRADIENTS and d.exceeds]
     if not steps:
         return None
@@ -92,7 +115,7 @@ def gradient_factor(found: Comparison) -> float | None:
 
 
 def _normalized_alone(found: Comparison) -> list[str]:
-    """The layers BatchNormalization that are not synchronized, in the order of the model."""
+    """Return the unsynchronized BatchNormalization layers in the order of the model."""
     of_layers = (
         d
         for d in found.differences
@@ -104,37 +127,54 @@ def _normalized_alone(found: Comparison) -> list[str]:
 def _of_factor(factor: float, replicas: int) -> str:
     if abs(factor / replicas - 1.0) < _CLOSE:
         return (
-            f"the loss is not scaled: all gradients are {replicas} times too large, once for each replica. Each replica takes the mean over its own "
-            "rows, and the gradients of all are summed. In a train_step of your own, use self.compute_loss(); or divide the sum over "
-            "the replica's rows by the rows of the global batch."
+            f"the loss is not scaled: all gradients are {replicas} times too large, once for each "
+            "replica. Each replica takes the mean over its own rows, and the gradients of all "
+            "are summed. In a train_step of your own, use self.compute_loss(); or divide the sum "
+            "over the replica's rows by the rows of the global batch."
         )
     if abs(factor * replicas - 1.0) < _CLOSE:
         return (
-            f"the loss is scaled twice: all gradients are {replicas} times too small. tfdist scales what self.compute_loss() and Keras' losses "
-            "return already; do not divide it by the number of replicas again."
+            f"the loss is scaled twice: all gradients are {replicas} times too small. tfdist "
+            "scales what self.compute_loss() and Keras' losses return already; do not divide it "
+            "by the number of replicas again."
         )
-    return f"all gradients are {factor:.3g} times those of one replica: the loss, or its gradients, have another factor on {replicas} replicas."
+    return (
+        f"all gradients are {factor:.3g} times those of one replica: the loss, or its gradients, "
+        f"have another factor on {replicas} replicas."
+    )
 
 
 def _of_rows(rows: Rows) -> str:
     if rows.shared:
         return (
-            f"the workers' shards overlap: in step {rows.step}, {rows.shared} rows were taken by several workers"
+            f"the workers' shards overlap: in step {rows.step}, {rows.shared} rows were taken by "
+            "several workers"
             + (
                 f", and {rows.missing} of the {rows.expected} rows that one replica takes by none"
                 if rows.missing
                 else ""
             )
-            + ". Let tfdist deal out the rows (a tfdist.data.pipeline, or a data set of global batches, the same on all workers); or shard() by worker."
+            + (
+                ". Let tfdist deal out the rows (a tfdist.data.pipeline, or a data set of global "
+                "batches, the same on all workers); or shard() by worker."
+            )
         )
     if rows.repeated:
-        return f"examples are repeated: in step {rows.step}, {rows.repeated} rows came twice on one worker."
+        return (
+            f"examples are repeated: in step {rows.step}, {rows.repeated} rows came twice on one "
+            "worker."
+        )
     if rows.strange:
         return (
-            f"the workers read other examples than one replica does: in step {rows.step}, {rows.strange} of {rows.received} rows are not among the "
-            f"{rows.expected} of one replica. Another order (a shuffle without a seed, shards of a data set that is batched otherwise), or other data."
+            f"the workers read other examples than one replica does: in step {rows.step}, "
+            f"{rows.strange} of {rows.received} rows are not among the {rows.expected} of one "
+            "replica. Another order (a shuffle without a seed, shards of a data set that is "
+            "batched otherwise), or other data."
         )
-    return f"in step {rows.step} the workers took {rows.received} rows, and one replica {rows.expected}: {rows.missing} were left out."
+    return (
+        f"in step {rows.step} the workers took {rows.received} rows, and one replica "
+        f"{rows.expected}: {rows.missing} were left out."
+    )
 
 
 def _layer(difference: Difference) -> str:

@@ -1,4 +1,4 @@
-"""Recordings of the same steps become their differences, and which of them come first; nothing is printed or started here."""
+"""Comparison of recorded steps with those of a reference, with bounds for rounding errors."""
 
 from __future__ import annotations
 
@@ -25,37 +25,40 @@ from tfdist.tools.verify.recording import (
     together,
 )
 
-# A difference counts only where it is this many times what rounding alone makes of the same number: where rows are summed in
-# another order, Adam makes much of a gradient that is nearly 0.
+# A difference counts only if it is this many times the effect of rounding on the same value. If
+# rows are summed in another order, Adam amplifies the rounding error of a gradient that is almost
+# zero.
 ROUNDINGS = 20.0
 
-# Rounding explains no more of these, however much it makes of them: no fault may hide behind it. Adam's steps along gradients
-# that are but rounding do go far, so that single weights, and the optimizer's variables, have no such end.
+# Upper bound for the difference that rounding may explain in these kinds, so that no fault can hide
+# behind it. Single weights and the optimizer's variables have no such bound, because Adam takes
+# large steps along gradients that consist only of rounding errors.
 _END = 0.01
 _ENDS = (STATISTICS, LOGS, GRADIENTS)
 
-# What is small beside others of its kind is compared relative to a hundredth of the largest of them.
+# A small value is compared relative to a hundredth of the largest value of its kind.
 _SMALL = 0.01
 _SMALL_LOG = 1e-3
-_SMALLEST = 1e-20  # squares of gradients that are but rounding
+_SMALLEST = 1e-20  # squares of gradients that consist only of rounding errors
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """How far one number, or one variable, is from the reference after a step.
+    """Difference of one number or variable from the reference after a step.
 
     Attributes:
-        step: From 1; 0: before the first.
-        kind: One of `recording.KINDS`.
-        name: The variable's path, or the name of a metric.
+        step: Step number from 1; 0 for the state before the first step.
+        kind: Kind of value, one of `recording.KINDS`.
+        name: Path of the variable, or name of the metric.
         value: Relative difference.
-        allowed: The largest that rounding may explain.
-        place: In the order of its kind: that of the layers.
-        layer: Class of the variable's layer.
-        synchronized: Whether that takes statistics over all replicas.
-        worker: Whose copy it is, where workers are compared with each other.
-        ratio: What it is over the reference, of gradients' norms.
-        wanted: More than `allowed`, where rounding alone goes so far that this difference tells nothing; else 0.
+        allowed: Largest relative difference that rounding may explain.
+        place: Index within its kind, in the order of layers. Default: 0.
+        layer: Class of the variable's layer; "" if there is none.
+        synchronized: Whether the layer computes its statistics over all replicas.
+        worker: Rank of the worker whose copy is compared. Default: 0.
+        ratio: Norm of the gradient divided by that of the reference; None for other kinds.
+        wanted: Bound that would be necessary, if rounding alone can exceed `allowed` by so much
+            that this difference proves nothing; otherwise 0.
     """
 
     step: int
@@ -72,12 +75,12 @@ class Difference:
 
     @property
     def exceeds(self) -> bool:
-        """Whether it is more than rounding."""
+        """Return whether the difference is larger than rounding explains."""
         return not self.value <= self.allowed and not self.wanted
 
     @property
     def excess(self) -> float:
-        """How many times the allowed difference it is."""
+        """Return the difference as a multiple of the allowed difference."""
         if self.value <= self.allowed:
             return (
                 1.0
@@ -90,22 +93,22 @@ class Difference:
 
     @property
     def turn(self) -> tuple[int, int, int]:
-        """When a training comes by it: by step, kind, and layer."""
+        """Return the sort key in training order: step, kind and layer."""
         return self.step, KINDS.index(self.kind), self.place
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """How the rows that all workers took in a step differ from the reference's.
+    """Difference between the rows that all workers took in a step and the reference's rows.
 
     Attributes:
-        step: The first such step, from 1.
-        expected: How many the reference took.
-        received: How many all workers took.
-        strange: Of those received, how many the reference did not take.
-        repeated: How many were taken more often than by the reference.
-        shared: How many were taken by several workers, more often than the reference has them.
-        missing: Of those expected, how many nobody took.
+        step: First step with such a difference, from 1.
+        expected: Number of rows that the reference took.
+        received: Number of rows that all workers took.
+        strange: Number of received rows that the reference did not take.
+        repeated: Number of rows that were taken more often than by the reference.
+        shared: Number of rows that several workers took, more often than the reference has them.
+        missing: Number of expected rows that no worker took.
     """
 
     step: int
@@ -119,15 +122,16 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A way of running the steps, compared with the reference.
+    """Comparison of the steps of one execution mode with the reference.
 
     Attributes:
-        differences: All of them, in the order in which a training comes by them.
-        rows: None: the examples are the same in each step.
-        steps: How many were compared.
-        replicas: That were compared with one.
-        tolerance: What is always allowed.
-        infinite: What is not finite in the reference, by kind and name, and with the first such step; nothing is proved by it.
+        differences: All differences in training order.
+        rows: Difference in the rows that were read. None: the examples are the same in each step.
+        steps: Number of steps that were compared.
+        replicas: Number of replicas that were compared with one.
+        tolerance: Relative difference that is always allowed.
+        infinite: Values of the reference that are not finite, as (first such step, kind, name).
+            Such values prove nothing.
     """
 
     differences: tuple[Difference, ...]
@@ -139,26 +143,33 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """Whether it is proved that nothing differs by more than rounding."""
+        """Return whether it is proved that nothing differs by more than rounding."""
         return not self.differs and not self.infinite and not self.wanting
 
     @property
     def differs(self) -> bool:
-        """Whether anything differs by more than rounding."""
+        """Return whether anything differs by more than rounding."""
         return self.rows is not None or self.first is not None
 
     @property
     def wanting(self) -> list[Difference]:
-        """Those that tell nothing, as rounding alone goes too far."""
+        """Return the differences that prove nothing because rounding alone is too large."""
         return [difference for difference in self.differences if difference.wanted]
 
     @property
     def first(self) -> Difference | None:
-        """The first that is more than rounding."""
+        """Return the first difference that rounding does not explain, or None."""
         return next((difference for difference in self.differences if difference.exceeds), None)
 
     def largest(self, kind: str) -> Difference | None:
-        """Of a kind, the one that goes farthest beyond what is allowed, or comes nearest to it; no `lenient` one, if there are others."""
+        """Return the difference of a kind with the largest multiple of its allowed value.
+
+        A difference that only an allowed value above the tolerance accepts counts only if there are
+        no others. None is returned if the kind has no differences.
+
+        Args:
+            kind: Kind of value, one of `recording.KINDS`.
+        """
         of_kind = [difference for difference in self.differences if difference.kind == kind]
         strict = [
             difference
@@ -169,7 +180,10 @@ class Comparison:
 
     @property
     def lenient(self) -> list[str]:
-        """Variables and metrics of which rounding alone makes so much that more than the tolerance is allowed."""
+        """Return the variables and metrics that are allowed more than the tolerance.
+
+        Rounding alone changes them by that much.
+        """
         return list(
             dict.fromkeys(
                 difference.name
@@ -182,13 +196,17 @@ class Comparison:
 def compare(
     reference: Recording, workers: Sequence[Recording], rounding: Recording | None, tolerance: float
 ) -> Comparison:
-    """Compares what the workers of a cluster recorded with one replica.
+    """Compare the recordings of the workers of a cluster with the recording of one replica.
 
     Args:
-        reference: Of one replica.
-        workers: By rank.
-        rounding: Of one replica, whose sums were taken in another order.
-        tolerance: The relative difference that is always allowed.
+        reference: Recording of one replica.
+        workers: Recordings of the workers, by rank.
+        rounding: Recording of one replica that sums in another order. None: only `tolerance` is
+            allowed.
+        tolerance: Relative difference that is always allowed.
+
+    Returns:
+        The comparison.
     """
     chief = workers[0]
     steps = min(reference.steps, *(worker.steps for worker in workers))
@@ -199,9 +217,8 @@ def compare(
             if rounding is not None and key in rounding.arrays:
                 own = relative(reference.arrays[key][at], rounding.arrays[key][at], floor)
                 name = f"{difference.kind} {difference.name}"
-                floors[name] = max(
-                    own, floors.get(name, 0.0)
-                )  # what was rounded once is carried on
+                # A rounding error propagates to later steps.
+                floors[name] = max(own, floors.get(name, 0.0))
                 difference = _allowing(difference, ROUNDINGS * floors[name])
             found.append(difference)
         found += [*_copies(workers, step, tolerance), *_reports(workers, step, tolerance)]
@@ -214,11 +231,10 @@ def compare(
 
 
 def _allowing(difference: Difference, rounding: float) -> Difference:
-    """A difference, of which rounding may explain so much."""
+    """Raise the allowed value of a difference to what rounding may explain."""
     tolerance = difference.allowed
-    if (
-        difference.kind == START or rounding <= tolerance
-    ):  # nothing is rounded before the first step
+    # Nothing is rounded before the first step.
+    if difference.kind == START or rounding <= tolerance:
         return difference
     end = (
         max(tolerance, _END)
@@ -232,7 +248,11 @@ def _allowing(difference: Difference, rounding: float) -> Difference:
 def _of_step(
     reference: Recording, other: Recording, step: int, tolerance: float
 ) -> Iterator[tuple[str, Any, Difference, float]]:
-    """The differences after a step, each with its key in the recordings, its index there, and the least that it is relative to."""
+    """Yield the differences after a step.
+
+    Each comes with its key in the recordings, its index in that array, and the smallest scale that
+    it is relative to.
+    """
     kept = [
         (place, v)
         for place, v in enumerate(reference.variables)
@@ -265,7 +285,8 @@ def _of_step(
     floor = _SMALL * max((_top(reference.arrays[key]) for key in norms.values()), default=0.0)
     for place, key in norms.items():
         v = reference.variables[place]
-        mine, others = reference.arrays[key], other.arrays.get(key, np.array(np.nan))
+        mine = reference.arrays[key]
+        others = other.arrays.get(key, np.array(np.nan))
         ratio = float(others / mine) if mine > floor else None
         value = relative(mine, others, floor)
         yield (
@@ -294,7 +315,8 @@ def _of_step(
                 _SMALL_LOG,
             )
             continue
-        mine, others = reference.arrays[logs][place], other.arrays[logs][other.logs.index(name)]
+        mine = reference.arrays[logs][place]
+        others = other.arrays[logs][other.logs.index(name)]
         yield (
             logs,
             place,
@@ -304,7 +326,7 @@ def _of_step(
 
 
 def _copies(workers: Sequence[Recording], step: int, tolerance: float) -> Iterator[Difference]:
-    """How far the replicas' copies of each variable are from each other."""
+    """Yield the differences between the replicas' copies of each variable."""
     chief = workers[0]
     for place, v in enumerate(chief.variables):
         key = f"{step}/state/{place}"
@@ -330,7 +352,7 @@ def _copies(workers: Sequence[Recording], step: int, tolerance: float) -> Iterat
 
 
 def _reports(workers: Sequence[Recording], step: int, tolerance: float) -> Iterator[Difference]:
-    """How far what other workers report, and their sums of gradients, are from the chief's."""
+    """Yield the differences of logs and summed gradients between other workers and the chief."""
     chief = workers[0]
     norms = {
         place: f"{step}/gradient/{v.gradient}"
@@ -366,7 +388,7 @@ def _reports(workers: Sequence[Recording], step: int, tolerance: float) -> Itera
 def _short(
     reference: Recording, workers: Sequence[Recording], steps: int, tolerance: float
 ) -> Iterator[Difference]:
-    """Of which workers the data ended sooner, or later, than those of one replica."""
+    """Yield a difference for each worker with more or fewer steps than the reference."""
     for rank, worker in enumerate(workers):
         if worker.steps != reference.steps:
             name = f"the number of steps ({worker.steps}, and {reference.steps} of one replica)"
@@ -374,7 +396,7 @@ def _short(
 
 
 def _infinite(reference: Recording, steps: int) -> Iterator[tuple[int, str, str]]:
-    """What is not finite of loss, metrics, gradients and weights, with the first step."""
+    """Yield loss, metrics, gradients and weights that are not finite, with the first step."""
     known = set()
     for step in range(steps + 1):
         values = [
@@ -405,7 +427,11 @@ def _infinite(reference: Recording, steps: int) -> Iterator[tuple[int, str, str]
 
 
 def rows_of(reference: Recording, workers: Sequence[Recording], steps: int) -> Rows | None:
-    """The first step in which the workers together took other rows than the reference, or one of them twice."""
+    """Return the first difference between the rows of the workers and of the reference.
+
+    The rows differ if the workers together took other rows, or took one of them twice. None is
+    returned if all steps are the same.
+    """
     for step in range(1, steps + 1):
         expected = Counter(reference.rows(step).tolist())
         parts = [worker.rows(step) for worker in workers]

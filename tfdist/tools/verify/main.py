@@ -1,4 +1,7 @@
-"""The words after `tfdist verify` become the same steps in several processes, and what differs; nothing is trained in this one."""
+"""Entry point of `tfdist verify`: runs the recording processes and compares their steps.
+
+Training happens in child processes, never in this process.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,14 @@ from tfdist.tools.common.process_logs import keep
 
 STRATEGIES = ("multi_worker_mirrored", "mirrored", "central_storage", "one_device")
 _DESCRIPTION = """\
-Trains a few steps of a run with one replica, and the same global batches with several, and compares loss, metrics, the norms of the
-gradients, weights, moving statistics and the optimizer's variables after each step. Tells the first difference that is more than
+Trains a few steps of a run with one replica, and the same global batches with several, and \
+compares loss, metrics, the norms of the
+gradients, weights, moving statistics and the optimizer's variables after each step. Tells the \
+first difference that is more than
 rounding, and what it probably comes from.
 
-  tfdist verify --config=configs/digits.py                                       (two workers on this machine)
+  tfdist verify --config=configs/digits.py                                       (two workers on \
+this machine)
   tfdist verify --config=configs/digits.py --workers 3 --steps 8
   tfdist verify --config=configs/digits.py --strategy mirrored --devices 2
   tfdist verify --config=configs/digits.py --config.model.name=model.py:build
@@ -35,16 +41,18 @@ rounding, and what it probably comes from.
 Dropout and noise are switched off for it, as each replica draws its own, by design.
 """
 _EPILOG = """\
-exit code: 0 when several replicas compute what one computes; 1 when they do not, when that cannot be told, or when their processes
-fail; 2 for a mistake on this command line; 78 for a mistake in the config, or in what one replica makes of it.
+exit code: 0 when several replicas compute what one computes; 1 when they do not, when that cannot \
+be told, or when their processes
+fail; 2 for a mistake on this command line; 78 for a mistake in the config, or in what one replica \
+makes of it.
 """
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command `tfdist verify`.
+    """Run the command `tfdist verify`.
 
     Args:
-        argv: The words after `tfdist verify`.
+        argv: Command-line arguments after `tfdist verify`.
 
     Returns:
         The exit code.
@@ -57,16 +65,17 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Reads the command line.
+    """Parse the command line.
 
     Args:
-        argv: The words after `tfdist verify`.
+        argv: Command-line arguments after `tfdist verify`.
 
     Returns:
-        The flags, and the words about the config.
+        The flags, and the config flags.
 
     Raises:
-        ValueError: Names the flag, what was expected and received.
+        ValueError: A flag is unknown or wrong. The message names the flag, what was expected and
+            what was received.
 
     Example:
         >>> flags, words = parse(["--config=a.py", "--workers", "3", "--config.train.seed=1"])
@@ -80,38 +89,41 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def settle(flags: argparse.Namespace, default: str) -> None:
-    """Fills in strategy, workers and devices.
+    """Fill in strategy, workers and devices.
 
     Args:
-        flags: Of `parse`.
-        default: The strategy where --strategy does not say.
+        flags: Flags from `parse`, which are changed in place.
+        default: Strategy if there is no --strategy.
 
     Raises:
-        ValueError: They do not fit each other.
+        ValueError: The strategy is not supported, or the flags do not fit together.
     """
     where = "--strategy" if flags.strategy is not None else "strategy.name"
     flags.strategy = flags.strategy or default
     if flags.strategy == "parameter_server":
         raise ValueError(
-            f"{where}: parameter_server is asynchronous: its steps depend on which worker is quicker, so that none equals one replica's. Check its "
-            "result instead: train it and one_device with `tfdist train`, and compare what both evaluate at the end. Or verify the same model and "
-            "data with --strategy multi_worker_mirrored"
+            f"{where}: parameter_server is asynchronous: its steps depend on which worker is "
+            "quicker, so that none equals one replica's. Check its result instead: train it and "
+            "one_device with `tfdist train`, and compare what both evaluate at the end. Or "
+            "verify the same model and data with --strategy multi_worker_mirrored"
         )
     if flags.strategy not in STRATEGIES:
         near = difflib.get_close_matches(flags.strategy, STRATEGIES, n=1)
         raise ValueError(
-            f"{where}: expected one of {', '.join(STRATEGIES)}; received {flags.strategy!r}{f'. Did you mean {near[0]}?' if near else ''}"
+            f"{where}: expected one of {', '.join(STRATEGIES)}; received "
+            f"{flags.strategy!r}{f'. Did you mean {near[0]}?' if near else ''}"
         )
     if flags.strategy == "multi_worker_mirrored":
         flags.workers = 2 if flags.workers is None else flags.workers
         if flags.workers == 1 and flags.devices is None:
             raise ValueError(
-                "--workers: expected at least 2 with multi_worker_mirrored, received 1, which is one replica. For several devices of one "
-                "process: --strategy mirrored --devices 2"
+                "--workers: expected at least 2 with multi_worker_mirrored, received 1, which is "
+                "one replica. For several devices of one process: --strategy mirrored --devices 2"
             )
     elif flags.workers not in (None, 1):
         raise ValueError(
-            f"--workers: {flags.strategy} trains in one process; received {flags.workers}. Use --devices, such as --devices 2"
+            f"--workers: {flags.strategy} trains in one process; received {flags.workers}. Use "
+            "--devices, such as --devices 2"
         )
     elif flags.devices is None and flags.strategy != "one_device":
         flags.devices = "2"
@@ -121,17 +133,18 @@ def _verify(flags: argparse.Namespace, words: list[str]) -> int:
     from tfdist import config
     from tfdist.run import train_command
 
-    settings = train_command.parse(words)  # what is wrong here is said at once
+    settings = train_command.parse(words)  # report config errors at once
     if settings.sync != config.Sync():
         raise ValueError(
-            "sync: expected its defaults, with which N replicas equal one; a policy that rounds, leaves out or delays what replicas exchange differs by design. "
-            "Leave the section out to verify model and data"
+            "sync: expected its defaults, with which N replicas equal one; a policy that rounds, "
+            "leaves out or delays what replicas exchange differs by design. Leave the section "
+            "out to verify model and data"
         )
     if flags.strategy is None:
         usual = "multi_worker_mirrored" if flags.devices is None else "mirrored"
         settle(flags, usual if settings.strategy.name == "auto" else settings.strategy.name)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(ending())  # its processes, too
+        stack.enter_context(ending())  # also ends the child processes on a signal
         directory = (
             Path(os.path.abspath(keep(flags.keep)))
             if flags.keep
@@ -156,7 +169,8 @@ def _compare(flags: argparse.Namespace, words: list[str], settings: Any, directo
     )
     replicas = _replicas(flags)
     say(
-        f"{settings.name}: {replicas} ({flags.strategy}) against one replica, {counted(flags.steps, 'step')}"
+        f"{settings.name}: {replicas} ({flags.strategy}) against one replica, "
+        f"{counted(flags.steps, 'step')}"
     )
     common = {
         "config": tuple(words),
@@ -165,16 +179,19 @@ def _compare(flags: argparse.Namespace, words: list[str], settings: Any, directo
     }
     more = () if flags.quick else (EAGER,)
 
-    alone, clustered = (COMPILED, ROUNDING, *more), flags.strategy == "multi_worker_mirrored"
+    alone = (COMPILED, ROUNDING, *more)
+    clustered = flags.strategy == "multi_worker_mirrored"
     together = more
     if settings.parallel.zero:
         say(
-            f"parallel.zero={settings.parallel.zero}: the one replica holds all; gradients, of which each of several has a part, are not compared, what becomes of them is"
+            f"parallel.zero={settings.parallel.zero}: the one replica holds all; gradients, of "
+            "which each of several has a part, are not compared, what becomes of them is"
         )
         if more and not (clustered and flags.devices is None):
             together = ()
             say(
-                "not compiled: left out, as replicas of one process then run one after the other, and cannot exchange parts"
+                "not compiled: left out, as replicas of one process then run one after the "
+                "other, and cannot exchange parts"
             )
 
     def told(name: str, **what: Any) -> Settings:
@@ -182,7 +199,8 @@ def _compare(flags: argparse.Namespace, words: list[str], settings: Any, directo
         place.mkdir()
         return Settings(str(place), **common, **what)
 
-    # One process does for strategies of one. Workers have processes of their own, and then the one replica too, which sees no cluster.
+    # Strategies with one process record the single replica in that process. Workers have processes
+    # of their own, so the single replica gets its own process too, which sees no cluster.
     runs = (
         [("", told("one", alone=alone, ways=(), devices=first_device(flags.devices)))]
         if clustered
@@ -192,27 +210,31 @@ def _compare(flags: argparse.Namespace, words: list[str], settings: Any, directo
     if clustered and not flags.quick:
         communications.append("auto" if communications[0] == "ring" else "ring")
     for number, communication in enumerate(communications):
-        ways, what = (
-            (COMPILED, *(together if not number else ())),
-            {"communication": communication} if clustered else {"alone": alone},
-        )
+        ways = (COMPILED, *(together if not number else ()))
+        what = {"communication": communication} if clustered else {"alone": alone}
         several = told(
             f"several-{number}", ways=ways, strategy=flags.strategy, devices=flags.devices, **what
         )
         runs.append((f"{communication.upper()}, " if clustered else "", several))
 
     one: dict[str, list[Recording]] = {}
-    found, failure, code = {}, None, None
+    found = {}
+    failure = None
+    code = None
     for prefix, process in runs:
         try:
             _start(process, flags)
         except Failed as error:
-            failure, code = f"{prefix}{error}", error.code
+            failure = f"{prefix}{error}"
+            code = error.code
         if process.alone:
             one, missing = read({way: [process.file(way, 0, alone=True)] for way in alone})
             if missing:
                 print(
-                    f"error: one replica alone fails, so that there is nothing to compare with:\n{failure or missing}",
+                    (
+                        "error: one replica alone fails, so that there is nothing to compare "
+                        f"with:\n{failure or missing}"
+                    ),
                     file=sys.stderr,
                 )
                 return CONFIGURATION_CODE if code == CONFIGURATION_CODE else 1
@@ -234,7 +256,8 @@ def _compare(flags: argparse.Namespace, words: list[str], settings: Any, directo
             found[name] = compare(one[COMPILED][0], recordings, one[ROUNDING][0], flags.tolerance)
         if failure:
             break
-    reference, rounding = one[COMPILED][0], one[ROUNDING][0]
+    reference = one[COMPILED][0]
+    rounding = one[ROUNDING][0]
     if more:
         found["one replica, not compiled"] = compare(
             reference, one[EAGER], rounding, flags.tolerance
@@ -285,7 +308,7 @@ def _tell(
 
 
 def _start(told: Any, flags: argparse.Namespace) -> None:
-    """Runs the process, or the launch, that records."""
+    """Run the process or the launch that records the steps."""
     from tfdist.tools.verify import processes
 
     place = Path(told.directory)
@@ -343,7 +366,10 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--strategy",
         metavar="NAME",
-        help=f"{', '.join(STRATEGIES)} (the config's; else multi_worker_mirrored, or mirrored with --devices)",
+        help=(
+            f"{', '.join(STRATEGIES)} (the config's; else multi_worker_mirrored, or mirrored with "
+            "--devices)"
+        ),
     )
     add(
         "--devices",
@@ -361,7 +387,10 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--quick",
         action="store_true",
-        help="the way that training takes alone: no steps that are not compiled, no other communication",
+        help=(
+            "the way that training takes alone: no steps that are not compiled, no other "
+            "communication"
+        ),
     )
     add(
         "--timeout",

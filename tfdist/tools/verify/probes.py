@@ -1,4 +1,7 @@
-"""What passes through a training step becomes numbers in Python, compiled steps included; nothing is trained or compared here."""
+"""Probes of a training step: row fingerprints, gradient norms, and switched-off dropout.
+
+The probes also work in compiled steps.
+"""
 
 from __future__ import annotations
 
@@ -14,24 +17,31 @@ _MIX = (
     -0x61C8864680B583EB,
     -0x40A7B892E31B1A47,
     -0x6B2FB644ECCEEE15,
-)  # splitmix64's constants, as int64
+)  # constants of splitmix64, as int64
 
 
 class Probe:
-    """What one process saw of the step that has just run.
+    """Rows and gradient norms that one process observed in the last step.
 
     Args:
-        first_replica: The number of the first replica of this process, whose gradients are kept: all have the same sums.
+        first_replica: Index of the first replica of this process. Only its gradients are kept,
+            because all replicas have the same sums.
     """
 
     def __init__(self, first_replica: int):
         self._first = first_replica
-        self._lock = threading.Lock()  # each replica has a thread of its own
+        self._lock = threading.Lock()  # each replica runs in a thread of its own
         self._rows: dict[int, np.ndarray] = {}
         self._gradients: dict[int, float] = {}
 
     def see_rows(self, data: Any) -> None:
-        """Takes a fingerprint of each row that a replica got; called in replica context, while a step is traced or run."""
+        """Record a fingerprint of each row that a replica received.
+
+        Call it in replica context, while a step is traced or run eagerly.
+
+        Args:
+            data: Batch of the replica, a nest of tensors `[rows, ...]`.
+        """
 
         def keep(replica, rows):
             with self._lock:
@@ -43,7 +53,12 @@ class Probe:
     def see_gradients(
         self, gradients: Sequence[Any], variables: Sequence[keras.Variable] | None
     ) -> None:
-        """Takes the norms of the gradients, summed over the replicas, before they are clipped."""
+        """Record the norms of the gradients, summed over the replicas, before clipping.
+
+        Args:
+            gradients: Summed gradients; None for variables without one.
+            variables: Variables of the gradients. None: norms are recorded by index.
+        """
         known = [
             (place if variables is None else id(variables[place]), g)
             for place, g in enumerate(gradients)
@@ -65,25 +80,34 @@ class Probe:
                 tf.numpy_function(keep, [_replica(), tf.stack(norms)], [])
 
     def take(self) -> tuple[np.ndarray, dict[int, float]]:
-        """The fingerprints of this process' rows in the order of its replicas, and the norms by the id of their variable."""
+        """Return and clear what was recorded.
+
+        Returns:
+            The fingerprints of this process's rows in the order of its replicas, and the gradient
+            norms by the id, or the index, of their variable.
+        """
         with self._lock:
             rows = [self._rows[replica] for replica in sorted(self._rows)]
             seen = np.concatenate(rows) if rows else np.zeros(0, np.int64), self._gradients
-            self._rows, self._gradients = {}, {}
+            self._rows = {}
+            self._gradients = {}
         return seen
 
 
 def fingerprints(data: Any) -> tf.Tensor:
-    """A number for each row of a batch, which differs, in all likelihood, where rows do.
+    """Return a hash of each row of a batch. Different rows very likely differ in it.
 
     Args:
-        data: A nest of tensors `[rows, ...]`, also ragged and sparse ones.
+        data: Nest of tensors `[rows, ...]`, including ragged and sparse ones.
 
     Returns:
-        int64 `[rows]`, the same whatever rows stand beside them; none of a batch without such tensors.
+        Hashes, int64 `[rows]`. The hash of a row does not depend on the other rows. Empty if the
+        batch has no such tensors.
 
     Example:
-        >>> a, b, c = fingerprints((tf.constant([[1.0, 2.0], [2.0, 1.0], [1.0, 2.0]]), tf.constant(["x", "y", "x"]))).numpy()
+        >>> a, b, c = fingerprints(
+        ...     (tf.constant([[1.0, 2.0], [2.0, 1.0], [1.0, 2.0]]), tf.constant(["x", "y", "x"]))
+        ... ).numpy()
         >>> bool(a == c), bool(a == b)
         (True, False)
     """
@@ -100,18 +124,19 @@ def _has_rows(x: Any) -> bool:
 
 
 def _of_rows(x: Any, place: int) -> tf.Tensor:
-    """A number for each row of a tensor; `place` is that of the tensor in its batch."""
+    """Return a hash of each row of a tensor; `place` is the tensor's index in its batch."""
     if isinstance(x, tf.RaggedTensor):
         rows = x.value_rowids()
-        numbers, columns = (
-            _of_rows(x.values, place),
-            tf.range(tf.size(rows, rows.dtype), dtype=rows.dtype) - tf.gather(x.row_starts(), rows),
+        numbers = _of_rows(x.values, place)
+        columns = tf.range(tf.size(rows, rows.dtype), dtype=rows.dtype) - tf.gather(
+            x.row_starts(), rows
         )
         return tf.math.unsorted_segment_sum(
             _mixed(numbers + _mixed(tf.cast(columns, tf.int64) + place * 2**40)), rows, x.nrows()
         )
     if isinstance(x, tf.SparseTensor):
-        rows, axes = x.indices[:, 0], tf.range(1, tf.shape(x.indices, tf.int64)[1], dtype=tf.int64)
+        rows = x.indices[:, 0]
+        axes = tf.range(1, tf.shape(x.indices, tf.int64)[1], dtype=tf.int64)
         columns = tf.reduce_sum(_mixed(x.indices[:, 1:] + axes * 2**40), axis=1)
         return tf.math.unsorted_segment_sum(
             _mixed(_integers(x.values) + _mixed(columns + place * 2**40)), rows, x.dense_shape[0]
@@ -131,7 +156,7 @@ def _integers(x: tf.Tensor) -> tf.Tensor:
 
 
 def _mixed(x: tf.Tensor) -> tf.Tensor:
-    """Neighbouring numbers become numbers far from each other, as in splitmix64."""
+    """Map neighbouring integers to distant ones, as splitmix64 does."""
     x = x + _MIX[0]
     for shift, factor in ((30, _MIX[1]), (27, _MIX[2])):
         x = (
@@ -147,9 +172,10 @@ def _replica() -> Any:
 
 
 def reverse(data: Any) -> Any:
-    """The rows of a batch in reverse.
+    """Reverse the rows of a batch.
 
-    Where a part of it cannot be reversed, the whole batch stays as it is: rows beside labels of others would be another training.
+    If a part of the batch cannot be reversed, the whole batch is returned unchanged. Inputs paired
+    with the labels of other rows would be a different training.
     """
     if not all(
         isinstance(x, tf.Tensor | tf.RaggedTensor | tf.SparseTensor) for x in tf.nest.flatten(data)
@@ -170,10 +196,11 @@ def _reversed(x: Any) -> Any:
 
 
 def silence(model: keras.Model) -> list[str]:
-    """Lets the layers that drop units or add noise, within others too, pass on what they get.
+    """Switch off dropout and noise in all layers of a model, including nested ones.
 
     Returns:
-        Their names; those that did so already are not among them.
+        The names of the layers that were changed. Layers whose dropout or noise was already 0 are
+        not among them.
     """
     found = []
     for layer in layers_of(model):
@@ -190,14 +217,14 @@ def silence(model: keras.Model) -> list[str]:
                 continue
             try:
                 setattr(layer, name, 0.0)
-            except AttributeError:  # a view of what a layer within it has
+            except AttributeError:  # a read-only property that mirrors an inner layer
                 continue
             found.append(layer.name)
     return list(dict.fromkeys(found))
 
 
 def layers_of(layer: keras.Layer) -> list[keras.Layer]:
-    """A layer, and all layers within it, however deep, each once."""
+    """Return a layer and all layers within it at any depth, each once."""
     found: list[keras.Layer] = []
     left: list[Any] = [layer]
     known: set[int] = set()
@@ -214,7 +241,5 @@ def layers_of(layer: keras.Layer) -> list[keras.Layer]:
             left.extend(each.values())
         else:
             continue
-        known.add(
-            id(each)
-        )  # kept by its owner, so that nothing else can come to its place in memory
+        known.add(id(each))  # the owner keeps the object alive, so its id is not reused
     return found

@@ -1,4 +1,4 @@
-"""A command becomes its exit code within a bound, and the reason where it failed; nothing it started is left."""
+"""Execution of one child process with a timeout, failure reasons and cleanup."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from pathlib import Path
 from tfdist.tools.common.ownership import OWNER, own
 from tfdist.tools.common.process_logs import tail
 
-_LINES = 15  # of a log, at most
-_GRACE = 30.0  # seconds for a launcher to end its tasks
+_LINES = 15  # maximum number of log lines in a message
+_GRACE = 30.0  # seconds that a launcher gets to stop its tasks
 
-_DIFFERS = r"\S+ differs from \S+ in"  # as tfdist says it of workers
+_DIFFERS = r"\S+ differs from \S+ in"  # tfdist's error message when workers disagree
 
 
 class Failed(Exception):
-    """A process failed, or took too long.
+    """Failure or timeout of a process.
 
     Attributes:
-        code: Its exit code; None: it took too long.
+        code: Exit code of the process. None: it timed out.
     """
 
     def __init__(self, text: str, code: int | None):
@@ -33,22 +33,23 @@ class Failed(Exception):
 
 
 def run(words: Sequence[str], log: Path, timeout: float, who: str) -> None:
-    """Runs a Python module, and waits until it has ended.
+    """Run a Python module and wait until it has exited.
 
-    The directory of the log is this process' (see `tfdist.tools.common.ownership`) as long as it runs.
+    While the module runs, this process owns the directory of the log (see
+    `tfdist.tools.common.ownership`).
 
     Args:
-        words: What comes after `python -m`.
-        log: File for all that it says.
-        timeout: Seconds that it may take.
-        who: It, for messages.
+        words: Arguments after `python -m`.
+        log: File for the output of the process.
+        timeout: Longest run time in seconds.
+        who: Name of the process, for messages.
 
     Raises:
-        Failed: It did not end with code 0 in time.
+        Failed: The process did not exit with code 0 in time.
     """
     owned = own(log.parent)
     with open(log, "wb") as file:
-        # A group of its own: Ctrl-C comes here first, and then goes to all of it.
+        # A process group of its own: this process handles Ctrl-C, and then ends the whole group.
         process = subprocess.Popen(
             [sys.executable, "-m", *words],
             stdin=subprocess.DEVNULL,
@@ -60,7 +61,10 @@ def run(words: Sequence[str], log: Path, timeout: float, who: str) -> None:
         code = process.wait(timeout)
     except subprocess.TimeoutExpired:
         raise Failed(
-            f"{who} had not taken its steps after {timeout:g} s. See where it waits, or pass a longer --timeout.\n{_tail(log)}",
+            (
+                f"{who} had not taken its steps after {timeout:g} s. See where it waits, or pass "
+                f"a longer --timeout.\n{_tail(log)}"
+            ),
             None,
         ) from None
     finally:
@@ -74,7 +78,10 @@ def run(words: Sequence[str], log: Path, timeout: float, who: str) -> None:
 
 
 def _end(process: subprocess.Popen) -> None:
-    """Ends a process and its group: politely first, as a launcher then ends its tasks."""
+    """Stop a process and its group.
+
+    SIGTERM comes before SIGKILL, so that a launcher can stop its tasks.
+    """
     try:
         if process.poll() is None:
             process.terminate()
@@ -87,13 +94,17 @@ def _end(process: subprocess.Popen) -> None:
 
 
 def reason(log: Path) -> str:
-    """Why a process failed: the launcher's root cause, a configuration error, or the end of its log."""
+    """Return why a process failed.
+
+    The reason is the launcher's root cause, else a configuration error, else the end of the log.
+    """
     text = log.read_text(encoding="utf-8", errors="replace")
     if found := re.search(
         r"^ROOT CAUSE: (.*?)(?=^The other tasks:$|^-{20,}$|\Z)", text, re.MULTILINE | re.DOTALL
     ):
         lines = [line for line in found[1].rstrip().splitlines() if not line.startswith("  log: ")]
-        whole = lines[-1].strip()  # of the traceback: the headline may be cut off
+        # The last line of the traceback is complete, but the headline may be cut off.
+        whole = lines[-1].strip()
         ours = re.search(rf": (\w+: {_DIFFERS})", lines[0])
         return (
             f"{lines[0][: ours.start(1)]}{whole}"
@@ -106,7 +117,7 @@ def reason(log: Path) -> str:
 
 
 def workers_differ(reason: str) -> bool:
-    """Whether processes failed as tfdist found that the workers do not do the same."""
+    """Return whether a failure says that the workers do not run the same computation."""
     return bool(re.search(_DIFFERS, reason))
 
 

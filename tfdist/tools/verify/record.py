@@ -1,6 +1,6 @@
-"""A process of `tfdist verify` trains some steps through `fit`, and records each of them; nothing is compared here.
+"""Recording process of `tfdist verify`: trains some steps with `fit`, and saves each step.
 
-python -m tfdist.tools.verify.record SETTINGS
+Usage: python -m tfdist.tools.verify.record SETTINGS
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from tfdist.train.synchronous.replica_step import moving_state, seed_states
 
 
 def main(argv: Sequence[str]) -> int:
-    """Records what the settings say.
+    """Record the steps that the settings describe.
 
     Args:
-        argv: One word, `Settings.to_json()`.
+        argv: Output of `Settings.to_json()`, as the only argument.
 
     Returns:
         0.
@@ -41,13 +41,24 @@ def main(argv: Sequence[str]) -> int:
 
 
 def record(settings: Settings) -> None:
-    """Trains in each of the ways, and writes a file for each; every worker of a cluster calls it."""
+    """Train in each execution mode, and write a file for each.
+
+    Every worker of a cluster calls this function.
+
+    Args:
+        settings: Settings of this process.
+    """
     described = train_command.parse(settings.config)
     where = dataclasses.replace(
-        described.strategy, name=settings.strategy, cluster=None, task=None, devices=settings.devices,
-        communication=settings.communication, timeout=settings.timeout,
-    )  # fmt: skip
-    strategy = build.make_strategy(where)  # first, as it makes the devices
+        described.strategy,
+        name=settings.strategy,
+        cluster=None,
+        task=None,
+        devices=settings.devices,
+        communication=settings.communication,
+        timeout=settings.timeout,
+    )
+    strategy = build.make_strategy(where)  # first, because it creates the devices
     whole = not described.parallel.zero
     if settings.alone:
         one = build.make_strategy(
@@ -73,21 +84,21 @@ def train(
     steps: int,
     gradients: bool = True,
 ) -> recording.Recording:
-    """Some steps of a run, as `tfdist train` would take them, without dropout.
+    """Train some steps of a run as `tfdist train` would, but without dropout.
 
     Args:
-        described: The Run.
-        strategy: One of tfdist's.
-        way: "compiled", "eager" or "rounding".
-        steps: How many.
-        gradients: Whether replicas have whole gradients, of which the norms can be taken.
+        described: Run to train.
+        strategy: Strategy from tfdist.
+        way: Execution mode: "compiled", "eager" or "rounding".
+        steps: Number of steps.
+        gradients: Whether replicas have complete gradients, so that norms can be computed. Default:
+            True.
 
     Returns:
-        What was seen in this process.
+        The recording of this process.
     """
-    keras.utils.set_random_seed(
-        described.train.seed
-    )  # also of data that are shuffled without a seed of their own
+    # The seed also applies to data that are shuffled without a seed of their own.
+    keras.utils.set_random_seed(described.train.seed)
     batches = input_pipeline.pipeline(described, "train")
     model = build.make_model(described, strategy, batches)
     model.steps_per_execution = 1
@@ -105,7 +116,7 @@ def train(
     engine.watch_gradients = probe.see_gradients if gradients else None
     recorder = _Recorder(strategy, probe, batches, steps)
     try:
-        # As many epochs as it takes: each has a step at least.
+        # `steps` epochs are enough, because each has at least one step.
         model.fit(batches, epochs=steps, verbose=0, shuffle=False, callbacks=[recorder])
     finally:
         engine.watch_gradients = None
@@ -113,13 +124,16 @@ def train(
 
 
 class _Recorder(keras.callbacks.Callback):
-    """Takes down what there is to see after each step."""
+    """Callback that records the observable values after each step."""
 
     def __init__(
         self, strategy: tf.distribute.Strategy, probe: Probe, batches: tf.data.Dataset, steps: int
     ):
         super().__init__()
-        self._strategy, self._probe, self._batches, self._steps = strategy, probe, batches, steps
+        self._strategy = strategy
+        self._probe = probe
+        self._batches = batches
+        self._steps = steps
         self._placement = strategy.tfdist_engine.placement  # type: ignore[attr-defined]
         self._arrays: dict[str, np.ndarray] = {}
         self._silenced: list[str] = []
@@ -155,7 +169,8 @@ class _Recorder(keras.callbacks.Callback):
         copies = []
         with self._strategy.scope():
             for place, (_, variable) in enumerate(self._variables()):
-                if is_sharded(variable):  # whole, and of no replica: all workers read it together
+                # All workers read the complete value together; it belongs to no single replica.
+                if is_sharded(variable):
                     values = [_sample(variable.value)]
                 else:
                     values = [
@@ -169,7 +184,11 @@ class _Recorder(keras.callbacks.Callback):
         self._arrays[f"{self._step}/copies"] = np.array(copies)
 
     def _variables(self) -> list[tuple[str, keras.Variable]]:
-        """What a step may change, but for metrics, by kind: all in the order of the model's layers."""
+        """Return the variables that a step may change, with their kinds.
+
+        Metric variables are left out. The order is that of the model's layers, followed by the
+        optimizer's variables.
+        """
         model = self.model
         metrics = {id(v) for v in model.metrics_variables}
         kinds = {id(v): recording.STATISTICS for v in moving_state(model)} | {
@@ -186,7 +205,7 @@ class _Recorder(keras.callbacks.Callback):
         ]
 
     def found(self) -> recording.Recording:
-        """All of it."""
+        """Return the complete recording."""
         outermost_first = sorted(layers_of(self.model), key=lambda layer: -len(layer.weights))
         owners = {id(v): layer for layer in outermost_first for v in layer.weights}
         places = {id(v): place for place, v in enumerate(self.model.trainable_variables)}
@@ -204,13 +223,18 @@ class _Recorder(keras.callbacks.Callback):
                 )
             )
         return recording.Recording(
-            tuple(variables), tuple(self._logs), self._step, self._placement.replicas, self._placement.local_replicas,
-            tuple(self._silenced), self._arrays,
-        )  # fmt: skip
+            tuple(variables),
+            tuple(self._logs),
+            self._step,
+            self._placement.replicas,
+            self._placement.local_replicas,
+            tuple(self._silenced),
+            self._arrays,
+        )
 
 
 def _sample(variable: tf.Variable | tf.Tensor) -> np.ndarray:
-    """The values of a variable; of a large one, some at equal distances."""
+    """Return the values of a variable, or an evenly spaced sample of a large one."""
     value = tf.reshape(variable, [-1])
     stride = -(-int(value.shape[0] or 1) // recording.SAMPLE)
     return tf.cast(value[::stride], tf.float64).numpy()

@@ -1,4 +1,4 @@
-"""What a process recorded of its steps, as a file; nothing is trained here."""
+"""Recordings of training steps, their file format, and relative differences of arrays."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-SAMPLE = 65_536  # values of a variable that are kept, of a large one at equal distances
+SAMPLE = 65_536  # maximum number of recorded values of a variable, evenly spaced
 
-# Kinds of what is compared, in the order in which a step comes by them.
+# Kinds of compared values, in the order in which a step computes them.
 EXAMPLES, START, STATISTICS, LOGS, GRADIENTS, WEIGHTS, OPTIMIZER, COPIES = (
     *("examples", "initial state", "moving statistics", "loss and metrics", "gradients' norms"),
     *("weights", "optimizer", "copies"),
@@ -23,14 +23,14 @@ KINDS = (EXAMPLES, START, STATISTICS, LOGS, GRADIENTS, WEIGHTS, OPTIMIZER, COPIE
 
 @dataclasses.dataclass(frozen=True)
 class Variable:
-    """One variable of a model or its optimizer.
+    """Variable of a model or its optimizer.
 
     Attributes:
-        kind: WEIGHTS, STATISTICS, SEEDS or OPTIMIZER.
-        path: As Keras has it, layer and name.
-        layer: Class of its layer; empty for those of the optimizer.
-        synchronized: Whether its layer takes statistics over all replicas.
-        gradient: Its place among the trainable variables.
+        kind: Kind of variable: WEIGHTS, STATISTICS, SEEDS or OPTIMIZER.
+        path: Keras path of the variable: layer and name.
+        layer: Class of its layer; empty for variables of the optimizer.
+        synchronized: Whether its layer computes its statistics over all replicas. Default: False.
+        gradient: Index among the trainable variables. None: the variable is not trainable.
     """
 
     kind: str
@@ -42,17 +42,19 @@ class Variable:
 
 @dataclasses.dataclass(frozen=True)
 class Recording:
-    """Some steps, as one process saw them.
+    """Training steps as one process saw them.
 
     Attributes:
-        variables: In the order of layers, then those of the optimizer.
+        variables: Variables in the order of layers, followed by those of the optimizer.
         logs: Names of loss and metrics.
-        steps: How many were taken.
-        replicas: Of all workers.
-        local_replicas: Of this process.
-        silenced: Layers whose dropout or noise was switched off.
-        arrays: "STEP/state/PLACE" of each variable, step 0 before the first; "STEP/logs"; "STEP/gradient/PLACE"; "STEP/rows",
-            int64 fingerprints; "STEP/copies", how far the other replicas of this process are from its first, by variable.
+        steps: Number of steps that were taken.
+        replicas: Number of replicas of all workers.
+        local_replicas: Number of replicas of this process.
+        silenced: Names of layers whose dropout or noise was switched off.
+        arrays: Recorded values by key. "STEP/state/PLACE" is a variable, where step 0 is the state
+            before the first step. "STEP/logs" are loss and metrics. "STEP/gradient/PLACE" is the
+            norm of a gradient. "STEP/rows" are int64 fingerprints. "STEP/copies" is the difference
+            of the other replicas of this process from its first, by variable.
     """
 
     variables: tuple[Variable, ...]
@@ -64,7 +66,7 @@ class Recording:
     arrays: dict[str, np.ndarray] = dataclasses.field(default_factory=dict, repr=False)
 
     def write(self, path: Path) -> None:
-        """Writes a file, whole or not at all."""
+        """Write the recording to a file atomically."""
         facts = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
@@ -73,12 +75,16 @@ class Recording:
         facts["variables"] = [dataclasses.asdict(variable) for variable in self.variables]
         beside = path.with_suffix(".tmp")
         with open(beside, "wb") as file:
-            np.savez(file, facts=np.array(json.dumps(facts)), **self.arrays)  # type: ignore[arg-type]
+            np.savez(
+                file,
+                facts=np.array(json.dumps(facts)),
+                **self.arrays,  # type: ignore[arg-type]
+            )
         os.replace(beside, path)
 
     @classmethod
     def read(cls, path: Path) -> Recording:
-        """What `write` wrote."""
+        """Read a recording from a file that `write` wrote."""
         with np.load(path) as file:
             arrays = {name: file[name] for name in file.files if name != "facts"}
             facts = json.loads(str(file["facts"]))
@@ -87,11 +93,15 @@ class Recording:
         return cls(variables, logs, silenced=silenced, arrays=arrays, **facts)
 
     def rows(self, step: int) -> np.ndarray:
-        """Fingerprints of the rows that the replicas of this process took in a step, from 1."""
+        """Return fingerprints of the rows that this process read in a step, int64 `[rows]`.
+
+        Args:
+            step: Step number from 1.
+        """
         return self.arrays.get(f"{step}/rows", np.zeros(0, np.int64))
 
     def draws(self) -> list[str]:
-        """Variables that show that random numbers were drawn: seeds that went on."""
+        """Return the paths of seeds that advanced, which shows that random numbers were drawn."""
         places = [(place, v.path) for place, v in enumerate(self.variables) if v.kind == SEEDS]
         ends = [
             (self.arrays.get(f"0/state/{p}"), self.arrays.get(f"{self.steps}/state/{p}"), path)
@@ -105,13 +115,14 @@ class Recording:
 
 
 def read(files: Mapping[str, Sequence[Path]]) -> tuple[dict[str, list[Recording]], str]:
-    """What processes recorded.
+    """Read the recordings of several processes.
 
     Args:
-        files: By way, that of each worker.
+        files: File of each worker, by execution mode.
 
     Returns:
-        The recordings of the ways that all workers recorded; and what is missing of the others, in words, or "".
+        The recordings of the execution modes that all workers recorded, and a message about the
+        missing ones, or "".
     """
     missing = [
         f"worker {rank} wrote no recording of the steps {way!r} ({file})"
@@ -128,15 +139,16 @@ def read(files: Mapping[str, Sequence[Path]]) -> tuple[dict[str, list[Recording]
 
 
 def relative(one: np.ndarray, other: np.ndarray, floor: float = 0.0) -> float:
-    """The largest difference of two arrays, relative to the largest value of the first.
+    """Return the largest difference of two arrays, relative to the largest value of the first.
 
     Args:
-        one: What is right.
-        other: What to compare.
-        floor: The least that the difference is relative to.
+        one: Reference array.
+        other: Array to compare.
+        floor: Smallest scale that the difference is relative to. Default: 0.
 
     Returns:
-        0 for equal ones; infinity where one is not finite and the other is, or shapes differ.
+        The relative difference: 0 for equal arrays; infinity if one is not finite where the other
+        is, or if shapes differ.
 
     Example:
         >>> relative(np.array([1.0, 2.0]), np.array([1.0, 2.5])), relative(np.zeros(2), np.ones(2))
@@ -157,5 +169,5 @@ def relative(one: np.ndarray, other: np.ndarray, floor: float = 0.0) -> float:
 
 
 def together(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """The rows of all workers."""
+    """Concatenate the rows of all workers."""
     return np.concatenate(parts) if len(parts) else np.zeros(0, np.int64)

@@ -1,4 +1,4 @@
-"""Comparisons become what a person, or a program, reads; nothing is compared here."""
+"""Text and JSON rendering of the results of `tfdist verify`."""
 
 from __future__ import annotations
 
@@ -32,24 +32,31 @@ _COLUMNS = {
     OPTIMIZER: "optimizer",
 }
 _WHAT = {
-    START: "the initial {}", STATISTICS: "the moving statistics {}", LOGS: "{}", GRADIENTS: "the norm of the gradient of {}", WEIGHTS: "the weights {}",
-    OPTIMIZER: "the optimizer's {}", COPIES: "the replicas' copies of {}", EXAMPLES: "{}",
-}  # fmt: skip
+    START: "the initial {}",
+    STATISTICS: "the moving statistics {}",
+    LOGS: "{}",
+    GRADIENTS: "the norm of the gradient of {}",
+    WEIGHTS: "the weights {}",
+    OPTIMIZER: "the optimizer's {}",
+    COPIES: "the replicas' copies of {}",
+    EXAMPLES: "{}",
+}
 _REMEDY = "Compare with a smaller learning rate, fewer --steps, or another seed."
 
 
 def preamble(reference: Recording, steps: int, per_call: int) -> list[str]:
-    """What was changed for the comparison, and what it cannot see.
+    """Return lines on what was changed for the comparison, and what it cannot detect.
 
     Args:
-        reference: Of one replica.
-        steps: How many were asked for.
+        reference: Recording of one replica.
+        steps: Number of steps that were requested.
         per_call: `steps_per_execution` of the run.
     """
     lines = []
     if reference.silenced:
         lines.append(
-            f"Dropout and noise are off here, as each replica draws its own by design: {', '.join(reference.silenced)}."
+            "Dropout and noise are off here, as each replica draws its own by design: "
+            f"{', '.join(reference.silenced)}."
         )
     if drawn := reference.draws():
         lines.append(
@@ -59,7 +66,8 @@ def preamble(reference: Recording, steps: int, per_call: int) -> list[str]:
         lines.append(f"Steps run one by one here, not {per_call} in a call.")
     if not reference.rows(1).size:
         lines.append(
-            "The batches have no rows that can be read here: whether the workers take the same ones is not compared."
+            "The batches have no rows that can be read here: whether the workers take the same "
+            "ones is not compared."
         )
     if reference.steps < steps:
         lines.append(f"The data ended after {reference.steps} of {steps} steps.")
@@ -67,7 +75,12 @@ def preamble(reference: Recording, steps: int, per_call: int) -> list[str]:
 
 
 def failed(replicas: str, reason: str) -> list[str]:
-    """What is said where the processes of several replicas failed, though one replica alone did not."""
+    """Return the lines for several replicas that failed while one replica did not.
+
+    Args:
+        replicas: Description of the replicas, such as "2 workers".
+        reason: Reason for the failure.
+    """
     lines = [
         f"NOT THE SAME: one replica trains, {replicas} fail.",
         *(f"  {line}" for line in reason.splitlines()),
@@ -75,17 +88,21 @@ def failed(replicas: str, reason: str) -> list[str]:
     if workers_differ(reason):
         lines.append(
             _cause(
-                "the workers do not run the same thing: another seed, other data or another order of them, in some worker."
+                "the workers do not run the same thing: another seed, other data or another "
+                "order of them, in some worker."
             )
         )
     return lines
 
 
 def table(found: Mapping[str, Comparison]) -> list[str]:
-    """The largest differences of each way, by kind; a `!` marks what is more than rounding, a `?` what rounding hides.
+    """Return a table of the largest differences of each execution mode, by kind.
+
+    A `!` marks a difference that rounding does not explain. A `?` marks one that cannot be judged,
+    because rounding alone is too large.
 
     Args:
-        found: By the name of the way.
+        found: Comparisons by the name of the execution mode.
     """
     rows = [("", *_COLUMNS.values(), "examples")]
     for way, comparison in found.items():
@@ -95,30 +112,36 @@ def table(found: Mapping[str, Comparison]) -> list[str]:
 
 
 def lenient(comparison: Comparison) -> list[str]:
-    """Where more than the tolerance is allowed."""
+    """Return a line on values that are allowed more than the tolerance, if there are any."""
     names = comparison.lenient
     if not names:
         return []
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return [
-        f"Rounding alone changes more than {comparison.tolerance:g}, and more is allowed: {', '.join(names[:3])}{more}."
+        (
+            f"Rounding alone changes more than {comparison.tolerance:g}, and more is allowed: "
+            f"{', '.join(names[:3])}{more}."
+        )
     ]
 
 
 def first(comparison: Comparison) -> list[str]:
-    """Where a comparison first exceeds what is allowed."""
+    """Return lines on where a comparison first exceeds what is allowed."""
     lines = []
     if comparison.rows:
         rows = comparison.rows
         told = [
             f"{count} {what}"
             for count, what in (
-                (rows.shared, "taken by several workers"), (rows.strange, "that one replica does not take"), (rows.missing, "taken by nobody"),
+                (rows.shared, "taken by several workers"),
+                (rows.strange, "that one replica does not take"),
+                (rows.missing, "taken by nobody"),
             )
             if count
-        ]  # fmt: skip
+        ]
         lines.append(
-            f"step {rows.step}: the workers took {rows.received} rows, one replica {rows.expected}; {', '.join(told) or 'some more often'}"
+            f"step {rows.step}: the workers took {rows.received} rows, one replica "
+            f"{rows.expected}; {', '.join(told) or 'some more often'}"
         )
     if difference := comparison.first:
         layer = (
@@ -127,18 +150,19 @@ def first(comparison: Comparison) -> list[str]:
             else ""
         )
         lines.append(
-            f"{_when(difference)}{layer}: {_what(difference)} by {_number(difference.value)}; {_number(difference.allowed)} is allowed"
+            f"{_when(difference)}{layer}: {_what(difference)} by {_number(difference.value)}; "
+            f"{_number(difference.allowed)} is allowed"
         )
     return lines
 
 
 def verdict(ways: Mapping[str, Comparison], drawn: list[str], replicas: str) -> list[str]:
-    """What all comparisons come to, with the likely cause where they differ.
+    """Return the overall result, with the likely cause of a difference.
 
     Args:
-        ways: By the name of the way, the one that training takes first.
-        drawn: Seeds that went on in the reference.
-        replicas: What was compared, such as "2 workers".
+        ways: Comparisons by the name of the execution mode, the mode of training first.
+        drawn: Paths of seeds that advanced in the reference.
+        replicas: Description of the compared replicas, such as "2 workers".
     """
     wrong = {way: comparison for way, comparison in ways.items() if comparison.differs}
     if not wrong and (reasons := unproved(ways)):
@@ -149,12 +173,18 @@ def verdict(ways: Mapping[str, Comparison], drawn: list[str], replicas: str) -> 
         ]
     if not wrong and drawn:
         lines = [
-            f"NOT COMPARED: nothing differs by more than rounding, but random numbers are drawn ({', '.join(drawn)}), which hide what differs."
+            (
+                "NOT COMPARED: nothing differs by more than rounding, but random numbers are "
+                f"drawn ({', '.join(drawn)}), which hide what differs."
+            )
         ]
         return [*lines, "Compare without the layers that draw them."]
     if not wrong:
         return [
-            f"The same: {replicas} {'computes' if replicas.startswith('one') else 'compute'} what one replica computes, step by step."
+            (
+                f"The same: {replicas} {'computes' if replicas.startswith('one') else 'compute'} "
+                "what one replica computes, step by step."
+            )
         ]
     way, worst = next(iter(wrong.items()))
     lines = [
@@ -167,7 +197,11 @@ def verdict(ways: Mapping[str, Comparison], drawn: list[str], replicas: str) -> 
 
 
 def unproved(ways: Mapping[str, Comparison]) -> list[str]:
-    """Why nothing is proved, though nothing differs by more than rounding; empty where it is."""
+    """Return why equality is not proved although no difference exceeds rounding.
+
+    Returns:
+        Reasons; empty if equality is proved.
+    """
     if not ways:
         return ["nothing was recorded"]
     reasons = []
@@ -179,13 +213,19 @@ def unproved(ways: Mapping[str, Comparison]) -> list[str]:
         for difference in comparison.wanting:
             what = f"{_when(difference)}: {_what(difference)} by {_number(difference.value)}"
             reasons.append(
-                f"{what}, and rounding alone explains {_number(difference.wanted)}: too much to tell a fault from it"
+                f"{what}, and rounding alone explains {_number(difference.wanted)}: too much to "
+                "tell a fault from it"
             )
     return list(dict.fromkeys(reasons))
 
 
 def facts(ways: Mapping[str, Comparison], drawn: list[str]) -> dict[str, Any]:
-    """The same for a program: plain values, as JSON knows them."""
+    """Return the results as plain values for JSON.
+
+    Args:
+        ways: Comparisons by the name of the execution mode.
+        drawn: Paths of seeds that advanced in the reference.
+    """
     same = bool(ways) and all(way.same for way in ways.values()) and not drawn
     result: dict[str, Any] = {"same": same, "random": drawn, "unproved": unproved(ways), "ways": {}}
     for way, comparison in ways.items():
@@ -210,10 +250,13 @@ def _cause(text: str) -> str:
 def _only(way: str) -> str:
     if "not compiled" in way:
         return (
-            "only steps that are not compiled differ: Python code in the model, loss or train_step runs in each step there, and once, while it is "
-            "traced, in compiled ones."
+            "only steps that are not compiled differ: Python code in the model, loss or "
+            "train_step runs in each step there, and once, while it is traced, in compiled ones."
         )
-    return "only another way to exchange gradients differs (see strategy.communication): the network, its drivers, or TensorFlow's collectives."
+    return (
+        "only another way to exchange gradients differs (see strategy.communication): the "
+        "network, its drivers, or TensorFlow's collectives."
+    )
 
 
 def _plain(difference: Difference) -> dict[str, Any]:
@@ -231,7 +274,10 @@ def _plain(difference: Difference) -> dict[str, Any]:
 def _cell(difference: Difference | None) -> str:
     if difference is None:
         return "-"
-    return f"{_number(difference.value)}{' !' if difference.exceeds else ' ?' if difference.wanted else ''}"
+    return (
+        f"{_number(difference.value)}"
+        f"{' !' if difference.exceeds else ' ?' if difference.wanted else ''}"
+    )
 
 
 def _when(difference: Difference) -> str:

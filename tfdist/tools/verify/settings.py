@@ -1,4 +1,4 @@
-"""The words of `tfdist verify` become what each of its processes is told; nothing is trained or compared here."""
+"""Settings of a recording process of `tfdist verify`."""
 
 from __future__ import annotations
 
@@ -7,25 +7,27 @@ import json
 from pathlib import Path
 from typing import Any
 
-# How the same steps are run. "compiled" is how training runs them. "rounding" gives each batch's rows in reverse: the same
-# mathematics, summed in another order.
-COMPILED, EAGER, ROUNDING = "compiled", "eager", "rounding"
+# Execution modes of the same steps. "compiled" is the mode of training. "rounding" reverses the
+# rows of each batch: the mathematics is the same, but sums are taken in another order.
+COMPILED = "compiled"
+EAGER = "eager"
+ROUNDING = "rounding"
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What a process records.
+    """Settings of a process that records steps.
 
     Attributes:
-        directory: Where it writes.
-        config: Words for `tfdist.run.parse`.
-        strategy: Name of the strategy.
-        devices: Its devices, as `make_strategy` takes them; None: all.
-        communication: How workers reduce gradients.
-        steps: How many to train.
-        ways: Of running them, one after the other.
-        alone: Ways of running them before that, in the same process, with one replica.
-        timeout: Seconds that a step waits for other workers.
+        directory: Directory of the recordings.
+        config: Config flags for `tfdist.run.train_command.parse`.
+        strategy: Name of the strategy. Default: "one_device".
+        devices: Devices of the strategy, as in `make_strategy`. None: all.
+        communication: Collective communication between workers. Default: "auto".
+        steps: Number of steps to train. Default: 5.
+        ways: Execution modes to record, one after another.
+        alone: Execution modes to record with one replica before that, in the same process.
+        timeout: Longest wait of a step for other workers, in seconds. Default: 600.
     """
 
     directory: str
@@ -39,12 +41,12 @@ class Settings:
     timeout: float = 600.0
 
     def to_json(self) -> str:
-        """The settings as a word on a command line."""
+        """Serialize the settings to a single command-line argument."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def of_json(cls, text: str) -> Settings:
-        """The settings that `to_json` wrote.
+        """Parse the output of `to_json`.
 
         Example:
             >>> settings = Settings("/tmp/x", ("--config=a.py",), steps=3)
@@ -57,12 +59,21 @@ class Settings:
         return cls(**values)
 
     def file(self, way: str, rank: int, alone: bool = False) -> Path:
-        """What a worker recorded of one way; or what was recorded with one replica."""
+        """Return the file for a worker's recording of an execution mode.
+
+        Args:
+            way: Execution mode.
+            rank: Rank of the worker.
+            alone: Whether the recording is made with one replica. Default: False.
+        """
         return Path(self.directory) / f"{'one-' if alone else ''}{way}-{rank}.npz"
 
 
 def first_device(devices: str | None) -> str | None:
-    """The device of one replica that is to be compared with those of several.
+    """Return the device of the single replica that several replicas are compared with.
+
+    Returns:
+        The first of the named devices. None: TensorFlow's first device.
 
     Example:
         >>> first_device("gpu:0,gpu:1"), first_device("2"), first_device(None)

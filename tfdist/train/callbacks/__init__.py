@@ -1,1 +1,1 @@
-"""Callbacks that save, log and profile a training on any number of workers."""
+"""Keras callbacks that save, log and profile training on any number of workers."""

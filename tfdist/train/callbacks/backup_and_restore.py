@@ -1,6 +1,7 @@
-"""Keras' BackupAndRestore becomes exact: what training has come to is saved whole, and goes on as if it had never stopped.
+"""Fault tolerance: a `BackupAndRestore` callback that saves and restores the exact state.
 
-The chief writes, in a thread of its own; every worker reads. Nothing here computes a step.
+A snapshot holds the complete training state, so that a resumed `fit` continues as if it had not
+been interrupted. The chief writes snapshots in a background thread, and every worker reads them.
 """
 
 from __future__ import annotations
@@ -26,35 +27,41 @@ from tfdist.train.callbacks import save_frequency, sharded_snapshot
 from tfdist.train.health import preemption
 from tfdist.train.hooks import Hooks
 
-_METRICS, _SYNC = "metrics/", "sync/"
-_completed: set[str] = (
-    set()
-)  # directories of the fits that this process has completed, and whose last snapshot was kept
+_METRICS = "metrics/"
+_SYNC = "sync/"
+# Directories of the fits that this process has completed, and whose last snapshot was kept.
+_completed: set[str] = set()
 
 
 class BackupAndRestore(keras.callbacks.BackupAndRestore):
-    """Saves the state of training, and goes on from it when `fit` is called again.
+    """Callback that saves the training state and resumes from it when you call `fit` again.
 
-    A snapshot holds weights, optimizer, seeds, metrics, history, what callbacks remember, and the position in the data. Of a
-    pipeline of `tfdist.data` nothing is read twice; any other `tf.data` data set is read again up to there, and must give the same
-    batches again. Callbacks are called for the steps of the epoch that were done already too, without a step being run.
+    A snapshot holds the weights, the optimizer, the seeds, the metrics, the history, the state of
+    callbacks and the position in the data. If the data set is a `tfdist.data` data pipeline, no
+    batch is read twice. Any other `tf.data` data set is read again up to that position, and must
+    yield the same batches again. Callbacks are also called for the steps of the epoch that were
+    already done, without running those steps.
 
-    Callbacks of your own are remembered if they have `get_state()`, which returns what JSON knows, and `set_state(state)`. Wherever
-    it is listed, this callback comes after the others, so that a snapshot holds what all of them know. TensorBoard's files are cut
-    to what they were.
+    Your own callbacks are saved if they define `get_state()`, which returns a JSON-serializable
+    value, and `set_state(state)`. This callback runs after all others, wherever you list it, so
+    that a snapshot holds the state of all of them. On restore, TensorBoard's files are truncated to
+    their sizes at the time of the snapshot.
 
-    Under `tfdist launch --restarts` the last snapshot stays when training is complete, so that a process that is killed later finds the result
-    when the launch starts it again; another launch removes it and begins anew.
+    Under `tfdist launch --restarts`, the last snapshot stays when training is complete. A process
+    that is killed later then finds the result when the launcher starts it again. Another launch
+    removes that snapshot and starts from the beginning.
 
     Args:
-        backup_dir: Directory of the snapshots of one `fit`, which all workers reach.
-        save_freq: "epoch": at the end of each; a number: after so many steps; a time such as "30s", "5m" or "1h".
-        double_checkpoint: As for Keras; `keep=2` is the default in any case.
+        backup_dir: Directory of the snapshots of one `fit`. All workers must be able to reach it.
+        save_freq: "epoch" to save at the end of each epoch, a number to save after that many steps,
+            or a time such as "30s", "5m" or "1h".
+        double_checkpoint: As in Keras. `keep=2` is the default in any case.
         delete_checkpoint: Whether to remove the snapshots when training is complete.
-        keep: How many of the last ones to keep. One that is damaged is passed over for the one before it.
+        keep: Number of most recent snapshots to keep, 1 or more. A damaged snapshot is skipped, and
+            the one before it is used.
 
     Raises:
-        ValueError: For a bad argument.
+        ValueError: An argument is invalid.
     """
 
     def __init__(
@@ -71,7 +78,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             raise ValueError(
                 f"keep: expected how many snapshots to keep, 1 or more; received {keep!r}."
             )
-        # A time is looked at after every step.
+        # An interval in seconds has to be checked after every step.
         super().__init__(
             os.fspath(backup_dir),
             1 if self._every_seconds else save_freq,
@@ -83,26 +90,30 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._peers: list[keras.callbacks.Callback] = []
         self._thread: concurrent.futures.ThreadPoolExecutor | None = None
         self._writing: concurrent.futures.Future | None = None
-        self._silence, self._launched, self._listening = (
-            log_files.Silence(),
-            Launched(),
-            contextlib.ExitStack(),
-        )
+        self._silence = log_files.Silence()
+        self._launched = Launched()
+        self._listening = contextlib.ExitStack()
         self._found: Found | None = None
-        self._opened, self._first_epoch, self._replayed = False, 0, 0
-        self._trained: list | None = None  # metrics of the epoch whose validation runs
+        self._opened = False
+        self._first_epoch = 0
+        self._replayed = 0
+        self._trained: list | None = None  # metric totals of the epoch that is being validated
 
     def prepare(
         self, callbacks: Sequence[keras.callbacks.Callback], writes: bool, first_epoch: int = 0
     ) -> None:
-        """Called by an engine before Keras begins a `fit`.
+        """Read the snapshots and rewind the logs, before Keras starts a `fit`.
+
+        An engine calls this.
 
         Args:
-            callbacks: All of the fit, whose memory is saved and restored.
-            writes: Whether this process is the one that writes.
-            first_epoch: Where the fit begins if there is no snapshot.
+            callbacks: All callbacks of the fit. Their state is saved and restored.
+            writes: Whether this process writes the snapshots.
+            first_epoch: Epoch at which the fit starts if there is no snapshot.
         """
-        self._peers, self.writes, self._first_epoch = list(callbacks), writes, first_epoch
+        self._peers = list(callbacks)
+        self.writes = writes
+        self._first_epoch = first_epoch
         self._open()
         if not writes:
             return
@@ -115,7 +126,10 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     @property
     def every(self) -> float:
-        """When it saves, as a number that differs where that differs: steps, seconds below 0, 0 for epochs."""
+        """Return the save frequency as one number, for comparison between workers.
+
+        The number is positive for steps, negative for seconds and 0 for epochs.
+        """
         return (
             -self._every_seconds
             if self._every_seconds
@@ -126,17 +140,26 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     @property
     def went_on(self) -> tuple[bool, int]:
-        """Whether the last fit went on from a training that was interrupted, and the steps of its first epoch that were done."""
+        """Return whether the last fit resumed, and how many steps of its first epoch were done.
+
+        A fit that found only the snapshot written before its first step did not resume.
+        """
         return self._found is not None and not self._found.snapshot.facts["first"], self._replayed
 
     def release(self) -> None:
-        """Called by an engine when the `fit` is over, also by an error: signals are no longer heard."""
+        """Stop listening for signals, when the `fit` is over or has failed.
+
+        An engine calls this.
+        """
         self._listening.close()
         self._silence.end()
 
     def _open(self) -> None:
-        """Reads what there is, as the only one that writes from now on, if at all."""
-        self._finish()  # of a fit that an error has ended
+        """Claim the directory if this process writes, and read the newest snapshot.
+
+        From then on the chief is the directory's only writer.
+        """
+        self._finish()  # an earlier fit may have failed during a save
         self._launched = Launched.from_environ()
         if self.writes:
             self.store.claim(self._launched.launch, self._launched.attempt)
@@ -148,18 +171,20 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._opened = True
 
     def _is_complete(self, snapshot: Snapshot) -> bool:
-        """Whether a snapshot is the end of another training than this."""
+        """Return whether a snapshot is the final one of another, completed training."""
         launch = snapshot.facts["finished"]
         return launch is not None and (
             self._directory in _completed or (bool(launch) and launch != self._launched.launch)
         )
 
-    # --- What Keras calls ---------------------------------------------------------------------------------------------
+    # --- Keras callback methods -------------------------------------------------------------------
     def on_train_begin(self, logs=None):
+        """See `keras.callbacks.Callback`."""
         sharded_snapshot.check(self.model)
         if not self.model.built:
             raise ValueError(
-                "BackupAndRestore: expected a model that is built before fit, as its state is restored then; build it with an Input layer or "
+                "BackupAndRestore: expected a model that is built before fit, as its state is "
+                "restored then; build it with an Input layer or "
                 "model.build(shape)."
             )
         optimizer = self.model.optimizer
@@ -171,18 +196,22 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self.release()
         self._listening.enter_context(preemption.listening())
         self.store.reached = self._engine.moment
-        self._agree()  # all have read then
+        self._agree()  # a collective: afterwards every worker has read its snapshot
         if self.writes and self._thread is None:
             self._thread = concurrent.futures.ThreadPoolExecutor(1, "tfdist-backup")
-        self._since, self._saved_at, self._replayed, self._trained = 0, time.monotonic(), 0, None
-        self._epoch, self._step = self._first_epoch - 1, 0
+        self._since = 0
+        self._saved_at = time.monotonic()
+        self._replayed = 0
+        self._trained = None
+        self._epoch = self._first_epoch - 1
+        self._step = 0
         if self.writes:
             if self._leftover:
                 self.store.clear()
                 self.store.claim(self._launched.launch, self._launched.attempt)
             self.store.sweep()
         _completed.discard(self._directory)
-        set_first_epoch(self.model, 0)  # what a fit before, that an error has ended, may have left
+        set_first_epoch(self.model, 0)  # an earlier fit that failed may have left another value
         self._restored = self._found.snapshot if self._found is not None else None
         if self._restored is not None:
             self._restore(self._restored)
@@ -190,7 +219,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             self._save(self._first_epoch, 0, {"epoch": [], "values": {}}, first=True)
 
     def on_epoch_begin(self, epoch, logs=None):
-        self._epoch, self._step = epoch, 0
+        """See `keras.callbacks.Callback`."""
+        self._epoch = epoch
+        self._step = 0
         found, self._restored = self._restored, None
         if found is not None:
             self._set_history(found.facts["history"])
@@ -202,9 +233,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             self._pause(max(1, self.save_freq - self._since))
 
     def on_train_batch_end(self, batch, logs=None):
-        step = min(
-            batch + 1, self.params.get("steps") or batch + 1
-        )  # of several steps a call, the last may be beyond the end
+        """See `keras.callbacks.Callback`."""
+        # With steps_per_execution > 1, the last call may count beyond the end of the epoch.
+        step = min(batch + 1, self.params.get("steps") or batch + 1)
         before, self._step = self._step, step
         if before < self._replayed:
             if step >= self._replayed:
@@ -215,8 +246,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             self._preempt()
         if self.save_freq == "epoch" or self._step < self._next:
             return
-        due, ahead = 1.0, self.save_freq
-        if self._every_seconds:  # clocks differ from worker to worker
+        due = 1.0
+        ahead = self.save_freq
+        if self._every_seconds:  # the chief decides, because clocks differ between workers
             passed = time.monotonic() - self._saved_at
             left = (self._every_seconds - passed) / max(passed / self._since, 1e-6)
             due, ahead = self._engine.broadcast_from_chief(
@@ -227,26 +259,32 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._pause(ahead)
 
     def on_test_begin(self, logs=None):
-        if self._step:  # of a fit; the validation forgets the metrics of its epoch
+        """See `keras.callbacks.Callback`."""
+        if self._step:  # validation of a fit, which resets the metrics of the training epoch
             self._trained = self._engine.metric_totals(self.model)
 
     def on_test_batch_end(self, batch, logs=None):
+        """See `keras.callbacks.Callback`."""
         if self._trained is not None and self._engine.stopping():
             self._preempt()
 
     def on_epoch_end(self, epoch, logs=None):
-        self._replayed, self._trained = 0, None
+        """See `keras.callbacks.Callback`."""
+        self._replayed = 0
+        self._trained = None
         if self.save_freq == "epoch":
-            history = self._history()  # Keras' own is told of this epoch after all other callbacks
+            # Keras' History callback runs last, so it does not have this epoch yet.
+            history = self._history()
             history["epoch"].append(epoch)
             for name, value in (logs or {}).items():
                 history["values"].setdefault(name, []).append(float(value))
             self._save(epoch + 1, 0, history)
 
     def on_train_end(self, logs=None):
+        """See `keras.callbacks.Callback`."""
         self._engine.moment("end")
         found, self._restored = self._restored, None
-        if found is not None:  # there was no epoch left to run
+        if found is not None:  # no epoch ran: training was already complete
             self._set_history(found.facts["history"])
         keeps = self._launched.restarts > 0 or not self.delete_checkpoint
         if keeps and (found is None or found.facts["finished"] != self._launched.launch):
@@ -271,16 +309,17 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             _completed.add(self._directory)
         elif self.writes:
             self.store.clear()
-        set_first_epoch(self.model, 0)  # or the model's next fit would begin where this one did
-        self._engine.broadcast_from_chief([0.0])  # nobody looks for snapshots again before that
+        set_first_epoch(self.model, 0)  # or the model's next fit would start where this one did
+        # A barrier: no worker looks for snapshots again before the chief has removed them.
+        self._engine.broadcast_from_chief([0.0])
         asked = preemption.asked()
         self.release()
-        if asked:  # too late to be heard in this fit
+        if asked:  # the signal came too late for this fit to act on it
             preemption.ask_again()
 
-    # --- Saving --------------------------------------------------------------------------------------------------------
+    # --- Saving -----------------------------------------------------------------------------------
     def _pause(self, ahead: int) -> None:
-        """Tells the engine at which step of this epoch it must not be further."""
+        """Tell the engine the next step of this epoch at which it must pause."""
         self._next = max(self._step, self._replayed) + int(ahead)
         self._engine.pause_at(self._next, f"backup {self.backup_dir}")
 
@@ -289,8 +328,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         return engine_of(self.model.distribute_strategy) or Hooks()
 
     def _preempt(self) -> None:
-        """Saves where all workers are, and ends the process once that is written."""
-        # Where an epoch is begun anew, its steps would count twice; who saves by steps has chosen that.
+        """Save the step that all workers have reached, then raise `Preempted`."""
+        # If a resumed fit restarts the epoch, its steps count twice. You accept that with a
+        # save_freq other than "epoch".
         saves = self._engine.begins_within_epochs() or self.save_freq != "epoch"
         what = f"saving step {self._step}" if saves else "leaving the begin"
         logging.warning(
@@ -303,7 +343,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if saves and self._since:
             self._save(self._epoch, self._step, self._history())
         self._finish()
-        self._engine.broadcast_from_chief([0.0])  # nobody leaves before it is written
+        self._engine.broadcast_from_chief([0.0])  # a barrier: no worker exits before that
         raise preemption.Preempted
 
     def _save(
@@ -315,27 +355,26 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         first: bool = False,
         finished: str | None = None,
     ) -> None:
-        """Saves the state before a step of an epoch.
+        """Save the state at a given step of an epoch.
 
         Args:
-            epoch: The epoch, from 0.
-            step: Steps of it that are done.
-            history: What is known of the epochs before.
-            first: Whether nothing was trained yet.
-            finished: The launch in which training is complete.
+            epoch: Epoch, counted from 0.
+            step: Number of steps of that epoch that are done.
+            history: History of the epochs before it.
+            first: Whether nothing has been trained yet.
+            finished: Launch in which training was completed; None while it is not complete.
         """
-        self._since, self._saved_at = 0, time.monotonic()
+        self._since = 0
+        self._saved_at = time.monotonic()
         totals = (self._trained or self._engine.metric_totals(self.model)) if step else []
         synced = self._engine.sync_totals(self.model)
         if state.is_sharded(self.model):
-            self._finish()  # or its number is not known
+            self._finish()  # the number of the next snapshot is unknown while one is being written
         files = sharded_snapshot.save(self.model, self._engine, self.store)
         if not self.writes:
             return
-        found, random = (
-            state.of_model(self.model, functools.partial(self._engine.values, self.model)),
-            state.of_random(),
-        )
+        found = state.of_model(self.model, functools.partial(self._engine.values, self.model))
+        random = state.of_random()
         facts = {
             **found.facts,
             **random.facts,
@@ -365,9 +404,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def _write(self, snapshot: Snapshot) -> None:
         begun = time.monotonic()
-        note(
-            self._launched.log_dir, "saving", task=self._launched.task
-        )  # so that the launcher leaves time for it
+        # The launcher then gives this process time to finish writing.
+        note(self._launched.log_dir, "saving", task=self._launched.task)
         self._note("saved", snapshot, self.store.write(snapshot), time.monotonic() - begun)
 
     def _note(self, event: str, snapshot: Snapshot, number: int, seconds: float) -> None:
@@ -389,14 +427,14 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         )
 
     def _finish(self) -> None:
-        """Waits for the snapshot that is being written; raises what became of it."""
+        """Wait for the snapshot that is being written, and raise the error if it failed."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
 
-    # --- Restoring -----------------------------------------------------------------------------------------------------
+    # --- Restoring --------------------------------------------------------------------------------
     def _agree(self) -> None:
-        """Makes sure that all workers restore the chief's snapshot."""
+        """Raise ValueError unless this worker found the same snapshot as the chief."""
         found = self._found
         mine = (
             [-1.0, 0.0, 0.0]
@@ -409,29 +447,32 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         chief = self._engine.broadcast_from_chief(mine)
         if list(chief) != mine:
             raise ValueError(
-                f"{self.backup_dir}: expected what the chief restores, {_described(chief)}; this worker found {_described(mine)}. All workers must reach "
+                f"{self.backup_dir}: expected what the chief restores, {_described(chief)}; this "
+                f"worker found {_described(mine)}. All workers must reach "
                 "backup_dir: name a directory of a file system that they share."
             )
 
     def _restore(self, found: Snapshot) -> None:
         begun = time.monotonic()
         self._engine.moment("restoring")
-        epoch, step, steps, now = (
-            found.facts["epoch"],
-            found.facts["step"],
-            found.facts["steps"],
-            self.params.get("steps"),
-        )
+        epoch = found.facts["epoch"]
+        step = found.facts["step"]
+        steps = found.facts["steps"]
+        now = self.params.get("steps")
         if step and steps and now and steps != now:
             raise ValueError(
-                f"{self.backup_dir}: saved after step {step} of an epoch of {steps} steps, and an epoch has {now} now: the global batch or the data have "
-                "changed, so that the steps left are not those that were. Take both as they were, or name another directory."
+                f"{self.backup_dir}: saved after step {step} of an epoch of {steps} steps, and an "
+                f"epoch has {now} now: the global batch or the data have "
+                "changed, so that the steps left are not those that were. Take both as they were, "
+                "or name another directory."
             )
         a_call = self.model.steps_per_execution
         if step % a_call and step != now:
             raise ValueError(
-                f"{self.backup_dir}: saved after step {step} of an epoch, where steps_per_execution was {found.facts['a_call']}; now it is {a_call}, and no call "
-                f"ends there. Compile with {found.facts['a_call']}, or another number that divides {step}."
+                f"{self.backup_dir}: saved after step {step} of an epoch, where "
+                f"steps_per_execution was {found.facts['a_call']}; now it is {a_call}, and no call "
+                f"ends there. Compile with {found.facts['a_call']}, or another number that divides "
+                f"{step}."
             )
         replicas, place = self._engine.replicas()
         state.into_model(
@@ -454,11 +495,14 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             self._replayed = step
         elif step:
             logging.warning(
-                "%s: saved after step %d of epoch %d, which is begun anew with the state of that moment: only a strategy of tfdist where workers wait for "
+                "%s: saved after step %d of epoch %d, which is begun anew with the state of that "
+                "moment: only a strategy of tfdist where workers wait for "
                 "each other can go on within an epoch.",
-                self.backup_dir, step, epoch,
-            )  # fmt: skip
-        if self._replayed:  # callbacks are told of these steps too
+                self.backup_dir,
+                step,
+                epoch,
+            )
+        if self._replayed:  # Keras will call the callbacks for these steps again
             self._silence, self._memory = log_files.Silence(self._others()), found
         else:
             self._remind(found)

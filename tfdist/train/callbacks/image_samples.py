@@ -1,4 +1,4 @@
-"""Some images and what the model says of them become pictures for TensorBoard, after each epoch."""
+"""Image summaries: sample images with the model's predictions, after each epoch."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ import tensorflow as tf
 from tfdist.keras_compat import engine_of
 from tfdist.telemetry import contact_sheet
 
-_COLUMNS = 4  # TensorBoard shows a picture some 350 pixels wide
+_COLUMNS = 4  # TensorBoard shows an image about 350 pixels wide
 
 
 class ImageSamples(keras.callbacks.Callback):
-    """Shows TensorBoard the same images after each epoch, with what the model says they are, and what they are.
+    """Callback that writes sample images and their predictions to TensorBoard each epoch.
 
-    Every worker needs it, as all predict together; the chief writes.
+    The images are the same in every epoch. Every worker needs this callback, because all workers
+    predict together. Only the chief writes.
 
     Args:
-        log_dir: Directory of the logs; the pictures go to its subdirectory `validation`.
-        data: Data set of batches `(images, labels)`, whose first examples are shown: images `[batch, height, width, channels]` with
-            1, 3 or 4 channels, labels `[batch]` as numbers of classes. The model gives each image a probability, or a logit, of each
-            class.
-        count: How many.
+        log_dir: Directory of the logs. The images go to its subdirectory `validation`.
+        data: Data set of batches `(images, labels)` whose first examples are shown. Images are
+            `[batch, height, width, channels]` with 1, 3 or 4 channels; labels are `[batch]`, class
+            numbers. The model returns a probability or a logit of each class for each image.
+        count: Number of images, 16 by default.
         run: Name of this run, as for `tfdist.TensorBoard`.
-        classes: Names of the classes; None: their numbers.
-        every: After every so many epochs.
+        classes: Names of the classes; None to show class numbers.
+        every: Number of epochs between two summaries, 1 by default.
 
     Raises:
-        ValueError: For data that are no such images, or a bad number.
+        ValueError: The data are not such images, or a number is invalid.
     """
 
     def __init__(
@@ -52,19 +53,23 @@ class ImageSamples(keras.callbacks.Callback):
                 raise ValueError(f"{name}: expected a number, 1 or more; received {value!r}.")
         self.directory = os.path.join(log_dir, *([run] if run is not None else []), "validation")
         self.images, self.labels = _first(data, count, classes)
-        self.classes, self.every = classes, every
+        self.classes = classes
+        self.every = every
         self._writer: Any = None
 
     def on_train_begin(self, logs=None):
+        """See `keras.callbacks.Callback`."""
         engine = engine_of(self.model.distribute_strategy)
         if engine is None or engine.is_chief:
             self._writer = tf.summary.create_file_writer(self.directory, filename_suffix=".images")
 
     def on_epoch_end(self, epoch, logs=None):
+        """See `keras.callbacks.Callback`."""
         if (epoch + 1) % self.every:
             return
         said = np.asarray(self.model.predict(self.images, batch_size=len(self.images), verbose=0))
-        _check(said, self.classes)  # on all workers: the chief alone would let the others wait
+        # Checked on all workers: if only the chief failed, the others would hang.
+        _check(said, self.classes)
         if self._writer is None:
             return
         captions = [
@@ -83,13 +88,14 @@ class ImageSamples(keras.callbacks.Callback):
         self._writer.flush()
 
     def on_train_end(self, logs=None):
+        """See `keras.callbacks.Callback`."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
 
 
 def caption(scores: np.ndarray, label: int, classes: Sequence[str] | None = None) -> str:
-    """What a model says of an image, and what it is where that differs.
+    """Return the predicted class of an image, and the label where that differs.
 
     Example:
         >>> caption(np.array([0.1, 0.9]), 1), caption(np.array([0.3, 0.7]), 0, ["cat", "dog"])
@@ -105,55 +111,60 @@ def caption(scores: np.ndarray, label: int, classes: Sequence[str] | None = None
 
 
 def probabilities(said: np.ndarray) -> np.ndarray:
-    """What a model says of each class, as probabilities: logits, which are none, by their softmax.
+    """Return the model's outputs as probabilities, applying softmax if they are logits.
 
     Example:
         >>> probabilities(np.array([[2.0, 2.0], [-5.0, -5.0]])).tolist()
         [[0.5, 0.5], [0.5, 0.5]]
     """
     said = said.astype(np.float64)
-    if (said >= 0).all() and np.allclose(
-        said.sum(axis=1), 1, atol=0.02
-    ):  # half precision is not closer
+    # The tolerance is wide because half precision is not more exact.
+    if (said >= 0).all() and np.allclose(said.sum(axis=1), 1, atol=0.02):
         return said
     powers = np.exp(said - said.max(axis=1, keepdims=True))
     return powers / powers.sum(axis=1, keepdims=True)
 
 
 def _check(said: np.ndarray, classes: Sequence[str] | None) -> None:
-    """Raises ValueError for predictions that are no scores of the classes."""
+    """Raise ValueError for predictions that are not scores of the classes."""
     if said.ndim != 2 or said.shape[1] < 2:
         raise ValueError(
-            f"ImageSamples: expected a model that gives each image a score of each class, [batch, classes], of 2 classes or more; received {list(said.shape)}."
+            "ImageSamples: expected a model that gives each image a score of each class, [batch, "
+            f"classes], of 2 classes or more; received {list(said.shape)}."
         )
     if classes is not None and said.shape[1] > len(classes):
         raise ValueError(
-            f"ImageSamples: classes: expected a name for each of the model's {said.shape[1]} outputs; received {len(classes)} names."
+            f"ImageSamples: classes: expected a name for each of the model's {said.shape[1]} "
+            f"outputs; received {len(classes)} names."
         )
 
 
 def _check_labels(labels: np.ndarray, classes: Sequence[str] | None) -> None:
-    """Raises ValueError for labels that are no numbers of the classes."""
+    """Raise ValueError for labels that are not class numbers."""
     if labels.dtype.kind not in "iufb" or not np.equal(np.mod(labels, 1), 0).all():
         raise ValueError(
-            f"data: expected labels that are numbers of classes, whole ones; received {labels.dtype}, such as {labels[0]!r}."
+            "data: expected labels that are numbers of classes, whole ones; received "
+            f"{labels.dtype}, such as {labels[0]!r}."
         )
     if classes is not None and not ((labels >= 0) & (labels < len(classes))).all():
         raise ValueError(
-            f"classes: expected a name for each label; received {len(classes)} names, and labels from {int(labels.min())} to {int(labels.max())}."
+            f"classes: expected a name for each label; received {len(classes)} names, and labels "
+            f"from {int(labels.min())} to {int(labels.max())}."
         )
 
 
 def _first(data: Any, count: int, classes: Sequence[str] | None) -> tuple[np.ndarray, np.ndarray]:
-    """The first examples of a data set, as arrays."""
+    """Return the first `count` images and labels of a data set, as arrays."""
     images: list[np.ndarray] = []
     labels: list[np.ndarray] = []
-    for batch in itertools.islice(iter(data), count):  # a batch has one example at least
+    for batch in itertools.islice(iter(data), count):  # a batch has at least one example
         if not isinstance(batch, tuple) or len(batch) < 2:
             raise ValueError(
-                f"data: expected batches of images and labels, (x, y); received a {type(batch).__name__}."
+                "data: expected batches of images and labels, (x, y); received a "
+                f"{type(batch).__name__}."
             )
-        x, y = np.asarray(batch[0]), np.asarray(batch[1])
+        x = np.asarray(batch[0])
+        y = np.asarray(batch[1])
         if not contact_sheet.is_image(x.shape[1:], x.dtype) or y.ndim != 1:
             raise ValueError(
                 "data: expected images [batch, height, width, 1, 3 or 4] with labels [batch]; "

@@ -1,6 +1,7 @@
-"""The log files that callbacks write become part of a snapshot: what was written after it is undone when it is restored.
+"""Rewind the log files of Keras callbacks to a snapshot when it is restored.
 
-The files of TensorBoard and of CSVLogger are cut to the sizes that they had. Nothing here knows of models or steps.
+The event files of TensorBoard and the tables of CSVLogger are truncated to the sizes that the
+snapshot recorded.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from tfdist.keras_compat import leave_summaries, log_writers
 
 NEVER = 2**62  # steps
 _EVENTS = "events.out.tfevents."
-OWN = ".speed"  # how the names of files end that tfdist's own callback writes beside Keras'
+OWN = ".speed"  # suffix of the event files that tfdist's TensorBoard callback adds to Keras' own
 _FREQUENCIES = (
     (keras.callbacks.TensorBoard, "update_freq"),
     (keras.callbacks.ModelCheckpoint, "save_freq"),
@@ -25,13 +26,15 @@ _FREQUENCIES = (
 
 
 def sizes(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, dict[str, int]]:
-    """How far the logs are.
+    """Return the sizes of the event files that these callbacks have written so far.
+
+    The writers are flushed first, so the sizes include everything logged so far.
 
     Args:
-        callbacks: Callbacks, of which Keras' TensorBoard and what is derived from it are looked at.
+        callbacks: Callbacks. Only Keras' TensorBoard and its subclasses are considered.
 
     Returns:
-        For each `log_dir` the files of events in it, and their sizes in bytes, all that was logged so far included.
+        For each `log_dir`, the event files in it and their sizes in bytes.
     """
     boards = _boards(callbacks)
     for writer in _writers(boards):
@@ -48,15 +51,19 @@ def sizes(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, dict[str, 
 def rewind(
     recorded: Mapping[str, Mapping[str, int]], callbacks: Iterable[keras.callbacks.Callback]
 ) -> None:
-    """Makes the logs what they were; those of a `log_dir` that was not recorded stay as they are.
+    """Truncate the event files to their recorded sizes.
+
+    Event files that were not recorded are removed. A `log_dir` that was not recorded stays
+    unchanged.
 
     Args:
-        recorded: What `sizes` returned.
-        callbacks: Those of the training that goes on, before they write.
+        recorded: Sizes that `sizes` returned.
+        callbacks: Callbacks of the resumed training, before they write.
     """
     for log_dir in {board.log_dir for board in _boards(callbacks)} & recorded.keys():
         for name in _event_files(log_dir):
-            path, size = os.path.join(log_dir, name), recorded[log_dir].get(name)
+            path = os.path.join(log_dir, name)
+            size = recorded[log_dir].get(name)
             if size is None:
                 tf.io.gfile.remove(path)
             elif size < tf.io.gfile.stat(path).length:
@@ -64,7 +71,10 @@ def rewind(
 
 
 def close(callbacks: Iterable[keras.callbacks.Callback]) -> None:
-    """Lets TensorBoard begin new files: those of a fit that an error has ended are still open."""
+    """Close the writers, so that TensorBoard starts new files.
+
+    The files of a fit that failed are still open.
+    """
     boards = _boards(callbacks)
     for writer in _writers(boards):
         writer.close()
@@ -73,13 +83,13 @@ def close(callbacks: Iterable[keras.callbacks.Callback]) -> None:
 
 
 def leave(callbacks: Iterable[keras.callbacks.Callback]) -> None:
-    """Lets summaries of others be as they were before TensorBoard began to train."""
+    """Restore the default summary settings that TensorBoard changed when training began."""
     for board in reversed(_boards(callbacks)):
         leave_summaries(board)
 
 
 def table_sizes(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, int]:
-    """How far the tables of Keras' CSVLogger are: bytes, by file name."""
+    """Return the sizes in bytes of the CSVLogger tables, by file name."""
     found = {}
     for table in _tables(callbacks):
         if getattr(table, "csv_file", None) is not None and not table.csv_file.closed:
@@ -93,22 +103,22 @@ def table_sizes(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, int]
 def rewind_tables(
     recorded: Mapping[str, int], callbacks: Iterable[keras.callbacks.Callback]
 ) -> None:
-    """Makes the tables what they were, and has those callbacks go on in them.
+    """Truncate the CSVLogger tables to their recorded sizes, and make the callbacks append.
 
     Args:
-        recorded: What `table_sizes` returned.
-        callbacks: Those of the training that goes on, before they write.
+        recorded: Sizes that `table_sizes` returned.
+        callbacks: Callbacks of the resumed training, before they write.
     """
     for table in _tables(callbacks):
         if table.filename not in recorded or not tf.io.gfile.exists(table.filename):
             continue
         if recorded[table.filename] < tf.io.gfile.stat(table.filename).length:
             _cut(table.filename, recorded[table.filename])
-        table.append = True  # it would begin anew, and lose what the epochs before have written
+        table.append = True  # else CSVLogger would overwrite the rows of earlier epochs
 
 
 class Silence:
-    """Callbacks that write after so many steps write nothing, until the end of the silence.
+    """Suspends the callbacks that write every so many steps, until `end` is called.
 
     Args:
         callbacks: Callbacks, of which TensorBoard and ModelCheckpoint are changed.
@@ -139,7 +149,7 @@ class Silence:
             setattr(callback, name, NEVER)
 
     def end(self) -> None:
-        """Makes them as they were; once is enough."""
+        """Restore the callbacks' frequencies. Further calls have no effect."""
         before, self._before = self._before, []
         for callback, name, value in before:
             setattr(callback, name, value)
@@ -154,7 +164,7 @@ def _tables(callbacks: Iterable[keras.callbacks.Callback]) -> list[keras.callbac
 
 
 def _writers(boards: Iterable[keras.callbacks.TensorBoard]) -> list[Any]:
-    """All their writers; those of tfdist's own are in its `own_writers`."""
+    """Return all summary writers, including the `own_writers` of tfdist's TensorBoard."""
     return [
         writer
         for board in boards
@@ -163,7 +173,10 @@ def _writers(boards: Iterable[keras.callbacks.TensorBoard]) -> list[Any]:
 
 
 def _event_files(log_dir: str) -> list[str]:
-    """Those of the chief: other files of `worker-0`, as those of other workers, are not its callbacks' to cut."""
+    """Return the event files of the chief, relative to `log_dir`.
+
+    Other files of `worker-0`, and the files of other workers, do not belong to these callbacks.
+    """
     found = []
     for part, end in (("train", ""), ("validation", ""), ("worker-0", OWN)):
         directory = os.path.join(log_dir, part)

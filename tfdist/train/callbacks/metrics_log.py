@@ -1,4 +1,4 @@
-"""What training comes to becomes scalars of writers, epoch by epoch or every so many steps; no writer is chosen here."""
+"""Metric logging: a callback that sends losses and metrics to any number of writers."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from tfdist.telemetry.writers import Telemetry, Writer
 
 
 class Log(keras.callbacks.Callback):
-    """Sends losses and metrics of all replicas to writers, on the chief; training code knows none of them.
+    """Callback that sends the losses and metrics of all replicas to writers, on the chief.
 
-    Each epoch has, beside what Keras tells, its `learning_rate`, its `seconds` (of training, validation not included) and the
-    `time` of its end, in seconds since 1970.
+    The training code does not depend on any writer. In addition to the logs of Keras, each epoch
+    has its `learning_rate`, its `seconds` (of training, without validation) and the `time` of its
+    end, in seconds since 1970.
 
     Args:
-        writers: Where to; see `tfdist.telemetry.writers`.
-        every: Also send `batch_*` values after every so many steps of an epoch. Steps run one by one then. None: epochs only.
-        settings: What the run was told, by name, for the writers that compare runs.
+        writers: Writers that receive the values; see `tfdist.telemetry.writers`.
+        every: Number of steps of an epoch after which `batch_*` values are sent too. Steps then run
+            one by one. None: only at the end of epochs.
+        settings: Settings of the run by name, for writers that compare runs.
 
     Raises:
-        ValueError: For an `every` that is no number of steps.
+        ValueError: `every` is not a number of steps.
 
     Example:
         >>> import sys
@@ -48,22 +50,33 @@ class Log(keras.callbacks.Callback):
             raise ValueError(
                 f"every: expected a number of steps, 1 or more, or None; received {every!r}."
             )
-        self.telemetry, self.every, self.settings = Telemetry(writers), every, settings
+        self.telemetry = Telemetry(writers)
+        self.every = every
+        self.settings = settings
         self.seconds: list[float] = []  # of each epoch that ran in this process
         self._begin: float | None = None
         self._writes = self._begun = False
 
     def rate(self, examples: int | None) -> float | None:
-        """Examples per second of the median epoch, of so many examples; the first one compiles and counts only if it is alone."""
+        """Return the examples per second of the median epoch, or None if it is unknown.
+
+        The first epoch includes compilation, so it counts only if it is the only one.
+
+        Args:
+            examples: Number of examples of an epoch, or None if it is unknown.
+        """
         seconds = self.seconds[1:] or self.seconds
         return examples / statistics.median(seconds) if examples and seconds else None
 
     def on_train_begin(self, logs=None):
+        """See `keras.callbacks.Callback`."""
         engine = engine_of(self.model.distribute_strategy)
-        self._writes, self._begun = engine is None or engine.is_chief, False
+        self._writes = engine is None or engine.is_chief
+        self._begun = False
 
     def on_epoch_begin(self, epoch, logs=None):
-        if self._writes and not self._begun:  # by now what was interrupted is restored
+        """See `keras.callbacks.Callback`."""
+        if self._writes and not self._begun:  # a snapshot, if there is one, is restored by now
             self._begun = True
             self.telemetry.rewind(epoch, self._steps())
             if self.settings:
@@ -72,6 +85,7 @@ class Log(keras.callbacks.Callback):
         self._begin = time.perf_counter()
 
     def on_train_batch_end(self, batch, logs=None):
+        """See `keras.callbacks.Callback`."""
         before, self._served = self._served, batch + 1
         if (
             self._writes
@@ -86,9 +100,11 @@ class Log(keras.callbacks.Callback):
             )
 
     def on_test_begin(self, logs=None):
+        """See `keras.callbacks.Callback`."""
         self._stop()
 
     def on_epoch_end(self, epoch, logs=None):
+        """See `keras.callbacks.Callback`."""
         self._stop()
         if self._writes:
             told = {name: float(value) for name, value in (logs or {}).items()}
@@ -98,17 +114,18 @@ class Log(keras.callbacks.Callback):
             )
 
     def on_train_end(self, logs=None):
+        """See `keras.callbacks.Callback`."""
         if self._writes:
             self.telemetry.close()
 
     def _stop(self) -> None:
-        """Ends the epoch's time, at its validation or its end, whichever comes first."""
+        """Stop the timer of the epoch, at its validation or its end, whichever comes first."""
         if self._begin is not None:
             self.seconds.append(time.perf_counter() - self._begin)
             self._begin = None
 
     def _steps(self) -> int:
-        optimizer = self.model.optimizer  # a train_step of the user's may need none
+        optimizer = self.model.optimizer  # a custom train_step may not need one
         return 0 if optimizer is None else int(keras.ops.convert_to_numpy(step_counter(optimizer)))
 
     def _learning_rate(self) -> dict[str, float]:

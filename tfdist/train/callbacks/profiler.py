@@ -1,4 +1,4 @@
-"""Some steps of a training become a trace of TensorFlow's profiler, step by step; nothing is measured here."""
+"""Profiling: trace a window of training steps with TensorFlow's profiler."""
 
 from __future__ import annotations
 
@@ -16,45 +16,53 @@ log = logging.getLogger("tfdist")
 
 
 class Profile:
-    """Traces the steps of a window. Every worker has one, as all pause at the same steps; who has no directory traces nothing.
+    """Traces the steps of a window.
 
-    With `steps_per_execution` it traces the executions that have a step of the window, as a whole; an epoch's last one, which may be
-    shorter, counts as of all its steps.
+    Every worker needs one, because all workers pause at the same steps. A worker without a
+    directory traces nothing.
+
+    With `steps_per_execution`, whole executions are traced: every execution that contains a step of
+    the window. The last execution of an epoch may be shorter, but counts as having all its steps.
 
     Args:
-        first: The window's first step, counted from 1 since training began; of a model without an optimizer, since the `fit` began.
-        last: Its last one.
+        first: First step of the window, counted from 1 since training began. For a model without an
+            optimizer, steps are counted since the `fit` began.
+        last: Last step of the window.
     """
 
     def __init__(self, first: int, last: int):
-        self.first, self.last = first, last
+        self.first = first
+        self.last = last
         self._model: keras.Model | None = None
         self._directory: str | None = None
         self._running = self._done = False
         self._trace: tf.profiler.experimental.Trace | None = None
         self._before = self._step = 0
-        self._began: int | None = (
-            None  # steps that were done when the first epoch of this fit began
-        )
+        # Number of steps that were done when the first epoch of this fit began.
+        self._began: int | None = None
 
     def begin(self, model: keras.Model, directory: str | None) -> None:
-        """A `fit` begins.
+        """Reset the state at the start of a `fit`.
 
         Args:
-            model: What it trains.
-            directory: Where the trace goes, to `plugins/profile`; None: this worker traces nothing.
+            model: Model to train.
+            directory: Directory of the trace, which goes to its subdirectory `plugins/profile`;
+                None if this worker does not trace.
         """
-        self._model, self._directory, self._done = model, directory, False
-        self._before, self._step, self._began = 0, 0, None
+        self._model = model
+        self._directory = directory
+        self._done = False
+        self._before = 0
+        self._step = 0
+        self._began = None
 
     def begin_epoch(self) -> None:
-        """An epoch begins; what was interrupted is restored."""
+        """Count the steps done before this epoch. A snapshot is already restored by then."""
         assert self._model is not None
-        optimizer = self._model.optimizer  # a train_step of the user's may need none
-        begun = getattr(
-            self._model.train_function, "steps_done", 0
-        )  # steps that a resumed epoch counts as done
-        counted = self._before + self._step  # at the end of the epoch before
+        optimizer = self._model.optimizer  # a custom train_step may not need one
+        # Steps that a resumed epoch counts as done.
+        begun = getattr(self._model.train_function, "steps_done", 0)
+        counted = self._before + self._step  # steps at the end of the previous epoch
         self._before = (
             counted
             if optimizer is None
@@ -66,7 +74,10 @@ class Profile:
         self._pause()
 
     def before(self, batch: int) -> None:
-        """A step begins, or Keras' call for one that is done."""
+        """Start tracing a step if it is in the window.
+
+        Keras also calls this for the replayed steps of a resumed epoch, which are ignored.
+        """
         if batch < self._step:
             return
         first = self._before + batch + 1
@@ -81,7 +92,7 @@ class Profile:
                 self._trace.__enter__()
 
     def after(self, batch: int) -> None:
-        """A step has ended."""
+        """End the trace of a step, and stop the profiler after the last step of the window."""
         self._leave()
         if batch + 1 > self._step:
             self._step = batch + 1
@@ -90,7 +101,7 @@ class Profile:
             self._stop()
 
     def end(self) -> None:
-        """The `fit` has ended."""
+        """Stop the profiler at the end of a `fit`, or warn if no step of the window ran."""
         if self._running:
             self._stop()
         elif (
@@ -106,29 +117,29 @@ class Profile:
             )
 
     def release(self) -> None:
-        """The `fit` is over, perhaps by an error: the profiler ends, with what it has."""
+        """Stop the profiler, and keep what it traced, also after a `fit` that failed."""
         self._leave()
         if self._running:
             self._stop()
 
     def _leave(self) -> None:
-        """Ends the part of the trace that is a step's."""
+        """End the trace event of the current step."""
         if self._trace is not None:
             self._trace.__exit__(None, None, None)
             self._trace = None
 
     def _per_call(self) -> int:
-        """Steps that run without Python, as an execution."""
+        """Return the number of steps of one execution, which run without returning to Python."""
         assert self._model is not None
         return self._model.steps_per_execution
 
     def _pause(self) -> None:
-        """Lets the engine stop before the window, and after each execution in it."""
+        """Make the engine pause before the window, and after each execution in it."""
         assert self._model is not None
-        engine, per_call = engine_of(self._model.distribute_strategy), self._per_call()
-        begin = (
-            (self.first - 1 - self._before) // per_call * per_call
-        )  # a later step would let the execution with the first one run before
+        engine = engine_of(self._model.distribute_strategy)
+        per_call = self._per_call()
+        # A pause at a later step would come after the execution with the window's first step.
+        begin = (self.first - 1 - self._before) // per_call * per_call
         if engine is not None and self._before + self._step < self.last:
             engine.pause_at(
                 begin if self._step < begin else self._step + 1,
@@ -144,20 +155,21 @@ class Profile:
         except tf.errors.AlreadyExistsError:
             self._done = True
             log.warning(
-                "profile: another profiler runs in this process, so that steps %d to %d are not traced.",
+                "profile: another profiler runs in this process, so that steps %d to %d are not "
+                "traced.",
                 self.first,
                 self.last,
             )
-        except (
-            Exception
-        ) as error:  # a trace is not worth a training, which would end on this worker alone
+        except Exception as error:
+            # A failed trace must not end training, which would fail on this worker only.
             self._failed(error)
 
     def _stop(self) -> None:
-        self._running, self._done = False, True
+        self._running = False
+        self._done = True
         try:
             tf.profiler.experimental.stop()
-        except Exception as error:  # as above; a full disk, for one
+        except Exception as error:  # as above; the disk may be full, for example
             self._failed(error)
             return
         log.info(
@@ -180,17 +192,21 @@ class Profile:
 
 
 def how_to_look(directory: str, find: Callable[[str], object]) -> str:
-    """Where a trace is, and what shows it.
+    """Return where a trace is and how to view it.
 
     Args:
-        directory: The one that was given.
-        find: Tells whether a package is there, as `importlib.util.find_spec`.
+        directory: Directory that was given to the profiler.
+        find: Function that returns None for a package that is not installed, as
+            `importlib.util.find_spec` does.
 
     Example:
         >>> how_to_look("runs/a/train", find=lambda name: None)
         'in runs/a/train/plugins/profile. To look at it: pip install tensorboard-plugin-profile; then TensorBoard has a tab PROFILE.'
-    """
+    """  # noqa: E501
     place = os.path.join(directory, "plugins", "profile")
     if any(find(name) for name in ("tensorboard_plugin_profile", "xprof")):
         return f"in {place}, and in TensorBoard's tab PROFILE."
-    return f"in {place}. To look at it: pip install tensorboard-plugin-profile; then TensorBoard has a tab PROFILE."
+    return (
+        f"in {place}. To look at it: pip install tensorboard-plugin-profile; then TensorBoard has "
+        "a tab PROFILE."
+    )

@@ -1,4 +1,4 @@
-"""The callbacks of a `fit` that save it learn of the others before it begins, and let go of what they hold when it is over."""
+"""Prepare and release the callbacks that save state or trace steps, around a `fit`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from tfdist.train.callbacks.tensorboard import TensorBoard
 def backing(
     callbacks: Sequence[keras.callbacks.Callback], writes: bool, first_epoch: int = 0
 ) -> Iterator[None]:
-    """Runs a `fit`; see `BackupAndRestore.prepare` and `release`, and `Profile.release`.
+    """Prepare the saving callbacks of a `fit`, run it, and release them afterwards.
+
+    See `BackupAndRestore.prepare`, `BackupAndRestore.release` and `Profile.release`.
 
     Args:
-        callbacks: All of the fit.
-        writes: Whether this process is the one that writes.
-        first_epoch: Where the fit begins if there is no snapshot.
+        callbacks: All callbacks of the fit.
+        writes: Whether this process writes the snapshots.
+        first_epoch: Epoch at which the fit starts if there is no snapshot.
     """
     backups = _backups(callbacks)
     for callback in backups:
@@ -39,7 +41,10 @@ def backing(
 
 
 def same_on_workers(callbacks: Sequence[keras.callbacks.Callback]) -> dict[str, float]:
-    """What must be equal on all workers, as they meet where one of them saves, traces or predicts: by name, for a message."""
+    """Return the callback settings that must be equal on all workers, by name for messages.
+
+    The workers synchronize at the steps where one of them saves, traces or predicts.
+    """
     every = [callback.every for callback in _backups(callbacks)]
     profiles = _profiles(callbacks)
     samples = [callback.every for callback in callbacks if isinstance(callback, ImageSamples)]

@@ -1,4 +1,7 @@
-"""Each worker's rows of sharded variables become files of a snapshot, before the chief writes the snapshot itself."""
+"""Sharded snapshots: each worker writes its own rows of sharded variables.
+
+The workers write their rows before the chief writes the snapshot that names those files.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +17,21 @@ from tfdist.train.hooks import Hooks
 
 
 def save(model: Any, engine: Hooks, store: Store) -> list[str]:
-    """Writes this worker's rows, and waits until all have written theirs; called by all workers at the same step.
+    """Write this worker's rows, and wait until all workers have written theirs.
+
+    All workers call this at the same step.
 
     Args:
-        model: The model.
-        engine: Of its strategy.
-        store: Where; no snapshot is being written there.
+        model: Model whose sharded variables are saved.
+        engine: Engine of the model's strategy.
+        store: Store to write to. No other snapshot may be in the process of being written there.
 
     Returns:
-        The names of all workers' files, for the snapshot that the chief writes next; none where nothing is sharded.
+        The file names of all workers, for the snapshot that the chief writes next. The list is
+        empty if nothing is sharded.
 
     Raises:
-        OSError: This worker or another cannot write there.
+        OSError: This worker or another one cannot write there.
     """
     rows = state.rows_of_model(model)
     if not rows:
@@ -51,23 +57,27 @@ def save(model: Any, engine: Hooks, store: Store) -> list[str]:
         raise failure
     if failed:
         raise OSError(
-            f"{store.directory}: worker {failed[0]} could not write its part of snapshot-{number}; its log has the cause. The snapshots that are there stay."
+            f"{store.directory}: worker {failed[0]} could not write its part of snapshot-{number}; "
+            "its log has the cause. The snapshots that are there stay."
         )
     return [os.path.basename(path) for path in paths]
 
 
 def check(model: Any) -> None:
-    """Makes sure that an engine knows which rows of what is sharded this process holds.
+    """Raise ValueError unless an engine knows which rows this process holds.
 
     Args:
-        model: Any.
+        model: Any model, sharded or not.
 
     Raises:
-        ValueError: It is sharded over processes that train without a scope, each of which would take its rows for all.
+        ValueError: The model is sharded over several processes that train without a strategy scope.
+            Each of them would save its own rows as if they were all rows.
     """
     held = holder_of(model.optimizer, model.trainable_weights)
     if held is not None and held.group.size > 1 and engine_of(model.distribute_strategy) is None:
         raise ValueError(
-            f"BackupAndRestore: expected a model and an optimizer that were made in their strategy's scope, received some that are sharded over {held.group.size} processes "
-            "without one, of which none knows the others' part. Make model and optimizer, and call compile(), inside `with strategy.scope():`."
+            "BackupAndRestore: expected a model and an optimizer that were made in their "
+            f"strategy's scope, received some that are sharded over {held.group.size} processes "
+            "without one, of which none knows the others' part. Make model and optimizer, and "
+            "call compile(), inside `with strategy.scope():`."
         )

@@ -1,4 +1,4 @@
-"""Keras' TensorBoard callback becomes what TensorBoard shows of a run, from one chief or from each worker."""
+"""TensorBoard logging with training speed, for one chief or for every worker."""
 
 from __future__ import annotations
 
@@ -22,27 +22,32 @@ WORKERS = ("chief", "all")
 
 
 class TensorBoard(keras.callbacks.TensorBoard):
-    """Keras' TensorBoard callback that only the chief writes, with the speed of training beside its results.
+    """Keras' TensorBoard callback, written by the chief only, with the training speed added.
 
-    Each epoch adds, beside Keras' `epoch_*` scalars, `speed/examples_per_second` (all replicas), `speed/step_milliseconds` and
-    `speed/input_wait` (share of the time, 0 to 1, that steps waited for a batch). They need a strategy made by tfdist.
+    In addition to Keras' `epoch_*` scalars, each epoch adds `speed/examples_per_second` (all
+    replicas), `speed/step_milliseconds` and `speed/input_wait` (fraction of the time, 0 to 1, that
+    steps waited for a batch). These need a strategy made by tfdist.
 
     Args:
-        log_dir: Directory of the logs, which get the subdirectories `train` and `validation`.
-        run: Name of this run: its logs go to `log_dir/run`, so that `tensorboard --logdir LOG_DIR` shows runs side by side; None:
-            to `log_dir` itself.
-        per_worker: Whether each of several workers also writes the speed that it sees, to a subdirectory `worker-<rank>`; default:
-            where the run has a name. Losses and metrics are those of all replicas, and the chief's alone.
-        graph: Whether to write the model's layers, and the operations of its forward pass.
-        histograms: Histograms of the weights every so many epochs; 0: none.
-        hparams: What the run was told, by name, also nested; the tab HPARAMS compares runs by it. None: nothing.
-        profile: Steps to trace with TensorFlow's profiler, counted from 1 since training began, such as "steps=10..15". They run
-            one by one, on all workers.
-        profile_workers: Who traces them: the "chief", to `train`, or "all" workers, each to its `worker-<rank>`.
-        **kwargs: As for `keras.callbacks.TensorBoard`.
+        log_dir: Directory of the logs, in which the subdirectories `train` and `validation` are
+            made.
+        run: Name of this run. Its logs go to `log_dir/run`, so that `tensorboard --logdir LOG_DIR`
+            shows runs side by side. None: the logs go to `log_dir` itself.
+        per_worker: Whether each of several workers also writes the speed that it measures, to a
+            subdirectory `worker-<rank>`. By default this is true if the run has a name. Losses and
+            metrics are those of all replicas, and only the chief writes them.
+        graph: Whether to write the model's layers and the operations of its forward pass.
+        histograms: Number of epochs between histograms of the weights; 0: no histograms.
+        hparams: Hyperparameters of the run by name, possibly nested, by which the tab HPARAMS
+            compares runs. None: no hyperparameters are written.
+        profile: Steps to trace with TensorFlow's profiler, counted from 1 since training began,
+            such as "steps=10..15". These steps run one by one, on all workers.
+        profile_workers: Workers that trace these steps: the "chief", to `train`, or "all" workers,
+            each to its `worker-<rank>`.
+        **kwargs: Further arguments of `keras.callbacks.TensorBoard`.
 
     Raises:
-        ValueError: For a bad argument.
+        ValueError: An argument is invalid.
 
     >>> TensorBoard("runs", "try-1", graph=False).root_dir
     'runs/try-1'
@@ -63,20 +68,24 @@ class TensorBoard(keras.callbacks.TensorBoard):
     ):
         if profile_workers not in WORKERS:
             raise ValueError(
-                f"profile_workers: received {profile_workers!r}. {nearest(str(profile_workers), WORKERS)}"
+                f"profile_workers: received {profile_workers!r}. "
+                f"{nearest(str(profile_workers), WORKERS)}"
             )
         self.root_dir = os.path.join(log_dir, run) if run is not None else os.fspath(log_dir)
         super().__init__(
             log_dir=self.root_dir, **{"write_graph": graph, "histogram_freq": histograms, **kwargs}
         )
         self.per_worker = run is not None if per_worker is None else per_worker
-        self.hparams, self.profile_workers = hparams, profile_workers
+        self.hparams = hparams
+        self.profile_workers = profile_workers
         self.profile = Profile(*step_range("profile", profile)) if profile is not None else None
-        self.follows = False  # another worker than the chief; `log_dir` is a directory that nobody looks at then
-        self.own_writers: list = []  # beside those of Keras
+        # True on workers other than the chief. Nothing reads the `log_dir` of such a worker.
+        self.follows = False
+        self.own_writers: list = []  # in addition to Keras' writers
         self._settings_writer: Any = None
 
     def on_train_begin(self, logs=None):
+        """See `keras.callbacks.Callback`."""
         super().on_train_begin(logs)
         chiefs = [] if self.follows else [os.path.join(self.root_dir, "train")]
         own = self._worker_directory()
@@ -99,6 +108,7 @@ class TensorBoard(keras.callbacks.TensorBoard):
         self._graph_due = self.write_graph and not self.follows
 
     def on_train_end(self, logs=None):
+        """See `keras.callbacks.Callback`."""
         super().on_train_end(logs)
         for writer in self.own_writers:
             writer.close()
@@ -110,22 +120,26 @@ class TensorBoard(keras.callbacks.TensorBoard):
             self._settings_writer = None
 
     def on_epoch_begin(self, epoch, logs=None):
+        """See `keras.callbacks.Callback`."""
         super().on_epoch_begin(epoch, logs)
         self._before = self._stats()
         if self.profile is not None:
             self.profile.begin_epoch()
 
     def on_train_batch_begin(self, batch, logs=None):
+        """See `keras.callbacks.Callback`."""
         super().on_train_batch_begin(batch, logs)
         if self.profile is not None:
             self.profile.before(batch)
 
     def on_train_batch_end(self, batch, logs=None):
+        """See `keras.callbacks.Callback`."""
         super().on_train_batch_end(batch, logs)
         if self.profile is not None:
             self.profile.after(batch)
 
     def on_epoch_end(self, epoch, logs=None):
+        """See `keras.callbacks.Callback`."""
         super().on_epoch_end(epoch, logs)
         if self._graph_due:
             self._graph_due = False
@@ -135,10 +149,8 @@ class TensorBoard(keras.callbacks.TensorBoard):
             return
         seconds = done["seconds"]
         for writer in self.own_writers:
-            with (
-                writer.as_default(),
-                tf.summary.record_if(True),
-            ):  # whatever step of update_freq the epoch ends at
+            # Keras records only every `update_freq` steps; the epoch may end at another step.
+            with writer.as_default(), tf.summary.record_if(True):
                 tf.summary.scalar(
                     "speed/examples_per_second", done["examples"] / seconds, step=epoch
                 )
@@ -148,24 +160,32 @@ class TensorBoard(keras.callbacks.TensorBoard):
                 tf.summary.scalar("speed/input_wait", done["input_seconds"] / seconds, step=epoch)
 
     def _worker_directory(self) -> str | None:
-        """Where this one of several workers writes what is its own; None: there is one, or no strategy of tfdist."""
+        """Return the directory in which this worker writes its own logs, or None.
+
+        It is None if there is only one worker, or no strategy made by tfdist.
+        """
         place = getattr(engine_of(self.model.distribute_strategy), "placement", None)
         return (
             os.path.join(self.root_dir, worker_name(place.rank))
             if place is not None and place.workers > 1
             else None
-        )  # Path has no gs://
+        )  # pathlib.Path does not support gs://
 
     def _write_operations(self) -> None:
-        """Keras writes the layers alone, which the tab GRAPHS does not show by itself; of a subclass it writes nothing."""
+        """Write the operations of the forward pass, which the tab GRAPHS shows.
+
+        Keras writes only the layers, which the tab does not show by default, and nothing for a
+        subclassed model.
+        """
         try:
             graph = _forward_pass(self.model)
             if graph is not None:
                 with self.own_writers[0].as_default(), tf.summary.record_if(True):
                     tf.summary.graph(graph)
-        except Exception as error:  # a picture is not worth a training
+        except Exception as error:  # a missing graph must not end training
             log.warning(
-                "TensorBoard gets no graph of %s: its forward pass cannot be traced by itself, or written: %s",
+                "TensorBoard gets no graph of %s: its forward pass cannot be traced by itself, "
+                "or written: %s",
                 self.model.name,
                 error,
             )
@@ -176,7 +196,10 @@ class TensorBoard(keras.callbacks.TensorBoard):
 
 
 def _forward_pass(model: keras.Model) -> tf.Graph | None:
-    """The operations of a model that is made of layers; None: it is a subclass, whose inputs are known to its data alone."""
+    """Return the graph of the forward pass of a Sequential or functional model.
+
+    It is None for a subclassed model, whose inputs are known only from its data.
+    """
     inputs = getattr(model, "inputs", None)
     if not inputs:
         return None

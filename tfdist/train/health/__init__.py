@@ -1,1 +1,1 @@
-"""Signs of life, bounds on waiting, and preemption."""
+"""Training health: heartbeats, a watchdog over collectives, and preemption."""

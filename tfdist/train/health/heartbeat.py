@@ -1,4 +1,4 @@
-"""The place of a fit in its training becomes signs of life for the launcher, and faults where a chaos plan wants them."""
+"""Heartbeat: reports training progress to the launcher and injects faults of a chaos plan."""
 
 from __future__ import annotations
 
@@ -16,14 +16,18 @@ from tfdist.runtime.launch_protocol import Launched, Phase, note, progress, read
 
 
 class ChaosError(RuntimeError):
-    """What `raise` in a chaos plan raises."""
+    """Exception that the fault `raise` of a chaos plan raises."""
 
 
 class Heartbeat:
-    """What the fits of one process tell.
+    """Heartbeat of the fits of one process.
 
     Args:
-        is_chief: Whether this process writes.
+        is_chief: Whether this process is the chief.
+
+    Attributes:
+        epoch: Current epoch, from 0.
+        step: Number of steps done in this epoch.
     """
 
     def __init__(self, is_chief: bool):
@@ -35,30 +39,39 @@ class Heartbeat:
         self._faults = [
             fault for fault in fault_plan.left(plan, journal) if fault.of(told.task, is_chief)
         ]
-        # Of all tasks, struck or not: workers whose calls differ in length would wait for each other for ever.
+        # Pauses are the same in all tasks, whether or not a fault strikes there. Workers whose
+        # calls differ in length would wait for each other forever.
         self._pauses = sorted(fault.step for fault in plan if fault.step is not None)
-        self.epoch, self.step = 0, 0
+        self.epoch = 0
+        self.step = 0
         self._length: int | None = None
         self._stepped = False
 
     def begin(self, epoch: int, length: int | None) -> None:
-        """A fit begins.
+        """Start a fit.
 
         Args:
-            epoch: Its first.
-            length: Steps in an epoch; None: not known.
+            epoch: First epoch of the fit, from 0.
+            length: Number of steps in an epoch; None if unknown.
         """
-        self.epoch, self.step, self._length, self._stepped = epoch, 0, length, False
+        self.epoch = epoch
+        self.step = 0
+        self._length = length
+        self._stepped = False
         self.beat(Phase.TRACING)
         self.moment("start")
 
     def end(self) -> None:
-        """The fit is over; how long what follows may take is not ours to say."""
+        """End the fit.
+
+        The duration of what follows is unknown, so the phase becomes `Phase.IDLE`.
+        """
         self.beat(Phase.IDLE)
 
     def at(self, epoch: int, step: int) -> None:
-        """The fit has come to this step of this epoch; faults of that step strike."""
-        self.epoch, self.step = epoch, step
+        """Report the current epoch and step of the fit, and inject the faults of that step."""
+        self.epoch = epoch
+        self.step = step
         self.beat(Phase.RUNNING)
         if not self._stepped:
             self._stepped = True
@@ -71,32 +84,34 @@ class Heartbeat:
             self._strike(fault)
 
     def beat(self, phase: str) -> None:
-        """A sign of life, of `contract.Phase`."""
+        """Send a heartbeat with a phase of `launch_protocol.Phase`."""
         self._progress.beat(phase, self.epoch, self.step, self.total)
 
     @property
     def total(self) -> int:
-        """Steps since training began, as far as the length of an epoch is known."""
+        """Return the steps since training began, as far as the length of an epoch is known."""
         return self.epoch * (self._length or 0) + self.step
 
     def next_pause(self, epoch: int, step: int) -> int | None:
-        """The next step of an epoch after which a fault is to strike, in whatever task; None: there is none.
+        """Return the next step after which a fault strikes any task; None if there is none.
+
+        The step is counted from the beginning of the epoch.
 
         Args:
-            epoch: The epoch, which may have begun since `at` was last called.
-            step: Steps of it that are done.
+            epoch: Epoch, from 0. It may have begun since `at` was last called.
+            step: Number of its steps that are done.
         """
         begin = epoch * (self._length or 0)
         return next((pause - begin for pause in self._pauses if pause > begin + step), None)
 
     def moment(self, name: str) -> None:
-        """Faults of this moment strike.
+        """Inject the faults of a moment.
 
         Args:
-            name: As in a plan: "start", "saving", "saved", "restoring", "end".
+            name: Name as in a chaos plan: "start", "saving", "saved", "restoring", "end".
 
         Raises:
-            OSError: The disk is full, as the plan has it.
+            OSError: The chaos plan simulates a full disk.
         """
         for fault in [fault for fault in self._faults if fault.moment == name]:
             self._strike(fault)
@@ -144,13 +159,13 @@ class Heartbeat:
 
 
 def length(data: Any) -> int | None:
-    """Batches of a data set; None where that is not known, as of arrays."""
+    """Return the number of batches of a data set; None where it is unknown, as for arrays."""
     found = batches(data)
     return found if found is not None and found > 0 else None
 
 
 def size(data: Any) -> int:
-    """Batches of a data set or rows of an array, -1 where unknown."""
+    """Return the number of batches of a data set or rows of an array; -1 if unknown."""
     if (found := batches(data)) is not None:
         return found
     first = next((x for x in tf.nest.flatten(data) if x is not None), None)
@@ -158,7 +173,10 @@ def size(data: Any) -> int:
 
 
 def batches(data: Any) -> int | None:
-    """What a data set says of its batches, 0 or less where it does not know; None of anything else."""
+    """Return the number of batches that a data set reports, 0 or less if it does not know.
+
+    For anything else, return None.
+    """
     if isinstance(data, tf.data.Dataset):
         return int(data.cardinality())
     return int(data.num_batches or -1) if isinstance(data, keras.utils.PyDataset) else None

@@ -1,7 +1,8 @@
-"""A signal that asks a process to end becomes a question that training asks itself between two steps.
+"""Preemption: turns SIGTERM into a flag that training checks between two steps.
 
-TensorFlow's coordination service takes SIGTERM and goes on training; while this listens, Python has it instead. A process that is
-blocked in TensorFlow runs no signal handler, so a thread counts the signals, and ends the process at the second.
+TensorFlow's coordination service takes SIGTERM and goes on training. While this module listens,
+Python receives the signal instead. A process that is blocked in TensorFlow runs no signal handler,
+so a thread counts the signals, and ends the process at the second one.
 """
 
 from __future__ import annotations
@@ -22,25 +23,25 @@ _asked = threading.Event()
 
 
 class Preempted(SystemExit):
-    """The process was asked to end, and the state of training is saved."""
+    """Exit of a process that was asked to end, after the state of training was saved."""
 
     def __init__(self):
         super().__init__(PREEMPTED_CODE)
 
 
 def asked() -> bool:
-    """Whether this process was asked to end since somebody listens."""
+    """Return whether this process was asked to end since `listening` began."""
     return _asked.is_set()
 
 
 def ask_again() -> None:
-    """Sends the signal once more, to whoever handles it now."""
+    """Send the signal once more, to its current handler."""
     os.kill(os.getpid(), SIGNAL)
 
 
 @contextlib.contextmanager
 def listening() -> Iterator[None]:
-    """Within it SIGTERM sets `asked`, and a second one ends the process at once.
+    """Make SIGTERM set `asked` in this context; a second one ends the process at once.
 
     Outside of the main thread, where Python allows no signal handlers, this does nothing.
     """
@@ -58,7 +59,8 @@ def listening() -> Iterator[None]:
         yield
     finally:
         signal.set_wakeup_fd(descriptor)
-        # None: a handler that is not Python's, TensorFlow's; it cannot be put back, and swallowed the signal.
+        # None means that the handler was not Python's but TensorFlow's. It cannot be restored, and
+        # it swallowed the signal.
         signal.signal(SIGNAL, signal.SIG_DFL if before is None else before)
         pythons.close()
         thread.join()
@@ -67,11 +69,11 @@ def listening() -> Iterator[None]:
 
 
 def _count(ours: socket.socket) -> None:
-    """Reads the numbers of the signals as they come, until the other end is closed."""
+    """Read the numbers of the signals as they arrive, until the other end is closed."""
     count = 0
     while numbers := ours.recv(64):
         count += numbers.count(bytes([SIGNAL]))
         if count:
-            _asked.set()  # the handler itself waits until TensorFlow returns
+            _asked.set()  # Python runs the handler only when TensorFlow returns
         if count > 1:
             end_at_once(128 + SIGNAL)

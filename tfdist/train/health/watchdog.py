@@ -1,8 +1,11 @@
-"""Calls that wait for other workers become bounded: one in which no step is made for too long is ended by an error that names them.
+"""Watchdog that bounds the time that calls wait for other workers without a step.
 
-TensorFlow's own bound, `CommunicationOptions(timeout_seconds=...)`, starts a thread for each collective, which then sleeps that long
-(tensorflow/core/common_runtime/base_collective_executor.cc): at some fifty collectives a second a process runs out of threads within
-ten minutes. Here one thread looks at all calls.
+A call beyond the bound ends with an error that names the other workers.
+
+TensorFlow's own bound, `CommunicationOptions(timeout_seconds=...)`, starts a thread for each
+collective, which then sleeps that long
+(tensorflow/core/common_runtime/base_collective_executor.cc). At some fifty collectives a second, a
+process runs out of threads within ten minutes. Here one thread watches all calls.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import tensorflow as tf
 from tfdist.keras_compat import abort_collectives
 from tfdist.parallel.placement import Placement
 
-LOOKS = 8  # how often a call is looked at within the bound
+LOOKS = 8  # checks of a call within the bound
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -29,30 +32,34 @@ class _Call:
 
 
 class Watchdog:
-    """How long the calls of this process wait for other workers.
+    """Bound on the time that calls of this process wait for other workers.
 
     Args:
-        seconds: Without a step; it may take a quarter longer until the call ends. Infinite: for ever.
-        placement: Who the others are; where there are none, nothing is bounded.
+        seconds: Seconds without a step; the call may take a quarter longer to end. Infinite means
+            no bound.
+        placement: Position of this process among the workers. Without other workers, nothing is
+            bounded.
     """
 
     def __init__(self, seconds: float = math.inf, placement: Placement | None = None):
         self._seconds = seconds if placement is not None and placement.workers > 1 else math.inf
         self._placement = placement
         self._lock = threading.Lock()
-        self._calls: list[_Call] = []  # one within the other
-        self._ended: str | None = None  # the cause
+        self._calls: list[_Call] = []  # nested, the outermost first
+        self._ended: str | None = None  # the error message, once a call was ended
         self._thread: threading.Thread | None = None
 
     @contextlib.contextmanager
     def bound(self, sign: Callable[[], Any] | None = None) -> Iterator[None]:
-        """Bounds what the block calls, its own work and the wait for its data included.
+        """Bound the calls in this context, their own work and the wait for their data included.
 
         Args:
-            sign: Gives, in another thread, what changes with each step of a call of many; None: there is one.
+            sign: Function that returns, in another thread, a value that changes with each step of a
+                call that runs many steps. None for a call that runs one step.
 
         Raises:
-            TimeoutError: No step was made for too long. No call can wait for other workers in this process any more.
+            TimeoutError: No step was made for too long. After that, no call can wait for other
+                workers in this process any more.
         """
         if self._seconds == math.inf:
             yield
@@ -69,13 +76,14 @@ class Watchdog:
                 raise
             raise TimeoutError(self._ended) from error
         finally:
-            with self._lock:  # not in the middle of ending it
+            with self._lock:  # the watchdog may be ending this call right now
                 self._calls.remove(call)
 
     def _watch(self) -> None:
         pause = self._seconds / LOOKS
         seen: _Call | None = None
-        last, quiet = None, 0
+        last = None
+        quiet = 0
         while True:
             time.sleep(pause)
             call = next(iter(self._calls), None)
@@ -83,7 +91,7 @@ class Watchdog:
                 seen = None
                 continue
             now = _soon(call.sign, pause / 8) if call.sign else None
-            # Looks are counted, and no clock is read, which goes on while this process is stopped.
+            # Checks are counted, because a clock goes on while this process is stopped.
             quiet = quiet + 1 if call is seen and now in (None, last) else 0
             seen, last = call, last if now is None else now
             if quiet == LOOKS:
@@ -98,13 +106,20 @@ class Watchdog:
         assert place is not None
         others = ", ".join(place.task(rank) for rank in range(place.workers) if rank != place.rank)
         return (
-            f"{place.task(place.rank)} waited too long for {others}, {self._seconds:g} s without a step: a worker hangs, is cut off, gets no data, or has "
-            "fewer batches than others. Look at its log; give all workers data of the same length; make_strategy(timeout=...) waits longer."
+            f"{place.task(place.rank)} waited too long for {others}, {self._seconds:g} s without a "
+            "step: a worker hangs, is cut off, gets no data, or has fewer batches than others. "
+            "Look at its log; give all workers data of the same length; "
+            "make_strategy(timeout=...) waits longer."
         )
 
 
 def _soon(function: Callable[[], Any], seconds: float) -> Any:
-    """What a function gives; None where it takes longer than that, as on a device that hangs."""
+    """Return a function's result; None if it takes longer, as on a device that hangs.
+
+    Args:
+        function: Function without arguments.
+        seconds: Seconds to wait for it.
+    """
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(function()), daemon=True)
     thread.start()

@@ -1,1 +1,1 @@
-"""The engine of parameter-server strategies."""
+"""Engine of parameter-server training: a coordinator that dispatches steps to workers."""

@@ -1,8 +1,10 @@
-"""A data set becomes numbered batches that workers read by themselves, or the coordinator for them; each number is one batch.
+"""Numbered batches of a data set, read by the workers or by the coordinator for them.
 
-Every worker that reads walks over the same batches in the same order and skips those that others do. So each batch is
-trained on once however fast the workers are, and when one dies another takes up its numbers. What tf.data would draw or order
-differently in each process (seeds that nobody set, "deterministic=False") is settled before the data set travels.
+Every worker that reads iterates over the same batches in the same order, and skips those that other
+workers train on. Each batch is therefore trained on once, however fast the workers are. When a
+worker dies, another one takes over its batch numbers. tf.data draws or orders some things
+differently in each process: unset seeds and "deterministic=False". Both are fixed before the data
+set is sent to the workers.
 """
 
 from __future__ import annotations
@@ -17,12 +19,13 @@ import tensorflow as tf
 from tfdist.keras_compat import held_bytes
 from tfdist.train.synchronous.feed import symbolic
 
-# Bytes of arrays that a data set may hold: sending more to every worker takes longer than sending batches.
+# Most bytes of arrays that a data set may hold: sending more to every worker takes longer than
+# sending batches.
 LARGEST_MOVED = 2 * 2**20
 
-PREFETCH = 8  # batches made ahead
+PREFETCH = 8  # batches
 
-# Op -> where its inputs are that tell the seeds: (seed, seed2).
+# Op -> positions of its seed inputs: (seed, seed2).
 _SEEDS = {
     "ShuffleDatasetV3": (2, 3),
     "ShuffleAndRepeatDatasetV2": (2, 3),
@@ -31,7 +34,7 @@ _SEEDS = {
     "RandomDataset": (0, 1),
     "RandomDatasetV2": (0, 1),
 }
-# Resources that a worker makes for itself where it does not find the coordinator's.
+# Op -> position of a resource input that a worker creates if it does not find the coordinator's.
 _OWN_RESOURCES = {
     "ShuffleDatasetV3": 4,
     "ShuffleAndRepeatDatasetV2": 5,
@@ -41,14 +44,14 @@ _OWN_RESOURCES = {
 
 
 class Stream:
-    """What Keras walks over in one `fit`, `evaluate` or `predict`.
+    """Iterable that Keras reads in one `fit`, `evaluate` or `predict`.
 
     Args:
-        dataset: Global batches.
+        dataset: Data set of global batches.
         host: Device of the coordinator.
-        by_workers: Whether workers may read it; False where the coordinator must.
+        by_workers: Whether workers may read the data set; False if the coordinator must.
         symbolic_first: Whether Keras' first `next()` only asks for shapes.
-        seed: Of what the user left unseeded.
+        seed: Seed of the random operations that have no seed of their own; None: a random one.
     """
 
     def __init__(
@@ -68,26 +71,26 @@ class Stream:
         with tf.device(host):
             self.length = int(dataset.cardinality())
             self._dataset = dataset.prefetch(PREFETCH).with_options(_options())
-        # Of a pipeline of `tfdist.data`, each epoch is a data set of its own.
+        # In a `tfdist.data` data pipeline, each epoch is a data set of its own.
         self._epochs = getattr(dataset, "epochs", None)
         self._epoch = None if self._epochs is None else self._epochs.next
         self._graph = self._graph_of(self._epoch) if by_workers else None
 
     @property
     def by_workers(self) -> bool:
-        """Whether workers read it by themselves."""
+        """Return whether the workers read the data set."""
         return self._graph is not None
 
     def __iter__(self) -> Pass:
         return Pass(self)
 
     def local(self):
-        """An iterator here."""
+        """Return an iterator on the coordinator."""
         with tf.device(self._host):
             return iter(self._dataset)
 
     def graph(self) -> bytes:
-        """What a worker makes its iterator of, for the next pass."""
+        """Return the serialized graph from which workers make their iterators for the next pass."""
         self._passes += 1
         if self._epochs is not None and (epoch := self._epochs.take()) != self._epoch:
             self._epoch, self._graph = epoch, self._graph_of(epoch)
@@ -99,17 +102,17 @@ class Stream:
             return _graph(self._source if epoch is None else self._source.of_epoch(epoch))
 
     def get_next(self, iterator):
-        """The next batch of a local iterator."""
+        """Return the next batch of an iterator on the coordinator."""
         with tf.device(self._host):
             return next(iterator)
 
 
 class Pass:
-    """One walk over a Stream, as Keras' iterator.
+    """One iteration over a `Stream`: the iterator that Keras receives.
 
     Attributes:
         position: Number of the next batch.
-        length: Batches in all; None while unknown.
+        length: Number of all batches; None while unknown.
     """
 
     def __init__(self, stream: Stream):
@@ -120,10 +123,11 @@ class Pass:
 
     @functools.cached_property
     def graph(self) -> bytes:
+        """Return the graph that workers read from, the same one for the whole pass."""
         return self.stream.graph()
 
     def prepare(self) -> None:
-        """Makes what workers read from, in the thread that owns this; they ask for it from theirs."""
+        """Build the graph in the owning thread, because workers ask for it from their threads."""
         if self.stream.by_workers:
             _ = self.graph
 
@@ -136,10 +140,10 @@ class Pass:
         return self.batch()
 
     def batch(self):
-        """The next batch, read here.
+        """Return the next batch, read on the coordinator.
 
         Raises:
-            StopIteration: There is none.
+            StopIteration: There are no more batches.
         """
         if self._iterator is None:
             self._iterator = self.stream.local()
@@ -153,20 +157,23 @@ class Pass:
 
 @functools.partial(tf.function, autograph=False)
 def dataset_variant(graph: tf.Tensor) -> tf.Tensor:
-    """The data set that a graph describes, as a variant tensor."""
+    """Return the data set that a serialized graph describes, as a variant tensor."""
     return tf.raw_ops.DatasetFromGraph(graph_def=graph)
 
 
 def _options() -> tf.data.Options:
     options = tf.data.Options()
     options.deterministic = True
-    # The end of an iterator waits for the thread that tunes it, which may sleep for most of a minute.
+    # Deleting an iterator waits for its autotune thread, which may sleep for most of a minute.
     options.autotune.enabled = False
     return options
 
 
 def _graph(dataset: tf.data.Dataset) -> bytes | None:
-    """A data set as a graph that other processes can run; None where it holds Python code, or much data."""
+    """Return a data set as a graph that other processes can run, or None.
+
+    It is None if the data set holds Python code or many arrays.
+    """
     if held_bytes(dataset) > LARGEST_MOVED:
         return None
     variant = tf.data.experimental.to_variant(dataset.prefetch(PREFETCH).with_options(_options()))
@@ -180,7 +187,10 @@ def _graph(dataset: tf.data.Dataset) -> bytes | None:
 
 
 def movable(graph: bytes) -> bool:
-    """Whether a data set's graph has a meaning outside of this process: no Python code, no variable, no handle."""
+    """Return whether a data set's graph is valid in other processes.
+
+    It is valid if it contains no Python function, variable or resource handle of this process.
+    """
     definition = tf.compat.v1.GraphDef.FromString(graph)
     own = {
         _name(node.input[_OWN_RESOURCES[node.op]])
@@ -188,7 +198,7 @@ def movable(graph: bytes) -> bool:
         if node.op in _OWN_RESOURCES and len(node.input) > _OWN_RESOURCES[node.op]
     }
     for node in _nodes(definition):
-        if "PyFunc" in node.op or node.op == "VarHandleOp":  # a variable would stay as it is now
+        if "PyFunc" in node.op or node.op == "VarHandleOp":  # a variable would be frozen
             return False
         handle = node.op == "Const" and node.attr["dtype"].type in (
             tf.resource.as_datatype_enum,
@@ -200,12 +210,15 @@ def movable(graph: bytes) -> bool:
 
 
 def settled(graph: bytes, seed: int, number: int) -> bytes:
-    """A data set's graph with the same order of elements in every process, another one for each pass.
+    """Return a data set's graph that yields the same order of elements in every process.
+
+    The order differs between passes.
 
     Args:
-        graph: A serialized GraphDef.
-        seed: Of what the user left unseeded.
-        number: Of the pass; a `shuffle` that the user seeded, and that reshuffles, draws another order in each.
+        graph: Serialized GraphDef.
+        seed: Seed of the random operations that have no seed of their own.
+        number: Number of the pass. A `shuffle` with a seed that reshuffles each iteration draws
+            another order in each pass.
 
     Returns:
         A serialized GraphDef.
@@ -225,7 +238,7 @@ def settled(graph: bytes, seed: int, number: int) -> bytes:
                 places = _SEEDS[node.op]
                 given = [_constant(constants, node.input[i]) for i in places]
                 if None in given:
-                    continue  # computed: by the user, or by TensorFlow from its global seed
+                    continue  # a computed seed: by the user, or by TensorFlow from its global seed
                 again = (
                     "reshuffle_each_iteration" in node.attr
                     and not node.attr["reshuffle_each_iteration"].b
@@ -267,7 +280,7 @@ def _add_constant(nodes, name: str, value: int) -> str:
 
 
 def _draw(*what: Any) -> tuple[int, int]:
-    """Two seeds that follow from anything, never both 0."""
+    """Return two seeds derived from a hash of the arguments, never both 0."""
     digest = hashlib.blake2b(repr(what).encode(), digest_size=8).digest()
     return int.from_bytes(digest[:4], "little") % 2**31, 1 + int.from_bytes(
         digest[4:], "little"

@@ -1,4 +1,7 @@
-"""Keras' `fit`, `evaluate` and `predict` become work for the workers of a parameter-server cluster; this process computes no step."""
+"""Parameter-server training: run Keras' `fit`, `evaluate` and `predict` on remote workers.
+
+The coordinator dispatches the steps and runs none itself.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +27,14 @@ from tfdist.train.synchronous.worker_callbacks import backups_last, listed, watc
 
 
 class Coordinator(Hooks):
-    """How the models of one parameter-server strategy train.
+    """Engine of one parameter-server strategy.
 
     Args:
-        strategy: The strategy; gets this object as its `tfdist_engine`.
-        pool: The workers.
+        strategy: Strategy; this object becomes its `tfdist_engine`.
+        pool: Pool of workers.
         host: Device of this process.
-        reading: Who reads `tf.data` input: `workers`, `coordinator`, or `auto`: workers where the data set can move.
+        reading: Reader of `tf.data` input: `workers`, `coordinator`, or `auto`, which is the
+            workers if the data set can be sent to them.
     """
 
     heartbeat: Heartbeat
@@ -42,15 +46,16 @@ class Coordinator(Hooks):
         self._pool = pool
         self._host = host
         self._reading = reading
-        self._kind: str | None = None  # which Keras method is walking over data
+        self._kind: str | None = None  # the Keras method that is reading data
         self._by_workers = False
         self._active: RemoteRunner | None = None
         self._watches: dict[str, StepMonitoring] = {}
         self.heartbeat = Heartbeat(is_chief=True)
         strategy.tfdist_engine = self
 
-    # --- fit, evaluate, predict -----------------------------------------------------------------------------------
+    # --- fit, evaluate, predict -------------------------------------------------------------------
     def fit(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
+        """Run `keras.Model.fit` on the workers."""
         call = bind(keras_method, model, args, kwargs)
         self._check(model)
         callbacks = backups_last(call["kwargs"])
@@ -60,9 +65,8 @@ class Coordinator(Hooks):
             "evaluate": StepMonitoring(watches(callbacks, "test"), steps=call["validation_steps"]),
         }
         if isinstance(call["x"], tf.data.Dataset):
-            call["kwargs"].setdefault(
-                "shuffle", False
-            )  # Keras warns that its default True has no effect on a Dataset
+            # Keras warns that its default True has no effect on a Dataset.
+            call["kwargs"].setdefault("shuffle", False)
         _check_end("fit", call["x"], steps, "steps_per_epoch")
         _check_end("fit", call["validation_data"], call["validation_steps"], "validation_steps")
         self.heartbeat.begin(call["initial_epoch"], steps or length(call["x"]))
@@ -70,10 +74,10 @@ class Coordinator(Hooks):
             return keras_method(model, **call["kwargs"])
 
     def evaluate(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
+        """Run `keras.Model.evaluate` on the workers."""
         call = bind(keras_method, model, args, kwargs)
-        if not isinstance(
-            call["callbacks"], keras.callbacks.CallbackList
-        ):  # else: the validation of a fit
+        # Keras passes a CallbackList when this is the validation of a fit.
+        if not isinstance(call["callbacks"], keras.callbacks.CallbackList):
             self._check(model)
             self._watches = {
                 "evaluate": StepMonitoring(
@@ -85,6 +89,7 @@ class Coordinator(Hooks):
             return keras_method(model, **call["kwargs"])
 
     def predict(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
+        """Run `keras.Model.predict` on the workers."""
         call = bind(keras_method, model, args, kwargs)
         self._check(model)
         _check_end("predict", call["x"], call["steps"], "steps")
@@ -92,6 +97,7 @@ class Coordinator(Hooks):
             return keras_method(model, **call["kwargs"])
 
     def train_on_batch(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
+        """Run `keras.Model.train_on_batch` on the workers."""
         self._check(model)
         self._watches = {}
         with self._pool.open():
@@ -104,26 +110,32 @@ class Coordinator(Hooks):
     test_on_batch = train_on_batch
     predict_on_batch = train_on_batch
 
-    # --- What they are made of --------------------------------------------------------------------------------------
+    # --- Hooks of these methods -------------------------------------------------------------------
     def make_train_function(self, model: keras.Model, _, force: bool = False):
+        """See `keras.Model.make_train_function`."""
         if force or not isinstance(model.train_function, RemoteRunner):
             model.train_function = self._runner(model, model.train_step)
         self._begin(model.train_function, "fit")
         return model.train_function
 
     def make_test_function(self, model: keras.Model, _, force: bool = False):
+        """See `keras.Model.make_test_function`."""
         if force or not isinstance(model.test_function, RemoteRunner):
             model.test_function = self._runner(model, model.test_step)
         self._begin(model.test_function, "evaluate")
         return model.test_function
 
     def make_predict_function(self, model: keras.Model, _, force: bool = False):
+        """See `keras.Model.make_predict_function`."""
         if force or not isinstance(model.predict_function, RemotePredictor):
             model.predict_function = RemotePredictor(self._pool, self._strategy, model, self._host)
         return model.predict_function
 
     def get_metrics_result(self, model: keras.Model, keras_method: Callable):
-        """Keras asks eagerly at the end of each epoch: the place to wait for the workers."""
+        """Wait for the workers at the end of an epoch, and return the metrics.
+
+        Keras calls this eagerly at the end of each epoch.
+        """
         runner = self._active
         if not tf.executing_eagerly() or runner is None or runner.model is not model:
             return keras_method(model)
@@ -133,7 +145,7 @@ class Coordinator(Hooks):
         return results
 
     def save(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
-        """A file written in the middle of an epoch holds every step that Keras has counted."""
+        """Save a model after all steps that Keras has counted are done."""
         if self._active is not None and self._active.model is model:
             self._active.settle()
         return keras_method(model, *args, **kwargs)
@@ -142,10 +154,10 @@ class Coordinator(Hooks):
     export = save
 
     def apply(self, optimizer: keras.optimizers.Optimizer, keras_apply: Callable, grads, variables):
+        """Apply gradients, so that every update of the optimizer is counted exactly once."""
         grads = [gradient_sum.merge_duplicates(g) for g in grads]
-        if isinstance(
-            optimizer, keras.optimizers.LossScaleOptimizer
-        ):  # updates, in a tf.cond, through another one
+        # It updates through its inner optimizer, in a tf.cond.
+        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             count_updates(optimizer, optimizer.check_finite(grads))
             return keras_apply(optimizer, grads, variables)
         count_updates(optimizer, True)
@@ -153,32 +165,38 @@ class Coordinator(Hooks):
             return keras_apply(optimizer, grads, variables)
 
     def begin_at(self, model: keras.Model, epoch: int, step: int) -> bool:
-        """Only at the begin of an epoch: which steps workers have done of one has no order."""
+        """Return False: training can resume only at the beginning of an epoch.
+
+        The steps that workers have done within an epoch have no order.
+        """
         self.heartbeat.epoch = epoch
         return False
 
     def metric_totals(self, model: keras.Model) -> list:
-        """None; but all steps given out are done when this returns."""
+        """Return an empty list, after all dispatched steps are done."""
         if self._active is not None:
             self._active.settle()
         return []
 
     @property
     def feeding(self) -> bool:  # type: ignore[override]
+        """Return whether a `fit`, `evaluate` or `predict` is reading data."""
         return self._kind is not None
 
     def feed(self, dataset: tf.data.Dataset) -> Stream:
+        """Return the iterable that Keras reads instead of a data set."""
         stream = Stream(
             dataset, self._host, self._by_workers, self._kind != "predict", global_seed()
         )
         if self._reading == "workers" and self._by_workers and not stream.by_workers:
             raise ValueError(
-                'reading="workers": this data set cannot move to the workers, as it holds Python code, a variable or many arrays. Build it '
+                'reading="workers": this data set cannot move to the workers, as it holds Python '
+                "code, a variable or many arrays. Build it "
                 'of files and TensorFlow operations, or pass reading="auto".'
             )
         return stream
 
-    # --- Below ------------------------------------------------------------------------------------------------------
+    # --- Helpers ----------------------------------------------------------------------------------
     def _runner(self, model, model_step) -> RemoteRunner:
         def results():
             active, self._active = self._active, None
@@ -207,7 +225,8 @@ class Coordinator(Hooks):
     def _during(self, kind: str, data):
         outer = self._kind, self._active, self._by_workers
         self._kind = kind
-        # Keras makes data sets of arrays, whose rows are here, and of generators, which cannot move.
+        # Keras also makes data sets of arrays, which are in this process, and of generators, which
+        # cannot be sent to workers.
         self._by_workers = self._reading != "coordinator" and isinstance(data, tf.data.Dataset)
         with contextlib.nullcontext() if outer[0] else self._pool.open():
             try:
@@ -221,12 +240,14 @@ class Coordinator(Hooks):
         check_optimizer(model, self._strategy)
         if model.run_eagerly:
             raise ValueError(
-                "run_eagerly=True under parameter_server: a step runs on other processes, as a graph. Compile the model without it; to "
+                "run_eagerly=True under parameter_server: a step runs on other processes, as a "
+                "graph. Compile the model without it; to "
                 "debug a step, train with the strategy one_device."
             )
         if model.jit_compile:
             raise ValueError(
-                "compile(jit_compile=True) under parameter_server: XLA cannot compile a step whose variables are on other processes "
+                "compile(jit_compile=True) under parameter_server: XLA cannot compile a step "
+                "whose variables are on other processes "
                 "(keras #18716). Pass jit_compile=False."
             )
 
@@ -238,5 +259,6 @@ def _check_end(method: str, data, steps: int | None, argument: str) -> None:
         and int(data.cardinality()) == tf.data.INFINITE_CARDINALITY
     ):
         raise ValueError(
-            f"{method}: the data set has no end, expected {argument}. Pass {argument}=..., or leave out repeat()."
+            f"{method}: the data set has no end, expected {argument}. Pass {argument}=..., or "
+            "leave out repeat()."
         )

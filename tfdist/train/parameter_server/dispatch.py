@@ -1,7 +1,8 @@
-"""Keras' `train_function` and `test_function` become pieces of work for the workers of a parameter-server cluster.
+"""Dispatch of training and evaluation steps to the workers of a parameter-server cluster.
 
-No step runs here. Each piece is some steps on numbered batches; it comes back as one vector of what the steps added to the
-metrics, so that the coordinator can count every step once.
+Keras' `train_function` and `test_function` are replaced: the coordinator gives out pieces of work
+and runs no step itself. A piece is a number of steps on numbered batches. It returns one vector
+with what the steps added to the metrics, so that the coordinator can count every step once.
 """
 
 from __future__ import annotations
@@ -25,34 +26,45 @@ from tfdist.train.parameter_server.worker_pool import Pool
 from tfdist.train.synchronous.feed import any_rows, tensors, without_optionals
 from tfdist.train.synchronous.step_monitoring import Stats, StepMonitoring
 
-REFRESH_SECONDS = 0.1  # between looks at the metrics while nobody watches single steps
-GROUP_SECONDS = 0.1  # of work that a worker takes at once then
+REFRESH_SECONDS = 0.1  # between metric updates, if no callback needs the logs of single steps
+GROUP_SECONDS = 0.1  # of work that a worker takes at once in that case
 LARGEST_GROUP = 64  # pieces
-FED_GROUP = 8  # pieces, where their batches travel with them
-HEAD = 4  # numbers before the metrics in a result: steps, rows, seconds waited for batches, updates
+FED_GROUP = 8  # pieces, if their batches are sent with them
+# Numbers before the metrics in a result: steps, rows, seconds waited for batches, updates.
+HEAD = 4
 
 
 @dataclasses.dataclass(eq=False)
 class Piece:
-    """Steps on the batches from number `first` on; `batches` are those themselves, where the coordinator read them."""
+    """Unit of work for a worker: some steps on consecutive batches.
+
+    Attributes:
+        first: Number of the first batch.
+        steps: Number of steps.
+        batches: The batches themselves if the coordinator reads the data; None if workers do.
+        graph: Traced graph that runs the piece.
+        done: Number of steps that were run, which is smaller than `steps` if the data ended; None
+            until the piece is done.
+    """
 
     first: int
     steps: int
     batches: list | None = None
-    graph: Any = None  # that runs it
-    done: int | None = None  # steps, fewer where the data ended
+    graph: Any = None
+    done: int | None = None
 
 
 class RemoteRunner:
-    """A `train_function` or `test_function`.
+    """Callable that replaces a model's `train_function` or `test_function`.
 
     Args:
-        pool: The workers.
-        strategy: The parameter-server strategy.
-        model: The model.
+        pool: Pool of workers.
+        strategy: Parameter-server strategy.
+        model: Model.
         step: `model.train_step` or `model.test_step`.
-        results: Gives the model's metrics from its variables.
-        called: Called after each call, with the steps of the epoch that are given out.
+        results: Function that returns the model's metrics from its variables.
+        called: Function that is called after each call, with the number of steps of the epoch that
+            were given out.
         host: Device of the coordinator.
     """
 
@@ -66,16 +78,21 @@ class RemoteRunner:
         called: Callable[[int], None],
         host: str,
     ):
-        self._pool, self._strategy, self._called, self._host = pool, strategy, called, host
-        self.model, self._step, self._results = model, step, results
+        self._pool = pool
+        self._strategy = strategy
+        self._called = called
+        self._host = host
+        self.model = model
+        self._step = step
+        self._results = results
         self._graphs: dict = {}
-        self._keys: list[str] = []  # of what the step returns
+        self._keys: list[str] = []  # names of the step's logs
         self.stats = Stats()
         self._group = 1
         self.begin(StepMonitoring())
 
     def begin(self, watch: StepMonitoring) -> None:
-        """Starts a `fit` or `evaluate`."""
+        """Reset the state at the start of a `fit` or `evaluate`."""
         self.watch = watch
         self._iterators: dict[int, tuple[Pass, Any, int]] = {}
         self._pass: Pass | None = None
@@ -84,19 +101,19 @@ class RemoteRunner:
 
     def _begin_epoch(self) -> None:
         self.logs: dict[str, Any] = {}
-        self._pieces: list[
-            Piece
-        ] = []  # those that Keras has not asked for, where only its end tells the length of the data
+        # Pieces given out before Keras asked for them, if the length of the data is unknown.
+        self._pieces: list[Piece] = []
         self._waiting = 0  # pieces that are not done
         self._calls = 0
-        self._total: np.ndarray | None = None  # of what pieces brought since the last look
+        self._total: np.ndarray | None = None  # sum of the results since the last `_look`
         self._steps = self._updates = 0
         self._last: tuple[int, np.ndarray] | None = None
-        self._ended: int | None = None  # batches in all, once known from a worker
+        self._ended: int | None = None  # number of all batches, once a worker has found it
         self._looked = self._began = time.monotonic()
 
-    # --- In the main thread -------------------------------------------------------------------------------------------
+    # --- In the main thread -----------------------------------------------------------------------
     def __call__(self, iterator) -> dict[str, Any]:
+        """Dispatch the steps of one call of Keras, and return the newest logs."""
         if not self._calls:
             self._seeds = metric_deltas.seeds(self.model)
             counter = self._counter()
@@ -125,7 +142,8 @@ class RemoteRunner:
         if self.watch.steps is not None:
             steps = min(steps, self.watch.steps - self._calls * steps)
         if batches is not self._pass:
-            self._pass, self._origin = batches, batches.position
+            self._pass = batches
+            self._origin = batches.position
             batches.prepare()
         window = 2 * len(self._pool.workers) * self._group
         if not batches.stream.by_workers:
@@ -143,7 +161,8 @@ class RemoteRunner:
         self._pool.wait(lambda: self._waiting < window)
 
     def _feed(self, batches: Pass, steps: int) -> None:
-        first, began = batches.position, time.perf_counter()
+        first = batches.position
+        began = time.perf_counter()
         read: list = []
         with contextlib.suppress(StopIteration):
             while len(read) < steps:
@@ -154,7 +173,10 @@ class RemoteRunner:
         self._issue(Piece(first, len(read), read))
 
     def _until_the_end(self, batches: Pass, per_call: int, window: int) -> None:
-        """Of data whose length only its end tells, pieces are given out ahead of Keras' calls, so that none is counted that was not."""
+        """Dispatch pieces ahead of Keras' calls when the length of the data is unknown.
+
+        Keras then never counts a step for which there was no batch.
+        """
         while self._ended is None and len(self._pieces) < window:
             self._pieces.append(self._issue_numbers(batches, per_call))
         asked = self._pieces.pop(0) if self._pieces else None
@@ -167,18 +189,22 @@ class RemoteRunner:
         return self._issue(Piece(batches.position - steps, steps))
 
     def _issue(self, piece: Piece) -> Piece:
-        piece.graph = self._graph(piece)  # traced here, where an error of the user's step belongs
+        # Traced here, so that errors of the user's step raise here.
+        piece.graph = self._graph(piece)
         with self._pool.changed:
             self._waiting += 1
         self._pool.submit(self, piece)
         return piece
 
     def settle(self) -> None:
-        """Waits until no piece is in work."""
+        """Wait until all pieces are done."""
         self._pool.wait(lambda: not self._waiting)
 
     def end_epoch(self) -> dict[str, Any]:
-        """Waits for all pieces; metrics of the whole epoch, which also makes the last step's values final in `logs`."""
+        """Wait for all pieces, and return the metrics of the whole epoch.
+
+        This also sets the final values of the last step in `logs`.
+        """
         self.settle()
         results = self._look()
         counter = self._counter()
@@ -186,7 +212,7 @@ class RemoteRunner:
             counter is not None
             and self._updates
             and int(counter.numpy()) != self._base + self._updates
-        ):  # a step ran twice
+        ):  # a step ran twice, after its worker was lost
             counter.assign(self._base + self._updates)
         if len(self._seeds):
             metric_deltas.next_seeds(self.model, self._steps)
@@ -195,7 +221,7 @@ class RemoteRunner:
         return results
 
     def _look(self) -> dict[str, Any]:
-        """Adds what pieces brought to the metrics, and puts their results into `logs`."""
+        """Add the received results to the metrics, and update `logs`."""
         self._looked = time.monotonic()
         with self._pool.changed:
             total, self._total = self._total, None
@@ -218,9 +244,12 @@ class RemoteRunner:
     def _counter(self) -> keras.Variable | None:
         return None if self.model.optimizer is None else step_counter(self.model.optimizer)
 
-    # --- In the workers' threads ----------------------------------------------------------------------------------------
+    # --- In the workers' threads ------------------------------------------------------------------
     def take(self, pieces: collections.deque, worker: int) -> list[Piece]:
-        """The next pieces for a worker: neighbours, and none before where its iterator is, if others are left."""
+        """Remove the next consecutive pieces for a worker from the queue, and return them.
+
+        Pieces before the position of the worker's iterator are taken only if no others are left.
+        """
         position = self._iterators[worker][2] if worker in self._iterators else 0
         start = next(
             (i for i, p in enumerate(pieces) if p.batches is not None or p.first >= position), 0
@@ -243,7 +272,7 @@ class RemoteRunner:
         return taken
 
     def execute(self, worker: int, pieces: list[Piece], call: Callable) -> tuple[np.ndarray, float]:
-        """Runs neighbouring pieces on a worker."""
+        """Run consecutive pieces on a worker, and return their result and seconds."""
         began = time.monotonic()
         graph = pieces[0].graph
         index = pieces[0].first - self._origin
@@ -251,9 +280,10 @@ class RemoteRunner:
             return self._execute_there(
                 worker, pieces, graph, self._here(index), call
             ), time.monotonic() - began
-        batches, parts = [b for piece in pieces for b in piece.batches or []], []
+        batches = [b for piece in pieces for b in piece.batches or []]
+        parts = []
         for run in _alike(batches) if graph.stacks else [[b] for b in batches]:
-            with tf.device(self._host):  # as `_here` says
+            with tf.device(self._host):  # for the reason given in `_here`
                 data = (
                     tf.nest.map_structure(lambda *x: None if x[0] is None else tf.stack(x), *run)
                     if graph.stacks
@@ -272,7 +302,8 @@ class RemoteRunner:
         assert batches is not None
         owner, iterator, position = self._iterators.pop(worker, (None, None, 0))
         if owner is not batches or position > pieces[0].first:
-            iterator, position = call(graph.opener, self._here(batches.graph)), 0
+            iterator = call(graph.opener, self._here(batches.graph))
+            position = 0
         steps = self._here(sum(piece.steps for piece in pieces))
         skip = self._here(pieces[0].first - position)
         result = call(graph.function, iterator, skip, steps, index, self._seeds).numpy()
@@ -280,16 +311,19 @@ class RemoteRunner:
         return result
 
     def _here(self, value: int | bytes) -> tf.Tensor:
-        """A tensor that travels with the call that it is for: `tf.constant` on a worker that is stopped would wait, and hold all threads of Python."""
+        """Return a tensor on the coordinator, which is sent along with the call that uses it.
+
+        `tf.constant` on a worker that is stopped would block, and with it all Python threads.
+        """
         with tf.device(self._host):
             return tf.constant(value, tf.string if isinstance(value, bytes) else tf.int64)
 
     def forget(self, worker: int) -> None:
-        """Drops a worker's iterator."""
+        """Drop a worker's iterator."""
         self._iterators.pop(worker, None)
 
     def done(self, pieces: list[Piece], result: tuple[np.ndarray, float]) -> None:
-        """Adds a result up; the pool's lock is held."""
+        """Accumulate a result. The pool's lock is held."""
         numbers, seconds = result
         steps, rows, waited, updates = numbers[:HEAD]
         left = int(steps)
@@ -306,7 +340,8 @@ class RemoteRunner:
         self.stats.steps += int(steps)
         self.stats.examples += int(rows)
         self.stats.input_seconds += waited / len(self._pool.workers)
-        sums, logs = numbers[HEAD : self._size()], numbers[self._size() :]
+        sums = numbers[HEAD : self._size()]
+        logs = numbers[self._size() :]
         self._total = sums if self._total is None else self._total + sums
         if steps and (self._last is None or pieces[-1].first >= self._last[0]):
             self._last = pieces[-1].first, logs
@@ -314,7 +349,7 @@ class RemoteRunner:
             fitting = max(1, int(GROUP_SECONDS * len(pieces) / max(seconds, 1e-4)))
             self._group = min(LARGEST_GROUP, fitting, 4 * self._group)
 
-    # --- Graphs ---------------------------------------------------------------------------------------------------------
+    # --- Graphs -----------------------------------------------------------------------------------
     def _graph(self, piece: Piece) -> _Graph:
         kind = "there" if piece.batches is None else repr(any_rows(piece.batches[0]))
         if kind not in self._graphs:
@@ -322,10 +357,8 @@ class RemoteRunner:
         return self._graphs[kind]
 
     def _trace(self, piece: Piece) -> _Graph:
-        number, seeds = (
-            tf.TensorSpec([], tf.int64),
-            tf.TensorSpec(self._seeds.shape, self._seeds.dtype),
-        )
+        number = tf.TensorSpec([], tf.int64)
+        seeds = tf.TensorSpec(self._seeds.shape, self._seeds.dtype)
         if piece.batches is None:
             assert self._pass is not None
             spec = self._pass.stream.element_spec
@@ -350,7 +383,7 @@ class RemoteRunner:
         )
 
     def _there(self, iterator, skip, steps, index, seeds):
-        """Skips batches, then runs steps on the next ones, fewer where the data ends."""
+        """Skip batches, then run steps on the next ones, fewer if the data ends."""
         tf.while_loop(
             lambda i, more: (i < skip) & more,
             lambda i, more: (i + 1, iterator.get_next_as_optional().has_value()),
@@ -384,7 +417,7 @@ class RemoteRunner:
         )
 
     def _fed(self, stacked, index, seeds):
-        """One step on each of some batches of equal shape, `[batches, rows, ...]`."""
+        """Run one step on each of several stacked batches, `[batches, rows, ...]`."""
         count = next(
             tf.shape(x, out_type=tf.int64)[0] for x in tf.nest.flatten(stacked) if x is not None
         )
@@ -407,14 +440,18 @@ class RemoteRunner:
         ]
 
     def _one(self, data, index, seeds):
-        """One step: `[steps, rows, waited, updates, metric deltas ..., logs ...]`, float64."""
+        """Run one step and return its result vector, float64.
+
+        It is `[steps, rows, waited, updates, metric deltas ..., logs ...]`.
+        """
         data = without_optionals(data)
         with metric_deltas.collected(self.model, seeds, index) as added:
             logs = self._strategy.run(self._step, args=(data,))
         *sums, updates = added
         if not isinstance(logs, dict):
             raise TypeError(
-                f"{self._step.__qualname__} returned {type(logs).__name__}; expected a dict of names and numbers."
+                f"{self._step.__qualname__} returned {type(logs).__name__}; expected a dict of "
+                "names and numbers."
             )
         logs = _flat(logs)
         self._keys = list(logs)
@@ -435,7 +472,7 @@ class RemoteRunner:
         )
 
     def _add(self, result, added):
-        """Sums, but for the logs behind them, of which the last step's count."""
+        """Add two result vectors, but keep the logs of the last step."""
         size = self._size()
         return tf.ensure_shape(tf.concat([result[:size] + added[:size], added[size:]], 0), [None])
 
@@ -445,12 +482,13 @@ class RemoteRunner:
 
 @dataclasses.dataclass(frozen=True)
 class _Graph:
-    """A traced loop over steps.
+    """Traced loop over steps.
 
-    Fields:
-        function: Runs steps.
-        opener: Makes the iterator that it reads from.
-        stacks: Whether batches are stacked for it.
+    Attributes:
+        function: Function that runs steps.
+        opener: Function that makes the iterator that `function` reads from; None if batches are
+            passed in.
+        stacks: Whether batches are stacked for the function.
     """
 
     function: Any
@@ -459,7 +497,10 @@ class _Graph:
 
 
 def _flat(logs: dict) -> dict:
-    """Logs with those of metrics that have several results, such as `compile_metrics`, side by side, as Keras shows them."""
+    """Return logs in which metrics with several results are flattened, as Keras shows them.
+
+    `compile_metrics` is such a metric.
+    """
     return dict(
         pair
         for name, value in logs.items()
@@ -468,11 +509,12 @@ def _flat(logs: dict) -> dict:
 
 
 def function_of(body: Callable):
+    """Return a `tf.function` of a body, without AutoGraph."""
     return tf.function(body, autograph=False)
 
 
 def _alike(batches: list) -> list[list]:
-    """Neighbouring batches of equal shapes, together."""
+    """Group consecutive batches of equal shapes."""
     runs: list[list] = []
     shapes = None
     for batch in batches:

@@ -1,7 +1,8 @@
-"""A traced step's assignments to metrics, seeds and step counts become values that the step returns; nothing is written here.
+"""Metric deltas: a traced step returns what it adds to metrics, seeds and step counts.
 
-Workers that add to one variable at the same time lose each other's updates. So a step on a worker starts its metrics at zero
-and returns what it added; the coordinator, the only writer, adds that up.
+Workers that add to one variable at the same time lose each other's updates. A step on a worker
+therefore starts its metrics at zero and returns what it added. The coordinator is the only writer,
+and adds these deltas up.
 """
 
 from __future__ import annotations
@@ -17,37 +18,42 @@ import tensorflow as tf
 from tfdist.keras_compat import accumulating, local_update, replaced_values, step_counter
 from tfdist.train.synchronous.replica_step import seed_states
 
-# What `collected` is tracing; TensorFlow traces the step itself in another thread.
+# State of the trace in `collected`; it is global because TensorFlow traces in another thread.
 _trace = types.SimpleNamespace(graph=None, updates=None, optimizer=None)
 
-# Draws that a step may make from one seed generator before it meets the numbers of the next step.
+# Draws that a step may make from one seed generator before they overlap with the next step's.
 _DRAWS = 1024
 
 
 class Cell:
-    """Stands in for a `tf.Variable` while a step is traced.
+    """Stand-in for a `tf.Variable` while a step is traced.
 
     Args:
-        initial: Its value at the beginning, any tensor.
+        initial: Initial value, any tensor.
     """
 
     def __init__(self, initial: tf.Tensor):
         self._value = initial
-        self.shape, self.dtype = initial.shape, initial.dtype
+        self.shape = initial.shape
+        self.dtype = initial.dtype
 
     def value(self) -> tf.Tensor:
+        """See `tf.Variable.value`."""
         return self._value
 
     read_value = value
 
     def assign(self, value, **_) -> tf.Tensor:
+        """See `tf.Variable.assign`."""
         self._value = tf.cast(tf.convert_to_tensor(value), self.dtype)
         return self._value
 
     def assign_add(self, value, **_) -> tf.Tensor:
+        """See `tf.Variable.assign_add`."""
         return self.assign(self.value() + tf.cast(value, self.dtype))
 
     def assign_sub(self, value, **_) -> tf.Tensor:
+        """See `tf.Variable.assign_sub`."""
         return self.assign(self.value() - tf.cast(value, self.dtype))
 
     def __tf_tensor__(self, dtype=None, name=None) -> tf.Tensor:
@@ -89,10 +95,12 @@ for _name in (
 
 
 class Snapshot(Cell):
-    """Stands in for a `tf.Variable` on a parameter server: one value throughout a step, whatever others write meanwhile.
+    """Stand-in for a parameter-server variable that has one value throughout a step.
+
+    Writes of other workers do not change the value that the step reads.
 
     Args:
-        variable: The variable, to which assignments go.
+        variable: Variable, which receives the assignments.
     """
 
     def __init__(self, variable: tf.Variable):
@@ -100,22 +108,28 @@ class Snapshot(Cell):
         self._variable = variable
 
     def assign(self, value, **_) -> tf.Tensor:
+        """See `tf.Variable.assign`."""
         return self._variable.assign(tf.cast(value, self.dtype))
 
 
 class Accumulator(Cell):
-    """Stands in for a `tf.Variable` on a parameter server: writes what was read, changed, as the change.
+    """Stand-in for a parameter-server variable that writes assignments as increments.
+
+    The increment is the difference between the assigned value and the value that was read.
 
     Args:
-        variable: The variable.
+        variable: Variable.
     """
 
     def __init__(self, variable: tf.Variable):
         self._variable = variable
-        self._reads: dict[tf.Graph, tf.Tensor] = {}  # a branch of a tf.cond has a graph of its own
-        self.shape, self.dtype = variable.shape, variable.dtype
+        # Keyed by graph, because each branch of a tf.cond has a graph of its own.
+        self._reads: dict[tf.Graph, tf.Tensor] = {}
+        self.shape = variable.shape
+        self.dtype = variable.dtype
 
     def value(self) -> tf.Tensor:
+        """See `tf.Variable.value`."""
         graph = tf.compat.v1.get_default_graph()
         if graph not in self._reads:
             self._reads[graph] = self._variable.read_value()
@@ -124,10 +138,11 @@ class Accumulator(Cell):
     read_value = value
 
     def assign(self, value, **_) -> tf.Tensor:
+        """Add the difference from the value that was read."""
         return self._variable.assign_add(tf.cast(value, self.dtype) - self.value())
 
     def add(self, gradient) -> None:
-        """Adds without reading."""
+        """Add a gradient to the variable without reading it."""
         if isinstance(gradient, tf.IndexedSlices):
             self._variable.scatter_add(gradient)
         else:
@@ -136,32 +151,31 @@ class Accumulator(Cell):
 
 @contextlib.contextmanager
 def collected(model: keras.Model, seeds: tf.Tensor, index: tf.Tensor) -> Iterator[list[tf.Tensor]]:
-    """Traces one step of a model, and gives what it added to each metric variable, and to its step count, as a list.
+    """Trace one step of a model, and collect its additions to metrics and step count.
 
     Args:
-        model: The model.
-        seeds: States of the model's seed generators at the beginning of the epoch, int64 `[generators, 2]`.
-        index: Number of the step in its epoch, int64 scalar. Each step draws its own random numbers, the same ones when it
-            runs again.
+        model: Model.
+        seeds: States of the model's seed generators at the beginning of the epoch, int64
+            `[generators, 2]`.
+        index: Number of the step in its epoch, int64 scalar. Each step draws its own random
+            numbers, and the same ones when it runs again.
 
     Yields:
-        A list that is filled when the block ends: one tensor for each of `model.metrics_variables`, then the number of updates
-        by `model.optimizer`, int64 scalar.
+        A list that is filled when the block ends: one tensor for each of `model.metrics_variables`,
+        then the number of updates by `model.optimizer`, int64 scalar.
     """
-    metrics, generators = model.metrics_variables, seed_states(model)
+    metrics = model.metrics_variables
+    generators = seed_states(model)
     cells = [Cell(tf.zeros(v.shape, v.dtype)) for v in metrics]
     shift = tf.stack([tf.zeros_like(index), (index + 1) * _DRAWS])
     states = [Cell(tf.cast(seeds[i] + shift, v.dtype)) for i, v in enumerate(generators)]
     added: list[tf.Tensor] = []
-    _trace.graph, _trace.updates, _trace.optimizer = (
-        tf.compat.v1.get_default_graph(),
-        tf.zeros((), tf.int64),
-        model.optimizer,
-    )
+    _trace.graph = tf.compat.v1.get_default_graph()
+    _trace.updates = tf.zeros((), tf.int64)
+    _trace.optimizer = model.optimizer
     scale = _loss_scale(model.optimizer)
-    snapshots = [
-        Snapshot(v.value) for v in scale
-    ]  # else a gradient could be scaled by one number, and unscaled by another
+    # Otherwise a gradient could be scaled by one number, and unscaled by another.
+    snapshots = [Snapshot(v.value) for v in scale]
     with replaced_values([*metrics, *generators, *scale], [*cells, *states, *snapshots]):
         yield added
     added.extend([*(c.value() for c in cells), _trace.updates])
@@ -174,24 +188,25 @@ def _loss_scale(optimizer: keras.optimizers.Optimizer | None) -> list[keras.Vari
 
 
 def seeds(model: keras.Model) -> tf.Tensor:
-    """States of the model's seed generators, int64 `[generators, 2]`."""
+    """Return the states of the model's seed generators, int64 `[generators, 2]`."""
     return tf.constant(
         np.reshape([np.asarray(v.numpy(), np.int64) for v in seed_states(model)], [-1, 2]), tf.int64
     )
 
 
 def next_seeds(model: keras.Model, steps: int) -> None:
-    """Moves the model's seed generators past the numbers that so many steps drew."""
+    """Advance the model's seed generators past the numbers that `steps` steps drew."""
     for v in seed_states(model):
         v.assign(v + tf.cast([0, (steps + 1) * _DRAWS], v.dtype))
 
 
 @contextlib.contextmanager
 def ticket(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
-    """Inside, an optimizer's step count is a number that no other update gets, and counts exactly one.
+    """Give an optimizer a step count that no other update gets, and count exactly one.
 
-    Keras reads the count, and writes it back increased by one at the end of the update: workers that update at the same time
-    would count one for two, and with gradient accumulation apply or skip an update twice, or lose gradients.
+    Keras reads the count, and writes it back increased by one at the end of the update. Workers
+    that update at the same time would count two updates as one. With gradient accumulation, they
+    would also apply or skip an update twice, or lose gradients.
     """
     counter = step_counter(optimizer)
     number = tf.raw_ops.ResourceCountUpTo(
@@ -206,6 +221,11 @@ def ticket(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
 
 
 def count_updates(optimizer: keras.optimizers.Optimizer, updates) -> None:
-    """Counts a call of an optimizer's for what `collected` gives, where it is the model's; `updates` tells whether it will count."""
+    """Count an optimizer call for `collected`, if it is the model's optimizer.
+
+    Args:
+        optimizer: Optimizer that is called.
+        updates: Whether the call updates the variables; bool or boolean tensor.
+    """
     if _trace.graph is tf.compat.v1.get_default_graph() and optimizer is _trace.optimizer:
         _trace.updates += tf.cast(updates, tf.int64)

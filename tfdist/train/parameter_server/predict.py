@@ -1,4 +1,7 @@
-"""Keras' `predict_function` becomes work for the workers of a parameter-server cluster; outputs keep the order of inputs."""
+"""Distributed prediction on the workers of a parameter-server cluster.
+
+Outputs keep the order of the inputs.
+"""
 
 from __future__ import annotations
 
@@ -17,25 +20,30 @@ from tfdist.train.synchronous.feed import any_rows, tensors, without_optionals
 
 
 class RemotePredictor:
-    """A `predict_function`, whose results are computed while Keras asks for the next ones.
+    """Callable that replaces `predict_function` and computes batches asynchronously.
+
+    Results are computed while Keras asks for the next ones.
 
     Args:
-        pool: The workers.
-        strategy: The parameter-server strategy.
-        model: The model.
+        pool: Pool of workers.
+        strategy: Parameter-server strategy.
+        model: Model.
         host: Device of the coordinator.
     """
 
     def __init__(self, pool: Pool, strategy, model: keras.Model, host: str):
-        self._pool, self._strategy, self._model, self._host = pool, strategy, model, host
+        self._pool = pool
+        self._strategy = strategy
+        self._model = model
+        self._host = host
         self._graphs: dict = {}
         self._pieces: list[_Prediction] = []
 
     def __call__(self, batches: list) -> Any:
+        """Dispatch the prediction of some batches, and return their outputs."""
         batches = [tensors(batch) for batch in batches]
-        piece = _Prediction(
-            [(self._graph(batch), batch) for batch in batches]
-        )  # traced here, where an error of the user's model belongs
+        # Traced here, so that errors of the user's model raise here.
+        piece = _Prediction([(self._graph(batch), batch) for batch in batches])
         self._pieces = [p for p in self._pieces if p.outputs is None] + [piece]
         self._pool.submit(self, piece)
         window = 4 * len(self._pool.workers)
@@ -50,11 +58,11 @@ class RemotePredictor:
         return tf.nest.pack_sequence_as(outputs, flat)
 
     def take(self, pieces: collections.deque, worker: int) -> list[_Prediction]:
-        """The next one."""
+        """Remove the next piece from the queue, and return it."""
         return [pieces.popleft()]
 
     def execute(self, worker: int, pieces: list[_Prediction], call: Callable) -> Any:
-        """Runs a prediction on a worker, and brings its outputs here."""
+        """Run a prediction on a worker, and copy its outputs to the coordinator."""
         outputs = []
         for graph, batch in pieces[0].work:
             there = call(graph, batch)
@@ -68,10 +76,10 @@ class RemotePredictor:
             )
 
     def forget(self, worker: int) -> None:
-        """Workers keep nothing."""
+        """Do nothing: workers keep no state for predictions."""
 
     def done(self, pieces: list[_Prediction], result: Any) -> None:
-        """Keeps the outputs for who asks."""
+        """Store the outputs in the piece."""
         pieces[0].outputs = result
 
     def _graph(self, batch):
@@ -87,15 +95,17 @@ class RemotePredictor:
 
 @dataclasses.dataclass(eq=False)
 class _Prediction:
-    work: list  # a graph and a batch each
+    work: list  # pairs of a graph and a batch
     outputs: Any = None
 
 
 class _Later:
-    """A tensor that a worker still computes: it is there when somebody looks at it."""
+    """Tensor that a worker is still computing. Access to its value waits for the result."""
 
     def __init__(self, pool: Pool, piece: _Prediction, place: int):
-        self._pool, self._piece, self._place = pool, piece, place
+        self._pool = pool
+        self._piece = piece
+        self._place = place
 
     def numpy(self) -> np.ndarray:
         return self.__tf_tensor__().numpy()

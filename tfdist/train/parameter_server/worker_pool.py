@@ -1,7 +1,10 @@
-"""Workers become a pool that takes pieces of work, each of which counts once; lost, stopped and silent tasks are named.
+"""Worker pool of a parameter-server cluster, with handling of lost tasks.
 
-TensorFlow's coordinator owns a thread for each worker, connects again to a worker that comes back, and gives its work to
-others. While Keras trains, each thread is lent to this pool for one long turn, in which it takes piece after piece.
+Each piece of work counts once. Error messages name lost, stopped and silent tasks.
+
+TensorFlow's `ClusterCoordinator` owns a thread for each worker, reconnects to a worker that comes
+back, and gives its work to others. While Keras trains, each thread runs one long closure of this
+pool, in which it takes piece after piece.
 """
 
 from __future__ import annotations
@@ -25,56 +28,66 @@ from tfdist.runtime.launch_protocol import TRANSIENT_CODE
 
 log = logging.getLogger("tfdist")
 
-PROBE_SECONDS = 2.0  # for a task to answer when asked whether it is there
-PATIENCE_SECONDS = (
-    10.0  # that a piece of work may take before its worker, and the parameter servers, are asked
-)
-CLOSE_SECONDS = 10.0  # that cancelled pieces may take to end
+PROBE_SECONDS = 2.0  # timeout of a probe of a task
+# Time that a piece of work may take before its worker and the parameter servers are probed.
+PATIENCE_SECONDS = 10.0
+CLOSE_SECONDS = 10.0  # time that cancelled pieces may take to end
 
 
 class ParameterServerLost(ConnectionError):
-    """A parameter server ended, was restarted or does not answer; the variables it held are gone.
+    """Error: a parameter server ended, was restarted or does not answer.
 
-    Make a new strategy and model, and `fit` again: `BackupAndRestore` goes on from its last backup.
+    The variables that it held are lost. Make a new strategy and model, and call `fit` again:
+    `BackupAndRestore` resumes from its last snapshot.
     """
 
-    exit_code = TRANSIENT_CODE  # starting again may help
+    exit_code = TRANSIENT_CODE  # a restart may help
 
 
 class Owner(Protocol):
-    """Who gives pieces to the pool, and gets their results."""
+    """Protocol of an object that submits pieces to the pool and receives their results."""
 
     def take(self, pieces: collections.deque, worker: int) -> list:
-        """Removes from `pieces` what one worker is to do at once."""
+        """Remove from `pieces` those that one worker runs at once, and return them."""
 
     def execute(self, worker: int, pieces: list, call: Callable) -> Any:
-        """Does them in the worker's thread; `call(concrete_function, *args)` runs a function there."""
+        """Run pieces in the worker's thread.
+
+        `call(concrete_function, *args)` runs a function on the worker.
+        """
 
     def forget(self, worker: int) -> None:
-        """Drops what the worker may have lost, such as iterators."""
+        """Drop state that the worker may have lost, such as iterators."""
 
     def done(self, pieces: list, result: Any) -> None:
-        """Receives a result, once for each piece, with the pool's lock held."""
+        """Receive a result, once for each piece, with the pool's lock held."""
 
 
 @dataclasses.dataclass(eq=False)
 class Running:
-    """Pieces in work on one worker."""
+    """Pieces that are running on one worker.
+
+    Attributes:
+        pieces: The pieces.
+        since: Time of their start, as `time.monotonic()` counts it.
+        cancel: Function that cancels them.
+        abandoned: Whether they were given to other workers, so that a late result is dropped.
+    """
 
     pieces: list
     since: float
     cancel: Callable[[], None] = lambda: None
-    abandoned: bool = False  # given to others; what still comes of it is dropped
+    abandoned: bool = False
 
 
 class Pool:
-    """The workers of one cluster.
+    """Workers of one cluster.
 
     Args:
-        strategy: The parameter-server strategy.
-        workers: The workers by index, with their addresses.
-        servers: The parameter servers by index, with their addresses.
-        timeout: Seconds to wait for a worker when none is left, and for one piece of work.
+        strategy: Parameter-server strategy.
+        workers: Workers by index, with their addresses.
+        servers: Parameter servers by index, with their addresses.
+        timeout: Time in seconds to wait for a worker if none is left, and for one piece of work.
     """
 
     def __init__(self, strategy, workers: list[Task], servers: list[Task], timeout: float):
@@ -92,12 +105,13 @@ class Pool:
         self._idle_since: float | None = None
         self._asked = 0.0
 
-    # --- In the main thread -----------------------------------------------------------------------------------------
+    # --- In the main thread -----------------------------------------------------------------------
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
-        """Inside, the workers take pieces; what is not done at the end is cancelled."""
+        """Let the workers take pieces in the context, and cancel unfinished pieces at its end."""
         self._turn += 1
-        self._error, self._idle_since = None, None
+        self._error = None
+        self._idle_since = None
         for _ in self.workers:
             server_compat.schedule(self._coordinator, self._take_turn)
         try:
@@ -106,19 +120,19 @@ class Pool:
             self._close()
 
     def submit(self, owner: Owner, piece: Any) -> None:
-        """Adds a piece of work to do after the others."""
+        """Add a piece of work to the end of the queue."""
         with self.changed:
             self._owner = owner
             self._todo.append(piece)
             self.changed.notify_all()
 
     def wait(self, ready: Callable[[], bool]) -> None:
-        """Waits until `ready()` holds, which is asked with the pool's lock held.
+        """Wait until `ready()` is true. It is called with the pool's lock held.
 
         Raises:
-            Exception: What a piece of work raised, once.
+            Exception: Error that a piece of work raised, reported once.
             ParameterServerLost: A parameter server is gone.
-            TimeoutError: No worker is left, or one takes too long; names them.
+            TimeoutError: No worker is left, or a worker takes too long. The message names them.
         """
         while True:
             with self.changed:
@@ -140,7 +154,7 @@ class Pool:
         raise error
 
     def _drop(self) -> None:
-        """Cancels all work, and waits a bounded time for its end."""
+        """Cancel all work, and wait for its end up to a time limit."""
         with self.changed:
             self._todo.clear()
             for running in self._running.values():
@@ -158,9 +172,9 @@ class Pool:
             self._owner = None
             self.changed.notify_all()
 
-    # --- Faults -----------------------------------------------------------------------------------------------------
+    # --- Faults -----------------------------------------------------------------------------------
     def _late(self) -> list[tuple[int, Running]]:
-        """Pieces whose workers should be asked, with the lock held."""
+        """Return the pieces whose workers should be probed. The lock is held."""
         now = time.monotonic()
         if self._running or not self._todo:
             self._idle_since = None
@@ -173,14 +187,15 @@ class Pool:
         ]
 
     def _ask(self, late: list[tuple[int, Running]]) -> None:
-        """Asks silent tasks whether they are there."""
+        """Probe silent tasks, and reassign work or fail if they do not answer."""
         self._asked = time.monotonic()
         for server in self._servers:
             if not self._answers(server):
                 self._fail(_lost(server, "it does not answer"))
                 return
         for index, running in late:
-            worker, seconds = self.workers[index], time.monotonic() - running.since
+            worker = self.workers[index]
+            seconds = time.monotonic() - running.since
             if not self._answers(worker):
                 log.warning(
                     "%s at %s does not answer; its work is given to others", worker, worker.address
@@ -191,8 +206,10 @@ class Pool:
             elif seconds > self._timeout:
                 self._fail(
                     TimeoutError(
-                        f"{worker} at {worker.address} has been at work on one piece for {seconds:.0f} s, more than the {self._timeout:g} s of "
-                        "make_strategy(timeout=...). Look at its log; set a longer timeout for longer steps."
+                        f"{worker} at {worker.address} has been at work on one piece for "
+                        f"{seconds:.0f} s, more than the {self._timeout:g} s of "
+                        "make_strategy(timeout=...). Look at its log; set a longer timeout for "
+                        "longer steps."
                     )
                 )
         if self._idle_since is not None:
@@ -205,7 +222,8 @@ class Pool:
             if waited > self._timeout:
                 self._fail(
                     TimeoutError(
-                        f"No worker is left: {names} did not come back within {self._timeout:g} s. Start them again."
+                        f"No worker is left: {names} did not come back within {self._timeout:g} s. "
+                        "Start them again."
                     )
                 )
 
@@ -224,9 +242,10 @@ class Pool:
             self._error = self._error or error
             self.changed.notify_all()
 
-    # --- In the workers' threads ------------------------------------------------------------------------------------
+    # --- In the workers' threads ------------------------------------------------------------------
     def _take_turn(self) -> None:
-        turn, worker = self._turn, server_compat.current_worker()
+        turn = self._turn
+        worker = server_compat.current_worker()
         while (taken := self._take(turn, worker)) is not None:
             owner, running = taken
             try:
@@ -268,8 +287,13 @@ class Pool:
         return None
 
     def _failed(self, turn: int, worker: int, running: Running, error: BaseException) -> bool:
-        """Sorts an error in a worker's thread; returns whether TensorFlow is to wait for the worker's return."""
-        task, lost = self.workers[worker], False
+        """Handle an error in a worker's thread.
+
+        Returns:
+            Whether the worker was lost, so that TensorFlow should wait for its return.
+        """
+        task = self.workers[worker]
+        lost = False
         if not running.abandoned:
             server = self._lost_server(error)
             if server is not None:
@@ -279,9 +303,8 @@ class Pool:
         with self.changed:
             if self._running.get(worker) is running:
                 del self._running[worker]
-            if (
-                not running.abandoned and lost
-            ):  # else its pieces are with others, or not wanted any more
+            # Abandoned pieces were given to other workers, or are not needed any more.
+            if not running.abandoned and lost:
                 log.warning(
                     "%s at %s was lost; its work is given to others (%s)",
                     task,
@@ -302,7 +325,7 @@ class Pool:
         return lost
 
     def _lost_server(self, error: BaseException) -> Task | None:
-        """The parameter server whose loss an error tells of."""
+        """Return the parameter server whose loss caused an error, or None."""
         if not isinstance(error, tf.errors.OpError) or isinstance(error, _USER_ERRORS):
             return None
         for server in self._servers:
@@ -314,7 +337,7 @@ class Pool:
         return None
 
 
-# What a user's step raises; no lost connection looks like these.
+# Errors that a user's step raises. A lost connection never has these types.
 _USER_ERRORS = (
     tf.errors.OutOfRangeError,
     tf.errors.ResourceExhaustedError,
@@ -323,7 +346,7 @@ _USER_ERRORS = (
 
 
 def _reason(error: tf.errors.OpError) -> str:
-    """What gRPC says in an error."""
+    """Return the gRPC message of an error, or else the first line of its message."""
     said = re.search(r'grpc_message: ?"([^"]*)', str(error))
     return said[1] if said else error.message.strip().splitlines()[0]
 
@@ -337,6 +360,7 @@ def _call(function, args: tuple, running: Running):
 
 def _lost(server: Task, why: str) -> ParameterServerLost:
     return ParameterServerLost(
-        f"{server} at {server.address} was lost ({why}); its variables are gone. Start it again, make a new strategy and model, and fit "
+        f"{server} at {server.address} was lost ({why}); its variables are gone. Start it again, "
+        "make a new strategy and model, and fit "
         "again: BackupAndRestore goes on from its last backup."
     )

@@ -1,1 +1,1 @@
-"""The engine of synchronous strategies."""
+"""Synchronous training: engine, training loop, gradient aggregation and local SGD."""

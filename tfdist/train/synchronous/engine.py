@@ -1,6 +1,7 @@
-"""Keras' `fit`, `evaluate` and `predict` become runs of the loop in this directory, for the models of one strategy.
+"""Synchronous training engine: Keras' `fit`, `evaluate` and `predict` over many replicas.
 
-The methods named as in `keras_compat.MODEL_HOOKS` are what the hooks call. No step is computed here.
+The hooks in `keras_compat.MODEL_HOOKS` call the methods of the same names.
+`tfdist.train.synchronous.loop` runs the steps.
 """
 
 from __future__ import annotations
@@ -46,49 +47,52 @@ log = logging.getLogger("tfdist")
 
 
 class Engine(Hooks):
-    """How the models of one synchronous strategy train.
+    """Engine that trains, evaluates and predicts with the models of one synchronous strategy.
 
     Args:
-        strategy: The strategy; gets this object as its `tfdist_engine`.
-        placement: Where this process stands among the replicas.
+        strategy: The strategy. Its attribute `tfdist_engine` is set to this object.
+        placement: Position of this process among the workers and replicas.
         host: Name of this process' CPU device.
-        central: Whether the replicas share one copy of the variables.
-        timeout: Seconds that a step waits for other workers.
-        sync: How replicas become one.
-        communication: How workers exchange tensors: "auto", "ring" or "nccl".
+        central: Whether the replicas share one copy of the variables (central storage).
+        timeout: Seconds that a step may wait for other workers.
+        sync: Synchronization policy of the replicas; default `tfdist.sync.Gradients()`.
+        communication: Implementation of the collectives between workers: "auto", "ring" or "nccl".
     """
 
     heartbeat: Heartbeat
     aggregation: GradientAggregation | LocalSteps
-    # Called in each replica with the gradients, summed over the replicas, and their variables, before the optimizer takes them.
+    # Called on each replica before the optimizer runs, with the gradients summed over the replicas,
+    # and with their variables.
     watch_gradients: Callable[[Sequence[Any], Sequence[Any] | None], None] | None = None
 
     def __init__(
-        self, strategy: tf.distribute.Strategy, placement: Placement, host: str, central: bool = False, timeout: float = 600.0, sync: Policy | None = None,
+        self, strategy: tf.distribute.Strategy, placement: Placement, host: str,
+        central: bool = False, timeout: float = 600.0, sync: Policy | None = None,
         communication: str = "auto",
     ):  # fmt: skip
-        self._strategy, self.host, self._central = strategy, host, central
-        self.placement, self.communication = placement, communication
+        self._strategy = strategy
+        self.host = host
+        self._central = central
+        self.placement = placement
+        self.communication = communication
         self.use(sync or Gradients())
-        self._syncs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-        self._by_hand: weakref.WeakSet[Runner] = (
-            weakref.WeakSet()
-        )  # of models whose last steps were those of train_on_batch
+        self._replica_states: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        # Runners of the models whose last steps were calls of train_on_batch.
+        self._by_hand: weakref.WeakSet[Runner] = weakref.WeakSet()
         self._active: Runner | None = None
-        self._kind: str | None = (
-            None  # which Keras method is walking over data: "fit", "evaluate" or "predict"
-        )
+        # The Keras method that iterates over data: "fit", "evaluate" or "predict".
+        self._kind: str | None = None
         self._watches: dict[str, StepMonitoring] = {}
-        self._training_feed: Feed | None = None  # of the fit that runs
+        self._training_feed: Feed | None = None  # of the running fit
         self._steps_per_epoch: int | None = None
-        self._steps_of_fit: range | None = None  # where the caller says how many an epoch has
-        self._recorder: Recorder | None = None  # of the fit that runs, where its steps are measured
+        self._steps_of_fit: range | None = None  # None unless the steps per epoch are given
+        self._recorder: Recorder | None = None  # of the running fit, if its steps are measured
         self.heartbeat = Heartbeat(placement.is_chief)
         self.watchdog = Watchdog(timeout, placement)
         strategy.tfdist_engine = self
 
     def use(self, policy: Policy) -> None:
-        """Sets how replicas become one, in steps that have not been traced yet."""
+        """Set the synchronization policy for steps that have not been traced yet."""
         if isinstance(policy, LocalSGD):
             self.aggregation = LocalSteps(policy, self._strategy, self.placement)
         else:
@@ -96,20 +100,21 @@ class Engine(Hooks):
                 policy, self._strategy, self.placement, self._central
             )
 
-    # --- fit, evaluate, predict -----------------------------------------------------------------------------------
+    # --- fit, evaluate, predict -------------------------------------------------------------------
     def fit(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
+        """Run `keras.Model.fit`, each step on all replicas."""
         call = bind(keras_method, model, args, kwargs)
         self._check(model)
         if isinstance(call["x"], tf.data.Dataset):
-            call["kwargs"].setdefault(
-                "shuffle", False
-            )  # Keras warns that its default True has no effect on a Dataset
+            # Keras warns that its default True has no effect on a Dataset.
+            call["kwargs"].setdefault("shuffle", False)
         callbacks = self._as_member(call)
         with backing(callbacks, self.placement.is_chief, call["initial_epoch"]):
             return self._fit(model, keras_method, call, callbacks)
 
     def _fit(self, model: keras.Model, keras_method: Callable, call: dict, callbacks: list):
-        self._steps_per_epoch, self._training_feed = call["steps_per_epoch"], None
+        self._steps_per_epoch = call["steps_per_epoch"]
+        self._training_feed = None
         given = {
             "epochs": call["epochs"],
             "initial_epoch": call["initial_epoch"],
@@ -144,6 +149,7 @@ class Engine(Hooks):
             return keras_method(model, **call["kwargs"])
 
     def evaluate(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
+        """Run `keras.Model.evaluate`, each step on all replicas."""
         call = bind(keras_method, model, args, kwargs)
         if isinstance(call["callbacks"], keras.callbacks.CallbackList):  # the validation of a fit
             with self._during("evaluate"):
@@ -162,6 +168,7 @@ class Engine(Hooks):
             return keras_method(model, **call["kwargs"])
 
     def predict(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
+        """Run `keras.Model.predict`, each step on all replicas."""
         call = bind(keras_method, model, args, kwargs)
         check_deferred(model)
         callbacks = self._as_member(call)
@@ -176,17 +183,20 @@ class Engine(Hooks):
             return keras_method(model, **call["kwargs"])
 
     def train_on_batch(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
+        """See `keras.Model.train_on_batch`; the batch is the global batch."""
         self._check(model)
         logs = self._on_batch(model, keras_method, *args, **kwargs)
         self._by_hand.add(model.train_function)
         return logs
 
     def test_on_batch(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
+        """See `keras.Model.test_on_batch`; the batch is the global batch."""
         self._check(model)
         self._replica_state(model).gather()
         return self._on_batch(model, keras_method, *args, **kwargs)
 
     def predict_on_batch(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
+        """See `keras.Model.predict_on_batch`; the batch is the global batch."""
         self._replica_state(model).gather()
         return keras_method(model, *args, **kwargs)
 
@@ -198,10 +208,12 @@ class Engine(Hooks):
             self._active = None
             self.heartbeat.end()
 
-    # --- What they are made of --------------------------------------------------------------------------------------
+    # --- Train, test and predict functions --------------------------------------------------------
     def make_train_function(self, model: keras.Model, _, force: bool = False):
+        """Create the model's `train_function`, a `Runner`, and start it."""
         if force or not isinstance(model.train_function, Runner):
-            self._replica_state(model).forget()  # of what the model was compiled with before
+            # Release the variables of an optimizer that the model was compiled with before.
+            self._replica_state(model).forget()
             model.train_function = self._runner(model, model.train_step)
         self.prepare(model)
         self._begin(model.train_function, "fit", verify=True)
@@ -209,13 +221,15 @@ class Engine(Hooks):
         return model.train_function
 
     def make_test_function(self, model: keras.Model, _, force: bool = False):
+        """Create the model's `test_function`, a `Runner`, and start it."""
         if force or not isinstance(model.test_function, Runner):
             model.test_function = self._runner(model, model.test_step)
         self._begin(model.test_function, "evaluate", verify="fit" not in self._watches)
         return model.test_function
 
     def make_predict_function(self, model: keras.Model, _, force: bool = False):
-        check_deferred(model)  # of predict_on_batch
+        """Create the model's `predict_function`, a `Predictor`."""
+        check_deferred(model)  # predict_on_batch has not checked it
         if force or not isinstance(model.predict_function, Predictor):
             model.predict_function = Predictor(
                 self._strategy, self.placement, self.host, model, self.watchdog
@@ -223,7 +237,11 @@ class Engine(Hooks):
         return model.predict_function
 
     def get_metrics_result(self, model: keras.Model, keras_method: Callable):
-        """Keras asks eagerly at the end of each epoch: the place where the replicas' metrics meet."""
+        """Return the metrics of all replicas at the end of an epoch, else those of this one.
+
+        Keras calls this method eagerly at the end of each epoch. Only then are the metrics summed
+        over the replicas.
+        """
         runner = self._active
         in_replica = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
         if not tf.executing_eagerly() or in_replica or runner is None or runner.model is not model:
@@ -231,7 +249,10 @@ class Engine(Hooks):
         return runner.end_epoch()
 
     def prepare(self, model: keras.Model) -> None:
-        """Makes the state of the policy before a compiled model's first step; a sharded optimizer or model has a policy of its own."""
+        """Create the state of the synchronization policy before a compiled model's first step.
+
+        A sharded optimizer or model has a policy of its own, so nothing is created for it here.
+        """
         if (
             model.optimizer is not None
             and model.optimizer.built
@@ -240,6 +261,7 @@ class Engine(Hooks):
             self.aggregation.prepare(model.optimizer, model.trainable_variables)
 
     def apply(self, optimizer, keras_apply: Callable, grads, variables):
+        """Aggregate the gradients and update the variables; called in replica context."""
         holder = holder_of(optimizer, variables)
         if holder is not None:
             return gradient_sum.apply_to_parts(
@@ -255,23 +277,29 @@ class Engine(Hooks):
         )
 
     def scale_loss_for_distribution(self, keras_function: Callable, value):
+        """See `replica_step.scale_loss`."""
         return replica_step.scale_loss(keras_function, value)
 
     def unscale_loss_for_distribution(self, keras_function: Callable, value):
+        """See `replica_step.unscale_loss`."""
         return replica_step.unscale_loss(keras_function, value)
 
     def reduce_weighted_values(self, keras_function: Callable, *args, **kwargs):
+        """See `replica_step.reduce_weighted_values`."""
         return replica_step.reduce_weighted_values(keras_function, *args, **kwargs)
 
     @property
     def is_chief(self) -> bool:  # type: ignore[override]
+        """Return whether this process is the chief, which writes checkpoints and logs."""
         return self.placement.is_chief
 
     @property
     def feeding(self) -> bool:  # type: ignore[override]
+        """Return whether Keras is in `fit`, `evaluate` or `predict`."""
         return self._kind is not None
 
     def feed(self, dataset: tf.data.Dataset) -> Feed:
+        """Return the `Feed` that Keras iterates over instead of `dataset`."""
         steps = self._steps_of_fit if self._kind == "fit" else None
         feed = Feed(
             dataset, self.placement, self.host, symbolic_first=self._kind != "predict", steps=steps
@@ -280,19 +308,22 @@ class Engine(Hooks):
             self._training_feed = feed
         return feed
 
-    # --- What BackupAndRestore asks -----------------------------------------------------------------------------------
+    # --- Hooks for BackupAndRestore ---------------------------------------------------------------
     def begins_within_epochs(self) -> bool:
-        return (
-            self._training_feed is not None
-        )  # else: data that TensorFlow or the user distributed, which only they can begin elsewhere
+        """Return whether the running `fit` can start in the middle of an epoch."""
+        # There is no feed if TensorFlow or the user distributed the data. Only they can start
+        # such data in the middle of an epoch.
+        return self._training_feed is not None
 
     def begin_at(self, model: keras.Model, epoch: int, step: int) -> bool:
+        """Start the running `fit` at a step of an epoch; see `Hooks.begin_at`."""
         if self._training_feed is None:
             return False
         if step and not self._training_feed.ordered:
             log.warning(
-                "Going on after step %d of epoch %d with data that are no pipeline of tfdist.data: they must give the same batches in each pass. Where "
-                "they are shuffled anew, as arrays are unless shuffle=False, examples of this epoch come twice, or not.",
+                "Going on after step %d of epoch %d with data that are no pipeline of tfdist.data: "
+                "they must give the same batches in each pass. Where they are shuffled anew, as "
+                "arrays are unless shuffle=False, examples of this epoch come twice, or not.",
                 step, epoch + 1,
             )  # fmt: skip
         self._training_feed.begin_at(epoch, step, self._steps_per_epoch)
@@ -300,52 +331,66 @@ class Engine(Hooks):
         return True
 
     def pause_at(self, step: int, who: str = "backup") -> None:
+        """Make the training function return to Python after this step; see `Hooks.pause_at`."""
         if self._active is not None:
             self._active.pauses[who] = step
 
     def stopping(self) -> bool:
+        """Return whether all workers agreed to stop at this point; see `Hooks.stopping`."""
         return self._active is not None and self._active.stopping and self._active.at_rest
 
     def broadcast_from_chief(self, numbers: list[float]) -> list[float]:
+        """Return the chief's numbers on every worker."""
         return numbers if self.placement.workers == 1 else self.all_gather(numbers)[0]
 
     def all_gather(self, numbers: list[float]) -> list[list[float]]:
+        """Return the numbers of all workers, ordered by rank."""
         return all_gather(self._strategy, self.placement, np.array(numbers, np.float64)).tolist()
 
     def replicas(self) -> tuple[int, int]:
+        """Return the number of replicas and the index of this process' first one."""
         return self.placement.replicas, self.placement.first_replica
 
     def gathered(self, model: keras.Model) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the chief reads sharded variables whole."""
         return as_plain(model, self.placement.workers, self.placement.is_chief)
 
     def values(self, model: keras.Model, variables: Sequence[keras.Variable]) -> list[np.ndarray]:
+        """Return the values of a model's variables, copied to the host."""
         return self._replica_state(model).values(variables)
 
     def metric_totals(self, model: keras.Model) -> list:
+        """Return the values of `model.metrics_variables` over all replicas."""
         self._replica_state(model).sync_replicas()
         return self._replica_state(model).totals(model.metrics_variables)
 
     def set_metric_totals(self, model: keras.Model, totals: list) -> None:
+        """Restore the values that `metric_totals` returned."""
         self._replica_state(model).set_totals(model.metrics_variables, totals)
 
     def sync_totals(self, model: keras.Model) -> list:
+        """Return the state of the synchronization policy over all replicas."""
         totals = self._replica_state(model).totals(self.aggregation.variables(model.optimizer))
-        self.set_sync_totals(
-            model, totals
-        )  # so that this run goes on from the numbers from which one goes on that restores them
+        # This run and a run that restores these numbers then continue from the same state.
+        self.set_sync_totals(model, totals)
         return totals
 
     def set_sync_totals(self, model: keras.Model, totals: list) -> None:
+        """Restore the state that `sync_totals` returned."""
         self.prepare(model)
         held = self.aggregation.variables(model.optimizer)
         check_totals(self.aggregation.policy, held, totals)
         self._replica_state(model).set_totals(held, totals)
 
     def exchange_of(self, model: keras.Model) -> Any:
-        """What makes one of the replicas of a compiled model, by its `policy`: its sharded optimizer, its shards, or `aggregation`."""
+        """Return the object that synchronizes a compiled model's replicas, by its `policy`.
+
+        It is the model's sharded optimizer, the holder of its weight shards, or `aggregation`.
+        """
         return holder_of(model.optimizer, model.trainable_variables) or self.aggregation
 
     def bytes_per_step(self, model: keras.Model) -> float:
+        """Return the bytes that a replica sends in a training step; see `Hooks.bytes_per_step`."""
         found = self.exchange_of(model)
         return (
             found.bytes_per_step(model.optimizer)
@@ -353,9 +398,13 @@ class Engine(Hooks):
             else found.bytes_per_step
         )
 
-    # --- Files -----------------------------------------------------------------------------------------------------
+    # --- Files ------------------------------------------------------------------------------------
     def save(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
-        """Only the chief's reach a file; all workers give their parts of what is sharded, and meet where each has trained by itself."""
+        """Save the model on the chief; all workers must call this method.
+
+        The other workers contribute their parts of sharded variables. Under local SGD the replicas
+        are synchronized first.
+        """
         self._replica_state(model).gather()
         with self.gathered(model):
             if self.placement.is_chief:
@@ -370,10 +419,11 @@ class Engine(Hooks):
     save_weights = save
 
     def export(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
+        """See `keras.Model.export`; like `save`, all workers must call it."""
         check_export(model)
         return self.save(model, keras_method, *args, **kwargs)
 
-    # --- Below ------------------------------------------------------------------------------------------------------
+    # --- Helpers ----------------------------------------------------------------------------------
     def _runner(self, model, model_step) -> Runner:
         trains = model_step == model.train_step
         return Runner(
@@ -388,9 +438,9 @@ class Engine(Hooks):
         )
 
     def _replica_state(self, model) -> ReplicaState:
-        if model not in self._syncs:
-            self._syncs[model] = ReplicaState(self._strategy, self.placement, model)
-        return self._syncs[model]
+        if model not in self._replica_states:
+            self._replica_states[model] = ReplicaState(self._strategy, self.placement, model)
+        return self._replica_states[model]
 
     def _begin(self, runner: Runner, kind: str, verify: bool) -> None:
         goes_on = self._kind is None and runner in self._by_hand
@@ -405,7 +455,7 @@ class Engine(Hooks):
 
     @contextlib.contextmanager
     def _recording(self, breakdowns: list[StepBreakdown], exact: bool):
-        """A fit whose steps are measured, if anybody asks for it."""
+        """Measure the steps of a fit if it has `StepBreakdown` callbacks."""
         if breakdowns:
             self._recorder = Recorder(
                 self._strategy, self.placement, [each.directory for each in breakdowns], exact
@@ -423,7 +473,8 @@ class Engine(Hooks):
 
     @contextlib.contextmanager
     def _during(self, kind: str):
-        outer, active = self._kind, self._active
+        outer = self._kind
+        active = self._active
         self._kind = kind
         try:
             yield
@@ -431,10 +482,11 @@ class Engine(Hooks):
             if outer is None:
                 self.heartbeat.end()
             self._kind = outer
-            self._active = active if outer else None  # after a validation, the fit's runner again
+            # After the validation of a fit, the fit's runner is active again.
+            self._active = active if outer else None
 
     def _as_member(self, call: dict) -> list:
-        """Leaves console and files to the chief; returns all callbacks."""
+        """Restrict console output and files to the chief, and return all callbacks."""
         kwargs = call["kwargs"]
         callbacks = backups_last(kwargs)
         make_directories(callbacks)
@@ -451,15 +503,15 @@ class Engine(Hooks):
     def _agree(
         self, model, given: dict[str, float], callbacks: list, progress: bool
     ) -> tuple[bool, ...]:
-        """Makes sure that all workers were called alike, and learns what callbacks anywhere watch.
+        """Check that all workers were called alike, and combine the needs of their callbacks.
 
         Returns:
-            Whether some worker's callback watches training batches, watches test batches, shows progress, or saves when asked to end.
+            Whether the callbacks of any worker watch training batches, watch test batches, show
+            progress, or save when a worker is asked to stop.
         """
         saves = any(isinstance(c, BackupAndRestore) for c in callbacks)
-        callbacks = [
-            c for c in callbacks if type(c) is not BackupAndRestore
-        ]  # for which steps pause where it saves
+        # BackupAndRestore needs no single steps: it uses pause_at where it saves.
+        callbacks = [c for c in callbacks if type(c) is not BackupAndRestore]
         wishes = watches(callbacks, "train"), watches(callbacks, "test"), progress, saves
         if self.placement.workers == 1:
             return wishes
@@ -483,5 +535,8 @@ class Engine(Hooks):
         check_optimizer(model, self._strategy)
         check_deferred(model)
         if self.placement.replicas > 1 and model.jit_compile:
-            what = f"compile(jit_compile=True) under {self.placement.replicas} replicas: XLA cannot compile the collectives of a step (keras #18716)."
+            what = (
+                f"compile(jit_compile=True) under {self.placement.replicas} replicas: XLA cannot "
+                "compile the collectives of a step (keras #18716)."
+            )
             raise ValueError(f"{what} Pass jit_compile=False, or train on one device.")

@@ -1,8 +1,10 @@
-"""A data set of global batches becomes this worker's rows of each batch; no batch is read before training asks for it.
+"""Input feed: this worker's rows of each global batch.
 
-A pipeline of `tfdist.data` reads just these rows. Of any other data set, every worker walks the same global batches and keeps its own rows. That is exact for whatever tf.data, NumPy, PyDataset or
-generator gives, without TensorFlow's guesses about sharding (tensorflow #56513, #45157), as long as the workers do see the same
-batches: a checksum of each batch travels along, which the loop compares between the workers.
+A data pipeline of `tfdist.data` reads only these rows. With any other data set, every worker
+iterates over the same global batches and keeps its own rows. That is exact for whatever tf.data,
+NumPy, PyDataset or a generator gives, without TensorFlow's guesses about sharding (tensorflow
+#56513, #45157), as long as the workers see the same batches. A checksum of each batch travels
+along, and the loop compares it between the workers. No batch is read before training asks for it.
 """
 
 from __future__ import annotations
@@ -18,12 +20,14 @@ from tfdist.parallel.placement import Placement
 
 
 class Batch(NamedTuple):
-    """One step's data on one worker.
+    """Data of one step on one worker.
 
-    Fields:
-        data: What the model's step takes; rows `[worker_rows, ...]`.
-        rows: Rows in the global batch, int64 scalar; None where `data` is already the replica's own: with one replica, or
-            from a data set that TensorFlow or the user distributed; with several local replicas it is then a list of each one's.
+    Attributes:
+        data: Input of the model's step, `[worker_rows, ...]`.
+        rows: Number of rows in the global batch, int64 scalar. None where `data` is already the
+            replica's own: with one replica, or from a data set that TensorFlow or the user
+            distributed. With several local replicas `data` is then a list with one entry per
+            replica.
         checksum: Fingerprint of the global batch, float64 scalar; None where none is needed.
     """
 
@@ -33,16 +37,18 @@ class Batch(NamedTuple):
 
 
 class Feed:
-    """What Keras' epoch iterator walks over under a strategy of tfdist.
+    """Iterable that Keras' epoch iterator reads under a strategy of tfdist.
 
     Args:
-        dataset: Global batches.
-        placement: Which rows are ours.
+        dataset: Data set of global batches.
+        placement: Position of this process, which selects its rows.
         host: Name of this process' CPU device, where batches are made.
-        symbolic_first: Whether Keras' first `next()` is the one that builds the model from shapes alone. It gets the
-            element spec, so that no batch is lost, and no uneven batch gets in the way of building.
-        steps: The steps that are trained on an endless data set, counted from the run's first; None: nobody knows. To read on behind
-            the last one could begin another pass, on some workers and not on others, and the next `fit` would find its passes moved.
+        symbolic_first: Whether Keras' first `next()` is the one that builds the model from shapes
+            alone. That call gets the element spec. So no batch is lost, and an uneven batch cannot
+            disturb building.
+        steps: Steps that are trained on an endless data set, counted from the start of the run;
+            None if unknown. Reading beyond the last one could begin another pass, on some workers
+            and not on others. The next `fit` would then start at different passes.
     """
 
     def __init__(
@@ -65,17 +71,18 @@ class Feed:
             self.dataset = self._of(dataset, 0)
 
     def begin_at(self, epoch: int, step: int, steps_per_epoch: int | None = None) -> None:
-        """Lets the next pass begin in the middle of the data.
+        """Start the next pass in the middle of the data.
 
         Args:
-            epoch: Which epoch it is.
-            step: Batches of it that are left out.
-            steps_per_epoch: Batches of an epoch, where that is not a pass over the data.
+            epoch: Index of the epoch, from 0.
+            step: Number of its batches to skip.
+            steps_per_epoch: Batches of an epoch, where an epoch is not one pass over the data.
         """
         skipped = step + epoch * steps_per_epoch if steps_per_epoch else step
-        epochs, length = getattr(self._source, "epochs", None), int(self._source.cardinality())
+        epochs = getattr(self._source, "epochs", None)
+        length = int(self._source.cardinality())
         if epochs is not None and length > 0 and (steps_per_epoch or skipped >= length):
-            # An epoch whose steps are all done reads nothing: the next pass is the one after it.
+            # An epoch whose steps are all done reads nothing, so the next pass is the next epoch's.
             passes, skipped = divmod(skipped, length)
             epoch = passes if steps_per_epoch else epoch + passes
         elif length > 0 and skipped == length and not steps_per_epoch:
@@ -88,16 +95,16 @@ class Feed:
 
     @property
     def ordered(self) -> bool:
-        """Whether the order of the examples of an epoch follows from its number."""
+        """Return whether the epoch's index determines the order of its examples."""
         return hasattr(self._source, "of_epoch")
 
     def next_pass(self) -> tf.data.Dataset:
-        """What a new pass reads."""
+        """Return the data set for a new pass."""
         first, self._first = self._first, None
         return first or self.dataset
 
     def _of(self, dataset: tf.data.Dataset, skipped: int) -> tf.data.Dataset:
-        """This worker's rows of the batches after those skipped."""
+        """Return this worker's rows of the batches after the skipped ones."""
         placement = self.placement
         if placement.replicas > 1 and (shares := _shares(dataset, placement, skipped)):
             compared = placement.workers > 1
@@ -119,7 +126,10 @@ class Feed:
         return untuned(dataset.prefetch(2))
 
     def _bounded(self, dataset: tf.data.Dataset, skipped: int) -> tf.data.Dataset:
-        """Before any `map`: tf.data runs those ahead too."""
+        """Limit the data to the steps that are trained.
+
+        This comes before any `map`, because tf.data runs ahead in those too.
+        """
         if self._steps is None:
             return dataset
         return dataset.take(max(0, self._steps.stop - (skipped or self._steps.start)))
@@ -129,7 +139,7 @@ class Feed:
 
 
 class FeedIterator:
-    """One pass over a Feed. `iterator` is the tf.data iterator that a graph may draw from."""
+    """Iterator over one pass of a `Feed`."""
 
     def __init__(self, feed: Feed):
         self.feed = feed
@@ -138,6 +148,7 @@ class FeedIterator:
 
     @property
     def iterator(self):
+        """Return the tf.data iterator of this pass, from which a graph may draw batches."""
         if self._iterator is None:
             with tf.device(self.feed.host):
                 self._iterator = iter(self._pass)
@@ -153,8 +164,10 @@ class FeedIterator:
 
 
 def replica_slices(dataset: tf.data.Dataset, placement: Placement) -> tf.data.Dataset:
-    """This worker's rows of each global batch, one element a replica, for loops outside of Keras."""
+    """Split this worker's rows of each global batch into one element per replica.
 
+    Training loops outside of Keras use this.
+    """
     replicas = tf.data.Dataset.range(
         placement.first_replica, placement.first_replica + placement.local_replicas
     )
@@ -178,26 +191,26 @@ def replica_slices(dataset: tf.data.Dataset, placement: Placement) -> tf.data.Da
 
 
 def batch_of(data: Any, placement: Placement) -> Batch:
-    """This worker's rows of one global batch given as arrays, for `train_on_batch`."""
+    """Return this worker's rows of one global batch of arrays, for `train_on_batch`."""
     data = tensors(data)
     return _worker_batch(data, placement) if placement.replicas > 1 else Batch(data)
 
 
 def tensors(data: Any) -> Any:
-    """A batch of arrays as tensors."""
+    """Convert the arrays of a batch to tensors."""
     return tf.nest.map_structure(
         lambda x: x if x is None or tf.is_tensor(x) else tf.convert_to_tensor(x), data
     )
 
 
 def replica_rows(batch: Batch, local_replica, placement: Placement, host: str):
-    """One replica's rows of its worker's batch.
+    """Return one replica's rows of its worker's batch.
 
     Args:
-        batch: This worker's batch.
-        local_replica: Index of the replica among this worker's.
+        batch: Batch of this worker.
+        local_replica: Index of the replica among those of this worker.
         placement: Numbers of workers and replicas.
-        host: CPU device, where the rows are cut, so that a device gets no row but its own.
+        host: CPU device where the rows are cut, so that a device receives only its own rows.
 
     Returns:
         The rows, `[replica_rows, ...]`.
@@ -219,16 +232,17 @@ def replica_rows(batch: Batch, local_replica, placement: Placement, host: str):
 
 
 def without_optionals(data: Any) -> Any:
-    """A batch as Keras' steps take it, where tf.data has an Optional for a None."""
+    """Replace tf.data's Optionals in a batch by None, as Keras' steps expect."""
     return tf.nest.map_structure(
         lambda x: None if isinstance(x, tf.experimental.Optional) else x, data
     )
 
 
 def any_rows(data: Any) -> Any:
-    """The specs of a batch with any number of rows: one trace serves all batches.
+    """Return the specs of a batch with any number of rows.
 
-    A worker that traced anew for a batch of another size, while others do not, would number its collectives otherwise than they.
+    One trace then serves all batches. If one worker retraced for a batch of another size while
+    others did not, it would number its collectives differently.
     """
 
     def spec(x):
@@ -244,7 +258,10 @@ def any_rows(data: Any) -> Any:
 def _shares(
     dataset: tf.data.Dataset, placement: Placement, skipped: int = 0
 ) -> tf.data.Dataset | None:
-    """This worker's share of a pipeline of `tfdist.data`, which then reads nobody else's; None for other data sets."""
+    """Return this worker's share of a `tfdist.data` data pipeline; None for other data sets.
+
+    Such a data pipeline reads only this worker's rows.
+    """
     share_of = getattr(dataset, "replica_rows", None)
     return share_of and share_of(
         placement.first_replica, placement.local_replicas, placement.replicas, first_step=skipped
@@ -252,7 +269,7 @@ def _shares(
 
 
 def _element(args: tuple) -> Any:
-    # Dataset.map spreads a tuple over the arguments, and passes anything else as the only one.
+    # Dataset.map unpacks a tuple into arguments, and passes anything else as one argument.
     return args if len(args) > 1 else args[0]
 
 
@@ -267,9 +284,10 @@ def _worker_batch(data: Any, placement: Placement) -> Batch:
 
 
 def _checksum(data: Any, rows) -> tf.Tensor:
-    """A number that differs, in all likelihood, when two workers' global batches do: from first row and row count.
+    """Return a fingerprint of a global batch from its first row and its number of rows.
 
-    As few operations as will do: it costs every worker time at every step.
+    Different batches almost always differ in it. It uses few operations, because every worker
+    computes it at every step.
     """
     total = tf.cast(rows, tf.float64)
     for place, x in enumerate(tf.nest.flatten(data), start=1):
@@ -281,7 +299,7 @@ def _checksum(data: Any, rows) -> tf.Tensor:
 
 
 def _always_even(spec: Any, replicas: int) -> bool:
-    """Whether every batch is known to give each replica equally many rows."""
+    """Return whether every batch is known to give each replica the same number of rows."""
     if replicas == 1:
         return True
     shapes = [s.shape for s in tf.nest.flatten(spec) if isinstance(s, tf.TensorSpec)]
@@ -291,7 +309,7 @@ def _always_even(spec: Any, replicas: int) -> bool:
 
 
 def symbolic(element_spec: Any) -> Any:
-    """What Keras builds a model from instead of a batch."""
+    """Return the element spec from which Keras builds a model, with None for Optionals."""
     return tf.nest.map_structure(
         lambda spec: None if isinstance(spec, tf.OptionalSpec) else spec, element_spec
     )

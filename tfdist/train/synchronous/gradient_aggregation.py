@@ -1,7 +1,7 @@
-"""The replicas' gradients become one list, and an update of each replica's variables, as a `tfdist.sync.Gradients` says.
+"""Gradient aggregation over replicas, and the update, as `tfdist.sync.Gradients` says.
 
-Keras clips, accumulates and checks each replica's gradients before they are summed; here the sum comes first, so that all of it sees what
-a single replica would see.
+Keras clips, accumulates and checks each replica's gradients before they are summed. Here the sum
+comes first, so that clipping, accumulation and checks see what a single replica would see.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ from tfdist.train.synchronous import gradient_sum
 from tfdist.train.synchronous.replica_step import local_replica
 from tfdist.train.timing import graph_timestamps
 
-StepMonitoring = Callable[[list, Sequence[Any] | None], None]
+GradientCallback = Callable[[list, Sequence[Any] | None], None]
 
 
 class GradientAggregation:
-    """What an engine does with gradients.
+    """Gradient aggregation of an engine: sum over the replicas, then one update.
 
     Args:
-        policy: How.
-        strategy: A synchronous strategy of tfdist.
+        policy: Gradient policy.
+        strategy: Synchronous strategy of tfdist.
         placement: Numbers of workers and replicas.
-        central: Whether variables are shared by the replicas (central storage) instead of copied to each.
+        central: Whether the replicas share the variables (central storage) instead of each having a
+            copy.
     """
 
-    local = False  # whether replicas differ between their meetings
+    local = False  # whether the replicas' variables differ between synchronizations
 
     def __init__(
         self,
@@ -47,47 +48,55 @@ class GradientAggregation:
         placement: Placement,
         central: bool = False,
     ):
-        self.policy, self._strategy, self._placement, self._central = (
-            policy,
-            strategy,
-            placement,
-            central,
-        )
+        self.policy = policy
+        self._strategy = strategy
+        self._placement = placement
+        self._central = central
         self._group: Group | None = None
-        self._sums: weakref.WeakKeyDictionary[Any, list] = (
-            weakref.WeakKeyDictionary()
-        )  # of each optimizer, its gradients added up, and how many
-        self._bytes: weakref.WeakKeyDictionary[Any, float] = (
-            weakref.WeakKeyDictionary()
-        )  # sent for an update, as it was last traced
+        # By optimizer: the accumulated gradients, then the number of their steps.
+        self._sums: weakref.WeakKeyDictionary[Any, list] = weakref.WeakKeyDictionary()
+        # By optimizer: bytes sent per update, from the last trace.
+        self._bytes: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
 
     def bytes_per_step(self, optimizer: Any) -> float:
-        """Bytes of gradients that a replica sends in a step, on average; 0 before one was traced, not a number where nobody knows.
+        """Return the bytes of gradients that a replica sends per step, on average.
 
         Args:
             optimizer: The outermost optimizer.
+
+        Returns:
+            The number of bytes; 0 before a step was traced; NaN where it is unknown.
         """
         return self._bytes.get(optimizer, 0.0) / self.policy.accumulate
 
     def variables(self, optimizer: Any) -> list[keras.Variable]:
-        """State beside the model's and the optimizer's; each replica holds its part of a sum."""
+        """Return the accumulation state, beside the state of the model and the optimizer.
+
+        Each replica holds its part of a sum.
+        """
         return self._sums.get(optimizer, [])
 
     def steps(self, optimizer: Any) -> int:
-        """Steps that an optimizer's updates were made of, those added up since included; without those of updates that were left out."""
-        updates, held = int(step_counter(optimizer).numpy()), self.variables(optimizer)
+        """Return the number of steps behind an optimizer's updates.
+
+        Steps whose gradients are accumulated but not yet applied count too. Steps of skipped
+        updates do not count.
+        """
+        updates = int(step_counter(optimizer).numpy())
+        held = self.variables(optimizer)
         return updates * self.policy.accumulate + int(held[-1].numpy()) if held else updates
 
     def prepare(self, optimizer: Any, variables: list) -> None:
-        """Makes that state before the first step.
+        """Create the accumulation state before the first step.
 
         Args:
             optimizer: The outermost optimizer.
-            variables: What it updates.
+            variables: Variables that it updates.
         """
         if self.policy.accumulate > 1 and optimizer not in self._sums:
             with tf.init_scope(), self._strategy.scope():
-                # All replicas count alike: where one had another number, it would wait for the others in an exchange of its own.
+                # The count is the same on all replicas. A replica with a different count would
+                # wait for the others in an all-reduce that they do not run.
                 count = keras.Variable(0, dtype="int64", trainable=False, name="added")
                 self._sums[optimizer] = [
                     *(_sum_variable(v.shape, v.dtype) for v in variables),
@@ -95,11 +104,11 @@ class GradientAggregation:
                 ]
 
     def sync_replicas(self, optimizer: Any) -> bool:
-        """Replicas are always equal: nothing is done, as the result says."""
+        """Return False: replicas are always equal, so there is nothing to synchronize."""
         return False
 
     def begin(self, optimizer: Any, anew: bool) -> None:
-        """Nothing is remembered from step to step."""
+        """Do nothing: no state depends on when steps begin."""
 
     def apply(
         self,
@@ -107,16 +116,16 @@ class GradientAggregation:
         keras_apply: Callable,
         grads: list,
         variables: list | None,
-        watch: StepMonitoring | None,
+        watch: GradientCallback | None,
     ) -> Any:
-        """Called in replica context.
+        """Aggregate gradients and update the variables; called in replica context.
 
         Args:
             optimizer: The outermost optimizer.
             keras_apply: Keras' own `apply`.
-            grads: One gradient or None a variable.
+            grads: One gradient or None per variable.
             variables: The variables, or None where the optimizer is built.
-            watch: Called with the sums and the variables.
+            watch: Function that is called with the summed gradients and the variables.
         """
         local = local_replica(self._placement)
         update = _Update(optimizer, keras_apply, variables, local, self._central)
@@ -136,9 +145,8 @@ class GradientAggregation:
         for total, g in zip(added, grads, strict=True):
             if g is not None:
                 total.assign_add(g)
-        with tf.control_dependencies(
-            [g for g in grads if g is not None]
-        ):  # a step that fails does not count
+        # A step that fails must not count.
+        with tf.control_dependencies([g for g in grads if g is not None]):
             steps.assign_add(1)
 
         def enough():
@@ -155,7 +163,7 @@ class GradientAggregation:
 
         return tf.cond(steps >= self.policy.accumulate, enough, lambda: None)
 
-    def _apply_plain(self, update: _Update, grads: list, watch: StepMonitoring | None) -> Any:
+    def _apply_plain(self, update: _Update, grads: list, watch: GradientCallback | None) -> Any:
         context = tf.distribute.get_replica_context()
         several = self._placement.replicas > 1
         graph_timestamps.before_sum(update.local, list(grads), several)
@@ -167,8 +175,8 @@ class GradientAggregation:
             watch(grads, update.variables)
         return update(grads)
 
-    def _apply(self, update: _Update, grads: list, watch: StepMonitoring | None) -> Any:
-        """Merges dense gradients, checks them, and updates."""
+    def _apply(self, update: _Update, grads: list, watch: GradientCallback | None) -> Any:
+        """Combine dense gradients over the replicas, clip and check them, and update."""
         graph_timestamps.before_sum(update.local, list(grads), self._placement.replicas > 1)
         grads = self._combine(update.optimizer, grads)
         graph_timestamps.after_sum(update.local, grads)
@@ -178,9 +186,8 @@ class GradientAggregation:
             watch(grads, update.variables)
         if not self.policy.skip_nonfinite or update.scales:
             return update(grads)
-        finite = [
-            tf.reduce_all(tf.math.is_finite(g)) for g in grads if g is not None
-        ]  # equal on all replicas, as the sums are
+        # The result is equal on all replicas, because the sums are.
+        finite = [tf.reduce_all(tf.math.is_finite(g)) for g in grads if g is not None]
 
         def go():
             update(grads)
@@ -188,7 +195,10 @@ class GradientAggregation:
         return tf.cond(tf.reduce_all(finite), go, lambda: None)
 
     def _own(self, grads: list) -> list:
-        """What this replica adds to a step's gradients, whose weight depends on the rows of that step."""
+        """Return this replica's contribution to a step's gradients.
+
+        Its weight depends on the replica's rows in that step.
+        """
         if callable(self.policy.combine) or self.policy.combine == "mean":
             return grads
         grads = gradient_sum.of_own_means(grads, self._placement.replicas)
@@ -203,7 +213,7 @@ class GradientAggregation:
         if callable(self.policy.combine):
             with metered() as sent:
                 result = _checked(self.policy.combine(list(grads)), grads)
-            # The function made all replicas' results equal somehow: by collectives of TensorFlow's own, which nobody counts, or by none.
+            # A user's function may use collectives of TensorFlow, which are not metered, or none.
             self._bytes[optimizer] = sum(sent) if sent or not several else math.nan
             return result
         if not several:
@@ -219,26 +229,28 @@ class GradientAggregation:
 
 
 def check_totals(policy: Policy, held: list[keras.Variable], totals: list) -> None:
-    """Raises ValueError for the state of another policy.
+    """Raise ValueError if `totals` are the state of another synchronization policy.
 
     Args:
-        policy: How replicas become one now.
+        policy: Current synchronization policy.
         held: Its variables.
-        totals: An array for each, as they were saved.
+        totals: Saved arrays, one per variable.
     """
     if [tuple(v.shape) for v in held] != [np.shape(total) for total in totals]:
         raise ValueError(
-            f"sync: expected the {len(held)} arrays of {policy}, received {len(totals)} of another policy. Go on with that one."
+            f"sync: expected the {len(held)} arrays of {policy}, received {len(totals)} of "
+            "another policy. Go on with that one."
         )
     if isinstance(policy, Gradients) and held and totals[-1] >= policy.accumulate:
         raise ValueError(
-            f"sync.accumulate: expected gradients of fewer than {policy.accumulate} steps that were added up, received those of {int(totals[-1])}: saved where "
-            "accumulate was larger. Go on with that one."
+            f"sync.accumulate: expected gradients of fewer than {policy.accumulate} steps that "
+            f"were added up, received those of {int(totals[-1])}: saved where accumulate was "
+            "larger. Go on with that one."
         )
 
 
 class _Update:
-    """One update of the variables by merged gradients."""
+    """Update of the variables by aggregated gradients."""
 
     def __init__(
         self,
@@ -248,21 +260,23 @@ class _Update:
         local: int,
         central: bool,
     ):
-        self.optimizer, self.keras_apply, self.variables, self.local, self.central = (
-            optimizer,
-            keras_apply,
-            variables,
-            local,
-            central,
-        )
+        self.optimizer = optimizer
+        self.keras_apply = keras_apply
+        self.variables = variables
+        self.local = local
+        self.central = central
 
     @property
     def scales(self) -> bool:
-        """Whether the optimizer finds a scale of the loss, by the updates that are not finite: it must see these, and leaves them out itself."""
+        """Return whether the optimizer scales the loss dynamically.
+
+        Such an optimizer finds the scale from updates that are not finite. It must see these
+        updates, and skips them itself.
+        """
         return isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer)
 
     def norm(self, grads: list) -> tf.Tensor:
-        """The norm of all gradients together, without the factor of the loss that is in them."""
+        """Return the global norm of the gradients without the loss scale that they contain."""
         factor = self.optimizer.loss_scale_factor
         if self.scales:
             factor = (
@@ -295,14 +309,14 @@ def _sum_variable(shape, dtype: str) -> keras.Variable:
 
 
 def _bytes(x) -> float:
-    """Not a number for rows of a table, of which there are as many as a batch has words."""
+    """Return the bytes of a gradient; NaN for sparse rows, whose number varies by batch."""
     x = x.values if isinstance(x, tf.IndexedSlices) else x
     elements = x.shape.num_elements()
     return math.nan if elements is None else elements * x.dtype.size
 
 
 def _checked(result: Any, grads: list) -> list:
-    """What a user's function made of gradients."""
+    """Raise ValueError unless a user's function returned gradients of the expected shapes."""
     shapes = [None if g is None else g.shape for g in grads]
     if (
         not isinstance(result, list | tuple)
@@ -314,7 +328,7 @@ def _checked(result: Any, grads: list) -> list:
             else type(result).__name__
         )
         raise ValueError(
-            f"sync: the function must return a list like the one it was given, with gradients of shapes {[None if s is None else tuple(s) for s in shapes]}; "
-            f"it returned {found}."
+            "sync: the function must return a list like the one it was given, with gradients of "
+            f"shapes {[None if s is None else tuple(s) for s in shapes]}; it returned {found}."
         )
     return list(result)

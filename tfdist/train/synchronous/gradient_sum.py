@@ -1,4 +1,4 @@
-"""The replicas' gradients become one sum, in one collective of TensorFlow's; what is done with it is decided elsewhere."""
+"""Sum of the replicas' gradients by TensorFlow's all-reduce, and updates by the sums."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from tfdist.train.timing import graph_timestamps
 
 
 class NotInLoop(Exception):
-    """A step cannot be the body of a loop, where a collective takes one shape only; it runs by itself."""
+    """Exception for a step that cannot be the body of a graph loop and must run by itself.
+
+    In a loop, a collective takes tensors of one shape only.
+    """
 
 
 _loop = types.SimpleNamespace(traced=False)  # seen by the threads in which replicas are traced
@@ -27,7 +30,7 @@ _loop = types.SimpleNamespace(traced=False)  # seen by the threads in which repl
 
 @contextlib.contextmanager
 def in_loop() -> Iterator[None]:
-    """Inside, what is traced becomes the body of a loop."""
+    """Mark what is traced in this context as the body of a loop."""
     _loop.traced = True
     try:
         yield
@@ -36,16 +39,16 @@ def in_loop() -> Iterator[None]:
 
 
 def sum_over_replicas(context: tf.distribute.ReplicaContext, grads: list) -> list:
-    """The sum of each gradient over the replicas; None stays None.
+    """Return the sum of each gradient over the replicas; None stays None.
 
-    Gradients of one dtype travel together, as TensorFlow packs them into one buffer.
+    Gradients of one dtype travel together, because TensorFlow packs them into one buffer.
     """
     if context.num_replicas_in_sync == 1:
         return grads
     if _loop.traced and any(
         isinstance(g, tf.IndexedSlices) and g.indices.shape[0] is None for g in grads
     ):
-        raise NotInLoop  # other rows in each step
+        raise NotInLoop  # the number of rows differs from step to step
     summed = list(grads)
     for dtype in dict.fromkeys(g.dtype for g in grads if g is not None):
         places = [i for i, g in enumerate(grads) if g is not None and g.dtype == dtype]
@@ -57,10 +60,12 @@ def sum_over_replicas(context: tf.distribute.ReplicaContext, grads: list) -> lis
 
 
 def dense(grads: list, optimizer: Any, variables: list | None) -> list:
-    """Gradients as tensors of their variables' shapes, which the sum of sparse and dense ones, as of tied weights, has lost; None stays None.
+    """Return gradients as dense tensors of their variables' shapes; None stays None.
+
+    The sum of a sparse and a dense gradient, as tied weights have, loses its static shape.
 
     Args:
-        grads: One gradient or None a variable.
+        grads: One gradient or None per variable.
         optimizer: The outermost optimizer.
         variables: The variables, or None where the optimizer is built.
     """
@@ -72,11 +77,13 @@ def dense(grads: list, optimizer: Any, variables: list | None) -> list:
 
 
 def of_own_means(grads: list, replicas: int) -> list:
-    """The gradients of a replica's own mean loss, from those of its part of the mean over the global batch; 0 where it has no rows.
+    """Return the gradients of a replica's own mean loss; 0 where the replica has no rows.
+
+    They are computed from the gradients of the replica's part of the mean over the global batch.
 
     Args:
-        grads: One gradient, also a sparse one, or None a variable.
-        replicas: In all processes.
+        grads: One gradient, dense or sparse, or None per variable.
+        replicas: Number of replicas in all processes.
     """
     return [None if g is None else _divided(g, own_weight(replicas)) for g in grads]
 
@@ -92,10 +99,11 @@ def _divided(grad, weight):
 
 
 def merge_duplicates(grad):
-    """Sums the rows of a sparse gradient that belong to one index.
+    """Sum the rows of a sparse gradient that belong to the same index.
 
-    Keras' Adam, RMSprop and Adagrad square each row by itself: without this the result is a sum of squares in place of the
-    square of the sum, and depends on how rows are spread over replicas.
+    Keras' Adam, RMSprop and Adagrad square each row by itself. Without this sum, the result is a
+    sum of squares in place of the square of the sum, and depends on how rows are spread over
+    replicas.
     """
     if not isinstance(grad, tf.IndexedSlices):
         return grad
@@ -110,18 +118,21 @@ def apply_centrally(
     grads: list,
     variables: list | None,
 ) -> Any:
-    """One update of variables that the replicas share (central storage); called in replica context, by all of them.
+    """Update variables that the replicas share (central storage), once for all replicas.
+
+    All replicas call this function, in replica context.
 
     Args:
         optimizer: The outermost optimizer.
         keras_apply: Keras' own `apply`.
-        grads: The sums.
+        grads: Summed gradients.
         variables: The variables, or None where the optimizer is built.
     """
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise ValueError(
-            "strategy central_storage: a LossScaleOptimizer (policy mixed_float16) is not supported, as Keras applies it in "
-            "a replica only. Use the policy mixed_bfloat16, or the strategy mirrored."
+            "strategy central_storage: a LossScaleOptimizer (policy mixed_float16) is not "
+            "supported, as Keras applies it in a replica only. Use the policy mixed_bfloat16, or "
+            "the strategy mirrored."
         )
     context = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync > 1:
@@ -131,17 +142,19 @@ def apply_centrally(
 
 
 def apply_to_parts(
-    holder: Zero | FSDP, optimizer: keras.optimizers.Optimizer, keras_apply: Callable, grads: list, variables: list | None, local: int
+    holder: Zero | FSDP, optimizer: keras.optimizers.Optimizer, keras_apply: Callable, grads: list,
+    variables: list | None, local: int,
 ) -> Any:  # fmt: skip
-    """An update by what holds a part of the state on each replica; called in replica context.
+    """Update the state that each replica holds a part of; called in replica context.
 
     Args:
-        holder: An optimizer that reduces the gradients itself, or the weights' holder, which has reduced them in backward.
+        holder: Sharded optimizer, which reduces the gradients itself, or the holder of sharded
+            weights, which has reduced them in the backward pass.
         optimizer: The outermost optimizer.
         keras_apply: Keras' own `apply`.
-        grads: This replica's, or its parts of the sums.
+        grads: Gradients of this replica, or its parts of the sums.
         variables: The variables, or None where the optimizer is built.
-        local: This replica's index among those of this process.
+        local: Index of this replica among those of this process.
     """
     if holder.policy.combine == "sum":
         grads = of_own_means(grads, holder.group.size)
@@ -155,7 +168,10 @@ def apply_to_parts(
 
 
 def _apply_once(strategy, optimizer, keras_apply, grads, variables):
-    """In cross-replica context: one update of the shared variables, with the first replica's view of the (equal) sums."""
+    """Update the shared variables once, in cross-replica context.
+
+    The sums are equal on all replicas, so those of the first replica are used.
+    """
     first = [None if g is None else strategy.experimental_local_results(g)[0] for g in grads]
     with local_update(optimizer, None), graph_timestamps.update(0):
         keras_apply(optimizer, first, variables)

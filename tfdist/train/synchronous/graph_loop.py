@@ -1,4 +1,4 @@
-"""Several steps become one loop in a graph; no step is computed here."""
+"""Graph loop that runs several training steps in one call."""
 
 from __future__ import annotations
 
@@ -13,28 +13,31 @@ from tfdist.train.timing.graph_timestamps import GraphTimestamps, clock, measuri
 
 
 def run_steps(
-    step: Callable[[Batch], list], count_rows: Callable[[Batch], Any], timestamps: Callable[[], GraphTimestamps] | None, readings: int,
+    step: Callable[[Batch], list], count_rows: Callable[[Batch], Any],
+    timestamps: Callable[[], GraphTimestamps] | None, readings: int,
     iterator, following, steps, before,
 ) -> tuple:  # fmt: skip
-    """Up to `steps` steps, fewer where the data ends.
+    """Run up to `steps` steps; fewer where the data ends.
 
-    The batch of a step is fetched while the step before it runs. (A `tf.cond` around the step instead of a batch in advance
-    costs a tenth of its time.)
+    The batch of a step is fetched while the step before it runs. (A `tf.cond` around the step
+    instead of a batch in advance costs a tenth of its time.)
 
     Args:
-        step: Runs a step; returns the tensors that are there when it is done.
-        count_rows: Rows of a global batch.
-        timestamps: Makes the clock readings of a step; None: none are made.
-        readings: How many a step has.
-        iterator: Where batches come from.
-        following: The next batch, a `tf.experimental.Optional`, empty where the data has ended.
-        steps: How many steps, int64 scalar.
-        before: Steps of this epoch that have run, int64 scalar.
+        step: Function that runs a step and returns tensors that are available when the step is
+            done.
+        count_rows: Function that returns the number of rows of a global batch.
+        timestamps: Function that creates the clock readings of a step; None to make no readings.
+        readings: Number of readings per step.
+        iterator: Iterator that gives batches.
+        following: Next batch, a `tf.experimental.Optional`, empty where the data has ended.
+        steps: Maximum number of steps, int64 scalar.
+        before: Number of steps of this epoch that have run, int64 scalar.
 
     Returns:
-        Steps run, rows of their global batches, seconds waited for batches, checksum of the batches, the next batch. With marks
-        the seconds are 0, and two more: when the loop began, and readings `[steps, readings]`, of which a step's first is when
-        the batch after it was there.
+        Number of steps run, number of rows of their global batches, seconds waited for batches,
+        checksum of the batches, the next batch. With `timestamps` the seconds are 0, and two more
+        values follow: the time when the loop began, and the readings `[steps, readings]`. The first
+        reading of a step is the time when the batch after it was available.
     """
 
     def body(done, examples, waited, checksum, following, *kept: Any):
@@ -53,13 +56,10 @@ def run_steps(
         return done + 1, examples + count_rows(batch), waited, checksum, following, *kept
 
     begun = clock([]) if timestamps else None
-    with tf.control_dependencies(
-        [begun] if timestamps else None
-    ):  # or the clock may be read when the loop has run
-        zero, none = (
-            tf.identity(tf.constant(0.0, tf.float64)),
-            tf.identity(tf.constant(0, tf.int64)),
-        )
+    # Without this dependency, the clock may be read after the loop.
+    with tf.control_dependencies([begun] if timestamps else None):
+        zero = tf.identity(tf.constant(0.0, tf.float64))
+        none = tf.identity(tf.constant(0, tf.int64))
     values = [none, none, zero, zero, following]
     if timestamps:
         values.append(

@@ -1,4 +1,4 @@
-"""Each replica updates its own copy of the variables for some steps; then the copies become one, as a `tfdist.sync.LocalSGD` says."""
+"""Local SGD and DiLoCo: separate updates on each replica with periodic weight averaging."""
 
 from __future__ import annotations
 
@@ -16,23 +16,26 @@ from tfdist.parallel.collectives.group import Group, metered
 from tfdist.parallel.placement import Placement
 from tfdist.sync import LocalSGD
 from tfdist.train.synchronous import gradient_sum
-from tfdist.train.synchronous.gradient_aggregation import StepMonitoring
+from tfdist.train.synchronous.gradient_aggregation import GradientCallback
 from tfdist.train.synchronous.replica_step import local_replica
 from tfdist.train.timing import graph_timestamps
 
 
 @dataclasses.dataclass
 class _Copies:
-    """What one optimizer updates.
+    """State of local SGD for one optimizer.
 
     Attributes:
-        variables: Its variables, of which each replica has a copy.
-        since: Steps since all copies were equal; alike on all replicas.
-        anchors: The variables when they were last equal; none where they only become their mean.
-        velocity: Of the outer optimizer.
-        functions: What was traced for them, by name.
-        tally: Steps that have run here, and bytes that a replica has sent in them or for who looked between; int64, [2].
-        apart: Whether steps may have run since all that the optimizer has was made one; alike in all processes.
+        variables: Variables of the optimizer, of which each replica has a copy.
+        since: Steps since all copies were equal; the same on all replicas.
+        anchors: Values of the variables when they were last equal; empty where the copies are only
+            averaged.
+        velocity: Velocity of the outer optimizer.
+        tally: Steps that have run here, and bytes that a replica has sent in them and in
+            synchronizations between them; int64, `[2]`.
+        functions: Traced functions by name.
+        apart: Whether steps may have run since the variables and the optimizer's slots were
+            synchronized; the same in all processes.
     """
 
     variables: list[keras.Variable]
@@ -44,29 +47,33 @@ class _Copies:
     apart: bool = True
 
     def count(self, local: int, steps: int = 0, sent: int = 0) -> None:
-        """Adds to a replica's tally."""
+        """Add steps and sent bytes to a replica's tally."""
         local_component(self.tally, local).assign_add([steps, sent])
 
 
 class LocalSteps:
-    """What an engine does with gradients and weights; has the methods of `GradientAggregation`.
+    """Local SGD of an engine; has the methods of `GradientAggregation`.
 
     Args:
-        policy: How.
-        strategy: A synchronous strategy of tfdist.
+        policy: Local SGD policy.
+        strategy: Synchronous strategy of tfdist.
         placement: Numbers of workers and replicas.
     """
 
     local = True
 
     def __init__(self, policy: LocalSGD, strategy: tf.distribute.Strategy, placement: Placement):
-        self.policy, self._strategy, self._placement = policy, strategy, placement
+        self.policy = policy
+        self._strategy = strategy
+        self._placement = placement
         self._group: Group | None = None
         self._warm: Group | None = None
         self._copies: weakref.WeakKeyDictionary[Any, _Copies] = weakref.WeakKeyDictionary()
 
     def bytes_per_step(self, optimizer: Any) -> float:
-        """Bytes that a replica has sent in a step, on average, all that became one for who looked between them included; 0 before the first.
+        """Return the bytes that a replica has sent per step, on average; 0 before the first step.
+
+        Synchronizations between steps, such as before a validation, are included.
 
         Args:
             optimizer: The outermost optimizer.
@@ -77,19 +84,22 @@ class LocalSteps:
         return float(sent / max(steps, 1))
 
     def steps(self, optimizer: Any) -> int:
-        """Steps that have run."""
+        """Return the number of steps that have run."""
         return int(step_counter(optimizer).numpy())
 
     def variables(self, optimizer: Any) -> list[keras.Variable]:
-        """State beside the model's and the optimizer's, between steps at which the copies were made one."""
+        """Return the state beside that of the model and the optimizer.
+
+        It is valid between steps, after the copies have been synchronized.
+        """
         return self._copies[optimizer].velocity if optimizer in self._copies else []
 
     def prepare(self, optimizer: Any, variables: list) -> None:
-        """Makes that state before the first step.
+        """Create the state of local SGD before the first step.
 
         Args:
             optimizer: The outermost optimizer.
-            variables: What it updates.
+            variables: Variables that it updates.
         """
         if optimizer in self._copies:
             return
@@ -112,20 +122,23 @@ class LocalSteps:
         keras_apply: Callable,
         grads: list,
         variables: list | None,
-        watch: StepMonitoring | None,
+        watch: GradientCallback | None,
     ) -> Any:
-        """Called in replica context; see `GradientAggregation.apply`."""
+        """Update this replica's copies, in replica context; see `GradientAggregation.apply`."""
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             raise ValueError(
-                "sync: a LossScaleOptimizer (policy mixed_float16) finds another scale on each replica that trains by itself. Use the policy mixed_bfloat16, or "
+                "sync: a LossScaleOptimizer (policy mixed_float16) finds another scale on each "
+                "replica that trains by itself. Use the policy mixed_bfloat16, or "
                 "tfdist.sync.Gradients."
             )
         if variables is None:
             raise ValueError(
-                "sync: expected optimizer.apply(gradients, variables); which variables become one is not known without them."
+                "sync: expected optimizer.apply(gradients, variables); which variables become one "
+                "is not known without them."
             )
         self.prepare(optimizer, variables)
-        copies, local = self._copies[optimizer], local_replica(self._placement)
+        copies = self._copies[optimizer]
+        local = local_replica(self._placement)
         graph_timestamps.before_sum(local, list(grads), self._placement.replicas > 1)
         if self._placement.replicas > 1:
             grads = self._own(optimizer, copies, grads, variables, local)
@@ -139,38 +152,44 @@ class LocalSteps:
                 self._step(copies, local_component(step_counter(optimizer), local), local)
 
     def sync_replicas(self, optimizer: Any) -> bool:
-        """Makes the copies one, in all that an optimizer has; called by all workers between steps.
+        """Synchronize the variables and the optimizer's slots.
+
+        All workers call this method, between steps.
 
         Args:
-            optimizer: The outermost optimizer; another policy's own, or None, has no copies here.
+            optimizer: The outermost optimizer. One of another policy, or None, has no copies here.
 
         Returns:
-            Whether they were not: steps have run since.
+            Whether anything was synchronized: True if steps have run since the last time.
         """
         copies = self._copies.get(optimizer) if optimizer is not None else None
         if copies is None or not copies.apart:
             return False
-        self._run("meet", optimizer, copies, self._sync_all)
+        self._run("sync_replicas", optimizer, copies, self._sync_all)
         copies.apart = False
         return True
 
     def begin(self, optimizer: Any, anew: bool) -> None:
-        """Steps follow, after which copies differ.
+        """Prepare for steps, after which the copies differ.
 
         Args:
             optimizer: The outermost optimizer.
-            anew: Whether the variables may have been set since the last step, equally on all replicas, or steps may have been left half done.
+            anew: Whether the variables may have been set since the last step, equally on all
+                replicas, or whether steps may have been interrupted half done.
         """
         copies = self._copies.get(optimizer) if optimizer is not None else None
         if copies is None:
             return
-        if anew or not copies.apart:  # whoever looked between may have set weights
+        if anew or not copies.apart:  # a callback may have set weights after a synchronization
             self._run("begin", optimizer, copies, self._begin)
         copies.apart = True
 
-    # --- Within a step ----------------------------------------------------------------------------------------------
+    # --- Within a step ----------------------------------------------------------------------------
     def _own(self, optimizer, copies: _Copies, grads: list, variables: list, local: int) -> list:
-        """The gradients of this replica's own mean loss; while warming up, those of the global batch's."""
+        """Return the gradients of this replica's mean loss.
+
+        During warmup, return those of the global batch's mean loss.
+        """
         if not self.policy.warmup:
             return gradient_sum.of_own_means(grads, self._placement.replicas)
         grads = gradient_sum.dense(grads, optimizer, variables)
@@ -197,7 +216,7 @@ class LocalSteps:
         return grads
 
     def _step(self, copies: _Copies, steps: tf.Variable, local: int) -> None:
-        """After an update: makes the copies one if it is time."""
+        """Count a step after its update, and synchronize the copies when it is time."""
         copies.count(local, steps=1)
         since = local_component(copies.since, local)
         beyond = tf.cast(steps, tf.int64) - self.policy.warmup
@@ -220,13 +239,16 @@ class LocalSteps:
             cold()
 
     def _remember(self, copies: _Copies, local: int) -> None:
-        """Copies are equal now."""
+        """Record that the copies are equal now."""
         for anchor, v in zip(copies.anchors, copies.variables, strict=bool(copies.anchors)):
             local_component(anchor, local).assign(local_component(v, local))
         local_component(copies.since, local).assign(0)
 
     def _sync_replicas(self, copies: _Copies, local: int) -> None:
-        """The outer step: Douillard et al. 2023, arXiv:2311.08105, algorithm 1, lines 9 to 14."""
+        """Run the outer step.
+
+        See Douillard et al. 2023, arXiv:2311.08105, algorithm 1, lines 9 to 14.
+        """
         if self._group is None:
             self._group = Group.of(self._strategy, "weights")
         own = [local_component(v, local) for v in copies.variables]
@@ -253,7 +275,7 @@ class LocalSteps:
             v.assign(anchors[place].assign(anchors[place] - self.policy.outer_learning_rate * step))
         local_component(copies.since, local).assign(0)
 
-    # --- Between steps ------------------------------------------------------------------------------------------------
+    # --- Between steps ----------------------------------------------------------------------------
     def _run(
         self, name: str, optimizer: Any, copies: _Copies, body: Callable[[list, _Copies, int], None]
     ) -> None:
@@ -262,7 +284,9 @@ class LocalSteps:
         if name not in copies.functions:
             slots = _slots(optimizer)
 
-            def on_replica():  # without the optimizer, which would live as long as what is remembered of it
+            # This function does not refer to the optimizer. Otherwise the optimizer, the key of
+            # a weak dictionary, would live as long as its entry.
+            def on_replica():
                 body(slots, copies, local_replica(self._placement))
 
             copies.functions[name] = tf.function(
@@ -287,7 +311,7 @@ class LocalSteps:
         self._remember(copies, local)
 
     def _average(self, variables: list, copies: _Copies, local: int) -> None:
-        """Each variable becomes the mean of its copies."""
+        """Set each variable to the mean of its copies."""
         group = Group.of(self._strategy, "state")
         own = [local_component(v, local) for v in variables]
         with metered() as sent:
@@ -306,7 +330,10 @@ def _copy(variable: keras.Variable, name: str, value) -> keras.Variable:
 
 
 def _slots(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
-    """What an optimizer has beside its counters and its learning rate, which all replicas have alike."""
+    """Return an optimizer's state except its counters and learning rate.
+
+    Counters and learning rate are the same on all replicas.
+    """
     rate = optimizer.learning_rate
     return [
         v for v in optimizer.variables if v is not rate and v.dtype.startswith(("float", "bfloat"))

@@ -1,8 +1,10 @@
-"""Batches become steps: Keras' `train_function` and `test_function` under a synchronous strategy.
+"""Training loop: Keras' `train_function` and `test_function` on many replicas.
 
-No collective but the gradients' runs in a step, and no step waits for Python where nobody watches single steps: one call then
-runs as many steps as fit in a fifth of a second, and Keras' next calls find theirs done. Metrics are summed over the replicas
-when somebody looks: at every step for callbacks that watch batches, at agreed steps for a progress bar, at the epoch's end.
+The only collectives in a step are those of the gradients. Where no callback watches single steps,
+no step waits for Python. One call then runs as many steps as fit in a fifth of a second, and Keras'
+next calls find their steps done. Metrics are summed over the replicas only when they are read: at
+every step for callbacks that watch batches, at agreed steps for a progress bar, and at the end of
+the epoch.
 """
 
 from __future__ import annotations
@@ -34,24 +36,23 @@ from tfdist.train.timing.graph_timestamps import PER_REPLICA, GraphTimestamps, m
 from tfdist.train.timing.graph_timestamps import end as end_of_step
 from tfdist.train.timing.step_breakdown import Recorder, times_of
 
-AHEAD_SECONDS = (
-    0.2  # Work per call: bounds how late Ctrl-C, a heartbeat or the progress bar may be.
-)
+# Duration of one call, in seconds. It bounds the delay of Ctrl-C, heartbeats and the progress bar.
+AHEAD_SECONDS = 0.2
 MAX_AHEAD = 256
 
 
 class Runner:
-    """A `train_function` or `test_function`.
+    """A `train_function` or `test_function` that runs steps on all replicas.
 
     Args:
-        strategy: A synchronous strategy.
+        strategy: Synchronous strategy.
         placement: Numbers of workers and replicas.
         host: CPU device name.
         model: The model.
         step: `model.train_step` or `model.test_step`.
-        sync: The model's collectives between steps.
-        heartbeat: Told of each call.
-        trains: Whether its steps are those of the training.
+        sync: Collectives of the model between steps.
+        heartbeat: Heartbeat that is updated at each call.
+        trains: Whether the steps are training steps.
     """
 
     def __init__(
@@ -65,7 +66,8 @@ class Runner:
         heartbeat: Heartbeat,
         trains: bool,
     ):
-        self._heartbeat, self._trains = heartbeat, trains
+        self._heartbeat = heartbeat
+        self._trains = trains
         self._strategy = strategy
         self._placement = placement
         self._host = host
@@ -73,33 +75,27 @@ class Runner:
         self._step = step
         self._replica_state = sync
         self._own_logs = False
-        self._single = (
-            False  # whether steps run one by one, as this model cannot take several in a loop
-        )
+        self._single = False  # whether steps run one by one, because the model cannot use a loop
         self._graphs: dict = {}
         self._pace = 1  # Keras' calls to run at once; equal on all workers, see _look
         self._paced = False
-        self._loop_for: tuple | None = (
-            None  # an iterator, whether its batches are even, the recorder, and the loop traced for them
-        )
-        self._bound, self._aggregation = (
-            strategy.tfdist_engine.watchdog.bound,
-            strategy.tfdist_engine.aggregation,
-        )
+        # An iterator, whether its batches are even, the recorder, and the loop traced for them.
+        self._loop_for: tuple | None = None
+        self._bound = strategy.tfdist_engine.watchdog.bound
+        self._aggregation = strategy.tfdist_engine.aggregation
         self._remote = (
             tf.DeviceSpec.from_string(strategy.extended.worker_devices[0]).device_type != "CPU"
         )
         self._readings = 1 + PER_REPLICA * placement.local_replicas
         self.recorder: Recorder | None = None
         self._fetched: tuple | None = None  # an iterator and the next batch from it
-        self._fitting = 0  # calls that would fill AHEAD_SECONDS here; 0 until known
-        self.stats, self.epoch = Stats(), 0
-        self._base: int | None = (
-            None  # steps that the optimizer's state tells of, before the call that runs
-        )
+        self._fitting = 0  # calls that would fill AHEAD_SECONDS on this worker; 0 until known
+        self.stats = Stats()
+        self.epoch = 0
+        self._base: int | None = None  # steps in the optimizer's state before the running call
         self.begin(StepMonitoring())
 
-    # --- One epoch after another ------------------------------------------------------------------------------------
+    # --- Epochs -----------------------------------------------------------------------------------
     def begin(
         self,
         watch: StepMonitoring,
@@ -107,9 +103,18 @@ class Runner:
         recorder: Recorder | None = None,
         anew: bool = True,
     ) -> None:
-        """Starts a `fit` or `evaluate`; with `verify` the workers compare data and weights after its first step. Not `anew`: it goes on with the one before."""
-        self.watch, self.recorder = watch, recorder
-        self._verified, self._weights = not verify, 0.0
+        """Start a `fit` or `evaluate`.
+
+        Args:
+            watch: Requirements of the callbacks.
+            verify: Whether the workers compare data and weights after the first step.
+            recorder: Recorder of the step breakdown; None to measure nothing.
+            anew: False to continue after the previous steps, with the same count of steps.
+        """
+        self.watch = watch
+        self.recorder = recorder
+        self._verified = not verify
+        self._weights = 0.0
         self.stopping = False  # whether some worker was asked to end
         if anew:
             self._base = None
@@ -122,20 +127,26 @@ class Runner:
         self.steps_done = 0
         self._checksum = 0.0
         self._next_look = self._next_ask = self._pace
-        self._last: Any = None  # each replica's logs of the last step that ran by itself
-        self.pauses: dict[
-            str, int
-        ] = {}  # steps of this epoch that no call goes beyond, by who wants that
+        self._last: Any = None  # each replica's logs of the last step that ran outside of a loop
+        # Steps of this epoch at which a call must end, by the name of the caller of pause_at.
+        self.pauses: dict[str, int] = {}
 
     def begin_at(self, epoch: int, step: int) -> None:
-        """Counts this many steps of the epoch that begins as done: Keras' calls for them run nothing."""
-        self.epoch, self.steps_done = epoch, step
-        self._heartbeat.epoch, self._heartbeat.step = epoch, step
+        """Count the first `step` steps of the epoch as done; Keras' calls for them run nothing."""
+        self.epoch = epoch
+        self.steps_done = step
+        self._heartbeat.epoch = epoch
+        self._heartbeat.step = step
         self._calls_done = -(-step // self.model.steps_per_execution)
         self._next_look = self._next_ask = self._calls_done + self._pace
 
     def end_epoch(self) -> dict[str, np.ndarray]:
-        """Metrics of all replicas for the whole epoch; also puts what the last step returned into its logs."""
+        """Return the metrics of all replicas for the whole epoch.
+
+        The logs that Keras' last call of the epoch returned are updated in place. They get these
+        metrics, or the mean over the replicas of what the last step returned, if a step returns
+        other values.
+        """
         news = self.recorder.end_steps(self.epoch) if self.recorder else None
         if self._trains:
             self._replica_state.sync_replicas()
@@ -145,16 +156,18 @@ class Runner:
         self._begin_epoch()
         self.epoch += 1
         if self._trains:
-            self._heartbeat.epoch, self._heartbeat.step = self.epoch, 0
+            self._heartbeat.epoch = self.epoch
+            self._heartbeat.step = 0
         return results
 
     @property
     def at_rest(self) -> bool:
-        """Whether Keras has been told of all steps that have run."""
+        """Return whether Keras has been told of all steps that have run."""
         return self._calls_served == self._calls_done
 
-    # --- Keras calls this once every `steps_per_execution` steps -----------------------------------------------------
+    # --- Keras calls this once every `steps_per_execution` steps ----------------------------------
     def __call__(self, iterator) -> dict[str, Any]:
+        """Return the logs of Keras' next call, and run steps if none are left to report."""
         if self._calls_served == self._calls_done:
             self._run(iterator)
         self._calls_served += 1
@@ -172,7 +185,7 @@ class Runner:
         if self._trains:
             with self._bound():
                 self._aggregation.begin(self.model.optimizer, anew)
-            if self._aggregation.local and not self._verified:  # later they differ
+            if self._aggregation.local and not self._verified:  # after steps the weights differ
                 self._weights = self._replica_state.fingerprint()
         before = dataclasses.replace(self.stats)
         if self.recorder:
@@ -181,7 +194,7 @@ class Runner:
         try:
             steps = self._run_steps(iterator, calls * per_call)
         except (tf.errors.OpError, TimeoutError):
-            if self._trains:  # where it failed
+            if self._trains:  # the heartbeat tells the step that failed
                 self._heartbeat.step = self.steps_done + self._counted() - self._base
             raise
         self._base += steps
@@ -214,14 +227,15 @@ class Runner:
             self._heartbeat.beat(Phase.RUNNING)
 
     def _recorded(self, before: Stats) -> None:
-        """Tells the recorder of a call."""
+        """Report a call to the recorder."""
         if self.recorder:
             now = self.stats
-            done, waited = now.steps - before.steps, now.input_seconds - before.input_seconds
+            done = now.steps - before.steps
+            waited = now.input_seconds - before.input_seconds
             self.recorder.called(self.epoch, done, now.examples - before.examples, waited)
 
     def _record(self, steps: int, begun: Any, readings: Any) -> float:
-        """Tells the recorder of steps; returns the seconds that they waited for batches."""
+        """Report steps to the recorder, and return the seconds that they waited for batches."""
         assert self.recorder is not None
         found = times_of(float(begun), readings.numpy()[:steps])
         self.recorder.bytes = self._last_timestamps.bytes
@@ -229,12 +243,16 @@ class Runner:
         return found.input
 
     def _counted(self) -> int:
-        """Steps that the optimizer's state tells of, also those that only add to a sum."""
+        """Return the number of steps in the optimizer's state, accumulated ones included."""
         optimizer = getattr(self.model, "optimizer", None)
         return 0 if optimizer is None else self._aggregation.steps(optimizer)
 
     def _leaves_out(self) -> bool:
-        """Whether updates that are not finite are left out, and do not count; to ask each time costs a third of a millisecond."""
+        """Return whether updates that are not finite are skipped and do not count.
+
+        Reading the count at each call costs a third of a millisecond, so it is done only where this
+        is true.
+        """
         policy = (
             self._strategy.tfdist_engine.exchange_of(self.model).policy if self._trains else None
         )
@@ -252,7 +270,11 @@ class Runner:
         )
 
     def _plan(self, per_call: int) -> int:
-        """How many of Keras' calls to run at once: the same on every worker, or their loops' collectives would not meet."""
+        """Return how many of Keras' calls to run at once.
+
+        The number is the same on every worker. Otherwise the collectives of their loops would not
+        match.
+        """
         if self.watch.exact or self._single or not self._verified or self.model.run_eagerly:
             return 1
         calls = self._pace
@@ -267,12 +289,14 @@ class Runner:
         return max(1, calls)
 
     def _look(self, news: np.ndarray | None = None) -> dict[str, np.ndarray]:
-        """Sums the metrics over the replicas into `logs`, compares what must be equal on all workers, and agrees on the pace.
+        """Sum the metrics over the replicas into `logs`, and agree on the pace.
 
-        The chief's pace counts, and grows at most fourfold from one look to the next.
+        Values that must be equal on all workers are compared too. The chief's pace counts. It grows
+        at most fourfold from one synchronization of the metrics to the next.
 
         Args:
-            news: What the recorder tells the other workers' ones, at the end of an epoch.
+            news: Numbers that the recorder sends to the other workers' recorders, at the end of an
+                epoch.
         """
         first, self._verified = not self._verified, True
         weights = (
@@ -298,7 +322,7 @@ class Runner:
         self.logs.update(self._replica_state.mean(self._last) if self._own_logs else results)
         return results
 
-    # --- Graphs ------------------------------------------------------------------------------------------------------
+    # --- Graphs -----------------------------------------------------------------------------------
     def _run_steps(self, iterator, steps: int) -> int:
         feed = iterator.feed if isinstance(iterator, FeedIterator) else None
         even = feed is not None and feed.even
@@ -314,9 +338,8 @@ class Runner:
         for _ in range(steps):
             try:
                 start = time.perf_counter()
-                with (
-                    self._bound() if feed is None else contextlib.nullcontext()
-                ):  # TensorFlow asks all workers whether they have one
+                # The iterator of a distributed data set asks all workers whether they have a batch.
+                with self._bound() if feed is None else contextlib.nullcontext():
                     batch = self._as_batch(self._next(source))
                 self.stats.input_seconds += time.perf_counter() - start
             except (StopIteration, tf.errors.OutOfRangeError):
@@ -357,15 +380,18 @@ class Runner:
         return int(done)
 
     def _sign(self) -> list:
-        """What changes with each step; read here alone, and in any thread."""
-        with self._strategy.scope():  # or metrics would be summed over the workers
+        """Return values that change with each step.
+
+        They are read from this process alone, and may be read in any thread.
+        """
+        with self._strategy.scope():  # otherwise metrics would be summed over the workers
             return [
                 self._counted(),
                 *(local_component(v, 0).numpy().tobytes() for v in self.model.metrics_variables),
             ]
 
     def _next(self, source):
-        """The next batch, which the loop may have fetched already."""
+        """Return the next batch, which the loop may have fetched already."""
         if self._fetched is None or self._fetched[0] is not source:
             return next(source)
         following, self._fetched = self._fetched[1], None
@@ -414,7 +440,7 @@ class Runner:
         return self._graphs[key]
 
     def _replicas(self, batch: Batch, even: bool):
-        """One step on all replicas; returns each replica's logs."""
+        """Run one step on all replicas, and return each replica's logs."""
         jit = bool(self.model.jit_compile) and not self.model.run_eagerly
 
         def on_replica(batch):
@@ -431,28 +457,31 @@ class Runner:
         return self._strategy.run(on_replica, args=(batch,))
 
     def _global_rows(self, batch: Batch):
-        """Rows of the global batch; this worker's own where the data came distributed."""
+        """Return the rows of the global batch.
+
+        Where the data came distributed, these are this worker's own rows.
+        """
         if batch.rows is not None:
             return batch.rows
         parts = batch.data if self._placement.local_replicas > 1 else [batch.data]
         return tf.add_n([count_rows(part) for part in parts])
 
-    def _as_batch(
-        self, element
-    ) -> Batch:  # from the feed, or the iterator of a distributed data set
+    def _as_batch(self, element) -> Batch:
+        # The element comes from the feed, or from the iterator of a distributed data set.
         if isinstance(element, Batch):
             return element
-        count, local = self._placement.local_replicas, self._strategy.experimental_local_results
+        count = self._placement.local_replicas
+        local = self._strategy.experimental_local_results
         parts = [tf.nest.map_structure(lambda x, i=i: local(x)[i], element) for i in range(count)]
         return Batch(parts if count > 1 else parts[0])
 
     def _loop(self, iterator, following, steps, before, even: bool):
-        """Some steps in a row, as `inner.run_steps` returns them."""
+        """Run several steps in a graph loop; see `graph_loop.run_steps` for what it returns."""
 
         def step(batch: Batch) -> list:
             logs = self._replicas(batch, even)
             if set(logs) != self._metric_names:
-                raise NotInLoop  # values that must be averaged after each step
+                raise NotInLoop  # logs beside the metrics must be averaged after each step
             return [
                 x for log in logs.values() for x in self._strategy.experimental_local_results(log)
             ]
@@ -463,7 +492,10 @@ class Runner:
         )
 
     def _measured(self, batch: Batch, even: bool):
-        """One step by itself, and its clock readings; no batch is fetched after it."""
+        """Run one step by itself, and return its logs and clock readings.
+
+        No batch is fetched after it.
+        """
         timestamps = self._timestamps()
         with measuring(timestamps):
             logs = self._replicas(batch, even)

@@ -1,4 +1,4 @@
-"""Batches become predictions: Keras' `predict_function` under a synchronous strategy."""
+"""Keras' `predict_function` under a synchronous strategy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tfdist.train.synchronous.replica_step import local_replica
 
 
 class Predictor:
-    """A `predict_function`: rows come back in input order, on every worker."""
+    """A `predict_function` that returns rows in input order, on every worker."""
 
     def __init__(
         self,
@@ -32,6 +32,7 @@ class Predictor:
         self._graph = tf.function(self._predict, autograph=False, reduce_retracing=True)
 
     def __call__(self, batches: list) -> Any:
+        """Return the predictions for some batches."""
         batches = [b if isinstance(b, Batch) else batch_of(b, self._placement) for b in batches]
         function = (
             self._predict if self.model.run_eagerly else self._graph.get_concrete_function(batches)
@@ -59,10 +60,11 @@ class Predictor:
         def gather(x):
             if isinstance(x, tf.RaggedTensor | tf.SparseTensor):
                 raise ValueError(
-                    f"predict: expected dense outputs under {place.replicas} replicas, received {type(x).__name__}. Return "
-                    "`output.to_tensor()` (ragged) or `tf.sparse.to_dense(output)` (sparse) from the model."
+                    f"predict: expected dense outputs under {place.replicas} replicas, received "
+                    f"{type(x).__name__}. Return `output.to_tensor()` (ragged) or "
+                    "`tf.sparse.to_dense(output)` (sparse) from the model."
                 )
-            # Short replicas come last, so padding ends up behind the rows.
+            # The replicas with fewer rows come last, so the padding ends up behind the rows.
             missing = per - tf.shape(x, out_type=tf.int64)[0]
             padding = tf.concat([[[0, missing]], tf.zeros([tf.rank(x) - 1, 2], tf.int64)], 0)
             shape = x.shape

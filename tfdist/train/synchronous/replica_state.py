@@ -1,8 +1,9 @@
-"""State that each replica keeps by itself becomes the state of all, when somebody looks.
+"""Metric reduction over replicas, and synchronization of moving statistics, between steps.
 
-Called at the same step on every worker; nothing here runs in the middle of a step. Metrics stay on their replica while steps
-run, and are summed in one collective when they are read. Moving statistics are averaged then too: they are linear in what each
-step adds, so that averaging them late equals averaging them every step.
+All workers call these functions at the same step; none runs in the middle of a step. Metrics stay
+on their replica while steps run, and are summed in one collective when they are read. Moving
+statistics are averaged then too. They are linear in what each step adds, so averaging them late
+equals averaging them every step.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from tfdist.train.synchronous.replica_step import local_replica, moving_state
 
 
 class ReplicaState:
-    """The collectives of one model outside of its steps.
+    """Collectives of one model outside of its steps.
 
     Args:
-        strategy: A synchronous strategy.
+        strategy: Synchronous strategy.
         placement: Numbers of workers and replicas.
         model: The model.
     """
@@ -32,13 +33,14 @@ class ReplicaState:
     def __init__(self, strategy: tf.distribute.Strategy, placement: Placement, model: keras.Model):
         self._strategy = strategy
         self._placement = placement
-        self._model = weakref.proxy(model)  # an Engine keeps a Sync as long as its model lives
+        # A weak reference, because an Engine keeps this object as long as the model lives.
+        self._model = weakref.proxy(model)
         self._functions: dict[str, tuple[list[keras.Variable], Callable]] = {}
         self._means: dict[tuple[str, ...], Callable] = {}
         self._bound = strategy.tfdist_engine.watchdog.bound
 
     def metrics(self, note: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """Metric results over all replicas.
+        """Return the metric results over all replicas.
 
         Args:
             note: Float64 numbers of this worker, `[n]`, that travel along.
@@ -55,18 +57,24 @@ class ReplicaState:
         return {name: value.numpy() for name, value in results.items()}, notes.numpy()
 
     def values(self, variables: Sequence[keras.Variable]) -> list[np.ndarray]:
-        """The values of variables that all replicas share, copied to the host; one call for all of them takes a third of the time of one for each."""
+        """Return the values of variables that all replicas share, copied to the host.
+
+        One call for all variables takes a third of the time of one call per variable.
+        """
         read = self._function(
             "values", variables, lambda: [tf.identity(v.value) for v in variables]
         )
         return [value.numpy() for value in read()]
 
     def forget(self) -> None:
-        """Lets go of the variables that `values` last read."""
+        """Release the variables that `values` last read."""
         self._functions.pop("values", None)
 
     def totals(self, variables: Sequence[keras.Variable]) -> list[np.ndarray]:
-        """Variables of which each replica has a part, such as the metrics', over all replicas, float64."""
+        """Return the totals over all replicas of variables of which each has a part, float64.
+
+        The variables of metrics are an example.
+        """
         if not variables:
             return []
         function = self._function(
@@ -76,8 +84,7 @@ class ReplicaState:
             return [value.numpy() for value in function()]
 
     def set_totals(self, variables: Sequence[keras.Variable], totals: list[np.ndarray]) -> None:
-        """Sets such variables on all replicas, so that `totals` gives these."""
-
+        """Set such variables on all replicas, so that `totals` returns these values."""
         with self._strategy.scope():
             for variable, total in zip(variables, totals, strict=True):
                 for local in range(self._placement.local_replicas):
@@ -88,10 +95,12 @@ class ReplicaState:
                     copy.assign(tf.cast(total if first else np.zeros_like(total), copy.dtype))
 
     def fingerprint(self) -> float:
-        """A number that differs, in all likelihood, between workers whose weights differ; 0 where there is one worker."""
-        weights = [
-            v for v in self._model.trainable_variables if not hasattr(v, "tfdist_shape")
-        ]  # of sharded ones each has another part
+        """Return a number that almost always differs between workers whose weights differ.
+
+        With one worker it is 0.
+        """
+        # Sharded variables are left out, because each worker has another part of them.
+        weights = [v for v in self._model.trainable_variables if not hasattr(v, "tfdist_shape")]
 
         def total():
             sums = [
@@ -107,7 +116,7 @@ class ReplicaState:
         )
 
     def mean(self, logs) -> dict:
-        """The replicas' mean of what a step returned."""
+        """Return the mean over the replicas of the logs that a step returned."""
 
         def reduce(logs):
             values = [tf.reduce_mean(tf.cast(x, tf.float64)) for x in logs.values()]
@@ -125,12 +134,15 @@ class ReplicaState:
         )
 
     def sync_replicas(self) -> None:
-        """Gives every replica one state, before somebody looks at it: also where each trains by itself for some steps."""
+        """Synchronize the state of all replicas, also under local SGD."""
         self._sync_replicas()
         self.sync_statistics()
 
     def gather(self) -> None:
-        """As `meet`, where each replica has trained by itself since it was last called; else it asks nothing of other workers."""
+        """Synchronize as `sync_replicas` does, but only if local SGD steps have run since.
+
+        Otherwise this method does not communicate with other workers.
+        """
         if self._sync_replicas():
             self.sync_statistics()
 
@@ -141,17 +153,20 @@ class ReplicaState:
             )
 
     def sync_statistics(self) -> None:
-        """Gives every replica the mean of the replicas' moving statistics."""
+        """Set every replica's moving statistics to their mean over the replicas."""
         variables = moving_state(self._model) if self._placement.replicas > 1 else []
         if variables:
-            function = self._function("settle", variables, self._sync_statistics)
+            function = self._function("sync_statistics", variables, self._sync_statistics)
             with self._bound():
                 function()
 
     def _function(
         self, kind: str, variables: Sequence[keras.Variable], body: Callable, *given: tf.Tensor
     ) -> Callable:
-        """A traced function of some variables, made anew where they are others; called in a third of a `tf.function`'s time."""
+        """Return a traced function of some variables; retrace it for other variables.
+
+        A call of it takes a third of the time of a `tf.function` call.
+        """
         known, function = self._functions.get(kind, ([], None))
         if (
             function is None
@@ -159,10 +174,8 @@ class ReplicaState:
             or any(a is not b for a, b in zip(known, variables, strict=True))
         ):
             function = tf.function(body, autograph=False).get_concrete_function(*given)
-            self._functions[kind] = (
-                list(variables),
-                function,
-            )  # kept, so that none can come to another's place in memory
+            # The variables are kept alive, so that a new one cannot get the address of an old one.
+            self._functions[kind] = (list(variables), function)
         return function
 
     def _totals(self, variables: Sequence[keras.Variable]):
@@ -222,10 +235,11 @@ class ReplicaState:
 
 
 def compare(notes: np.ndarray, placement: Placement) -> None:
-    """Raises where workers differ in what makes N of them equal to one.
+    """Raise ValueError where workers differ in a way that breaks synchronous training.
 
     Args:
-        notes: A row a worker: steps, checksum of batches, fingerprint of weights, pace, whether it was asked to end.
+        notes: One row per worker: steps, checksum of batches, fingerprint of weights, pace, whether
+            the worker was asked to stop.
         placement: Names of the workers.
     """
     remedies = (
@@ -235,43 +249,46 @@ def compare(notes: np.ndarray, placement: Placement) -> None:
         ),
         (
             "global batches",
-            "Every worker must build the same data in the same order, of which tfdist takes its rows: pass a seed to "
-            "shuffle() and to generators, do not shard() by worker, build what ends in repeat() anew for each fit, or use "
-            "tfdist.data.pipeline.",
+            "Every worker must build the same data in the same order, of which tfdist takes its "
+            "rows: pass a seed to shuffle() and to generators, do not shard() by worker, build "
+            "what ends in repeat() anew for each fit, or use tfdist.data.pipeline.",
         ),
         (
             "weights after the first step",
-            "Every worker must start from the same state: build the model in strategy.scope(), and restore backups from a "
-            "directory that all workers reach.",
+            "Every worker must start from the same state: build the model in strategy.scope(), and "
+            "restore backups from a directory that all workers reach.",
         ),
     )
     for column, (what, remedy) in enumerate(remedies):
         for rank in range(1, placement.workers):
-            own, chief = notes[rank, column], notes[0, column]
+            own = notes[rank, column]
+            chief = notes[0, column]
             if own != chief and not (np.isnan(own) and np.isnan(chief)):
                 raise ValueError(
-                    f"{placement.task(rank)} differs from {placement.task(0)} in {what}: {own:.12g} against {chief:.12g}. {remedy}"
+                    f"{placement.task(rank)} differs from {placement.task(0)} in {what}: "
+                    f"{own:.12g} against {chief:.12g}. {remedy}"
                 )
 
 
 def check_same_on_workers(
     rows: np.ndarray, names: Sequence[str], placement: Placement
 ) -> tuple[bool, ...]:
-    """Raises where workers differ in what must be equal.
+    """Raise ValueError where workers differ in values that must be equal.
 
     Args:
-        rows: A row a worker: what must be equal, then wishes, each 0 or 1.
-        names: Of what must be equal.
+        rows: One row per worker: the values that must be equal, then requests, each 0 or 1.
+        names: Names of the values that must be equal.
         placement: Names of the workers.
 
     Returns:
-        Of each wish, whether some worker has it.
+        For each request, whether some worker made it.
     """
     for column, name in enumerate(names):
         for rank in range(1, len(rows)):
             if rows[rank, column] != rows[0, column]:
                 raise ValueError(
-                    f"{placement.task(rank)} differs from {placement.task(0)} in {name}: {rows[rank, column]:g} against {rows[0, column]:g}. Run the same script "
+                    f"{placement.task(rank)} differs from {placement.task(0)} in {name}: "
+                    f"{rows[rank, column]:g} against {rows[0, column]:g}. Run the same script "
                     "with the same arguments in every task."
                 )
     return tuple(bool(max(column)) for column in rows.T[len(names) :])
@@ -280,8 +297,7 @@ def check_same_on_workers(
 def all_gather(
     strategy: tf.distribute.Strategy, placement: Placement, row: np.ndarray
 ) -> np.ndarray:
-    """Float64 numbers of all workers, `[workers, n]`, from each worker's own, `[n]`."""
-
+    """Return the float64 numbers of all workers, `[workers, n]`, from each worker's `[n]`."""
     with strategy.tfdist_engine.watchdog.bound():
         rows = _gathering(len(row))(strategy, placement, tf.constant(row, tf.float64))
     return strategy.experimental_local_results(rows)[0].numpy().reshape(placement.workers, -1)
@@ -289,7 +305,11 @@ def all_gather(
 
 @functools.cache
 def _gathering(length: int):
-    """What gathers rows of this length: TensorFlow warns of a function that is traced for many."""
+    """Return the function that gathers rows of this length.
+
+    There is one function per length, because TensorFlow warns of a function that is traced for many
+    shapes.
+    """
 
     @functools.partial(tf.function, autograph=False)
     def gathered(strategy, placement, row):
@@ -303,7 +323,10 @@ def _gathering(length: int):
 
 
 def _row(row, replica, placement: Placement):
-    """This worker's numbers in a row of their own among zeros, flat; its first replica speaks for the worker."""
+    """Return this worker's numbers in a row of their own among zeros, flattened.
+
+    Only the worker's first replica contributes them.
+    """
     place = tf.one_hot(placement.rank, placement.workers, dtype=tf.float64)
     speaks = tf.cast(tf.equal(replica, placement.first_replica), tf.float64)
     return tf.reshape(place[:, None] * row[None, :] * speaks, [-1])
@@ -314,7 +337,7 @@ def _all_sum(x, replicas: int):
 
 
 def _share_of(variable: keras.Variable, component, replica, replicas: int):
-    """What this replica adds to the sum that makes the variable's value over all replicas."""
+    """Return this replica's addend for the variable's total over all replicas."""
     value = tf.reshape(tf.cast(component, tf.float64), [-1])
     if variable.aggregation == "sum" or replicas == 1:
         return value

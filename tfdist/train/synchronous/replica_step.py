@@ -1,8 +1,9 @@
-"""One replica's rows become one call of the model's own `train_step`, weighed so that the replicas' sum is the batch's mean.
+"""Step of one replica: the model's `train_step`, weighted by its share of the batch.
 
-No variable is created here and no batch is read. Keras gives each replica's mean loss the weight 1/replicas, which is right only
-where all hold equally many rows. Here a replica weighs n/N, its rows over the global batch's, and a replica without rows leaves
-no trace in metrics or moving statistics.
+Keras gives each replica's mean loss the weight 1/replicas. That is right only where all replicas
+hold the same number of rows. Here a replica has the weight n/N, its rows over those of the global
+batch, so that the sum over the replicas is the mean over the batch. A replica without rows does not
+change metrics or moving statistics. This module creates no variables and reads no batches.
 """
 
 from __future__ import annotations
@@ -27,30 +28,31 @@ from tfdist.train.synchronous.feed import Batch, replica_rows
 
 _scope = threading.local()
 
-# Distance between the seeds of neighbouring replicas; any odd constant that small seeds do not reach.
+# Distance between the seeds of adjacent replicas: any odd constant beyond the usual small seeds.
 _SEED_STRIDE = 104_729
 
 
 def run_replica(
     step: Callable, model: keras.Model, batch: Batch, placement: Placement, host: str, even: bool
 ) -> Any:
-    """Runs `step` on this replica's rows; called in replica context.
+    """Run `step` on this replica's rows; called in replica context.
 
     Args:
         step: `model.train_step`, `test_step` or `predict_step`.
         model: The model, for its metrics, seeds and moving statistics.
-        batch: This worker's batch.
+        batch: Batch of this worker.
         placement: Numbers of workers and replicas.
         host: CPU device name.
-        even: Whether all replicas are known to have equally many rows.
+        even: Whether all replicas are known to have the same number of rows.
 
     Returns:
-        What `step` returns.
+        The result of `step`.
     """
     if placement.replicas == 1:
         return step(replica_rows(batch, 0, placement, host))
     context = tf.distribute.get_replica_context()
-    replica, local = context.replica_id_in_sync_group, local_replica(placement)
+    replica = context.replica_id_in_sync_group
+    local = local_replica(placement)
     data = replica_rows(batch, local, placement, host)
     if even:
         with _weight(None), _own_seeds(model, replica, local):
@@ -66,12 +68,12 @@ def run_replica(
 
 
 def local_replica(placement: Placement) -> int:
-    """Index among this process' replicas of the one whose context this is."""
+    """Return the index, among this process' replicas, of the one in whose context this runs."""
     replica = tf.distribute.get_replica_context().replica_id_in_sync_group
     return int(tf.get_static_value(replica)) % placement.local_replicas
 
 
-# --- Loss weights ---------------------------------------------------------------------------------------------------
+# --- Loss weights ---------------------------------------------------------------------------------
 @contextlib.contextmanager
 def _weight(value: tuple | None) -> Iterator[None]:
     _scope.rows = value
@@ -83,7 +85,10 @@ def _weight(value: tuple | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_means() -> Iterator[None]:
-    """Within it Keras' losses are means over this replica's rows alone, for who weighs them by `own_weight`."""
+    """Make Keras' losses in this context means over this replica's rows alone.
+
+    The caller weights them by `own_weight`.
+    """
     _scope.own = True
     try:
         yield
@@ -92,7 +97,10 @@ def own_means() -> Iterator[None]:
 
 
 def scale_loss(keras_function: Callable, value):
-    """Keras' `value / replicas` becomes `value * rows / total` where the step knows its rows."""
+    """Scale a mean loss by `rows / total` where rows are known, else as Keras does.
+
+    Keras scales it by `1 / replicas`.
+    """
     if getattr(_scope, "own", False):
         return value
     rows = getattr(_scope, "rows", None)
@@ -102,11 +110,12 @@ def scale_loss(keras_function: Callable, value):
 
 
 def unscale_loss(keras_function: Callable, value):
-    """The inverse of `scale_loss`; 0 for a replica without rows."""
+    """Invert `scale_loss`; 0 for a replica without rows."""
     replicas = tf.distribute.get_strategy().num_replicas_in_sync
     if replicas > 1 and value.shape.rank:
         raise ValueError(
-            f"The loss has shape {value.shape}, expected a scalar: a loss with reduction=None has no mean that {replicas} replicas "
+            f"The loss has shape {value.shape}, expected a scalar: a loss with reduction=None has "
+            f"no mean that {replicas} replicas "
             'could share. Use the default reduction "sum_over_batch_size".'
         )
     if getattr(_scope, "own", False):
@@ -125,10 +134,11 @@ def reduce_weighted_values(
     reduction="sum_over_batch_size",
     dtype=None,
 ):
-    """Keras' mean over one replica's weights or unmasked values becomes its share of the mean over all replicas'.
+    """Return this replica's share of the mean over all replicas' weights or unmasked values.
 
-    A mean whose divisor depends on the data (a mask, or "mean_with_sample_weight") needs the divisor of the whole batch: one
-    scalar all-reduce, paid only by such losses.
+    Keras' own mean is over one replica. A mean whose divisor depends on the data (a mask, or
+    "mean_with_sample_weight") needs the divisor of the whole batch: one scalar all-reduce, paid
+    only by such losses.
     """
     loss = keras_function(values, sample_weight, mask, reduction, dtype)
     replicas = tf.distribute.get_strategy().num_replicas_in_sync
@@ -137,9 +147,8 @@ def reduce_weighted_values(
         and tf.convert_to_tensor(values).shape.rank == 0
         and reduction not in (None, "none", "sum")
     ):
-        return scale_loss_for_distribution(
-            loss
-        )  # reduced by the user's own function: Keras scales only what it reduces
+        # The user's own function reduced the loss. Keras scales only what it reduces itself.
+        return scale_loss_for_distribution(loss)
     masked = mask is not None and reduction in ("sum_over_batch_size", "mean")
     weighted = reduction == "mean_with_sample_weight" and (
         mask is not None or sample_weight is not None
@@ -149,7 +158,8 @@ def reduce_weighted_values(
     weights = mask if masked else combined_weight(sample_weight, mask, loss.dtype, reduction)
     own = tf.reduce_sum(tf.cast(weights, loss.dtype))
     total = tf.distribute.get_replica_context().all_reduce("SUM", own)
-    # Keras divided by `own` and weighed by rows / total rows; the mean over all replicas divides by `total`.
+    # Keras divided by `own` and weighted by rows / total rows. The mean over all replicas divides
+    # by `total`.
     return (
         loss
         * tf.math.divide_no_nan(own, total)
@@ -158,21 +168,26 @@ def reduce_weighted_values(
 
 
 def own_weight(replicas: int):
-    """The part of the global batch that the replica in whose step this is has, by which its mean loss is weighed.
+    """Return this replica's part of the global batch, the weight of its mean loss.
+
+    Call this function within the replica's step.
 
     Args:
-        replicas: In all processes.
+        replicas: Number of replicas in all processes.
 
     Returns:
-        A number, or a scalar float32 tensor, 0 without rows.
+        A number, or a scalar float32 tensor; 0 without rows.
     """
     rows = getattr(_scope, "rows", None)
     return 1.0 / replicas if rows is None else tf.math.divide_no_nan(*rows)
 
 
-# --- Random seeds and state of one replica ----------------------------------------------------------------------------
+# --- Random seeds and state of one replica --------------------------------------------------------
 def seed_states(model: keras.Model) -> list[keras.Variable]:
-    """The states of the model's seed generators: what is neither a weight nor a metric."""
+    """Return the states of the model's seed generators.
+
+    These are the non-trainable variables that are neither weights nor metrics.
+    """
     known = {id(v) for v in (*model.weights, *model.metrics_variables)}
     return [
         v for v in model.non_trainable_variables if id(v) not in known and tuple(v.shape) == (2,)
@@ -180,15 +195,19 @@ def seed_states(model: keras.Model) -> list[keras.Variable]:
 
 
 def moving_state(model: keras.Model) -> list[keras.Variable]:
-    """What a forward pass may change on each replica by itself, such as BatchNormalization's statistics; no frozen weights."""
+    """Return the variables that a forward pass may change on each replica by itself.
+
+    BatchNormalization's statistics are an example. Frozen weights are not included.
+    """
     return [v for v in layer_state(model) if v.dtype.startswith(("float", "bfloat"))]
 
 
 @contextlib.contextmanager
 def _own_seeds(model: keras.Model, replica, local: int) -> Iterator[None]:
-    """Shifts the seeds by replica while a step runs, so that dropout masks differ between replicas.
+    """Shift the seeds by replica while a step runs.
 
-    Outside of the step every replica holds the same state: a snapshot serves any number of replicas.
+    Dropout masks then differ between replicas. Outside of the step every replica holds the same
+    state, so a snapshot serves any number of replicas.
     """
     states = [local_component(v, local) for v in seed_states(model)]
     shifts = [tf.cast(tf.stack([replica * _SEED_STRIDE, 0]), v.dtype) for v in states]
@@ -201,9 +220,9 @@ def _own_seeds(model: keras.Model, replica, local: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unchanged_if(empty, model: keras.Model, local: int) -> Iterator[None]:
-    """Puts back, after a step on no rows, the metrics, and the statistics that are not a number for want of rows.
+    """Restore metrics and non-finite statistics after a step on no rows.
 
-    Synchronized statistics are those of the whole batch, and stay.
+    Statistics over no rows are NaN. Synchronized statistics are those of the whole batch, and stay.
     """
     metrics = [local_component(v, local) for v in model.metrics_variables]
     moving = [local_component(v, local) for v in moving_state(model)]

@@ -1,4 +1,4 @@
-"""Who looks at the steps of a `fit`, and what is counted for them; facts only."""
+"""Step monitoring: requirements of callbacks on the steps of a `fit`, and step counters."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class StepMonitoring:
-    """Who looks at the steps of one `fit` or `evaluate`, the same on every worker.
+    """Requirements on the steps of one `fit` or `evaluate`, the same on every worker.
 
-    Args:
-        exact: A callback watches every step: run them one by one, with the metrics of all replicas after each.
-        progress: A progress bar shows the metrics of all replicas about four times a second.
-        steps: Steps in an epoch where the caller said so.
-        saves: Some worker's callback saves when a worker is asked to end, so that after each call all ask each other.
+    Attributes:
+        exact: Whether a callback watches every step. Steps then run one by one, with the metrics of
+            all replicas after each.
+        progress: Whether a progress bar shows the metrics of all replicas, about four times a
+            second.
+        steps: Steps in an epoch, if the caller gave them.
+        saves: Whether some worker's callback saves when a worker is asked to stop. All workers then
+            ask each other after each call.
     """
 
     exact: bool = True
@@ -24,13 +27,13 @@ class StepMonitoring:
 
 @dataclasses.dataclass
 class Stats:
-    """What a Runner has done since it was made; callbacks read differences.
+    """Counters of what a `Runner` has done since it was made; callbacks read differences.
 
-    Fields:
-        steps: Steps run.
-        examples: Rows of their global batches.
-        seconds: Wall time of the calls, input included.
-        input_seconds: Time that steps waited for a batch.
+    Attributes:
+        steps: Number of steps run.
+        examples: Number of rows of their global batches.
+        seconds: Wall time of the calls in seconds, input included.
+        input_seconds: Time in seconds that steps waited for a batch.
     """
 
     steps: int = 0

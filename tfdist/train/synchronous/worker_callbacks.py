@@ -1,8 +1,8 @@
-"""Keras callbacks become safe for many workers: one of them writes, and all of them take the same decisions.
+"""Keras callbacks on many workers: one worker writes, and all take the same decisions.
 
-Nothing here trains. Every worker runs the same callbacks, so that stopping and learning rates stay equal; what would reach a
-file of the chief's is kept from the others. (`model.save` and `save_weights`, which ModelCheckpoint calls, are kept from them in
-`engine.py`.)
+Every worker runs the same callbacks, so that early stopping and learning rates stay equal.
+Callbacks that write a file of the chief's are redirected on the other workers. (`engine.py` does
+the same for `model.save` and `save_weights`, which ModelCheckpoint calls.)
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BATCH_METHODS = {
 
 
 def watches(callbacks: Iterable[keras.callbacks.Callback], mode: str) -> bool:
-    """Whether a callback must see the true state after every single batch.
+    """Return whether a callback must see the true state after every single batch.
 
     Args:
         callbacks: Callbacks as given to Keras.
@@ -53,7 +53,7 @@ def _watches(callback, mode: str) -> bool:
 
 
 def _extends(callback, *bases: type, mode: str) -> bool:
-    """Whether a callback has batch methods that none of the classes `bases` defines."""
+    """Return whether a callback has batch methods that none of the classes `bases` defines."""
     return any(
         getattr(getattr(callback, name), "__func__", None) not in [getattr(b, name) for b in bases]
         for name in _BATCH_METHODS[mode]
@@ -61,17 +61,20 @@ def _extends(callback, *bases: type, mode: str) -> bool:
 
 
 def listed(callbacks) -> list[keras.callbacks.Callback]:
-    """What a Keras method got as `callbacks`, in whatever form, as a list."""
+    """Return the `callbacks` argument of a Keras method as a list."""
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return callbacks.callbacks
     return keras.tree.flatten(callbacks or [])
 
 
 def backups_last(kwargs: dict) -> list[keras.callbacks.Callback]:
-    """Lets BackupAndRestore come after all other callbacks of the user, so that a snapshot holds what they know after a step.
+    """Move BackupAndRestore after all other callbacks of the user.
+
+    A snapshot then holds the state of the other callbacks after the step.
 
     Args:
-        kwargs: What a Keras method is called with. Its callbacks get this order; Keras' own, which come last, stay there.
+        kwargs: Keyword arguments of a Keras method. Its callbacks get this order; Keras' own, which
+            come last, stay there.
 
     Returns:
         The callbacks.
@@ -92,37 +95,42 @@ def _turn(callback) -> int:
 
 
 def make_directories(callbacks: Iterable[keras.callbacks.Callback]) -> None:
-    """Makes where ModelCheckpoint will write, up to the first placeholder: its own way fails where two workers do it at once."""
+    """Create the directories of ModelCheckpoint files, up to the first placeholder.
+
+    Keras' own way fails where two workers do it at once.
+    """
     for callback in callbacks:
         if isinstance(callback, keras.callbacks.ModelCheckpoint) and (
             directory := os.path.dirname(callback.filepath.partition("{")[0])
         ):
-            with contextlib.suppress(tf.errors.OpError):  # Keras says so, where it writes
+            with contextlib.suppress(tf.errors.OpError):  # Keras raises it again when it writes
                 tf.io.gfile.makedirs(directory)
 
 
 def is_progress_bar(callback) -> bool:
-    """Whether a callback is Keras' progress bar."""
+    """Return whether a callback is Keras' progress bar."""
     return isinstance(callback, keras.callbacks.ProgbarLogger)
 
 
 class _OnlyRestore(keras.callbacks.Callback):
-    """The half of BackupAndRestore that every worker needs: reading the chief's backup."""
+    """Callback that restores the chief's backup, on a worker that writes none."""
 
     def __init__(self, backup: keras.callbacks.BackupAndRestore):
         super().__init__()
         self._backup = backup
 
     def set_model(self, model):
+        """See `keras.callbacks.Callback`."""
         super().set_model(model)
         self._backup.set_model(model)
 
     def on_train_begin(self, logs=None):
+        """See `keras.callbacks.Callback`."""
         self._backup.on_train_begin(logs)
 
 
 def follow(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
-    """A callback as a worker other than the chief runs it."""
+    """Return a callback as a worker other than the chief runs it."""
     if isinstance(callback, TensorBoard):
         callback.follows = True
     if isinstance(callback, keras.callbacks.TensorBoard):

@@ -1,1 +1,1 @@
-"""Where the time of a training step goes."""
+"""Step breakdown: where the time of a training step goes."""

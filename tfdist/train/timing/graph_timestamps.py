@@ -1,7 +1,8 @@
-"""Clock readings in the graph of a step, each tied to what must be there before; they add no collective and change no value.
+"""Timestamps in the graph of a step, each taken when given tensors are available.
 
-While `measuring` is on, the functions below note when a replica's gradients are there, when their sums are, and which operations
-update the variables. Off, they do nothing, and the graph is what it would be without them.
+They add no collective and change no value. While `measuring` is on, the functions below record when
+a replica's gradients are available, when their sums are, and which operations update the variables.
+Otherwise they do nothing, and the graph is the same as without them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import tensorflow as tf
 from tfdist.keras_compat import unordered
 from tfdist.parallel.placement import Placement
 
-PER_REPLICA = 3  # readings: gradients there, sums there, step done
+PER_REPLICA = 3  # readings: gradients available, sums available, step done
 
 _scope = types.SimpleNamespace(timestamps=None)  # seen by the threads in which replicas are traced
 _WHOLE = frozenset(
@@ -35,9 +36,8 @@ _WHOLE = frozenset(
 
 @dataclasses.dataclass
 class _Replica:
-    gradients: list = dataclasses.field(
-        default_factory=list
-    )  # one reading for each update of the step; a step of a GAN has two
+    # One reading for each update of the step; a step of a GAN has two updates.
+    gradients: list = dataclasses.field(default_factory=list)
     sums: list = dataclasses.field(default_factory=list)
     updated: list = dataclasses.field(default_factory=list)
     updates: list = dataclasses.field(default_factory=list)  # operations
@@ -45,27 +45,33 @@ class _Replica:
 
 
 class GraphTimestamps:
-    """The readings of one step on this process' replicas.
+    """Clock readings of one step on this process' replicas.
 
     Args:
-        placement: How many those are.
+        placement: Number of local replicas.
         host: CPU device name.
         remote: Whether replicas compute on devices whose work the clock must be made to wait for.
     """
 
     def __init__(self, placement: Placement, host: str, remote: bool):
-        self._host, self._remote = host, remote
+        self._host = host
+        self._remote = remote
         self._graph = _graph()
         self._replicas = [_Replica() for _ in range(placement.local_replicas)]
-        self.bytes = 0  # of gradients that a replica gives into the sum, as far as shapes say
+        self.bytes = 0  # of gradients that a replica contributes to the sum, by static shapes
 
     @property
     def here(self) -> bool:
-        """Whether what is traced belongs to the step itself: not to a function within it, which keeps its tensors."""
+        """Return whether the traced code belongs to the step itself.
+
+        The tensors of a function within the step are not available outside of it.
+        """
         return _graph() is self._graph
 
     def before_sum(self, local: int, gradients: list, summed: bool) -> None:
-        replica, parts = self._replicas[local], _tensors(gradients)
+        """Record the time when a replica's gradients are available."""
+        replica = self._replicas[local]
+        parts = _tensors(gradients)
         if not parts:
             return
         if replica.gradients:
@@ -76,11 +82,13 @@ class GraphTimestamps:
             self.bytes += sum((x.shape.num_elements() or 0) * x.dtype.size for x in parts)
 
     def after_sum(self, local: int, sums: list) -> None:
+        """Record the time when the sums of the gradients are available."""
         if parts := _tensors(sums):
             self._replicas[local].sums[-1] = self._read(parts)
 
     @contextlib.contextmanager
     def update(self, local: int) -> Iterator[None]:
+        """Record the operations of this context as updates of a replica's variables."""
         known = 0 if tf.executing_eagerly() else len(self._graph.get_operations())
         yield
         if not tf.executing_eagerly():
@@ -90,16 +98,16 @@ class GraphTimestamps:
             ]
 
     def end(self, local: int, logs: Any) -> None:
-        """The step of a replica is done: what it returns is there, and its updates are made."""
+        """Record the time when a replica's step is done: its results and its updates."""
         self._replicas[local].done = self._read(
             [*_tensors(tf.nest.flatten(logs)), *self._replicas[local].updates]
         )
 
     def row(self, first: Any) -> tf.Tensor:
-        """All readings of the step, float64 `[1 + PER_REPLICA * local replicas]`.
+        """Return all readings of the step, float64 `[1 + PER_REPLICA * local replicas]`.
 
         Args:
-            first: A reading that comes first in the row.
+            first: Reading that comes first in the row.
         """
         readings = [first]
         for replica in self._replicas:
@@ -110,7 +118,7 @@ class GraphTimestamps:
     def _read(self, after: list) -> tf.Tensor:
         if not self._remote or not (tensors := [x for x in after if isinstance(x, tf.Tensor)]):
             return clock(after)
-        # A kernel that is launched counts as done; a copy to the host waits for the device.
+        # A kernel counts as done when it is launched, but a copy to the host waits for the device.
         with tf.control_dependencies(after):
             element = tf.reshape(tensors[-1], [-1])[:1]
         with tf.device(self._host):
@@ -119,7 +127,7 @@ class GraphTimestamps:
 
 @contextlib.contextmanager
 def measuring(timestamps: GraphTimestamps | None) -> Iterator[None]:
-    """Inside, a step is traced, or runs eagerly, with these timestamps."""
+    """Use these timestamps while a step is traced, or runs eagerly, in this context."""
     outer, _scope.timestamps = _scope.timestamps, timestamps
     try:
         yield
@@ -128,31 +136,40 @@ def measuring(timestamps: GraphTimestamps | None) -> Iterator[None]:
 
 
 def before_sum(local: int, gradients: list, summed: bool) -> None:
-    """A replica's gradients, as they are given into the sum, if there is one."""
+    """Record a replica's gradients before they are summed.
+
+    Args:
+        local: Index of the replica among those of this process.
+        gradients: Gradients of the replica.
+        summed: Whether there is a sum over replicas.
+    """
     if (timestamps := _timestamps()) is not None:
         timestamps.before_sum(local, gradients, summed)
 
 
 def after_sum(local: int, sums: list) -> None:
-    """The sums that a replica gets."""
+    """Record the sums that a replica receives."""
     if (timestamps := _timestamps()) is not None:
         timestamps.after_sum(local, sums)
 
 
 def update(local: int) -> contextlib.AbstractContextManager:
-    """Inside, a replica's variables are updated."""
+    """Return a context that records the updates of a replica's variables."""
     timestamps = _timestamps()
     return contextlib.nullcontext() if timestamps is None else timestamps.update(local)
 
 
 def end(local: int, logs: Any) -> None:
-    """What the step of a replica returns."""
+    """Record the results of a replica's step."""
     if (timestamps := _timestamps()) is not None:
         timestamps.end(local, logs)
 
 
 def clock(after: list) -> tf.Tensor:
-    """The time, in seconds since 1970, when these tensors and operations are done; nothing waits for it."""
+    """Return the time, in seconds since 1970, when these tensors and operations are done.
+
+    Nothing waits for this reading.
+    """
     with tf.control_dependencies(after):
         now = tf.timestamp()
     if not tf.executing_eagerly():
@@ -175,12 +192,13 @@ def _tensors(values: list) -> list[tf.Tensor]:
 
 
 def _as_one_update(replica: _Replica) -> tuple:
-    """When the gradients and the sums would have been there, had all updates of the step come at its end."""
-    if (
-        not replica.gradients
-    ):  # updates within a function of the step's own, or none: all is forward and backward
+    """Return when gradients and sums would be available if all updates came at the step's end."""
+    # Without readings, the step has no updates or makes them in a function of its own. All of its
+    # time then counts as forward and backward pass.
+    if not replica.gradients:
         return replica.done, replica.done
-    gradients, sums = replica.gradients[-1], replica.sums[-1]
+    gradients = replica.gradients[-1]
+    sums = replica.sums[-1]
     earlier = zip(replica.gradients, replica.sums, replica.updated, strict=False)
     for begun, summed, updated in earlier:
         gradients = gradients - (updated - begun)

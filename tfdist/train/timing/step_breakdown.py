@@ -1,7 +1,8 @@
-"""Clock readings of steps become windows: where the time of each worker's steps went, what it waited for the slowest included.
+"""Step breakdown: time of each worker's steps by part, including the wait for stragglers.
 
-All replicas leave a sum at about the same time. So one that spent longer in it than another came earlier by as much, whatever their
-clocks say: the shortest time in a step's sum is what the sum takes, and all beyond it is waiting.
+All replicas leave an all-reduce at about the same time. So a replica that spent longer in it than
+another arrived earlier by the same time, whatever their clocks say. The shortest time in a step's
+all-reduce is the time that the all-reduce takes, and all time beyond it is waiting.
 """
 
 from __future__ import annotations
@@ -28,23 +29,27 @@ from tfdist.train.timing.graph_timestamps import PER_REPLICA
 log = logging.getLogger("tfdist")
 
 WINDOW_SECONDS = 1.0
-# When workers tell each other how long their sums took. They count alike, and need not ask whether to.
+# When workers exchange how long their all-reduces took. They count the same steps and calls, so
+# that they need not agree on it.
 EXCHANGE_STEPS = 1000
 EXCHANGE_CALLS = 50  # of a fifth of a second each
-_BLOCK = 1024  # steps told at once; one shape, so that the collective is traced once; what an epoch leaves to tell is less
+# Steps per exchange. With one shape, the collective is traced once. The rest of an epoch is less.
+_BLOCK = 1024
 
 
 class StepBreakdown(keras.callbacks.Callback):
-    """Measures where the time of each step of a `fit` goes, on every worker.
+    """Measure where the time of each step of a `fit` goes, on every worker.
 
-    Each worker appends to `worker-<rank>/step_breakdown.jsonl`, and writes curves `step_breakdown/...` for TensorBoard beside it. The parts of a
-    step are those of `tfdist.telemetry.step_records.PARTS`. It needs a synchronous strategy made by tfdist; under others, such as
-    parameter servers, it says so and measures nothing.
+    Each worker appends to `worker-<rank>/step_breakdown.jsonl`, and writes curves
+    `step_breakdown/...` for TensorBoard beside it. The parts of a step are those of
+    `tfdist.telemetry.step_records.PARTS`. You need a synchronous strategy made by tfdist. Under
+    others, such as parameter servers, the callback logs a warning and measures nothing.
 
     Args:
-        directory: The run's directory, on a local file system.
+        directory: Directory of the run, on a local file system.
 
-    >>> model.fit(data, callbacks=[tfdist.StepBreakdown("runs/mine")])  # doctest: +SKIP
+    Example:
+        >>> model.fit(data, callbacks=[tfdist.StepBreakdown("runs/mine")])  # doctest: +SKIP
     """
 
     def __init__(self, directory: str | os.PathLike):
@@ -52,31 +57,35 @@ class StepBreakdown(keras.callbacks.Callback):
         self.directory = os.fspath(directory)
         if "://" in self.directory:
             raise ValueError(
-                f"tfdist.StepBreakdown: expected a directory on a local file system, received {self.directory!r}; each host may have its own."
+                "tfdist.StepBreakdown: expected a directory on a local file system, received "
+                f"{self.directory!r}; each host may have its own."
             )
-        self.recorder: Recorder | None = None  # of the engine whose fit runs
+        self.recorder: Recorder | None = None  # set by the engine whose fit runs
 
     def on_train_begin(self, logs=None):
+        """See `keras.callbacks.Callback`."""
         if self.recorder is None:
             log.warning(
-                "tfdist.StepBreakdown (telemetry.step_breakdown) measures nothing here: it is for the synchronous strategies of tfdist. Under parameter "
-                "servers each worker goes at its own pace, and there is no sum to wait in."
+                "tfdist.StepBreakdown (telemetry.step_breakdown) measures nothing here: it is for "
+                "the synchronous strategies of tfdist. Under parameter servers each worker goes at "
+                "its own pace, and there is no sum to wait in."
             )
 
     def on_epoch_begin(self, epoch, logs=None):
+        """See `keras.callbacks.Callback`."""
         if self.recorder is not None:
             self.recorder.begin_epoch()
 
 
 class Times(NamedTuple):
-    """Some steps of one worker, in seconds; means over its replicas.
+    """Times of several steps of one worker in seconds, as means over its replicas.
 
-    Fields:
-        input: Waiting for batches, after the first.
-        forward_backward: Until the gradients were there.
-        sums: From there until their sums were.
-        update: From there until the step was done.
-        shortest: Of each step, the shortest time of a replica in the sum, `[steps]`.
+    Attributes:
+        input: Time waiting for batches, after the first.
+        forward_backward: Time until the gradients were available.
+        sums: Time from there until their sums were available.
+        update: Time from there until the step was done.
+        shortest: Shortest time of a replica in the all-reduce of each step, `[steps]`.
     """
 
     input: float
@@ -87,11 +96,11 @@ class Times(NamedTuple):
 
 
 class Recorder:
-    """What the steps of one `fit` on one worker took.
+    """Recorder of the step times of one `fit` on one worker.
 
     Args:
-        strategy: A synchronous strategy.
-        placement: Who the other workers are.
+        strategy: Synchronous strategy.
+        placement: Position of this worker among all workers.
         directories: Directories of runs.
         exact: Whether all workers run steps one by one.
     """
@@ -103,13 +112,14 @@ class Recorder:
         directories: Sequence[str],
         exact: bool,
     ):
-        self._strategy, self._placement, self._exact = strategy, placement, exact
+        self._strategy = strategy
+        self._placement = placement
+        self._exact = exact
         places = [layout.worker_directory(directory, placement.rank) for directory in directories]
         self._boards = {place: TensorBoardWriter(place) for place in places}
-        self._pending: list[
-            tuple[Window, np.ndarray]
-        ] = []  # windows that lack the other workers' times, and the shortest sums of theirs
-        self._calls = 0  # since the exchange before
+        # Windows without the other workers' times, each with the shortest all-reduces of its steps.
+        self._pending: list[tuple[Window, np.ndarray]] = []
+        self._calls = 0  # since the last exchange
         self._steps: int | None = None  # since training began
         self._compiled = False
         self.bytes = 0
@@ -119,35 +129,39 @@ class Recorder:
             except OSError as error:  # the other workers wait for this one below
                 self._write_no_more(place, error)
         if placement.workers > 1:
-            all_gather(strategy, placement, np.zeros(_BLOCK))  # traces it
+            all_gather(strategy, placement, np.zeros(_BLOCK))  # traces the collective
         self.begin_epoch()
 
     def begin_epoch(self) -> None:
-        """The training of an epoch begins."""
+        """Start the first window of an epoch."""
         self._open(time.perf_counter())
 
     def begin(self, steps: int) -> None:
-        """A call of the train function begins; that many steps were made since training began, if this is the first one."""
+        """Start a call of the train function.
+
+        Args:
+            steps: Steps since training began; used in the first call only.
+        """
         self._steps = steps if self._steps is None else self._steps
 
     def compiles(self) -> None:
-        """Something is traced, or compiled."""
+        """Record that the current window includes tracing or compilation."""
         self._compiled = True
 
     def add(self, found: Times) -> None:
-        """Some steps have run."""
+        """Add the times of steps that have run to the current window."""
         self._parts["forward_backward"] += found.forward_backward
         self._parts["gradient_sync"] += found.sums
         self._parts["update"] += found.update
         self._shortest.append(found.shortest)
 
     def called(self, epoch: int, steps: int, examples: int, waited: float) -> None:
-        """A call of the train function is over, also one that found no more data.
+        """Record the end of a call of the train function, also of one that found no more data.
 
         Args:
-            epoch: Which it belongs to.
-            steps: Steps that it ran.
-            examples: Rows of their global batches.
+            epoch: Epoch that the call belongs to.
+            steps: Number of steps that it ran.
+            examples: Number of rows of their global batches.
             waited: Seconds that they waited for batches.
         """
         self._parts["input"] += waited
@@ -166,26 +180,38 @@ class Recorder:
             self._exchange()
 
     def end_steps(self, epoch: int) -> np.ndarray | None:
-        """The steps of an epoch are done; returns what the other workers must `learn`, if there are others."""
+        """Close the window at the end of an epoch's steps.
+
+        Returns:
+            The numbers that the other workers must `learn`, `[_BLOCK]`; None if there are no other
+            workers.
+        """
         self._close(epoch)
         sums = self._sums()
         return np.pad(sums, (0, _BLOCK - len(sums))) if self._placement.workers > 1 else None
 
     def learn(self, shortest: np.ndarray) -> None:
-        """Takes what the `end_steps` of all workers returned, `[workers, _BLOCK]`; they have run equally many steps."""
+        """Use the numbers that `end_steps` returned on all workers.
+
+        Args:
+            shortest: One row per worker, `[workers, _BLOCK]`. All workers have run the same number
+                of steps.
+        """
         self._settle(shortest.min(0))
 
     def close(self) -> None:
-        """The fit is over."""
+        """Close the writers at the end of the fit."""
         for place, board in list(self._boards.items()):
             try:
                 board.close()
             except (OSError, tf.errors.OpError) as error:
                 self._write_no_more(place, error)
 
-    # --- Below ----------------------------------------------------------------------------------------------------------
+    # --- Windows ----------------------------------------------------------------------------------
     def _open(self, now: float) -> None:
-        self._begin, self._done, self._examples = now, 0, 0
+        self._begin = now
+        self._done = 0
+        self._examples = 0
         self._parts = dict.fromkeys(("input", "forward_backward", "gradient_sync", "update"), 0.0)
         self._shortest: list[np.ndarray] = []
         self._compiled = False
@@ -194,12 +220,14 @@ class Recorder:
         now = time.perf_counter()
         if not self._done:
             return
-        place, seconds = self._placement, now - self._begin
+        place = self._placement
+        seconds = now - self._begin
         shortest = np.concatenate([np.zeros(0), *self._shortest])
         parts = complete(self._parts, seconds)
         window = Window(
-            worker=place.rank, time=time.time(), epoch=epoch, step=self._steps or 0, steps=self._done, examples=self._examples,
-            seconds=seconds, parts=parts, bytes=self.bytes if place.replicas > 1 else 0, compiled=not self._compiled,
+            worker=place.rank, time=time.time(), epoch=epoch, step=self._steps or 0,
+            steps=self._done, examples=self._examples, seconds=seconds, parts=parts,
+            bytes=self.bytes if place.replicas > 1 else 0, compiled=not self._compiled,
         )  # fmt: skip
         self._pending.append((window, shortest))
         if place.workers == 1:
@@ -210,7 +238,7 @@ class Recorder:
         return self._done + sum(window.steps for window, _ in self._pending)
 
     def _exchange(self) -> None:
-        """Learns of the others' times; called at the same step on every worker."""
+        """Exchange times with the other workers; called at the same step on every worker."""
         sums = self._sums()
         if self._placement.workers > 1 and len(sums):
             blocks: np.ndarray = np.pad(sums, (0, -len(sums) % _BLOCK)).reshape(-1, _BLOCK)
@@ -220,11 +248,11 @@ class Recorder:
         self._settle(sums)
 
     def _sums(self) -> np.ndarray:
-        """Of each step that is not settled, the shortest time of a replica here in its sum."""
+        """Return the shortest all-reduce time of a local replica, for each step not yet settled."""
         return np.concatenate([np.zeros(0), *(steps for _, steps in self._pending)])
 
     def _settle(self, shortest: np.ndarray) -> None:
-        """Writes the windows, now that the shortest times of all workers are known."""
+        """Write the pending windows, with the shortest all-reduce times of all workers."""
         self._calls = 0
         pending, self._pending = self._pending, []
         for window, steps in pending:
@@ -241,11 +269,10 @@ class Recorder:
             try:
                 write(place, window)
                 if window.compiled:
-                    with tf.summary.record_if(
-                        True
-                    ):  # whatever step of a TensorBoard callback's update_freq this is
+                    # A TensorBoard callback's update_freq must not drop these scalars.
+                    with tf.summary.record_if(True):
                         board.scalars(window.step, values)
-            except (OSError, tf.errors.OpError) as error:  # a full disk ends no training
+            except (OSError, tf.errors.OpError) as error:  # a full disk must not end the training
                 self._write_no_more(place, error)
 
     def _write_no_more(self, place: Path, error: Exception) -> None:
@@ -258,13 +285,16 @@ class Recorder:
 
 
 def times_of(begun: float, readings: np.ndarray) -> Times:
-    """What readings of steps say.
+    """Compute the times of steps from their clock readings.
 
     Args:
-        begun: When the first step had its batch.
-        readings: As `Marks.row` gives them, `[steps, 1 + 3 * replicas]`, each step's first being when the next batch was there.
+        begun: Time when the first step had its batch.
+        readings: Rows of `GraphTimestamps.row`, `[steps, 1 + 3 * replicas]`. The first reading of
+            each step is the time when the next batch was available.
 
-    Example, one replica and two steps; the second one's batch is late:
+    Example:
+        There is one replica and there are two steps. The batch of the second step is late.
+
         >>> times_of(10.0, np.array([[15.0, 11.0, 12.0, 14.0], [15.0, 16.0, 19.0, 19.5]]))
         Times(input=1.0, forward_backward=2.0, sums=4.0, update=2.5, shortest=array([1., 3.]))
     """
@@ -288,7 +318,9 @@ def _total(seconds: np.ndarray) -> float:
 
 
 def complete(measured: dict[str, float], seconds: float) -> dict[str, float]:
-    """The parts of a window: what was not measured is Python's. Their sum is `seconds`, even if the clock was set meanwhile.
+    """Complete the parts of a window: time that was not measured counts as Python's (`host`).
+
+    The sum of the parts is `seconds`, even if the clock was set meanwhile.
 
     Example:
         >>> complete({"input": 1.0, "update": 2.0}, 4.0)
@@ -304,11 +336,11 @@ def complete(measured: dict[str, float], seconds: float) -> dict[str, float]:
 
 
 def settle(window: Window, sums: float) -> Window:
-    """Splits what replicas spent in sums.
+    """Split the time that replicas spent in all-reduces into communication and waiting.
 
     Args:
-        window: With all of it as `gradient_sync`.
-        sums: Seconds that the sums took where they took shortest, over all replicas.
+        window: Window with all of that time as `gradient_sync`.
+        sums: Seconds that the all-reduces took at their shortest, over all replicas.
     """
     inside = window.parts["gradient_sync"]
     needed = min(inside, sums)
