@@ -7,7 +7,8 @@ import tensorflow as tf
 from tfdist.parallel import Group
 
 METHODS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
-# On replicas 0 and 1, of rows 1, 2 and 3 on replica 0, and 4, 5 and 6 on replica 1; `all_gather` gets the first row.
+# Results on replicas 0 and 1, of rows 1, 2 and 3 on replica 0, and 4, 5 and 6 on replica 1;
+# `all_gather` gets the first row.
 EXPECTED = {
     "all_reduce": [[[5, 7, 9], [5, 7, 9]]] * 2,
     "reduce_scatter": [[5, 7, 9]] * 2,
@@ -17,7 +18,7 @@ EXPECTED = {
 
 
 def exchanged(strategy, method, dtypes):
-    """What a method gives on each replica, by dtype."""
+    """Return what a method gives on each replica, by dtype."""
     group = Group.of(strategy, f"test {method}")
 
     def on_replica():
@@ -52,3 +53,15 @@ def test_dtypes_that_do_not(mirrored, method, dtype):
         match=f"TensorFlow's collectives send float32, .*int64, received {dtype}; cast it before",
     ):
         exchanged(mirrored, method, [dtype])
+
+
+@pytest.mark.parametrize(("op", "expected"), [("Add", 5.0), ("Min", 1.0), ("Max", 4.0)])
+def test_a_dtype_to_send_sums_in_does_not_change_the_reduction(mirrored, op, expected):
+    group = Group.of(mirrored, "test op")
+
+    def on_replica():
+        return group.all_reduce(tf.constant([1.0]) + 3.0 * group.rank, op, op, "bfloat16")
+
+    found = tf.function(lambda: mirrored.run(on_replica), autograph=False)()
+    for x in mirrored.experimental_local_results(found):
+        assert x.numpy() == [expected]

@@ -141,7 +141,7 @@ class Group:
         """
         if self.size == 1:
             return x
-        if comm_dtype is None or x.dtype.size <= 2:
+        if comm_dtype is None or op != "Add" or x.dtype.size <= 2:
             self._count(name, x, 2 * (self.size - 1) / self.size)
             return self._on_device(
                 tf.raw_ops.CollectiveReduceV2, x, name, merge_op=op, final_op="Id"
