@@ -1,7 +1,8 @@
-"""A number of images becomes a folder of JPEG files, a directory for each class; a folder that is there is not made again.
+"""Make a folder of JPEG files, a directory for each class, unless the folder is there already.
 
-Each picture is smooth noise of all scales, cut from a few large planes of it: as in photographs, the power falls with the
-frequency, so that a file has about 100 kB, as ImageNet's have. The same number always gives the same files.
+Each picture is smooth noise of all scales, cut from a few large planes of it: as in photographs,
+the power falls with the frequency, so that a file has about 100 kB, as ImageNet's have. The same
+number always gives the same files.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ import tempfile
 
 import numpy as np
 
-WIDTH, HEIGHT, QUALITY = 500, 375, 93
+WIDTH = 500
+HEIGHT = 375
+QUALITY = 93
 CLASSES = 32
 VERSION = 1  # of what the files hold
-_PLANE, _PLANES = 1024, 4
+_PLANE = 1024
+_PLANES = 4
 _LUMA, _CHROMA = (
     (1.3, 50.0),
     (1.6, 20.0),
@@ -71,9 +75,13 @@ def _write(directory: pathlib.Path, numbers: range) -> None:
 
 
 def _cut(random: np.random.Generator, slope: float) -> np.ndarray:
-    """A piece of one of the planes, turned at random; [HEIGHT, WIDTH] with mean 0 and deviation 1, but for chance."""
+    """Return a piece of one of the planes, turned at random.
+
+    The shape is [HEIGHT, WIDTH]. Mean and deviation are 0 and 1, but for chance.
+    """
     plane = _planes(slope)[random.integers(_PLANES)]
-    top, left = random.integers(_PLANE - HEIGHT), random.integers(_PLANE - WIDTH)
+    top = random.integers(_PLANE - HEIGHT)
+    left = random.integers(_PLANE - WIDTH)
     return plane[top : top + HEIGHT, left : left + WIDTH][
         :: random.choice((1, -1)), :: random.choice((1, -1))
     ]

@@ -1,4 +1,6 @@
-"""A number of examples becomes the cost of shuffling their numbers: time, and memory of a fresh process; nothing is read.
+"""Measure the cost of shuffling the numbers of examples: time, and memory of a fresh process.
+
+No examples are read.
 
 The examples are their own numbers, so that what is measured is order alone.
 """
@@ -57,7 +59,7 @@ def _tf_data(job: Job) -> dict:
 
 
 def _resume(job: Job) -> dict:
-    """Seconds to the last batch of an epoch, from no pipeline at all, and from a pipeline that is there."""
+    """Return the seconds to an epoch's last batch, with a new and with an existing pipeline."""
     next(iter(_numbers(10 * BATCH)))
     begin = time.perf_counter()
     batches = _numbers(job.examples)
@@ -94,10 +96,11 @@ def _numbers(examples: int):
 
 
 def _measure(make: Callable, examples: int) -> dict:
-    """Times one pass, after a small one that starts threads and loads code.
+    """Time one pass, after a small one that starts threads and loads code.
 
     Returns:
-        "first": seconds from making the data set to its first batch; "million": seconds per million examples after that;
+        "first": seconds from making the data set to its first batch; "million": seconds per million
+            examples after that;
         "memory": bytes that the process grew by, at its peak.
     """
     for _ in make(10 * BATCH):

@@ -1,7 +1,10 @@
-"""A folder of JPEG files becomes batches of augmented images, by the pipeline of one contender, timed; nothing is trained.
+"""Make batches of augmented images from a folder of JPEG files, by one pipeline, and time them.
 
-All give batches `[64, 224, 224, 3]` of float32 in [0, 1] (PyTorch's `[64, 3, 224, 224]`), and their labels, in an order that is
-shuffled among all files. Frameworks are imported only in the process that uses them.
+Nothing is trained.
+
+All pipelines give batches `[64, 224, 224, 3]` of float32 in [0, 1] (PyTorch's `[64, 3, 224, 224]`)
+and their labels, in an order that is shuffled among all files. Frameworks are imported only in the
+process that uses them.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ import random
 import time
 from collections.abc import Callable, Iterable
 
-BATCH, SIDE = 64, 224
+BATCH = 64
+SIDE = 224
 AREA, ASPECT = (
     (0.08, 1.0),
     (3 / 4, 4 / 3),
@@ -31,10 +35,13 @@ class Job:
 
 
 def serve(job: Job) -> tuple[None, Callable[[int, int], dict]]:
-    """Builds a pipeline; what carries out an order takes numbers of batches, untimed ones and those timed after them.
+    """Build a pipeline, and return a function that carries out an order.
 
-    Its answer: "first", seconds to the first batch of a new pass; "seconds" and "cpu", time and processor time that the timed
-    batches took; "memory", bytes held. The last two are of this process and those it started.
+    The function takes the number of untimed batches, and that of the timed ones after them.
+
+    It returns "first", seconds to the first batch of a new pass; "seconds" and "cpu", time and
+    processor time of the timed batches; "memory", bytes held. The last two are of this process and
+    those it started.
     """
     os.sched_setaffinity(0, job.cores)  # before a framework counts the cores
     batches = PIPELINES[job.pipeline](job)
@@ -46,7 +53,8 @@ def serve(job: Job) -> tuple[None, Callable[[int, int], dict]]:
         first = time.perf_counter() - begin
         for _ in range(untimed - 1):
             next(iterator)
-        memory, cpu = _total(_memory), _total(_processor_time)
+        memory = _total(_memory)
+        cpu = _total(_processor_time)
         begin = time.perf_counter()
         for _ in range(timed):
             next(iterator)
@@ -62,7 +70,10 @@ def serve(job: Job) -> tuple[None, Callable[[int, int], dict]]:
 
 
 def _tfdist(job: Job) -> Iterable:
-    """Reads files by number, decodes the crop alone; the order follows from the seed, whatever the threads."""
+    """Read files by number and decode the crop alone.
+
+    The order follows from the seed, for any number of threads.
+    """
     from tfdist.data import pipeline, transforms
     from tfdist.data.sources import image_files
 
@@ -73,7 +84,10 @@ def _tfdist(job: Job) -> Iterable:
 
 
 def _tf_data(job: Job) -> Iterable:
-    """As an expert writes it: all file names shuffled, the crop alone decoded, in whatever order the threads are ready."""
+    """Shuffle all file names and decode the crop alone, as an expert writes it.
+
+    The order is that in which the threads are ready.
+    """
     import tensorflow as tf
 
     names = sorted(path.name for path in job.directory.iterdir())
@@ -107,7 +121,10 @@ def _tf_data(job: Job) -> Iterable:
 
 
 def _keras(job: Job) -> Iterable:
-    """As Keras' guides have it: whole images decoded and resized, then a crop and a flip at random, by layers on batches."""
+    """Decode and resize whole images, then crop and flip batches at random by layers.
+
+    Keras' guides do the same.
+    """
     import keras
     import tensorflow as tf
 
@@ -132,7 +149,10 @@ def _keras(job: Job) -> Iterable:
 
 
 def _torch(job: Job) -> Iterable:
-    """torchvision's RandomResizedCrop, RandomHorizontalFlip and ToTensor written out, on images that Pillow decodes."""
+    """Apply torchvision's RandomResizedCrop, RandomHorizontalFlip and ToTensor, written out.
+
+    Pillow decodes the images.
+    """
     import torch
 
     return torch.utils.data.DataLoader(
@@ -180,12 +200,15 @@ def _crop(width: int, height: int) -> tuple[int, int, int, int]:
     for _ in range(10):
         area = width * height * random.uniform(*AREA)
         aspect = np.exp(random.uniform(*np.log(ASPECT)))
-        w, h = round((area * aspect) ** 0.5), round((area / aspect) ** 0.5)
+        w = round((area * aspect) ** 0.5)
+        h = round((area / aspect) ** 0.5)
         if 0 < w <= width and 0 < h <= height:
-            left, top = random.randint(0, width - w), random.randint(0, height - h)
+            left = random.randint(0, width - w)
+            top = random.randint(0, height - h)
             return left, top, left + w, top + h
     side = min(width, height)
-    left, top = (width - side) // 2, (height - side) // 2
+    left = (width - side) // 2
+    top = (height - side) // 2
     return left, top, left + side, top + side
 
 
@@ -200,12 +223,14 @@ def _check(batch) -> None:
         BATCH,
     ):
         raise ValueError(
-            f"expected {BATCH} images of {SIDE} x {SIDE} and their labels, received {shape} and {tuple(labels.shape)}"
+            f"expected {BATCH} images of {SIDE} x {SIDE} and their labels, received {shape} and "
+            f"{tuple(labels.shape)}"
         )
     values = images.numpy()
     if values.dtype != "float32" or not (0 <= values.min() < 0.2 and 0.8 < values.max() <= 1.001):
         raise ValueError(
-            f"expected float32 from 0 to 1, received {values.dtype} from {values.min()} to {values.max()}"
+            f"expected float32 from 0 to 1, received {values.dtype} from {values.min()} to "
+            f"{values.max()}"
         )
 
 

@@ -1,4 +1,7 @@
-"""One measurement of a pipeline, in a process of its own: `_pipeline_worker.py '{"kind": ...}'` prints its figures as JSON."""
+"""Measure a pipeline once, in a process of its own.
+
+`_pipeline_worker.py '{"kind": ...}'` prints its figures as JSON.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +83,10 @@ def peak_bytes(
     layers: int = LAYERS,
     beyond: bool = False,
 ) -> list[int]:
-    """The most bytes that tensors take in each step, with all stages on one device: weights and batch included, or `beyond` what was there before."""
+    """Return the peak bytes of tensors in each step, with all stages on one device.
+
+    Weights and batch are included; with `beyond`, what was there before the step is not.
+    """
     inputs = x = keras.Input((WIDTH,))
     for _ in range(layers):
         x = keras.layers.Dense(WIDTH, activation="relu")(x)

@@ -1,4 +1,6 @@
-"""Matrices of gradients travel as products of two thin ones (PowerSGD, Vogels et al. 2019, arXiv:1905.13727), as a user's function for `tfdist.sync`.
+"""Send gradient matrices as products of two thin ones, by a user's function for `tfdist.sync`.
+
+This is PowerSGD (Vogels et al. 2019, arXiv:1905.13727).
 
 It is not in tfdist; docs/sync.md says why.
 """
@@ -11,7 +13,9 @@ import tfdist
 
 
 class PowerSGD:
-    """What a replica left out is added to its next gradient (error feedback); products begin with those of the step before (warm start).
+    """Add what a replica left out to its next gradient (error feedback).
+
+    Products begin with those of the step before (warm start).
 
     Args:
         rank: Columns of the thin matrices.
@@ -25,13 +29,15 @@ class PowerSGD:
 
     def __call__(self, gradients: list) -> list:
         """The sums of gradients over the replicas, of matrices nearly."""
-        group, result = tfdist.parallel.replicas("power"), list(gradients)
+        group = tfdist.parallel.replicas("power")
+        result = list(gradients)
         places = [i for i, g in enumerate(gradients) if g is not None]
         matrices = [
             i for i in places if gradients[i].shape.rank > 1 and self._saves(gradients[i].shape)
         ]
         others = [i for i in places if i not in matrices]
-        whole, lefts = {}, {}
+        whole = {}
+        lefts = {}
         for i in matrices:
             left_out, right = self._of(i, gradients[i].shape)
             whole[i] = tf.reshape(gradients[i], left_out.shape) + left_out
@@ -51,12 +57,14 @@ class PowerSGD:
         return result
 
     def _saves(self, shape: tf.TensorShape) -> bool:
-        rows, columns = shape.num_elements() // shape[-1], shape[-1]
+        rows = shape.num_elements() // shape[-1]
+        columns = shape[-1]
         return self._rank * (rows + columns) < rows * columns / 2
 
     def _of(self, place: int, shape: tf.TensorShape) -> tuple[tf.Variable, tf.Variable]:
         if place not in self._state:
-            rows, columns = shape.num_elements() // shape[-1], shape[-1]
+            rows = shape.num_elements() // shape[-1]
+            columns = shape[-1]
             with tf.init_scope():
                 right = tf.random.stateless_normal(
                     [columns, self._rank], [place, 1]

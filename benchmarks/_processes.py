@@ -1,4 +1,7 @@
-"""Jobs become processes that carry out orders; what they print goes to log files, and none outlives this process."""
+"""Run jobs in processes that carry out orders.
+
+Their output goes to log files, and none outlives this process.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ from typing import Any
 
 
 class ProcessFailed(RuntimeError):
-    """A process raised, died or did not answer in time; the message ends with the output of all in its group."""
+    """Raised when a process raised, died or did not answer in time.
+
+    The message ends with the output of all processes in its group.
+    """
 
 
 class Processes:
@@ -29,19 +35,21 @@ class Processes:
 
     def __init__(self, name: str, logs: pathlib.Path, timeout: float):
         self.name = name
-        self._logs_directory, self._timeout = logs, timeout
+        self._logs_directory = logs
+        self._timeout = timeout
         self._processes: dict = {}  # connection -> process
         self._logs: dict = {}  # connection -> file of its output
 
     def start(
         self, name: str, target: Callable, job: Any, children: bool = False
     ) -> multiprocessing.connection.Connection:
-        """Starts a process.
+        """Start a process.
 
         Args:
             name: Of its log file.
-            target: Called with the job there; returns its first answer, and what carries out an order, whose words it takes as
-                arguments and whose answer it returns. A server need never return.
+            target: Function that is called with the job there. It returns its first answer, and a
+                function that carries out an order: that takes the order's words as arguments and
+                returns the answer. A server need never return.
             job: What it is to be.
             children: Whether it may start processes of its own, which it must end itself.
 
@@ -61,7 +69,8 @@ class Processes:
         process.start()
         theirs.close()
         threading.Thread(target=_copy, args=(screen, terminal, log), daemon=True).start()
-        self._processes[ours], self._logs[ours] = process, log
+        self._processes[ours] = process
+        self._logs[ours] = log
         return ours
 
     @property
@@ -84,7 +93,8 @@ class Processes:
             ProcessFailed: `task` says what they were asked.
         """
         deadline = time.monotonic() + self._timeout
-        waiting, answers = list(connections), []
+        waiting = list(connections)
+        answers = []
         while waiting:
             ready = multiprocessing.connection.wait(waiting, max(0.0, deadline - time.monotonic()))
             for connection in ready:
@@ -140,7 +150,10 @@ def _end_with_parent() -> None:
 
 
 def _copy(screen: int, terminal: int, log: pathlib.Path) -> None:
-    """Copies what a process prints to a file; our end of the terminal stays open, so that reading never fails."""
+    """Copy the output of a process to a file.
+
+    Our end of the terminal stays open, so that reading never fails.
+    """
     with log.open("wb", buffering=0) as file:
         while chunk := os.read(screen, 65536):
             file.write(chunk)

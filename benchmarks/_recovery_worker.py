@@ -1,6 +1,9 @@
-"""The CNN of configs/digits.py becomes a worker's training, which notes when it has come how far, or that is timed with saves and without.
+"""Train the CNN of configs/digits.py in a worker.
 
-tfdist launch --workers 2 -- benchmarks/_recovery_worker.py DIRECTORY SAVE_FREQ EPOCHS STANDBYS [MODEL]
+The worker notes when it has come how far, or times training with saves and without.
+
+tfdist launch --workers 2 -- \\
+    benchmarks/_recovery_worker.py DIRECTORY SAVE_FREQ EPOCHS STANDBYS [MODEL]
 """
 
 from __future__ import annotations
@@ -22,7 +25,10 @@ CONFIG = pathlib.Path(__file__).parents[1] / "configs" / "digits.py"
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A worker process that times `fit`: its cluster, its place there, its cores, a directory that all share."""
+    """A worker process that times `fit`.
+
+    It knows its cluster, its place there, its cores, and a directory that all share.
+    """
 
     cluster: ClusterSpec
     rank: int
@@ -32,7 +38,10 @@ class Job:
 
 
 def serve(job: Job) -> tuple[int, Callable[[str, int], tuple[float, float]]]:
-    """Gives the model's parameter count, and what measures an epoch with backups of a `save_freq`, or "none": seconds, and those of CPU."""
+    """Return the model's parameter count, and a function that measures an epoch.
+
+    The function takes the `save_freq` of backups, or "none", and returns seconds and CPU seconds.
+    """
     os.sched_setaffinity(0, job.cores)  # before any framework counts cores and makes threads
     import keras
 
@@ -119,7 +128,8 @@ def _large(strategy, name: str):
 
     from tfdist import data
 
-    rng, rows = np.random.default_rng(0), 24 * LARGE_BATCH
+    rng = np.random.default_rng(0)
+    rows = 24 * LARGE_BATCH
     labels = rng.integers(0, 10, rows)
     with strategy.scope():
         if name == "resnet50":

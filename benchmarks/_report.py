@@ -1,4 +1,4 @@
-"""Figures become tables of Markdown and files of a report; nothing is measured here."""
+"""Write figures as tables of Markdown and files of a report; nothing is measured here."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ def begin(script: str, argv: list[str], rounds: int, **environ: str) -> dict[str
         "Command": f"`{shlex.join(['python', f'benchmarks/{script}', *argv])}`",
         "Date": datetime.date.today().isoformat(),
         "Versions": _versions(),
-        "Machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the start",
+        "Machine": (
+            f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, load "
+            f"{os.getloadavg()[0]:.1f} at the start"
+        ),
         "Rounds": rounds,
     }
 
@@ -107,7 +110,8 @@ def cores(parser: argparse.ArgumentParser) -> list[int]:
     usable = sorted(os.sched_getaffinity(0))
     if len(usable) < 2:
         parser.error(
-            f"two workers need a core each, but this process may use only {usable}; give it two, or run elsewhere"
+            f"two workers need a core each, but this process may use only {usable}; give it two, "
+            "or run elsewhere"
         )
     return usable[:2]
 

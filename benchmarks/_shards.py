@@ -1,4 +1,4 @@
-"""An order becomes training steps of a model whose state is whole or in parts, and what they hold of this process' memory."""
+"""Train a model whose state is whole or in parts, and measure the memory of this process."""
 
 from __future__ import annotations
 
@@ -94,7 +94,10 @@ def serve(job: Job) -> tuple[int, Callable[[int], dict[str, Any]]]:
 
 
 def _held(tf) -> int:
-    """Bytes of tensors after a while: threads that send let go of a step's last ones later than it ends."""
+    """Return the bytes of tensors after a while.
+
+    Threads that send release the last tensors of a step only after its end.
+    """
     time.sleep(0.1)
     return tf.config.experimental.get_memory_info("CPU:0")["current"]
 
@@ -103,10 +106,8 @@ def _model(keras, job: Job):
     class Block(keras.layers.Layer):
         def build(self, shape):
             self.norm = keras.layers.LayerNormalization()
-            self.wide, self.narrow = (
-                keras.layers.Dense(4 * shape[-1], "relu"),
-                keras.layers.Dense(shape[-1]),
-            )
+            self.wide = keras.layers.Dense(4 * shape[-1], "relu")
+            self.narrow = keras.layers.Dense(shape[-1])
             self.norm.build(shape)
             self.wide.build(shape)
             self.narrow.build((*shape[:-1], 4 * shape[-1]))

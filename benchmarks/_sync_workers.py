@@ -1,4 +1,7 @@
-"""A worker trains one model under each policy of `tfdist.sync`, when told to; nothing is compared here."""
+"""Train one model under each policy of `tfdist.sync` in a worker, on orders.
+
+Nothing is compared here.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +35,11 @@ RANK = 4
 
 
 def serve(job: Job) -> tuple[int, Callable[..., Any]]:
-    """Gives the model's parameter count, and what carries out an order.
+    """Return the model's parameter count, and a function that carries out an order.
 
-    An order is "time", a variant and a number of steps, answered by seconds; "bytes" and a variant, answered by those that this worker sends in a step;
-    or "accuracy", a variant, a number of epochs of the digits and a seed, answered by that on the digits that were left out.
+    An order is "time", a variant and a number of steps, answered by seconds; "bytes" and a variant,
+    answered by the bytes that this worker sends in a step; or "accuracy", a variant, a number of
+    epochs of the digits and a seed, answered by the accuracy on the digits that were left out.
     """
     os.sched_setaffinity(0, {job.core})  # before any framework counts cores and makes threads
     return (_tf_keras if job.framework == "tf_keras" else _tfdist)(job)
@@ -68,7 +72,8 @@ def _tfdist(job: Job) -> tuple[int, Callable[..., Any]]:
         model, engine.aggregation = built[name]
         if what == "bytes":
             return engine.bytes_per_step(model)
-        # The first training is that of the model which is timed afterwards: it need not be traced twice.
+        # The first training uses the model that is timed afterwards, which then need not be traced
+        # twice.
         return (
             _accuracy(model if seed == 1 else build(name, seed)[0], job, count)
             if what == "accuracy"
@@ -152,7 +157,10 @@ def _model(keras, job: Job, optimizer, seed: int):
 
 @functools.cache
 def _digits() -> tuple:
-    """The digits as images of `SIDE` pixels, each of theirs three times three: to train on, and left out."""
+    """Return the digits as images of `SIDE` pixels, for training, and those left out.
+
+    Each pixel of a digit is repeated three times three.
+    """
     from sklearn.datasets import load_digits
 
     found = load_digits()

@@ -1,7 +1,9 @@
-"""An order becomes one measurement by the chief of a parameter-server cluster; its workers and parameter servers only serve.
+"""Carry out a measurement in the chief of a parameter-server cluster, for each order.
 
-Keras 3 under tfdist and tf_keras under TensorFlow's own strategy get the same models, data and orders. Frameworks are imported
-only in the process that uses them.
+Workers and parameter servers only serve.
+
+Keras 3 under tfdist and tf_keras under TensorFlow's own strategy get the same models, data and
+orders. Frameworks are imported only in the process that uses them.
 """
 
 from __future__ import annotations
@@ -17,7 +19,13 @@ import numpy as np
 
 from tfdist import ClusterSpec
 
-SIDE, CLASSES, ROWS, LENGTH, WIDTH, EXAMPLES, BATCH = 8, 4, 200_000, 10, 16, 2048, 32
+SIDE = 8
+CLASSES = 4
+ROWS = 200_000
+LENGTH = 10
+WIDTH = 16
+EXAMPLES = 2048
+BATCH = 32
 WIDE = 6250  # values of an example, of which 4,000 are 100 MB
 CLOCK_TICK = 1 / os.sysconf("SC_CLK_TCK")  # seconds, of /proc/PID/stat
 
@@ -37,7 +45,8 @@ def serve(job: Job):
         tfdist_strategy(job)
     import tensorflow as tf
 
-    cluster, task = job.cluster, job.cluster.task
+    cluster = job.cluster
+    task = job.cluster.task
     # As TensorFlow's tutorial has it: with fewer threads than tasks a server can wait for itself.
     config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=max(len(cluster.tasks), 2))
     jobs = {name: list(addresses) for name, addresses in cluster.jobs.items()}
@@ -91,13 +100,14 @@ class Trainer:
     """
 
     def __init__(self, keras, strategy):
-        self._keras, self._strategy = keras, strategy
+        self._keras = keras
+        self._strategy = strategy
         self._models: dict = {}
 
     def speed(
         self, kind: str, optimizer: str, steps_per_execution: int, steps: int, pids: dict[str, int]
     ) -> dict[str, Any]:
-        """Trains an epoch to warm up, and measures the next one.
+        """Train an epoch to warm up, and measure the next one.
 
         Args:
             kind: A key of `LAYERS`.
@@ -107,7 +117,8 @@ class Trainer:
             pids: Processes of this cluster.
 
         Returns:
-            "seconds": its time; "cpu": CPU seconds of each process; "bytes": through the loopback interface.
+            "seconds": its time; "cpu": CPU seconds of each process; "bytes": through the loopback
+                interface.
         """
         key = kind, optimizer, steps_per_execution
         if key not in self._models:
@@ -134,14 +145,16 @@ class Trainer:
         }
 
     def first_batch(self, how: str, megabytes: float) -> float:
-        """Seconds from calling `fit` of a model that is built, to the end of its first step.
+        """Return the seconds from calling `fit` of a built model to the end of its first step.
 
         Args:
-            how: `arrays`, `from_tensor_slices`, or `DatasetCreator`, which makes the same slices on each worker.
+            how: `arrays`, `from_tensor_slices`, or `DatasetCreator`, which makes the same slices on
+                each worker.
             megabytes: Of the examples, in memory.
         """
         rows = max(BATCH, int(megabytes * 1e6 / 4 / WIDE))
-        x, y = np.random.default_rng(0).random((rows, WIDE), np.float32), np.zeros(rows, np.int32)
+        x = np.random.default_rng(0).random((rows, WIDE), np.float32)
+        y = np.zeros(rows, np.int32)
         layers = self._keras.layers
         model = self._compiled(
             lambda: [self._keras.Input((WIDE,)), layers.Dense(CLASSES)], "sgd", 1
@@ -156,13 +169,14 @@ class Trainer:
         return time.perf_counter() - began
 
     def accuracy(self, seed: int, epochs: int, data_dir: str) -> float:
-        """Share of the digits' test images that configs/digits_ps.py gets right, with another seed or number of epochs."""
+        """Return the test accuracy of configs/digits_ps.py with another seed or epoch count."""
         from ml_collections import ConfigDict
 
         from tfdist import data, models
 
         config: ConfigDict = _config("digits_ps.py")
-        keras, batch = self._keras, config.data.global_batch
+        keras = self._keras
+        batch = config.data.global_batch
         train = data.pipeline(
             data.load(config.data.name, "train", data_dir), batch, seed=seed, cache=True
         )

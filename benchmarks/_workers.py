@@ -1,6 +1,9 @@
-"""An order becomes timed training steps of one framework in this process, pinned to one core; nothing is compared here.
+"""Time training steps of one framework in this process, pinned to one core.
 
-Every framework trains the same layers on the same examples with Adam; frameworks are imported only in the process that uses them.
+Nothing is compared here.
+
+Every framework trains the same layers on the same examples with Adam; frameworks are imported only
+in the process that uses them.
 """
 
 from __future__ import annotations
@@ -17,7 +20,10 @@ import numpy as np
 
 from tfdist import ClusterSpec
 
-SIDE, CLASSES, EXAMPLES, LEARNING_RATE = 28, 10, 4096, 1e-3
+SIDE = 28
+CLASSES = 10
+EXAMPLES = 4096
+LEARNING_RATE = 1e-3
 # Of a worker that has one core.
 ONE_THREAD = dict.fromkeys(
     ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"), "1"
@@ -45,7 +51,7 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What one worker process is: a framework of `FRAMEWORKS`, a model, its place, its core, and where it may write."""
+    """A worker process: a framework of `FRAMEWORKS`, model, place, core, and output directory."""
 
     framework: str
     model: Model
@@ -60,7 +66,7 @@ class Job:
 
 
 def serve(job: Job) -> tuple[int, Callable[[str, int], float]]:
-    """Gives the model's parameter count, and what measures the seconds that so many steps of a measure take."""
+    """Return the model's parameter count, and a function that times steps of a measure."""
     os.sched_setaffinity(0, {job.core})  # before any framework counts cores and makes threads
     parameters, measures = FRAMEWORKS[job.framework](job)
     return parameters, lambda name, steps: measures[name](steps)
@@ -95,7 +101,10 @@ def tf_keras_fit(job: Job) -> tuple[int, Measures]:
 
 
 def hand_loop(job: Job) -> tuple[int, Measures]:
-    """A loop around the Keras 3 model and optimizer under TensorFlow's own strategy; also the parts of its step, alone."""
+    """Train the Keras 3 model and optimizer in a loop under TensorFlow's own strategy.
+
+    Also time the parts of its step, alone.
+    """
     strategy = _stock_strategy(job)
     import keras
     import tensorflow as tf
@@ -165,7 +174,8 @@ def ddp(job: Job) -> tuple[int, Measures]:
         world_size=job.workers,
         timeout=datetime.timedelta(seconds=job.timeout),
     )
-    filters, widths = job.model.filters, job.model.widths
+    filters = job.model.filters
+    widths = job.model.widths
     body = [nn.Conv2d(1, filters, 3), nn.ReLU(), nn.MaxPool2d(2)] if filters else []
     sizes = [filters * ((SIDE - 2) // 2) ** 2 or SIDE**2, *widths]
     dense = [
@@ -212,7 +222,10 @@ def _stock_strategy(job: Job):
 def _fit(
     keras, strategy, job: Job, watched: dict[str, Callable[[], list]] | None = None
 ) -> tuple[int, Measures]:
-    """`fit` of either Keras, with and without progress bar, or with callbacks: one epoch as warm-up, the next one timed."""
+    """Train by `fit` of either Keras, with and without progress bar, or with callbacks.
+
+    One epoch is the warm-up, the next one is timed.
+    """
     with strategy.scope():
         model, optimizer = _built(keras, job)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)

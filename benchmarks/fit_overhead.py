@@ -1,11 +1,13 @@
-"""Two pinned workers on this machine become steps per second of `fit`, beside other ways to train the same model.
+"""Measure steps per second of `fit` in two workers, beside other ways to train the same model.
 
-    python benchmarks/fit_overhead.py            # all models, writes benchmarks/reports/fit_overhead.{md,json}
-    python benchmarks/fit_overhead.py --quick    # a few steps of each, writes nothing
+    # All models, writes benchmarks/reports/fit_overhead.{md,json}.
+    python benchmarks/fit_overhead.py
+    # A few steps of each, writes nothing.
+    python benchmarks/fit_overhead.py --quick
 
-The processes of all variants stay alive while a model is measured, and only those of one variant run at a time. Rounds visit
-every variant, each second round in reverse order; ratios are taken within a round, so that a machine that slows down for a
-minute slows both of their sides.
+The processes of all variants stay alive while a model is measured, and only those of one variant
+run at a time. Rounds visit every variant, each second round in reverse order; ratios are taken
+within a round, so that a machine that slows down for a minute slows both of their sides.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ MODELS = {
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One way to train: which framework, which of its measures, how many workers, and the package it needs."""
+    """One way to train: framework, measure, number of workers, and the package it needs."""
 
     title: str
     framework: str
@@ -100,10 +102,11 @@ class Team(Processes):
 
 
 def measure(model: Model, rounds: int, steps: int, cores: list[int], timeout: float) -> dict:
-    """Runs all variants of one model.
+    """Run all variants of one model.
 
     Returns:
-        "parameters": their number; "seconds": for each variant a list, seconds per step in each round; "skipped": for each
+        "parameters": their number; "seconds": for each variant a list, seconds per step in each
+            round; "skipped": for each
         variant that cannot run, why.
     """
     skipped = {
@@ -117,7 +120,8 @@ def measure(model: Model, rounds: int, steps: int, cores: list[int], timeout: fl
         logs = pathlib.Path(
             stack.enter_context(tempfile.TemporaryDirectory(prefix="fit-overhead-"))
         )
-        teams, counts = {}, {}
+        teams = {}
+        counts = {}
         for key in dict.fromkeys((v.framework, v.workers) for v in variants.values()):
             teams[key] = team = Team(key[0], model, cores[: key[1]], logs, timeout)
             stack.callback(team.end)
@@ -176,13 +180,25 @@ def report(results: dict, verdicts: list[dict], facts: dict) -> str:
         *(f"- {key}: {value}" for key, value in facts.items()),
         "",
     ]
-    lines += [f"Synthetic images of 28 x 28 in memory ({EXAMPLES}), Adam, steps_per_execution 1, each worker on a core of its own with",
-              "one thread. Medians over the rounds, min..max in brackets; ratios are of speeds within a round."]  # fmt: skip
+    lines += [
+        (
+            f"Synthetic images of 28 x 28 in memory ({EXAMPLES}), Adam, steps_per_execution 1, "
+            "each worker on a core of its own with"
+        ),
+        (
+            "one thread. Medians over the rounds, min..max in brackets; ratios are of speeds "
+            "within a round."
+        ),
+    ]
     for name, result in results.items():
-        model, seconds = MODELS[name], result["seconds"]
+        model = MODELS[name]
+        seconds = result["seconds"]
         lines += [
             "",
-            f"## {model.title}: {result['parameters']:,} parameters, {model.replica_batch} examples per worker and step",
+            (
+                f"## {model.title}: {result['parameters']:,} parameters, {model.replica_batch} "
+                "examples per worker and step"
+            ),
             "",
         ]
         lines += table("variant", "steps/s", "ms/step", "examples/s")
@@ -205,7 +221,8 @@ def report(results: dict, verdicts: list[dict], facts: dict) -> str:
             )
         lines += ["", *table("ratio", "median", "bar", "")]
         for each in (v for v in verdicts if v["model"] == name):
-            values, bar = each["rounds"], each["bar"]
+            values = each["rounds"]
+            bar = each["bar"]
             word = verdict(each["passed"], bool(values))
             lines += row(
                 each["ratio"],
@@ -216,7 +233,10 @@ def report(results: dict, verdicts: list[dict], facts: dict) -> str:
         gradient, local, sync, step = (1e3 * statistics.median(seconds[k]) for k in "gurb")
         lines += [
             "",
-            f"Parts of a step, ms: forward and backward {gradient:.1f}, update {local - gradient:.1f}, sync {sync:.1f};",
+            (
+                f"Parts of a step, ms: forward and backward {gradient:.1f}, update "
+                f"{local - gradient:.1f}, sync {sync:.1f};"
+            ),
         ]
         lines += [f"together {local + sync:.1f}, where the hand-written loop takes {step:.1f}."]
     return "\n".join(lines) + "\n"

@@ -1,11 +1,14 @@
-"""Input pipelines side by side become images per second, and orders of up to 10^9 examples become time and memory.
+"""Measure images per second of input pipelines, and time and memory of orders.
+
+Pipelines run side by side. Orders have up to 10^9 examples.
 
     python benchmarks/input.py            # all parts, writes benchmarks/reports/input.{md,json}
     python benchmarks/input.py --quick    # a little of each, writes nothing
 
-Every pipeline has a process of its own on the same cores, which stays alive; only one runs at a time. Rounds visit every
-contender, each second round in reverse order; ratios are taken within a round. What an order costs is measured in a new process
-for every size. The images are made once, under the system's directory of temporary files.
+Every pipeline has a process of its own on the same cores, which stays alive; only one runs at a
+time. Rounds visit every contender, each second round in reverse order; ratios are taken within a
+round. What an order costs is measured in a new process for every size. The images are made once,
+under the system's directory of temporary files.
 """
 
 from __future__ import annotations
@@ -95,11 +98,11 @@ class Group(Processes):
 
 
 def images(args: argparse.Namespace, cores: tuple[int, ...]) -> dict:
-    """Runs all pipelines.
+    """Run all pipelines.
 
     Returns:
-        "files" and "bytes" of the folder; "contenders": by letter a list of what each round gave; "skipped": why, for those that
-        cannot run.
+        "files" and "bytes" of the folder; "contenders": by letter a list of what each round gave;
+        "skipped": the reason, for those that cannot run.
     """
     print(f"Making {args.images} images, or finding them ...", file=sys.stderr, flush=True)
     directory = folder(args.images, len(cores))
@@ -133,10 +136,11 @@ def images(args: argparse.Namespace, cores: tuple[int, ...]) -> dict:
 
 
 def order(args: argparse.Namespace, cores: tuple[int, ...]) -> dict:
-    """Measures shuffling, a new process for each size and way.
+    """Measure shuffling, in a new process for each size and way.
 
     Returns:
-        "tfdist" and "tf_data": by number of examples a list of what each round gave; "resume": such a list.
+        "tfdist" and "tf_data": by number of examples a list of what each round gave; "resume": such
+            a list.
     """
     sizes = [n for n in SIZES if not args.quick or n in (SIZES[0], SIZES[-1])]
     results: dict = {name: {n: [] for n in sizes} for name in ORDERS} | {"resume": []}
@@ -175,7 +179,7 @@ def _order_rounds(rounds: int) -> int:
 
 
 def judge(results: dict) -> list[dict]:
-    """Measured against the bars: ratios of speeds within each round, growth of memory, and seconds."""
+    """Compare speed ratios within each round, memory growth, and seconds with the bars."""
     verdicts = []
     for ratio, bar in BARS.items() if "images" in results else ():
         over, under = (results["images"]["contenders"].get(key, []) for key in ratio.split("/"))
@@ -224,13 +228,34 @@ def _report_images(results: dict, verdicts: list[dict]) -> list[str]:
     got = results["images"]
     lines = ["", f"## JPEG files to batches [{BATCH}, {SIDE}, {SIDE}, 3] of float32", ""]
     kilobytes = got["bytes"] / got["files"] / 1e3
-    lines += [f"{got['files']:,} files of {WIDTH} x {HEIGHT}, {kilobytes:.0f} kB each, in the page cache. All shuffle all files,",
-              "crop and flip at random, scale to [0, 1], and batch. (t), (h) and (p) cut out a random area of 8 to 100 % and resize it;",
-              f"(t) and (h) decode that area alone, (p) has no way to. (k) resizes the whole image to {KERAS_SIDE}, and cuts a square of",
-              f"{SIDE} out of it: what Keras' layers offer, and less work. TensorFlow decodes JPEG by a faster, less exact transform than",
-              "Pillow, and Pillow alone smooths what it makes smaller. (t) alone fixes the order, and the crop of every example in every",
-              "epoch. (t), (h) and (k) have the threads that tf.data finds, (p) a process per core. Memory is that of the process and",
-              "its children.", ""]  # fmt: skip
+    lines += [
+        (
+            f"{got['files']:,} files of {WIDTH} x {HEIGHT}, {kilobytes:.0f} kB each, in the page "
+            "cache. All shuffle all files,"
+        ),
+        (
+            "crop and flip at random, scale to [0, 1], and batch. (t), (h) and (p) cut out a "
+            "random area of 8 to 100 % and resize it;"
+        ),
+        (
+            "(t) and (h) decode that area alone, (p) has no way to. (k) resizes the whole image "
+            f"to {KERAS_SIDE}, and cuts a square of"
+        ),
+        (
+            f"{SIDE} out of it: what Keras' layers offer, and less work. TensorFlow decodes JPEG "
+            "by a faster, less exact transform than"
+        ),
+        (
+            "Pillow, and Pillow alone smooths what it makes smaller. (t) alone fixes the order, "
+            "and the crop of every example in every"
+        ),
+        (
+            "epoch. (t), (h) and (k) have the threads that tf.data finds, (p) a process per core. "
+            "Memory is that of the process and"
+        ),
+        "its children.",
+        "",
+    ]
     lines += table("pipeline", "images/s", "CPU ms/image", "s to the first batch", "MB")
     for key, contender in CONTENDERS.items():
         label = f"({key}) {contender.title}"
@@ -246,7 +271,8 @@ def _report_images(results: dict, verdicts: list[dict]) -> list[str]:
     lines += ["", *table("ratio", "median", "bar", "")]
     for each in (v for v in verdicts if v["what"] in BARS):
         values = each["rounds"]
-        ratio, word = spread(values, ".2f") if values else "", verdict(each["passed"], bool(values))
+        ratio = spread(values, ".2f") if values else ""
+        word = verdict(each["passed"], bool(values))
         lines += row(each["what"], ratio, f">= {each['bar']}", word)
     return lines
 
@@ -257,8 +283,14 @@ def _report_order(results: dict, verdicts: list[dict]) -> list[str]:
     got = results["order"]
     bars = {v["what"]: v for v in verdicts}
     lines = ["", "## The order of N examples, which are their own numbers", ""]
-    lines += [f"Batches of {_input_order.BATCH:,}. Memory is what a new process grows by, at its peak. `Dataset.shuffle` mixes all",
-              "examples among each other only where its buffer, given in brackets, holds all.", ""]  # fmt: skip
+    lines += [
+        (
+            f"Batches of {_input_order.BATCH:,}. Memory is what a new process grows by, at its "
+            "peak. `Dataset.shuffle` mixes all"
+        ),
+        "examples among each other only where its buffer, given in brackets, holds all.",
+        "",
+    ]
     lines += table("N", "s to the first batch", "s per million after it", "MB")
     for name, title in ORDERS.items():
         for n, rounds in got[name].items():
@@ -266,9 +298,11 @@ def _report_order(results: dict, verdicts: list[dict]) -> list[str]:
             label = f"{title}, {_power(n)}{buffer}"
             figures = (spread([r[key] for r in rounds], ".2f") for key in ("first", "million"))
             lines += row(label, *figures, spread([r["memory"] / 1e6 for r in rounds], ".1f"))
-    growth, resume = bars["growth"], bars["resume"]
+    growth = bars["growth"]
+    resume = bars["resume"]
     seconds, again = (spread([r[key] for r in got["resume"]], ".2f") for key in ("all", "iterator"))
-    megabytes, most = f"{growth['median'] / 1e6:.1f} MB", f"<= {growth['bar'] / 1e6:.0f} MB"
+    megabytes = f"{growth['median'] / 1e6:.1f} MB"
+    most = f"<= {growth['bar'] / 1e6:.0f} MB"
     last = f"to the last batch of {_power(SIZES[-1])}"
     lines += ["", *table("what", "median", "bar", "")]
     lines += row(
@@ -312,7 +346,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     args.images = args.images or needed + 8 * BATCH
     if args.images < needed:
         parser.error(
-            f"--images {args.images}: a pass needs {needed} at least; more of them, or fewer --steps"
+            f"--images {args.images}: a pass needs {needed} at least; more of them, or fewer "
+            "--steps"
         )
     usable = len(os.sched_getaffinity(0))
     args.cores = args.cores or usable

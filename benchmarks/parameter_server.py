@@ -1,12 +1,17 @@
-"""Parameter-server clusters on this machine become speed, CPU time and accuracy of tfdist's `fit`, beside tf_keras' under the same.
+"""Measure tfdist's `fit` on parameter-server clusters on this machine, beside tf_keras' `fit`.
 
-    python benchmarks/parameter_server.py            # all parts, writes benchmarks/reports/parameter_server.{md,json}
-    python benchmarks/parameter_server.py --quick    # a little of each, writes nothing
+The results are speed, CPU time and accuracy.
 
-Each contender has a cluster of its own: one chief, two workers, one parameter server for the CNN, two for the embedding. All
-processes stay alive while a part is measured, and only those of one contender run at a time. Rounds visit every contender, each
-second round in reverse order; ratios are taken within a round. Everything runs in a private network namespace where the system
-allows it: the bytes on its loopback interface are the benchmark's own.
+    # All parts, writes benchmarks/reports/parameter_server.{md,json}.
+    python benchmarks/parameter_server.py
+    # A little of each, writes nothing.
+    python benchmarks/parameter_server.py --quick
+
+Each contender has a cluster of its own: one chief, two workers, one parameter server for the CNN,
+two for the embedding. All processes stay alive while a part is measured, and only those of one
+contender run at a time. Rounds visit every contender, each second round in reverse order; ratios
+are taken within a round. Everything runs in a private network namespace where the system allows it:
+the bytes on its loopback interface are the benchmark's own.
 """
 
 from __future__ import annotations
@@ -36,7 +41,8 @@ from _tasks import BATCH, LENGTH, ROWS, WIDTH, Job, chief, serve
 from tfdist import ClusterSpec
 from tfdist.launch import isolation
 
-# As `tfdist launch` sets them where tasks outnumber the cores; and no word of what killed processes leave behind.
+# Thread settings as of `tfdist launch` where tasks outnumber the cores, and no messages about what
+# killed processes leave behind.
 ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "TF_NUM_INTRAOP_THREADS": "1",
@@ -164,7 +170,7 @@ class Clusters:
         self._stack.close()
 
     def get(self, *keys: tuple[str, int]) -> list[Cluster]:
-        """These clusters, connected; those that a part before had, and this one has not, are ended."""
+        """Return these clusters, connected; end others that an earlier part started."""
         for key in self._running.keys() - set(keys):
             self._running.pop(key).end()
         new = [key for key in dict.fromkeys(keys) if key not in self._running]
@@ -177,11 +183,11 @@ class Clusters:
 
 
 def speed(part: Part, clusters: Clusters, rounds: int, steps: int | None) -> dict:
-    """Runs all contenders of a part.
+    """Run all contenders of a part.
 
     Returns:
-        Contender letter -> steps_per_execution -> list by round: "steps_per_second", "cpu_milliseconds" of a step, of each
-        process, "bytes" of a step.
+        Contender letter -> steps_per_execution -> list by round: "steps_per_second",
+        "cpu_milliseconds" of a step, of each process, "bytes" of a step.
     """
     found = clusters.get(*((c.framework, part.servers) for c in part.contenders.values()))
     cells = [
@@ -222,7 +228,9 @@ def speed(part: Part, clusters: Clusters, rounds: int, steps: int | None) -> dic
 
 
 def first_batch(clusters: Clusters, rounds: int, megabytes: float) -> dict:
-    """Seconds to the first batch of data in memory, each round with a new model: of much data, and of next to none.
+    """Return the seconds to the first batch of data in memory, for much data and for next to none.
+
+    Each round has a new model.
 
     What has no bar takes long, and is measured once.
     """
@@ -244,7 +252,10 @@ def first_batch(clusters: Clusters, rounds: int, megabytes: float) -> dict:
 
 
 def accuracy(clusters: Clusters, seeds: int, epochs: int) -> dict:
-    """Accuracy after as many epochs, by seed: one process, where every step follows the one before, and two workers."""
+    """Return the accuracy after a number of epochs, by seed, of one process and of two workers.
+
+    In one process every step follows the one before.
+    """
     alone, workers = clusters.get(("tfdist", 0), ("tfdist", 1))
     results: dict = {"synchronous": [], "parameter_server": []}
     with tempfile.TemporaryDirectory() as data_dir:
@@ -267,7 +278,8 @@ def judge(results: dict) -> list[dict]:
                     a["steps_per_second"] / b["steps_per_second"]
                     for a, b in zip(over[n], under[n], strict=True)
                 ]
-                median, bar = statistics.median(rounds), bar_of(n) if barred else None
+                median = statistics.median(rounds)
+                bar = bar_of(n) if barred else None
                 passed = None if bar is None else median >= bar
                 verdicts.append(
                     {
@@ -281,7 +293,8 @@ def judge(results: dict) -> list[dict]:
                     }
                 )
     for how, result in results.get("first_batch", {}).items():
-        median, bar = statistics.median(result["seconds"]), FIRST_BATCH[how][2]
+        median = statistics.median(result["seconds"])
+        bar = FIRST_BATCH[how][2]
         passed = None if bar is None else median < bar
         verdicts.append(
             {"part": "first_batch", "what": how, "bar": bar, "median": median, "passed": passed}
@@ -297,10 +310,21 @@ def report(results: dict, verdicts: list[dict], facts: dict) -> str:
         *(f"- {key}: {value}" for key, value in facts.items()),
         "",
     ]
-    lines += [f"One chief, {WORKERS} workers and the parameter servers, all on this machine, one thread per operation. Synthetic data in",
-              f"memory, {BATCH} examples per step. tf_keras is Keras 2 under TensorFlow's own ParameterServerStrategy, with a",
-              "DatasetCreator. CPU is that of all processes of the job; bytes are those on the loopback interface. Medians over the",
-              "rounds, min..max in brackets; ratios are of speeds within a round."]  # fmt: skip
+    lines += [
+        (
+            f"One chief, {WORKERS} workers and the parameter servers, all on this machine, one "
+            "thread per operation. Synthetic data in"
+        ),
+        (
+            f"memory, {BATCH} examples per step. tf_keras is Keras 2 under TensorFlow's own "
+            "ParameterServerStrategy, with a"
+        ),
+        (
+            "DatasetCreator. CPU is that of all processes of the job; bytes are those on the "
+            "loopback interface. Medians over the"
+        ),
+        "rounds, min..max in brackets; ratios are of speeds within a round.",
+    ]
     for name, part in SPEED.items():
         if name not in results:
             continue
@@ -324,8 +348,14 @@ def report(results: dict, verdicts: list[dict], facts: dict) -> str:
                 verdict(each["passed"], True),
             )
     if "first_batch" in results:
-        lines += ["", f"## First batch of {MEGABYTES} MB in memory", "", "Seconds from calling `fit` to the end of the first step. The model is",
-                  "built, the step is traced anew. Beside it the same with one batch of data.", ""]  # fmt: skip
+        lines += [
+            "",
+            f"## First batch of {MEGABYTES} MB in memory",
+            "",
+            "Seconds from calling `fit` to the end of the first step. The model is",
+            "built, the step is traced anew. Beside it the same with one batch of data.",
+            "",
+        ]
         lines += table("data", "seconds", "one batch alone", "bar", "")
         for each in (v for v in verdicts if v["part"] == "first_batch"):
             got = results["first_batch"][each["what"]]
@@ -339,7 +369,10 @@ def report(results: dict, verdicts: list[dict], facts: dict) -> str:
             "",
             "## Accuracy after equal epochs",
             "",
-            f"configs/digits_ps.py, {facts['Epochs']} epochs, {len(one)} seeds; the 297 test images.",
+            (
+                f"configs/digits_ps.py, {facts['Epochs']} epochs, {len(one)} seeds; the 297 test "
+                "images."
+            ),
             "",
         ]
         lines += table("training", "mean", "min..max")
@@ -381,7 +414,8 @@ def main(argv: list[str]) -> int:
     refusal = isolation.isolate()  # before any thread or process
     if refusal:
         print(
-            f"{isolation.warning(refusal)}\nBytes on the loopback interface are those of all programs.",
+            f"{isolation.warning(refusal)}\nBytes on the loopback interface are those of all "
+            "programs.",
             file=sys.stderr,
         )
     facts = begin("parameter_server.py", argv, args.rounds, **ONE_THREAD) | {"Epochs": args.epochs}

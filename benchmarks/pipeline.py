@@ -1,11 +1,13 @@
-"""Schedules of pipeline stages become their bubble, beside theory's, and their peak memory.
+"""Measure the bubble of pipeline schedules, beside theory's, and their peak memory.
 
     python benchmarks/pipeline.py            # writes benchmarks/reports/pipeline.{md,json}
     python benchmarks/pipeline.py --quick    # a few steps of each, writes nothing
 
-The bubble needs as many devices as stages, all equally fast. Where there are fewer cores than stages, stages that compute would show the
-machine's cores instead of the schedule: so each stage sleeps in its forward pass, and twice as long in its backward pass. What is measured
-beyond theory is what TensorFlow's executor and tfdist add. Memory is that of real layers: bytes of tensors, as TensorFlow's allocator counts them.
+The bubble needs as many devices as stages, all equally fast. Where there are fewer cores than
+stages, stages that compute would show the machine's cores instead of the schedule: so each stage
+sleeps in its forward pass, and twice as long in its backward pass. What is measured beyond theory
+is what TensorFlow's executor and tfdist add. Memory is that of real layers: bytes of tensors, as
+TensorFlow's allocator counts them.
 """
 
 from __future__ import annotations
@@ -74,7 +76,10 @@ def most(microbatches: int) -> float:
 
 
 def run(args: argparse.Namespace) -> dict[str, dict]:
-    """Seconds of steps by schedule and number of micro-batches, and peak bytes by schedule; rounds take turns."""
+    """Return seconds of steps by schedule and micro-batch count, and peak bytes by schedule.
+
+    Rounds take turns.
+    """
     seconds: dict[str, list[float]] = {
         f"{kind} {m}": [] for m in MICROBATCHES for kind in SCHEDULES
     }
@@ -145,18 +150,31 @@ def report(results: dict[str, dict], verdicts: list[dict], facts: dict) -> str:
         *(f"- {key}: {value}" for key, value in facts.items()),
         "",
     ]
-    lines += [f"{STAGES} stages, each a device of its own that sleeps {1e3 * FORWARD:g} ms in a forward and {2e3 * FORWARD:g} ms in a backward pass: they stand",
-              "for equally fast devices, which this machine has too few cores for. In theory a step is M + S - 1 turns, each a forward and a backward pass, and in",
-              "S - 1 of them a stage waits: that is the bubble. Measured, it is the part of a step in which a stage did not sleep. Bar: S of M + S turns, as of a",
-              "step that is one turn longer: beginning all passes must take less than a turn, and a schedule that loses one misses the bar. Medians of the rounds",
-              "(min..max).", ""]  # fmt: skip
+    lines += [
+        (
+            f"{STAGES} stages, each a device of its own that sleeps {1e3 * FORWARD:g} ms in a "
+            f"forward and {2e3 * FORWARD:g} ms in a backward pass: they stand"
+        ),
+        (
+            "for equally fast devices, which this machine has too few cores for. In theory a step "
+            "is M + S - 1 turns, each a forward and a backward pass, and in"
+        ),
+        (
+            "S - 1 of them a stage waits: that is the bubble. Measured, it is the part of a step "
+            "in which a stage did not sleep. Bar: S of M + S turns, as of a"
+        ),
+        (
+            "step that is one turn longer: beginning all passes must take less than a turn, and a "
+            "schedule that loses one misses the bar. Medians of the rounds"
+        ),
+        "(min..max).",
+        "",
+    ]
     lines += table("", "step, s", "theory, s", "bubble, %", "theory, %", "bar, %", "")
     for key, values in results["seconds"].items():
         kind, m = key.split()
-        gaps, judged = (
-            spread([100 * waiting(int(m), value) for value in values], ".1f"),
-            by_name[f"bubble {key}"],
-        )
+        gaps = spread([100 * waiting(int(m), value) for value in values], ".1f")
+        judged = by_name[f"bubble {key}"]
         cells = [
             spread(values, ".3f"),
             f"{theory(kind, int(m)):.3f}",
@@ -165,10 +183,23 @@ def report(results: dict[str, dict], verdicts: list[dict], facts: dict) -> str:
             f"{100 * judged['bar']:.1f}",
         ]
         lines += row(f"{kind}, {m} micro-batches", *cells, verdict(judged["passed"], True))
-    lines += ["", f"Bytes of all tensors of a step: weights, batch, activations and gradients of {STAGES} stages on one device, {MICROBATCHES[-1]} micro-batches of 256 rows,",
-              "16 Dense layers of 256 units with ReLU, SGD; the most of the steps of each round. Stage s, from 0, holds activations of S - s micro-batches with 1F1B,",
-              "and of M with GPipe: 10 parts of 64. With weights, gradients and batch, which both hold, that is 0.3 of GPipe's peak; the bar leaves half as much",
-              "again for what TensorFlow holds from one operation to the next.", ""]  # fmt: skip
+    lines += [
+        "",
+        (
+            "Bytes of all tensors of a step: weights, batch, activations and gradients of "
+            f"{STAGES} stages on one device, {MICROBATCHES[-1]} micro-batches of 256 rows,"
+        ),
+        (
+            "16 Dense layers of 256 units with ReLU, SGD; the most of the steps of each round. "
+            "Stage s, from 0, holds activations of S - s micro-batches with 1F1B,"
+        ),
+        (
+            "and of M with GPipe: 10 parts of 64. With weights, gradients and batch, which both "
+            "hold, that is 0.3 of GPipe's peak; the bar leaves half as much"
+        ),
+        "again for what TensorFlow holds from one operation to the next.",
+        "",
+    ]
     lines += table("", "peak, MiB", "of GPipe's", f"bar {OF_GPIPE}")
     whole = statistics.median(results["peaks"]["GPipe"])
     for name, values in results["peaks"].items():

@@ -1,12 +1,14 @@
-"""Launches whose workers are killed become seconds until they train again; `fit` with and without saves becomes what saves cost.
+"""Measure the time until launches with killed workers train again, and the cost of saves in `fit`.
 
-    python benchmarks/recovery.py            # all parts, writes benchmarks/reports/recovery.{md,json}
-    python benchmarks/recovery.py --quick    # one launch of each kind and a few steps, writes nothing
+    # All parts, writes benchmarks/reports/recovery.{md,json}.
+    python benchmarks/recovery.py
+    # One launch of each kind and a few steps, writes nothing.
+    python benchmarks/recovery.py --quick
 
-Each round is two launches of two workers with a chaos plan, whose journals have the times: one with standby processes, one
-without, in alternating order. Saves are measured by processes
-that stay alive, of which one group runs at a time; short fits of every `save_freq` take turns, each second turn in reverse order, and
-ratios are taken between fits that follow each other.
+Each round is two launches of two workers with a chaos plan, whose journals have the times: one with
+standby processes, one without, in alternating order. Saves are measured by processes that stay
+alive, of which one group runs at a time; short fits of every `save_freq` take turns, each second
+turn in reverse order, and ratios are taken between fits that follow each other.
 """
 
 from __future__ import annotations
@@ -137,8 +139,31 @@ def launch(
     script = pathlib.Path(__file__).with_name("_recovery_worker.py")
     logs = directory / "logs"
     plan = "; ".join(FAULTS[fault] for fault in faults)
-    words = [sys.executable, "-m", "tfdist", "launch", "--workers", "2", "--restarts", "9", "--hang-timeout", str(HANG_TIMEOUT), "--standby", str(standbys),
-             "--log-dir", str(logs), "--chaos", plan, "--", str(script), str(directory), str(SAVE_FREQ), str(epochs), str(standbys), model]  # fmt: skip
+    words = [
+        sys.executable,
+        "-m",
+        "tfdist",
+        "launch",
+        "--workers",
+        "2",
+        "--restarts",
+        "9",
+        "--hang-timeout",
+        str(HANG_TIMEOUT),
+        "--standby",
+        str(standbys),
+        "--log-dir",
+        str(logs),
+        "--chaos",
+        plan,
+        "--",
+        str(script),
+        str(directory),
+        str(SAVE_FREQ),
+        str(epochs),
+        str(standbys),
+        model,
+    ]
     done = subprocess.run(
         words,
         cwd=directory,
@@ -150,7 +175,8 @@ def launch(
     )
     if done.returncode:
         raise ProcessFailed(
-            f"`tfdist launch --chaos {plan!r}` ended with code {done.returncode}:\n{done.stdout[-4000:]}"
+            f"`tfdist launch --chaos {plan!r}` ended with code {done.returncode}:\n"
+            f"{done.stdout[-4000:]}"
         )
     return recoveries(read_journal(str(logs)), faults)
 
@@ -220,7 +246,7 @@ def recover(faults: list[str], rounds: int, timeout: float) -> Recoveries:
 
 
 def restart_large(rounds: int, timeout: float) -> Recoveries:
-    """Return the recoveries of larger models from the loss of a worker, by model and kind of launch."""
+    """Return larger models' recoveries from the loss of a worker, by model and kind of launch."""
     found: Recoveries = {model: collections.defaultdict(list) for model in LARGE}
     for number in range(rounds):
         for model in LARGE:
@@ -238,7 +264,7 @@ def restart_large(rounds: int, timeout: float) -> Recoveries:
 
 
 def save(rounds: int, epochs: int, cores: list[int], timeout: float) -> Saves:
-    """Seconds per epoch in each fit, and seconds of CPU, by the number of workers and `save_freq`."""
+    """Return seconds and CPU seconds per epoch in each fit, by worker count and `save_freq`."""
     found: Saves = {}
     for workers in (1, 2):
         seconds = found[workers] = {key: [] for key in FREQUENCIES}
@@ -253,7 +279,8 @@ def save(rounds: int, epochs: int, cores: list[int], timeout: float) -> Saves:
                     seconds[key].append(team.measure(key, epochs))
                 times = "  ".join(f"{key} {1e3 * seconds[key][-1][0]:.1f}" for key in FREQUENCIES)
                 print(
-                    f"{workers} workers, fit {number + 1} of {FITS * rounds}, ms per epoch: {times}",
+                    f"{workers} workers, fit {number + 1} of {FITS * rounds}, ms per epoch: "
+                    f"{times}",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -321,7 +348,10 @@ def judge(recoveries: Recoveries, saved: Saves) -> list[dict]:
             1 - none[0] / some[0]
             for none, some in zip(seconds["none"], seconds[str(SAVE_FREQ)], strict=True)
         ]
-        name = f"throughput lost by saves every {SAVE_FREQ} steps, {workers} worker{'s' * (workers > 1)}"
+        name = (
+            f"throughput lost by saves every {SAVE_FREQ} steps, {workers} "
+            f"worker{'s' * (workers > 1)}"
+        )
         rows.append((name, statistics.median(ratios) if ratios else None, "<", COST))
     return [
         {
@@ -345,7 +375,10 @@ def report(
         "",
     ]
     lines += [
-        "The CNN of `configs/digits.py`: 24 steps of 64 images an epoch. Medians over the rounds, min..max in brackets.",
+        (
+            "The CNN of `configs/digits.py`: 24 steps of 64 images an epoch. Medians over the "
+            "rounds, min..max in brackets."
+        ),
         "",
         *table("bar", "measured", "", ""),
     ]
@@ -387,15 +420,27 @@ def report(
             "",
         )
     if recoveries:
-        lines += ["", "A file is written while training goes on. A chief that is killed before the file is complete takes it along: then the snapshot",
-                  "before it counts, and the steps run since the save began are lost besides those of an interval."]  # fmt: skip
+        lines += [
+            "",
+            (
+                "A file is written while training goes on. A chief that is killed before the file "
+                "is complete takes it along: then the snapshot"
+            ),
+            (
+                "before it counts, and the steps run since the save began are lost besides those "
+                "of an interval."
+            ),
+        ]
     if large:
         columns = [(model, kind) for model in large for kind in KINDS]
         lines += [
             "",
             "## Larger models: from the death of a worker to the next step",
             "",
-            f"Two workers, batches of 4. Rounds: {len(next(iter(large.values()))['fresh'])}. Seconds.",
+            (
+                f"Two workers, batches of 4. Rounds: {len(next(iter(large.values()))['fresh'])}. "
+                "Seconds."
+            ),
             "",
         ]
         lines += table(
@@ -428,7 +473,10 @@ def report(
     for workers, seconds in saved.items():
         lines += [
             "",
-            f"## Saving, {'one worker on two cores' if workers == 1 else 'two workers, each on a core of its own'}",
+            (
+                "## Saving, "
+                f"{'one worker on two cores' if workers == 1 else 'two workers, each on a core of its own'}"  # noqa: E501
+            ),
             "",
         ]
         lines += table(

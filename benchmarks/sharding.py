@@ -1,10 +1,12 @@
-"""ZeRO stages 1, 2 and 3 become the bytes that each process holds, and the time of a step, beside plain data parallel training.
+"""Measure bytes per process and step time of ZeRO stages 1 to 3, beside plain data parallel.
 
-    python benchmarks/sharding.py            # 200 M parameters; writes benchmarks/reports/sharding.{md,json}; needs about 10 GB of memory
-    python benchmarks/sharding.py --quick    # a small model, writes nothing
+    # 200 M parameters; writes benchmarks/reports/sharding.{md,json}; needs about 10 GB of memory.
+    python benchmarks/sharding.py
+    # A small model, writes nothing.
+    python benchmarks/sharding.py --quick
 
-Bytes are those of tensors, as TensorFlow counts them: resident between two steps, and the most within a step. Workers of one contender run
-at a time; contenders take turns in each round.
+Bytes are those of tensors, as TensorFlow counts them: resident between two steps, and the most
+within a step. Workers of one contender run at a time; contenders take turns in each round.
 """
 
 from __future__ import annotations
@@ -22,21 +24,27 @@ from _workers import ONE_THREAD
 
 from tfdist import ClusterSpec
 
-ROUNDS, STEPS = 2, 3
+ROUNDS = 2
+STEPS = 3
 MIB = 1 << 20
-CONTENDERS = {  # processes: contenders; plain data parallel takes the same memory on any number of them
+# Processes: contenders. Plain data parallel takes the same memory on any number of them.
+CONTENDERS = {
     2: ("data parallel", "zero 1", "zero 2", "fsdp", "fsdp, kept"),
     4: ("zero 2", "fsdp"),
 }
 TO_BEAT = 587, 873  # MiB resident and in a step, FSDP in 4 processes: this project's prototype
 NEAR = 0.1
-# Of a loss after some steps. Ways differ in the order of their sums, and in which of oneDNN's products fits where a buffer begins: after two steps
-# by at most 3e-7 in a weight, which 8 blocks make more of. A learning rate that is 1 % off shows as 1e-3.
+# Tolerance of a loss after some steps. Ways differ in the order of their sums, and in which of
+# oneDNN's products fits where a buffer begins: after two steps by at most 3e-7 in a weight, which 8
+# blocks make more of. A learning rate that is 1 % off shows as 1e-3.
 SAME = 1e-4
 
 
 def theory(way: str, processes: int, weights: int, layer: float) -> dict[str, float]:
-    """Bytes between steps: weights, Adam's two slots, the part of the weights that ZeRO 1 and 2 update. In a step gradients too, and what is kept of their sums.
+    """Return the bytes between steps, and the most within a step.
+
+    Between steps these are weights, Adam's two slots, and the part of the weights that ZeRO 1 and 2
+    update. In a step gradients are added, and what is kept of their sums.
 
     Args:
         way: Of `CONTENDERS`.
@@ -46,7 +54,7 @@ def theory(way: str, processes: int, weights: int, layer: float) -> dict[str, fl
 
     >>> theory("data parallel", 2, 100, 10), theory("zero 2", 2, 100, 10), theory("fsdp", 4, 100, 10)
     ({'resident': 300, 'peak': 500}, {'resident': 250.0, 'peak': 400.0}, {'resident': 75.0, 'peak': 110.0})
-    """
+    """  # noqa: E501
     if way == "data parallel":
         return {"resident": 3 * weights, "peak": 5 * weights}
     if way.startswith("zero"):
@@ -145,13 +153,39 @@ def report(results: dict, verdicts: list[dict], facts: dict) -> str:
         *(f"- {key}: {value}" for key, value in facts.items()),
         "",
     ]
-    lines += ["MiB of tensors per process, of the process with the most, as TensorFlow's allocator counts them, which rounds up. In theory P bytes of weights",
-              "make 3 P resident with data parallel, P + 3 P / N with ZeRO stages 1 and 2, and 3 P / N with FSDP: weights and Adam's two slots. In a step",
-              "gradients come to it, and their sums: 2 P; P + P / N with ZeRO, which keeps a part of the sums; P / N and a layer's weights with FSDP. Seconds: the quickest step of the slowest",
-              "process; median over the rounds (min..max). Processes share two cores: so steps of 4 processes are not compared.", "",
-              "Bars. Bytes: within 10 % of theory, which leaves out the batch, activations and what is under way. Step time in 2 processes: at most data parallel's of the",
-              f"same round, as memory is not to be paid for with time. Loss, the mean over all steps: within {SAME:g} of data parallel's, as sums are rounded in another",
-              "order, and nothing else may differ. MiB of the prototype: what this project's first FSDP took.", ""]  # fmt: skip
+    lines += [
+        (
+            "MiB of tensors per process, of the process with the most, as TensorFlow's allocator "
+            "counts them, which rounds up. In theory P bytes of weights"
+        ),
+        (
+            "make 3 P resident with data parallel, P + 3 P / N with ZeRO stages 1 and 2, and 3 P "
+            "/ N with FSDP: weights and Adam's two slots. In a step"
+        ),
+        (
+            "gradients come to it, and their sums: 2 P; P + P / N with ZeRO, which keeps a part "
+            "of the sums; P / N and a layer's weights with FSDP. Seconds: the quickest step of "
+            "the slowest"
+        ),
+        (
+            "process; median over the rounds (min..max). Processes share two cores: so steps of 4 "
+            "processes are not compared."
+        ),
+        "",
+        (
+            "Bars. Bytes: within 10 % of theory, which leaves out the batch, activations and what "
+            "is under way. Step time in 2 processes: at most data parallel's of the"
+        ),
+        (
+            "same round, as memory is not to be paid for with time. Loss, the mean over all "
+            f"steps: within {SAME:g} of data parallel's, as sums are rounded in another"
+        ),
+        (
+            "order, and nothing else may differ. MiB of the prototype: what this project's first "
+            "FSDP took."
+        ),
+        "",
+    ]
     lines += table(
         "", "processes", "MiB resident", "in theory", "MiB in a step", "in theory", "s/step"
     )

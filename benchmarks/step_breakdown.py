@@ -1,12 +1,15 @@
-"""`fit` with and without `tfdist.StepBreakdown` becomes what measuring steps costs.
+"""Measure the cost of measuring steps: `fit` with and without `tfdist.StepBreakdown`.
 
-    python benchmarks/step_breakdown.py            # writes benchmarks/reports/step_breakdown.{md,json}
-    python benchmarks/step_breakdown.py --quick    # a few steps of each, writes nothing
+    # Writes benchmarks/reports/step_breakdown.{md,json}.
+    python benchmarks/step_breakdown.py
+    # A few steps of each, writes nothing.
+    python benchmarks/step_breakdown.py --quick
 
-Epochs with and without the callback take turns in processes that stay alive, each second round the other way around. Other work on a
-machine only ever makes epochs slower, by far more than what is looked for here: so the quickest ones are compared. The two are other
-graphs, each with its place in memory, which makes either some percent faster than the other as long as a process lives: so the median
-over several starts of the processes counts.
+Epochs with and without the callback take turns in processes that stay alive, each second round the
+other way around. Other work on a machine only ever makes epochs slower, by far more than the effect
+to be measured: so the quickest ones are compared. The two are different graphs, each with its place
+in memory, which makes either some percent faster than the other as long as a process lives: so the
+median over several starts of the processes counts.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ MEASURES = ("quiet", "step_breakdown")
 def measure(
     model: Model, workers: int, rounds: int, steps: int, cores: list[int], timeout: float
 ) -> dict[str, list[float]]:
-    """Seconds per step of the slowest worker, in each round: without and with the step_breakdown."""
+    """Return the slowest worker's seconds per step in each round, without and with the callback."""
     seconds = collections.defaultdict(list)
     with tempfile.TemporaryDirectory(prefix="step_breakdown-") as directory:
         team = Processes(
@@ -110,9 +113,21 @@ def report(results: dict, verdicts: list[dict], facts: dict) -> str:
         *(f"- {key}: {value}" for key, value in facts.items()),
         "",
     ]
-    lines += [f"Synthetic images of 28 x 28 in memory ({EXAMPLES}), Adam, 64 examples per worker and step, each worker on a core of its own with",
-              "one thread; epochs of about half a second, of which each writes records and curves, and in which two workers exchange their times once.",
-              "The quickest round of each start of the processes; of these the median over the starts (min..max).", ""]  # fmt: skip
+    lines += [
+        (
+            f"Synthetic images of 28 x 28 in memory ({EXAMPLES}), Adam, 64 examples per worker "
+            "and step, each worker on a core of its own with"
+        ),
+        (
+            "one thread; epochs of about half a second, of which each writes records and curves, "
+            "and in which two workers exchange their times once."
+        ),
+        (
+            "The quickest round of each start of the processes; of these the median over the "
+            "starts (min..max)."
+        ),
+        "",
+    ]
     lines += table("", "ms/step", "ms/step measured", "cost, %", f"bar {100 * (BAR - 1):.0f} %")
     for name, each in zip(results, verdicts, strict=True):
         times = [
@@ -142,7 +157,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add_options(
         parser,
         ROUNDS,
-        f"timed steps of two workers in each epoch, default: {defaults}; one worker makes {ALONE:g} times as many",
+        f"timed steps of two workers in each epoch, default: {defaults}; one worker makes "
+        f"{ALONE:g} times as many",
     )
     args = parser.parse_args(argv)
     fill_options(args, ROUNDS, quick_steps=5)

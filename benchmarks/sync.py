@@ -1,10 +1,11 @@
-"""Two pinned workers become steps per second, bytes per step and accuracy under each policy of `tfdist.sync`.
+"""Measure step rate, bytes and accuracy of two workers under each policy of `tfdist.sync`.
 
     python benchmarks/sync.py            # all models, writes benchmarks/reports/sync.{md,json}
     python benchmarks/sync.py --quick    # a few steps of each, writes nothing
 
-The two processes of tfdist hold a model for each policy, and train one at a time, by turns with tf_keras in two processes of its own. Rounds visit
-every variant, each second round in reverse order; ratios are taken within a round. Before, each trains a new model on the same examples of the
+The two processes of tfdist hold a model for each policy, and train one at a time, by turns with
+tf_keras in two processes of its own. Rounds visit every variant, each second round in reverse
+order; ratios are taken within a round. Before, each trains a new model on the same examples of the
 digits, in the same order, and is evaluated on those that were left out.
 """
 
@@ -30,7 +31,9 @@ ROUNDS = 5
 STOCK = "tf_keras"
 STEPS = {"cnn": 144, "mlp": 288, "mlp50": 16}  # of each variant and round; multiples of EVERY
 EPOCHS = {"cnn": 20, "mlp": 40, "mlp50": 3}  # of the digits, before accuracies are compared
-SEEDS = 3  # trainings of each variant of `LOSS`, whose accuracies are averaged: 1 % are four of the digits that were left out
+# Trainings of each variant of `LOSS`, whose accuracies are averaged: 1 % are four of the digits
+# that were left out.
+SEEDS = 3
 TITLES = {
     "mean": "gradients, float32 (the default)",
     "bfloat16": "gradients, bfloat16 on the wire",
@@ -87,12 +90,14 @@ class Team(Processes):
 
 
 def measure(name: str, args: argparse.Namespace) -> dict:
-    """All variants of one model.
+    """Run all variants of one model.
 
     Returns:
-        "parameters"; and by variant "seconds": per step in each round, "bytes": that a worker sends in a step, "accuracy".
+        "parameters"; and by variant "seconds": per step in each round, "bytes": that a worker sends
+        in a step, "accuracy".
     """
-    model, steps = MODELS[name], args.steps or STEPS[name]
+    model = MODELS[name]
+    steps = args.steps or STEPS[name]
     frameworks = ["tfdist", *([STOCK] if importlib.util.find_spec(STOCK) else [])]
     variants = [*VARIANTS, *frameworks[1:]]
     seconds: dict[str, list[float]] = {variant: [] for variant in variants}
@@ -119,7 +124,8 @@ def measure(name: str, args: argparse.Namespace) -> dict:
             ]
             accuracy[variant] = statistics.mean(found)
             print(
-                f"{model.title}, {variant}: accuracies {', '.join(f'{each:.2%}' for each in found)}",
+                f"{model.title}, {variant}: accuracies "
+                f"{', '.join(f'{each:.2%}' for each in found)}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -186,14 +192,28 @@ def report(results: dict, verdicts: list[dict], facts: dict) -> str:
         *(f"- {key}: {value}" for key, value in facts.items()),
         "",
     ]
-    lines += ["Two workers on one machine, each on a core of its own with one thread, Adam, steps_per_execution 1. Images of 28 x 28 made of the digits.",
-              "Medians over the rounds, min..max in brackets. Bytes are what a worker sends in a step, on average. Accuracy is that on digits that were left",
-              f"out, after equally many examples; where a bar is about it, the mean of {SEEDS} trainings."]  # fmt: skip
+    lines += [
+        (
+            "Two workers on one machine, each on a core of its own with one thread, Adam, "
+            "steps_per_execution 1. Images of 28 x 28 made of the digits."
+        ),
+        (
+            "Medians over the rounds, min..max in brackets. Bytes are what a worker sends in a "
+            "step, on average. Accuracy is that on digits that were left"
+        ),
+        (
+            f"out, after equally many examples; where a bar is about it, the mean of {SEEDS} "
+            "trainings."
+        ),
+    ]
     for name, result in results.items():
         model = MODELS[name]
         lines += [
             "",
-            f"## {model.title}: {result['parameters']:,} parameters, {model.replica_batch} examples per worker and step",
+            (
+                f"## {model.title}: {result['parameters']:,} parameters, {model.replica_batch} "
+                "examples per worker and step"
+            ),
             "",
         ]
         lines += table("policy", "steps/s", "of the default's", "kB a step", "accuracy")
@@ -229,12 +249,14 @@ def main(argv: list[str]) -> int:
     add_options(
         parser,
         ROUNDS,
-        f"timed steps per variant and round, default: {', '.join(f'{steps} ({name})' for name, steps in STEPS.items())}",
+        "timed steps per variant and round, default: "
+        f"{', '.join(f'{steps} ({name})' for name, steps in STEPS.items())}",
     )
     parser.add_argument(
         "--epochs",
         type=int,
-        help=f"of the digits, default: {', '.join(f'{epochs} ({name})' for name, epochs in EPOCHS.items())}",
+        help="of the digits, default: "
+        f"{', '.join(f'{epochs} ({name})' for name, epochs in EPOCHS.items())}",
     )
     args = parser.parse_args(argv)
     fill_options(args, ROUNDS, quick_steps=EVERY)

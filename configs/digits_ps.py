@@ -1,9 +1,9 @@
-"""The CNN of digits.py learns from two workers that share one parameter server: over 96 % right.
+"""Train the CNN of digits.py by two workers that share one parameter server: over 96 % right.
 
     tfdist launch --chief --workers 2 --ps 1 -- tfdist train --config=configs/digits_ps.py
 
-Every task runs this command. The chief trains, writes and prints; workers and parameter servers serve until it is done.
-Without a cluster the same file trains in one process.
+Every task runs this command. The chief trains, writes and prints; workers and parameter servers
+serve until it is done. Without a cluster the same file trains in one process.
 """
 
 import tfdist

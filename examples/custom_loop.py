@@ -37,7 +37,10 @@ def main(_):
         loss_of = keras.losses.SparseCategoricalCrossentropy(reduction=None)
 
     def step(batch):
-        """One replica's step: its rows' share of the mean loss, and their gradient, summed over replicas by the optimizer."""
+        """Compute one replica's share of the mean loss, and its gradient.
+
+        The optimizer sums the gradient over replicas.
+        """
         images, labels = batch
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(loss_of(labels, model(images, training=True))) / GLOBAL_BATCH

@@ -1,4 +1,4 @@
-"""A script of one's own: a network learns handwritten digits, on one device or many workers, unchanged.
+"""Train a network on handwritten digits by a script of one's own, on one device or many workers.
 
 On this machine alone, on two of its CPU devices, and as two workers:
 
@@ -6,10 +6,12 @@ On this machine alone, on two of its CPU devices, and as two workers:
     python examples/digits.py --strategy mirrored --devices cpu:0,cpu:1
     tfdist launch --workers 2 -- examples/digits.py --epochs 2
 
-The same two workers by hand, each line in a terminal of its own:
+The same two workers by hand, each command in a terminal of its own:
 
-    python examples/digits.py --cluster configs/clusters/local-two.yaml --task_type worker --task_index 0
-    python examples/digits.py --cluster configs/clusters/local-two.yaml --task_type worker --task_index 1
+    python examples/digits.py --cluster configs/clusters/local-two.yaml \\
+        --task_type worker --task_index 0
+    python examples/digits.py --cluster configs/clusters/local-two.yaml \\
+        --task_type worker --task_index 1
 
 A TF_CONFIG in the environment serves as well as --cluster and --task_*.
 """

@@ -1,8 +1,10 @@
-"""Few labels and many images teach a network the digits: its sure guesses are labels for the same images, hidden in part (FixMatch).
+"""Teach a network the digits from few labels and many images (FixMatch).
 
-    python examples/semi_supervised.py                                    # this machine's devices
-    python examples/semi_supervised.py --weight 0                         # what the labels alone teach
-    tfdist launch --workers 2 -- examples/semi_supervised.py              # two workers
+Its sure guesses are labels for the same images, hidden in part.
+
+    python examples/semi_supervised.py                        # this machine's devices
+    python examples/semi_supervised.py --weight 0             # what the labels alone teach
+    tfdist launch --workers 2 -- examples/semi_supervised.py  # two workers
 
 After Sohn et al. 2020, arXiv:2001.07685, section 2.
 """
@@ -37,7 +39,11 @@ def shifted(image, seed, hidden):
 
 
 def loss(model, batch, training):
-    """A row is an image with a label, and an image without one, twice: nearly as it is, and much hidden. To test, one with its label."""
+    """Make rows of an image with a label, and an image without one, twice.
+
+    The latter is nearly as it is once, and much hidden once. Rows for tests are an image with its
+    label.
+    """
     logits = model(batch["known"], training=training)
     hits = tf.cast(tf.equal(tf.argmax(logits, 1), batch["label"]), tf.float32)
     value = tf.reduce_mean(
@@ -64,13 +70,14 @@ def main(_):
         transform=lambda image, label: {"known": tf.cast(image, tf.float32) / 255, "label": label},
     )
     images = (images / 255).astype("float32")
-    few_images, few_labels = (
-        tf.constant(images[: FLAGS.labels]),
-        tf.constant(labels[: FLAGS.labels]),
-    )
+    few_images = tf.constant(images[: FLAGS.labels])
+    few_labels = tf.constant(labels[: FLAGS.labels])
 
     def row(image, seed):
-        """Which labelled image goes with an image follows from the example and the epoch: it is the same for any number of workers."""
+        """Pick the labelled image that goes with an image, by the example and the epoch.
+
+        The choice is the same for any number of workers.
+        """
         i = tf.random.stateless_uniform([], seed + 6, 0, FLAGS.labels, tf.int32)
         known, weak, strong = (
             shifted(x, seed + 2 * n, hidden)
@@ -98,7 +105,8 @@ def main(_):
     history = loops.train(loss, state, epochs=FLAGS.epochs, validation=test)
     if state.is_chief:
         print(
-            f"{FLAGS.labels} labels, {len(images)} images: test accuracy {history['val_accuracy'][-1]:.4f}",
+            f"{FLAGS.labels} labels, {len(images)} images: test accuracy "
+            f"{history['val_accuracy'][-1]:.4f}",
             flush=True,
         )
 

@@ -1,9 +1,11 @@
-"""A loss of one's own learns the digits: functions in place of compile and fit, with a schedule and a validation.
+"""Train on the digits with a loss of one's own, a schedule and a validation.
 
-    python examples/supervised.py                                         # this machine's devices
-    python examples/supervised.py --devices cpu:0,cpu:1                   # two replicas
-    tfdist launch --workers 2 -- examples/supervised.py                   # two workers
-    python examples/supervised.py --nocompiled --epochs 1                 # as Python, to be read with a debugger
+Functions replace compile and fit.
+
+    python examples/supervised.py                            # this machine's devices
+    python examples/supervised.py --devices cpu:0,cpu:1      # two replicas
+    tfdist launch --workers 2 -- examples/supervised.py      # two workers
+    python examples/supervised.py --nocompiled --epochs 1    # as Python, to be read with a debugger
 
 All print the same, to float32 rounding.
 """
@@ -24,7 +26,7 @@ flags.DEFINE_boolean("compiled", True, "Whether steps run as graphs.")
 
 
 def loss(model, images, labels, training):
-    """Cross-entropy with labels smoothed, and accuracy: means over the rows that this replica has."""
+    """Return smoothed cross-entropy and accuracy: means over the rows that this replica has."""
     logits = model(images, training=training)
     smooth = 0.9 * tf.one_hot(labels, 10) + 0.01
     hits = tf.cast(tf.equal(tf.argmax(logits, 1), labels), tf.float32)

@@ -1,4 +1,6 @@
-"""Images without labels become codes of a few numbers, from which they are drawn again: a denoising autoencoder, by a loop of one's own.
+"""Encode images without labels as a few numbers, and draw them again from these.
+
+This is a denoising autoencoder, trained by a loop of one's own.
 
 python examples/unsupervised.py                                       # this machine's devices
 python examples/unsupervised.py --devices cpu:0,cpu:1                 # two replicas
@@ -64,7 +66,7 @@ def main(_):
 
     @state.step
     def step(rows):
-        """One replica's step; what is returned becomes the mean over the global batch."""
+        """Run one replica's step; the results are averaged over the global batch."""
         gradients, logs = loops.train_step(loss, state, rows)
         gradients = [
             tf.clip_by_value(g, -0.1, 0.1) for g in gradients

@@ -1,4 +1,4 @@
-"""Notebooks are executed, each in a new kernel and a temporary directory, and saved with tidy outputs.
+"""Execute notebooks in new kernels and temporary directories, and save them with tidy outputs.
 
     python notebooks/execute.py                            # all of this directory, in place
     python notebooks/execute.py faults.ipynb --to /tmp     # one, saved elsewhere
@@ -22,7 +22,8 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernel
 from tfdist.launch.terminal_text import is_chatter, printable
 
 HERE = pathlib.Path(__file__).resolve().parent
-# Of a launcher or scheduler around this process, and what would make the launcher show TensorFlow's information lines.
+# Variables of a launcher or scheduler around this process, and those that would make the launcher
+# show TensorFlow's information lines.
 LEFT_OUT = ("TF_CONFIG", "TF_CPP_", "TFDIST_", "SLURM_", "OMPI_")
 CHATTER_GOES_ON = "To enable the following instructions: "
 
@@ -79,16 +80,23 @@ def execute(notebook: nbformat.NotebookNode, timeout: int) -> nbformat.NotebookN
 
 
 def environment(directory: str) -> dict[str, str]:
-    """This process' environment with its Python's programs in PATH, and temporary files in the directory."""
+    """Return this process' environment, with its Python's programs in PATH.
+
+    Temporary files go to the directory.
+    """
     kept = {name: value for name, value in os.environ.items() if not name.startswith(LEFT_OUT)}
-    programs, path = os.path.dirname(sys.executable), kept.get("PATH", os.defpath)
+    programs = os.path.dirname(sys.executable)
+    path = kept.get("PATH", os.defpath)
     if programs not in path.split(os.pathsep):
         path = f"{programs}{os.pathsep}{path}"
     return {**kept, "PATH": path, "TMPDIR": directory}
 
 
 def tidy(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
-    """Leaves out what differs between machines but tells nothing, in place: TensorFlow's information lines, versions, times."""
+    """Remove what differs between machines but tells nothing, in place.
+
+    This is TensorFlow's information lines, versions and times.
+    """
     notebook.metadata = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
         "language_info": {"name": "python"},
@@ -124,7 +132,8 @@ def _tidy_outputs(outputs: list[nbformat.NotebookNode]) -> list[nbformat.Noteboo
 
 
 if __name__ == "__main__":
-    # A kernel that somebody has registered as python3 is not this Python, and this user's settings and history are no part of it.
+    # The kernel is this Python, even if somebody has registered another one as python3, and does
+    # not use this user's settings and history.
     with tempfile.TemporaryDirectory(prefix="tfdist-jupyter-") as data:
         os.environ["JUPYTER_DATA_DIR"] = os.environ["IPYTHONDIR"] = data
         os.environ.pop("JUPYTER_PATH", None)

@@ -1,4 +1,4 @@
-"""Fixtures that tests of several directories share, and an end to tests that no other bound ends."""
+"""Fixtures for tests of several directories, and an end to tests that no other bound ends."""
 
 import faulthandler
 import functools
@@ -11,12 +11,15 @@ import pytest
 
 from tests import forkserver
 
-LATE = 240  # seconds after a test's own bound, which neither ends a call that never returns to Python nor waits in what clears up after it
+# Seconds after a test's own bound, which neither ends a call that never returns to Python nor waits
+# in what clears up after it.
+LATE = 240
 
 _real_stderr = pytest.StashKey[int]()
 
 
-# A virtual machine may show AMX to programs and end those that use it (SIGILL); oneDNN takes this as its limit.
+# A virtual machine may show AMX to programs and end those that use it (SIGILL); oneDNN takes this
+# as its limit.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
 
@@ -36,7 +39,8 @@ def pytest_configure(config):
             name: value for name, value in os.environ.items() if not name.startswith(foreign)
         }
         forkserver.Popen.make_server = functools.partial(forkserver.Server.start, environ)
-    # Under nohup, or in a script's background, these are ignored, here and in the processes that tests start.
+    # Under nohup, or in a script's background, these are ignored, here and in the processes that
+    # tests start.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     config.stash[_real_stderr] = os.dup(2)  # of a test it is captured
@@ -44,8 +48,9 @@ def pytest_configure(config):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """Ends the process, with the stacks of all threads, where a test's timeout did not end the test."""
-    own, asked = item.get_closest_marker("timeout"), item.config.getoption("timeout")
+    """End the process, with the stacks of all threads, if a test's timeout did not end the test."""
+    own = item.get_closest_marker("timeout")
+    asked = item.config.getoption("timeout")
     seconds = float(item.config.getini("timeout")) if asked is None else asked
     if item.config.getoption("usepdb") or not seconds:
         return (yield)
@@ -61,11 +66,11 @@ def pytest_runtest_protocol(item):
 
 @pytest.fixture(autouse=True)
 def garbage():
-    """What a test leaves behind is freed when it ends.
+    """Free what a test leaves behind when it ends.
 
-    The end of a data set's iterator may wait, with Python's lock held, for the thread that tunes it: as long as the iterator lived, up
-    to a minute. Freed young, it takes no time; what the next test shares with this one is not looked at again, so that this does not
-    either.
+    The end of a data set's iterator may wait, with Python's lock held, for the thread that tunes
+    it: as long as the iterator lived, up to a minute. Freed young, it takes no time; what the next
+    test shares with this one is not looked at again, so that this does not either.
     """
     yield
     gc.collect()

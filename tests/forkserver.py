@@ -1,14 +1,14 @@
 """A fork server: tests take their Python processes from one that has TensorFlow imported already.
 
-Python's `multiprocessing` has the same idea. `Popen` here is `subprocess.Popen` for commands such as
-`python -m MODULE`, `python -c CODE` and `python FILE.py`: its process is a fork of a process that was
-started by exec, has imported TensorFlow, Keras and tfdist, and has touched no device. It is a true
-child of the caller, with the caller's files, environment and directory. What a fork cannot imitate
-(options of Python, variables that TensorFlow reads when it is loaded) is started by exec as ever, and
-so is everything under `pytest --standby 0`, and where there is no Linux.
+Python's `multiprocessing` has the same idea. `Popen` here is `subprocess.Popen` for commands such
+as `python -m MODULE`, `python -c CODE` and `python FILE.py`: its process is a fork of a process
+that was started by exec, has imported TensorFlow, Keras and tfdist, and has touched no device. It
+is a true child of the caller, with the caller's files, environment and directory. What a fork
+cannot imitate (options of Python, variables that TensorFlow reads when it is loaded) is started by
+exec as ever, and so is everything under `pytest --standby 0`, and where there is no Linux.
 
-A `tfdist` command that runs in such a process forks a server of its own before it does anything else,
-so that its children, too, are forks, and its own.
+A `tfdist` command that runs in such a process forks a server of its own before it does anything
+else, so that its children, too, are forks, and its own.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ LEAN = ROOT / "tests" / "lean"
 OFF = "TFDIST_TEST_FRESH"  # a variable of processes that are to be started by exec
 REGISTRY = pathlib.Path(tempfile.gettempdir()) / f"tfdist-forks-{os.getuid()}"
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-START_SECONDS, REPLY_SECONDS = 120.0, 30.0
+START_SECONDS = 120.0
+REPLY_SECONDS = 30.0
 # TensorFlow reads these when it makes devices, and the paths are set anew in each fork.
 READ_LATE = {
     "CUDA_VISIBLE_DEVICES",
@@ -80,8 +81,8 @@ MODULES = [
     "tfdist.run.telemetry_callbacks",
     "tfdist.parallel",
     "tfdist.cluster.preflight",
-    "tfdist.run",
-    "tfdist.strategies",
+    "tfdist.run.train_command",
+    "tfdist.strategies.factory",
     "tfdist.sync",
     "tfdist.train.callbacks.backup_and_restore",
     "tfdist.train.callbacks.tensorboard",
@@ -186,8 +187,26 @@ class Popen(subprocess.Popen):
     server: Server | None = None
     make_server: Callable[[], Server] | None = None  # for when one is first needed
 
-    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
-                       p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *rest):  # fmt: skip
+    def _execute_child(
+        self,
+        args,
+        executable,
+        preexec_fn,
+        close_fds,
+        pass_fds,
+        cwd,
+        env,
+        startupinfo,
+        creationflags,
+        shell,
+        p2cread,
+        p2cwrite,
+        c2pread,
+        c2pwrite,
+        errread,
+        errwrite,
+        *rest,
+    ):
         ends = (p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
         environ = os.environ if env is None else env
         # No argument that only exec can honour; of `rest`, the sixth is start_new_session.
@@ -273,7 +292,8 @@ def main() -> None:
             become(job, files)
             return
         except Fork as fork:  # of the server that this process has made
-            job, files = fork.job, fork.files
+            job = fork.job
+            files = fork.files
 
 
 def _serve(
@@ -378,7 +398,8 @@ def write_programs(directory: pathlib.Path) -> pathlib.Path:
 
 def become(job: dict, files: list[int]) -> None:
     """Run a command in this process as if it had been started for it."""
-    command, environ = job["command"], job["environ"]
+    command = job["command"]
+    environ = job["environ"]
     for namespace in files[3:]:
         if _libc.setns(namespace, 0):
             raise OSError(ctypes.get_errno(), "setns")

@@ -1,4 +1,4 @@
-"""`tfdist launch` for tests: a command in a directory of its own, whose processes can be found by a mark."""
+"""`tfdist launch` for tests: a command in its own directory, whose processes bear a mark."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def lose_peers():
     time.sleep(0.4)
     raise UnavailableError("Graph execution error:\\n\\nCollective ops is aborted by: Socket closed")
 def ready(): open(f"{me}.ready", "w").close()
-"""
+"""  # noqa: E501
 
 
 USES_TENSORFLOW = r"import (tensorflow|keras|tfdist)\b|from (keras|tfdist) import"
 
 
 class Launch:
-    """`tfdist launch` in a directory of its own; all its processes carry a mark in their environment."""
+    """`tfdist launch` in a directory of its own; all its processes' environments bear a mark."""
 
     def __init__(self, directory, bound=BOUND):
         self.directory = directory
@@ -80,7 +80,7 @@ class Launch:
         return (self.directory / "runs" / "latest" / f"{task}.log").read_text()
 
     def living(self, tasks=False):
-        """Process ids of the launcher, its guardian, its tasks and whatever they started; or of tasks only."""
+        """Return process ids of launcher, guardian, tasks and children; or of tasks only."""
         name, _, value = self._mark.partition("=")
         found = []
         for entry in pathlib.Path("/proc").glob("[0-9]*"):

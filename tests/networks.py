@@ -1,4 +1,7 @@
-"""Hosts for tests: network namespaces that a bridge joins, in a user namespace of their own, so that nobody's network is touched."""
+"""Hosts for tests: network namespaces that a bridge joins, in a user namespace of their own.
+
+Nobody's network is touched.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,9 @@ BOUND = 20  # seconds for a command, which takes some milliseconds
 
 
 class Network:
-    """Hosts 1, 2, ... with the addresses 10.77.0.1, 10.77.0.2, ...; each ends with the process that made it.
+    """Hosts 1, 2, ... with the addresses 10.77.0.1, 10.77.0.2, ...
+
+    Each ends with the process that made it.
 
     Args:
         count: How many hosts.
@@ -122,7 +127,7 @@ def listens(port: int, pid: int | str = "self") -> bool:
 
 @contextlib.contextmanager
 def network(count: int) -> Iterator[Network]:
-    """A network while the block runs; skips the test where it cannot be made, and says what is missing."""
+    """Make a network for the block; if it cannot be made, skip the test and say why."""
     missing = [program for program in PROGRAMS if not shutil.which(program)]
     if missing:
         pytest.skip(f"hosts as network namespaces need the programs {', '.join(missing)}")

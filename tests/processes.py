@@ -1,4 +1,7 @@
-"""Commands become bounded processes whose logs a failing test shows; none outlives its `with` block."""
+"""Bounded processes for commands; a failing test shows their logs.
+
+None outlives its `with` block.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ class Group:
     def start(
         self, name: str, command: Sequence[str], stderr: int = subprocess.STDOUT, **environ: str
     ) -> subprocess.Popen:
-        """Starts a command; its output goes to `<name>.log`, and so do its errors, unless `stderr` says otherwise."""
+        """Start a command; log its output to `<name>.log`, and errors unless `stderr` is given."""
         with open(self.directory / f"{name}.log", "w", encoding="utf-8") as log:
             self.processes[name] = Popen(
                 command,
@@ -42,7 +45,10 @@ class Group:
         return (self.directory / f"{name}.log").read_text(encoding="utf-8", errors="replace")
 
     def says(self, name: str, pattern: str, seconds: float) -> float:
-        """Waits until a process' output matches a pattern, and returns when it did; fails with all logs otherwise."""
+        """Wait until a process' output matches a pattern, and return the time.
+
+        Fail with all logs otherwise.
+        """
         end = time.monotonic() + seconds
         while not re.search(pattern, self.log(name), re.DOTALL):
             ended = self.processes[name].poll() is not None and not re.search(
@@ -131,7 +137,7 @@ def is_gone(pid: int | str) -> bool:
 
 
 def workers(members: Group, count: int, command: Sequence[str], **environ: str) -> None:
-    """Starts a cluster of workers on loopback; `{index}` in the command becomes the worker's index."""
+    """Start a cluster of workers on loopback; `{index}` in the command is the worker's index."""
     from tfdist import ClusterSpec
 
     spec = ClusterSpec.local(workers=count)

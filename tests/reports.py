@@ -1,4 +1,7 @@
-"""Directories of runs and benchmarks as tests of reports need them, and what a page says to a parser or a browser."""
+"""Directories of runs and benchmarks for tests of reports, and what a page says.
+
+A page is read by a parser or a browser.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ def write_run(
     launch: pathlib.Path | None = None,
     metrics=("accuracy",),
 ) -> pathlib.Path:
-    """A run of four epochs of 24 steps that was begun again after step 37, with all that a run may have."""
+    """Make a run of four epochs of 24 steps, begun again after step 37, with all optional parts."""
     directory.mkdir(parents=True)
     settings = config.Run.from_dict(
         {"name": name, "train": {"epochs": 4}, "telemetry": {"step_breakdown": True}}
@@ -101,7 +104,8 @@ def write_run(
 def write_launch(directory: pathlib.Path, text: str = "kill worker:1@step=37") -> pathlib.Path:
     """The journal of that run's launch: two attempts, 13 steps lost."""
     directory.mkdir(parents=True)
-    tasks, path = ["worker:0", "worker:1"], "backup/snapshot-1.tfdist"
+    tasks = ["worker:0", "worker:1"]
+    path = "backup/snapshot-1.tfdist"
     lines = [
         (0.0, "launch", {"chaos": None}),
         (0.1, "attempt", {"attempt": 0, "tasks": tasks}),
@@ -172,7 +176,8 @@ def write_benchmark(directory: pathlib.Path, kind: str) -> pathlib.Path:
     for strategy in ("mirrored", "multi_worker_mirrored"):
         for replicas in (1, 2, 4):
             for mode in ("strong", "weak") if kind == "scaling" else ("",):
-                rate, parts = 1000.0 * replicas**0.7, dict.fromkeys(PARTS, 0.002)
+                rate = 1000.0 * replicas**0.7
+                parts = dict.fromkeys(PARTS, 0.002)
                 setup = {
                     "strategy": strategy,
                     "replicas": replicas,
@@ -195,7 +200,9 @@ def write_benchmark(directory: pathlib.Path, kind: str) -> pathlib.Path:
                 setups.append(
                     setup
                     | {
-                        "reason": f"with {replicas} replicas 17 % of the step is gradient synchronization"
+                        "reason": (
+                            f"with {replicas} replicas 17 % of the step is gradient synchronization"
+                        )
                         if mode
                         else ""
                     }
@@ -218,7 +225,7 @@ def write_benchmark(directory: pathlib.Path, kind: str) -> pathlib.Path:
 
 
 class Page(html.parser.HTMLParser):
-    """What a parser finds in a page: its text, its tags' attributes, and whether they close in order."""
+    """What a parser finds in a page: text, attributes of tags, and whether tags close in order."""
 
     VOID = {"meta", "link", "br", "hr", "img", "input"}
 

@@ -1,4 +1,7 @@
-"""A real TensorBoard server on a directory of logs, asked over HTTP and looked at with a browser; it is gone when its block ends."""
+"""A real TensorBoard server on a directory of logs, which ends with its block.
+
+Tests ask it over HTTP and look at it with a browser.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +96,8 @@ def serving(logdir: pathlib.Path, scratch: pathlib.Path, runs: int = 1) -> Itera
         members.says("tensorboard", r"at http://127\.0\.0\.1:\d+/", SECONDS)
         found = re.search(r"at (http://127\.0\.0\.1:\d+)/", members.log("tensorboard"))
         assert found
-        server, end = Server(found[1]), time.monotonic() + SECONDS
+        server = Server(found[1])
+        end = time.monotonic() + SECONDS
         while len(server.json("runs")) < runs:
             assert time.monotonic() < end, f"{server.json('runs')}\n{members.logs()}"
             time.sleep(0.2)

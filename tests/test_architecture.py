@@ -1,4 +1,7 @@
-"""The package's imports and names are read, not run, and held against the plan in docs/architecture.md."""
+"""Test the package's imports and names against the plan in docs/architecture.md.
+
+The files are read, not run.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from tfdist import cli
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "tfdist"
-# A room imports rooms of lower levels, and no others.
+# A package imports packages of lower levels, and no others.
 LEVELS = (
     ({"runtime"}, {"sync"}, {"telemetry"}, {"keras_compat"}, {"config"}, {"flags"}),
     ({"cluster"}, {"app"}, {"backup"}, {"models"}, {"layers"}),
@@ -29,25 +32,30 @@ LEVELS = (
     ({"tools"},),
 )
 LAUNCH_SEES = {"runtime", "cluster"}
-DOORS = {"__init__", "__main__", "cli"}  # they name rooms, and load what is asked for
-WITHOUT_FRAMEWORKS = {"runtime", "cluster", "config", "flags", "app", "launch", *DOORS}
+ENTRY_POINTS = {"__init__", "__main__", "cli"}  # they name packages, and load what is asked for
+WITHOUT_FRAMEWORKS = {"runtime", "cluster", "config", "flags", "app", "launch", *ENTRY_POINTS}
 SEES_ENVIRON = {"runtime", "cluster", "launch"}
 SEES_PRIVATE_NAMES = {"keras_compat"}
 FRAMEWORKS = {"tensorflow", "tensorflow_datasets", "tf_keras", "keras", "jax", "torch"}
 OUTSIDE = {"tests", "configs", "examples", "benchmarks"}
 
 
-def files(*rooms: str, without: Iterable[str] = ()) -> list[pathlib.Path]:
-    """The package's files; of these rooms, if any are named, and not of those."""
+def files(*packages: str, without: Iterable[str] = ()) -> list[pathlib.Path]:
+    """The package's files; of these packages, if any are named, and not of those."""
     found = sorted(PACKAGE.rglob("*.py"))
     assert found
     return [
-        path for path in found if room(path) not in without and (not rooms or room(path) in rooms)
+        path
+        for path in found
+        if package(path) not in without and (not packages or package(path) in packages)
     ]
 
 
-def room(path: pathlib.Path) -> str:
-    """The first part of a file's name below the package: "train" for tfdist/train/synchronous/loop.py."""
+def package(path: pathlib.Path) -> str:
+    """Return the first part of a file's name below the package.
+
+    This is "train" for tfdist/train/synchronous/loop.py.
+    """
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
@@ -67,7 +75,10 @@ def none(hits: Iterable[str]) -> None:
 
 
 def imports(path: pathlib.Path) -> Iterator[tuple[ast.AST, str]]:
-    """Every import anywhere in a file as a full name: "tfdist.train.synchronous.loop.Runner", "tensorflow"."""
+    """Return every import anywhere in a file as a full name.
+
+    Examples are "tfdist.train.synchronous.loop.Runner" and "tensorflow".
+    """
     for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from ((node, alias.name) for alias in node.names)
@@ -90,8 +101,8 @@ def dotted(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def rooms_used(path: pathlib.Path) -> Iterator[tuple[ast.AST, str]]:
-    """Every room that a file imports, or reaches through the package's lazy names, as in `tfdist.TensorBoard`."""
+def packages_used(path: pathlib.Path) -> Iterator[tuple[ast.AST, str]]:
+    """Return packages that a file imports, or reaches by lazy names like `tfdist.TensorBoard`."""
     for node, name in names(path):
         first = f"{name}.".split(".")[1]
         if name.startswith("tfdist.") and not first.startswith("__"):
@@ -99,7 +110,7 @@ def rooms_used(path: pathlib.Path) -> Iterator[tuple[ast.AST, str]]:
 
 
 def allowed(own: str) -> set[str]:
-    """The rooms that a room may import."""
+    """The packages that a package may import."""
     if own == "launch":
         return {own, *LAUNCH_SEES}
     if own == "__main__":
@@ -113,9 +124,9 @@ def allowed(own: str) -> set[str]:
     return set()  # cli: it imports a command when that is asked for
 
 
-def test_every_room_has_a_place():
+def test_every_package_has_a_place():
     planned = set().union(*(members for level in LEVELS for members in level))
-    assert {room(path) for path in files()} == planned | DOORS | {"launch"}
+    assert {package(path) for path in files()} == planned | ENTRY_POINTS | {"launch"}
 
 
 def test_every_directory_is_a_package():
@@ -127,12 +138,12 @@ def test_every_directory_is_a_package():
     )
 
 
-def test_a_room_imports_only_lower_levels():
+def test_a_package_imports_only_lower_levels():
     none(
-        f"{place(path, node)}: {room(path)} imports {name}"
+        f"{place(path, node)}: {package(path)} imports {name}"
         for path in files(without={"__init__"})  # it lists the public names for type checkers
-        for node, name in rooms_used(path)
-        if name not in allowed(room(path))
+        for node, name in packages_used(path)
+        if name not in allowed(package(path))
     )
 
 
@@ -142,7 +153,7 @@ def test_commands_and_public_names_exist():
     assert set(tfdist.__all__) == {*tfdist._HOMES, "__version__"}
 
 
-def test_frameworks_stay_in_their_rooms():
+def test_frameworks_stay_in_their_packages():
     none(
         f"{place(path, node)}: imports {name}"
         for path in files(*WITHOUT_FRAMEWORKS)
@@ -286,8 +297,10 @@ def _imported(path: pathlib.Path, modules: Collection[str]) -> Iterator[str]:
 def test_every_module_is_on_the_page():
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     none(
-        f"docs/architecture.md has no line for `{name}`"
+        f"docs/architecture.md lacks the line: {line}"
         for path in files()
-        for name in [path.relative_to(PACKAGE).as_posix()]
-        if path.name not in ("__init__.py", "__main__.py") and f"`{name}`" not in page
+        if path.name not in ("__init__.py", "__main__.py")
+        for summary in [(ast.get_docstring(nodes(path)[0]) or "").partition("\n")[0]]
+        for line in [f"| `{path.relative_to(PACKAGE).as_posix()}` | {summary} |"]
+        if line not in page
     )

@@ -1,4 +1,4 @@
-"""Windows of a step breakdown become what is typical of them."""
+"""Typical values of the windows of a step breakdown."""
 
 import statistics
 
@@ -6,7 +6,10 @@ from tfdist.telemetry.step_records import PARTS
 
 
 def typical(windows):
-    """Seconds per step of each part: the median over the windows, of which a pause of the machine spoils a few."""
+    """Return the seconds per step of each part: the median over the windows.
+
+    A pause of the machine spoils only a few windows.
+    """
     return {
         part: statistics.median(window.parts[part] / window.steps for window in windows)
         for part in PARTS

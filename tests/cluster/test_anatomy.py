@@ -23,7 +23,8 @@ def run(directory, *words):
 
 def test_the_fast_worker_waits_for_the_slow_one(tmp_path):
     windows = run(tmp_path)
-    fast, slow = typical(windows[0]), typical(windows[1])
+    fast = typical(windows[0])
+    slow = typical(windows[1])
     assert max(fast, key=fast.get) == "wait"
     assert max(slow, key=slow.get) == "forward_backward"
     for window in windows[1]:  # also those of a single step, whose clock is read first of all
@@ -51,6 +52,6 @@ def test_a_worker_without_the_callback_is_named(tmp_path):
     for index in range(2):
         error = (tmp_path / f"error-{index}").read_text()
         assert (
-            "worker:1 differs from worker:0 in number of tfdist.StepBreakdown callbacks: 0 against 1"
-            in error
-        )
+            "worker:1 differs from worker:0 in number of tfdist.StepBreakdown callbacks: 0 "
+            "against 1"
+        ) in error

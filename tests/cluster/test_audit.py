@@ -1,4 +1,4 @@
-"""`tfdist data audit` in real processes: what it proves, what it finds, and that a job that was killed goes on exactly."""
+"""Test `tfdist data audit` in real processes: proofs, findings, and jobs that survive a kill."""
 
 import os
 import re
@@ -56,13 +56,17 @@ def test_two_workers_read_images_of_which_one_is_broken(members, directory):
     )
     assert code == 0, log
     assert (
-        "every example exactly once per epoch, but for 1 row whose example cannot be read (ignore_errors)"
-        in log
-    )
+        "every example exactly once per epoch, but for 1 row whose example cannot be read "
+        "(ignore_errors)"
+    ) in log
     assert f"left out: example {audited.BROKEN}: file {directory}/images/class-1/4.jpg" in log
     assert re.findall(r"^(order|read|decode|transform|batch) +[\d,]+ +\d+%$", log, re.M) == [
-        "order", "read", "decode", "transform", "batch"
-    ]  # fmt: skip
+        "order",
+        "read",
+        "decode",
+        "transform",
+        "batch",
+    ]
     assert re.search(
         r"bounded by: (order|read|decode|transform|batch)\. A model that takes less than", log
     )
@@ -85,9 +89,9 @@ def test_three_workers_read_records_as_a_stream(members, directory):
     code, log = audit(members, directory, f"--pipeline={SCRIPT}:stream", *flags)
     assert code == 0, log
     assert (
-        "proved for epochs 0 to 1, 26 batches, 300 examples:\n  every example exactly once per epoch\n"
-        in log
-    )
+        "proved for epochs 0 to 1, 26 batches, 300 examples:\n  every example exactly once "
+        "per epoch\n"
+    ) in log
 
 
 def test_two_workers_read_the_digits_of_a_config(members, directory, digits_dir):
@@ -100,9 +104,9 @@ def test_two_workers_read_the_digits_of_a_config(members, directory, digits_dir)
     code, log = audit(members, directory, f"--config={ROOT / 'configs' / 'digits.py'}", *flags)
     assert code == 0, log
     assert (
-        "proved for epochs 0 to 1, 48 batches, 3,000 examples:\n  every example exactly once per epoch\n"
-        in log
-    )
+        "proved for epochs 0 to 1, 48 batches, 3,000 examples:\n  every example exactly once "
+        "per epoch\n"
+    ) in log
 
 
 def test_the_first_wrong_example_is_named(members, directory):
@@ -111,8 +115,10 @@ def test_the_first_wrong_example_is_named(members, directory):
     )
     assert code == 1, log
     found = re.search(
-        r"audit failed: epoch 1, step 2, row 5, worker 1: expected example (\d+); received example (\d+), which worker 0 had in "
-        r"step 2, row 0\.\n  example \1 is row \1 of an array\n  example \2 is row \2 of an array\n",
+        r"audit failed: epoch 1, step 2, row 5, worker 1: expected example (\d+); received "
+        r"example (\d+), which worker 0 had in "
+        r"step 2, row 0\.\n  example \1 is row \1 of an array\n  example \2 is row \2 of an "
+        r"array\n",
         log,
     )
     assert found, log
@@ -203,7 +209,8 @@ def test_an_example_that_cannot_be_read_is_named(members, directory):
     code, log = audit(members, directory, f"--pipeline={SCRIPT}:all_images")
     assert code == 1, log
     assert re.search(
-        rf"audit failed: worker 0 failed.*cannot be read or decoded.*file {directory}/images/class-1/4.jpg",
+        r"audit failed: worker 0 failed.*cannot be read or decoded.*file "
+        rf"{directory}/images/class-1/4.jpg",
         log,
     ), log
     assert all_gone(log)
@@ -213,5 +220,8 @@ def test_replicas_that_do_not_divide_the_batch_are_named(members, directory):
     code, log = audit(members, directory, f"--pipeline={SCRIPT}:images", "--devices=4")
     assert code == 78, log
     assert log.splitlines()[1:] == [
-        "error: global_batch=6: expected a multiple of the 4 replicas, so that each takes equally many rows; the nearest are 4 and 8."
+        (
+            "error: global_batch=6: expected a multiple of the 4 replicas, so that each takes "
+            "equally many rows; the nearest are 4 and 8."
+        )
     ]

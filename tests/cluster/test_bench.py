@@ -1,4 +1,4 @@
-"""`tfdist bench` on real processes: tiny models, few steps; what is asserted is what was measured, not how fast it was."""
+"""Test `tfdist bench` on real processes: tiny models, few steps; speed is not asserted."""
 
 import json
 import pathlib
@@ -40,7 +40,7 @@ def model(input_shape, classes=None):
     model = keras.Sequential([keras.Input(input_shape), keras.layers.Dense(4), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     return model
-"""
+"""  # noqa: E501
 
 
 def bench(directory: pathlib.Path, *words: str) -> tuple[int, str, str]:
@@ -49,8 +49,12 @@ def bench(directory: pathlib.Path, *words: str) -> tuple[int, str, str]:
     (directory / "tiny.py").write_text(TINY)
     done = subprocess.run(
         [sys.executable, "-m", "tfdist", "bench", *words],
-        cwd=directory, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
+        cwd=directory,
+        env=environment(PYTHONPATH=str(ROOT)),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
     return done.returncode, done.stdout, done.stderr
 
 
@@ -135,8 +139,11 @@ def test_all_reduces_between_workers_and_between_devices(tmp_path):
     assert code == 0, err
     found = read(tmp_path / "runs" / "bench-allreduce")
     assert [(setup.strategy, setup.workers, setup.bytes) for setup in found.setups] == [
-        ("mirrored", 1, 4), ("mirrored", 1, 65536), ("multi_worker_mirrored", 2, 4), ("multi_worker_mirrored", 2, 65536),
-    ]  # fmt: skip
+        ("mirrored", 1, 4),
+        ("mirrored", 1, 65536),
+        ("multi_worker_mirrored", 2, 4),
+        ("multi_worker_mirrored", 2, 65536),
+    ]
     for setup in found.setups:
         assert setup.error is None
         assert (

@@ -1,4 +1,4 @@
-"""Data workers as processes of their own: the order they keep, what becomes of a job without them, and what they leave behind."""
+"""Test data workers as processes: their order, jobs without them, and what they leave behind."""
 
 import json
 import os
@@ -50,7 +50,7 @@ def launch(tmp_path):
     assert not left, f"processes left behind: {left}"
 
 
-# --- Order -----------------------------------------------------------------------------------------------------------
+# --- Order ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("workers", "count"), [(1, 1), (2, 2)])
 def test_each_worker_gets_what_it_gets_without_data_workers(
     workers, count, directory, data_workers
@@ -79,7 +79,7 @@ def test_a_launch_of_two_workers_and_two_data_workers(launch, directory):
         assert "serves at 127.0.0.1:" in launch.log(f"data-{worker}")
 
 
-# --- Without them ----------------------------------------------------------------------------------------------------
+# --- Without them ---------------------------------------------------------------------------------
 def test_a_data_worker_that_is_killed_is_named(launch, directory):
     launch.start("--workers", "2", "--data-workers", "2", command=(SCRIPT, "forever", directory))
     launch.wait_for("worker:0.ready", "worker:1.ready")
@@ -97,15 +97,16 @@ def test_a_data_worker_that_freezes_is_named(launch, directory):
     code, _, err = launch.finish()
     assert code == 1
     assert (
-        "ROOT CAUSE: data:1 no longer answered, says worker:0; the launcher found it alive and ended it"
-        in err
-    )
+        "ROOT CAUSE: data:1 no longer answered, says worker:0; the launcher found it alive "
+        "and ended it"
+    ) in err
 
 
 def test_a_data_worker_that_cannot_start_is_named(launch, directory):
     # As where TensorFlow is broken on a host.
     (launch.directory / "sitecustomize.py").write_text(
-        "import os, sys\nif os.environ.get('TFDIST_TASK') == 'data:0': sys.modules['tensorflow'] = None\n"
+        "import os, sys\nif os.environ.get('TFDIST_TASK') == 'data:0': sys.modules['tensorflow'] "
+        "= None\n"
     )
     environ = {"PYTHONPATH": f"{launch.directory}:{ROOT}"}
     code, _, err = launch.run(
@@ -122,7 +123,7 @@ def test_with_a_cluster_file_the_remedy_is_said(launch):
     assert "python -m tfdist.data.service HOST:PORT" in err
 
 
-# --- What they leave -------------------------------------------------------------------------------------------------
+# --- What they leave ------------------------------------------------------------------------------
 def test_passes_leave_no_threads(directory, data_workers):
     def threads():
         return [len(os.listdir(f"/proc/{pid}/task")) for pid in data_workers.values()]

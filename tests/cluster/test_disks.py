@@ -1,4 +1,7 @@
-"""Disks that are full, read-only or missing: real ones, mounted in a namespace of the test's own, under a training that saves there."""
+"""Test training that saves on disks that are full, read-only or missing.
+
+The disks are real ones, mounted in a namespace of the test's own.
+"""
 
 import json
 import shutil
@@ -18,7 +21,8 @@ SECONDS = 200  # for all trainings: some six on an idle machine
 def disks(tmp_path_factory):
     """What each training came to, by the name of its disk."""
     root = tmp_path_factory.mktemp("disks")
-    place, out = root / "disk", root / "out.json"
+    place = root / "disk"
+    out = root / "out.json"
     place.mkdir()
     if not shutil.which("unshare"):
         pytest.skip("a disk of the test's own needs the program unshare")
@@ -49,9 +53,9 @@ def test_a_disk_that_fills_up_ends_the_training_and_keeps_what_was_saved(disks):
     assert "backup/snapshot-2.tfdist: cannot be written" in text
     assert "No space left on device" in text
     assert (
-        "Expected a directory with room that this process may write to; the snapshots that are there stay."
-        in text
-    )
+        "Expected a directory with room that this process may write to; the snapshots that "
+        "are there stay."
+    ) in text
     assert disks["kept"] == [[0, 0], [1, 1]], (
         "number and epoch of each snapshot, and all can be read"
     )
@@ -60,7 +64,8 @@ def test_a_disk_that_fills_up_ends_the_training_and_keeps_what_was_saved(disks):
 
 
 def test_where_there_is_room_again_it_goes_on(disks):
-    again, whole = disks["room again"], disks["elsewhere"]
+    again = disks["room again"]
+    whole = disks["elsewhere"]
     assert again["error"] is None
     assert again["iterations"] == EPOCHS * STEPS
     assert again["history"] == whole["history"]

@@ -1,7 +1,9 @@
-"""Commands of README and docs are run: each block marked `bash run`, in a copy of what a reader has at hand.
+"""Run commands of README and docs: each block marked `bash run`, in a copy of what a reader has.
 
-The word after `bash` says what becomes of a block: `run`; `run mpirun` where that program is installed; `tested
-test_NAME` where those tests run the same command, with more to look at; `elsewhere` for what needs several machines, a network or minutes. A block `python NAME.py` is a file for the page's commands.
+The word after `bash` says how a block is treated: `run`; `run mpirun` where that program is
+installed; `tested test_NAME` where those tests run the same command, with more to look at;
+`elsewhere` for what needs several machines, a network or minutes. A block `python NAME.py` is a
+file for the page's commands.
 """
 
 from __future__ import annotations
@@ -104,12 +106,16 @@ def test_links_lead_somewhere():
 
 
 def test_the_kubernetes_manifest_fits_the_resolver():
-    """A pod's environment, as Kubernetes would make it of the manifest, becomes the worker that the Service can reach."""
+    """Test that the worker of a pod's environment can be reached by the Service.
+
+    The environment is as Kubernetes would make it of the manifest.
+    """
     ((_, text),) = (
         block for block in blocks(ROOT / "docs" / "clusters.md", "yaml") if block[0] == "kubernetes"
     )
     service, job = yaml.safe_load_all(text)
-    name, pod = job["metadata"]["name"], job["spec"]["template"]["spec"]
+    name = job["metadata"]["name"]
+    pod = job["spec"]["template"]["spec"]
     given = {entry["name"]: entry["value"] for entry in pod["containers"][0]["env"]}
     spec = resolvers.from_kubernetes(
         {**given, "JOB_COMPLETION_INDEX": "1", "HOSTNAME": f"{name}-1"}

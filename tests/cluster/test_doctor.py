@@ -1,4 +1,7 @@
-"""Doctors of several hosts: real processes on loopback, and hosts as network namespaces; `tfdist launch --check` before its tasks."""
+"""Test doctors of several hosts, and `tfdist launch --check` before its tasks.
+
+Hosts are real processes on loopback, and network namespaces.
+"""
 
 import json
 import os
@@ -53,7 +56,10 @@ def serve(members, file, task, *words, **options):
 
 
 def ask(members, file, task, *words, timeout=20, name="asker", **options):
-    """Exit code, and the checks of the cluster that do not pass, by name; a warning of the network is the test machine's own."""
+    """Return the exit code, and the checks of the cluster that do not pass, by name.
+
+    A warning of the network is the test machine's own.
+    """
     process = doctor(
         members,
         name,
@@ -79,7 +85,8 @@ def ask(members, file, task, *words, timeout=20, name="asker", **options):
 
 
 def test_two_hosts_that_fit(members, tmp_path):
-    file, place = write(tmp_path / "c.yaml", ClusterSpec.local(workers=2)), str(tmp_path / "shared")
+    file = write(tmp_path / "c.yaml", ClusterSpec.local(workers=2))
+    place = str(tmp_path / "shared")
     serve(members, file, "worker:1", "--place", place)
     assert ask(members, file, "worker:0", "--place", place) == (0, {})
     assert ask(members, file, "worker:0", "--place", place, name="again") == (
@@ -101,7 +108,7 @@ def test_a_host_that_does_not_come(members, tmp_path):
 
 
 def test_hosts_with_faults_of_their_own(members, tmp_path):
-    """Four hosts; one has another order, one another Keras, one another directory; the server of one finds a fault."""
+    """Test four hosts with another order, another Keras, another directory, and a server fault."""
     spec = ClusterSpec.local(workers=4)
     first, second, *others = spec.jobs["worker"]
     file = write(tmp_path / "c.yaml", spec)
@@ -154,7 +161,10 @@ def test_hosts_that_look_together(members, tmp_path):
 
 
 def test_a_task_that_is_started_twice(members, tmp_path):
-    """The second process is refused the port, and tells the first, which tells those who come later: none of the three starts."""
+    """Test that a second process that is refused the port tells the first.
+
+    The first tells those who come later: none of the three starts.
+    """
     file = write(tmp_path / "c.yaml", ClusterSpec.local(workers=2))
     words = ["--cluster", file, "--together", "--timeout", str(SECONDS), "--place", "shared"]
     doctor(members, "first", *words, "--task", "worker:0")
@@ -209,7 +219,8 @@ def test_hosts_of_a_network(members, tmp_path):
 def test_launch_checks_first(launch, tmp_path):
     script = "open('ran', 'w').close()\n"
     (tmp_path / "bad.py").write_text(
-        "import tfdist\ndef get_config():\n    config = tfdist.config.default()\n    config.train.epohs = 3\n    return config\n"
+        "import tfdist\ndef get_config():\n    config = tfdist.config.default()\n    "
+        "config.train.epohs = 3\n    return config\n"
     )
     code, out, err = launch.run(
         "--workers", "2", "--check", command=("tfdist", "train", "--config=bad.py")
@@ -225,7 +236,10 @@ def test_launch_checks_first(launch, tmp_path):
 
 
 def test_a_check_ends_with_its_launch(launch, tmp_path):
-    """And so does the process that imports TensorFlow: the fixture looks for those that are left."""
+    """Test that the process that imports TensorFlow ends too.
+
+    The fixture looks for processes that are left.
+    """
     (tmp_path / "tensorflow.py").write_text(
         "import time; open('imported', 'w').close(); time.sleep(100)"
     )

@@ -1,4 +1,7 @@
-"""An evaluator beside two workers evaluates each of their epochs, writes none of their files, and ends when they have."""
+"""Test an evaluator beside two workers.
+
+It evaluates each of their epochs, writes none of their files, and ends when they have.
+"""
 
 import json
 import pickle

@@ -1,4 +1,4 @@
-"""The examples and configs run as their headers say: by hand in several processes, and through the launcher."""
+"""Test the examples and configs as their headers say: by hand and through the launcher."""
 
 import json
 import re
@@ -81,7 +81,8 @@ def test_training_in_functions_reaches_the_same_alone_and_on_two_workers(members
     members.start("alone", [PYTHON, *command], **environ)
     log = launch(members, environ, *command)
     words = r"(?:epoch 1: accuracy|test accuracy|test error) .*"
-    alone, together = re.findall(words, members.log("alone")), re.findall(words, log)
+    alone = re.findall(words, members.log("alone"))
+    together = re.findall(words, log)
     assert len(alone) == len(together) == 1, members.logs()
     ours, theirs = (
         [float(number) for number in re.findall(r"\d\.\d+", line)] for line in (*alone, *together)
@@ -124,5 +125,12 @@ def test_all_tasks_of_a_parameter_server_job_by_hand_end_with_it(members, enviro
     assert not losses(members.log("worker-1"))
     assert losses(members.log("chief-0"))
     assert sorted(path.name.partition(".tfevents")[0] for path in (tmp_path / "run").iterdir()) == [
-        "config.json", "events.out", "history.jsonl", "model.keras", "sessions.jsonl", "summary.json", "train", "validation"
-    ]  # fmt: skip
+        "config.json",
+        "events.out",
+        "history.jsonl",
+        "model.keras",
+        "sessions.jsonl",
+        "summary.json",
+        "train",
+        "validation",
+    ]

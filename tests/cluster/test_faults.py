@@ -1,4 +1,6 @@
-"""The fault matrix: a training that is killed, stopped, preempted and robbed at any moment ends as if nothing had happened.
+"""Test the fault matrix: a training that is killed, stopped, preempted or robbed at any moment.
+
+It ends as if nothing had happened.
 
 Each launch takes several faults one after the other. `make chaos` runs longer ones.
 """
@@ -27,7 +29,7 @@ pytestmark = pytest.mark.timeout(SECONDS + 60)
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory):
-    """By name of a setup: flags of a launch, the strategy, how its training ends undisturbed, and its logs."""
+    """Return launch flags, strategy, undisturbed result and logs, by name of a setup."""
 
     @functools.cache
     def run(setup):
@@ -116,7 +118,10 @@ def check(root, setup):
 # Setup -> plans; the numbers of a plan's faults are the kills and the like of one launch.
 PLANS = {
     "workers": (
-        "kill worker:1@step=2; kill chief@saving; kill worker:1@restoring; kill chief@step=20; kill chief@end",
+        (
+            "kill worker:1@step=2; kill chief@saving; kill worker:1@restoring; kill "
+            "chief@step=20; kill chief@end"
+        ),
         "term worker:1@step=9; stop worker:0@step=13; corrupt newest; fill disk@step=20",
     ),
     "mirrored": ("kill worker:0@step=2; kill chief@saved; term chief@step=14; corrupt newest",),
@@ -167,7 +172,12 @@ def test_it_ends_as_if_undisturbed(setup, plan, undisturbed, launch, capsys):
 
 
 def check_report(lines, faults, told):
-    """A row for each fault; those that cost an attempt were seen, and training went on after them."""
+    """Check each fault's row of the report.
+
+    Faults that cost an attempt were seen, and training went on after them.
+
+    Faults that cost an attempt were seen, and training went on after them.
+    """
     head, *rows = lines[: 1 + len(faults)]
     assert head.split()[0] == "fault"
     assert sorted(

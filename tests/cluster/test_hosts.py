@@ -1,4 +1,7 @@
-"""One `tfdist launch` per host with the same rendezvous: here several launchers on loopback, tiny scripts, no TensorFlow."""
+"""Test one `tfdist launch` per host with the same rendezvous.
+
+Several launchers run tiny scripts on loopback, without TensorFlow.
+"""
 
 import contextlib
 import os
@@ -22,7 +25,7 @@ while not os.path.exists("../finish"):
     step += 1
     progress.beat(Phase.RUNNING, 0, step, step)
     time.sleep(0.05)
-"""
+"""  # noqa: E501
 FLAGS = (
     "--restarts",
     "5",
@@ -93,7 +96,8 @@ def hosts(tmp_path):
 
 def test_hosts_form_one_cluster_lose_one_and_grow_again(hosts):
     flags = ("--max-workers", "3", "--min-workers", "2")
-    first, second = hosts.start("a", *flags), hosts.start("b", *flags)
+    first = hosts.start("a", *flags)
+    second = hosts.start("b", *flags)
     third = hosts.start("c", *flags)
     for name in "abc":
         hosts.says(name, "world 3 attempt 0")
@@ -123,7 +127,10 @@ def test_hosts_form_one_cluster_lose_one_and_grow_again(hosts):
 
 
 def test_a_worker_that_dies_restarts_all_hosts(hosts):
-    fault = "\nif me == 'worker:1' and os.environ['TFDIST_ATTEMPT'] == '0':\n    time.sleep(1)\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+    fault = (
+        "\nif me == 'worker:1' and os.environ['TFDIST_ATTEMPT'] == '0':\n    time.sleep(1)\n    "
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
     script = SCRIPT.replace("step = 0\n", fault + "step = 0\n")
     launches = [hosts.start(name, "--max-workers", "2", script=script) for name in "ab"]
     for name in "ab":
@@ -156,7 +163,8 @@ def test_a_host_that_is_frozen_is_given_up_and_ends_its_own_workers(hosts):
 
 def test_a_host_that_leaves_saves_and_the_others_go_on(hosts):
     flags = ("--max-workers", "2", "--min-workers", "1")
-    first, second = hosts.start("a", *flags), hosts.start("b", *flags)
+    first = hosts.start("a", *flags)
+    second = hosts.start("b", *flags)
     for name in "ab":
         hosts.says(name, "world 2")
     second.process.send_signal(signal.SIGTERM)

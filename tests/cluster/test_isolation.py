@@ -1,4 +1,7 @@
-"""From outside nobody reaches the tasks of a local launch, unless it allows that: real sockets, a real TensorFlow server."""
+"""Test that nobody outside reaches the tasks of a local launch, unless it allows that.
+
+Sockets and the TensorFlow server are real.
+"""
 
 import json
 import os
@@ -17,7 +20,8 @@ from tests.processes import PYTHON, ROOT, environment, group
 SECONDS = 120  # for a launch: TensorFlow's start takes most of its five
 NOBODY = 65534
 
-# Worker 0 has a plain socket, worker 1 what TensorFlow makes of a cluster at 127.0.0.1. Each connects to both.
+# Worker 0 has a plain socket, worker 1 what TensorFlow makes of a cluster at 127.0.0.1. Each
+# connects to both.
 LISTENERS = """
 import os, pathlib, socket, sys, time
 from tfdist.cluster.spec import ClusterSpec
@@ -44,7 +48,7 @@ for port in ports:  # a socket that accepts nothing has room for 128: stop at th
 (here / f"{spec.task_index}.ready").write_text(os.environ["TF_CONFIG"])
 until((here / "done").exists)
 os._exit(0)  # a tf.distribute.Server has no end
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +152,7 @@ import tensorflow as tf
 tf.distribute.MultiWorkerMirroredStrategy()
 listening = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}") if " 0A " in line]
 print("listens at", *(row[1] for row in listening))
-"""
+"""  # noqa: E501
 
 
 def test_a_single_task_is_cut_off_for_it_may_have_a_server(members, private_network):
@@ -175,7 +179,8 @@ def test_a_cluster_file_is_never_cut_off(members):
 
 
 def test_who_needs_the_network_learns_why_there_is_none(members, private_network):
-    download = "import urllib.request; urllib.request.urlopen('http://192.0.2.1/')"  # reserved for documentation
+    # This address is reserved for documentation.
+    download = "import urllib.request; urllib.request.urlopen('http://192.0.2.1/')"
     launch(members, "--workers", "2", "--", PYTHON, "-c", download)
     assert members.wait(SECONDS) == {"launch": 1}
     assert re.search(

@@ -13,7 +13,10 @@ from tfdist.cluster.spec import ClusterSpec
 
 
 def test_environment_prefixes_and_logs(launch):
-    script = "print(json.dumps(dict(os.environ)), sys.argv, flush=True); print('to stderr', file=sys.stderr)"
+    script = (
+        "print(json.dumps(dict(os.environ)), sys.argv, flush=True); print('to stderr', "
+        "file=sys.stderr)"
+    )
     code, out, err = launch.run(
         "--workers", "2", "--chief", script=script, command=("task.py", "--lr", "1")
     )
@@ -89,7 +92,8 @@ def test_a_traceback_shows_the_users_frames_only(launch):
 
 
 def test_a_task_that_hangs_after_its_error_does_not_hang_the_launch(launch):
-    # As TensorFlow's shutdown does when the peers are gone; the others wait in a collective for ever.
+    # TensorFlow's shutdown does the same when the peers are gone; the others wait in a collective
+    # for ever.
     fault = "import atexit\n    atexit.register(time.sleep, 300)\n    1 / 0"
     script = f"if me == 'worker:1':\n    {fault}\ntime.sleep(300)"
     code, _, err = launch.run("--workers", "2", script=script)

@@ -1,6 +1,9 @@
-"""A network that is cut between two hosts in the middle of a training: real namespaces, packets that are lost without a word.
+"""Test a network that is cut between two hosts in the middle of a training.
 
-Two hosts see a cut alike, whichever of them it cuts off: the one with the rendezvous goes on, the other ends.
+Namespaces are real; packets are lost without an error.
+
+Test that the host with the rendezvous goes on, and the other ends, whichever of them a cut
+isolates.
 """
 
 import contextlib
@@ -21,9 +24,11 @@ from tfdist.runtime.launch_protocol import TRANSIENT_CODE, read_journal
 SCRIPT = str(ROOT / "tests" / "cluster" / "scripts" / "chaotic.py")
 SECONDS = 240  # for anything here to happen, on a busy machine
 PORT = 20001
-SILENCE, WINDOW = 3, 2
+SILENCE = 3
+WINDOW = 2
 HOST = (
-    f"--workers 1 --max-workers 2 --min-workers 1 --restarts 9 --restart-window {WINDOW} --host-timeout {SILENCE} --token-file ../token --grace 20"
+    f"--workers 1 --max-workers 2 --min-workers 1 --restarts 9 --restart-window {WINDOW} "
+    f"--host-timeout {SILENCE} --token-file ../token --grace 20"
 ).split()
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1", "CHAOTIC_PACE": "0.5"}
 pytestmark = pytest.mark.timeout(3 * SECONDS)
@@ -33,7 +38,9 @@ class Hosts:
     """Two hosts that train in one directory, each with a launcher."""
 
     def __init__(self, root, net):
-        self.root, self.net, self.launches = root, net, []
+        self.root = root
+        self.net = net
+        self.launches = []
         (root / "token").write_text("0123456789abcdef0123")
         (root / "token").chmod(0o600)
 
@@ -62,7 +69,8 @@ class Hosts:
         while not (found := condition()):
             ended = [launch for launch in self.launches if launch.process.poll() is not None]
             assert time.monotonic() < end, (
-                f"waited for {what}; ended: {[launch.finish() for launch in ended]}\n{self.journals()}"
+                f"waited for {what}; ended: {[launch.finish() for launch in ended]}\n"
+                f"{self.journals()}"
             )
             time.sleep(0.05)
         return found
@@ -180,7 +188,10 @@ def check(found, undisturbed):
 
 
 def test_a_host_that_comes_back_in_time_is_in_the_next_attempt(hosts):
-    """And where the first host is the one that is cut off, it goes on, as it has the rendezvous. Without TensorFlow."""
+    """Test that the first host goes on if it is cut off, as it has the rendezvous.
+
+    Run without TensorFlow.
+    """
     first = hosts.start(1, script=WAITS)
     second = hosts.start(2, script=WAITS)
     both = (first, second)

@@ -16,9 +16,11 @@ DIRECTORY = ROOT / "notebooks"
 NOTEBOOKS = sorted(DIRECTORY.glob("*.ipynb"))
 SECONDS = 540  # for one notebook: 20 to 60 on an idle machine of 2 cores
 LARGEST = 300_000  # bytes: outputs must not make the repository grow
-# Of the machine that made the outputs; what a command was told, such as a relative path, may be there.
+# Paths and addresses of the machine that made the outputs; what a command was told, such as a
+# relative path, may be there.
 MACHINES = re.compile(
-    r"(?<![\w.~])/(?:tmp|home|root|work|usr|var|opt|private|Users)/\S*|\b(?!127\.0\.0\.1:)\d+\.\d+\.\d+\.\d+:\d+"
+    r"(?<![\w.~])/(?:tmp|home|root|work|usr|var|opt|private|Users)/\S*|"
+    r"\b(?!127\.0\.0\.1:)\d+\.\d+\.\d+\.\d+:\d+"
 )
 CHATTER = re.compile(
     r"[IWE]\d{4} \d\d:|oneDNN|cuInit|absl::InitializeLog|rebuild TensorFlow|Warning:"
@@ -64,11 +66,15 @@ def test_the_notebooks_are_there():
 
 
 def test_it_runs_and_leaves_nothing(path, tmp_path):
-    mark, before = str(uuid.uuid4()), sorted(os.listdir(DIRECTORY))
+    mark = str(uuid.uuid4())
+    before = sorted(os.listdir(DIRECTORY))
     for name in ("to", "tmp"):
         (tmp_path / name).mkdir()
     (tmp_path / "programs").mkdir()
-    path_of_programs = f"{write_programs(tmp_path / 'programs')}:{pathlib.Path(PYTHON).parent}:{os.environ['PATH']}"
+    path_of_programs = (
+        f"{write_programs(tmp_path / 'programs')}:{pathlib.Path(PYTHON).parent}:"
+        f"{os.environ['PATH']}"
+    )
     environ = {
         "PYTHONPATH": str(ROOT),
         "TMPDIR": str(tmp_path / "tmp"),

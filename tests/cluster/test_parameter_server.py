@@ -1,4 +1,7 @@
-"""What Keras offers works with workers that train by themselves on parameter servers: every step, and every example, counts once."""
+"""Test what Keras offers with workers that train by themselves on parameter servers.
+
+Every step, and every example, counts once.
+"""
 
 import json
 
@@ -15,7 +18,8 @@ pytestmark = pytest.mark.timeout(SECONDS + 60)
 
 def results_of(directory, workers, ps, *features):
     """What went wrong with each feature in a cluster of its own."""
-    spec, out = ClusterSpec.local(workers=workers, ps=ps, chief=True), directory / "results.json"
+    spec = ClusterSpec.local(workers=workers, ps=ps, chief=True)
+    out = directory / "results.json"
     command = [PYTHON, "-m", "tests.cluster.scripts.ps_features", str(out), *features]
     with group(directory) as members:
         for task in spec.tasks:
@@ -43,7 +47,7 @@ def test_there_may_be_more_workers_than_parameter_servers_and_the_reverse(tmp_pa
     assert set(results.values()) == {None}, results
 
 
-# --- Mistakes before there is a strategy --------------------------------------------------------------------------------
+# --- Mistakes before there is a strategy ----------------------------------------------------------
 @pytest.mark.parametrize(
     ("jobs", "missing"),
     [
@@ -81,10 +85,11 @@ def test_a_strategy_that_comes_after_tensors(tmp_path):
         ), members.logs()
 
 
-# --- A table on several parameter servers -------------------------------------------------------------------------------
+# --- A table on several parameter servers ---------------------------------------------------------
 def test_a_sharded_table_is_never_pulled_and_saved_as_one(tmp_path):
     """In a network namespace of its own, whose loopback interface counts the job's bytes alone."""
-    out, module = tmp_path / "report.json", "tests.cluster.scripts.embedding"
+    out = tmp_path / "report.json"
+    module = "tests.cluster.scripts.embedding"
     launch = [
         PYTHON,
         "-m",

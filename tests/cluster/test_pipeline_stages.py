@@ -18,7 +18,10 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def test_two_groups_of_stages_on_workers(launch):
-    """One is killed in the third epoch; the launch begins again from a snapshot, and comes to what one process does that nobody disturbs."""
+    """Test that a launch with a process killed in the third epoch begins again from a snapshot.
+
+    Its result is that of one process that nobody disturbs.
+    """
     out = launch.directory / "result.json"
     command = (SCRIPT, str(out), "3", "snapshots")
     code, printed, errors = launch.run(
@@ -32,7 +35,8 @@ def test_two_groups_of_stages_on_workers(launch):
     )
     assert code == 0, printed + errors
     assert "worker:1 was killed by SIGKILL" in errors
-    first, second = launch.log("chief-0"), launch.log("attempt-1/chief-0")
+    first = launch.log("chief-0")
+    second = launch.log("attempt-1/chief-0")
     assert "_pipeline epoch 2\n" in first
     assert "_pipeline epoch 3\n" not in first
     assert "_pipeline epoch 1\n" not in second
@@ -77,7 +81,10 @@ def test_a_lost_stage_ends_the_job(launch, how):
     [
         (
             {"workers": 2},
-            "expected a chief, which runs the program, and a worker for each stage; .* lists the jobs worker",
+            (
+                "expected a chief, which runs the program, and a worker for each stage; .* lists "
+                "the jobs worker"
+            ),
         ),
         ({"workers": 1, "ps": 1, "chief": True}, "lists the jobs chief, worker, ps"),
     ],
@@ -90,7 +97,10 @@ def test_a_cluster_that_has_no_stages(jobs, message):
 
 
 def test_a_worker_that_stops_before_the_chief_connects(tmp_path):
-    """It has answered, as a server of gRPC does; later, like a stopped process, it accepts connections and says nothing."""
+    """Test a server that has answered, as one of gRPC does, and then stops.
+
+    Like a stopped process, it accepts connections and says nothing.
+    """
     config = ClusterSpec.local(workers=1, chief=True).for_task("chief", 0)
     code = "import tfdist; tfdist.pipeline_devices(timeout=2)"
     with (

@@ -1,4 +1,9 @@
-"""What `tfdist plan` predicts beside what training then holds and sends, and beside the page of the docs; what it says of a mistake."""
+"""Test the predictions of `tfdist plan` against what training holds and sends, and the docs.
+
+Also test its messages on mistakes.
+
+Also test its messages on mistakes.
+"""
 
 import json
 import re
@@ -26,11 +31,19 @@ WAYS = {
 
 
 def words(digits_dir, devices="cpu:0,cpu:1", *more):
-    """Layers of 2^22 weights: TensorFlow's allocator on a CPU deals out powers of two, and counts what it deals out."""
+    """Return config flags for layers of 2^22 weights.
+
+    TensorFlow's allocator on a CPU deals out powers of two, and counts what it deals out.
+    """
     return [
-        f"--config={ROOT / 'configs' / 'digits.py'}", f"--config.data.data_dir={digits_dir}", "--config.model.name=mlp",
-        "--config.model.options.widths=(2048,2048,2048,2048,2048)", "--config.data.tail=drop", f"--config.strategy.devices={devices}", *more,
-    ]  # fmt: skip
+        f"--config={ROOT / 'configs' / 'digits.py'}",
+        f"--config.data.data_dir={digits_dir}",
+        "--config.model.name=mlp",
+        "--config.model.options.widths=(2048,2048,2048,2048,2048)",
+        "--config.data.tail=drop",
+        f"--config.strategy.devices={devices}",
+        *more,
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,7 @@
-"""Tasks of a parameter-server job are killed and stopped while it trains; every example counts once all the same."""
+"""Test that every example counts once while tasks of a parameter-server job are killed.
+
+Tasks are stopped, too.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,11 @@ STEPS = EXAMPLES // BATCH
 
 
 class Job:
-    """The tasks of a job with a chief, two workers and a parameter server, which tests end and start."""
+    """Tasks of a chief, two workers and a parameter server, which tests end and start."""
 
     def __init__(self, members, directory):
-        self.members, self.directory = members, directory
+        self.members = members
+        self.directory = directory
         self.spec = ClusterSpec.local(workers=2, ps=1, chief=True)
         self.begins = 0
 
@@ -64,7 +68,7 @@ def job(tmp_path):
 
 
 def epochs(log):
-    """What the chief said of each epoch: number, examples seen exactly once, optimizer iterations."""
+    """Return the chief's lines on epochs: number, examples seen once, optimizer iterations."""
     return [
         tuple(map(int, found))
         for found in re.findall(r"epoch (\d+): once (\d+) iterations (\d+)", log)
@@ -148,7 +152,8 @@ def test_when_no_worker_comes_back_they_are_named(job):
     job.kill("worker-0")
     job.kill("worker-1")
     job.says(
-        r"TimeoutError: No worker is left: worker:0 at .*, worker:1 at .* did not come back within 8 s"
+        r"TimeoutError: No worker is left: worker:0 at .*, worker:1 at .* did not come back "
+        r"within 8 s"
     )
     assert job.members.processes["chief-0"].wait(SECONDS) != 0
 

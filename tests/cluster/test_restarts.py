@@ -1,4 +1,7 @@
-"""`tfdist launch --restarts` with real processes: tiny scripts, no TensorFlow, and nothing left behind."""
+"""Test `tfdist launch --restarts` with real processes.
+
+Scripts are tiny and without TensorFlow, and nothing is left behind.
+"""
 
 import json
 import os
@@ -43,9 +46,9 @@ def events(launch, name):
     ],
 )
 def test_a_failure_is_followed_by_another_attempt_on_fresh_ports(fault, said, launch):
-    script = (
-        ATTEMPT
-        + f"print(os.environ['TF_CONFIG'])\nif me == 'worker:1' and attempt == 0:\n    time.sleep(0.5)\n    {fault}\ntime.sleep(1)\n"
+    script = ATTEMPT + (
+        "print(os.environ['TF_CONFIG'])\nif me == 'worker:1' and attempt == 0:\n    "
+        f"time.sleep(0.5)\n    {fault}\ntime.sleep(1)\n"
     )
     code, _, err = launch.run("--workers", "2", "--restarts", "3", script=script)
     assert code == 0, err
@@ -105,7 +108,10 @@ def test_a_task_that_makes_no_step_is_ended_as_hung(hang, launch):
     script = (
         STEPS
         + waits
-        + f"steps(1, 5)\nif attempt == 0:\n    all_reduce() if me == 'worker:0' else {how}\nsteps(6, 8)"
+        + (
+            f"steps(1, 5)\nif attempt == 0:\n    all_reduce() if me == 'worker:0' else {how}\n"
+            "steps(6, 8)"
+        )
     )
     code, _, err = launch.run(
         "--workers", "2", "--restarts", "1", "--hang-timeout", "2", script=script
@@ -120,7 +126,10 @@ def test_a_task_that_makes_no_step_is_ended_as_hung(hang, launch):
 
 def test_who_was_heard_last_is_ended_as_hung_where_the_others_wait_for_it(launch):
     script = STEPS + "\ndef all_reduce(): time.sleep(600)\n"
-    script += "steps(1, 5)\nif attempt == 0:\n    if me == 'worker:0': all_reduce()\n    time.sleep(1)\n    steps(5, 5)\n    os.kill(os.getpid(), signal.SIGSTOP)"
+    script += (
+        "steps(1, 5)\nif attempt == 0:\n    if me == 'worker:0': all_reduce()\n    time.sleep(1)\n"
+        "    steps(5, 5)\n    os.kill(os.getpid(), signal.SIGSTOP)"
+    )
     code, _, err = launch.run(
         "--workers", "2", "--restarts", "1", "--hang-timeout", "4", script=script
     )
@@ -140,9 +149,9 @@ time.time = lambda: true() + next(jumps)
 def test_a_clock_that_jumps_by_a_year_neither_makes_nor_hides_a_hang(launch):
     (launch.directory / "sitecustomize.py").write_text(JUMPING_CLOCK)
     path = os.pathsep.join([str(launch.directory), str(ROOT)])
-    script = (
-        STEPS
-        + "assert abs(time.time() - time.time()) > 1e7\nsteps(1, 120)\nif attempt == 0: steps(121, 900) if me == 'worker:0' else time.sleep(600)\n"
+    script = STEPS + (
+        "assert abs(time.time() - time.time()) > 1e7\nsteps(1, 120)\nif attempt == 0: "
+        "steps(121, 900) if me == 'worker:0' else time.sleep(600)\n"
     )
     begun = time.monotonic()
     code, _, err = launch.run(
@@ -157,7 +166,8 @@ def test_a_clock_that_jumps_by_a_year_neither_makes_nor_hides_a_hang(launch):
     )
     assert code == 0, err
     assert re.search(
-        r"ROOT CAUSE: worker:1 made no step for \d s after step 120 of epoch 1, and was ended as hung",
+        r"ROOT CAUSE: worker:1 made no step for \d s after step 120 of epoch 1, and was ended as "
+        r"hung",
         err,
     ), err
     assert len(events(launch, "attempt")) == 2
@@ -165,9 +175,9 @@ def test_a_clock_that_jumps_by_a_year_neither_makes_nor_hides_a_hang(launch):
 
 
 def test_silence_outside_of_training_and_while_compiling_is_allowed(launch):
-    script = (
-        STEPS
-        + "progress.beat(Phase.TRACING, 0, 0)\ntime.sleep(3)\nsteps(1, 3)\nprogress.beat(Phase.IDLE, 0, 3)\ntime.sleep(3)\n"
+    script = STEPS + (
+        "progress.beat(Phase.TRACING, 0, 0)\ntime.sleep(3)\nsteps(1, 3)\n"
+        "progress.beat(Phase.IDLE, 0, 3)\ntime.sleep(3)\n"
     )
     code, _, err = launch.run("--hang-timeout", "1", "--start-timeout", "60", script=script)
     assert code == 0, err
@@ -236,9 +246,9 @@ while True: time.sleep(0.05)
 
 
 def test_a_parameter_server_takes_the_attempt_with_it(launch):
-    script = (
-        ATTEMPT
-        + "time.sleep(0.3)\nif me == 'ps:0' and not attempt: sys.exit(5)\nif me != 'chief:0': time.sleep(600)\ntime.sleep(1)\n"
+    script = ATTEMPT + (
+        "time.sleep(0.3)\nif me == 'ps:0' and not attempt: sys.exit(5)\nif me != 'chief:0': "
+        "time.sleep(600)\ntime.sleep(1)\n"
     )
     code, _, err = launch.run(
         "--chief", "--workers", "1", "--ps", "1", "--restarts", "1", script=script
@@ -296,9 +306,9 @@ def test_a_wrong_chaos_plan_is_named_before_anything_starts(plan, launch):
 
 
 def test_chaos_strikes_servers_at_the_chiefs_step(launch):
-    script = (
-        STEPS
-        + "if me == 'chief:0':\n    for step in range(1, 40): progress.beat(Phase.RUNNING, 0, step, step); time.sleep(0.1)\nelse: time.sleep(600)\n"
+    script = STEPS + (
+        "if me == 'chief:0':\n    for step in range(1, 40): progress.beat(Phase.RUNNING, 0, "
+        "step, step); time.sleep(0.1)\nelse: time.sleep(600)\n"
     )
     code, _, err = launch.run(
         "--chief",
@@ -324,21 +334,27 @@ def test_chaos_strikes_servers_at_the_chiefs_step(launch):
 
 @pytest.mark.parametrize("saves", [False, True])
 def test_who_waits_for_a_killed_task_is_ended_soon_unless_it_writes_a_snapshot(saves, launch):
-    script = (
-        STEPS
-        + "from tfdist.runtime.launch_protocol import note\nsignal.signal(15, signal.SIG_IGN)\nsteps(1, 1)\nready()\n"
+    script = STEPS + (
+        "from tfdist.runtime.launch_protocol import note\nsignal.signal(15, signal.SIG_IGN)\n"
+        "steps(1, 1)\nready()\n"
     )
-    script += "if me == 'worker:1':\n    while not os.path.exists('worker:0.ready'): time.sleep(0.01)\n    time.sleep(0.3)\n    os.kill(os.getpid(), 9)\n"
+    script += (
+        "if me == 'worker:1':\n    while not os.path.exists('worker:0.ready'): time.sleep(0.01)\n"
+        "    time.sleep(0.3)\n    os.kill(os.getpid(), 9)\n"
+    )
     if saves:
         log_dir = "os.environ['TFDIST_LOG_DIR']"
-        script += f"note({log_dir}, 'saving', task=me); time.sleep(2); note({log_dir}, 'saved', task=me)\n"
+        script += (
+            f"note({log_dir}, 'saving', task=me); time.sleep(2); note({log_dir}, 'saved', "
+            "task=me)\n"
+        )
     code, _, err = launch.run("--workers", "2", script=script + "time.sleep(300)")
     assert code == 137
     assert "ROOT CAUSE: worker:1 was killed by SIGKILL" in err
     assert len(events(launch, "saved")) == saves
 
 
-# --- Workers that do not find each other ---------------------------------------------------------------------------------
+# --- Workers that do not find each other ----------------------------------------------------------
 def test_a_worker_that_comes_late_is_named_and_within_the_bound_waited_for(launch):
     script = (
         ATTEMPT
@@ -373,7 +389,7 @@ if me == "worker:0" and attempt == 0:
 import tfdist
 strategy = tfdist.make_strategy("multi_worker_mirrored", devices="cpu")
 print("met", strategy.num_replicas_in_sync)
-"""
+"""  # noqa: E501
     )
     code, _, err = launch.run(
         "--workers",

@@ -1,4 +1,7 @@
-"""A training that is killed in the middle of an epoch goes on with more workers, as if undisturbed."""
+"""Test that a training killed in the middle of an epoch goes on with more workers.
+
+It goes on as if undisturbed.
+"""
 
 import pickle
 import shutil

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(4 * SECONDS)
 SERVE = """
 import sys, tensorflow as tf
 tf.distribute.Server({"worker": [sys.argv[1]]}, job_name="worker", task_index=0, protocol="grpc").join()
-"""
+"""  # noqa: E501
 
 
 def until(condition, seconds=SECONDS):
@@ -33,7 +33,7 @@ def timed(function, *arguments):
     return function(*arguments), time.monotonic() - started
 
 
-# --- answers ---------------------------------------------------------------------------------------------------------
+# --- answers --------------------------------------------------------------------------------------
 def test_a_running_server_answers_and_a_stopped_or_killed_one_does_not(tmp_path):
     address = ClusterSpec.local().jobs["worker"][0]
     assert not answers(address, 1)
@@ -41,7 +41,8 @@ def test_a_running_server_answers_and_a_stopped_or_killed_one_does_not(tmp_path)
         server = members.start("server", [PYTHON, "-c", SERVE, address], TF_CPP_MIN_LOG_LEVEL="0")
         until(lambda: answers(address, 1) and "Started server" in members.log("server"))
         time.sleep(1)
-        log, files = members.log("server"), len(os.listdir(f"/proc/{server.pid}/fd"))
+        log = members.log("server")
+        files = len(os.listdir(f"/proc/{server.pid}/fd"))
         assert all(answers(address, 10) for _ in range(1000))
         time.sleep(1)
         assert members.log("server") == log
@@ -81,7 +82,7 @@ def test_a_name_without_an_address_does_not_answer():
     assert not answers("no-such-host.invalid:1", 1)
 
 
-# --- serve -----------------------------------------------------------------------------------------------------------
+# --- serve ----------------------------------------------------------------------------------------
 class Job:
     """The tasks of one cluster, started by hand."""
 
@@ -97,7 +98,8 @@ class Job:
                 [PYTHON, "-m", "tests.cluster.scripts.serving", how, *map(str, timeouts)],
                 TF_CONFIG=self.spec.for_task(kind, int(index)).to_tf_config(),
                 PYTHONPATH=str(ROOT),
-                TF_NUM_INTEROP_THREADS="1",  # as the launcher shares two cores; a loop on a worker needs more
+                # The launcher shares two cores like this; a loop on a worker needs more.
+                TF_NUM_INTEROP_THREADS="1",
             )
 
     def serve(self, **options):

@@ -62,7 +62,10 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=5 State=UP
 def slurm_config(home):
     ports = free_ports(1 + len(NODES))
     lines = [
-        f"NodeName={node} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=500"
+        (
+            f"NodeName={node} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} CPUs=2 "
+            "RealMemory=500"
+        )
         for node, port in zip(NODES, ports[1:], strict=True)
     ]
     return CONFIG.format(home=home, ports=ports) + "\n".join(lines) + "\n"
@@ -78,7 +81,8 @@ def slurm():
     ]
     if missing:
         pytest.skip(
-            f"Slurm is not installed: {', '.join(missing)} missing (apt-get install slurmctld slurmd munge)"
+            f"Slurm is not installed: {', '.join(missing)} missing (apt-get install slurmctld "
+            "slurmd munge)"
         )
     if os.geteuid() != 0:
         pytest.skip("slurmd and munged must be started by root")

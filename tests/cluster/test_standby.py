@@ -1,4 +1,7 @@
-"""Restarts that hand over to standby processes, on real launches with TensorFlow, each process started by exec."""
+"""Test restarts that hand over to standby processes, on real launches with TensorFlow.
+
+Each process is started by exec.
+"""
 
 import json
 import os
@@ -14,7 +17,8 @@ SECONDS = 240
 FRESH = {OFF: "1"}
 pytestmark = pytest.mark.timeout(SECONDS + 60)
 
-# A task that tells of its steps, and waits until as many standby processes as TASKS are ready in each attempt but the last.
+# Task that reports its steps, and waits until as many standby processes as TASKS are ready in each
+# attempt but the last.
 SCRIPT = """
 attempt = int(os.environ["TFDIST_ATTEMPT"])
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
@@ -48,7 +52,7 @@ if attempt < LAST:
     if me == "worker:1": os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
 print("done")
-"""
+"""  # noqa: E501
 
 
 def standby(launch, what):

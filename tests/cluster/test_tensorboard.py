@@ -20,7 +20,10 @@ RUNS = {"tiny", "tiny/train", "tiny/validation", "tiny/worker-0", "tiny/worker-1
 def run(directory, words):
     """How a training of two workers there ends, and what it prints."""
     with group(directory) as members:
-        command = f"cd '{directory}' && exec '{PYTHON}' -m tfdist launch --workers 2 --log-dir launch -- tfdist train \"$@\""
+        command = (
+            f"cd '{directory}' && exec '{PYTHON}' -m tfdist launch --workers 2 --log-dir launch "
+            '-- tfdist train "$@"'
+        )
         members.start("run", ["bash", "-c", command, "bash", *words], PYTHONPATH=str(ROOT))
         return members.wait(SECONDS)["run"], members.log("run")
 
@@ -30,9 +33,15 @@ def runs(tmp_path_factory, digits_dir):
     """The directory `runs` after two epochs of digits, of 8 steps each."""
     directory = tmp_path_factory.mktemp("board")
     keys = {
-        "name": "tiny", "data.data_dir": digits_dir, "data.train_split": "train[:500]", "data.eval_split": "test[:100]", "train.epochs": 2,
-        "telemetry.histograms": 1, "telemetry.images": 8, "telemetry.profile_workers": "all",
-    }  # fmt: skip
+        "name": "tiny",
+        "data.data_dir": digits_dir,
+        "data.train_split": "train[:500]",
+        "data.eval_split": "test[:100]",
+        "train.epochs": 2,
+        "telemetry.histograms": 1,
+        "telemetry.images": 8,
+        "telemetry.profile_workers": "all",
+    }
     words = [
         f"--config={ROOT / 'configs' / 'digits.py'}",
         "--profile",
@@ -41,11 +50,13 @@ def runs(tmp_path_factory, digits_dir):
     ]
     code, log = run(directory, words)
     if re.search(
-        r"Fatal Python error: .*Current thread \S+ \(most recent call first\):\n\s+File \S+profiler_v2.py\S+ line \d+ in stop\n",
+        r"Fatal Python error: .*Current thread \S+ \(most recent call first\):\n\s+File "
+        r"\S+profiler_v2.py\S+ line \d+ in stop\n",
         log,
         re.DOTALL,
     ):
-        # One of 28 such runs: TensorFlow frees a name twice in TraceMeRecorder::Consume, by a native stack (as in tensorboard #3149).
+        # Seen in one of 28 such runs: TensorFlow frees a name twice in TraceMeRecorder::Consume, by
+        # a native stack (as in tensorboard #3149).
         directory = tmp_path_factory.mktemp("again")
         code, log = run(directory, words)
     assert code == 0, log
@@ -142,9 +153,12 @@ def test_hyperparameters_stand_beside_results(server):
         "replicas",
     } <= names.keys()
     request = {
-        "experimentName": "0", "startIndex": 0, "sliceSize": 9, "allowedStatuses": ["STATUS_SUCCESS"],
+        "experimentName": "0",
+        "startIndex": 0,
+        "sliceSize": 9,
+        "allowedStatuses": ["STATUS_SUCCESS"],
         "colParams": [{"metric": {"group": "validation", "tag": "epoch_accuracy"}}],
-    }  # fmt: skip
+    }
     (trial,) = server.post("plugin/hparams/session_groups", request)["sessionGroups"]
     assert (trial["name"], trial["hparams"]["replicas"], trial["hparams"]["optimizer"]) == (
         "tiny",

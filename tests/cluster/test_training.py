@@ -1,4 +1,7 @@
-"""Two workers train as one: who writes which file, who resumes where, and what mistakes of theirs are named."""
+"""Test that two workers train as one.
+
+Test who writes which file, who resumes where, and which of their mistakes are named.
+"""
 
 import csv
 import json
@@ -19,7 +22,7 @@ def script(name, *arguments):
     return [PYTHON, "-m", f"tests.cluster.scripts.{name}", *map(str, arguments)]
 
 
-# --- Files, resuming, speed: one job that is killed, and started again --------------------------------------------------
+# --- Files, resuming, speed: one job that is killed, and started again ----------------------------
 class Job:
     """What a job of two workers left, whose first attempt was killed."""
 
@@ -142,16 +145,26 @@ def test_steps_start_no_threads_of_their_own(job):
     ]
 
 
-# --- Mistakes -----------------------------------------------------------------------------------------------------------
-BATCHES = r"worker:1 differs from worker:0 in global batches: .*pass a seed to shuffle\(\).*do not shard\(\) by worker"
+# --- Mistakes -------------------------------------------------------------------------------------
+BATCHES = (
+    r"worker:1 differs from worker:0 in global batches: .*pass a seed to shuffle\(\).*do not "
+    r"shard\(\) by worker"
+)
 MISTAKES = {
     "data_of_its_own": BATCHES,
     "shuffled_by_itself": BATCHES,
     "shorter_data": "worker:1 differs from worker:0 in length of the training data: 4 against 5",
     "other_epochs": "worker:1 differs from worker:0 in epochs: 2 against 1",
-    "other_weights": r"worker:1 differs from worker:0 in weights after the first step.*strategy.scope\(\)",
-    "other_weights_of_local_steps": "worker:1 differs from worker:0 in weights after the first step",
-    "other_steps_per_execution": "worker:1 differs from worker:0 in steps_per_execution: 2 against 1",
+    "other_weights": (
+        r"worker:1 differs from worker:0 in weights after the first step"
+        r".*strategy.scope\(\)"
+    ),
+    "other_weights_of_local_steps": (
+        "worker:1 differs from worker:0 in weights after the first step"
+    ),
+    "other_steps_per_execution": (
+        "worker:1 differs from worker:0 in steps_per_execution: 2 against 1"
+    ),
     "shards": "worker:1 differs from worker:0 in length of the training data: 2 against 3",
     "shards_without_length": BATCHES,
     "shorter_generator": "waited too long for worker:",

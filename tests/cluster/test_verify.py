@@ -1,4 +1,7 @@
-"""`tfdist verify` in real processes: each planted fault is found and named, and models without one pass under each strategy."""
+"""Test `tfdist verify` in real processes: each planted fault is found and named.
+
+Models without one pass under each strategy.
+"""
 
 import concurrent.futures
 import json

@@ -29,11 +29,13 @@ SETUPS = {  # name: strategy, devices
     "workers": ("multi_worker_mirrored", "gpu"),
 }
 REFUSED = {("central", "mixed_float16")}  # Keras applies a LossScaleOptimizer in a replica only
-# A GPU sums in another order, and convolves and multiplies in TensorFloat-32, whose rounding is 2^-11.
+# A GPU sums in another order, and convolves and multiplies in TensorFloat-32, whose rounding is
+# 2^-11.
 TOLERANCE = {"mixed_float16": 2e-2}
 SECONDS = 400
 
-# `processes.environment` hides GPUs from tests that need none; here all that this process sees are shown again.
+# `processes.environment` hides GPUs from tests that need none; show again all that this process
+# sees.
 VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(str(i) for i in range(16))
 gpus = len(tf.config.list_physical_devices("GPU"))
 pytestmark = [
@@ -69,7 +71,8 @@ def run(tmp_path_factory):
 @pytest.mark.parametrize("setup", SETUPS)
 @pytest.mark.parametrize("case", CASES)
 def test_equals_the_cpu(run, setup, case):
-    expected, numbers = run("one_device", "cpu")[case], run(*SETUPS[setup])[case]
+    expected = run("one_device", "cpu")[case]
+    numbers = run(*SETUPS[setup])[case]
     if (setup, case) in REFUSED:
         assert "central_storage: a LossScaleOptimizer" in numbers
         return
@@ -83,7 +86,10 @@ def test_equals_the_cpu(run, setup, case):
 
 
 def test_batches_are_copied_ahead_of_time(tmp_path):
-    code = "import numpy as np; from tfdist import data; print(*(b.device for b in data.pipeline(np.arange(8), 4, device='/gpu:0')))"
+    code = (
+        "import numpy as np; from tfdist import data; print(*(b.device for b in "
+        "data.pipeline(np.arange(8), 4, device='/gpu:0')))"
+    )
     with group(tmp_path) as members:
         members.start(
             "process",
@@ -98,10 +104,8 @@ def test_batches_are_copied_ahead_of_time(tmp_path):
 @pytest.mark.skipif(gpus < 2, reason="needs two GPUs that TensorFlow sees")
 def test_sharded_training_equals_plain_training(tmp_path):
     """ZeRO stages 1 to 3 on GPUs beside plain data parallel training on the same ones."""
-    runner, cases = (
-        pathlib.Path(RUNNER).with_name("sharded_cases.py"),
-        ("mlp sgd", "cnn rmsprop", "transformer adamw"),
-    )
+    runner = pathlib.Path(RUNNER).with_name("sharded_cases.py")
+    cases = ("mlp sgd", "cnn rmsprop", "transformer adamw")
     with group(tmp_path) as members:
         command = [PYTHON, str(runner), "mirrored", "gpu:0,gpu:1", str(tmp_path / "out"), *cases]
         members.start(

@@ -1,7 +1,10 @@
-"""Keras imports scikit-learn, matplotlib and the like wherever they are installed; here it finds none of them.
+"""Hide scikit-learn, matplotlib and the like from Keras.
 
-Python imports this at the start of each process of a test. Such a process would spend a third of its start on packages that are there
-for other tests, and that users of tfdist need not have. Whoever else imports them gets them.
+Keras imports them wherever they are installed.
+
+Python imports this at the start of each process of a test. Such a process would spend a third of
+its start on packages that are there for other tests, and that users of tfdist need not have. Any
+other importer gets them.
 """
 
 import sys

@@ -1,6 +1,7 @@
-"""Models and features of Keras become small trainings whose results any number of replicas must share.
+"""Small trainings of Keras' models and features, whose results any number of replicas must share.
 
-Each case takes a strategy and returns named numbers; `runner.py` runs them in a process, `test_parity.py` compares processes.
+Each case takes a strategy and returns named numbers; `runner.py` runs them in a process,
+`test_parity.py` compares processes.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def simple(strategy, optimizer, train=None, model=mlp, epochs=2, loss=CROSSENTRO
     return fitted(built, dataset(*data()) if train is None else train, epochs=epochs, **kwargs)
 
 
-# --- Models ---------------------------------------------------------------------------------------------------------
+# --- Models ---------------------------------------------------------------------------------------
 @case
 def sequential(strategy):
     return simple(strategy, lambda: keras.optimizers.SGD(0.1, momentum=0.9))
@@ -101,7 +102,8 @@ class Subclassed(keras.Model):
 
     def __init__(self, activation="relu"):
         super().__init__()
-        self.first, self.second = keras.layers.Dense(8, activation), keras.layers.Dense(3)
+        self.first = keras.layers.Dense(8, activation)
+        self.second = keras.layers.Dense(3)
 
     def call(self, x):
         return self.second(self.first(x))
@@ -117,7 +119,8 @@ def several_inputs_and_outputs_as_dicts(strategy):
     keras.utils.set_random_seed(1)
     x, y = data()
     with strategy.scope():
-        a, b = keras.Input((6,), name="a"), keras.Input((2,), name="b")
+        a = keras.Input((6,), name="a")
+        b = keras.Input((2,), name="b")
         h = keras.layers.Concatenate()([keras.layers.Dense(5, "tanh")(a), b])
         model = keras.Model(
             {"a": a, "b": b},
@@ -143,7 +146,8 @@ def several_inputs_and_outputs_as_tuples(strategy):
     keras.utils.set_random_seed(1)
     x, y = data()
     with strategy.scope():
-        a, b = keras.Input((6,)), keras.Input((2,))
+        a = keras.Input((6,))
+        b = keras.Input((2,))
         h = keras.layers.Concatenate()([keras.layers.Dense(5, "tanh")(a), b])
         model = keras.Model([a, b], [keras.layers.Dense(3)(h), keras.layers.Dense(1)(h)])
         model.compile("sgd", [CROSSENTROPY, "mse"])
@@ -219,7 +223,10 @@ def embedding_of_other_lengths_unwatched(strategy):
 
 @case
 def recurrent_with_masking(strategy):
-    """The mask makes every replica's divisor another: the mean must still be that of the whole batch."""
+    """Mask rows so that each replica has another divisor.
+
+    The mean must still be that of the whole batch.
+    """
     rng = np.random.default_rng(4)
     ids = rng.integers(1, 6, (60, 5)) * (np.arange(5) < rng.integers(1, 6, (60, 1)))
     train = dataset(ids, rng.integers(0, 4, (60, 5)))
@@ -273,7 +280,7 @@ def convolution_with_regularization(strategy):
     return simple(strategy, "adam", train, model)
 
 
-# --- Inputs ---------------------------------------------------------------------------------------------------------
+# --- Inputs ---------------------------------------------------------------------------------------
 @case
 def numpy_arrays(strategy):
     return simple(strategy, "sgd", data(), batch_size=GLOBAL_BATCH, shuffle=True)
@@ -411,7 +418,7 @@ def last_batch_leaves_replicas_empty(strategy):
     )
 
 
-# --- Optimizers -----------------------------------------------------------------------------------------------------
+# --- Optimizers -----------------------------------------------------------------------------------
 @case
 def clip_by_norm(strategy):
     return simple(strategy, lambda: keras.optimizers.SGD(0.5, clipnorm=0.05))
@@ -453,7 +460,10 @@ def learning_rate_schedule(strategy):
 
 @case
 def loss_scaling(strategy):
-    """Scaled so far that the first steps overflow, on a batch whose last row alone is huge: every replica must skip them."""
+    """Scale the loss so far that the first steps overflow, on a batch whose last row alone is huge.
+
+    Every replica must skip these steps.
+    """
     x, y = data()
     x[GLOBAL_BATCH - 1] *= 1e30
     return simple(
@@ -485,7 +495,7 @@ def mixed_float16(strategy):
     return _mixed(strategy, "mixed_float16")
 
 
-# --- Metrics and callbacks ----------------------------------------------------------------------------------------------
+# --- Metrics and callbacks ------------------------------------------------------------------------
 @case
 def metrics_with_other_than_scalar_state(strategy):
     keras.utils.set_random_seed(1)

@@ -1,4 +1,7 @@
-"""A process of one strategy runs cases and writes their numbers to a file: `python runner.py STRATEGY DEVICES OUT [CASE ...]`."""
+"""Run cases in a process of one strategy, and write their numbers to a file.
+
+The command is `python runner.py STRATEGY DEVICES OUT [CASE ...]`.
+"""
 
 import pathlib
 import pickle

@@ -23,12 +23,16 @@ from tfdist.keras_compat import local_component
 from tfdist.parallel import deferred, fsdp, zero
 from tfdist.train.health.watchdog import Watchdog
 
-ROWS, BATCH, EPOCHS = 24, 8, 2
+ROWS = 24
+BATCH = 8
+EPOCHS = 2
 ZEROS = (
     "key/bias",
     "key_bias",
 )  # the gradient of these is zero but for rounding, and so is what comes of that
-SQUARES = "velocity"  # Keras' name of means of squared gradients: a square has twice the relative error of what is squared
+# Keras' name of means of squared gradients: a square has twice the relative error of what is
+# squared.
+SQUARES = "velocity"
 ALONE = " alone"  # ends a way in which processes train without a scope, each with its own rows
 SHARDED = {  # way: what it does with the model, with the optimizer
     "zero1": (None, functools.partial(zero, stage=1)),
@@ -42,20 +46,19 @@ SHARDED = {  # way: what it does with the model, with the optimizer
 
 
 class Block(keras.layers.Layer):
-    """A transformer block: one unit, in whose layers dropout knows from the call's context whether it trains."""
+    """A transformer block: one unit.
+
+    Its dropout layers know from the call's context whether it trains.
+    """
 
     def __init__(self, width: int = 8):
         super().__init__()
         self.attention = keras.layers.MultiHeadAttention(2, width // 2, dropout=0.2)
-        self.first, self.second = (
-            keras.layers.LayerNormalization(),
-            keras.layers.LayerNormalization(),
-        )
-        self.wide, self.narrow, self.drop = (
-            keras.layers.Dense(2 * width, "gelu"),
-            keras.layers.Dense(width),
-            keras.layers.Dropout(0.2),
-        )
+        self.first = keras.layers.LayerNormalization()
+        self.second = keras.layers.LayerNormalization()
+        self.wide = keras.layers.Dense(2 * width, "gelu")
+        self.narrow = keras.layers.Dense(width)
+        self.drop = keras.layers.Dropout(0.2)
 
     def build(self, shape):
         for layer in (self.first, self.second, self.wide):
@@ -134,17 +137,27 @@ def frozen():
 
 
 def cnn():
-    return keras.Sequential([
-        keras.Input([6, 6, 1]), keras.layers.Conv2D(4, 3, use_bias=False), keras.layers.BatchNormalization(), keras.layers.ReLU(),
-        keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(3),
-    ])  # fmt: skip
+    return keras.Sequential(
+        [
+            keras.Input([6, 6, 1]),
+            keras.layers.Conv2D(4, 3, use_bias=False),
+            keras.layers.BatchNormalization(),
+            keras.layers.ReLU(),
+            keras.layers.GlobalAveragePooling2D(),
+            keras.layers.Dense(3),
+        ]
+    )
 
 
 def lstm():
-    return keras.Sequential([
-        keras.Input([6], dtype="int32"), keras.layers.Embedding(11, 5, mask_zero=True), keras.layers.LSTM(6, dropout=0.2, recurrent_dropout=0.2),
-        keras.layers.Dense(3),
-    ])  # fmt: skip
+    return keras.Sequential(
+        [
+            keras.Input([6], dtype="int32"),
+            keras.layers.Embedding(11, 5, mask_zero=True),
+            keras.layers.LSTM(6, dropout=0.2, recurrent_dropout=0.2),
+            keras.layers.Dense(3),
+        ]
+    )
 
 
 def transformer():
@@ -175,13 +188,14 @@ def nested():
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model with its optimizer.
+    """Return a model with its optimizer.
 
     Attributes:
         build: Makes the model.
         optimizer: Makes the optimizer.
         ways: Of `SHARDED`, to be compared with plain training.
-        inputs: "numbers", "outlier": one of them is huge, "images", "words", or "next": words whose next ones are learned.
+        inputs: "numbers", "outlier": one of them is huge, "images", "words", or "next": words whose
+            next ones are learned.
         tolerance: Most that values differ, relative to the largest of their variable.
         policy: Of dtypes.
         deferred: Whether `fsdp` gets a model without values.
@@ -226,7 +240,8 @@ CASES = {
         ("zero1", "fsdp", "fsdp keep"),
         "words",
     ),
-    # The gradient of a key's bias is zero but for rounding, of which Adam would make whole steps: hence epsilon.
+    # The gradient of a key's bias is zero but for rounding, of which Adam would make whole steps:
+    # hence epsilon.
     "transformer adamw": Case(
         transformer,
         lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1, epsilon=1e-3),
@@ -237,7 +252,8 @@ CASES = {
     "mlp lion": Case(mlp, lambda: keras.optimizers.Lion(0.003), ("zero1", "zero2", "fsdp")),
 }
 OF_PROCESSES = {
-    # The gradients of the process that has the huge row overflow; all processes must leave that update out.
+    # The gradients of the process that has the huge row overflow; all processes must leave that
+    # update out.
     "outlier": Case(
         frozen, _overflowing, ("zero2", "zero2 alone", "fsdp alone"), "outlier", saved=True
     ),
@@ -282,7 +298,8 @@ FEATURES = {  # of one setup
         "words",
         deferred=True,
     ),
-    # Adam makes whole steps of gradients that are small, and of their rounding: here 1.5e-6 of the largest bias.
+    # Adam makes whole steps of gradients that are small, and of their rounding: here 1.5e-6 of the
+    # largest bias.
     "nested": Case(nested, lambda: keras.optimizers.Adam(0.01), tolerance=4e-6, deferred=True),
     # Gradients of tied and packed weights are rounded to 8 bits of precision in another order.
     "bfloat16": Case(
@@ -314,7 +331,9 @@ def data(kind: str):
 def train(
     case: Case, way: str, strategy: tf.distribute.Strategy, directory: str = ""
 ) -> dict[str, np.ndarray]:
-    """Numbers of a training: losses, weights, the optimizer's state, what it predicts, and how many numbers each replica holds of weights and state.
+    """Return the numbers of a training: losses, weights, the optimizer's state, and predictions.
+
+    Also return how many numbers each replica holds of weights and state.
 
     Args:
         case: What.
@@ -397,13 +416,18 @@ def train(
 
 
 def own_rows(placement) -> tuple[np.ndarray, int]:
-    """The rows that a process without a scope trains on: those that it would get of each batch, and how many of each that are."""
+    """Return the rows that a process without a scope trains on, and the row count of each batch.
+
+    The rows are those that it would get of each batch.
+    """
     count = BATCH // placement.workers
     return np.arange(ROWS).reshape(-1, placement.workers, count)[:, placement.rank].ravel(), count
 
 
 def compare(plain: dict, numbers: dict, tolerance: float, rounding: float, what: str) -> None:
-    """Makes sure that a sharded training came to the numbers of a plain one; what each replica holds differs, and names of layers count on.
+    """Check that a sharded training came to the numbers of a plain one.
+
+    What each replica holds differs, and names of layers count on.
 
     Args:
         plain: Of `train`.
@@ -412,7 +436,8 @@ def compare(plain: dict, numbers: dict, tolerance: float, rounding: float, what:
         rounding: Most that values differ that are zero but for rounding.
         what: For messages.
     """
-    # Processes without a scope have histories of their own, and their first weights are not known before they train.
+    # Processes without a scope have histories of their own, and their first weights are not known
+    # before they train.
     names = [
         name
         for name in plain
@@ -434,16 +459,20 @@ def compare(plain: dict, numbers: dict, tolerance: float, rounding: float, what:
 
 
 def left_alone(strategy: tf.distribute.Strategy, directory: pathlib.Path) -> dict[str, str]:
-    """What workers without a scope are told, and the chief when the others take no step with it; afterwards it can train no more.
+    """Check the errors of workers without a scope, and of the chief without their steps.
+
+    Afterwards the chief can train no more.
 
     Args:
         strategy: On several workers, one replica each.
         directory: Which all processes reach.
     """
-    place, done = strategy.tfdist_engine.placement, directory / "left-alone"
+    place = strategy.tfdist_engine.placement
+    done = directory / "left-alone"
     strategy.tfdist_engine.watchdog = Watchdog(3.0, place)
     keras.utils.set_random_seed(7 + place.rank)
-    x, told = np.ones([4, 5], "float32"), {}
+    x = np.ones([4, 5], "float32")
+    told = {}
     model = mlp()
     before = model.get_weights()
     shards = fsdp(model, gather_dtype="bfloat16", strategy=strategy)

@@ -1,4 +1,7 @@
-"""N replicas on the same global batches give the numbers of one: every case of `cases.py` under every strategy."""
+"""Test that N replicas on the same global batches give the numbers of one.
+
+Every case of `cases.py` runs under every strategy.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,9 @@ import pytest
 from tests.parity.cases import CASES
 from tests.parity.setups import runs
 
-# What a third process changes: who gets which rows, ends that leave some without, what is summed over them. The other cases have
-# their three replicas in mirrored-3, and their processes in workers-2.
+# Cases in which a third process matters: who gets which rows, ends that leave some without, what is
+# summed over them. The other cases have their three replicas in mirrored-3, and their processes in
+# workers-2.
 OF_THREE = (
     "sequential",
     "unwatched",

@@ -1,4 +1,4 @@
-"""Sharded training gives the numbers of plain training on the same replicas: ZeRO stages 1, 2 and 3."""
+"""Test that ZeRO stages 1, 2 and 3 give the numbers of plain training on the same replicas."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ def test_each_replica_holds_its_part(run, setup, case, replicas):
 def test_a_process_without_a_scope_refuses_what_needs_one_and_names_who_leaves_it_alone(run):
     chief, other = (process["left alone"] for process in run("workers-2"))
     assert (
-        "zero: XLA cannot compile the collectives of 2 replicas (keras #18716). Pass compile(jit_compile=False)"
-        in chief["of XLA"]
-    )
+        "zero: XLA cannot compile the collectives of 2 replicas (keras #18716). Pass "
+        "compile(jit_compile=False)"
+    ) in chief["of XLA"]
     assert "worker:0 waited too long for worker:1, 3 s without a step" in chief["of others"]
     assert list(other) == ["of an export", "of a backup", "of XLA"]
     for told in (chief, other):

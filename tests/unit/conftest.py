@@ -11,7 +11,7 @@ from tests.processes import ROOT, environment
 
 
 def environ_for(code):
-    """The environment of a process that runs code; what looks at the modules that are loaded is to be a fresh one."""
+    """Return the environment of a process; code that looks at `sys.modules` gets a fresh one."""
     return environment(**({OFF: "1"} if "sys.modules" in code else {}))
 
 
@@ -27,7 +27,7 @@ def run_python():
 
 @pytest.fixture(scope="session")
 def run_python_twice():
-    """Runs Python code in two processes at the same time; returns what each wrote: output and errors."""
+    """Run Python code in two processes at the same time; return their output and errors."""
 
     def run(code, *words):
         both = [

@@ -1,4 +1,7 @@
-"""Where the time of steps goes: planted delays are found in their part, and no result changes; two workers: tests/cluster/test_step_breakdown.py."""
+"""Test step breakdowns: each planted delay appears in its part, and measuring changes no result.
+
+tests/cluster/test_step_breakdown.py tests them with two workers.
+"""
 
 import logging
 import time
@@ -23,7 +26,7 @@ def central():
 
 
 class Sleep(keras.layers.Layer):
-    """A forward pass that takes longer."""
+    """Sleep in the forward pass."""
 
     def call(self, x):
         def wait(x):
@@ -39,7 +42,7 @@ class Sleep(keras.layers.Layer):
 
 
 class Tied(keras.Model):
-    """Weights that are used twice, by sparse gradients and by dense ones; statistics, and a seed."""
+    """Use weights twice, by sparse and by dense gradients; have statistics and a seed."""
 
     def __init__(self):
         super().__init__()
@@ -58,8 +61,15 @@ class Tied(keras.Model):
 
 
 def image_model():
-    return keras.Sequential([keras.Input([6]), keras.layers.Reshape([6, 1]), keras.layers.Conv1D(4, 3, activation="relu"),
-                             keras.layers.Flatten(), keras.layers.Dense(3)])  # fmt: skip
+    return keras.Sequential(
+        [
+            keras.Input([6]),
+            keras.layers.Reshape([6, 1]),
+            keras.layers.Conv1D(4, 3, activation="relu"),
+            keras.layers.Flatten(),
+            keras.layers.Dense(3),
+        ]
+    )
 
 
 def trained(
@@ -73,10 +83,11 @@ def trained(
     data=None,
     **kwargs,
 ):
-    """A model after a fit, measured where there is a directory, with its windows."""
+    """Return a model after a fit and its windows; measure only where there is a directory."""
     keras.utils.set_random_seed(3)
     rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(steps * 8, 6)).astype(np.float32), rng.integers(0, 3, steps * 8)
+    x = rng.normal(size=(steps * 8, 6)).astype(np.float32)
+    y = rng.integers(0, 3, steps * 8)
     with strategy.scope():
         model = build()
         model.compile(
@@ -93,7 +104,7 @@ def trained(
 
 
 def whole(windows, steps):
-    """Checks what is true of all windows; returns them."""
+    """Check what holds for all windows and return them."""
     assert sum(window.steps for window in windows) == steps
     for window in windows:
         assert set(window.parts) == set(PARTS)
@@ -102,7 +113,7 @@ def whole(windows, steps):
     return windows
 
 
-# --- No result changes ----------------------------------------------------------------------------------------------------
+# --- No result changes ----------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("name", "build"),
     [("one_device", image_model), ("one_device", Tied), ("mirrored", Tied), ("central", mlp)],
@@ -119,14 +130,15 @@ def test_measured_steps_give_the_same_weights_to_the_bit(request, tmp_path, name
 
 def test_the_same_model_goes_on_without_being_measured(mirrored, tmp_path):
     model, _, windows = trained(mirrored, tmp_path, epochs=1)
-    x, y = np.zeros([24, 6], np.float32), np.zeros(24, np.int64)
+    x = np.zeros([24, 6], np.float32)
+    y = np.zeros(24, np.int64)
     model.fit(x, y, batch_size=8, verbose=0)
     assert len(read(tmp_path)[0]) == len(windows)
     model.fit(x, y, batch_size=8, verbose=0, callbacks=[tfdist.StepBreakdown(tmp_path)])
     assert read(tmp_path)[0][-1].step == 12 + 3 + 3
 
 
-# --- Planted delays -------------------------------------------------------------------------------------------------------
+# --- Planted delays -------------------------------------------------------------------------------
 def slow_data(batches):
     def wait(x):
         time.sleep(DELAY)
@@ -168,7 +180,7 @@ def test_the_first_step_of_a_call_is_measured_from_its_beginning(one_device, tmp
 
 
 def test_replicas_of_one_process_wait_for_the_slowest(mirrored, tmp_path):
-    """Both sleep, one after the other, as Python functions of a graph do."""
+    """Both replicas sleep, one after the other, as Python functions of a graph do."""
     _, _, windows = trained(mirrored, tmp_path, slow_model)
     parts = per_step(whole(windows, 24))
     assert (
@@ -186,9 +198,12 @@ def test_the_input_wait_of_the_tensorboard_callback_is_the_same(one_device, tmp_
     assert plain.train_function.stats.input_seconds > 24 * DELAY / 2
 
 
-# --- Ways to run steps ----------------------------------------------------------------------------------------------------
+# --- Ways to run steps ----------------------------------------------------------------------------
 class OwnLogs(keras.Model):
-    """Returns what must be averaged after each step, which therefore runs by itself; and updates twice."""
+    """Update twice in a step, and return a log that must be averaged after each step.
+
+    Each step therefore runs by itself.
+    """
 
     def __init__(self):
         super().__init__()
@@ -273,7 +288,7 @@ def test_a_resumed_fit_goes_on_counting(one_device, tmp_path):
     assert (again[0].epoch, again[-1].epoch) == (0, 1)
 
 
-# --- Files, and where there is nothing to measure ---------------------------------------------------------------------------
+# --- Files, and where there is nothing to measure -------------------------------------------------
 def test_curves_lie_beside_the_records(one_device, tmp_path):
     _, _, windows = trained(one_device, tmp_path)
     (file,) = (tmp_path / "worker-0").glob("events.*")
@@ -319,7 +334,7 @@ def test_a_strategy_without_an_engine_is_told_of(tmp_path, caplog):
     assert "measures nothing here" in caplog.text
 
 
-# --- Numbers --------------------------------------------------------------------------------------------------------------
+# --- Numbers --------------------------------------------------------------------------------------
 def test_readings_of_two_replicas():
     """Batch at 10; gradients at 11 and 13, sums at 14, done at 15 and 16; the next batch at 17."""
     found = times_of(10.0, np.array([[17.0, 11, 14, 15, 13, 14, 16]]))

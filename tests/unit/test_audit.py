@@ -1,4 +1,7 @@
-"""What workers took becomes a verdict, or the first thing that is wrong; no processes here."""
+"""Test that an audit of what workers took gives a verdict or names the first fault.
+
+No test here starts a process.
+"""
 
 import dataclasses
 
@@ -13,7 +16,8 @@ from tfdist.tools.audit import stages
 from tfdist.tools.audit.steps import Step
 from tfdist.tools.audit.verdict import Offence, Plan, verify
 
-EXAMPLES, BATCH = 10, 4
+EXAMPLES = 10
+BATCH = 4
 
 
 def plan(tail="partial", order=True, **changes):
@@ -22,7 +26,7 @@ def plan(tail="partial", order=True, **changes):
 
 
 def taken(plan, workers=2):
-    """What each worker rightly takes, as a list that a test may spoil."""
+    """Return what each worker rightly takes, as a list that a test may spoil."""
     order = Order(EXAMPLES, BATCH, seed=5, tail=plan.tail)
     found = [[] for _ in range(workers)]
     for epoch in plan.epochs:
@@ -100,14 +104,32 @@ def test_an_example_that_does_not_exist_is_named():
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda found: found[1].pop(), r"epoch 1, step 2, worker 1: expected a batch, as worker 0 has one; received none"),
-        (lambda found: [of.pop() for of in found], r"epoch 1: expected 3 steps; all workers ended after 2"),
-        (lambda found: replace(found, 1, 1, fingerprint=3.0), r"worker 1: expected the fingerprint of worker 0's batch, 7.0; received 3.0"),
-        (lambda found: replace(found, 1, 1, rows=3), r"step 1, worker 1: expected a global batch of 4 rows; received one of 3"),
-        (lambda found: replace(found, 0, 1, numbers=found[0][1].numbers[:1]), r"row 1, worker 0: expected example \d+, as its rows are 0 to 1; received none"),
-        (lambda found: found[0][1].numbers.fill(-1), r"epoch 0, step 1, row 0, worker 0: expected example \d+; received none"),
+        (
+            lambda found: found[1].pop(),
+            r"epoch 1, step 2, worker 1: expected a batch, as worker 0 has one; received none",
+        ),
+        (
+            lambda found: [of.pop() for of in found],
+            r"epoch 1: expected 3 steps; all workers ended after 2",
+        ),
+        (
+            lambda found: replace(found, 1, 1, fingerprint=3.0),
+            r"worker 1: expected the fingerprint of worker 0's batch, 7.0; received 3.0",
+        ),
+        (
+            lambda found: replace(found, 1, 1, rows=3),
+            r"step 1, worker 1: expected a global batch of 4 rows; received one of 3",
+        ),
+        (
+            lambda found: replace(found, 0, 1, numbers=found[0][1].numbers[:1]),
+            r"row 1, worker 0: expected example \d+, as its rows are 0 to 1; received none",
+        ),
+        (
+            lambda found: found[0][1].numbers.fill(-1),
+            r"epoch 0, step 1, row 0, worker 0: expected example \d+; received none",
+        ),
     ],
-)  # fmt: skip
+)
 def test_other_faults_are_named(spoil, message):
     what = plan()
     found = taken(what)

@@ -1,4 +1,7 @@
-"""A snapshot comes back as it was, or not at all; whatever a killed writer leaves, the newest whole one is found."""
+"""Test that a snapshot comes back as it was, or not at all.
+
+Whatever a killed writer leaves behind, the store finds the newest whole snapshot.
+"""
 
 import os
 import signal
@@ -53,7 +56,7 @@ def test_arrays_of_all_kinds_come_back(dtype, shape):
     )
 
 
-# --- Damage ----------------------------------------------------------------------------------------------------------
+# --- Damage ---------------------------------------------------------------------------------------
 def test_every_flipped_bit_is_seen():
     content = packed()
     for place in range(len(content)):
@@ -76,9 +79,9 @@ def test_every_truncation_is_seen():
 @given(st.integers(0, 400), st.integers(1, 400))
 @settings(max_examples=50, deadline=None)
 def test_a_mixture_of_two_is_seen(begin, length):
-    one, other = (
-        packed(),
-        packed(Snapshot({k: v + 1 for k, v in STATE.arrays.items()}, {**STATE.facts, "epoch": 4})),
+    one = packed()
+    other = packed(
+        Snapshot({k: v + 1 for k, v in STATE.arrays.items()}, {**STATE.facts, "epoch": 4})
     )
     mixed = one[:begin] + other[begin : begin + length] + one[begin + length :]
     if mixed in (one, other):
@@ -106,7 +109,7 @@ def test_another_version_is_no_damage(monkeypatch):
     assert not isinstance(caught.value, Damaged)
 
 
-# --- A directory ------------------------------------------------------------------------------------------------------
+# --- A directory ----------------------------------------------------------------------------------
 def epoch(number):
     return Snapshot(STATE.arrays, {"epoch": number})
 
@@ -246,7 +249,7 @@ def test_a_writer_killed_at_any_moment_leaves_whole_ones(tmp_path):
     assert len([name for name in os.listdir(tmp_path) if name.endswith(".part")]) <= 1
 
 
-# --- Who writes -------------------------------------------------------------------------------------------------------
+# --- The writer -----------------------------------------------------------------------------------
 @pytest.mark.parametrize("place", ["{}", "ram://{}"])
 def test_the_last_to_claim_a_directory_is_the_only_writer(tmp_path, place):
     first, second = (Store(place.format(tmp_path)) for _ in range(2))

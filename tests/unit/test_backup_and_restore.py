@@ -1,4 +1,4 @@
-"""A fit that was interrupted at any step, and goes on in another model, ends as one that was not."""
+"""Test that a fit interrupted at any step and resumed in another model ends as one that was not."""
 
 import functools
 import itertools
@@ -15,7 +15,9 @@ from tfdist import data
 from tfdist.backup import state
 from tfdist.backup.store import Store
 
-EXAMPLES, BATCH, EPOCHS = 50, 8, 3
+EXAMPLES = 50
+BATCH = 8
+EPOCHS = 3
 STEPS = -(-EXAMPLES // BATCH)
 X = np.random.default_rng(0).normal(size=(EXAMPLES, 5)).astype(np.float32)
 Y = X.sum(axis=1, keepdims=True)
@@ -26,11 +28,13 @@ class Stop(Exception):
 
 
 class Interrupts(keras.callbacks.Callback):
-    """Ends a fit after a step, or before an epoch."""
+    """End a fit after a step, or before an epoch."""
 
     def __init__(self, epoch=None, step=None):
         super().__init__()
-        self.where, self.now, self.seen = (epoch, step), None, []
+        self.where = (epoch, step)
+        self.now = None
+        self.seen = []
 
     def on_epoch_begin(self, epoch, logs=None):
         self.now = epoch
@@ -45,7 +49,10 @@ class Interrupts(keras.callbacks.Callback):
 
 @pytest.fixture
 def strategy(request):
-    """The one that a test names; what both do alike is tested with the one that is traced in less time."""
+    """Return the strategy that a test names.
+
+    Tests of what both strategies do alike use the one that is traced in less time.
+    """
     return request.getfixturevalue(request.param)
 
 
@@ -59,7 +66,7 @@ MODELS = {}  # what takes most of the time is to trace a model's steps
 
 
 def model_of(strategy, seed, steps_per_execution=1):
-    """A model as it is when it is made after this seed was set."""
+    """Return a model as it is when it is made after setting this seed."""
     key = id(strategy), seed, steps_per_execution
     keras.utils.set_random_seed(seed)
     if key not in MODELS:
@@ -87,7 +94,7 @@ def model_of(strategy, seed, steps_per_execution=1):
 
 
 class Counter(keras.callbacks.Callback):
-    """Counts steps, and remembers how many."""
+    """Count steps, and remember how many."""
 
     def __init__(self):
         super().__init__()
@@ -128,10 +135,18 @@ def train(
             **fit,
         )
     except Stop:
-        ended, history = False, model.history
+        ended = False
+        history = model.history
         saves._finish()
-    return {"ended": ended, "history": history.history, "epochs": history.epoch, "weights": model.get_weights(), "best": stopping.best, "seen": interrupts.seen,
-            "iterations": int(model.optimizer.iterations.numpy())}  # fmt: skip
+    return {
+        "ended": ended,
+        "history": history.history,
+        "epochs": history.epoch,
+        "weights": model.get_weights(),
+        "best": stopping.best,
+        "seen": interrupts.seen,
+        "iterations": int(model.optimizer.iterations.numpy()),
+    }
 
 
 def same(found, expected):
@@ -168,7 +183,7 @@ def undisturbed(tmp_path_factory):
     indirect=["strategy"],
 )
 def test_it_ends_as_if_it_had_never_stopped(strategy, undisturbed, tmp_path, kind, interrupts):
-    """Each attempt goes on in another model than the one before, whose weights are others until then."""
+    """Each attempt resumes in another model than the one before, with other weights until then."""
     seeds = itertools.cycle([1, 5])
     for interrupt in interrupts:
         assert not train(strategy, tmp_path, kind, interrupt, seed=next(seeds))["ended"]
@@ -177,7 +192,8 @@ def test_it_ends_as_if_it_had_never_stopped(strategy, undisturbed, tmp_path, kin
 
 
 def test_callbacks_know_each_step_wherever_they_are_listed(one_device, tmp_path):
-    before, after = Counter(), Counter()
+    before = Counter()
+    after = Counter()
     options = {"callbacks": lambda saves: [before, saves, after], "save_freq": 3}
     assert not train(one_device, tmp_path, interrupt=(1, 5), **options)["ended"]
     before.count = after.count = 100
@@ -186,7 +202,8 @@ def test_callbacks_know_each_step_wherever_they_are_listed(one_device, tmp_path)
 
 
 def test_in_a_list_of_keras_it_comes_before_keras_own(one_device, tmp_path):
-    counter, own = Counter(), tfdist.BackupAndRestore(tmp_path, save_freq=2)
+    counter = Counter()
+    own = tfdist.BackupAndRestore(tmp_path, save_freq=2)
     model = model_of(one_device, 1)
     together = keras.callbacks.CallbackList(
         [own, counter], add_history=True, model=model, epochs=1, steps=STEPS
@@ -230,9 +247,11 @@ def test_at_whatever_time_it_saves(strategy, undisturbed, tmp_path, save_freq, s
 def test_a_clock_that_jumps_by_a_year_disturbs_nothing(
     one_device, undisturbed, tmp_path, monkeypatch
 ):
-    """Neither when it saves, nor which snapshot is the newest."""
+    """The clock affects neither when it saves, nor which snapshot is the newest."""
     expected = undisturbed(one_device)
-    true, jumps, written = time.time, itertools.cycle([0, 3e7, -3e7]), []
+    true = time.time
+    jumps = itertools.cycle([0, 3e7, -3e7])
+    written = []
     monkeypatch.setattr(time, "time", lambda: true() + next(jumps))
     write = Store.write
     monkeypatch.setattr(

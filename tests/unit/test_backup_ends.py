@@ -1,4 +1,7 @@
-"""Where a training begins and ends: who may go on from what, what stays at the end, and what the launch is told."""
+"""Test where a training begins and ends.
+
+The tests cover who may resume from what, what stays at the end, and what the launch is told.
+"""
 
 import os
 import signal
@@ -31,7 +34,7 @@ from tfdist.train.callbacks import backup_and_restore
 
 @pytest.fixture
 def launched(monkeypatch, tmp_path_factory):
-    """Makes this process an attempt of a launch, as far as it can tell."""
+    """Make this process an attempt of a launch, as far as it can tell."""
     logs = tmp_path_factory.mktemp("launch")
 
     def launch(name, attempt=0):
@@ -72,7 +75,7 @@ def snapshots(directory):
     return [name for name in os.listdir(directory) if name.endswith(".tfdist")]
 
 
-# --- The end ---------------------------------------------------------------------------------------------------------
+# --- The end --------------------------------------------------------------------------------------
 @pytest.mark.parametrize("save_freq", ["epoch", 4])
 def test_a_launch_that_is_complete_stays_complete(one_device, tmp_path, launched, save_freq):
     launched("one")
@@ -121,7 +124,7 @@ def test_an_early_end_is_an_end(one_device, tmp_path, launched):
 
 
 def test_the_best_weights_are_given_back_at_the_end(one_device, tmp_path):
-    """Those of an epoch before the interruption too."""
+    """The best epoch may lie before the interruption, too."""
 
     def attempt(directory, **options):
         best = keras.callbacks.EarlyStopping(
@@ -154,12 +157,15 @@ def test_the_models_next_fit_begins_at_its_own_epoch(one_device, tmp_path):
     assert model.fit(DATA["pipeline"](), epochs=1, verbose=0).epoch == [0]
 
 
-# --- The beginning -----------------------------------------------------------------------------------------------------
+# --- The beginning --------------------------------------------------------------------------------
 def test_an_epoch_of_another_length_is_refused(one_device, tmp_path):
     train(one_device, tmp_path, interrupt=(1, 4))
     with pytest.raises(
         ValueError,
-        match=rf"saved after step \d of an epoch of {STEPS} steps, and an epoch has 4 now: the global batch or the data",
+        match=(
+            rf"saved after step \d of an epoch of {STEPS} steps, and an epoch has 4 now: "
+            r"the global batch or the data"
+        ),
     ):
         fit(one_device, tmp_path, pipeline=lambda: data.pipeline((X, Y), 2 * BATCH, seed=2))
 
@@ -205,7 +211,7 @@ def test_an_attempt_that_was_given_up_does_not_begin(one_device, tmp_path, launc
         fit(one_device, tmp_path)
 
 
-# --- The journal -------------------------------------------------------------------------------------------------------
+# --- The journal ----------------------------------------------------------------------------------
 def test_the_launch_is_told_of_what_was_saved_and_restored(one_device, tmp_path, launched):
     logs = launched("one")
     assert not train(one_device, tmp_path, interrupt=(1, 4), save_freq=5)["ended"]

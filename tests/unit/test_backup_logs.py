@@ -1,4 +1,7 @@
-"""What callbacks wrote to files after the last snapshot is undone, so that a resumed training's files are those of an undisturbed one."""
+"""Test that a resumed training's log files equal those of an undisturbed one.
+
+Resuming undoes what callbacks wrote to files after the last snapshot.
+"""
 
 import collections
 import os
@@ -24,7 +27,7 @@ def strategy(request):
 
 
 def points(directory):
-    """Tags and steps of all values in the files of events, and the values."""
+    """Return tags and steps of all values in the event files, and the values."""
     found = collections.defaultdict(list)
     for path in sorted(directory.glob("*/events*")):
         for event in map(
@@ -72,7 +75,8 @@ def test_curves_have_each_point_once(one_device, tmp_path, board, update_freq, i
         writer.close()  # what was written since the snapshot is in the files
     assert fit("cut", seed=5)["ended"]
     assert boards[-1].update_freq == update_freq
-    whole, cut = points(tmp_path / "whole"), points(tmp_path / "cut")
+    whole = points(tmp_path / "whole")
+    cut = points(tmp_path / "cut")
     assert any(tag.startswith("batch_") for _, tag, _ in whole) == (update_freq != "epoch")
     assert {key: len(values) for key, values in cut.items()} == dict.fromkeys(whole, 1)
     for key, (value,) in whole.items():

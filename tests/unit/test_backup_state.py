@@ -1,4 +1,7 @@
-"""What a model and its callbacks are, goes into another process' model and callbacks, or the first difference is named."""
+"""Test that the state of a model and its callbacks moves to another process' model and callbacks.
+
+Where it does not fit, the error names the first difference.
+"""
 
 import json
 import random
@@ -70,7 +73,10 @@ def test_training_goes_on_as_if_it_had_never_stopped(optimizer):
     [
         (
             lambda: model(units=5),
-            r"here: .*expected sequential\w*/dense\w*/kernel float32 \[5, 5\] as model variable 0, received .*/kernel float32 \[5, 4\]",
+            (
+                r"here: .*expected sequential\w*/dense\w*/kernel float32 \[5, 5\] "
+                r"as model variable 0, received .*/kernel float32 \[5, 4\]"
+            ),
         ),
         (
             lambda: model(optimizer="sgd"),
@@ -113,7 +119,8 @@ def test_callbacks_remember():
 
     first = callbacks()
     fit(model(), 3, callbacks=first)
-    first[2].count, first[4].count = 5, 6
+    first[2].count = 5
+    first[4].count = 6
     states = json.loads(json.dumps(of_callbacks(first)))
     second = callbacks()
     fit(model(), 0, callbacks=second)

@@ -1,4 +1,7 @@
-"""Planted figures become medians, efficiencies, reasons and tables; words become jobs, or an error."""
+"""Test the bench's figures, efficiencies, reasons, tables and arguments.
+
+Planted figures give known medians and reasons; a wrong argument is an error.
+"""
 
 import json
 import os
@@ -37,7 +40,7 @@ def setup(
     step_breakdown=None,
     **more,
 ):
-    """A setup of three equal rounds."""
+    """Return a setup of three equal rounds."""
     rates = (float(rates),) * 3 if not isinstance(rates, tuple) else rates
     step_breakdown = (
         {0: step_breakdown}
@@ -71,7 +74,7 @@ def sentence(other, facts=FACTS, alone=ALONE):
     return reason(second, first, facts)
 
 
-# --- Figures ------------------------------------------------------------------------------------------------------------
+# --- Figures --------------------------------------------------------------------------------------
 def test_medians_and_efficiency():
     two = setup(rates=(9000.0, 9600.0, 100.0))
     weak = setup(modes=("weak",), batch=128, rates=(6400.0, 12800.0, 64000.0))
@@ -140,7 +143,7 @@ def test_bench_json_is_read_as_it_was_written(tmp_path):
     )
 
 
-# --- Reasons: for each one planted --------------------------------------------------------------------------------------
+# --- Reasons: for each one planted ----------------------------------------------------------------
 IDEAL = {"forward_backward": 4, "update": 0.5, "host": 0.5}  # of ALONE, split in two
 
 
@@ -150,7 +153,10 @@ IDEAL = {"forward_backward": 4, "update": 0.5, "host": 0.5}  # of ALONE, split i
         (
             {"gradient_sync": 3.1},
             {"bytes": 2_790_000},
-            "38 % of the step is gradient synchronization: 2.8 MB a step at 0.90 GB/s; a larger batch would",
+            (
+                "38 % of the step is gradient synchronization: 2.8 MB a step at 0.90 GB/s; "
+                "a larger batch would"
+            ),
         ),
         (
             {"gradient_sync": 3.1},
@@ -160,12 +166,18 @@ IDEAL = {"forward_backward": 4, "update": 0.5, "host": 0.5}  # of ALONE, split i
         (
             {"gradient_sync": 3.1},
             {"bytes": 84},
-            "38 % of the step is gradient synchronization: 84 B a step in 3.1 ms, which is latency; a larger batch would",
+            (
+                "38 % of the step is gradient synchronization: 84 B a step in 3.1 ms, "
+                "which is latency; a larger batch would"
+            ),
         ),
         (
             {"input": 5},
             {},
-            "50 % of the step is waiting for input: 5.0 ms where 1/2 of one replica's is 0.00 ms; data.cache=true or data workers",
+            (
+                "50 % of the step is waiting for input: 5.0 ms where 1/2 of one replica's is 0.00 "
+                "ms; data.cache=true or data workers"
+            ),
         ),
         (
             {"wait": 5},
@@ -175,13 +187,19 @@ IDEAL = {"forward_backward": 4, "update": 0.5, "host": 0.5}  # of ALONE, split i
         (
             {"host": 5.5},
             {},
-            "55 % of the step is host overhead: 5.5 ms where 1/2 of one replica's is 0.50 ms; train.steps_per_execution above 1",
+            (
+                "55 % of the step is host overhead: 5.5 ms where 1/2 of one replica's is 0.50 ms; "
+                "train.steps_per_execution above 1"
+            ),
         ),
         ({"update": 5.5}, {}, "the update, which each replica does in full: 5.5 ms where"),
         (
             {"forward_backward": 9},
             {},
-            "90 % of the step is forward and backward: 9.0 ms where 1/2 of one replica's is 4.0 ms, as 2 replicas share 2 cores",
+            (
+                "90 % of the step is forward and backward: 9.0 ms where 1/2 of one replica's is "
+                "4.0 ms, as 2 replicas share 2 cores"
+            ),
         ),
         (
             {"forward_backward": 9},
@@ -223,7 +241,8 @@ def test_remedies_follow_the_config():
 
 
 def test_the_slowest_worker_is_named_where_there_is_one():
-    quick, slow = parts(**IDEAL, wait=5), parts(forward_backward=9, update=0.5, host=0.5)
+    quick = parts(**IDEAL, wait=5)
+    slow = parts(forward_backward=9, update=0.5, host=0.5)
     found = sentence(
         setup(
             "multi_worker_mirrored",
@@ -278,9 +297,9 @@ def test_one_replica_under_another_strategy():
     slow = parts(forward_backward=16, update=1, host=1)
     found = sentence(setup("central_storage", 1, modes=MODES, rates=3556, step_breakdown=slow))
     assert (
-        "16.0 ms where one replica's is 8.0 ms, as variables are copied out of one device in each step; mirrored would help"
-        in found
-    )
+        "16.0 ms where one replica's is 8.0 ms, as variables are copied out of one device in "
+        "each step; mirrored would help"
+    ) in found
     assert "the strategy costs that" in sentence(
         setup("mirrored", 1, modes=MODES, rates=3556, step_breakdown=slow)
     )
@@ -325,14 +344,12 @@ def test_one_round_that_is_disturbed_hides_no_loss():
 
 
 def test_notes_compare_setups():
-    central, mirrored = (
-        setup("central_storage", rates=(50.0, 60.0, 40.0)),
-        setup(rates=(100.0, 90.0, 80.0)),
-    )
+    central = setup("central_storage", rates=(50.0, 60.0, 40.0))
+    mirrored = setup(rates=(100.0, 90.0, 80.0))
     note, places = notes("scaling", [ALONE, central, mirrored])
-    assert (
-        note
-        == "Strong scaling, 2 replicas: mirrored is 2.00 times as fast as central_storage (1.50 to 2.00 over the rounds)."
+    assert note == (
+        "Strong scaling, 2 replicas: mirrored is 2.00 times as fast as central_storage (1.50 "
+        "to 2.00 over the rounds)."
     )
     assert "copied out to the replicas in each step" in places
     assert notes("scaling", [central]) == ()
@@ -344,15 +361,15 @@ def test_notes_compare_setups():
         Setup("mirrored", 2, 1, bytes=b, seconds=(s,)) for b, s in [(4096, 0.0005), (2**20, 0.001)]
     ]
     first, definitions = notes("allreduce", sums)
-    assert (
-        first
-        == "mirrored with 2 replicas: latency 0.50 ms (the median of 4k), bandwidth up to 1.05 GB/s on the bus (at 1M)."
+    assert first == (
+        "mirrored with 2 replicas: latency 0.50 ms (the median of 4k), "
+        "bandwidth up to 1.05 GB/s on the bus (at 1M)."
     )
     assert "2 (n - 1) / n" in definitions
     assert notes("allreduce", []) == ()
 
 
-# --- Tables ---------------------------------------------------------------------------------------------------------------
+# --- Tables ---------------------------------------------------------------------------------------
 def shown(kind, setups, **more):
     options = {"steps": 50, "warmup": 50, "rounds": 3, "threads": None, "parameters": 53_002}
     machine = {"system": "Linux x86_64", "cores": 2, "memory": 25e9, "gpus": [], "load": 0.5}
@@ -381,7 +398,8 @@ def test_tables_fit_a_terminal_and_hold_all_setups():
     )
     failed = setup("central_storage", error="ValueError: no\n    its log")
     bench = shown("scaling", compared([ALONE, two, failed]), notes=("A note of many words. " * 12,))
-    text, page = rendering.text(bench), rendering.markdown(bench)
+    text = rendering.text(bench)
+    page = rendering.markdown(bench)
     assert max(map(len, text.splitlines())) <= rendering.WIDTH
     for part in (
         "caling of digits (cnn, 53,002 parameters) on 2 cores",
@@ -421,7 +439,7 @@ def test_a_benchmark_of_which_all_failed_still_has_a_page():
     assert "**failed**: mirrored" in rendering.markdown(bench)
 
 
-# --- Words ----------------------------------------------------------------------------------------------------------------
+# --- Words ----------------------------------------------------------------------------------------
 def jobs(*argv, **data):
     flags, rest = plan.parse(argv)
     return plan.jobs(
@@ -479,7 +497,10 @@ def test_words_become_jobs():
         (["--config=a.py", "--workers", "2,2"], "--workers: expected different values"),
         (
             ["--config=a.py", "--workers", "128"],
-            "--workers: expected at most data.global_batch=64, which strong scaling keeps, received 128",
+            (
+                "--workers: expected at most data.global_batch=64, which strong scaling keeps, "
+                "received 128"
+            ),
         ),
         (
             ["--config=a.py", "--workers", "3"],
@@ -525,9 +546,9 @@ def test_data_workers_are_refused():
 def test_exit_codes(tmp_path, capsys):
     assert main(["--workers", "0"]) == 2
     error = capsys.readouterr().err
-    assert (
-        error
-        == "tfdist bench: error: --workers: expected a whole number of at least 1, received '0'\nSee `tfdist bench --help`.\n"
+    assert error == (
+        "tfdist bench: error: --workers: expected a whole number of at least 1, received '0'\n"
+        "See `tfdist bench --help`.\n"
     )
     (tmp_path / "file").touch()
     assert main(["allreduce", "--out", str(tmp_path / "file")]) == 2
@@ -537,7 +558,7 @@ def test_exit_codes(tmp_path, capsys):
     assert caught.value.code == 78
 
 
-# --- Processes ------------------------------------------------------------------------------------------------------------
+# --- Processes ------------------------------------------------------------------------------------
 def test_a_group_that_does_not_start_in_time_is_named_and_ended(tmp_path):
     job = Job("allreduce", str(tmp_path / "group"), "mirrored", 2, (Case(bytes=4),))
     group = Group(job, 0.05)
@@ -587,8 +608,14 @@ def test_a_mistake_of_the_config_in_the_baseline_is_passed_on_and_files_are_writ
 
 def test_processes_end_when_their_benchmark_is_killed(tmp_path):
     directory = str(tmp_path)
-    owner = "import sys, time; from tfdist.tools.common.ownership import own; kept = own(sys.argv[1]); print(flush=True); time.sleep(60)"
-    child = "import sys, time; from tfdist.tools.common.ownership import end_with_owner; end_with_owner(sys.argv[1]); time.sleep(60)"
+    owner = (
+        "import sys, time; from tfdist.tools.common.ownership import own; kept = own(sys.argv[1]); "
+        "print(flush=True); time.sleep(60)"
+    )
+    child = (
+        "import sys, time; from tfdist.tools.common.ownership import end_with_owner; "
+        "end_with_owner(sys.argv[1]); time.sleep(60)"
+    )
     with subprocess.Popen(
         [sys.executable, "-c", owner, directory],
         stdout=subprocess.PIPE,

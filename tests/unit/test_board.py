@@ -1,4 +1,7 @@
-"""What TensorBoard is told of a training beside its curves: traces of single steps, images; and what other writers get."""
+"""Test what TensorBoard gets beside a training's curves: traces of single steps, and images.
+
+Also test what other writers get.
+"""
 
 import logging
 import types
@@ -23,7 +26,8 @@ STEPS = 5
 
 def images(classes=3):
     random = np.random.default_rng(1)
-    x, y = random.random((STEPS * 4, 6, 6, 1), np.float32), random.integers(0, classes, STEPS * 4)
+    x = random.random((STEPS * 4, 6, 6, 1), np.float32)
+    y = random.integers(0, classes, STEPS * 4)
     return tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
 
 
@@ -47,7 +51,7 @@ def fit(strategy, *callbacks, epochs=2, outputs=3, validated=False, **compiled):
 
 
 def traced(directory):
-    """Numbers of the steps in the traces of a directory, in order."""
+    """Return the numbers of the steps in the traces of a directory, in order."""
     found = []
     for path in directory.glob("plugins/profile/*/*.xplane.pb"):
         for plane in xplane_pb2.XSpace.FromString(path.read_bytes()).planes:
@@ -64,7 +68,7 @@ def traced(directory):
 
 
 def test_a_profile_has_the_steps_it_was_asked_for(mirrored, tmp_path):
-    """They lie in two epochs, of which each call would run several steps."""
+    """The steps lie in two epochs, and each call would run several of an epoch's steps."""
     board = tfdist.TensorBoard(tmp_path, "try", profile="steps=4..7", profile_workers="all")
     assert (
         int(fit(mirrored, board, validated=True, metrics=["accuracy"]).optimizer.iterations.numpy())
@@ -92,7 +96,7 @@ def test_a_profile_that_training_does_not_reach_is_named(one_device, tmp_path, c
 
 
 def test_a_profile_has_whole_executions(mirrored, tmp_path):
-    """Of 2, 2 and 1 steps in each epoch; the trace names each one's first."""
+    """Executions have 2, 2 and 1 steps in each epoch; the trace names the first of each."""
     fit(
         mirrored,
         tfdist.TensorBoard(tmp_path, profile="steps=4..7", graph=False),
@@ -195,7 +199,10 @@ def test_a_bad_profile_is_an_error(text, tmp_path):
     ):
         with pytest.raises(
             ValueError,
-            match=rf"^{name}: expected steps from 1 on, the first and the last, such as steps=10\.\.15; received",
+            match=(
+                rf"^{name}: expected steps from 1 on, the first and the last, "
+                r"such as steps=10\.\.15; received"
+            ),
         ):
             call()
 
@@ -239,7 +246,10 @@ def test_images_that_are_none_are_named(tmp_path):
     vectors = tf.data.Dataset.from_tensors((np.zeros([2, 3], np.float32), np.zeros([2])))
     with pytest.raises(
         ValueError,
-        match=r"data: expected images \[batch, height, width, 1, 3 or 4\] with labels \[batch\]; received \[2, 3\] with \[2\]",
+        match=(
+            r"data: expected images \[batch, height, width, 1, 3 or 4\] with labels \[batch\]; "
+            r"received \[2, 3\] with \[2\]"
+        ),
     ):
         tfdist.ImageSamples(tmp_path, vectors)
     with pytest.raises(ValueError, match="count: expected a number, 1 or more; received 0"):
@@ -312,7 +322,8 @@ def test_a_log_has_each_epoch_and_step_once_after_a_resume(one_device, tmp_path)
     assert attempt("whole")["ended"]
     assert not attempt("cut", interrupt=(1, 5))["ended"]
     assert attempt("cut", seed=5)["ended"]
-    whole, cut = read_json_lines(tmp_path / "whole.jsonl"), read_json_lines(tmp_path / "cut.jsonl")
+    whole = read_json_lines(tmp_path / "whole.jsonl")
+    cut = read_json_lines(tmp_path / "cut.jsonl")
     assert [line["batch"] for line in whole if "batch" in line][:3] == [2, 4, 6]
     assert [line["step"] for line in whole if "step" in line] == [0, 1, 2]
     assert len(cut) == len(whole)

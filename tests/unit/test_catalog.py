@@ -1,4 +1,7 @@
-"""A catalog's mistakes are named with file, entry and key; what it names rightly is read, wherever it lies."""
+"""Test that errors in a catalog name file, entry and key, and that correct entries are read.
+
+Data may lie anywhere.
+"""
 
 import re
 
@@ -12,7 +15,7 @@ from tfdist.data.sources.catalog import Catalog
 
 @pytest.fixture
 def write(tmp_path):
-    """Writes a catalog, and reads it."""
+    """Write a catalog, and read it."""
 
     def load(text):
         path = tmp_path / "datasets.yaml"
@@ -24,7 +27,7 @@ def write(tmp_path):
 
 @pytest.fixture
 def points(tmp_path):
-    """An .npz file of two splits."""
+    """Write an .npz file of two splits."""
     path = tmp_path / "points.npz"
     np.savez(
         path,
@@ -42,7 +45,8 @@ def labels(source):
 
 def test_splits_have_their_own_settings(write, points):
     names = write(
-        "points:\n  kind: arrays\n  location: points.npz\n  classes: [cat, dog]\n  license: none\n  splits:\n"
+        "points:\n  kind: arrays\n  location: points.npz\n  classes: [cat, dog]\n  license: none\n"
+        "  splits:\n"
         "    train: {features: x, label: y}\n    test: {features: few, label: of_few}\n"
     )
     train, test = (names.source("points", split) for split in ("train", "test"))
@@ -69,7 +73,8 @@ def test_a_file_of_one_array_and_a_directory_of_them(write, tmp_path):
     np.save(tmp_path / "x.npy", np.arange(6))
     np.save(tmp_path / "y.npy", np.arange(6) % 3)
     names = write(
-        "one: {kind: arrays, location: x.npy}\nboth: {kind: arrays, location: ., label: y, classes: 3}"
+        "one: {kind: arrays, location: x.npy}\nboth: {kind: arrays, location: ., label: y, "
+        "classes: 3}"
     )
     assert [int(x) for x in names.source("one", "train").dataset()] == list(range(6))
     assert labels(names.source("both", "train")) == [0, 1, 2, 0, 1, 2]
@@ -79,7 +84,8 @@ def test_locations_are_relative_to_the_file_and_to_the_entry(write, tmp_path, mo
     monkeypatch.setenv("SOME_DATA", "/data")
     names = write(
         "here: {kind: images, location: a/../b}\n"
-        "there: {kind: images, location: $SOME_DATA/x, splits: {one: one, two: {location: ../two}, three: '${SOME_DATA}3'}}\n"
+        "there: {kind: images, location: $SOME_DATA/x, splits: {one: one, two: {location: ../two}, "
+        "three: '${SOME_DATA}3'}}\n"
         "cloud: {kind: images, location: gs://bucket/x, splits: {one: one, two: s3://other/two}}\n"
         "digits: {kind: tfds, name: tfdist_digits, splits: {half: 'train[:50%]'}}\n"
     )
@@ -203,16 +209,20 @@ def test_unknown_names(write):
 
 def test_a_missing_location_says_which_entry_and_file(write, tmp_path, monkeypatch):
     names = write(
-        "points: {kind: arrays, location: '${NOT_SET}/x'}\nfar: {kind: arrays, location: nowhere://x}"
+        "points: {kind: arrays, location: '${NOT_SET}/x'}\n"
+        "far: {kind: arrays, location: nowhere://x}"
     )
     with pytest.raises(
         ValueError,
-        match=r"datasets.yaml: points.location: the variable NOT_SET in '\$\{NOT_SET\}/x' is not set",
+        match=(
+            r"datasets.yaml: points.location: the variable NOT_SET in '\$\{NOT_SET\}/x' is not set"
+        ),
     ):
         names.source("points", "train")
     monkeypatch.setenv("NOT_SET", str(tmp_path / "set"))
     missing = re.escape(
-        f"datasets.yaml: points.location: nothing lies at {tmp_path}/set/x ('${{NOT_SET}}/x' in the file)"
+        f"datasets.yaml: points.location: nothing lies at {tmp_path}/set/x ('${{NOT_SET}}/x' in "
+        "the file)"
     )
     with pytest.raises(ValueError, match=missing):
         names.source("points", "train")
@@ -249,7 +259,7 @@ PNG = {"cat": 1, "dog": 2}
 
 @pytest.fixture
 def pictures(tmp_path):
-    """Two classes of images, lists of them, and the layout of ImageNet."""
+    """Write two classes of images, lists of them, and the layout of ImageNet."""
     for name, colour in PNG.items():
         (tmp_path / "pets" / name).mkdir(parents=True)
         content = tf.io.encode_png(np.full([4, 6, 3], colour, np.uint8)).numpy()
@@ -277,11 +287,15 @@ def test_every_kind_is_read(write, pictures):
     names = write(
         "folder: {kind: images, location: pets, classes: [dog, cat], channels: 1}\n"
         "all: {kind: images, location: pets, labels: false}\n"
-        "list: {kind: manifest, location: pets.tsv, root: pets, path_column: file, label_column: kind, classes: kinds.txt}\n"
-        "files: {kind: manifest, location: pets.tsv, root: pets, header: true, label_column: null, decode: false}\n"
+        "list: {kind: manifest, location: pets.tsv, root: pets, path_column: file, label_column: "
+        "kind, classes: kinds.txt}\n"
+        "files: {kind: manifest, location: pets.tsv, root: pets, header: true, label_column: null, "
+        "decode: false}\n"
         "imagenet: {kind: imagenet, location: imagenet, splits: {validation: val}}\n"
-        "table: {kind: table, location: people.csv, label: paid, features: [age], classes: ['no', 'yes'], types: {age: string}}\n"
-        "records: {kind: records, location: 'some*', features: {x: int64, y: int64}, label: y, classes: 2}\n"
+        "table: {kind: table, location: people.csv, label: paid, features: [age], classes: ['no', "
+        "'yes'], types: {age: string}}\n"
+        "records: {kind: records, location: 'some*', features: {x: int64, y: int64}, label: y, "
+        "classes: 2}\n"
     )
     sources_ = {
         entry.name: names.source(entry.name, next(iter(entry.splits)))
@@ -319,7 +333,8 @@ def test_what_is_wrong_with_data_is_told_with_their_entry(write, pictures):
 
 def test_names_are_those_of_the_catalog_else_of_tfds(write, points, digits_dir):
     names = write(
-        "tfdist_digits: {kind: arrays, location: points.npz, features: x, label: y}\nmine: {kind: tfds, name: tfdist_digits}"
+        "tfdist_digits: {kind: arrays, location: points.npz, features: x, label: y}\n"
+        "mine: {kind: tfds, name: tfdist_digits}"
     )
     assert catalog.resolve("tfdist_digits", "train", digits_dir, names).cardinality == 5
     assert catalog.resolve("tfdist_digits", "train", digits_dir).cardinality == 1500

@@ -7,7 +7,10 @@ from tfdist.train.health.heartbeat import Heartbeat
 
 
 def test_a_plan_of_all_kinds():
-    plan = "kill worker:1@step=37; stop worker:0@step=80 for 20s; kill chief@saving;corrupt newest ; fill disk@step=4; term chief@end"
+    plan = (
+        "kill worker:1@step=37; stop worker:0@step=80 for 20s; kill chief@saving;corrupt newest ; "
+        "fill disk@step=4; term chief@end"
+    )
     faults = fault_plan.parse(plan)
     assert [fault.verb for fault in faults] == [
         "kill",
@@ -30,9 +33,21 @@ def test_a_plan_of_nothing_is_said_so():
 
 @pytest.mark.parametrize(
     "wrong",
-    ["", ";", "kill", "kill worker:1", "kill worker@step=3", "kill worker:1@step=x", "kill worker:1@lunch", "explode chief@step=1",
-     "kill chief@saving for 3s", "corrupt newest@saving", "kill worker:1@step=3 for ever", "kill worker:1@step=3, kill chief@end"],
-)  # fmt: skip
+    [
+        "",
+        ";",
+        "kill",
+        "kill worker:1",
+        "kill worker@step=3",
+        "kill worker:1@step=x",
+        "kill worker:1@lunch",
+        "explode chief@step=1",
+        "kill chief@saving for 3s",
+        "corrupt newest@saving",
+        "kill worker:1@step=3 for ever",
+        "kill worker:1@step=3, kill chief@end",
+    ],
+)
 def test_a_wrong_fault_is_named(wrong):
     with pytest.raises(ValueError, match="expected") as error:
         fault_plan.parse(wrong)

@@ -17,10 +17,13 @@ from tfdist.train.health import heartbeat
 
 
 class Journal:
-    """Lines as processes and launcher write them; time passes with each."""
+    """Build a journal's lines as processes and launcher write them; time passes with each."""
 
     def __init__(self, plan="none"):
-        self.now, self.lines, self.attempt, self.count = 100.0, [], -1, 0
+        self.now = 100.0
+        self.lines = []
+        self.attempt = -1
+        self.count = 0
         self.add("launch", chaos=plan)
 
     def add(self, event, **facts):
@@ -159,7 +162,7 @@ def test_no_snapshot():
 
 
 def test_killed_when_all_was_done():
-    """No step is left: the state is restored, and that is it."""
+    """No step is left: restoring the state is all there is to do."""
     journal = (
         Journal()
         .begin(first=1)
@@ -242,7 +245,7 @@ def test_how_a_launch_ends():
     assert journal.strikes[0].recovered is None
 
 
-# --- The command --------------------------------------------------------------------------------------------------------
+# --- The command ----------------------------------------------------------------------------------
 def snapshot(weights=(1.0, 2.0), steps=7, loss=(0.5, 0.25), optimizer="Adam"):
     arrays = {"model/0": np.array(weights, np.float32), "optimizer/0": np.array(steps, np.int64)}
     history = {"epoch": list(range(len(loss))), "values": {"loss": list(loss)}}
@@ -281,7 +284,10 @@ def wild(tmp_path):
         (
             snapshot((1.0, 2.0 + 1e-6)),
             0,
-            "within 1e-06 of CALM: the largest difference is 9.5e-07, in dense/kernel; 1 of 4 arrays differ",
+            (
+                "within 1e-06 of CALM: the largest difference is 9.5e-07, in dense/kernel; "
+                "1 of 4 arrays differ"
+            ),
         ),
         (
             snapshot((1.0, 2.1)),
@@ -295,7 +301,10 @@ def wild(tmp_path):
         (
             snapshot((1.0, 2.0, 3.0)),
             1,
-            "of ANOTHER MODEL than CALM: model variable 0, dense/kernel: float32 [3] here, float32 [2] there",
+            (
+                "of ANOTHER MODEL than CALM: model variable 0, dense/kernel: float32 [3] here, "
+                "float32 [2] there"
+            ),
         ),
         (
             snapshot(optimizer="SGD"),
@@ -383,7 +392,7 @@ def test_help(capsys):
     assert "--against" in capsys.readouterr().out
 
 
-# --- What is written ----------------------------------------------------------------------------------------------------
+# --- What is written ------------------------------------------------------------------------------
 def test_a_result_is_written_for_a_plan_only(tmp_path):
     model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
     model.compile("adam", "mse")

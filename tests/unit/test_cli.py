@@ -19,7 +19,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 @pytest.fixture
 def workplace(tmp_path, monkeypatch):
-    """An empty directory with one script in it."""
+    """Return an empty directory with one script in it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("print('hello')\n")
     return tmp_path
@@ -40,7 +40,8 @@ def test_help_is_quick_and_imports_no_tensorflow(words):
     code = (
         "import sys\nfrom tfdist.cli import main\n"
         f"try:\n    main({words!r})\nexcept SystemExit as end:\n    assert end.code == 0\n"
-        "heavy = {'tensorflow', 'keras', 'numpy', 'absl'} & set(sys.modules)\nassert not heavy, heavy\n"
+        "heavy = {'tensorflow', 'keras', 'numpy', 'absl'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
     )
     seconds = []
     for _ in range(3):  # the best of three, of processor time: others may keep the machine busy
@@ -57,7 +58,7 @@ def test_help_is_quick_and_imports_no_tensorflow(words):
 
 
 def processor_time():
-    """Of the processes that have ended here."""
+    """Return the processor time of the processes that have ended here."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

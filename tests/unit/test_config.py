@@ -123,7 +123,8 @@ def test_a_wrong_config_file_is_named(tmp_path, text, message):
 def test_text_after_a_colon_reaches_get_config(tmp_path):
     path = tmp_path / "config.py"
     path.write_text(
-        "import tfdist\ndef get_config(text):\n    c = tfdist.config.default()\n    c.name = text\n    return c\n"
+        "import tfdist\ndef get_config(text):\n    c = tfdist.config.default()\n    c.name = text\n"
+        "    return c\n"
     )
     assert parse([f"--config={path}:abc"]).name == "abc"
 
@@ -142,7 +143,8 @@ def test_a_finished_run_is_never_written_over(tmp_path):
 
 def test_reading_a_config_imports_no_tensorflow(run_python):
     done = run_python(
-        "import sys, tfdist.run; tfdist.run.parse(['--config=configs/digits.py']); print('tensorflow' in sys.modules)"
+        "import sys; from tfdist.run.train_command import parse; "
+        "parse(['--config=configs/digits.py']); print('tensorflow' in sys.modules)"
     )
     assert done.stdout.split() == ["False"], done.stderr
 

@@ -19,7 +19,7 @@ NAMES = ("cat", "dog", "eel")
 
 @pytest.fixture
 def workplace(tmp_path, monkeypatch):
-    """An empty directory with a catalog: images in arrays, records with a broken image, numbers."""
+    """Make a directory with a catalog: images in arrays, records with a broken image, numbers."""
     monkeypatch.chdir(tmp_path)
     colours = np.arange(30, dtype=np.uint8)[:, None, None, None] * np.ones([8, 10, 3], np.uint8)
     np.savez("images.npz", x=colours, y=np.arange(30) % 3)
@@ -34,9 +34,11 @@ def workplace(tmp_path, monkeypatch):
                 )
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "datasets.yaml").write_text(
-        "images: {kind: arrays, location: ../images.npz, label: y, classes: [cat, dog, eel], license: CC0}\n"
+        "images: {kind: arrays, location: ../images.npz, label: y, classes: [cat, dog, eel], "
+        "license: CC0}\n"
         "table: {kind: arrays, location: ../table.npz}\n"
-        "records:\n  kind: records\n  location: ..\n  features: {image: image, label: int64}\n  label: label\n"
+        "records:\n  kind: records\n  location: ..\n  features: {image: image, label: int64}\n"
+        "  label: label\n"
         "  splits: {plain: plain.tfrecord, zip: zip.tfrecord}\n"
         "gone: {kind: arrays, location: gone.npz}\n"
         "elsewhere: {kind: images, location: '${NOT_SET_HERE}/x'}\n"
@@ -54,7 +56,7 @@ def record(image, label):
 
 @pytest.fixture
 def tfdist(capsys):
-    """Runs `tfdist data`, and gives its exit code, output and errors."""
+    """Run `tfdist data`, and return its exit code, output and errors."""
 
     def run(*words):
         try:
@@ -222,7 +224,10 @@ def test_a_tfds_name_needs_no_catalog(tmp_path, monkeypatch, tfdist, digits_dir)
         (
             "lsit",
             2,
-            "tfdist data: error: expected a command, received 'lsit'. Did you mean tfdist data list?",
+            (
+                "tfdist data: error: expected a command, received 'lsit'. "
+                "Did you mean tfdist data list?"
+            ),
         ),
         ("show", 2, "tfdist data show: error: the following arguments are required: NAME"),
         (
@@ -246,7 +251,10 @@ def test_a_tfds_name_needs_no_catalog(tmp_path, monkeypatch, tfdist, digits_dir)
         (
             "head images --example 30",
             78,
-            "--example: expected an example of images[train], whose examples are 0 to 29; received 30.",
+            (
+                "--example: expected an example of images[train], whose examples are 0 to 29; "
+                "received 30."
+            ),
         ),
         ("show images --sheet configs", 78, "--sheet: configs cannot be written: "),
         ("list --catalog none.yaml", 78, "none.yaml: no such catalog"),

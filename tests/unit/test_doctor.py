@@ -43,7 +43,7 @@ CUDA = dataclasses.replace(
 
 
 def bad(found):
-    """The checks that do not pass, by name; each has a remedy."""
+    """Return the checks that do not pass, by name; each has a remedy."""
     assert all(check.remedy for check in found if check.status != "pass")
     return {check.name: check for check in found if check.status != "pass"}
 
@@ -195,9 +195,13 @@ def test_what_setup_py_asks_for():
 
 # What a process with TensorFlow says: real processes, and packages that break.
 BROKEN = {
-    "raise ImportError('libcudart.so.12: cannot open shared object file')": "failed: ImportError: libcudart.so.12: cannot open",
+    "raise ImportError('libcudart.so.12: cannot open shared object file')": (
+        "failed: ImportError: libcudart.so.12: cannot open"
+    ),
     "import time; time.sleep(60)": "did not end within 3 s",
-    "import os, signal; os.kill(os.getpid(), signal.SIGILL)": "ended by SIGILL: this processor lacks instructions",
+    "import os, signal; os.kill(os.getpid(), signal.SIGILL)": (
+        "ended by SIGILL: this processor lacks instructions"
+    ),
     "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)": "crashed with signal 11",
 }
 

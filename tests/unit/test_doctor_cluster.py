@@ -1,4 +1,7 @@
-"""Doctor's checks of a cluster: planted faults in facts, files and on loopback, with the words of the preflight; strangers at its server."""
+"""Test doctor's checks of a cluster: planted faults in facts, in files and on loopback.
+
+Check that they use the words of the preflight, and that strangers cannot misuse the server.
+"""
 
 import ast
 import contextlib
@@ -32,7 +35,7 @@ def who(spec, task="worker:0", versions="keras 3.15", nonce="mine", gpus=0):
 
 
 def peers(spec=SPEC, first=1, **changes):
-    """Tasks 1, 2, ... as their doctors tell of them; `changes` are of worker:1."""
+    """Return tasks 1, 2, ... as their doctors describe them; `changes` apply to worker:1."""
     found = {}
     for task in spec.listening_tasks[first:]:
         mine = changes if task.index == 1 else {}
@@ -49,7 +52,7 @@ def bad(found):
 
 
 def one(found, name, *texts, status="fail"):
-    """The one check that does not pass."""
+    """Return the one check that does not pass."""
     (check,) = bad(found)
     assert (check.name, check.status) == (name, status)
     for text in texts:
@@ -62,7 +65,7 @@ def judged(**changes):
 
 
 def same_words(check, sentence):
-    """Whether a check says what another part of tfdist says of the same mistake."""
+    """Return whether a check and another part of tfdist say the same of the same mistake."""
     assert (
         f"{check.found}; {check.remedy}" in sentence or f"{check.found}. {check.remedy}" in sentence
     ), (check, sentence)
@@ -106,7 +109,7 @@ def test_a_wrong_file(text, message, tmp_path, capsys):
 
 
 def alone(spec):
-    """The sentence of the preflight where one task sees the fault by itself."""
+    """Return the preflight's sentence where one task sees the fault by itself."""
     with pytest.raises(ValueError) as error:
         preflight.check(spec, timeout=0.01)
     return str(error.value)
@@ -174,7 +177,10 @@ def test_a_task_that_does_not_come():
 
 
 def test_a_task_that_reaches_us_but_cannot_be_reached():
-    """A blocked port: nobody listens at worker:1, whose doctor asks worker:0, and says that it is done."""
+    """Block a port: nobody listens at worker:1.
+
+    The doctor of worker:1 asks worker:0, and says that it is done.
+    """
     spec = ClusterSpec.local(workers=2)
     desk = Desk(spec, who(spec), {})
     with serving(desk, spec.tasks[:1]):
@@ -228,7 +234,10 @@ def test_a_doctor_that_is_done_serves_until_it_was_asked():
 
 
 def test_a_doctor_with_another_cluster_gets_the_time_to_ask():
-    """It is not told, as it would refuse; it is to see by itself that the clusters differ, rather than that nobody is there."""
+    """Doctor does not tell it, as it would refuse, and waits until it has asked.
+
+    It then sees by itself that the clusters differ, rather than that nobody is there.
+    """
     spec = ClusterSpec.local(workers=2)
     theirs = ClusterSpec({"worker": spec.jobs["worker"][::-1]})
     desk = Desk(spec, who(spec), {})
@@ -249,7 +258,10 @@ def test_a_doctor_with_another_cluster_gets_the_time_to_ask():
 
 
 def test_the_bound_holds_within_a_round_of_questions(monkeypatch):
-    """Twenty tasks that take the connection and say nothing: each would take the time of an exchange, sixteen at once."""
+    """Twenty tasks take the connection and say nothing.
+
+    Each would take the time of an exchange, sixteen at once.
+    """
     monkeypatch.setattr(exchange, "EXCHANGE_S", 60.0)
     spec = ClusterSpec.local(workers=21)
     with contextlib.ExitStack() as stack:
@@ -301,7 +313,7 @@ def test_different_clusters(spec, where):
 
 
 def theirs(spec, versions="keras 3.15"):
-    """What the preflight says to worker:1 with another cluster or other versions."""
+    """Return what the preflight says to worker:1 with another cluster or other versions."""
     with pytest.raises(preflight.ConfigurationError) as error:
         preflight.compare(
             badge(spec, "worker:1", versions, "0", "x"),
@@ -332,9 +344,9 @@ def test_a_task_that_is_claimed_twice():
     )
     checks = bad(cluster.check_peers(SPEC, who(SPEC), {"worker:0"}, found, {}, 5.0))
     assert (
-        "worker:0 expected worker:1 at 10.0.0.2:2222 and found worker:0: the address leads to another machine"
-        in checks[0].found
-    )
+        "worker:0 expected worker:1 at 10.0.0.2:2222 and found worker:0: "
+        "the address leads to another machine"
+    ) in checks[0].found
     found["worker:0"] = Peer("worker:0", "10.0.0.1:2222", who(SPEC, "worker:0", nonce="other"))
     checks = bad(cluster.check_peers(SPEC, who(SPEC), {"worker:0"}, found, {}, 5.0))
     assert any("two processes claim to be worker:0" in check.found for check in checks)
@@ -399,7 +411,7 @@ def test_a_place_that_cannot_be_used_keeps_its_number(tmp_path):
     with serving(desk, spec.tasks[1:]):
         meeting = Meeting(Desk(spec, who(spec), {}), spec.tasks[:1], timeout=5)
         meeting.ask_all()
-        sights = meeting.replica_rows([str(tmp_path / "a"), str(tmp_path / "b"), None])
+        sights = meeting.share([str(tmp_path / "a"), str(tmp_path / "b"), None])
     assert [(sight.other, sight.seen) for sight in sights] == [
         (None, False),
         (str(tmp_path / "b"), True),
@@ -409,7 +421,7 @@ def test_a_place_that_cannot_be_used_keeps_its_number(tmp_path):
 
 def test_directories_that_were_made_are_removed(tmp_path):
     spec = ClusterSpec.local(workers=2)
-    Meeting(Desk(spec, who(spec), {}), spec.tasks[:1], timeout=5).replica_rows(
+    Meeting(Desk(spec, who(spec), {}), spec.tasks[:1], timeout=5).share(
         [str(tmp_path / "a" / "b" / "c")]
     )
     assert not list(tmp_path.iterdir())
@@ -444,7 +456,10 @@ def test_a_link_that_is_slow_or_broken(link, status, text):
 
 
 def test_a_pause_is_not_a_slow_link(monkeypatch):
-    """A link that seems slow is measured again; the best counts, and a link that is slow stays so."""
+    """Doctor measures a link that seems slow again, and the best rate counts.
+
+    A link that is slow stays so.
+    """
     spec = ClusterSpec.local(workers=2)
     rates = {("worker:0", "worker:1"): [1e8, 1e9, 2e9], ("worker:1", "worker:0"): [1e9]}
     monkeypatch.setattr(Meeting, "hosts", lambda self: ["worker:0", "worker:1"])
@@ -488,7 +503,7 @@ def test_a_preflight_that_answers_in_place_of_a_doctor():
 
 
 def test_the_words_of_the_page_are_those_of_the_code():
-    """docs/doctor.md tells who catches which mistake, with which words; each is a part of some text in the package."""
+    """Each message that docs/doctor.md lists for a mistake is part of some text in the package."""
     rows = (
         (ROOT / "docs/doctor.md")
         .read_text()
@@ -515,7 +530,7 @@ def test_the_words_of_the_page_are_those_of_the_code():
 # The server, and strangers.
 @pytest.fixture
 def served(tmp_path):
-    """(address, badge, directory) of a doctor that serves worker:0 of two."""
+    """Return (address, badge, directory) of a doctor that serves worker:0 of two."""
     spec = ClusterSpec.local(workers=2)
     with serving(
         Desk(spec, who(spec), {"tasks": [], "gpus": 0}, [str(tmp_path)]), spec.tasks[:1]

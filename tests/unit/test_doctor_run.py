@@ -1,4 +1,7 @@
-"""Doctor's checks of a run: configs with one fault each are really tried, and memory is really measured."""
+"""Test doctor's checks of a run.
+
+Doctor really tries configs with one fault each, and really measures memory.
+"""
 
 import dataclasses
 import time
@@ -15,7 +18,7 @@ ROOMY = Machine(available=64 * GB, capacity=64 * GB)
 
 @pytest.fixture
 def words(tmp_path, digits_dir, monkeypatch):
-    """A config that fits; more words change it."""
+    """Return the arguments of a config that fits; more arguments change it."""
     monkeypatch.chdir(tmp_path)
     lines = [
         "import tfdist",
@@ -57,7 +60,7 @@ def test_a_run_that_fits(words, tmp_path):
 
 
 def test_memory_is_measured(words):
-    """The process grows by the parameters and the optimizer's copies at the least, which are no estimates."""
+    """The process really grows by at least the parameters and the optimizer's copies."""
     large = tried([*words, "--config.model.options.widths=(4096, 2048)"])
     assert large.weights > 32 << 20
     assert large.grown > 2.5 * large.weights  # parameters, and Adam's moments, at the least
@@ -67,7 +70,10 @@ def test_data_and_a_model_of_the_users(words, tmp_path):
     lines = [
         "import keras, tensorflow as tf",
         "def data(settings, split):",
-        "    return tf.data.Dataset.from_tensors(({'a': tf.ones([4, 3])}, tf.zeros([4]))).repeat(3)",
+        (
+            "    return tf.data.Dataset.from_tensors("
+            "({'a': tf.ones([4, 3])}, tf.zeros([4]))).repeat(3)"
+        ),
         "def model(input_shape, classes):",
         "    x = keras.Input(input_shape['a'], name='a')",
         "    model = keras.Model({'a': x}, keras.layers.Dense(1)(x))",
@@ -101,7 +107,10 @@ def test_inputs_that_are_not_dense(words, tmp_path, kind):
         "    def build(self, shape):",
         "        self.w = self.add_weight(shape=(1,))",
         "    def call(self, x):",
-        "        dense = tf.sparse.to_dense(x) if isinstance(x, tf.SparseTensor) else x.to_tensor()",
+        (
+            "        dense = tf.sparse.to_dense(x) if isinstance(x, tf.SparseTensor) "
+            "else x.to_tensor()"
+        ),
         "        return tf.reduce_sum(dense, 1, keepdims=True) * self.w",
         "def model(input_shape, classes):",
         "    model = Sums()",
@@ -211,7 +220,7 @@ def test_a_batch_that_does_not_divide(batch, workers, expected):
     ],
 )
 def test_memory_that_is_too_little(machine, gpu_peak, status):
-    """Two processes of 2.2 GB on this host."""
+    """Two processes need 2.2 GB each on this host."""
     found = trial.Trial(
         "done",
         name="x",
@@ -232,7 +241,7 @@ def test_memory_that_is_too_little(machine, gpu_peak, status):
 
 @pytest.mark.parametrize(("replicas", "status"), [(1, "pass"), (2, "warn"), (5, "fail")])
 def test_replicas_share_the_memory_of_their_process(replicas, status):
-    """Two processes of 2.2 GB with one replica, of which each takes 1 GB."""
+    """Two processes need 2.2 GB each with one replica, and each replica takes 1 GB of it."""
     found = trial.Trial(
         "done",
         name="x",
@@ -300,7 +309,8 @@ def test_a_process_that_is_late_is_killed_with_what_it_has_started(tmp_path, mon
     (tmp_path / "late.py").write_text(
         "import subprocess, sys, time\n"
         "from tfdist.tools.doctor import child\n"
-        "child.answer({'pid': subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).pid})\n"
+        "child.answer({'pid': subprocess.Popen([sys.executable, '-c', 'import time; "
+        "time.sleep(60)']).pid})\n"
         "time.sleep(60)\n"
     )
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,7 @@
-"""The evaluator finds the files of the chief's callbacks, evaluates each state once, and writes nothing of the chief's."""
+"""Test that the evaluator finds the chief's checkpoint files and evaluates each state once.
+
+It writes nothing of the chief's.
+"""
 
 import os
 import threading
@@ -18,7 +21,8 @@ from tfdist.strategies.factory import is_chief
 from tfdist.train import evaluator as room
 from tfdist.train.evaluator import find_sources
 
-X, Y = np.random.default_rng(0).normal(size=(32, 4)).astype("float32"), np.arange(32) % 3
+X = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")
+Y = np.arange(32) % 3
 
 
 def build(strategy=None, seed=0, units=8):
@@ -34,7 +38,7 @@ def build(strategy=None, seed=0, units=8):
 
 @pytest.fixture
 def strategy(monkeypatch):
-    """That of an evaluator beside two workers, whose chief never answers."""
+    """Return the strategy of an evaluator beside two workers, whose chief never answers."""
     monkeypatch.setattr(room, "POLL_S", 0.02)
     monkeypatch.setattr(room, "GONE_S", 0.2)
     cluster = ClusterSpec.local(workers=2, evaluator=True).for_task("evaluator", 0)
@@ -42,20 +46,20 @@ def strategy(monkeypatch):
 
 
 def chief_until(strategy, event):
-    """A chief that answers until an event."""
+    """Let the chief answer until an event."""
     strategy.tfdist_engine._presence = Presence(
         "a:1", look=lambda address, timeout: not event.is_set()
     )
 
 
 def train(callbacks, epochs, seed=0):
-    """The validation metrics of a training elsewhere."""
+    """Return the validation metrics of a training elsewhere."""
     return build(seed=seed).fit(
         X, Y, epochs=epochs, batch_size=8, validation_data=(X, Y), verbose=0, callbacks=callbacks
     )
 
 
-# --- Files -----------------------------------------------------------------------------------------------------------
+# --- Files ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("template", "name", "epoch"),
     [
@@ -100,7 +104,7 @@ def test_a_backup_tells_its_epoch(tmp_path):
     assert source() == []
 
 
-# --- fit -------------------------------------------------------------------------------------------------------------
+# --- fit ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["{epoch}.keras", "{epoch:03d}-{val_loss:.2f}.weights.h5"])
 def test_fit_evaluates_each_checkpoint_once_and_writes_nothing_else(
     strategy, tmp_path, capsys, name
@@ -155,7 +159,8 @@ def test_a_model_that_trains_in_parts_is_evaluated(strategy, tmp_path, parts):
 
 def test_the_model_is_evaluated_predicts_and_is_left_to_the_chief_to_save(strategy, tmp_path):
     assert not is_chief(strategy)
-    model, plain = build(strategy), build()
+    model = build(strategy)
+    plain = build()
     assert model.evaluate(X, Y, verbose=0) == pytest.approx(plain.evaluate(X, Y, verbose=0))
     np.testing.assert_allclose(model.predict(X, verbose=0), plain.predict(X, verbose=0), rtol=1e-6)
     model.save(tmp_path / "a.keras")
@@ -167,10 +172,11 @@ def test_the_model_is_evaluated_predicts_and_is_left_to_the_chief_to_save(strate
 def test_a_backup_is_followed_while_it_changes_until_the_chief_is_gone(
     strategy, tmp_path, monkeypatch
 ):
-    load, gone = room._load, []
+    load = room._load
+    gone = []
 
     def late(model, checkpoint):
-        """The first is removed before it is read, as where the chief is quicker."""
+        """Remove the first checkpoint before it is read, as a quicker chief does."""
         if not gone:
             gone.append(os.remove(checkpoint.path))
         return load(model, checkpoint)
@@ -261,7 +267,7 @@ def test_an_unbuilt_model_and_a_dataset_do_too(strategy, tmp_path):
     np.testing.assert_allclose(history.history["val_loss"], truth.history["val_loss"], rtol=1e-6)
 
 
-# --- Errors ----------------------------------------------------------------------------------------------------------
+# --- Errors ---------------------------------------------------------------------------------------
 def test_what_cannot_be_evaluated_is_told(strategy, tmp_path):
     model = build(strategy)
     saves = keras.callbacks.ModelCheckpoint(tmp_path / "{epoch}.keras")

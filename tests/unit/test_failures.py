@@ -1,4 +1,4 @@
-"""Endings become the right root cause: pure, no process is started."""
+"""Test that endings lead to the right root cause; no test here starts a process."""
 
 import dataclasses
 
@@ -7,10 +7,15 @@ import pytest
 from tfdist.launch.failure_report import format_verdict
 from tfdist.launch.failures import Ending, Kind, classify, judge, last_traceback
 
-ABORTED = "Graph execution error:\n\nDetected at node x\nCollective ops is aborted by: Socket closed\n [[x]]"
+ABORTED = (
+    "Graph execution error:\n\nDetected at node x\nCollective ops is aborted by: Socket closed\n"
+    " [[x]]"
+)
 UNHEALTHY = (
-    "Graph execution error:\n\nCollective ops is aborted by: Error reported from /job:worker/task:1: "
-    "The following tasks are unhealthy (stopped sending heartbeats):\n/job:worker/replica:0/task:1\nThe tasks have crashed."
+    "Graph execution error:\n\nCollective ops is aborted by: Error reported from "
+    "/job:worker/task:1: "
+    "The following tasks are unhealthy (stopped sending heartbeats):\n"
+    "/job:worker/replica:0/task:1\nThe tasks have crashed."
 )
 
 
@@ -100,7 +105,8 @@ def test_early_end_in_plain_words():
 
 
 def test_an_evaluator_may_end_early():
-    stopped, evaluator = Ending("worker:1", -15, 8.0, told=7.0), Ending("evaluator:0", 0, 4.0)
+    stopped = Ending("worker:1", -15, 8.0, told=7.0)
+    evaluator = Ending("evaluator:0", 0, 4.0)
     verdict = judge([victim("worker:0", 5.0), stopped, evaluator])
     assert verdict.cause.task == "worker:0"
 
@@ -129,7 +135,10 @@ def test_an_error_in_answer_to_the_launchers_signal_is_none():
 
 
 def test_a_native_crash_keeps_the_lines_before_it():
-    log = "F0000 file.cc:1] Check failed: a == b\nFatal Python error: Aborted\n\nThread 0x1:\n  File 'a.py'\n"
+    log = (
+        "F0000 file.cc:1] Check failed: a == b\nFatal Python error: Aborted\n\nThread 0x1:\n"
+        "  File 'a.py'\n"
+    )
     failure = classify(Ending("worker:0", -6, 1.0, log=log))
     assert "Check failed: a == b" in failure.traceback
     assert "File 'a.py'" in failure.traceback

@@ -1,4 +1,4 @@
-"""Rows are dealt to replicas without loss, whatever a batch is made of; gradients are summed as they should be."""
+"""Test that replicas get all rows of a batch, whatever its form, and sum gradients correctly."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from tests.parity.cases import dataset
 from tfdist.data.batch_rows import count_rows
-from tfdist.data.order import share
+from tfdist.data.order import rows_of_replicas
 from tfdist.parallel.placement import Placement
 from tfdist.train.synchronous import gradient_sum
 from tfdist.train.synchronous.feed import Batch, Feed, batch_of, replica_rows, replica_slices
@@ -24,7 +24,7 @@ def fed(data, place):
 
 
 def fed_to_keras(data, place):
-    """What Keras is given to learn shapes from, and the batches that a step then draws."""
+    """Return what Keras gets to learn shapes from, and the batches that a step then draws."""
     iterator = iter(Feed(data, place, HOST, symbolic_first=True))
     return next(iterator), list(iterator.iterator)
 
@@ -32,11 +32,11 @@ def fed_to_keras(data, place):
 @pytest.mark.parametrize("rows", [0, 1, 2, 5, 6, 7, 60, 61])
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])
 def test_shares_are_a_partition_whose_short_ones_come_last(rows, replicas):
-    shares = [share(rows, r, 1, replicas) for r in range(replicas)]
+    shares = [rows_of_replicas(rows, r, 1, replicas) for r in range(replicas)]
     assert [i for begin, end in shares for i in range(begin, end)] == list(range(rows))
     sizes = [end - begin for begin, end in shares]
     assert sizes == sorted(sizes, reverse=True)
-    assert share(rows, 0, replicas, replicas) == (0, rows)
+    assert rows_of_replicas(rows, 0, replicas, replicas) == (0, rows)
 
 
 def test_placement_counts_and_names():
@@ -73,7 +73,7 @@ def dense(x):
 
 
 def rows_of(batches):
-    """Each component of these batches, all rows in one array."""
+    """Return each component of these batches, all rows in one array."""
     components = zip(*([dense(x) for x in tf.nest.flatten(b)] for b in batches), strict=True)
     return [np.concatenate(parts) for parts in components]
 
@@ -178,7 +178,7 @@ def test_rows_distributed_by_somebody_else_are_left_alone():
     ]
 
 
-# --- Gradients --------------------------------------------------------------------------------------------------------
+# --- Gradients ------------------------------------------------------------------------------------
 def test_repeated_indices_of_a_sparse_gradient_are_summed():
     grad = tf.IndexedSlices(
         tf.constant([[1.0], [10.0], [100.0]]), tf.constant([4, 2, 4]), tf.constant([6, 1])

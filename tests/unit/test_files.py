@@ -1,4 +1,7 @@
-"""Folders, lists and tables of files become Sources; whatever is wrong with them is named before training."""
+"""Test that Sources read folders, lists and tables of files.
+
+An error names whatever is wrong with them before training.
+"""
 
 import numpy as np
 import pytest
@@ -10,7 +13,7 @@ from tfdist.data.sources import image_files, tables
 
 
 def picture(height, width, value=0):
-    """An image whose pixels say which it is."""
+    """Return an image whose pixels say which it is."""
     return tf.fill([height, width, 3], tf.constant(value, tf.uint8))
 
 
@@ -22,7 +25,7 @@ def write(path, content="x"):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Three classes; images of several sizes and kinds, and what is no image."""
+    """Write three classes: images of several sizes and kinds, and files that are no images."""
     root = tmp_path_factory.mktemp("images")
     jpeg = tf.io.encode_jpeg(picture(20, 30, 40), quality=100).numpy()
     png = tf.io.encode_png(picture(10, 12, 80)).numpy()
@@ -132,7 +135,10 @@ def test_what_is_missing_in_a_folder_is_named(tmp_path, folder):
     write(tmp_path / "a" / ".x")
     with pytest.raises(
         ValueError,
-        match=r"none in its 1 class directories. Expected .*\.gif; passed over 3 others: 2 \.webp, 1 hidden",
+        match=(
+            r"none in its 1 class directories. Expected .*\.gif; passed over 3 others: 2 \.webp, "
+            r"1 hidden"
+        ),
     ):
         image_files.image_folder(tmp_path)
     with pytest.raises(ValueError, match="nor in the directories below"):
@@ -269,7 +275,7 @@ def test_files_need_not_be_looked_for(tmp_path):
 
 @pytest.fixture
 def imagenet(tmp_path):
-    """ImageNet's layout, with three classes."""
+    """Write ImageNet's layout, with three classes."""
     png = tf.io.encode_jpeg(picture(6, 8, 90)).numpy()
     images = tmp_path / "ILSVRC" / "Data" / "CLS-LOC"
     for name in (
@@ -308,7 +314,10 @@ def test_what_is_wrong_with_imagenet_is_named(imagenet):
     )
     with pytest.raises(
         ValueError,
-        match=r"line 2: the label 'n04' is none of the 3 classes of .*LOC_synset_mapping.txt. Did you mean n03",
+        match=(
+            r"line 2: the label 'n04' is none of the 3 classes of .*LOC_synset_mapping.txt. "
+            r"Did you mean n03"
+        ),
     ):
         image_files.imagenet(imagenet, "val")
     (imagenet / "ILSVRC/Data/CLS-LOC/train/n01/n01_10.JPEG").unlink()

@@ -69,7 +69,7 @@ EPOCHS = flags.DEFINE_integer("epochs", 1, "Passes.")
 def main(argv):
     print(argv[1:], EPOCHS.value, flags.FLAGS.log_dir, flags.FLAGS.seed, tfdist.flags.parsed_options())
 tfdist.app.run(main)
-"""
+"""  # noqa: E501
 
 
 def test_a_script_gets_its_own_flags_and_ours(run_python):

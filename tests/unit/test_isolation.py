@@ -1,4 +1,4 @@
-"""Isolation: what is refused is named and changes nothing, and whom it cuts off is told why."""
+"""Test that a refused isolation is named and changes nothing, and that it explains each cut-off."""
 
 import errno
 import json
@@ -88,7 +88,7 @@ if refusal is None:
     enter()
     open(sys.argv[1], "w").close()
 print(json.dumps([refusal, os.geteuid(), os.getegid(), [name for _, name in socket.if_nameindex()]]))
-"""
+"""  # noqa: E501
 
 
 def test_a_user_namespace_keeps_who_one_is(run_python, tmp_path):
@@ -110,7 +110,10 @@ WORDS = [
     "OSError: [Errno 101] Network is unreachable",
     "Exception: URL fetch failure on https://x/mnist.npz: None -- [Errno 111] Connection refused",
     "ConnectionError: HTTPSConnectionPool(host='x', port=443): Max retries exceeded with url: /",
-    "UnavailableError: Error executing an HTTP request: libcurl code 6 meaning 'Couldn't resolve host name'",
+    (
+        "UnavailableError: Error executing an HTTP request: libcurl code 6 meaning 'Couldn't "
+        "resolve host name'"
+    ),
     "curl: (6) Could not resolve host: x",
 ]
 

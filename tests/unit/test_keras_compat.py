@@ -1,6 +1,7 @@
-"""Each hook into Keras and each private name of TensorFlow that tfdist relies on exists, and does what we think it does.
+"""Test each hook into Keras and each private name of TensorFlow that tfdist relies on.
 
-A failure here after an upgrade says which name of `keras_compat` to look after.
+Each exists and does what tfdist expects. A failure after an upgrade says which name of
+`keras_compat` to look after.
 """
 
 import inspect
@@ -18,7 +19,7 @@ from tfdist.keras_compat import parallel
 
 
 class Recorder:
-    """An engine that notes what it is asked for, and leaves the work to Keras."""
+    """Note what an engine is asked for, and leave the work to Keras."""
 
     def __init__(self):
         self.asked = []
@@ -41,7 +42,7 @@ def _installed():
 
 @pytest.fixture
 def recorded():
-    """A strategy of TensorFlow's own whose engine is a Recorder."""
+    """Return a strategy of TensorFlow's own whose engine is a Recorder."""
     strategy = tf.distribute.OneDeviceStrategy("/cpu:0")
     strategy.tfdist_engine = Recorder()
     return strategy
@@ -49,7 +50,10 @@ def recorded():
 
 @pytest.fixture
 def two():
-    """TensorFlow's own strategy of two replicas, without an engine; its sums need no collectives, whose keys strategies share."""
+    """Return TensorFlow's own strategy of two replicas, without an engine.
+
+    Its sums need no collectives, whose keys strategies share.
+    """
     return tf.distribute.MirroredStrategy(
         ["/cpu:0", "/cpu:1"], tf.distribute.ReductionToOneDevice()
     )
@@ -63,7 +67,7 @@ def compiled(strategy, optimizer=keras.optimizers.SGD):
 
 
 def use(model, directory):
-    """Calls every hooked method, directly or through Keras."""
+    """Call every hooked method, directly or through Keras."""
     x, y = data(24)
     model.fit(dataset(x, y), verbose=0)
     model.evaluate(x, y, verbose=0)
@@ -76,7 +80,7 @@ def use(model, directory):
     model.export(directory / "exported", verbose=False)
 
 
-# --- Public methods of keras.Model ----------------------------------------------------------------------------------------
+# --- Public methods of keras.Model ----------------------------------------------------------------
 @pytest.mark.parametrize("name", keras_compat.MODEL_HOOKS)
 def test_a_public_method_is_wrapped_once(name):
     method = getattr(keras.Model, name)
@@ -153,7 +157,7 @@ def test_fit_takes_the_validation_of_an_epoch_through_evaluate_with_its_callback
 
 
 def test_fit_calls_the_train_function_with_the_iterator_of_what_the_strategy_distributes(recorded):
-    """Once a step until it ends, the first element being the one that Keras learns shapes from."""
+    """It does so once a step until the end; Keras learns shapes from the first element."""
     drawn = []
 
     class Feed:
@@ -174,7 +178,7 @@ def test_fit_calls_the_train_function_with_the_iterator_of_what_the_strategy_dis
     assert drawn == [12, 12, 12]
 
 
-# --- Building -----------------------------------------------------------------------------------------------------------
+# --- Building -------------------------------------------------------------------------------------
 def test_building_is_seen_while_keras_learns_shapes(recorded):
     states = []
 
@@ -196,7 +200,7 @@ def test_building_is_seen_while_keras_learns_shapes(recorded):
     assert not keras_compat.building()
 
 
-# --- Losses -----------------------------------------------------------------------------------------------------------------
+# --- Losses ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "name",
     ["scale_loss_for_distribution", "unscale_loss_for_distribution", "reduce_weighted_values"],
@@ -207,7 +211,7 @@ def test_losses_look_their_functions_up_in_the_module_that_is_hooked(name, recor
 
 
 def test_keras_divides_losses_by_replicas(two):
-    """That is what the engine's weights stand in for."""
+    """The engine's weights stand in for that."""
     losses = keras_compat._loss
 
     def replica():
@@ -228,11 +232,14 @@ def test_a_mask_and_weights_merge_into_one_weight():
     assert weight.numpy().tolist() == [2.0, 0.0]
 
 
-# --- Optimizers -------------------------------------------------------------------------------------------------------------
+# --- Optimizers -----------------------------------------------------------------------------------
 @pytest.mark.parametrize("accumulate", [None, 2])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_the_sum_over_replicas_is_left_out_inside_a_local_update(two, accumulate, scaled):
-    """`_all_reduce_sum_gradients` is consulted: with it replaced each replica applies what it is given, once."""
+    """Keras consults `_all_reduce_sum_gradients`.
+
+    With it replaced, each replica applies its own gradient, once.
+    """
     keras_compat.allow_local_updates(two)
     with two.scope():
         weight = keras.Variable([0.0])
@@ -284,7 +291,7 @@ def test_merge_call_is_off_inside_a_local_update_only(two):
     assert two.extended._use_merge_call()
 
 
-# --- Variables --------------------------------------------------------------------------------------------------------------
+# --- Variables ------------------------------------------------------------------------------------
 def test_a_replicas_copy_is_not_cast_under_mixed_precision(two):
     seen = []
 
@@ -332,7 +339,7 @@ def test_central_storage_keeps_what_replicas_change_by_themselves_apart():
     assert [float(v) for v in strategy.experimental_local_results(metric.total.value)] == [1.0, 2.0]
 
 
-# --- TensorFlow's state -------------------------------------------------------------------------------------------------------
+# --- TensorFlow's state ---------------------------------------------------------------------------
 def test_a_seed_is_seen():
     keras.utils.set_random_seed(3)
     assert keras_compat.global_seed()
@@ -342,8 +349,10 @@ def test_a_seed_is_seen():
 
 def test_the_start_of_tensorflow_is_seen(run_python):
     code = (
-        "from tfdist import keras_compat as k; import tensorflow as tf; tf.config.list_physical_devices();"
-        "print(k.runtime_initialized()); print(k.global_seed()); tf.constant(1); print(k.runtime_initialized())"
+        "from tfdist import keras_compat as k; import tensorflow as tf; "
+        "tf.config.list_physical_devices();"
+        "print(k.runtime_initialized()); print(k.global_seed()); tf.constant(1); "
+        "print(k.runtime_initialized())"
     )
     assert run_python(code).stdout.split() == ["False", "None", "True"]
 
@@ -380,7 +389,7 @@ def test_the_length_of_a_distributed_data_set_can_be_hidden(two):
     assert keras_compat.hide_length(3) == 3
 
 
-# --- Callbacks --------------------------------------------------------------------------------------------------------------
+# --- Callbacks ------------------------------------------------------------------------------------
 def test_callbacks_count_steps_where_it_is_said(two, tmp_path):
     saves = keras.callbacks.ModelCheckpoint(
         tmp_path / "{batch}.weights.h5", save_weights_only=True, save_freq=5
@@ -435,7 +444,9 @@ def test_an_error_in_fit_leaves_no_condition_on_summaries(tmp_path):
             ],
         )
     other = tf.summary.create_file_writer(str(tmp_path / "other"))
-    assert board._prev_summary_state  # else the function is not needed; at which steps Keras would write nothing depends on its version
+    # Else the function is not needed; the version of Keras decides at which steps it would write
+    # nothing.
+    assert board._prev_summary_state
     keras_compat.leave_summaries(board)
     with other.as_default(step=0):
         assert tf.summary.should_record_summaries()
@@ -444,7 +455,8 @@ def test_an_error_in_fit_leaves_no_condition_on_summaries(tmp_path):
 def test_an_unordered_operation_waits_for_no_other():
     @tf.function
     def two():
-        first, second = tf.timestamp(), tf.timestamp()
+        first = tf.timestamp()
+        second = tf.timestamp()
         keras_compat.unordered(second.op)
         return first, second
 
@@ -474,7 +486,7 @@ def test_a_process_trains_with_one_mirrored_strategy_after_the_other():
     assert model.optimizer.iterations.numpy() == 1
 
 
-# --- Sharded optimizers -----------------------------------------------------------------------------------------------
+# --- Sharded optimizers ---------------------------------------------------------------------------
 def test_an_optimizer_clips_by_another_function_while_it_is_told_to():
     variable = keras.Variable([1.0, 1.0])
     optimizer = keras.optimizers.SGD(1.0, clipvalue=0.5)

@@ -106,7 +106,8 @@ def test_layers_learn_from_their_context_again_whether_they_train():
                 seen.append(compat.context())
             return self.drop(x)
 
-    x, outer = tf.ones([100, 10]), Outer()
+    x = tf.ones([100, 10])
+    outer = Outer()
     outer(x, training=True)
     dropped = keras.layers.Dropout(0.5)
     assert np.all(dropped(x) == 1)

@@ -1,4 +1,4 @@
-"""The private names of Keras that pipelines rely on do what we think they do; see test_keras_compat.py."""
+"""Test the private names of Keras that pipelines rely on; see test_keras_compat.py."""
 
 import keras
 import numpy as np
@@ -20,7 +20,8 @@ L = keras.layers
 
 def test_calls_of_a_graph_can_run_in_their_order():
     inputs = keras.Input((4,))
-    dense, add = L.Dense(4), L.Add()
+    dense = L.Dense(4)
+    add = L.Add()
     model = keras.Model(inputs, add([dense(dense(inputs)), inputs]))
     calls = graph_calls(model)
     assert [operation for operation, _, _ in calls] == [dense, dense, add]

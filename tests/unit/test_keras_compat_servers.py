@@ -1,4 +1,7 @@
-"""The names that parameter servers need do, on servers in one process, what `keras_compat` says of them."""
+"""Test the names that parameter servers need, on servers in one process.
+
+Each does what `keras_compat` says of it.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,7 @@ found["no failure"] = [
 print("FOUND" + json.dumps(found), flush=True)
 import os
 os._exit(0)  # servers have no end of their own
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture(scope="module")

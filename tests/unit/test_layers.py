@@ -1,4 +1,7 @@
-"""A sharded embedding equals `keras.layers.Embedding`: results, gradients, training, files; whatever the number of shards."""
+"""Test that a sharded embedding equals `keras.layers.Embedding` for any number of shards.
+
+The tests compare results, gradients, training and files.
+"""
 
 import functools
 from unittest import mock
@@ -17,17 +20,15 @@ SHARDS = pytest.mark.parametrize("shards", [1, 2, 3, 7])
 
 
 def ids(*shape, seed=0, low=0):
-    """Few rows, so that ids occur several times in a batch."""
+    """Return ids of few rows, so that ids occur several times in a batch."""
     return np.random.default_rng(seed).integers(low, ROWS, shape).astype("int32")
 
 
 def pair(shards, **kwargs):
-    """A Keras layer and ours, with the same table."""
+    """Return a Keras layer and ours, with the same table."""
     keras.utils.set_random_seed(1)
-    theirs, ours = (
-        keras.layers.Embedding(ROWS, WIDTH, **kwargs),
-        ShardedEmbedding(ROWS, WIDTH, shards=shards, **kwargs),
-    )
+    theirs = keras.layers.Embedding(ROWS, WIDTH, **kwargs)
+    ours = ShardedEmbedding(ROWS, WIDTH, shards=shards, **kwargs)
     theirs.build()
     ours.set_table(theirs.get_weights()[0])
     return theirs, ours
@@ -40,7 +41,7 @@ def gradients(layer, inputs):
 
 
 def model(layer, optimizer="adam", length=5):
-    """Compiled, with dense weights that do not depend on the layer."""
+    """Return a compiled model; its dense weights do not depend on the layer."""
     built = keras.Sequential(
         [
             keras.Input((length,), dtype="int32"),
@@ -61,7 +62,7 @@ def fit(model, seed=0, steps=6, **kwargs):
 
 
 def trained(strategy, layer, optimizer, **options):
-    """The loss of each step, and the table."""
+    """Return the loss of each step, and the table."""
     with strategy.scope():
         built = model(layer(), optimizer(**options))
     steps = Steps()
@@ -73,15 +74,13 @@ def table(layer):
     return layer.get_table() if isinstance(layer, ShardedEmbedding) else layer.get_weights()[0]
 
 
-# --- Results ------------------------------------------------------------------------------------------------------------
+# --- Results --------------------------------------------------------------------------------------
 @SHARDS
 def test_rows_equal_those_of_keras(shards):
     theirs, ours = pair(shards)
     for dtype in ("int32", "int64", "uint8", "float32"):
-        known, unknown = (
-            tf.function(ours),
-            tf.function(ours, input_signature=[tf.TensorSpec(None, dtype)]),
-        )
+        known = tf.function(ours)
+        unknown = tf.function(ours, input_signature=[tf.TensorSpec(None, dtype)])
         for shape in ((), (6,), (4, 5), (2, 3, 4), (0, 5)):
             inputs = tf.constant(ids(*shape).astype(dtype))
             expected = theirs(inputs)
@@ -118,7 +117,10 @@ OPTIMIZERS = {
 
 @pytest.fixture(scope="module")
 def training(one_device, mirrored):
-    """Return the result of training with an optimizer, replicas and shards; None: of Keras' own layer."""
+    """Return the result of training with an optimizer, replicas and shards.
+
+    Shards of None stand for Keras' own layer.
+    """
 
     @functools.cache
     def known(optimizer, shards, replicas=1):
@@ -143,21 +145,26 @@ def training(one_device, mirrored):
     [("sgd", 3), ("momentum", 2), ("adam", 1), ("adam", 3), ("adagrad", 1), ("adagrad", 7)],
 )
 def test_training_equals_that_of_keras(optimizer, shards, training):
-    theirs, ours = training(optimizer, None), training(optimizer, shards)
+    theirs = training(optimizer, None)
+    ours = training(optimizer, shards)
     np.testing.assert_allclose(ours[0], theirs[0], rtol=1e-5)
     np.testing.assert_allclose(ours[1], theirs[1], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_two_replicas_train_as_one(optimizer, training):
-    one, two = training(optimizer, 3), training(optimizer, 3, replicas=2)
+    one = training(optimizer, 3)
+    two = training(optimizer, 3, replicas=2)
     np.testing.assert_allclose(two[0], one[0], rtol=1e-5)
     np.testing.assert_allclose(two[1], one[1], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("optimizer", [keras.optimizers.Adam, keras.optimizers.Adagrad])
 def test_an_id_that_occurs_twice_has_one_gradient(optimizer):
-    """Without any strategy, too, where Keras' own layer gives a sum of squares in place of the square of the sum."""
+    """It has one without any strategy, too.
+
+    There Keras' own layer gives a sum of squares in place of the square of the sum.
+    """
 
     def step(layer):
         rule = optimizer(0.1)
@@ -222,7 +229,8 @@ def test_symbolic_shapes():
     class Subclassed(keras.Model):
         def __init__(self):
             super().__init__()
-            self.table, self.top = ShardedEmbedding(ROWS, WIDTH, shards=2), keras.layers.Dense(1)
+            self.table = ShardedEmbedding(ROWS, WIDTH, shards=2)
+            self.top = keras.layers.Dense(1)
 
         def call(self, inputs):
             return self.top(keras.ops.mean(self.table(inputs), 1))
@@ -259,7 +267,7 @@ def test_an_id_out_of_range_is_named(wrong):
             call(tf.constant([3, wrong, 5] if wrong > 0 else [3, wrong]))
 
 
-# --- Initial values and the number of shards --------------------------------------------------------------------------------
+# --- Initial values and the number of shards ------------------------------------------------------
 @SHARDS
 @pytest.mark.parametrize("name", ["random_normal", "glorot_uniform", "orthogonal", "zeros"])
 def test_initial_values_equal_those_of_keras(shards, name):
@@ -268,10 +276,8 @@ def test_initial_values_equal_those_of_keras(shards, name):
             {"class_name": name, "config": {} if name == "zeros" else {"seed": 5}}
         )
 
-    theirs, ours = (
-        keras.layers.Embedding(ROWS, WIDTH, initializer()),
-        ShardedEmbedding(ROWS, WIDTH, initializer(), shards=shards),
-    )
+    theirs = keras.layers.Embedding(ROWS, WIDTH, initializer())
+    ours = ShardedEmbedding(ROWS, WIDTH, initializer(), shards=shards)
     theirs.build()
     np.testing.assert_array_equal(ours.get_table(), theirs.get_weights()[0])
 
@@ -345,10 +351,10 @@ def test_elsewhere_there_is_one(mirrored):
     assert layer.shards == 1
 
 
-# --- Files --------------------------------------------------------------------------------------------------------------
+# --- Files ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("before", "after"), [(None, 3), (3, None), (3, 7), (2, 1), (1, 2)])
 def test_weights_files_hold_one_table(before, after, tmp_path):
-    """None: keras.layers.Embedding."""
+    """None stands for keras.layers.Embedding."""
 
     def build(shards):
         return model(
@@ -357,7 +363,8 @@ def test_weights_files_hold_one_table(before, after, tmp_path):
             else ShardedEmbedding(ROWS, WIDTH, shards=shards)
         )
 
-    saved, loaded = build(before), build(after)
+    saved = build(before)
+    loaded = build(after)
     assert (table(saved.layers[0]) != table(loaded.layers[0])).any()
     saved.save_weights(tmp_path / "m.weights.h5")
     loaded.load_weights(tmp_path / "m.weights.h5")
@@ -380,8 +387,9 @@ def test_a_saved_model_goes_on_training(optimizer, tmp_path):
 
 
 def test_a_table_is_read_once_to_be_saved(monkeypatch, tmp_path):
-    """And not at all to be loaded: through parameter servers it is large."""
-    built, reads = model(ShardedEmbedding(ROWS, WIDTH, shards=3)), []
+    """Loading does not read it at all: through parameter servers it is large."""
+    built = model(ShardedEmbedding(ROWS, WIDTH, shards=3))
+    reads = []
     monkeypatch.setattr(
         ShardedEmbedding,
         "get_table",
@@ -417,11 +425,12 @@ def test_files_of_other_layers_are_refused(tmp_path):
 def test_a_saved_model_serves(tmp_path):
     built = model(ShardedEmbedding(ROWS, WIDTH, shards=3))
     built.export(tmp_path / "served", verbose=False)
-    served, inputs = tf.saved_model.load(str(tmp_path / "served")), ids(2, 5)
+    served = tf.saved_model.load(str(tmp_path / "served"))
+    inputs = ids(2, 5)
     np.testing.assert_allclose(served.serve(inputs), built(inputs), rtol=1e-6)
 
 
-# --- Arguments ------------------------------------------------------------------------------------------------------------
+# --- Arguments ------------------------------------------------------------------------------------
 def test_the_config_of_keras_is_taken():
     theirs = keras.layers.Embedding(
         ROWS, WIDTH, "zeros", "l2", mask_zero=True, name="words"

@@ -1,4 +1,7 @@
-"""`tfdist.loops`: training by a loss or a loop of one's own equals `fit`, and two replicas equal one."""
+"""Test that `tfdist.loops` trains by a loss or a custom loop as `fit` does.
+
+Two replicas train as one.
+"""
 
 import functools
 
@@ -28,7 +31,7 @@ def made(rows, **kwargs):
 
 
 def batches(rows=ROWS, **kwargs):
-    """A pipeline, which takes long to make, and begins anew each time."""
+    """Return a pipeline, which takes long to make, and begins anew each time."""
     found = made(rows, **kwargs)
     found.epochs.next = 0
     return found
@@ -47,7 +50,7 @@ def build(out=3):
 
 
 def small():
-    """Its statistics are those of each replica."""
+    """Return a model whose statistics are those of each replica."""
     keras.utils.set_random_seed(1)
     return keras.Sequential(
         [
@@ -98,7 +101,7 @@ def walked(
     make=build,
     optimizer=lambda: keras.optimizers.Adam(0.01),
 ):
-    """Losses of the steps of a loop of one's own, and the weights it comes to."""
+    """Return the losses of a custom loop's steps, and its final weights."""
     state = loops.prepare_training(make, batches, strategy, optimizer, compiled=compiled)
 
     @state.step
@@ -126,16 +129,16 @@ def same_arrays(one, other):
         np.testing.assert_allclose(b, a, **TOLERANCE)
 
 
-# --- As fit, and N as one -----------------------------------------------------------------------------------------------
+# --- As fit, and N as one -------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def plain(one_device):
-    """What `fit` comes to on one device: history and weights."""
+    """Return history and weights of `fit` on one device."""
     return fitted(one_device, validation_data=batches(9, shuffle=False))
 
 
 @pytest.mark.parametrize("where", ["one_device", "mirrored"])
 def test_train_equals_fit_on_the_same_batches(request, plain, where):
-    """And a replica without rows, in the last batch of training and of validation, leaves no trace."""
+    """A replica without rows, in the last batch of training or validation, changes nothing."""
     found = trained(request.getfixturevalue(where), validation=batches(9, shuffle=False))
     assert all(np.isfinite(v).all() for v in found[1])
     same(plain, found)
@@ -172,7 +175,7 @@ def teacher_and_student():
 
 
 def semi_supervised(models, batch, training):
-    """Each row has one labelled example and two that are not."""
+    """Return the loss of rows that have one labelled example and two unlabelled ones."""
     known = models["student"](batch["x"])
     supervised = tf.reduce_mean(
         keras.losses.sparse_categorical_crossentropy(batch["y"], known, from_logits=True)
@@ -223,7 +226,7 @@ def test_a_masked_loss_of_keras_has_the_divisor_of_the_global_batch(one_device, 
     same(trained(one_device, loss, make=small), trained(mirrored, loss, make=small))
 
 
-# --- Policies, ZeRO, snapshots ----------------------------------------------------------------------------------------------
+# --- Policies, ZeRO, snapshots --------------------------------------------------------------------
 POLICIES = {
     "gradients": (
         tfdist.sync.Gradients(combine="sum", accumulate=2, comm_dtype="bfloat16", clip_norm=1.0),
@@ -236,7 +239,7 @@ POLICIES = {
 
 @pytest.fixture
 def under(mirrored):
-    """The strategy of two replicas, under a policy until the test ends."""
+    """Put the strategy of two replicas under a policy until the test ends."""
     before = mirrored.tfdist_engine.aggregation.policy
 
     def use(policy):
@@ -281,7 +284,7 @@ def test_a_training_goes_on_from_its_snapshot(one_device, tmp_path):
     same(run(), run(backup()))
 
 
-# --- Schedules, models, data ----------------------------------------------------------------------------------------------
+# --- Schedules, models, data ----------------------------------------------------------------------
 def test_a_schedule_is_a_function_of_the_step(one_device):
     state = loops.prepare_training(small, batches, one_device, "sgd")
     rates = []
@@ -331,8 +334,12 @@ def test_a_model_made_elsewhere_is_copied(mirrored):
 
 
 def test_an_optimizer_made_elsewhere_is_copied(mirrored):
-    """With what it does not decay, which no config of an optimizer has; of a model that was made elsewhere, too."""
-    model, optimizer = build(), keras.optimizers.AdamW(1e-9, weight_decay=1e8)
+    """The copy includes what it does not decay, which no config of an optimizer has.
+
+    The model may be made elsewhere, too.
+    """
+    model = build()
+    optimizer = keras.optimizers.AdamW(1e-9, weight_decay=1e8)
     optimizer.exclude_from_weight_decay(var_names=["bias"], var_list=[model.layers[0].kernel])
     for v in model.trainable_variables:
         v.assign(tf.ones_like(v))
@@ -344,7 +351,10 @@ def test_an_optimizer_made_elsewhere_is_copied(mirrored):
     optimizer.build(model.trainable_variables)
     with pytest.raises(
         ValueError,
-        match=r"optimizer: .* was made outside of the strategy's scope and has trained another model\. Pass a new one",
+        match=(
+            r"optimizer: .* was made outside of the strategy's scope and has trained another "
+            r"model\. Pass a new one"
+        ),
     ):
         loops.prepare_training(build, batches, mirrored, optimizer)
 
@@ -360,7 +370,9 @@ def test_models_that_share_layers_are_made_in_a_function(mirrored):
 
     with pytest.raises(
         ValueError,
-        match=r"model\['encoder'\] and model\['autoencoder'\]\[0\] share .*kernel.*Pass the function",
+        match=(
+            r"model\['encoder'\] and model\['autoencoder'\]\[0\] share .*kernel.*Pass the function"
+        ),
     ):
         loops.prepare_training(encoder_and_autoencoder(), batches, mirrored, "sgd")
     state = loops.prepare_training(
@@ -392,7 +404,7 @@ try:
     loops.train(loss, state)
 except TimeoutError as error:
     print("ended:", error)
-"""
+"""  # noqa: E501
 
 
 def test_a_loss_that_waits_for_a_worker_which_is_gone_ends(run_python):
@@ -429,7 +441,7 @@ def test_python_is_read_where_nothing_is_compiled(one_device):
     )
 
 
-# --- Errors -----------------------------------------------------------------------------------------------------------------
+# --- Errors ---------------------------------------------------------------------------------------
 def uneven():
     return tf.data.Dataset.from_tensors((tf.zeros([4, 4]), tf.zeros([8, 4]))).repeat(2)
 

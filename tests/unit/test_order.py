@@ -1,4 +1,7 @@
-"""Which examples form a batch follows from seed, epoch, step and global batch alone, and every shuffle is a uniform one."""
+"""Test that seed, epoch, step and global batch alone determine which examples form a batch.
+
+Every shuffle is uniform.
+"""
 
 import dataclasses
 import itertools
@@ -31,7 +34,10 @@ LIMIT = 5
 
 @st.composite
 def orders(draw, kinds=(Order, StreamOrder), shuffles=(False, True)):
-    """Orders of 1 to 32 examples, with global batches from 1 to more than there are, of files that may be empty."""
+    """Draw orders of 1 to 32 examples, with global batches from 1 to more than there are.
+
+    Files may be empty.
+    """
     lengths = draw(st.lists(st.integers(0, 8), min_size=1, max_size=4).filter(any))
     streams = draw(st.integers(1, 4))
     options = {
@@ -50,12 +56,15 @@ def whole(order, epoch):
 
 
 def epoch_of(order, epoch):
-    """All batches of an epoch, in order of steps."""
+    """Return all batches of an epoch, in order of steps."""
     return [order.batch(epoch, step).numpy() for step in range(order.steps)]
 
 
 def excess(cells, count):
-    """By how many standard deviations the chi-square of these cells is above that of equally likely ones."""
+    """Return how far the chi-square of these cells is above that of equally likely ones.
+
+    The unit is one standard deviation.
+    """
     observed = np.bincount(np.ravel(cells), minlength=count)
     expected = observed.sum() / count
     return (np.sum((observed - expected) ** 2) / expected - (count - 1)) / math.sqrt(
@@ -75,7 +84,7 @@ def keys_of_seeds(count, epoch=3):
 
 
 def places(positions, count, keys):
-    """What each key's permutation of `count` has at these positions, [keys, positions]."""
+    """Return the values of each key's permutation at these positions, [keys, positions]."""
     numbers = permute(np.tile(positions, len(keys)), count, np.repeat(keys, len(positions), 0))
     return numbers.numpy().reshape(len(keys), len(positions))
 
@@ -266,7 +275,8 @@ def test_without_shuffling_positions_are_numbers(order, epoch):
 @given(orders(kinds=(StreamOrder,), shuffles=(False,)), EPOCHS)
 def test_without_shuffling_each_part_of_a_stream_is_in_order(order, epoch):
     np.testing.assert_array_equal(order.files(epoch), np.arange(len(order.lengths)))
-    numbers, begin = whole(order, epoch), order.tail_begin
+    numbers = whole(order, epoch)
+    begin = order.tail_begin
     # Rows of a part are neighbours in each batch; its batches follow each other.
     parts = numbers[:begin].reshape(order.full, order.streams, order.per_stream).swapaxes(0, 1)
     np.testing.assert_array_equal(parts.ravel(), np.arange(begin))
@@ -289,7 +299,8 @@ def test_a_stream_permutes_files_and_blocks_of_its_parts(order, epoch):
     np.testing.assert_array_equal(
         order.numbers_of(epoch, tf.range(order.examples, dtype=tf.int64)), sequence
     )
-    numbers, begin = whole(order, epoch), order.tail_begin
+    numbers = whole(order, epoch)
+    begin = order.tail_begin
     parts = numbers[:begin].reshape(order.full, order.streams, order.per_stream).swapaxes(0, 1)
     parts = [*parts.reshape(order.streams, order.part), numbers[begin:]]
     stored = [*sequence[:begin].reshape(order.streams, order.part), sequence[begin:]]
@@ -320,12 +331,14 @@ def test_all_orders_of_five_files_are_equally_likely():
     assert excess([ranks[tuple(row)] for row in next(iter(found)).numpy()], 120) < LIMIT
 
 
-# One for each kind of the op's ciphers: 16 bits and walks, 16, 20, 28, which has a fault of its own, and 30 bits.
+# One count for each kind of the op's ciphers: 16 bits and walks, 16, 20, 28, which has a fault of
+# its own, and 30 bits.
 @pytest.mark.parametrize("count", [1000, 60_000, 10**6, 2**28, 10**9])
 @pytest.mark.parametrize("keys", [keys_of_epochs, keys_of_seeds])
 def test_places_are_uniform_and_independent(keys, count):
     found = places(count // 3 + np.arange(16), count, keys(2500 if count > 1000 else 1000))
-    sixteenth, cells = found * 16 // count, min(1024, count // 50)
+    sixteenth = found * 16 // count
+    cells = min(1024, count // 50)
     assert max(excess(sixteenth[:, place], 16) for place in range(16)) < LIMIT
     for apart in (1, 2, 8):  # rows of a batch
         assert excess(sixteenth[:, :-apart] * 16 + sixteenth[:, apart:], 256) < LIMIT
@@ -366,9 +379,10 @@ def test_blocks_of_a_stream_are_permuted_independently():
 
 
 def test_orders_are_those_of_earlier_versions():
-    # These numbers are what a checkpoint relies on: a run that is resumed in the middle of an epoch sees each example once
-    # only if the order has not changed. If a new TensorFlow fails here, its ops permute in another way: runs begun before
-    # must be finished with the old one, and the release notes have to say so. Never simply copy the new numbers.
+    # A checkpoint relies on these numbers: a run resumed in the middle of an epoch sees each
+    # example once only if the order has not changed. If a new TensorFlow fails here, its ops
+    # permute in another way: users must finish runs begun before with the old one, and the release
+    # notes have to say so. Never simply copy the new numbers.
     assert key_of(3, 4).numpy().tolist() == [-1860230133, -671226999, -1390659934]
     assert example_seeds(3, 4, 2**32 + 1).numpy().tolist() == [-1860230134, -671227000]
     for seed, epoch, examples, step, numbers in (

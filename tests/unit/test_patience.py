@@ -1,4 +1,7 @@
-"""How long a call waits for others: in processes of their own, as what ends one call ends all later ones."""
+"""Test how long a call waits for others.
+
+Calls run in processes of their own, as what ends one call ends all later ones.
+"""
 
 import subprocess
 import sys
@@ -33,7 +36,7 @@ try:
     print("later:", float(total()))
 except TimeoutError as error:
     print("ended:", error)
-"""
+"""  # noqa: E501
 GOOD = """
 for _ in range(25):  # short ones
     with watchdog.bound():
@@ -46,7 +49,7 @@ with watchdog.bound(lambda: time.monotonic()):  # one step after the other
 for endless in Watchdog(0.1), Watchdog(0.1, Placement()), Watchdog(float("inf"), Placement(workers=2)):
     with endless.bound():
         stuck(0.5)
-"""
+"""  # noqa: E501
 ENDLESS = """
 with watchdog.bound({}):
     for _ in range(200):
@@ -58,7 +61,10 @@ SIGNS = ["", "lambda: 7", "lambda: time.sleep(60)"]  # the last: as of a device 
 
 @pytest.fixture(scope="module")
 def said():
-    """Return the output and errors of each process; all run at the same time, as they mostly wait."""
+    """Return the output and errors of each process.
+
+    All run at the same time, as they mostly wait.
+    """
     started = {
         code: Popen(
             [sys.executable, "-c", SCRIPT, code],

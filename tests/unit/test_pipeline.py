@@ -1,4 +1,7 @@
-"""Whatever the source, the rows of each batch are those of the order, each replica reads its own, and bad examples are named."""
+"""Test that each batch has the rows of the order, whatever the source.
+
+Each replica reads its own rows, and errors name bad examples.
+"""
 
 import sys
 
@@ -42,7 +45,7 @@ def stream(files):
 
 
 def single(bad=-1, label=lambda n: n, classes=None):
-    """A source read one by one, whose example `bad` cannot be."""
+    """Return a source read one by one, whose example `bad` cannot be."""
 
     def read(number):
         with tf.control_dependencies(
@@ -63,7 +66,7 @@ def expected(batches, epoch, first_step=0):
 
 
 def rows(dataset):
-    """The first component of each batch."""
+    """Return the first component of each batch."""
     return [
         np.asarray(batch[0] if isinstance(batch, tuple) else batch, np.int64).tolist()
         for batch in dataset
@@ -76,7 +79,7 @@ def shared(batches, replicas, **where):
 
 
 def joined(shares):
-    """The batches that the replicas' shares make together."""
+    """Return the batches that the replicas' shares make together."""
     shares = [list(share) for share in shares]
     assert len({len(share) for share in shares}) == 1
     for parts in zip(*shares, strict=True):
@@ -108,7 +111,10 @@ def test_batches_and_shares_are_those_of_the_order(kind, replicas, first_step):
 
 
 def test_a_stream_shared_across_its_parts_resumes_in_a_block(files, monkeypatch):
-    """And anywhere else. Its data sets take long to make: each is read from several positions."""
+    """It resumes anywhere else, too.
+
+    Its data sets take long to make: the test reads each from several positions.
+    """
     monkeypatch.setattr(sys.modules[Epochs.__module__], "SMALLEST_BLOCK", 2)
     batches = pipeline(
         stream(files), 4, seed=3, shuffle=8

@@ -1,4 +1,4 @@
-"""Stages on several devices train as the model they were cut from."""
+"""Test that stages on several devices train as the model they were cut from."""
 
 import itertools
 
@@ -27,10 +27,11 @@ from tfdist.strategies.stages import of_workers
 L = keras.layers
 FOUR = ["cpu:0", "cpu:1", "cpu:2", "cpu:0"]
 RANDOM = np.random.RandomState(0)
-X, Y = RANDOM.randn(24, 8).astype("float32"), RANDOM.randn(24, 2).astype("float32")
+X = RANDOM.randn(24, 8).astype("float32")
+Y = RANDOM.randn(24, 2).astype("float32")
 
 
-# --- Schedules ----------------------------------------------------------------------------------------------------------
+# --- Schedules ------------------------------------------------------------------------------------
 SIZES = list(itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 4, 8, 16)))
 
 
@@ -65,7 +66,7 @@ def test_stages_that_wait_for_each_other():
         together([[Task(True, 0), Task(False, 0)]])
 
 
-# --- Cuts ---------------------------------------------------------------------------------------------------------------
+# --- Cuts -----------------------------------------------------------------------------------------
 def mlp(units=(8, 8, 8), **options):
     inputs = keras.Input((8,))
     x = inputs
@@ -130,14 +131,17 @@ def test_seconds_of_layers():
 
 
 def busy():
-    """Its first layer has few weights, which it uses at every pixel; its last one has most."""
+    """Build a model whose first layer has few weights, which it uses at every pixel.
+
+    Its last layer has most.
+    """
     inputs = keras.Input((None, None, 4))
     x = L.GlobalAveragePooling2D(name="pool")(L.Conv2D(16, 9, name="busy")(inputs))
     return keras.Model(inputs, L.Dense(256, name="heavy")(L.Dense(64, name="light")(x)))
 
 
 def test_a_light_layer_that_takes_long_moves_the_cut():
-    """Some 1e9 operations of the convolution against 1e6 of all others."""
+    """The convolution has some 1e9 operations, all other layers 1e6."""
     by_weights = pipeline(busy(), 2, microbatches=2)
     by_time = pipeline(busy(), 2, microbatches=2, balance="time", sample=np.ones((16, 96, 96, 4)))
     assert [stage.layers for stage in by_weights.plan.stages] == [
@@ -151,8 +155,9 @@ def test_a_light_layer_that_takes_long_moves_the_cut():
 
 
 def test_a_sample_by_names():
-    """As `fit` takes it, also where the names come in another order than the inputs."""
-    wide, narrow = keras.Input((64,), name="wide"), keras.Input((2,), name="narrow")
+    """A sample has the form that `fit` takes, also with names in another order than the inputs."""
+    wide = keras.Input((64,), name="wide")
+    narrow = keras.Input((2,), name="narrow")
     model = keras.Model([wide, narrow], L.Dense(2)(L.Concatenate()([L.Dense(8)(wide), narrow])))
     assert len(seconds(graph_of(model), {"narrow": np.ones((4, 2)), "wide": np.ones((4, 64))})) == 3
     with pytest.raises(
@@ -193,12 +198,18 @@ def stepping():
         (
             nested,
             {"cut_at": ["inside"]},
-            "layer 'inside' is inside the nested model 'block', through which no cut goes; cut behind 'block'",
+            (
+                "layer 'inside' is inside the nested model 'block', through which no cut goes; "
+                "cut behind 'block'"
+            ),
         ),
         (
             nested,
             {"stages": 3},
-            "can be cut into at most 2 stages with weights; its layers with weights are block, head",
+            (
+                "can be cut into at most 2 stages with weights; its layers with weights are block, "
+                "head"
+            ),
         ),
         (mlp, {"stages": 5}, "stages=5: the model 'mlp' can be cut into at most 4 stages"),
         (
@@ -217,7 +228,10 @@ def stepping():
         (
             Own,
             {"stages": 2},
-            r"expected a Sequential or Functional model, whose graph can be cut; Own .* call\(\) of its own",
+            (
+                r"expected a Sequential or Functional model, whose graph can be cut; "
+                r"Own .* call\(\) of its own"
+            ),
         ),
         (stepping, {"stages": 2}, "Stepping overrides train_step"),
         (
@@ -238,7 +252,10 @@ def stepping():
         (
             mlp,
             {"stages": 1, "tensor": 2},
-            r"tensor=2: stage 0 \(dense_0, .*head\) has no ShardedMLP of 2 shards, so that .*CPU:1 would have nothing to do",
+            (
+                r"tensor=2: stage 0 \(dense_0, .*head\) has no ShardedMLP of 2 shards, "
+                r"so that .*CPU:1 would have nothing to do"
+            ),
         ),
         (
             lambda: sharded(2),
@@ -263,7 +280,10 @@ def stepping():
         (
             mlp,
             {"stages": 2, "sample": X},
-            r"sample: expected with stages=S .* alone, received it with stages=2 and balance='parameters'",
+            (
+                r"sample: expected with stages=S .* alone, received it with stages=2 and "
+                r"balance='parameters'"
+            ),
         ),
         (
             mlp,
@@ -303,9 +323,9 @@ def test_a_pipeline_in_a_scope(mirrored):
         pipeline(mlp(), 2, microbatches=2)
 
 
-# --- Training -----------------------------------------------------------------------------------------------------------
+# --- Training -------------------------------------------------------------------------------------
 def cnn():
-    """With skips within a stage, over one cut, and over all of them."""
+    """Build a model with skips within a stage, over one cut, and over all of them."""
     inputs = keras.Input((6, 6, 2))
     first = x = L.Conv2D(4, 3, padding="same", activation="relu")(inputs)
     for _ in range(2):
@@ -315,7 +335,7 @@ def cnn():
 
 
 class Logits(L.Layer):
-    """Of tokens, by the table of their embeddings."""
+    """Compute logits of tokens by the table of their embeddings."""
 
     def __init__(self, embedding):
         super().__init__()
@@ -326,7 +346,10 @@ class Logits(L.Layer):
 
 
 def transformer():
-    """With tied embeddings. Without biases in its attention: the gradient of a key's is 0 but for rounding, of which Adam makes steps of full length."""
+    """Build a transformer with tied embeddings, and without biases in its attention.
+
+    The gradient of a key's bias is 0 but for rounding, of which Adam makes steps of full length.
+    """
     inputs = keras.Input((5,), dtype="int32")
     embedding = L.Embedding(11, 8)
     x = embedding(inputs)
@@ -356,7 +379,11 @@ def adam(**options):
 
 
 class DenseAdam(keras.optimizers.Adam):
-    """Keras' own squares each part of an embedding's gradient by itself where a token comes several times; sums over micro-batches cannot."""
+    """Apply dense gradients only.
+
+    Keras' own Adam squares each part of an embedding's gradient by itself where a token comes
+    several times; sums over micro-batches cannot.
+    """
 
     def apply(self, grads, trainable_variables=None):
         return super().apply([tf.convert_to_tensor(g) for g in grads], trainable_variables)
@@ -367,7 +394,11 @@ def momentum():
 
 
 def trained(build, x, y, compiled, options=None, fit=None):
-    """A model, after two batches, and the history; with options, as a pipeline, without them run eagerly, as graphs of few steps take longer."""
+    """Return the inner model, the trained model and the history, after two batches.
+
+    With options the model is a pipeline; without them it runs eagerly, as graphs of few steps take
+    longer.
+    """
     keras.utils.set_random_seed(7)
     inner = build()
     model = inner if options is None else pipeline(inner, **options)
@@ -379,7 +410,7 @@ def trained(build, x, y, compiled, options=None, fit=None):
 
 
 def same(build, x, y, compiled, fit=None, tolerance=1e-6, **options):
-    """Trains a model with and without stages, and compares all numbers; returns both."""
+    """Train a model with and without stages, compare all numbers, and return both."""
     plain, _, expected = trained(build, x, y, compiled, fit=fit)
     inner, staged, history = trained(build, x, y, compiled, options, fit)
     assert list(history) == list(expected)
@@ -468,7 +499,8 @@ def test_a_prediction_for_few_rows():
 
 
 def several():
-    a, b = keras.Input((8,), name="a"), keras.Input((4,), name="b")
+    a = keras.Input((8,), name="a")
+    b = keras.Input((4,), name="b")
     h = L.Dense(8, activation="relu")(a)
     early = L.Dense(1, name="early")(h)
     x = L.Dense(8)(
@@ -478,7 +510,8 @@ def several():
 
 
 def test_several_inputs_and_outputs_and_all_kinds_of_losses():
-    x, y = {"a": X, "b": X[:, :4]}, {"early": Y[:, :1], "late": Y}
+    x = {"a": X, "b": X[:, :4]}
+    y = {"early": Y[:, :1], "late": Y}
     weights = {"early": RANDOM.rand(24), "late": RANDOM.rand(24)}
 
     def compiled():
@@ -498,10 +531,8 @@ def test_several_inputs_and_outputs_and_all_kinds_of_losses():
 
 def tied():
     inputs = keras.Input((8,))
-    layer, frozen = (
-        L.Dense(8, activation="tanh", name="tied"),
-        L.Dense(8, name="frozen", trainable=False),
-    )
+    layer = L.Dense(8, activation="tanh", name="tied")
+    frozen = L.Dense(8, name="frozen", trainable=False)
     x = L.Dense(8, name="between")(frozen(layer(inputs)))
     return keras.Model(inputs, L.Dense(2)(frozen(layer(L.Dense(8)(x)))))
 
@@ -561,11 +592,9 @@ def test_groups_of_stages_with_shards():
 
 
 def test_shards_are_a_pair_of_dense_layers():
-    first, second, layer = (
-        L.Dense(16, activation="gelu"),
-        L.Dense(8),
-        ShardedMLP(16, 8, 4, activation="gelu"),
-    )
+    first = L.Dense(16, activation="gelu")
+    second = L.Dense(8)
+    layer = ShardedMLP(16, 8, 4, activation="gelu")
     x = tf.constant(X)
     with tf.GradientTape() as tape:
         tape.watch(x)
@@ -603,7 +632,10 @@ def dropping():
 
 
 def test_recompute_draws_the_same_dropout():
-    """Micro-batches draw other masks than a whole batch: so two pipelines are compared, whose state after the step is equal too."""
+    """Compare two pipelines, as micro-batches draw other masks than a whole batch.
+
+    Their state after the step is equal, too.
+    """
 
     def compiled():
         return {"optimizer": momentum(), "loss": "mse"}
@@ -618,7 +650,7 @@ def test_recompute_draws_the_same_dropout():
 
 
 class Seen(L.Layer):
-    """Keeps what comes by, where it is computed at once."""
+    """Keep what comes by, where it is computed at once."""
 
     def __init__(self):
         super().__init__()
@@ -666,9 +698,14 @@ def normalized():
 
 @pytest.fixture(scope="module")
 def by_microbatches():
-    """What a pipeline is to come to: each micro-batch normalized by itself, and one update by the mean of their gradients."""
+    """Train a model as its pipeline should.
+
+    Normalize each micro-batch by itself, and update once by the mean of their gradients.
+    """
     keras.utils.set_random_seed(7)
-    model, loss, optimizer = normalized(), classes(), momentum()
+    model = normalized()
+    loss = classes()
+    optimizer = momentum()
     for batch in zip(np.split(IMAGES, 2), np.split(LABELS, 2), strict=True):
         pieces = zip(*(np.split(part, 3) for part in batch), strict=True)
         with tf.GradientTape() as tape:
@@ -689,7 +726,7 @@ def test_a_cnn_with_batch_normalization(recompute, by_microbatches):
 
 @pytest.mark.parametrize("kind", ["float16", "bfloat16"])
 def test_mixed_precision(kind):
-    """To 1e-2: the sums over micro-batches are rounded at other places than that over a batch."""
+    """Compare to 1e-2: sums over micro-batches round at other places than that over a batch."""
 
     def compiled():
         optimizer = (
@@ -711,8 +748,18 @@ def test_mixed_precision(kind):
 
 
 def test_what_keras_offers(tmp_path):
-    inner, staged, _ = trained(small, X, Y, lambda: {"optimizer": adam(gradient_accumulation_steps=2), "loss": "mse", "steps_per_execution": 2},
-                               {"stages": 2, "microbatches": 2}, {"validation_split": 0.5, "epochs": 2})  # fmt: skip
+    inner, staged, _ = trained(
+        small,
+        X,
+        Y,
+        lambda: {
+            "optimizer": adam(gradient_accumulation_steps=2),
+            "loss": "mse",
+            "steps_per_execution": 2,
+        },
+        {"stages": 2, "microbatches": 2},
+        {"validation_split": 0.5, "epochs": 2},
+    )
     staged.save_weights(tmp_path / "w.weights.h5")
     staged.save(tmp_path / "m.keras")
     other = small()
@@ -757,7 +804,7 @@ def test_a_resumed_pipeline_equals_an_uninterrupted_one(tmp_path):
         np.testing.assert_array_equal(b.numpy(), a.numpy(), err_msg=a.path)
 
 
-# --- Mistakes in training -----------------------------------------------------------------------------------------------
+# --- Mistakes in training -------------------------------------------------------------------------
 def of_two(**compiled):
     model = pipeline(mlp(), 2, microbatches=2, data=2, devices=["cpu:0", "cpu:1", "cpu:0", "cpu:1"])
     model.compile(**{"optimizer": "sgd", "loss": "mse", **compiled})
@@ -766,7 +813,10 @@ def of_two(**compiled):
 
 @pytest.mark.parametrize("eager", [False, True])
 def test_a_batch_that_cannot_be_divided(eager):
-    message = r"^pipeline: data \* microbatches = 4 must divide every batch that mlp trains on, received a batch of 10 examples; .*drop_remainder=True\)\.$"
+    message = (
+        r"^pipeline: data \* microbatches = 4 must divide every batch that mlp trains on, "
+        r"received a batch of 10 examples; .*drop_remainder=True\)\.$"
+    )
     with pytest.raises(ValueError, match=message):
         of_two(run_eagerly=eager).fit(X[:10], Y[:10], batch_size=10, verbose=0)
 
@@ -804,7 +854,7 @@ def test_no_loss_at_all():
         of_two(loss=None).fit(X, Y, batch_size=12, verbose=0)
 
 
-# --- Devices of a cluster ---------------------------------------------------------------------------------------------------------
+# --- Devices of a cluster -------------------------------------------------------------------------
 def devices_of(**kinds):
     return [
         f"/job:worker/replica:0/task:{task}/device:{kind}:0"
@@ -814,7 +864,7 @@ def devices_of(**kinds):
 
 
 def test_each_worker_gives_a_device():
-    """TensorFlow lists them by names, of which 10 comes before 2."""
+    """TensorFlow lists devices by names, where 10 comes before 2."""
     tasks = [0, 10, *range(1, 10)]
     assert of_workers(devices_of(CPU=tasks)) == devices_of(CPU=range(11))
     assert of_workers(devices_of(CPU=tasks, GPU=tasks)) == devices_of(GPU=range(11))
@@ -823,28 +873,34 @@ def test_each_worker_gives_a_device():
 def test_some_workers_have_no_gpu():
     with pytest.raises(
         ValueError,
-        match=r"expected a GPU in each worker or in none, received GPUs of worker:1, and none of worker:0, worker:2\. .*CUDA_VISIBLE_DEVICES=-1",
+        match=(
+            r"expected a GPU in each worker or in none, received GPUs of worker:1, "
+            r"and none of worker:0, worker:2\. .*CUDA_VISIBLE_DEVICES=-1"
+        ),
     ):
         of_workers(devices_of(CPU=range(3), GPU=[1]))
 
 
-# --- Memory and places -------------------------------------------------------------------------------------------------------------
+# --- Memory and places ----------------------------------------------------------------------------
 PEAKS = """
 from benchmarks._pipeline_worker import peak_bytes
 for schedule in "gpipe", "1f1b":
     print(max(peak_bytes(schedule, stages=4, microbatches=8, recompute=False, steps=1, layers=4, beyond=True)))
-"""
+"""  # noqa: E501
 
 
 def test_1f1b_holds_less_than_gpipe(run_python):
-    """In a process of its own, whose memory holds nothing else. TensorFlow runs passes in another order where nothing keeps them in the schedule's."""
+    """Measure in a process of its own, whose memory holds nothing else.
+
+    TensorFlow runs passes in another order where nothing keeps them in the schedule's.
+    """
     done = run_python(PEAKS)
     gpipe, alternating = map(int, done.stdout.split())
     assert alternating < 0.6 * gpipe, done.stdout + done.stderr
 
 
 def taken_apart(graph):
-    """Nodes of a graph and of its functions, each with the shapes that it makes."""
+    """Yield the nodes of a graph and of its functions, each with the shapes that it makes."""
     found = graph.as_graph_def(add_shapes=True)
     for nodes in (found.node, *(function.node_def for function in found.library.function)):
         for node in nodes:
@@ -869,7 +925,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_what_is_as_large_as_a_weight_stays_on_its_device(name):
-    """Kernels of each stage have a shape that nothing else has: so their gradients, slots and updates are found."""
+    """Find gradients, slots and updates by the shapes of kernels, which nothing else has."""
     keras.utils.set_random_seed(7)
     layers = [keras.Input((8,)), L.Dense(5, activation="relu"), L.Dense(7), L.Dense(2)]
     plain = keras.Sequential(layers)
@@ -878,7 +934,8 @@ def test_what_is_as_large_as_a_weight_stays_on_its_device(name):
     model = pipeline(inner, cut_at=[inner.layers[0]], microbatches=2, devices=["cpu:1", "cpu:2"])
     for each in (plain, model):
         each.compile(OPTIMIZERS[name](), "mse", run_eagerly=each is plain)
-    x, y = tf.constant(X), tf.constant(Y)
+    x = tf.constant(X)
+    y = tf.constant(Y)
     model.optimizer.build(model.trainable_variables)
     step = tf.function(model.train_step, autograph=False).get_concrete_function((x, y))
     for _ in range(2):

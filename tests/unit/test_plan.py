@@ -1,4 +1,7 @@
-"""What one device needs becomes what each of several does: figures by hand, the way that is taken, and words that are wrong."""
+"""Test plans of what each of several devices needs, from what one device needs.
+
+Figures are computed by hand; tests also cover the chosen way and wrong arguments.
+"""
 
 import dataclasses
 
@@ -28,7 +31,7 @@ def found(devices, needs=None, **more):
 
 
 def cut(*stages):
-    """The model in stages of so many layers, with these shares of the activations."""
+    """Return the model in stages of so many layers, with these shares of the activations."""
     return dataclasses.replace(
         NEEDS, stages=[Stage(layers * 10 * MEGA, 0, share, 1000) for layers, share in stages]
     )
@@ -148,9 +151,9 @@ def test_nothing_fits():
 def test_the_table_says_what_fits_and_how_to_have_it():
     all_ways = ways(FOUR, 4)
     lines = table(FOUR, all_ways, 170 * MEGA, *choose(all_ways, 170 * MEGA))
-    assert (
-        lines[0]
-        == "One device, 32 examples a step: weights 40 MB, gradients 40 MB, optimizer 80 MB, activations 32 MB"
+    assert lines[0] == (
+        "One device, 32 examples a step: weights 40 MB, gradients 40 MB, optimizer 80 MB, "
+        "activations 32 MB"
     )
     by_name = {line.split("  ")[0]: line for line in lines}
     assert "too large" in by_name["data parallel"]

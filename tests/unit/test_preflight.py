@@ -1,4 +1,7 @@
-"""Tasks that meet, on loopback and in threads: agreement, each fault, and the port free afterwards."""
+"""Test preflight checks of tasks that meet on loopback and in threads.
+
+The tests cover agreement, each fault, and the port that is free afterwards.
+"""
 
 import concurrent.futures
 import contextlib
@@ -36,7 +39,10 @@ def members(spec):
 
 
 def meet(specs, timeout=LONG, **differences):
-    """Runs `check` for all tasks at once, returns what each raised. `differences`: option -> values."""
+    """Run `check` for all tasks at once and return what each raised.
+
+    `differences` maps each option to its values.
+    """
     with concurrent.futures.ThreadPoolExecutor(len(specs)) as pool:
         futures = []
         for i, spec in enumerate(specs):
@@ -145,7 +151,10 @@ def test_a_second_process_of_one_task_on_this_machine():
 
 
 def test_a_second_process_of_one_task_elsewhere():
-    """Two badges of worker:1, the impostor's with the cluster, versions and attempt of the real one."""
+    """Send two badges of worker:1.
+
+    The impostor's has the cluster, versions and attempt of the real one.
+    """
     specs = members(ClusterSpec.local(workers=3))
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         real = [pool.submit(preflight.check, spec, LONG, versions="same") for spec in specs[:2]]
@@ -164,7 +173,7 @@ def test_a_second_process_of_one_task_elsewhere():
 
 
 def test_an_address_that_leads_to_another_task(monkeypatch):
-    """As where names are swapped in one machine's /etc/hosts; here for all that ask."""
+    """Swap two names, as in one machine's /etc/hosts; here for all that ask."""
     specs = members(ClusterSpec.local(workers=3))
     one, two = (spec.task.address for spec in specs[1:])
     monkeypatch.setattr(

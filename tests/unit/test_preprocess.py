@@ -1,4 +1,7 @@
-"""Keras layers learn from a source in its order, and change batches row by row inside of a pipeline."""
+"""Test that Keras layers learn from a source in its order and preprocess batches row by row.
+
+They do the latter inside of a pipeline.
+"""
 
 import keras
 import numpy as np

@@ -1,4 +1,7 @@
-"""Records are found by an index that is never wrong; features that are not as declared are named with file and byte."""
+"""Test that the index of records is never wrong, and that features must be as declared.
+
+Others are named with file and byte.
+"""
 
 import gzip
 import os
@@ -54,7 +57,7 @@ def graph(function, *arguments):
     return next(iter(tf.data.Dataset.from_tensors(arguments).map(function))).numpy()
 
 
-# --- The index ------------------------------------------------------------------------------------------------------------
+# --- The index ------------------------------------------------------------------------------------
 def test_any_record_at_any_time(three):
     source = records(three)
     assert (source.cardinality, source.read is not None) == (7, True)
@@ -168,15 +171,17 @@ def test_processes_build_an_index_at_the_same_time(tmp_path, run_python_twice):
     write(tmp_path / "a.tfrecord", [b"x" * 10] * 30_000)
     write(tmp_path / "b.tfrecord", words(10))
     code = (
-        "import sys; from tfdist.data.sources.records import records; s = records(sys.argv[1] + '/*.tfrecord');"
-        "print(s.cardinality, s.read(s.cardinality - 1).numpy(), 'tensorflow_datasets' in sys.modules)"
+        "import sys; from tfdist.data.sources.records import records; s = records(sys.argv[1] + "
+        "'/*.tfrecord');"
+        "print(s.cardinality, s.read(s.cardinality - 1).numpy(), 'tensorflow_datasets' in "
+        "sys.modules)"
     )
     for out, err in run_python_twice(code, str(tmp_path)):
         assert out.strip() == f"30010 {words(10)[-1]} False", err  # TFDS takes seconds to import
     assert len(list(tmp_path.iterdir())) == 4
 
 
-# --- Damage ---------------------------------------------------------------------------------------------------------------
+# --- Damage ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("zipped", [False, True])
 def test_truncated_and_corrupt_files_are_named_with_the_byte(tmp_path, zipped):
     path = tmp_path / "a.tfrecord"
@@ -254,7 +259,7 @@ def test_a_stream_goes_on_after_what_cannot_be_read(tmp_path, compression):
         read(source)
 
 
-# --- Which files ----------------------------------------------------------------------------------------------------------
+# --- Which files ----------------------------------------------------------------------------------
 def test_files_are_taken_in_order(three):
     a, b, c = (str(three / f"part-{i}.tfrecord") for i in range(3))
     assert find(three) == find(f"{three}/part-*") == find([three / "part-?.tfrecord"]) == [a, b, c]
@@ -305,7 +310,7 @@ def test_wrong_options(three, options, message):
         records(three, **options)
 
 
-# --- Features -------------------------------------------------------------------------------------------------------------
+# --- Features -------------------------------------------------------------------------------------
 DECLARED = {
     "image": "image[?,?,1]",
     "box": "float32[?,4]",
@@ -341,8 +346,13 @@ def test_declared_features_become_tensors(tmp_path):
     assert (source.classes, source.class_names) == (4, ("a", "b", "c", "d"))
     x_spec, y_spec = source.element_spec
     assert {name: spec.shape.as_list() for name, spec in x_spec.items()} == {
-        "image": [None, None, 1], "box": [None, 4], "grid": [2, 2], "mask": [None, None], "wide": [2], "tags": [None],
-    }  # fmt: skip
+        "image": [None, None, 1],
+        "box": [None, 4],
+        "grid": [2, 2],
+        "mask": [None, None],
+        "wide": [2],
+        "tags": [None],
+    }
     assert (y_spec.dtype, y_spec.shape.rank) == (tf.int64, 0)
     (x, y), (other, _) = source.dataset()
     assert int(y) == 3
@@ -371,11 +381,17 @@ def test_one_feature_is_no_dict_and_tf_io_features_pass(tmp_path):
     [
         (
             {"label": None},
-            r"features\['label'\]: .*a.tfrecord, byte 0 holds no such feature, but box \(8 values in a float_list\)",
+            (
+                r"features\['label'\]: .*a.tfrecord, byte 0 holds no such feature, but box \(8 "
+                r"values in a float_list\)"
+            ),
         ),
         (
             {"label": [1.5]},
-            r"features\['label'\]: expected int64, 1 values in a int64_list; received 1 values in a float_list in .*byte 0",
+            (
+                r"features\['label'\]: expected int64, 1 values in a int64_list; received 1 "
+                r"values in a float_list in .*byte 0"
+            ),
         ),
         ({"label": [1, 2]}, r"features\['label'\]: expected int64, .*received 2 values"),
         (
@@ -418,7 +434,8 @@ def test_records_that_hold_no_examples(tmp_path):
     path = write(tmp_path / "a.tfrecord", [b"\x00no example"])
     with pytest.raises(
         ValueError,
-        match=r"a.tfrecord, byte 0: expected a serialized tf.train.Example; received b'\\x00no example'",
+        match=r"a.tfrecord, byte 0: expected a serialized tf.train.Example; received b'\\x00no "
+        r"example'",
     ):
         records(path, {"a": "int64"})
 

@@ -1,4 +1,4 @@
-"""Hosts that meet, grow, fail, vanish and come back: launchers in threads, on loopback, with short bounds."""
+"""Test hosts that meet, grow, fail, vanish and return: launchers in threads, with short bounds."""
 
 import concurrent.futures
 import contextlib
@@ -58,7 +58,8 @@ class House:
     """A rendezvous and its members, all of which end with the test."""
 
     def __init__(self):
-        self.lines, self.outcomes = [], []
+        self.lines = []
+        self.outcomes = []
         self.stack = contextlib.ExitStack()
 
     def serve(
@@ -220,9 +221,9 @@ def test_never_below_the_minimum(house):
     order = get(a, Finish)
     assert order.code == 75
     assert (
-        "1 of at least 2 workers can run. Here: a (127.0.0.1) with 1 slot. Missing: b (127.0.0.1), which had 1 slot"
-        in order.text
-    )
+        "1 of at least 2 workers can run. Here: a (127.0.0.1) with 1 slot. Missing: b "
+        "(127.0.0.1), which had 1 slot"
+    ) in order.text
 
 
 def test_nobody_comes(house):
@@ -230,7 +231,8 @@ def test_nobody_comes(house):
     a = house.join("a")
     finishes(
         75,
-        "after 0.3 s, 1 of at least 2 workers can run. Here: a (127.0.0.1) with 1 slot. Missing: hosts that never joined",
+        "after 0.3 s, 1 of at least 2 workers can run. Here: a (127.0.0.1) with 1 slot. Missing: "
+        "hosts that never joined",
         a,
     )
     assert server.wait(LONG).code == 75
@@ -441,7 +443,8 @@ def test_the_rendezvous_vanishes(house):
     address = f"127.0.0.1:{free_ports(1)[0]}"
     code = (
         "import sys, time\nfrom tfdist.launch.rendezvous import Rendezvous, Terms\n"
-        f"Rendezvous({address!r}, {TOKEN!r}, Terms(2, 2, window={WINDOW}), decide=print)\ntime.sleep({4 * LONG})"
+        f"Rendezvous({address!r}, {TOKEN!r}, Terms(2, 2, window={WINDOW}), decide=print)\n"
+        f"time.sleep({4 * LONG})"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, env=environment(), start_new_session=True
@@ -467,8 +470,11 @@ def test_a_frozen_launcher_is_lost_and_cuts_as_soon_as_it_wakes(house):
     """SIGSTOP: its connection stays open, and its machine answers for it."""
     house.serve(1, 2, restarts=1)
     code = (
-        f"from tfdist.launch.rendezvous_client import Member\nwith Member({house.server.address!r}, {TOKEN!r}, '127.0.0.1', 1, 'train.py', name='b') as b:\n"
-        f"  for order in iter(lambda: b.order({LONG}), None):\n    print(type(order).__name__, flush=True)\n"
+        "from tfdist.launch.rendezvous_client import RendezvousClient\n"
+        f"with RendezvousClient({house.server.address!r}, {TOKEN!r}, '127.0.0.1', 1, 'train.py', "
+        "name='b') as b:\n"
+        f"  for order in iter(lambda: b.order({LONG}), None):\n"
+        "    print(type(order).__name__, flush=True)\n"
         "    if type(order).__name__ in ('Cut', 'Finish'): break\n"
     )
     a = house.join("a")
@@ -501,7 +507,8 @@ def test_a_frozen_launcher_is_lost_and_cuts_as_soon_as_it_wakes(house):
 
 def test_the_first_launcher_ends_and_says_so(house):
     house.serve(2, 2)
-    a, b = house.join("a"), house.join("b")
+    a = house.join("a")
+    b = house.join("b")
     get(a, Start), get(b, Start)
     house.server.close(143, "ended by SIGTERM")
     finishes(143, "ended by SIGTERM", a, b)
@@ -529,7 +536,8 @@ class Network:
     """A way to the rendezvous that swallows everything while it is cut: no connection is closed."""
 
     def __init__(self, target):
-        self.cut, self._target = threading.Event(), split_address(target)
+        self.cut = threading.Event()
+        self._target = split_address(target)
         self._server = socket.create_server(("127.0.0.1", 0))
         self._server.settimeout(0.05)
         self.address = f"127.0.0.1:{self._server.getsockname()[1]}"
@@ -628,7 +636,9 @@ class Table:
     """An assembly whose hosts answer as told."""
 
     def __init__(self, min_workers, max_workers, **terms):
-        self.now, self.lines, self.outcomes = 0.0, [], []
+        self.now = 0.0
+        self.lines = []
+        self.outcomes = []
         terms = {"window": 10.0, "silence": 5.0, "timeout": 60.0, **terms}
 
         def decide(outcome):
@@ -638,7 +648,9 @@ class Table:
         self.membership = Membership(
             Terms(min_workers, max_workers, **terms), decide, self.lines.append, self.now
         )
-        self.alive, self.words, self.port = set(), [], 20_000
+        self.alive = set()
+        self.words = []
+        self.port = 20_000
 
     def join(self, key, slots=1, host=None):
         host = host or f"10.0.0.{key}"
@@ -855,11 +867,16 @@ def test_commands_that_differ_late_differ():
 
 
 class World:
-    """Hosts that join, fail, fall silent, dawdle and return at random; checks what must hold whatever they do."""
+    """Test what must always hold for hosts that join, fail, fall silent, dawdle and return.
+
+    They do so at random.
+    """
 
     def __init__(self, seed):
         self.random = random.Random(seed)
-        self.now, self.key, self.last = 0.0, 0, -1
+        self.now = 0.0
+        self.key = 0
+        self.last = -1
         self.low = self.random.randint(1, 4)
         self.high = self.low + self.random.randint(0, 4)
         self.hosts = {}  # key -> id

@@ -1,4 +1,4 @@
-"""What `tfdist report` makes of runs and benchmarks, whole and damaged, and how a browser shows it."""
+"""Test `tfdist report` on runs and benchmarks, whole and damaged, and how a browser shows it."""
 
 import html
 import io
@@ -42,7 +42,7 @@ def report(directory, *words, code=0):
     return Page(pathlib.Path(directory) / "report.html")
 
 
-# --- Runs ---------------------------------------------------------------------------------------------------------------
+# --- Runs -----------------------------------------------------------------------------------------
 def test_the_facts_of_a_run(run):
     found = read_run(run)
     assert found.problems == found.absent == ()
@@ -75,8 +75,17 @@ def test_a_page_says_all(run, tmp_path, capsys):
         "2.21.0",
     ):
         assert text in page.text
-    for title in ("Loss", "Loss over time", "Accuracy", "Throughput by worker", "A mean step of each worker", "The step over training",
-                  "Steps done, and what each attempt did", "gradient sync", "begun again"):  # fmt: skip
+    for title in (
+        "Loss",
+        "Loss over time",
+        "Accuracy",
+        "Throughput by worker",
+        "A mean step of each worker",
+        "The step over training",
+        "Steps done, and what each attempt did",
+        "gradient sync",
+        "begun again",
+    ):
         assert title in page.words["text"]
     assert not re.search("nan|NaN|None", page.text)
     images = sorted((tmp_path / "png").iterdir())
@@ -173,8 +182,9 @@ def test_curves_of_a_script(tmp_path):
                 tf.summary.scalar("epoch_hits", tf.constant(epoch, tf.int64), step=epoch)
     found = read_run(tmp_path / "logs")
     assert {name: curve.y for name, curve in found.metrics["loss"].items()} == {
-        "training": pytest.approx((1, 1 / 2, 1 / 3)), "validation": pytest.approx((2, 1, 2 / 3))
-    }  # fmt: skip
+        "training": pytest.approx((1, 1 / 2, 1 / 3)),
+        "validation": pytest.approx((2, 1, 2 / 3)),
+    }
     assert found.metrics["hits"]["training"].y == (0, 1, 2)
     assert found.metrics["loss"]["training"].times[0] > BEGUN / 2
     assert report(tmp_path / "logs").figures == 4
@@ -203,7 +213,10 @@ def test_files_that_are_damaged(run, tmp_path, capsys):
         f"{layout.SESSIONS}: 2 of 4 lines are damaged, the first is line 3",
         f"{layout.STEP_BREAKDOWN}: its last line, 15, is cut off or damaged",
         "events.jsonl: its last line, 15,",
-        f"{layout.CONFIG} is damaged: expected one JSON object, received 1 bytes that begin with '{{'",
+        (
+            f"{layout.CONFIG} is damaged: expected one JSON object, received 1 bytes that begin "
+            f"with '{{'"
+        ),
         f"{layout.SUMMARY} cannot be read: Is a directory",
         "host is cut off or damaged after 0 of 17 bytes",
     ):
@@ -219,7 +232,7 @@ def test_a_journal_without_its_facts(run, tmp_path):
     assert "is damaged: an event lacks 'total'; it is left out" in page.text
 
 
-# --- Several runs, and benchmarks ---------------------------------------------------------------------------------------
+# --- Several runs, and benchmarks -----------------------------------------------------------------
 def test_runs_are_compared(small, capsys):
     other = small.parent / "other"
     other.mkdir()
@@ -289,13 +302,16 @@ def test_a_benchmark_with_failures(tmp_path, capsys):
     assert "expected one JSON object" in report(path.parent, code=1).text
 
 
-# --- Mistakes -----------------------------------------------------------------------------------------------------------
+# --- Mistakes -------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("words", "text"),
     [
         (
             ["nowhere"],
-            "LOGDIR: expected the directory of a run, of runs or of a benchmark, received nowhere, which is not there",
+            (
+                "LOGDIR: expected the directory of a run, of runs or of a benchmark, received "
+                "nowhere, which is not there"
+            ),
         ),
         (["file"], "which is a file"),
         (["empty"], "empty holds no run; expected config.json"),
@@ -303,7 +319,10 @@ def test_a_benchmark_with_failures(tmp_path, capsys):
         (["benches"], "benches holds no run, but a benchmark: tfdist report benches/one"),
         (
             ["runs/digits", "--launch", "empty"],
-            "--launch: expected the directory of a launch's logs, received empty: it has no events.jsonl",
+            (
+                "--launch: expected the directory of a launch's logs, received empty: it has no "
+                "events.jsonl"
+            ),
         ),
         (["runs", "--launch", "runs/launch-1"], "--launch: expected with the directory of one run"),
         (
@@ -347,12 +366,15 @@ def test_without_matplotlib(small, monkeypatch, capsys):
 
 def test_no_framework_is_loaded(run, run_python):
     (run / "train").mkdir()
-    code = "import sys; from tfdist import cli; assert cli.main(['report', sys.argv[1]]) == 0; assert not {'tensorflow', 'keras'} & set(sys.modules)"
+    code = (
+        "import sys; from tfdist import cli; assert cli.main(['report', sys.argv[1]]) == 0; "
+        "assert not {'tensorflow', 'keras'} & set(sys.modules)"
+    )
     done = run_python(code, str(run))
     assert done.returncode == 0, done.stderr
 
 
-# --- A browser ----------------------------------------------------------------------------------------------------------
+# --- A browser ------------------------------------------------------------------------------------
 _MEASURE = """<script>addEventListener("load", () => {
   const found = [], name = document.title;
   if (document.documentElement.scrollWidth > innerWidth) found.push("wider than the screen: " + document.documentElement.scrollWidth);
@@ -370,17 +392,20 @@ _MEASURE = """<script>addEventListener("load", () => {
   for (const cell of document.querySelectorAll(".tile, .subtitle, h1, h2, h3, figcaption, .problems, .absent"))
     if (cell.scrollWidth > cell.clientWidth + 1) found.push("does not fit: " + cell.textContent);
   parent.postMessage([innerWidth, name, document.querySelectorAll("svg").length, found], "*");
-});</script>"""
+});</script>"""  # noqa: E501
 _BAD = """<!DOCTYPE html><title>bad</title><div style="width: 600px">wide</div><figure><svg viewBox="0 0 400 100" width="400" height="100">
-<text x="10" y="50">one</text><text x="15" y="52">two</text><text x="390" y="50">three</text><text x="200" y="50">four</text></svg></figure>"""
+<text x="10" y="50">one</text><text x="15" y="52">two</text><text x="390" y="50">three</text><text x="200" y="50">four</text></svg></figure>"""  # noqa: E501
 _FRAMES = """<!DOCTYPE html><body><ol id="results"></ol><script>addEventListener("message", event => {
   const line = document.createElement("li"); line.textContent = JSON.stringify(event.data); document.getElementById("results").append(line);
-});</script>"""
+});</script>"""  # noqa: E501
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 def test_pages_in_a_browser(run, tmp_path):
-    """No complaint of the browser, no words over each other or cut off, nothing wider than the screen: on a desktop, and on a phone."""
+    """Test that no words overlap or are cut off, and that nothing is wider than the screen.
+
+    Also test that the browser does not complain, on a desktop and on a phone.
+    """
     names = ("accuracy", "top_k_categorical_accuracy_of_a_very_long_name_indeed", "f1", NASTY)
     write_run(
         run.parent / "crowded-with-a-rather-long-name-of-a-directory",

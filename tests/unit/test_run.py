@@ -46,8 +46,15 @@ def test_a_run_leaves_what_it_says(settings, tmp_path, capsys):
     assert began < history[0]["time"] < history[1]["time"] < time.time()
     assert (directory / "model.keras").is_file()
     assert sorted(path.name.partition(".tfevents")[0] for path in directory.iterdir()) == [
-        "config.json", "events.out", "history.jsonl", "model.keras", "sessions.jsonl", "summary.json", "train", "validation"
-    ]  # fmt: skip
+        "config.json",
+        "events.out",
+        "history.jsonl",
+        "model.keras",
+        "sessions.jsonl",
+        "summary.json",
+        "train",
+        "validation",
+    ]
     assert all(any((directory / part).glob("events*")) for part in ("train", "validation"))
     (session,) = (
         sessions.Session(**line) for line in read_json_lines(directory / "sessions.jsonl")
@@ -85,9 +92,14 @@ def test_settings_that_fit_nothing_are_named(settings, section, key, value, mess
 
 def test_a_summary_without_training_or_model_can_be_told():
     summary = {
-        "name": "x", "metrics": {"loss": 1.0, "f1": 0.25, "accuracy": 0.5}, "epochs": 3, "examples_per_second": None, "seconds": 2.0,
-        "replicas": 2, "backup": "b",
-    }  # fmt: skip
+        "name": "x",
+        "metrics": {"loss": 1.0, "f1": 0.25, "accuracy": 0.5},
+        "epochs": 3,
+        "examples_per_second": None,
+        "seconds": 2.0,
+        "replicas": 2,
+        "backup": "b",
+    }
     assert "nothing left to train on 2 replicas," in describe(summary)
     assert "x: accuracy 50.00%, loss 1.0000, f1 0.2500 on the evaluation split" in describe(summary)
     assert "x: no metrics on the evaluation split" in describe({**summary, "metrics": {}})

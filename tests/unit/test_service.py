@@ -1,4 +1,7 @@
-"""A pipeline by way of data workers in this process: the same elements in the same order, and what cannot go there is refused."""
+"""Test a pipeline by way of data workers in this process: the same elements in the same order.
+
+Also test that what cannot go there is refused.
+"""
 
 import itertools
 import os
@@ -43,7 +46,7 @@ def at(epoch, first):
     )
 
 
-# --- Order -----------------------------------------------------------------------------------------------------------
+# --- Order ----------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def both(data_workers):
     """A pipeline without service, and the same by way of two data workers."""
@@ -159,10 +162,11 @@ def test_a_pass_that_is_left_while_it_ticks_ends_and_deterministic_operations_ar
     )
 
 
-# --- What it leaves --------------------------------------------------------------------------------------------------
+# --- What it leaves -------------------------------------------------------------------------------
 def test_old_pipelines_are_removed(tmp_path):
     (tmp_path / "datasets").mkdir()
-    old, new = tmp_path / "datasets" / "1000", tmp_path / "datasets" / "1001"
+    old = tmp_path / "datasets" / "1000"
+    new = tmp_path / "datasets" / "1001"
     for path in (old, new):
         path.write_bytes(b"graph")
     os.utime(old, (time.time() - 2 * service.KEPT_S,) * 2)
@@ -171,7 +175,7 @@ def test_old_pipelines_are_removed(tmp_path):
     assert new.exists()
 
 
-# --- What cannot go to data workers ----------------------------------------------------------------------------------
+# --- What cannot go to data workers ---------------------------------------------------------------
 def python_map(x, y):
     return tf.ensure_shape(tf.numpy_function(lambda v: v + 1, [x], tf.float32), []), y
 
@@ -206,7 +210,7 @@ def test_caches_and_shuffles_are_no_handles_of_this_process():
     assert portable.bound_to_process(portable.graph_of(dataset)) is None
 
 
-# --- Addresses -------------------------------------------------------------------------------------------------------
+# --- Addresses ------------------------------------------------------------------------------------
 def test_none_means_none():
     assert service.addresses_of(None) == service.addresses_of(False) == ()
 
@@ -245,9 +249,10 @@ def test_a_wrong_variable_is_named(text, message):
         spec.data_workers({"TFDIST_DATA_WORKERS": text})
 
 
-# --- Absence ---------------------------------------------------------------------------------------------------------
+# --- Absence --------------------------------------------------------------------------------------
 def test_what_is_said_of_data_workers():
-    there, now = {"a:1": False, "b:1": False}, [0.0]
+    there = {"a:1": False, "b:1": False}
+    now = [0.0]
     presences = [
         Presence(address, look=lambda address, _: there[address], clock=lambda: now[0])
         for address in there

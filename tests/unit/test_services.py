@@ -1,4 +1,7 @@
-"""Tracking services get what a run tells, in one run even if the training is resumed: on their own files, where they are installed."""
+"""Test that tracking services get a run's results, on their own files, where they are installed.
+
+A resumed training stays one run.
+"""
 
 import importlib.util
 import json
@@ -143,13 +146,19 @@ def history(path):
 
 
 def records(content):
-    """The records of a log as LevelDB writes it: in blocks, each part with its length and whether more follow."""
-    at, whole, block = 7, b"", 2**15
+    """Return the records of a log as LevelDB writes it.
+
+    It writes blocks; each part has its length and tells whether more follow.
+    """
+    at = 7
+    whole = b""
+    block = 2**15
     while at + 7 <= len(content):
         if block - at % block < 7:
             at += block - at % block
             continue
-        length, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
+        length = int.from_bytes(content[at + 4 : at + 6], "little")
+        kind = content[at + 6]
         whole += content[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):  # whole, or a last part

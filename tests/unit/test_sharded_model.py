@@ -37,7 +37,10 @@ def model(two):
         ({"prefetch": -1}, "prefetch: expected a number of layers"),
         (
             {"gather_dtype": "int8"},
-            "gather_dtype: expected None or one of float32, bfloat16, float16, which TensorFlow gathers, received 'int8'",
+            (
+                "gather_dtype: expected None or one of float32, bfloat16, float16, which "
+                "TensorFlow gathers, received 'int8'"
+            ),
         ),
         ({"grad_dtype": "float8_e4m3fn"}, "grad_dtype: expected None or one of bfloat16, float16"),
         (
@@ -50,11 +53,17 @@ def model(two):
         ),
         (
             {"sync": Gradients(combine="replicas")},
-            'expected tfdist.sync.Gradients with combine="mean", as gradients are summed within backward',
+            (
+                'expected tfdist.sync.Gradients with combine="mean", as gradients are summed '
+                "within backward"
+            ),
         ),
         (
             {"sync": "sum"},
-            'expected tfdist.sync.Gradients with combine="mean", as gradients are summed within backward',
+            (
+                'expected tfdist.sync.Gradients with combine="mean", as gradients are summed '
+                "within backward"
+            ),
         ),
     ],
 )
@@ -89,7 +98,8 @@ def test_replicas_that_share_their_variables_are_refused(shard):
             model = keras.Sequential([keras.Input([3]), keras.layers.Dense(2)])
             with pytest.raises(
                 ValueError,
-                match=rf"received {type(strategy).__name__}, where all share one\. Use the strategy mirrored",
+                match=rf"received {type(strategy).__name__}, where all share one\. Use the "
+                r"strategy mirrored",
             ):
                 shard(model)
 
@@ -155,7 +165,10 @@ def test_a_deferred_model_needs_its_weights(two):
 
 
 class Adapted(keras.layers.Layer):
-    """A unit with a frozen weight, one that trains, and one that each step changes; all are cast to the dtype that the layer computes in."""
+    """A unit with a frozen weight, one that trains, and one that each step changes.
+
+    All are cast to the dtype that the layer computes in.
+    """
 
     def build(self, shape):
         self.frozen = self.add_weight(
@@ -177,7 +190,8 @@ def test_frozen_weights_stay_as_they_are_under_mixed_precision(two):
         keras.config.set_dtype_policy("mixed_bfloat16")
         try:
             with two.scope():
-                adapted, dense = Adapted(), keras.layers.Dense(5)
+                adapted = Adapted()
+                dense = keras.layers.Dense(5)
                 model = keras.Sequential([keras.Input([3]), adapted, dense])
                 dense.enable_lora(2)
                 if shard:
@@ -238,7 +252,8 @@ def clipped(grads):
 )
 def test_a_step_is_what_its_options_say(two, model, how, weights, merged):
     rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(4, 3)).astype(np.float32), np.ones([4, 5])
+    x = rng.normal(size=(4, 3)).astype(np.float32)
+    y = np.ones([4, 5])
     before = [np.array(value, np.float64) for value in model.get_weights()]
     fsdp(model, **how)
     model.compile(keras.optimizers.SGD(0.5), "mse", jit_compile=False)
@@ -287,7 +302,7 @@ for how in ({}, {"reshard_after_forward": False}):
     before = current()
     model.fit(x, x, verbose=0)
     peak(before)
-"""
+"""  # noqa: E501
 
 
 def test_weights_are_whole_for_a_moment(run_python):
@@ -303,7 +318,8 @@ def test_weights_are_whole_for_a_moment(run_python):
     assert dropped < 0.7 * whole  # 0.42 was seen
 
 
-# Of each of six layers in forward, and of the first three in backward: the multiplications that are done before its weights are gathered.
+# For each of six layers in forward, and for the first three in backward: the multiplications that
+# are done before its weights are gathered.
 @pytest.mark.parametrize(
     ("prefetch", "before"),
     [
@@ -339,7 +355,8 @@ def test_weights_are_gathered_so_many_layers_ahead(two, prefetch, before):
 
 def _causes(op):
     """All operations that come before one."""
-    found, left = set(), [op]
+    found = set()
+    left = [op]
     while left:
         each = left.pop()
         new = {*(x.op for x in each.inputs), *each.control_inputs} - found
@@ -374,8 +391,9 @@ def test_bytes_per_step_are_those_of_all_weights(two, keep, times):
         model.compile("sgd", "mse")
     model.fit(np.ones([4, 3]), np.ones([4, 6]), verbose=0)
     model.get_weights()
-    # A unit's are gathered twice, unless they are kept, as those of the last two always are, what is read outside once; each sends half of it, and half
-    # of its gradient.
+    # A unit's weights are gathered twice, unless they are kept, as those of the last two always
+    # are; what is read outside is gathered once. Each replica sends half of it, and half of its
+    # gradient.
     assert shards.bytes_per_step == 4 * (times * (12 + 4) + 2 * 2 * (16 + 4) + 2 * 24) / 2
 
 
@@ -410,10 +428,8 @@ def test_a_sharded_model_is_not_exported(model, tmp_path):
 
 
 def test_a_result_has_what_replicas_share(two, model, tmp_path):
-    launched, history = (
-        Launched(chaos=str(tmp_path), log_dir=str(tmp_path)),
-        {"epoch": [0], "values": {}},
-    )
+    launched = Launched(chaos=str(tmp_path), log_dir=str(tmp_path))
+    history = {"epoch": [0], "values": {}}
     fsdp(model)
     model.compile("adam", "mse")
     model.optimizer.build(model.trainable_weights)
@@ -430,7 +446,7 @@ def test_a_result_has_what_replicas_share(two, model, tmp_path):
     assert result.compare(found[0], found[2]).text == "DIFFERENT from"
 
 
-# --- Snapshots --------------------------------------------------------------------------------------------------------
+# --- Snapshots ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("after", ["sharded", "whole"])
 def test_a_fit_that_was_interrupted_goes_on_exactly(mirrored, tmp_path, after):
     x = np.random.default_rng(0).normal(size=(52, 5)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Standby processes: what they take over, when a fresh process is started instead, and that they end."""
+"""Test standby processes: what they take over, fresh processes instead of them, and their end."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ BOUND = 60  # seconds for anything here; each takes tenths of one
 
 @pytest.fixture
 def standbys(tmp_path):
-    """Makes pools of a launch whose task is `task.py`; they and their processes are ended afterwards."""
+    """Make pools of a launch whose task is `task.py`; end them and their processes afterwards."""
     made = []
     with Guardian() as guardian:
 
@@ -40,7 +40,10 @@ def standbys(tmp_path):
 
 @pytest.fixture
 def plan(tmp_path):
-    """Plans `task.py` as a worker, which has recorded that it imports a module; no TensorFlow, to be quick."""
+    """Plan `task.py` as a worker that has recorded an import of a module.
+
+    It has no TensorFlow, to be quick.
+    """
 
     def make(script="", modules=("colorsys",), record_environ=None, name="worker:0", **environ):
         (tmp_path / "task.py").write_text(script)
@@ -104,7 +107,7 @@ def take(standbys, task):
     return standbys.take(task, lambda pid: None)
 
 
-# --- What a script sees ---------------------------------------------------------------------------------------------
+# --- What a script sees ---------------------------------------------------------------------------
 SCRIPT = """
 import {module}, json, logging, os, random, resource, signal, sys, threading, warnings
 facts = dict(
@@ -126,7 +129,7 @@ json.dump([random.random(), str(__import__("uuid").uuid4())], open("random.json"
 print("to stdout", flush=True)
 print("to stderr", file=sys.stderr)
 sys.exit(7)
-"""
+"""  # noqa: E501
 
 
 def facts_of(popen, tmp_path):
@@ -184,7 +187,10 @@ def test_an_exception_leaves_the_same_traces(standbys, plan, tmp_path):
     )
 
 
-SLOW = "import os, time\nopen('importing', 'w').close()\nwhile not os.path.exists('go'): time.sleep(0.01)\n"
+SLOW = (
+    "import os, time\nopen('importing', 'w').close()\nwhile not os.path.exists('go'): "
+    "time.sleep(0.01)\n"
+)
 
 
 def test_imports_have_the_lowest_priority_and_go_first_where_memory_is_short(
@@ -212,7 +218,7 @@ def test_imports_have_the_lowest_priority_and_go_first_where_memory_is_short(
     assert not group.exists() or group.read_text().endswith(" nice 0\n")
 
 
-# --- When a fresh process is started instead ------------------------------------------------------------------------
+# --- When a fresh process is started instead ------------------------------------------------------
 def test_a_variable_that_imports_read_and_that_differs_is_named(standbys, plan, tmp_path):
     own, _ = standbys(1)
     fill(own, [plan()], 1)
@@ -269,7 +275,10 @@ def test_tasks_that_differ_have_none_and_it_is_said_why(standbys, plan, tmp_path
     own.keep([plan(), plan(name="worker:1", record_environ={"CUDA_VISIBLE_DEVICES": "1"})], True)
     assert not own._pool
     assert said == [
-        "tfdist: no more standby processes (CUDA_VISIBLE_DEVICES of worker:1 differs from that of worker:0); restarts start fresh ones"
+        (
+            "tfdist: no more standby processes (CUDA_VISIBLE_DEVICES of worker:1 differs from "
+            "that of worker:0); restarts start fresh ones"
+        )
     ]
 
 
@@ -280,7 +289,7 @@ def test_none_starts_before_training_does_nor_without_tensorflow(standbys, plan)
     assert not own._pool
 
 
-# --- Bad input and faults -------------------------------------------------------------------------------------------
+# --- Bad input and faults -------------------------------------------------------------------------
 def test_without_memory_there_is_none_and_it_is_said(standbys, plan, tmp_path):
     own, said = standbys(2, lambda: 10**9)
     own.keep([plan()], True)
@@ -301,7 +310,10 @@ def test_a_broken_package_is_named_once_and_ends_the_pool(standbys, plan, tmp_pa
     task = plan(modules=("colorsys", "broken"))
     wait_until(lambda: own.keep([task], True) or said, "the error")
     assert said == [
-        "tfdist: no more standby processes (ImportError: its library is missing); restarts start fresh ones"
+        (
+            "tfdist: no more standby processes (ImportError: its library is missing); restarts "
+            "start fresh ones"
+        )
     ]
     own.keep([task], True)
     assert not own._pool
@@ -367,7 +379,7 @@ time.sleep(60)
     )  # by the channel's end; nobody told the guard
 
 
-# --- What is recorded -----------------------------------------------------------------------------------------------
+# --- What is recorded -----------------------------------------------------------------------------
 def test_imports_and_what_the_task_changed_before_are_recorded(tmp_path):
     environ = {"TF_A": "1", "TF_GONE": "1", "MINE": "1"}
     path = tmp_path / "imports"

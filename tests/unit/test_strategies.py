@@ -1,4 +1,4 @@
-"""A name, a cluster and devices become the strategy that fits, or one error that says why not."""
+"""Test that a name, a cluster and devices give the strategy that fits, or one clear error."""
 
 import json
 import logging
@@ -23,7 +23,7 @@ def task(kind="worker", index=0, **jobs):
     return ClusterSpec.local(**jobs).for_task(kind, index)
 
 
-# --- Names ------------------------------------------------------------------------------------------------------------
+# --- Names ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("name", "given", "kind", "replicas"),
     [
@@ -119,7 +119,8 @@ def test_tpu_without_a_tpu():
 def test_a_strategy_of_one_process_refuses_a_cluster_of_several(name):
     with pytest.raises(
         ValueError,
-        match=f"strategy: {name} trains in one process, but .* 2 training tasks; use multi_worker_mirrored or auto",
+        match=f"strategy: {name} trains in one process, but .* 2 training tasks; use "
+        "multi_worker_mirrored or auto",
     ):
         make_strategy(name, task(workers=2), devices="cpu")
 
@@ -133,7 +134,7 @@ def test_a_strategy_of_tensorflow_itself_is_its_own_chief():
     assert is_chief(tf.distribute.get_strategy())
 
 
-# --- Devices ----------------------------------------------------------------------------------------------------------
+# --- Devices --------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("given", "gpus", "names"),
     [
@@ -170,15 +171,15 @@ def test_devices_that_are_none_are_refused(given, gpus, message):
         devices.parse(given, gpus)
 
 
-# --- Processes of their own: what must come before TensorFlow's start ---------------------------------------------------
+# --- Processes of their own: what must come before TensorFlow's start -----------------------------
 def test_a_strategy_that_comes_too_late_says_so(run_python):
     code = "import tensorflow as tf; tf.constant(1); import tfdist; tfdist.make_strategy(devices=2)"
     done = run_python(code)
     assert done.returncode != 0
     assert (
-        "make_strategy was called too late: 2 CPU devices cannot be set up once TensorFlow has started"
-        in done.stderr
-    )
+        "make_strategy was called too late: 2 CPU devices cannot be set up once TensorFlow "
+        "has started"
+    ) in done.stderr
 
 
 def test_a_cluster_of_one_and_its_devices_and_threads(run_python):
@@ -214,7 +215,7 @@ with strategy.scope():
     model.compile("sgd", "mse")
 print(len(model.fit(np.ones((5, 2)), np.ones(5), batch_size=2, epochs=2, verbose=0).history["loss"]))
 print(isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy), tf.config.threading.get_intra_op_parallelism_threads())
-"""
+"""  # noqa: E501
     done = run_python(code)
     assert done.stdout.split() == ["2", "True", "1"], done.stderr
 

@@ -149,7 +149,8 @@ def test_what_has_an_order_keeps_it(orders):
 
 
 def immovable():
-    variable, big = tf.Variable(1, dtype=tf.int64), tf.zeros([batch_stream.LARGEST_MOVED // 4, 2])
+    variable = tf.Variable(1, dtype=tf.int64)
+    big = tf.zeros([batch_stream.LARGEST_MOVED // 4, 2])
     return {
         "Python code": numbers().map(lambda x: tf.py_function(lambda v: v, [x], tf.int64)),
         "NumPy code": numbers().map(lambda x: tf.numpy_function(lambda v: v, [x], tf.int64)),
@@ -195,7 +196,10 @@ def test_length():
 @pytest.mark.usefixtures("mirrored")  # for a second device, which stands for a worker
 @pytest.mark.parametrize(("batches", "stacks"), [(None, False), (3, False), (3, True)])
 def test_what_a_worker_is_told_travels_with_the_call(batches, stacks):
-    """A tensor made on the worker would travel before, in a call that keeps all of Python waiting for a worker that is stopped."""
+    """Test that a tensor made on a worker does not travel before.
+
+    It would in a call that keeps all of Python waiting for a worker that is stopped.
+    """
     runner = RemoteRunner(
         None, None, types.SimpleNamespace(metrics_variables=[]), None, None, None, HOST
     )
@@ -206,7 +210,8 @@ def test_what_a_worker_is_told_travels_with_the_call(batches, stacks):
         rows = batches and [
             tf.zeros([n + 1, 2]) for n in range(batches)
         ]  # as read, each of another shape
-    devices, indices = [], []
+    devices = []
+    indices = []
 
     def call(function, *given):
         devices.extend(x.device for x in given if isinstance(x, tf.Tensor))

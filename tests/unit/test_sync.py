@@ -1,4 +1,4 @@
-"""Two replicas that become one by a policy train as a few lines of NumPy do that say the same."""
+"""Test that two replicas with a policy train as a few lines of NumPy do that say the same."""
 
 import functools
 import math
@@ -28,7 +28,7 @@ Y = X.sum(axis=1, keepdims=True) + 1
 START = np.linspace(-1, 1, 6).astype(np.float32)  # five weights and a bias
 
 
-# --- The same in NumPy ---------------------------------------------------------------------------------------------
+# --- The same in NumPy ----------------------------------------------------------------------------
 def gradient(weights, rows):
     """Of the mean squared error over some rows."""
     x = np.concatenate([X[rows], np.ones([len(rows), 1], np.float32)], 1)
@@ -55,8 +55,14 @@ def batches():
 
 
 def together(policy, own, combine):
-    """Both replicas in step: `combine` makes one gradient of both, of their `own` means, or of their parts of the batch's mean."""
-    weights, step, added = START, Momentum(), []
+    """Train both replicas in step.
+
+    `combine` makes one gradient of both, of their `own` means, or of their parts of the batch's
+    mean.
+    """
+    weights = START
+    step = Momentum()
+    added = []
     for _ in range(EPOCHS):
         for parts in batches():
             shares = [1 if own else len(rows) / sum(map(len, parts)) for rows in parts]
@@ -78,9 +84,17 @@ def together(policy, own, combine):
 
 
 def apart(policy):
-    """Each replica by itself, until they meet: the weights, and the bytes that a replica sends, of what six weights of float32 are."""
-    copies, steps = [START] * 2, [Momentum(), Momentum()]
-    anchor, velocity, count, since, sent = START, np.zeros_like(START), 0, 0, 0
+    """Train each replica by itself, until they meet.
+
+    Return the weights, and the bytes that a replica sends, relative to six weights of float32.
+    """
+    copies = [START] * 2
+    steps = [Momentum(), Momentum()]
+    anchor = START
+    velocity = np.zeros_like(START)
+    count = 0
+    since = 0
+    sent = 0
     size = 12 if policy.comm_dtype else 24
 
     def meet():
@@ -126,7 +140,7 @@ def total_in_bfloat16(one, other):
     return rounded(rounded(one) + rounded(other))
 
 
-# --- What tfdist makes of it ------------------------------------------------------------------------------------------
+# --- What tfdist makes of it ----------------------------------------------------------------------
 def trained(strategy, policy, x=X, epochs=EPOCHS, optimizer=None, **kwargs):
     """A model after a fit by a policy; all its copies are equal."""
     strategy.tfdist_engine.use(sync.policy(policy))
@@ -246,11 +260,17 @@ def test_one_replica_takes_policies_too(one_device):
     [
         (
             lambda: Gradients(combine="median"),
-            "sync.combine: expected one of mean, replicas, sum, or a function of a list of gradients; received 'median'.",
+            (
+                "sync.combine: expected one of mean, replicas, sum, or a function of a list of "
+                "gradients; received 'median'."
+            ),
         ),
         (
             lambda: Gradients(comm_dtype="bfloat"),
-            "sync.comm_dtype: expected one of bfloat16, float16, or None; received 'bfloat'. Did you mean 'bfloat16'?",
+            (
+                "sync.comm_dtype: expected one of bfloat16, float16, or None; received 'bfloat'. "
+                "Did you mean 'bfloat16'?"
+            ),
         ),
         (
             lambda: Gradients(accumulate=0),
@@ -271,11 +291,17 @@ def test_one_replica_takes_policies_too(one_device):
         ),
         (
             lambda: Gradients(combine=sum, comm_dtype="float16"),
-            "sync.comm_dtype: a function that combines gradients sends them itself; received 'float16'.",
+            (
+                "sync.comm_dtype: a function that combines gradients sends them itself; received "
+                "'float16'."
+            ),
         ),
         (
             lambda: sync.policy("meen"),
-            "a function of a list of gradients, or one of mean, replicas, sum, bfloat16, float16; received 'meen'. Did you mean 'mean'?",
+            (
+                "a function of a list of gradients, or one of mean, replicas, sum, bfloat16, "
+                "float16; received 'meen'. Did you mean 'mean'?"
+            ),
         ),
     ],
 )
@@ -288,7 +314,8 @@ def test_a_bad_policy_is_named(make, text):
 def test_what_a_policy_cannot_do_is_named(mirrored):
     with pytest.raises(
         ValueError,
-        match=r"the function must return a list like the one it was given, with gradients of shapes \[\(5, 1\), \(1,\)\]; it returned \[\(5, 1\)\]",
+        match=r"the function must return a list like the one it was given, with gradients of "
+        r"shapes \[\(5, 1\), \(1,\)\]; it returned \[\(5, 1\)\]",
     ):
         trained(mirrored, lambda gradients: gradients[:1])
     with mirrored.scope():
@@ -299,14 +326,18 @@ def test_what_a_policy_cannot_do_is_named(mirrored):
         trained(mirrored, LocalSGD(), optimizer=optimizer)
     with pytest.raises(
         ValueError,
-        match="sync: the strategy central_storage does not exchange gradients by policies, received 'sum'",
+        match="sync: the strategy central_storage does not exchange gradients by policies, "
+        "received 'sum'",
     ):
         tfdist.make_strategy("central_storage", devices="cpu:0,cpu:1", sync="sum")
 
 
-# --- Loss scales, shapes, scalars --------------------------------------------------------------------------------------
+# --- Loss scales, shapes, scalars -----------------------------------------------------------------
 def scaled(scale):
-    """A function that makes an optimizer that scales the loss by so much, for good while gradients are finite."""
+    """Return a function that makes an optimizer with this fixed scale of the loss.
+
+    The scale is fixed while gradients are finite.
+    """
     return lambda: keras.optimizers.LossScaleOptimizer(
         keras.optimizers.SGD(RATE, momentum=MOMENTUM),
         initial_scale=scale,
@@ -369,7 +400,10 @@ def test_a_scale_falls_where_gradients_are_not_finite(mirrored, how):
 
 @tf.custom_gradient
 def forgetful(x):
-    """The same; its gradient's shape is known only when it is there, as that of some sums of sparse and dense ones is."""
+    """Apply the same function; its gradient's shape is unknown until it is there.
+
+    Some sums of sparse and dense gradients are like that.
+    """
     return tf.identity(x), lambda dy: tf.reshape(dy, tf.shape(dy) + tf.cast(0 * dy[0, 0], tf.int32))
 
 
@@ -437,7 +471,7 @@ def test_slots_of_scalars_become_one_too(mirrored):
         np.testing.assert_array_equal(one, other, err_msg=v.path)
 
 
-# --- Several models, models with policies of their own -----------------------------------------------------------------
+# --- Several models, models with policies of their own --------------------------------------------
 def built(
     strategy,
     width=1,
@@ -471,7 +505,8 @@ def under(mirrored):
 )
 def test_each_model_sends_its_own_bytes(under, policy):
     strategy = under(policy)
-    small, large = built(strategy, 2), built(strategy, 30)
+    small = built(strategy, 2)
+    large = built(strategy, 30)
     for model in (large, small):
         model.fit(X[:8], Y[:8], batch_size=8, verbose=0)
     size = {"bfloat16": 2, LocalSGD(every=1): 8}.get(
@@ -537,9 +572,13 @@ def test_a_sharded_model_has_a_policy_of_its_own(under, name, policy):
 
 
 def test_a_model_meets_by_itself(under):
-    """Of another one that is still there, nothing is touched: which are there differs from process to process."""
+    """Test that nothing of another model that still exists is touched.
+
+    Which models exist differs from process to process.
+    """
     strategy = under(LocalSGD(every=100))
-    other, model = built(strategy, 2), built(strategy, 3)
+    other = built(strategy, 2)
+    model = built(strategy, 3)
     for batch in range(2):
         other.train_on_batch(X[batch::2], Y[batch::2])
     apart = [copy.numpy() for copy in strategy.experimental_local_results(other.weights[0].value)]
@@ -551,7 +590,7 @@ def test_a_model_meets_by_itself(under):
         np.testing.assert_array_equal(before, after.numpy())
 
 
-# --- Steps by hand, files ------------------------------------------------------------------------------------------------
+# --- Steps by hand, files -------------------------------------------------------------------------
 @pytest.mark.parametrize("policy", [LocalSGD(every=4), DiLoCo(every=4)], ids=["local", "outer"])
 def test_train_on_batch_follows_the_policy(under, policy):
     model, neighbour, fitted = (built(under(policy), 2) for _ in range(3))
@@ -611,14 +650,16 @@ def test_a_failure_is_at_the_step_where_it_was(under, policy, how):
         model.optimizer,
         lambda y, found: keras.ops.square(found - tf.debugging.check_numerics(y, "labels")),
     )
-    x, y = X[:48].copy(), Y[:48].copy()
-    x[1], y[41] = np.inf, np.nan
+    x = X[:48].copy()
+    y = Y[:48].copy()
+    x[1] = np.inf
+    y[41] = np.nan
     with pytest.raises(tf.errors.InvalidArgumentError, match="labels"):
         model.fit(tf.data.Dataset.from_tensor_slices((x, y)).batch(8), verbose=0)
     assert strategy.tfdist_engine.heartbeat.step == 5
 
 
-# --- Convergence ---------------------------------------------------------------------------------------------------------
+# --- Convergence ----------------------------------------------------------------------------------
 CONVERGES = {
     **{
         name: TOGETHER[name][0]
@@ -650,7 +691,7 @@ def test_every_policy_converges(mirrored, plain_loss, name):
     assert abs(found[-1] - plain_loss) < 0.05 * found[0]
 
 
-# --- Resuming ---------------------------------------------------------------------------------------------------------
+# --- Resuming -------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def uninterrupted(mirrored, tmp_path_factory):
     """Weights after a fit by a policy that saves after each step."""
@@ -683,11 +724,17 @@ def test_a_fit_that_was_interrupted_goes_on_exactly(
     [
         (
             Gradients(),
-            r"sync: expected the 0 arrays of Gradients.*received 3 of another policy\. Go on with that one",
+            (
+                r"sync: expected the 0 arrays of Gradients.*received 3 of another policy\. Go on "
+                r"with that one"
+            ),
         ),
         (
             Gradients(accumulate=2),
-            r"sync.accumulate: expected gradients of fewer than 2 steps that were added up, received those of 2: saved where",
+            (
+                r"sync.accumulate: expected gradients of fewer than 2 steps that were added up, "
+                r"received those of 2: saved where"
+            ),
         ),
     ],
     ids=["plain", "fewer"],

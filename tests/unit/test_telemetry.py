@@ -10,7 +10,8 @@ from tfdist.telemetry.writers import ConsoleWriter, JsonlWriter, Telemetry, Tens
 
 
 def test_every_writer_gets_every_step(tmp_path):
-    stream, journal = io.StringIO(), JsonlWriter(tmp_path / "new" / "history.jsonl")
+    stream = io.StringIO()
+    journal = JsonlWriter(tmp_path / "new" / "history.jsonl")
     telemetry = Telemetry([ConsoleWriter(stream), journal])
     for step in range(3):
         telemetry.scalars(step, {"loss": 1 / (step + 1)})

@@ -1,4 +1,4 @@
-"""What tasks write becomes readable lines: progress bars, colours, broken bytes."""
+"""Test that tasks' output is readable lines: progress bars, colours, broken bytes."""
 
 import fcntl
 import io
@@ -23,14 +23,18 @@ def bar(step, width):
 @pytest.fixture
 def console():
     def make(**options):
-        out, err = io.StringIO(), io.StringIO()
+        out = io.StringIO()
+        err = io.StringIO()
         return Console(out, err, tasks=TASKS, drawer="worker:0", shown=TASKS, **options), out, err
 
     return make
 
 
 def taken(pipe):
-    """Returns once all that was written to a pipe has been read: the next piece comes in a reading of its own."""
+    """Return once all that was written to a pipe has been read.
+
+    The next piece comes in a reading of its own.
+    """
     while struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, b"\0" * 4))[0]:
         time.sleep(0.001)
 
@@ -46,7 +50,8 @@ def test_a_bar_leaves_its_last_state():
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_pieces_make_no_difference(size):
     data = ("a\r\n" + bar(1, 0) + bar(2, 15) + "\n|\b/\b-\n\xff é ✓\n").encode()
-    line, whole = Line(), Line()
+    line = Line()
+    whole = Line()
     pieces = [line.feed(data[i : i + size]) for i in range(0, len(data), size)]
     finished = [text for piece in pieces for text in piece]
     assert finished == whole.feed(data) == ["a", "\x1b[1m2/3\x1b[0m ━━ loss: 0.5", "-", "\xff é ✓"]
@@ -64,7 +69,8 @@ def test_only_the_drawers_unfinished_line_is_drawn(console):
     board.show("worker:0", [], "1/3", False)
     board.show("worker:1", [], "2/3", False)
     board.show("worker:1", ["hello"], "", False)
-    drawn, erase = "[worker:0] 1/3", "\r\x1b[K"
+    drawn = "[worker:0] 1/3"
+    erase = "\r\x1b[K"
     assert out.getvalue() == f"{erase}{drawn}{erase}{drawn}{erase}[worker:1] hello\n{drawn}"
 
 

@@ -1,4 +1,7 @@
-"""TFDS' data sets are prepared once, and each example can be read by its number, in TFDS' own order."""
+"""Test that TFDS' data sets are prepared once, and that each example can be read by its number.
+
+The order is TFDS' own.
+"""
 
 import builtins
 import fcntl
@@ -75,7 +78,8 @@ def test_digits_are_complete_and_split_for_good(digits_dir):
 
 
 def test_digits_need_no_network(tmp_path, monkeypatch):
-    connect, look_up = socket.socket.connect, socket.getaddrinfo
+    connect = socket.socket.connect
+    look_up = socket.getaddrinfo
     here = "127.0.0.1"  # where threads of other tests may look after servers of theirs
 
     def connects(self, address):
@@ -143,13 +147,14 @@ def test_unknown_names_come_with_the_nearest(digits_dir):
 
 def test_preparing_in_the_cloud_is_refused():
     class Builder:
-        name, data_dir = "mine", "gs://bucket/mine/1.0.0"
+        name = "mine"
+        data_dir = "gs://bucket/mine/1.0.0"
 
     with pytest.raises(ValueError, match="tfds build mine"):
         tfds._prepare(Builder(), 1.0)
 
 
-# --- Order and numbers ----------------------------------------------------------------------------------------------------
+# --- Order and numbers ----------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "split", ["train", "train[:10%]", "train[40%:60%]", "test[290:]+train[:3]"]
 )
@@ -188,8 +193,11 @@ def test_interleaving_is_that_of_tf_data():
         files = tf.data.Dataset.range(len(lengths))
         expected = files.interleave(
             lambda file, begins=begins: tf.data.Dataset.range(begins[file], begins[file + 1]),
-            cycle_length=cycle, block_length=block, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True,
-        )  # fmt: skip
+            cycle_length=cycle,
+            block_length=block,
+            num_parallel_calls=tf.data.AUTOTUNE,
+            deterministic=True,
+        )
         assert tfds.interleaved(lengths.tolist(), cycle, block).tolist() == list(
             expected.as_numpy_iterator()
         )

@@ -1,4 +1,4 @@
-"""`fit`, `evaluate` and `predict` in one process: how steps run, what callbacks see, what replicas share and what not."""
+"""Test `fit`, `evaluate` and `predict` in one process: steps, callbacks, shared state."""
 
 import gc
 import weakref
@@ -46,7 +46,7 @@ def calls(monkeypatch):
     return done
 
 
-# --- Steps and callbacks ------------------------------------------------------------------------------------------------
+# --- Steps and callbacks --------------------------------------------------------------------------
 def test_unwatched_steps_run_many_at_a_time(one_device, calls):
     x, y = data(400)
     model = compiled(one_device)
@@ -60,7 +60,8 @@ def test_unwatched_steps_run_many_at_a_time(one_device, calls):
 def test_a_callback_that_watches_batches_sees_each_step(mirrored, calls):
     x, y = data()
     watched, free = (compiled(mirrored, metrics=["accuracy"]) for _ in range(2))
-    steps, ends = Steps(), []
+    steps = Steps()
+    ends = []
     watched.fit(dataset(x, y), epochs=2, verbose=0, callbacks=[steps])
     assert [c for c in calls if c] == [1] * 2 * STEPS
     free.fit(
@@ -133,7 +134,8 @@ class Extended(keras.callbacks.ModelCheckpoint):
 
 def every_callback(directory):
     """(name, callback, watches training batches, watches test batches)."""
-    path, log = str(directory / "{epoch}.weights.h5"), str(directory / "log")
+    path = str(directory / "{epoch}.weights.h5")
+    log = str(directory / "log")
     nothing = lambda *args, **kwargs: None  # noqa: E731
     k = keras.callbacks
     rows = [
@@ -168,10 +170,8 @@ def every_callback(directory):
 def test_directories_of_checkpoints_are_there_before_two_workers_would_make_them(
     one_device, tmp_path
 ):
-    made, late = (
-        tmp_path / "a" / "b" / "{epoch}.weights.h5",
-        tmp_path / "c" / "{epoch}" / "last.weights.h5",
-    )
+    made = tmp_path / "a" / "b" / "{epoch}.weights.h5"
+    late = tmp_path / "c" / "{epoch}" / "last.weights.h5"
     (tmp_path / "file").touch()
     there = []
     look = keras.callbacks.LambdaCallback(
@@ -203,7 +203,8 @@ def test_who_watches_batches(tmp_path):
     assert worker_callbacks.watches([c for _, c, *_ in rows], "train")
     theirs = {name for name, value in vars(keras.callbacks).items() if isinstance(value, type)}
     rest = theirs - {name for name, *_ in rows}
-    # A container, a base class, and one that takes a package of its own and is its own base's only batch watcher.
+    # A container, a base class, and one that takes a package of its own and is its own base's only
+    # batch watcher.
     assert rest <= {"CallbackList", "MonitorCallback", "OrbaxCheckpoint"}, (
         f"Keras has callbacks that this test does not know: {rest}"
     )
@@ -240,7 +241,8 @@ def test_tensorboard_writes_results_and_speed(one_device, tmp_path):
 def test_other_workers_write_elsewhere_or_not_at_all(tmp_path):
     log = str(tmp_path / "log")
     k = keras.callbacks
-    each, chief = tfdist.TensorBoard(log, per_worker=True), tfdist.TensorBoard(log)
+    each = tfdist.TensorBoard(log, per_worker=True)
+    chief = tfdist.TensorBoard(log)
     for callback in (each, chief, k.TensorBoard(log)):
         assert not worker_callbacks.follow(callback).log_dir.startswith(str(tmp_path))
     assert (each.follows, each.root_dir) == (
@@ -253,7 +255,7 @@ def test_other_workers_write_elsewhere_or_not_at_all(tmp_path):
     assert worker_callbacks.follow(stopping) is stopping
 
 
-# --- Compilation ----------------------------------------------------------------------------------------------------------
+# --- Compilation ----------------------------------------------------------------------------------
 def test_xla_on_one_device_gives_the_same_numbers(one_device):
     plain, xla = (
         compiled(one_device, jit_compile=jit, metrics=["accuracy"]) for jit in (False, True)
@@ -271,7 +273,7 @@ def test_xla_under_several_replicas_is_refused(mirrored):
         model.fit(dataset(*data()), verbose=0)
 
 
-# --- Losses and optimizers as users make them -----------------------------------------------------------------------------
+# --- Losses and optimizers as users make them -----------------------------------------------------
 def reduced_by_itself(y, outputs):
     return keras.ops.mean(
         keras.losses.sparse_categorical_crossentropy(y, outputs, from_logits=True)
@@ -301,7 +303,7 @@ def test_an_optimizer_made_outside_of_the_scope_is_refused(mirrored):
         compiled(mirrored, optimizer=lambda: optimizer).fit(dataset(*data()), verbose=0)
 
 
-# --- What replicas share, and what not ------------------------------------------------------------------------------------
+# --- What replicas share, and what not ------------------------------------------------------------
 def test_replicas_draw_other_dropout_masks_and_end_with_one_seed(mirrored, one_device):
     """The gradient of the kernel is the sum of both rows' masks: 1 where one of them is kept."""
 
@@ -336,7 +338,8 @@ def test_statistics_of_batches_are_averaged_over_replicas(mirrored):
         loss="mse",
     )
     model.fit(dataset(x, x, batch=8), verbose=0)
-    mean, variance = np.zeros(5), np.ones(5)
+    mean = np.zeros(5)
+    variance = np.ones(5)
     for step in x.reshape(2, 2, 4, 5):  # [steps, replicas, rows, features]
         mean = 0.5 * mean + 0.5 * step.mean(1).mean(0)
         variance = 0.5 * variance + 0.5 * step.var(1).mean(0)
@@ -346,7 +349,10 @@ def test_statistics_of_batches_are_averaged_over_replicas(mirrored):
 
 
 def test_frozen_weights_are_not_touched(mirrored):
-    """Of any dtype, to the last bit: what replicas average are statistics, and equal values stay as they are."""
+    """Test that equal values of any dtype stay as they are, to the last bit.
+
+    Replicas average statistics.
+    """
 
     def build():
         frozen = keras.layers.Dense(
@@ -363,7 +369,7 @@ def test_frozen_weights_are_not_touched(mirrored):
         np.testing.assert_array_equal(new, old)
 
 
-# --- evaluate and predict -----------------------------------------------------------------------------------------------
+# --- evaluate and predict -------------------------------------------------------------------------
 def test_an_uneven_batch_weighs_each_row_alike(mirrored):
     x = np.arange(7.0, dtype="float32")[:, None]
     model = compiled(
@@ -401,9 +407,12 @@ def test_predictions_of_any_structure_come_in_the_order_of_rows(mirrored):
     np.testing.assert_array_equal(model.predict_on_batch(x[:3])["rows"], x[:3].sum(-1))
 
 
-# --- Other models; memory -------------------------------------------------------------------------------------------------
+# --- Other models; memory -------------------------------------------------------------------------
 def test_models_of_other_strategies_are_untouched(mirrored):
-    """`mirrored` has hooked Keras; a model outside of it, or under TensorFlow's own strategy, does not notice."""
+    """Test that models without `mirrored` do not notice its hooks in Keras.
+
+    They are outside of its scope, or under TensorFlow's own strategy.
+    """
     ours = compiled(mirrored)
     ours.fit(dataset(*data()), verbose=0)
     for strategy in (tf.distribute.get_strategy(), tf.distribute.OneDeviceStrategy("/cpu:0")):
@@ -437,7 +446,8 @@ def test_outside_of_calls_silence_tells_nothing(one_device, monkeypatch):
     with one_device.scope():
         model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
-    x, y = np.ones([8, 2], np.float32), np.ones([8, 1], np.float32)
+    x = np.ones([8, 2], np.float32)
+    y = np.ones([8, 1], np.float32)
     for call in (
         lambda: model.fit(x, y, verbose=0),
         lambda: model.evaluate(x, y, verbose=0),

@@ -1,4 +1,4 @@
-"""Images become one size at random as a seed says; the same seed gives the same image, whatever is around it."""
+"""Test random resizing: the same seed gives the same image, whatever is around it."""
 
 import pickle
 
@@ -107,7 +107,8 @@ def test_random_crops_have_the_areas_and_aspects_asked_for():
     assert (left >= 0).all()
     assert (top + height <= 200).all()
     assert (left + width <= 240).all()
-    area, aspect = height * width / (200 * 240), width / height
+    area = height * width / (200 * 240)
+    aspect = width / height
     assert 0.19 < area.min() < 0.23
     assert 0.46 < area.max() < 0.51
     assert 0.49 < aspect.min() < 0.7

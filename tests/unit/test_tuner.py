@@ -1,4 +1,7 @@
-"""Data sets that did not ask for tf.data's tuner have none, and run as many calls at a time as before."""
+"""Test that data sets have tf.data's tuner only if they asked for it.
+
+The others run as many calls at a time as before.
+"""
 
 import threading
 

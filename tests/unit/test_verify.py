@@ -1,4 +1,4 @@
-"""`tfdist verify`: what counts as a difference, what it comes from, what a step shows, and which words are refused."""
+"""Test `tfdist verify`: differences, their causes, what a step shows, and refused arguments."""
 
 import dataclasses
 import os
@@ -46,7 +46,10 @@ STEPS = 3
 
 
 def recording(**changes):
-    """A recording; `changes` are functions of (step, value) by the beginning of an array's name after its step."""
+    """Return a recording.
+
+    `changes` are functions of (step, value) by the beginning of an array's name after its step.
+    """
     arrays = {}
     for step in range(STEPS + 1):
         for place in range(len(VARIABLES)):
@@ -292,10 +295,11 @@ def test_a_recording_survives_its_file(tmp_path):
     assert drawing.draws() == ["dropout/seed"]
 
 
-# --- What passes through a step -------------------------------------------------------------------------------------------
+# --- What passes through a step -------------------------------------------------------------------
 def test_fingerprints_are_those_of_rows():
     rng = np.random.default_rng(0)
-    x, y = rng.integers(0, 2, (2000, 5), np.uint8), rng.normal(size=2000).astype(np.float32)
+    x = rng.integers(0, 2, (2000, 5), np.uint8)
+    y = rng.normal(size=2000).astype(np.float32)
     whole = fingerprints((x, tf.constant(y), tf.constant([str(i) for i in range(2000)]))).numpy()
     assert len(set(whole.tolist())) == 2000
     images = fingerprints(tf.constant(x)).numpy()
@@ -359,7 +363,7 @@ def test_dropout_is_silenced_however_deep():
     )
 
 
-# --- Processes and words --------------------------------------------------------------------------------------------------
+# --- Processes and words --------------------------------------------------------------------------
 def test_a_process_that_takes_too_long_is_ended_and_named(tmp_path):
     (tmp_path / "slow.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(60)\n")
     with pytest.raises(
@@ -382,11 +386,13 @@ def test_processes_end_when_verify_does(tmp_path, number):
         "from tfdist.runtime.termination import ending\n"
         "from tfdist.tools.verify.processes import run\n"
         "with ending():\n"
-        "    run(['timeit', '-n1', '-r1', sys.argv[2]], pathlib.Path(sys.argv[1]) / 'log', 60.0, 'it')\n"
+        "    run(['timeit', '-n1', '-r1', sys.argv[2]], pathlib.Path(sys.argv[1]) / 'log', 60.0, "
+        "'it')\n"
     )
     recorder = (
         "import os, pathlib, time; from tfdist.tools.common.ownership import end_with_owner; "
-        f"end_with_owner({str(tmp_path)!r}); pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid())); time.sleep(60)"
+        f"end_with_owner({str(tmp_path)!r}); "
+        f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid())); time.sleep(60)"
     )
     with subprocess.Popen(
         [sys.executable, "-c", script, str(tmp_path), recorder], cwd=ROOT, env=environment()
@@ -423,7 +429,10 @@ def test_the_reason_is_the_launchers_root_cause(tmp_path):
     log.write_text(
         "noise\n"
         + "-" * 72
-        + "\nROOT CAUSE: worker:1 failed: KeyError: 'x'\n  log:     a\n\n  line\n\nThe other tasks:\n  worker:0\n"
+        + (
+            "\nROOT CAUSE: worker:1 failed: KeyError: 'x'\n  log:     a\n\n  line\n\nThe other "
+            "tasks:\n  worker:0\n"
+        )
         + "-" * 72
     )
     assert reason(log) == "worker:1 failed: KeyError: 'x'\n\n  line"

@@ -1,4 +1,7 @@
-"""The channel between launchers: whoever does not know the token, or changes a byte, is refused by name."""
+"""Test the channel between launchers.
+
+A peer that does not know the token, or changes a byte, is refused by name.
+"""
 
 import concurrent.futures
 import contextlib
@@ -11,7 +14,8 @@ import pytest
 
 from tfdist.launch import json_channel
 
-TOKEN, OTHER = b"0123456789abcdef", b"0123456789abcdeg"
+TOKEN = b"0123456789abcdef"
+OTHER = b"0123456789abcdeg"
 LONG, SHORT = 20.0, 0.3  # seconds: a bound that no passing test reaches; one that is to be reached
 
 
@@ -37,7 +41,10 @@ def stranger(timeout=LONG):
 
 @contextlib.contextmanager
 def middle():
-    """Two channels with the test in their middle: what one side sends comes out there, and what goes in reaches the other."""
+    """Two channels with the test in their middle: what one side sends comes out there.
+
+    What goes in there reaches the other side.
+    """
     with server() as (listener, address, pool):
         with socket.create_server(("127.0.0.1", 0)) as outer:
             outer.settimeout(LONG)
@@ -128,7 +135,10 @@ def test_another_token_is_refused_and_both_sides_say_whom():
 
 
 def test_a_server_must_prove_that_it_knows_the_token():
-    """One that sends back the client's own proof, or any other, learns nothing and gets no channel."""
+    """Test that a peer that sends back the client's own proof, or any other, gets no channel.
+
+    It learns nothing.
+    """
     with server() as (listener, address, pool):
 
         def impostor(echo):

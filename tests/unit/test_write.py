@@ -74,7 +74,7 @@ def images(tmp_path, count=6):
     )
 
 
-# --- What is written reads the same ---------------------------------------------------------------------------------------
+# --- What is written reads the same ---------------------------------------------------------------
 def test_every_type_and_shape_comes_back():
     """In one process' memory: "ram://" is TensorFlow's file system for that."""
     random = np.random.default_rng(1)
@@ -202,7 +202,7 @@ def test_tfds_keeps_its_files(digits_dir, tmp_path):
     assert stored.features.feature["x"] == given.features.feature["image"]
 
 
-# --- Files ----------------------------------------------------------------------------------------------------------------
+# --- Files ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("compression", [None, "GZIP"])
 @pytest.mark.parametrize("walk", [False, True])
 def test_files_have_about_the_size_asked_for(tmp_path, compression, walk):
@@ -241,7 +241,8 @@ def test_opening_needs_no_new_index(tmp_path):
 
 
 def test_progress_counts_all_examples(tmp_path):
-    told, lock = [], threading.Lock()
+    told = []
+    lock = threading.Lock()
 
     def progress(done, total):
         with lock:
@@ -263,7 +264,7 @@ def test_a_part_of_the_files_can_be_read(written):
     assert records(first, {"x": "int64"}).element_spec.dtype == tf.int64
 
 
-# --- Going on -------------------------------------------------------------------------------------------------------------
+# --- Going on -------------------------------------------------------------------------------------
 KILLED = """
 import os, signal, sys
 import numpy as np, tensorflow as tf
@@ -275,12 +276,13 @@ def die(done, total):
     if done >= 3000:
         os.kill(os.getpid(), signal.SIGKILL)
 write(source, sys.argv[1], shard_bytes=20_000, workers=2, progress=die)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize("kind", ["arrays", "generator"])
 def test_a_killed_call_goes_on(tmp_path, run_python, kind):
-    out, x = tmp_path / "out", np.arange(5000)
+    out = tmp_path / "out"
+    x = np.arange(5000)
     source = (
         of_arrays(x)
         if kind == "arrays"
@@ -365,7 +367,7 @@ def test_two_at_the_same_time(tmp_path):
     assert records(tmp_path / "out").cardinality == 3000
 
 
-# --- What is refused ------------------------------------------------------------------------------------------------------
+# --- What is refused ------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("other", "options", "message"),
     [
@@ -402,7 +404,7 @@ def test_a_directory_that_cannot_be_written(tmp_path):
 
 
 def test_another_process_that_hangs_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(importlib.import_module("tfdist.data.write"), "STALLED", 0.2)
+    monkeypatch.setattr(importlib.import_module("tfdist.data.writing.writer"), "STALLED", 0.2)
     with (
         files_io.locked(tmp_path / ".write.lock", 1.0, "a test"),
         pytest.raises(TimeoutError, match=f"Waited 0.2 s for process {os.getpid()}"),
@@ -453,7 +455,7 @@ def test_an_example_that_cannot_be_read_is_named(tmp_path):
         records(tmp_path / "out")
 
 
-# --- Damage ---------------------------------------------------------------------------------------------------------------
+# --- Damage ---------------------------------------------------------------------------------------
 def test_verify_names_the_first_damaged_file(tmp_path, written):
     shutil.copytree(written / "several", tmp_path, dirs_exist_ok=True)
     verify(tmp_path)

@@ -1,4 +1,7 @@
-"""Two replicas that share an optimizer's state train as with one whole on each, and go on from each other's snapshots."""
+"""Test that two replicas that share an optimizer's state train as with one whole on each.
+
+Also test that they go on from each other's snapshots.
+"""
 
 import functools
 import shutil
@@ -16,7 +19,9 @@ from tfdist.backup.store import Store
 from tfdist.keras_compat import local_component
 from tfdist.parallel import zero
 
-EXAMPLES, BATCH, EPOCHS = 52, 9, 2
+EXAMPLES = 52
+BATCH = 9
+EPOCHS = 2
 X = np.random.default_rng(0).normal(size=(EXAMPLES, 5)).astype(np.float32)
 Y = X.sum(axis=1, keepdims=True) + 1
 OPTIMIZERS = keras.optimizers
@@ -87,7 +92,7 @@ def sharded(make, stage, **kwargs):
 
 @pytest.fixture(scope="module")
 def undisturbed(mirrored):
-    """The model of a case, trained once with an optimizer that is whole on each replica, stage 0, or not."""
+    """Return a case's model, trained once with a whole (stage 0) or sharded optimizer."""
 
     @functools.cache
     def model(name, stage):
@@ -143,7 +148,10 @@ def test_an_update_that_is_not_finite_is_left_out_on_all(mirrored, monkeypatch):
 
 
 def scaled(mirrored, policy, factor, scale, learning_rate):
-    """A LossScaleOptimizer and the weights after a step, whose gradient is `factor` on each replica."""
+    """Return a LossScaleOptimizer and the weights after a step.
+
+    The step's gradient is `factor` on each replica.
+    """
     with mirrored.scope():
         model = keras.Sequential(
             [keras.Input([1]), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")]
@@ -215,15 +223,19 @@ def test_weights_without_gradients_keep_their_values_where_averages_are_publishe
     compare(fit(zero), fit(lambda optimizer: optimizer))
 
 
-# --- Snapshots --------------------------------------------------------------------------------------------------------
+# --- Snapshots ------------------------------------------------------------------------------------
 def kept(parts):
     """Snapshots of which there are rows."""
     return {file.name.partition(".")[0] for file in parts.glob("*.rows")}
 
 
 def wait_for(parts, count):
-    """Waits for the snapshot of the eighth step, written while training goes on, and for rows of so many."""
-    store, end = Store(parts), time.monotonic() + 60
+    """Wait for the snapshot of the eighth step, and for `count` rows.
+
+    The snapshot is written while training goes on.
+    """
+    store = Store(parts)
+    end = time.monotonic() + 60
     while (store.newest().snapshot.facts["step"], len(kept(parts))) != (
         2,
         count,
@@ -233,7 +245,7 @@ def wait_for(parts, count):
 
 @pytest.fixture(scope="module")
 def interrupted(request, tmp_path_factory):
-    """Return what a sharded fit left that saved every fourth step and was interrupted in the ninth."""
+    """Return the files of a sharded fit with a save every four steps, interrupted in the ninth."""
 
     @functools.cache
     def parts(strategy):
@@ -282,13 +294,11 @@ def test_a_snapshot_whose_rows_are_missing_or_damaged_is_passed_over(
     wait_for(tmp_path / "backup", 4)
     store = Store(tmp_path / "backup")
     assert store.newest().snapshot.facts["step"] == 2
-    newest, rows = (
-        store.newest().number,
-        [
-            tmp_path / "backup" / store.read(store.path(number)).facts["rows"][0]
-            for number in store.numbers()
-        ],
-    )
+    newest = store.newest().number
+    rows = [
+        tmp_path / "backup" / store.read(store.path(number)).facts["rows"][0]
+        for number in store.numbers()
+    ]
     rows[-1].unlink()
     assert store.newest().number == newest - 1
     content = rows[-2].read_bytes()
@@ -306,13 +316,16 @@ def test_a_snapshot_whose_rows_are_missing_or_damaged_is_passed_over(
     assert not (tmp_path / "backup").exists()
 
 
-# --- Errors -------------------------------------------------------------------------------------------------------------
+# --- Errors ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("make", "text"),
     [
         (
             lambda: zero("adafactor"),
-            "zero: the optimizer Adafactor cannot be sharded: it looks at more than one element of a variable",
+            (
+                "zero: the optimizer Adafactor cannot be sharded: it looks at more than one "
+                "element of a variable"
+            ),
         ),
         (lambda: zero(OPTIMIZERS.Lamb(1e-3)), "zero: the optimizer Lamb cannot be sharded"),
         (lambda: zero(OPTIMIZERS.Muon(1e-3)), "zero: the optimizer Muon cannot be sharded"),
@@ -322,7 +335,10 @@ def test_a_snapshot_whose_rows_are_missing_or_damaged_is_passed_over(
         ),
         (
             lambda: zero("adam", stage=3),
-            "stage: expected 1 or 2, received 3; tfdist.parallel.fsdp() shards the model's weights too",
+            (
+                "stage: expected 1 or 2, received 3; tfdist.parallel.fsdp() shards the model's "
+                "weights too"
+            ),
         ),
         (lambda: zero("adam", sync=sync.LocalSGD()), "zero: sync: expected tfdist.sync.Gradients"),
         (
@@ -347,13 +363,12 @@ def test_what_cannot_be_sharded_is_named(mirrored, make, text):
 
 def test_variables_and_gradients_that_do_not_fit_are_named(mirrored):
     with mirrored.scope():
-        v, counts = (
-            keras.Variable(np.ones(3, np.float32), name="v"),
-            keras.Variable(np.ones(3, np.int32), dtype="int32", name="counts"),
-        )
+        v = keras.Variable(np.ones(3, np.float32), name="v")
+        counts = keras.Variable(np.ones(3, np.int32), dtype="int32", name="counts")
         with pytest.raises(
             ValueError,
-            match="zero: counts has dtype int32, expected one of float32, float64, bfloat16, float16",
+            match="zero: counts has dtype int32, expected one of float32, float64, bfloat16, "
+            "float16",
         ):
             zero("sgd").build([v, counts])
         optimizer = zero("sgd")
@@ -375,7 +390,8 @@ def test_variables_and_gradients_that_do_not_fit_are_named(mirrored):
 def test_without_a_scope_a_process_has_one_replica(mirrored):
     with pytest.raises(
         ValueError,
-        match=r"strategy: outside of its scope expected one with one replica in each process, received one with 2\.",
+        match=r"strategy: outside of its scope expected one with one replica in each process, "
+        r"received one with 2\.",
     ):
         zero("sgd", strategy=mirrored)
 

@@ -88,7 +88,10 @@ def slow_stream():
 
 @dataclasses.dataclass
 class Defective:
-    """A pipeline whose second worker, in one step of its second epoch, takes a row of the first worker's."""
+    """Run a pipeline whose second worker takes a row of the first worker's.
+
+    This happens in one step of its second epoch.
+    """
 
     whole: tf.data.Dataset
 
@@ -99,7 +102,8 @@ class Defective:
         shares = self.whole.replica_rows(first, count, replicas, **options)
         if first == 0:
             return shares
-        epochs, stolen = self.whole.epochs, self.whole.order.batch(1, 2)[:1]
+        epochs = self.whole.epochs
+        stolen = self.whole.order.batch(1, 2)[:1]
 
         def wrong(step, share):
             epoch = tf.numpy_function(lambda: np.int64(epochs.next - 1), [], tf.int64)

@@ -1,7 +1,9 @@
-"""A worker whose training is disturbed: `chaotic.py DIRECTORY [SAVE_FREQ [STRATEGY]]`; each that ends leaves its result in DIRECTORY.
+"""Train in a worker that tests disturb: `chaotic.py DIRECTORY [SAVE_FREQ [STRATEGY]]`.
 
-With CHAOTIC_PACE each step takes that many seconds more until there is a file DIRECTORY/hurry, and nothing depends on the number of
-replicas, as Dropout does.
+Each worker that ends leaves its result in DIRECTORY.
+
+With CHAOTIC_PACE each step takes that many seconds more until there is a file DIRECTORY/hurry, and
+nothing depends on the number of replicas, as Dropout does.
 """
 
 import os
@@ -21,7 +23,7 @@ STEPS = -(-EXAMPLES // BATCH)
 
 
 class Seen(keras.metrics.Metric):
-    """A number that no set of examples but the right one gives: of each the number, squared, is added."""
+    """Return the sum of squares of the examples' numbers, which only the right set gives."""
 
     def __init__(self):
         super().__init__(name="seen", dtype="float64")
@@ -39,7 +41,8 @@ class Pace(keras.callbacks.Callback):
 
     def __init__(self, seconds, hurry):
         super().__init__()
-        self.seconds, self.hurry = seconds, hurry
+        self.seconds = seconds
+        self.hurry = hurry
 
     def on_train_batch_begin(self, batch, logs=None):
         if not self.hurry.exists():
@@ -51,7 +54,8 @@ def loss(y, y_pred):
 
 
 def main(directory, save_freq="3", name="auto"):
-    root, pace = pathlib.Path(directory), float(os.environ.get("CHAOTIC_PACE", "0"))
+    root = pathlib.Path(directory)
+    pace = float(os.environ.get("CHAOTIC_PACE", "0"))
     if name == "mirrored":
         tf.config.set_logical_device_configuration(
             tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
@@ -85,7 +89,8 @@ def main(directory, save_freq="3", name="auto"):
     ]
     if pace:
         callbacks.append(Pace(pace, root / "hurry"))
-    train, test = data.pipeline((x, y), BATCH, seed=3), data.pipeline((x[:30], y[:30]), BATCH)
+    train = data.pipeline((x, y), BATCH, seed=3)
+    test = data.pipeline((x[:30], y[:30]), BATCH)
     history = model.fit(train, epochs=EPOCHS, validation_data=test, callbacks=callbacks, verbose=0)
     result = {
         "history": history.history,

@@ -1,4 +1,6 @@
-"""Trainings on disks that are full, read-only or none at all: `disks.py PLACE OUT`; PLACE is an empty directory to mount a small disk at.
+"""Train on disks that are full, read-only or missing: `disks.py PLACE OUT`.
+
+PLACE is an empty directory to mount a small disk at.
 
 It runs in a mount namespace of its own. What each training came to goes to OUT as JSON.
 """
@@ -15,7 +17,8 @@ import numpy as np
 import tfdist
 from tfdist.backup.store import Store
 
-EPOCHS, STEPS = 6, 2
+EPOCHS = 6
+STEPS = 2
 DISK = 2 << 20
 
 
@@ -55,7 +58,8 @@ def main(place, out):
     place, found = pathlib.Path(place), {}
     found["elsewhere"] = train(f"{place}-elsewhere")
     mount("-t", "tmpfs", "-o", f"size={DISK}", "none", str(place))
-    directory, filler = place / "backup", place / "filler"
+    directory = place / "backup"
+    filler = place / "filler"
     size = max(file.stat().st_size for file in pathlib.Path(f"{place}-elsewhere").iterdir())
     filler.write_bytes(
         bytes(DISK - size * 5 // 2)

@@ -1,18 +1,23 @@
-"""Trains an embedding on parameter servers and reports where it lies and what it sends: `embedding.py OUT [LAYER [OPTIMIZER]]`.
+"""Train an embedding on parameter servers, and report where it lies and what it sends.
 
-LAYER is "sharded" (the default) or "keras", OPTIMIZER "sgd" (the default), "adam" or "adagrad". The chief writes the report, JSON, to OUT:
+The command is `embedding.py OUT [LAYER [OPTIMIZER]]`.
+
+LAYER is "sharded" (the default) or "keras", OPTIMIZER "sgd" (the default), "adam" or "adagrad". The
+chief writes the report, JSON, to OUT:
 
     shards              shapes of the table's weights, in order
     devices             the task of each, such as "ps:0"
     table_bytes         size of the table
-    bytes_per_step      what passed the loopback interface in a step, of all processes in this network namespace
+    bytes_per_step      what passed the loopback interface in a step, of all processes in this
+                        network namespace
     seconds_per_step    time of a step
     losses              mean loss of each epoch
     iterations          the optimizer's count of steps, of STEPS * EPOCHS
     untouched           whether all rows that occur in no batch are as they were
     trained             share of the other rows that changed
     saved_shape         shape of the table in a weights file
-    saved_equal         whether a model with keras.layers.Embedding, in this process alone, reads that file and predicts the same
+    saved_equal         whether a model with keras.layers.Embedding, in this process alone, reads
+                        that file and predicts the same
 """
 
 import json
@@ -26,14 +31,22 @@ import tensorflow as tf
 
 import tfdist
 
-ROWS, WIDTH, LENGTH = 200_000, 16, 10
-BATCH, STEPS, EPOCHS = 32, 60, 3
+ROWS = 200_000
+WIDTH = 16
+LENGTH = 10
+BATCH = 32
+STEPS = 60
+EPOCHS = 3
 RATES = {"sgd": 1.0, "adam": 0.01, "adagrad": 0.1}
 
 
 def data():
-    """Of an example's ids half are drawn from few, so that batches repeat them; the label follows from the first."""
-    rng, shape = np.random.default_rng(0), (BATCH * STEPS, LENGTH)
+    """Return examples; half of an example's ids are drawn from few, so that batches repeat them.
+
+    The label follows from the first.
+    """
+    rng = np.random.default_rng(0)
+    shape = (BATCH * STEPS, LENGTH)
     ids = np.where(
         rng.random(shape) < 0.5, rng.integers(0, ROWS, shape), rng.integers(0, 50, shape)
     )
@@ -101,10 +114,12 @@ def main(out: str, kind: str = "sharded", optimizer: str = "sgd") -> None:
         alone.load_weights(file)
         return alone.layers[1].get_weights()[0]
 
-    before, traffic = saved(), Traffic()
+    before = saved()
+    traffic = Traffic()
     history = model.fit(x, y, batch_size=BATCH, epochs=EPOCHS, verbose=0, callbacks=[traffic])
     after = saved()
-    changed, used = (before != after).any(1), np.isin(np.arange(ROWS), x)
+    changed = (before != after).any(1)
+    used = np.isin(np.arange(ROWS), x)
     sent, seconds = traffic.per_step()
     report = {
         "shards": [list(part.shape) for part in layer.weights],

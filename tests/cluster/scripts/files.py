@@ -1,6 +1,7 @@
-"""Trains with every callback that writes files: `files.py DIRECTORY crash|finish`.
+"""Train with every callback that writes files: `files.py DIRECTORY crash|finish`.
 
-All but the backup goes to a directory of this worker's own, so that whatever a worker other than the chief writes is found there.
+All but the backup goes to a directory of this worker's own, so that whatever a worker other than
+the chief writes is found there.
 """
 
 import os
@@ -17,7 +18,8 @@ import tfdist
 from tests.parity.cases import CROSSENTROPY, data, dataset, mlp
 from tfdist.strategies.factory import is_chief
 
-CRASH_EPOCH, EPOCHS = 2, 4
+CRASH_EPOCH = 2
+EPOCHS = 4
 SLOW_STEPS = 150
 LONG_TIMEOUT, LONG_STEPS = (
     16,

@@ -1,4 +1,7 @@
-"""A worker whose steps are measured, the second one slowed: `measured.py INDEX DIRECTORY [DELAY [MEASURED]]`."""
+"""Measure a worker's steps, with the second one slowed.
+
+The command is `measured.py INDEX DIRECTORY [DELAY [MEASURED]]`.
+"""
 
 import pathlib
 import sys
@@ -10,7 +13,9 @@ import tensorflow as tf
 
 import tfdist
 
-STEPS, EPOCHS, BATCH = 30, 2, 16
+STEPS = 30
+EPOCHS = 2
+BATCH = 16
 DELAY = 0.05  # seconds of the second worker's forward pass
 
 

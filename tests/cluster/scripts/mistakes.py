@@ -1,4 +1,6 @@
-"""Makes the mistakes that only a comparison of the workers finds: `mistakes.py OUT MISTAKE [MISTAKE ...]`.
+"""Make the mistakes that only a comparison of the workers finds.
+
+The command is `mistakes.py OUT MISTAKE [MISTAKE ...]`.
 
 The error of each goes to the file OUT, but that of the last ends the process.
 """
@@ -38,7 +40,7 @@ def shorter_data(strategy, rank):
 
 
 def shorter_generator(strategy, rank):
-    """Its length is unknown before it ends: one worker waits in a step that the other does not take."""
+    """Return a data set of unknown length: one worker waits in a step that the other skips."""
     x, y = data()
     train(strategy, ((x[i : i + 12], y[i : i + 12]) for i in range(0, len(x) - 12 * rank, 12)))
 

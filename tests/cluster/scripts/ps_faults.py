@@ -1,6 +1,9 @@
-"""A task of a parameter-server job that tests disturb: `ps_faults.py DIRECTORY EPOCHS [TIMEOUT]`.
+"""Run a task of a parameter-server job that tests disturb.
 
-The chief writes a line for each event to its output: "epoch 0 begins", "step 10", "epoch 0: {...}", "lost: ...".
+The command is `ps_faults.py DIRECTORY EPOCHS [TIMEOUT]`.
+
+The chief writes a line for each event to its output: "epoch 0 begins", "step 10", "epoch 0: {...}",
+"lost: ...".
 """
 
 import logging

@@ -1,6 +1,7 @@
-"""Features of Keras meet a parameter-server cluster: `ps_features.py OUT [FEATURE ...]`.
+"""Try features of Keras on a parameter-server cluster: `ps_features.py OUT [FEATURE ...]`.
 
-The chief writes to the file OUT what went wrong with each feature, null where nothing did; other tasks serve.
+The chief writes to the file OUT what went wrong with each feature, null where nothing did; other
+tasks serve.
 """
 
 import json
@@ -12,7 +13,9 @@ import traceback
 import keras
 
 import tfdist
-from tests.cluster.scripts.ps import data, errors, models, training  # noqa: F401  they fill FEATURES
+
+# Imported because they fill FEATURES.
+from tests.cluster.scripts.ps import data, errors, models, training  # noqa: F401
 from tests.cluster.scripts.ps.base import FEATURES
 
 

@@ -1,5 +1,7 @@
-"""A run takes some steps, as `tfdist train` or as a pipeline of two stages; prints the bytes that tensors then hold, those at the
-peak of a step, and those that a step sends, for each device.
+"""Run some steps, as `tfdist train` or as a pipeline of two stages, and print the bytes of tensors.
+
+For each device, these are the bytes held afterwards, those at the peak of a step, and those that a
+step sends.
 
 Arguments: the number of stages, 0 for none; the config, by words.
 """
@@ -13,7 +15,8 @@ import tensorflow as tf
 from tfdist import parallel
 from tfdist.run import build, input_pipeline, train_command
 
-stages, settings = int(sys.argv[1]), train_command.parse(sys.argv[2:])
+stages = int(sys.argv[1])
+settings = train_command.parse(sys.argv[2:])
 strategy = build.make_strategy(settings.strategy, settings.sync)
 if stages:
     strategy = tf.distribute.get_strategy()
@@ -38,9 +41,8 @@ if stages:
     model.compile(settings.train.optimizer, whole.loss)
 devices = stages or strategy.num_replicas_in_sync
 resident = []
-for _ in range(
-    5
-):  # TensorFlow's allocator gives chunks of up to twice what is asked for, other ones after each step
+# TensorFlow's allocator gives chunks of up to twice what is asked for, other ones after each step.
+for _ in range(5):
     model.fit(train, steps_per_epoch=2, verbose=0)
     resident.append(held() - before)
 print(f"resident {min(resident) // devices}")

@@ -1,4 +1,7 @@
-"""A worker that trains with a backup after every second step: `resumed.py DIRECTORY OUT whole|sharded|diloco [EPOCH STEP]`, which kills it there."""
+"""Train a worker with a backup after every second step, and kill it at a step.
+
+The command is `resumed.py DIRECTORY OUT whole|sharded|diloco [EPOCH STEP]`.
+"""
 
 import os
 import pathlib
@@ -17,7 +20,8 @@ EXAMPLES, BATCH, EPOCHS = 100, 12, 3  # the last batch has 4 rows
 class Kill(keras.callbacks.Callback):
     def __init__(self, epoch, step):
         super().__init__()
-        self.where, self.epoch = (epoch, step), None
+        self.where = (epoch, step)
+        self.epoch = None
 
     def on_epoch_begin(self, epoch, logs=None):
         self.epoch = epoch

@@ -1,4 +1,7 @@
-"""A task of a launch that reads pipelines by way of its data workers: `served.py read DIRECTORY` or `served.py forever DIRECTORY`."""
+"""Read pipelines by way of data workers, as a task of a launch.
+
+The command is `served.py read DIRECTORY` or `served.py forever DIRECTORY`.
+"""
 
 import json
 import os

@@ -1,6 +1,9 @@
-"""Serves in worker and ps tasks, and in the chief counts on a stock ParameterServerStrategy: `serving.py HOW [START RETURN]`.
+"""Serve in worker and ps tasks, and count in the chief on a stock ParameterServerStrategy.
 
-HOW the chief goes on once it has counted: `finish` tells the servers, `leave` ends without a word, `stay` stays.
+The command is `serving.py HOW [START RETURN]`.
+
+HOW the chief goes on once it has counted: `finish` tells the servers, `leave` ends without a word,
+`stay` stays.
 """
 
 import logging

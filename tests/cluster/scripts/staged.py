@@ -1,4 +1,6 @@
-"""Trains on the stages of a cluster, and on the chief alone: `staged.py RESULT [EPOCHS [SNAPSHOTS]]` writes what both came to.
+"""Train on the stages of a cluster, and on the chief alone, and write both results.
+
+The command is `staged.py RESULT [EPOCHS [SNAPSHOTS]]`.
 
 With a directory for snapshots the first attempt kills a worker in its third epoch.
 """
@@ -55,7 +57,8 @@ def trained(model, epochs, *callbacks):
 
 
 rows = np.random.RandomState(0)
-X, Y = rows.randn(24, 8).astype("float32"), rows.randn(24, 2).astype("float32")
+X = rows.randn(24, 8).astype("float32")
+Y = rows.randn(24, 2).astype("float32")
 epochs = int(sys.argv[2]) if len(sys.argv) > 2 else 2
 staged = tfdist.parallel.pipeline(
     build(), 2, microbatches=2, data=len(devices) // 2, devices=devices

@@ -1,4 +1,4 @@
-"""Configs for test_verify.py, `verified.py:NAME`, with the models and data that they name, right ones and faulty ones."""
+"""Configs for test_verify.py, `verified.py:NAME`, with right and faulty models and data."""
 
 import keras
 import numpy as np
@@ -22,7 +22,7 @@ def get_config(name):
     return config
 
 
-# --- Right ones -----------------------------------------------------------------------------------------------------------
+# --- Right ones -----------------------------------------------------------------------------------
 def _mlp(config):
     config.model.name = "mlp"
     config.model.options.widths = (16,)
@@ -47,7 +47,7 @@ def images(data, split):
     return Source.of((x, (x.mean((1, 2, 3)) // 2 % CLASSES).astype(np.int32)))
 
 
-# --- Faults ---------------------------------------------------------------------------------------------------------------
+# --- Faults ---------------------------------------------------------------------------------------
 def _resnet(config):
     """BatchNormalization that is not synchronized."""
     config.model.name = "resnet"
@@ -97,7 +97,7 @@ def _overlapping(config):
 
 
 def unsharded(data, split):
-    """Global batches of which nobody takes a part for its worker: with this policy all take the same rows."""
+    """Return global batches of which nobody takes a part for its worker: all take the same rows."""
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
     return images(data, split).dataset().repeat().batch(data.global_batch).with_options(options)

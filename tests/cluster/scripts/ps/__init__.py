@@ -1,1 +1,1 @@
-"""Features of Keras as functions of a parameter-server strategy, which raise where the feature fails."""
+"""Features of Keras as functions of a parameter-server strategy, which raise on failure."""

@@ -1,4 +1,4 @@
-"""Models whose results are known whatever the order in which workers take steps, and what all features share."""
+"""Models whose results do not depend on the order of the workers' steps, and shared helpers."""
 
 import time
 
@@ -58,7 +58,7 @@ def trains(strategy, train=None, *, rows=60, steps=5, epochs=6, **kwargs):
     return model, history
 
 
-# --- A model that counts ----------------------------------------------------------------------------------------------
+# --- A model that counts --------------------------------------------------------------------------
 @keras.saving.register_keras_serializable()
 class Once(keras.metrics.Metric):
     """How many of the examples, whose numbers are the labels, were seen exactly once."""
@@ -93,7 +93,10 @@ def sgd(rate=1.0, **kwargs):
 
 
 def counter(strategy, optimizer=sgd(), rows=ROWS, **kwargs):
-    """A model with one weight whose gradient is 1 for any batch of ones: after N steps of SGD it is -N exactly."""
+    """Return a model with one weight whose gradient is 1 for any batch of ones.
+
+    After N steps of SGD the weight is -N exactly.
+    """
     return compiled(strategy, one_weight, optimizer, mean_output, metrics=[Once(rows)], **kwargs)
 
 
@@ -110,7 +113,10 @@ def batches(rows=ROWS, batch=BATCH):
 
 
 def counts(strategy, *train, epochs=2, steps=STEPS, rows=ROWS, model=None, **kwargs):
-    """Every step counts once in weight and optimizer, every example once in each epoch's metrics."""
+    """Check that every step counts once in weight and optimizer.
+
+    Every example counts once in each epoch's metrics.
+    """
     model = model or counter(strategy, rows=rows)
     history = model.fit(*train, epochs=epochs, verbose=0, **kwargs).history
     result = weight(model), int(model.optimizer.iterations.numpy()), history["once"]

@@ -183,7 +183,7 @@ def evaluation_sees_each_example_once(strategy):
     assert history["val_once"] == [6 * BATCH] * 2, history
 
 
-# --- Inputs -----------------------------------------------------------------------------------------------------------
+# --- Inputs ---------------------------------------------------------------------------------------
 @feature
 def validation(strategy):
     x, y = data()
@@ -246,7 +246,8 @@ def dicts(strategy):
     x, y = data()
 
     def build():
-        a, b = keras.Input((6,), name="a"), keras.Input((2,), name="b")
+        a = keras.Input((6,), name="a")
+        b = keras.Input((2,), name="b")
         h = keras.layers.Concatenate()([keras.layers.Dense(5, "tanh")(a), b])
         return keras.Model(
             {"a": a, "b": b},

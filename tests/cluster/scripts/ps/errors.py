@@ -78,7 +78,8 @@ def error_jit_compile(strategy):
 
 @feature
 def error_data_without_end(strategy):
-    model, endless = counter(strategy), batches().repeat()
+    model = counter(strategy)
+    endless = batches().repeat()
     raises(ValueError, "fit: .*no end.*steps_per_epoch", model.fit, endless)
     raises(
         ValueError, "fit: .*no end.*validation_steps", model.fit, batches(), validation_data=endless

@@ -43,7 +43,10 @@ def unbuilt_models(strategy):
 
 @feature
 def batch_normalization(strategy):
-    """Momentum 0.5 on batches of one mean: the moving mean tells how many steps moved it at least."""
+    """Use momentum 0.5 on batches of one mean.
+
+    The moving mean tells how many steps moved it at least.
+    """
 
     def model():
         return keras.Sequential(
@@ -82,7 +85,8 @@ def dropout(strategy):
         def result(self):
             return self.seen.value
 
-    x, y = np.tile((2.0 ** np.arange(16)).astype("float32"), (ROWS, 1)), numbered()[1]
+    x = np.tile((2.0 ** np.arange(16)).astype("float32"), (ROWS, 1))
+    y = numbered()[1]
     with strategy.scope():
         model = keras.Sequential(
             [
@@ -202,7 +206,7 @@ def normalization_adapted(strategy):
     same(model.predict(x, verbose=0), (x - x.mean(0)) / x.std(0), 1e-3)
 
 
-# --- Custom steps -----------------------------------------------------------------------------------------------------
+# --- Custom steps ---------------------------------------------------------------------------------
 class OwnStep(keras.Sequential):
     def train_step(self, batch):
         x, y = batch
@@ -268,15 +272,22 @@ def test_step_and_predict_step_of_its_own(strategy):
     assert model.predict(numbered()[0], batch_size=BATCH, verbose=0)["twice"].sum() == 2 * ROWS
 
 
-# --- Metrics ----------------------------------------------------------------------------------------------------------
+# --- Metrics --------------------------------------------------------------------------------------
 def many_metrics():
     return [
-        "accuracy", keras.metrics.AUC(num_thresholds=50, name="auc"), keras.metrics.F1Score(threshold=0.5, name="f1"),
-        keras.metrics.Precision(thresholds=[0.3, 0.5, 0.7], name="precision"), keras.metrics.Recall(name="recall"),
-        keras.metrics.TruePositives(name="tp"), keras.metrics.FalseNegatives(name="fn"), keras.metrics.BinaryIoU(name="iou"),
-        keras.metrics.SensitivityAtSpecificity(0.5, name="sas"), keras.metrics.R2Score(name="r2"),
-        keras.metrics.RootMeanSquaredError(name="rmse"), keras.metrics.PearsonCorrelation(name="pearson"),
-    ]  # fmt: skip
+        "accuracy",
+        keras.metrics.AUC(num_thresholds=50, name="auc"),
+        keras.metrics.F1Score(threshold=0.5, name="f1"),
+        keras.metrics.Precision(thresholds=[0.3, 0.5, 0.7], name="precision"),
+        keras.metrics.Recall(name="recall"),
+        keras.metrics.TruePositives(name="tp"),
+        keras.metrics.FalseNegatives(name="fn"),
+        keras.metrics.BinaryIoU(name="iou"),
+        keras.metrics.SensitivityAtSpecificity(0.5, name="sas"),
+        keras.metrics.R2Score(name="r2"),
+        keras.metrics.RootMeanSquaredError(name="rmse"),
+        keras.metrics.PearsonCorrelation(name="pearson"),
+    ]
 
 
 @feature

@@ -37,7 +37,8 @@ class Epochs(keras.callbacks.Callback):
 
     def __init__(self):
         super().__init__()
-        self.weights, self.begun = [], []
+        self.weights = []
+        self.begun = []
 
     def on_epoch_begin(self, epoch, logs=None):
         self.begun.append(epoch)
@@ -49,7 +50,8 @@ class Epochs(keras.callbacks.Callback):
 @feature
 def early_stopping(strategy):
     """The rate changes its sign: the loss falls in the first two epochs only."""
-    model, epochs = counter(strategy), Epochs()
+    model = counter(strategy)
+    epochs = Epochs()
     callbacks = [
         epochs,
         keras.callbacks.LearningRateScheduler(lambda epoch: 1.0 if epoch < 2 else -1.0),
@@ -74,7 +76,8 @@ def learning_rates(strategy):
 @feature
 def model_checkpoints(strategy):
     directory = pathlib.Path(tempfile.mkdtemp())
-    model, epochs = counter(strategy), Epochs()
+    model = counter(strategy)
+    epochs = Epochs()
     callbacks = [
         epochs,
         keras.callbacks.ModelCheckpoint(str(directory / "epoch-{epoch}.keras")),
@@ -122,7 +125,8 @@ def backup_and_restore(strategy):
         )
 
     raises(KeyboardInterrupt, "", fit, counter(strategy), Interrupt())
-    model, epochs = counter(strategy), Epochs()
+    model = counter(strategy)
+    epochs = Epochs()
     fit(model, epochs)
     assert (epochs.begun, weight(model), int(model.optimizer.iterations.numpy())) == (
         [2, 3],
@@ -208,7 +212,7 @@ def callback_that_fails(strategy):
     counts(strategy, batches(), model=model)
 
 
-# --- Optimizers -------------------------------------------------------------------------------------------------------
+# --- Optimizers -----------------------------------------------------------------------------------
 @feature
 def clipping(strategy):
     for argument, clipped in (("clipnorm", 0.5), ("global_clipnorm", 0.25), ("clipvalue", 0.125)):
@@ -234,7 +238,7 @@ def average_of_weights(strategy):
 
 @feature
 def gradient_accumulation(strategy):
-    """Three steps make an update; what is not yet applied waits in the accumulator, and nothing is lost."""
+    """Make an update of three steps; the rest waits in the accumulator, and nothing is lost."""
 
     def accumulating():
         return sgd(gradient_accumulation_steps=3)()
@@ -342,7 +346,7 @@ def two_fits_and_another_compile(strategy):
     assert model.evaluate(batches(), verbose=0, return_dict=True)["once"] == ROWS
 
 
-# --- Batches ----------------------------------------------------------------------------------------------------------
+# --- Batches --------------------------------------------------------------------------------------
 @feature
 def on_batch(strategy):
     model = counter(strategy)
