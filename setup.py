@@ -29,11 +29,12 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["tfdist", "tfdist.*"]),
-    package_data={"tfdist": ["py.typed"]},
+    package_data={"tfdist": ["py.typed"], "tfdist.tools.report": ["templates/*"]},
     install_requires=[
         "absl-py>=2.1",  # flags and app.run of the per-worker scripts
         # TFDS imports it when it prepares a data set, but declares it for Python < 3.9 only.
         "importlib_resources>=6.0",
+        "jinja2>=3.1",  # templates of `tfdist report`
         "keras>=3.10",
         "ml_collections>=1.0",  # --config=FILE.py --config.a.b=VALUE
         "numpy>=1.26",

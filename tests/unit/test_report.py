@@ -14,6 +14,8 @@ from tests.processes import ROOT
 from tests.reports import BEGUN, CHROMIUM, Page, browse, write_benchmark, write_launch, write_run
 from tfdist import cli
 from tfdist.telemetry import layout
+from tfdist.tools.report.main import read
+from tfdist.tools.report.page import Chapter, Section, Table, Tile, render
 from tfdist.tools.report.read import read_run
 from tfdist.tools.report.steps import standing
 
@@ -122,6 +124,34 @@ def test_text_of_files_stays_text(tmp_path):
     assert f"{NASTY} (run)" in page.words["h1"]
     assert NASTY in page.words["td"]
     assert NASTY[:35] in "".join(page.words["text"])  # a name at an axis is shortened
+
+
+def test_every_text_of_a_page_is_escaped(tmp_path):
+    tables = [Table([[NASTY]], [NASTY], caption=NASTY, folded=folded) for folded in (True, False)]
+    section = Section(NASTY, tables=tables, text=[NASTY])
+    chapter = Chapter(
+        name=NASTY,
+        title=NASTY,
+        subtitle=NASTY,
+        badge=(NASTY, True),
+        tiles=[Tile(NASTY, NASTY)],
+        sections=[section],
+        problems=[NASTY],
+        absent=[NASTY],
+    )
+    path = tmp_path / "page.html"
+    path.write_text(render([chapter, chapter], f"{NASTY} \x1b[31m"))
+    page = Page(path)
+    assert page.outside() == []
+    assert "<script" not in page.source
+    words = [word for words in page.words.values() for word in words]
+    # 15 texts in each chapter; the page's title, its link to the second chapter, and its last line.
+    assert sum(NASTY in word for word in words) == 2 * 15 + 3
+    assert page.words["footer"] == [f"{NASTY} \N{REPLACEMENT CHARACTER}[31m"]
+
+
+def test_the_same_files_give_the_same_page(small):
+    assert render(read(small), "foot") == render(read(small), "foot")
 
 
 def test_what_is_not_there_is_left_out(small, capsys):

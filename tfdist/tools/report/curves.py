@@ -270,7 +270,7 @@ def _lines(
     if min(values) > 0 and max(values) > 100 * min(values) and not zero:
         axes.set_yscale("log")
     elif zero:
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.08 * max(values) or 1)
     if x == "epoch":
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
         first = min(min(xs) for _, xs, _, _, _ in lines)

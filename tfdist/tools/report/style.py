@@ -3,53 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import io
 import re
 from collections.abc import Callable
 from typing import Any
 
-# Text and lines of a figure. On the page they are CSS variables, so that a dark theme can differ.
-INK, MUTED, GRID, PAPER = "#1f2933", "#5f6b7a", "#dde2e8", "#fefefe"
-# Okabe and Ito, "Color Universal Design": colour-blind readers can tell these apart, too.
-BLUE, ORANGE, GREEN, RED, SKY, PINK, GREY = (
-    "#0072b2",
-    "#e69f00",
-    "#009e73",
-    "#d55e00",
-    "#56b4e9",
-    "#cc79a7",
-    "#8a94a6",
+# Each colour on a light and on a dark page. Images, and the figures before they are on a page, have
+# the light ones; the page replaces them by CSS variables of these names.
+COLOURS = {
+    "ink": ("#1f2933", "#e4e8ed"),
+    "muted": ("#5f6b7a", "#a3aebb"),
+    "grid": ("#dde2e8", "#343c47"),
+    "paper": ("#fefefe", "#1b2027"),  # not #ffffff: a white label is white on a dark page, too
+    # Okabe and Ito, "Color Universal Design": colour-blind readers can tell these apart, too.
+    "blue": ("#0072b2", "#3d9fdb"),
+    "orange": ("#e69f00", "#f0b429"),
+    "green": ("#009e73", "#22b98c"),
+    "red": ("#d55e00", "#ef7d34"),
+    "sky": ("#56b4e9", "#8accf3"),
+    "pink": ("#cc79a7", "#dc98bf"),
+    "grey": ("#8a94a6", "#97a2b3"),
+}
+INK, MUTED, GRID, PAPER, BLUE, ORANGE, GREEN, RED, SKY, PINK, GREY = (
+    light for light, _ in COLOURS.values()
 )
 CYCLE = (BLUE, ORANGE, GREEN, RED, PINK, SKY, GREY)
 DASHES = ("-", "--", ":", "-.")
-# CSS variables: each colour on a light and on a dark page.
-VARIABLES = {
-    "ink": (INK, "#e4e8ed"),
-    "muted": (MUTED, "#a3aebb"),
-    "grid": (GRID, "#343c47"),
-    "paper": ("#ffffff", "#1b2027"),
-    "blue": (BLUE, "#3d9fdb"),
-    "orange": (ORANGE, "#f0b429"),
-    "green": (GREEN, "#22b98c"),
-    "red": (RED, "#ef7d34"),
-    "sky": (SKY, "#8accf3"),
-    "pink": (PINK, "#dc98bf"),
-    "grey": (GREY, "#97a2b3"),
-}
-_NAMES = {
-    INK: "ink",
-    MUTED: "muted",
-    GRID: "grid",
-    PAPER: "paper",
-    BLUE: "blue",
-    ORANGE: "orange",
-    GREEN: "green",
-    RED: "red",
-    SKY: "sky",
-    PINK: "pink",
-    GREY: "grey",
-}
+_NAMES = {light: name for name, (light, _) in COLOURS.items()}
 
 NARROW, WIDE = (4.4, 2.75), (9.2, 3.4)  # inches
 _DOTS = 180  # dots per inch of a PNG
@@ -121,8 +101,10 @@ class Figure:
         return self.size[0] > NARROW[0]
 
 
-def svg(figure: Figure, prefix: str) -> str:
-    """Render a figure as an SVG element, in the page's colours and font.
+def svg(figure: Figure, prefix: str) -> tuple[str, str]:
+    """Render a figure as the view box and the content of an SVG element.
+
+    The content has the colours and the font of the page.
 
     Args:
         figure: Figure to draw.
@@ -140,9 +122,7 @@ def svg(figure: Figure, prefix: str) -> str:
     inner = re.sub(
         r"<!--.*?-->|<style.*?</style>|<metadata>.*?</metadata>", "", inner, flags=re.DOTALL
     )
-    inner = re.sub(r"<[^>]*>", lambda tag: _tag(tag[0], prefix), inner)
-    label = html.escape(f"{figure.title}. {figure.caption}".strip())
-    return f'<svg role="img" aria-label="{label}" viewBox="{box[1]}">{inner.strip()}</svg>'
+    return box[1], re.sub(r"<[^>]*>", lambda tag: _tag(tag[0], prefix), inner).strip()
 
 
 def png(figure: Figure) -> bytes:
