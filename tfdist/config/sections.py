@@ -1,0 +1,399 @@
+"""Sections of a run's configuration: frozen dataclasses that check their values."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from tfdist.config.checks import above, at_least, check, hint, nearest, one_of, step_range
+
+if TYPE_CHECKING:
+    from ml_collections import ConfigDict
+
+
+BACKENDS = ("tensorboard", "jsonl", "console", "wandb", "mlflow")
+
+
+@dataclasses.dataclass(frozen=True)
+class Strategy:
+    """Distribution of training: the arguments of `tfdist.make_strategy`.
+
+    Attributes:
+        name: Strategy, such as "mirrored"; "auto" chooses one by cluster and devices.
+        cluster: File with the cluster's addresses, YAML or JSON; None: the environment describes
+            the cluster, or there is only this machine.
+        task: Task of this process in that file, such as "worker:1"; None: the file defines it.
+        devices: Devices to use, as `make_strategy` accepts them: "2", "cpu:2" or "gpu:0,gpu:1";
+            None: all.
+        communication: Implementation of the workers' gradient all-reduce: "auto", "ring" or "nccl".
+        timeout: Longest time to wait for the other workers, in seconds.
+        reading: Reader of the data under parameter_server: "workers", "coordinator" or "auto".
+    """
+
+    name: str = "auto"
+    cluster: str | None = None
+    task: str | None = None
+    devices: str | None = None
+    communication: str = one_of(("auto", "ring", "nccl"), "auto")
+    timeout: float = above(0, 600.0)
+    reading: str = one_of(("auto", "workers", "coordinator"), "auto")
+
+    def __post_init__(self) -> None:
+        check(self, "strategy")
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """Data to train and evaluate on.
+
+    Attributes:
+        name: Entry of the catalog, or TFDS data set; or FILE.py:FUNCTION, called with this section
+            and "train" or "eval", which returns a Source, a `tfdist.data.pipeline` or a
+            `tf.data.Dataset` of global batches. The latter two are used unchanged.
+        catalog: File of a catalog of data sets; None: names are TFDS'.
+        train_split: Split to train on.
+        eval_split: Split to evaluate on, after every epoch and at the end.
+        data_dir: Directory of prepared TFDS data sets; None: TFDS' default.
+        global_batch: Number of examples per step, of all replicas together.
+        shuffle: Whether to shuffle the training split again every epoch.
+        tail: Treatment in training of the last examples if they do not fill a batch: "partial",
+            "pad" or "drop".
+        image_size: Height and width to resize images to, in pixels; None: all images already have
+            one size.
+        augment: Whether to train on random crops and flips of the images; needs image_size.
+        ignore_errors: Number of unreadable examples that training may skip, in each process.
+        cache: Whether to keep the examples in memory.
+        threads: Number of threads that read and transform; None: TensorFlow's default.
+        service: Whether the data workers of `tfdist launch --data-workers N` read the training
+            split.
+    """
+
+    name: str = "tfdist_digits"
+    catalog: str | None = None
+    train_split: str = "train"
+    eval_split: str = "test"
+    data_dir: str | None = None
+    global_batch: int = at_least(1, 64)
+    shuffle: bool = True
+    tail: str = one_of(("partial", "pad", "drop"), "partial")
+    image_size: int | None = None
+    augment: bool = False
+    ignore_errors: int = at_least(0, 0)
+    cache: bool = False
+    threads: int | None = None
+    service: bool = False
+
+    def __post_init__(self) -> None:
+        check(self, "data")
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """Model to train.
+
+    Attributes:
+        name: One of `tfdist.models.MODELS`; or FILE.py:FUNCTION or package.module:FUNCTION, called
+            with input_shape, classes and the options, which returns a `keras.Model`. A compiled
+            model is not compiled again.
+        options: Options of the model, such as {"dropout": 0.1}. Shape and classes come from the
+            data.
+    """
+
+    name: str = "cnn"
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check(self, "model")
+
+
+@dataclasses.dataclass(frozen=True)
+class Train:
+    """Training: epochs, optimizer, precision and seed.
+
+    Attributes:
+        epochs: Number of passes over the training split.
+        optimizer: Keras optimizer, such as "adam".
+        learning_rate: Learning rate at the beginning.
+        schedule: Schedule of the learning rate: "constant", or "cosine", which decays it to 0 along
+            half a cosine until the last step.
+        precision: Keras' dtype policy.
+        steps_per_execution: Number of steps per call of the train function. Logs and callbacks are
+            updated every so many steps.
+        seed: Seed of initial weights, dropout and the order of examples.
+    """
+
+    epochs: int = at_least(1, 8)
+    optimizer: str = "adam"
+    learning_rate: float = above(0, 1e-3)
+    schedule: str = one_of(("constant", "cosine"), "constant")
+    precision: str = one_of(("float32", "mixed_bfloat16", "mixed_float16"), "float32")
+    steps_per_execution: int = at_least(1, 1)
+    seed: int = at_least(0, 0)
+
+    def __post_init__(self) -> None:
+        check(self, "train")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sync:
+    """Synchronization of the replicas: the arguments of the policies in `tfdist.sync`.
+
+    Attributes:
+        kind: "gradients": replicas aggregate gradients before each update. "local_sgd" or "diloco":
+            replicas exchange weights after some steps.
+        combine: Gradient aggregation: "mean", "replicas" or "sum".
+        comm_dtype: Data type of the tensors that are sent, "bfloat16" or "float16"; None:
+            unchanged.
+        bucket_bytes: Bytes of small tensors that are sent together in one bucket.
+        clip_norm: Largest global norm of the gradients, to which they are clipped; None: no
+            clipping.
+        accumulate: Number of steps whose gradients are averaged for one update and one exchange.
+        skip_nonfinite: Whether to skip an update with a gradient that is infinite or NaN, on all
+            replicas.
+        every: Number of steps between two exchanges of local_sgd and diloco; 0: an epoch.
+        warmup: Number of first steps in which local_sgd and diloco exchange gradients.
+        outer_learning_rate: Learning rate of diloco's outer optimizer; None: 0.7.
+        outer_momentum: Momentum of diloco's outer optimizer; None: 0.9.
+    """
+
+    kind: str = one_of(("gradients", "local_sgd", "diloco"), "gradients")
+    combine: str = one_of(("mean", "replicas", "sum"), "mean")
+    comm_dtype: str | None = None
+    bucket_bytes: int = at_least(1, 4 << 20)
+    clip_norm: float | None = None
+    accumulate: int = at_least(1, 1)
+    skip_nonfinite: bool = False
+    every: int = at_least(0, 8)
+    warmup: int = at_least(0, 0)
+    outer_learning_rate: float | None = None
+    outer_momentum: float | None = None
+
+    def __post_init__(self) -> None:
+        check(self, "sync")
+        of_gradients = ("combine", "clip_norm", "accumulate", "skip_nonfinite")
+        of_local = ("every", "warmup")
+        of_outer = ("outer_learning_rate", "outer_momentum")
+        idle = {
+            "gradients": (*of_local, *of_outer),
+            "local_sgd": (*of_gradients, *of_outer),
+            "diloco": of_gradients,
+        }[self.kind]
+        for field in dataclasses.fields(self):
+            if field.name in idle and getattr(self, field.name) != field.default:
+                raise ValueError(
+                    f'sync.{field.name}: says nothing where sync.kind is "{self.kind}"; received '
+                    f"{getattr(self, field.name)!r}. Leave it out, or choose another kind."
+                )
+
+
+@dataclasses.dataclass(frozen=True)
+class Parallel:
+    """Sharding of a large model over the replicas.
+
+    Attributes:
+        zero: ZeRO stage. 0: each replica holds everything. 1: the optimizer's state is sharded. 2:
+            so are the gradients; see `tfdist.parallel.zero`. 3: so are the weights; see
+            `tfdist.parallel.fsdp`.
+    """
+
+    zero: int = at_least(0, 0)
+
+    def __post_init__(self) -> None:
+        check(self, "parallel")
+        if self.zero > 3:
+            raise ValueError(f"parallel.zero: expected 0, 1, 2 or 3, received {self.zero}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """Output files of a run.
+
+    Attributes:
+        dir: Directory of this run; None: `runs/NAME`, or `runs/NAME-2` and so on after runs that
+            are finished.
+        save_model: Whether to save the trained model.
+    """
+
+    dir: str | None = None
+    save_model: bool = True
+
+    def __post_init__(self) -> None:
+        check(self, "output")
+
+
+@dataclasses.dataclass(frozen=True)
+class Telemetry:
+    """Logs, metrics and profiles of a run.
+
+    Attributes:
+        step_breakdown: Whether to write the step breakdown, the time of each part of a step, on
+            every worker.
+        backends: Backends for losses and metrics, as words with commas: "tensorboard", "jsonl",
+            "console", "wandb", "mlflow".
+        graph: Whether to write the model's graph to TensorBoard.
+        histograms: Number of epochs between histograms of the weights in TensorBoard; 0: none.
+        hparams: Whether to write the settings to TensorBoard, to compare runs by.
+        images: Number of evaluation images with their predictions to write to TensorBoard after
+            each epoch.
+        profile: Steps to profile, counted from 1 since training began, such as "steps=10..15";
+            None: none.
+        profile_workers: Workers that profile them: the "chief", or "all" workers.
+    """
+
+    step_breakdown: bool = False
+    backends: str = "tensorboard,jsonl"
+    graph: bool = True
+    histograms: int = at_least(0, 0)
+    hparams: bool = True
+    images: int = at_least(0, 0)
+    profile: str | None = None
+    profile_workers: str = one_of(("chief", "all"), "chief")
+
+    def __post_init__(self) -> None:
+        check(self, "telemetry")
+        self.places()
+        if self.profile is not None:
+            step_range("telemetry.profile", self.profile)
+
+    def places(self) -> tuple[str, ...]:
+        """Return the words of `backends`.
+
+        Raises:
+            ValueError: A word is not a known backend.
+
+        Example:
+            >>> Telemetry(backends="console, jsonl").places()
+            ('console', 'jsonl')
+        """
+        words = tuple(word.strip() for word in self.backends.split(",") if word.strip())
+        for word in words:
+            if word not in BACKENDS:
+                raise ValueError(
+                    f"telemetry.backends: received {word!r}. {nearest(word, BACKENDS)}"
+                )
+        return words
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """All settings of one training run.
+
+    Attributes:
+        name: Name of the run, "run" by default.
+        strategy: Distribution of training.
+        data: Data to train and evaluate on.
+        model: Model to train.
+        train: Epochs, optimizer, precision and seed.
+        sync: Synchronization of the replicas.
+        parallel: Sharding of a large model over the replicas.
+        output: Output files.
+        telemetry: Logs, metrics and profiles.
+
+    Example:
+        >>> run = Run.from_dict({"name": "mine", "train": {"epochs": 3}})
+        >>> run.train.epochs, run.data.global_batch
+        (3, 64)
+    """
+
+    name: str = "run"
+    strategy: Strategy = dataclasses.field(default_factory=Strategy)
+    data: Data = dataclasses.field(default_factory=Data)
+    model: Model = dataclasses.field(default_factory=Model)
+    train: Train = dataclasses.field(default_factory=Train)
+    sync: Sync = dataclasses.field(default_factory=Sync)
+    parallel: Parallel = dataclasses.field(default_factory=Parallel)
+    output: Output = dataclasses.field(default_factory=Output)
+    telemetry: Telemetry = dataclasses.field(default_factory=Telemetry)
+
+    def __post_init__(self) -> None:
+        check(self, "")
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> Run:
+        """Return a Run with these settings, and defaults for all others.
+
+        Args:
+            settings: Nested mapping of section to key to value, such as the `to_dict()` of a
+                `ConfigDict`.
+
+        Returns:
+            The Run.
+
+        Raises:
+            ValueError: A key is unknown, in which case the message names the nearest known one, or
+                a value has the wrong type or range.
+
+        Example:
+            >>> Run.from_dict({"train": {"epoch": 3}})
+            Traceback (most recent call last):
+            ValueError: train.epoch: no such key. Did you mean train.epochs?
+        """
+        sections = {key: _section(cls, key, value) for key, value in settings.items()}
+        return cls(**sections)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as nested dicts, which `from_dict` accepts."""
+        return dataclasses.asdict(self)
+
+
+def default() -> ConfigDict:
+    """Return the defaults as a `ConfigDict`, for `get_config()` in a config file to change.
+
+    Example:
+        >>> config = default()
+        >>> config.train.epochs = 3
+        >>> Run.from_dict(config.to_dict()).train.epochs
+        3
+    """
+    from ml_collections import ConfigDict, config_dict
+
+    # Not type-safe, because Run.from_dict checks the types, and reports errors with their keys.
+    config = ConfigDict(Run().to_dict(), type_safe=False)
+    for section, kind in typing.get_type_hints(Run).items():
+        for key, known in (
+            typing.get_type_hints(kind).items() if dataclasses.is_dataclass(kind) else ()
+        ):
+            if isinstance(known, types.UnionType):  # lets --config.output.dir=... know its type
+                config[section][key] = config_dict.placeholder(typing.get_args(known)[0])
+    return config
+
+
+def check_key(key: str) -> None:
+    """Raise ValueError unless a dotted key is one of a Run, or an option of its model.
+
+    Example:
+        >>> check_key("train.epochs"), check_key("model.options.dropout")
+        (None, None)
+        >>> check_key("trian.epochs")
+        Traceback (most recent call last):
+        ValueError: trian: no such key. Did you mean train?
+    """
+    head, _, rest = key.partition(".")
+    section = hint(Run, head, "")
+    if rest and not dataclasses.is_dataclass(section):
+        raise ValueError(
+            f"{key}: no such key; {head} is a value, not a section. Set {head} itself."
+        )
+    if rest:
+        name, _, inner = rest.partition(".")
+        if inner and "Mapping" not in str(hint(section, name, head)):
+            raise ValueError(
+                f"{key}: no such key; {head}.{name} is a value, not a section. Set {head}.{name} "
+                "itself."
+            )
+        hint(section, name, head)
+
+
+def _section(cls: type, key: str, value: Any) -> Any:
+    kind = hint(cls, key, "")
+    if not dataclasses.is_dataclass(kind):
+        return value
+    if not isinstance(value, Mapping):
+        keys = ", ".join(typing.get_type_hints(kind))
+        raise ValueError(f"{key}: expected a section with keys such as {keys}; received {value!r}.")
+    for name in value:
+        hint(kind, name, key)
+    return kind(**value)  # type: ignore[operator]
