@@ -11,7 +11,7 @@ from tfdist.tools.report import bench, curves, scaling, steps
 from tfdist.tools.report.bench import ALLREDUCE, PREDICT, SCALING, Benchmark, label
 from tfdist.tools.report.formatting import NOTHING, TIMES, duration, figure, moment
 from tfdist.tools.report.outline import done, fact, final, percent, rate, words
-from tfdist.tools.report.page import Chapter, Section, Table, Tile
+from tfdist.tools.report.page import Chapter, Section, Table, Tile, drawn
 from tfdist.tools.report.read import TRAINING, VALIDATION, Run
 
 _METRICS = 4  # most metrics that are compared in figures
@@ -47,16 +47,12 @@ def of_runs(directory: Path, runs: Sequence[Run], others: Sequence[Path]) -> Cha
         subtitle=str(directory),
         badge=None,
         tiles=[
-            Tile(str(len(runs)), "run" if len(runs) == 1 else "runs"),
+            Tile.count(len(runs), "run"),
             Tile(str(finished), "finished"),
             *_best(runs),
         ],
         sections=[
-            Section(
-                "Comparison",
-                [drawn for drawn in figures if drawn],
-                [_table(runs, names[:_METRICS])],
-            )
+            Section("Comparison", drawn(*figures), [_table(runs, names[:_METRICS])]),
         ],
         absent=[
             f"the benchmark {path}: it has a page of its own, tfdist report {path}"
@@ -72,23 +68,23 @@ def of_benchmark(benchmark: Benchmark) -> Chapter:
         sections = [
             Section(
                 "Sums over the replicas",
-                _drawn(scaling.bandwidth(setups), scaling.latency(setups)),
+                drawn(scaling.bandwidth(setups), scaling.latency(setups)),
                 [_sums(setups)],
             )
         ]
     elif benchmark.kind == PREDICT:
-        sections = [Section("Inference", _drawn(scaling.inference(setups)), [_setups(setups)])]
+        sections = [Section("Inference", drawn(scaling.inference(setups)), [_setups(setups)])]
     else:
         modes = [scaling.scaling(setups, mode) for mode in ("strong", "weak")]
         sections = [
-            Section("Scaling", _drawn(*modes, scaling.efficiency(setups)), [_setups(setups)])
+            Section("Scaling", drawn(*modes, scaling.efficiency(setups)), [_setups(setups)])
         ]
     rows = [
         (label(setup), found) for setup in setups if sum((found := bench.parts(setup)).values()) > 0
     ]
     if rows:
-        drawn = steps.stacked("step_breakdown-by-setup", "A mean step of each setup", rows)
-        sections.append(Section("Where the time of a step goes", [drawn]))
+        bars = steps.stacked("step_breakdown-by-setup", "A mean step of each setup", rows)
+        sections.append(Section("Where the time of a step goes", [bars]))
     tables = []
     for title in ("options", "machine", "versions"):
         facts = benchmark.section(title)
@@ -139,10 +135,6 @@ def of_benchmark(benchmark: Benchmark) -> Chapter:
 _KINDS = {SCALING: "scaling", PREDICT: "inference", ALLREDUCE: "all-reduce"}
 
 
-def _drawn(*figures):
-    return [drawn for drawn in figures if drawn]
-
-
 def _best(runs: Sequence[Run]) -> list[Tile]:
     found = []
     scores = [
@@ -160,6 +152,8 @@ def _best(runs: Sequence[Run]) -> list[Tile]:
 
 
 def _table(runs: Sequence[Run], names: Sequence[str]) -> Table:
+    head = ["run", "", *names, "examples/s", "epochs", "replicas", "restarts", "lost steps", "time"]
+    head.append("strategy")
     rows = []
     for run in runs:
         scores = final(run)[0]
@@ -177,18 +171,6 @@ def _table(runs: Sequence[Run], names: Sequence[str]) -> Table:
                 str(fact(run, "strategy") or NOTHING),
             ]
         )
-    head = [
-        "run",
-        "",
-        *names,
-        "examples/s",
-        "epochs",
-        "replicas",
-        "restarts",
-        "lost steps",
-        "time",
-        "strategy",
-    ]
     return Table(rows, head, right=range(2, len(head) - 1))
 
 
@@ -220,9 +202,7 @@ def _tiles(benchmark: Benchmark) -> list[Tile]:
         )
         quick = min(summed, key=lambda setup: setup.step)
         found.append(Tile(duration(quick.step), f"shortest sum: {label(quick)}"))
-    found.append(
-        Tile(str(len(benchmark.setups)), "setups" if len(benchmark.setups) != 1 else "setup")
-    )
+    found.append(Tile.count(len(benchmark.setups), "setup"))
     if machine.get("cores"):
         found.append(Tile(str(machine["cores"]), "cores"))
     if machine.get("gpus"):
@@ -238,33 +218,21 @@ def _setups(setups: Sequence[Setup]) -> Table:
             if setup.rates
             else NOTHING
         )
-        rows.append(
-            [
-                label(setup),
-                str(setup.workers),
-                f"{setup.global_batch:,}",
-                spread,
-                f"{1e3 * setup.step:.3g} ms" if setup.seconds else NOTHING,
-                NOTHING if setup.speedup is None else f"{setup.speedup:.2f}",
-                NOTHING if setup.efficiency is None else f"{100 * setup.efficiency:.0f} %",
-                setup.error or setup.reason or NOTHING,
-            ]
-        )
-    head = [
-        "setup",
-        "workers",
-        "global batch",
-        "examples/s (spread)",
-        "step",
-        "speed-up",
-        "efficiency",
-        "reason",
-    ]
-    if all(row[-1] == NOTHING for row in rows):
-        head, rows = head[:-1], [row[:-1] for row in rows]
-    return Table(
+        efficiency = NOTHING if setup.efficiency is None else f"{100 * setup.efficiency:.0f} %"
+        row = {
+            "setup": label(setup),
+            "workers": str(setup.workers),
+            "global batch": f"{setup.global_batch:,}",
+            "examples/s (spread)": spread,
+            "step": f"{1e3 * setup.step:.3g} ms" if setup.seconds else NOTHING,
+            "speed-up": NOTHING if setup.speedup is None else f"{setup.speedup:.2f}",
+            "efficiency": efficiency,
+        }
+        if any(one.error or one.reason for one in setups):
+            row["reason"] = setup.error or setup.reason or NOTHING
+        rows.append(row)
+    return Table.of(
         rows,
-        head,
         right=range(1, 7),
         long=(7,),
         caption="Medians of the rounds; the spread is from the slowest to the fastest",
@@ -274,29 +242,23 @@ def _setups(setups: Sequence[Setup]) -> Table:
 def _sums(setups: Sequence[Setup]) -> Table:
     rows = []
     for setup in setups:
-        times = (
-            (
-                f"{duration(setup.step)} ({duration(min(setup.seconds))} to "
-                f"{duration(max(setup.seconds))})"
-            )
-            if setup.seconds
-            else NOTHING
-        )
-        wide = f"{figure(setup.bus_bandwidth / 1e9)} GB/s" if setup.seconds else NOTHING
+        times = wide = NOTHING
+        if setup.seconds:
+            least, most = duration(min(setup.seconds)), duration(max(setup.seconds))
+            times = f"{duration(setup.step)} ({least} to {most})"
+            wide = f"{figure(setup.bus_bandwidth / 1e9)} GB/s"
         rows.append(
-            [
-                label(setup),
-                str(setup.workers),
-                f"{setup.bytes:,}",
-                times,
-                wide,
-                setup.error or setup.reason,
-            ]
+            {
+                "setup": label(setup),
+                "workers": str(setup.workers),
+                "bytes": f"{setup.bytes:,}",
+                "time (spread)": times,
+                "bus bandwidth": wide,
+                "": setup.error or setup.reason,
+            }
         )
-    head = ["setup", "workers", "bytes", "time (spread)", "bus bandwidth", ""]
-    return Table(
+    return Table.of(
         rows,
-        head,
         right=range(1, 5),
         long=(5,),
         caption="Medians of the rounds; the spread is from the fastest to the slowest",

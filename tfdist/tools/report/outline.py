@@ -14,7 +14,7 @@ from tfdist.tools.recovery import Strike
 from tfdist.tools.report import curves, steps, timeline
 from tfdist.tools.report.files import section
 from tfdist.tools.report.formatting import NOTHING, duration, figure, moment
-from tfdist.tools.report.page import Chapter, Section, Table, Tile
+from tfdist.tools.report.page import Chapter, Section, Table, Tile, drawn
 from tfdist.tools.report.read import TRAINING, VALIDATION, Curve, Launch, Run
 
 _METRICS = 12  # most metrics that are plotted
@@ -30,16 +30,12 @@ def chapter(run: Run, name: str) -> Chapter:
         name: Name of the chapter.
     """
     left = list(run.metrics)[_METRICS:]
-    more = (
-        [
-            (
-                f"{counted(len(left), 'curve')} of {len(run.metrics)}, as a page has "
-                f"{_METRICS}: {', '.join(left[:20])}; TensorBoard has all"
-            )
-        ]
-        if left
-        else []
-    )
+    more = []
+    if left:
+        more.append(
+            f"{counted(len(left), 'curve')} of {len(run.metrics)}, as a page has {_METRICS}: "
+            f"{', '.join(left[:20])}; TensorBoard has all"
+        )
     sections = [
         _metrics(run),
         _throughput(run),
@@ -80,13 +76,10 @@ def tiles(run: Run) -> list[Tile]:
                 else "epochs",
             )
         )
-    replicas = fact(run, "replicas")
-    if replicas is not None:
-        found.append(Tile(str(replicas), "replicas" if replicas != 1 else "replica"))
-    if run.restarts is not None:
-        found.append(Tile(f"{run.restarts:,}", "restarts" if run.restarts != 1 else "restart"))
-    if run.lost is not None:
-        found.append(Tile(f"{run.lost:,}", "lost steps" if run.lost != 1 else "lost step"))
+    counts = {"replica": fact(run, "replicas"), "restart": run.restarts, "lost step": run.lost}
+    found += [
+        Tile.count(number, noun) for noun, number in counts.items() if isinstance(number, int)
+    ]
     seconds = (run.summary or {}).get("seconds")
     if isinstance(seconds, int | float):
         found.append(Tile(duration(seconds), "in the last attempt" if run.restarts else "in all"))
@@ -187,14 +180,13 @@ def _badge(run: Run) -> tuple[str, bool] | None:
 
 
 def _metrics(run: Run) -> Section | None:
-    shown = list(run.metrics.items())[:_METRICS]
     begins = _begins(run)
     figures = []
-    for name, found in shown:
+    for name, found in list(run.metrics.items())[:_METRICS]:
         figures.append(curves.metric(name, found))
         if run.begun is not None and name != "learning_rate":
             figures.append(curves.metric_over_time(name, found, run.begun, begins))
-    kept = [drawn for drawn in figures if drawn]
+    kept = drawn(*figures)
     names = list(
         dict.fromkeys(name for line in run.epochs for name in line if name not in ("step", "time"))
     )
@@ -229,46 +221,30 @@ def _begins(run: Run) -> list[float]:
 
 
 def _throughput(run: Run) -> Section | None:
-    figures = [curves.throughput(run.step_breakdown), curves.rates(run.rates)]
-    kept = [drawn for drawn in figures if drawn]
+    kept = drawn(curves.throughput(run.step_breakdown), curves.rates(run.rates))
     return Section("Throughput", kept) if kept else None
 
 
 def _step_breakdown(run: Run) -> Section | None:
     if not run.step_breakdown:
         return None
-    kept = [
-        drawn
-        for drawn in (steps.by_worker(run.step_breakdown), steps.over_steps(run.step_breakdown))
-        if drawn
-    ]
+    kept = drawn(steps.by_worker(run.step_breakdown), steps.over_steps(run.step_breakdown))
     rows = []
     for rank, windows in run.step_breakdown.items():
         parts = per_step(windows)
         if parts:
             whole = sum(parts.values())
-            shares = [
-                f"{1e3 * parts[part]:.3g} ms ({100 * parts[part] / whole:.0f} %)"
-                for part in steps.NAMES
-            ]
-            rows.append([f"worker {rank}", f"{1e3 * whole:.3g} ms", *shares])
-    table = Table(
-        rows,
-        ["", "step", *(label for label, _ in steps.NAMES.values())],
-        right=range(1, 8),
-        caption="In numbers",
-        folded=True,
+            shares = {
+                label: f"{1e3 * parts[part]:.3g} ms ({100 * parts[part] / whole:.0f} %)"
+                for part, (label, _) in steps.NAMES.items()
+            }
+            rows.append({"": f"worker {rank}", "step": f"{1e3 * whole:.3g} ms", **shares})
+    table = Table.of(rows, right=range(1, 8), caption="In numbers", folded=True)
+    compiled = (
+        "All windows have calls that compiled, which tell nothing of a usual step: train for more "
+        "steps."
     )
-    text = (
-        []
-        if kept
-        else [
-            (
-                "All windows have calls that compiled, which tell nothing of a usual step: "
-                "train for more steps."
-            )
-        ]
-    )
+    text = [] if kept else [compiled]
     return Section("Where the time of a step goes", kept, [table], text)
 
 
@@ -318,45 +294,37 @@ def _strikes(launch: Launch) -> Table:
 
     strikes: list[Strike] = launch.recovery.strikes
     rows = [
-        [str(number), strike.text,
-         seconds(strike.when), seconds(strike.detected), seconds(strike.recovered),
-         NOTHING if strike.lost is None else f"{strike.lost:,}", strike.origin or NOTHING]
+        {
+            "": str(number),
+            "fault": strike.text,
+            "struck at": seconds(strike.when),
+            "detected after": seconds(strike.detected),
+            "recovered after": seconds(strike.recovered),
+            "lost steps": NOTHING if strike.lost is None else f"{strike.lost:,}",
+            "went on from": strike.origin or NOTHING,
+        }
         for number, strike in enumerate(strikes[:_STRIKES], 1)
-    ]  # fmt: skip
-    head = [
-        "",
-        "fault",
-        "struck at",
-        "detected after",
-        "recovered after",
-        "lost steps",
-        "went on from",
     ]
-    more = (
-        ""
-        if len(strikes) <= _STRIKES
-        else f"; the first {_STRIKES} of {len(strikes)}, `tfdist chaos report` has all"
-    )
-    return Table(rows, head, right=(2, 3, 4, 5), caption=f"What each fault has cost{more}")
+    caption = "What each fault has cost"
+    if len(strikes) > _STRIKES:
+        caption += f"; the first {_STRIKES} of {len(strikes)}, `tfdist chaos report` has all"
+    return Table.of(rows, right=(2, 3, 4, 5), caption=caption)
 
 
 def _sessions(run: Run) -> Table:
     rows = []
     for session in run.sessions[-_SESSIONS:]:
-        facts = [session.get(key) for key in ("strategy", "workers", "replicas", "global_batch")]
-        rows.append(
-            [
-                moment(session["time"]),
-                f"epoch {session['epoch'] + 1}, step {session['step']}",
-                "resumed" if session.get("resumed") else "new",
-                NOTHING if session.get("attempt") is None else str(session["attempt"]),
-                *(NOTHING if value is None else str(value) for value in facts),
-            ]
-        )
-    head = ["begun", "from", "", "attempt", "strategy", "workers", "replicas", "global batch"]
-    return Table(
-        rows, head, right=(3, 5, 6, 7), caption="Each begin of training", folded=len(rows) == 1
-    )
+        row = {
+            "begun": moment(session["time"]),
+            "from": f"epoch {session['epoch'] + 1}, step {session['step']}",
+            "": "resumed" if session.get("resumed") else "new",
+        }
+        for key in ("attempt", "strategy", "workers", "replicas", "global_batch"):
+            value = session.get(key)
+            row[key.replace("_", " ")] = NOTHING if value is None else str(value)
+        rows.append(row)
+    once = len(rows) == 1
+    return Table.of(rows, right=(3, 5, 6, 7), caption="Each begin of training", folded=once)
 
 
 def _settings(run: Run) -> Section | None:

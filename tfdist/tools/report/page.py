@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
 from markupsafe import Markup
 
+from tfdist.runtime.formatting import counted
 from tfdist.tools.report import style
 from tfdist.tools.report.style import Figure
 
@@ -19,6 +20,16 @@ class Tile:
 
     value: str
     label: str
+
+    @classmethod
+    def count(cls, number: int, noun: str) -> Tile:
+        """Return a tile with a number above its noun.
+
+        Example:
+            >>> Tile.count(2, "restart")
+            Tile(value='2', label='restarts')
+        """
+        return cls(*counted(number, noun).split(" ", 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +53,13 @@ class Table:
     marked: Sequence[int] = ()
     caption: str = ""
     folded: bool = False
+
+    @classmethod
+    def of(cls, rows: Sequence[Mapping[str, str]], **attributes: Any) -> Table:
+        """Return a table of rows that have equal keys, the names of the columns."""
+        return cls(
+            [list(row.values()) for row in rows], list(rows[0]) if rows else (), **attributes
+        )
 
     @property
     def pairs(self) -> bool:
@@ -96,6 +114,11 @@ class Chapter:
     def figures(self) -> list[Figure]:
         """Return the figures of all sections."""
         return [figure for section in self.sections for figure in section.figures]
+
+
+def drawn(*figures: Figure | None) -> list[Figure]:
+    """Return the figures that there are data for."""
+    return [figure for figure in figures if figure]
 
 
 def render(chapters: Sequence[Chapter], foot: str) -> str:
