@@ -68,14 +68,10 @@ def tiles(run: Run) -> list[Tile]:
     epochs = done(run)
     if epochs is not None:
         planned = section(run.config, "train").get("epochs")
-        found.append(
-            Tile(
-                f"{epochs:,}",
-                f"of {planned:,} epochs"
-                if isinstance(planned, int) and planned != epochs
-                else "epochs",
-            )
-        )
+        if isinstance(planned, int) and planned != epochs:
+            found.append(Tile(f"{epochs:,}", f"of {planned:,} epochs"))
+        else:
+            found.append(Tile.count(epochs, "epoch"))
     counts = {"replica": fact(run, "replicas"), "restart": run.restarts, "lost step": run.lost}
     found += [
         Tile.count(number, noun) for noun, number in counts.items() if isinstance(number, int)
