@@ -10,6 +10,7 @@ import concurrent.futures
 import contextlib
 import functools
 import os
+import re
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -22,13 +23,13 @@ from tfdist.backup.snapshot import Snapshot, arrays_of, numbered
 from tfdist.backup.store import Found, Store
 from tfdist.keras_compat import engine_of, set_first_epoch
 from tfdist.runtime.launch_protocol import PREEMPTED_CODE, Launched, note
-from tfdist.train.callbacks import log_files as log_files
-from tfdist.train.callbacks import save_frequency, sharded_snapshot
+from tfdist.train.callbacks import log_files, sharded_snapshot
 from tfdist.train.health import preemption
 from tfdist.train.hooks import Hooks
 
 _METRICS = "metrics/"
 _SYNC = "sync/"
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 # Directories of the fits that this process has completed, and whose last snapshot was kept.
 _completed: set[str] = set()
 
@@ -73,7 +74,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         *,
         keep: int = 2,
     ):
-        self._every_seconds = save_frequency.seconds(save_freq)
+        self._every_seconds = _seconds_of(save_freq)
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
             raise ValueError(
                 f"keep: expected how many snapshots to keep, 1 or more; received {keep!r}."
@@ -542,3 +543,26 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 def _described(numbers: Sequence[float]) -> str:
     number, epoch, step = (int(x) for x in numbers)
     return "none" if number < 0 else f"snapshot-{number} of epoch {epoch}, step {step}"
+
+
+def _seconds_of(save_freq: Any) -> float | None:
+    """Return the time in seconds that a `save_freq` such as "5m" gives, or None.
+
+    Args:
+        save_freq: "epoch", a number of steps, or a time such as "30s", "5m" or "1h".
+
+    Returns:
+        The time in seconds; None for "epoch" or a number of steps.
+
+    Raises:
+        ValueError: It is a text of another form.
+    """
+    if not isinstance(save_freq, str) or save_freq == "epoch":
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh])", save_freq)
+    if not found or not float(found[1]):
+        raise ValueError(
+            'save_freq: expected "epoch", a number of steps, or a time such as "30s", "5m" or '
+            f'"1h"; received {save_freq!r}.'
+        )
+    return float(found[1]) * _SECONDS[found[2]]

@@ -26,13 +26,12 @@ from tfdist.parallel.placement import Placement
 from tfdist.runtime.launch_protocol import Phase
 from tfdist.train.health import preemption
 from tfdist.train.health.heartbeat import Heartbeat
-from tfdist.train.synchronous import graph_loop
 from tfdist.train.synchronous.feed import Batch, FeedIterator, any_rows, batch_of
-from tfdist.train.synchronous.gradient_sum import NotInLoop
+from tfdist.train.synchronous.gradient_sum import NotInLoop, in_loop
 from tfdist.train.synchronous.replica_state import ReplicaState, all_gather, compare
 from tfdist.train.synchronous.replica_step import local_replica, run_replica
 from tfdist.train.synchronous.step_monitoring import Stats, StepMonitoring
-from tfdist.train.timing.graph_timestamps import PER_REPLICA, GraphTimestamps, measuring
+from tfdist.train.timing.graph_timestamps import PER_REPLICA, GraphTimestamps, clock, measuring
 from tfdist.train.timing.graph_timestamps import end as end_of_step
 from tfdist.train.timing.step_breakdown import Recorder, times_of
 
@@ -475,21 +474,64 @@ class Runner:
         parts = [tf.nest.map_structure(lambda x, i=i: local(x)[i], element) for i in range(count)]
         return Batch(parts if count > 1 else parts[0])
 
-    def _loop(self, iterator, following, steps, before, even: bool):
-        """Run several steps in a graph loop; see `graph_loop.run_steps` for what it returns."""
+    def _loop(self, iterator, following, steps, before, even: bool) -> tuple:
+        """Run up to `steps` steps in a graph loop; fewer where the data ends.
 
-        def step(batch: Batch) -> list:
-            logs = self._replicas(batch, even)
-            if set(logs) != self._metric_names:
-                raise NotInLoop  # logs beside the metrics must be averaged after each step
-            return [
-                x for log in logs.values() for x in self._strategy.experimental_local_results(log)
-            ]
+        The batch of a step is fetched while the step before it runs. (A `tf.cond` around the step
+        instead of a batch in advance costs a tenth of its time.)
 
-        make = self._timestamps if self.recorder else None
-        return graph_loop.run_steps(
-            step, self._global_rows, make, self._readings, iterator, following, steps, before
+        Args:
+            iterator: Iterator that gives batches.
+            following: Next batch, a `tf.experimental.Optional`, empty where the data has ended.
+            steps: Maximum number of steps, int64 scalar.
+            before: Number of steps of this epoch that have run, int64 scalar.
+            even: Whether every batch gives each replica the same number of rows.
+
+        Returns:
+            Number of steps run, number of rows of their global batches, seconds waited for batches,
+            checksum of the batches, the next batch. With a recorder the seconds are 0, and two more
+            values follow: the time when the loop began, and the clock readings of each step
+            `[steps, readings]`. The first reading of a step is the time when the batch after it was
+            available.
+        """
+        records = self.recorder is not None
+
+        def body(done, examples, waited, checksum, following, *kept: Any):
+            batch = following.get_value()
+            measured = self._timestamps() if records else None
+            with in_loop(), measuring(measured):
+                logs = self._replicas(batch, even)
+                if set(logs) != self._metric_names:
+                    raise NotInLoop  # logs beside the metrics must be averaged after each step
+            if batch.checksum is not None:
+                checksum += batch.checksum * tf.cast(1 + (before + done) % 127, tf.float64)
+            following = iterator.get_next_as_optional()
+            fetched = clock([following.has_value()])
+            if measured is None:
+                local = self._strategy.experimental_local_results
+                finished = [x for log in logs.values() for x in local(log)]
+                waited += tf.maximum(fetched - clock(finished), 0.0)
+            else:
+                kept = (kept[0].write(tf.cast(done, tf.int32), measured.row(fetched)),)
+            rows = self._global_rows(batch)
+            return done + 1, examples + rows, waited, checksum, following, *kept
+
+        begun = clock([]) if records else None
+        # Without this dependency, the clock may be read after the loop.
+        with tf.control_dependencies([begun] if records else None):
+            zero = tf.identity(tf.constant(0.0, tf.float64))
+            none = tf.identity(tf.constant(0, tf.int64))
+        values = [none, none, zero, zero, following]
+        if records:
+            shape = [self._readings]
+            values.append(tf.TensorArray(tf.float64, tf.cast(steps, tf.int32), element_shape=shape))
+        run = tf.while_loop(
+            lambda done, *rest: (done < steps) & rest[3].has_value(),
+            body,
+            values,
+            parallel_iterations=1,
         )
+        return (*run[:5], begun, run[5].stack()) if records else tuple(run)
 
     def _measured(self, batch: Batch, even: bool):
         """Run one step by itself, and return its logs and clock readings.
