@@ -138,6 +138,17 @@ def test_every_directory_is_a_package():
     )
 
 
+def test_unit_tests_mirror_the_package():
+    """Each directory of tests/unit is a package of tfdist; files outside of them test a module."""
+    unit = ROOT / "tests" / "unit"
+    for path in sorted(unit.rglob("test_*.py")):
+        assert (path.parent / "__init__.py").exists(), f"{path.parent}: lacks __init__.py"
+        directory = path.parent.relative_to(unit)
+        module = "__init__.py" if directory.parts else path.name.removeprefix("test_")
+        tested = PACKAGE / directory / module
+        assert tested.exists(), f"{path.relative_to(ROOT)} tests {tested}, which does not exist"
+
+
 def test_a_package_imports_only_lower_levels():
     none(
         f"{place(path, node)}: {package(path)} imports {name}"

@@ -10,7 +10,7 @@ from PIL import Image
 
 from tests.processes import PYTHON, ROOT, group
 from tests.tensorboards import BROWSER, serving
-from tests.unit.test_board import traced
+from tests.unit.train.callbacks.test_tensorboard import traced
 
 SECONDS = 240  # for the run; 20 on an idle machine of 2 cores
 pytestmark = pytest.mark.timeout(3 * SECONDS)

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 import tfdist
-from tests.unit.test_backup_and_restore import train
+from tests.unit.train.callbacks.test_backup_and_restore import train
 from tfdist import config
 from tfdist.run import train_command
 from tfdist.telemetry.layout import read_json_lines

@@ -104,7 +104,7 @@ def test_files(tmp_path, name, text):
 
 
 def test_the_example_file():
-    path = pathlib.Path(__file__).parents[2] / "configs" / "clusters" / "two-hosts.yaml"
+    path = pathlib.Path(__file__).parents[3] / "configs" / "clusters" / "two-hosts.yaml"
     assert len(ClusterSpec.from_file(path, "worker:1").tasks) == 2
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import tfdist
-from tests.unit.test_backup_and_restore import (
+from tests.unit.train.callbacks.test_backup_and_restore import (
     BATCH,
     DATA,
     EPOCHS,

@@ -1,4 +1,4 @@
-"""Test the private names of Keras that pipelines rely on; see test_keras_compat.py."""
+"""Test the private names of Keras that pipelines rely on; see test_hooks.py."""
 
 import keras
 import numpy as np

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tests.unit.test_backup_and_restore import STEPS, Interrupts, train
+from tests.unit.train.callbacks.test_backup_and_restore import STEPS, Interrupts, train
 from tfdist.keras_compat import log_writers
 from tfdist.train.callbacks import log_files
 
