@@ -23,9 +23,20 @@ import statistics
 import sys
 import tempfile
 
-from _processes import Processes, ProcessFailed
-from _report import add_options, begin, conclude, cores, fill_options, row, spread, table, verdict
-from _workers import EXAMPLES, ONE_THREAD, Job, Model, serve
+from common.processes import Processes, ProcessFailed
+from common.report import (
+    add_options,
+    begin,
+    conclude,
+    cores,
+    fill_options,
+    heading,
+    row,
+    spread,
+    table,
+    verdict,
+)
+from common.workers import EXAMPLES, ONE_THREAD, Job, Model, serve
 
 from tfdist import ClusterSpec
 
@@ -70,7 +81,7 @@ class Team(Processes):
     """The processes of one framework on one model, which run when told to.
 
     Args:
-        framework: A key of `_workers.FRAMEWORKS`.
+        framework: A key of `common.workers.FRAMEWORKS`.
         model: The model.
         cores: A core for each worker.
         logs: Directory for their output.
@@ -174,12 +185,7 @@ def judge(results: dict) -> list[dict]:
 
 def report(results: dict, verdicts: list[dict], facts: dict) -> str:
     """The Markdown that is printed and written."""
-    lines = [
-        "# What `fit` costs on two workers",
-        "",
-        *(f"- {key}: {value}" for key, value in facts.items()),
-        "",
-    ]
+    lines = heading("What `fit` costs on two workers", facts)
     lines += [
         (
             f"Synthetic images of 28 x 28 in memory ({EXAMPLES}), Adam, steps_per_execution 1, "

@@ -24,19 +24,20 @@ import statistics
 import sys
 import tempfile
 
-from _processes import Processes, ProcessFailed
-from _report import (
+from common.processes import Processes, ProcessFailed
+from common.report import (
     add_options,
     begin,
     conclude,
     fill_options,
+    heading,
     positive,
     row,
     spread,
     table,
     verdict,
 )
-from _tasks import BATCH, LENGTH, ROWS, WIDTH, Job, chief, serve
+from common.tasks import BATCH, LENGTH, ROWS, WIDTH, Job, chief, serve
 
 from tfdist import ClusterSpec
 from tfdist.launch import isolation
@@ -55,7 +56,7 @@ PER_EXECUTION = (1, 10, 50)
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """One way to train a model: which framework, which of `_tasks.LAYERS`."""
+    """One way to train a model: which framework, which of `common.tasks.LAYERS`."""
 
     title: str
     framework: str
@@ -126,7 +127,7 @@ class Cluster(Processes):
     """The processes of one contender.
 
     Args:
-        framework: A key of `_tasks.FRAMEWORKS`.
+        framework: A key of `common.tasks.FRAMEWORKS`.
         servers: Parameter servers; 0: no cluster, one process alone.
         logs: Directory for their output.
         timeout: Seconds that any answer may take.
@@ -147,7 +148,7 @@ class Cluster(Processes):
         self.answers([self._chief], "connect")
 
     def measure(self, *words):
-        """What the method of `_tasks.Trainer` named by the first word returns."""
+        """What the method of `common.tasks.Trainer` named by the first word returns."""
         self.order([self._chief], *words)
         return self.answers([self._chief], " ".join(map(str, words[:4])))[0]
 
@@ -304,12 +305,7 @@ def judge(results: dict) -> list[dict]:
 
 def report(results: dict, verdicts: list[dict], facts: dict) -> str:
     """The Markdown that is printed and written."""
-    lines = [
-        "# What parameter servers cost, and what they do to accuracy",
-        "",
-        *(f"- {key}: {value}" for key, value in facts.items()),
-        "",
-    ]
+    lines = heading("What parameter servers cost, and what they do to accuracy", facts)
     lines += [
         (
             f"One chief, {WORKERS} workers and the parameter servers, all on this machine, one "

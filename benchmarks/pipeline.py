@@ -19,11 +19,21 @@ import statistics
 import subprocess
 import sys
 
-from _report import add_options, begin, conclude, fill_options, row, spread, table, verdict
+from common.report import (
+    add_options,
+    begin,
+    conclude,
+    fill_options,
+    heading,
+    row,
+    spread,
+    table,
+    verdict,
+)
 
 from tfdist.parallel.pipeline_parallel.schedule import bubble, duration, tasks
 
-WORKER = pathlib.Path(__file__).with_name("_pipeline_worker.py")
+WORKER = pathlib.Path(__file__).parent / "common" / "pipeline_worker.py"
 STAGES = 4
 MICROBATCHES = (8, 16)
 FORWARD = 0.02  # seconds of sleep; backward is twice that
@@ -144,12 +154,7 @@ def judge(results: dict[str, dict]) -> list[dict]:
 def report(results: dict[str, dict], verdicts: list[dict], facts: dict) -> str:
     """The Markdown that is printed and written."""
     by_name = {each["name"]: each for each in verdicts}
-    lines = [
-        "# Pipeline stages: bubble and memory",
-        "",
-        *(f"- {key}: {value}" for key, value in facts.items()),
-        "",
-    ]
+    lines = heading("Pipeline stages: bubble and memory", facts)
     lines += [
         (
             f"{STAGES} stages, each a device of its own that sleeps {1e3 * FORWARD:g} ms in a "

@@ -23,9 +23,20 @@ import subprocess
 import sys
 import tempfile
 
-from _processes import Processes, ProcessFailed
-from _recovery_worker import Job, serve
-from _report import add_options, begin, conclude, cores, fill_options, row, spread, table, verdict
+from common.processes import Processes, ProcessFailed
+from common.recovery_worker import Job, serve
+from common.report import (
+    add_options,
+    begin,
+    conclude,
+    cores,
+    fill_options,
+    heading,
+    row,
+    spread,
+    table,
+    verdict,
+)
 
 from tfdist import ClusterSpec
 from tfdist.runtime.launch_protocol import read_journal
@@ -136,7 +147,7 @@ def launch(
     Raises:
         ProcessFailed: It did not come to its end.
     """
-    script = pathlib.Path(__file__).with_name("_recovery_worker.py")
+    script = pathlib.Path(__file__).parent / "common" / "recovery_worker.py"
     logs = directory / "logs"
     plan = "; ".join(FAULTS[fault] for fault in faults)
     words = [
@@ -368,12 +379,7 @@ def report(
     recoveries: Recoveries, large: Recoveries, saved: Saves, verdicts: list[dict], facts: dict
 ) -> str:
     """The Markdown that is printed and written."""
-    lines = [
-        "# What a failure and what a save costs",
-        "",
-        *(f"- {key}: {value}" for key, value in facts.items()),
-        "",
-    ]
+    lines = heading("What a failure and what a save costs", facts)
     lines += [
         (
             "The CNN of `configs/digits.py`: 24 steps of 64 images an epoch. Medians over the "

@@ -17,10 +17,21 @@ import statistics
 import sys
 import tempfile
 
-from _processes import Processes, ProcessFailed
-from _report import add_options, begin, conclude, cores, fill_options, row, spread, table, verdict
-from _shards import Job, serve
-from _workers import ONE_THREAD
+from common.processes import Processes, ProcessFailed
+from common.report import (
+    add_options,
+    begin,
+    conclude,
+    cores,
+    fill_options,
+    heading,
+    row,
+    spread,
+    table,
+    verdict,
+)
+from common.shards import Job, serve
+from common.workers import ONE_THREAD
 
 from tfdist import ClusterSpec
 
@@ -147,12 +158,7 @@ def judge(results: dict) -> list[dict]:
 
 def report(results: dict, verdicts: list[dict], facts: dict) -> str:
     """The Markdown that is printed and written."""
-    lines = [
-        "# What sharding saves, and what it costs",
-        "",
-        *(f"- {key}: {value}" for key, value in facts.items()),
-        "",
-    ]
+    lines = heading("What sharding saves, and what it costs", facts)
     lines += [
         (
             "MiB of tensors per process, of the process with the most, as TensorFlow's allocator "

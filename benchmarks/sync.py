@@ -19,10 +19,21 @@ import statistics
 import sys
 import tempfile
 
-from _processes import Processes, ProcessFailed
-from _report import add_options, begin, conclude, cores, fill_options, row, spread, table, verdict
-from _sync_workers import EVERY, RANK, VARIANTS, serve
-from _workers import ONE_THREAD, Job, Model
+from common.processes import Processes, ProcessFailed
+from common.report import (
+    add_options,
+    begin,
+    conclude,
+    cores,
+    fill_options,
+    heading,
+    row,
+    spread,
+    table,
+    verdict,
+)
+from common.sync_workers import EVERY, RANK, VARIANTS, serve
+from common.workers import ONE_THREAD, Job, Model
 from fit_overhead import MODELS
 
 from tfdist import ClusterSpec
@@ -84,7 +95,7 @@ class Team(Processes):
         return max(self.answers(self._workers, "build the models"))
 
     def ask(self, what: str, variant: str, *more: int) -> list[float]:
-        """The answers of both workers, see `_sync_workers.serve`."""
+        """The answers of both workers, see `common.sync_workers.serve`."""
         self.order(self._workers, what, variant, *more)
         return self.answers(self._workers, f"tell {what} of {variant!r}")
 
@@ -186,12 +197,7 @@ def judge(results: dict) -> list[dict]:
 
 def report(results: dict, verdicts: list[dict], facts: dict) -> str:
     """The Markdown that is printed and written."""
-    lines = [
-        "# What each way to exchange costs, and is worth",
-        "",
-        *(f"- {key}: {value}" for key, value in facts.items()),
-        "",
-    ]
+    lines = heading("What each way to exchange costs, and is worth", facts)
     lines += [
         (
             "Two workers on one machine, each on a core of its own with one thread, Adam, "

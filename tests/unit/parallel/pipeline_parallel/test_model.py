@@ -883,7 +883,7 @@ def test_some_workers_have_no_gpu():
 
 # --- Memory and places ----------------------------------------------------------------------------
 PEAKS = """
-from benchmarks._pipeline_worker import peak_bytes
+from benchmarks.common.pipeline_worker import peak_bytes
 for schedule in "gpipe", "1f1b":
     print(max(peak_bytes(schedule, stages=4, microbatches=8, recompute=False, steps=1, layers=4, beyond=True)))
 """  # noqa: E501

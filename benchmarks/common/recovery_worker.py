@@ -3,7 +3,7 @@
 The worker notes when it has come how far, or times training with saves and without.
 
 tfdist launch --workers 2 -- \\
-    benchmarks/_recovery_worker.py DIRECTORY SAVE_FREQ EPOCHS STANDBYS [MODEL]
+    benchmarks/common/recovery_worker.py DIRECTORY SAVE_FREQ EPOCHS STANDBYS [MODEL]
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tfdist.runtime.launch_protocol import Launched, Phase, note, progress, read
 
 WAIT_SECONDS = 120
 LARGE_BATCH = 4
-CONFIG = pathlib.Path(__file__).parents[1] / "configs" / "digits.py"
+CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "digits.py"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,6 +44,11 @@ def begin(script: str, argv: list[str], rounds: int, **environ: str) -> dict[str
     }
 
 
+def heading(title: str, facts: dict[str, str | int]) -> list[str]:
+    """Return the first lines of a report: its title, and a list of what `begin` returned."""
+    return [f"# {title}", "", *(f"- {key}: {value}" for key, value in facts.items()), ""]
+
+
 def spread(values: list[float], form: str) -> str:
     """The median, and the range in brackets."""
     return f"{statistics.median(values):{form}} ({min(values):{form}}..{max(values):{form}})"
@@ -102,7 +107,7 @@ def fill_options(args: argparse.Namespace, rounds: int, quick_steps: int) -> Non
     if args.quick:
         args.steps = args.steps or quick_steps
     elif args.out is None:
-        args.out = pathlib.Path(__file__).parent / "reports"
+        args.out = pathlib.Path(__file__).parents[1] / "reports"
 
 
 def cores(parser: argparse.ArgumentParser) -> list[int]:

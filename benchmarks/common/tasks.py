@@ -291,9 +291,7 @@ def _ids() -> tuple[np.ndarray, np.ndarray]:
 def _config(name: str):
     import runpy
 
-    return runpy.run_path(str(pathlib.Path(__file__).parent.parent / "configs" / name))[
-        "get_config"
-    ]()
+    return runpy.run_path(str(pathlib.Path(__file__).parents[2] / "configs" / name))["get_config"]()
 
 
 def _is_keras_2(keras) -> bool:

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from _workers import CLASSES, LEARNING_RATE, SIDE, Job
 
+from common.workers import CLASSES, LEARNING_RATE, SIDE, Job
 from tfdist.sync import DiLoCo, Gradients, LocalSGD
 
 EVERY = 8  # steps of local SGD and DiLoCo from one exchange to the next
@@ -47,9 +47,9 @@ def serve(job: Job) -> tuple[int, Callable[..., Any]]:
 
 def _tfdist(job: Job) -> tuple[int, Callable[..., Any]]:
     import keras
-    from _power_sgd import PowerSGD
 
     import tfdist
+    from common.power_sgd import PowerSGD
 
     strategy = tfdist.make_strategy(
         "multi_worker_mirrored", job.cluster, "cpu", start_timeout=job.timeout
