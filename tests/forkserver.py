@@ -187,57 +187,29 @@ class Popen(subprocess.Popen):
     server: Server | None = None
     make_server: Callable[[], Server] | None = None  # for when one is first needed
 
-    def _execute_child(
-        self,
-        args,
-        executable,
-        preexec_fn,
-        close_fds,
-        pass_fds,
-        cwd,
-        env,
-        startupinfo,
-        creationflags,
-        shell,
-        p2cread,
-        p2cwrite,
-        c2pread,
-        c2pwrite,
-        errread,
-        errwrite,
-        *rest,
-    ):
-        ends = (p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+    def _execute_child(self, *given):
+        args, executable, preexec_fn, _, pass_fds, cwd, env, _, _, shell = given[:10]
+        ends = given[10:16]  # of the pipes to 0, 1 and 2: for each, where it is read and written
+        start_new_session = given[21]
         environ = os.environ if env is None else env
-        # No argument that only exec can honour; of `rest`, the sixth is start_new_session.
+        # No argument that only exec can honour.
         plain = not (executable or preexec_fn or pass_fds or shell) and is_python(args)
         if plain and Popen.server is None and Popen.make_server is not None:
             Popen.server = Popen.make_server()
         server = Popen.server
         if not plain or server is None or not server.fits(environ):
-            before = (
-                args,
-                executable,
-                preexec_fn,
-                close_fds,
-                pass_fds,
-                cwd,
-                env,
-                startupinfo,
-                creationflags,
-                shell,
-            )
-            super()._execute_child(*before, *ends, *rest)
+            super()._execute_child(*given)
             return
         job = {
             "command": [str(word) for word in args],
             "environ": dict(environ),
             "cwd": os.fspath(cwd or os.getcwd()),
-            "session": bool(rest[5]),
+            "session": bool(start_new_session),
         }
+        stdin, _, _, stdout, _, stderr = ends
         files = [
             own if own >= 0 else inherited
-            for own, inherited in zip((p2cread, c2pwrite, errwrite), (0, 1, 2), strict=True)
+            for own, inherited in zip((stdin, stdout, stderr), (0, 1, 2), strict=True)
         ]
         self.pid = server.spawn(job, files)
         self._child_created = True

@@ -21,6 +21,21 @@ CHROMIUM = (
 )
 BEGUN = 1_790_000_000.0
 VERSIONS = {"tfdist": "0.1.0", "python": "3.12.1", "tensorflow": "2.21.0", "keras": "3.15.1"}
+RUN_FILES = [  # of a run without backup
+    "config.json",
+    "events.out",
+    "history.jsonl",
+    "model.keras",
+    "sessions.jsonl",
+    "summary.json",
+    "train",
+    "validation",
+]
+
+
+def files_of_run(directory: pathlib.Path) -> list[str]:
+    """Return the names in a run's directory, sorted; of event files without host and time."""
+    return sorted(path.name.partition(".tfevents")[0] for path in directory.iterdir())
 
 
 def write_run(
@@ -105,24 +120,20 @@ def write_launch(directory: pathlib.Path, text: str = "kill worker:1@step=37") -
     """The journal of that run's launch: two attempts, 13 steps lost."""
     directory.mkdir(parents=True)
     tasks = ["worker:0", "worker:1"]
-    path = "backup/snapshot-1.tfdist"
+    snapshot = {
+        "task": "worker:0",
+        "epoch": 1,
+        "step": 0,
+        "total": 24,
+        "number": 1,
+        "path": "backup/snapshot-1.tfdist",
+        "seconds": 0.1,
+    }
     lines = [
         (0.0, "launch", {"chaos": None}),
         (0.1, "attempt", {"attempt": 0, "tasks": tasks}),
         (10.0, "stepping", {"task": "worker:0", "epoch": 0, "step": 1, "total": 1}),
-        (
-            18.0,
-            "saved",
-            {
-                "task": "worker:0",
-                "epoch": 1,
-                "step": 0,
-                "total": 24,
-                "number": 1,
-                "path": path,
-                "seconds": 0.1,
-            },
-        ),
+        (18.0, "saved", snapshot),
         (
             19.0,
             "fault",
@@ -132,33 +143,9 @@ def write_launch(directory: pathlib.Path, text: str = "kill worker:1@step=37") -
         (20.0, "ended", {"attempt": 0, "codes": {"worker:0": -15, "worker:1": -9}, "total": 37}),
         (20.0, "decided", {"attempt": 0, "restart": True, "delay": 0.0, "text": "restart 1 of 2"}),
         (20.1, "attempt", {"attempt": 1, "tasks": tasks}),
-        (
-            27.0,
-            "restored",
-            {
-                "task": "worker:0",
-                "epoch": 1,
-                "step": 0,
-                "total": 24,
-                "number": 1,
-                "path": path,
-                "seconds": 0.1,
-            },
-        ),
+        (27.0, "restored", snapshot),
         (28.0, "stepping", {"task": "worker:0", "epoch": 1, "step": 1, "total": 25}),
-        (
-            50.0,
-            "saved",
-            {
-                "task": "worker:0",
-                "epoch": 4,
-                "step": 0,
-                "total": 96,
-                "number": 2,
-                "path": path,
-                "seconds": 0.1,
-            },
-        ),
+        (50.0, "saved", {**snapshot, "epoch": 4, "total": 96, "number": 2}),
         (52.0, "ended", {"attempt": 1, "codes": {"worker:0": 0, "worker:1": 0}, "total": 96}),
         (52.1, "over", {"code": 0}),
     ]

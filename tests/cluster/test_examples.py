@@ -6,6 +6,7 @@ import re
 import pytest
 
 from tests.processes import PYTHON, ROOT, group, workers
+from tests.reports import RUN_FILES, files_of_run
 from tfdist import ClusterSpec
 
 SECONDS = 240  # for one job: about 20 on an idle machine of 2 cores
@@ -124,13 +125,4 @@ def test_all_tasks_of_a_parameter_server_job_by_hand_end_with_it(members, enviro
     assert "strategy parameter_server" in members.log("worker-1")
     assert not losses(members.log("worker-1"))
     assert losses(members.log("chief-0"))
-    assert sorted(path.name.partition(".tfevents")[0] for path in (tmp_path / "run").iterdir()) == [
-        "config.json",
-        "events.out",
-        "history.jsonl",
-        "model.keras",
-        "sessions.jsonl",
-        "summary.json",
-        "train",
-        "validation",
-    ]
+    assert files_of_run(tmp_path / "run") == RUN_FILES

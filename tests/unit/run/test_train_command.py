@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tests.reports import RUN_FILES, files_of_run
 from tfdist import config
 from tfdist.run.train_command import describe, run
 from tfdist.sync import DiLoCo, Gradients, LocalSGD
@@ -45,16 +46,7 @@ def test_a_run_leaves_what_it_says(settings, tmp_path, capsys):
     assert history[0]["learning_rate"] > history[1]["learning_rate"] == 0  # the schedule's end
     assert began < history[0]["time"] < history[1]["time"] < time.time()
     assert (directory / "model.keras").is_file()
-    assert sorted(path.name.partition(".tfevents")[0] for path in directory.iterdir()) == [
-        "config.json",
-        "events.out",
-        "history.jsonl",
-        "model.keras",
-        "sessions.jsonl",
-        "summary.json",
-        "train",
-        "validation",
-    ]
+    assert files_of_run(directory) == RUN_FILES
     assert all(any((directory / part).glob("events*")) for part in ("train", "validation"))
     (session,) = (
         sessions.Session(**line) for line in read_json_lines(directory / "sessions.jsonl")
