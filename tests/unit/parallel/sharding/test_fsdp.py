@@ -280,14 +280,20 @@ def test_a_step_is_what_its_options_say(two, model, how, weights, merged):
         assert np.abs(bfloat16(before[0]) - before[0]).max() > 1e-4
 
 
+# Of the fits the least peak counts: on a busy machine threads let go of tensors late.
 PEAK = """
-import keras, numpy as np, tensorflow as tf, tfdist
+import gc, keras, numpy as np, tensorflow as tf, tfdist
 four = tfdist.make_strategy("mirrored", devices=4)
 def current():
+    gc.collect()
     tf.config.experimental.reset_memory_stats("CPU:0")
     return tf.config.experimental.get_memory_info("CPU:0")["current"]
 def peak(before):
-    print("peak", tf.config.experimental.get_memory_info("CPU:0")["peak"] - before)
+    return tf.config.experimental.get_memory_info("CPU:0")["peak"] - before
+def peak_of_fit(model, x):
+    before = current()
+    model.fit(x, x, verbose=0)
+    return peak(before)
 for how in ({}, {"reshard_after_forward": False}):
     before = current()
     with four.scope():
@@ -295,13 +301,11 @@ for how in ({}, {"reshard_after_forward": False}):
             model = keras.Sequential([keras.Input([512]), *[keras.layers.Dense(512, use_bias=False) for _ in range(12)]])
         tfdist.parallel.fsdp(model, **how)
         if not how:
-            peak(before)
+            print("peak", peak(before))
         model.compile("sgd", "mse")
     x = np.ones([4, 512], np.float32)
     model.fit(x, x, verbose=0)
-    before = current()
-    model.fit(x, x, verbose=0)
-    peak(before)
+    print("peak", min(peak_of_fit(model, x) for _ in range(5)))
 """  # noqa: E501
 
 
@@ -315,8 +319,7 @@ def test_weights_are_whole_for_a_moment(run_python):
         made < whole / 4 + 5 * 2**20
     )  # the parts, and what becomes of one weight of 1 MiB; 3.0 was seen
     assert kept > whole
-    # 0.42 is usual; 0.71 was seen where both replicas gathered several layers at the same moment.
-    assert dropped < 0.9 * whole
+    assert dropped < 0.7 * whole  # 0.42 was seen
 
 
 # For each of six layers in forward, and for the first three in backward: the multiplications that
