@@ -50,7 +50,7 @@ MODELS = {
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One way to train: framework, measure, number of workers, and the package it needs."""
+    """Describe one way to train: framework, measure, number of workers, and required package."""
 
     title: str
     framework: str
@@ -78,7 +78,7 @@ BARS = {"cnn": SMALL, "mlp": SMALL, "mlp50": {"t/a": 1.2, "t/b": None, "t/c": No
 
 
 class Team(Processes):
-    """The processes of one framework on one model, which run when told to.
+    """Run the processes of one framework on one model.
 
     Args:
         framework: A key of `common.workers.FRAMEWORKS`.
@@ -103,11 +103,11 @@ class Team(Processes):
         ]
 
     def ready(self) -> int:
-        """Waits until all workers have built the model; returns its number of parameters."""
+        """Wait until all workers have built the model; return its number of parameters."""
         return max(self.answers(self._workers, "build the model"))
 
     def measure(self, name: str, steps: int) -> float:
-        """Seconds per step of the slowest worker."""
+        """Return the seconds per step of the slowest worker."""
         self.order(self._workers, name, steps)
         return max(self.answers(self._workers, f"run {steps} steps of {name!r}")) / steps
 
@@ -162,7 +162,7 @@ def measure(model: Model, rounds: int, steps: int, cores: list[int], timeout: fl
 
 
 def judge(results: dict) -> list[dict]:
-    """Ratios of speeds within each round, against their bars."""
+    """Compare the ratios of speeds within each round with their bars."""
     verdicts = []
     for name, result in results.items():
         for ratio, bar in BARS[name].items():
@@ -184,7 +184,7 @@ def judge(results: dict) -> list[dict]:
 
 
 def report(results: dict, verdicts: list[dict], facts: dict) -> str:
-    """The Markdown that is printed and written."""
+    """Return the report as Markdown."""
     lines = heading("What `fit` costs on two workers", facts)
     lines += [
         (

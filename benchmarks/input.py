@@ -74,7 +74,7 @@ GROWTH, RESUME = 10e6, 1.0  # bytes, seconds
 
 
 class Group(Processes):
-    """One process, which answers one at a time.
+    """Run one process, which takes one order at a time.
 
     Args:
         name: For messages.
@@ -88,11 +88,11 @@ class Group(Processes):
         self._only = self.start(name, target, job, children=True)
 
     def answer(self, task: str) -> Any:
-        """What it says next."""
+        """Return the process's next answer."""
         return self.answers([self._only], task)[0]
 
     def measure(self, *words: Any) -> Any:
-        """What it answers to an order."""
+        """Return the process's answer to an order."""
         self.order([self._only], *words)
         return self.answer(f"measure {words}")
 
@@ -174,7 +174,7 @@ def order(args: argparse.Namespace, cores: tuple[int, ...]) -> dict:
 
 
 def _order_rounds(rounds: int) -> int:
-    """Fewer, as the figures differ by orders of magnitude."""
+    """Return fewer rounds, as the figures differ by orders of magnitude."""
     return -(-rounds // 3)
 
 
@@ -208,7 +208,7 @@ def judge(results: dict) -> list[dict]:
 
 
 def report(results: dict, verdicts: list[dict], facts: dict) -> str:
-    """The Markdown that is printed and written."""
+    """Return the report as Markdown."""
     lines = heading("How fast examples arrive, and what their order costs", facts)
     lines += ["Medians over the rounds, min..max in brackets; ratios are of speeds within a round."]
     return (
@@ -317,7 +317,7 @@ def _report_order(results: dict, verdicts: list[dict]) -> list[str]:
 
 
 def _power(number: int) -> str:
-    """A power of ten, as people write it; any other number in full."""
+    """Format a power of ten as people write it; any other number in full."""
     return f"10^{len(str(number)) - 1}" if str(number).strip("0") == "1" else f"{number:,}"
 
 

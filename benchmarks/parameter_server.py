@@ -56,7 +56,7 @@ PER_EXECUTION = (1, 10, 50)
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """One way to train a model: which framework, which of `common.tasks.LAYERS`."""
+    """Describe one way to train a model: a framework, and a key of `common.tasks.LAYERS`."""
 
     title: str
     framework: str
@@ -65,7 +65,7 @@ class Contender:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A model, and how it is measured.
+    """Describe a model, and how it is measured.
 
     Args:
         title: What it is, for the report.
@@ -119,12 +119,12 @@ MEGABYTES = 100
 
 
 def bar_of(per_execution: int) -> float:
-    """Least ratio of tfdist's speed to tf_keras'."""
+    """Return the least ratio of tfdist's speed to tf_keras' that passes."""
     return 1.2 if per_execution == 10 else 1.0
 
 
 class Cluster(Processes):
-    """The processes of one contender.
+    """Run the processes of one contender.
 
     Args:
         framework: A key of `common.tasks.FRAMEWORKS`.
@@ -144,17 +144,17 @@ class Cluster(Processes):
         self._chief = self.start(f"{framework}-{servers}-chief", chief, job)
 
     def ready(self) -> None:
-        """Waits until the chief is connected to all others."""
+        """Wait until the chief is connected to all others."""
         self.answers([self._chief], "connect")
 
     def measure(self, *words):
-        """What the method of `common.tasks.Trainer` named by the first word returns."""
+        """Return the result of a method of `common.tasks.Trainer`, which the first word names."""
         self.order([self._chief], *words)
         return self.answers([self._chief], " ".join(map(str, words[:4])))[0]
 
 
 class Clusters:
-    """Clusters by framework and number of parameter servers, started when they are needed first."""
+    """Start clusters, by framework and number of parameter servers, when first needed."""
 
     def __init__(self, timeout: float):
         self._timeout = timeout
@@ -269,7 +269,7 @@ def accuracy(clusters: Clusters, seeds: int, epochs: int) -> dict:
 
 
 def judge(results: dict) -> list[dict]:
-    """Measured against the bars: ratios of speeds within each round, and seconds."""
+    """Compare the ratios of speeds within each round, and the seconds, with the bars."""
     verdicts = []
     for name in (n for n in SPEED if n in results):
         for ratio, barred in SPEED[name].bars.items():
@@ -304,7 +304,7 @@ def judge(results: dict) -> list[dict]:
 
 
 def report(results: dict, verdicts: list[dict], facts: dict) -> str:
-    """The Markdown that is printed and written."""
+    """Return the report as Markdown."""
     lines = heading("What parameter servers cost, and what they do to accuracy", facts)
     lines += [
         (

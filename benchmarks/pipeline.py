@@ -50,11 +50,11 @@ MEMORY = {
 
 
 class Failed(Exception):
-    """A process that measured did not end well; with the end of what it said."""
+    """Raised when a measuring process fails, with the end of its output."""
 
 
 def measure(timeout: float, **order: object) -> list[float]:
-    """What a process of its own has measured."""
+    """Return the figures that a process of its own measures."""
     words = ", ".join(map(str, order.values()))
     try:
         done = subprocess.run(
@@ -71,17 +71,17 @@ def measure(timeout: float, **order: object) -> list[float]:
 
 
 def theory(schedule: str, microbatches: int) -> float:
-    """Seconds of a step in which nothing but sleep takes time."""
+    """Return the seconds of a step in which nothing but sleep takes time."""
     return duration(tasks(STAGES, microbatches, schedule), FORWARD, 2 * FORWARD)
 
 
 def waiting(microbatches: int, seconds: float) -> float:
-    """The part of a step in which a stage did not sleep."""
+    """Return the part of a step in which a stage did not sleep."""
     return 1 - microbatches * 3 * FORWARD / seconds
 
 
 def most(microbatches: int) -> float:
-    """The bar for a bubble: that of a step with one turn more, a forward and a backward pass."""
+    """Return the bar for a bubble: that of a step with one more forward and backward pass."""
     return STAGES / (microbatches + STAGES)
 
 
@@ -128,7 +128,7 @@ def run(args: argparse.Namespace) -> dict[str, dict]:
 
 
 def judge(results: dict[str, dict]) -> list[dict]:
-    """Figures against bars: the median of the rounds."""
+    """Compare the medians of the rounds with the bars."""
     found = []
     for key, values in results["seconds"].items():
         m = int(key.split()[1])
@@ -152,7 +152,7 @@ def judge(results: dict[str, dict]) -> list[dict]:
 
 
 def report(results: dict[str, dict], verdicts: list[dict], facts: dict) -> str:
-    """The Markdown that is printed and written."""
+    """Return the report as Markdown."""
     by_name = {each["name"]: each for each in verdicts}
     lines = heading("Pipeline stages: bubble and memory", facts)
     lines += [

@@ -78,7 +78,7 @@ def theory(way: str, processes: int, weights: int, layer: float) -> dict[str, fl
 
 
 def measure(way: str, processes: int, args: argparse.Namespace) -> tuple[int, list[dict]]:
-    """The bytes of the weights, and what each process found."""
+    """Return the bytes of the weights, and the figures of each process."""
     with tempfile.TemporaryDirectory(prefix="sharding-") as directory:
         team = Processes(f"{way} in {processes} processes", pathlib.Path(directory), args.timeout)
         try:
@@ -104,7 +104,7 @@ def measure(way: str, processes: int, args: argparse.Namespace) -> tuple[int, li
 
 
 def judge(results: dict) -> list[dict]:
-    """What the bars are about."""
+    """Compare the figures with their bars."""
     verdicts = []
     for (way, processes), found in results.items():
         for kind, expected in theory(way, processes, found["weights"], found["layer"]).items():
@@ -157,7 +157,7 @@ def judge(results: dict) -> list[dict]:
 
 
 def report(results: dict, verdicts: list[dict], facts: dict) -> str:
-    """The Markdown that is printed and written."""
+    """Return the report as Markdown."""
     lines = heading("What sharding saves, and what it costs", facts)
     lines += [
         (

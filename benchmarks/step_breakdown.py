@@ -95,7 +95,7 @@ def measure(
 
 
 def judge(results: dict[str, list]) -> list[dict]:
-    """The time with the step breakdown over that without, against the bar."""
+    """Compare the ratio of times with and without the step breakdown with the bar."""
     verdicts = []
     for name, starts in results.items():
         ratios = [min(seconds["step_breakdown"]) / min(seconds["quiet"]) for seconds in starts]
@@ -107,7 +107,7 @@ def judge(results: dict[str, list]) -> list[dict]:
 
 
 def report(results: dict, verdicts: list[dict], facts: dict) -> str:
-    """The Markdown that is printed and written."""
+    """Return the report as Markdown."""
     lines = heading("What the step breakdown costs", facts)
     lines += [
         (

@@ -67,7 +67,7 @@ LOSS = {
 
 
 class Team(Processes):
-    """The two workers of tfdist, or of tf_keras, on one model.
+    """Run the two workers of tfdist, or of tf_keras, on one model.
 
     Args:
         framework: "tfdist" or "tf_keras".
@@ -91,11 +91,11 @@ class Team(Processes):
         ]
 
     def ready(self) -> int:
-        """Waits until the models are built; returns their number of parameters."""
+        """Wait until the models are built; return their number of parameters."""
         return max(self.answers(self._workers, "build the models"))
 
     def ask(self, what: str, variant: str, *more: int) -> list[float]:
-        """The answers of both workers, see `common.sync_workers.serve`."""
+        """Return the answers of both workers, see `common.sync_workers.serve`."""
         self.order(self._workers, what, variant, *more)
         return self.answers(self._workers, f"tell {what} of {variant!r}")
 
@@ -161,7 +161,7 @@ def measure(name: str, args: argparse.Namespace) -> dict:
 
 
 def judge(results: dict) -> list[dict]:
-    """Ratios of speeds within each round, and differences of accuracy, against their bars."""
+    """Compare ratios of speeds within each round, and differences of accuracy, with their bars."""
     verdicts = []
     for name, result in results.items():
         for variant, other, bar in SPEED.get(name, []):
@@ -196,7 +196,7 @@ def judge(results: dict) -> list[dict]:
 
 
 def report(results: dict, verdicts: list[dict], facts: dict) -> str:
-    """The Markdown that is printed and written."""
+    """Return the report as Markdown."""
     lines = heading("What each way to exchange costs, and is worth", facts)
     lines += [
         (

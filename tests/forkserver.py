@@ -1,4 +1,4 @@
-"""A fork server: tests take their Python processes from one that has TensorFlow imported already.
+"""Fork server: starts tests' Python processes from one that has TensorFlow imported already.
 
 Python's `multiprocessing` has the same idea. `Popen` here is `subprocess.Popen` for commands such
 as `python -m MODULE`, `python -c CODE` and `python FILE.py`: its process is a fork of a process
@@ -92,7 +92,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Server:
-    """The caller's end of a fork server.
+    """Talk to a fork server, as the caller.
 
     Args:
         connection: To the server.
@@ -174,7 +174,7 @@ class Server:
 
 
 class Fork(BaseException):
-    """Unwinds the stack of a process that has been forked from a server, to its job."""
+    """Unwind the stack of a process that has been forked from a server, to its job."""
 
     def __init__(self, job: dict, files: list[int]):
         self.job = job
@@ -182,7 +182,7 @@ class Fork(BaseException):
 
 
 class Popen(subprocess.Popen):
-    """`subprocess.Popen`, whose process is a fork of the server where that makes no difference."""
+    """Start a process as `subprocess.Popen`, by the fork server where that is equivalent."""
 
     server: Server | None = None
     make_server: Callable[[], Server] | None = None  # for when one is first needed

@@ -1,4 +1,4 @@
-"""Directories of runs and benchmarks for tests of reports, and what a page says.
+"""Write directories of runs and benchmarks for tests of reports, and read pages.
 
 A page is read by a parser or a browser.
 """
@@ -117,7 +117,7 @@ def write_run(
 
 
 def write_launch(directory: pathlib.Path, text: str = "kill worker:1@step=37") -> pathlib.Path:
-    """The journal of that run's launch: two attempts, 13 steps lost."""
+    """Write the journal of that run's launch: two attempts, 13 steps lost."""
     directory.mkdir(parents=True)
     tasks = ["worker:0", "worker:1"]
     snapshot = {
@@ -157,7 +157,7 @@ def write_launch(directory: pathlib.Path, text: str = "kill worker:1@step=37") -
 
 
 def write_benchmark(directory: pathlib.Path, kind: str) -> pathlib.Path:
-    """A benchmark of up to four replicas, as `tfdist bench` writes it."""
+    """Write a benchmark of up to four replicas, as `tfdist bench` does."""
     directory.mkdir(parents=True)
     setups = []
     for strategy in ("mirrored", "multi_worker_mirrored"):
@@ -212,7 +212,7 @@ def write_benchmark(directory: pathlib.Path, kind: str) -> pathlib.Path:
 
 
 class Page(html.parser.HTMLParser):
-    """What a parser finds in a page: text, attributes of tags, and whether tags close in order."""
+    """Parse a page into text and attributes of tags; check that tags close in order."""
 
     VOID = {"meta", "link", "br", "hr", "img", "input"}
 
@@ -243,7 +243,7 @@ class Page(html.parser.HTMLParser):
 
     @property
     def text(self) -> str:
-        """All that is not style."""
+        """Return all text but style sheets."""
         return "\n".join(
             word for tag, words in self.words.items() if tag != "style" for word in words
         )
@@ -253,7 +253,7 @@ class Page(html.parser.HTMLParser):
         return sum(tag == "svg" for tag, _ in self.tags)
 
     def outside(self) -> list[str]:
-        """What a browser would fetch, or run."""
+        """Return what a browser would fetch from elsewhere, or run."""
         found = [
             f"<{tag}>"
             for tag, _ in self.tags
@@ -287,7 +287,7 @@ class Page(html.parser.HTMLParser):
 
 
 def browse(directory: pathlib.Path, address: str, width: int, *flags: str) -> tuple[str, str]:
-    """The page as Chromium has it after loading, and what it complained of."""
+    """Load a page in Chromium; return its document and the browser's complaints."""
     command = [
         CHROMIUM,
         "--headless=new",

@@ -1,4 +1,4 @@
-"""Links between the pages of this repository lead to files and headings that exist."""
+"""Test that links between the pages of this repository lead to existing files and headings."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Each promise of docs/faults.md names tests that exist."""
+"""Test that each promise of docs/faults.md names tests that exist."""
 
 import re
 

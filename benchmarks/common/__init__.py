@@ -1,1 +1,1 @@
-"""Helpers that several benchmarks share, and what their processes run."""
+"""Shared helpers of the benchmarks, and the code of their processes."""

@@ -30,7 +30,7 @@ _LUMA, _CHROMA = (
 
 
 def folder(count: int, processes: int) -> pathlib.Path:
-    """A directory with so many images, under the system's directory of temporary files.
+    """Return a directory with so many images, under the system's directory of temporary files.
 
     Args:
         count: Number of images.
@@ -54,7 +54,7 @@ def folder(count: int, processes: int) -> pathlib.Path:
 
 
 def size(directory: pathlib.Path) -> tuple[int, int]:
-    """Number of files, and of their bytes."""
+    """Return the number of files, and of their bytes."""
     sizes = [file.stat().st_size for file in directory.glob("*/*.jpg")]
     return len(sizes), sum(sizes)
 

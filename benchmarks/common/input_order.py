@@ -19,7 +19,7 @@ TIMED = 1_000_000  # examples, at most
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What a process measures: a key of `MEASURES`, on so many examples.
+    """Describe a process: a key of `MEASURES`, and how many examples it measures.
 
     Args:
         measure: Which.
@@ -35,7 +35,7 @@ class Job:
 
 
 def serve(job: Job) -> tuple[dict, Callable]:
-    """Measures at once; there is nothing to order."""
+    """Measure at once; the process takes no orders."""
     os.sched_setaffinity(0, job.cores)
     return MEASURES[job.measure](job), lambda: None
 
@@ -84,7 +84,7 @@ MEASURES = {"tfdist": _tfdist, "tf_data": _tf_data, "resume": _resume}
 
 
 def _numbers(examples: int):
-    """A pipeline of tfdist whose examples are their own numbers."""
+    """Return a pipeline of tfdist whose examples are their own numbers."""
     import tensorflow as tf
 
     from tfdist.data import Source, pipeline
@@ -125,6 +125,6 @@ def _measure(make: Callable, examples: int) -> dict:
 
 
 def _status(field: str) -> int:
-    """Bytes, of /proc/self/status."""
+    """Return a field of /proc/self/status, in bytes."""
     lines = pathlib.Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))

@@ -27,7 +27,7 @@ KERAS_SIDE = 256  # what Keras' utility resizes to, before the random crop
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What a process is: a pipeline of `PIPELINES` over a folder, and the cores that it may use."""
+    """Describe a process: a pipeline of `PIPELINES`, its folder, and the cores that it may use."""
 
     pipeline: str
     directory: pathlib.Path
@@ -165,7 +165,7 @@ def _torch(job: Job) -> Iterable:
 
 
 class _Folder:
-    """torchvision's ImageFolder with these transforms; a map-style data set."""
+    """Read a folder of images as torchvision's ImageFolder does: a map-style data set."""
 
     def __init__(self, directory: pathlib.Path):
         names = sorted(path.name for path in directory.iterdir())
@@ -194,7 +194,7 @@ class _Folder:
 
 
 def _crop(width: int, height: int) -> tuple[int, int, int, int]:
-    """A box of random area and aspect ratio; the middle of the image where none of ten fits."""
+    """Return a box of random area and aspect ratio, or the image's middle if none of ten fits."""
     import numpy as np
 
     for _ in range(10):
@@ -216,7 +216,7 @@ PIPELINES = {"tfdist": _tfdist, "tf_data": _tf_data, "keras": _keras, "torch": _
 
 
 def _check(batch) -> None:
-    """A contender that does less than the others is no contender."""
+    """Check that a pipeline's batches have the shapes and types of the others'."""
     images, labels = batch
     shape = tuple(images.shape)
     if shape not in ((BATCH, SIDE, SIDE, 3), (BATCH, 3, SIDE, SIDE)) or tuple(labels.shape) != (
@@ -235,7 +235,7 @@ def _check(batch) -> None:
 
 
 def _total(figure: Callable[[pathlib.Path], float], pid: int | None = None) -> float:
-    """The sum of a figure over this process and all that it started."""
+    """Return the sum of a figure over this process and all that it started."""
     process = pathlib.Path("/proc") / str(pid or os.getpid())
     try:
         children = {
@@ -249,12 +249,12 @@ def _total(figure: Callable[[pathlib.Path], float], pid: int | None = None) -> f
 
 
 def _memory(process: pathlib.Path) -> float:
-    """Bytes in memory; a page that processes share is divided among them."""
+    """Return a process's bytes in memory; a page that processes share is divided among them."""
     lines = (process / "smaps_rollup").read_text().splitlines()
     return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 
 
 def _processor_time(process: pathlib.Path) -> float:
-    """Seconds."""
+    """Return a process's processor time, in seconds."""
     fields = (process / "stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

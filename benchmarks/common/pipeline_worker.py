@@ -20,7 +20,7 @@ LAYERS, WIDTH, ROWS = 16, 256, 256  # of the memory's model; rows of a micro-bat
 
 @keras.saving.register_keras_serializable("tfdist_benchmarks")
 class Sleeping(keras.layers.Layer):
-    """Takes a time forwards, twice that backwards, and no core."""
+    """Sleep in the forward pass, and twice as long in the backward pass."""
 
     def __init__(self, seconds: float, **kwargs):
         super().__init__(**kwargs)
@@ -46,7 +46,7 @@ def _after(x: tf.Tensor, seconds: float) -> tf.Tensor:
 
 
 def sleeping(stages: int, seconds: float) -> tuple[keras.Model, list[str]]:
-    """A model of equal stages, each of which sleeps, and where they end."""
+    """Return a model of equal stages, each of which sleeps, and where they end."""
     inputs = x = keras.Input((4,))
     ends = []
     for i in range(stages):
@@ -58,7 +58,7 @@ def sleeping(stages: int, seconds: float) -> tuple[keras.Model, list[str]]:
 def step_seconds(
     schedule: str, stages: int, microbatches: int, seconds: float, steps: int
 ) -> list[float]:
-    """What each step takes, with a device for each stage."""
+    """Return the seconds of each step, with a device for each stage."""
     devices = [tf.config.LogicalDeviceConfiguration()] * stages
     tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], devices)
     model, ends = sleeping(stages, seconds)

@@ -28,7 +28,7 @@ class PowerSGD:
         ] = {}  # place of a gradient -> what was left out, and the second thin matrix
 
     def __call__(self, gradients: list) -> list:
-        """The sums of gradients over the replicas, of matrices nearly."""
+        """Return the sums of gradients over the replicas; those of matrices are approximate."""
         group = tfdist.parallel.replicas("power")
         result = list(gradients)
         places = [i for i, g in enumerate(gradients) if g is not None]
@@ -74,7 +74,7 @@ class PowerSGD:
 
 
 def _sum(group, tensors: list, name: str) -> list:
-    """Sums over the replicas, in one collective."""
+    """Sum tensors over the replicas, in one collective."""
     if not tensors:
         return []
     total = group.all_reduce(tf.concat([tf.reshape(x, [-1]) for x in tensors], 0), name)

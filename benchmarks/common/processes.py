@@ -25,7 +25,7 @@ class ProcessFailed(RuntimeError):
 
 
 class Processes:
-    """Processes that are asked together, and ended together.
+    """Run processes that take orders together, and end together.
 
     Args:
         name: What they are, for messages.
@@ -75,11 +75,11 @@ class Processes:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process numbers by name."""
+        """Return process ids by name."""
         return {process.name: process.pid for process in self._processes.values()}
 
     def order(self, connections: list, *words: Any) -> None:
-        """Tells processes what to do."""
+        """Send an order to processes."""
         for connection in connections:
             with contextlib.suppress(
                 BrokenPipeError
@@ -87,7 +87,7 @@ class Processes:
                 connection.send(words)
 
     def answers(self, connections: list, task: str) -> list:
-        """The answers of these processes to their last order.
+        """Return the answers of these processes to their last order.
 
         Raises:
             ProcessFailed: `task` says what they were asked.
@@ -112,7 +112,7 @@ class Processes:
         return answers
 
     def end(self) -> None:
-        """Kills the processes: they hold nothing that is needed."""
+        """Kill the processes."""
         for process in self._processes.values():
             process.kill()
         for process in self._processes.values():
@@ -144,7 +144,7 @@ def _run(
 
 
 def _end_with_parent() -> None:
-    """A process in a collective hears nothing else, however the benchmark ended."""
+    """End this process with its parent, even while it waits in a collective."""
     multiprocessing.parent_process().join()
     os._exit(1)
 

@@ -25,7 +25,7 @@ CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "digits.py"
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A worker process that times `fit`.
+    """Describe a worker process that times `fit`.
 
     It knows its cluster, its place there, its cores, and a directory that all share.
     """
@@ -87,7 +87,7 @@ def serve(job: Job) -> tuple[int, Callable[[str, int], tuple[float, float]]]:
 def main(
     directory: str, save_freq: str, epochs: str, standbys: str, model_name: str = "cnn"
 ) -> None:
-    """Trains as a task of a launch, whose journal gets a note at each stage."""
+    """Train as a task of a launch, with a line in its journal at each stage."""
     told = Launched.from_environ()
 
     def reached(stage: str) -> None:
@@ -186,7 +186,7 @@ def _waiting(log_dir: str, standbys: int):
 
 
 def _built(strategy):
-    """The model and the pipeline that the config file describes."""
+    """Return the model and the pipeline that the config file describes."""
     import keras
 
     from tfdist import models

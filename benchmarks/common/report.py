@@ -1,4 +1,4 @@
-"""Write figures as tables of Markdown and files of a report; nothing is measured here."""
+"""Options, tables and files of the benchmarks' reports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _QUIET_CPU = {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "2", "GLOO_S
 
 
 def begin(script: str, argv: list[str], rounds: int, **environ: str) -> dict[str, str | int]:
-    """Prepares the process of a benchmark, in which SIGTERM clears up files and processes.
+    """Prepare the process of a benchmark, in which SIGTERM clears up files and processes.
 
     Args:
         script: Its file's name.
@@ -50,34 +50,34 @@ def heading(title: str, facts: dict[str, str | int]) -> list[str]:
 
 
 def spread(values: list[float], form: str) -> str:
-    """The median, and the range in brackets."""
+    """Return the median, and the range in brackets."""
     return f"{statistics.median(values):{form}} ({min(values):{form}}..{max(values):{form}})"
 
 
 def row(label: str, *cells: str) -> list[str]:
-    """A line of a table."""
+    """Return a line of a table."""
     return [f"| {label:46} | " + " | ".join(f"{cell:>24}" for cell in cells) + " |"]
 
 
 def table(label: str, *cells: str) -> list[str]:
-    """The head of a table."""
+    """Return the head of a table."""
     return [*row(label, *cells), "|---|" + "--:|" * len(cells)]
 
 
 def verdict(passed: bool | None, measured: bool) -> str:
-    """How a bar was met."""
+    """Return how a bar was met."""
     return {None: "" if measured else "not measured", True: "pass", False: "FAIL"}[passed]
 
 
 def _write(directory: pathlib.Path, name: str, text: str, document: dict) -> None:
-    """Writes a report as text for people, and as figures for programs."""
+    """Write a report as text for people, and as figures for programs."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / f"{name}.md").write_text(text)
     (directory / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
 
 
 def add_options(parser: argparse.ArgumentParser, rounds: int, steps: str) -> None:
-    """The arguments that every benchmark has.
+    """Add the arguments that every benchmark has.
 
     Args:
         parser: Gets them.
@@ -102,7 +102,7 @@ def add_options(parser: argparse.ArgumentParser, rounds: int, steps: str) -> Non
 
 
 def fill_options(args: argparse.Namespace, rounds: int, quick_steps: int) -> None:
-    """Gives what was not said its default."""
+    """Fill in the defaults of arguments that were not given."""
     args.rounds = args.rounds or (1 if args.quick else rounds)
     if args.quick:
         args.steps = args.steps or quick_steps
@@ -111,7 +111,7 @@ def fill_options(args: argparse.Namespace, rounds: int, quick_steps: int) -> Non
 
 
 def cores(parser: argparse.ArgumentParser) -> list[int]:
-    """A core for each of two workers; ends the process where it may use fewer."""
+    """Return a core for each of two workers; end the process where it may use fewer."""
     usable = sorted(os.sched_getaffinity(0))
     if len(usable) < 2:
         parser.error(
@@ -122,7 +122,7 @@ def cores(parser: argparse.ArgumentParser) -> list[int]:
 
 
 def conclude(args: argparse.Namespace, name: str, text: str, document: dict) -> int:
-    """Prints and writes a report; the exit code: 1 where a bar was missed, but for a smoke run."""
+    """Print and write a report; return exit code 1 if a bar was missed, but not in a smoke run."""
     print(text)
     if args.out:
         _write(args.out, name, text, document)
@@ -130,7 +130,7 @@ def conclude(args: argparse.Namespace, name: str, text: str, document: dict) -> 
 
 
 def positive(text: str) -> int:
-    """The type of a command-line argument."""
+    """Parse a command-line argument that must be a positive whole number."""
     value = int(text) if text.isdigit() else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected a positive whole number, received {text!r}")

@@ -1,4 +1,4 @@
-"""Train a model whose state is whole or in parts, and measure the memory of this process."""
+"""Train a model with whole or sharded state, and measure the memory of this process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CLASSES = 5
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What one worker process is.
+    """Describe one worker process.
 
     Args:
         way: "data parallel", "zero 1", "zero 2", "fsdp" or "fsdp, kept".
@@ -39,7 +39,7 @@ class Job:
 
 
 def serve(job: Job) -> tuple[int, Callable[[int], dict[str, Any]]]:
-    """Gives the bytes of the model's weights, and what trains so many steps."""
+    """Return the bytes of the model's weights, and a function that trains so many steps."""
     os.sched_setaffinity(0, {job.core})  # before TensorFlow counts cores and makes threads
     import keras
     import tensorflow as tf

@@ -57,7 +57,7 @@ def _tfdist(job: Job) -> tuple[int, Callable[..., Any]]:
     engine = strategy.tfdist_engine
 
     def build(name: str, seed: int = 1):
-        """A model, and what carries out its policy."""
+        """Return a model, and the aggregation that carries out its policy."""
         policy, stage = VARIANTS[name]
         engine.use(policy or Gradients(combine=PowerSGD(RANK)))
         with strategy.scope():
@@ -107,7 +107,7 @@ def _tf_keras(job: Job) -> tuple[int, Callable[..., Any]]:
 
 
 def _seconds(keras, model, job: Job, steps: int) -> float:
-    """Of one epoch of so many steps, after another one."""
+    """Return the seconds of one epoch of so many steps, after another one."""
     clock = _clock(keras)
     model.fit(
         _repeated(*_digits()[0], job), epochs=2, steps_per_epoch=steps, verbose=0, callbacks=[clock]
@@ -116,7 +116,7 @@ def _seconds(keras, model, job: Job, steps: int) -> float:
 
 
 def _accuracy(model, job: Job, epochs: int) -> float:
-    """Of a new model after so many epochs, on the digits that were left out."""
+    """Return the accuracy of a new model after so many epochs, on the digits that were left out."""
     model.fit(
         _repeated(*_digits()[0], job),
         epochs=epochs,

@@ -32,7 +32,7 @@ CLOCK_TICK = 1 / os.sysconf("SC_CLK_TCK")  # seconds, of /proc/PID/stat
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What a process is: a framework of `FRAMEWORKS`, and its task of a cluster, None: alone."""
+    """Describe a process: a framework of `FRAMEWORKS`, and its task of a cluster (None: alone)."""
 
     framework: str
     cluster: ClusterSpec | None
@@ -40,7 +40,7 @@ class Job:
 
 
 def serve(job: Job):
-    """A worker or parameter server; never returns."""
+    """Serve as a worker or parameter server; never return."""
     if job.framework == "tfdist":
         tfdist_strategy(job)
     import tensorflow as tf
@@ -54,14 +54,14 @@ def serve(job: Job):
 
 
 def chief(job: Job) -> tuple[None, Callable[..., Any]]:
-    """What carries out an order: the name of a method of `Trainer`, and its arguments."""
+    """Return a function of an order: the name of a method of `Trainer`, and its arguments."""
     keras, strategy = FRAMEWORKS[job.framework](job)
     trainer = Trainer(keras, strategy)
     return None, lambda name, *args: getattr(trainer, name)(*args)
 
 
 def tfdist_strategy(job: Job):
-    """Keras 3, and tfdist's strategy."""
+    """Return Keras 3, and tfdist's strategy."""
     import tfdist
 
     if job.cluster is None:
@@ -76,7 +76,7 @@ def tfdist_strategy(job: Job):
 
 
 def stock_strategy(job: Job):
-    """Keras 2, and TensorFlow's strategy."""
+    """Return Keras 2, and TensorFlow's strategy."""
     import tensorflow as tf
 
     job.cluster.export()
@@ -92,7 +92,7 @@ FRAMEWORKS = {"tfdist": tfdist_strategy, "tf_keras": stock_strategy}
 
 
 class Trainer:
-    """The measurements.
+    """Measure speed, time to the first batch, and accuracy.
 
     Args:
         keras: Keras 3 or tf_keras.
@@ -273,7 +273,7 @@ LAYERS: dict[str, Callable] = {
 
 
 def _images() -> tuple[np.ndarray, np.ndarray]:
-    """Images `[EXAMPLES, SIDE, SIDE, 1]` and labels `[EXAMPLES]`."""
+    """Return images `[EXAMPLES, SIDE, SIDE, 1]` and labels `[EXAMPLES]`."""
     random = np.random.default_rng(0)
     return random.random((EXAMPLES, SIDE, SIDE, 1), np.float32), random.integers(
         0, CLASSES, EXAMPLES, np.int32
@@ -281,7 +281,7 @@ def _images() -> tuple[np.ndarray, np.ndarray]:
 
 
 def _ids() -> tuple[np.ndarray, np.ndarray]:
-    """Rows of the table `[EXAMPLES, LENGTH]` and labels `[EXAMPLES]`."""
+    """Return rows of the table `[EXAMPLES, LENGTH]` and labels `[EXAMPLES]`."""
     random = np.random.default_rng(0)
     return random.integers(0, ROWS, (EXAMPLES, LENGTH), np.int32), random.integers(
         0, CLASSES, EXAMPLES, np.int32
@@ -299,13 +299,13 @@ def _is_keras_2(keras) -> bool:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """User and system time of a process (proc(5): fields 14 and 15, counted behind the name)."""
+    """Return a process's user and system time (proc(5): fields 14 and 15, behind the name)."""
     fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) * CLOCK_TICK
 
 
 def _loopback_bytes() -> int:
-    """Received by the loopback interface of this network namespace."""
+    """Return the bytes that the loopback interface of this network namespace has received."""
     lines = pathlib.Path("/proc/net/dev").read_text().splitlines()
     return next(
         int(line.split(":")[1].split()[0]) for line in lines if line.strip().startswith("lo:")

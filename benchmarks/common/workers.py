@@ -32,7 +32,7 @@ ONE_THREAD = dict.fromkeys(
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A model and how it is measured.
+    """Describe a model and how it is measured.
 
     Args:
         title: What it is, for the report.
@@ -51,7 +51,7 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A worker process: a framework of `FRAMEWORKS`, model, place, core, and output directory."""
+    """Describe a worker process: framework of `FRAMEWORKS`, model, cluster, core and directory."""
 
     framework: str
     model: Model
@@ -76,7 +76,7 @@ Measures = dict[str, Callable[[int], float]]
 
 
 def tfdist_fit(job: Job) -> tuple[int, Measures]:
-    """Keras 3 `fit` under a strategy of tfdist."""
+    """Train by Keras 3 `fit` under a strategy of tfdist."""
     import tfdist
 
     alone = job.workers == 1
@@ -93,7 +93,7 @@ def tfdist_fit(job: Job) -> tuple[int, Measures]:
 
 
 def tf_keras_fit(job: Job) -> tuple[int, Measures]:
-    """Keras 2 `fit` under TensorFlow's own strategy."""
+    """Train by Keras 2 `fit` under TensorFlow's own strategy."""
     strategy = _stock_strategy(job)
     import tf_keras
 
@@ -161,7 +161,7 @@ def hand_loop(job: Job) -> tuple[int, Measures]:
 
 
 def ddp(job: Job) -> tuple[int, Measures]:
-    """PyTorch's DistributedDataParallel over gloo."""
+    """Train by PyTorch's DistributedDataParallel over gloo."""
     import torch
     from torch import distributed, nn
     from torch.utils import data
@@ -262,7 +262,7 @@ def _fit(
 
 
 def _built(keras, job: Job):
-    """The model and its optimizer, in either Keras."""
+    """Return the model and its optimizer, in either Keras."""
     layers = keras.layers
     filters = job.model.filters
     body = [layers.Conv2D(filters, 3, activation="relu"), layers.MaxPooling2D()] if filters else []
@@ -276,7 +276,7 @@ def _built(keras, job: Job):
 
 
 def _examples() -> tuple[np.ndarray, np.ndarray]:
-    """The same images `[EXAMPLES, SIDE, SIDE, 1]` and labels `[EXAMPLES]` in every process."""
+    """Return images `[EXAMPLES, SIDE, SIDE, 1]` and labels `[EXAMPLES]`, equal in every process."""
     random = np.random.default_rng(0)
     return random.random((EXAMPLES, SIDE, SIDE, 1), np.float32), random.integers(
         0, CLASSES, EXAMPLES

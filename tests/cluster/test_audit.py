@@ -37,7 +37,7 @@ def start(members, directory, name, *flags):
 
 
 def audit(members, directory, *flags):
-    """Runs an audit; its exit code, and what it printed."""
+    """Run an audit; return its exit code and its output."""
     start(members, directory, "audit", *flags)
     return members.wait(SECONDS)["audit"], members.log("audit")
 

@@ -27,7 +27,7 @@ def directory(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def data_workers(tmp_path_factory):
-    """Address and process id of two data workers."""
+    """Start two data workers; yield their process ids by address."""
     addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
     with group(tmp_path_factory.mktemp("data")) as members:
         found = {

@@ -19,7 +19,7 @@ SECONDS = 200  # for all trainings: some six on an idle machine
 
 @pytest.fixture(scope="module")
 def disks(tmp_path_factory):
-    """What each training came to, by the name of its disk."""
+    """Return the result of each training, by the name of its disk."""
     root = tmp_path_factory.mktemp("disks")
     place = root / "disk"
     out = root / "out.json"

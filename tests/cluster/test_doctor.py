@@ -25,7 +25,7 @@ def members(tmp_path, monkeypatch):
 
 
 def write(path, spec):
-    """A cluster file."""
+    """Write a cluster file, and return its path."""
     path.write_text(
         json.dumps({"cluster": {job: list(addresses) for job, addresses in spec.jobs.items()}})
     )
@@ -38,7 +38,7 @@ def doctor(members, name, *words, prefix=(), **environ):
 
 
 def serve(members, file, task, *words, **options):
-    """A server, ready."""
+    """Start a doctor that serves, and wait until it is ready."""
     doctor(
         members,
         task,

@@ -51,7 +51,7 @@ def undisturbed(tmp_path_factory):
 
 
 def disturb(launch, flags, name, plan, save_freq="3", attempts=None):
-    """A launch with a chaos plan that must end well, all faults having struck."""
+    """Run a launch with a chaos plan, and check that it ends well after all faults."""
     code, _, err = launch.run(
         *flags,
         "--restarts",
@@ -82,7 +82,7 @@ def results(root):
 
 
 def points(root):
-    """Tags and steps of all curves but those that tell of speed."""
+    """Return tags and steps of all curves but those of speed."""
     files = sorted(str(file) for file in (root / "logs").rglob("events.*"))
     found = [
         tf.compat.v1.Event.FromString(record.numpy()) for record in tf.data.TFRecordDataset(files)
@@ -96,7 +96,7 @@ def points(root):
 
 
 def check(root, setup):
-    """As undisturbed, whatever has happened; nothing is left behind."""
+    """Check that the results are those of the undisturbed run, and that no process is left."""
     _, _, wholes, curves, csv, _ = setup
     ends = results(root)
     assert len(ends) == len(wholes)
@@ -129,7 +129,7 @@ PLANS = {
 
 
 def random_plan(seed, kills=9):
-    """Kills at random steps and moments of random tasks."""
+    """Return a plan that kills random tasks at random steps and moments."""
     rng = random.Random(seed)
     steps = sorted(rng.sample(range(1, EPOCHS * STEPS), kills - 3))
     faults = [f"kill {rng.choice(('worker:0', 'worker:1', 'chief'))}@step={step}" for step in steps]

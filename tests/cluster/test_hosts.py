@@ -41,7 +41,7 @@ FLAGS = (
 
 
 class Hosts:
-    """Launchers that stand for hosts."""
+    """Start launchers that stand for hosts."""
 
     def __init__(self, root):
         self.root = root
@@ -68,7 +68,7 @@ class Hosts:
         return launch
 
     def says(self, name, words, seconds=60.0):
-        """Waits until a worker of that host has said that."""
+        """Wait until the log of a host's worker contains these words."""
         end = time.monotonic() + seconds
         while words not in (text := self.logs(name)):
             assert time.monotonic() < end, f"{name} never said {words!r}:\n{text}"

@@ -53,7 +53,7 @@ os._exit(0)  # a tf.distribute.Server has no end
 
 @pytest.fixture(scope="module")
 def private_network():
-    """Skips where the kernel has none for us."""
+    """Skip the test where the kernel refuses a private network."""
     code = "from tfdist.launch.isolation import isolate; print(isolate() or '')"
     refusal = subprocess.check_output([PYTHON, "-c", code], cwd=ROOT, text=True, timeout=60).strip()
     if refusal:
@@ -81,7 +81,7 @@ def launch(members, *words, prefix=()):
 
 
 def own_addresses():
-    """This host's addresses, 127.0.0.1 among them."""
+    """Return this host's addresses, 127.0.0.1 among them."""
     ipv4 = re.findall(
         r"\|-- ([\d.]+)\n\s+/32 host LOCAL", pathlib.Path("/proc/net/fib_trie").read_text()
     )
@@ -97,7 +97,7 @@ def own_addresses():
 
 
 def outcome(host, port):
-    """What a connection from here comes to."""
+    """Return "connected", or the error of a connection from here."""
     try:
         socket.create_connection((host, port), timeout=5).close()
         return "connected"
@@ -106,7 +106,7 @@ def outcome(host, port):
 
 
 def listeners(members, *flags):
-    """The ports of a running launch whose two tasks listen, reach each other and wait."""
+    """Start a launch whose two tasks listen, reach each other and wait; return their ports."""
     script = members.directory / "listen.py"
     script.write_text(LISTENERS)
     process = launch(members, "--workers", "2", *flags, "--", str(script), str(members.directory))
@@ -200,7 +200,7 @@ def test_where_it_is_refused_the_launch_goes_on_with_a_warning(members):
 
 @pytest.fixture
 def home():
-    """A directory of the user nobody; those of pytest are closed to others."""
+    """Yield a directory of the user nobody, to whom pytest's own are closed."""
     with tempfile.TemporaryDirectory() as directory:
         shutil.chown(directory, NOBODY, NOBODY)
         yield pathlib.Path(directory)

@@ -1,4 +1,4 @@
-"""`tfdist launch` with real processes: tiny scripts, no TensorFlow, and nothing left behind."""
+"""Test `tfdist launch` with real processes: tiny scripts without TensorFlow, no process left."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Notebooks are executed on real processes, and are committed with the outputs of such a run."""
+"""Test that notebooks run on real processes, and are committed with the outputs of a run."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def path(request):
 
 
 def outputs(path):
-    """(cell, its output) of all outputs of a notebook."""
+    """Return (cell, output) for all outputs of a notebook."""
     return [
         (cell, output)
         for cell in nbformat.read(path, 4).cells
@@ -53,7 +53,7 @@ def texts(output):
 
 
 def living(mark):
-    """Process ids of what a notebook's run started and that is there still."""
+    """Return the ids of the processes of a notebook's run that are still alive."""
     return [
         entry.name
         for entry in pathlib.Path("/proc").glob("[0-9]*")

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(SECONDS + 60)
 
 
 def results_of(directory, workers, ps, *features):
-    """What went wrong with each feature in a cluster of its own."""
+    """Run features in a cluster of their own, and return the error of each."""
     spec = ClusterSpec.local(workers=workers, ps=ps, chief=True)
     out = directory / "results.json"
     command = [PYTHON, "-m", "tests.cluster.scripts.ps_features", str(out), *features]

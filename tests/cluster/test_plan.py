@@ -48,7 +48,7 @@ def words(digits_dir, devices="cpu:0,cpu:1", *more):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, digits_dir):
-    """The plan, and what each way holds and sends."""
+    """Return the plan, and what each way really holds and sends."""
     with group(tmp_path_factory.mktemp("plan")) as members:
         # A config that shards already is planned as any other.
         planned = words(digits_dir, "cpu:0,cpu:1", "--config.parallel.zero=2")

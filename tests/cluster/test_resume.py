@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(6 * SECONDS)
 
 
 def attempt(root, backup, count, *where, how="whole", **environ):
-    """What each worker of an attempt ended with."""
+    """Run an attempt, and return the result of each worker."""
     out = root / f"{backup}-{count}{'-'.join(where)}"
     out.mkdir()
     with group(out) as members:
@@ -93,7 +93,7 @@ def test_local_steps_go_on(tmp_path):
 
 
 def equal(results, workers, undisturbed):
-    """Makes sure that all workers ended as one did that was never disturbed."""
+    """Check that all workers have the results of an undisturbed one."""
     assert len(results) == workers
     for found in results:
         assert found["iterations"] == undisturbed["iterations"] == EPOCHS * -(-EXAMPLES // BATCH)

@@ -1,4 +1,4 @@
-"""Workers and parameter servers serve as long as there is a job, and no longer."""
+"""Test that workers and parameter servers serve as long as there is a job, and no longer."""
 
 import os
 import signal
@@ -84,7 +84,7 @@ def test_a_name_without_an_address_does_not_answer():
 
 # --- serve ----------------------------------------------------------------------------------------
 class Job:
-    """The tasks of one cluster, started by hand."""
+    """Start the tasks of one cluster by hand."""
 
     def __init__(self, members):
         self.members = members

@@ -1,4 +1,4 @@
-"""Real Slurm on loopback: three nodes on this machine, and what our tasks make of its steps."""
+"""Test a real Slurm on loopback: three nodes on this machine, and our tasks in its steps."""
 
 import contextlib
 import json
@@ -73,7 +73,7 @@ def slurm_config(home):
 
 @pytest.fixture(scope="module")
 def slurm():
-    """Starts Slurm's daemons as our children; yields the environment for its commands."""
+    """Start Slurm's daemons as our children; yield the environment for its commands."""
     missing = [
         program
         for program in PROGRAMS
@@ -147,7 +147,7 @@ def wait_until_idle(environ, home):
 
 
 def tasks_of(environ, *command):
-    """Runs `resolve` and the preflight in a step; returns what each task printed, by rank."""
+    """Run `resolve` and the preflight in a step; return what each task printed, by rank."""
     result = subprocess.run(
         [*command, sys.executable, "-c", TASK],
         env=environ,

@@ -1,4 +1,4 @@
-"""Two workers, one of them slowed: who waits for whom is read from their files."""
+"""Test that the files of two workers, one of them slowed, show who waits for whom."""
 
 import pytest
 import tensorflow as tf

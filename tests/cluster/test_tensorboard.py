@@ -1,4 +1,4 @@
-"""A run of two workers in a real TensorBoard: what its server answers, and what a browser shows."""
+"""Test a run of two workers in a real TensorBoard: its server's answers, and a browser's view."""
 
 import io
 import json
@@ -18,7 +18,7 @@ RUNS = {"tiny", "tiny/train", "tiny/validation", "tiny/worker-0", "tiny/worker-1
 
 
 def run(directory, words):
-    """How a training of two workers there ends, and what it prints."""
+    """Train with two workers in a directory; return exit code and output."""
     with group(directory) as members:
         command = (
             f"cd '{directory}' && exec '{PYTHON}' -m tfdist launch --workers 2 --log-dir launch "
@@ -30,7 +30,7 @@ def run(directory, words):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, digits_dir):
-    """The directory `runs` after two epochs of digits, of 8 steps each."""
+    """Return the directory `runs` after two epochs of digits, of 8 steps each."""
     directory = tmp_path_factory.mktemp("board")
     keys = {
         "name": "tiny",

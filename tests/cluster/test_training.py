@@ -24,7 +24,7 @@ def script(name, *arguments):
 
 # --- Files, resuming, speed: one job that is killed, and started again ----------------------------
 class Job:
-    """What a job of two workers left, whose first attempt was killed."""
+    """Run a job of two workers whose first attempt is killed, and read its files."""
 
     def __init__(self, directory):
         self.directory = directory
@@ -173,7 +173,7 @@ MISTAKES = {
 
 @pytest.fixture(scope="module")
 def mistakes(tmp_path_factory):
-    """Error of each mistake, on each worker; the last one's is what ended the process."""
+    """Return the error of each mistake on each worker; the last one ended the process."""
     directory = tmp_path_factory.mktemp("mistakes")
     with group(directory) as members:
         workers(

@@ -1,4 +1,4 @@
-"""The same trainings on real GPUs give the CPU's numbers; each setup is a process of its own."""
+"""Test that trainings on real GPUs give the CPU's numbers; each setup has its own process."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Numbers of all cases under a strategy on some devices; each runs once."""
+    """Return the numbers of all cases under a strategy on some devices; each runs once."""
     done = {}
 
     def run(strategy, devices):

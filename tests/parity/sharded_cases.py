@@ -1,4 +1,4 @@
-"""Models and optimizers that are trained plain and sharded, on the same replicas."""
+"""Train models and optimizers plain and sharded, on the same replicas."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SHARDED = {  # way: what it does with the model, with the optimizer
 
 
 class Block(keras.layers.Layer):
-    """A transformer block: one unit.
+    """Apply a transformer block, which is one unit.
 
     Its dropout layers know from the call's context whether it trains.
     """
@@ -74,7 +74,7 @@ class Block(keras.layers.Layer):
 
 
 class Tied(keras.layers.Layer):
-    """Scores of words by the embedding that read them."""
+    """Compute scores of words by the embedding that read them."""
 
     def __init__(self, embedding):
         super().__init__(dtype="float32")
@@ -85,7 +85,7 @@ class Tied(keras.layers.Layer):
 
 
 class Subclassed(keras.Model):
-    """Reads a weight of a layer, and one of its own, outside of layers."""
+    """Read a weight of a layer, and one of its own, outside of layers."""
 
     def __init__(self):
         super().__init__()
@@ -105,7 +105,7 @@ class Subclassed(keras.Model):
 
 
 class Penalized(keras.layers.Dense):
-    """Adds a loss when it is called."""
+    """Add a loss when it is called."""
 
     def call(self, x):
         y = super().call(x)
@@ -125,7 +125,7 @@ def mlp(dropout=0.3, first=keras.layers.Dense, **of_first):
 
 
 def frozen():
-    """Has weights and statistics that no optimizer knows, with values that depend on the seed."""
+    """Return a model with weights and statistics that no optimizer knows, drawn from the seed."""
     normal = {f"{name}_initializer": "random_normal" for name in ("beta", "moving_mean")}
     fixed = [
         keras.layers.Dense(7, "tanh", trainable=False),
@@ -314,7 +314,7 @@ FEATURES = {  # of one setup
 
 
 def data(kind: str):
-    """Inputs and labels of some rows."""
+    """Return inputs and labels of some rows."""
     rng = np.random.default_rng(5)
     labels = rng.integers(0, 3, ROWS)
     if kind in ("numbers", "outlier"):
@@ -520,7 +520,7 @@ def check_files(
     scope: contextlib.AbstractContextManager,
     directory: pathlib.Path,
 ) -> None:
-    """Makes sure that a sharded model's file is a plain model's, and that sharded ones load it.
+    """Check that a sharded model's file is a plain model's, and that sharded ones load it.
 
     Args:
         model: Trained.
@@ -564,7 +564,7 @@ def check_files(
 
 
 def main(name: str, devices: str, out: str, *names: str) -> None:
-    """Trains cases plain and in all ways, and writes their numbers to a file."""
+    """Train cases plain and in all ways, and write their numbers to a file."""
     strategy = tfdist.make_strategy(name, devices=None if devices == "-" else devices, timeout=60)
     results: dict = {}
     for case in names:

@@ -30,7 +30,7 @@ SECONDS = 400  # for one setup: about 60 on an idle machine of 2 cores
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory):
-    """Results of a setup's processes, a list of {(case, way): numbers}; each setup runs once."""
+    """Return the results of a setup's processes: a list of {(case, way): numbers}."""
     return runs(tmp_path_factory, "sharded_cases.py", SETUPS, PAIRS, SECONDS)
 
 

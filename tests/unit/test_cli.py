@@ -1,4 +1,4 @@
-"""The command line: quick, without TensorFlow, and clear about mistakes."""
+"""Test that the command line is quick, loads no TensorFlow, and is clear about mistakes."""
 
 import os
 import pathlib

@@ -1,4 +1,4 @@
-"""Test that two replicas with a policy train as a few lines of NumPy do that say the same."""
+"""Test that two replicas with a policy train as the same policy in a few lines of NumPy."""
 
 import functools
 import math
@@ -30,13 +30,13 @@ START = np.linspace(-1, 1, 6).astype(np.float32)  # five weights and a bias
 
 # --- The same in NumPy ----------------------------------------------------------------------------
 def gradient(weights, rows):
-    """Of the mean squared error over some rows."""
+    """Return the gradient of the mean squared error over some rows."""
     x = np.concatenate([X[rows], np.ones([len(rows), 1], np.float32)], 1)
     return 2 * x.T @ (x @ weights - Y[rows, 0]) / len(rows)
 
 
 class Momentum:
-    """Stochastic gradient descent as Keras does it."""
+    """Apply stochastic gradient descent with momentum, as Keras does."""
 
     def __init__(self):
         self.velocity = np.zeros_like(START)
@@ -47,7 +47,7 @@ class Momentum:
 
 
 def batches():
-    """Rows of each replica at each step of an epoch."""
+    """Yield the rows of each replica at each step of an epoch."""
     for begin in range(0, EXAMPLES, BATCH):
         rows = np.arange(begin, min(begin + BATCH, EXAMPLES))
         parts = [rows_of_replicas(len(rows), r, 1, 2) for r in range(2)]
@@ -142,7 +142,7 @@ def total_in_bfloat16(one, other):
 
 # --- What tfdist makes of it ----------------------------------------------------------------------
 def trained(strategy, policy, x=X, epochs=EPOCHS, optimizer=None, **kwargs):
-    """A model after a fit by a policy; all its copies are equal."""
+    """Return a model after a fit by a policy; check that all its copies are equal."""
     strategy.tfdist_engine.use(sync.policy(policy))
     try:
         keras.utils.set_random_seed(1)
@@ -169,7 +169,7 @@ def flat(model):
 
 
 def signs(gradients):
-    """A function of a user's: of each element the sign only, by which most of the replicas vote."""
+    """Return the sign of each element by a vote of the replicas, as a user's function."""
     group = tfdist.parallel.replicas()
     return [tf.sign(group.all_reduce(g, f"votes {place}")) for place, g in enumerate(gradients)]
 
@@ -408,7 +408,7 @@ def forgetful(x):
 
 
 class Tied(keras.layers.Layer):
-    """Scores of words by the embedding that read them."""
+    """Compute scores of words by the embedding that read them."""
 
     def build(self, shape):
         self.table = self.add_weight(shape=(7, 3), name="table")
@@ -490,7 +490,7 @@ def built(
 
 @pytest.fixture
 def under(mirrored):
-    """The strategy of two replicas, under a policy until the test ends."""
+    """Put the strategy of two replicas under a policy until the test ends."""
 
     def use(policy):
         mirrored.tfdist_engine.use(sync.policy(policy))
@@ -572,7 +572,7 @@ def test_a_sharded_model_has_a_policy_of_its_own(under, name, policy):
 
 
 def test_a_model_meets_by_itself(under):
-    """Test that nothing of another model that still exists is touched.
+    """Test that another model that still exists stays as it is.
 
     Which models exist differs from process to process.
     """
@@ -643,7 +643,7 @@ SKIPS = Gradients(skip_nonfinite=True)
     ids=["accumulated", "left out", "left out of shards"],
 )
 def test_a_failure_is_at_the_step_where_it_was(under, policy, how):
-    """Also where an update comes every third step, or was left out."""
+    """It is named also where an update comes every third step, or was left out."""
     strategy = under(policy)
     model = built(strategy, how=how)
     model.compile(
@@ -672,7 +672,7 @@ CONVERGES = {
 
 
 def losses(strategy, policy):
-    """Of the epochs of a fit: a plane through points."""
+    """Return the loss of each epoch of a fit of a plane through points."""
     model, _ = trained(
         strategy, policy, epochs=20, optimizer=made(strategy, lambda: keras.optimizers.SGD(RATE))
     )
@@ -681,7 +681,7 @@ def losses(strategy, policy):
 
 @pytest.fixture(scope="module")
 def plain_loss(mirrored):
-    """Of the last epoch, without a policy."""
+    """Return the loss of the last epoch, without a policy."""
     return losses(mirrored, None)[-1]
 
 
@@ -694,7 +694,7 @@ def test_every_policy_converges(mirrored, plain_loss, name):
 # --- Resuming -------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def uninterrupted(mirrored, tmp_path_factory):
-    """Weights after a fit by a policy that saves after each step."""
+    """Return a function from a policy to the weights after a fit that saves after each step."""
     backup = tmp_path_factory.mktemp("whole")
     return functools.cache(
         lambda policy: flat(

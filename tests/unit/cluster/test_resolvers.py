@@ -1,4 +1,4 @@
-"""Each environment's cluster: found in the documented order, or refused with the remedy."""
+"""Test that each environment's cluster is found in the documented order, or refused."""
 
 import json
 

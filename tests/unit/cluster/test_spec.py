@@ -1,4 +1,4 @@
-"""ClusterSpec and its addresses: what is read, written, derived and refused."""
+"""Test ClusterSpec and its addresses: reading, writing, derived facts and errors."""
 
 import json
 import pathlib
@@ -18,7 +18,7 @@ def config(cluster, task_type="worker", index=0, **more):
 
 
 def lookup(**hosts):
-    """A stand-in for socket.getaddrinfo that knows these hosts."""
+    """Return a stand-in for socket.getaddrinfo that knows these hosts."""
 
     def resolve(host, port, type):
         if host not in hosts:

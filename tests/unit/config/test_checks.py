@@ -1,4 +1,4 @@
-"""Settings are checked by key, type and value, on the way from a file or a dict."""
+"""Test that settings from a file or a dict are checked by key, type and value."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Models and data of the user's own: functions that a run's settings name."""
+"""Test models and data of the user's own: functions that a run's settings name."""
 
 import sys
 
@@ -67,7 +67,7 @@ def nothing(input_shape, classes):
 
 @pytest.fixture
 def file(tmp_path, monkeypatch):
-    """A user's file, with a module beside it."""
+    """Write a user's file, with a module beside it."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "beside", raising=False)
     monkeypatch.delitem(sys.modules, "own_parts", raising=False)

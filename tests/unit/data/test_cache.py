@@ -1,4 +1,4 @@
-"""What a cache keeps, and what it says of an example that it cannot read."""
+"""Test which examples a cache keeps, and its error for one that it cannot read."""
 
 import dataclasses
 

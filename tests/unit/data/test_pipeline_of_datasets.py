@@ -1,4 +1,4 @@
-"""Pipelines yield every example, ordered by seed and epoch alone."""
+"""Test that pipelines of data sets yield every example, ordered by seed and epoch alone."""
 
 import numpy as np
 import pytest

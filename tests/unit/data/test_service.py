@@ -21,7 +21,7 @@ Y = np.arange(22) % 3
 
 @pytest.fixture(scope="module")
 def data_workers(tmp_path_factory):
-    """Addresses of two data workers."""
+    """Start two data workers, and return their addresses."""
     ports = [service.serve("127.0.0.1:0", str(tmp_path_factory.mktemp("data"))) for _ in range(2)]
     return [f"127.0.0.1:{port}" for port in ports]
 
@@ -49,7 +49,7 @@ def at(epoch, first):
 # --- Order ----------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def both(data_workers):
-    """A pipeline without service, and the same by way of two data workers."""
+    """Return a pipeline without service, and the same by way of two data workers."""
     return [
         pipeline((X, Y), 4, seed=3, transform=noisy, service=addresses)
         for addresses in (None, data_workers)

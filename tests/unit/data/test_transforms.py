@@ -14,13 +14,13 @@ AUGMENT = {"augment": True, "brightness": 0.3, "contrast": 0.3, "saturation": 0.
 
 
 def gradient(height, width):
-    """An image whose pixels say where they are: red by row, green by column."""
+    """Return an image whose pixels say where they are: red by row, green by column."""
     y, x = np.meshgrid(np.arange(height), np.arange(width), indexing="ij")
     return tf.constant(np.stack([y, x, np.full_like(x, 50)], -1) % 256, tf.uint8)
 
 
 def many(transform, image, count):
-    """The results of as many seeds."""
+    """Return the results of a transform for `count` seeds."""
     dataset = tf.data.Dataset.range(count).map(
         lambda i: transform(image, seed=tf.stack([tf.cast(i, tf.int32), 7]))
     )
@@ -29,7 +29,7 @@ def many(transform, image, count):
 
 @pytest.fixture(scope="module")
 def jpegs():
-    """Twelve files: two sizes, most JPEG and some PNG."""
+    """Return twelve encoded images: two sizes, most JPEG and some PNG."""
     shapes = [(50, 70), (64, 48)] * 6
     return [
         (tf.io.encode_png if i % 5 == 4 else tf.io.encode_jpeg)(

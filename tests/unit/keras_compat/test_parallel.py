@@ -1,4 +1,4 @@
-"""The names of Keras that sharding rests on do what they are used for."""
+"""Test the private names of Keras that sharding relies on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tfdist.keras_compat import parallel as compat
 
 
 class _Rows:
-    """A store of one replica's two rows."""
+    """Store one replica's two rows."""
 
     def __init__(self):
         self.slots = self

@@ -1,4 +1,4 @@
-"""`tfdist launch --check` waits for doctor within a bound."""
+"""Test that `tfdist launch --check` waits for doctor within a bound."""
 
 from __future__ import annotations
 

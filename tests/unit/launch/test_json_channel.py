@@ -21,7 +21,7 @@ LONG, SHORT = 20.0, 0.3  # seconds: a bound that no passing test reaches; one th
 
 @contextlib.contextmanager
 def server():
-    """A listening socket, its address, and a pool for the other side."""
+    """Yield a listening socket, its address, and a pool for the other side."""
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         concurrent.futures.ThreadPoolExecutor(2) as pool,
@@ -32,7 +32,7 @@ def server():
 
 @contextlib.contextmanager
 def stranger(timeout=LONG):
-    """A raw connection to a server that accepts it, and what became of that."""
+    """Yield a raw connection to a server, and the future of what the server accepts."""
     with server() as (listener, address, pool):
         accepted = pool.submit(lambda: json_channel.accept(listener.accept()[0], TOKEN, timeout))
         with socket.create_connection(json_channel.split_address(address), timeout=LONG) as raw:
@@ -41,7 +41,7 @@ def stranger(timeout=LONG):
 
 @contextlib.contextmanager
 def middle():
-    """Two channels with the test in their middle: what one side sends comes out there.
+    """Yield two channels with the test in their middle: what one side sends comes out there.
 
     What goes in there reaches the other side.
     """

@@ -16,7 +16,7 @@ TASKS = ["worker:0", "worker:1"]
 
 
 def bar(step, width):
-    """One redraw as keras.utils.Progbar writes it."""
+    """Return one redraw as keras.utils.Progbar writes it."""
     return "\b" * width + "\r" + f"\x1b[1m{step}/3\x1b[0m {'━' * step} loss: 0.5  "
 
 

@@ -1,4 +1,4 @@
-"""Whether there is another attempt, and when."""
+"""Test whether the policy allows another attempt, and when."""
 
 import pytest
 

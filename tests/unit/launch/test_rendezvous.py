@@ -37,7 +37,7 @@ def _hurry(monkeypatch):
 
 
 def limited(restarts):
-    """The simplest policy: so many restarts after failures that count, and no delay."""
+    """Return the simplest policy: so many restarts after failures that count, and no delay."""
     used = 0
 
     def decide(outcome):
@@ -55,7 +55,7 @@ def limited(restarts):
 
 
 class House:
-    """A rendezvous and its members, all of which end with the test."""
+    """Run a rendezvous and its members, all of which end with the test."""
 
     def __init__(self):
         self.lines = []
@@ -91,13 +91,13 @@ class House:
         return joined
 
     def pair(self):
-        """Two members, in this order."""
+        """Join two members, in this order."""
         first = self.join("a")
         self.says("a (127.0.0.1) joined")
         return first, self.join("b")
 
     def says(self, text):
-        """Waits until somebody has said that."""
+        """Wait until a line of the log contains this text."""
         limit = time.monotonic() + LONG
         while not any(text in line for line in list(self.lines)):
             assert time.monotonic() < limit, f"nobody said {text!r}:\n" + "\n".join(self.lines)
@@ -121,14 +121,14 @@ def _ends(thread):
 
 
 def get(one, kind):
-    """The member's next order, which is of that kind."""
+    """Return the member's next order, which is of that kind."""
     order = one.order(LONG)
     assert isinstance(order, kind), order
     return order
 
 
 def starts(*members):
-    """All members start one generation, in this order of workers; returns the orders."""
+    """Check that all members start one generation, in this order of workers; return the orders."""
     orders = [get(one, Start) for one in members]
     assert len({(order.generation, order.launch_id, order.addresses) for order in orders}) == 1
     first = 0
@@ -533,7 +533,7 @@ def test_what_a_launcher_says_late_is_not_taken_for_the_next_generation(house):
 
 
 class Network:
-    """A way to the rendezvous that swallows everything while it is cut: no connection is closed."""
+    """Relay to the rendezvous; while cut, drop all data without closing connections."""
 
     def __init__(self, target):
         self.cut = threading.Event()
@@ -633,7 +633,7 @@ def test_a_partitioned_host_is_done_without_and_grown_back(house):
 
 
 class Table:
-    """An assembly whose hosts answer as told."""
+    """Drive a membership whose hosts answer as told."""
 
     def __init__(self, min_workers, max_workers, **terms):
         self.now = 0.0
@@ -691,7 +691,7 @@ class Table:
                 self.words.append((key, word))
 
     def pass_by(self, seconds):
-        """Time passes in small steps, with the signs of life of all who are alive."""
+        """Let time pass in small steps, with the heartbeats of all hosts that are alive."""
         end = self.now + seconds
         while self.now < end:
             self.now = min(end, self.now + 0.5)

@@ -81,7 +81,7 @@ def wait_until(condition, what):
 
 
 def fill(standbys, plans, ready):
-    """Keeps the pool until so many are ready."""
+    """Maintain the pool until so many processes are ready."""
 
     def enough():
         standbys.keep(plans, True)

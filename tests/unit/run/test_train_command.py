@@ -1,4 +1,4 @@
-"""One short run, from its settings to its summary, on one device."""
+"""Test one short run, from its settings to its summary, on one device."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Chaos plans in words."""
+"""Test how chaos plans are parsed and carried out."""
 
 import pytest
 

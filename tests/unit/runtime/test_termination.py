@@ -1,4 +1,4 @@
-"""Processes that are asked to end, end what they have begun."""
+"""Test that processes that are asked to end also end what they have started."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from tfdist.strategies.factory import is_chief, make_strategy
 
 @pytest.fixture(autouse=True)
 def _no_cluster(monkeypatch):
-    """None of this machine's own."""
+    """Remove the variables of this machine's own cluster, if it has one."""
     for name in ("TF_CONFIG", "SLURM_JOB_ID", "OMPI_COMM_WORLD_SIZE", "KUBERNETES_SERVICE_HOST"):
         monkeypatch.delenv(name, raising=False)
 

@@ -20,7 +20,7 @@ def needed(package):
 
 
 def tell(writer):
-    """A training of two epochs, interrupted after the first; a writer of each process."""
+    """Write a training of two epochs, interrupted after the first, with a new writer for each."""
     for epoch in range(2):
         each = writer()
         each.rewind(epoch, 0)
@@ -50,7 +50,7 @@ def test_mlflow_has_one_run_with_all_values(tmp_path, monkeypatch):
 
 
 class _Run:
-    """Of a service whose network is gone once the run has begun."""
+    """Stand in for a service's run whose network fails once it has begun."""
 
     id = "r1"
     config: dict = {}
@@ -133,7 +133,7 @@ def test_wandb_offline_has_one_run_with_all_values(tmp_path, monkeypatch):
 
 
 def history(path):
-    """The values in a file of wandb's."""
+    """Yield the values in a file of wandb's."""
     from wandb.proto import wandb_internal_pb2
 
     for data in records(path.read_bytes()):

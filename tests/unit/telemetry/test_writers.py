@@ -1,4 +1,4 @@
-"""Scalars arrive in every writer, whole lines only."""
+"""Test that scalars arrive in every writer, in whole lines only."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""What `tfdist chaos report` says of journals, and of results."""
+"""Test what `tfdist chaos report` says of journals, and of results."""
 
 import json
 import types

@@ -1,4 +1,4 @@
-"""`tfdist data` tells what data are like, writes copies, and answers mistakes with a sentence."""
+"""Test that `tfdist data` describes and copies data, and answers mistakes with one sentence."""
 
 import re
 

@@ -16,7 +16,7 @@ from tfdist.data.sources.records import find, records
 
 
 def write(path, contents, compression=""):
-    """A record file of these strings or Examples."""
+    """Write a record file of these strings or Examples, and return its path."""
     with tf.io.TFRecordWriter(str(path), compression) as writer:
         for content in contents:
             writer.write(content)
@@ -24,7 +24,7 @@ def write(path, contents, compression=""):
 
 
 def example(**features):
-    """A serialized Example of these lists."""
+    """Return a serialized Example of these lists."""
     kinds = {bytes: "bytes_list", float: "float_list", int: "int64_list"}
     made = tf.train.Example()
     for name, values in features.items():
@@ -46,14 +46,14 @@ def int64(*values):
 
 @pytest.fixture
 def three(tmp_path):
-    """Files of 3, 0 and 4 records."""
+    """Write files of 3, 0 and 4 records."""
     for number, (count, begin) in enumerate([(3, 0), (0, 3), (4, 3)]):
         write(tmp_path / f"part-{number}.tfrecord", words(count, begin))
     return tmp_path
 
 
 def graph(function, *arguments):
-    """Calls a function as a graph, as a pipeline does, and nothing of it in Python."""
+    """Call a function as a graph, as a pipeline does."""
     return next(iter(tf.data.Dataset.from_tensors(arguments).map(function))).numpy()
 
 

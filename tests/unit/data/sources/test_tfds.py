@@ -24,7 +24,7 @@ def rows(source):
 
 
 class Sharded(tensorflow_datasets.core.GeneratorBasedBuilder):
-    """660 numbers in 20 shards, so that TFDS' order is not that of the files."""
+    """Build 660 numbers in 20 shards, so that TFDS' order is not that of the files."""
 
     VERSION = tensorflow_datasets.core.Version("1.0.0")
 

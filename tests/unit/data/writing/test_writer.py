@@ -1,4 +1,4 @@
-"""What is written reads the same; a call that was killed goes on, and damage is named."""
+"""Test that written data read the same, that a killed call resumes, and that damage is named."""
 
 import importlib
 import json
@@ -19,7 +19,7 @@ from tfdist.data.writing.writer import verify, write
 
 
 def same(a, b):
-    """Whether two sources hold equal examples."""
+    """Check that two sources hold equal examples; return how many."""
     tf.nest.assert_same_structure(a.element_spec, b.element_spec)
     assert tf.nest.flatten(a.element_spec) == tf.nest.flatten(b.element_spec)
     count = 0
@@ -37,7 +37,7 @@ def shards(directory):
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """100 numbers: in one file and in several, which are written once."""
+    """Write 100 numbers, in one file and in several."""
     root = tmp_path_factory.mktemp("written")
     for name, options in {"one": {}, "several": {"shard_bytes": 1000}}.items():
         write(of_arrays(np.arange(100)), root / name, **options)
@@ -45,7 +45,7 @@ def written(tmp_path_factory):
 
 
 def images(tmp_path, count=6):
-    """A source of JPEG files with random access, as folders of images are."""
+    """Return a source of JPEG files with random access, as folders of images are."""
     random = np.random.default_rng(1)
     paths = []
     for number in range(count):

@@ -1,4 +1,4 @@
-"""What a group of replicas exchanges, by dtype."""
+"""Test what a group of replicas exchanges, by dtype."""
 
 import numpy as np
 import pytest

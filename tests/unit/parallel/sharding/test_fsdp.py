@@ -1,4 +1,4 @@
-"""What `fsdp` and `deferred` refuse, and how sharded weights look."""
+"""Test what `fsdp` and `deferred` refuse, and how sharded weights look."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_a_deferred_model_needs_its_weights(two):
 
 
 class Adapted(keras.layers.Layer):
-    """A unit with a frozen weight, one that trains, and one that each step changes.
+    """Use a frozen weight, one that trains, and one that each step changes.
 
     All are cast to the dtype that the layer computes in.
     """
@@ -358,7 +358,7 @@ def test_weights_are_gathered_so_many_layers_ahead(two, prefetch, before):
 
 
 def _causes(op):
-    """All operations that come before one."""
+    """Return all operations that an operation depends on."""
     found = set()
     left = [op]
     while left:
@@ -372,7 +372,7 @@ def _causes(op):
 @pytest.mark.parametrize(("keep", "times"), [(False, 3), (True, 2)])
 def test_bytes_per_step_are_those_of_all_weights(two, keep, times):
     class Outer(keras.Model):
-        """Reads weights in a unit, and outside of units."""
+        """Read weights in a unit, and outside of units."""
 
         def __init__(self):
             super().__init__()

@@ -28,7 +28,7 @@ OPTIMIZERS = keras.optimizers
 
 
 def trained(strategy, optimizer, **kwargs):
-    """A model after a fit; all copies of its weights are equal."""
+    """Return a model after a fit; check that all copies of its weights are equal."""
     keras.utils.set_random_seed(1)
     with strategy.scope():
         layers = [
@@ -77,7 +77,7 @@ CASES = {  # more of them, each by itself: tests/parity/sharded_cases.py
 
 
 def sharded(make, stage, **kwargs):
-    """A function that makes the same optimizer, sharded."""
+    """Return a function that makes the same optimizer, sharded."""
 
     def optimizer():
         whole = make()
@@ -182,7 +182,7 @@ def test_a_scale_is_lowered_where_the_sum_is_not_finite(mirrored, skip_nonfinite
 
 
 class Headed(keras.Model):
-    """Has a head that gives nothing to the loss."""
+    """Build a model with a head that the loss does not use."""
 
     def __init__(self):
         super().__init__()
@@ -225,7 +225,7 @@ def test_weights_without_gradients_keep_their_values_where_averages_are_publishe
 
 # --- Snapshots ------------------------------------------------------------------------------------
 def kept(parts):
-    """Snapshots of which there are rows."""
+    """Return the snapshots of which there are rows."""
     return {file.name.partition(".")[0] for file in parts.glob("*.rows")}
 
 

@@ -1,4 +1,4 @@
-"""Doctor's checks of a host: facts with one fault planted in each, most of them in real files."""
+"""Test doctor's checks of a host: facts with one fault each, most of them in real files."""
 
 import dataclasses
 import json

@@ -29,7 +29,7 @@ def run(tmp_path):
 
 @pytest.fixture
 def small(tmp_path):
-    """A run of which there is little to draw."""
+    """Write a run with little to draw."""
     directory = tmp_path / "runs" / "small"
     directory.mkdir(parents=True)
     layout.append_json(directory / layout.HISTORY, {"step": 0, "loss": 2.0, "seconds": 1.0})
@@ -37,7 +37,7 @@ def small(tmp_path):
 
 
 def report(directory, *words, code=0):
-    """Makes a page, and returns what a parser finds in it."""
+    """Make a page, and return it parsed."""
     assert cli.main(["report", str(directory), *map(str, words)]) == code
     return Page(pathlib.Path(directory) / "report.html")
 

@@ -73,7 +73,7 @@ def recording(**changes):
 
 
 def halves(whole):
-    """What two workers record who share the rows of a recording."""
+    """Return the recordings of two workers that share the rows of a recording."""
     parts = []
     for rank in range(2):
         rows = {
@@ -308,7 +308,7 @@ def test_fingerprints_are_those_of_rows():
 
 
 def several(order):
-    """A batch of a ragged, a nested ragged and a sparse tensor, its rows in this order."""
+    """Return a batch of a ragged, a nested ragged and a sparse tensor, its rows in this order."""
     ragged = tf.gather(tf.ragged.constant([[1, 2], [], [2, 1], [1, 2]]), order)
     nested = tf.gather(tf.ragged.constant([[["a"], []], [["b"]], [[], ["a"]], [["a"], []]]), order)
     dense = np.array([[0, 3.0], [4.0, 0], [3.0, 0], [0, 3.0]])[order]

@@ -1,4 +1,4 @@
-"""A data set reads the same in every process, or it is known that it cannot."""
+"""Test that a data set reads the same in every process, or is known not to."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def squares():
 
 @pytest.fixture(scope="module")
 def orders(tmp_path_factory):
-    """What two other processes read: {(data set, seed, pass): elements}, each a list."""
+    """Return what two other processes read, each as {(data set, seed, pass): elements}."""
     directory = tmp_path_factory.mktemp("stream")
     tf.random.set_seed(None)  # other tests set it, and a shuffle inside of a map keeps to it
     graphs = {}

@@ -34,7 +34,7 @@ def copies(strategy, variable):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Steps of each call of a graph, as they happen."""
+    """Record the steps of each call of a graph."""
     done = []
     run_steps = Runner._run_steps
 
@@ -133,7 +133,7 @@ class Extended(keras.callbacks.ModelCheckpoint):
 
 
 def every_callback(directory):
-    """(name, callback, watches training batches, watches test batches)."""
+    """Return (name, callback, watches training batches, watches test batches) of each callback."""
     path = str(directory / "{epoch}.weights.h5")
     log = str(directory / "log")
     nothing = lambda *args, **kwargs: None  # noqa: E731
