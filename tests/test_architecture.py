@@ -182,7 +182,7 @@ def test_frameworks_stay_in_their_packages():
         "import tfdist.tools.plan.main",
     ],
 )
-def test_what_loads_no_framework(code):
+def test_entry_points_load_no_framework(code):
     check = f"import sys; found = {FRAMEWORKS!r} & set(sys.modules); assert not found, found"
     subprocess.run(
         [sys.executable, "-c", f"{code}\n{check}"],
@@ -305,7 +305,7 @@ def _imported(path: pathlib.Path, modules: Collection[str]) -> Iterator[str]:
                 yield found
 
 
-def test_every_module_is_on_the_page():
+def test_every_module_is_on_the_architecture_page():
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     none(
         f"docs/architecture.md lacks the line: {line}"

@@ -133,7 +133,7 @@ def test_hosts_with_faults_of_their_own(members, tmp_path):
     assert "the doctor of worker:3 found: place: " in found["other hosts"]
 
 
-def test_hosts_that_look_together(members, tmp_path):
+def test_hosts_that_check_together_agree_on_the_verdict(members, tmp_path):
     """All end with the same verdict: well, or, when one of them has a fault, none."""
     file = write(tmp_path / "c.yaml", ClusterSpec.local(workers=3))
     (tmp_path / "in the way").write_text("")

@@ -149,7 +149,7 @@ def plans():
 
 
 @pytest.mark.parametrize(("setup", "plan"), list(plans()))
-def test_it_ends_as_if_undisturbed(setup, plan, undisturbed, launch, capsys):
+def test_results_equal_those_of_an_undisturbed_run(setup, plan, undisturbed, launch, capsys):
     launch.bound = SECONDS
     setup = undisturbed(setup)
     flags, name, *_ = setup
@@ -196,7 +196,7 @@ def check_report(lines, faults, told):
     assert re.match(r"result: (equal bit for bit to|within 1e-06 of) ", lines[-1]), told
 
 
-def test_servers_are_replaced_or_begun_anew_and_each_example_counts_once(launch):
+def test_lost_servers_are_replaced_and_each_example_counts_once(launch):
     launch.bound = SECONDS
     plan = "kill worker:1@step=5; kill ps:0@step=12; kill chief@step=22"
     err, _ = disturb(

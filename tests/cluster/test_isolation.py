@@ -125,7 +125,7 @@ def finish(members):
     members.succeed(SECONDS)
 
 
-def test_nobody_outside_reaches_the_tasks(members, private_network):
+def test_tasks_cannot_be_reached_from_outside(members, private_network):
     ports = listeners(members)
     ipv4, ipv6 = own_addresses()
     outcomes = {(host, port): outcome(host, port) for host in (*ipv4, *ipv6) for port in ports}
@@ -137,7 +137,7 @@ def test_nobody_outside_reaches_the_tasks(members, private_network):
     )
 
 
-def test_allow_remote_lets_all_interfaces_in(members):
+def test_allow_remote_opens_all_interfaces(members):
     ports = listeners(members, "--allow-remote")
     ipv4, _ = own_addresses()
     outcomes = {(host, port): outcome(host, port) for host in ipv4 for port in ports}
@@ -155,7 +155,7 @@ print("listens at", *(row[1] for row in listening))
 """  # noqa: E501
 
 
-def test_a_single_task_is_cut_off_for_it_may_have_a_server(members, private_network):
+def test_single_task_is_isolated_as_it_may_run_a_server(members, private_network):
     (members.directory / "alone.py").write_text(ALONE)
     launch(members, "--", str(members.directory / "alone.py"))
     members.succeed(SECONDS)
@@ -168,7 +168,7 @@ def test_a_single_task_is_cut_off_for_it_may_have_a_server(members, private_netw
 NAMESPACE = "import os; print(os.readlink('/proc/self/ns/net'))"
 
 
-def test_a_cluster_file_is_never_cut_off(members):
+def test_tasks_of_a_cluster_file_are_never_isolated(members):
     from tfdist import ClusterSpec
 
     file = members.directory / "cluster.json"
@@ -178,7 +178,7 @@ def test_a_cluster_file_is_never_cut_off(members):
     assert f"[worker:0] {os.readlink('/proc/self/ns/net')}" in members.log("launch")
 
 
-def test_who_needs_the_network_learns_why_there_is_none(members, private_network):
+def test_task_without_network_is_told_why(members, private_network):
     # This address is reserved for documentation.
     download = "import urllib.request; urllib.request.urlopen('http://192.0.2.1/')"
     launch(members, "--workers", "2", "--", PYTHON, "-c", download)
@@ -188,7 +188,7 @@ def test_who_needs_the_network_learns_why_there_is_none(members, private_network
     )
 
 
-def test_where_it_is_refused_the_launch_goes_on_with_a_warning(members):
+def test_launch_warns_where_isolation_is_refused(members):
     if os.geteuid() != 0 or not shutil.which("setpriv"):
         pytest.skip("giving up the right to a private network needs root and setpriv")
     launch(members, "--", "echo", "hello", prefix=("setpriv", "--bounding-set", "-sys_admin"))
@@ -206,7 +206,7 @@ def home():
         yield pathlib.Path(directory)
 
 
-def test_an_ordinary_user_is_cut_off_and_keeps_the_files(request, members, private_network):
+def test_ordinary_user_is_isolated_and_keeps_the_files(request, members, private_network):
     """As the user nobody where the tests run as root; else the other tests show it."""
     if os.geteuid() != 0 or not shutil.which("setpriv"):
         pytest.skip("becoming another user needs root and setpriv")

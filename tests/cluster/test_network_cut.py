@@ -126,7 +126,7 @@ def gives_up(launch):
     assert not launch.wait_for_nobody()
 
 
-def test_a_host_that_is_cut_off_ends_and_the_others_go_on_without_it(hosts):
+def test_host_that_is_cut_off_ends_and_the_others_continue(hosts):
     first = hosts.start(1)
     second = hosts.start(2)
     hosts.until(
@@ -187,7 +187,7 @@ def check(found, undisturbed):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_a_host_that_comes_back_in_time_is_in_the_next_attempt(hosts):
+def test_host_that_returns_in_time_joins_the_next_attempt(hosts):
     """Test that the first host goes on if it is cut off, as it has the rendezvous.
 
     Run without TensorFlow.

@@ -61,11 +61,11 @@ def living(mark):
     ]
 
 
-def test_the_notebooks_are_there():
+def test_all_notebooks_exist():
     assert names(NOTEBOOKS) == ["etl", "faults", "quickstart", "scaling", "strategies"]
 
 
-def test_it_runs_and_leaves_nothing(path, tmp_path):
+def test_notebook_runs_and_leaves_no_process(path, tmp_path):
     mark = str(uuid.uuid4())
     before = sorted(os.listdir(DIRECTORY))
     for name in ("to", "tmp"):
@@ -115,7 +115,7 @@ def test_a_failing_command_is_an_error(tmp_path):
     assert (tmp_path / "failing.ipynb").read_bytes() == before
 
 
-def test_the_committed_one_was_run_from_top_to_bottom(path):
+def test_committed_notebook_was_run_from_top_to_bottom(path):
     notebook = nbformat.read(path, 4)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
@@ -129,7 +129,7 @@ def test_the_committed_one_was_run_from_top_to_bottom(path):
     assert any("image/png" in output.get("data", {}) for _, output in outputs(path))
 
 
-def test_the_committed_one_tells_nothing_of_the_machine(path):
+def test_committed_notebook_names_no_machine(path):
     for cell, output in outputs(path):
         for text in texts(output):
             assert not MACHINES.search(text), (cell.source, MACHINES.search(text)[0])

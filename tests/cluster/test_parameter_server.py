@@ -42,7 +42,9 @@ def test_a_feature_of_keras(results, feature):
 
 
 @pytest.mark.parametrize(("workers", "ps"), [(1, 3), (3, 1)])
-def test_there_may_be_more_workers_than_parameter_servers_and_the_reverse(tmp_path, workers, ps):
+def test_number_of_workers_may_exceed_that_of_parameter_servers_and_vice_versa(
+    tmp_path, workers, ps
+):
     results = results_of(tmp_path, workers, ps, "data_set", "arrays", "predict")
     assert set(results.values()) == {None}, results
 

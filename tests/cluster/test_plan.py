@@ -136,7 +136,7 @@ def test_the_docs_have_what_is_predicted(tmp_path, digits_dir):
     assert not any(way["refused"] for way in half["ways"])
 
 
-def test_a_config_that_cannot_be_built_is_told(tmp_path, digits_dir):
+def test_config_that_cannot_be_built_is_named(tmp_path, digits_dir):
     with group(tmp_path) as members:
         process = members.start(
             "plan",

@@ -175,7 +175,7 @@ def tasks_of(environ, *command):
         "-N1 -n2",
     ],
 )
-def test_a_step_becomes_one_cluster(slurm, options, ports):
+def test_tasks_of_a_step_form_one_cluster(slurm, options, ports):
     tasks = tasks_of(slurm, "srun", *options.split(), ports)
     assert len(tasks) == int(options.split("-n")[1][0])
     for rank, task in enumerate(tasks):
@@ -185,5 +185,5 @@ def test_a_step_becomes_one_cluster(slurm, options, ports):
 
 
 @pytest.mark.parametrize("command", ["srun -N1 -n1", "salloc -N2 -n2"])
-def test_what_is_no_cluster(slurm, command):
+def test_steps_that_are_no_cluster_are_refused(slurm, command):
     assert [task["jobs"] for task in tasks_of(slurm, *command.split())] == [None]

@@ -133,7 +133,7 @@ def test_workers_of_unequal_speed_run_ahead_together(job):
     assert [r["slow steps"] for r in job.results] == [SLOW_STEPS] * 2
 
 
-def test_a_long_call_is_looked_at_while_it_runs(job):
+def test_long_call_is_watched_while_it_runs(job):
     """By a thread of each worker alone: a collective there would meet another of the step's."""
     assert [r["long steps"] for r in job.results] == [LONG_STEPS] * 2
 

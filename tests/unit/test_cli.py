@@ -167,7 +167,7 @@ def test_a_mistake_is_named_before_anything_starts(words, message, workplace, ca
         ("sh -c exit", ("sh", "-c", "exit")),
     ],
 )
-def test_what_is_executed(words, expected, workplace):
+def test_command_is_resolved(words, expected, workplace):
     assert task_plan.resolve_command(words.split()) == expected
 
 

@@ -211,7 +211,7 @@ APART = {
 
 
 @pytest.mark.parametrize("name", TOGETHER)
-def test_gradients_become_one(mirrored, name):
+def test_gradient_policies_equal_numpy(mirrored, name):
     policy, own, combine = TOGETHER[name]
     policy = sync.policy(policy)
     model, sent = trained(mirrored, policy)
@@ -227,7 +227,7 @@ def test_gradients_become_one(mirrored, name):
 
 
 @pytest.mark.parametrize("name", APART)
-def test_weights_become_one(mirrored, name):
+def test_weight_policies_equal_numpy(mirrored, name):
     policy = APART[name]
     model, sent = trained(mirrored, policy)
     tolerance = 5e-3 if policy.comm_dtype else 1e-5
@@ -236,7 +236,7 @@ def test_weights_become_one(mirrored, name):
     assert sent == bytes_of_all / (EPOCHS * math.ceil(EXAMPLES / BATCH))
 
 
-def test_an_update_that_is_not_finite_is_left_out_on_all(mirrored):
+def test_nonfinite_update_is_skipped_on_all_replicas(mirrored):
     x = X.copy()
     x[1, 0] = np.inf  # of the first replica's rows in the first step
     model, _ = trained(mirrored, Gradients(skip_nonfinite=True), x=x)
@@ -311,7 +311,7 @@ def test_a_bad_policy_is_named(make, text):
     assert text in str(found.value)
 
 
-def test_what_a_policy_cannot_do_is_named(mirrored):
+def test_unsupported_combinations_of_a_policy_are_named(mirrored):
     with pytest.raises(
         ValueError,
         match=r"the function must return a list like the one it was given, with gradients of "
@@ -520,7 +520,7 @@ def test_each_model_sends_its_own_bytes(under, policy):
     )
 
 
-def test_what_rows_of_a_table_take_is_not_known(under):
+def test_bytes_of_sparse_gradients_are_unknown(under):
     strategy = under("mean")
     with strategy.scope():
         model = keras.Sequential(
@@ -537,7 +537,7 @@ def test_what_rows_of_a_table_take_is_not_known(under):
     assert telemetry_callbacks.sent(strategy, model) is None
 
 
-def test_what_a_function_sends_otherwise_is_not_known(under):
+def test_bytes_that_a_user_function_sends_by_itself_are_unknown(under):
     def sums(gradients):
         return tf.distribute.get_replica_context().all_reduce("SUM", gradients)
 
@@ -571,7 +571,7 @@ def test_a_sharded_model_has_a_policy_of_its_own(under, name, policy):
     np.testing.assert_array_equal(run(policy), run(Gradients()))
 
 
-def test_a_model_meets_by_itself(under):
+def test_each_model_averages_its_weights_by_itself(under):
     """Test that another model that still exists stays as it is.
 
     Which models exist differs from process to process.
@@ -609,7 +609,7 @@ def test_train_on_batch_follows_the_policy(under, policy):
     np.testing.assert_allclose(flat(model), flat(fitted), rtol=1e-5, atol=1e-6)
 
 
-def test_a_file_has_what_all_replicas_came_to(under, tmp_path):
+def test_saved_file_has_the_average_of_all_replicas(under, tmp_path):
     strategy = under(LocalSGD(every=100))
     model = built(strategy, 2)
     for begin in range(0, 40, 8):
@@ -707,9 +707,7 @@ def uninterrupted(mirrored, tmp_path_factory):
 @pytest.mark.parametrize(
     "policy", [Gradients(accumulate=4), DiLoCo(every=4, warmup=2)], ids=["accumulated", "outer"]
 )
-def test_a_fit_that_was_interrupted_goes_on_exactly(
-    mirrored, uninterrupted, tmp_path, policy, steps
-):
+def test_interrupted_fit_resumes_exactly(mirrored, uninterrupted, tmp_path, policy, steps):
     def backup():
         return tfdist.BackupAndRestore(tmp_path, save_freq=1)
 
@@ -739,7 +737,7 @@ def test_a_fit_that_was_interrupted_goes_on_exactly(
     ],
     ids=["plain", "fewer"],
 )
-def test_another_policy_does_not_go_on_with_gradients_that_were_added_up(
+def test_another_policy_refuses_accumulated_gradients_of_a_snapshot(
     mirrored, tmp_path, other, text
 ):
     with pytest.raises(Stop):

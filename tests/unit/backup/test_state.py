@@ -49,7 +49,7 @@ def through_a_file(snapshot):
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd", "scaled"])
-def test_training_goes_on_as_if_it_had_never_stopped(optimizer):
+def test_training_resumes_as_if_never_interrupted(optimizer):
     make = {
         "scaled": lambda: keras.optimizers.LossScaleOptimizer(
             keras.optimizers.Adam(0.01), initial_scale=8.0, dynamic_growth_steps=4
@@ -85,7 +85,7 @@ def test_training_goes_on_as_if_it_had_never_stopped(optimizer):
         (lambda: model(extra=True), r"expected .* as model variable \d+, received"),
     ],
 )
-def test_another_model_is_refused_and_left_as_it_is(other, message):
+def test_snapshot_of_another_model_is_refused(other, message):
     snapshot = of_model(model())
     other = other()
     before = other.get_weights()
@@ -107,7 +107,7 @@ class Counts(keras.callbacks.Callback):
         self.count = state["count"]
 
 
-def test_callbacks_remember():
+def test_state_of_callbacks_is_restored():
     def callbacks():
         return [
             keras.callbacks.EarlyStopping("loss", patience=9),
@@ -136,7 +136,7 @@ def test_callbacks_remember():
     assert second[4].count == 5
 
 
-def test_random_generators_go_on():
+def test_state_of_random_generators_is_restored():
     state = through_a_file(of_random())
     expected = random.random(), np.random.rand(3).tolist()
     into_random(state)

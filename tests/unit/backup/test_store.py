@@ -57,7 +57,7 @@ def test_arrays_of_all_kinds_come_back(dtype, shape):
 
 
 # --- Damage ---------------------------------------------------------------------------------------
-def test_every_flipped_bit_is_seen():
+def test_every_flipped_bit_is_detected():
     content = packed()
     for place in range(len(content)):
         for bit in (0, 7):
@@ -67,7 +67,7 @@ def test_every_flipped_bit_is_seen():
                 unpack(bytes(flipped), "here")
 
 
-def test_every_truncation_is_seen():
+def test_every_truncation_is_detected():
     content = packed()
     for length in range(len(content)):
         with pytest.raises(Damaged):
@@ -78,7 +78,7 @@ def test_every_truncation_is_seen():
 
 @given(st.integers(0, 400), st.integers(1, 400))
 @settings(max_examples=50, deadline=None)
-def test_a_mixture_of_two_is_seen(begin, length):
+def test_mixture_of_two_snapshots_is_detected(begin, length):
     one = packed()
     other = packed(
         Snapshot({k: v + 1 for k, v in STATE.arrays.items()}, {**STATE.facts, "epoch": 4})
@@ -92,13 +92,13 @@ def test_a_mixture_of_two_is_seen(begin, length):
 
 @given(st.binary(max_size=200))
 @settings(max_examples=100, deadline=None)
-def test_nonsense_is_seen(content):
+def test_random_bytes_are_detected(content):
     for begin in (b"", MAGIC):
         with pytest.raises(Damaged):
             unpack(begin + content, "here")
 
 
-def test_another_version_is_no_damage(monkeypatch):
+def test_another_format_version_is_not_called_damage(monkeypatch):
     monkeypatch.setattr("tfdist.backup.snapshot.VERSION", 2)
     content = packed()
     monkeypatch.undo()
@@ -115,7 +115,7 @@ def epoch(number):
 
 
 @pytest.mark.parametrize("place", ["{}/a/b", "ram://{}"])
-def test_the_last_ones_are_kept(tmp_path, place):
+def test_newest_snapshots_are_kept(tmp_path, place):
     store = Store(place.format(tmp_path), keep=3)
     assert store.newest() is None
     for number in range(5):
@@ -131,7 +131,7 @@ def test_the_last_ones_are_kept(tmp_path, place):
 @pytest.mark.parametrize(
     "harm", [lambda c: c[:-40], lambda c: b"", lambda c: c[:90] + b"x" + c[91:]]
 )
-def test_a_damaged_one_is_passed_over_by_name(tmp_path, harm, caplog):
+def test_damaged_snapshot_is_named_and_skipped(tmp_path, harm, caplog):
     store = Store(tmp_path)
     for number in range(2):
         store.write(epoch(number))
@@ -148,7 +148,7 @@ def test_a_damaged_one_is_passed_over_by_name(tmp_path, harm, caplog):
 
 
 @pytest.mark.parametrize("place", ["{}", "ram://{}"])
-def test_rows_are_read_as_far_as_they_are_asked_for(tmp_path, place):
+def test_only_requested_rows_are_read(tmp_path, place):
     store = Store(place.format(tmp_path))
     whole = np.arange(2**21, dtype=np.float32).reshape(4, -1)  # 8 MiB
     paths = [store.rows_path(0, "a", rank, 2) for rank in range(2)]
@@ -170,7 +170,7 @@ def test_rows_are_read_as_far_as_they_are_asked_for(tmp_path, place):
     np.testing.assert_array_equal(found, whole.reshape(16, -1)[7:9])  # of both files
 
 
-def test_what_others_have_there_stays(tmp_path):
+def test_files_of_others_stay(tmp_path):
     (tmp_path / "mine.txt").write_text("mine")
     (tmp_path / "snapshot-7.tfdist.part").write_bytes(b"half")
     store = Store(tmp_path)
@@ -214,7 +214,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path):
     assert Store(tmp_path).newest().snapshot.facts == {"epoch": 0}
 
 
-def test_a_writer_killed_at_any_moment_leaves_whole_ones(tmp_path):
+def test_writer_killed_at_any_moment_leaves_whole_snapshots(tmp_path):
     code = (
         "import sys, numpy as np\n"
         "from tfdist.backup.snapshot import Snapshot\n"

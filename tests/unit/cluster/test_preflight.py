@@ -226,7 +226,7 @@ def test_another_program_at_an_address(sent):
         b"x" * 20000,
     ],
 )
-def test_strangers_who_call_do_no_harm(sent, capsys):
+def test_foreign_connections_do_no_harm(sent, capsys):
     specs = members(ClusterSpec.local(workers=2))
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         first = pool.submit(preflight.check, specs[0], LONG, versions="same")
@@ -238,7 +238,7 @@ def test_strangers_who_call_do_no_harm(sent, capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_tensorflow_of_a_task_that_may_go_already_delays_nobody(monkeypatch):
+def test_early_connection_of_a_peers_tensorflow_delays_no_preflight(monkeypatch):
     monkeypatch.setattr(preflight, "EXCHANGE_S", LONG)
     specs = members(ClusterSpec.local(workers=2))
     started = time.monotonic()
@@ -254,7 +254,7 @@ def test_tensorflow_of_a_task_that_may_go_already_delays_nobody(monkeypatch):
     assert time.monotonic() - started < LONG / 2
 
 
-def test_own_faults_come_at_once():
+def test_own_mistakes_are_raised_at_once():
     started = time.monotonic()
     specs = members(ClusterSpec.local(workers=2))
     with socket.create_server(split_address(specs[0].task.address)):

@@ -65,7 +65,7 @@ def ports(spec):
         (None, {**KUBERNETES, "TFDIST_K8S_REPLICAS": "1"}, None),
     ],
 )
-def test_first_found_wins_and_says_so(cluster, environ, source, caplog):
+def test_first_environment_found_is_used_and_named(cluster, environ, source, caplog):
     with caplog.at_level("INFO", logger="tfdist"):
         spec = resolvers.resolve(cluster, environ=environ)
     assert (spec and spec.source) == source

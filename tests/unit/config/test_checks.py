@@ -49,7 +49,7 @@ def test_a_mistake_is_named_with_its_key(settings, message):
         config.Run.from_dict(settings)
 
 
-def test_a_run_survives_the_way_through_a_dict():
+def test_run_survives_conversion_to_a_dict():
     run = config.Run.from_dict(
         {"train": {"learning_rate": 1}, "model": {"options": {"dropout": 0.5}}}
     )

@@ -110,7 +110,7 @@ def test_a_run_of_own_data_and_a_compiled_model(file, tmp_path, capsys):
     assert "loss" in capsys.readouterr().out
 
 
-def test_metrics_of_a_test_step_of_ones_own_are_told(file, tmp_path, capsys):
+def test_metrics_of_a_custom_test_step_are_reported(file, tmp_path, capsys):
     """Also those that are named as other things which a summary has."""
     summary = run(settings(tmp_path, f"{file}:batches", f"{file}:other"))
     assert summary["metrics"] == {"seconds": -5, "name": 7}

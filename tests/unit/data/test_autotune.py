@@ -20,7 +20,7 @@ def with_autotune(data, **values):
     return data.with_options(options)
 
 
-def test_calls_run_at_the_same_time_without_it():
+def test_parallel_calls_run_at_the_same_time_without_the_tuner():
     four = threading.Barrier(4)
 
     def meet(x):
@@ -40,12 +40,12 @@ def test_calls_run_at_the_same_time_without_it():
     [{"enabled": True}, {"enabled": False}, {"cpu_budget": 2}, {"ram_budget": 10**6}],
     ids=str,
 )
-def test_who_asks_for_it_keeps_it(asked):
+def test_tuner_that_a_user_asks_for_is_kept(asked):
     data = with_autotune(tf.data.Dataset.range(4), **asked)
     assert untuned(data) is data
 
 
-def test_the_parallelism_that_somebody_chose_stays():
+def test_chosen_parallelism_stays():
     autotune = (
         untuned(with_autotune(tf.data.Dataset.range(4), initial_parallelism=3)).options().autotune
     )
@@ -54,7 +54,7 @@ def test_the_parallelism_that_somebody_chose_stays():
 
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("begun", [False, True])
-def test_steps_draw_from_data_without_it(replicas, begun):
+def test_steps_read_data_without_the_tuner(replicas, begun):
     feed = Feed(
         tf.data.Dataset.range(8).batch(4), Placement(replicas, 0, 1), "/cpu:0", symbolic_first=False
     )

@@ -86,12 +86,12 @@ def test_labels_are_checked(labelled):
         cached(dataclasses.replace(source, classes=3), True)
 
 
-def test_nothing_is_nothing(tmp_path):
+def test_empty_source_is_refused(tmp_path):
     (tmp_path / "empty.tfrecord").touch()
     with pytest.raises(ValueError, match="has 0 examples"):
         pipeline(records(str(tmp_path / "*.tfrecord"), {"y": "int64"}), 2, cache=True)
 
 
-def test_what_is_in_memory_is_left_there():
+def test_sources_in_memory_are_not_cached_again():
     source = of_arrays(np.arange(3))
     assert cached(source, True) is source

@@ -378,7 +378,7 @@ def test_blocks_of_a_stream_are_permuted_independently():
 # The same tomorrow
 
 
-def test_orders_are_those_of_earlier_versions():
+def test_orders_equal_those_of_earlier_versions():
     # A checkpoint relies on these numbers: a run resumed in the middle of an epoch sees each
     # example once only if the order has not changed. If a new TensorFlow fails here, its ops
     # permute in another way: users must finish runs begun before with the old one, and the release

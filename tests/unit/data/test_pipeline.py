@@ -152,7 +152,7 @@ def test_a_generator_is_shared_by_rows():
 
 
 @pytest.mark.parametrize("kind", ["arrays", "generator"])
-def test_padding_weighs_nothing_and_keeps_the_mean(kind):
+def test_padding_has_no_weight_and_keeps_the_mean(kind):
     x = np.arange(10.0, dtype=np.float32)
     source = (
         (x, x)
@@ -273,7 +273,7 @@ def test_where_nothing_can_be_read_the_first_batch_ends_the_pass():
     assert max(tried) < 1000
 
 
-def test_what_can_be_read_at_the_second_try_is_read():
+def test_failed_read_is_tried_a_second_time():
     tried = []
 
     def read(number):
@@ -321,7 +321,7 @@ def test_bad_examples_are_left_out_counted_and_reported():
         )
 
 
-def test_of_arrays_nothing_is_left_out():
+def test_examples_of_arrays_are_never_skipped():
     x, _, weight = next(
         iter(pipeline((np.arange(3), np.arange(3)), 3, shuffle=False, ignore_errors=1))
     )

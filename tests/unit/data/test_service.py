@@ -77,7 +77,7 @@ def test_workers_that_read_at_the_same_time_get_their_own_rows(both):
 
 
 @pytest.mark.parametrize("steps", [7, None])
-def test_a_pass_begins_and_ends_anywhere_and_asks_once_where(steps, data_workers):
+def test_pass_begins_and_ends_at_any_step_and_reads_its_position_once(steps, data_workers):
     asked = zip(itertools.count(), itertools.cycle([0, 5, 7]))
 
     def position(_):
@@ -150,7 +150,7 @@ pipeline(np.arange(10), 2, seed=1, service=["127.0.0.1:1"])
 """
 
 
-def test_a_pass_that_is_left_while_it_ticks_ends_and_deterministic_operations_are_refused(
+def test_abandoned_pass_ends_and_deterministic_operations_are_refused(
     run_python,
 ):
     """In a process of its own, which would hang, and whose operations stay deterministic."""
@@ -198,24 +198,24 @@ def with_variable():
         ),
     ],
 )
-def test_what_is_bound_to_this_process_is_refused_at_once(source, options, cause):
+def test_data_bound_to_this_process_are_refused_at_once(source, options, cause):
     nobody = [f"127.0.0.1:{free_ports(1)[0]}"]
     with pytest.raises(ValueError, match=cause) as raised:
         pipeline(source(), 2, service=nobody, **options())
     assert "leave service=None" in str(raised.value)
 
 
-def test_caches_and_shuffles_are_no_handles_of_this_process():
+def test_caches_and_shuffles_do_not_bind_data_to_this_process():
     dataset = tf.data.Dataset.range(5).cache().shuffle(3, seed=1).map(lambda x: x + 1)
     assert portable.bound_to_process(portable.graph_of(dataset)) is None
 
 
 # --- Addresses ------------------------------------------------------------------------------------
-def test_none_means_none():
+def test_service_none_uses_no_data_workers():
     assert service.addresses_of(None) == service.addresses_of(False) == ()
 
 
-def test_true_means_those_of_the_launch(monkeypatch):
+def test_service_true_uses_the_data_workers_of_the_launch(monkeypatch):
     monkeypatch.setenv(spec.DATA_WORKERS, "127.0.0.1:5050, 127.0.0.1:5051")
     assert service.addresses_of(True) == ("127.0.0.1:5050", "127.0.0.1:5051")
     monkeypatch.delenv(spec.DATA_WORKERS)

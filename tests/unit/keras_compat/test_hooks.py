@@ -103,7 +103,7 @@ def test_every_hook_reaches_the_engine(recorded, tmp_path):
     assert hooks - set(recorded.tfdist_engine.asked) == set()
 
 
-def test_without_an_engine_keras_does_as_ever(two, recorded, tmp_path):
+def test_keras_is_unchanged_without_an_engine(two, recorded, tmp_path):
     for strategy in (tf.distribute.get_strategy(), two):
         use(compiled(strategy), tmp_path)
     assert recorded.tfdist_engine.asked == []
@@ -340,14 +340,14 @@ def test_central_storage_keeps_what_replicas_change_by_themselves_apart():
 
 
 # --- TensorFlow's state ---------------------------------------------------------------------------
-def test_a_seed_is_seen():
+def test_global_seed_is_detected():
     keras.utils.set_random_seed(3)
     assert keras_compat.global_seed()
     tf.random.set_seed(None)
     assert not keras_compat.global_seed()
 
 
-def test_the_start_of_tensorflow_is_seen(run_python):
+def test_start_of_tensorflow_is_detected(run_python):
     code = (
         "from tfdist import keras_compat as k; import tensorflow as tf; "
         "tf.config.list_physical_devices();"
@@ -357,7 +357,7 @@ def test_the_start_of_tensorflow_is_seen(run_python):
     assert run_python(code).stdout.split() == ["False", "None", "True"]
 
 
-def test_profiling_is_seen(tmp_path):
+def test_profiling_is_detected(tmp_path):
     assert keras_compat.profiles(keras.callbacks.TensorBoard(str(tmp_path), profile_batch=2))
     assert not keras_compat.profiles(keras.callbacks.TensorBoard(str(tmp_path)))
 

@@ -101,5 +101,5 @@ def found(run_python):
         "no failure": [False, False],
     }.items(),
 )
-def test_on_servers(found, what, expected):
+def test_private_names_work_on_servers(found, what, expected):
     assert found.get(what) == expected

@@ -50,7 +50,7 @@ def test_nobody_failed():
         (Ending("worker:1", 0, 7.0), Kind.ENDED_EARLY, 1),
     ],
 )
-def test_the_one_that_did_it_is_blamed_although_its_victim_was_quicker(ending, kind, code):
+def test_root_cause_is_blamed_although_its_victim_ended_first(ending, kind, code):
     verdict = judge([victim("worker:0", 5.0), ending])
     assert (verdict.cause.task, verdict.cause.kind, verdict.cause.code) == ("worker:1", kind, code)
     assert [(other.task, other.kind) for other in verdict.others] == [("worker:0", Kind.LOST_PEERS)]
@@ -59,7 +59,7 @@ def test_the_one_that_did_it_is_blamed_although_its_victim_was_quicker(ending, k
     )
 
 
-def test_who_waited_too_long_is_no_cause():
+def test_task_that_waited_too_long_is_not_the_cause():
     waited = error(
         "TimeoutError",
         "worker:0 waited too long for worker:1, 600 s without a step: a worker hangs, is cut off",
@@ -117,7 +117,7 @@ def test_a_frozen_task_is_named_by_its_peers():
     assert verdict.stopped == ()
 
 
-def test_only_victims_the_first_is_shown():
+def test_first_victim_is_shown_when_there_is_no_cause():
     verdict = judge(
         [victim("worker:0", 5.0), victim("worker:1", 4.0), Ending("worker:2", -9, 9.0, told=8.0)]
     )

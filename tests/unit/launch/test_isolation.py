@@ -91,7 +91,7 @@ print(json.dumps([refusal, os.geteuid(), os.getegid(), [name for _, name in sock
 """  # noqa: E501
 
 
-def test_a_user_namespace_keeps_who_one_is(run_python, tmp_path):
+def test_user_namespace_keeps_the_user_id(run_python, tmp_path):
     run = run_python(AS_A_USER, str(tmp_path / "made"))
     assert run.returncode == 0, run.stderr
     refusal, user, group, interfaces = json.loads(run.stdout)

@@ -154,7 +154,7 @@ def test_a_server_must_prove_that_it_knows_the_token():
             done.result(LONG)
 
 
-def test_a_recorded_handshake_is_worth_nothing():
+def test_replayed_handshake_is_refused():
     with server() as (listener, address, pool):
         client = pool.submit(json_channel.connect, address, TOKEN)
         with listener.accept()[0] as connection:
@@ -275,7 +275,7 @@ def test_lines_that_never_end_are_refused():
             received.result(LONG)
 
 
-def test_who_says_nothing_or_a_byte_now_and_then_is_not_waited_for():
+def test_silent_or_slow_peer_is_dropped():
     with (
         stranger(SHORT) as (_, accepted),
         pytest.raises(json_channel.TooSlow, match="did not send its answer in time"),
@@ -296,7 +296,7 @@ def test_who_says_nothing_or_a_byte_now_and_then_is_not_waited_for():
         json_channel.connect(address, TOKEN, SHORT)
 
 
-def test_who_does_not_read_is_not_waited_for(pair):
+def test_peer_that_does_not_read_is_dropped(pair):
     here, _ = pair
 
     def fill():
@@ -309,7 +309,7 @@ def test_who_does_not_read_is_not_waited_for(pair):
         here.send({})
 
 
-def test_a_short_token_is_no_token():
+def test_short_token_is_refused():
     with pytest.raises(ValueError, match=r"at least 16 random bytes, received 6; make one with"):
         json_channel.connect("127.0.0.1:1", b"secret")
     with pytest.raises(OSError, match="refused"):

@@ -48,7 +48,7 @@ def test_a_bar_leaves_its_last_state():
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
-def test_pieces_make_no_difference(size):
+def test_output_does_not_depend_on_how_it_is_split(size):
     data = ("a\r\n" + bar(1, 0) + bar(2, 15) + "\n|\b/\b-\n\xff é ✓\n").encode()
     line = Line()
     whole = Line()

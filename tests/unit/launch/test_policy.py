@@ -19,7 +19,7 @@ def test_restarts_are_counted():
     assert "--restarts 2" in steps[2].text
 
 
-def test_without_restarts_there_is_none_and_no_word():
+def test_without_restarts_there_is_no_attempt_and_no_message():
     decision = Policy(0).decide(cause())
     assert (decision.restart, decision.text) == (False, "")
 
@@ -33,7 +33,7 @@ def test_preemptions_are_not_counted():
     assert not policy.decide(cause(reached=(0, 9))).restart
 
 
-def test_a_configuration_is_never_mended():
+def test_configuration_error_is_never_retried():
     assert not Policy(9).decide(cause(Kind.CONFIGURATION)).restart
 
 
@@ -54,7 +54,7 @@ def test_the_same_error_at_the_same_step_is_not_tried_a_third_time(reached):
         {"kind": Kind.SIGNAL, "message": "ValueError: x", "reached": (1, 7)},
     ],
 )
-def test_another_error_or_step_is_another_matter(second):
+def test_another_error_or_step_is_retried(second):
     policy = Policy(9)
     assert policy.decide(cause(Kind.ERROR, reached=(1, 7), message="ValueError: x")).restart
     assert policy.decide(cause(**second)).restart

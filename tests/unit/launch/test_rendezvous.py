@@ -181,7 +181,7 @@ def test_it_forms_with_fewer_after_the_window_and_grows_when_another_joins(house
     assert not house.outcomes, "growing is no failure"
 
 
-def test_what_is_more_than_the_maximum_is_spare_and_steps_in(house):
+def test_host_above_the_maximum_is_spare_and_replaces_a_lost_one(house):
     house.serve(2, 2, restarts=9)
     a, b = house.pair()
     starts(a, b)
@@ -226,7 +226,7 @@ def test_never_below_the_minimum(house):
     ) in order.text
 
 
-def test_nobody_comes(house):
+def test_missing_hosts_are_named_after_the_timeout(house):
     server = house.serve(2, 2, timeout=0.3)
     a = house.join("a")
     finishes(
@@ -259,7 +259,7 @@ def test_another_token_is_refused_at_once(house):
     house.says("turned somebody away: 127.0.0.1")
 
 
-def test_strangers_do_no_harm(house):
+def test_foreign_connections_do_no_harm(house):
     house.serve(1, 2, window=WINDOW)
     address = split_address(house.server.address)
     with contextlib.ExitStack() as stack:
@@ -388,7 +388,7 @@ def test_a_host_that_does_not_stop_is_given_up(house):
     assert [report.what for report in house.outcomes[0].reports] == ["failed", "lost"]
 
 
-def test_a_host_without_ports_is_told_so(house):
+def test_host_without_ports_is_refused_with_the_reason(house):
     def none(count):
         raise ValueError("all taken")
 
@@ -514,7 +514,7 @@ def test_the_first_launcher_ends_and_says_so(house):
     finishes(143, "ended by SIGTERM", a, b)
 
 
-def test_what_a_launcher_says_late_is_not_taken_for_the_next_generation(house):
+def test_late_message_is_not_taken_for_the_next_generation(house):
     """It still ends what was cut off when the next order is there already."""
     house.serve(1, 2, grace=0.2, restarts=9)
     a, b = house.pair()
@@ -609,7 +609,7 @@ def test_a_partitioned_host_cuts_before_the_others_go_on_and_comes_back(house):
         finishes(0, "done", a, b)
 
 
-def test_a_partitioned_host_is_done_without_and_grown_back(house):
+def test_job_shrinks_without_a_partitioned_host_and_grows_back(house):
     house.serve(1, 2, restarts=1, window=0.3)
     with Network(house.server.address) as network:
         a = house.join("a")
@@ -731,7 +731,7 @@ def test_growing_waits_for_the_window_at_work_and_not_once_more_when_all_have_st
     assert table.take() == [(1, "start"), (2, "start")]
 
 
-def test_nobody_grows_a_job_that_is_nearly_done():
+def test_job_that_is_nearly_done_does_not_grow():
     table = Table(2, 3)
     table.join(1)
     table.join(2)
@@ -766,7 +766,7 @@ def test_silence_is_a_loss_and_the_delay_is_kept():
     assert table.outcomes[0].reports[0].text == "it was silent for 5 s"
 
 
-def test_a_stalled_server_blames_nobody():
+def test_stalled_server_blames_no_host():
     table = Table(2, 2)
     table.join(1)
     table.join(2)
@@ -998,7 +998,7 @@ class World:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_whatever_hosts_do_generations_never_overlap_and_calm_brings_all_to_work(seed):
+def test_generations_never_overlap_and_all_hosts_work_in_the_end(seed):
     world = World(seed)
     for _ in range(600):
         world.step(calm=False)

@@ -256,7 +256,7 @@ def test_a_module_that_would_be_imported_twice_is_run_by_a_fresh_process(standby
     assert take(own, task) is not None  # it is there for other tasks
 
 
-def test_it_is_started_as_the_task_was_when_it_imported_tensorflow(standbys, plan):
+def test_standby_starts_with_the_state_of_the_task_at_its_import(standbys, plan):
     own, _ = standbys(1)
     task = plan(
         "import os; print(os.environ.get('TF_MINE'), os.environ['KERAS_MINE'])",
@@ -270,7 +270,7 @@ def test_it_is_started_as_the_task_was_when_it_imported_tensorflow(standbys, pla
     assert finish(take(own, task)) == (0, "None x\n")  # the script sets and removes them itself
 
 
-def test_tasks_that_differ_have_none_and_it_is_said_why(standbys, plan, tmp_path):
+def test_tasks_that_differ_have_no_standby_and_the_reason_is_logged(standbys, plan, tmp_path):
     own, said = standbys(2)
     own.keep([plan(), plan(name="worker:1", record_environ={"CUDA_VISIBLE_DEVICES": "1"})], True)
     assert not own._pool
@@ -282,7 +282,7 @@ def test_tasks_that_differ_have_none_and_it_is_said_why(standbys, plan, tmp_path
     ]
 
 
-def test_none_starts_before_training_does_nor_without_tensorflow(standbys, plan):
+def test_no_standby_starts_before_training_or_without_tensorflow(standbys, plan):
     own, _ = standbys(1)
     own.keep([plan()], False)
     own.keep([plan(modules=(), name="worker:1")], True)
@@ -290,7 +290,7 @@ def test_none_starts_before_training_does_nor_without_tensorflow(standbys, plan)
 
 
 # --- Bad input and faults -------------------------------------------------------------------------
-def test_without_memory_there_is_none_and_it_is_said(standbys, plan, tmp_path):
+def test_without_memory_there_is_no_standby_and_a_warning(standbys, plan, tmp_path):
     own, said = standbys(2, lambda: 10**9)
     own.keep([plan()], True)
     own.keep([plan()], True)
@@ -320,13 +320,13 @@ def test_a_broken_package_is_named_once_and_ends_the_pool(standbys, plan, tmp_pa
     assert take(own, task) is None
 
 
-def test_what_the_task_sought_in_vain_is_left_out(standbys, plan):
+def test_modules_that_the_task_did_not_find_are_left_out(standbys, plan):
     own, said = standbys(1)
     fill(own, [plan(modules=("colorsys", "tfdist.no_such_module"))], 1)
     assert not said
 
 
-def test_one_that_is_killed_while_it_waits_is_replaced_three_times(standbys, plan, tmp_path):
+def test_standby_killed_while_waiting_is_replaced_three_times(standbys, plan, tmp_path):
     own, said = standbys(1)
     for count in range(1, pool.MOST_LOST + 1):
         fill(own, [plan()], 1)
@@ -341,7 +341,7 @@ def test_one_that_is_killed_while_it_waits_is_replaced_three_times(standbys, pla
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_one_that_is_struck_at_the_hand_over_is_followed_by_the_next(
+def test_next_standby_takes_over_when_one_dies_at_the_hand_over(
     number, standbys, plan, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(pool, "HANDOVER_SECONDS", 0.5)
@@ -356,7 +356,7 @@ def test_one_that_is_struck_at_the_hand_over_is_followed_by_the_next(
     assert not said
 
 
-def test_they_die_with_the_launcher():
+def test_standby_processes_end_with_the_launcher():
     code = """
 import os, sys, time
 from tfdist.launch.guardian import Guardian
@@ -398,7 +398,7 @@ def test_imports_and_what_the_task_changed_before_are_recorded(tmp_path):
     assert found.environ == {"TF_A": "2", "TF_GONE": None}
 
 
-def test_a_record_that_cannot_be_written_or_read_hurts_nobody(tmp_path):
+def test_import_record_that_cannot_be_written_or_read_is_ignored(tmp_path):
     ImportRecorder(str(tmp_path / "nowhere" / "imports"), {}).find_spec("tensorflow")
     assert not read_imports(str(tmp_path / "nowhere" / "imports")).modules
     (tmp_path / "cut off").write_text('{"module": "tensorflow", "environ": {}}\n{"module": "ker')

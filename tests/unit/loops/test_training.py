@@ -144,7 +144,7 @@ def test_train_equals_fit_on_the_same_batches(request, plain, where):
     same(plain, found)
 
 
-def test_a_loop_of_ones_own_equals_fit(one_device, mirrored, plain):
+def test_custom_loop_equals_fit(one_device, mirrored, plain):
     _, expected = plain
     losses, weights = walked(mirrored)
     assert len(losses) == 8
@@ -266,7 +266,7 @@ class Stop(keras.callbacks.Callback):
             raise InterruptedError
 
 
-def test_a_training_goes_on_from_its_snapshot(one_device, tmp_path):
+def test_training_resumes_from_its_snapshot(one_device, tmp_path):
     def run(*callbacks):
         return trained(
             one_device,
@@ -305,7 +305,7 @@ def test_a_schedule_is_a_function_of_the_step(one_device):
     assert int(state.optimizer.iterations) == 10
 
 
-def test_a_second_call_goes_on_without_another_trace(one_device, plain):
+def test_second_call_continues_without_retracing(one_device, plain):
     traces = []
 
     def loss(model, x, y, training):
@@ -407,7 +407,7 @@ except TimeoutError as error:
 """  # noqa: E501
 
 
-def test_a_loss_that_waits_for_a_worker_which_is_gone_ends(run_python):
+def test_loss_that_waits_for_a_lost_worker_ends(run_python):
     """In a process of its own, as what ends one wait ends all later ones."""
     done = run_python(LONELY)
     assert done.stdout.startswith("ended: worker:0 waited too long for worker:1"), done.stderr
@@ -425,7 +425,7 @@ def test_evaluate_is_the_mean_over_the_examples(mirrored):
     )
 
 
-def test_python_is_read_where_nothing_is_compiled(one_device):
+def test_python_values_are_read_in_eager_mode(one_device):
     seen = []
 
     def loss(model, batch):

@@ -31,7 +31,7 @@ def settings(tmp_path, digits_dir):
     )
 
 
-def test_a_run_leaves_what_it_says(settings, tmp_path, capsys):
+def test_run_writes_its_files_and_says_where(settings, tmp_path, capsys):
     began = time.time()
     summary = run(settings)
     directory = tmp_path / "run"

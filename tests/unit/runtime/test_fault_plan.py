@@ -27,7 +27,7 @@ def test_a_plan_of_all_kinds():
     assert not faults[0].of("worker:10", is_chief=True)
 
 
-def test_a_plan_of_nothing_is_said_so():
+def test_none_is_an_empty_plan():
     assert fault_plan.parse(" none ") == ()
 
 
@@ -54,7 +54,7 @@ def test_a_wrong_fault_is_named(wrong):
     assert wrong.strip("; ") in str(error.value)
 
 
-def test_each_strikes_once():
+def test_each_fault_happens_once():
     faults = fault_plan.parse("kill chief@step=1; kill chief@step=1")
     assert [
         fault.number

@@ -21,7 +21,7 @@ def test_a_signal_ends_a_block_as_an_exception_and_is_given_back(number):
     assert signal.getsignal(number) is before
 
 
-def test_nohup_stays_nohup():
+def test_ignored_hangup_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with ending():

@@ -102,7 +102,7 @@ def test_auto_follows_cluster_and_devices(cluster, names, chosen, why):
         ({"cluster": "nowhere.yaml"}, "nowhere.yaml"),
     ],
 )
-def test_what_is_wrong_is_named(arguments, message):
+def test_mistakes_are_named(arguments, message):
     tf.constant(0)  # TensorFlow has started
     with pytest.raises(ValueError, match=message):
         make_strategy(**arguments)
@@ -166,7 +166,7 @@ def test_devices_are_read(given, gpus, names):
         ("-1", 2, 'expected a number, "cpu", "gpu" or names'),
     ],
 )
-def test_devices_that_are_none_are_refused(given, gpus, message):
+def test_invalid_devices_are_refused(given, gpus, message):
     with pytest.raises(ValueError, match=f"^devices: .*{message}"):
         devices.parse(given, gpus)
 
@@ -220,17 +220,17 @@ print(isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy), tf.config
     assert done.stdout.split() == ["2", "True", "1"], done.stderr
 
 
-def test_the_factory_is_tfdists_own():
+def test_make_strategy_is_exported():
     assert tfdist.make_strategy is make_strategy
 
 
-def test_a_number_is_no_cluster():
+def test_number_in_place_of_a_cluster_is_refused():
     with pytest.raises(ValueError, match="did you mean devices=2"):
         make_strategy("mirrored", 2)
 
 
 @pytest.mark.parametrize("name", ["timeout", "start_timeout"])
 @pytest.mark.parametrize("seconds", [0, -1, float("nan")])
-def test_a_bound_that_is_none_is_refused(name, seconds):
+def test_invalid_timeout_is_refused(name, seconds):
     with pytest.raises(ValueError, match=f"^{name}: expected seconds above 0, received {seconds}"):
         make_strategy(**{name: seconds})

@@ -89,7 +89,7 @@ class _Client:
         (services.MlflowWriter, types.SimpleNamespace(MlflowClient=_Client)),
     ],
 )
-def test_an_outage_in_the_middle_is_told_once(writer, package, tmp_path, monkeypatch, caplog):
+def test_outage_during_a_run_is_logged_once(writer, package, tmp_path, monkeypatch, caplog):
     name = writer.__name__.removesuffix("Writer").lower()
     monkeypatch.setitem(sys.modules, name, package)
     each = writer(tmp_path)
@@ -103,7 +103,7 @@ def test_an_outage_in_the_middle_is_told_once(writer, package, tmp_path, monkeyp
     )
 
 
-def test_an_outage_at_the_begin_is_an_error(tmp_path, monkeypatch):
+def test_outage_at_the_start_is_an_error(tmp_path, monkeypatch):
     def init(**_):
         raise ConnectionError("network is down")
 

@@ -30,7 +30,7 @@ def test_a_resumed_run_writes_its_steps_once(tmp_path, step, kept):
     assert [line["step"] for line in read_json_lines(journal.path)] == kept
 
 
-def test_a_line_that_was_cut_off_takes_no_other_with_it(tmp_path):
+def test_truncated_line_harms_no_other_line(tmp_path):
     path = tmp_path / "lines.jsonl"
     append_json(path, {"step": 0})
     with open(path, "a", encoding="utf-8") as file:

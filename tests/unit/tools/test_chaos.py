@@ -113,7 +113,7 @@ def test_a_fault_costs_an_attempt():
     )
 
 
-def test_a_damaged_snapshot_is_passed_over():
+def test_damaged_snapshot_is_skipped():
     journal = (
         Journal()
         .begin(first=1)
@@ -161,7 +161,7 @@ def test_no_snapshot():
     assert (journal.strikes[0].lost, journal.strikes[0].origin) == (1, "the beginning")
 
 
-def test_killed_when_all_was_done():
+def test_task_killed_after_its_last_step():
     """No step is left: restoring the state is all there is to do."""
     journal = (
         Journal()
@@ -339,7 +339,7 @@ def test_the_latest_launch_is_the_default(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == "No fault has struck.\n1 attempt in 3.0 s, 0 steps lost\n"
 
 
-def test_a_launch_that_failed_or_goes_on(tmp_path, calm, capsys):
+def test_launch_that_failed_or_still_runs(tmp_path, calm, capsys):
     going = Journal().begin(first=1).write(tmp_path / "going")
     failed = Journal().begin(first=1).end(restart=False, text="").over(1).write(tmp_path / "failed")
     for directory, text in ((going, "NOT ENDED"), (failed, "did NOT END WELL: exit code 1.")):
@@ -407,7 +407,7 @@ def test_a_result_is_written_for_a_plan_only(tmp_path):
 
 
 @pytest.mark.parametrize(("plan", "there"), [(None, False), ("none", True)])
-def test_a_fit_writes_it(plan, there, tmp_path, monkeypatch):
+def test_fit_writes_its_result(plan, there, tmp_path, monkeypatch):
     import tfdist
 
     monkeypatch.setenv("TFDIST_LOG_DIR", str(tmp_path))

@@ -247,7 +247,7 @@ def test_of_old_files_only_the_newest_is_evaluated_and_ends_nothing(strategy, tm
     assert time.monotonic() - started > 1
 
 
-def test_an_unbuilt_model_and_a_dataset_do_too(strategy, tmp_path):
+def test_unbuilt_model_and_dataset_are_accepted(strategy, tmp_path):
     saves = keras.callbacks.ModelCheckpoint(tmp_path / "{epoch}.weights.h5", save_weights_only=True)
 
     def unbuilt():
@@ -268,7 +268,7 @@ def test_an_unbuilt_model_and_a_dataset_do_too(strategy, tmp_path):
 
 
 # --- Errors ---------------------------------------------------------------------------------------
-def test_what_cannot_be_evaluated_is_told(strategy, tmp_path):
+def test_data_that_cannot_be_evaluated_are_named(strategy, tmp_path):
     model = build(strategy)
     saves = keras.callbacks.ModelCheckpoint(tmp_path / "{epoch}.keras")
     with pytest.raises(
@@ -283,7 +283,7 @@ def test_what_cannot_be_evaluated_is_told(strategy, tmp_path):
         model.fit(X, Y, validation_data=(X, Y), callbacks=[keras.callbacks.CSVLogger("log.csv")])
 
 
-def test_a_training_that_never_begins_is_told(strategy, tmp_path):
+def test_training_that_never_begins_is_reported(strategy, tmp_path):
     saves = keras.callbacks.ModelCheckpoint(tmp_path / "{epoch}.keras")
     with pytest.raises(
         PeersAbsent, match=r"no checkpoint, and no chief answered at 127.0.0.1:\d+ within 0.5 s"

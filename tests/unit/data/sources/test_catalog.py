@@ -248,7 +248,7 @@ def test_damaged_arrays_are_named_with_their_entry(write, tmp_path):
             names.source(name, "train")
 
 
-def test_an_array_that_is_not_there_comes_with_the_nearest(write, points):
+def test_error_for_a_missing_array_suggests_the_nearest_name(write, points):
     names = write("points: {kind: arrays, location: points.npz, features: x, label: of_fwe}")
     with pytest.raises(ValueError, match=r"no array 'of_fwe'. Did you mean of_few\?"):
         names.source("points", "train")
@@ -323,7 +323,7 @@ def test_every_kind_is_read(write, pictures):
     assert [x["age"].numpy() for x, _ in sources_["table"].dataset()] == [b"36", b""]
 
 
-def test_what_is_wrong_with_data_is_told_with_their_entry(write, pictures):
+def test_errors_of_data_name_their_entry(write, pictures):
     names = write("pets: {kind: images, location: pets, classes: [cat, dgo]}")
     with pytest.raises(
         ValueError, match=r"datasets.yaml: pets: /.*/pets: no directory 'dgo'.*Did you mean dog\?"
@@ -331,7 +331,7 @@ def test_what_is_wrong_with_data_is_told_with_their_entry(write, pictures):
         names.source("pets", "train")
 
 
-def test_names_are_those_of_the_catalog_else_of_tfds(write, points, digits_dir):
+def test_names_are_looked_up_in_the_catalog_then_in_tfds(write, points, digits_dir):
     names = write(
         "tfdist_digits: {kind: arrays, location: points.npz, features: x, label: y}\n"
         "mine: {kind: tfds, name: tfdist_digits}"

@@ -64,7 +64,7 @@ def test_classes_are_directories_by_name(folder):
     assert source.dataset().element_spec == source.element_spec
 
 
-def test_the_order_of_classes_can_be_given_and_others_are_passed_over(folder):
+def test_order_of_classes_can_be_given_and_others_are_skipped(folder):
     source = image_files.image_folder(folder, classes=["dogs", "ants"])
     assert (source.class_names, source.labels().tolist()) == (("dogs", "ants"), [0, 1])
     with pytest.raises(ValueError, match=r"no directory 'cat', though a class. Did you mean cats"):
@@ -266,7 +266,7 @@ def test_a_manifest_that_is_missing_is_named(tmp_path):
         image_files.manifest(tmp_path)
 
 
-def test_files_need_not_be_looked_for(tmp_path):
+def test_check_for_missing_files_can_be_skipped(tmp_path):
     file = write(tmp_path / "list.csv", "none.png,0\n")
     source = image_files.manifest(file, check=False)
     with pytest.raises(tf.errors.NotFoundError, match=r"none.png"):

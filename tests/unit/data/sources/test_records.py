@@ -116,7 +116,7 @@ def test_an_index_is_kept_and_read_again(three):
     }
 
 
-def test_a_stale_or_damaged_index_is_built_anew(three):
+def test_stale_or_damaged_index_is_rebuilt(three):
     path = three / "part-0.tfrecord"
     kept = three / "part-0.tfrecord.tfdist-index"
     records(three)
@@ -158,7 +158,7 @@ def test_an_index_elsewhere(three, tmp_path_factory):
     assert len(list(elsewhere.iterdir())) == 4
 
 
-def test_where_no_index_can_be_kept_the_data_can_be_read(tmp_path, caplog):
+def test_data_are_read_even_where_no_index_can_be_kept(tmp_path, caplog):
     path = write(tmp_path / "a.tfrecord", words(3))
     (tmp_path / "a.tfrecord.tfdist-index").mkdir()  # which root cannot overwrite either
     assert read(records(path)) == words(3)
@@ -235,7 +235,7 @@ def test_a_flipped_byte_of_content_fails_when_it_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("compression", ["", "GZIP"])
-def test_a_stream_goes_on_after_what_cannot_be_read(tmp_path, compression):
+def test_stream_continues_after_an_unreadable_record(tmp_path, compression):
     path = pathlib.Path(write(tmp_path / "a.tfrecord", words(9)))
     content = bytearray(path.read_bytes())
     begins = np.cumsum([0, *(16 + len(word) for word in words(9))])

@@ -136,7 +136,7 @@ def test_preparing_without_scikit_learn_names_the_extra(tmp_path, monkeypatch):
         tfds.load("tfdist_digits", "test", tmp_path)
 
 
-def test_unknown_names_come_with_the_nearest(digits_dir):
+def test_error_for_an_unknown_name_suggests_the_nearest(digits_dir):
     with pytest.raises(ValueError, match="Did you mean mnist"):
         tfds.load("mnizt", "train")
     with pytest.raises(ValueError, match="expected one of train, test"):
@@ -212,7 +212,7 @@ def test_examples_say_where_they_lie(digits_dir):
     assert int(where.split()[-1]) > 0
 
 
-def test_other_formats_are_walked_through_or_refused(tmp_path):
+def test_other_formats_are_read_in_order_or_refused(tmp_path):
     TfdistDigits(data_dir=tmp_path / "parquet", file_format="parquet").download_and_prepare()
     source = tfds.load("tfdist_digits", "test[:20]", tmp_path / "parquet")
     assert (source.read, source.cardinality, len(rows(source))) == (None, 20, 20)

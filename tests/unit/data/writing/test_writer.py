@@ -280,7 +280,7 @@ write(source, sys.argv[1], shard_bytes=20_000, workers=2, progress=die)
 
 
 @pytest.mark.parametrize("kind", ["arrays", "generator"])
-def test_a_killed_call_goes_on(tmp_path, run_python, kind):
+def test_killed_call_resumes(tmp_path, run_python, kind):
     out = tmp_path / "out"
     x = np.arange(5000)
     source = (
@@ -316,7 +316,7 @@ def test_a_killed_call_goes_on(tmp_path, run_python, kind):
     verify(out)
 
 
-def test_a_call_that_was_killed_while_files_got_their_names_goes_on(tmp_path):
+def test_call_killed_while_renaming_files_resumes(tmp_path):
     source = of_generator(lambda: iter(range(500)), tf.TensorSpec([], tf.int64))
     manifest = write(source, tmp_path / "out", shard_bytes=5000)
     first, *rest = shards(tmp_path / "out")
@@ -350,7 +350,7 @@ def test_what_is_finished_is_not_written_again(tmp_path):
     assert [path.stat().st_mtime_ns for path in sorted(tmp_path.iterdir())] == stamps
 
 
-def test_two_at_the_same_time(tmp_path):
+def test_two_writers_at_the_same_time(tmp_path):
     source = of_arrays(np.arange(3000))
     found = []
     both = [

@@ -36,7 +36,7 @@ def exchanged(strategy, method, dtypes):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_dtypes_that_travel(mirrored, method):
+def test_supported_dtypes_are_exchanged(mirrored, method):
     also = ["int16", "uint16"] if method == "all_gather" else []
     for dtype, found in exchanged(
         mirrored, method, ["bfloat16", "float16", "float32", "float64", "int32", "int64", *also]
@@ -47,7 +47,7 @@ def test_dtypes_that_travel(mirrored, method):
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("dtype", ["bool", "int8", "complex64"])
-def test_dtypes_that_do_not(mirrored, method, dtype):
+def test_unsupported_dtypes_are_refused(mirrored, method, dtype):
     with pytest.raises(
         ValueError,
         match=f"TensorFlow's collectives send float32, .*int64, received {dtype}; cast it before",

@@ -136,7 +136,7 @@ def test_xla_is_refused(model):
         model.fit(np.ones([4, 3]), np.ones([4, 5]), verbose=0)
 
 
-def test_weights_that_train_later_are_refused(two):
+def test_frozen_weights_that_are_unfrozen_later_are_refused(two):
     with two.scope():
         model = keras.Sequential([keras.Input([3]), keras.layers.Dense(4), keras.layers.Dense(2)])
         model.layers[0].trainable = False
@@ -250,7 +250,7 @@ def clipped(grads):
     ],
     ids=["gather_dtype", "grad_dtype", "comm_dtype", "clip_norm", "skip_nonfinite"],
 )
-def test_a_step_is_what_its_options_say(two, model, how, weights, merged):
+def test_step_follows_its_options(two, model, how, weights, merged):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(4, 3)).astype(np.float32)
     y = np.ones([4, 5])
@@ -309,7 +309,7 @@ for how in ({}, {"reshard_after_forward": False}):
 """  # noqa: E501
 
 
-def test_weights_are_whole_for_a_moment(run_python):
+def test_peak_memory_shows_that_gathered_weights_are_freed(run_python):
     done = run_python(PEAK)
     peaks = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("peak ")]
     assert len(peaks) == 3, done.stderr
@@ -452,7 +452,7 @@ def test_a_result_has_what_replicas_share(two, model, tmp_path):
 
 # --- Snapshots ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("after", ["sharded", "whole"])
-def test_a_fit_that_was_interrupted_goes_on_exactly(mirrored, tmp_path, after):
+def test_interrupted_fit_resumes_exactly(mirrored, tmp_path, after):
     x = np.random.default_rng(0).normal(size=(52, 5)).astype(np.float32)
     y = x.sum(axis=1, keepdims=True)
 

@@ -104,7 +104,7 @@ def undisturbed(mirrored):
 @pytest.mark.parametrize(
     ("name", "stage"), [("adamw", 1), ("adamw", 2), *zip([*CASES][1:], [1, 2, 1], strict=True)]
 )
-def test_equals_an_optimizer_that_is_whole(undisturbed, name, stage):
+def test_sharded_optimizer_equals_an_unsharded_one(undisturbed, name, stage):
     model = undisturbed(name, stage)
     compare(model, undisturbed(name, 0))
     slots = [v for v in model.optimizer.variables if hasattr(v, "tfdist_shape")]
@@ -136,7 +136,7 @@ def test_a_policy_means_what_it_does_without_shards(mirrored, policy, make, tole
         mirrored.tfdist_engine.use(sync.Gradients())
 
 
-def test_an_update_that_is_not_finite_is_left_out_on_all(mirrored, monkeypatch):
+def test_nonfinite_update_is_skipped_on_all_replicas(mirrored, monkeypatch):
     x = X.copy()
     x[1, 0] = np.inf  # of the first replica's rows in the first step
     monkeypatch.setitem(globals(), "X", x)
@@ -266,7 +266,7 @@ def interrupted(request, tmp_path_factory):
     ("before", "after"),
     [("mirrored", "one_device"), ("one_device", "mirrored"), ("mirrored", "whole")],
 )
-def test_a_fit_that_was_interrupted_goes_on_with_any_number_of_shards(
+def test_interrupted_fit_resumes_with_any_number_of_shards(
     request, undisturbed, interrupted, tmp_path, before, after
 ):
     parts = tmp_path / "parts"
@@ -283,9 +283,7 @@ def test_a_fit_that_was_interrupted_goes_on_with_any_number_of_shards(
     assert not parts.exists()
 
 
-def test_a_snapshot_whose_rows_are_missing_or_damaged_is_passed_over(
-    mirrored, undisturbed, tmp_path, caplog
-):
+def test_snapshot_with_missing_or_damaged_rows_is_skipped(mirrored, undisturbed, tmp_path, caplog):
     def run(*callbacks):
         return trained(mirrored, sharded(CASES["adamw"], 2), callbacks=callbacks)
 
@@ -404,7 +402,7 @@ def test_without_a_scope_a_deferred_model_needs_its_weights_too(one_device):
         model.fit(np.ones([4, 3]), np.ones([4, 2]), verbose=0)
 
 
-def test_a_strategy_must_be_in_charge(mirrored):
+def test_scope_of_a_tfdist_strategy_is_required(mirrored):
     with pytest.raises(
         ValueError,
         match="zero: expected to be called in the scope of a strategy of tfdist, or with strategy=",

@@ -50,14 +50,14 @@ def check(plan, found, left_out=None):
 @pytest.mark.parametrize(
     ("tail", "examples", "dropped"), [("partial", 20, 0), ("pad", 20, 0), ("drop", 16, 4)]
 )
-def test_what_is_right_is_counted(tail, examples, dropped, order):
+def test_correct_reads_are_counted(tail, examples, dropped, order):
     what = plan(tail, order)
     verdict = check(what, taken(what))
     assert (verdict.examples, verdict.dropped, verdict.whole) == (examples, dropped, 2)
     assert verdict.steps == 2 * (2 if tail == "drop" else 3)
 
 
-def test_what_was_read_before_a_resume_counts_as_its_order_has_it():
+def test_reads_before_a_resume_count_by_their_order():
     what = plan(first_step=2)
     verdict = check(what, taken(what, workers=1))
     assert (verdict.steps, verdict.examples, verdict.whole) == (4, 12, 2)

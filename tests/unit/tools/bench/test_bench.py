@@ -265,7 +265,7 @@ def test_the_slowest_worker_is_named_where_there_is_one():
     assert "up to 5.0 ms a step, for another worker each time" in found
 
 
-def test_ties_and_nothing():
+def test_reason_with_ties_and_without_losses():
     tie = setup(
         rates=6400, bytes=10**6, step_breakdown=parts(**IDEAL, input=2.5, gradient_sync=2.5)
     )
@@ -449,7 +449,7 @@ def jobs(*argv, **data):
     )
 
 
-def test_words_become_jobs():
+def test_arguments_give_jobs():
     first, mirrored, workers = jobs(
         "--config=a.py",
         "--workers",

@@ -77,7 +77,7 @@ def test_a_pipeline_holds_its_heaviest_stage_and_the_activations_of_its_depth():
     assert early.peak == max(30 + 10 + 20 + 0.9 * 8 * 2, 90 + 2 * 30 + 0.1 * 8) * MEGA
 
 
-def test_a_pipeline_that_sends_what_only_the_data_tell():
+def test_pipeline_whose_traffic_depends_on_the_data():
     needs = dataclasses.replace(NEEDS, stages=[Stage(20 * MEGA, 0, 0.5, None)] * 2)
     assert found(2, needs)["pipeline"].sent is None
     assert "not known" in "\n".join(
@@ -112,7 +112,7 @@ def test_a_pipeline_that_sends_what_only_the_data_tell():
         ),
     ],
 )
-def test_what_cannot_be_had_is_said_and_not_taken(needs, name, reason):
+def test_impossible_way_is_explained_and_not_chosen(needs, name, reason):
     all_ways = ways(needs, 2)
     assert reason in next(way.refused for way in all_ways if way.name == name)
     chosen, _ = choose(all_ways, 100 * MEGA)

@@ -61,7 +61,7 @@ def test_the_facts_of_a_run(run):
     assert [window.time for window in standing(found.step_breakdown[1])][3] == BEGUN + 15
 
 
-def test_a_page_says_all(run, tmp_path, capsys):
+def test_page_shows_all_parts_of_a_run(run, tmp_path, capsys):
     page = report(run, "--png", tmp_path / "png")
     for text in (
         "digits",
@@ -140,7 +140,7 @@ def test_what_is_not_there_is_left_out(small, capsys):
     assert "finished" not in page.text
 
 
-def test_a_run_that_goes_on(run, tmp_path):
+def test_unfinished_run(run, tmp_path):
     (run / layout.SUMMARY).unlink()
     journal = tmp_path / "runs" / "launch-1" / "events.jsonl"
     journal.write_text("".join(journal.read_text().splitlines(keepends=True)[:-3]))

@@ -182,7 +182,7 @@ def undisturbed(tmp_path_factory):
     ],
     indirect=["strategy"],
 )
-def test_it_ends_as_if_it_had_never_stopped(strategy, undisturbed, tmp_path, kind, interrupts):
+def test_resumed_fit_equals_an_uninterrupted_one(strategy, undisturbed, tmp_path, kind, interrupts):
     """Each attempt resumes in another model than the one before, with other weights until then."""
     seeds = itertools.cycle([1, 5])
     for interrupt in interrupts:
@@ -224,7 +224,7 @@ def test_a_training_killed_before_its_first_save_begins_from_the_same_state(
     same(train(mirrored, tmp_path, save_freq="epoch", seed=5), undisturbed(mirrored))
 
 
-def test_twice(one_device, undisturbed, tmp_path):
+def test_training_interrupted_several_times_resumes(one_device, undisturbed, tmp_path):
     for interrupt in ((0, 5), (1, 2), (1, 6)):
         assert not train(one_device, tmp_path, "pipeline", interrupt)["ended"]
     found = train(one_device, tmp_path, "pipeline")
@@ -238,7 +238,9 @@ def test_twice(one_device, undisturbed, tmp_path):
     [("one_device", "epoch", 1), ("mirrored", "0.001s", 1), ("one_device", 5, 3)],
     indirect=["strategy"],
 )
-def test_at_whatever_time_it_saves(strategy, undisturbed, tmp_path, save_freq, steps_per_execution):
+def test_fit_resumes_for_any_save_frequency(
+    strategy, undisturbed, tmp_path, save_freq, steps_per_execution
+):
     options = {"save_freq": save_freq, "steps_per_execution": steps_per_execution}
     assert not train(strategy, tmp_path / "cut", interrupt=(2, 3), **options)["ended"]
     same(train(strategy, tmp_path / "cut", seed=5, **options), undisturbed(strategy))
@@ -284,7 +286,7 @@ def test_wrong_times_are_refused(save_freq, tmp_path):
         tfdist.BackupAndRestore(tmp_path, save_freq=save_freq)
 
 
-def test_a_table_of_epochs_goes_on(one_device, tmp_path):
+def test_csv_log_continues_after_a_resume(one_device, tmp_path):
     def fit(interrupt, directory):
         model = model_of(one_device, 1)
         table = keras.callbacks.CSVLogger(tmp_path / directory / "log.csv")

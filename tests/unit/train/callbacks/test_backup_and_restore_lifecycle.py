@@ -92,7 +92,7 @@ def test_a_launch_that_is_complete_stays_complete(one_device, tmp_path, launched
     assert Store(tmp_path).newest().snapshot.facts["finished"] == "two"
 
 
-def test_a_second_fit_of_the_same_process_begins_anew(one_device, tmp_path, launched):
+def test_second_fit_of_the_same_process_starts_over(one_device, tmp_path, launched):
     launched("one")
     expected = fit(one_device, tmp_path)
     counter = Counter()
@@ -100,9 +100,7 @@ def test_a_second_fit_of_the_same_process_begins_anew(one_device, tmp_path, laun
     assert counter.count == STEPS * EPOCHS
 
 
-def test_without_a_launch_what_one_left_is_not_gone_on_from(
-    one_device, tmp_path, launched, monkeypatch
-):
+def test_without_a_launch_its_snapshot_is_not_resumed(one_device, tmp_path, launched, monkeypatch):
     launched("one")
     expected = fit(one_device, tmp_path)
     launched("")
@@ -110,7 +108,7 @@ def test_without_a_launch_what_one_left_is_not_gone_on_from(
     assert not tmp_path.exists()
 
 
-def test_an_early_end_is_an_end(one_device, tmp_path, launched):
+def test_early_stop_counts_as_complete(one_device, tmp_path, launched):
     launched("one")
     stop = keras.callbacks.LambdaCallback(
         on_epoch_end=lambda epoch, logs: setattr(stop.model, "stop_training", epoch == 1)
@@ -140,7 +138,7 @@ def test_the_best_weights_are_given_back_at_the_end(one_device, tmp_path):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
 
 
-def test_what_is_not_deleted_has_its_history_and_goes_on(one_device, tmp_path):
+def test_snapshot_that_is_kept_has_its_history_and_resumes(one_device, tmp_path):
     options = {"delete_checkpoint": False}
     expected = fit(one_device, tmp_path, **options)
     assert expected[2] == [0, 1, 2]
@@ -170,7 +168,7 @@ def test_an_epoch_of_another_length_is_refused(one_device, tmp_path):
         fit(one_device, tmp_path, pipeline=lambda: data.pipeline((X, Y), 2 * BATCH, seed=2))
 
 
-def test_a_worker_that_reads_another_directory_than_the_chief_is_told(
+def test_worker_with_another_directory_than_the_chief_gets_an_error(
     one_device, tmp_path, monkeypatch
 ):
     train(one_device, tmp_path, interrupt=(1, 4))
@@ -212,7 +210,7 @@ def test_an_attempt_that_was_given_up_does_not_begin(one_device, tmp_path, launc
 
 
 # --- The journal ----------------------------------------------------------------------------------
-def test_the_launch_is_told_of_what_was_saved_and_restored(one_device, tmp_path, launched):
+def test_launch_is_notified_of_saves_and_restores(one_device, tmp_path, launched):
     logs = launched("one")
     assert not train(one_device, tmp_path, interrupt=(1, 4), save_freq=5)["ended"]
     train(one_device, tmp_path, seed=5, save_freq=5)

@@ -226,7 +226,7 @@ def test_the_flag_is_short_for_the_key(tmp_path):
         train_command.parse([f"--config={path}", "--config.telemetry.backends=tensorbord"])
 
 
-def test_images_come_with_what_the_model_says(mirrored, tmp_path):
+def test_images_show_predictions_of_the_model(mirrored, tmp_path):
     samples = tfdist.ImageSamples(
         tmp_path, images(), 6, run="try", classes=["ant", "bee", "cat"], every=2
     )
@@ -242,7 +242,7 @@ def test_images_come_with_what_the_model_says(mirrored, tmp_path):
     assert len(samples.images) == len(samples.labels) == 6
 
 
-def test_images_that_are_none_are_named(tmp_path):
+def test_data_that_are_not_images_are_named(tmp_path):
     vectors = tf.data.Dataset.from_tensors((np.zeros([2, 3], np.float32), np.zeros([2])))
     with pytest.raises(
         ValueError,
@@ -293,7 +293,7 @@ def test_a_model_with_other_outputs_is_named_on_all_workers(one_device, tmp_path
         fit(one_device, tfdist.ImageSamples(tmp_path, images(), 4), outputs=1, loss="mse")
 
 
-def test_logits_are_told_as_probabilities():
+def test_logits_are_shown_as_probabilities():
     logits = np.array([[12.34, 12.34 + np.log(3)], [-1e4, 1e4]], np.float32)
     assert [caption(row, 1) for row in probabilities(logits)] == ["1 75 %", "1 100 %"]
     said = np.array([[0.1, 0.9], [0.3, 0.7]])

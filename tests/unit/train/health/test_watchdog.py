@@ -79,7 +79,7 @@ def said():
     return {code: process.communicate(timeout=120) for code, process in started.items()}
 
 
-def test_calls_that_make_steps_are_left_alone(said):
+def test_calls_that_make_steps_are_not_ended(said):
     output, errors = said[GOOD]
     assert output == "later: 2.0\n", errors
 

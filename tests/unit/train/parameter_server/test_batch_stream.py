@@ -143,7 +143,7 @@ def test_two_shuffles_of_one_data_set_draw_their_own_numbers(orders):
     assert any(a != b for a, b in orders[0]["paired", 1, 1])
 
 
-def test_what_has_an_order_keeps_it(orders):
+def test_ordered_data_keep_their_order(orders):
     assert np.ravel(orders[0]["in order", 1, 1]).tolist() == list(range(0, 80, 2))
     assert np.ravel(orders[0]["looked up", 2, 1]).tolist() == [n**2 for n in range(40)]
 
@@ -169,7 +169,7 @@ def immovable():
     "what",
     ["Python code", "NumPy code", "a generator", "a variable", "much data in a map", "much data"],
 )
-def test_what_cannot_move_is_read_here(what):
+def test_data_that_cannot_move_are_read_by_the_coordinator(what):
     assert not make(immovable()[what]).by_workers
 
 
@@ -187,7 +187,7 @@ def test_keras_gets_shapes_before_the_first_batch_and_loses_none():
         one.batch()
 
 
-def test_length():
+def test_length_of_a_stream():
     assert iter(make(numbers())).length == 40
     assert iter(make(numbers().repeat())).length is None
     assert iter(make(numbers().filter(lambda x: x > 3))).length is None
@@ -195,7 +195,7 @@ def test_length():
 
 @pytest.mark.usefixtures("mirrored")  # for a second device, which stands for a worker
 @pytest.mark.parametrize(("batches", "stacks"), [(None, False), (3, False), (3, True)])
-def test_what_a_worker_is_told_travels_with_the_call(batches, stacks):
+def test_arguments_travel_with_the_call_to_a_worker(batches, stacks):
     """Test that a tensor made on a worker does not travel before.
 
     It would in a call that keeps all of Python waiting for a worker that is stopped.

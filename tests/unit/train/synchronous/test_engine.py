@@ -96,7 +96,7 @@ def test_training_stops_at_the_very_step_that_a_callback_names(mirrored):
 
 
 @pytest.mark.parametrize("a_call", [1, 2])
-def test_an_endless_data_set_begins_no_pass_that_nobody_trains_on(mirrored, a_call):
+def test_endless_data_set_starts_no_unused_pass(mirrored, a_call):
     begun = []
     once = tf.data.Dataset.from_tensors(0).map(
         lambda _: tf.numpy_function(lambda: begun.append(1) or np.int64(0), [], tf.int64)
@@ -426,7 +426,7 @@ def test_models_of_other_strategies_are_untouched(mirrored):
 
 
 @pytest.mark.parametrize("use", ["fit", "train_on_batch"])
-def test_a_model_that_nobody_holds_is_freed(mirrored, use):
+def test_unreferenced_model_is_freed(mirrored, use):
     model = compiled(mirrored, metrics=["accuracy"])
     if use == "fit":
         model.fit(dataset(*data()), epochs=2, verbose=0, validation_data=dataset(*data(20)))
@@ -440,7 +440,7 @@ def test_a_model_that_nobody_holds_is_freed(mirrored, use):
     assert gone() is None
 
 
-def test_outside_of_calls_silence_tells_nothing(one_device, monkeypatch):
+def test_silence_outside_of_calls_is_no_hang(one_device, monkeypatch):
     phases = []
     monkeypatch.setattr(one_device.tfdist_engine.heartbeat, "beat", phases.append)
     with one_device.scope():

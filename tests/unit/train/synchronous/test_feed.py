@@ -151,7 +151,7 @@ def test_loops_outside_of_keras_get_the_same_rows():
         assert slices == from_feed
 
 
-def test_evenness_is_what_shapes_prove():
+def test_batches_are_even_only_if_their_shapes_prove_it():
     def even(*arrays, replicas=2, **kwargs):
         return Feed(dataset(*arrays, **kwargs), Placement(replicas), HOST, False).even
 
@@ -167,7 +167,7 @@ def test_a_batch_without_tensors_is_refused():
         count_rows((None, {}))
 
 
-def test_rows_distributed_by_somebody_else_are_left_alone():
+def test_data_distributed_by_the_user_stay_as_they_are():
     assert replica_rows(
         Batch([tf.range(2), tf.range(3)]), 1, Placement(2, 0, 2), HOST
     ).numpy().tolist() == [0, 1, 2]

@@ -328,7 +328,7 @@ def test_where_nothing_can_be_written_training_goes_on(one_device, tmp_path, cap
     assert sum(window.steps for window in read(other)[0]) == 24
 
 
-def test_a_strategy_without_an_engine_is_told_of(tmp_path, caplog):
+def test_strategy_without_an_engine_gives_a_warning(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "tfdist"):
         trained(tf.distribute.OneDeviceStrategy("/cpu:0"), tmp_path, steps=2)
     assert "measures nothing here" in caplog.text
