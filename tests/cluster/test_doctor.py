@@ -134,7 +134,7 @@ def test_hosts_with_faults_of_their_own(members, tmp_path):
 
 
 def test_hosts_that_check_together_agree_on_the_verdict(members, tmp_path):
-    """All end with the same verdict: well, or, when one of them has a fault, none."""
+    """All hosts fail when one of them has a fault."""
     file = write(tmp_path / "c.yaml", ClusterSpec.local(workers=3))
     (tmp_path / "in the way").write_text("")
     for name, places in (("good", ["shared"] * 3), ("bad", ["shared", "shared", "in the way"])):

@@ -207,7 +207,7 @@ def home():
 
 
 def test_ordinary_user_is_isolated_and_keeps_the_files(request, members, private_network):
-    """As the user nobody where the tests run as root; else the other tests show it."""
+    """Run as the user nobody where the tests run as root; else the other tests cover this."""
     if os.geteuid() != 0 or not shutil.which("setpriv"):
         pytest.skip("becoming another user needs root and setpriv")
     prefix = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]

@@ -188,7 +188,7 @@ def check(found, undisturbed):
 
 
 def test_host_that_returns_in_time_joins_the_next_attempt(hosts):
-    """Test that the first host goes on if it is cut off, as it has the rendezvous.
+    """Test that the first host, which has the rendezvous, continues when it is cut off.
 
     Run without TensorFlow.
     """

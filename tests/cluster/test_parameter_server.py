@@ -89,7 +89,7 @@ def test_a_strategy_that_comes_after_tensors(tmp_path):
 
 # --- A table on several parameter servers ---------------------------------------------------------
 def test_a_sharded_table_is_never_pulled_and_saved_as_one(tmp_path):
-    """In a network namespace of its own, whose loopback interface counts the job's bytes alone."""
+    """Run in a network namespace of its own, where the loopback interface counts this job alone."""
     out = tmp_path / "report.json"
     module = "tests.cluster.scripts.embedding"
     launch = [

@@ -83,7 +83,7 @@ def test_sharded_weights_resume_with_any_number_of_workers(tmp_path, undisturbed
 
 
 def test_local_steps_resume(tmp_path):
-    """Those of two workers, who differ where the first of them is killed."""
+    """The weights of two workers differ when the first of them is killed."""
     whole = attempt(tmp_path, "whole", 2, how="diloco")
     assert attempt(tmp_path, "backup", 2, "1", "4", how="diloco") == []
     resumed = attempt(tmp_path, "backup", 2, how="diloco")

@@ -134,12 +134,12 @@ def test_workers_of_unequal_speed_run_ahead_together(job):
 
 
 def test_long_call_is_watched_while_it_runs(job):
-    """By a thread of each worker alone: a collective there would meet another of the step's."""
+    """A thread of each worker watches: a collective there would collide with one of the step."""
     assert [r["long steps"] for r in job.results] == [LONG_STEPS] * 2
 
 
 def test_steps_start_no_threads_of_their_own(job):
-    """With TensorFlow's own timeout of collectives each of them does."""
+    """With TensorFlow's own timeout each collective would start a thread."""
     assert all(r["slow threads"] < SLOW_STEPS / 2 for r in job.results), [
         r["slow threads"] for r in job.results
     ]

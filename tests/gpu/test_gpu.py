@@ -103,7 +103,7 @@ def test_batches_are_copied_ahead_of_time(tmp_path):
 
 @pytest.mark.skipif(gpus < 2, reason="needs two GPUs that TensorFlow sees")
 def test_sharded_training_equals_plain_training(tmp_path):
-    """ZeRO stages 1 to 3 on GPUs beside plain data parallel training on the same ones."""
+    """Compare ZeRO stages 1 to 3 with plain data parallel training on the same GPUs."""
     runner = pathlib.Path(RUNNER).with_name("sharded_cases.py")
     cases = ("mlp sgd", "cnn rmsprop", "transformer adamw")
     with group(tmp_path) as members:

@@ -173,7 +173,7 @@ def test_a_second_process_of_one_task_elsewhere():
 
 
 def test_an_address_that_leads_to_another_task(monkeypatch):
-    """Swap two names, as in one machine's /etc/hosts; here for all that ask."""
+    """Swap two names, as a wrong /etc/hosts does; here for all tasks."""
     specs = members(ClusterSpec.local(workers=3))
     one, two = (spec.task.address for spec in specs[1:])
     monkeypatch.setattr(

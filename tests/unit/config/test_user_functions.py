@@ -111,7 +111,7 @@ def test_a_run_of_own_data_and_a_compiled_model(file, tmp_path, capsys):
 
 
 def test_metrics_of_a_custom_test_step_are_reported(file, tmp_path, capsys):
-    """Also those that are named as other things which a summary has."""
+    """Metrics may have the names of other entries of a summary."""
     summary = run(settings(tmp_path, f"{file}:batches", f"{file}:other"))
     assert summary["metrics"] == {"seconds": -5, "name": 7}
     assert (summary["seconds"] > 0, summary["name"]) == (True, "run")

@@ -153,7 +153,7 @@ pipeline(np.arange(10), 2, seed=1, service=["127.0.0.1:1"])
 def test_abandoned_pass_ends_and_deterministic_operations_are_refused(
     run_python,
 ):
-    """In a process of its own, which would hang, and whose operations stay deterministic."""
+    """Run in a process of its own, as it might hang, and its operations stay deterministic."""
     ended = run_python(ALONE)
     assert ended.stdout == "ended\n", ended.stderr
     assert (

@@ -197,7 +197,7 @@ def test_bytes_are_rounded_and_never_wrap_around():
 
 
 def test_the_same_seed_epoch_and_number_give_the_same_bits(jpegs):
-    """Whatever the batch, the order, and whether in a graph."""
+    """Neither the batch, nor the order, nor a graph changes them."""
     transform = transforms.images(24, **AUGMENT)
     source = of_arrays((np.array(jpegs, object), np.arange(12)))
 

@@ -439,7 +439,7 @@ def test_ipv6(house):
 
 
 def test_the_rendezvous_vanishes(house):
-    """Killed, so that it cannot say farewell: the members cut, look for it, and give up."""
+    """Kill it, so that it cannot say farewell: the members cut, look for it, and give up."""
     address = f"127.0.0.1:{free_ports(1)[0]}"
     code = (
         "import sys, time\nfrom tfdist.launch.rendezvous import Rendezvous, Terms\n"
@@ -467,7 +467,7 @@ def test_the_rendezvous_vanishes(house):
 
 
 def test_a_frozen_launcher_is_lost_and_cuts_as_soon_as_it_wakes(house):
-    """SIGSTOP: its connection stays open, and its machine answers for it."""
+    """Stop it by SIGSTOP: its connection stays open, and its machine answers for it."""
     house.serve(1, 2, restarts=1)
     code = (
         "from tfdist.launch.rendezvous_client import RendezvousClient\n"

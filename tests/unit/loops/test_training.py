@@ -408,7 +408,7 @@ except TimeoutError as error:
 
 
 def test_loss_that_waits_for_a_lost_worker_ends(run_python):
-    """In a process of its own, as what ends one wait ends all later ones."""
+    """Run in a process of its own, as what ends one wait ends all later ones."""
     done = run_python(LONELY)
     assert done.stdout.startswith("ended: worker:0 waited too long for worker:1"), done.stderr
 

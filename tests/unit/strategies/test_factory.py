@@ -183,7 +183,7 @@ def test_a_strategy_that_comes_too_late_says_so(run_python):
 
 
 def test_a_cluster_of_one_and_its_devices_and_threads(run_python):
-    """multi_worker_mirrored by itself, and what it refuses first."""
+    """Make multi_worker_mirrored without other workers, and check what it refuses."""
     config = json.dumps(
         {"cluster": {"worker": ["localhost:1"]}, "task": {"type": "worker", "index": 0}}
     )

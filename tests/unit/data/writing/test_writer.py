@@ -76,7 +76,7 @@ def images(tmp_path, count=6):
 
 # --- What is written reads the same ---------------------------------------------------------------
 def test_every_type_and_shape_comes_back():
-    """In one process' memory: "ram://" is TensorFlow's file system for that."""
+    """Write to memory: "ram://" is TensorFlow's file system for that."""
     random = np.random.default_rng(1)
     x = {
         "image": random.integers(0, 255, [5, 4, 3, 3]).astype(np.uint8),

@@ -172,7 +172,7 @@ def test_values_that_are_not_finite(small, capsys):
 
 
 def test_curves_of_a_script(tmp_path):
-    """Event files alone, as Keras' TensorBoard writes them."""
+    """Use event files alone, as Keras' TensorBoard writes them."""
     import tensorflow as tf
 
     for name, split in (("train", 1.0), ("validation", 2.0)):
