@@ -43,7 +43,7 @@ REGISTRY = pathlib.Path(tempfile.gettempdir()) / f"tfdist-forks-{os.getuid()}"
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 START_SECONDS = 120.0
 REPLY_SECONDS = 30.0
-# TensorFlow reads these when it makes devices, and the paths are set anew in each fork.
+# TensorFlow reads these when it makes devices, and the paths are set again in each fork.
 READ_LATE = {
     "CUDA_VISIBLE_DEVICES",
     "OMP_NUM_THREADS",
@@ -54,7 +54,7 @@ READ_LATE = {
     "TF_CPP_MIN_LOG_LEVEL",
     "TF_NUM_INTEROP_THREADS",
     "TF_NUM_INTRAOP_THREADS",
-    "TFDS_DATA_DIR",  # set anew in each fork
+    "TFDS_DATA_DIR",  # set again in each fork
 }
 # TensorFlow and others set these when they are loaded.
 SET_BY_IMPORTS = {

@@ -152,7 +152,7 @@ def test_frozen_host_is_given_up_and_ends_its_own_workers(hosts):
     second.process.send_signal(signal.SIGSTOP)
     hosts.says("a", "world 1 attempt 2")
     second.process.send_signal(signal.SIGCONT)
-    for name in "ab":  # its workers of before are ended, and it joins anew
+    for name in "ab":  # its old workers are ended, and it joins again
         hosts.says(name, "world 2 attempt 3")
     hosts.finish()
     for launch in (first, second):

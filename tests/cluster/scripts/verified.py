@@ -97,7 +97,7 @@ def _overlapping(config):
 
 
 def unsharded(data, split):
-    """Return global batches of which nobody takes a part for its worker: all take the same rows."""
+    """Return global batches that are not sharded: all workers take the same rows."""
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
     return images(data, split).dataset().repeat().batch(data.global_batch).with_options(options)

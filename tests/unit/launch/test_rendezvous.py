@@ -941,7 +941,7 @@ class World:
     def join(self, id):
         self.key += 1
         for other in [key for key, known in self.hosts.items() if known == id]:
-            self.lose(other)  # its launcher cut, and began anew
+            self.lose(other)  # its launcher cut, and started again
         self.hosts[self.key] = id
         hello = {
             "do": "join",

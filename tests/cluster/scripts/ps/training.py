@@ -238,7 +238,7 @@ def average_of_weights(strategy):
 
 @feature
 def gradient_accumulation(strategy):
-    """Make an update of three steps; the rest waits in the accumulator, and nothing is lost."""
+    """Update after every three steps; the rest stays in the accumulator."""
 
     def accumulating():
         return sgd(gradient_accumulation_steps=3)()

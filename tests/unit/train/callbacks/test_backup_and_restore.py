@@ -310,7 +310,7 @@ def test_csv_log_continues_after_a_resume(one_device, tmp_path):
     assert [row[0] for row in fit((2, 1), "cut")] == [
         0,
         1,
-    ]  # saved after step 6 of epoch 1, whose row is written anew
+    ]  # saved after step 6 of epoch 1, whose row is written again
     np.testing.assert_allclose(fit((None, None), "cut"), whole, rtol=1e-6)
 
 
