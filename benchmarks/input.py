@@ -78,8 +78,8 @@ class Group(Processes):
 
     Args:
         name: For messages.
-        target: What it is, `common.processes.Processes.start`.
-        job: Its argument.
+        target: Function to run, see `common.processes.Processes.start`.
+        job: Argument of the function.
         options: The logs' directory, and seconds that any answer may take.
     """
 

@@ -68,9 +68,9 @@ class Part:
     """Describe a model, and how it is measured.
 
     Args:
-        title: What it is, for the report.
+        title: Title in the report.
         servers: Parameter servers.
-        optimizer: Of all contenders.
+        optimizer: Optimizer of all contenders.
         contenders: By the letter that the report has for each.
         bars: Ratio of speeds -> whether the bars hold for it.
         steps: Steps that are timed at once; as many go before them as warm-up.
@@ -233,7 +233,7 @@ def first_batch(clusters: Clusters, rounds: int, megabytes: float) -> dict:
 
     Each round has a new model.
 
-    What has no bar takes long, and is measured once.
+    Contenders without a bar take long, and are measured once.
     """
     found = clusters.get(*((framework, 1) for framework, _, _ in FIRST_BATCH.values()))
     results: dict = {how: {"seconds": [], "of_little": []} for how in FIRST_BATCH}

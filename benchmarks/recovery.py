@@ -102,7 +102,7 @@ class Team(Processes):
     """Run the workers that time `fit`.
 
     Args:
-        workers: How many.
+        workers: Number of workers.
         cores: Cores that they share.
         directory: For their output and their backups.
         timeout: Seconds that any answer may take.
@@ -145,7 +145,7 @@ def launch(
     """Run a launch with these faults, one after the other, and return their recoveries.
 
     Raises:
-        ProcessFailed: It did not come to its end.
+        ProcessFailed: The launch failed or took too long.
     """
     script = pathlib.Path(__file__).parent / "common" / "recovery_worker.py"
     logs = directory / "logs"

@@ -58,8 +58,8 @@ def theory(way: str, processes: int, weights: int, layer: float) -> dict[str, fl
     update. In a step gradients are added, and what is kept of their sums.
 
     Args:
-        way: Of `CONTENDERS`.
-        processes: How many.
+        way: One of `CONTENDERS`.
+        processes: Number of processes.
         weights: Bytes of all weights.
         layer: Bytes of a block's weights.
 

@@ -95,9 +95,9 @@ class Server:
     """Talk to a fork server, as the caller.
 
     Args:
-        connection: To the server.
-        environ: What the server was started with.
-        address: Where programs of shells reach it.
+        connection: Connection to the server.
+        environ: Environment that the server was started with.
+        address: Address at which programs of shells reach it.
     """
 
     def __init__(self, connection: socket.socket, environ: Mapping[str, str], address: str = ""):

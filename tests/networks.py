@@ -24,7 +24,7 @@ class Network:
     Each ends with the process that made it.
 
     Args:
-        count: How many hosts.
+        count: Number of hosts.
 
     Raises:
         OSError: A step was refused; says which and why.

@@ -22,8 +22,8 @@ class Job:
     """Describe a process: a key of `MEASURES`, and how many examples it measures.
 
     Args:
-        measure: Which.
-        examples: How many.
+        measure: Key of `MEASURES`.
+        examples: Number of examples.
         buffer: Examples that `Dataset.shuffle` holds.
         cores: Cores that the process may use.
     """

@@ -28,7 +28,7 @@ class Processes:
     """Run processes that take orders together, and end together.
 
     Args:
-        name: What they are, for messages.
+        name: Name of the processes, for messages.
         logs: Directory for their output.
         timeout: Seconds that any answer may take.
     """
@@ -46,15 +46,15 @@ class Processes:
         """Start a process.
 
         Args:
-            name: Of its log file.
+            name: Name of its log file.
             target: Function that is called with the job there. It returns its first answer, and a
                 function that carries out an order: that takes the order's words as arguments and
                 returns the answer. A server need never return.
-            job: What it is to be.
-            children: Whether it may start processes of its own, which it must end itself.
+            job: Argument of the function.
+            children: True if it may start processes of its own, which it must end itself.
 
         Returns:
-            What to order through.
+            Connection through which it takes orders.
         """
         context = multiprocessing.get_context("spawn")
         screen, terminal = os.openpty()  # progress bars are drawn as on a person's terminal

@@ -22,13 +22,13 @@ def begin(script: str, argv: list[str], rounds: int, **environ: str) -> dict[str
     """Prepare the process of a benchmark, in which SIGTERM clears up files and processes.
 
     Args:
-        script: Its file's name.
-        argv: Its command line.
-        rounds: As it is to run.
+        script: Name of the benchmark's file.
+        argv: Arguments of the command line.
+        rounds: Number of rounds.
         **environ: Variables for its processes, which compute on CPUs.
 
     Returns:
-        What a reader must know to judge the figures.
+        Facts that a reader needs to judge the figures.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     os.environ.update(_QUIET_CPU | environ)
@@ -80,7 +80,7 @@ def add_options(parser: argparse.ArgumentParser, rounds: int, steps: str) -> Non
     """Add the arguments that every benchmark has.
 
     Args:
-        parser: Gets them.
+        parser: Parser to add the arguments to.
         rounds: The default of --rounds, for its help.
         steps: The help of --steps.
     """

@@ -21,11 +21,11 @@ class Job:
 
     Args:
         way: "data parallel", "zero 1", "zero 2", "fsdp" or "fsdp, kept".
-        width: Of the model; a block has 8 times its square weights.
-        blocks: Of the model.
+        width: Width of the model; a block has 8 times its square weights.
+        blocks: Number of the model's blocks.
         batch: Examples of all workers per step.
-        cluster: Its place.
-        core: It runs on this one alone.
+        cluster: Cluster, with the task of this process.
+        core: The one core that the process may use.
         timeout: Seconds that it waits for the others.
     """
 

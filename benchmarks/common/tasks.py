@@ -112,8 +112,8 @@ class Trainer:
         Args:
             kind: A key of `LAYERS`.
             optimizer: Keras optimizer.
-            steps_per_execution: As for `compile`.
-            steps: In an epoch.
+            steps_per_execution: Argument of `compile`.
+            steps: Steps of an epoch.
             pids: Processes of this cluster.
 
         Returns:
@@ -150,7 +150,7 @@ class Trainer:
         Args:
             how: `arrays`, `from_tensor_slices`, or `DatasetCreator`, which makes the same slices on
                 each worker.
-            megabytes: Of the examples, in memory.
+            megabytes: Size of the examples in memory.
         """
         rows = max(BATCH, int(megabytes * 1e6 / 4 / WIDE))
         x = np.random.default_rng(0).random((rows, WIDE), np.float32)

@@ -35,7 +35,7 @@ class Model:
     """Describe a model and how it is measured.
 
     Args:
-        title: What it is, for the report.
+        title: Title in the report.
         filters: Filters of a 3 x 3 convolution with pooling in front of the dense layers; 0: none.
         widths: Units of the dense layers before the classes.
         replica_batch: Examples per worker and step.

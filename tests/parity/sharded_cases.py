@@ -188,16 +188,16 @@ def nested():
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Return a model with its optimizer.
+    """Describe a model with its optimizer, and how it is trained.
 
     Attributes:
         build: Makes the model.
         optimizer: Makes the optimizer.
-        ways: Of `SHARDED`, to be compared with plain training.
+        ways: Keys of `SHARDED`, to be compared with plain training.
         inputs: "numbers", "outlier": one of them is huge, "images", "words", or "next": words whose
             next ones are learned.
         tolerance: Most that values differ, relative to the largest of their variable.
-        policy: Of dtypes.
+        policy: Policy of dtypes.
         deferred: Whether `fsdp` gets a model without values.
         saved: Whether it is saved and loaded, too.
     """
@@ -336,10 +336,10 @@ def train(
     Also return how many numbers each replica holds of weights and state.
 
     Args:
-        case: What.
+        case: Model, optimizer and data.
         way: "plain", or one of `SHARDED`, perhaps with `ALONE`.
-        strategy: On which replicas.
-        directory: Which all processes reach; "" where there is one.
+        strategy: Strategy to train under.
+        directory: Directory that all processes reach; "" for a single process.
     """
     keras.backend.clear_session()
     alone = way.endswith(ALONE)
@@ -430,11 +430,11 @@ def compare(plain: dict, numbers: dict, tolerance: float, rounding: float, what:
     What each replica holds differs, and names of layers count on.
 
     Args:
-        plain: Of `train`.
-        numbers: Of `train`, in another way.
+        plain: Result of `train`.
+        numbers: Result of `train` in another way.
         tolerance: Most that values differ, relative to the largest of their variable.
         rounding: Most that values differ that are zero but for rounding.
-        what: For messages.
+        what: Name for messages.
     """
     # Processes without a scope have histories of their own, and their first weights are not known
     # before they train.
@@ -465,7 +465,7 @@ def left_alone(strategy: tf.distribute.Strategy, directory: pathlib.Path) -> dic
 
     Args:
         strategy: On several workers, one replica each.
-        directory: Which all processes reach.
+        directory: Directory that all processes reach.
     """
     place = strategy.tfdist_engine.placement
     done = directory / "left-alone"
@@ -523,12 +523,12 @@ def check_files(
     """Check that a sharded model's file is a plain model's, and that sharded ones load it.
 
     Args:
-        model: Trained.
-        optimizer: Its.
-        case: What it is.
-        shard: Shards a model.
-        scope: In which models are made.
-        directory: Which all processes reach.
+        model: Trained model.
+        optimizer: Optimizer of the model.
+        case: Case that the model belongs to.
+        shard: Function that shards a model.
+        scope: Scope to make models in.
+        directory: Directory that all processes reach.
     """
     file = directory / "model.keras"
     model.save(file)
