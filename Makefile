@@ -37,7 +37,7 @@ lint: .venv/installed-test
 
 test-quick: .venv/installed-test lint
 	$(BIN)/python $(PYTEST) --doctest-modules tfdist
-	$(BIN)/python $(PYTEST) $(TWO) tests/test_architecture.py tests/unit
+	$(BIN)/python $(PYTEST) $(TWO) tests/test_*.py tests/unit
 
 test: test-quick
 	$(BIN)/python $(PYTEST) $(TWO) tests/cluster
@@ -47,7 +47,7 @@ chaos: .venv/installed-test
 	TFDIST_CHAOS_ROUNDS=4 $(BIN)/python $(PYTEST) tests/cluster/test_faults.py
 
 test-compat: .venv-compat/installed
-	.venv-compat/bin/python $(PYTEST) tests/unit/test_keras_compat*.py
+	.venv-compat/bin/python $(PYTEST) tests/unit/keras_compat
 	.venv-compat/bin/python $(PYTEST) tests/parity -k mirrored-2
 
 bench: .venv/installed-bench

@@ -23,9 +23,20 @@ import statistics
 import sys
 import tempfile
 
-from _processes import Processes, ProcessFailed
-from _report import add_options, begin, conclude, cores, fill_options, row, spread, table, verdict
-from _workers import EXAMPLES, ONE_THREAD, Job, Model, serve
+from common.processes import Processes, ProcessFailed
+from common.report import (
+    add_options,
+    begin,
+    conclude,
+    cores,
+    fill_options,
+    heading,
+    row,
+    spread,
+    table,
+    verdict,
+)
+from common.workers import EXAMPLES, ONE_THREAD, Job, Model, serve
 
 from tfdist import ClusterSpec
 
@@ -39,7 +50,7 @@ MODELS = {
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One way to train: framework, measure, number of workers, and the package it needs."""
+    """Describe one way to train: framework, measure, number of workers, and required package."""
 
     title: str
     framework: str
@@ -67,10 +78,10 @@ BARS = {"cnn": SMALL, "mlp": SMALL, "mlp50": {"t/a": 1.2, "t/b": None, "t/c": No
 
 
 class Team(Processes):
-    """The processes of one framework on one model, which run when told to.
+    """Run the processes of one framework on one model.
 
     Args:
-        framework: A key of `_workers.FRAMEWORKS`.
+        framework: A key of `common.workers.FRAMEWORKS`.
         model: The model.
         cores: A core for each worker.
         logs: Directory for their output.
@@ -92,11 +103,11 @@ class Team(Processes):
         ]
 
     def ready(self) -> int:
-        """Waits until all workers have built the model; returns its number of parameters."""
+        """Wait until all workers have built the model; return its number of parameters."""
         return max(self.answers(self._workers, "build the model"))
 
     def measure(self, name: str, steps: int) -> float:
-        """Seconds per step of the slowest worker."""
+        """Return the seconds per step of the slowest worker."""
         self.order(self._workers, name, steps)
         return max(self.answers(self._workers, f"run {steps} steps of {name!r}")) / steps
 
@@ -151,7 +162,7 @@ def measure(model: Model, rounds: int, steps: int, cores: list[int], timeout: fl
 
 
 def judge(results: dict) -> list[dict]:
-    """Ratios of speeds within each round, against their bars."""
+    """Compare the ratios of speeds within each round with their bars."""
     verdicts = []
     for name, result in results.items():
         for ratio, bar in BARS[name].items():
@@ -173,13 +184,8 @@ def judge(results: dict) -> list[dict]:
 
 
 def report(results: dict, verdicts: list[dict], facts: dict) -> str:
-    """The Markdown that is printed and written."""
-    lines = [
-        "# What `fit` costs on two workers",
-        "",
-        *(f"- {key}: {value}" for key, value in facts.items()),
-        "",
-    ]
+    """Return the report as Markdown."""
+    lines = heading("What `fit` costs on two workers", facts)
     lines += [
         (
             f"Synthetic images of 28 x 28 in memory ({EXAMPLES}), Adam, steps_per_execution 1, "

@@ -26,16 +26,16 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
-import _input_order
-import _input_pipelines
-from _input_images import HEIGHT, WIDTH, folder, size
-from _input_pipelines import BATCH, KERAS_SIDE, SIDE
-from _processes import Processes, ProcessFailed
-from _report import (
+from common import input_order, input_pipelines
+from common.input_images import HEIGHT, WIDTH, folder, size
+from common.input_pipelines import BATCH, KERAS_SIDE, SIDE
+from common.processes import Processes, ProcessFailed
+from common.report import (
     add_options,
     begin,
     conclude,
     fill_options,
+    heading,
     positive,
     row,
     spread,
@@ -53,7 +53,7 @@ PARTS = ("images", "order")
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """A pipeline: what it is, its key in `_input_pipelines.PIPELINES`, and the package it needs."""
+    """Describe a pipeline: its title, its key in `input_pipelines.PIPELINES`, and its package."""
 
     title: str
     pipeline: str
@@ -74,12 +74,12 @@ GROWTH, RESUME = 10e6, 1.0  # bytes, seconds
 
 
 class Group(Processes):
-    """One process, which answers one at a time.
+    """Run one process, which takes one order at a time.
 
     Args:
         name: For messages.
-        target: What it is, `_processes.Processes.start`.
-        job: Its argument.
+        target: Function to run, see `common.processes.Processes.start`.
+        job: Argument of the function.
         options: The logs' directory, and seconds that any answer may take.
     """
 
@@ -88,11 +88,11 @@ class Group(Processes):
         self._only = self.start(name, target, job, children=True)
 
     def answer(self, task: str) -> Any:
-        """What it says next."""
+        """Return the process's next answer."""
         return self.answers([self._only], task)[0]
 
     def measure(self, *words: Any) -> Any:
-        """What it answers to an order."""
+        """Return the process's answer to an order."""
         self.order([self._only], *words)
         return self.answer(f"measure {words}")
 
@@ -114,8 +114,8 @@ def images(args: argparse.Namespace, cores: tuple[int, ...]) -> dict:
         logs = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="input-")))
         groups = {}
         for key in results:
-            job = _input_pipelines.Job(CONTENDERS[key].pipeline, directory, cores)
-            groups[key] = Group(job.pipeline, _input_pipelines.serve, job, logs, args.timeout)
+            job = input_pipelines.Job(CONTENDERS[key].pipeline, directory, cores)
+            groups[key] = Group(job.pipeline, input_pipelines.serve, job, logs, args.timeout)
             stack.callback(groups[key].end)
             groups[key].answer("build the pipeline")
         for group in groups.values():  # traces, and brings the files into memory
@@ -147,9 +147,9 @@ def order(args: argparse.Namespace, cores: tuple[int, ...]) -> dict:
     with tempfile.TemporaryDirectory(prefix="input-") as logs:
 
         def run(name: str, examples: int) -> dict:
-            job = _input_order.Job(name, examples, args.buffer, cores)
+            job = input_order.Job(name, examples, args.buffer, cores)
             group = Group(
-                f"{name}-{examples}", _input_order.serve, job, pathlib.Path(logs), args.timeout
+                f"{name}-{examples}", input_order.serve, job, pathlib.Path(logs), args.timeout
             )
             try:
                 return group.answer(f"measure {name} on {examples:,} examples")
@@ -174,7 +174,7 @@ def order(args: argparse.Namespace, cores: tuple[int, ...]) -> dict:
 
 
 def _order_rounds(rounds: int) -> int:
-    """Fewer, as the figures differ by orders of magnitude."""
+    """Return fewer rounds, as the figures differ by orders of magnitude."""
     return -(-rounds // 3)
 
 
@@ -208,13 +208,8 @@ def judge(results: dict) -> list[dict]:
 
 
 def report(results: dict, verdicts: list[dict], facts: dict) -> str:
-    """The Markdown that is printed and written."""
-    lines = [
-        "# How fast examples arrive, and what their order costs",
-        "",
-        *(f"- {key}: {value}" for key, value in facts.items()),
-        "",
-    ]
+    """Return the report as Markdown."""
+    lines = heading("How fast examples arrive, and what their order costs", facts)
     lines += ["Medians over the rounds, min..max in brackets; ratios are of speeds within a round."]
     return (
         "\n".join([*lines, *_report_images(results, verdicts), *_report_order(results, verdicts)])
@@ -285,7 +280,7 @@ def _report_order(results: dict, verdicts: list[dict]) -> list[str]:
     lines = ["", "## The order of N examples, which are their own numbers", ""]
     lines += [
         (
-            f"Batches of {_input_order.BATCH:,}. Memory is what a new process grows by, at its "
+            f"Batches of {input_order.BATCH:,}. Memory is what a new process grows by, at its "
             "peak. `Dataset.shuffle` mixes all"
         ),
         "examples among each other only where its buffer, given in brackets, holds all.",
@@ -322,7 +317,7 @@ def _report_order(results: dict, verdicts: list[dict]) -> list[str]:
 
 
 def _power(number: int) -> str:
-    """A power of ten, as people write it; any other number in full."""
+    """Format a power of ten as people write it; any other number in full."""
     return f"10^{len(str(number)) - 1}" if str(number).strip("0") == "1" else f"{number:,}"
 
 

@@ -24,19 +24,20 @@ import statistics
 import sys
 import tempfile
 
-from _processes import Processes, ProcessFailed
-from _report import (
+from common.processes import Processes, ProcessFailed
+from common.report import (
     add_options,
     begin,
     conclude,
     fill_options,
+    heading,
     positive,
     row,
     spread,
     table,
     verdict,
 )
-from _tasks import BATCH, LENGTH, ROWS, WIDTH, Job, chief, serve
+from common.tasks import BATCH, LENGTH, ROWS, WIDTH, Job, chief, serve
 
 from tfdist import ClusterSpec
 from tfdist.launch import isolation
@@ -55,7 +56,7 @@ PER_EXECUTION = (1, 10, 50)
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """One way to train a model: which framework, which of `_tasks.LAYERS`."""
+    """Describe one way to train a model: a framework, and a key of `common.tasks.LAYERS`."""
 
     title: str
     framework: str
@@ -64,12 +65,12 @@ class Contender:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A model, and how it is measured.
+    """Describe a model, and how it is measured.
 
     Args:
-        title: What it is, for the report.
+        title: Title in the report.
         servers: Parameter servers.
-        optimizer: Of all contenders.
+        optimizer: Optimizer of all contenders.
         contenders: By the letter that the report has for each.
         bars: Ratio of speeds -> whether the bars hold for it.
         steps: Steps that are timed at once; as many go before them as warm-up.
@@ -118,15 +119,15 @@ MEGABYTES = 100
 
 
 def bar_of(per_execution: int) -> float:
-    """Least ratio of tfdist's speed to tf_keras'."""
+    """Return the least ratio of tfdist's speed to tf_keras' that passes."""
     return 1.2 if per_execution == 10 else 1.0
 
 
 class Cluster(Processes):
-    """The processes of one contender.
+    """Run the processes of one contender.
 
     Args:
-        framework: A key of `_tasks.FRAMEWORKS`.
+        framework: A key of `common.tasks.FRAMEWORKS`.
         servers: Parameter servers; 0: no cluster, one process alone.
         logs: Directory for their output.
         timeout: Seconds that any answer may take.
@@ -143,17 +144,17 @@ class Cluster(Processes):
         self._chief = self.start(f"{framework}-{servers}-chief", chief, job)
 
     def ready(self) -> None:
-        """Waits until the chief is connected to all others."""
+        """Wait until the chief is connected to all others."""
         self.answers([self._chief], "connect")
 
     def measure(self, *words):
-        """What the method of `_tasks.Trainer` named by the first word returns."""
+        """Return the result of a method of `common.tasks.Trainer`, which the first word names."""
         self.order([self._chief], *words)
         return self.answers([self._chief], " ".join(map(str, words[:4])))[0]
 
 
 class Clusters:
-    """Clusters by framework and number of parameter servers, started when they are needed first."""
+    """Start clusters, by framework and number of parameter servers, when first needed."""
 
     def __init__(self, timeout: float):
         self._timeout = timeout
@@ -232,7 +233,7 @@ def first_batch(clusters: Clusters, rounds: int, megabytes: float) -> dict:
 
     Each round has a new model.
 
-    What has no bar takes long, and is measured once.
+    Contenders without a bar take long, and are measured once.
     """
     found = clusters.get(*((framework, 1) for framework, _, _ in FIRST_BATCH.values()))
     results: dict = {how: {"seconds": [], "of_little": []} for how in FIRST_BATCH}
@@ -268,7 +269,7 @@ def accuracy(clusters: Clusters, seeds: int, epochs: int) -> dict:
 
 
 def judge(results: dict) -> list[dict]:
-    """Measured against the bars: ratios of speeds within each round, and seconds."""
+    """Compare the ratios of speeds within each round, and the seconds, with the bars."""
     verdicts = []
     for name in (n for n in SPEED if n in results):
         for ratio, barred in SPEED[name].bars.items():
@@ -303,13 +304,8 @@ def judge(results: dict) -> list[dict]:
 
 
 def report(results: dict, verdicts: list[dict], facts: dict) -> str:
-    """The Markdown that is printed and written."""
-    lines = [
-        "# What parameter servers cost, and what they do to accuracy",
-        "",
-        *(f"- {key}: {value}" for key, value in facts.items()),
-        "",
-    ]
+    """Return the report as Markdown."""
+    lines = heading("What parameter servers cost, and what they do to accuracy", facts)
     lines += [
         (
             f"One chief, {WORKERS} workers and the parameter servers, all on this machine, one "

@@ -19,11 +19,21 @@ import statistics
 import subprocess
 import sys
 
-from _report import add_options, begin, conclude, fill_options, row, spread, table, verdict
+from common.report import (
+    add_options,
+    begin,
+    conclude,
+    fill_options,
+    heading,
+    row,
+    spread,
+    table,
+    verdict,
+)
 
 from tfdist.parallel.pipeline_parallel.schedule import bubble, duration, tasks
 
-WORKER = pathlib.Path(__file__).with_name("_pipeline_worker.py")
+WORKER = pathlib.Path(__file__).parent / "common" / "pipeline_worker.py"
 STAGES = 4
 MICROBATCHES = (8, 16)
 FORWARD = 0.02  # seconds of sleep; backward is twice that
@@ -40,11 +50,11 @@ MEMORY = {
 
 
 class Failed(Exception):
-    """A process that measured did not end well; with the end of what it said."""
+    """Raised when a measuring process fails, with the end of its output."""
 
 
 def measure(timeout: float, **order: object) -> list[float]:
-    """What a process of its own has measured."""
+    """Return the figures that a process of its own measures."""
     words = ", ".join(map(str, order.values()))
     try:
         done = subprocess.run(
@@ -61,17 +71,17 @@ def measure(timeout: float, **order: object) -> list[float]:
 
 
 def theory(schedule: str, microbatches: int) -> float:
-    """Seconds of a step in which nothing but sleep takes time."""
+    """Return the seconds of a step in which nothing but sleep takes time."""
     return duration(tasks(STAGES, microbatches, schedule), FORWARD, 2 * FORWARD)
 
 
 def waiting(microbatches: int, seconds: float) -> float:
-    """The part of a step in which a stage did not sleep."""
+    """Return the part of a step in which a stage did not sleep."""
     return 1 - microbatches * 3 * FORWARD / seconds
 
 
 def most(microbatches: int) -> float:
-    """The bar for a bubble: that of a step with one turn more, a forward and a backward pass."""
+    """Return the bar for a bubble: that of a step with one more forward and backward pass."""
     return STAGES / (microbatches + STAGES)
 
 
@@ -118,7 +128,7 @@ def run(args: argparse.Namespace) -> dict[str, dict]:
 
 
 def judge(results: dict[str, dict]) -> list[dict]:
-    """Figures against bars: the median of the rounds."""
+    """Compare the medians of the rounds with the bars."""
     found = []
     for key, values in results["seconds"].items():
         m = int(key.split()[1])
@@ -142,14 +152,9 @@ def judge(results: dict[str, dict]) -> list[dict]:
 
 
 def report(results: dict[str, dict], verdicts: list[dict], facts: dict) -> str:
-    """The Markdown that is printed and written."""
+    """Return the report as Markdown."""
     by_name = {each["name"]: each for each in verdicts}
-    lines = [
-        "# Pipeline stages: bubble and memory",
-        "",
-        *(f"- {key}: {value}" for key, value in facts.items()),
-        "",
-    ]
+    lines = heading("Pipeline stages: bubble and memory", facts)
     lines += [
         (
             f"{STAGES} stages, each a device of its own that sleeps {1e3 * FORWARD:g} ms in a "

@@ -23,9 +23,20 @@ import subprocess
 import sys
 import tempfile
 
-from _processes import Processes, ProcessFailed
-from _recovery_worker import Job, serve
-from _report import add_options, begin, conclude, cores, fill_options, row, spread, table, verdict
+from common.processes import Processes, ProcessFailed
+from common.recovery_worker import Job, serve
+from common.report import (
+    add_options,
+    begin,
+    conclude,
+    cores,
+    fill_options,
+    heading,
+    row,
+    spread,
+    table,
+    verdict,
+)
 
 from tfdist import ClusterSpec
 from tfdist.runtime.launch_protocol import read_journal
@@ -80,7 +91,7 @@ Saves = dict[int, dict[str, list[tuple[float, float]]]]
 
 @dataclasses.dataclass(frozen=True)
 class Recovery:
-    """What one fault has cost: seconds by stage, and steps that were run again."""
+    """Hold the cost of one fault: seconds by stage, and steps that were run again."""
 
     fault: str
     stages: dict[str, float]
@@ -88,10 +99,10 @@ class Recovery:
 
 
 class Team(Processes):
-    """The workers that time `fit`.
+    """Run the workers that time `fit`.
 
     Args:
-        workers: How many.
+        workers: Number of workers.
         cores: Cores that they share.
         directory: For their output and their backups.
         timeout: Seconds that any answer may take.
@@ -114,7 +125,7 @@ class Team(Processes):
         self.parameters = max(self.answers(self._workers, "build the model"))
 
     def measure(self, save_freq: str, epochs: int) -> tuple[float, float]:
-        """Seconds per epoch of the slowest worker, and seconds of CPU of all."""
+        """Return seconds per epoch of the slowest worker, and seconds of CPU of all."""
         self.order(self._workers, save_freq, epochs)
         seconds, cpu = zip(
             *self.answers(self._workers, f"run {epochs} epochs with save_freq {save_freq!r}"),
@@ -131,12 +142,12 @@ def launch(
     model: str = "cnn",
     epochs: int = EPOCHS,
 ) -> list[Recovery]:
-    """One launch that is disturbed by these faults, one after the other.
+    """Run a launch with these faults, one after the other, and return their recoveries.
 
     Raises:
-        ProcessFailed: It did not come to its end.
+        ProcessFailed: The launch failed or took too long.
     """
-    script = pathlib.Path(__file__).with_name("_recovery_worker.py")
+    script = pathlib.Path(__file__).parent / "common" / "recovery_worker.py"
     logs = directory / "logs"
     plan = "; ".join(FAULTS[fault] for fault in faults)
     words = [
@@ -182,7 +193,7 @@ def launch(
 
 
 def recoveries(journal: list[dict], faults: list[str]) -> list[Recovery]:
-    """What the journal of a launch says of its faults."""
+    """Read the recoveries from the faults of a launch from its journal."""
     found = []
     for number, name in enumerate(faults):
         fault = next(
@@ -293,12 +304,12 @@ def total(recovery: Recovery) -> float:
 
 
 def ours(recovery: Recovery) -> float:
-    """Seconds of a recovery that are tfdist's own."""
+    """Return the seconds of a recovery that are tfdist's own."""
     return sum(recovery.stages[event] for event, _, whose in STAGES if whose == "ours")
 
 
 def judge(recoveries: Recoveries, saved: Saves) -> list[dict]:
-    """The figures that have a bar; the worst of all rounds, but of saves the median ratio."""
+    """Compare figures with their bars: the worst of all rounds, but for saves the median ratio."""
     found = (
         {name: [*recoveries["standby"][name], *recoveries["fresh"][name]] for name in FAULTS}
         if recoveries
@@ -367,13 +378,8 @@ def judge(recoveries: Recoveries, saved: Saves) -> list[dict]:
 def report(
     recoveries: Recoveries, large: Recoveries, saved: Saves, verdicts: list[dict], facts: dict
 ) -> str:
-    """The Markdown that is printed and written."""
-    lines = [
-        "# What a failure and what a save costs",
-        "",
-        *(f"- {key}: {value}" for key, value in facts.items()),
-        "",
-    ]
+    """Return the report as Markdown."""
+    lines = heading("What a failure and what a save costs", facts)
     lines += [
         (
             "The CNN of `configs/digits.py`: 24 steps of 64 images an epoch. Medians over the "

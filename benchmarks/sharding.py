@@ -17,10 +17,21 @@ import statistics
 import sys
 import tempfile
 
-from _processes import Processes, ProcessFailed
-from _report import add_options, begin, conclude, cores, fill_options, row, spread, table, verdict
-from _shards import Job, serve
-from _workers import ONE_THREAD
+from common.processes import Processes, ProcessFailed
+from common.report import (
+    add_options,
+    begin,
+    conclude,
+    cores,
+    fill_options,
+    heading,
+    row,
+    spread,
+    table,
+    verdict,
+)
+from common.shards import Job, serve
+from common.workers import ONE_THREAD
 
 from tfdist import ClusterSpec
 
@@ -47,8 +58,8 @@ def theory(way: str, processes: int, weights: int, layer: float) -> dict[str, fl
     update. In a step gradients are added, and what is kept of their sums.
 
     Args:
-        way: Of `CONTENDERS`.
-        processes: How many.
+        way: One of `CONTENDERS`.
+        processes: Number of processes.
         weights: Bytes of all weights.
         layer: Bytes of a block's weights.
 
@@ -67,7 +78,7 @@ def theory(way: str, processes: int, weights: int, layer: float) -> dict[str, fl
 
 
 def measure(way: str, processes: int, args: argparse.Namespace) -> tuple[int, list[dict]]:
-    """The bytes of the weights, and what each process found."""
+    """Return the bytes of the weights, and the figures of each process."""
     with tempfile.TemporaryDirectory(prefix="sharding-") as directory:
         team = Processes(f"{way} in {processes} processes", pathlib.Path(directory), args.timeout)
         try:
@@ -93,7 +104,7 @@ def measure(way: str, processes: int, args: argparse.Namespace) -> tuple[int, li
 
 
 def judge(results: dict) -> list[dict]:
-    """What the bars are about."""
+    """Compare the figures with their bars."""
     verdicts = []
     for (way, processes), found in results.items():
         for kind, expected in theory(way, processes, found["weights"], found["layer"]).items():
@@ -146,13 +157,8 @@ def judge(results: dict) -> list[dict]:
 
 
 def report(results: dict, verdicts: list[dict], facts: dict) -> str:
-    """The Markdown that is printed and written."""
-    lines = [
-        "# What sharding saves, and what it costs",
-        "",
-        *(f"- {key}: {value}" for key, value in facts.items()),
-        "",
-    ]
+    """Return the report as Markdown."""
+    lines = heading("What sharding saves, and what it costs", facts)
     lines += [
         (
             "MiB of tensors per process, of the process with the most, as TensorFlow's allocator "

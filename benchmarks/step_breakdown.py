@@ -21,20 +21,21 @@ import statistics
 import sys
 import tempfile
 
-from _processes import Processes, ProcessFailed
-from _report import (
+from common.processes import Processes, ProcessFailed
+from common.report import (
     add_options,
     begin,
     conclude,
     cores,
     fill_options,
+    heading,
     positive,
     row,
     spread,
     table,
     verdict,
 )
-from _workers import EXAMPLES, ONE_THREAD, Job, Model, serve
+from common.workers import EXAMPLES, ONE_THREAD, Job, Model, serve
 
 from tfdist import ClusterSpec
 
@@ -94,7 +95,7 @@ def measure(
 
 
 def judge(results: dict[str, list]) -> list[dict]:
-    """The time with the step breakdown over that without, against the bar."""
+    """Compare the ratio of times with and without the step breakdown with the bar."""
     verdicts = []
     for name, starts in results.items():
         ratios = [min(seconds["step_breakdown"]) / min(seconds["quiet"]) for seconds in starts]
@@ -106,13 +107,8 @@ def judge(results: dict[str, list]) -> list[dict]:
 
 
 def report(results: dict, verdicts: list[dict], facts: dict) -> str:
-    """The Markdown that is printed and written."""
-    lines = [
-        "# What the step breakdown costs",
-        "",
-        *(f"- {key}: {value}" for key, value in facts.items()),
-        "",
-    ]
+    """Return the report as Markdown."""
+    lines = heading("What the step breakdown costs", facts)
     lines += [
         (
             f"Synthetic images of 28 x 28 in memory ({EXAMPLES}), Adam, 64 examples per worker "

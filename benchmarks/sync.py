@@ -19,10 +19,21 @@ import statistics
 import sys
 import tempfile
 
-from _processes import Processes, ProcessFailed
-from _report import add_options, begin, conclude, cores, fill_options, row, spread, table, verdict
-from _sync_workers import EVERY, RANK, VARIANTS, serve
-from _workers import ONE_THREAD, Job, Model
+from common.processes import Processes, ProcessFailed
+from common.report import (
+    add_options,
+    begin,
+    conclude,
+    cores,
+    fill_options,
+    heading,
+    row,
+    spread,
+    table,
+    verdict,
+)
+from common.sync_workers import EVERY, RANK, VARIANTS, serve
+from common.workers import ONE_THREAD, Job, Model
 from fit_overhead import MODELS
 
 from tfdist import ClusterSpec
@@ -56,7 +67,7 @@ LOSS = {
 
 
 class Team(Processes):
-    """The two workers of tfdist, or of tf_keras, on one model.
+    """Run the two workers of tfdist, or of tf_keras, on one model.
 
     Args:
         framework: "tfdist" or "tf_keras".
@@ -80,11 +91,11 @@ class Team(Processes):
         ]
 
     def ready(self) -> int:
-        """Waits until the models are built; returns their number of parameters."""
+        """Wait until the models are built; return their number of parameters."""
         return max(self.answers(self._workers, "build the models"))
 
     def ask(self, what: str, variant: str, *more: int) -> list[float]:
-        """The answers of both workers, see `_sync_workers.serve`."""
+        """Return the answers of both workers, see `common.sync_workers.serve`."""
         self.order(self._workers, what, variant, *more)
         return self.answers(self._workers, f"tell {what} of {variant!r}")
 
@@ -150,7 +161,7 @@ def measure(name: str, args: argparse.Namespace) -> dict:
 
 
 def judge(results: dict) -> list[dict]:
-    """Ratios of speeds within each round, and differences of accuracy, against their bars."""
+    """Compare ratios of speeds within each round, and differences of accuracy, with their bars."""
     verdicts = []
     for name, result in results.items():
         for variant, other, bar in SPEED.get(name, []):
@@ -185,13 +196,8 @@ def judge(results: dict) -> list[dict]:
 
 
 def report(results: dict, verdicts: list[dict], facts: dict) -> str:
-    """The Markdown that is printed and written."""
-    lines = [
-        "# What each way to exchange costs, and is worth",
-        "",
-        *(f"- {key}: {value}" for key, value in facts.items()),
-        "",
-    ]
+    """Return the report as Markdown."""
+    lines = heading("What each way to exchange costs, and is worth", facts)
     lines += [
         (
             "Two workers on one machine, each on a core of its own with one thread, Adam, "

@@ -1,4 +1,4 @@
-"""A small CNN learns handwritten digits: over 97 % right within half a minute on two CPU workers.
+"""Train a small CNN on digits: over 97 % right within half a minute on two CPU workers.
 
     tfdist train --config=configs/digits.py
     tfdist launch --workers 2 -- tfdist train --config=configs/digits.py --config.train.epochs=3

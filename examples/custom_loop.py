@@ -1,4 +1,4 @@
-"""A training loop of one's own under any strategy, with the sums over replicas spelled out.
+"""Train by a custom loop under any strategy, with the sums over replicas spelled out.
 
     python examples/custom_loop.py                                        # this machine's devices
     python examples/custom_loop.py --devices cpu:0,cpu:1                  # two replicas
@@ -61,7 +61,7 @@ def main(_):
 
 
 def check(strategy, trained, loss):
-    """Trains the same model on the same batches with `fit`; raises where the two differ."""
+    """Train the same model on the same batches with `fit`; raise an error where the two differ."""
     dataset = tfdist.data.pipeline(
         tfdist.data.load("tfdist_digits", "train"), global_batch=GLOBAL_BATCH, tail="drop"
     )

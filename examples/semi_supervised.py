@@ -29,7 +29,7 @@ flags.DEFINE_float(
 
 
 def shifted(image, seed, hidden):
-    """An image moved by up to one pixel each way, a part of its pixels hidden."""
+    """Return an image moved by up to one pixel each way, a part of its pixels hidden."""
     moved = tf.image.stateless_random_crop(
         tf.pad(image, [[1, 1], [1, 1], [0, 0]]), image.shape, seed
     )

@@ -21,7 +21,7 @@ flags.DEFINE_integer("code", 12, "Numbers of a code.", lower_bound=1)
 
 
 def loss(models, batch):
-    """How far the images drawn again are from those that were hidden in noise."""
+    """Return how far the images drawn again are from those that were hidden in noise."""
     noisy, images = batch
     return tf.reduce_mean(tf.square(models["decoder"](models["encoder"](noisy)) - images))
 

@@ -65,7 +65,7 @@ def main() -> int:
 
 
 def execute(notebook: nbformat.NotebookNode, timeout: int) -> nbformat.NotebookNode:
-    """The notebook with the outputs of a run in an empty directory, which is gone afterwards."""
+    """Return the notebook with the outputs of a run in a temporary directory."""
     with tempfile.TemporaryDirectory(prefix="tfdist-notebook-") as directory:
         client = NotebookClient(
             notebook,

@@ -1,4 +1,4 @@
-"""Fixtures for tests of several directories, and an end to tests that no other bound ends."""
+"""Provide fixtures for tests of several directories, and end tests that no other bound ends."""
 
 import faulthandler
 import functools
@@ -79,7 +79,7 @@ def garbage():
 
 @pytest.fixture(scope="session")
 def digits_dir(tmp_path_factory):
-    """A TFDS data_dir with the digits prepared."""
+    """Return a TFDS data_dir with the digits prepared."""
     from tfdist import data
 
     directory = tmp_path_factory.mktemp("tfds")

@@ -1,4 +1,4 @@
-"""A fork server: tests take their Python processes from one that has TensorFlow imported already.
+"""Fork server: starts tests' Python processes from one that has TensorFlow imported already.
 
 Python's `multiprocessing` has the same idea. `Popen` here is `subprocess.Popen` for commands such
 as `python -m MODULE`, `python -c CODE` and `python FILE.py`: its process is a fork of a process
@@ -43,7 +43,7 @@ REGISTRY = pathlib.Path(tempfile.gettempdir()) / f"tfdist-forks-{os.getuid()}"
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 START_SECONDS = 120.0
 REPLY_SECONDS = 30.0
-# TensorFlow reads these when it makes devices, and the paths are set anew in each fork.
+# TensorFlow reads these when it makes devices, and the paths are set again in each fork.
 READ_LATE = {
     "CUDA_VISIBLE_DEVICES",
     "OMP_NUM_THREADS",
@@ -54,7 +54,7 @@ READ_LATE = {
     "TF_CPP_MIN_LOG_LEVEL",
     "TF_NUM_INTEROP_THREADS",
     "TF_NUM_INTRAOP_THREADS",
-    "TFDS_DATA_DIR",  # set anew in each fork
+    "TFDS_DATA_DIR",  # set again in each fork
 }
 # TensorFlow and others set these when they are loaded.
 SET_BY_IMPORTS = {
@@ -92,12 +92,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Server:
-    """The caller's end of a fork server.
+    """Talk to a fork server, as the caller.
 
     Args:
-        connection: To the server.
-        environ: What the server was started with.
-        address: Where programs of shells reach it.
+        connection: Connection to the server.
+        environ: Environment that the server was started with.
+        address: Address at which programs of shells reach it.
     """
 
     def __init__(self, connection: socket.socket, environ: Mapping[str, str], address: str = ""):
@@ -174,7 +174,7 @@ class Server:
 
 
 class Fork(BaseException):
-    """Unwinds the stack of a process that has been forked from a server, to its job."""
+    """Unwind the stack of a process that has been forked from a server, to its job."""
 
     def __init__(self, job: dict, files: list[int]):
         self.job = job
@@ -182,62 +182,34 @@ class Fork(BaseException):
 
 
 class Popen(subprocess.Popen):
-    """`subprocess.Popen`, whose process is a fork of the server where that makes no difference."""
+    """Start a process as `subprocess.Popen`, by the fork server where that is equivalent."""
 
     server: Server | None = None
     make_server: Callable[[], Server] | None = None  # for when one is first needed
 
-    def _execute_child(
-        self,
-        args,
-        executable,
-        preexec_fn,
-        close_fds,
-        pass_fds,
-        cwd,
-        env,
-        startupinfo,
-        creationflags,
-        shell,
-        p2cread,
-        p2cwrite,
-        c2pread,
-        c2pwrite,
-        errread,
-        errwrite,
-        *rest,
-    ):
-        ends = (p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+    def _execute_child(self, *given):
+        args, executable, preexec_fn, _, pass_fds, cwd, env, _, _, shell = given[:10]
+        ends = given[10:16]  # of the pipes to 0, 1 and 2: for each, where it is read and written
+        start_new_session = given[21]
         environ = os.environ if env is None else env
-        # No argument that only exec can honour; of `rest`, the sixth is start_new_session.
+        # No argument that only exec can honour.
         plain = not (executable or preexec_fn or pass_fds or shell) and is_python(args)
         if plain and Popen.server is None and Popen.make_server is not None:
             Popen.server = Popen.make_server()
         server = Popen.server
         if not plain or server is None or not server.fits(environ):
-            before = (
-                args,
-                executable,
-                preexec_fn,
-                close_fds,
-                pass_fds,
-                cwd,
-                env,
-                startupinfo,
-                creationflags,
-                shell,
-            )
-            super()._execute_child(*before, *ends, *rest)
+            super()._execute_child(*given)
             return
         job = {
             "command": [str(word) for word in args],
             "environ": dict(environ),
             "cwd": os.fspath(cwd or os.getcwd()),
-            "session": bool(rest[5]),
+            "session": bool(start_new_session),
         }
+        stdin, _, _, stdout, _, stderr = ends
         files = [
             own if own >= 0 else inherited
-            for own, inherited in zip((p2cread, c2pwrite, errwrite), (0, 1, 2), strict=True)
+            for own, inherited in zip((stdin, stdout, stderr), (0, 1, 2), strict=True)
         ]
         self.pid = server.spawn(job, files)
         self._child_created = True

@@ -1,14 +1,14 @@
-"""A fit that ends in the middle, as if its process had been killed."""
+"""End a fit in the middle, as if its process had been killed."""
 
 import keras
 
 
 class Stop(Exception):
-    """Ends the fit."""
+    """Raised to end the fit."""
 
 
 class Interrupts(keras.callbacks.Callback):
-    """Ends a fit after so many of its steps."""
+    """End a fit after so many of its steps."""
 
     def __init__(self, steps):
         super().__init__()

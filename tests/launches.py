@@ -1,4 +1,4 @@
-"""`tfdist launch` for tests: a command in its own directory, whose processes bear a mark."""
+"""Run `tfdist launch` in a directory of its own, with processes that bear a mark."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ USES_TENSORFLOW = r"import (tensorflow|keras|tfdist)\b|from (keras|tfdist) impor
 
 
 class Launch:
-    """`tfdist launch` in a directory of its own; all its processes' environments bear a mark."""
+    """Run `tfdist launch` in a directory of its own; its processes' environments bear a mark."""
 
     def __init__(self, directory, bound=BOUND):
         self.directory = directory
@@ -62,7 +62,7 @@ class Launch:
         return self._process
 
     def finish(self):
-        """Exit code, output, errors."""
+        """Wait for the end; return exit code, output and errors."""
         out, err = self._process.communicate(timeout=self.bound)
         return self._process.returncode, out, err
 
@@ -90,7 +90,7 @@ class Launch:
         return found
 
     def pid_of(self, task):
-        """Process id of a task."""
+        """Return the process id of a task."""
         return next(
             pid for pid in self.living(tasks=True) if environ_of(pid).get("TFDIST_TASK") == task
         )

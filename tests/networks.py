@@ -1,6 +1,6 @@
-"""Hosts for tests: network namespaces that a bridge joins, in a user namespace of their own.
+"""Simulate hosts by network namespaces that a bridge joins, in a user namespace of their own.
 
-Nobody's network is touched.
+The machine's own network stays as it is.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ BOUND = 20  # seconds for a command, which takes some milliseconds
 
 
 class Network:
-    """Hosts 1, 2, ... with the addresses 10.77.0.1, 10.77.0.2, ...
+    """Make hosts 1, 2, ... with the addresses 10.77.0.1, 10.77.0.2, ...
 
     Each ends with the process that made it.
 
     Args:
-        count: How many hosts.
+        count: Number of hosts.
 
     Raises:
         OSError: A step was refused; says which and why.
@@ -62,11 +62,11 @@ class Network:
         return f"10.77.0.{host}"
 
     def prefix(self, host: int) -> list[str]:
-        """What a command begins with that is to run there."""
+        """Return the words in front of a command that is to run on a host."""
         return self._enter(host)
 
     def cut(self, host: int) -> float:
-        """Nothing comes from there or goes there any more, and nobody is told; returns when."""
+        """Cut a host off without closing its connections; return the time."""
         self._ip("link", "set", f"veth{host}", "nomaster")
         return time.time()
 
@@ -74,7 +74,7 @@ class Network:
         self._ip("link", "set", f"veth{host}", "master", "bridge")
 
     def listens(self, host: int, port: int) -> bool:
-        """Whether somebody there listens at the port."""
+        """Return whether a process on a host listens at the port."""
         return listens(port, self._holders[host].pid)
 
     def close(self) -> None:
@@ -97,7 +97,7 @@ class Network:
         ]
 
     def _hold(self, *words: str) -> None:
-        """A process whose namespaces stay as long as this one lives."""
+        """Start a process that holds namespaces as long as this one lives."""
         command = [*words, "sh", "-c", "ip link set lo up && echo ready && exec cat"]
         holder = subprocess.Popen(
             command,
@@ -120,7 +120,7 @@ class Network:
 
 
 def listens(port: int, pid: int | str = "self") -> bool:
-    """Whether somebody in the network of a process listens at the port; nobody is disturbed."""
+    """Return whether a process in the network of `pid` listens at the port, without connecting."""
     rows = pathlib.Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
     return any(row.split()[1].endswith(f":{port:04X}") and row.split()[3] == "0A" for row in rows)
 

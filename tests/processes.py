@@ -1,6 +1,6 @@
-"""Bounded processes for commands; a failing test shows their logs.
+"""Run commands in bounded processes; a failing test shows their logs.
 
-None outlives its `with` block.
+No process outlives its `with` block.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.forkserver import ROOT as ROOT
 
 @dataclasses.dataclass
 class Group:
-    """Processes of one test, each in a process group of its own, with a log file."""
+    """Run the processes of one test, each in a process group of its own, with a log file."""
 
     directory: pathlib.Path
     processes: dict[str, subprocess.Popen] = dataclasses.field(default_factory=dict)
@@ -62,7 +62,7 @@ class Group:
         return time.monotonic()
 
     def wait(self, seconds: float) -> dict[str, int]:
-        """Exit codes of all processes; fails with their logs when one is not done in time."""
+        """Return the exit codes of all processes; fail with their logs if one is late."""
         end = time.monotonic() + seconds
         for name, process in self.processes.items():
             try:
@@ -74,7 +74,7 @@ class Group:
         return {name: process.returncode for name, process in self.processes.items()}
 
     def succeed(self, seconds: float) -> None:
-        """Waits for all processes and fails with their logs unless each ended with 0."""
+        """Wait for all processes and fail with their logs unless each ended with 0."""
         codes = self.wait(seconds)
         assert not any(codes.values()), f"exit codes {codes}\n{self.logs()}"
 
@@ -86,7 +86,7 @@ class Group:
 
 @contextlib.contextmanager
 def group(directory: pathlib.Path) -> Iterator[Group]:
-    """A group whose processes, and theirs, are gone when the block ends."""
+    """Yield a group whose processes, and their children, are killed when the block ends."""
     members = Group(directory)
     try:
         yield members
@@ -98,7 +98,7 @@ def group(directory: pathlib.Path) -> Iterator[Group]:
 
 
 def environment(**more: str) -> Mapping[str, str]:
-    """This process' environment without what a launcher or scheduler may have left in it."""
+    """Return this process' environment without the variables of launchers and schedulers."""
     kept = {
         k: v
         for k, v in os.environ.items()
@@ -108,7 +108,7 @@ def environment(**more: str) -> Mapping[str, str]:
 
 
 def lean(environ: Mapping[str, str]) -> dict[str, str]:
-    """An environment whose Python processes start quickly."""
+    """Return an environment whose Python processes start quickly."""
     return {
         **environ,
         "PYTHONPATH": os.pathsep.join([*filter(None, [environ.get("PYTHONPATH")]), str(LEAN)]),
@@ -116,7 +116,7 @@ def lean(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def run(command: Sequence[str], timeout: float = 120.0, **options) -> subprocess.CompletedProcess:
-    """`subprocess.run` for text, of a process that may be a fork; fails when it takes too long."""
+    """Run a command as `subprocess.run` does, for text; raise an error when it takes too long."""
     with Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
     ) as process:
@@ -129,7 +129,7 @@ def run(command: Sequence[str], timeout: float = 120.0, **options) -> subprocess
 
 
 def is_gone(pid: int | str) -> bool:
-    """Whether a process has ended; perhaps nobody has asked how."""
+    """Return whether a process has ended, even if its parent has not waited for it."""
     try:
         return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:

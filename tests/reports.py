@@ -1,4 +1,4 @@
-"""Directories of runs and benchmarks for tests of reports, and what a page says.
+"""Write directories of runs and benchmarks for tests of reports, and read pages.
 
 A page is read by a parser or a browser.
 """
@@ -21,6 +21,21 @@ CHROMIUM = (
 )
 BEGUN = 1_790_000_000.0
 VERSIONS = {"tfdist": "0.1.0", "python": "3.12.1", "tensorflow": "2.21.0", "keras": "3.15.1"}
+RUN_FILES = [  # of a run without backup
+    "config.json",
+    "events.out",
+    "history.jsonl",
+    "model.keras",
+    "sessions.jsonl",
+    "summary.json",
+    "train",
+    "validation",
+]
+
+
+def files_of_run(directory: pathlib.Path) -> list[str]:
+    """Return the names in a run's directory, sorted; of event files without host and time."""
+    return sorted(path.name.partition(".tfevents")[0] for path in directory.iterdir())
 
 
 def write_run(
@@ -102,27 +117,23 @@ def write_run(
 
 
 def write_launch(directory: pathlib.Path, text: str = "kill worker:1@step=37") -> pathlib.Path:
-    """The journal of that run's launch: two attempts, 13 steps lost."""
+    """Write the journal of that run's launch: two attempts, 13 steps lost."""
     directory.mkdir(parents=True)
     tasks = ["worker:0", "worker:1"]
-    path = "backup/snapshot-1.tfdist"
+    snapshot = {
+        "task": "worker:0",
+        "epoch": 1,
+        "step": 0,
+        "total": 24,
+        "number": 1,
+        "path": "backup/snapshot-1.tfdist",
+        "seconds": 0.1,
+    }
     lines = [
         (0.0, "launch", {"chaos": None}),
         (0.1, "attempt", {"attempt": 0, "tasks": tasks}),
         (10.0, "stepping", {"task": "worker:0", "epoch": 0, "step": 1, "total": 1}),
-        (
-            18.0,
-            "saved",
-            {
-                "task": "worker:0",
-                "epoch": 1,
-                "step": 0,
-                "total": 24,
-                "number": 1,
-                "path": path,
-                "seconds": 0.1,
-            },
-        ),
+        (18.0, "saved", snapshot),
         (
             19.0,
             "fault",
@@ -132,33 +143,9 @@ def write_launch(directory: pathlib.Path, text: str = "kill worker:1@step=37") -
         (20.0, "ended", {"attempt": 0, "codes": {"worker:0": -15, "worker:1": -9}, "total": 37}),
         (20.0, "decided", {"attempt": 0, "restart": True, "delay": 0.0, "text": "restart 1 of 2"}),
         (20.1, "attempt", {"attempt": 1, "tasks": tasks}),
-        (
-            27.0,
-            "restored",
-            {
-                "task": "worker:0",
-                "epoch": 1,
-                "step": 0,
-                "total": 24,
-                "number": 1,
-                "path": path,
-                "seconds": 0.1,
-            },
-        ),
+        (27.0, "restored", snapshot),
         (28.0, "stepping", {"task": "worker:0", "epoch": 1, "step": 1, "total": 25}),
-        (
-            50.0,
-            "saved",
-            {
-                "task": "worker:0",
-                "epoch": 4,
-                "step": 0,
-                "total": 96,
-                "number": 2,
-                "path": path,
-                "seconds": 0.1,
-            },
-        ),
+        (50.0, "saved", {**snapshot, "epoch": 4, "total": 96, "number": 2}),
         (52.0, "ended", {"attempt": 1, "codes": {"worker:0": 0, "worker:1": 0}, "total": 96}),
         (52.1, "over", {"code": 0}),
     ]
@@ -170,7 +157,7 @@ def write_launch(directory: pathlib.Path, text: str = "kill worker:1@step=37") -
 
 
 def write_benchmark(directory: pathlib.Path, kind: str) -> pathlib.Path:
-    """A benchmark of up to four replicas, as `tfdist bench` writes it."""
+    """Write a benchmark of up to four replicas, as `tfdist bench` does."""
     directory.mkdir(parents=True)
     setups = []
     for strategy in ("mirrored", "multi_worker_mirrored"):
@@ -225,7 +212,7 @@ def write_benchmark(directory: pathlib.Path, kind: str) -> pathlib.Path:
 
 
 class Page(html.parser.HTMLParser):
-    """What a parser finds in a page: text, attributes of tags, and whether tags close in order."""
+    """Parse a page into text and attributes of tags; check that tags close in order."""
 
     VOID = {"meta", "link", "br", "hr", "img", "input"}
 
@@ -256,7 +243,7 @@ class Page(html.parser.HTMLParser):
 
     @property
     def text(self) -> str:
-        """All that is not style."""
+        """Return all text but style sheets."""
         return "\n".join(
             word for tag, words in self.words.items() if tag != "style" for word in words
         )
@@ -266,7 +253,7 @@ class Page(html.parser.HTMLParser):
         return sum(tag == "svg" for tag, _ in self.tags)
 
     def outside(self) -> list[str]:
-        """What a browser would fetch, or run."""
+        """Return what a browser would fetch from elsewhere, or run."""
         found = [
             f"<{tag}>"
             for tag, _ in self.tags
@@ -300,7 +287,7 @@ class Page(html.parser.HTMLParser):
 
 
 def browse(directory: pathlib.Path, address: str, width: int, *flags: str) -> tuple[str, str]:
-    """The page as Chromium has it after loading, and what it complained of."""
+    """Load a page in Chromium; return its document and the browser's complaints."""
     command = [
         CHROMIUM,
         "--headless=new",

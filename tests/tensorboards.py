@@ -1,4 +1,4 @@
-"""A real TensorBoard server on a directory of logs, which ends with its block.
+"""Run a real TensorBoard server on a directory of logs, until the end of a block.
 
 Tests ask it over HTTP and look at it with a browser.
 """
@@ -29,22 +29,22 @@ BROWSER = (
 
 @dataclasses.dataclass(frozen=True)
 class Server:
-    """A TensorBoard that answers at `url`, without a final slash."""
+    """Query a TensorBoard at `url`, which has no final slash."""
 
     url: str
 
     def get(self, path: str, **query: str) -> bytes:
-        """What it answers to `/data/PATH?QUERY`."""
+        """Return the answer to `/data/PATH?QUERY`."""
         words = urllib.parse.urlencode(query)
         with urllib.request.urlopen(f"{self.url}/data/{path}?{words}", timeout=SECONDS) as answer:
             return answer.read()
 
     def json(self, path: str, **query: str) -> Any:
-        """The same, read."""
+        """Return the answer to `/data/PATH?QUERY`, read as JSON."""
         return json.loads(self.get(path, **query))
 
     def post(self, path: str, value: Any) -> Any:
-        """What it answers to a JSON object."""
+        """Post a JSON object, and return the answer, read as JSON."""
         request = urllib.request.Request(
             f"{self.url}/data/{path}",
             json.dumps(value).encode(),
@@ -54,7 +54,7 @@ class Server:
             return json.loads(answer.read())
 
     def picture(self, tab: str, path: pathlib.Path, size: str = "1400,900") -> bytes:
-        """A PNG of one of its tabs, such as "timeseries"."""
+        """Return a PNG of a tab, such as "timeseries"."""
         assert BROWSER is not None
         profile = path.with_suffix(".profile")
         flags = [
@@ -80,7 +80,7 @@ class Server:
 
 @contextlib.contextmanager
 def serving(logdir: pathlib.Path, scratch: pathlib.Path, runs: int = 1) -> Iterator[Server]:
-    """A server that has read at least so many runs; its log goes to the directory `scratch`."""
+    """Yield a server that has read at least so many runs; its log is in `scratch`."""
     with group(scratch) as members:
         words = [
             "--logdir",

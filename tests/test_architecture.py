@@ -41,7 +41,7 @@ OUTSIDE = {"tests", "configs", "examples", "benchmarks"}
 
 
 def files(*packages: str, without: Iterable[str] = ()) -> list[pathlib.Path]:
-    """The package's files; of these packages, if any are named, and not of those."""
+    """Return the package's files: of these packages, if any are named, and not of those."""
     found = sorted(PACKAGE.rglob("*.py"))
     assert found
     return [
@@ -69,7 +69,7 @@ def place(path: pathlib.Path, node: ast.AST) -> str:
 
 
 def none(hits: Iterable[str]) -> None:
-    """Fails with all the places where a rule is broken."""
+    """Fail with all the places where a rule is broken."""
     hits = sorted(set(hits))
     assert not hits, "\n" + "\n".join(hits)
 
@@ -88,13 +88,13 @@ def imports(path: pathlib.Path) -> Iterator[tuple[ast.AST, str]]:
 
 
 def names(path: pathlib.Path) -> Iterator[tuple[ast.AST, str]]:
-    """Every import, and every name with its attributes: "tf.distribute.Strategy"."""
+    """Return every import, and every name with its attributes: "tf.distribute.Strategy"."""
     yield from imports(path)
     yield from ((node, dotted(node)) for node in nodes(path) if isinstance(node, ast.Attribute))
 
 
 def dotted(node: ast.AST) -> str:
-    """A name with its attributes as text; "" for what does not begin with a name."""
+    """Return a name with its attributes as text; "" for what does not begin with a name."""
     if isinstance(node, ast.Attribute):
         head = dotted(node.value)
         return head and f"{head}.{node.attr}"
@@ -110,7 +110,7 @@ def packages_used(path: pathlib.Path) -> Iterator[tuple[ast.AST, str]]:
 
 
 def allowed(own: str) -> set[str]:
-    """The packages that a package may import."""
+    """Return the packages that a package may import."""
     if own == "launch":
         return {own, *LAUNCH_SEES}
     if own == "__main__":
@@ -130,12 +130,23 @@ def test_every_package_has_a_place():
 
 
 def test_every_directory_is_a_package():
-    """Or `pip install .` would leave it out."""
+    """Otherwise `pip install .` would leave it out."""
     none(
         str(path.parent.relative_to(ROOT))
         for path in files()
         if not (path.parent / "__init__.py").exists()
     )
+
+
+def test_unit_tests_mirror_the_package():
+    """Each directory of tests/unit is a package of tfdist; files outside of them test a module."""
+    unit = ROOT / "tests" / "unit"
+    for path in sorted(unit.rglob("test_*.py")):
+        assert (path.parent / "__init__.py").exists(), f"{path.parent}: lacks __init__.py"
+        directory = path.parent.relative_to(unit)
+        module = "__init__.py" if directory.parts else path.name.removeprefix("test_")
+        tested = PACKAGE / directory / module
+        assert tested.exists(), f"{path.relative_to(ROOT)} tests {tested}, which does not exist"
 
 
 def test_a_package_imports_only_lower_levels():
@@ -171,7 +182,7 @@ def test_frameworks_stay_in_their_packages():
         "import tfdist.tools.plan.main",
     ],
 )
-def test_what_loads_no_framework(code):
+def test_entry_points_load_no_framework(code):
     check = f"import sys; found = {FRAMEWORKS!r} & set(sys.modules); assert not found, found"
     subprocess.run(
         [sys.executable, "-c", f"{code}\n{check}"],
@@ -202,7 +213,7 @@ def test_private_names_of_frameworks_are_hooks():
 
 
 def test_private_attributes_are_our_own():
-    """One with a leading underscore that nothing in its file defines is somebody else's."""
+    """An attribute with a leading underscore that nothing in its file defines is foreign."""
     none(
         f"{place(path, node)}: .{node.attr}"
         for path in files(without=SEES_PRIVATE_NAMES)
@@ -265,7 +276,7 @@ def test_every_file_begins_with_a_sentence():
 
 
 def module(path: pathlib.Path) -> str:
-    """The dotted name of a file: "tfdist.train.evaluator"."""
+    """Return the dotted name of a file: "tfdist.train.evaluator"."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -294,7 +305,7 @@ def _imported(path: pathlib.Path, modules: Collection[str]) -> Iterator[str]:
                 yield found
 
 
-def test_every_module_is_on_the_page():
+def test_every_module_is_on_the_architecture_page():
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     none(
         f"docs/architecture.md lacks the line: {line}"

@@ -1,4 +1,4 @@
-"""Typical values of the windows of a step breakdown."""
+"""Compute typical values of the windows of a step breakdown."""
 
 import statistics
 

@@ -1,4 +1,4 @@
-"""What tests of launches share."""
+"""Provide the fixture that starts launches."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ from tests.launches import Launch
 
 @pytest.fixture
 def launch(tmp_path):
-    """Starts launches; afterwards no process may be left."""
+    """Start launches; check afterwards that no process is left."""
     started = Launch(tmp_path)
     yield started
     left = started.wait_for_nobody()

@@ -37,7 +37,7 @@ def start(members, directory, name, *flags):
 
 
 def audit(members, directory, *flags):
-    """Runs an audit; its exit code, and what it printed."""
+    """Run an audit; return its exit code and its output."""
     start(members, directory, "audit", *flags)
     return members.wait(SECONDS)["audit"], members.log("audit")
 
@@ -125,9 +125,7 @@ def test_the_first_wrong_example_is_named(members, directory):
     assert all_gone(log)
 
 
-def test_a_killed_job_goes_on_with_more_workers_and_no_example_is_lost_or_seen_twice(
-    members, directory
-):
+def test_killed_job_resumes_with_more_workers_and_uses_each_example_once(members, directory):
     before, after = (members.directory / name for name in ("before", "after"))
     flags = [f"--pipeline={SCRIPT}:slow_stream", "--stage-seconds=0"]
     start(members, directory, "before", *flags, "--workers=2", f"--keep={before}")

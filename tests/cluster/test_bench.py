@@ -44,7 +44,7 @@ def model(input_shape, classes=None):
 
 
 def bench(directory: pathlib.Path, *words: str) -> tuple[int, str, str]:
-    """Exit code, output, errors."""
+    """Run `tfdist bench`; return exit code, output and errors."""
     (directory / "config.py").write_text(CONFIG.format(directory=directory))
     (directory / "tiny.py").write_text(TINY)
     done = subprocess.run(

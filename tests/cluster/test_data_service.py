@@ -27,7 +27,7 @@ def directory(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def data_workers(tmp_path_factory):
-    """Address and process id of two data workers."""
+    """Start two data workers; yield their process ids by address."""
     addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
     with group(tmp_path_factory.mktemp("data")) as members:
         found = {
@@ -116,7 +116,7 @@ def test_a_data_worker_that_cannot_start_is_named(launch, directory):
     assert "ROOT CAUSE: data:0 failed with exit code 1: ModuleNotFoundError" in err
 
 
-def test_with_a_cluster_file_the_remedy_is_said(launch):
+def test_error_with_a_cluster_file_names_the_remedy(launch):
     code, _, err = launch.run("--cluster", "cluster.yaml", "--data-workers", "1", script="")
     assert code == 2
     assert "--data-workers: expected without --cluster, received both" in err

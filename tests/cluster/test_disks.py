@@ -19,7 +19,7 @@ SECONDS = 200  # for all trainings: some six on an idle machine
 
 @pytest.fixture(scope="module")
 def disks(tmp_path_factory):
-    """What each training came to, by the name of its disk."""
+    """Return the result of each training, by the name of its disk."""
     root = tmp_path_factory.mktemp("disks")
     place = root / "disk"
     out = root / "out.json"
@@ -46,7 +46,7 @@ def parts(found):
     return [name for name in found["files"] or [] if name.endswith(".part")]
 
 
-def test_a_disk_that_fills_up_ends_the_training_and_keeps_what_was_saved(disks):
+def test_full_disk_ends_training_and_keeps_earlier_snapshots(disks):
     full = disks["full"]
     kind, text = full["error"]
     assert kind == "OSError"
@@ -63,7 +63,7 @@ def test_a_disk_that_fills_up_ends_the_training_and_keeps_what_was_saved(disks):
     assert 2 * STEPS <= full["iterations"] <= 3 * STEPS, "it ends with the next save"
 
 
-def test_where_there_is_room_again_it_goes_on(disks):
+def test_training_resumes_once_there_is_room_again(disks):
     again = disks["room again"]
     whole = disks["elsewhere"]
     assert again["error"] is None
@@ -83,7 +83,7 @@ def test_where_there_is_room_again_it_goes_on(disks):
         ("no such place", "/proc/nowhere/backup/writer.json", "No such file or directory"),
     ],
 )
-def test_where_nothing_can_be_saved_no_step_is_run(disk, file, why, disks):
+def test_no_step_runs_where_nothing_can_be_saved(disk, file, why, disks):
     found = disks[disk]
     kind, text = found["error"]
     assert kind == "OSError"

@@ -26,7 +26,7 @@ SECONDS = 180  # for one block; each takes some ten
 
 
 def blocks(page: pathlib.Path, language: str) -> list[tuple[str, str]]:
-    """(words after the language, text) of a page's blocks of code."""
+    """Return (words after the language, text) of a page's blocks of code."""
     return [
         (words, text)
         for found, words, text in FENCE.findall(page.read_text(encoding="utf-8"))
@@ -45,7 +45,7 @@ def runnable() -> list:
 
 @pytest.fixture(scope="module")
 def environ(tmp_path_factory):
-    """What the commands find: this Python's programs first, and a place for data of their own."""
+    """Return the commands' environment: this Python's programs first, and an own data directory."""
     programs = write_programs(tmp_path_factory.mktemp("programs"))
     return {
         "PATH": f"{programs}:{pathlib.Path(PYTHON).parent}:{os.environ['PATH']}",
@@ -60,7 +60,7 @@ def environ(tmp_path_factory):
 
 @pytest.fixture
 def project(tmp_path):
-    """Examples and configs; the cluster of two workers on ports that are free now."""
+    """Copy examples and configs; put the cluster of two workers on ports that are free now."""
     directory = tmp_path / "project"
     for name in ("configs", "examples"):
         shutil.copytree(ROOT / name, directory / name)

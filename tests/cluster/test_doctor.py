@@ -25,7 +25,7 @@ def members(tmp_path, monkeypatch):
 
 
 def write(path, spec):
-    """A cluster file."""
+    """Write a cluster file, and return its path."""
     path.write_text(
         json.dumps({"cluster": {job: list(addresses) for job, addresses in spec.jobs.items()}})
     )
@@ -38,7 +38,7 @@ def doctor(members, name, *words, prefix=(), **environ):
 
 
 def serve(members, file, task, *words, **options):
-    """A server, ready."""
+    """Start a doctor that serves, and wait until it is ready."""
     doctor(
         members,
         task,
@@ -133,8 +133,8 @@ def test_hosts_with_faults_of_their_own(members, tmp_path):
     assert "the doctor of worker:3 found: place: " in found["other hosts"]
 
 
-def test_hosts_that_look_together(members, tmp_path):
-    """All end with the same verdict: well, or, when one of them has a fault, none."""
+def test_hosts_that_check_together_agree_on_the_verdict(members, tmp_path):
+    """All hosts fail when one of them has a fault."""
     file = write(tmp_path / "c.yaml", ClusterSpec.local(workers=3))
     (tmp_path / "in the way").write_text("")
     for name, places in (("good", ["shared"] * 3), ("bad", ["shared", "shared", "in the way"])):

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(2 * SECONDS)
 
 
 def launch(directory, *command):
-    """The log of a job of two workers and an evaluator."""
+    """Run a job of two workers and an evaluator, and return its log."""
     with group(directory) as members:
         words = [
             "--workers",
@@ -33,7 +33,7 @@ def launch(directory, *command):
 
 
 def losses(directory):
-    """The evaluator's scalars `epoch_loss`, by epoch."""
+    """Return the evaluator's scalars `epoch_loss`, by epoch."""
     events = tf.data.TFRecordDataset([str(path) for path in (directory / "evaluator").iterdir()])
     scalars = [
         (e.step, v)

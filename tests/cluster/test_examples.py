@@ -6,6 +6,7 @@ import re
 import pytest
 
 from tests.processes import PYTHON, ROOT, group, workers
+from tests.reports import RUN_FILES, files_of_run
 from tfdist import ClusterSpec
 
 SECONDS = 240  # for one job: about 20 on an idle machine of 2 cores
@@ -60,14 +61,14 @@ def test_a_script_by_hand_and_through_the_launcher_prints_the_same(members, envi
     assert losses(launch(members, environ, DIGITS, *flags))[-1] == by_hand[-1]
 
 
-def test_a_loop_of_ones_own_equals_fit_on_two_workers(members, environ):
+def test_custom_loop_equals_fit_on_two_workers(members, environ):
     log = launch(members, environ, LOOP, "--check", "--epochs", "1")
     assert len(re.findall(r"\[worker:\d\] fit agrees", log)) == 2, log
     epochs = set(re.findall(r"epoch 1: loss ([\d.]+)", log))
     assert len(epochs) == 1, log
 
 
-def test_a_loop_of_ones_own_equals_fit_on_two_devices(members, environ):
+def test_custom_loop_equals_fit_on_two_devices(members, environ):
     members.start(
         "loop", [PYTHON, LOOP, "--check", "--epochs", "1", "--devices", "cpu:0,cpu:1"], **environ
     )
@@ -76,7 +77,7 @@ def test_a_loop_of_ones_own_equals_fit_on_two_devices(members, environ):
 
 
 @pytest.mark.parametrize("name", ["supervised", "semi_supervised", "unsupervised"])
-def test_training_in_functions_reaches_the_same_alone_and_on_two_workers(members, environ, name):
+def test_training_in_functions_has_equal_results_alone_and_on_two_workers(members, environ, name):
     command = [str(ROOT / "examples" / f"{name}.py"), "--epochs", "1"]
     members.start("alone", [PYTHON, *command], **environ)
     log = launch(members, environ, *command)
@@ -90,9 +91,7 @@ def test_training_in_functions_reaches_the_same_alone_and_on_two_workers(members
     assert ours == pytest.approx(theirs, abs=1e-4), (alone, together)
 
 
-def test_digits_under_a_parameter_server_are_learnt_through_the_launcher(
-    members, environ, tmp_path
-):
+def test_launcher_trains_digits_under_a_parameter_server(members, environ, tmp_path):
     run = tmp_path / "run"
     log = launch(
         members,
@@ -124,13 +123,4 @@ def test_all_tasks_of_a_parameter_server_job_by_hand_end_with_it(members, enviro
     assert "strategy parameter_server" in members.log("worker-1")
     assert not losses(members.log("worker-1"))
     assert losses(members.log("chief-0"))
-    assert sorted(path.name.partition(".tfevents")[0] for path in (tmp_path / "run").iterdir()) == [
-        "config.json",
-        "events.out",
-        "history.jsonl",
-        "model.keras",
-        "sessions.jsonl",
-        "summary.json",
-        "train",
-        "validation",
-    ]
+    assert files_of_run(tmp_path / "run") == RUN_FILES

@@ -51,7 +51,7 @@ def undisturbed(tmp_path_factory):
 
 
 def disturb(launch, flags, name, plan, save_freq="3", attempts=None):
-    """A launch with a chaos plan that must end well, all faults having struck."""
+    """Run a launch with a chaos plan, and check that it ends well after all faults."""
     code, _, err = launch.run(
         *flags,
         "--restarts",
@@ -82,7 +82,7 @@ def results(root):
 
 
 def points(root):
-    """Tags and steps of all curves but those that tell of speed."""
+    """Return tags and steps of all curves but those of speed."""
     files = sorted(str(file) for file in (root / "logs").rglob("events.*"))
     found = [
         tf.compat.v1.Event.FromString(record.numpy()) for record in tf.data.TFRecordDataset(files)
@@ -96,7 +96,7 @@ def points(root):
 
 
 def check(root, setup):
-    """As undisturbed, whatever has happened; nothing is left behind."""
+    """Check that the results are those of the undisturbed run, and that no process is left."""
     _, _, wholes, curves, csv, _ = setup
     ends = results(root)
     assert len(ends) == len(wholes)
@@ -129,7 +129,7 @@ PLANS = {
 
 
 def random_plan(seed, kills=9):
-    """Kills at random steps and moments of random tasks."""
+    """Return a plan that kills random tasks at random steps and moments."""
     rng = random.Random(seed)
     steps = sorted(rng.sample(range(1, EPOCHS * STEPS), kills - 3))
     faults = [f"kill {rng.choice(('worker:0', 'worker:1', 'chief'))}@step={step}" for step in steps]
@@ -149,7 +149,7 @@ def plans():
 
 
 @pytest.mark.parametrize(("setup", "plan"), list(plans()))
-def test_it_ends_as_if_undisturbed(setup, plan, undisturbed, launch, capsys):
+def test_results_equal_those_of_an_undisturbed_run(setup, plan, undisturbed, launch, capsys):
     launch.bound = SECONDS
     setup = undisturbed(setup)
     flags, name, *_ = setup
@@ -196,7 +196,7 @@ def check_report(lines, faults, told):
     assert re.match(r"result: (equal bit for bit to|within 1e-06 of) ", lines[-1]), told
 
 
-def test_servers_are_replaced_or_begun_anew_and_each_example_counts_once(launch):
+def test_lost_servers_are_replaced_and_each_example_counts_once(launch):
     launch.bound = SECONDS
     plan = "kill worker:1@step=5; kill ps:0@step=12; kill chief@step=22"
     err, _ = disturb(

@@ -41,7 +41,7 @@ FLAGS = (
 
 
 class Hosts:
-    """Launchers that stand for hosts."""
+    """Start launchers that stand for hosts."""
 
     def __init__(self, root):
         self.root = root
@@ -68,7 +68,7 @@ class Hosts:
         return launch
 
     def says(self, name, words, seconds=60.0):
-        """Waits until a worker of that host has said that."""
+        """Wait until the log of a host's worker contains these words."""
         end = time.monotonic() + seconds
         while words not in (text := self.logs(name)):
             assert time.monotonic() < end, f"{name} never said {words!r}:\n{text}"
@@ -142,7 +142,7 @@ def test_a_worker_that_dies_restarts_all_hosts(hosts):
     assert any("restart 1 of 5" in err for _, _, err in ends)
 
 
-def test_a_host_that_is_frozen_is_given_up_and_ends_its_own_workers(hosts):
+def test_frozen_host_is_given_up_and_ends_its_own_workers(hosts):
     flags = ("--max-workers", "2", "--min-workers", "1", "--host-timeout", "3")
     first = hosts.start("a", *flags)
     hosts.says("a", "world 1 attempt 0")
@@ -152,7 +152,7 @@ def test_a_host_that_is_frozen_is_given_up_and_ends_its_own_workers(hosts):
     second.process.send_signal(signal.SIGSTOP)
     hosts.says("a", "world 1 attempt 2")
     second.process.send_signal(signal.SIGCONT)
-    for name in "ab":  # its workers of before are ended, and it joins anew
+    for name in "ab":  # its old workers are ended, and it joins again
         hosts.says(name, "world 2 attempt 3")
     hosts.finish()
     for launch in (first, second):
@@ -161,7 +161,7 @@ def test_a_host_that_is_frozen_is_given_up_and_ends_its_own_workers(hosts):
     assert "ended the tasks here" in err
 
 
-def test_a_host_that_leaves_saves_and_the_others_go_on(hosts):
+def test_leaving_host_saves_and_the_others_continue(hosts):
     flags = ("--max-workers", "2", "--min-workers", "1")
     first = hosts.start("a", *flags)
     second = hosts.start("b", *flags)
@@ -176,7 +176,7 @@ def test_a_host_that_leaves_saves_and_the_others_go_on(hosts):
     assert code == 0, err
 
 
-def test_nobody_goes_on_saving_with_a_host_that_is_lost_meanwhile(hosts):
+def test_saving_ends_when_a_host_is_lost_meanwhile(hosts):
     flags = ("--max-workers", "3", "--min-workers", "2", "--grace", "60")
     deaf = SCRIPT.replace("lambda *_: sys.exit(42)", "signal.SIG_IGN")  # as who waits for a peer
     hosts.start("a", *flags, script=deaf)
@@ -190,7 +190,7 @@ def test_nobody_goes_on_saving_with_a_host_that_is_lost_meanwhile(hosts):
         hosts.says(name, "world 2 attempt 1", seconds=30)
 
 
-def test_the_first_hosts_end_is_the_end_of_all(hosts):
+def test_end_of_the_first_host_ends_all_hosts(hosts):
     first = hosts.start("a", "--max-workers", "2")
     second = hosts.start("b", "--max-workers", "2")
     for name in "ab":
@@ -203,7 +203,7 @@ def test_the_first_hosts_end_is_the_end_of_all(hosts):
     assert not second.wait_for_nobody()
 
 
-def test_hosts_that_never_come_are_told_of(hosts):
+def test_hosts_that_never_join_are_named(hosts):
     launch = hosts.start("a", "--max-workers", "2", "--join-timeout", "1")
     code, _, err = launch.finish()
     assert code == 75

@@ -53,7 +53,7 @@ os._exit(0)  # a tf.distribute.Server has no end
 
 @pytest.fixture(scope="module")
 def private_network():
-    """Skips where the kernel has none for us."""
+    """Skip the test where the kernel refuses a private network."""
     code = "from tfdist.launch.isolation import isolate; print(isolate() or '')"
     refusal = subprocess.check_output([PYTHON, "-c", code], cwd=ROOT, text=True, timeout=60).strip()
     if refusal:
@@ -81,7 +81,7 @@ def launch(members, *words, prefix=()):
 
 
 def own_addresses():
-    """This host's addresses, 127.0.0.1 among them."""
+    """Return this host's addresses, 127.0.0.1 among them."""
     ipv4 = re.findall(
         r"\|-- ([\d.]+)\n\s+/32 host LOCAL", pathlib.Path("/proc/net/fib_trie").read_text()
     )
@@ -97,7 +97,7 @@ def own_addresses():
 
 
 def outcome(host, port):
-    """What a connection from here comes to."""
+    """Return "connected", or the error of a connection from here."""
     try:
         socket.create_connection((host, port), timeout=5).close()
         return "connected"
@@ -106,7 +106,7 @@ def outcome(host, port):
 
 
 def listeners(members, *flags):
-    """The ports of a running launch whose two tasks listen, reach each other and wait."""
+    """Start a launch whose two tasks listen, reach each other and wait; return their ports."""
     script = members.directory / "listen.py"
     script.write_text(LISTENERS)
     process = launch(members, "--workers", "2", *flags, "--", str(script), str(members.directory))
@@ -125,7 +125,7 @@ def finish(members):
     members.succeed(SECONDS)
 
 
-def test_nobody_outside_reaches_the_tasks(members, private_network):
+def test_tasks_cannot_be_reached_from_outside(members, private_network):
     ports = listeners(members)
     ipv4, ipv6 = own_addresses()
     outcomes = {(host, port): outcome(host, port) for host in (*ipv4, *ipv6) for port in ports}
@@ -137,7 +137,7 @@ def test_nobody_outside_reaches_the_tasks(members, private_network):
     )
 
 
-def test_allow_remote_lets_all_interfaces_in(members):
+def test_allow_remote_opens_all_interfaces(members):
     ports = listeners(members, "--allow-remote")
     ipv4, _ = own_addresses()
     outcomes = {(host, port): outcome(host, port) for host in ipv4 for port in ports}
@@ -155,7 +155,7 @@ print("listens at", *(row[1] for row in listening))
 """  # noqa: E501
 
 
-def test_a_single_task_is_cut_off_for_it_may_have_a_server(members, private_network):
+def test_single_task_is_isolated_as_it_may_run_a_server(members, private_network):
     (members.directory / "alone.py").write_text(ALONE)
     launch(members, "--", str(members.directory / "alone.py"))
     members.succeed(SECONDS)
@@ -168,7 +168,7 @@ def test_a_single_task_is_cut_off_for_it_may_have_a_server(members, private_netw
 NAMESPACE = "import os; print(os.readlink('/proc/self/ns/net'))"
 
 
-def test_a_cluster_file_is_never_cut_off(members):
+def test_tasks_of_a_cluster_file_are_never_isolated(members):
     from tfdist import ClusterSpec
 
     file = members.directory / "cluster.json"
@@ -178,7 +178,7 @@ def test_a_cluster_file_is_never_cut_off(members):
     assert f"[worker:0] {os.readlink('/proc/self/ns/net')}" in members.log("launch")
 
 
-def test_who_needs_the_network_learns_why_there_is_none(members, private_network):
+def test_task_without_network_is_told_why(members, private_network):
     # This address is reserved for documentation.
     download = "import urllib.request; urllib.request.urlopen('http://192.0.2.1/')"
     launch(members, "--workers", "2", "--", PYTHON, "-c", download)
@@ -188,7 +188,7 @@ def test_who_needs_the_network_learns_why_there_is_none(members, private_network
     )
 
 
-def test_where_it_is_refused_the_launch_goes_on_with_a_warning(members):
+def test_launch_warns_where_isolation_is_refused(members):
     if os.geteuid() != 0 or not shutil.which("setpriv"):
         pytest.skip("giving up the right to a private network needs root and setpriv")
     launch(members, "--", "echo", "hello", prefix=("setpriv", "--bounding-set", "-sys_admin"))
@@ -200,14 +200,14 @@ def test_where_it_is_refused_the_launch_goes_on_with_a_warning(members):
 
 @pytest.fixture
 def home():
-    """A directory of the user nobody; those of pytest are closed to others."""
+    """Yield a directory of the user nobody, to whom pytest's own are closed."""
     with tempfile.TemporaryDirectory() as directory:
         shutil.chown(directory, NOBODY, NOBODY)
         yield pathlib.Path(directory)
 
 
-def test_an_ordinary_user_is_cut_off_and_keeps_the_files(request, members, private_network):
-    """As the user nobody where the tests run as root; else the other tests show it."""
+def test_ordinary_user_is_isolated_and_keeps_the_files(request, members, private_network):
+    """Run as the user nobody where the tests run as root; else the other tests cover this."""
     if os.geteuid() != 0 or not shutil.which("setpriv"):
         pytest.skip("becoming another user needs root and setpriv")
     prefix = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]

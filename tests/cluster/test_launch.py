@@ -1,4 +1,4 @@
-"""`tfdist launch` with real processes: tiny scripts, no TensorFlow, and nothing left behind."""
+"""Test `tfdist launch` with real processes: tiny scripts without TensorFlow, no process left."""
 
 import json
 import os
@@ -155,7 +155,7 @@ def test_no_orphan_when_the_launcher_is_killed(kill, launch):
     assert launch.wait_for_nobody() == []
 
 
-def test_what_a_task_leaves_in_the_background_ends_with_it(launch):
+def test_background_processes_end_with_their_task(launch):
     code, out, _ = launch.run(command=("bash", "-c", "sleep 300 & echo done"))
     assert (code, out) == (0, "[worker:0] done\n")
 
@@ -167,20 +167,20 @@ def test_parameter_servers_end_with_the_workers(launch):
     assert "all tasks done" in err
 
 
-def test_under_a_coordinator_the_workers_serve(launch):
+def test_workers_serve_under_a_coordinator(launch):
     script = "if me != 'chief:0': time.sleep(300)\ntime.sleep(0.3)"
     code, _, _ = launch.run("--workers", "2", "--ps", "1", "--chief", script=script)
     assert code == 0
 
 
-def test_the_evaluator_may_finish(launch):
+def test_launch_waits_for_the_evaluator_to_finish(launch):
     script = "if me == 'evaluator:0':\n    time.sleep(1)\n    print('evaluated')"
     code, out, _ = launch.run("--evaluator", script=script)
     assert code == 0
     assert "[evaluator:0] evaluated" in out
 
 
-def test_the_evaluator_is_not_waited_for_without_bound(launch):
+def test_wait_for_the_evaluator_is_bounded(launch):
     script = "if me == 'evaluator:0': time.sleep(300)"
     code, _, err = launch.run("--evaluator", "--evaluator-wait", "0.5", script=script)
     assert code == 0
@@ -253,7 +253,7 @@ def test_one_task_of_a_cluster_file(launch, cluster_file):
     assert json.loads(config)["cluster"] == json.loads((launch.directory / "here.json").read_text())
 
 
-def test_without_a_task_all_of_this_host(launch, cluster_file):
+def test_without_a_task_flag_all_tasks_of_this_host_start(launch, cluster_file):
     code, out, _ = launch.run("--cluster", cluster_file["here"], script="print(me)")
     assert code == 0
     assert sorted(out.split("\n")) == ["", "[worker:0] worker:0", "[worker:1] worker:1"]

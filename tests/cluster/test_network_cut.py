@@ -35,7 +35,7 @@ pytestmark = pytest.mark.timeout(3 * SECONDS)
 
 
 class Hosts:
-    """Two hosts that train in one directory, each with a launcher."""
+    """Run two hosts that train in one directory, each with a launcher."""
 
     def __init__(self, root, net):
         self.root = root
@@ -80,7 +80,7 @@ class Hosts:
 
 
 def journal(launch, event=None, attempt=0):
-    """The events of a launch, from an attempt on; of a kind, or all."""
+    """Return the events of a launch, from an attempt on: all, or those of a kind."""
     lines = read_journal(str(launch.directory / "runs" / "latest"))
     begun = next(
         (
@@ -108,7 +108,7 @@ def hosts(tmp_path):
 
 
 def ends(launch):
-    """Ends well, and leaves nothing behind."""
+    """Check that a launch ends with 0 and leaves no process; return its errors."""
     code, _, err = launch.finish()
     assert code == 0, err
     assert not launch.wait_for_nobody()
@@ -116,7 +116,7 @@ def ends(launch):
 
 
 def gives_up(launch):
-    """Ends as who is cut off does."""
+    """Check that a launch ends because it lost the rendezvous, and leaves no process."""
     code, _, err = launch.finish()
     assert code == TRANSIENT_CODE, err
     assert (
@@ -126,7 +126,7 @@ def gives_up(launch):
     assert not launch.wait_for_nobody()
 
 
-def test_a_host_that_is_cut_off_ends_and_the_others_go_on_without_it(hosts):
+def test_host_that_is_cut_off_ends_and_the_others_continue(hosts):
     first = hosts.start(1)
     second = hosts.start(2)
     hosts.until(
@@ -187,8 +187,8 @@ def check(found, undisturbed):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_a_host_that_comes_back_in_time_is_in_the_next_attempt(hosts):
-    """Test that the first host goes on if it is cut off, as it has the rendezvous.
+def test_host_that_returns_in_time_joins_the_next_attempt(hosts):
+    """Test that the first host, which has the rendezvous, continues when it is cut off.
 
     Run without TensorFlow.
     """

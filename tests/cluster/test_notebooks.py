@@ -1,4 +1,4 @@
-"""Notebooks are executed on real processes, and are committed with the outputs of such a run."""
+"""Test that notebooks run on real processes, and are committed with the outputs of a run."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def path(request):
 
 
 def outputs(path):
-    """(cell, its output) of all outputs of a notebook."""
+    """Return (cell, output) for all outputs of a notebook."""
     return [
         (cell, output)
         for cell in nbformat.read(path, 4).cells
@@ -53,7 +53,7 @@ def texts(output):
 
 
 def living(mark):
-    """Process ids of what a notebook's run started and that is there still."""
+    """Return the ids of the processes of a notebook's run that are still alive."""
     return [
         entry.name
         for entry in pathlib.Path("/proc").glob("[0-9]*")
@@ -61,11 +61,11 @@ def living(mark):
     ]
 
 
-def test_the_notebooks_are_there():
+def test_all_notebooks_exist():
     assert names(NOTEBOOKS) == ["etl", "faults", "quickstart", "scaling", "strategies"]
 
 
-def test_it_runs_and_leaves_nothing(path, tmp_path):
+def test_notebook_runs_and_leaves_no_process(path, tmp_path):
     mark = str(uuid.uuid4())
     before = sorted(os.listdir(DIRECTORY))
     for name in ("to", "tmp"):
@@ -115,7 +115,7 @@ def test_a_failing_command_is_an_error(tmp_path):
     assert (tmp_path / "failing.ipynb").read_bytes() == before
 
 
-def test_the_committed_one_was_run_from_top_to_bottom(path):
+def test_committed_notebook_was_run_from_top_to_bottom(path):
     notebook = nbformat.read(path, 4)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
@@ -129,7 +129,7 @@ def test_the_committed_one_was_run_from_top_to_bottom(path):
     assert any("image/png" in output.get("data", {}) for _, output in outputs(path))
 
 
-def test_the_committed_one_tells_nothing_of_the_machine(path):
+def test_committed_notebook_names_no_machine(path):
     for cell, output in outputs(path):
         for text in texts(output):
             assert not MACHINES.search(text), (cell.source, MACHINES.search(text)[0])

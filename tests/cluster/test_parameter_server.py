@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(SECONDS + 60)
 
 
 def results_of(directory, workers, ps, *features):
-    """What went wrong with each feature in a cluster of its own."""
+    """Run features in a cluster of their own, and return the error of each."""
     spec = ClusterSpec.local(workers=workers, ps=ps, chief=True)
     out = directory / "results.json"
     command = [PYTHON, "-m", "tests.cluster.scripts.ps_features", str(out), *features]
@@ -42,7 +42,9 @@ def test_a_feature_of_keras(results, feature):
 
 
 @pytest.mark.parametrize(("workers", "ps"), [(1, 3), (3, 1)])
-def test_there_may_be_more_workers_than_parameter_servers_and_the_reverse(tmp_path, workers, ps):
+def test_number_of_workers_may_exceed_that_of_parameter_servers_and_vice_versa(
+    tmp_path, workers, ps
+):
     results = results_of(tmp_path, workers, ps, "data_set", "arrays", "predict")
     assert set(results.values()) == {None}, results
 
@@ -87,7 +89,7 @@ def test_a_strategy_that_comes_after_tensors(tmp_path):
 
 # --- A table on several parameter servers ---------------------------------------------------------
 def test_a_sharded_table_is_never_pulled_and_saved_as_one(tmp_path):
-    """In a network namespace of its own, whose loopback interface counts the job's bytes alone."""
+    """Run in a network namespace of its own, where the loopback interface counts this job alone."""
     out = tmp_path / "report.json"
     module = "tests.cluster.scripts.embedding"
     launch = [

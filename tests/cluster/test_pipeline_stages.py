@@ -1,4 +1,4 @@
-"""Stages on the workers of a cluster train as one process, and end with the chief."""
+"""Test that stages on a cluster's workers train as one process, and end with the chief."""
 
 import json
 import os

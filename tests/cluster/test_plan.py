@@ -48,7 +48,7 @@ def words(digits_dir, devices="cpu:0,cpu:1", *more):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, digits_dir):
-    """The plan, and what each way holds and sends."""
+    """Return the plan, and what each way really holds and sends."""
     with group(tmp_path_factory.mktemp("plan")) as members:
         # A config that shards already is planned as any other.
         planned = words(digits_dir, "cpu:0,cpu:1", "--config.parallel.zero=2")
@@ -136,7 +136,7 @@ def test_the_docs_have_what_is_predicted(tmp_path, digits_dir):
     assert not any(way["refused"] for way in half["ways"])
 
 
-def test_a_config_that_cannot_be_built_is_told(tmp_path, digits_dir):
+def test_config_that_cannot_be_built_is_named(tmp_path, digits_dir):
     with group(tmp_path) as members:
         process = members.start(
             "plan",

@@ -21,7 +21,7 @@ STEPS = EXAMPLES // BATCH
 
 
 class Job:
-    """Tasks of a chief, two workers and a parameter server, which tests end and start."""
+    """Start and end the tasks of a job: a chief, two workers and a parameter server."""
 
     def __init__(self, members, directory):
         self.members = members
@@ -48,12 +48,12 @@ class Job:
         return self.members.says("chief-0", pattern, SECONDS)
 
     def in_the_middle_of_an_epoch(self):
-        """Waits for the next epoch to begin, and then for some of its steps."""
+        """Wait for the next epoch to begin, and then for some of its steps."""
         self.begins = len(re.findall("begins", self.members.log("chief-0")))
         self.says("begins.*" * self.begins + r"begins.*?step 100\b")
 
     def epoch_ends(self):
-        """Waits for the end of the epoch that has begun."""
+        """Wait for the end of the epoch that has begun."""
         epochs = len(re.findall("begins", self.members.log("chief-0")))
         return self.says(r"epoch \d+: .*" * epochs)
 

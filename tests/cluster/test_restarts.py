@@ -70,7 +70,7 @@ def test_the_last_failure_is_the_exit_code_once_restarts_are_used_up(launch):
     assert "the restarts are used up (--restarts 2)" in err
 
 
-def test_an_error_that_comes_back_at_the_same_step_is_not_tried_again(launch):
+def test_error_that_repeats_at_the_same_step_ends_the_launch(launch):
     script = (
         STEPS + "steps(1, 5)\nif me == 'worker:1': raise ValueError('a mistake')\ntime.sleep(60)\n"
     )
@@ -80,7 +80,7 @@ def test_an_error_that_comes_back_at_the_same_step_is_not_tried_again(launch):
     assert "the same error after step 5 of epoch 1 a second time" in err
 
 
-def test_a_mistake_in_the_configuration_is_not_tried_again(launch):
+def test_configuration_error_is_not_retried(launch):
     code, _, err = launch.run("--restarts", "5", script="sys.exit(78)")
     assert code == 78
     assert len(events(launch, "attempt")) == 1
@@ -102,7 +102,7 @@ HANGS = {
 
 
 @pytest.mark.parametrize("hang", HANGS)
-def test_a_task_that_makes_no_step_is_ended_as_hung(hang, launch):
+def test_task_without_steps_is_ended_as_hung(hang, launch):
     how, said = HANGS[hang]
     waits = "\ndef all_reduce(): time.sleep(600)\n"
     script = (
@@ -124,7 +124,7 @@ def test_a_task_that_makes_no_step_is_ended_as_hung(hang, launch):
     assert len(events(launch, "attempt")) == 2
 
 
-def test_who_was_heard_last_is_ended_as_hung_where_the_others_wait_for_it(launch):
+def test_hung_worker_is_blamed_not_its_waiting_peers(launch):
     script = STEPS + "\ndef all_reduce(): time.sleep(600)\n"
     script += (
         "steps(1, 5)\nif attempt == 0:\n    if me == 'worker:0': all_reduce()\n    time.sleep(1)\n"
@@ -224,7 +224,7 @@ steps(1, 300)
     assert len(list(launch.directory.glob("life-*"))) < 10
 
 
-def test_servers_outlive_those_that_save(launch):
+def test_servers_outlive_tasks_that_save(launch):
     script = """
 if me == "chief:0":
     def save(*_):
@@ -245,7 +245,7 @@ while True: time.sleep(0.05)
     assert launch.log("chief-0") == "servers told: False\n"
 
 
-def test_a_parameter_server_takes_the_attempt_with_it(launch):
+def test_lost_parameter_server_ends_the_attempt(launch):
     script = ATTEMPT + (
         "time.sleep(0.3)\nif me == 'ps:0' and not attempt: sys.exit(5)\nif me != 'chief:0': "
         "time.sleep(600)\ntime.sleep(1)\n"
@@ -305,7 +305,7 @@ def test_a_wrong_chaos_plan_is_named_before_anything_starts(plan, launch):
     assert not (launch.directory / "worker:0.ready").exists()
 
 
-def test_chaos_strikes_servers_at_the_chiefs_step(launch):
+def test_chaos_kills_servers_at_the_chiefs_step(launch):
     script = STEPS + (
         "if me == 'chief:0':\n    for step in range(1, 40): progress.beat(Phase.RUNNING, 0, "
         "step, step); time.sleep(0.1)\nelse: time.sleep(600)\n"
@@ -333,7 +333,7 @@ def test_chaos_strikes_servers_at_the_chiefs_step(launch):
 
 
 @pytest.mark.parametrize("saves", [False, True])
-def test_who_waits_for_a_killed_task_is_ended_soon_unless_it_writes_a_snapshot(saves, launch):
+def test_peers_of_a_killed_task_end_soon_unless_they_write_a_snapshot(saves, launch):
     script = STEPS + (
         "from tfdist.runtime.launch_protocol import note\nsignal.signal(15, signal.SIG_IGN)\n"
         "steps(1, 1)\nready()\n"
@@ -355,7 +355,7 @@ def test_who_waits_for_a_killed_task_is_ended_soon_unless_it_writes_a_snapshot(s
 
 
 # --- Workers that do not find each other ----------------------------------------------------------
-def test_a_worker_that_comes_late_is_named_and_within_the_bound_waited_for(launch):
+def test_late_worker_is_named_and_waited_for_within_the_bound(launch):
     script = (
         ATTEMPT
         + """
@@ -377,7 +377,7 @@ print("met")
     assert [launch.log(f"attempt-1/worker-{index}") for index in range(2)] == ["met\n", "met\n"]
 
 
-def test_a_port_that_is_taken_meanwhile_is_named_and_the_next_attempt_has_another(launch):
+def test_port_taken_meanwhile_is_named_and_the_next_attempt_uses_another(launch):
     script = (
         ATTEMPT
         + """

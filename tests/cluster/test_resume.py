@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(6 * SECONDS)
 
 
 def attempt(root, backup, count, *where, how="whole", **environ):
-    """What each worker of an attempt ended with."""
+    """Run an attempt, and return the result of each worker."""
     out = root / f"{backup}-{count}{'-'.join(where)}"
     out.mkdir()
     with group(out) as members:
@@ -44,14 +44,14 @@ def undisturbed(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("before", "after", "where"), [(2, 3, (1, 4))])
-def test_it_ends_as_if_undisturbed(tmp_path, undisturbed, before, after, where):
+def test_results_equal_those_of_an_undisturbed_run(tmp_path, undisturbed, before, after, where):
     assert attempt(tmp_path, "backup", before, *map(str, where)) == []
     assert any(name.name.startswith("snapshot-") for name in (tmp_path / "backup").iterdir())
     equal(attempt(tmp_path, "backup", after), after, undisturbed)
     assert not (tmp_path / "backup").exists()
 
 
-def test_sharded_weights_go_on_with_any_number_of_workers(tmp_path, undisturbed):
+def test_sharded_weights_resume_with_any_number_of_workers(tmp_path, undisturbed):
     assert attempt(tmp_path, "two", 2, "1", "4", how="sharded") == []
     store = Store(tmp_path / "two")
     newest = store.newest()
@@ -82,8 +82,8 @@ def test_sharded_weights_go_on_with_any_number_of_workers(tmp_path, undisturbed)
         ] == [(5, 6), (5, 6)]  # Adam's slots
 
 
-def test_local_steps_go_on(tmp_path):
-    """Those of two workers, who differ where the first of them is killed."""
+def test_local_steps_resume(tmp_path):
+    """The weights of two workers differ when the first of them is killed."""
     whole = attempt(tmp_path, "whole", 2, how="diloco")
     assert attempt(tmp_path, "backup", 2, "1", "4", how="diloco") == []
     resumed = attempt(tmp_path, "backup", 2, how="diloco")
@@ -93,7 +93,7 @@ def test_local_steps_go_on(tmp_path):
 
 
 def equal(results, workers, undisturbed):
-    """Makes sure that all workers ended as one did that was never disturbed."""
+    """Check that all workers have the results of an undisturbed one."""
     assert len(results) == workers
     for found in results:
         assert found["iterations"] == undisturbed["iterations"] == EPOCHS * -(-EXAMPLES // BATCH)

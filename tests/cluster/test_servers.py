@@ -1,4 +1,4 @@
-"""Workers and parameter servers serve as long as there is a job, and no longer."""
+"""Test that workers and parameter servers serve as long as there is a job, and no longer."""
 
 import os
 import signal
@@ -84,7 +84,7 @@ def test_a_name_without_an_address_does_not_answer():
 
 # --- serve ----------------------------------------------------------------------------------------
 class Job:
-    """The tasks of one cluster, started by hand."""
+    """Start the tasks of one cluster by hand."""
 
     def __init__(self, members):
         self.members = members
@@ -142,7 +142,7 @@ def test_servers_end_with_a_chief_that_finished(job):
     assert "Connection refused" not in job.members.log("chief:0")  # they stay until it is gone
 
 
-def test_a_killed_chief_may_come_back_and_one_that_left_is_waited_for(job):
+def test_servers_wait_within_a_bound_for_a_chief_that_was_killed_or_left(job):
     job.serve(timeouts=(SECONDS, 20))
     job.start("chief:0", how="stay", name="first")
     job.says("first", "counted 50")
@@ -182,7 +182,7 @@ def test_signals_end_a_server_at_once(job, number):
     assert not any("Traceback" in job.members.log(name) for name in servers)
 
 
-def test_a_port_in_use_and_a_missing_chief_are_told(job):
+def test_port_in_use_and_missing_chief_are_named(job):
     host, port = job.spec.jobs["worker"][0].split(":")
     with socket.create_server((host, int(port))):
         job.start("worker:0")

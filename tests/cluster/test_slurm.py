@@ -1,4 +1,4 @@
-"""Real Slurm on loopback: three nodes on this machine, and what our tasks make of its steps."""
+"""Test a real Slurm on loopback: three nodes on this machine, and our tasks in its steps."""
 
 import contextlib
 import json
@@ -73,7 +73,7 @@ def slurm_config(home):
 
 @pytest.fixture(scope="module")
 def slurm():
-    """Starts Slurm's daemons as our children; yields the environment for its commands."""
+    """Start Slurm's daemons as our children; yield the environment for its commands."""
     missing = [
         program
         for program in PROGRAMS
@@ -147,7 +147,7 @@ def wait_until_idle(environ, home):
 
 
 def tasks_of(environ, *command):
-    """Runs `resolve` and the preflight in a step; returns what each task printed, by rank."""
+    """Run `resolve` and the preflight in a step; return what each task printed, by rank."""
     result = subprocess.run(
         [*command, sys.executable, "-c", TASK],
         env=environ,
@@ -175,7 +175,7 @@ def tasks_of(environ, *command):
         "-N1 -n2",
     ],
 )
-def test_a_step_becomes_one_cluster(slurm, options, ports):
+def test_tasks_of_a_step_form_one_cluster(slurm, options, ports):
     tasks = tasks_of(slurm, "srun", *options.split(), ports)
     assert len(tasks) == int(options.split("-n")[1][0])
     for rank, task in enumerate(tasks):
@@ -185,5 +185,5 @@ def test_a_step_becomes_one_cluster(slurm, options, ports):
 
 
 @pytest.mark.parametrize("command", ["srun -N1 -n1", "salloc -N2 -n2"])
-def test_what_is_no_cluster(slurm, command):
+def test_steps_that_are_no_cluster_are_refused(slurm, command):
     assert [task["jobs"] for task in tasks_of(slurm, *command.split())] == [None]

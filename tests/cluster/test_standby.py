@@ -94,7 +94,7 @@ def test_no_standby_processes_without_restarts_unless_asked_for(launch):
         assert (code, out) == (0, f"{expected}\n"), err
 
 
-def test_they_end_when_the_launcher_is_killed(launch):
+def test_standby_processes_end_when_the_launcher_is_killed(launch):
     launch.bound = SECONDS
     process = launch.start(
         "--workers",
@@ -116,7 +116,7 @@ def test_they_end_when_the_launcher_is_killed(launch):
 
 
 @pytest.mark.parametrize("words", [("--standby", "-1"), ("--standby", "many"), ("--standby", "2")])
-def test_a_wrong_number_is_named(words, launch):
+def test_wrong_number_of_standby_processes_is_named(words, launch):
     code, _, err = launch.run(*words, script="ready()")
     assert code == 2
     assert f"{words[0]}" in err

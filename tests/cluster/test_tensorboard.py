@@ -1,4 +1,4 @@
-"""A run of two workers in a real TensorBoard: what its server answers, and what a browser shows."""
+"""Test a run of two workers in a real TensorBoard: its server's answers, and a browser's view."""
 
 import io
 import json
@@ -10,7 +10,7 @@ from PIL import Image
 
 from tests.processes import PYTHON, ROOT, group
 from tests.tensorboards import BROWSER, serving
-from tests.unit.test_board import traced
+from tests.unit.train.callbacks.test_tensorboard import traced
 
 SECONDS = 240  # for the run; 20 on an idle machine of 2 cores
 pytestmark = pytest.mark.timeout(3 * SECONDS)
@@ -18,7 +18,7 @@ RUNS = {"tiny", "tiny/train", "tiny/validation", "tiny/worker-0", "tiny/worker-1
 
 
 def run(directory, words):
-    """How a training of two workers there ends, and what it prints."""
+    """Train with two workers in a directory; return exit code and output."""
     with group(directory) as members:
         command = (
             f"cd '{directory}' && exec '{PYTHON}' -m tfdist launch --workers 2 --log-dir launch "
@@ -30,7 +30,7 @@ def run(directory, words):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, digits_dir):
-    """The directory `runs` after two epochs of digits, of 8 steps each."""
+    """Return the directory `runs` after two epochs of digits, of 8 steps each."""
     directory = tmp_path_factory.mktemp("board")
     keys = {
         "name": "tiny",

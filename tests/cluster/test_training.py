@@ -24,7 +24,7 @@ def script(name, *arguments):
 
 # --- Files, resuming, speed: one job that is killed, and started again ----------------------------
 class Job:
-    """What a job of two workers left, whose first attempt was killed."""
+    """Run a job of two workers whose first attempt is killed, and read its files."""
 
     def __init__(self, directory):
         self.directory = directory
@@ -133,13 +133,13 @@ def test_workers_of_unequal_speed_run_ahead_together(job):
     assert [r["slow steps"] for r in job.results] == [SLOW_STEPS] * 2
 
 
-def test_a_long_call_is_looked_at_while_it_runs(job):
-    """By a thread of each worker alone: a collective there would meet another of the step's."""
+def test_long_call_is_watched_while_it_runs(job):
+    """A thread of each worker watches: a collective there would collide with one of the step."""
     assert [r["long steps"] for r in job.results] == [LONG_STEPS] * 2
 
 
 def test_steps_start_no_threads_of_their_own(job):
-    """With TensorFlow's own timeout of collectives each of them does."""
+    """With TensorFlow's own timeout each collective would start a thread."""
     assert all(r["slow threads"] < SLOW_STEPS / 2 for r in job.results), [
         r["slow threads"] for r in job.results
     ]
@@ -173,7 +173,7 @@ MISTAKES = {
 
 @pytest.fixture(scope="module")
 def mistakes(tmp_path_factory):
-    """Error of each mistake, on each worker; the last one's is what ended the process."""
+    """Return the error of each mistake on each worker; the last one ended the process."""
     directory = tmp_path_factory.mktemp("mistakes")
     with group(directory) as members:
         workers(

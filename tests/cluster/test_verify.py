@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(len(RUNS) * SECONDS)
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory, digits_dir):
-    """Exit code and output of each comparison; two run at a time."""
+    """Run all comparisons, two at a time; return exit code and output of each."""
     directory = tmp_path_factory.mktemp("verify")
 
     def verify(name):

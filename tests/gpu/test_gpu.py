@@ -1,4 +1,4 @@
-"""The same trainings on real GPUs give the CPU's numbers; each setup is a process of its own."""
+"""Test that trainings on real GPUs give the CPU's numbers; each setup has its own process."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Numbers of all cases under a strategy on some devices; each runs once."""
+    """Return the numbers of all cases under a strategy on some devices; each runs once."""
     done = {}
 
     def run(strategy, devices):
@@ -103,7 +103,7 @@ def test_batches_are_copied_ahead_of_time(tmp_path):
 
 @pytest.mark.skipif(gpus < 2, reason="needs two GPUs that TensorFlow sees")
 def test_sharded_training_equals_plain_training(tmp_path):
-    """ZeRO stages 1 to 3 on GPUs beside plain data parallel training on the same ones."""
+    """Compare ZeRO stages 1 to 3 with plain data parallel training on the same GPUs."""
     runner = pathlib.Path(RUNNER).with_name("sharded_cases.py")
     cases = ("mlp sgd", "cnn rmsprop", "transformer adamw")
     with group(tmp_path) as members:

@@ -13,7 +13,7 @@ OPTIONAL = frozenset({"IPython", "matplotlib", "pandas", "sklearn"})
 
 
 class Absent:
-    """Finds nothing; says so where Keras asks for an optional package."""
+    """Raise ModuleNotFoundError where Keras imports an optional package."""
 
     @staticmethod
     def find_spec(name, path=None, target=None):
@@ -22,7 +22,7 @@ class Absent:
 
 
 def _importer():
-    """The module whose import statement runs."""
+    """Return the module whose import statement runs."""
     frame = sys._getframe(2)
     while frame and frame.f_globals.get("__name__", "").startswith("importlib"):
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""Small trainings of Keras' models and features, whose results any number of replicas must share.
+"""Train small models with Keras' features; any number of replicas must give the same results.
 
 Each case takes a strategy and returns named numbers; `runner.py` runs them in a process,
 `test_parity.py` compares processes.
@@ -16,7 +16,7 @@ STEPS = 5
 
 
 def case(function=None, *, tolerance: float = 1e-5):
-    """Registers a case. `tolerance` is relative; 1e-5 is float32 rounding over a few steps."""
+    """Register a case. `tolerance` is relative; 1e-5 is float32 rounding over a few steps."""
     if function is None:
         return lambda f: case(f, tolerance=tolerance)
     function.tolerance = tolerance
@@ -25,7 +25,7 @@ def case(function=None, *, tolerance: float = 1e-5):
 
 
 class Steps(keras.callbacks.Callback):
-    """Records the logs of every step, as a user's callback would."""
+    """Record the logs of every step, as a user's callback would."""
 
     def __init__(self):
         super().__init__()
@@ -61,7 +61,7 @@ def weights(model, prefix="weight"):
 
 
 def fitted(model, train, *, watch=True, **kwargs):
-    """Trains and returns history, weights, and the logs of each step if watched."""
+    """Train, and return history, weights, and the logs of each step if watched."""
     steps = Steps()
     callbacks = [*kwargs.pop("callbacks", []), *([steps] if watch else [])]
     history = model.fit(
@@ -98,7 +98,7 @@ def unwatched(strategy):
 
 
 class Subclassed(keras.Model):
-    """`mlp`'s like, which knows its shapes only from data."""
+    """Compute what `mlp` does, with shapes known only from data."""
 
     def __init__(self, activation="relu"):
         super().__init__()
@@ -196,7 +196,7 @@ def embedding_with_repeated_ids(strategy):
 
 @case
 def embedding_of_other_lengths_unwatched(strategy):
-    """The sparse gradient has other rows in each step, while several steps run at once."""
+    """Train with a sparse gradient of other rows in each step, while several steps run at once."""
     rng = np.random.default_rng(3)
     lengths = 1 + np.arange(60) % 4
     rows = tf.RaggedTensor.from_row_lengths(
@@ -372,7 +372,7 @@ def steps_per_execution_unwatched(strategy):
 
 @case
 def distributed_by_the_user(strategy):
-    """A data set of replica batches, as in TensorFlow's own guides, whose end is uneven too."""
+    """Train on replica batches, as in TensorFlow's own guides, with an uneven end."""
 
     def pipeline(context):
         batch = GLOBAL_BATCH // strategy.num_replicas_in_sync
@@ -397,7 +397,7 @@ def uneven_last_batch(strategy):
 
 @case
 def last_batch_leaves_replicas_empty(strategy):
-    """One row for two or three replicas, under batch statistics that all replicas share."""
+    """Train with one row for two or three replicas that share batch statistics."""
 
     def model():
         return keras.Sequential(

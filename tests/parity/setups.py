@@ -1,4 +1,4 @@
-"""Setups become the results of their processes, each trained once a session."""
+"""Run the processes of setups, each once a session, and return their results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def runs(
     pairs: Sequence[Sequence[str]],
     seconds: float,
 ) -> Callable[[str], list]:
-    """A function of a setup's name that gives what each of its processes pickled, in their order.
+    """Return a function from a setup's name to the results of its processes, in their order.
 
     Args:
         make: Makes directories for results and logs.

@@ -1,4 +1,4 @@
-"""Models and optimizers that are trained plain and sharded, on the same replicas."""
+"""Train models and optimizers plain and sharded, on the same replicas."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SHARDED = {  # way: what it does with the model, with the optimizer
 
 
 class Block(keras.layers.Layer):
-    """A transformer block: one unit.
+    """Apply a transformer block, which is one unit.
 
     Its dropout layers know from the call's context whether it trains.
     """
@@ -74,7 +74,7 @@ class Block(keras.layers.Layer):
 
 
 class Tied(keras.layers.Layer):
-    """Scores of words by the embedding that read them."""
+    """Compute scores of words by the embedding that read them."""
 
     def __init__(self, embedding):
         super().__init__(dtype="float32")
@@ -85,7 +85,7 @@ class Tied(keras.layers.Layer):
 
 
 class Subclassed(keras.Model):
-    """Reads a weight of a layer, and one of its own, outside of layers."""
+    """Read a weight of a layer, and one of its own, outside of layers."""
 
     def __init__(self):
         super().__init__()
@@ -105,7 +105,7 @@ class Subclassed(keras.Model):
 
 
 class Penalized(keras.layers.Dense):
-    """Adds a loss when it is called."""
+    """Add a loss when it is called."""
 
     def call(self, x):
         y = super().call(x)
@@ -125,7 +125,7 @@ def mlp(dropout=0.3, first=keras.layers.Dense, **of_first):
 
 
 def frozen():
-    """Has weights and statistics that no optimizer knows, with values that depend on the seed."""
+    """Return a model with weights and statistics that no optimizer knows, drawn from the seed."""
     normal = {f"{name}_initializer": "random_normal" for name in ("beta", "moving_mean")}
     fixed = [
         keras.layers.Dense(7, "tanh", trainable=False),
@@ -188,16 +188,16 @@ def nested():
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Return a model with its optimizer.
+    """Describe a model with its optimizer, and how it is trained.
 
     Attributes:
         build: Makes the model.
         optimizer: Makes the optimizer.
-        ways: Of `SHARDED`, to be compared with plain training.
+        ways: Keys of `SHARDED`, to be compared with plain training.
         inputs: "numbers", "outlier": one of them is huge, "images", "words", or "next": words whose
             next ones are learned.
         tolerance: Most that values differ, relative to the largest of their variable.
-        policy: Of dtypes.
+        policy: Policy of dtypes.
         deferred: Whether `fsdp` gets a model without values.
         saved: Whether it is saved and loaded, too.
     """
@@ -314,7 +314,7 @@ FEATURES = {  # of one setup
 
 
 def data(kind: str):
-    """Inputs and labels of some rows."""
+    """Return inputs and labels of some rows."""
     rng = np.random.default_rng(5)
     labels = rng.integers(0, 3, ROWS)
     if kind in ("numbers", "outlier"):
@@ -336,10 +336,10 @@ def train(
     Also return how many numbers each replica holds of weights and state.
 
     Args:
-        case: What.
+        case: Model, optimizer and data.
         way: "plain", or one of `SHARDED`, perhaps with `ALONE`.
-        strategy: On which replicas.
-        directory: Which all processes reach; "" where there is one.
+        strategy: Strategy to train under.
+        directory: Directory that all processes reach; "" for a single process.
     """
     keras.backend.clear_session()
     alone = way.endswith(ALONE)
@@ -430,11 +430,11 @@ def compare(plain: dict, numbers: dict, tolerance: float, rounding: float, what:
     What each replica holds differs, and names of layers count on.
 
     Args:
-        plain: Of `train`.
-        numbers: Of `train`, in another way.
+        plain: Result of `train`.
+        numbers: Result of `train` in another way.
         tolerance: Most that values differ, relative to the largest of their variable.
         rounding: Most that values differ that are zero but for rounding.
-        what: For messages.
+        what: Name for messages.
     """
     # Processes without a scope have histories of their own, and their first weights are not known
     # before they train.
@@ -465,7 +465,7 @@ def left_alone(strategy: tf.distribute.Strategy, directory: pathlib.Path) -> dic
 
     Args:
         strategy: On several workers, one replica each.
-        directory: Which all processes reach.
+        directory: Directory that all processes reach.
     """
     place = strategy.tfdist_engine.placement
     done = directory / "left-alone"
@@ -520,15 +520,15 @@ def check_files(
     scope: contextlib.AbstractContextManager,
     directory: pathlib.Path,
 ) -> None:
-    """Makes sure that a sharded model's file is a plain model's, and that sharded ones load it.
+    """Check that a sharded model's file is a plain model's, and that sharded ones load it.
 
     Args:
-        model: Trained.
-        optimizer: Its.
-        case: What it is.
-        shard: Shards a model.
-        scope: In which models are made.
-        directory: Which all processes reach.
+        model: Trained model.
+        optimizer: Optimizer of the model.
+        case: Case that the model belongs to.
+        shard: Function that shards a model.
+        scope: Scope to make models in.
+        directory: Directory that all processes reach.
     """
     file = directory / "model.keras"
     model.save(file)
@@ -564,7 +564,7 @@ def check_files(
 
 
 def main(name: str, devices: str, out: str, *names: str) -> None:
-    """Trains cases plain and in all ways, and writes their numbers to a file."""
+    """Train cases plain and in all ways, and write their numbers to a file."""
     strategy = tfdist.make_strategy(name, devices=None if devices == "-" else devices, timeout=60)
     results: dict = {}
     for case in names:

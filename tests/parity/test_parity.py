@@ -53,7 +53,7 @@ SECONDS = 500  # for one setup: about 60 on an idle machine of 2 cores
 
 
 def cases(prefix=""):
-    """(setup, case) of what is compared with one replica."""
+    """Return (setup, case) for all that is compared with one replica."""
     return [
         (setup, case)
         for setup, facts in SETUPS.items()
@@ -64,7 +64,7 @@ def cases(prefix=""):
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory):
-    """Results of a setup's processes, a list of {case: numbers}; each setup runs once."""
+    """Return the results of a setup's processes: a list of {case: numbers}."""
     return runs(tmp_path_factory, "runner.py", SETUPS, PAIRS, SECONDS)
 
 

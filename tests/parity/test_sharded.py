@@ -30,7 +30,7 @@ SECONDS = 400  # for one setup: about 60 on an idle machine of 2 cores
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory):
-    """Results of a setup's processes, a list of {(case, way): numbers}; each setup runs once."""
+    """Return the results of a setup's processes: a list of {(case, way): numbers}."""
     return runs(tmp_path_factory, "sharded_cases.py", SETUPS, PAIRS, SECONDS)
 
 
@@ -73,7 +73,7 @@ def test_each_replica_holds_its_part(run, setup, case, replicas):
 
 
 @pytest.mark.timeout(2 * SECONDS)
-def test_a_process_without_a_scope_refuses_what_needs_one_and_names_who_leaves_it_alone(run):
+def test_workers_without_a_scope_refuse_what_needs_one_and_name_a_missing_peer(run):
     chief, other = (process["left alone"] for process in run("workers-2"))
     assert (
         "zero: XLA cannot compile the collectives of 2 replicas (keras #18716). Pass "

@@ -1,4 +1,4 @@
-"""Fixtures that several unit tests share."""
+"""Provide fixtures that several unit tests share."""
 
 import subprocess
 import sys
@@ -17,7 +17,7 @@ def environ_for(code):
 
 @pytest.fixture(scope="session")
 def run_python():
-    """Runs Python code in a process of its own, with these command-line words."""
+    """Run Python code in a process of its own, with these command-line words."""
 
     def run(code, *words):
         return processes.run([sys.executable, "-c", code, *words], cwd=ROOT, env=environ_for(code))
@@ -48,7 +48,7 @@ def run_python_twice():
 
 @pytest.fixture(scope="session", autouse=True)
 def logical_devices():
-    """Three CPU devices for all tests of this process.
+    """Configure three CPU devices for all tests of this process.
 
     TensorFlow takes them only before its start: test files make no tensor while they are imported.
     """
@@ -62,7 +62,7 @@ def logical_devices():
 
 @pytest.fixture(scope="session")
 def one_device():
-    """The strategy of one CPU."""
+    """Return the strategy of one CPU."""
     import tfdist
 
     return tfdist.make_strategy("one_device", devices="cpu")
@@ -70,7 +70,7 @@ def one_device():
 
 @pytest.fixture(scope="session")
 def mirrored():
-    """A strategy of two replicas."""
+    """Return a strategy of two replicas."""
     import tfdist
 
     return tfdist.make_strategy("mirrored", devices="cpu:0,cpu:1")

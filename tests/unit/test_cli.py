@@ -1,4 +1,4 @@
-"""The command line: quick, without TensorFlow, and clear about mistakes."""
+"""Test that the command line is quick, loads no TensorFlow, and is clear about mistakes."""
 
 import os
 import pathlib
@@ -167,7 +167,7 @@ def test_a_mistake_is_named_before_anything_starts(words, message, workplace, ca
         ("sh -c exit", ("sh", "-c", "exit")),
     ],
 )
-def test_what_is_executed(words, expected, workplace):
+def test_command_is_resolved(words, expected, workplace):
     assert task_plan.resolve_command(words.split()) == expected
 
 

@@ -1,4 +1,4 @@
-"""Flags of a script reach make_strategy; mistakes end it with one sentence and exit code 78."""
+"""Test that a script's flags reach make_strategy, and that mistakes end it with exit code 78."""
 
 import pytest
 from absl import flags as absl_flags

@@ -321,7 +321,7 @@ def test_weights_are_the_initial_table():
 
 
 @pytest.mark.parametrize(("rows", "shards"), [(ROWS, 3), (2, 2)])
-def test_there_is_one_shard_for_each_parameter_server(rows, shards, monkeypatch):
+def test_each_parameter_server_has_one_shard(rows, shards, monkeypatch):
     jobs = (
         "/job:chief/task:0",
         "/job:ps/task:0",
@@ -344,7 +344,7 @@ def test_there_is_one_shard_for_each_parameter_server(rows, shards, monkeypatch)
     assert len(ShardedEmbedding.from_config(layer.get_config()).build() or layer.weights) == shards
 
 
-def test_elsewhere_there_is_one(mirrored):
+def test_without_parameter_servers_there_is_one_shard(mirrored):
     with mirrored.scope():
         layer = ShardedEmbedding(ROWS, WIDTH)
         layer.build()
@@ -372,7 +372,7 @@ def test_weights_files_hold_one_table(before, after, tmp_path):
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adagrad"])
-def test_a_saved_model_goes_on_training(optimizer, tmp_path):
+def test_saved_model_resumes_training(optimizer, tmp_path):
     whole = model(
         ShardedEmbedding(ROWS, WIDTH, "random_normal", "l2", "non_neg", mask_zero=True, shards=3),
         optimizer,

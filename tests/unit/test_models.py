@@ -1,4 +1,4 @@
-"""Reference models have the promised shapes, survive saving and take nothing they do not know."""
+"""Test that reference models have their shapes, survive saving, and refuse unknown options."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""Test that two replicas with a policy train as a few lines of NumPy do that say the same."""
+"""Test that two replicas with a policy train as the same policy in a few lines of NumPy."""
 
 import functools
 import math
@@ -30,13 +30,13 @@ START = np.linspace(-1, 1, 6).astype(np.float32)  # five weights and a bias
 
 # --- The same in NumPy ----------------------------------------------------------------------------
 def gradient(weights, rows):
-    """Of the mean squared error over some rows."""
+    """Return the gradient of the mean squared error over some rows."""
     x = np.concatenate([X[rows], np.ones([len(rows), 1], np.float32)], 1)
     return 2 * x.T @ (x @ weights - Y[rows, 0]) / len(rows)
 
 
 class Momentum:
-    """Stochastic gradient descent as Keras does it."""
+    """Apply stochastic gradient descent with momentum, as Keras does."""
 
     def __init__(self):
         self.velocity = np.zeros_like(START)
@@ -47,7 +47,7 @@ class Momentum:
 
 
 def batches():
-    """Rows of each replica at each step of an epoch."""
+    """Yield the rows of each replica at each step of an epoch."""
     for begin in range(0, EXAMPLES, BATCH):
         rows = np.arange(begin, min(begin + BATCH, EXAMPLES))
         parts = [rows_of_replicas(len(rows), r, 1, 2) for r in range(2)]
@@ -142,7 +142,7 @@ def total_in_bfloat16(one, other):
 
 # --- What tfdist makes of it ----------------------------------------------------------------------
 def trained(strategy, policy, x=X, epochs=EPOCHS, optimizer=None, **kwargs):
-    """A model after a fit by a policy; all its copies are equal."""
+    """Return a model after a fit by a policy; check that all its copies are equal."""
     strategy.tfdist_engine.use(sync.policy(policy))
     try:
         keras.utils.set_random_seed(1)
@@ -169,7 +169,7 @@ def flat(model):
 
 
 def signs(gradients):
-    """A function of a user's: of each element the sign only, by which most of the replicas vote."""
+    """Return the sign of each element by a vote of the replicas, as a user's function."""
     group = tfdist.parallel.replicas()
     return [tf.sign(group.all_reduce(g, f"votes {place}")) for place, g in enumerate(gradients)]
 
@@ -211,7 +211,7 @@ APART = {
 
 
 @pytest.mark.parametrize("name", TOGETHER)
-def test_gradients_become_one(mirrored, name):
+def test_gradient_policies_equal_numpy(mirrored, name):
     policy, own, combine = TOGETHER[name]
     policy = sync.policy(policy)
     model, sent = trained(mirrored, policy)
@@ -227,7 +227,7 @@ def test_gradients_become_one(mirrored, name):
 
 
 @pytest.mark.parametrize("name", APART)
-def test_weights_become_one(mirrored, name):
+def test_weight_policies_equal_numpy(mirrored, name):
     policy = APART[name]
     model, sent = trained(mirrored, policy)
     tolerance = 5e-3 if policy.comm_dtype else 1e-5
@@ -236,7 +236,7 @@ def test_weights_become_one(mirrored, name):
     assert sent == bytes_of_all / (EPOCHS * math.ceil(EXAMPLES / BATCH))
 
 
-def test_an_update_that_is_not_finite_is_left_out_on_all(mirrored):
+def test_nonfinite_update_is_skipped_on_all_replicas(mirrored):
     x = X.copy()
     x[1, 0] = np.inf  # of the first replica's rows in the first step
     model, _ = trained(mirrored, Gradients(skip_nonfinite=True), x=x)
@@ -311,7 +311,7 @@ def test_a_bad_policy_is_named(make, text):
     assert text in str(found.value)
 
 
-def test_what_a_policy_cannot_do_is_named(mirrored):
+def test_unsupported_combinations_of_a_policy_are_named(mirrored):
     with pytest.raises(
         ValueError,
         match=r"the function must return a list like the one it was given, with gradients of "
@@ -408,7 +408,7 @@ def forgetful(x):
 
 
 class Tied(keras.layers.Layer):
-    """Scores of words by the embedding that read them."""
+    """Compute scores of words by the embedding that read them."""
 
     def build(self, shape):
         self.table = self.add_weight(shape=(7, 3), name="table")
@@ -490,7 +490,7 @@ def built(
 
 @pytest.fixture
 def under(mirrored):
-    """The strategy of two replicas, under a policy until the test ends."""
+    """Put the strategy of two replicas under a policy until the test ends."""
 
     def use(policy):
         mirrored.tfdist_engine.use(sync.policy(policy))
@@ -520,7 +520,7 @@ def test_each_model_sends_its_own_bytes(under, policy):
     )
 
 
-def test_what_rows_of_a_table_take_is_not_known(under):
+def test_bytes_of_sparse_gradients_are_unknown(under):
     strategy = under("mean")
     with strategy.scope():
         model = keras.Sequential(
@@ -537,7 +537,7 @@ def test_what_rows_of_a_table_take_is_not_known(under):
     assert telemetry_callbacks.sent(strategy, model) is None
 
 
-def test_what_a_function_sends_otherwise_is_not_known(under):
+def test_bytes_that_a_user_function_sends_by_itself_are_unknown(under):
     def sums(gradients):
         return tf.distribute.get_replica_context().all_reduce("SUM", gradients)
 
@@ -571,8 +571,8 @@ def test_a_sharded_model_has_a_policy_of_its_own(under, name, policy):
     np.testing.assert_array_equal(run(policy), run(Gradients()))
 
 
-def test_a_model_meets_by_itself(under):
-    """Test that nothing of another model that still exists is touched.
+def test_each_model_averages_its_weights_by_itself(under):
+    """Test that another model that still exists stays as it is.
 
     Which models exist differs from process to process.
     """
@@ -609,7 +609,7 @@ def test_train_on_batch_follows_the_policy(under, policy):
     np.testing.assert_allclose(flat(model), flat(fitted), rtol=1e-5, atol=1e-6)
 
 
-def test_a_file_has_what_all_replicas_came_to(under, tmp_path):
+def test_saved_file_has_the_average_of_all_replicas(under, tmp_path):
     strategy = under(LocalSGD(every=100))
     model = built(strategy, 2)
     for begin in range(0, 40, 8):
@@ -643,7 +643,7 @@ SKIPS = Gradients(skip_nonfinite=True)
     ids=["accumulated", "left out", "left out of shards"],
 )
 def test_a_failure_is_at_the_step_where_it_was(under, policy, how):
-    """Also where an update comes every third step, or was left out."""
+    """It is named also where an update comes every third step, or was left out."""
     strategy = under(policy)
     model = built(strategy, how=how)
     model.compile(
@@ -672,7 +672,7 @@ CONVERGES = {
 
 
 def losses(strategy, policy):
-    """Of the epochs of a fit: a plane through points."""
+    """Return the loss of each epoch of a fit of a plane through points."""
     model, _ = trained(
         strategy, policy, epochs=20, optimizer=made(strategy, lambda: keras.optimizers.SGD(RATE))
     )
@@ -681,7 +681,7 @@ def losses(strategy, policy):
 
 @pytest.fixture(scope="module")
 def plain_loss(mirrored):
-    """Of the last epoch, without a policy."""
+    """Return the loss of the last epoch, without a policy."""
     return losses(mirrored, None)[-1]
 
 
@@ -694,7 +694,7 @@ def test_every_policy_converges(mirrored, plain_loss, name):
 # --- Resuming -------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def uninterrupted(mirrored, tmp_path_factory):
-    """Weights after a fit by a policy that saves after each step."""
+    """Return a function from a policy to the weights after a fit that saves after each step."""
     backup = tmp_path_factory.mktemp("whole")
     return functools.cache(
         lambda policy: flat(
@@ -707,9 +707,7 @@ def uninterrupted(mirrored, tmp_path_factory):
 @pytest.mark.parametrize(
     "policy", [Gradients(accumulate=4), DiLoCo(every=4, warmup=2)], ids=["accumulated", "outer"]
 )
-def test_a_fit_that_was_interrupted_goes_on_exactly(
-    mirrored, uninterrupted, tmp_path, policy, steps
-):
+def test_interrupted_fit_resumes_exactly(mirrored, uninterrupted, tmp_path, policy, steps):
     def backup():
         return tfdist.BackupAndRestore(tmp_path, save_freq=1)
 
@@ -739,7 +737,7 @@ def test_a_fit_that_was_interrupted_goes_on_exactly(
     ],
     ids=["plain", "fewer"],
 )
-def test_another_policy_does_not_go_on_with_gradients_that_were_added_up(
+def test_another_policy_refuses_accumulated_gradients_of_a_snapshot(
     mirrored, tmp_path, other, text
 ):
     with pytest.raises(Stop):

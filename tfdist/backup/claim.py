@@ -23,7 +23,7 @@ NAME = "writer.json"
 
 
 class Superseded(RuntimeError):
-    """Error: another process has become the writer of the directory.
+    """Raised when another process has become the writer of the directory.
 
     A restart would only take the directory away from that process.
     """

@@ -3,8 +3,8 @@
 A strategy made by tfdist carries an *engine* in its attribute `tfdist_engine`. The public methods
 of `keras.Model` and `keras.optimizers.Optimizer` listed in `MODEL_HOOKS` get the engine of the
 current strategy. Without an engine they call Keras, so models outside tfdist's strategies behave as
-usual. Everything here was tested on Keras 3.10 to 3.15. `tests/unit/test_keras_compat.py` fails if
-an upgrade moves a name.
+usual. Everything here was tested on Keras 3.10 to 3.15. A test in `tests/unit/keras_compat` fails
+if an upgrade moves a name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pipelines for test_audit.py, of files in the directory that the variable AUDITED names."""
+"""Define pipelines for test_audit.py, of files in the directory that the variable AUDITED names."""
 
 import dataclasses
 import os
@@ -18,7 +18,7 @@ BROKEN = 13  # of the images
 
 
 def write_images(directory, classes=3, each=9):
-    """Small JPEG files, of which one ends too early."""
+    """Write small JPEG files, one of which is truncated."""
     for label in range(classes):
         (directory / f"class-{label}").mkdir(parents=True)
         for number in range(each):
@@ -33,7 +33,7 @@ def write_images(directory, classes=3, each=9):
 
 
 def write_records(directory, lengths):
-    """Record files of these lengths; each record holds its number, as text."""
+    """Write record files of these lengths; each record holds its number, as text."""
     directory.mkdir()
     number = 0
     for file, length in enumerate(lengths):
@@ -72,7 +72,7 @@ def stream():
 
 
 def slow_stream():
-    """About 20 examples a second, on each worker."""
+    """Return a pipeline that yields about 20 examples a second on each worker."""
 
     def slow(record):
         def wait(x):

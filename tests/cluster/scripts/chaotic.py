@@ -37,7 +37,7 @@ class Seen(keras.metrics.Metric):
 
 
 class Pace(keras.callbacks.Callback):
-    """Lets a training last until somebody has done with it what was to be done."""
+    """Slow training down until the file `hurry` exists."""
 
     def __init__(self, seconds, hurry):
         super().__init__()

@@ -23,7 +23,7 @@ DISK = 2 << 20
 
 
 def train(directory):
-    """What a fit comes to: its error, or its history; and how many steps were run."""
+    """Train, and return the error or the history, and how many steps were run."""
     keras.utils.set_random_seed(1)
     strategy = tfdist.make_strategy("one_device", devices="cpu")
     with strategy.scope():

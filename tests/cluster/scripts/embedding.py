@@ -61,7 +61,7 @@ def build(layer):
 
 
 def loopback_bytes() -> int:
-    """Received by the loopback interface since this network namespace began."""
+    """Return the bytes that the loopback interface of this network namespace has received."""
     lines = pathlib.Path("/proc/net/dev").read_text(encoding="ascii").splitlines()
     (received,) = (
         line.split(":")[1].split()[0] for line in lines if line.strip().startswith("lo:")
@@ -75,7 +75,7 @@ def task(device: str) -> str:
 
 
 class Traffic(keras.callbacks.Callback):
-    """Counts in all epochs but the first, in which graphs are made and sent."""
+    """Measure traffic in all epochs but the first, in which graphs are made and sent."""
 
     def __init__(self):
         super().__init__()
@@ -87,7 +87,7 @@ class Traffic(keras.callbacks.Callback):
             self.start = self.end
 
     def per_step(self):
-        """Bytes and seconds."""
+        """Return bytes and seconds."""
         return [
             (end - start) / (STEPS * (EPOCHS - 1))
             for start, end in zip(self.start, self.end, strict=True)
@@ -109,7 +109,7 @@ def main(out: str, kind: str = "sharded", optimizer: str = "sgd") -> None:
     alone = build(keras.layers.Embedding(ROWS, WIDTH))  # outside of the scope: in this process
 
     def saved():
-        """The table, through a file."""
+        """Return the table after saving it to a file and loading it."""
         model.save_weights(file)
         alone.load_weights(file)
         return alone.layers[1].get_weights()[0]

@@ -1,4 +1,4 @@
-"""Trains until a callback ends it early, beside an evaluator: `evaluated.py DIRECTORY`."""
+"""Train until a callback stops early, beside an evaluator: `evaluated.py DIRECTORY`."""
 
 import pathlib
 import pickle

@@ -36,7 +36,7 @@ def build(strategy, seed=1):
 
 
 def slowly(x, y):
-    """What a batch of the worker that is slow has to pass."""
+    """Delay a batch of the slow worker."""
 
     def wait():
         time.sleep(0.02)

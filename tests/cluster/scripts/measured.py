@@ -20,7 +20,7 @@ DELAY = 0.05  # seconds of the second worker's forward pass
 
 
 class Slow(keras.layers.Layer):
-    """A forward pass that takes longer."""
+    """Sleep in the forward pass."""
 
     def __init__(self, seconds):
         super().__init__()

@@ -73,7 +73,7 @@ def other_steps_per_execution(strategy, rank):
 
 
 def other_model(strategy, rank):
-    """TensorFlow itself notices, as the workers share the initial value of each variable."""
+    """Give each worker another model, which TensorFlow notices when they share initial values."""
     keras.utils.set_random_seed(1)
     with strategy.scope():
         model = keras.Sequential(

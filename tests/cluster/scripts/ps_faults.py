@@ -32,7 +32,7 @@ def train(strategy, directory: str, epochs: int) -> None:
     import tensorflow as tf
 
     class Once(keras.metrics.Metric):
-        """How many examples were seen exactly once."""
+        """Count the examples that were seen exactly once."""
 
         def __init__(self):
             super().__init__(name="once")

@@ -25,7 +25,7 @@ next(iter(train))  # the data are in memory from here on
 
 
 def held() -> int:
-    """What is held once threads have let go of the last step's tensors."""
+    """Return the bytes in use once threads have let go of the last step's tensors."""
     gc.collect()
     found = []
     for _ in range(10):

@@ -18,14 +18,14 @@ EPOCHS = 2
 
 
 def by_number(directory, service):
-    """Record files that hold numbers, read at random."""
+    """Return a pipeline of record files that hold numbers, read at random."""
     return pipeline(
         records(directory, access="random"), 12, seed=3, transform=noisy, service=service
     )
 
 
 def by_file(directory, service):
-    """The same, read from beginning to end."""
+    """Return a pipeline of the record files, each read from beginning to end."""
     return pipeline(
         records(directory, access="stream"),
         12,
@@ -42,7 +42,7 @@ def noisy(stored, seed):
 
 
 def read(batches, worker, workers):
-    """What a worker gets of a pipeline in each epoch, in its order."""
+    """Return the batches that a worker gets from a pipeline in each epoch, in order."""
     share = batches.replica_rows(worker, 1, workers)
     return [
         [[x.numpy().tolist() for x in tf.nest.flatten(step)] for step in share]

@@ -18,7 +18,7 @@ from tfdist.strategies.server import end_servers, serve
 
 
 def count(cluster):
-    """Loops on the workers around updates on the ps."""
+    """Run loops on the workers that update a variable on the ps."""
     strategy = tf.distribute.ParameterServerStrategy(
         tf.distribute.cluster_resolver.TFConfigClusterResolver()
     )

@@ -31,7 +31,7 @@ def build():
 
 
 class Kill(keras.callbacks.Callback):
-    """By then the snapshot of the first epoch is written: that of the second one waits for it."""
+    """Kill a worker in the third epoch, when the snapshot of the first one is surely written."""
 
     def on_epoch_begin(self, epoch, logs=None):
         self.epoch = epoch

@@ -1,4 +1,4 @@
-"""Configs for test_verify.py, `verified.py:NAME`, with right and faulty models and data."""
+"""Define configs for test_verify.py, `verified.py:NAME`, with right and faulty models and data."""
 
 import keras
 import numpy as np
@@ -49,7 +49,7 @@ def images(data, split):
 
 # --- Faults ---------------------------------------------------------------------------------------
 def _resnet(config):
-    """BatchNormalization that is not synchronized."""
+    """Use a ResNet, whose BatchNormalization is not synchronized."""
     config.model.name = "resnet"
     config.model.options.filters = (4, 8)
 
@@ -60,7 +60,7 @@ def _unscaled(config):
 
 class Averaging(keras.Model):
     def train_step(self, batch):
-        """Each replica's mean counts in full."""
+        """Apply each replica's mean loss in full, without dividing by the number of replicas."""
         x, y = batch
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(
@@ -97,7 +97,7 @@ def _overlapping(config):
 
 
 def unsharded(data, split):
-    """Return global batches of which nobody takes a part for its worker: all take the same rows."""
+    """Return global batches that are not sharded: all workers take the same rows."""
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
     return images(data, split).dataset().repeat().batch(data.global_batch).with_options(options)

@@ -86,7 +86,7 @@ def features(manifest: dict[str, Any]) -> Features:
 
 
 def to_json(structure: Any) -> Any:
-    """Convert a nest of names for JSON: tuples become lists.
+    """Convert a nest of names for JSON, with tuples as lists.
 
     Example:
         >>> to_json(({"a": "x/a"}, "y")), from_json([{"a": "x/a"}, "y"])

@@ -1,1 +1,1 @@
-"""Features of Keras as functions of a parameter-server strategy, which raise on failure."""
+"""Exercise features of Keras: functions of a parameter-server strategy that raise on failure."""

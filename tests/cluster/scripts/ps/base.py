@@ -1,4 +1,4 @@
-"""Models whose results do not depend on the order of the workers' steps, and shared helpers."""
+"""Define models whose results do not depend on the order of the workers' steps, and helpers."""
 
 import time
 
@@ -36,7 +36,7 @@ def compiled(
 
 
 def local(model, like, **kwargs):
-    """The same weights in a model of this process alone."""
+    """Return a model of this process alone with the same weights."""
     copy = like()
     copy.build((None, *model.input_shape[1:]))
     copy.set_weights(model.get_weights())
@@ -45,7 +45,7 @@ def local(model, like, **kwargs):
 
 
 def trains(strategy, train=None, *, rows=60, steps=5, epochs=6, **kwargs):
-    """A classifier that learns, each of whose steps counts; its model and history."""
+    """Train a classifier, check that it learns and counts each step; return model and history."""
     model = compiled(strategy, **kwargs)
     history = model.fit(
         *(train if isinstance(train, tuple) else [train or dataset(*data(rows))]),
@@ -61,7 +61,7 @@ def trains(strategy, train=None, *, rows=60, steps=5, epochs=6, **kwargs):
 # --- A model that counts --------------------------------------------------------------------------
 @keras.saving.register_keras_serializable()
 class Once(keras.metrics.Metric):
-    """How many of the examples, whose numbers are the labels, were seen exactly once."""
+    """Count the examples, whose numbers are the labels, that were seen exactly once."""
 
     def __init__(self, rows=ROWS, name="once", **kwargs):
         super().__init__(name=name, **kwargs)
@@ -125,7 +125,7 @@ def counts(strategy, *train, epochs=2, steps=STEPS, rows=ROWS, model=None, **kwa
 
 
 def raises(kind, pattern, function, *args, seconds=60.0, **kwargs):
-    """The error of a call, which must come within some seconds."""
+    """Return the error of a call, which must be raised within some seconds."""
     began = time.monotonic()
     with pytest.raises(kind, match=f"(?s){pattern}") as caught:
         function(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Data of every kind: each example counts once, each step too."""
+"""Check that each example and each step counts once, with data of every kind."""
 
 import keras
 import numpy as np
@@ -35,7 +35,7 @@ def data_set(strategy):
 
 @feature
 def data_set_from_a_range(strategy):
-    """Read by the workers themselves."""
+    """Train on a data set that the workers read themselves."""
     counts(
         strategy,
         tf.data.Dataset.range(ROWS)

@@ -1,4 +1,4 @@
-"""Mistakes: each is one error that names it, after which the next fit is clean."""
+"""Check that each mistake raises one error that names it, and that the next fit is clean."""
 
 import traceback
 

@@ -1,4 +1,4 @@
-"""Models, layers, metrics and steps of every kind."""
+"""Train models, layers, metrics and custom steps of every kind."""
 
 import keras
 import numpy as np
@@ -69,10 +69,10 @@ def batch_normalization(strategy):
 
 @feature
 def dropout(strategy):
-    """Masks differ between the steps of an epoch and between epochs."""
+    """Check that masks differ between the steps of an epoch and between epochs."""
 
     class Masks(keras.metrics.Metric):
-        """Sums of 1, 2, 4 ...: which units were kept, for each example."""
+        """Record which units were kept, for each example, as a sum of 1, 2, 4 ..."""
 
         def __init__(self, name="masks"):
             super().__init__(name=name)
@@ -138,7 +138,7 @@ def attention(strategy):
 
 @feature
 def added_losses(strategy):
-    """The gradient is 1 of the loss, 2 of add_loss, and 2 x 0.5 x weight of the regularizer."""
+    """Check the gradient: 1 of the loss, 2 of add_loss, and 2 x 0.5 x weight of the regularizer."""
 
     class Extra(keras.layers.Layer):
         def call(self, x):

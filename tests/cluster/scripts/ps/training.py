@@ -1,4 +1,4 @@
-"""Callbacks, optimizers, single batches, predictions and files."""
+"""Exercise callbacks, optimizers, single batches, predictions and files."""
 
 import csv
 import pathlib
@@ -33,7 +33,7 @@ from tests.parity.cases import CROSSENTROPY, data, dataset, mlp
 
 
 class Epochs(keras.callbacks.Callback):
-    """Weights after each epoch."""
+    """Record the weights after each epoch."""
 
     def __init__(self):
         super().__init__()
@@ -49,7 +49,7 @@ class Epochs(keras.callbacks.Callback):
 
 @feature
 def early_stopping(strategy):
-    """The rate changes its sign: the loss falls in the first two epochs only."""
+    """Stop early: the rate changes its sign, so that the loss falls in two epochs only."""
     model = counter(strategy)
     epochs = Epochs()
     callbacks = [
@@ -238,7 +238,7 @@ def average_of_weights(strategy):
 
 @feature
 def gradient_accumulation(strategy):
-    """Make an update of three steps; the rest waits in the accumulator, and nothing is lost."""
+    """Update after every three steps; the rest stays in the accumulator."""
 
     def accumulating():
         return sgd(gradient_accumulation_steps=3)()

@@ -1,0 +1,213 @@
+"""Train the CNN of configs/digits.py in a worker.
+
+The worker notes when it has come how far, or times training with saves and without.
+
+tfdist launch --workers 2 -- \\
+    benchmarks/common/recovery_worker.py DIRECTORY SAVE_FREQ EPOCHS STANDBYS [MODEL]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Callable
+
+from tfdist import ClusterSpec
+from tfdist.runtime.launch_protocol import Launched, Phase, note, progress, read_journal
+
+WAIT_SECONDS = 120
+LARGE_BATCH = 4
+CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "digits.py"
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """Describe a worker process that times `fit`.
+
+    It knows its cluster, its place there, its cores, and a directory that all share.
+    """
+
+    cluster: ClusterSpec
+    rank: int
+    cores: list[int]
+    directory: str
+    timeout: float
+
+
+def serve(job: Job) -> tuple[int, Callable[[str, int], tuple[float, float]]]:
+    """Return the model's parameter count, and a function that measures an epoch.
+
+    The function takes the `save_freq` of backups, or "none", and returns seconds and CPU seconds.
+    """
+    os.sched_setaffinity(0, job.cores)  # before any framework counts cores and makes threads
+    import keras
+
+    import tfdist
+
+    alone = len(job.cluster.training_tasks) == 1
+    strategy = tfdist.make_strategy(
+        "one_device" if alone else "multi_worker_mirrored",
+        job.cluster,
+        "cpu",
+        start_timeout=job.timeout,
+    )
+    model, batches = _built(strategy)
+    fits = 0
+
+    class Clock(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            self.ends = []
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.ends.append((time.perf_counter(), time.process_time()))
+
+    def measure(save_freq: str, epochs: int) -> tuple[float, float]:
+        nonlocal fits
+        clock, fits = Clock(), fits + 1
+        where = os.path.join(job.directory, f"backup-{fits}")
+        backups = (
+            []
+            if save_freq == "none"
+            else [
+                tfdist.BackupAndRestore(
+                    where, int(save_freq) if save_freq.isdecimal() else save_freq
+                )
+            ]
+        )
+        model.fit(batches, epochs=epochs + 1, verbose=0, callbacks=[clock, *backups])
+        (begin, cpu_before), (end, cpu) = clock.ends[0], clock.ends[-1]
+        return (end - begin) / epochs, (cpu - cpu_before) / epochs
+
+    return model.count_params(), measure
+
+
+def main(
+    directory: str, save_freq: str, epochs: str, standbys: str, model_name: str = "cnn"
+) -> None:
+    """Train as a task of a launch, with a line in its journal at each stage."""
+    told = Launched.from_environ()
+
+    def reached(stage: str) -> None:
+        note(told.log_dir, stage, task=told.task, attempt=told.attempt)
+
+    reached("started")
+    import keras  # noqa: F401
+    import tensorflow as tf  # noqa: F401
+
+    reached("imported")
+    import tfdist
+    from tfdist.cluster import preflight
+
+    check = preflight.check
+
+    def met(*args, **kwargs) -> None:
+        check(*args, **kwargs)
+        reached("met")
+
+    preflight.check = met
+    strategy = tfdist.make_strategy("auto")
+    reached("joined")
+    model, batches = _built(strategy) if model_name == "cnn" else _large(strategy, model_name)
+    reached("built")
+    backup = tfdist.BackupAndRestore(os.path.join(directory, "backup"), int(save_freq))
+    model.fit(
+        batches,
+        epochs=int(epochs),
+        verbose=0,
+        callbacks=[backup, _waiting(told.log_dir, int(standbys))],
+    )
+
+
+def _large(strategy, name: str):
+    """Return ResNet-50 or a transformer of 12 layers, and 24 small batches."""
+    import keras
+    import numpy as np
+
+    from tfdist import data
+
+    rng = np.random.default_rng(0)
+    rows = 24 * LARGE_BATCH
+    labels = rng.integers(0, 10, rows)
+    with strategy.scope():
+        if name == "resnet50":
+            rows_x = rng.normal(size=(rows, 32, 32, 3)).astype(np.float32)
+            model = keras.applications.ResNet50(weights=None, input_shape=(32, 32, 3), classes=10)
+        else:
+            rows_x = rng.integers(0, 1000, (rows, 32))
+            tokens = keras.Input([32], dtype="int32")
+            x = keras.layers.Embedding(1000, 128)(tokens)
+            for _ in range(12):
+                y = keras.layers.LayerNormalization()(x)
+                x = x + keras.layers.MultiHeadAttention(4, 32)(y, y)
+                y = keras.layers.Dense(512, "gelu")(keras.layers.LayerNormalization()(x))
+                x = x + keras.layers.Dense(128)(y)
+            x = keras.layers.GlobalAveragePooling1D()(x)
+            model = keras.Model(tokens, keras.layers.Dense(10, "softmax")(x))
+        model.compile(keras.optimizers.Adam(1e-4), "sparse_categorical_crossentropy")
+    return model, data.pipeline((rows_x, labels), LARGE_BATCH, seed=1)
+
+
+def _waiting(log_dir: str, standbys: int):
+    """Return a callback that holds training after its first step until standby processes are ready.
+
+    A failure mostly comes hours after the start. Here faults follow each other within a second.
+    """
+    import keras
+
+    def ready() -> int:
+        lines = [line for line in read_journal(log_dir) if line["event"] == "standby"]
+        gone = {line["pid"] for line in lines if line["what"] in ("taken", "lost", "refused")}
+        return len({line["pid"] for line in lines if line["what"] == "ready"} - gone)
+
+    def stepping() -> bool:
+        told = Launched.from_environ()
+        lines = [line for line in read_journal(log_dir) if line["event"] == "stepping"]
+        return any(line["attempt"] == told.attempt and line["task"] == told.task for line in lines)
+
+    class Waiting(keras.callbacks.Callback):
+        waited = not standbys
+
+        def on_train_batch_begin(self, batch, logs=None):
+            if self.waited or not stepping():  # the first step is timed
+                return
+            self.waited = True
+            end = time.monotonic() + WAIT_SECONDS
+            while ready() < standbys:
+                assert time.monotonic() < end, (
+                    f"no {standbys} standby processes after {WAIT_SECONDS} s"
+                )
+                progress().beat(Phase.RUNNING, 0, batch)  # not hung
+                time.sleep(0.1)
+
+    return Waiting()
+
+
+def _built(strategy):
+    """Return the model and the pipeline that the config file describes."""
+    import keras
+
+    from tfdist import models
+    from tfdist.run import input_pipeline, train_command
+
+    settings = train_command.parse([f"--config={CONFIG}"])
+    keras.utils.set_random_seed(settings.train.seed)
+    batches = input_pipeline.pipeline(settings, "train")
+    shape, classes = input_pipeline.shapes(batches)
+    with strategy.scope():
+        model = models.build(
+            settings.model.name,
+            **{"input_shape": shape, "classes": classes, **settings.model.options},
+        )
+        model.compile(
+            keras.optimizers.Adam(settings.train.learning_rate),
+            "sparse_categorical_crossentropy",
+            metrics=["accuracy"],
+        )
+    return model, batches
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

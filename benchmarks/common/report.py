@@ -1,0 +1,145 @@
+"""Options, tables and files of the benchmarks' reports."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import importlib.util
+import json
+import os
+import pathlib
+import platform
+import shlex
+import signal
+import statistics
+import sys
+
+_QUIET_CPU = {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "2", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def begin(script: str, argv: list[str], rounds: int, **environ: str) -> dict[str, str | int]:
+    """Prepare the process of a benchmark, in which SIGTERM clears up files and processes.
+
+    Args:
+        script: Name of the benchmark's file.
+        argv: Arguments of the command line.
+        rounds: Number of rounds.
+        **environ: Variables for its processes, which compute on CPUs.
+
+    Returns:
+        Facts that a reader needs to judge the figures.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    os.environ.update(_QUIET_CPU | environ)
+    return {
+        "Command": f"`{shlex.join(['python', f'benchmarks/{script}', *argv])}`",
+        "Date": datetime.date.today().isoformat(),
+        "Versions": _versions(),
+        "Machine": (
+            f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, load "
+            f"{os.getloadavg()[0]:.1f} at the start"
+        ),
+        "Rounds": rounds,
+    }
+
+
+def heading(title: str, facts: dict[str, str | int]) -> list[str]:
+    """Return the first lines of a report: its title, and a list of what `begin` returned."""
+    return [f"# {title}", "", *(f"- {key}: {value}" for key, value in facts.items()), ""]
+
+
+def spread(values: list[float], form: str) -> str:
+    """Return the median, and the range in brackets."""
+    return f"{statistics.median(values):{form}} ({min(values):{form}}..{max(values):{form}})"
+
+
+def row(label: str, *cells: str) -> list[str]:
+    """Return a line of a table."""
+    return [f"| {label:46} | " + " | ".join(f"{cell:>24}" for cell in cells) + " |"]
+
+
+def table(label: str, *cells: str) -> list[str]:
+    """Return the head of a table."""
+    return [*row(label, *cells), "|---|" + "--:|" * len(cells)]
+
+
+def verdict(passed: bool | None, measured: bool) -> str:
+    """Return how a bar was met."""
+    return {None: "" if measured else "not measured", True: "pass", False: "FAIL"}[passed]
+
+
+def _write(directory: pathlib.Path, name: str, text: str, document: dict) -> None:
+    """Write a report as text for people, and as figures for programs."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / f"{name}.md").write_text(text)
+    (directory / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+
+
+def add_options(parser: argparse.ArgumentParser, rounds: int, steps: str) -> None:
+    """Add the arguments that every benchmark has.
+
+    Args:
+        parser: Parser to add the arguments to.
+        rounds: The default of --rounds, for its help.
+        steps: The help of --steps.
+    """
+    parser.add_argument(
+        "--rounds", type=positive, help=f"rounds over all contenders, default {rounds}"
+    )
+    parser.add_argument("--steps", type=positive, help=steps)
+    parser.add_argument(
+        "--timeout", type=positive, default=300, help="seconds that any wait may take, default 300"
+    )
+    parser.add_argument(
+        "--out",
+        type=pathlib.Path,
+        help="directory of the report, default benchmarks/reports; none with --quick",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="smoke run of 1 round, its figures mean nothing"
+    )
+
+
+def fill_options(args: argparse.Namespace, rounds: int, quick_steps: int) -> None:
+    """Fill in the defaults of arguments that were not given."""
+    args.rounds = args.rounds or (1 if args.quick else rounds)
+    if args.quick:
+        args.steps = args.steps or quick_steps
+    elif args.out is None:
+        args.out = pathlib.Path(__file__).parents[1] / "reports"
+
+
+def cores(parser: argparse.ArgumentParser) -> list[int]:
+    """Return a core for each of two workers; end the process where it may use fewer."""
+    usable = sorted(os.sched_getaffinity(0))
+    if len(usable) < 2:
+        parser.error(
+            f"two workers need a core each, but this process may use only {usable}; give it two, "
+            "or run elsewhere"
+        )
+    return usable[:2]
+
+
+def conclude(args: argparse.Namespace, name: str, text: str, document: dict) -> int:
+    """Print and write a report; return exit code 1 if a bar was missed, but not in a smoke run."""
+    print(text)
+    if args.out:
+        _write(args.out, name, text, document)
+    return int(not args.quick and any(v["passed"] is False for v in document["bars"]))
+
+
+def positive(text: str) -> int:
+    """Parse a command-line argument that must be a positive whole number."""
+    value = int(text) if text.isdigit() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive whole number, received {text!r}")
+    return value
+
+
+def _versions() -> str:
+    packages = ("tfdist", "tensorflow", "keras", "tf_keras", "torch", "numpy")
+    found = [
+        f"{p} {importlib.metadata.version(p)}" for p in packages if importlib.util.find_spec(p)
+    ]
+    return ", ".join([f"Python {platform.python_version()}", *found])

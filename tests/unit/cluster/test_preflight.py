@@ -1,0 +1,270 @@
+"""Test preflight checks of tasks that meet on loopback and in threads.
+
+The tests cover agreement, each fault, and the port that is free afterwards.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import json
+import socket
+import threading
+import time
+
+import pytest
+
+from tfdist.cluster import handshake, preflight
+from tfdist.cluster.addresses import PortTaken, split_address
+from tfdist.cluster.spec import ClusterSpec
+
+LONG, SHORT = (
+    80.0,
+    0.8,
+)  # seconds: a bound that no passing test reaches; one for tasks that are absent
+
+
+@pytest.fixture(autouse=True)
+def _hurry(monkeypatch):
+    for name, seconds in {
+        "RETRY_S": 0.05,
+        "LINGER_S": 0.3,
+        "EXCHANGE_S": 1.0,
+        "PROGRESS_S": 0.3,
+    }.items():
+        monkeypatch.setattr(preflight, name, seconds)
+
+
+def members(spec):
+    return [spec.for_task(task.type, task.index) for task in spec.tasks]
+
+
+def meet(specs, timeout=LONG, **differences):
+    """Run `check` for all tasks at once and return what each raised.
+
+    `differences` maps each option to its values.
+    """
+    with concurrent.futures.ThreadPoolExecutor(len(specs)) as pool:
+        futures = []
+        for i, spec in enumerate(specs):
+            options = {
+                "versions": "same",
+                **{name: values[i] for name, values in differences.items()},
+            }
+            futures.append(pool.submit(preflight.check, spec, timeout=timeout, **options))
+        return [future.exception() for future in futures]
+
+
+def message(error, kind):
+    assert isinstance(error, kind), error
+    return str(error)
+
+
+@pytest.mark.parametrize(
+    "jobs",
+    [{"workers": 1}, {"workers": 4}, {"workers": 2, "ps": 1, "chief": True, "evaluator": True}],
+)
+def test_all_meet_and_leave_their_ports_free(jobs):
+    specs = members(ClusterSpec.local(**jobs))
+    started = time.monotonic()
+    assert meet(specs) == [None] * len(specs)
+    assert time.monotonic() - started < LONG / 2
+    for spec in specs:
+        with socket.create_server(split_address(spec.task.address)):
+            pass
+
+
+def test_late_tasks_are_waited_for_by_name():
+    specs = members(ClusterSpec.local(workers=2))
+    lines = []
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        first = pool.submit(preflight.check, specs[0], LONG, versions="same", progress=lines.append)
+        time.sleep(1)
+        preflight.check(specs[1], LONG, versions="same")
+        first.result()
+    assert lines
+    assert f"worker:0 waits for worker:1 at {specs[1].task.address} ([Errno 111]" in lines[0]
+
+
+def test_it_listens_only_at_its_own_address():
+    spec = members(ClusterSpec.local(workers=2))[0]
+    port = split_address(spec.task.address)[1]
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(preflight.check, spec, SHORT)
+        time.sleep(SHORT / 2)
+        with socket.create_connection(("127.0.0.1", port)):
+            pass
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", port))
+        assert isinstance(waiting.exception(), preflight.PeersAbsent)
+
+
+def test_absent_tasks_are_named_with_their_last_error():
+    specs = members(ClusterSpec.local(workers=3))
+    errors = meet(specs[:2], SHORT)
+    assert all(isinstance(error, TimeoutError) for error in errors)
+    text = next(str(error) for error in errors if "gave up" not in str(error))
+    assert "1 of 3 tasks are absent" in text
+    assert f"worker:2 at {specs[2].task.address} ([Errno 111] Connection refused)" in text
+
+
+def test_a_name_that_never_resolves_is_an_absent_task():
+    spec = ClusterSpec(
+        {"worker": [*ClusterSpec.local().jobs["worker"], "nowhere.invalid:2222"]}, "worker", 0
+    )
+    assert "worker:1 at nowhere.invalid:2222 (" in message(
+        *meet([spec], SHORT), preflight.PeersAbsent
+    )
+
+
+def other_cluster(specs):
+    more = {"worker": (*specs[1].jobs["worker"], *ClusterSpec.local().jobs["worker"])}
+    return [specs[0], dataclasses.replace(specs[1], jobs=more, source="file other.yaml")]
+
+
+def test_different_clusters():
+    errors = meet(other_cluster(members(ClusterSpec.local(workers=2))))
+    assert "worker:1 at 127.0.0.1" in message(errors[0], preflight.ConfigurationError)
+    assert "different cluster spec: 3 tasks, " in str(errors[0])
+    assert "worker:1 has 3 tasks, " in message(errors[1], ValueError)
+    assert "from file other.yaml" in str(errors[1])
+
+
+def test_different_versions():
+    errors = meet(
+        members(ClusterSpec.local(workers=3)), versions=["keras 3.15", "keras 3.15", "keras 3.10"]
+    )
+    texts = [message(error, preflight.ConfigurationError) for error in errors]
+    assert all("keras 3.10" in text and "keras 3.15" in text for text in texts)
+    assert "different versions" in texts[2]
+
+
+def test_different_attempts_wait_for_each_other():
+    errors = meet(members(ClusterSpec.local(workers=2)), SHORT, attempt=["0", "1"])
+    texts = [message(error, preflight.PeersAbsent) for error in errors]
+    assert any("still attempt" in text for text in texts)  # the second to give up finds nobody
+
+
+def test_a_second_process_of_one_task_on_this_machine():
+    spec = members(ClusterSpec.local(workers=2))[0]
+    kinds = {type(error) for error in meet([spec, spec], SHORT)}
+    assert kinds == {preflight.PeersAbsent, PortTaken}
+
+
+def test_a_second_process_of_one_task_elsewhere():
+    """Send two badges of worker:1.
+
+    The impostor's has the cluster, versions and attempt of the real one.
+    """
+    specs = members(ClusterSpec.local(workers=3))
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        real = [pool.submit(preflight.check, spec, LONG, versions="same") for spec in specs[:2]]
+        time.sleep(0.5)
+        with socket.create_connection(split_address(specs[0].task.address)) as connection:
+            badge = {"cluster": handshake.fingerprint(specs[0]), "versions": "same", "attempt": "0"}
+            line = {"tfdist": 1, "task": "worker:1", "nonce": "another", **badge}
+            connection.sendall(json.dumps(line).encode() + b"\n")
+            assert (
+                "two processes claim to be worker:1" in json.loads(connection.recv(8192))["fault"]
+            )
+        assert "two processes claim" in message(real[0].exception(), preflight.ConfigurationError)
+        assert "worker:0 gave up: two processes" in message(
+            real[1].exception(), preflight.ConfigurationError
+        )
+
+
+def test_an_address_that_leads_to_another_task(monkeypatch):
+    """Swap two names, as a wrong /etc/hosts does; here for all tasks."""
+    specs = members(ClusterSpec.local(workers=3))
+    one, two = (spec.task.address for spec in specs[1:])
+    monkeypatch.setattr(
+        preflight, "split_address", lambda a: split_address({one: two, two: one}.get(a, a))
+    )
+    text = message(meet(specs)[0], preflight.ConfigurationError)
+    assert "expected worker:" in text
+    assert "found worker:" in text
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"{}\n", b"[" * 5000 + b"\n", b"x" * 20000]
+)
+def test_another_program_at_an_address(sent):
+    specs = members(ClusterSpec.local(workers=2))
+    with socket.create_server(split_address(specs[1].task.address)) as stranger:
+
+        def talk():
+            while True:
+                try:
+                    connection, _ = stranger.accept()
+                except OSError:
+                    return
+                with connection:
+                    connection.sendall(sent)
+                    connection.settimeout(0.2)
+                    with contextlib.suppress(TimeoutError):
+                        connection.recv(8192)
+
+        thread = threading.Thread(target=talk)
+        thread.start()
+        try:
+            text = message(*meet(specs[:1], SHORT), preflight.PeersAbsent)
+        finally:
+            stranger.shutdown(socket.SHUT_RDWR)
+            thread.join(5)
+    assert f"worker:1 at {specs[1].task.address} (" in text
+    assert "no tfdist preflight" in text or "Connection reset" in text
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"{}\n",
+        b"null\n",
+        b"\xff\n",
+        b"[" * 5000 + b"\n",
+        b"x" * 20000,
+    ],
+)
+def test_foreign_connections_do_no_harm(sent, capsys):
+    specs = members(ClusterSpec.local(workers=2))
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        first = pool.submit(preflight.check, specs[0], LONG, versions="same")
+        time.sleep(0.3)
+        with socket.create_connection(split_address(specs[0].task.address)) as connection:
+            connection.sendall(sent)
+            preflight.check(specs[1], LONG, versions="same")
+        first.result()
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_early_connection_of_a_peers_tensorflow_delays_no_preflight(monkeypatch):
+    monkeypatch.setattr(preflight, "EXCHANGE_S", LONG)
+    specs = members(ClusterSpec.local(workers=2))
+    started = time.monotonic()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        first = pool.submit(preflight.check, specs[0], LONG, versions="same")
+        time.sleep(0.3)
+        with socket.create_connection(split_address(specs[0].task.address)) as connection:
+            connection.sendall(
+                b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04"
+            )  # of gRPC, which waits for an answer
+            preflight.check(specs[1], LONG, versions="same")
+            first.result()
+    assert time.monotonic() - started < LONG / 2
+
+
+def test_own_mistakes_are_raised_at_once():
+    started = time.monotonic()
+    specs = members(ClusterSpec.local(workers=2))
+    with socket.create_server(split_address(specs[0].task.address)):
+        text = message(*meet(specs[:1]), PortTaken)
+    assert "already in use" in text
+    elsewhere = ClusterSpec({"worker": ["203.0.113.1:2222", "203.0.113.2:2222"]}, "worker", 0)
+    assert "not an address of this machine" in message(
+        *meet([elsewhere]), preflight.ConfigurationError
+    )
+    assert "no task of the cluster" in message(
+        *meet([ClusterSpec.local()]), preflight.ConfigurationError
+    )
+    assert time.monotonic() - started < LONG / 2

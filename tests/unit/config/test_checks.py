@@ -1,0 +1,160 @@
+"""Test that settings from a file or a dict are checked by key, type and value."""
+
+import pytest
+
+from tfdist import config
+from tfdist.run.train_command import find_directory, parse
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"trian": {}}, "trian: no such key. Did you mean train?"),
+        ({"train": {"epoch": 3}}, "train.epoch: no such key. Did you mean train.epochs?"),
+        ({"train": 3}, "train: expected a section"),
+        ({"train": {"epochs": 0}}, "train.epochs: expected at least 1, received 0"),
+        ({"train": {"epochs": "3"}}, "train.epochs: expected a whole number, received '3'"),
+        ({"train": {"epochs": True}}, "train.epochs: expected a whole number, received True"),
+        ({"train": {"epochs": 2.0}}, "train.epochs: expected a whole number, received 2.0"),
+        ({"train": {"learning_rate": -1}}, "train.learning_rate: expected a number above 0"),
+        (
+            {"train": {"learning_rate": float("nan")}},
+            "train.learning_rate: expected a number above 0",
+        ),
+        ({"data": {"shuffle": 1}}, "data.shuffle: expected true or false, received 1"),
+        ({"data": {"data_dir": 1}}, "data.data_dir: expected text"),
+        (
+            {"strategy": {"communication": "rong"}},
+            "strategy.communication: received 'rong'. Did you mean ring?",
+        ),
+        (
+            {"strategy": {"reading": "worker"}},
+            "strategy.reading: received 'worker'. Did you mean workers?",
+        ),
+        ({"model": {"options": 3}}, "model.options: expected a mapping"),
+        ({"name": 1}, "name: expected text"),
+        (
+            {"sync": {"every": 4}},
+            'sync.every: says nothing where sync.kind is "gradients"; received 4. Leave it out',
+        ),
+        (
+            {"sync": {"kind": "diloco", "clip_norm": 1}},
+            'sync.clip_norm: says nothing where sync.kind is "diloco"; received 1.0.',
+        ),
+        ({"parallel": {"zero": 4}}, "parallel.zero: expected 0, 1, 2 or 3, received 4."),
+    ],
+)
+def test_a_mistake_is_named_with_its_key(settings, message):
+    with pytest.raises(ValueError, match="^" + message.replace(".", r"\.").replace("?", r"\?")):
+        config.Run.from_dict(settings)
+
+
+def test_run_survives_conversion_to_a_dict():
+    run = config.Run.from_dict(
+        {"train": {"learning_rate": 1}, "model": {"options": {"dropout": 0.5}}}
+    )
+    assert run.train.learning_rate == 1.0
+    assert isinstance(run.train.learning_rate, float)
+    assert config.Run.from_dict(run.to_dict()) == run
+
+
+def test_defaults_as_config_dict_are_the_defaults():
+    assert config.Run.from_dict(config.default().to_dict()) == config.Run()
+
+
+def test_the_command_line_changes_a_config_file():
+    run = parse(
+        [
+            "--config=configs/digits.py",
+            "--config.train.epochs=3",
+            "--config.data.data_dir=here",
+            "--noconfig.data.shuffle",
+            "--config.model.options.units=32",
+        ]
+    )
+    assert (run.name, run.train.epochs, run.data.data_dir, run.data.shuffle) == (
+        "digits",
+        3,
+        "here",
+        False,
+    )
+    assert run.model.options == {"dropout": 0.25, "units": 32}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "--config: expected one config file"),
+        (["--config"], "--config=: no such file"),
+        (["--config=none.py"], "--config=none.py: no such file"),
+        (["--config=configs/digits.py", "--config.train.epoch=3"], "Did you mean train.epochs"),
+        (["--config=configs/digits.py", "--config.train.epochs.more=3"], "train.epochs is a value"),
+        (["--config=configs/digits.py", "--config.train.epochs=x"], "--config.train.epochs=x"),
+        (["--config=configs/digits.py", "--config.train.epochs"], "config.train.epochs"),
+        (["--config=configs/digits.py", "--epochs=3"], "epochs"),
+        (["--config=configs/digits.py", "3"], "3: expected --config.KEY=VALUE"),
+    ],
+)
+def test_a_wrong_command_line_is_named(words, message):
+    with pytest.raises(ValueError, match=message):
+        parse(words)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def get_config():\n    return 1 / 0\n", "ZeroDivisionError in line 2"),
+        ("x = 3\n", "KeyError"),
+        ("x = 1\ny = = 2\n", r"SyntaxError in line 2 of .*config\.py: invalid syntax"),
+        (
+            "import json\ndef get_config():\n    return json.loads('{')\n",
+            r"JSONDecodeError in line 3 of .*config\.py",
+        ),
+        ("def get_config(): return {}\n", "expected get_config.. to return"),
+    ],
+)
+def test_a_wrong_config_file_is_named(tmp_path, text, message):
+    path = tmp_path / "config.py"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=f"--config={path}.*{message}"):
+        parse([f"--config={path}"])
+
+
+def test_text_after_a_colon_reaches_get_config(tmp_path):
+    path = tmp_path / "config.py"
+    path.write_text(
+        "import tfdist\ndef get_config(text):\n    c = tfdist.config.default()\n    c.name = text\n"
+        "    return c\n"
+    )
+    assert parse([f"--config={path}:abc"]).name == "abc"
+
+
+def test_a_finished_run_is_never_written_over(tmp_path):
+    mine = config.Run(name="mine")
+    first = find_directory(mine, tmp_path)
+    assert first == tmp_path / "mine"
+    first.mkdir()
+    assert find_directory(mine, tmp_path) == first  # interrupted: goes on there
+    (first / "summary.json").write_text("{}")
+    assert find_directory(mine, tmp_path) == tmp_path / "mine-2"
+    with pytest.raises(ValueError, match=r"output\.dir: .* holds a finished run"):
+        find_directory(config.Run(output=config.Output(dir=str(first))), tmp_path)
+
+
+def test_reading_a_config_imports_no_tensorflow(run_python):
+    done = run_python(
+        "import sys; from tfdist.run.train_command import parse; "
+        "parse(['--config=configs/digits.py']); print('tensorflow' in sys.modules)"
+    )
+    assert done.stdout.split() == ["False"], done.stderr
+
+
+def test_public_names_are_lazy_and_listed(run_python):
+    done = run_python(
+        "import sys, tfdist\n"
+        "assert 'tensorflow' not in sys.modules and set(tfdist.__all__) <= set(dir(tfdist))\n"
+        "assert [getattr(tfdist, name) for name in tfdist.__all__]\n"
+        "try: tfdist.make_stategy\n"
+        "except AttributeError as error: print(error)\n"
+    )
+    assert "has no attribute 'make_stategy'" in done.stdout, done.stderr

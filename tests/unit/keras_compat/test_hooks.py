@@ -1,0 +1,524 @@
+"""Test each hook into Keras and each private name of TensorFlow that tfdist relies on.
+
+Each exists and does what tfdist expects. A failure after an upgrade says which name of
+`keras_compat` to look after.
+"""
+
+import inspect
+import threading
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdist
+from tests.parity.cases import CROSSENTROPY, data, dataset, mlp
+from tfdist import keras_compat
+from tfdist.keras_compat import parallel
+
+
+class Recorder:
+    """Note what an engine is asked for, and leave the work to Keras."""
+
+    def __init__(self):
+        self.asked = []
+
+    def __getattr__(self, name):
+        def ask(first, *args, **kwargs):
+            self.asked.append(name)
+            if name in keras_compat.MODEL_HOOKS or name == "apply":
+                keras_method, *args = args
+                return keras_method(first, *args, **kwargs)
+            return first(*args, **kwargs)
+
+        return ask
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _installed():
+    keras_compat.install()
+
+
+@pytest.fixture
+def recorded():
+    """Return a strategy of TensorFlow's own whose engine is a Recorder."""
+    strategy = tf.distribute.OneDeviceStrategy("/cpu:0")
+    strategy.tfdist_engine = Recorder()
+    return strategy
+
+
+@pytest.fixture
+def two():
+    """Return TensorFlow's own strategy of two replicas, without an engine.
+
+    Its sums need no collectives, whose keys strategies share.
+    """
+    return tf.distribute.MirroredStrategy(
+        ["/cpu:0", "/cpu:1"], tf.distribute.ReductionToOneDevice()
+    )
+
+
+def compiled(strategy, optimizer=keras.optimizers.SGD):
+    with strategy.scope():
+        model = mlp()
+        model.compile(optimizer(), CROSSENTROPY, metrics=["accuracy"])
+    return model
+
+
+def use(model, directory):
+    """Call every hooked method, directly or through Keras."""
+    x, y = data(24)
+    model.fit(dataset(x, y), verbose=0)
+    model.evaluate(x, y, verbose=0)
+    model.predict(x, verbose=0)
+    model.train_on_batch(x, y)
+    model.test_on_batch(x, y)
+    model.predict_on_batch(x)
+    model.save(directory / "model.keras")
+    model.save_weights(directory / "model.weights.h5")
+    model.export(directory / "exported", verbose=False)
+
+
+# --- Public methods of keras.Model ----------------------------------------------------------------
+@pytest.mark.parametrize("name", keras_compat.MODEL_HOOKS)
+def test_a_public_method_is_wrapped_once(name):
+    method = getattr(keras.Model, name)
+    assert not name.startswith("_")
+    assert method.__code__.co_filename == keras_compat.__file__
+    assert method.__wrapped__.__code__.co_filename != keras_compat.__file__
+    keras_compat.install()
+    assert getattr(keras.Model, name) is method
+
+
+def test_every_hook_reaches_the_engine(recorded, tmp_path):
+    use(compiled(recorded), tmp_path)
+    hooks = {
+        *keras_compat.MODEL_HOOKS,
+        "apply",
+        "scale_loss_for_distribution",
+        "unscale_loss_for_distribution",
+        "reduce_weighted_values",
+    }
+    assert hooks - set(recorded.tfdist_engine.asked) == set()
+
+
+def test_keras_is_unchanged_without_an_engine(two, recorded, tmp_path):
+    for strategy in (tf.distribute.get_strategy(), two):
+        use(compiled(strategy), tmp_path)
+    assert recorded.tfdist_engine.asked == []
+
+
+@pytest.mark.parametrize(
+    ("method", "names"),
+    [
+        (
+            "fit",
+            {
+                "x",
+                "epochs",
+                "initial_epoch",
+                "steps_per_epoch",
+                "batch_size",
+                "validation_data",
+                "validation_steps",
+                "callbacks",
+                "verbose",
+            },
+        ),
+        ("evaluate", {"x", "steps", "batch_size", "callbacks", "verbose"}),
+        ("predict", {"x", "steps", "batch_size", "callbacks", "verbose"}),
+        ("make_train_function", {"force"}),
+    ],
+)
+def test_arguments_that_the_engine_reads_have_their_names(method, names):
+    assert names <= set(inspect.signature(inspect.unwrap(getattr(keras.Model, method))).parameters)
+
+
+def test_fit_asks_eagerly_for_the_metrics_of_an_epoch_after_its_last_step(recorded):
+    eager = []
+    recorded.tfdist_engine.get_metrics_result = lambda model, keras_method: (
+        eager.append(tf.executing_eagerly()) or keras_method(model)
+    )
+    compiled(recorded).fit(dataset(*data(24)), epochs=2, verbose=0)
+    assert sum(eager) == 2
+
+
+def test_fit_takes_the_validation_of_an_epoch_through_evaluate_with_its_callback_list(recorded):
+    given = []
+
+    def evaluate(model, keras_method, *args, **kwargs):
+        given.append(kwargs["callbacks"])
+        return keras_method(model, *args, **kwargs)
+
+    recorded.tfdist_engine.evaluate = evaluate
+    compiled(recorded).fit(dataset(*data(24)), validation_data=dataset(*data(12)), verbose=0)
+    assert [isinstance(c, keras.callbacks.CallbackList) for c in given] == [True]
+
+
+def test_fit_calls_the_train_function_with_the_iterator_of_what_the_strategy_distributes(recorded):
+    """It does so once a step until the end; Keras learns shapes from the first element."""
+    drawn = []
+
+    class Feed:
+        def __iter__(self):
+            return iter([data(12)] * 4)
+
+    def make_train_function(model, keras_method, force=False):
+        def train(iterator):
+            drawn.append(len(next(iterator)[0]))
+            return {"loss": 1.0}
+
+        model.train_function = train
+
+    recorded.tfdist_engine.make_train_function = make_train_function
+    recorded.experimental_distribute_dataset = lambda dataset, options=None: Feed()
+    model = compiled(recorded)
+    model.fit(dataset(*data(36)), verbose=0)
+    assert drawn == [12, 12, 12]
+
+
+# --- Building -------------------------------------------------------------------------------------
+def test_building_is_seen_while_keras_learns_shapes(recorded):
+    states = []
+
+    class Model(keras.Sequential):
+        def compute_output_spec(self, *args, **kwargs):
+            states.append(keras_compat.building())
+            return super().compute_output_spec(*args, **kwargs)
+
+        def _symbolic_build(self, *args, **kwargs):
+            states.append(keras_compat.building())
+            return super()._symbolic_build(*args, **kwargs)
+
+    with recorded.scope():
+        model = Model([keras.layers.Dense(3)])
+        model.compile("sgd", CROSSENTROPY)
+    model.fit(dataset(*data(24)), verbose=0)
+    assert states
+    assert all(states)
+    assert not keras_compat.building()
+
+
+# --- Losses ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "name",
+    ["scale_loss_for_distribution", "unscale_loss_for_distribution", "reduce_weighted_values"],
+)
+def test_losses_look_their_functions_up_in_the_module_that_is_hooked(name, recorded):
+    compiled(recorded).evaluate(*data(12), verbose=0)
+    assert name in recorded.tfdist_engine.asked
+
+
+def test_keras_divides_losses_by_replicas(two):
+    """The engine's weights stand in for that."""
+    losses = keras_compat._loss
+
+    def replica():
+        values = tf.constant([1.0, 3.0])
+        return losses.reduce_weighted_values(values), losses.unscale_loss_for_distribution(
+            tf.constant(1.0)
+        )
+
+    scaled, unscaled = two.run(replica)
+    assert [float(v) for v in two.experimental_local_results(scaled)] == [1.0, 1.0]
+    assert [float(v) for v in two.experimental_local_results(unscaled)] == [2.0, 2.0]
+
+
+def test_a_mask_and_weights_merge_into_one_weight():
+    weight = keras_compat.combined_weight(
+        tf.constant([2.0, 4.0]), tf.constant([True, False]), "float32", "mean_with_sample_weight"
+    )
+    assert weight.numpy().tolist() == [2.0, 0.0]
+
+
+# --- Optimizers -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("accumulate", [None, 2])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_sum_over_replicas_is_left_out_inside_a_local_update(two, accumulate, scaled):
+    """Keras consults `_all_reduce_sum_gradients`.
+
+    With it replaced, each replica applies its own gradient, once.
+    """
+    keras_compat.allow_local_updates(two)
+    with two.scope():
+        weight = keras.Variable([0.0])
+        optimizer = keras.optimizers.SGD(1.0, gradient_accumulation_steps=accumulate)
+        if scaled:
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=4.0)
+        optimizer.build([weight])
+
+    def replica():
+        local = int(
+            tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group)
+        )
+        with keras_compat.local_update(optimizer, local):
+            optimizer.apply([tf.constant([4.0 if scaled else 1.0])], [weight])
+
+    step = tf.function(lambda: two.run(replica))
+    for _ in range(2):
+        step()
+    copies = [float(v.numpy()[0]) for v in two.experimental_local_results(weight.value)]
+    assert copies == [-2.0 if accumulate is None else -1.0] * 2
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    assert [int(v.numpy()) for v in two.experimental_local_results(inner._iterations.value)] == [
+        2,
+        2,
+    ]
+    assert "_all_reduce_sum_gradients" not in vars(optimizer)
+    assert "assign_add" not in vars(optimizer._iterations)
+
+
+def test_without_the_hook_keras_sums_over_replicas(two):
+    with two.scope():
+        weight = keras.Variable([0.0])
+        optimizer = keras.optimizers.SGD(1.0)
+        optimizer.build([weight])
+    tf.function(lambda: two.run(lambda: optimizer.apply([tf.constant([1.0])], [weight])))()
+    assert float(weight.numpy()[0]) == -2.0
+
+
+def test_merge_call_is_off_inside_a_local_update_only(two):
+    keras_compat.allow_local_updates(two)
+    assert two.extended._use_merge_call()
+    with keras_compat.local_update(keras.optimizers.SGD(), None):
+        assert not two.extended._use_merge_call()
+        others = []
+        thread = threading.Thread(target=lambda: others.append(two.extended._use_merge_call()))
+        thread.start()
+        thread.join()
+        assert others == [True]
+    assert two.extended._use_merge_call()
+
+
+# --- Variables ------------------------------------------------------------------------------------
+def test_a_replicas_copy_is_not_cast_under_mixed_precision(two):
+    seen = []
+
+    class Layer(keras.layers.Dense):
+        def call(self, inputs):
+            if not tf.distribute.in_cross_replica_context():
+                copy = keras_compat.local_component(self.kernel, len(seen))
+                seen.append((self.kernel.value.dtype, copy.dtype, copy.device[-5:]))
+            return super().call(inputs)
+
+    with two.scope():
+        layer = Layer(1, dtype="mixed_bfloat16")
+        layer.build((None, 2))
+    two.run(lambda: layer(tf.ones((1, 2))))
+    assert seen == [(tf.bfloat16, tf.float32, f"CPU:{replica}") for replica in range(2)]
+
+
+def test_central_storage_keeps_what_replicas_change_by_themselves_apart():
+    strategy = tf.distribute.experimental.CentralStorageStrategy(["/cpu:0", "/cpu:1"], "/cpu:0")
+    keras_compat.keep_state_per_replica(strategy)
+    with strategy.scope():
+        weight = keras.Variable([1.0])
+        metric = keras.metrics.Sum()
+        optimizer = keras.optimizers.Adam()
+        optimizer.build([weight])
+        statistics = keras.Variable([1.0], trainable=False)
+    counts = [
+        len(strategy.experimental_local_results(v.value))
+        for v in (weight, metric.total, statistics)
+    ]
+    assert counts == [1, 2, 2]
+    slots = [v for v in optimizer.variables if tuple(v.shape) == (1,)]
+    assert slots
+    assert all(len(strategy.experimental_local_results(v.value)) == 1 for v in slots)
+
+    def replica():
+        metric.update_state(
+            [
+                1.0
+                + tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32)
+            ]
+        )
+
+    tf.function(lambda: strategy.run(replica))()
+    assert [float(v) for v in strategy.experimental_local_results(metric.total.value)] == [1.0, 2.0]
+
+
+# --- TensorFlow's state ---------------------------------------------------------------------------
+def test_global_seed_is_detected():
+    keras.utils.set_random_seed(3)
+    assert keras_compat.global_seed()
+    tf.random.set_seed(None)
+    assert not keras_compat.global_seed()
+
+
+def test_start_of_tensorflow_is_detected(run_python):
+    code = (
+        "from tfdist import keras_compat as k; import tensorflow as tf; "
+        "tf.config.list_physical_devices();"
+        "print(k.runtime_initialized()); print(k.global_seed()); tf.constant(1); "
+        "print(k.runtime_initialized())"
+    )
+    assert run_python(code).stdout.split() == ["False", "None", "True"]
+
+
+def test_profiling_is_detected(tmp_path):
+    assert keras_compat.profiles(keras.callbacks.TensorBoard(str(tmp_path), profile_batch=2))
+    assert not keras_compat.profiles(keras.callbacks.TensorBoard(str(tmp_path)))
+
+
+def test_state_of_layers_is_told_from_frozen_weights():
+    frozen = keras.layers.Dense(2, trainable=False)
+    model = keras.Sequential([keras.Input((3,)), frozen, keras.layers.BatchNormalization()])
+    state = keras_compat.layer_state(model)
+    assert [v.name for v in state] == ["moving_mean", "moving_variance"]
+    assert {id(v) for v in frozen.weights} <= {id(v) for v in model.non_trainable_weights}
+
+
+def test_an_optimizer_knows_the_strategy_of_its_scope():
+    strategy = tf.distribute.OneDeviceStrategy("/cpu:0")
+    with strategy.scope():
+        inside = keras.optimizers.SGD()
+    assert keras_compat.strategy_of(inside) is strategy
+    assert keras_compat.strategy_of(keras.optimizers.SGD()) is not strategy
+
+
+def test_the_length_of_a_distributed_data_set_can_be_hidden(two):
+    dataset = two.distribute_datasets_from_function(
+        lambda context: tf.data.Dataset.range(4).batch(1)
+    )
+    assert dataset.cardinality == 4
+    adapter = keras.src.trainers.data_adapters.get_data_adapter(keras_compat.hide_length(dataset))
+    assert adapter.num_batches is None
+    assert sum(1 for _ in dataset) == 4 // two.num_replicas_in_sync
+    assert keras_compat.hide_length(3) == 3
+
+
+# --- Callbacks ------------------------------------------------------------------------------------
+def test_callbacks_count_steps_where_it_is_said(two, tmp_path):
+    saves = keras.callbacks.ModelCheckpoint(
+        tmp_path / "{batch}.weights.h5", save_weights_only=True, save_freq=5
+    )
+    board = keras.callbacks.TensorBoard(tmp_path / "logs", update_freq=1)
+    x, y = data(24)
+    compiled(two).fit(
+        x,
+        y,
+        batch_size=8,
+        epochs=2,
+        validation_data=(x, y),
+        validation_batch_size=12,
+        verbose=0,
+        callbacks=[saves, board],
+    )
+    found = [
+        [getattr(callback, name) for name in names]
+        for callback, (_, names) in zip((saves, board), keras_compat.STEP_COUNTERS, strict=True)
+    ]
+    assert found == [[1, 2], [6, 4]]
+
+
+def test_the_writers_of_logs_are_found_and_made_again(tmp_path):
+    board = keras.callbacks.TensorBoard(tmp_path, write_graph=False)
+    model = mlp()
+    model.compile("sgd", CROSSENTROPY)
+    x, y = data(24)
+    for _ in range(2):
+        model.fit(x, y, validation_data=(x, y), verbose=0, callbacks=[board])
+        assert sorted(keras_compat.log_writers(board)) == ["train", "val"]
+        for writer in keras_compat.log_writers(board).values():
+            writer.flush()
+            writer.close()
+        keras_compat.log_writers(board).clear()
+    assert len(list((tmp_path / "train").iterdir())) == 2
+
+
+def test_an_error_in_fit_leaves_no_condition_on_summaries(tmp_path):
+    board = keras.callbacks.TensorBoard(tmp_path, update_freq=7)
+    model = mlp()
+    model.compile("sgd", CROSSENTROPY)
+    x, y = data(24)
+    with pytest.raises(ZeroDivisionError):
+        model.fit(
+            x,
+            y,
+            verbose=0,
+            callbacks=[
+                board,
+                keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: 1 / 0),
+            ],
+        )
+    other = tf.summary.create_file_writer(str(tmp_path / "other"))
+    # Else the function is not needed; the version of Keras decides at which steps it would write
+    # nothing.
+    assert board._prev_summary_state
+    keras_compat.leave_summaries(board)
+    with other.as_default(step=0):
+        assert tf.summary.should_record_summaries()
+
+
+def test_an_unordered_operation_waits_for_no_other():
+    @tf.function
+    def two():
+        first = tf.timestamp()
+        second = tf.timestamp()
+        keras_compat.unordered(second.op)
+        return first, second
+
+    graph = two.get_concrete_function().graph
+    stamps = [op for op in graph.get_operations() if op.type == "Timestamp"]
+    assert [op.control_inputs for op in stamps] == [[], []]
+    ordered = tf.function(lambda: (tf.timestamp(), tf.timestamp())).get_concrete_function().graph
+    assert any(
+        op.control_inputs for op in ordered.get_operations() if op.type == "Timestamp"
+    )  # else the function is not needed
+
+
+def test_a_process_trains_with_one_mirrored_strategy_after_the_other():
+    for layers in (1, 2):
+        with tfdist.make_strategy("mirrored", devices=2).scope():
+            model = keras.Sequential(
+                [
+                    keras.Input([3]),
+                    *[
+                        keras.layers.Dense(3, use_bias=False, kernel_initializer="ones")
+                        for _ in range(layers)
+                    ],
+                ]
+            )
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+        model.fit(np.ones([4, 3]), np.zeros([4, 3]), verbose=0)
+    assert model.optimizer.iterations.numpy() == 1
+
+
+# --- Sharded optimizers ---------------------------------------------------------------------------
+def test_an_optimizer_clips_by_another_function_while_it_is_told_to():
+    variable = keras.Variable([1.0, 1.0])
+    optimizer = keras.optimizers.SGD(1.0, clipvalue=0.5)
+    optimizer.build([variable])
+    with parallel.clipping(optimizer, lambda grads: [2 * g for g in grads]):
+        optimizer.apply([tf.constant([1.0, 0.0])])
+    np.testing.assert_array_equal(variable, [-1.0, 1.0])
+    optimizer.apply([tf.constant([1.0, 0.0])])
+    np.testing.assert_array_equal(variable, [-1.5, 1.0])
+    assert [
+        g.numpy().tolist() for g in parallel.clip_elementwise(optimizer, [tf.constant([3.0, -3.0])])
+    ] == [[0.5, -0.5]]
+
+
+@pytest.mark.parametrize("by", ["name", "variable"])
+def test_shards_are_excluded_from_weight_decay_with_their_variables(by):
+    variables = [keras.Variable([1.0, 1.0], name=name) for name in ("kernel", "bias")]
+    shards = [keras.Variable([1.0], name=name) for name in ("kernel", "bias")]
+    optimizer = keras.optimizers.SGD(0.1, weight_decay=1.0)
+    optimizer.exclude_from_weight_decay(
+        **({"var_names": ["bias"]} if by == "name" else {"var_list": variables[1:]})
+    )
+    parallel.exclude_alike(optimizer, variables, optimizer, shards)
+    optimizer.build(shards)
+    optimizer.apply([tf.zeros([1])] * 2)
+    np.testing.assert_allclose([v.numpy()[0] for v in shards], [0.9, 1.0])
+
+
+def test_moving_averages_are_found():
+    variable = keras.Variable([2.0])
+    optimizer = keras.optimizers.SGD(1.0, use_ema=True, ema_momentum=0.5)
+    optimizer.build([variable])
+    for _ in range(2):
+        optimizer.apply([tf.ones([1])])
+    np.testing.assert_allclose([v.numpy() for v in parallel.moving_averages(optimizer)], [[0.5]])

@@ -1,0 +1,67 @@
+"""Test what a group of replicas exchanges, by dtype."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdist.parallel import Group
+
+METHODS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
+# Results on replicas 0 and 1, of rows 1, 2 and 3 on replica 0, and 4, 5 and 6 on replica 1;
+# `all_gather` gets the first row.
+EXPECTED = {
+    "all_reduce": [[[5, 7, 9], [5, 7, 9]]] * 2,
+    "reduce_scatter": [[5, 7, 9]] * 2,
+    "all_gather": [[[1, 2, 3], [4, 5, 6]]] * 2,
+    "all_to_all": [[[1, 2, 3], [4, 5, 6]]] * 2,
+}
+
+
+def exchanged(strategy, method, dtypes):
+    """Return what a method gives on each replica, by dtype."""
+    group = Group.of(strategy, f"test {method}")
+
+    def on_replica():
+        row = tf.constant([1, 2, 3]) + 3 * group.rank
+        given = row if method == "all_gather" else tf.stack([row, row])
+        return [
+            getattr(group, method)(tf.cast(given, dtype), f"{method} {dtype}") for dtype in dtypes
+        ]
+
+    found = tf.function(
+        lambda: [strategy.experimental_local_results(x) for x in strategy.run(on_replica)],
+        autograph=False,
+    )()
+    return dict(zip(dtypes, found, strict=True))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_supported_dtypes_are_exchanged(mirrored, method):
+    also = ["int16", "uint16"] if method == "all_gather" else []
+    for dtype, found in exchanged(
+        mirrored, method, ["bfloat16", "float16", "float32", "float64", "int32", "int64", *also]
+    ).items():
+        assert [np.asarray(tf.cast(x, tf.int32)).tolist() for x in found] == EXPECTED[method], dtype
+        assert {x.dtype.name for x in found} == {dtype}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", ["bool", "int8", "complex64"])
+def test_unsupported_dtypes_are_refused(mirrored, method, dtype):
+    with pytest.raises(
+        ValueError,
+        match=f"TensorFlow's collectives send float32, .*int64, received {dtype}; cast it before",
+    ):
+        exchanged(mirrored, method, [dtype])
+
+
+@pytest.mark.parametrize(("op", "expected"), [("Add", 5.0), ("Min", 1.0), ("Max", 4.0)])
+def test_a_dtype_to_send_sums_in_does_not_change_the_reduction(mirrored, op, expected):
+    group = Group.of(mirrored, "test op")
+
+    def on_replica():
+        return group.all_reduce(tf.constant([1.0]) + 3.0 * group.rank, op, op, "bfloat16")
+
+    found = tf.function(lambda: mirrored.run(on_replica), autograph=False)()
+    for x in mirrored.experimental_local_results(found):
+        assert x.numpy() == [expected]

@@ -1,0 +1,414 @@
+"""Test that two replicas that share an optimizer's state train as with one whole on each.
+
+Also test that they go on from each other's snapshots.
+"""
+
+import functools
+import shutil
+import time
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdist
+from tests.interrupts import Interrupts, Stop
+from tfdist import sync
+from tfdist.backup.store import Store
+from tfdist.keras_compat import local_component
+from tfdist.parallel import zero
+
+EXAMPLES = 52
+BATCH = 9
+EPOCHS = 2
+X = np.random.default_rng(0).normal(size=(EXAMPLES, 5)).astype(np.float32)
+Y = X.sum(axis=1, keepdims=True) + 1
+OPTIMIZERS = keras.optimizers
+
+
+def trained(strategy, optimizer, **kwargs):
+    """Return a model after a fit; check that all copies of its weights are equal."""
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        layers = [
+            keras.layers.Dense(7, "tanh", kernel_constraint="max_norm"),
+            keras.layers.Dense(1),
+        ]
+        model = keras.Sequential([keras.Input([5]), *layers])
+        model.compile(optimizer(), "mse")
+    model.fit(
+        tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH), epochs=EPOCHS, verbose=0, **kwargs
+    )
+    for v in model.weights:
+        first, *others = [copy.numpy() for copy in strategy.experimental_local_results(v.value)]
+        assert all(np.array_equal(first, other) for other in others), v.path
+    return model
+
+
+def compare(model, expected, tolerance=2e-6):
+    for mine, other in zip(model.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_allclose(
+            mine, other, rtol=tolerance, atol=tolerance * np.abs(other).max()
+        )
+
+
+def decayed():
+    optimizer = OPTIMIZERS.AdamW(1e-2, weight_decay=0.5)
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    return optimizer
+
+
+CASES = {  # more of them, each by itself: tests/parity/sharded_cases.py
+    "adamw": decayed,
+    "clipped each, averaged, scheduled": lambda: OPTIMIZERS.RMSprop(
+        OPTIMIZERS.schedules.CosineDecay(1e-2, 10),
+        clipnorm=0.1,
+        use_ema=True,
+        ema_overwrite_frequency=5,
+    ),
+    "clipped by value, accumulated": lambda: OPTIMIZERS.Lion(
+        1e-3, clipvalue=0.01, gradient_accumulation_steps=3
+    ),
+    "clipped together, scaled": lambda: OPTIMIZERS.LossScaleOptimizer(
+        OPTIMIZERS.SGD(1e-2, momentum=0.9, global_clipnorm=0.1), dynamic_growth_steps=3
+    ),
+}
+
+
+def sharded(make, stage, **kwargs):
+    """Return a function that makes the same optimizer, sharded."""
+
+    def optimizer():
+        whole = make()
+        if isinstance(whole, OPTIMIZERS.LossScaleOptimizer):
+            return OPTIMIZERS.LossScaleOptimizer(
+                zero(whole.inner_optimizer, stage, **kwargs), dynamic_growth_steps=3
+            )
+        return zero(whole, stage, **kwargs)
+
+    return optimizer
+
+
+@pytest.fixture(scope="module")
+def undisturbed(mirrored):
+    """Return a case's model, trained once with a whole (stage 0) or sharded optimizer."""
+
+    @functools.cache
+    def model(name, stage):
+        return trained(mirrored, sharded(CASES[name], stage) if stage else CASES[name])
+
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"), [("adamw", 1), ("adamw", 2), *zip([*CASES][1:], [1, 2, 1], strict=True)]
+)
+def test_sharded_optimizer_equals_an_unsharded_one(undisturbed, name, stage):
+    model = undisturbed(name, stage)
+    compare(model, undisturbed(name, 0))
+    slots = [v for v in model.optimizer.variables if hasattr(v, "tfdist_shape")]
+    assert slots
+    assert all(
+        local_component(v, 0).shape == (-(-int(np.prod(v.tfdist_shape)) // 2),) for v in slots
+    )
+
+
+@pytest.mark.parametrize(
+    ("policy", "make", "tolerance"),
+    [
+        (
+            sync.Gradients(comm_dtype="bfloat16", bucket_bytes=64),
+            lambda: OPTIMIZERS.SGD(1e-2),
+            1e-2,
+        ),
+        (sync.Gradients(clip_norm=0.1, bucket_bytes=64), lambda: OPTIMIZERS.Adam(1e-2), 2e-6),
+        (sync.Gradients(combine="sum", skip_nonfinite=True), lambda: OPTIMIZERS.SGD(1e-3), 2e-6),
+    ],
+    ids=["comm_dtype", "clipped", "sum"],
+)
+def test_a_policy_means_what_it_does_without_shards(mirrored, policy, make, tolerance):
+    model = trained(mirrored, sharded(make, 2, sync=policy))
+    mirrored.tfdist_engine.use(policy)
+    try:
+        compare(model, trained(mirrored, make), tolerance)
+    finally:
+        mirrored.tfdist_engine.use(sync.Gradients())
+
+
+def test_nonfinite_update_is_skipped_on_all_replicas(mirrored, monkeypatch):
+    x = X.copy()
+    x[1, 0] = np.inf  # of the first replica's rows in the first step
+    monkeypatch.setitem(globals(), "X", x)
+    model = trained(
+        mirrored, lambda: zero(OPTIMIZERS.SGD(1e-3), sync=sync.Gradients(skip_nonfinite=True))
+    )
+    assert all(np.isfinite(v.numpy()).all() for v in model.trainable_variables)
+    assert int(keras.ops.convert_to_numpy(model.optimizer.iterations)) == EPOCHS * 5
+
+
+def scaled(mirrored, policy, factor, scale, learning_rate):
+    """Return a LossScaleOptimizer and the weights after a step.
+
+    The step's gradient is `factor` on each replica.
+    """
+    with mirrored.scope():
+        model = keras.Sequential(
+            [keras.Input([1]), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")]
+        )
+        optimizer = OPTIMIZERS.LossScaleOptimizer(
+            zero(OPTIMIZERS.SGD(learning_rate), sync=policy), initial_scale=scale
+        )
+        model.compile(optimizer, lambda y, x: y * x, jit_compile=False)
+    model.fit(np.ones([2, 1]), np.full([2, 1], 2 * factor, np.float32), batch_size=2, verbose=0)
+    return optimizer, model.get_weights()[0][0, 0]
+
+
+def test_small_gradients_travel_with_the_scale_of_the_loss(mirrored):
+    _, weight = scaled(mirrored, "float16", 1e-9, 2.0**20, 1e6)
+    np.testing.assert_allclose(weight, -2e-3, rtol=1e-2)
+
+
+@pytest.mark.parametrize("skip_nonfinite", [False, True])
+def test_a_scale_is_lowered_where_the_sum_is_not_finite(mirrored, skip_nonfinite):
+    optimizer, weight = scaled(
+        mirrored, sync.Gradients(skip_nonfinite=skip_nonfinite), 1e38, 2.0, 1e-38
+    )
+    assert (
+        float(optimizer.dynamic_scale.numpy()),
+        int(optimizer.step_counter.numpy()),
+        weight,
+    ) == (1.0, 0, 0.0)
+
+
+class Headed(keras.Model):
+    """Build a model with a head that the loss does not use."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = (keras.layers.Dense(units, use_bias=False) for units in (1, 2))
+
+    def build(self, shape):
+        self.used.build(shape)
+        self.unused.build(shape)
+        self.built = True
+
+    def call(self, x):
+        self.unused(x)
+        return self.used(x)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"ema_overwrite_frequency": 2},
+        {"ema_overwrite_frequency": 1, "gradient_accumulation_steps": 3},
+    ],
+    ids=str,
+)
+def test_weights_without_gradients_keep_their_values_where_averages_are_published(mirrored, more):
+    def fit(make):
+        keras.utils.set_random_seed(1)
+        with mirrored.scope():
+            model = Headed()
+            model.build((None, 5))
+            model.compile(make(OPTIMIZERS.SGD(0.1, use_ema=True, ema_momentum=0.5, **more)), "mse")
+        before = model.unused.get_weights()
+        model.fit(X, Y, batch_size=9, verbose=0)
+        for found, expected in zip(model.unused.get_weights(), before, strict=True):
+            np.testing.assert_allclose(found, expected, rtol=1e-6)
+        return model
+
+    compare(fit(zero), fit(lambda optimizer: optimizer))
+
+
+# --- Snapshots ------------------------------------------------------------------------------------
+def kept(parts):
+    """Return the snapshots of which there are rows."""
+    return {file.name.partition(".")[0] for file in parts.glob("*.rows")}
+
+
+def wait_for(parts, count):
+    """Wait for the snapshot of the eighth step, and for `count` rows.
+
+    The snapshot is written while training goes on.
+    """
+    store = Store(parts)
+    end = time.monotonic() + 60
+    while (store.newest().snapshot.facts["step"], len(kept(parts))) != (
+        2,
+        count,
+    ) and time.monotonic() < end:
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def interrupted(request, tmp_path_factory):
+    """Return the files of a sharded fit with a save every four steps, interrupted in the ninth."""
+
+    @functools.cache
+    def parts(strategy):
+        directory = tmp_path_factory.mktemp("interrupted")
+        backup = tfdist.BackupAndRestore(directory, save_freq=4)
+        make = sharded(CASES["adamw"], 2)
+        with pytest.raises(Stop):
+            trained(request.getfixturevalue(strategy), make, callbacks=[backup, Interrupts(9)])
+        wait_for(directory, 2)
+        backup._finish()
+        return directory
+
+    return parts
+
+
+# From two shards to two: below, where rows are missing.
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("mirrored", "one_device"), ("one_device", "mirrored"), ("mirrored", "whole")],
+)
+def test_interrupted_fit_resumes_with_any_number_of_shards(
+    request, undisturbed, interrupted, tmp_path, before, after
+):
+    parts = tmp_path / "parts"
+    shutil.copytree(interrupted(before), parts)
+    found = Store(parts).newest().snapshot
+    assert [(parts / name).exists() for name in found.facts["rows"]] == [True]
+    assert found.facts["step"] == 2
+    assert found.facts["optimizer"] == "AdamW"
+    assert len(kept(parts)) == 2
+    make = CASES["adamw"] if after == "whole" else sharded(CASES["adamw"], 2)
+    strategy = request.getfixturevalue("mirrored" if after == "whole" else after)
+    model = trained(strategy, make, callbacks=[tfdist.BackupAndRestore(parts, save_freq=4)])
+    compare(model, undisturbed("adamw", 2), 1e-5)
+    assert not parts.exists()
+
+
+def test_snapshot_with_missing_or_damaged_rows_is_skipped(mirrored, undisturbed, tmp_path, caplog):
+    def run(*callbacks):
+        return trained(mirrored, sharded(CASES["adamw"], 2), callbacks=callbacks)
+
+    with pytest.raises(Stop):
+        run(tfdist.BackupAndRestore(tmp_path / "backup", save_freq=1, keep=4), Interrupts(9))
+    wait_for(tmp_path / "backup", 4)
+    store = Store(tmp_path / "backup")
+    assert store.newest().snapshot.facts["step"] == 2
+    newest = store.newest().number
+    rows = [
+        tmp_path / "backup" / store.read(store.path(number)).facts["rows"][0]
+        for number in store.numbers()
+    ]
+    rows[-1].unlink()
+    assert store.newest().number == newest - 1
+    content = rows[-2].read_bytes()
+    rows[-2].write_bytes(content[:-100] + bytes([content[-100] ^ 1]) + content[-99:])
+    assert store.newest().number == newest - 2
+    rows[-3].write_bytes(content[:-100])
+    found = store.newest()
+    assert (found.number, found.snapshot.facts["epoch"], found.snapshot.facts["step"]) == (
+        newest - 3,
+        0,
+        5,
+    )
+    assert all(str(path) in caplog.text for path in rows[1:])
+    compare(run(tfdist.BackupAndRestore(tmp_path / "backup")), undisturbed("adamw", 2))
+    assert not (tmp_path / "backup").exists()
+
+
+# --- Errors ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (
+            lambda: zero("adafactor"),
+            (
+                "zero: the optimizer Adafactor cannot be sharded: it looks at more than one "
+                "element of a variable"
+            ),
+        ),
+        (lambda: zero(OPTIMIZERS.Lamb(1e-3)), "zero: the optimizer Lamb cannot be sharded"),
+        (lambda: zero(OPTIMIZERS.Muon(1e-3)), "zero: the optimizer Muon cannot be sharded"),
+        (
+            lambda: zero(OPTIMIZERS.LossScaleOptimizer(OPTIMIZERS.Adam())),
+            "a LossScaleOptimizer goes around it",
+        ),
+        (
+            lambda: zero("adam", stage=3),
+            (
+                "stage: expected 1 or 2, received 3; tfdist.parallel.fsdp() shards the model's "
+                "weights too"
+            ),
+        ),
+        (lambda: zero("adam", sync=sync.LocalSGD()), "zero: sync: expected tfdist.sync.Gradients"),
+        (
+            lambda: zero("adam", sync=sync.Gradients(combine="replicas")),
+            "zero: sync: expected tfdist.sync.Gradients",
+        ),
+        (
+            lambda: zero("adam", sync=sync.Gradients(accumulate=2)),
+            "zero: sync.accumulate: one exchange for 2 steps needs whole gradients on each replica",
+        ),
+        (
+            lambda: zero(OPTIMIZERS.Adam(clipnorm=1.0), sync=sync.Gradients(clip_norm=1.0)),
+            "exclude each other; give one of them",
+        ),
+    ],
+)
+def test_what_cannot_be_sharded_is_named(mirrored, make, text):
+    with mirrored.scope(), pytest.raises(ValueError) as found:
+        make()
+    assert text in str(found.value)
+
+
+def test_variables_and_gradients_that_do_not_fit_are_named(mirrored):
+    with mirrored.scope():
+        v = keras.Variable(np.ones(3, np.float32), name="v")
+        counts = keras.Variable(np.ones(3, np.int32), dtype="int32", name="counts")
+        with pytest.raises(
+            ValueError,
+            match="zero: counts has dtype int32, expected one of float32, float64, bfloat16, "
+            "float16",
+        ):
+            zero("sgd").build([v, counts])
+        optimizer = zero("sgd")
+        optimizer.build([v])
+    for more in ([], [[v]]):
+        with pytest.raises(
+            ValueError,
+            match="zero: expected 1 gradients, one or None for each variable, received 2",
+        ):
+            tf.function(
+                functools.partial(
+                    mirrored.run,
+                    functools.partial(optimizer.apply, [np.ones(3, np.float32)] * 2, *more),
+                ),
+                autograph=False,
+            )()
+
+
+def test_without_a_scope_a_process_has_one_replica(mirrored):
+    with pytest.raises(
+        ValueError,
+        match=r"strategy: outside of its scope expected one with one replica in each process, "
+        r"received one with 2\.",
+    ):
+        zero("sgd", strategy=mirrored)
+
+
+def test_without_a_scope_a_deferred_model_needs_its_weights_too(one_device):
+    with tfdist.parallel.deferred():
+        model = keras.Sequential([keras.Input([3]), keras.layers.Dense(2)])
+    model.compile(zero("adam", strategy=one_device), "mse", jit_compile=False)
+    with pytest.raises(ValueError, match=r"Call tfdist\.parallel\.fsdp\(model\)"):
+        model.fit(np.ones([4, 3]), np.ones([4, 2]), verbose=0)
+
+
+def test_scope_of_a_tfdist_strategy_is_required(mirrored):
+    with pytest.raises(
+        ValueError,
+        match="zero: expected to be called in the scope of a strategy of tfdist, or with strategy=",
+    ):
+        zero("adam")
+    with pytest.raises(
+        ValueError, match="expected a strategy of tfdist whose replicas train in step"
+    ):
+        tfdist.parallel.Group.of(tf.distribute.get_strategy(), "mine")

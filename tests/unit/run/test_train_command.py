@@ -1,0 +1,151 @@
+"""Test one short run, from its settings to its summary, on one device."""
+
+import dataclasses
+import json
+import time
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdist
+from tests.reports import RUN_FILES, files_of_run
+from tfdist import config
+from tfdist.run.train_command import describe, run
+from tfdist.sync import DiLoCo, Gradients, LocalSGD
+from tfdist.telemetry import sessions
+from tfdist.telemetry.layout import read_json_lines
+
+
+@pytest.fixture
+def settings(tmp_path, digits_dir):
+    return config.Run.from_dict(
+        {
+            "name": "short",
+            "strategy": {"name": "one_device", "devices": "cpu"},
+            "data": {"data_dir": str(digits_dir), "train_split": "train[:20%]", "global_batch": 50},
+            "model": {"name": "mlp", "options": {"widths": (16,)}},
+            "train": {"epochs": 2, "schedule": "cosine"},
+            "output": {"dir": str(tmp_path / "run")},
+        }
+    )
+
+
+def test_run_writes_its_files_and_says_where(settings, tmp_path, capsys):
+    began = time.time()
+    summary = run(settings)
+    directory = tmp_path / "run"
+    assert json.loads((directory / "summary.json").read_text()) == summary
+    assert (
+        config.Run.from_dict(json.loads((directory / "config.json").read_text())).train
+        == settings.train
+    )
+    history = read_json_lines(directory / "history.jsonl")
+    assert [line["step"] for line in history] == [0, 1]
+    assert {"loss", "accuracy", "val_loss", "val_accuracy", "seconds"} <= history[0].keys()
+    assert history[0]["learning_rate"] > history[1]["learning_rate"] == 0  # the schedule's end
+    assert began < history[0]["time"] < history[1]["time"] < time.time()
+    assert (directory / "model.keras").is_file()
+    assert files_of_run(directory) == RUN_FILES
+    assert all(any((directory / part).glob("events*")) for part in ("train", "validation"))
+    (session,) = (
+        sessions.Session(**line) for line in read_json_lines(directory / "sessions.jsonl")
+    )
+    assert (
+        session.epoch,
+        session.step,
+        session.resumed,
+        session.workers,
+        session.global_batch,
+    ) == (0, 0, False, 1, 50)
+    assert session.versions["tfdist"] == tfdist.__version__
+    assert summary["examples_per_second"] > 0
+    assert (
+        capsys.readouterr().out.count(f"tensorboard --logdir {directory}") == 2
+    )  # at the beginning, and at the end
+    with pytest.raises(ValueError, match="holds a finished run"):
+        run(settings)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "message"),
+    [
+        ("train", "optimizer", "adma", r"train\.optimizer: received 'adma'. Did you mean"),
+        ("model", "name", "cnm", "no such model. Did you mean cnn"),
+        ("data", "eval_split", "validation", "no such split"),
+    ],
+)
+def test_settings_that_fit_nothing_are_named(settings, section, key, value, message):
+    changed = settings.to_dict()
+    changed[section][key] = value
+    with pytest.raises(ValueError, match=message):
+        run(config.Run.from_dict(changed))
+
+
+def test_a_summary_without_training_or_model_can_be_told():
+    summary = {
+        "name": "x",
+        "metrics": {"loss": 1.0, "f1": 0.25, "accuracy": 0.5},
+        "epochs": 3,
+        "examples_per_second": None,
+        "seconds": 2.0,
+        "replicas": 2,
+        "backup": "b",
+    }
+    assert "nothing left to train on 2 replicas," in describe(summary)
+    assert "x: accuracy 50.00%, loss 1.0000, f1 0.2500 on the evaluation split" in describe(summary)
+    assert "x: no metrics on the evaluation split" in describe({**summary, "metrics": {}})
+    assert "not saved" in describe(summary)
+    assert describe(summary).count("not kept") == 2
+    assert "tensorboard --logdir l" in describe({**summary, "logs": "l"})
+    under_servers = {**summary, "replicas": 1, "workers": 2, "parameter_servers": 1}
+    assert "on 2 workers and 1 parameter server," in describe(under_servers)
+
+
+@pytest.mark.parametrize(
+    ("section", "policy"),
+    [
+        ({}, Gradients()),
+        (
+            {
+                "combine": "sum",
+                "comm_dtype": "float16",
+                "clip_norm": 1.0,
+                "accumulate": 3,
+                "skip_nonfinite": True,
+            },
+            Gradients("sum", "float16", 4 << 20, 1.0, 3, True),
+        ),
+        ({"kind": "local_sgd", "warmup": 5, "bucket_bytes": 7}, LocalSGD(8, 5, bucket_bytes=7)),
+        ({"kind": "local_sgd", "every": 0}, LocalSGD("epoch")),
+        ({"kind": "diloco", "comm_dtype": "bfloat16"}, DiLoCo(comm_dtype="bfloat16")),
+        (
+            {"kind": "diloco", "every": 4, "outer_learning_rate": 0.5, "outer_momentum": 0.0},
+            DiLoCo(4, 0, 0.5, 0.0),
+        ),
+    ],
+)
+def test_a_section_becomes_a_policy(section, policy):
+    from tfdist.run import build
+
+    assert build.policy(config.Run.from_dict({"sync": section}).sync) == policy
+
+
+@pytest.mark.parametrize(
+    ("sync", "updates"), [({}, 24), ({"accumulate": 3}, 8)], ids=["each step", "every third"]
+)
+def test_a_schedule_ends_with_the_last_update(settings, one_device, sync, updates):
+    from tfdist.run import build
+
+    given = config.Run.from_dict(
+        {
+            **dataclasses.asdict(settings),
+            "model": {"name": "mlp", "options": {"widths": (4,), "classes": 10}},
+            "sync": sync,
+        }
+    )
+    train = tf.data.Dataset.from_tensor_slices(
+        (np.zeros([48, 8, 8, 1], np.float32), np.arange(48) % 10)
+    ).batch(4)
+    optimizer = build.make_model(given, one_device, train).optimizer
+    assert optimizer.get_config()["learning_rate"]["config"]["decay_steps"] == updates

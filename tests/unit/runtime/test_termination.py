@@ -1,0 +1,49 @@
+"""Test that processes that are asked to end also end what they have started."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+
+import pytest
+
+from tests.processes import group
+from tfdist.runtime.termination import ending
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_a_block_as_an_exception_and_is_given_back(number):
+    before = signal.getsignal(number)
+    with pytest.raises(SystemExit) as info, ending():
+        signal.raise_signal(number)
+    assert info.value.code == 128 + number
+    assert signal.getsignal(number) is before
+
+
+def test_ignored_hangup_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with ending():
+            signal.raise_signal(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_benchmark_whose_terminal_is_closed_leaves_nothing(tmp_path):
+    place = tmp_path / "temporary"
+    place.mkdir()
+    words = ["bench", "allreduce", "--strategies", "mirrored", "--out", str(tmp_path / "out")]
+    with group(tmp_path) as members:
+        process = members.start(
+            "bench", [sys.executable, "-m", "tfdist", *words], TMPDIR=str(place)
+        )
+        end = time.monotonic() + 60
+        while not list(place.glob("tfdist-bench-*/*/log")):
+            assert time.monotonic() < end, members.logs()
+            assert process.poll() is None, members.logs()
+            time.sleep(0.02)
+        process.send_signal(signal.SIGHUP)
+        assert members.wait(60) == {"bench": 128 + signal.SIGHUP}
+    assert list(place.iterdir()) == []

@@ -1,0 +1,195 @@
+"""Test that an audit of what workers took gives a verdict or names the first fault.
+
+No test here starts a process.
+"""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdist.data.order import Order, rows_of_replicas
+from tfdist.data.pipeline import pipeline
+from tfdist.data.sources.records import records
+from tfdist.tools.audit import stages
+from tfdist.tools.audit.steps import Step
+from tfdist.tools.audit.verdict import Offence, Plan, verify
+
+EXAMPLES = 10
+BATCH = 4
+
+
+def plan(tail="partial", order=True, **changes):
+    order = Order(EXAMPLES, BATCH, seed=5, tail=tail) if order else None
+    return Plan(order, EXAMPLES, BATCH, tail, **{"epochs": range(2), **changes})
+
+
+def taken(plan, workers=2):
+    """Return what each worker rightly takes, as a list that a test may spoil."""
+    order = Order(EXAMPLES, BATCH, seed=5, tail=plan.tail)
+    found = [[] for _ in range(workers)]
+    for epoch in plan.epochs:
+        for step in range(plan.first_step if epoch == plan.epochs.start else 0, order.steps):
+            numbers = order.batch(epoch, step).numpy()
+            if plan.tail == "pad":
+                numbers = np.pad(numbers, (0, BATCH - len(numbers)), constant_values=-1)
+            for worker in range(workers):
+                begin, end = rows_of_replicas(len(numbers), worker, 1, workers)
+                found[worker].append(
+                    Step(epoch, step, len(numbers), 7.0 * step, 0, numbers[begin:end].copy())
+                )
+    return found
+
+
+def check(plan, found, left_out=None):
+    return verify([lambda of=of: iter(of) for of in found], plan, left_out or [{} for _ in found])
+
+
+@pytest.mark.parametrize("order", [True, False])
+@pytest.mark.parametrize(
+    ("tail", "examples", "dropped"), [("partial", 20, 0), ("pad", 20, 0), ("drop", 16, 4)]
+)
+def test_correct_reads_are_counted(tail, examples, dropped, order):
+    what = plan(tail, order)
+    verdict = check(what, taken(what))
+    assert (verdict.examples, verdict.dropped, verdict.whole) == (examples, dropped, 2)
+    assert verdict.steps == 2 * (2 if tail == "drop" else 3)
+
+
+def test_reads_before_a_resume_count_by_their_order():
+    what = plan(first_step=2)
+    verdict = check(what, taken(what, workers=1))
+    assert (verdict.steps, verdict.examples, verdict.whole) == (4, 12, 2)
+    what = plan(order=False, first_step=2)
+    assert check(what, taken(what)).whole == 1  # of the first epoch nobody knows
+
+
+@pytest.mark.parametrize("order", [True, False])
+def test_an_example_on_two_workers_is_named_with_both(order):
+    what = plan(order=order)
+    found = taken(what)
+    stolen = found[0][4].numbers[1]
+    expected = found[1][5].numbers[0]
+    found[1][5].numbers[0] = stolen
+    with pytest.raises(
+        Offence, match=rf"received example {stolen}, which worker 0 had in step 1, row 1$"
+    ) as caught:
+        check(what, found)
+    offence = caught.value
+    assert (offence.epoch, offence.step, offence.row, offence.worker) == (1, 2, 1, 1)
+    assert (offence.expected, offence.received) == (expected if order else None, stolen)
+
+
+def test_an_example_that_nobody_read_is_named():
+    what = plan(order=False, epochs=range(1))
+    found = taken(what)
+    missing = int(found[1][2].numbers[0])
+    found = [[step for step in of if step.step < 2] for of in found]
+    with pytest.raises(Offence, match="expected example") as caught:
+        check(what, found)
+    assert caught.value.expected <= missing
+
+
+def test_an_example_that_does_not_exist_is_named():
+    what = plan(order=False, epochs=range(1))
+    found = taken(what)
+    found[0][0].numbers[0] = EXAMPLES
+    with pytest.raises(
+        Offence, match=f"expected examples below {EXAMPLES}; received example {EXAMPLES}"
+    ):
+        check(what, found)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (
+            lambda found: found[1].pop(),
+            r"epoch 1, step 2, worker 1: expected a batch, as worker 0 has one; received none",
+        ),
+        (
+            lambda found: [of.pop() for of in found],
+            r"epoch 1: expected 3 steps; all workers ended after 2",
+        ),
+        (
+            lambda found: replace(found, 1, 1, fingerprint=3.0),
+            r"worker 1: expected the fingerprint of worker 0's batch, 7.0; received 3.0",
+        ),
+        (
+            lambda found: replace(found, 1, 1, rows=3),
+            r"step 1, worker 1: expected a global batch of 4 rows; received one of 3",
+        ),
+        (
+            lambda found: replace(found, 0, 1, numbers=found[0][1].numbers[:1]),
+            r"row 1, worker 0: expected example \d+, as its rows are 0 to 1; received none",
+        ),
+        (
+            lambda found: found[0][1].numbers.fill(-1),
+            r"epoch 0, step 1, row 0, worker 0: expected example \d+; received none",
+        ),
+    ],
+)
+def test_other_faults_are_named(spoil, message):
+    what = plan()
+    found = taken(what)
+    spoil(found)
+    with pytest.raises(Offence, match=message):
+        check(what, found)
+
+
+def test_one_row_too_many_is_named():
+    what = plan()
+    found = taken(what)
+    more = int(found[1][0].numbers[0])
+    replace(found, 0, 0, numbers=np.append(found[0][0].numbers, more))
+    with pytest.raises(
+        Offence,
+        match=f"row 2, worker 0: expected none, as its rows are 0 to 1; received example {more}",
+    ):
+        check(what, found)
+
+
+def test_an_example_left_out_must_be_reported_by_its_worker():
+    what = plan()
+    found = taken(what)
+    number = int(found[1][0].numbers[1])
+    places = [
+        int(step.numbers.tolist().index(number)) if number in step.numbers else None
+        for step in found[1]
+    ]
+    for step, place in zip(found[1], places, strict=True):
+        if place is not None:
+            step.numbers[place] = -1
+    gone = sum(place is not None for place in places)
+    if any(
+        number in step.numbers for step in found[0]
+    ):  # worker 0 reads it in the other epoch, and can
+        gone = 1
+    verdict = check(what, found, [{}, {number: "file a"}])
+    assert (verdict.left_out, verdict.examples) == (gone, 20 - gone)
+    with pytest.raises(Offence, match=f"expected example {number}; received none"):
+        check(what, found, [{number: "file a"}, {}])
+
+
+def replace(found, worker, place, **changes):
+    found[worker][place] = found[worker][place]._replace(**changes)
+
+
+def test_stages_leave_out_what_the_pipeline_does(tmp_path):
+    path = tmp_path / "a.tfrecord"
+    with tf.io.TFRecordWriter(str(path)) as writer:
+        for i in range(6):
+            writer.write(str(i).encode())
+    content = bytearray(path.read_bytes())
+    content[17 * 2 + 12] ^= 1
+    path.write_bytes(content)
+    source = records(str(path), access="random").map(
+        lambda stored: (tf.strings.to_number(stored), 0)
+    )
+    batches = pipeline(
+        dataclasses.replace(source, raw=records(str(path), access="random").raw), 2, ignore_errors=1
+    ).batches
+    found = [stage.name for stage in stages.measure(batches, (0, 1, 1), 0.02)]
+    assert found == ["order", "read", "decode", "batch"]
+    assert stages.stored_bytes(batches) == 1

@@ -1,0 +1,186 @@
+"""Test plans of what each of several devices needs, from what one device needs.
+
+Figures are computed by hand; tests also cover the chosen way and wrong arguments.
+"""
+
+import dataclasses
+
+import pytest
+
+from tfdist.tools.plan.main import main, parse, table
+from tfdist.tools.plan.options import Needs, Stage, choose, ways
+
+MEGA = 1_000_000
+# Four equal layers with Adam: 40 MB of weights, 80 MB of slots; 1 MB of activations an example.
+NEEDS = Needs(
+    [10 * MEGA] * 4,
+    [10 * MEGA] * 4,
+    frozen=0,
+    slots=80 * MEGA,
+    scalars=0,
+    fixed=0,
+    per_row=MEGA,
+    rows=32,
+    last=32,
+)
+
+
+def found(devices, needs=None, **more):
+    needs = needs or cut(*[(4 / devices, 1 / devices)] * devices)
+    return {way.name: way for way in ways(needs, devices, **more)}
+
+
+def cut(*stages):
+    """Return the model in stages of so many layers, with these shares of the activations."""
+    return dataclasses.replace(
+        NEEDS, stages=[Stage(layers * 10 * MEGA, 0, share, 1000) for layers, share in stages]
+    )
+
+
+FOUR = cut(*[(1, 0.25)] * 4)
+
+
+def test_one_device_has_one_way():
+    (way,) = ways(NEEDS, 1)
+    assert (way.name, way.resident, way.peak, way.sent) == (
+        "one device",
+        120 * MEGA,
+        (120 + 40 + 32 + 2 * 10) * MEGA,
+        0,
+    )  # gradients, activations, two products of a variable
+
+
+@pytest.mark.parametrize(
+    ("name", "resident", "peak", "sent"),
+    [
+        ("data parallel", 120, 120 + 2 * 40 + 8 + 20, 60),
+        ("data parallel, bfloat16", 120, 120 + 2 * 40 + 8 + 20, 30),
+        ("ZeRO-1", 40 + 10 + 20, 70 + 40 + 10 + 8 + 5, 90),
+        ("ZeRO-2", 40 + 10 + 20, 70 + 40 + 10 + 8 + 5, 60),
+        ("ZeRO-2, bfloat16", 40 + 10 + 20, 70 + 40 + 10 + 8 + 5, 30),
+        ("FSDP (ZeRO-3)", 10 + 20, 30 + 10 + 3 * 10 + 8 + 5, 90 - 15),
+    ],
+)
+def test_four_devices(name, resident, peak, sent):
+    way = found(4)[name]
+    assert (way.resident, way.peak, way.sent) == (resident * MEGA, peak * MEGA, sent * MEGA)
+
+
+def test_a_pipeline_holds_its_heaviest_stage_and_the_activations_of_its_depth():
+    way = found(2, cut((2, 0.5), (2, 0.5)), microbatches=8)["pipeline"]
+    assert (way.resident, way.sent) == (60 * MEGA, 1000 * 32)
+    assert (
+        way.peak == (60 + 2 * 20 + 4) * MEGA
+    )  # gradients, and their sums; of two micro-batches of four rows half of the activations
+    early = found(2, cut((1, 0.9), (3, 0.1)), microbatches=4)["pipeline"]
+    assert early.resident == 90 * MEGA
+    assert early.peak == max(30 + 10 + 20 + 0.9 * 8 * 2, 90 + 2 * 30 + 0.1 * 8) * MEGA
+
+
+def test_pipeline_whose_traffic_depends_on_the_data():
+    needs = dataclasses.replace(NEEDS, stages=[Stage(20 * MEGA, 0, 0.5, None)] * 2)
+    assert found(2, needs)["pipeline"].sent is None
+    assert "not known" in "\n".join(
+        table(needs, ways(needs, 2), None, *choose(ways(needs, 2), None))
+    )
+
+
+@pytest.mark.parametrize(
+    ("needs", "name", "reason"),
+    [
+        (
+            dataclasses.replace(NEEDS, not_cut="the model can be cut into at most 1 stages"),
+            "pipeline",
+            "at most 1 stages",
+        ),
+        (
+            dataclasses.replace(cut((2, 0.5), (2, 0.5)), rows=30),
+            "pipeline",
+            "8 micro-batches do not divide the batch of 30 examples",
+        ),
+        (
+            dataclasses.replace(cut((2, 0.5), (2, 0.5)), last=12),
+            "pipeline",
+            "an epoch's last batch of 12 examples; take data.tail",
+        ),
+        (
+            dataclasses.replace(
+                cut((2, 0.5), (2, 0.5)), not_sharded="the optimizer Muon cannot be sharded"
+            ),
+            "ZeRO-2",
+            "Muon",
+        ),
+    ],
+)
+def test_impossible_way_is_explained_and_not_chosen(needs, name, reason):
+    all_ways = ways(needs, 2)
+    assert reason in next(way.refused for way in all_ways if way.name == name)
+    chosen, _ = choose(all_ways, 100 * MEGA)
+    assert chosen is None or not chosen.refused
+    assert any(
+        "not possible" in line and reason in line
+        for line in table(needs, all_ways, None, *choose(all_ways, None))
+    )
+
+
+def test_rows_of_a_batch_that_does_not_divide_are_those_of_the_fullest_replica():
+    assert found(3)["data parallel"].peak == (120 + 2 * 40 + 11 + 20) * MEGA
+
+
+@pytest.mark.parametrize(
+    ("memory", "name", "why"),
+    [
+        (None, "data parallel", "not known"),
+        (300 * MEGA, "data parallel", "nothing simpler"),
+        (170 * MEGA, "ZeRO-2", "data parallel needs 0.23 GB"),
+        (100 * MEGA, "FSDP (ZeRO-3)", "ZeRO-2 needs 0.13 GB"),
+    ],
+)
+def test_the_first_way_that_fits_is_taken(memory, name, why):
+    chosen, reason = choose(ways(FOUR, 4), memory)
+    assert chosen.name == name
+    assert why in reason
+
+
+def test_nothing_fits():
+    chosen, reason = choose(ways(NEEDS, 1), MEGA)
+    assert chosen is None
+    assert 'more devices, a smaller global batch, or train.precision="mixed_bfloat16"' in reason
+
+
+def test_the_table_says_what_fits_and_how_to_have_it():
+    all_ways = ways(FOUR, 4)
+    lines = table(FOUR, all_ways, 170 * MEGA, *choose(all_ways, 170 * MEGA))
+    assert lines[0] == (
+        "One device, 32 examples a step: weights 40 MB, gradients 40 MB, optimizer 80 MB, "
+        "activations 32 MB"
+    )
+    by_name = {line.split("  ")[0]: line for line in lines}
+    assert "too large" in by_name["data parallel"]
+    assert "fits" in by_name["ZeRO-2"]
+    assert by_name["ZeRO-2, bfloat16"].endswith('parallel.zero=2 sync.comm_dtype="bfloat16"')
+    assert lines[-1].startswith("Take ZeRO-2: the first that fits")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--devices", "4"], "--config: expected a config file"),
+        (
+            ["--config=a.py", "--memory", "16"],
+            "expected an amount with a unit, such as 16GB or 800MiB; received '16'",
+        ),
+        (["--config=a.py", "--memory", "0GB"], "received '0GB'"),
+        (["--config=a.py", "--devices", "0"], "received '0'"),
+        (["--config=a.py", "--device", "4"], "Did you mean --devices?"),
+        (["--config=a.py", "--microbatches", "half"], "received 'half'"),
+    ],
+)
+def test_wrong_words_are_named(words, message):
+    with pytest.raises(ValueError, match=message.replace("?", r"\?")):
+        parse(words)
+
+
+def test_exit_codes(capsys):
+    assert main(["--memory", "1GB"]) == 2
+    assert "tfdist plan" in capsys.readouterr().err

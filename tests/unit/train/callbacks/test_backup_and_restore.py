@@ -1,0 +1,330 @@
+"""Test that a fit interrupted at any step and resumed in another model ends as one that was not."""
+
+import functools
+import itertools
+import os
+import time
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdist
+from tfdist import data
+from tfdist.backup import state
+from tfdist.backup.store import Store
+
+EXAMPLES = 50
+BATCH = 8
+EPOCHS = 3
+STEPS = -(-EXAMPLES // BATCH)
+X = np.random.default_rng(0).normal(size=(EXAMPLES, 5)).astype(np.float32)
+Y = X.sum(axis=1, keepdims=True)
+
+
+class Stop(Exception):
+    pass
+
+
+class Interrupts(keras.callbacks.Callback):
+    """End a fit after a step, or before an epoch."""
+
+    def __init__(self, epoch=None, step=None):
+        super().__init__()
+        self.where = (epoch, step)
+        self.now = None
+        self.seen = []
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.now = epoch
+        if self.where == (epoch, 0):
+            raise Stop
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen.append((self.now, batch))
+        if self.where == (self.now, batch + 1):
+            raise Stop
+
+
+@pytest.fixture
+def strategy(request):
+    """Return the strategy that a test names.
+
+    Tests of what both strategies do alike use the one that is traced in less time.
+    """
+    return request.getfixturevalue(request.param)
+
+
+DATA = {
+    "pipeline": lambda: data.pipeline((X, Y), BATCH, seed=2),
+    "tf.data": lambda: tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH),
+}
+
+
+MODELS = {}  # what takes most of the time is to trace a model's steps
+
+
+def model_of(strategy, seed, steps_per_execution=1):
+    """Return a model as it is when it is made after setting this seed."""
+    key = id(strategy), seed, steps_per_execution
+    keras.utils.set_random_seed(seed)
+    if key not in MODELS:
+        with strategy.scope():
+            model = keras.Sequential(
+                [
+                    keras.Input([5]),
+                    keras.layers.Dense(6, "relu"),
+                    keras.layers.BatchNormalization(center=False, scale=False),
+                    keras.layers.Dropout(0.3),
+                    keras.layers.Dense(1),
+                ]
+            )
+            model.compile(
+                keras.optimizers.Adam(0.01),
+                "mse",
+                metrics=["mae"],
+                steps_per_execution=steps_per_execution,
+            )
+            model.optimizer.build(model.trainable_variables)
+        MODELS[key] = strategy, model, state.of_model(model)
+    _, model, begin = MODELS[key]
+    state.into_model(begin, model, "begin")
+    return model
+
+
+class Counter(keras.callbacks.Callback):
+    """Count steps, and remember how many."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.count += 1
+
+    def get_state(self):
+        return self.count
+
+    def set_state(self, state):
+        self.count = state
+
+
+def train(
+    strategy,
+    directory,
+    kind="pipeline",
+    interrupt=(None, None),
+    save_freq=2,
+    seed=1,
+    steps_per_execution=1,
+    callbacks=lambda saves: [saves],
+    **fit,
+):
+    model = model_of(strategy, seed, steps_per_execution)
+    stopping = keras.callbacks.EarlyStopping("loss", patience=9)
+    interrupts = Interrupts(*interrupt)
+    saves = tfdist.BackupAndRestore(directory, save_freq=save_freq)
+    ended = True
+    try:
+        history = model.fit(
+            DATA[kind](),
+            epochs=EPOCHS,
+            verbose=0,
+            callbacks=[stopping, *callbacks(saves), interrupts],
+            **fit,
+        )
+    except Stop:
+        ended = False
+        history = model.history
+        saves._finish()
+    return {
+        "ended": ended,
+        "history": history.history,
+        "epochs": history.epoch,
+        "weights": model.get_weights(),
+        "best": stopping.best,
+        "seen": interrupts.seen,
+        "iterations": int(model.optimizer.iterations.numpy()),
+    }
+
+
+def same(found, expected):
+    assert found["ended"]
+    assert found["iterations"] == expected["iterations"] == STEPS * EPOCHS
+    assert found["epochs"] == expected["epochs"]
+    assert found["best"] == pytest.approx(expected["best"], rel=1e-6)
+    assert set(found["history"]) == set(expected["history"])
+    for name, values in expected["history"].items():
+        np.testing.assert_allclose(found["history"][name], values, rtol=1e-6, err_msg=name)
+    for a, b in zip(found["weights"], expected["weights"], strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Return the result of an uninterrupted fit on a strategy; each runs once."""
+
+    @functools.cache
+    def fit(strategy, kind="pipeline"):
+        return train(strategy, tmp_path_factory.mktemp("whole"), kind)
+
+    return fit
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind", "interrupts"),
+    [
+        ("one_device", "pipeline", [(0, 2), (1, 4), (2, STEPS - 1)]),
+        ("mirrored", "pipeline", [(0, 3), (1, 0), (1, STEPS)]),
+        ("one_device", "tf.data", [(0, 3)]),
+        ("mirrored", "tf.data", [(1, STEPS)]),
+    ],
+    indirect=["strategy"],
+)
+def test_resumed_fit_equals_an_uninterrupted_one(strategy, undisturbed, tmp_path, kind, interrupts):
+    """Each attempt resumes in another model than the one before, with other weights until then."""
+    seeds = itertools.cycle([1, 5])
+    for interrupt in interrupts:
+        assert not train(strategy, tmp_path, kind, interrupt, seed=next(seeds))["ended"]
+    same(train(strategy, tmp_path, kind, seed=next(seeds)), undisturbed(strategy, kind))
+    assert not tmp_path.exists()
+
+
+def test_callbacks_know_each_step_wherever_they_are_listed(one_device, tmp_path):
+    before = Counter()
+    after = Counter()
+    options = {"callbacks": lambda saves: [before, saves, after], "save_freq": 3}
+    assert not train(one_device, tmp_path, interrupt=(1, 5), **options)["ended"]
+    before.count = after.count = 100
+    assert train(one_device, tmp_path, seed=5, **options)["ended"]
+    assert (before.count, after.count) == (STEPS * EPOCHS, STEPS * EPOCHS)
+
+
+def test_in_a_list_of_keras_it_comes_before_keras_own(one_device, tmp_path):
+    counter = Counter()
+    own = tfdist.BackupAndRestore(tmp_path, save_freq=2)
+    model = model_of(one_device, 1)
+    together = keras.callbacks.CallbackList(
+        [own, counter], add_history=True, model=model, epochs=1, steps=STEPS
+    )
+    model.fit(DATA["pipeline"](), verbose=0, callbacks=together)
+    assert [type(c).__name__ for c in together.callbacks] == [
+        "Counter",
+        "BackupAndRestore",
+        "History",
+    ]
+
+
+def test_a_training_killed_before_its_first_save_begins_from_the_same_state(
+    mirrored, undisturbed, tmp_path
+):
+    assert not train(mirrored, tmp_path, interrupt=(0, 3), save_freq="epoch")["ended"]
+    assert os.listdir(tmp_path).count("snapshot-0.tfdist") == 1
+    same(train(mirrored, tmp_path, save_freq="epoch", seed=5), undisturbed(mirrored))
+
+
+def test_training_interrupted_several_times_resumes(one_device, undisturbed, tmp_path):
+    for interrupt in ((0, 5), (1, 2), (1, 6)):
+        assert not train(one_device, tmp_path, "pipeline", interrupt)["ended"]
+    found = train(one_device, tmp_path, "pipeline")
+    assert not tmp_path.exists()
+    same(found, undisturbed(one_device))
+    assert found["seen"][0] == (1, 0)  # the callbacks see the whole epoch
+
+
+@pytest.mark.parametrize(
+    ("strategy", "save_freq", "steps_per_execution"),
+    [("one_device", "epoch", 1), ("mirrored", "0.001s", 1), ("one_device", 5, 3)],
+    indirect=["strategy"],
+)
+def test_fit_resumes_for_any_save_frequency(
+    strategy, undisturbed, tmp_path, save_freq, steps_per_execution
+):
+    options = {"save_freq": save_freq, "steps_per_execution": steps_per_execution}
+    assert not train(strategy, tmp_path / "cut", interrupt=(2, 3), **options)["ended"]
+    same(train(strategy, tmp_path / "cut", seed=5, **options), undisturbed(strategy))
+
+
+def test_a_clock_that_jumps_by_a_year_disturbs_nothing(
+    one_device, undisturbed, tmp_path, monkeypatch
+):
+    """The clock affects neither when it saves, nor which snapshot is the newest."""
+    expected = undisturbed(one_device)
+    true = time.time
+    jumps = itertools.cycle([0, 3e7, -3e7])
+    written = []
+    monkeypatch.setattr(time, "time", lambda: true() + next(jumps))
+    write = Store.write
+    monkeypatch.setattr(
+        Store,
+        "write",
+        lambda store, snapshot: written.append(time.monotonic()) or write(store, snapshot),
+    )
+    pace = keras.callbacks.LambdaCallback(on_train_batch_begin=lambda batch, logs: time.sleep(0.04))
+    begun = time.monotonic()
+    train(
+        one_device,
+        tmp_path / "cut",
+        interrupt=(2, 5),
+        save_freq="0.2s",
+        callbacks=lambda saves: [saves, pace],
+    )
+    assert 3 <= len(written) <= 2 + (time.monotonic() - begun) / 0.2
+    files = sorted(
+        (tmp_path / "cut").glob("*.tfdist"), key=lambda file: int(file.stem.partition("-")[2])
+    )
+    for years, file in enumerate(files):  # the newer, the older
+        os.utime(file, (true() - 3e7 * years,) * 2)
+    assert Store(tmp_path / "cut").newest().number == len(written) - 1
+    same(train(one_device, tmp_path / "cut", seed=5), expected)
+
+
+@pytest.mark.parametrize("save_freq", ["5 minutes", "0s", "epochs", 2.5])
+def test_wrong_times_are_refused(save_freq, tmp_path):
+    with pytest.raises(ValueError, match="save_freq"):
+        tfdist.BackupAndRestore(tmp_path, save_freq=save_freq)
+
+
+def test_csv_log_continues_after_a_resume(one_device, tmp_path):
+    def fit(interrupt, directory):
+        model = model_of(one_device, 1)
+        table = keras.callbacks.CSVLogger(tmp_path / directory / "log.csv")
+        callbacks = [
+            table,
+            tfdist.BackupAndRestore(tmp_path / directory / "backup", save_freq=3),
+            Interrupts(*interrupt),
+        ]
+        try:
+            model.fit(DATA["pipeline"](), epochs=EPOCHS, verbose=0, callbacks=callbacks)
+        except Stop:
+            callbacks[1]._finish()
+            table.csv_file.close()
+        with open(tmp_path / directory / "log.csv") as file:
+            return [[float(x) for x in row.split(",")[:2]] for row in file.read().splitlines()[1:]]
+
+    for directory in ("whole", "cut"):
+        (tmp_path / directory).mkdir()
+    whole = fit((None, None), "whole")
+    assert [row[0] for row in whole] == [0, 1, 2]
+    assert [row[0] for row in fit((2, 1), "cut")] == [
+        0,
+        1,
+    ]  # saved after step 6 of epoch 1, whose row is written again
+    np.testing.assert_allclose(fit((None, None), "cut"), whole, rtol=1e-6)
+
+
+def test_a_model_that_is_compiled_again_saves_its_new_optimizer(one_device, tmp_path):
+    keras.utils.set_random_seed(1)
+    with one_device.scope():
+        model = keras.Sequential([keras.Input([5]), keras.layers.Dense(1)])
+    for attempt, optimizer in enumerate(("sgd", "adam", "adam")):
+        with one_device.scope():
+            model.compile(optimizer, "mse", metrics=["mae"])
+        saves = tfdist.BackupAndRestore(
+            tmp_path / str(attempt), save_freq="epoch", delete_checkpoint=False
+        )
+        model.fit(X, Y, epochs=1 + attempt, batch_size=BATCH, verbose=0, callbacks=[saves])
+        found = Store(tmp_path / str(attempt)).newest().snapshot
+        for place, variable in enumerate(model.optimizer.variables):
+            np.testing.assert_array_equal(found.arrays[f"optimizer/{place}"], variable)

@@ -1,0 +1,459 @@
+"""Test `fit`, `evaluate` and `predict` in one process: steps, callbacks, shared state."""
+
+import gc
+import weakref
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdist
+from tests.parity.cases import CROSSENTROPY, GLOBAL_BATCH, STEPS, Steps, data, dataset
+from tfdist.runtime.launch_protocol import Phase
+from tfdist.train.synchronous import loop, worker_callbacks
+from tfdist.train.synchronous.loop import Runner
+from tfdist.train.synchronous.predict import Predictor
+
+
+def linear():
+    return keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
+
+
+def compiled(strategy, build=linear, optimizer=keras.optimizers.SGD, loss=CROSSENTROPY, **kwargs):
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = build()
+        model.compile(optimizer(), loss, **kwargs)
+    return model
+
+
+def copies(strategy, variable):
+    return [c.numpy() for c in strategy.experimental_local_results(variable.value)]
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Record the steps of each call of a graph."""
+    done = []
+    run_steps = Runner._run_steps
+
+    def counted(self, iterator, steps):
+        done.append(run_steps(self, iterator, steps))
+        return done[-1]
+
+    monkeypatch.setattr(loop.Runner, "_run_steps", counted)
+    return done
+
+
+# --- Steps and callbacks --------------------------------------------------------------------------
+def test_unwatched_steps_run_many_at_a_time(one_device, calls):
+    x, y = data(400)
+    model = compiled(one_device)
+    history = model.fit(dataset(x, y, batch=1), epochs=2, verbose=0).history
+    assert sum(calls) == 800
+    assert len(calls) < 200  # about 20 on an idle machine
+    assert len(history["loss"]) == 2
+    assert int(model.optimizer.iterations.numpy()) == 800
+
+
+def test_a_callback_that_watches_batches_sees_each_step(mirrored, calls):
+    x, y = data()
+    watched, free = (compiled(mirrored, metrics=["accuracy"]) for _ in range(2))
+    steps = Steps()
+    ends = []
+    watched.fit(dataset(x, y), epochs=2, verbose=0, callbacks=[steps])
+    assert [c for c in calls if c] == [1] * 2 * STEPS
+    free.fit(
+        dataset(x, y),
+        epochs=2,
+        verbose=0,
+        callbacks=[
+            keras.callbacks.LambdaCallback(on_epoch_end=lambda e, logs: ends.append(dict(logs)))
+        ],
+    )
+    np.testing.assert_allclose(
+        [steps.rows[STEPS - 1], steps.rows[-1]],
+        [[e[k] for k in sorted(e)] for e in ends],
+        rtol=1e-5,
+    )
+    assert steps.rows[0] != steps.rows[1]
+
+
+def test_training_stops_at_the_very_step_that_a_callback_names(mirrored):
+    def stop(batch, logs):
+        model.stop_training = batch == 2
+
+    model = compiled(mirrored)
+    history = model.fit(
+        dataset(*data()),
+        epochs=3,
+        verbose=0,
+        callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=stop)],
+    )
+    assert int(model.optimizer.iterations.numpy()) == 3
+    assert len(history.history["loss"]) == 1
+
+
+@pytest.mark.parametrize("a_call", [1, 2])
+def test_endless_data_set_starts_no_unused_pass(mirrored, a_call):
+    begun = []
+    once = tf.data.Dataset.from_tensors(0).map(
+        lambda _: tf.numpy_function(lambda: begun.append(1) or np.int64(0), [], tf.int64)
+    )
+    endless = once.flat_map(lambda _: dataset(*data(6 * GLOBAL_BATCH))).repeat()
+    model = compiled(mirrored, steps_per_execution=a_call)
+    for first, last in ((0, 1), (1, 3)):
+        model.fit(endless, steps_per_epoch=6, initial_epoch=first, epochs=last, verbose=0)
+        assert len(begun) == last, f"passes begun for {last} epochs"
+    assert int(model.optimizer.iterations.numpy()) == 3 * 6
+
+
+def test_results_stay_right_when_a_model_is_compiled_anew(mirrored):
+    """Old and new metrics may lie at the same addresses, and must not be taken for each other."""
+    x, y = data(30)
+    model = compiled(mirrored)
+    expected = None
+    for _ in range(6):
+        with mirrored.scope():
+            model.compile(
+                "sgd",
+                CROSSENTROPY,
+                metrics=["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(2, name="top")],
+            )
+        gc.collect()
+        result = model.evaluate(dataset(x, y), verbose=0)
+        expected = expected or result
+        np.testing.assert_allclose(result, expected, rtol=1e-6)
+
+
+class Extended(keras.callbacks.ModelCheckpoint):
+    def on_train_batch_end(self, batch, logs=None):
+        super().on_train_batch_end(batch, logs)
+
+
+def every_callback(directory):
+    """Return (name, callback, watches training batches, watches test batches) of each callback."""
+    path = str(directory / "{epoch}.weights.h5")
+    log = str(directory / "log")
+    nothing = lambda *args, **kwargs: None  # noqa: E731
+    k = keras.callbacks
+    rows = [
+        (k.Callback(), False, False),
+        (k.ProgbarLogger(), False, False),
+        (k.History(), False, False),
+        (k.CSVLogger(log), False, False),
+        (k.EarlyStopping(), False, False),
+        (k.ReduceLROnPlateau(), False, False),
+        (k.LearningRateScheduler(nothing), False, False),
+        (k.RemoteMonitor(), False, False),
+        (k.SwapEMAWeights(), False, False),
+        (k.ModelCheckpoint(path, save_weights_only=True), False, False),
+        (k.ModelCheckpoint(path, save_weights_only=True, save_freq=3), True, False),
+        (k.BackupAndRestore(log), False, False),
+        (k.BackupAndRestore(log, save_freq=2), True, False),
+        (k.TensorBoard(log), False, False),
+        (k.TensorBoard(log, update_freq="batch"), True, True),
+        (k.TensorBoard(log, profile_batch=2), True, True),
+        (k.TerminateOnNaN(), True, False),
+        (k.LambdaCallback(on_epoch_end=nothing), False, False),
+        (k.LambdaCallback(on_train_batch_end=nothing), True, False),
+        (k.LambdaCallback(on_test_batch_begin=nothing), False, True),
+        (tfdist.TensorBoard(log), False, False),
+        (tfdist.BackupAndRestore(log), False, False),
+        (Extended(path, save_weights_only=True), True, False),
+        (Steps(), True, False),
+    ]
+    return [(type(callback).__name__, callback, *expected) for callback, *expected in rows]
+
+
+def test_directories_of_checkpoints_are_there_before_two_workers_would_make_them(
+    one_device, tmp_path
+):
+    made = tmp_path / "a" / "b" / "{epoch}.weights.h5"
+    late = tmp_path / "c" / "{epoch}" / "last.weights.h5"
+    (tmp_path / "file").touch()
+    there = []
+    look = keras.callbacks.LambdaCallback(
+        on_train_begin=lambda logs: there.extend(sorted(p.name for p in tmp_path.rglob("*")))
+    )
+    saves = [keras.callbacks.ModelCheckpoint(path, save_weights_only=True) for path in (made, late)]
+    compiled(one_device).fit(dataset(*data()), verbose=0, callbacks=[*saves, look])
+    assert there == ["a", "b", "c", "file"]
+    assert (tmp_path / "c" / "1" / "last.weights.h5").exists()
+    worker_callbacks.make_directories(
+        [
+            keras.callbacks.ModelCheckpoint(tmp_path / "file" / "x.keras"),
+            keras.callbacks.ModelCheckpoint("x.keras"),
+        ]
+    )
+
+
+def test_who_watches_batches(tmp_path):
+    rows = every_callback(tmp_path)
+    for name, callback, train, test in rows:
+        assert (
+            worker_callbacks.watches([callback], "train"),
+            worker_callbacks.watches([callback], "test"),
+        ) == (
+            train,
+            test,
+        ), (name, vars(callback))
+    assert not worker_callbacks.watches([], "train")
+    assert worker_callbacks.watches([c for _, c, *_ in rows], "train")
+    theirs = {name for name, value in vars(keras.callbacks).items() if isinstance(value, type)}
+    rest = theirs - {name for name, *_ in rows}
+    # A container, a base class, and one that takes a package of its own and is its own base's only
+    # batch watcher.
+    assert rest <= {"CallbackList", "MonitorCallback", "OrbaxCheckpoint"}, (
+        f"Keras has callbacks that this test does not know: {rest}"
+    )
+
+
+def test_tensorboard_writes_results_and_speed(one_device, tmp_path):
+    tensorboard = tfdist.TensorBoard(str(tmp_path), write_graph=False)
+    compiled(one_device).fit(
+        dataset(*data()),
+        epochs=2,
+        verbose=0,
+        callbacks=[tensorboard],
+        validation_data=dataset(*data(20)),
+    )
+    scalars: dict[str, dict] = {}
+    for path in sorted(tmp_path.rglob("events*")):
+        for event in tf.compat.v1.train.summary_iterator(str(path)):
+            for value in event.summary.value:
+                scalars.setdefault(f"{path.parent.name}/{value.tag}", {})[event.step] = float(
+                    tf.make_ndarray(value.tensor).sum()
+                )
+    assert {"train/epoch_loss", "validation/epoch_loss"} <= set(scalars)
+    for name in ("examples_per_second", "step_milliseconds", "input_wait"):
+        assert set(scalars[f"train/speed/{name}"]) == {0, 1}, name
+    for rate, milliseconds in zip(
+        scalars["train/speed/examples_per_second"].values(),
+        scalars["train/speed/step_milliseconds"].values(),
+        strict=True,
+    ):
+        assert rate == pytest.approx(GLOBAL_BATCH / milliseconds * 1e3, rel=1e-4)
+    assert all(0 <= share <= 1 for share in scalars["train/speed/input_wait"].values())
+
+
+def test_other_workers_write_elsewhere_or_not_at_all(tmp_path):
+    log = str(tmp_path / "log")
+    k = keras.callbacks
+    each = tfdist.TensorBoard(log, per_worker=True)
+    chief = tfdist.TensorBoard(log)
+    for callback in (each, chief, k.TensorBoard(log)):
+        assert not worker_callbacks.follow(callback).log_dir.startswith(str(tmp_path))
+    assert (each.follows, each.root_dir) == (
+        True,
+        log,
+    )  # what it sees goes to `worker-1` there, as tests/cluster/test_training.py finds
+    assert worker_callbacks.follow(k.CSVLogger(log)).filename != log
+    assert not isinstance(worker_callbacks.follow(k.BackupAndRestore(log)), k.BackupAndRestore)
+    stopping = k.EarlyStopping()
+    assert worker_callbacks.follow(stopping) is stopping
+
+
+# --- Compilation ----------------------------------------------------------------------------------
+def test_xla_on_one_device_gives_the_same_numbers(one_device):
+    plain, xla = (
+        compiled(one_device, jit_compile=jit, metrics=["accuracy"]) for jit in (False, True)
+    )
+    histories = [m.fit(dataset(*data()), epochs=2, verbose=0).history for m in (plain, xla)]
+    assert set(histories[0]) == set(histories[1])
+    for name, values in histories[0].items():
+        np.testing.assert_allclose(histories[1][name], values, rtol=1e-5)
+    assert xla.jit_compile
+
+
+def test_xla_under_several_replicas_is_refused(mirrored):
+    model = compiled(mirrored, jit_compile=True)
+    with pytest.raises(ValueError, match=r"jit_compile=True\) under 2 replicas.*jit_compile=False"):
+        model.fit(dataset(*data()), verbose=0)
+
+
+# --- Losses and optimizers as users make them -----------------------------------------------------
+def reduced_by_itself(y, outputs):
+    return keras.ops.mean(
+        keras.losses.sparse_categorical_crossentropy(y, outputs, from_logits=True)
+    )
+
+
+def test_a_loss_that_keras_does_not_reduce_counts_once(mirrored, one_device):
+    """Keras scales only what it reduces, so that N replicas would give N times the loss."""
+    one, two = (compiled(strategy, loss=reduced_by_itself) for strategy in (one_device, mirrored))
+    expected, history = (
+        m.fit(dataset(*data(31)), epochs=2, verbose=0).history["loss"] for m in (one, two)
+    )
+    np.testing.assert_allclose(history, expected, rtol=1e-5)
+    for a, b in zip(one.get_weights(), two.get_weights(), strict=True):
+        np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-6)
+
+
+def test_a_loss_without_reduction_is_refused(mirrored):
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=None)
+    with pytest.raises(ValueError, match="reduction=None"):
+        compiled(mirrored, loss=loss).fit(dataset(*data()), verbose=0)
+
+
+def test_an_optimizer_made_outside_of_the_scope_is_refused(mirrored):
+    optimizer = keras.optimizers.SGD()
+    with pytest.raises(ValueError, match=r"optimizer.*strategy\.scope\(\)"):
+        compiled(mirrored, optimizer=lambda: optimizer).fit(dataset(*data()), verbose=0)
+
+
+# --- What replicas share, and what not ------------------------------------------------------------
+def test_replicas_draw_other_dropout_masks_and_end_with_one_seed(mirrored, one_device):
+    """The gradient of the kernel is the sum of both rows' masks: 1 where one of them is kept."""
+
+    def build():
+        return keras.Sequential(
+            [
+                keras.Input((400,)),
+                keras.layers.Dropout(0.5),
+                keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros"),
+            ]
+        )
+
+    seeds = {}
+    for strategy in (one_device, mirrored):
+        model = compiled(strategy, build, lambda: keras.optimizers.SGD(1.0), lambda y, pred: pred)
+        model.fit(np.ones((2, 400), "float32"), np.zeros(2), batch_size=2, verbose=0)
+        kept = np.round(-model.get_weights()[0]).astype(int)
+        counts = np.bincount(kept.ravel(), minlength=3)
+        assert counts.sum() == 400
+        assert counts[1] > 100, counts  # 200 expected; 0 with equal masks
+        seeds[strategy] = copies(strategy, model.layers[0].seed_generator.state)
+    np.testing.assert_array_equal(seeds[mirrored], [seeds[one_device][0]] * 2)
+
+
+def test_statistics_of_batches_are_averaged_over_replicas(mirrored):
+    x = np.random.default_rng(0).normal(2, 3, (16, 5)).astype("float32")
+    model = compiled(
+        mirrored,
+        lambda: keras.Sequential(
+            [keras.Input((5,)), keras.layers.BatchNormalization(momentum=0.5)]
+        ),
+        loss="mse",
+    )
+    model.fit(dataset(x, x, batch=8), verbose=0)
+    mean = np.zeros(5)
+    variance = np.ones(5)
+    for step in x.reshape(2, 2, 4, 5):  # [steps, replicas, rows, features]
+        mean = 0.5 * mean + 0.5 * step.mean(1).mean(0)
+        variance = 0.5 * variance + 0.5 * step.var(1).mean(0)
+    layer = model.layers[0]
+    np.testing.assert_allclose(copies(mirrored, layer.moving_mean), [mean] * 2, rtol=1e-5)
+    np.testing.assert_allclose(copies(mirrored, layer.moving_variance), [variance] * 2, rtol=1e-5)
+
+
+def test_frozen_weights_are_not_touched(mirrored):
+    """Test that equal values of any dtype stay as they are, to the last bit.
+
+    Replicas average statistics.
+    """
+
+    def build():
+        frozen = keras.layers.Dense(
+            4, dtype="float64", trainable=False, kernel_initializer="glorot_uniform"
+        )
+        return keras.Sequential(
+            [keras.Input((6,), dtype="float64"), frozen, keras.layers.Dense(3, dtype="float64")]
+        )
+
+    model = compiled(mirrored, build)
+    before = model.layers[0].get_weights()
+    model.fit(dataset(*data()), epochs=2, verbose=0)
+    for old, new in zip(before, model.layers[0].get_weights(), strict=True):
+        np.testing.assert_array_equal(new, old)
+
+
+# --- evaluate and predict -------------------------------------------------------------------------
+def test_an_uneven_batch_weighs_each_row_alike(mirrored):
+    x = np.arange(7.0, dtype="float32")[:, None]
+    model = compiled(
+        mirrored,
+        lambda: keras.Sequential([keras.Input((1,)), keras.layers.Identity()]),
+        loss="mae",
+        metrics=["mse"],
+    )
+    loss, mse = model.evaluate(dataset(x, np.zeros_like(x), batch=3), verbose=0)
+    assert loss == pytest.approx(x.mean())
+    assert mse == pytest.approx((x**2).mean())
+
+
+def test_predictions_of_any_structure_come_in_the_order_of_rows(mirrored):
+    def build():
+        x = keras.Input((2,))
+        outputs = {
+            "same": keras.layers.Identity()(x),
+            "rows": keras.ops.sum(x, -1),
+            "deep": (keras.ops.expand_dims(x, 1), x * 2),
+        }
+        return keras.Model(x, outputs)
+
+    x = np.arange(22, dtype="float32").reshape(11, 2)
+    model = compiled(mirrored, build, loss=None)
+    for predicted in (
+        model.predict(dataset(x, batch=4), verbose=0),
+        model.predict(x, batch_size=5, verbose=0),
+    ):
+        np.testing.assert_array_equal(predicted["same"], x)
+        np.testing.assert_array_equal(predicted["rows"], x.sum(-1))
+        np.testing.assert_array_equal(predicted["deep"][0], x[:, None])
+        np.testing.assert_array_equal(predicted["deep"][1], 2 * x)
+    assert isinstance(model.predict_function, Predictor)
+    np.testing.assert_array_equal(model.predict_on_batch(x[:3])["rows"], x[:3].sum(-1))
+
+
+# --- Other models; memory -------------------------------------------------------------------------
+def test_models_of_other_strategies_are_untouched(mirrored):
+    """Test that models without `mirrored` do not notice its hooks in Keras.
+
+    They are outside of its scope, or under TensorFlow's own strategy.
+    """
+    ours = compiled(mirrored)
+    ours.fit(dataset(*data()), verbose=0)
+    for strategy in (tf.distribute.get_strategy(), tf.distribute.OneDeviceStrategy("/cpu:0")):
+        model = compiled(strategy)
+        history = model.fit(dataset(*data()), verbose=0).history
+        model.predict(data()[0], verbose=0)
+        for function in (model.train_function, model.predict_function):
+            assert not isinstance(function, Runner | Predictor)
+        assert np.isfinite(history["loss"]).all()
+    assert isinstance(ours.train_function, Runner)
+
+
+@pytest.mark.parametrize("use", ["fit", "train_on_batch"])
+def test_unreferenced_model_is_freed(mirrored, use):
+    model = compiled(mirrored, metrics=["accuracy"])
+    if use == "fit":
+        model.fit(dataset(*data()), epochs=2, verbose=0, validation_data=dataset(*data(20)))
+        model.evaluate(dataset(*data(20)), verbose=0)
+        model.predict(data()[0], verbose=0)
+    else:
+        model.train_on_batch(*data(12))
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_silence_outside_of_calls_is_no_hang(one_device, monkeypatch):
+    phases = []
+    monkeypatch.setattr(one_device.tfdist_engine.heartbeat, "beat", phases.append)
+    with one_device.scope():
+        model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x = np.ones([8, 2], np.float32)
+    y = np.ones([8, 1], np.float32)
+    for call in (
+        lambda: model.fit(x, y, verbose=0),
+        lambda: model.evaluate(x, y, verbose=0),
+        lambda: model.train_on_batch(x, y),
+        lambda: model.predict(x, verbose=0),
+    ):
+        call()
+        assert phases[-1] == Phase.IDLE
+        phases.clear()

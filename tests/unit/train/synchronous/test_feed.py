@@ -1,0 +1,213 @@
+"""Test that replicas get all rows of a batch, whatever its form, and sum gradients correctly."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.parity.cases import dataset
+from tfdist.data.batch_rows import count_rows
+from tfdist.data.order import rows_of_replicas
+from tfdist.parallel.placement import Placement
+from tfdist.train.synchronous import gradient_sum
+from tfdist.train.synchronous.feed import Batch, Feed, batch_of, replica_rows, replica_slices
+
+HOST = "/cpu:0"
+ROWS, BATCH = 10, 4  # a short last batch
+
+
+def places(workers, local_replicas=1):
+    return [Placement(workers, rank, local_replicas) for rank in range(workers)]
+
+
+def fed(data, place):
+    return list(Feed(data, place, HOST, symbolic_first=False))
+
+
+def fed_to_keras(data, place):
+    """Return what Keras gets to learn shapes from, and the batches that a step then draws."""
+    iterator = iter(Feed(data, place, HOST, symbolic_first=True))
+    return next(iterator), list(iterator.iterator)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 5, 6, 7, 60, 61])
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
+def test_shares_are_a_partition_whose_short_ones_come_last(rows, replicas):
+    shares = [rows_of_replicas(rows, r, 1, replicas) for r in range(replicas)]
+    assert [i for begin, end in shares for i in range(begin, end)] == list(range(rows))
+    sizes = [end - begin for begin, end in shares]
+    assert sizes == sorted(sizes, reverse=True)
+    assert rows_of_replicas(rows, 0, replicas, replicas) == (0, rows)
+
+
+def test_placement_counts_and_names():
+    place = Placement(workers=2, rank=1, local_replicas=3, tasks=("chief:0", "worker:0"))
+    assert (place.replicas, place.first_replica, place.is_chief) == (6, 3, False)
+    assert (place.task(1), Placement(2).task(1)) == ("worker:0", "worker:1")
+
+
+def ragged():
+    return tf.ragged.range(tf.range(ROWS))
+
+
+def sparse():
+    return tf.sparse.from_dense(tf.reshape(tf.range(3 * ROWS), (ROWS, 3)))
+
+
+ELEMENTS = {  # made when asked for: tensors start TensorFlow
+    "tensor": lambda: (np.arange(ROWS),),
+    "tuple": lambda: (np.arange(ROWS), np.arange(2.0 * ROWS).reshape(ROWS, 2), np.ones(ROWS)),
+    "dicts": lambda: ({"a": np.arange(ROWS), "b": {"c": np.eye(ROWS)}}, {"y": np.arange(ROWS)}),
+    "string": lambda: (np.array([f"row {i}" for i in range(ROWS)]), np.arange(ROWS)),
+    "bool and not a number": lambda: (np.arange(ROWS) % 2 == 0, np.full(ROWS, np.nan)),
+    "ragged": lambda: (ragged(), np.arange(ROWS)),
+    "ragged in a dict": lambda: ({"a": ragged()},),
+    "sparse": lambda: (sparse(), np.arange(ROWS)),
+    "sparse alone": lambda: (sparse(),),
+}
+
+
+def dense(x):
+    if isinstance(x, tf.SparseTensor):
+        return tf.sparse.to_dense(x)
+    return x.to_tensor(shape=(None, ROWS)) if isinstance(x, tf.RaggedTensor) else x
+
+
+def rows_of(batches):
+    """Return each component of these batches, all rows in one array."""
+    components = zip(*([dense(x) for x in tf.nest.flatten(b)] for b in batches), strict=True)
+    return [np.concatenate(parts) for parts in components]
+
+
+@pytest.mark.parametrize("kind", ELEMENTS)
+@pytest.mark.parametrize("workers", [1, 3])
+def test_every_row_reaches_one_worker(kind, workers):
+    data = dataset(*ELEMENTS[kind](), batch=BATCH)
+    by_worker = [fed(data, place) for place in places(workers)]
+    in_order = [batch.data for step in zip(*by_worker, strict=True) for batch in step]
+    for received, expected in zip(rows_of(in_order), rows_of(data), strict=True):
+        np.testing.assert_array_equal(received, expected)
+    tf.nest.assert_same_structure(in_order[0], data.element_spec)
+    if workers > 1:
+        assert [int(b.rows) for b in by_worker[-1]] == [4, 4, 2]
+        checksums = [[float(b.checksum) for b in batches] for batches in by_worker]
+        np.testing.assert_array_equal(checksums, [checksums[0]] * workers)
+
+
+def test_a_worker_without_rows_gets_an_empty_batch_of_the_same_shape():
+    batches = [fed(dataset(np.ones((1, 5))), place)[0] for place in places(3)]
+    assert [b.data.shape for b in batches] == [(1, 5), (0, 5), (0, 5)]
+
+
+@pytest.mark.parametrize("other", ["order", "value", "rows"])
+def test_other_batches_have_another_checksum(other):
+    x = np.arange(12.0)
+    changed = {"order": np.roll(x, 1), "value": x + 1e-3, "rows": x[:-1]}[other]
+    first, second = (fed(dataset(a), Placement(2))[0].checksum for a in (x, changed))
+    assert float(first) != float(second)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_keras_gets_shapes_for_its_first_batch_and_no_batch_is_lost(workers):
+    data = dataset({"a": np.arange(ROWS)}, np.zeros((ROWS, 2)), batch=BATCH)
+    shapes, batches = fed_to_keras(data, Placement(workers))
+    assert shapes == data.element_spec
+    assert len(batches) == 3
+
+
+def test_components_that_are_absent_stay_absent():
+    """Keras marks a missing sample weight in a data set by an empty Optional."""
+    data = dataset(np.arange(ROWS), batch=BATCH).map(
+        lambda x: (x, x, tf.experimental.Optional.empty(None))
+    )
+    for place in (*places(1), *places(2)):
+        shapes, batches = fed_to_keras(data, place)
+        assert shapes[2] is None
+        assert replica_rows(batches[0], 0, place, HOST)[2] is None
+    x, weight = batch_of((np.arange(4), None), Placement(2, 1)).data
+    assert weight is None
+    assert x.numpy().tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("kind", ["tuple", "ragged", "sparse"])
+def test_local_replicas_share_their_workers_rows(kind):
+    data = dataset(*ELEMENTS[kind](), batch=BATCH)
+    parts = []
+    for steps in zip(*(fed(data, place) for place in places(2, local_replicas=2)), strict=True):
+        for place, batch in zip(places(2, local_replicas=2), steps, strict=True):
+            parts += [replica_rows(batch, local, place, HOST) for local in range(2)]
+    for received, expected in zip(rows_of(parts), rows_of(data), strict=True):
+        np.testing.assert_array_equal(received, expected)
+
+
+def test_loops_outside_of_keras_get_the_same_rows():
+    data = dataset(np.arange(ROWS), batch=BATCH)
+    for place in places(2, local_replicas=2):
+        slices = [x.numpy().tolist() for x in replica_slices(data, place)]
+        from_feed = [
+            replica_rows(b, local, place, HOST).numpy().tolist()
+            for b in fed(data, place)
+            for local in range(2)
+        ]
+        assert slices == from_feed
+
+
+def test_batches_are_even_only_if_their_shapes_prove_it():
+    def even(*arrays, replicas=2, **kwargs):
+        return Feed(dataset(*arrays, **kwargs), Placement(replicas), HOST, False).even
+
+    assert even(np.zeros(8), batch=4, drop_remainder=True)
+    assert not even(np.zeros(8), batch=4)
+    assert not even(np.zeros(8), batch=4, drop_remainder=True, replicas=3)
+    assert even(np.zeros(8), batch=3, replicas=1)
+    assert not even(sparse(), batch=4, drop_remainder=True)
+
+
+def test_a_batch_without_tensors_is_refused():
+    with pytest.raises(ValueError, match="holds no tensor"):
+        count_rows((None, {}))
+
+
+def test_data_distributed_by_the_user_stay_as_they_are():
+    assert replica_rows(
+        Batch([tf.range(2), tf.range(3)]), 1, Placement(2, 0, 2), HOST
+    ).numpy().tolist() == [0, 1, 2]
+    assert replica_rows(Batch(tf.range(3)), 0, Placement(2, 0, 1), HOST).numpy().tolist() == [
+        0,
+        1,
+        2,
+    ]
+
+
+# --- Gradients ------------------------------------------------------------------------------------
+def test_repeated_indices_of_a_sparse_gradient_are_summed():
+    grad = tf.IndexedSlices(
+        tf.constant([[1.0], [10.0], [100.0]]), tf.constant([4, 2, 4]), tf.constant([6, 1])
+    )
+    merged = gradient_sum.merge_duplicates(grad)
+    assert merged.indices.numpy().tolist() == [4, 2]
+    assert merged.values.numpy().tolist() == [[101.0], [10.0]]
+    np.testing.assert_array_equal(tf.convert_to_tensor(merged), tf.convert_to_tensor(grad))
+    assert gradient_sum.merge_duplicates(merged.values) is merged.values
+    assert gradient_sum.merge_duplicates(None) is None
+
+
+def test_gradients_of_any_dtype_are_summed_and_none_stays_none(mirrored):
+    def replica():
+        context = tf.distribute.get_replica_context()
+        n = tf.cast(context.replica_id_in_sync_group + 1, tf.float32)
+        grads = [
+            n,
+            None,
+            tf.cast(n, tf.float16),
+            tf.IndexedSlices(n[None], tf.constant([0]), tf.constant([1])),
+            n * 10,
+        ]
+        sums = gradient_sum.sum_over_replicas(context, grads)
+        assert sums[1] is None
+        return [tf.reduce_sum(getattr(s, "values", s)) for s in sums if s is not None]
+
+    results = tf.function(lambda: mirrored.run(replica))()
+    for replica_sums in zip(
+        *(mirrored.experimental_local_results(r) for r in results), strict=True
+    ):
+        assert [float(s) for s in replica_sums] == [3, 3, 3, 30]
