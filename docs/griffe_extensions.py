@@ -5,12 +5,13 @@ import re
 import griffe
 
 
-class Examples(griffe.Extension):
-    """Show the doctests of `Example:` as code: griffe knows the plural alone."""
+class Docstrings(griffe.Extension):
+    """Show doctests as code, and leave out methods that only Keras calls."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: object) -> None:
-        """Rename the section of an object's docstring."""
+        """Rename the section `Example:`, since griffe knows the plural alone."""
         if obj.docstring:
-            obj.docstring.value = re.sub(
-                r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE
-            )
+            text = obj.docstring.value
+            obj.docstring.value = re.sub(r"^Example:$", "Examples:", text, flags=re.MULTILINE)
+            if text.startswith("See `keras."):
+                obj.public = False
