@@ -13,5 +13,9 @@ class Docstrings(griffe.Extension):
         if obj.docstring:
             text = obj.docstring.value
             obj.docstring.value = re.sub(r"^Example:$", "Examples:", text, flags=re.MULTILINE)
-            if text.startswith("See `keras."):
-                obj.public = False
+
+    def on_class_members(self, *, cls: griffe.Class, **kwargs: object) -> None:
+        """Remove a class' overrides of Keras' methods, whose docstrings only name Keras' class."""
+        for name, member in list(cls.members.items()):
+            if member.docstring and member.docstring.value.startswith("See `keras."):
+                cls.del_member(name)
