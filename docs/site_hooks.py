@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import pathlib
 import posixpath
 import re
@@ -69,6 +70,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def commands() -> str:
     """Return a section for each command, with its help."""
+    os.environ["COLUMNS"] = "88"  # whatever terminal this runs in
     sections = []
     for name in ("", *cli.COMMANDS):
         with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):
