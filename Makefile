@@ -12,7 +12,7 @@ PYTEST = -m pytest -q
 TWO = -n 2 --dist loadfile --max-worker-restart 0
 SCALED = one_device,mirrored,central_storage,multi_worker_mirrored
 
-.PHONY: help train test test-quick test-compat chaos lint bench notebooks clean
+.PHONY: help train test test-quick test-compat chaos lint bench notebooks docs clean
 .DELETE_ON_ERROR:
 
 help:
@@ -22,6 +22,7 @@ help:
 	@echo "make test-compat  the Keras hooks and parity on the oldest Keras supported"
 	@echo "make lint         lint and types"
 	@echo "make notebooks    execute the notebooks and save their outputs; on a machine that does nothing else"
+	@echo "make docs         the documentation as a site in build/site, with warnings as errors; needs no network"
 	@echo "make bench        measure what fit, policies, shards, stages, parameter servers, failures, step breakdown and input cost, write benchmarks/reports"
 	@echo "make chaos        kill trainings some ninety times, at random moments"
 	@echo "make clean        remove what these made, but for runs/"
@@ -60,6 +61,9 @@ bench: .venv/installed-bench
 
 notebooks: .venv/installed-notebooks
 	$(BIN)/python notebooks/execute.py
+
+docs: .venv/installed-docs
+	$(BIN)/python -m mkdocs build --strict
 
 clean:
 	rm -rf .venv .venv-compat build *.egg-info .pytest_cache .mypy_cache .ruff_cache

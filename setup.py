@@ -7,6 +7,12 @@ from setuptools import find_packages, setup
 PLOT = ["matplotlib>=3.8"]
 DIGITS = ["scikit-learn>=1.4"]
 NOTEBOOKS = ["ipykernel>=6.29", "nbclient>=0.10", "nbformat>=5.10", *PLOT, *DIGITS]
+DOCS = [
+    "mkdocs>=1.6",
+    "mkdocs-material>=9.6",
+    "mkdocstrings-python>=2.0",
+    "nbconvert>=7.16",  # notebooks as pages
+]
 TEST = [
     "pytest>=8",
     "pytest-timeout>=2.3",
@@ -47,9 +53,10 @@ setup(
     extras_require={
         "digits": DIGITS,
         "plot": PLOT,
-        "test": [*TEST, *NOTEBOOKS],
+        "test": [*TEST, *NOTEBOOKS, *DOCS],
         "bench": BENCH,
         "notebooks": NOTEBOOKS,
+        "docs": DOCS,
         "all": [*DIGITS, *PLOT],
     },
     entry_points={"console_scripts": ["tfdist = tfdist.cli:main"]},

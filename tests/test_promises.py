@@ -4,7 +4,7 @@ import re
 
 from tests.launches import ROOT
 
-SECTION = re.compile(r"## What is promised when something fails\n(.*?)\n## ", re.DOTALL)
+SECTION = re.compile(r"## Guarantees\n(.*?)\n## ", re.DOTALL)
 
 
 def test_every_promise_has_its_tests():

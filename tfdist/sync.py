@@ -157,8 +157,9 @@ def DiLoCo(
         outer_momentum: Momentum of the outer step, as for `LocalSGD`; default 0.9.
         **kwargs: Further arguments of `LocalSGD`.
 
-    >>> DiLoCo(every=16).averages
-    False
+    Example:
+        >>> DiLoCo(every=16).averages
+        False
     """
     return LocalSGD(every, warmup, outer_learning_rate, outer_momentum, **kwargs)
 
@@ -176,8 +177,9 @@ def policy(given: Any) -> Policy:
     Raises:
         ValueError: If it is something else.
 
-    >>> policy("bfloat16") == Gradients(comm_dtype="bfloat16"), policy(None) == policy("mean")
-    (True, True)
+    Example:
+        >>> policy("bfloat16") == Gradients(comm_dtype="bfloat16"), policy(None) == policy("mean")
+        (True, True)
     """
     if isinstance(given, Gradients | LocalSGD):
         return given

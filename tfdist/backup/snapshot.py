@@ -45,8 +45,9 @@ class Snapshot:
 def numbered(prefix: str, arrays: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
     """Return arrays of one kind, under names that `arrays_of` finds.
 
-    >>> numbered("metrics/", [1.0, 2.0])
-    {'metrics/0': 1.0, 'metrics/1': 2.0}
+    Example:
+        >>> numbered("metrics/", [1.0, 2.0])
+        {'metrics/0': 1.0, 'metrics/1': 2.0}
     """
     return {f"{prefix}{place}": array for place, array in enumerate(arrays)}
 

@@ -102,9 +102,10 @@ def make_strategy(
         ValueError: If an argument or the cluster is wrong, or TensorFlow has already started.
         TimeoutError: If workers of the cluster did not appear; the message names them.
 
-    >>> strategy = make_strategy("one_device", devices="cpu")
-    >>> strategy.num_replicas_in_sync
-    1
+    Example:
+        >>> strategy = make_strategy("one_device", devices="cpu")
+        >>> strategy.num_replicas_in_sync
+        1
     """
     policy = sync_policies.policy(sync)
     if isinstance(cluster, int):

@@ -49,8 +49,9 @@ class TensorBoard(keras.callbacks.TensorBoard):
     Raises:
         ValueError: An argument is invalid.
 
-    >>> TensorBoard("runs", "try-1", graph=False).root_dir
-    'runs/try-1'
+    Example:
+        >>> TensorBoard("runs", "try-1", graph=False).root_dir
+        'runs/try-1'
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class TensorBoard(keras.callbacks.TensorBoard):
         hparams: Mapping[str, Any] | None = None,
         profile: str | None = None,
         profile_workers: str = "chief",
-        **kwargs,
+        **kwargs: Any,
     ):
         if profile_workers not in WORKERS:
             raise ValueError(

@@ -507,7 +507,7 @@ def test_the_words_of_the_page_are_those_of_the_code():
     rows = (
         (ROOT / "docs/doctor.md")
         .read_text()
-        .partition("## Which mistake")[2]
+        .partition("## Which tool reports")[2]
         .partition("## JSON")[0]
         .splitlines()
     )

@@ -1,0 +1,127 @@
+"""The documentation site has no warnings or dead links, and loads nothing from a network."""
+
+import ast
+import html.parser
+import pathlib
+import re
+import subprocess
+import sys
+import urllib.parse
+
+import pytest
+
+import tfdist
+from tests.processes import ROOT
+
+pytest.importorskip("material", reason="pip install -e '.[docs]' installs MkDocs")
+
+# Attributes by which a page loads or leads to something.
+LOADED = {("script", "src"), ("link", "href"), ("img", "src"), ("iframe", "src"), ("source", "src")}
+# A function in a module of its name, whose anchor has the name twice; a module.
+HEADED = {"tfdist.data.pipeline", "tfdist.data.transforms"}
+SECONDS = 240  # some 10 on an idle machine
+
+
+class Page(html.parser.HTMLParser):
+    """What a page loads, where its links lead, and which anchors it has."""
+
+    def __init__(self, path: pathlib.Path):
+        super().__init__()
+        self.loaded: list[str] = []
+        self.links: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attributes):
+        for name, value in attributes:
+            if name in ("id", "name") and value:
+                self.anchors.add(value)
+            elif (tag, name) in LOADED and value:
+                self.loaded.append(value)
+            elif (tag, name) == ("a", "href") and value:
+                self.links.append(value)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The site as `make docs` builds it, elsewhere."""
+    directory = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(directory)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return directory
+
+
+@pytest.fixture(scope="module")
+def pages(site):
+    return {path: Page(path) for path in sorted(site.rglob("*.html"))}
+
+
+def exported(package):
+    """Return `__all__` of a package, which is not imported: that would load TensorFlow."""
+    tree = ast.parse((ROOT / "tfdist" / package / "__init__.py").read_text(encoding="utf-8"))
+    (names,) = (
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    return names
+
+
+def external(link):
+    return bool(urllib.parse.urlsplit(link).scheme or urllib.parse.urlsplit(link).netloc)
+
+
+def test_every_link_leads_somewhere(site, pages):
+    dead = []
+    for path, page in pages.items():
+        if path.name == "404.html":
+            continue  # a server shows it in place of any page, so its links begin at the root
+        for link in {*page.links, *page.loaded}:
+            if external(link):
+                continue
+            parts = urllib.parse.urlsplit(link)
+            target = (path.parent / urllib.parse.unquote(parts.path)).resolve()
+            target = target if parts.path else path
+            anchor = urllib.parse.unquote(parts.fragment)
+            if not target.is_file() or (
+                anchor and target in pages and anchor not in pages[target].anchors
+            ):
+                dead.append(f"{path.relative_to(site)}: {link}")
+    assert not dead
+
+
+def test_pages_load_nothing_from_a_network(site, pages):
+    loaded = [
+        f"{path.relative_to(site)}: {link}"
+        for path, page in pages.items()
+        for link in page.loaded
+        if external(link) and not link.startswith("data:")
+    ]
+    styles = [
+        f"{path.relative_to(site)}: {match[0]}"
+        for path in site.rglob("*.css")
+        for match in re.finditer(
+            r"(url\(|@import)\s*['\"]?(https?:)?//[^)'\"]*", path.read_text(encoding="utf-8")
+        )
+    ]
+    assert not loaded + styles
+
+
+def test_every_public_name_is_in_the_reference(pages):
+    anchors = set().union(*(page.anchors for page in pages.values()))
+    modules = {"app", "config", "data", "flags", "layers", "loops", "models", "parallel", "sync"}
+    names = set(tfdist.__all__) - modules - {"__version__"}
+    assert not {f"tfdist.{name}" for name in names} - anchors
+    for module in ("data", "loops", "parallel"):
+        names = {f"tfdist.{module}.{name}" for name in exported(module)}
+        assert not names - anchors - HEADED
+    for module in modules:
+        assert any(anchor.startswith(f"tfdist.{module}.") for anchor in anchors), module
+
+
+def test_each_kind_of_page_is_there(site):
+    for page in ("index", "notebooks/quickstart", "benchmarks/reports/sync", "CONTRIBUTING"):
+        assert (site / f"{page}.html").is_file()
+    assert "usage: tfdist launch" in (site / "api" / "commands.html").read_text(encoding="utf-8")
+    assert (site / "search" / "search_index.js").is_file()  # search in pages opened as files
