@@ -330,8 +330,10 @@ def _guarded(data: tf.data.Dataset, spec: Any, state: tf.Tensor) -> tf.data.Data
     def empty(kind):
         return tf.constant(kind), optional.empty(spec)
 
+    # Dataset.map unpacks a tuple into arguments, and passes anything else as one argument.
+    single = isinstance(data.element_spec, tuple)
     steps = data.map(
-        plain(lambda *x: (tf.constant(_STEP), optional.from_value(x if len(x) > 1 else x[0])))
+        plain(lambda *x: (tf.constant(_STEP), optional.from_value(x if single else x[0])))
     )
     ended = steps.concatenate(tf.data.Dataset.from_tensors(0).map(plain(lambda _: empty(_END))))
     ticks = _ticks(state).map(plain(lambda _: empty(_TICK)))

@@ -103,7 +103,8 @@ class Images:
         dtype: Type of the result. "uint8": pixels from 0 to 255, rounded. It takes a quarter of the
             memory, and a model's `Rescaling` layer is faster on the device than `mean` and `std`
             are here.
-        channels: Number of channels that files are decoded to: 1, 3 or 4.
+        channels: Number of channels that files are decoded to, and of images whose number of
+            channels the graph does not know: 1, 3 or 4.
         method: Interpolation method of `tf.image.resize`.
         antialias: Whether `tf.image.resize` smooths images that it makes smaller.
         shrink: Whether a JPEG's crop is decoded at 1/2, 1/4 or 1/8 of its size if it is that many
@@ -230,9 +231,7 @@ class Images:
         # Cheaper than seeds_for.
         where, how = (seed, tf.cast(seed, tf.int32) ^ _OTHER) if self.random else (None, None)
         cropped = (
-            self._decoded(image, where)
-            if image.dtype == tf.string
-            else tf.slice(image, *self._window(tf.shape(image), where))
+            self._decoded(image, where) if image.dtype == tf.string else self._cut(image, where)
         )
         result = self._finished(cropped, how)
         return (result, *rest) if rest else result
@@ -266,6 +265,13 @@ class Images:
             part = tf.clip_by_value(tf.cast(tf.round(wanted * scale), tf.int32), 1, part)
         return tf.concat([(shape[:2] - part) // 2, [0]], 0), tf.concat([part, [-1]], 0)
 
+    def _cut(self, image: tf.Tensor, seed: Any) -> tf.Tensor:
+        """Return the crop of an image, with a static number of channels, which layers need."""
+        part = tf.slice(image, *self._window(tf.shape(image), seed))
+        known = image.shape[-1] if image.shape.rank else None
+        # Where the graph does not know the number, it is checked when the graph runs.
+        return tf.ensure_shape(part, [None, None, known or self.channels])
+
     def _decoded(self, content: tf.Tensor, seed: Any) -> tf.Tensor:
         """Decode the crop of the image in a file."""
 
@@ -296,8 +302,7 @@ class Images:
             )
 
         def whole() -> tf.Tensor:
-            image = decode_image(content, self.channels)
-            return tf.slice(image, *self._window(tf.shape(image), seed))
+            return self._cut(decode_image(content, self.channels), seed)
 
         if self.channels == 4:  # no JPEG has transparency
             return whole()

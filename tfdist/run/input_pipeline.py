@@ -161,5 +161,5 @@ def _resized(source: Source, where: config.Data, augment: bool) -> Any:
             f"data.image_size: expected a data set of images, received {source.name} of "
             f"{source.element_spec}. Leave it out."
         )
-    channels = {"channels": shape[-1]} if shape.rank == 3 else {}
+    channels = {"channels": shape[-1]} if shape.rank == 3 and shape[-1] else {}
     return images(where.image_size, augment=augment, **channels)  # type: ignore[arg-type]

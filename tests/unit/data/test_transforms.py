@@ -55,6 +55,27 @@ def test_the_graph_knows_the_shape():
     assert dataset.element_spec == tf.TensorSpec([20, 30, 3], tf.float32)
 
 
+@pytest.mark.parametrize("crop", ["random", "center", "none"])
+@pytest.mark.parametrize("known", [3, None])
+def test_the_graph_knows_the_channels_of_pixels(known, crop):
+    """A convolution fails on images of unknown channels, whatever their pixels are."""
+    transform = transforms.images(8, crop=crop, brightness=0.1, hue=0.1)
+    dataset = tf.data.Dataset.from_generator(
+        lambda: [gradient(20, 30)], output_signature=tf.TensorSpec([None, None, known], tf.uint8)
+    ).map(lambda x: transform(x, seed=[1, 2]))
+    assert dataset.element_spec == tf.TensorSpec([8, 8, 3], tf.float32)
+    assert len(list(dataset)) == 1
+
+
+def test_pixels_of_other_channels_than_declared_are_refused():
+    dataset = tf.data.Dataset.from_generator(
+        lambda: [gradient(20, 30)[..., :1]],
+        output_signature=tf.TensorSpec([None, None, None], tf.uint8),
+    ).map(transforms.images(8))
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"\[\?,\?,3\]"):
+        list(dataset)
+
+
 @pytest.mark.parametrize("options", [{}, {"crop": "none"}, AUGMENT])
 @pytest.mark.parametrize("quality", [60, 100])
 def test_a_crop_decoded_alone_is_the_crop_of_the_whole(options, quality):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from typing import Any
 
 import tensorflow as tf
@@ -13,7 +14,8 @@ from tfdist.data.sources.features import Features
 
 NAME = "dataset.json"
 UNFINISHED = ".writing"
-_FORMAT = "tfdist records 1"
+_FORMAT = "tfdist records 2"
+_WITHOUT_CHECKSUM = "tfdist records 1"
 
 
 def read(directory: str) -> dict[str, Any] | None:
@@ -42,10 +44,15 @@ def read(directory: str) -> dict[str, Any] | None:
                 "what is there is kept."
             )
         return None
-    if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
+    if not isinstance(manifest, dict) or manifest.get("format") not in (_FORMAT, _WITHOUT_CHECKSUM):
         raise ValueError(
             f"{path}: expected the manifest of a data set that tfdist wrote, of format "
             f"{_FORMAT!r}; received another file."
+        )
+    if manifest["format"] == _FORMAT and manifest.pop("crc32", None) != _checksum(manifest):
+        raise ValueError(
+            f"{path}: damaged: its checksum does not match its content. Copy it again from where "
+            "it is whole, or delete the directory and write the data set again."
         )
     return manifest
 
@@ -76,8 +83,14 @@ def write(directory: str, manifest: dict[str, Any]) -> None:
         directory: Directory of the records.
         manifest: Content of the manifest.
     """
-    content = json.dumps({"format": _FORMAT, **manifest}, indent=1)
+    manifest = {"format": _FORMAT, **manifest}
+    content = json.dumps({**manifest, "crc32": _checksum(manifest)}, indent=1)
     files_io.write_whole(os.path.join(directory, NAME), content.encode())
+
+
+def _checksum(manifest: dict[str, Any]) -> int:
+    """Return the checksum of a manifest, whatever its white space."""
+    return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
 
 
 def features(manifest: dict[str, Any]) -> Features:

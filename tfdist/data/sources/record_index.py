@@ -23,6 +23,7 @@ from absl import logging
 from tfdist.data import files_io
 
 SUFFIX = ".tfdist-index"
+_VERSION = 2
 THREADS = 16  # they wait for disks or networks most of the time
 
 # Record: length (8 bytes), checksum of the length (4), content, checksum of the content (4).
@@ -111,17 +112,22 @@ def write_index(index: Index, directory: str | None, stamp: tuple[int, int]) -> 
     content = np.ascontiguousarray(index.offsets, "<i8").tobytes()
     size, time = stamp
     header = {
-        "version": 1,
+        "version": _VERSION,
         "file": os.path.basename(index.path),
         "size": size,
         "time": time,
         "compression": index.compression,
         "records": index.records,
-        "crc32": zlib.crc32(content),
     }
+    header["crc32"] = _checksum(header, content)
     files_io.write_whole(
         _place(index.path, directory), json.dumps(header).encode() + b"\n" + content
     )
+
+
+def _checksum(header: dict[str, Any], content: bytes) -> int:
+    """Return the checksum of an index: of its header, without this number, and of its offsets."""
+    return zlib.crc32(content, zlib.crc32(json.dumps(header).encode()))
 
 
 def _open(path: str, compression: str, index_dir: str | None) -> tuple[Index, bool]:
@@ -175,10 +181,11 @@ def _read(path: str, stamp: tuple[int, int], place: str) -> Index | None:
         with tf.io.gfile.GFile(place, "rb") as file:
             first, _, content = file.read().partition(b"\n")
         header = json.loads(first)
+        crc = header.pop("crc32")
         if (
-            header["version"] != 1
+            crc != _checksum(header, content)
+            or header["version"] != _VERSION
             or (header["size"], header["time"]) != stamp
-            or header["crc32"] != zlib.crc32(content)
         ):
             return None
         return Index(
@@ -187,7 +194,7 @@ def _read(path: str, stamp: tuple[int, int], place: str) -> Index | None:
             header["records"],
             np.frombuffer(content, "<i8").astype(np.int64),
         )
-    except (OSError, tf.errors.OpError, ValueError, KeyError, TypeError):
+    except (OSError, tf.errors.OpError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

@@ -9,6 +9,7 @@ along, and the loop compares it between the workers. No batch is read before tra
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -119,10 +120,11 @@ class Feed:
                     else dataset.skip(skipped)
                 )
             dataset = self._bounded(dataset, skipped)
+            element = _element_of(dataset)
             if placement.replicas > 1:
-                dataset = dataset.map(plain(lambda *x: _worker_batch(_element(x), placement)))
+                dataset = dataset.map(plain(lambda *x: _worker_batch(element(x), placement)))
             else:
-                dataset = dataset.map(plain(lambda *x: Batch(_element(x))))
+                dataset = dataset.map(plain(lambda *x: Batch(element(x))))
         return untuned(dataset.prefetch(2))
 
     def _bounded(self, dataset: tf.data.Dataset, skipped: int) -> tf.data.Dataset:
@@ -176,8 +178,10 @@ def replica_slices(dataset: tf.data.Dataset, placement: Placement) -> tf.data.Da
         first, last = rows_of_replicas(rows, replica, 1, placement.replicas, tf.minimum)
         return cut(data, first - begin, last - begin)
 
+    element = _element_of(dataset)
+
     def of_batch(*args):
-        data = _element(args)
+        data = element(args)
         return replicas.map(lambda r: of_replica(r, data, count_rows(data), 0))
 
     def of_share(part):
@@ -268,9 +272,14 @@ def _shares(
     )
 
 
-def _element(args: tuple) -> Any:
-    # Dataset.map unpacks a tuple into arguments, and passes anything else as one argument.
-    return args if len(args) > 1 else args[0]
+def _element_of(dataset: tf.data.Dataset) -> Callable[[tuple], Any]:
+    """Return the function from the arguments of a function in `Dataset.map` to the element.
+
+    `Dataset.map` unpacks a tuple, also one of a single part, and passes anything else as it is.
+    """
+    return (
+        (lambda args: args) if isinstance(dataset.element_spec, tuple) else (lambda args: args[0])
+    )
 
 
 def _worker_batch(data: Any, placement: Placement) -> Batch:

@@ -4,6 +4,7 @@ Others are named with file and byte.
 """
 
 import gzip
+import json
 import os
 import pathlib
 
@@ -134,6 +135,35 @@ def test_stale_or_damaged_index_is_rebuilt(three):
     ):
         kept.write_bytes(damaged)
         assert read(records(path)) == [b"a" * 20, b"b"]
+    assert kept.read_bytes() == whole
+
+
+@pytest.mark.parametrize("key", ["version", "size", "time", "compression", "records", "crc32"])
+def test_an_index_whose_header_is_damaged_is_built_anew(three, key):
+    """A flipped bit in `records` would repeat or drop examples without an error."""
+    path = three / "part-0.tfrecord"
+    kept = three / "part-0.tfrecord.tfdist-index"
+    stored = read(records(path))
+    whole = kept.read_bytes()
+    first, _, offsets = whole.partition(b"\n")
+    header = json.loads(first)
+    for value in (5, "5", None, [], {"a": 1}, True):
+        kept.write_bytes(json.dumps({**header, key: value}).encode() + b"\n" + offsets)
+        assert read(records(path)) == stored
+    assert kept.read_bytes() == whole
+
+
+def test_no_flipped_bit_of_an_index_changes_the_data(three):
+    path = three / "part-0.tfrecord"
+    kept = three / "part-0.tfrecord.tfdist-index"
+    stored = read(records(path))
+    whole = kept.read_bytes()
+    for bit in range(0, 8 * len(whole), 7):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        kept.write_bytes(flipped)
+        [index] = record_index.open_indexes([str(path)])
+        assert index.records == len(stored)
     assert kept.read_bytes() == whole
 
 

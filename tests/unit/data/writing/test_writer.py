@@ -504,3 +504,19 @@ def test_a_damaged_manifest(tmp_path):
         ValueError, match=r"expected a data set that tfdist wrote; found no dataset.json"
     ):
         verify(tmp_path / "none")
+
+
+def test_no_flipped_bit_of_a_manifest_changes_the_data(tmp_path):
+    write(of_arrays(np.arange(3)), tmp_path)
+    path = tmp_path / dataset_file.NAME
+    whole = path.read_bytes()
+    manifest = dataset_file.read(str(tmp_path))
+    for bit in range(0, 8 * len(whole), 3):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        try:
+            unchanged = dataset_file.read(str(tmp_path)) == manifest  # white space
+        except ValueError as error:
+            unchanged = "dataset.json: " in str(error)
+        assert unchanged, bit

@@ -78,6 +78,16 @@ def rows_of(batches):
     return [np.concatenate(parts) for parts in components]
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_tuple_of_one_part_stays_one(replicas):
+    """Keras takes the parts of `(x, y)` as inputs and targets, and those of `((a, b),)` as x."""
+    data = tf.data.Dataset.from_tensor_slices(((np.arange(ROWS), np.ones(ROWS)),)).batch(BATCH)
+    for batch in fed(data, Placement(workers=1, local_replicas=replicas)):
+        tf.nest.assert_same_structure(batch.data, data.element_spec)
+    slices = replica_slices(data, Placement(workers=1, local_replicas=replicas))
+    tf.nest.assert_same_structure(slices.element_spec, data.element_spec)
+
+
 @pytest.mark.parametrize("kind", ELEMENTS)
 @pytest.mark.parametrize("workers", [1, 3])
 def test_every_row_reaches_one_worker(kind, workers):
