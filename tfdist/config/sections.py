@@ -310,6 +310,11 @@ class Run:
 
     def __post_init__(self) -> None:
         check(self, "")
+        if self.name in ("", ".", "..") or any(c in "/\\" or ord(c) < 32 for c in self.name):
+            raise ValueError(
+                "name: expected a name for the directory of the run, without slashes; "
+                f"received {self.name!r}."
+            )
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> Run:

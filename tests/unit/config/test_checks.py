@@ -33,6 +33,10 @@ from tfdist.run.train_command import find_directory, parse
         ),
         ({"model": {"options": 3}}, "model.options: expected a mapping"),
         ({"name": 1}, "name: expected text"),
+        *(
+            ({"name": name}, "name: expected a name for the directory of the run")
+            for name in ("", ".", "..", "../../etc/x", "a/b", "/x", "a\\b", "a\0b", "a\nb")
+        ),
         (
             {"sync": {"every": 4}},
             'sync.every: says nothing where sync.kind is "gradients"; received 4. Leave it out',
