@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 
-from tfdist.tools.plan.main import main, parse, table
+from tfdist.tools.plan.main import main, table
 from tfdist.tools.plan.options import Needs, Stage, choose, ways
 
 MEGA = 1_000_000
@@ -178,7 +178,7 @@ def test_the_table_says_what_fits_and_how_to_have_it():
 )
 def test_wrong_words_are_named(words, message):
     with pytest.raises(ValueError, match=message.replace("?", r"\?")):
-        parse(words)
+        main.parse(words)
 
 
 def test_exit_codes(capsys):
