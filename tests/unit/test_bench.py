@@ -498,7 +498,7 @@ def test_words_become_jobs():
         (
             ["--config=a.py", "--workers", "128"],
             (
-                "--workers: expected at most data.global_batch=64, which strong scaling keeps, "
+                "--workers: expected at most data.global_batch=64, which strong scaling keeps; "
                 "received 128"
             ),
         ),

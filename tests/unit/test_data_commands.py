@@ -139,7 +139,7 @@ def test_show_without_images_or_labels(workplace, tfdist):
 def test_an_example_that_cannot_be_read_is_named(workplace, tfdist, split, place):
     code, out, _ = tfdist("show", "records", "--split", split)
     assert code == 1
-    assert "ERRORS     1 of the examples looked at cannot be read. The first:\n4   " in out
+    assert "ERRORS     1 of the sampled examples cannot be read. The first:\n4   " in out
     assert "cannot be read: Unknown image file format" in out
     assert f"at       {workplace}/{place}" in out
     assert f"runs/data/records_{split}.png: 5 images" in out
@@ -226,7 +226,8 @@ def test_a_tfds_name_needs_no_catalog(tmp_path, monkeypatch, tfdist, digits_dir)
             "lsit",
             2,
             (
-                "tfdist data: error: expected a command, received 'lsit'. "
+                "tfdist data: error: expected a command (list, show, head, write, audit), "
+                "received 'lsit'. "
                 "Did you mean `tfdist data list`?"
             ),
         ),

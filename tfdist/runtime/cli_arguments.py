@@ -164,7 +164,7 @@ def config_files(words: Sequence[str]) -> list[str]:
     """
     return [
         word.partition("=")[2] if "=" in word else following
-        for word, following in zip(words, [*words[1:], ""], strict=True)
+        for word, following in zip(words, [*words, ""][1:], strict=True)
         if re.match(r"--?config(=|$)", word)
     ]
 

@@ -81,7 +81,7 @@ def show(source: Source, license: str | None, limit: int, path: str) -> int:
     if not failed:
         return 0
     first = failed[min(failed)]
-    _line("ERRORS", f"{len(failed)} of the examples above cannot be read. The first:")
+    _line("ERRORS", f"{len(failed)} of the sampled examples cannot be read. The first:")
     _failure(source, first)
     return 1
 

@@ -170,6 +170,8 @@ def _check_kind(flags: argparse.Namespace, words: Sequence[str]) -> None:
         for word in [*words, *(["--predict"] if flags.predict else [])]:
             raise ValueError(f"{word}: an all-reduce has no model; leave it out")
         return
+    if flags.kind is not None:
+        raise ValueError(f"expected flags, or `allreduce` before them; received {flags.kind!r}")
     flags.kind = "predict" if flags.predict else "scaling"
     require_config(words)
 
@@ -209,21 +211,12 @@ def _strategy(name: str) -> str:
     return name
 
 
-def _kind(text: str) -> str:
-    if text != "allreduce":
-        raise argparse.ArgumentTypeError(
-            f"expected flags, or `allreduce` before them; received {text!r}"
-        )
-    return text
-
-
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command to a parser, except those of the config."""
     add = parser.add_argument
     add(
         "kind",
         nargs="?",
-        type=_kind,
         metavar="allreduce",
         help="measure all-reduces instead of a run",
     )
