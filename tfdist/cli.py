@@ -6,37 +6,41 @@ import sys
 from collections.abc import Sequence
 
 import tfdist
-from tfdist.runtime.command import Entry, Group
+from tfdist.runtime.command import Group, Subcommand
 
 COMMANDS = {
-    "launch": Entry(
+    "launch": Subcommand(
         "tfdist.launch.main:main",
         "run a script as a group of processes: workers, chief, evaluator, parameter servers",
     ),
-    "train": Entry(
+    "train": Subcommand(
         "tfdist.run.train_command:main",
         "train what a config file describes: tfdist train --config=FILE.py",
     ),
-    "data": Entry("tfdist.tools.data:main", "list, show and copy data sets; audit a data pipeline"),
-    "doctor": Entry(
+    "data": Subcommand(
+        "tfdist.tools.data:main", "list, show and copy data sets; audit a data pipeline"
+    ),
+    "doctor": Subcommand(
         "tfdist.tools.doctor.main:main", "check this host, a cluster or a run before it starts"
     ),
-    "verify": Entry(
+    "verify": Subcommand(
         "tfdist.tools.verify.main:main",
         "check that several replicas compute the same as one, step by step",
     ),
-    "plan": Entry(
+    "plan": Subcommand(
         "tfdist.tools.plan.main:main",
         "predict the memory and traffic of a run on N devices, and recommend a strategy",
     ),
-    "bench": Entry(
+    "bench": Subcommand(
         "tfdist.tools.bench.main:main",
         "measure how training, inference or all-reduces scale with more replicas",
     ),
-    "report": Entry(
+    "report": Subcommand(
         "tfdist.tools.report.main:main", "write an HTML file about runs or a benchmark"
     ),
-    "chaos": Entry("tfdist.tools.chaos:main", "report how a launch recovered from injected faults"),
+    "chaos": Subcommand(
+        "tfdist.tools.chaos:main", "report how a launch recovered from injected faults"
+    ),
 }
 
 _GROUP = Group(

@@ -41,11 +41,12 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return words[:end], words[end + 1 :]
 
 
-def check(flags: argparse.Namespace, _: Sequence[str]) -> None:
+def check(flags: argparse.Namespace, words: Sequence[str]) -> None:
     """Check the combination of the flags, and set defaults that depend on several of them.
 
     Args:
         flags: Flags of the launcher.
+        words: COMMAND.
 
     Raises:
         ValueError: If flags contradict each other. The message names the flag, the expected and the

@@ -54,7 +54,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return own, [word for word, asks in zip(argv, asks_help, strict=True) if not asks]
 
 
-def _train(_: argparse.Namespace, words: list[str]) -> int:
+def _train(flags: argparse.Namespace, words: list[str]) -> int:
     logging.basicConfig(format="%(message)s")
     logging.getLogger("tfdist").setLevel(logging.INFO)
     run(parse(words))

@@ -170,7 +170,7 @@ class Command:
             return refuse(self.name, error)
 
 
-class Entry(NamedTuple):
+class Subcommand(NamedTuple):
     """Place of a command, `MODULE:NAME`, and its line in the help of its group."""
 
     target: str
@@ -191,7 +191,7 @@ class Group:
 
     name: str
     description: str
-    commands: Mapping[str, Entry]
+    commands: Mapping[str, Subcommand]
     exit_codes: ExitCodes = dataclasses.field(default_factory=dict)
 
     def __call__(self, argv: Sequence[str]) -> int:

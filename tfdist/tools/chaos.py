@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from tfdist.runtime.command import (
     COMMON_EXIT_CODES,
     Command,
-    Entry,
     ExitCodes,
     Group,
+    Subcommand,
     usage_errors,
 )
 from tfdist.runtime.formatting import aligned, counted
@@ -24,7 +24,7 @@ from tfdist.tools.recovery import Recovery, Strike
 
 LATEST = os.path.join("runs", "latest")
 COMMANDS = {
-    "report": Entry(
+    "report": Subcommand(
         "tfdist.tools.chaos:report",
         "recovery times, lost steps, and whether the result equals that of an undisturbed launch",
     ),
@@ -48,7 +48,7 @@ _EXIT_CODES: ExitCodes = {
 }
 
 
-def _report(flags: argparse.Namespace, _: list[str]) -> int:
+def _report(flags: argparse.Namespace, words: list[str]) -> int:
     with usage_errors():
         return _print_report(flags)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TextIO
 
 from tfdist.runtime.cli_arguments import byte_count, whole
-from tfdist.runtime.command import COMMON_EXIT_CODES, Command, Entry, ExitCodes, Group
+from tfdist.runtime.command import COMMON_EXIT_CODES, Command, ExitCodes, Group, Subcommand
 from tfdist.runtime.formatting import aligned
 from tfdist.runtime.launch_protocol import CONFIGURATION_CODE
 
@@ -24,19 +24,19 @@ CATALOG = "configs/datasets.yaml"
 
 
 COMMANDS = {
-    "list": Entry(
+    "list": Subcommand(
         "tfdist.tools.data:list_command", "list the data sets of a catalog, and find their files"
     ),
-    "show": Entry(
+    "show": Subcommand(
         "tfdist.tools.data:show_command",
         "show features, counts, class balance, and a contact sheet of images",
     ),
-    "head": Entry("tfdist.tools.data:head_command", "print some examples, and where they lie"),
-    "write": Entry(
+    "head": Subcommand("tfdist.tools.data:head_command", "print some examples, and where they lie"),
+    "write": Subcommand(
         "tfdist.tools.data:write_command",
         "write a copy as TFRecord files; if it is interrupted, the same command resumes",
     ),
-    "audit": Entry(
+    "audit": Subcommand(
         "tfdist.tools.audit.main:main", "read a data pipeline without training, and check its order"
     ),
 }
@@ -58,7 +58,7 @@ _EXIT_CODES: ExitCodes = {
 }
 
 
-def _list(flags: argparse.Namespace, _: list[str]) -> int:
+def _list(flags: argparse.Namespace, words: list[str]) -> int:
     from tfdist.data.sources.catalog import Catalog
 
     catalog = Catalog.load(flags.catalog or CATALOG)
@@ -130,7 +130,7 @@ def _prepared(entry: Entry, data_dir: str | None) -> str:
     return "not prepared yet; TFDS prepares it at first use"
 
 
-def _show(flags: argparse.Namespace, _: list[str]) -> int:
+def _show(flags: argparse.Namespace, words: list[str]) -> int:
     from tfdist.tools import show
 
     source, entry = _source(flags)
@@ -143,14 +143,14 @@ def _show(flags: argparse.Namespace, _: list[str]) -> int:
     )
 
 
-def _head(flags: argparse.Namespace, _: list[str]) -> int:
+def _head(flags: argparse.Namespace, words: list[str]) -> int:
     from tfdist.tools import show
 
     source, _ = _source(flags)
     return show.head(source, flags.n) if flags.example is None else show.one(source, flags.example)
 
 
-def _write(flags: argparse.Namespace, _: list[str]) -> int:
+def _write(flags: argparse.Namespace, words: list[str]) -> int:
     from tfdist.data.writing.writer import verify, write
     from tfdist.tools.common.example_text import size
 

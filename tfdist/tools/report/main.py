@@ -37,7 +37,7 @@ class _WriteError(Exception):
     """The page or an image cannot be written."""
 
 
-def _report(flags: argparse.Namespace, _: list[str]) -> int:
+def _report(flags: argparse.Namespace, words: list[str]) -> int:
     with usage_errors():
         chapters = read(Path(flags.logdir), [Path(directory) for directory in flags.launch])
     try:
