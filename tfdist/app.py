@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any
 
 import absl.app
 from absl import flags as absl_flags
 
 from tfdist import flags
-from tfdist.runtime.launch_protocol import CONFIGURATION_CODE, TRANSIENT_CODE
+from tfdist.runtime.launch_protocol import CONFIGURATION_CODE
+from tfdist.runtime.plain_errors import plainly
 
 
 def run(main: Callable[[list[str]], Any], argv: Sequence[str] | None = None) -> None:
@@ -42,42 +42,9 @@ def run(main: Callable[[list[str]], Any], argv: Sequence[str] | None = None) -> 
     )
 
 
-def plainly(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function; for errors that tfdist raised, print a sentence and end the process.
-
-    Such errors are printed without a traceback.
-
-    Args:
-        function: Function to call.
-        *args: Its positional arguments.
-
-    Returns:
-        The value that the function returns.
-
-    Raises:
-        SystemExit: With code 78 or 75; the error is its cause.
-    """
-    try:
-        return function(*args)
-    except (ValueError, TimeoutError) as error:
-        if not _raised_by_us(error.__traceback__):
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        code = TRANSIENT_CODE if isinstance(error, TimeoutError) else CONFIGURATION_CODE
-        raise SystemExit(getattr(error, "exit_code", code)) from error
-
-
 def _parse(argv: list[str]) -> list[str]:
     try:
         return absl_flags.FLAGS(argv)
     except absl_flags.Error as error:
         print(f"error: {error}\n`{argv[0]} --help` lists the flags.", file=sys.stderr)
         raise SystemExit(CONFIGURATION_CODE) from error
-
-
-def _raised_by_us(trace: TracebackType | None) -> bool:
-    name, trace = "", trace and trace.tb_next  # the frame of `plainly` itself does not count
-    while trace is not None:
-        name = trace.tb_frame.f_globals.get("__name__", "")
-        trace = trace.tb_next
-    return name.partition(".")[0] == __name__.partition(".")[0]

@@ -2,59 +2,52 @@
 
 from __future__ import annotations
 
-import argparse
-import difflib
-import importlib
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import tfdist
-
-
-class Command(NamedTuple):
-    """Module of a command with `main(argv) -> int | None`, and its line in `tfdist --help`."""
-
-    module: str
-    summary: str
-
+from tfdist.runtime.command import Group, Subcommand
 
 COMMANDS = {
-    "launch": Command(
-        "tfdist.launch.main", "run a script as a group of processes: workers, chief, evaluator, ps"
+    "launch": Subcommand(
+        "tfdist.launch.main:main",
+        "run a script as a group of processes: workers, chief, evaluator, parameter servers",
     ),
-    "train": Command(
-        "tfdist.run.train_command",
-        "train what a config file describes: tfdist train --config=configs/X.py",
+    "train": Subcommand(
+        "tfdist.run.train_command:main",
+        "train what a config file describes: tfdist train --config=FILE.py",
     ),
-    "data": Command(
-        "tfdist.tools.data", "look at data sets: tfdist data list, show, head, write, audit"
+    "data": Subcommand(
+        "tfdist.tools.data:main", "list, show and copy data sets; audit a data pipeline"
     ),
-    "doctor": Command(
-        "tfdist.tools.doctor.main",
-        "find what is wrong with this host, a cluster or a run, before it starts",
+    "doctor": Subcommand(
+        "tfdist.tools.doctor.main:main", "check this host, a cluster or a run before it starts"
     ),
-    "verify": Command(
-        "tfdist.tools.verify.main",
-        "prove that several replicas compute what one does, step by step",
+    "verify": Subcommand(
+        "tfdist.tools.verify.main:main",
+        "check that several replicas compute the same as one, step by step",
     ),
-    "plan": Command(
-        "tfdist.tools.plan.main",
-        "predict memory and traffic of a run over N devices, and how to spread it: tfdist plan "
-        "--config=...",
+    "plan": Subcommand(
+        "tfdist.tools.plan.main:main",
+        "predict the memory and traffic of a run on N devices, and recommend a strategy",
     ),
-    "bench": Command(
-        "tfdist.tools.bench.main",
-        "measure how training, inference or sums scale, and why not: tfdist bench --config=...",
+    "bench": Subcommand(
+        "tfdist.tools.bench.main:main",
+        "measure how training, inference or all-reduces scale with more replicas",
     ),
-    "report": Command(
-        "tfdist.tools.report.main",
-        "make one HTML file of a run, of several, or of a benchmark: tfdist report runs/digits",
+    "report": Subcommand(
+        "tfdist.tools.report.main:main", "write an HTML file about runs or a benchmark"
     ),
-    "chaos": Command(
-        "tfdist.tools.chaos", "tell what faults have cost a launch: tfdist chaos report"
+    "chaos": Subcommand(
+        "tfdist.tools.chaos:main", "report how a launch recovered from injected faults"
     ),
 }
+
+_GROUP = Group(
+    "tfdist",
+    "Distributed training for Keras 3 on TensorFlow. `tfdist --version` prints the version.",
+    COMMANDS,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,34 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         0
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help", "help"):
-        print(_help(), end="")
-        return 0 if words else 2
-    if words[0] == "--version":
+    if words[:1] == ["--version"]:
         print("tfdist", tfdist.__version__)
         return 0
-    command = COMMANDS.get(words[0])
-    if command is None:
-        print(f"tfdist: error: {_unknown(words[0])}", file=sys.stderr)
-        return 2
-    return importlib.import_module(command.module).main(words[1:]) or 0
-
-
-def _help() -> str:
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items()]
-    parser = argparse.ArgumentParser(
-        prog="tfdist",
-        usage="tfdist [-h] [--version] COMMAND ...",
-        description="Distributed training for Keras 3 on TensorFlow.",
-        epilog="commands:\n" + "\n".join(lines) + "\n\n`tfdist COMMAND --help` explains a command.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="store_true", help="print the version")
-    return parser.format_help()
-
-
-def _unknown(word: str) -> str:
-    nearest = difflib.get_close_matches(word, COMMANDS, n=1)
-    remedy = f"Did you mean `tfdist {nearest[0]}`?" if nearest else "See `tfdist --help`."
-    return f"expected a command ({', '.join(COMMANDS)}), received {word!r}. {remedy}"
+    return _GROUP(words)

@@ -192,11 +192,11 @@ def test_workers_end_with_the_audit(members, directory, number):
     ],
 )
 def test_mistakes_are_named_before_a_worker_starts(capfd, monkeypatch, flags, code, message):
-    from tfdist.tools import audit
+    from tfdist.tools.audit.main import main
 
     monkeypatch.chdir(ROOT)
     try:
-        ended = audit.main(flags)
+        ended = main(flags)
     except SystemExit as exit:
         ended = exit.code
     assert ended == code

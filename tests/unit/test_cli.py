@@ -1,8 +1,11 @@
 """Test that the command line is quick, loads no TensorFlow, and is clear about mistakes."""
 
+import contextlib
 import os
 import pathlib
+import re
 import resource
+import signal
 import subprocess
 import sys
 
@@ -10,9 +13,11 @@ import pytest
 
 from tfdist import cli
 from tfdist.cluster.spec import ClusterSpec
-from tfdist.launch import flags, task_plan
 from tfdist.launch import main as launch
+from tfdist.launch import task_plan
 from tfdist.launch.task_plan import SCRIPT_RUNNER
+from tfdist.runtime.command import Command, usage_errors
+from tfdist.tools import chaos, data
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -84,7 +89,7 @@ def test_python_m_tfdist_is_the_same(capsys):
             ["dance"],
             "expected a command ("
             + ", ".join(cli.COMMANDS)
-            + "), received 'dance'. See `tfdist --help`.",
+            + "), received 'dance'.\nSee `tfdist --help`.",
         ),
     ],
 )
@@ -111,7 +116,7 @@ def test_no_command_shows_the_help(capsys):
         ),
         (
             "--workers 0 -- train.py",
-            "--workers: expected at least 1 where there is no --chief, received 0",
+            "--workers: expected at least 1 without --chief, received 0",
         ),
         ("--workers", "--workers: expected one argument"),
         (
@@ -121,11 +126,17 @@ def test_no_command_shows_the_help(capsys):
         ("--grace soon -- train.py", "--grace: expected seconds, 0 or more, received 'soon'"),
         ("--grace inf -- train.py", "--grace: expected seconds, 0 or more, received 'inf'"),
         ("--color red -- train.py", "--color: invalid choice: 'red'"),
-        ("--wrokers 2 -- train.py", "received --wrokers; did you mean --workers?"),
-        ("--log_dir=x -- train.py", "received --log_dir=x; did you mean --log-dir?"),
-        ("--allow_remote -- train.py", "received --allow_remote; did you mean --allow-remote?"),
-        ("--learning_rate 1 -- train.py", "the COMMAND's own flags go after `--` and its name"),
-        ("--workers 2 train.py", "expected `--` before the COMMAND, received 'train.py'"),
+        ("--wrokers 2 -- train.py", "--wrokers: no such flag. Did you mean --workers?"),
+        ("--log_dir=x -- train.py", "--log_dir=x: no such flag. Did you mean --log-dir?"),
+        (
+            "--allow_remote -- train.py",
+            "no such flag. Did you mean --allow-remote?",
+        ),
+        ("--learning_rate 1 -- train.py", "Write COMMAND and its own flags after `--`"),
+        (
+            "--workers 2 train.py",
+            "expected a flag, received 'train.py'. Write COMMAND",
+        ),
         (
             "--task worker:1 -- train.py",
             "--task: expected together with --cluster FILE, received alone",
@@ -172,14 +183,14 @@ def test_command_is_resolved(words, expected, workplace):
 
 
 def test_the_commands_own_words_are_left_alone():
-    _, command = flags.parse(["--", "train.py", "--workers", "9", "--", "x"])
+    _, command = launch.main.parse(["--", "train.py", "--workers", "9", "--", "x"])
     assert command == ["train.py", "--workers", "9", "--", "x"]
 
 
 def test_tasks_are_cut_off_unless_allowed():
-    assert not flags.parse(["--", "train.py"])[0].allow_remote
-    assert flags.parse(["--allow-remote", "--", "train.py"])[0].allow_remote
-    assert flags.parse(["--cluster", "c.yaml", "--allow-remote", "--", "train.py"])[
+    assert not launch.main.parse(["--", "train.py"])[0].allow_remote
+    assert launch.main.parse(["--allow-remote", "--", "train.py"])[0].allow_remote
+    assert launch.main.parse(["--cluster", "c.yaml", "--allow-remote", "--", "train.py"])[
         0
     ].allow_remote  # true there anyway
 
@@ -220,3 +231,72 @@ def test_environment_of_the_tasks(cores, threads, environ, expected, tmp_path):
     )
     read = ClusterSpec.from_tf_config(worker.environ["TF_CONFIG"])
     assert (read.jobs, str(read.task)) == (spec.jobs, "worker:1")
+
+
+EVERY_COMMAND = [
+    *cli.COMMANDS,
+    *(f"data {name}" for name in data.COMMANDS),
+    *(f"chaos {name}" for name in chaos.COMMANDS),
+]
+
+REQUIRED = {
+    "report": ["runs"],
+    "data show": ["digits"],
+    "data head": ["digits"],
+    "data write": ["digits", "--to=copy"],
+}
+
+
+@pytest.mark.parametrize("command", EVERY_COMMAND)
+def test_help_ends_with_the_exit_codes(command, capsys):
+    with contextlib.suppress(SystemExit):
+        cli.main([*command.split(), "--help"])
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: tfdist {command}")
+    codes = text.partition("\nexit codes:\n")[2]
+    assert re.match(r"  0     \S", codes)
+    mistake = "  78 " if command == "train" else "  2  "
+    assert f"\n{mistake}" in codes
+    assert "\n  130   you pressed Ctrl-C" in codes
+
+
+@pytest.mark.parametrize("command", [name for name in EVERY_COMMAND if name != "train"])
+def test_flags_have_hyphens_and_an_underscore_gets_a_hint(command, capsys):
+    with contextlib.suppress(SystemExit):
+        cli.main([*command.split(), "--help"])
+    text = capsys.readouterr().out.partition("\noptions:\n")[2]
+    for flag in set(re.findall(r"^  (--[a-z][\w-]*)", text, re.MULTILINE)):
+        assert "_" not in flag
+        wrong = "--" + flag[2:].replace("-", "_")
+        if wrong != flag:
+            assert cli.main([*command.split(), *REQUIRED.get(command, []), wrong]) == 2
+            error = capsys.readouterr().err
+            assert f"{wrong}: no such flag. Did you mean {flag}?" in error
+
+
+def test_ctrl_c_is_reported_and_signals_are_given_back(capsys):
+    def run(flags, words):
+        signal.raise_signal(signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGTERM)
+    assert Command("tfdist x", "X.", {}, run)([]) == 130
+    assert capsys.readouterr().err == "tfdist x: interrupted\n"
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_mistake_that_a_command_finds_while_it_runs(capsys):
+    def run(flags, words):
+        with usage_errors():
+            raise ValueError("--x: wrong")
+
+    assert Command("tfdist x", "X.", {}, run)([]) == 2
+    assert capsys.readouterr().err == "tfdist x: error: --x: wrong\nSee `tfdist x --help`.\n"
+
+
+def test_a_wrong_configuration_is_one_sentence(capsys):
+    def run(flags, words):
+        ClusterSpec.from_file("none.yaml")
+
+    with pytest.raises(SystemExit, match="78"):
+        Command("tfdist x", "X.", {}, run)([])
+    assert re.fullmatch(r"error: .*none\.yaml.*\n", capsys.readouterr().err)

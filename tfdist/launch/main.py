@@ -17,7 +17,7 @@ from tfdist.cluster.spec import ClusterSpec, Task
 from tfdist.launch import agent, doctor_check
 from tfdist.launch.failure_report import short_path
 from tfdist.launch.fault_injection import Chaos
-from tfdist.launch.flags import parse
+from tfdist.launch.flags import DESCRIPTION, USAGE, add_flags, check, split
 from tfdist.launch.guardian import Guardian
 from tfdist.launch.isolation import isolate, warning
 from tfdist.launch.messages import Start, Terms
@@ -28,30 +28,19 @@ from tfdist.launch.standby import Standbys
 from tfdist.launch.supervisor import Supervisor
 from tfdist.launch.task_plan import data_names, plan_tasks, resolve_command
 from tfdist.launch.terminal_text import wants_colour
-from tfdist.runtime.cli_arguments import refuse
+from tfdist.runtime.command import COMMON_EXIT_CODES, Command, usage_errors
 from tfdist.runtime.fault_plan import Fault
 from tfdist.runtime.fault_plan import parse as parse_faults
-from tfdist.runtime.launch_protocol import JOURNAL, RESULT, Phase, note
+from tfdist.runtime.launch_protocol import JOURNAL, PREEMPTED_CODE, RESULT, Phase, note
 from tfdist.runtime.resource_limits import cores
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run `tfdist launch`.
-
-    Args:
-        argv: Words after `launch`.
-
-    Returns:
-        The exit code.
-    """
-    try:
-        return _launch(argv)
-    except ValueError as error:
-        return refuse("tfdist launch", error)
+def _run(flags: argparse.Namespace, words: list[str]) -> int:
+    with usage_errors():
+        return _launch(flags, words)
 
 
-def _launch(argv: Sequence[str]) -> int:
-    flags, words = parse(argv)
+def _launch(flags: argparse.Namespace, words: list[str]) -> int:
     if flags.rendezvous:
         names = [f"worker:{index}" for index in range(flags.max_workers)]
         spec: ClusterSpec | None = None
@@ -155,12 +144,12 @@ def _launch(argv: Sequence[str]) -> int:
         if flags.rendezvous:
             code = _launch_hosts(flags, words, token, policy, supervisor, plan, console, log_dir)
         else:
-            place = (
+            where = (
                 "on this host, cut off from the network (--allow-remote lifts that)"
                 if isolated
                 else "on this host"
             )
-            console.notice(f"tfdist: {_listing(names)} {place}; logs in {short_path(log_dir)}")
+            console.notice(f"tfdist: {_listing(names)} {where}; logs in {short_path(log_dir)}")
             code = supervisor.run()
     note(log_dir, "over", code=code)
     return code
@@ -244,7 +233,7 @@ def silence_bounds(flags: argparse.Namespace) -> dict[str, float]:
     """Return the watchdog timeout of each phase in seconds.
 
     Args:
-        flags: Flags, as `parse` returns them.
+        flags: Checked flags of the launcher.
     """
     tracing = max(flags.start_timeout, flags.hang_timeout) if flags.start_timeout else 0.0
     bounds = {Phase.RUNNING: flags.hang_timeout, Phase.TRACING: tracing}
@@ -255,7 +244,7 @@ def find_tasks(flags: argparse.Namespace) -> tuple[ClusterSpec, tuple[Task, ...]
     """Return the cluster and those of its tasks that run on this host.
 
     Args:
-        flags: Flags, as `parse` returns them.
+        flags: Checked flags of the launcher.
 
     Raises:
         ValueError: If the cluster file is wrong, or none of its tasks can run here.
@@ -277,22 +266,22 @@ def find_tasks(flags: argparse.Namespace) -> tuple[ClusterSpec, tuple[Task, ...]
     return spec, members
 
 
-def make_log_dir(wanted: str | None) -> str:
+def make_log_dir(requested: str | None) -> str:
     """Create the log directory of this launch.
 
     Args:
-        wanted: Value of --log-dir; None for a new directory below `runs`, to which `runs/latest`
+        requested: Value of --log-dir; None for a new directory below `runs`, to which `runs/latest`
             then points.
 
     Returns:
         The absolute path, because a task may change its working directory.
     """
     flag = "--log-dir"
-    parent = wanted or "runs"
+    parent = requested or "runs"
     try:
         os.makedirs(parent, exist_ok=True)
-        if wanted:
-            return os.path.abspath(wanted)
+        if requested:
+            return os.path.abspath(requested)
         flag = "--log-dir (default)"
         stamp = datetime.datetime.now().strftime("launch-%Y%m%d-%H%M%S")
         name = stamp
@@ -338,3 +327,24 @@ def _listing(names: Iterable[str]) -> str:
     return (
         ", ".join(names) if len(names) <= 8 else f"{', '.join(names[:7])} and {len(names) - 7} more"
     )
+
+
+main = Command(
+    name="tfdist launch",
+    usage=USAGE,
+    description=DESCRIPTION,
+    exit_codes={
+        **COMMON_EXIT_CODES,
+        0: "all tasks succeeded",
+        1: "--check found a mistake; no task was started",
+        "else": "the exit code of the task that failed first; 128 + signal if a signal ended it",
+        PREEMPTED_CODE: "the tasks were asked to end and saved their state; the same command "
+        "resumes the training",
+    },
+    run=_run,
+    add_flags=add_flags,
+    check=check,
+    split=split,
+    others="Write COMMAND and its own flags after `--`: tfdist launch [FLAGS] -- COMMAND ...",
+    handles_signals=True,
+)

@@ -2,52 +2,62 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import os
 import re
 import runpy
-import sys
 import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tfdist import app, config
+from tfdist import config
 from tfdist.cluster.spec import ClusterSpec
 from tfdist.config import user_functions
+from tfdist.runtime.command import INTERRUPTED_CODE, Command, ExitCodes
+from tfdist.runtime.launch_protocol import CONFIGURATION_CODE, PREEMPTED_CODE, TRANSIENT_CODE
 from tfdist.telemetry.layout import CONFIG, HISTORY, SUMMARY
 
 if TYPE_CHECKING:
     import keras
     from ml_collections import ConfigDict
 
-HELP = """\
-usage: tfdist train --config=FILE.py [--config.SECTION.KEY=VALUE ...] [--profile steps=10..15]
+_DESCRIPTION = """\
+Trains what a config file describes. FILE.py defines get_config(), which returns a changed
+tfdist.config.default(); with FILE.py:TEXT, get_config receives TEXT. --profile is short for
+--config.telemetry.profile.
 
-Trains what a config file describes; --profile is short for --config.telemetry.profile. \
-FILE.py defines get_config(), which returns a changed
-tfdist.config.default(); FILE.py:TEXT passes TEXT to it. Keys and their defaults:
+Keys and their defaults:
 
 """
+_EXIT_CODES: ExitCodes = {
+    0: "the training is complete",
+    1: "an exception ended the training",
+    PREEMPTED_CODE: "SIGTERM ended the training after a snapshot; the same command resumes it",
+    TRANSIENT_CODE: "another task of the cluster was absent or is lost; another start may help",
+    CONFIGURATION_CODE: "the command line or the config is wrong",
+    INTERRUPTED_CODE: "you pressed Ctrl-C",
+}
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the command `tfdist train`.
+def _help() -> str:
+    return _DESCRIPTION + textwrap.indent(str(config.default()), "  ")
 
-    Args:
-        argv: Command-line words after `tfdist train`.
 
-    Returns:
-        0. A wrong flag, key or value ends the process with exit code 78 and a one-sentence message.
-    """
-    if {"-h", "--help"} & set(argv):
-        print(HELP + textwrap.indent(str(config.default()), "  "), end="")
-        return 0
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Set all words but `--help` apart: `parse` reads them."""
+    asks_help = [word in ("-h", "--help") for word in argv]
+    own = [word for word, asks in zip(argv, asks_help, strict=True) if asks]
+    return own, [word for word, asks in zip(argv, asks_help, strict=True) if not asks]
+
+
+def _train(flags: argparse.Namespace, words: list[str]) -> int:
     logging.basicConfig(format="%(message)s")
     logging.getLogger("tfdist").setLevel(logging.INFO)
-    app.plainly(lambda: run(parse(argv)))
+    run(parse(words))
     return 0
 
 
@@ -67,14 +77,15 @@ def parse(argv: Sequence[str]) -> config.Run:
     from ml_collections import config_flags
 
     words = _profile_spelt_out(argv)
-    places = [i for i, word in enumerate(words) if re.match(r"--?config(=|$)", word)]
-    if len(places) != 1:
+    positions = [i for i, word in enumerate(words) if re.match(r"--?config(=|$)", word)]
+    if len(positions) != 1:
         raise ValueError(
             "--config: expected one config file, such as --config=configs/digits.py; received "
-            f"{len(places)}."
+            f"{len(positions)}."
         )
-    path = words.pop(places[0]).partition("=")[2] or (
-        words.pop(places[0]) if words[places[0] :] else ""
+    [position] = positions
+    path = words.pop(position).partition("=")[2] or (
+        words.pop(position) if words[position:] else ""
     )
     for word in words:
         if key := re.match(r"--?(?:no)?config\.([^=]+)", word):
@@ -249,7 +260,7 @@ def find_directory(settings: config.Run, root: str | os.PathLike = "runs") -> Pa
 
 
 def describe(summary: dict[str, Any]) -> str:
-    """Return a readable summary of a finished run and the places of its files.
+    """Return a readable summary of a finished run and the paths of its files.
 
     Args:
         summary: Summary that `run` returned.
@@ -304,13 +315,11 @@ def _trained_on(summary: dict[str, Any]) -> str:
 def _profile_spelt_out(argv: Sequence[str]) -> list[str]:
     """Return the words with `--profile STEPS` replaced by the key it is short for."""
     words = list(argv)
-    for place, word in enumerate(words):
+    for i, word in enumerate(words):
         if re.match(r"--?profile(=|$)", word):
-            text = word.partition("=")[2] if "=" in word else " ".join(words[place + 1 : place + 2])
+            text = word.partition("=")[2] if "=" in word else " ".join(words[i + 1 : i + 2])
             config.step_range("--profile", text)
-            words[place : place + (1 if "=" in word else 2)] = [
-                f"--config.telemetry.profile={text}"
-            ]
+            words[i : i + (1 if "=" in word else 2)] = [f"--config.telemetry.profile={text}"]
     return words
 
 
@@ -354,5 +363,12 @@ def _write_json(path: Path, value: Any) -> None:
     temporary.replace(path)
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+main = Command(
+    name="tfdist train",
+    usage="tfdist train --config=FILE.py [--config.SECTION.KEY=VALUE ...] [--profile steps=10..15]",
+    description=_help,
+    exit_codes=_EXIT_CODES,
+    run=_train,
+    split=_split,
+    handles_signals=True,
+)

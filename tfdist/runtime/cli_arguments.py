@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
@@ -17,19 +16,10 @@ class Parser(argparse.ArgumentParser):
         """See `argparse.ArgumentParser.error`; raise ValueError instead of exiting."""
         raise ValueError(message.removeprefix("argument "))
 
-
-def refuse(command: str, error: ValueError) -> int:
-    """Print on stderr what is wrong with a command line.
-
-    Args:
-        command: The command as the user typed it, such as "tfdist doctor".
-        error: The fault.
-
-    Returns:
-        The exit code for a wrong command line, 2.
-    """
-    print(f"{command}: error: {error}\nSee `{command} --help`.", file=sys.stderr)
-    return 2
+    @property
+    def flags(self) -> list[str]:
+        """Return the flags as `--help` lists them, each in its longest form."""
+        return re.findall(r"^  (?:-\w, )?(--?[\w-]+)", self.format_help(), re.MULTILINE)
 
 
 def whole(least: int) -> Callable[[str], int]:
@@ -78,6 +68,32 @@ def real(expected: str, fits: Callable[[float], bool]) -> Callable[[str], float]
     return convert
 
 
+def byte_count(expected: str, needs_unit: bool) -> Callable[[str], int]:
+    """Return a converter for the `type=` of a flag that accepts sizes, decimal or binary.
+
+    Args:
+        expected: Description of the accepted sizes, for the error message.
+        needs_unit: Whether a number without "B" is an error.
+
+    Example:
+        >>> convert = byte_count("a size", needs_unit=False)
+        >>> convert("100MB"), convert("1.5 GiB"), convert("4096")
+        (100000000, 1610612736, 4096)
+    """
+
+    def convert(text: str) -> int:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b?)", text.strip().lower())
+        count = 0.0
+        if match and (match[4] or not needs_unit):
+            base = 1024 if match[3] else 1000
+            count = float(match[1]) * base ** " kmgt".index(match[2] or " ")
+        if count < 1:
+            raise argparse.ArgumentTypeError(f"expected {expected}, received {text!r}")
+        return int(count)
+
+    return convert
+
+
 def flag_of(name: str) -> str:
     """Return the flag as the user types it, from its name in the parsed namespace.
 
@@ -95,12 +111,17 @@ def nearest_flag(word: str, known: Sequence[str]) -> str | None:
         >>> nearest_flag("--log_dri=x", ["--workers", "--log-dir"])
         '--log-dir'
     """
-    found = difflib.get_close_matches(word.partition("=")[0].replace("_", "-"), known, n=1)
-    return found[0] if found else None
+    nearest = difflib.get_close_matches(word.partition("=")[0].replace("_", "-"), known, n=1)
+    return nearest[0] if nearest else None
 
 
-def no_such_flag(word: str, known: Sequence[str]) -> str:
+def no_such_flag(word: str, known: Sequence[str], remedy: str = "") -> str:
     """Return the error message for a flag that a command does not have.
+
+    Args:
+        word: The flag as the user typed it.
+        known: Flags that the command has.
+        remedy: Sentence for a flag that is not close to a known one; default: lists those.
 
     Example:
         >>> no_such_flag("--wrokers=2", ["--workers", "--quick"])
@@ -108,39 +129,52 @@ def no_such_flag(word: str, known: Sequence[str]) -> str:
         >>> no_such_flag("-x", ["--workers", "--quick"])
         '-x: no such flag. Expected one of --workers, --quick.'
     """
-    nearest = nearest_flag(word, known)
-    return (
-        f"{word}: no such flag. "
-        f"{f'Did you mean {nearest}?' if nearest else 'Expected one of ' + ', '.join(known) + '.'}"
-    )
+    if nearest := nearest_flag(word, known):
+        remedy = f"Did you mean {nearest}?"
+    return f"{word}: no such flag. {remedy or 'Expected one of ' + ', '.join(known) + '.'}"
 
 
-def flags_beside_config(
-    parser: argparse.ArgumentParser, argv: Sequence[str], needed: bool = True
-) -> tuple[argparse.Namespace, list[str]]:
-    """Parse a command line that mixes a command's own flags with flags of the run's config.
+def split_config(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Divide a command line into a command's own words and those about the run's config.
 
-    Args:
-        parser: Parser of the command's own flags.
-        argv: Words after the command.
-        needed: Whether the command requires a config file, default True.
-
-    Returns:
-        The parsed flags, and the words that belong to the config.
-
-    Raises:
-        ValueError: If a flag is unknown or wrong. The message names the flag, the expected and the
-            received value.
+    Example:
+        >>> split_config(["--workers", "2", "--config", "a.py", "--config.name=x", "--json"])
+        (['--workers', '2', '--json'], ['--config', 'a.py', '--config.name=x'])
     """
-    flags, words = parser.parse_known_args(argv)
-    unknown = [word for word in words if word.startswith("-") and not about_config(word)]
-    if unknown:
-        raise ValueError(no_such_flag(unknown[0], ["--config", *map(flag_of, vars(flags))]))
-    if needed and not any(re.match(r"--?config(=|$)", word) for word in words):
+    own: list[str] = []
+    config: list[str] = []
+    value_follows = False
+    for word in argv:
+        if about_config(word):
+            config.append(word)
+            value_follows = "=" not in word and not word.lstrip("-").startswith("no")
+        else:
+            is_value = value_follows and not re.match(r"-\D", word)
+            (config if is_value else own).append(word)
+            value_follows = False
+    return own, config
+
+
+def config_files(words: Sequence[str]) -> list[str]:
+    """Return the values of `--config` among the words about a config.
+
+    Example:
+        >>> config_files(["--config", "a.py", "--config.train.epochs=3", "--config=b.py:TEXT"])
+        ['a.py', 'b.py:TEXT']
+    """
+    return [
+        word.partition("=")[2] if "=" in word else following
+        for word, following in zip(words, [*words, ""][1:], strict=True)
+        if re.match(r"--?config(=|$)", word)
+    ]
+
+
+def require_config(words: Sequence[str]) -> None:
+    """Raise ValueError if the words about the config name no config file."""
+    if not config_files(words):
         raise ValueError(
             "--config: expected a config file, such as --config=configs/digits.py; received none"
         )
-    return flags, words
 
 
 def about_config(word: str) -> bool:

@@ -10,63 +10,50 @@ import os
 import time
 from collections.abc import Sequence
 
-from tfdist.config import nearest
-from tfdist.runtime.cli_arguments import Parser, refuse
+from tfdist.runtime.command import (
+    COMMON_EXIT_CODES,
+    Command,
+    ExitCodes,
+    Group,
+    Subcommand,
+    usage_errors,
+)
 from tfdist.runtime.formatting import aligned, counted
 from tfdist.runtime.launch_protocol import JOURNAL, read_journal
 from tfdist.tools.recovery import Recovery, Strike
 
 LATEST = os.path.join("runs", "latest")
 COMMANDS = {
-    "report": "recovery times, lost steps, and whether the result is that of the undisturbed run"
+    "report": Subcommand(
+        "tfdist.tools.chaos:report",
+        "recovery times, lost steps, and whether the result equals that of an undisturbed launch",
+    ),
 }
 
 _DESCRIPTION = """\
-Tells what became of a launch with a chaos plan. LOG_DIR is the directory of its logs, runs/latest \
-if none is named.
+Reports how a launch recovered from the faults of `tfdist launch --chaos`.
 
   tfdist launch --workers 2 --log-dir runs/calm --chaos none -- train.py
-  tfdist launch --workers 2 --restarts 9 --log-dir runs/wild \
---chaos "kill worker:1@step=37; kill chief@saving" -- train.py
+  tfdist launch --workers 2 --restarts 9 --log-dir runs/wild \\
+      --chaos "kill worker:1@step=37; kill chief@saving" -- train.py
   tfdist chaos report runs/wild --against runs/calm
 
-Results are compared where the training uses tfdist.BackupAndRestore. Both launches need \
-directories of their own for
-their backups, too.
+Results can be compared if the training uses tfdist.BackupAndRestore. Give each launch its own
+directory for its backups.
 """
-_EPILOG = """\
-exit code: 0 when the launch ended well, with the same result; 1 when it did not, goes on, or the \
-result is another one;
-2 for a mistake on this command line.
-"""
+_EXIT_CODES: ExitCodes = {
+    **COMMON_EXIT_CODES,
+    0: "the launch succeeded, with the same result",
+    1: "the launch failed or still runs, or its result differs",
+}
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the command `tfdist chaos`.
-
-    Args:
-        argv: Command-line arguments after `tfdist chaos`.
-
-    Returns:
-        The exit code.
-    """
-    words = list(argv)
-    if not words:
-        print(_parser().format_help(), end="")
-        return 2
-    known = words[0] in COMMANDS
-    try:
-        if not known and not words[0].startswith("-"):
-            raise ValueError(
-                f"expected a command, received {words[0]!r}. "
-                f"{nearest(words[0], COMMANDS, 'tfdist chaos ')}"
-            )
-        return _report(_parser().parse_args(words))
-    except ValueError as error:
-        return refuse(f"tfdist chaos {words[0]}" if known else "tfdist chaos", error)
+def _report(flags: argparse.Namespace, words: list[str]) -> int:
+    with usage_errors():
+        return _print_report(flags)
 
 
-def _report(flags: argparse.Namespace) -> int:
+def _print_report(flags: argparse.Namespace) -> int:
     recovery = _recovery(
         flags.log_dir or LATEST, "LOG_DIR" if flags.log_dir else "LOG_DIR (default)"
     )
@@ -75,7 +62,7 @@ def _report(flags: argparse.Namespace) -> int:
         return 0 if recovery.code == 0 else 1
     other = _recovery(flags.against, "--against")
     if recovery.code != 0:
-        print("result: none to compare, as the launch did not end well")
+        print("result: not compared, because the launch did not end well")
         return 1
     if other.code != 0:
         raise ValueError(
@@ -88,13 +75,14 @@ def _report(flags: argparse.Namespace) -> int:
 def _recovery(log_dir: str, flag: str) -> Recovery:
     if not os.path.isdir(log_dir):
         raise ValueError(
-            f"{flag}: expected the directory of a launch's logs, received {log_dir}, which is none"
+            f"{flag}: expected the directory of a launch's logs, received {log_dir}, which is no "
+            "directory"
         )
     journal = read_journal(log_dir)
     if not any(line["event"] == "attempt" for line in journal):
         raise ValueError(
             f"{flag}: expected the directory of a launch's logs, received {log_dir}: it has no "
-            f"{JOURNAL} that tells of an attempt"
+            f"{JOURNAL} with an attempt"
         )
     return Recovery(journal)
 
@@ -103,9 +91,10 @@ def _compare(log_dir: str, against: str) -> int:
     from tfdist.backup import result  # imports TensorFlow, so only when it is needed
 
     mine, other = (result.read(directory) for directory in (log_dir, against))
-    found = result.compare(mine, other)
-    print(f"result: {found.text} {against}{found.detail and ': '}{found.detail}")
-    return 0 if found.same else 1
+    comparison = result.compare(mine, other)
+    detail = comparison.detail and f": {comparison.detail}"
+    print(f"result: {comparison.text} {against}{detail}")
+    return 0 if comparison.same else 1
 
 
 def table(strikes: Sequence[Strike]) -> list[str]:
@@ -146,7 +135,7 @@ def summary(recovery: Recovery, now: float) -> list[str]:
     """
     lines = [f"not struck: {text}" for text in recovery.missed]
     count = len(recovery.attempts)
-    lost = [recovery.lost(place) or 0 for place in range(len(recovery.attempts))]
+    lost = [recovery.lost(attempt) or 0 for attempt in range(count)]
     text = (
         f"{counted(count, 'attempt')} in {recovery.seconds:.1f} s, {counted(sum(lost), 'step')} "
         "lost"
@@ -176,31 +165,22 @@ def _seconds(seconds: float | None, digits: int) -> str:
     return "-" if seconds is None else f"{seconds:.{digits}f} s"
 
 
-def _parser() -> argparse.ArgumentParser:
-    lines = [f"  {name}  {summary}" for name, summary in COMMANDS.items()]
-    parser = Parser(
-        prog="tfdist chaos",
-        usage="tfdist chaos [-h] COMMAND ...",
-        description=_DESCRIPTION + "\ncommands:\n" + "\n".join(lines),
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    commands = parser.add_subparsers(
-        prog="tfdist chaos",
-        dest="command",
-        metavar="COMMAND",
-        help=argparse.SUPPRESS,
-        required=True,
-    )
-    report = commands.add_parser(
-        "report", description=f"Tells {COMMANDS['report']}.", epilog=_EPILOG, allow_abbrev=False
-    )
-    report.add_argument(
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "log_dir", nargs="?", metavar="LOG_DIR", help=f"directory of a launch's logs ({LATEST})"
     )
-    report.add_argument(
+    parser.add_argument(
         "--against",
         metavar="LOG_DIR",
-        help="that of the undisturbed launch, --chaos none, whose result is the right one",
+        help="directory of the undisturbed launch's logs (--chaos none), to compare the results",
     )
-    return parser
+
+
+report = Command(
+    name="tfdist chaos report",
+    description=_DESCRIPTION,
+    exit_codes=_EXIT_CODES,
+    run=_report,
+    add_flags=_add_flags,
+)
+main = Group("tfdist chaos", _DESCRIPTION, COMMANDS, _EXIT_CODES)

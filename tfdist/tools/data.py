@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import re
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, TextIO
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TextIO
 
-from tfdist import config
-from tfdist.runtime.cli_arguments import Parser, flag_of, nearest_flag, refuse, whole
+from tfdist.runtime.cli_arguments import byte_count, whole
+from tfdist.runtime.command import COMMON_EXIT_CODES, Command, ExitCodes, Group, Subcommand
 from tfdist.runtime.formatting import aligned
+from tfdist.runtime.launch_protocol import CONFIGURATION_CODE
 
 if TYPE_CHECKING:
     from tfdist.data.sources.base import Source
@@ -23,125 +23,42 @@ if TYPE_CHECKING:
 CATALOG = "configs/datasets.yaml"
 
 
-class Command(NamedTuple):
-    """Subcommand of `tfdist data`.
-
-    Attributes:
-        summary: Line in `tfdist data --help`.
-        module: Module with `main(argv)` that implements the command. None: this module does.
-    """
-
-    summary: str
-    module: str | None = None
-
-
 COMMANDS = {
-    "list": Command("the data sets of a catalog, and whether they are there"),
-    "show": Command("features, counts, class balance, and a contact sheet of images"),
-    "head": Command("some examples: their values, and where they lie"),
-    "write": Command(
-        "a copy as TFRecord files; the same command again goes on where one was stopped"
+    "list": Subcommand(
+        "tfdist.tools.data:list_command", "list the data sets of a catalog, and find their files"
     ),
-    "audit": Command(
-        "run an input pipeline without a model, and prove its order", "tfdist.tools.audit"
+    "show": Subcommand(
+        "tfdist.tools.data:show_command",
+        "show features, counts, class balance, and a contact sheet of images",
+    ),
+    "head": Subcommand("tfdist.tools.data:head_command", "print some examples, and where they lie"),
+    "write": Subcommand(
+        "tfdist.tools.data:write_command",
+        "write a copy as TFRecord files; if it is interrupted, the same command resumes",
+    ),
+    "audit": Subcommand(
+        "tfdist.tools.audit.main:main", "read a data pipeline without training, and check its order"
     ),
 }
 
 _DESCRIPTION = """\
-Looks at data sets, and copies them. NAME is an entry of the catalog (a YAML file, \
-configs/datasets.yaml), else a data set
-of TFDS, which is prepared first where it is not.
+Shows and copies data sets. NAME is an entry of the catalog (a YAML file, configs/datasets.yaml),
+or else a data set of TFDS, which TFDS prepares at first use.
 
   tfdist data list
   tfdist data show digits --split test
   tfdist data head digits -n 3
   tfdist data write digits --to /tmp/digits
 """
-_EPILOG = """\
-exit code: 0 when all is well; 1 when examples cannot be read; 2 for a mistake on this command \
-line; 78 for a mistake in
-the catalog, or data that are missing or not what they should be.
-"""
+_EXIT_CODES: ExitCodes = {
+    **COMMON_EXIT_CODES,
+    0: "success",
+    1: "an example cannot be read",
+    CONFIGURATION_CODE: "the catalog is wrong, or data are missing or damaged",
+}
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the command `tfdist data`.
-
-    Args:
-        argv: Command-line arguments after `tfdist data`.
-
-    Returns:
-        The exit code.
-    """
-    words = list(argv)
-    command = COMMANDS.get(words[0]) if words else None
-    if command and command.module:
-        return importlib.import_module(command.module).main(words[1:]) or 0
-    if not words:
-        print(_parser().format_help(), end="")
-        return 2
-    try:
-        if not command and not words[0].startswith("-"):
-            raise ValueError(
-                f"expected a command, received {words[0]!r}. "
-                f"{config.nearest(words[0], COMMANDS, 'tfdist data ')}"
-            )
-        flags = parse(words)
-    except ValueError as error:
-        return refuse(f"tfdist data {words[0]}" if command else "tfdist data", error)
-    from tfdist import app  # imported late, so that --help is fast
-
-    return app.plainly(_ACTIONS[flags.command], flags)
-
-
-def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line.
-
-    Args:
-        words: Command-line arguments after `tfdist data`.
-
-    Returns:
-        The flags; `command` is the name of the command.
-
-    Raises:
-        ValueError: A flag is unknown or wrong. The message names the flag, what was expected and
-            what was received.
-
-    Example:
-        >>> flags = parse(["head", "digits", "--split", "test"])
-        >>> flags.command, flags.name, flags.split, flags.n
-        ('head', 'digits', 'test', 5)
-    """
-    flags, unknown = _parser().parse_known_args(words)
-    if unknown:
-        known = [flag_of(name) for name in vars(flags) if name not in ("command", "name")]
-        nearest = nearest_flag(unknown[0], known)
-        remedy = f"Did you mean {nearest}?" if nearest else f"Expected {', '.join(known)}."
-        raise ValueError(f"{unknown[0]}: no such flag of `tfdist data {flags.command}`. {remedy}")
-    return flags
-
-
-def shard_bytes(text: str) -> int:
-    """Convert a size with a unit into a number of bytes.
-
-    Example:
-        >>> shard_bytes("100MB"), shard_bytes("1.5 GiB"), shard_bytes("4096")
-        (100000000, 1610612736, 4096)
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", text.strip().lower())
-    size = (
-        float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2] or " ")
-        if found
-        else 0
-    )
-    if size < 1:
-        raise argparse.ArgumentTypeError(
-            f"expected a size such as 100MB, 1GiB or a number of bytes, received {text!r}"
-        )
-    return int(size)
-
-
-def _list(flags: argparse.Namespace) -> int:
+def _list(flags: argparse.Namespace, words: list[str]) -> int:
     from tfdist.data.sources.catalog import Catalog
 
     catalog = Catalog.load(flags.catalog or CATALOG)
@@ -161,7 +78,7 @@ def _state(entry: Entry, data_dir: str | None) -> str:
     """Return in a few words whether the data of an entry are present."""
     try:
         splits = [entry.split(name) for name in entry.splits]
-        missing = {split.name: place for split in splits if (place := split.missing())}
+        missing = [path for split in splits if (path := split.missing())]
         if entry.kind == "tfds":
             return _prepared(entry, data_dir)
     except ValueError as error:
@@ -170,8 +87,8 @@ def _state(entry: Entry, data_dir: str | None) -> str:
             .removeprefix(f"{entry.file}: {entry.name}.location: ")
             .partition(". Set it:")[0]
         )
-    places = missing.values() if missing else [str(split.location()) for split in splits]
-    return f"{'missing' if missing else 'found'} {', '.join(dict.fromkeys(places))}"
+    paths = missing or [str(split.location()) for split in splits]
+    return f"{'missing' if missing else 'found'} {', '.join(dict.fromkeys(paths))}"
 
 
 def _source(flags: argparse.Namespace) -> tuple[Source, Entry | None]:
@@ -191,7 +108,8 @@ def _source(flags: argparse.Namespace) -> tuple[Source, Entry | None]:
         if catalog or not isinstance(error.__cause__, DatasetNotFoundError):
             raise
         raise ValueError(
-            f"{error} Or name a catalog, --catalog FILE: there is no {CATALOG} in {os.getcwd()}."
+            f"{error} Or name a catalog with --catalog FILE: there is no {CATALOG} in "
+            f"{os.getcwd()}."
         ) from error
 
 
@@ -207,11 +125,12 @@ def _prepared(entry: Entry, data_dir: str | None) -> str:
         builder = tfds.builder(name, data_dir=split.location() or data_dir)
     except tfds.core.DatasetNotFoundError:
         return f"missing: TFDS knows no {name}"
-    found = (builder.data_path / "dataset_info.json").exists()
-    return f"found {builder.data_path}" if found else "not prepared yet: TFDS does so at first use"
+    if (builder.data_path / "dataset_info.json").exists():
+        return f"found {builder.data_path}"
+    return "not prepared yet; TFDS prepares it at first use"
 
 
-def _show(flags: argparse.Namespace) -> int:
+def _show(flags: argparse.Namespace, words: list[str]) -> int:
     from tfdist.tools import show
 
     source, entry = _source(flags)
@@ -224,14 +143,14 @@ def _show(flags: argparse.Namespace) -> int:
     )
 
 
-def _head(flags: argparse.Namespace) -> int:
+def _head(flags: argparse.Namespace, words: list[str]) -> int:
     from tfdist.tools import show
 
     source, _ = _source(flags)
     return show.head(source, flags.n) if flags.example is None else show.one(source, flags.example)
 
 
-def _write(flags: argparse.Namespace) -> int:
+def _write(flags: argparse.Namespace, words: list[str]) -> int:
     from tfdist.data.writing.writer import verify, write
     from tfdist.tools.common.example_text import size
 
@@ -248,8 +167,8 @@ def _write(flags: argparse.Namespace) -> int:
             progress=meter.update,
         )
     except KeyboardInterrupt:
-        print("\nInterrupted. The same command goes on where this one stopped.", file=sys.stderr)
-        return 130
+        print("\nThe same command resumes where this one stopped.", file=sys.stderr)
+        raise
     finally:
         meter.close()
     shards = written["shards"]
@@ -257,7 +176,7 @@ def _write(flags: argparse.Namespace) -> int:
     print(f"{flags.to}: {written['examples']:,} examples in {len(shards)} files, {size(total)}")
     if flags.verify:
         verify(flags.to, flags.workers)
-        print(f"{flags.to}: all files are as they were written, by their checksums")
+        print(f"{flags.to}: the checksums of all files are right")
     return 0
 
 
@@ -295,87 +214,87 @@ class _Meter:
             print(f"\r{'':60}\r", end="", file=self._stream, flush=True)
 
 
-_ACTIONS = {"list": _list, "show": _show, "head": _head, "write": _write}
-
-
-def _parser() -> argparse.ArgumentParser:
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items()]
-    parser = Parser(
-        prog="tfdist data",
-        usage="tfdist data [-h] COMMAND ...",
-        description=_DESCRIPTION + "\ncommands:\n" + "\n".join(lines),
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    commands = parser.add_subparsers(
-        prog="tfdist data", dest="command", metavar="COMMAND", help=argparse.SUPPRESS, required=True
+def _add_catalog(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--catalog", metavar="FILE", help=f"the catalog ({CATALOG}, if it exists)")
+    parser.add_argument(
+        "--data-dir", metavar="DIR", help="directory of the prepared TFDS data sets (that of TFDS)"
     )
 
-    def add(name: str) -> argparse.ArgumentParser:
-        command = commands.add_parser(
-            name,
-            description=f"{COMMANDS[name].summary[0].upper()}{COMMANDS[name].summary[1:]}.",
-            epilog=_EPILOG,
-            allow_abbrev=False,
-        )
-        if name != "list":
-            command.add_argument(
-                "name", metavar="NAME", help="an entry of the catalog, or a data set of TFDS"
-            )
-            command.add_argument(
-                "--split", metavar="S", help="split (the entry's first; of TFDS: train)"
-            )
-        command.add_argument(
-            "--catalog", metavar="FILE", help=f"the catalog ({CATALOG}, if it is there)"
-        )
-        command.add_argument(
-            "--data-dir",
-            metavar="DIR",
-            help="where TFDS data sets lie prepared (where TFDS keeps them)",
-        )
-        return command
 
-    add("list")
-    show = add("show")
-    show.add_argument(
+def _add_data_set(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", help="entry of the catalog, or data set of TFDS")
+    parser.add_argument(
+        "--split", metavar="S", help="split (the first of the entry; for TFDS: train)"
+    )
+    _add_catalog(parser)
+
+
+def _add_show(parser: argparse.ArgumentParser) -> None:
+    _add_data_set(parser)
+    parser.add_argument(
         "--labels",
         type=whole(1),
         default=5000,
         metavar="N",
-        help="examples to read at most, for class balance (5000)",
+        help="maximum number of examples to read for the class balance (5000)",
     )
-    show.add_argument(
-        "--sheet", metavar="FILE", help="where the contact sheet goes (runs/data/NAME_SPLIT.png)"
+    parser.add_argument(
+        "--sheet", metavar="FILE", help="file of the contact sheet (runs/data/NAME_SPLIT.png)"
     )
-    head = add("head")
-    head.add_argument("-n", type=whole(1), default=5, metavar="N", help="how many examples (5)")
-    head.add_argument(
-        "--example", type=whole(0), metavar="K", help="example K alone, and why it cannot be read"
+
+
+def _add_head(parser: argparse.ArgumentParser) -> None:
+    _add_data_set(parser)
+    parser.add_argument(
+        "-n", type=whole(1), default=5, metavar="N", help="number of examples to print (5)"
     )
-    write = add("write")
-    write.add_argument("--to", required=True, metavar="DIR", help="directory of the files")
-    write.add_argument(
+    parser.add_argument(
+        "--example",
+        type=whole(0),
+        metavar="K",
+        help="print only example number K, or why it cannot be read",
+    )
+
+
+def _add_write(parser: argparse.ArgumentParser) -> None:
+    _add_data_set(parser)
+    parser.add_argument("--to", required=True, metavar="DIR", help="directory of the new files")
+    parser.add_argument(
         "--shard-size",
-        type=shard_bytes,
+        type=byte_count("a size such as 100MB, 1GiB or a number of bytes", needs_unit=False),
         default="100MB",
         metavar="SIZE",
-        help="bytes of a file (100MB)",
+        help="size of each file (100MB)",
     )
-    write.add_argument(
-        "--compression", choices=("GZIP", "none"), default="none", help="of the files (none)"
+    parser.add_argument(
+        "--compression",
+        choices=("GZIP", "none"),
+        default="none",
+        help="compression of the files (none)",
     )
-    write.add_argument(
+    parser.add_argument(
         "--workers",
         type=whole(1),
         metavar="N",
-        help="threads that write a file each (one per core)",
+        help="number of threads, each of which writes a file (one per core)",
     )
-    write.add_argument(
+    parser.add_argument(
         "--verify", action="store_true", help="read all files again, and compare their checksums"
     )
-    return parser
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def _command(
+    name: str,
+    run: Callable[[argparse.Namespace, list[str]], int],
+    add_flags: Callable[[argparse.ArgumentParser], None],
+) -> Command:
+    summary = COMMANDS[name].summary
+    description = f"{summary[0].upper()}{summary[1:]}."
+    return Command(f"tfdist data {name}", description, _EXIT_CODES, run, add_flags)
+
+
+list_command = _command("list", _list, _add_catalog)
+show_command = _command("show", _show, _add_show)
+head_command = _command("head", _head, _add_head)
+write_command = _command("write", _write, _add_write)
+main = Group("tfdist data", _DESCRIPTION, COMMANDS, _EXIT_CODES)

@@ -81,7 +81,7 @@ def show(source: Source, license: str | None, limit: int, path: str) -> int:
     if not failed:
         return 0
     first = failed[min(failed)]
-    _line("ERRORS", f"{len(failed)} of the examples looked at cannot be read. The first:")
+    _line("ERRORS", f"{len(failed)} of the sampled examples cannot be read. The first:")
     _failure(source, first)
     return 1
 
@@ -97,8 +97,8 @@ def head(source: Source, count: int) -> int:
         1 if one of them cannot be read, else 0.
     """
     count = count if source.cardinality is None else min(count, source.cardinality)
-    found = examples.numbered(source, np.arange(count))
-    return max([_example(source, example) for example in found], default=0)
+    first = examples.numbered(source, np.arange(count))
+    return max([_example(source, example) for example in first], default=0)
 
 
 def one(source: Source, number: int) -> int:
@@ -115,8 +115,8 @@ def one(source: Source, number: int) -> int:
         ValueError: There is no such example.
     """
     known = source.cardinality is None or number < source.cardinality
-    found = next(examples.numbered(source, np.array([number])), None) if known else None
-    if found is None:
+    example = next(examples.numbered(source, np.array([number])), None) if known else None
+    if example is None:
         last = (
             ""
             if source.cardinality is None
@@ -125,9 +125,9 @@ def one(source: Source, number: int) -> int:
         raise ValueError(
             f"--example: expected an example of {source.name}{last}; received {number}."
         )
-    code = _example(source, found)
-    if found.error is not None:
-        print(f"\n{type(found.error).__name__}: {getattr(found.error, 'message', found.error)}")
+    code = _example(source, example)
+    if (error := example.error) is not None:
+        print(f"\n{type(error).__name__}: {getattr(error, 'message', error)}")
     return code
 
 
@@ -201,12 +201,12 @@ def _labels(
 
 
 def _balance(source: Source, labels: np.ndarray) -> None:
-    found, counts = np.unique(labels, return_counts=True)
+    classes, counts = np.unique(labels, return_counts=True)
     by_size = np.argsort(-counts, kind="stable")
-    shown = [*range(len(found))]
-    if len(found) > _CLASSES:
+    shown = [*range(len(classes))]
+    if len(classes) > _CLASSES:
         shown = [*by_size[: _CLASSES // 2], None, *by_size[-_CLASSES // 2 :]]
-    width = max(len(_title(source, c)) for c in found[[i for i in shown if i is not None]])
+    width = max(len(_title(source, c)) for c in classes[[i for i in shown if i is not None]])
     for i in shown:
         if i is None:
             rest = counts[by_size[_CLASSES // 2 : -_CLASSES // 2]]
@@ -215,12 +215,12 @@ def _balance(source: Source, labels: np.ndarray) -> None:
             continue
         bar = "#" * math.ceil(30 * counts[i] / counts.max())
         share = f"{counts[i]:>8,}  {counts[i] / len(labels):6.1%}"
-        _line("", f"{_title(source, found[i]):{width}}  {share}  {bar}")
+        _line("", f"{_title(source, classes[i]):{width}}  {share}  {bar}")
     if source.classes:
-        wrong = found[(found < 0) | (found >= source.classes)]
+        wrong = classes[(classes < 0) | (classes >= source.classes)]
         if len(wrong):
             _line("", f"outside of 0 to {source.classes - 1}: {', '.join(map(str, wrong[:5]))}")
-        absent = source.classes - len(np.setdiff1d(found, wrong))
+        absent = source.classes - len(np.setdiff1d(classes, wrong))
         if absent:
             _line("", f"{absent} of {source.classes} classes have no example here")
 
@@ -237,25 +237,29 @@ def _rows(
         return dict(example_text.parts(data))[image]
 
     if labels is None or not len(labels):
-        found = [
+        drawn = [
             (str(x.number), x.data.numpy()) for x in read(examples.draw(source, _WITHOUT, pick))
         ]
         return [
-            contact_sheet.Row("", "", found[i : i + _EACH]) for i in range(0, len(found), _EACH)
+            contact_sheet.Row("", "", drawn[i : i + _EACH]) for i in range(0, len(drawn), _EACH)
         ]
     classes, counts = np.unique(labels, return_counts=True)
     chosen = examples.evenly(_CLASSES, len(classes))
-    wanted = {
+    numbers_by_class = {
         int(classes[i]): numbers[labels == classes[i]][examples.evenly(_EACH, counts[i])]
         for i in chosen
     }
-    order = np.sort(np.concatenate(list(wanted.values())))
+    order = np.sort(np.concatenate(list(numbers_by_class.values())))
     images = {x.number: x.data.numpy() for x in read(examples.numbered(source, order, pick))}
     return [
         contact_sheet.Row(
             f"{classes[i]}{example_text.named(classes[i], source.class_names)}",
             f"{counts[i]:,} examples",
-            [(str(n), images[n]) for n in wanted[int(classes[i])].tolist() if n in images],
+            [
+                (str(n), images[n])
+                for n in numbers_by_class[int(classes[i])].tolist()
+                if n in images
+            ],
         )
         for i in chosen
     ]
@@ -267,7 +271,7 @@ def _save(image: Any, path: str) -> None:
         image.save(path)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"--sheet: {path} cannot be written: {error}. Name a PNG file in a directory of yours."
+            f"--sheet: {path} cannot be written: {error}. Name a PNG file in another directory."
         ) from error
 
 
@@ -283,8 +287,8 @@ def _example(source: Source, example: examples.Example) -> int:
         )
         for name, leaf in example_text.parts(example.data)
     ]
-    place = errors.place(source, example.number)
-    for i, line in enumerate([*lines, *([f"{'at':8} {place}"] if place else [])]):
+    location = errors.place(source, example.number)
+    for i, line in enumerate([*lines, *([f"{'at':8} {location}"] if location else [])]):
         print(f"{'' if i else example.number:<8}  {line}")
     return 0
 
@@ -292,8 +296,8 @@ def _example(source: Source, example: examples.Example) -> int:
 def _failure(source: Source, example: examples.Example) -> None:
     assert example.error is not None
     print(f"{example.number:<8}  cannot be read: {errors.cause(example.error)}")
-    if place := errors.place(source, example.number):
-        print(f"{'':8}  {'at':8} {place}")
+    if location := errors.place(source, example.number):
+        print(f"{'':8}  {'at':8} {location}")
 
 
 def _is_image(spec: Any) -> bool:

@@ -355,7 +355,7 @@ def test_launch_that_failed_or_still_runs(tmp_path, calm, capsys):
     [
         (
             ["report", "nowhere"],
-            "expected the directory of a launch's logs, received nowhere, which is none",
+            "expected the directory of a launch's logs, received nowhere, which is no directory",
         ),
         (["report"], "LOG_DIR (default)"),
         (["report", "."], f"it has no {JOURNAL}"),
@@ -365,7 +365,7 @@ def test_launch_that_failed_or_still_runs(tmp_path, calm, capsys):
             "Expected the result of a training with tfdist.BackupAndRestore",
         ),
         (["report", "CALM", "--again", "."], "--again"),
-        (["reprot"], "Did you mean tfdist chaos report?"),
+        (["reprot"], "Did you mean `tfdist chaos report`?"),
         (["--wrong"], "error"),
     ],
 )

@@ -103,7 +103,7 @@ def test_list_knows_which_data_sets_tfds_has_prepared(workplace, tfdist, digits_
     assert f"found {digits_dir}/tfdist_digits/1.0.0" in out
     assert "missing: TFDS knows no dgits" in out
     _, out, _ = tfdist("list", "--catalog", "tfds.yaml", "--data-dir", str(tmp_path / "new"))
-    assert "not prepared yet: TFDS does so at first use" in out
+    assert "not prepared yet; TFDS prepares it at first use" in out
     assert not (tmp_path / "new").exists()
 
 
@@ -139,7 +139,7 @@ def test_show_without_images_or_labels(workplace, tfdist):
 def test_an_example_that_cannot_be_read_is_named(workplace, tfdist, split, place):
     code, out, _ = tfdist("show", "records", "--split", split)
     assert code == 1
-    assert "ERRORS     1 of the examples looked at cannot be read. The first:\n4   " in out
+    assert "ERRORS     1 of the sampled examples cannot be read. The first:\n4   " in out
     assert "cannot be read: Unknown image file format" in out
     assert f"at       {workplace}/{place}" in out
     assert f"runs/data/records_{split}.png: 5 images" in out
@@ -178,7 +178,8 @@ def test_write_makes_records_and_goes_on(workplace, tfdist):
     )
     assert code == 0
     assert re.match(
-        r"copy: 30 examples in \d+ files, [\d.]+ k?B\ncopy: all files are as they were written", out
+        r"copy: 30 examples in \d+ files, [\d.]+ k?B\ncopy: the checksums of all files are right",
+        out,
     )
     (workplace / "copy.yaml").write_text("copy: {kind: records, location: copy}")
     assert "y        int64 [], 3 classes\n" in tfdist("show", "copy", "--catalog", "copy.yaml")[1]
@@ -213,7 +214,7 @@ def test_a_tfds_name_needs_no_catalog(tmp_path, monkeypatch, tfdist, digits_dir)
     code, _, err = tfdist("show", "tfdist_digts", "--data-dir", str(digits_dir))
     assert code == 78
     assert (
-        f"Or name a catalog, --catalog FILE: there is no configs/datasets.yaml in {tmp_path}."
+        f"Or name a catalog with --catalog FILE: there is no configs/datasets.yaml in {tmp_path}."
         in err
     )
 
@@ -225,17 +226,18 @@ def test_a_tfds_name_needs_no_catalog(tmp_path, monkeypatch, tfdist, digits_dir)
             "lsit",
             2,
             (
-                "tfdist data: error: expected a command, received 'lsit'. "
-                "Did you mean tfdist data list?"
+                "tfdist data: error: expected a command (list, show, head, write, audit), "
+                "received 'lsit'. "
+                "Did you mean `tfdist data list`?"
             ),
         ),
         ("show", 2, "tfdist data show: error: the following arguments are required: NAME"),
         (
             "show images --splt x",
             2,
-            "--splt: no such flag of `tfdist data show`. Did you mean --split?",
+            "tfdist data show: error: --splt: no such flag. Did you mean --split?",
         ),
-        ("show images table", 2, "table: no such flag"),
+        ("show images table", 2, "expected a flag, received 'table'"),
         ("head images -n 0", 2, "-n: expected a whole number of at least 1, received '0'"),
         ("write images", 2, "the following arguments are required: --to"),
         (

@@ -4,74 +4,32 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
 
-from tfdist import app
-from tfdist.runtime.cli_arguments import Parser, flags_beside_config, real, refuse, whole
+from tfdist.runtime.cli_arguments import real, whole
+from tfdist.runtime.command import COMMON_EXIT_CODES, Command
 from tfdist.runtime.launch_protocol import CONFIGURATION_CODE
-from tfdist.runtime.termination import ending
 from tfdist.tools.audit import report
 from tfdist.tools.audit.processes import WorkerError, Workers
 from tfdist.tools.audit.settings import Settings, check_function
 from tfdist.tools.common.process_logs import keep
 
-TIMEOUT = 600.0
+TIMEOUT_S = 600.0
 _DESCRIPTION = """\
-Reads the input pipeline of a run, without a model, in as many processes as the run will have, \
-and checks what they took:
-every example exactly once per epoch, none on two workers, equally many steps on all, and each \
-global batch, row by row, the
-one that follows from seed, epoch and step. Then measures what each stage of the pipeline costs.
+Reads the data pipeline of a run without training, in as many processes as the run will have, and
+checks the rows that each of them read: every example exactly once per epoch, on one worker only;
+equally many steps on all workers; and in each global batch the rows that follow from seed, epoch
+and step. Then it measures what each stage of the data pipeline costs.
 
   tfdist data audit --config=configs/digits.py --workers 2 --epochs 2
   tfdist data audit --config=configs/digits.py --workers 3 --config.data.global_batch=96
   tfdist data audit --pipeline=train.py:make_pipeline --workers 2
 """
-_EPILOG = """\
-exit code: 0 when all is as it should be; 1 with the first example that is not, or when a worker \
-fails or is late; 2 for a
-mistake on this command line; 78 for a mistake in the config, the data, or what does not fit them.
-"""
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the command `tfdist data audit`.
-
-    Args:
-        argv: Command-line arguments after `tfdist data audit`.
-
-    Returns:
-        The exit code.
-    """
-    try:
-        flags, words = parse(argv)
-    except ValueError as error:
-        return refuse("tfdist data audit", error)
-    return app.plainly(_audit, flags, words)
-
-
-def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parse the command line.
-
-    Args:
-        argv: Command-line arguments after `tfdist data audit`.
-
-    Returns:
-        The flags, and the arguments about the config.
-
-    Raises:
-        ValueError: If a flag is wrong. The message names the flag, the expected value and the
-            received value.
-
-    Example:
-        >>> flags, words = parse(["--config=a.py", "--workers", "2", "--config.data.cache=true"])
-        >>> flags.workers, words
-        (2, ['--config=a.py', '--config.data.cache=true'])
-    """
-    flags, words = flags_beside_config(_parser(), argv, needed=False)
+def _check(flags: argparse.Namespace, words: Sequence[str]) -> None:
     if bool(words) == bool(flags.pipeline):
         raise ValueError(
             "expected --config=FILE.py, or --pipeline=FILE.py:FUNCTION; received "
@@ -79,12 +37,12 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         )
     if flags.pipeline and flags.split:
         raise ValueError(
-            "--split: it chooses between a config's pipelines; received --pipeline, which is one."
+            "--split: expected together with --config, whose data pipelines it chooses between; "
+            "received --pipeline."
         )
-    return flags, words
 
 
-def _audit(flags: argparse.Namespace, words: Sequence[str]) -> int:
+def _audit(flags: argparse.Namespace, words: list[str]) -> int:
     from tfdist.run import train_command
 
     # Report mistakes in the arguments before any worker starts.
@@ -93,7 +51,6 @@ def _audit(flags: argparse.Namespace, words: Sequence[str]) -> int:
     else:
         train_command.parse(words)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(ending())  # a signal ends the workers, too
         directory = (
             str(keep(flags.keep))
             if flags.keep
@@ -120,15 +77,12 @@ def _audit(flags: argparse.Namespace, words: Sequence[str]) -> int:
                 file=sys.stderr,
             )
             return error.code
-        except KeyboardInterrupt:
-            print("audit interrupted; its workers are ended", file=sys.stderr)
-            return 128 + signal.SIGINT
 
 
 def _follow(settings: Settings, workers: Workers) -> int:
     """Lead the workers from phase to phase, and print each result as soon as it is known."""
     print(report.beginning(settings, workers.pids), flush=True)
-    ready = workers.wait("ready", doing="while it made its pipeline")
+    ready = workers.wait("ready", doing="while it made its data pipeline")
     print(report.header(settings, ready[0]), flush=True)
     workers.tell("read")
     read = workers.wait("read", doing="while it read")
@@ -151,51 +105,75 @@ def _follow(settings: Settings, workers: Workers) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="tfdist data audit",
-        usage="tfdist data audit --config=FILE.py [--config.SECTION.KEY=VALUE ...] [flags]\n"
-        "       tfdist data audit --pipeline=FILE.py:FUNCTION [flags]",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def _add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--pipeline",
         metavar="FILE.py:FUNCTION",
-        help="instead of a config: a function that returns what tfdist.data.pipeline does",
+        help="function that returns a data pipeline, used instead of a config",
     )
     add(
         "--split",
         choices=("train", "eval"),
-        help="the config's pipeline for training or for evaluation (train)",
+        help="which data pipeline of the config to read: for training or evaluation (train)",
     )
-    add("--workers", type=whole(1), default=1, metavar="N", help="processes (1)")
-    add("--devices", type=whole(1), default=1, metavar="D", help="replicas of each (1)")
-    add("--epochs", type=whole(1), default=1, metavar="E", help="epochs to read (1)")
-    add("--first-epoch", type=whole(0), default=0, metavar="E", help="the first of them (0)")
+    add("--workers", type=whole(1), default=1, metavar="N", help="number of processes (1)")
+    add(
+        "--devices",
+        type=whole(1),
+        default=1,
+        metavar="D",
+        help="number of replicas in each process (1)",
+    )
+    add("--epochs", type=whole(1), default=1, metavar="E", help="number of epochs to read (1)")
+    add(
+        "--first-epoch",
+        type=whole(0),
+        default=0,
+        metavar="E",
+        help="number of the first epoch to read (0)",
+    )
     add(
         "--first-step",
         type=whole(0),
         default=0,
         metavar="S",
-        help="step of it to begin at, as after a resume (0)",
+        help="step of the first epoch to begin at, as after a resume (0)",
     )
     add(
         "--timeout",
         type=real("a number of at least 1", lambda value: value >= 1),
-        default=TIMEOUT,
+        default=TIMEOUT_S,
         metavar="S",
-        help=f"longest time without a sign of a worker's life, in seconds ({TIMEOUT:g})",
+        help=f"seconds without a heartbeat after which a worker counts as hung ({TIMEOUT_S:g})",
     )
     add(
         "--stage-seconds",
         type=real("a number of at least 0", lambda value: value >= 0),
         default=2.0,
         metavar="S",
-        help="seconds to measure each stage; 0: not at all (2)",
+        help="seconds to measure each stage (2; 0 means do not measure)",
     )
-    add("--keep", metavar="DIR", help="keep the workers' logs and what they took in this directory")
-    return parser
+    add(
+        "--keep",
+        metavar="DIR",
+        help="directory in which to keep the logs and records of the workers (none)",
+    )
+
+
+main = Command(
+    name="tfdist data audit",
+    usage="tfdist data audit --config=FILE.py [--config.SECTION.KEY=VALUE ...] [FLAGS]\n"
+    "       tfdist data audit --pipeline=FILE.py:FUNCTION [FLAGS]",
+    description=_DESCRIPTION,
+    exit_codes={
+        **COMMON_EXIT_CODES,
+        0: "all rows are the expected ones",
+        1: "a row is not the expected one, or a worker failed or was late",
+        CONFIGURATION_CODE: "the config, the data pipeline or the data are wrong",
+    },
+    run=_audit,
+    add_flags=_add_flags,
+    check=_check,
+    takes_config=True,
+)

@@ -14,7 +14,6 @@ import os
 import platform
 import shlex
 import shutil
-import signal
 import statistics
 import sys
 import tempfile
@@ -24,12 +23,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tfdist
-from tfdist import app
-from tfdist.runtime.cli_arguments import refuse
+from tfdist.runtime.command import COMMON_EXIT_CODES, Command, usage_errors
 from tfdist.runtime.formatting import counted
 from tfdist.runtime.launch_protocol import CONFIGURATION_CODE
 from tfdist.runtime.resource_limits import cores
-from tfdist.runtime.termination import ending
 from tfdist.tools.bench import plan, rendering
 from tfdist.tools.bench.groups import Group, GroupError
 from tfdist.tools.bench.jobs import Case, Job
@@ -43,34 +40,14 @@ if TYPE_CHECKING:
 PAGE = "bench.md"
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the command `tfdist bench`.
-
-    Args:
-        argv: Command-line arguments after `tfdist bench`.
-
-    Returns:
-        The exit code.
-    """
-    try:
-        flags, rest = plan.parse(argv)
-        settings = app.plainly(_settings, rest) if rest else None
-        jobs = plan.jobs(flags, rest, settings)
-        out = _directory(flags.out, settings.name if settings else "allreduce")
-    except ValueError as error:
-        return refuse("tfdist bench", error)
-    try:
-        with ending():  # also ends the child processes on a signal
-            return _bench(flags, settings, jobs, out, shlex.join(["tfdist", "bench", *argv]))
-    except KeyboardInterrupt:
-        print("bench interrupted; its processes are ended", file=sys.stderr)
-        return 128 + signal.SIGINT
-
-
-def _settings(rest: Sequence[str]) -> config.Run:
+def _run(flags: argparse.Namespace, words: list[str]) -> int:
     from tfdist.run import train_command
 
-    return train_command.parse(rest)
+    settings = train_command.parse(words) if words else None
+    with usage_errors():
+        jobs = plan.jobs(flags, words, settings)
+        out = _directory(flags.out, settings.name if settings else "allreduce")
+    return _bench(flags, settings, jobs, out, shlex.join(["tfdist", "bench", *flags.argv]))
 
 
 def _bench(
@@ -155,7 +132,7 @@ class Rounds(contextlib.AbstractContextManager):
         self._started: dict[Job, Group] = {}
         self._groups: dict[Job, Group] = {}  # groups that have not failed
         self._errors: dict[Job, GroupError] = {}
-        self._found: dict[tuple[Job, int], list[list[dict[str, Any]]]] = {}
+        self._measurements: dict[tuple[Job, int], list[list[dict[str, Any]]]] = {}
         self._times: dict[Job, int] = dict.fromkeys(self._jobs, 0)
         self._facts: dict[Job, dict[str, Any]] = {}
 
@@ -172,7 +149,7 @@ class Rounds(contextlib.AbstractContextManager):
                 group = self._started[job] = self._stack.enter_context(Group(job, self._timeout))
                 self._facts[job] = group.ready()[0]
                 self._groups[job] = group
-                _say(
+                _log(
                     f"{job.strategy}, {counted(job.replicas, 'replica')}: ready after "
                     f"{time.monotonic() - begin:.0f} s"
                 )
@@ -193,11 +170,11 @@ class Rounds(contextlib.AbstractContextManager):
             if job not in self._groups:
                 continue
             with self._failing(job):
-                self._found.setdefault((job, case), []).append(
+                self._measurements.setdefault((job, case), []).append(
                     self._groups[job].measure(case, self._times[job])
                 )
                 self._times[job] += 1
-        _say(f"round {number + 1} of {rounds}: {time.monotonic() - begin:.0f} s")
+        _log(f"round {number + 1} of {rounds}: {time.monotonic() - begin:.0f} s")
 
     def setups(self) -> list[Setup]:
         """Return the results of each case of each job."""
@@ -242,7 +219,7 @@ class Rounds(contextlib.AbstractContextManager):
         )
         if job in self._errors:
             return dataclasses.replace(setup, error=str(self._errors[job]))
-        return measured(setup, self._found[job, number])
+        return measured(setup, self._measurements[job, number])
 
     @contextlib.contextmanager
     def _failing(self, job: Job):
@@ -255,7 +232,7 @@ class Rounds(contextlib.AbstractContextManager):
         except GroupError as error:
             self._errors[job] = error
             self._groups.pop(job, None)
-            _say(f"{job.strategy}, {counted(job.replicas, 'replica')}: FAILED: {error}")
+            _log(f"{job.strategy}, {counted(job.replicas, 'replica')}: FAILED: {error}")
             self._started[job].close()
             self._keep(job)
 
@@ -277,34 +254,34 @@ def measured(setup: Setup, rounds: Sequence[Sequence[dict[str, Any]]]) -> Setup:
         The setup. The slowest worker defines the time of a round. The step breakdown is taken from
         the median round, so that its parts add up.
     """
-    last = [max(workers, key=lambda found: found["seconds"]) for workers in rounds]
-    seconds = tuple(found["seconds"] / found["steps"] for found in last)
+    last = [max(workers, key=lambda measurement: measurement["seconds"]) for workers in rounds]
+    seconds = tuple(worker["seconds"] / worker["steps"] for worker in last)
     median = seconds.index(statistics.median_low(seconds))
     return dataclasses.replace(
         setup,
         bytes=setup.bytes or last[median].get("bytes", 0),
         seconds=seconds,
-        rates=tuple(found["examples"] / found["seconds"] for found in last)
+        rates=tuple(worker["examples"] / worker["seconds"] for worker in last)
         if setup.global_batch
         else (),
         step_breakdown={
-            rank: found["step_breakdown"]
-            for rank, found in enumerate(rounds[median])
-            if found.get("step_breakdown")
+            rank: worker["step_breakdown"]
+            for rank, worker in enumerate(rounds[median])
+            if worker.get("step_breakdown")
         },
     )
 
 
-def _directory(asked: str | None, name: str) -> Path:
+def _directory(requested: str | None, name: str) -> Path:
     """Create and return the directory of the report.
 
-    It is `asked`, or else the first of runs/bench-NAME, runs/bench-NAME-2 and so on that does not
-    exist.
+    It is `requested`, or else the first of runs/bench-NAME, runs/bench-NAME-2 and so on that does
+    not exist.
     """
-    if asked is not None:
-        path = Path(asked)
+    if requested is not None:
+        path = Path(requested)
         if path.exists() and not path.is_dir():
-            raise ValueError(f"--out: expected a directory, received {asked}, which is a file")
+            raise ValueError(f"--out: expected a directory, received {requested}, which is a file")
     else:
         number = 1
         while (
@@ -322,7 +299,7 @@ def _write(path: Path, text: str) -> None:
     os.replace(beside, path)
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
@@ -333,3 +310,20 @@ def _memory() -> int:
 def _versions() -> dict[str, str]:
     versions = {name: importlib.metadata.version(name) for name in ("tensorflow", "keras")}
     return {"tfdist": tfdist.__version__, "python": platform.python_version(), **versions}
+
+
+main = Command(
+    name="tfdist bench",
+    usage=plan.USAGE,
+    description=plan.DESCRIPTION,
+    exit_codes={
+        **COMMON_EXIT_CODES,
+        0: "all setups were measured",
+        1: "a setup failed; the error names it, and the report shows the others",
+        CONFIGURATION_CODE: "the config is wrong",
+    },
+    run=_run,
+    add_flags=plan.add_flags,
+    check=plan.check,
+    takes_config=True,
+)

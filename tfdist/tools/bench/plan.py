@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tfdist.config import nearest
-from tfdist.runtime.cli_arguments import Parser, about_config, flag_of, no_such_flag, real, whole
+from tfdist.runtime.cli_arguments import real, require_config, whole
 from tfdist.tools.bench.formatting import to_bytes
 from tfdist.tools.bench.jobs import Case, Job
 from tfdist.tools.bench.results import BASELINE, MODES
@@ -37,54 +37,35 @@ _ONLY = {
     "communication": "allreduce",
 }
 
-_DESCRIPTION = """\
-How much faster a run's training is with more replicas, and what the rest of the time goes into.
+USAGE = """\
+tfdist bench --config=FILE.py [--config.SECTION.KEY=VALUE ...] [FLAGS]
+       tfdist bench --config=FILE.py --predict [FLAGS]
+       tfdist bench allreduce [FLAGS]"""
+DESCRIPTION = """\
+Measures how much faster a run trains with more replicas, and what the rest of the time is spent on.
 
-  tfdist bench --config=configs/digits.py --workers 1,2,4 --strategies \
-one_device,mirrored,multi_worker_mirrored
+  tfdist bench --config=configs/digits.py --workers 1,2,4 --strategies mirrored
   tfdist bench --config=configs/digits.py --predict --batches 16,64,256 --workers 1,2
   tfdist bench allreduce --workers 2 --bytes 4k,1M,16M
 
-Strong scaling keeps the config's global batch; weak scaling keeps the batch of a replica, which \
-is the config's global batch.
-Setups are measured by turns, so that a machine that slows down slows all of them.
-"""
-_EPILOG = """\
-exit code: 0 when all setups were measured; 1 when one failed, which is named, while the others \
-are reported; 2 for a mistake
-on this command line; 78 for a mistake in the config, or in what the first setup, which is the \
-baseline, makes of it.
+Strong scaling keeps the global batch of the config. Weak scaling keeps the batch of a replica,
+which is the global batch of the config. All setups are measured in turns, so that a machine that
+slows down slows all of them.
 """
 
 
-def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parse the command line.
+def check(flags: argparse.Namespace, words: Sequence[str]) -> None:
+    """Check the combination of the flags, and set defaults that depend on several of them.
 
     Args:
-        argv: Command-line arguments after `tfdist bench`.
-
-    Returns:
-        The flags, with `kind` from `results.KINDS` and all defaults filled in, and the config
-        flags.
+        flags: Flags of the command. `kind` becomes one of `results.KINDS`.
+        words: Words about the config.
 
     Raises:
-        ValueError: A flag is unknown or wrong. The message names the flag, what was expected and
-            what was received.
-
-    Example:
-        >>> flags, words = parse(
-        ...     ["--config=a.py", "--workers", "1,4", "--weak", "--config.data.cache=true"]
-        ... )
-        >>> flags.kind, flags.workers, flags.modes, words
-        ('scaling', [1, 4], ('weak',), ['--config=a.py', '--config.data.cache=true'])
-        >>> parse(["allreduce", "--bytes", "4k,1M"])[0].bytes
-        [4096, 1048576]
+        ValueError: If flags contradict each other. The message names the flag, the expected and the
+            received value.
     """
-    words = list(argv)
-    reduces = words[:1] == ["allreduce"]
-    flags, rest = parser().parse_known_args(words[1:] if reduces else words)
-    flags.kind = "allreduce" if reduces else "predict" if flags.predict else "scaling"
-    _check_words(flags, rest)
+    _check_kind(flags, words)
     for name, kind in _ONLY.items():
         if getattr(flags, name) and kind != flags.kind:
             raise ValueError(
@@ -101,15 +82,14 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     flags.modes = tuple(
         mode for mode in MODES if getattr(flags, mode) or not (flags.strong or flags.weak)
     )
-    return flags, rest
 
 
 def jobs(flags: argparse.Namespace, words: Sequence[str], settings: config.Run | None) -> list[Job]:
     """Return the jobs of a benchmark, the baseline first.
 
     Args:
-        flags: Flags from `parse`.
-        words: Config flags.
+        flags: Flags that `check` completed.
+        words: Words about the config.
         settings: Parsed config; None in an all-reduce.
 
     Returns:
@@ -120,7 +100,7 @@ def jobs(flags: argparse.Namespace, words: Sequence[str], settings: config.Run |
     """
     if settings and settings.data.service:
         raise ValueError(
-            "--config.data.service: expected false, as a benchmark starts no data workers, "
+            "--config.data.service: expected false, because a benchmark starts no data workers; "
             "received true"
         )
     strategies = list(flags.strategies)
@@ -130,11 +110,11 @@ def jobs(flags: argparse.Namespace, words: Sequence[str], settings: config.Run |
             strategies.insert(0, BASELINE)  # every benchmark needs a baseline
         per_call = settings.train.steps_per_execution if settings else 1
         steps = -(-steps // per_call) * per_call
-    found = []
+    planned = []
     for strategy in sorted(strategies, key=lambda name: name != BASELINE):
         for replicas in [1] if strategy == BASELINE else flags.workers:
             cases = _cases(flags, replicas, settings)
-            found.append(
+            planned.append(
                 Job(
                     flags.kind,
                     "",
@@ -149,7 +129,7 @@ def jobs(flags: argparse.Namespace, words: Sequence[str], settings: config.Run |
                     flags.timeout,
                 )
             )
-    return found
+    return planned
 
 
 def _cases(
@@ -158,8 +138,8 @@ def _cases(
     if flags.kind == "allreduce":
         if replicas == 1:
             raise ValueError(
-                "--workers: expected at least 2 in an all-reduce, received 1, which has nothing "
-                "to sum"
+                "--workers: expected at least 2 in an all-reduce, received 1; one replica has "
+                "nothing to reduce"
             )
         return tuple(Case(bytes=count) for count in flags.bytes)
     if flags.kind == "predict":
@@ -177,40 +157,23 @@ def _cases(
         problem = "at most" if replicas > batch else "divisors of"
         raise ValueError(
             f"--workers: expected {problem} data.global_batch={batch}, which strong scaling "
-            f"keeps, received {replicas}. Take other numbers, --config.data.global_batch=N, or "
-            "--weak alone."
+            f"keeps; received {replicas}. Choose other numbers, set --config.data.global_batch=N, "
+            "or pass --weak alone."
         )
     sizes = {"strong": batch, "weak": batch * replicas}
     return tuple(Case(sizes[mode], modes=(mode,)) for mode in flags.modes)
 
 
-def _check_words(flags: argparse.Namespace, rest: Sequence[str]) -> None:
-    """Raise ValueError if an unknown argument is not a config flag."""
-    for word in rest:
-        if about_config(word):
-            continue
-        if not word.startswith("-"):
-            if rest[max(0, rest.index(word) - 1)] in ("--config", "-config"):
-                continue
-            raise ValueError(f"expected flags, or `allreduce` before them; received {word!r}")
-        raise ValueError(
-            no_such_flag(
-                word,
-                [
-                    "--config",
-                    *(flag_of(name) for name in vars(flags) if name not in ("kind", "modes")),
-                ],
-            )
-        )
-    if flags.kind == "allreduce" and (rest or flags.predict):
-        raise ValueError(
-            f"{rest[0] if rest else '--predict'}: an all-reduce has no model; leave it out"
-        )
-    if flags.kind != "allreduce" and not rest:
-        raise ValueError(
-            "--config: expected the run to measure, such as --config=configs/digits.py; received "
-            "none"
-        )
+def _check_kind(flags: argparse.Namespace, words: Sequence[str]) -> None:
+    """Set the kind of the benchmark; raise ValueError if it contradicts other flags."""
+    if flags.kind == "allreduce":
+        for word in [*words, *(["--predict"] if flags.predict else [])]:
+            raise ValueError(f"{word}: an all-reduce has no model; leave it out")
+        return
+    if flags.kind is not None:
+        raise ValueError(f"expected flags, or `allreduce` before them; received {flags.kind!r}")
+    flags.kind = "predict" if flags.predict else "scaling"
+    require_config(words)
 
 
 def _called(kind: str) -> str:
@@ -239,97 +202,101 @@ def _listed(convert: Callable[[str], Any]) -> Callable[[str], list[Any]]:
 def _strategy(name: str) -> str:
     if name == "parameter_server":
         raise argparse.ArgumentTypeError(
-            "expected strategies whose replicas take each step together "
-            f"({', '.join(STRATEGIES)}), received parameter_server, whose workers do not: it has "
-            "no step whose time could be compared"
+            f"expected synchronous strategies ({', '.join(STRATEGIES)}), received "
+            "parameter_server, whose workers train asynchronously: there is no common step whose "
+            "time could be compared"
         )
     if name not in STRATEGIES:
         raise argparse.ArgumentTypeError(f"received {name!r}. {nearest(name, STRATEGIES)}")
     return name
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of all flags except those of the config."""
-    made = Parser(
-        prog="tfdist bench",
-        usage="tfdist bench --config=FILE.py [--config.SECTION.KEY=VALUE ...] [FLAGS]\n"
-        "       tfdist bench --config=FILE.py --predict [FLAGS]\n"
-        "       tfdist bench allreduce [FLAGS]",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command to a parser, except those of the config."""
+    add = parser.add_argument
+    add(
+        "kind",
+        nargs="?",
+        metavar="allreduce",
+        help="measure all-reduces instead of a run",
     )
-    add = made.add_argument
     positive, seconds = whole(1), real("seconds above 0", lambda value: 0 < value < float("inf"))
     add(
         "--workers",
         type=_listed(positive),
         metavar="N,...",
-        help="replicas: processes of multi_worker_mirrored, devices of the others (1,2)",
+        help="numbers of replicas: processes of multi_worker_mirrored, devices of the other "
+        "strategies (1,2)",
     )
     add(
         "--strategies",
         type=_listed(_strategy),
         metavar="NAME,...",
-        help=f"of {', '.join(STRATEGIES)}",
+        help=f"some of {', '.join(STRATEGIES)}",
     )
     add(
         "--steps",
         type=positive,
         metavar="N",
-        help="that count in each round (50; 20 batches of the largest size with --predict)",
+        help="number of steps to measure in each round (50; 20 batches of the largest size with "
+        "--predict)",
     )
     add(
         "--warmup",
         type=whole(0),
         metavar="N",
-        help="steps before them, in training rounded up to multiples of --steps (as many)",
+        help="number of steps before those, which training rounds up to a multiple of --steps "
+        "(as many as --steps)",
     )
     add(
         "--rounds",
         type=positive,
         default=5,
         metavar="N",
-        help="how often each setup is measured (5)",
+        help="number of times that each setup is measured (5)",
     )
-    add("--strong", action="store_true", help="strong scaling alone: the global batch stays (both)")
+    add(
+        "--strong",
+        action="store_true",
+        help="measure only strong scaling, which keeps the global batch (both)",
+    )
     add(
         "--weak",
         action="store_true",
-        help="weak scaling alone: the batch of a replica stays (both)",
+        help="measure only weak scaling, which keeps the batch of a replica (both)",
     )
     add("--predict", action="store_true", help="measure model.predict instead of training")
     add(
         "--batches",
         type=_listed(positive),
         metavar="N,...",
-        help="with --predict: rows of a batch, of all devices together (16,64,256)",
+        help="examples in a batch of all devices together, with --predict (16,64,256)",
     )
     add(
         "--bytes",
         type=_listed(to_bytes),
         metavar="N,...",
-        help="of an all-reduce: given by each replica (4k,256k,1M,4M,16M)",
+        help="bytes that each replica gives to an all-reduce (4k,256k,1M,4M,16M)",
     )
     add(
         "--communication",
         choices=("auto", "ring", "nccl"),
-        help="of an all-reduce of workers (auto)",
+        help="implementation of an all-reduce between workers (auto)",
     )
     add(
         "--threads",
         type=positive,
         metavar="N",
-        help="of each replica (cores shared evenly by the processes of a setup)",
+        help="threads of each replica (the processes of a setup share the cores evenly)",
     )
     add(
         "--timeout",
         type=seconds,
         default=300.0,
         metavar="S",
-        help="longest wait for a setup to start or measure, in seconds (300)",
+        help="seconds that a setup may take to start or to measure (300)",
     )
-    add("--out", metavar="DIR", help="where bench.json and bench.md go (a new runs/bench-NAME)")
-    add("--json", action="store_true", help="print what bench.json holds instead of tables")
-    return made
+    add(
+        "--out", metavar="DIR", help="directory for bench.json and bench.md (a new runs/bench-NAME)"
+    )
+    add("--json", action="store_true", help="print the content of bench.json instead of tables")

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import json
 import shutil
-import signal
 import socket
 import sys
 import time
@@ -17,9 +16,8 @@ import tfdist
 from tfdist.cluster.addresses import is_here, nobody_here
 from tfdist.cluster.handshake import badge, installed_versions
 from tfdist.cluster.spec import ClusterSpec, Task
-from tfdist.runtime.cli_arguments import refuse
+from tfdist.runtime.command import COMMON_EXIT_CODES, Command
 from tfdist.runtime.launch_protocol import inherited
-from tfdist.runtime.termination import ending
 from tfdist.tools.doctor import cluster, file_systems, frameworks, host, machine, runs, table
 from tfdist.tools.doctor.checks import (
     CLUSTER,
@@ -33,12 +31,12 @@ from tfdist.tools.doctor.checks import (
     of_error,
 )
 from tfdist.tools.doctor.exchange import ATTEMPT
-from tfdist.tools.doctor.flags import parse
+from tfdist.tools.doctor.flags import DESCRIPTION, USAGE, add_flags, check
 from tfdist.tools.doctor.formatting import printable
 from tfdist.tools.doctor.peers import Meeting, serving
 from tfdist.tools.doctor.server import Desk
 
-DEFAULT_PLACE = "runs"  # directory that `tfdist train` and `tfdist launch` write to
+DEFAULT_DIRECTORY = "runs"  # directory that `tfdist train` and `tfdist launch` write to
 TITLES = {HOST: "this host", CLUSTER: "the cluster", RUN: "the run"}
 LISTED = 500  # maximum number of tasks that a host reports
 STRAY_S = 5.0  # seconds to wait for others if this host's own part of the cluster is wrong
@@ -60,28 +58,7 @@ class Diagnosis:
     shared: list[str | None]
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the command `tfdist doctor`.
-
-    Args:
-        argv: Arguments after `tfdist doctor`.
-
-    Returns:
-        Exit code.
-    """
-    try:
-        flags, words = parse(argv)
-    except ValueError as error:
-        return refuse("tfdist doctor", error)
-    try:
-        with ending():  # ends its processes and servers too
-            return _diagnose(flags, words)
-    except KeyboardInterrupt:
-        print("doctor interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
-
-
-def _diagnose(flags: argparse.Namespace, words: Sequence[str]) -> int:
+def _diagnose(flags: argparse.Namespace, words: list[str]) -> int:
     spec, members, wrong = find_cluster(flags.cluster, flags.task, flags.serve or flags.together)
     here = flags.workers or max(len(members), 1)
     trained = here if spec is None else max(len(spec.training_tasks), 1)
@@ -147,16 +124,16 @@ def _look(flags: argparse.Namespace, words: Sequence[str], here: int, trained: i
     facts = machine.look()
     checks = host.check_machine(facts, here)
     named = list(dict.fromkeys(flags.place))
-    directory = ""
+    run_directory = ""
     tried = None
     if words or not flags.quick:
         findings = frameworks.look(
-            [place for place in named if file_systems.is_remote(place)], words, trained
+            [path for path in named if file_systems.is_remote(path)], words, trained
         )
         checks += host.check_frameworks(facts, findings.frameworks)
         tried = findings.trial
-        remote = {place.path: place for place in findings.places}
-        directory = tried.directory if tried else ""
+        remote = {directory.path: directory for directory in findings.places}
+        run_directory = tried.directory if tried else ""
     else:
         remote = {}
         for path in filter(file_systems.is_remote, named):
@@ -164,30 +141,30 @@ def _look(flags: argparse.Namespace, words: Sequence[str], here: int, trained: i
                 graded(
                     HOST,
                     "place",
-                    f"{path}: not tried, as only TensorFlow can write there",
-                    "leave --quick out",
+                    f"{path}: not tested, because only TensorFlow can write there",
+                    "leave out --quick",
                     warns=True,
                 )
             )
-    wanted = list(dict.fromkeys([*named, *filter(None, [directory])])) or [DEFAULT_PLACE]
+    paths = list(dict.fromkeys([*named, *filter(None, [run_directory])])) or [DEFAULT_DIRECTORY]
     local = {
-        place.path: place
-        for place in file_systems.look(
-            [path for path in wanted if not file_systems.is_remote(path)]
+        directory.path: directory
+        for directory in file_systems.look(
+            [path for path in paths if not file_systems.is_remote(path)]
         )
     }
     checks += [
-        file_systems.check_place(found)
-        for path in wanted
-        if (found := {**remote, **local}.get(path))
+        file_systems.check_place(directory)
+        for path in paths
+        if (directory := {**remote, **local}.get(path))
     ]
     if tried is not None:
         checks += runs.check_trial(tried, facts, trained, here)
     # A directory that failed may hang, so None replaces it. The others keep their numbers, by which
     # hosts refer to them.
     shared = (
-        [path if not found.error else None for path, found in local.items()]
-        if named or directory
+        [None if directory.error else path for path, directory in local.items()]
+        if named or run_directory
         else []
     )
     return Diagnosis(checks, facts, shared)
@@ -220,9 +197,9 @@ def _serve(
     flags: argparse.Namespace, spec: ClusterSpec, members: Sequence[Task], begun: Diagnosis
 ) -> int:
     """Answer other doctors until the time is over, or until Ctrl-C."""
-    found, taken = cluster.check_spec(spec, members)
-    checks = [*begun.checks, *found, *cluster.check_ports(members, taken, {})]
-    if exit_code(found) or taken:
+    spec_checks, taken = cluster.check_spec(spec, members)
+    checks = [*begun.checks, *spec_checks, *cluster.check_ports(members, taken, {})]
+    if exit_code(spec_checks) or taken:
         _show(flags, [check for check in checks if check.part == CLUSTER])
         return 1
 
@@ -238,10 +215,12 @@ def _serve(
                 )
                 return 1
             names = ", ".join(f"{task} at {task.address}" for task in members)
-            print(f"doctor: serves {names} for {flags.timeout:g} s; Ctrl-C ends it", flush=True)
+            print(
+                f"doctor: serves {names} for {flags.timeout:g} s; press Ctrl-C to stop", flush=True
+            )
             time.sleep(flags.timeout)
     except KeyboardInterrupt:
-        print("doctor: serves no more", flush=True)
+        print("doctor: stopped serving", flush=True)
     return exit_code(checks)
 
 
@@ -284,7 +263,7 @@ def _meet(
         # Another process that claims a task of this host has reported its fault only here, so this
         # host passes the fault on to hosts that come later.
         wrong = wrong_in([*begun.checks, *checks]) or next(
-            (said for name, said in desk.done.items() if said and name in meeting.own), ""
+            (report for name, report in desk.done.items() if report and name in meeting.own), ""
         )
         # Remove directories that other hosts still used before. Once told that this host is done,
         # they may begin to train there.
@@ -294,18 +273,22 @@ def _meet(
             late = meeting.wait_until_asked(wrong)
             # A report about a task of this host comes only from another process that claims it too.
             checks += cluster.check_ends(
-                {name: said for name, said in desk.done.items() if said or name not in meeting.own},
+                {
+                    name: report
+                    for name, report in desk.done.items()
+                    if report or name not in meeting.own
+                },
                 late,
                 spec,
                 meeting.elapsed,
             )
         else:
-            told = {
+            reports = {
                 name: str(peer.badge.get("wrong") or "")[:300]
                 for name, peer in meeting.peers.items()
             }
-            told |= {name: said for name, said in desk.done.items() if said}
-            checks += cluster.check_ends(told, {}, spec, meeting.elapsed)
+            reports |= {name: report for name, report in desk.done.items() if report}
+            checks += cluster.check_ends(reports, {}, spec, meeting.elapsed)
     return checks
 
 
@@ -315,8 +298,8 @@ def _shared(shared: Sequence[str | None], meeting: Meeting) -> list[Check]:
             graded(
                 CLUSTER,
                 "shared place",
-                "not tried: no place is named",
-                "name the directories of backups and logs: --place DIR, or --config",
+                "not tested, because you named no directory",
+                "name the directories of backups and logs with --place DIR or --config",
                 warns=True,
             )
         ]
@@ -343,5 +326,13 @@ def _width() -> int:
     return min(shutil.get_terminal_size((100, 24)).columns, 120)
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+main = Command(
+    name="tfdist doctor",
+    usage=USAGE,
+    description=DESCRIPTION,
+    exit_codes={**COMMON_EXIT_CODES, 0: "no check fails", 1: "a check fails"},
+    run=_diagnose,
+    add_flags=add_flags,
+    check=check,
+    takes_config=True,
+)

@@ -5,92 +5,69 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import re
-import signal
 import sys
 from collections.abc import Sequence
 
-from tfdist.runtime.cli_arguments import Parser, flags_beside_config, real, refuse, whole
+from tfdist.runtime.cli_arguments import byte_count, real, require_config, whole
+from tfdist.runtime.command import COMMON_EXIT_CODES, Command
 from tfdist.runtime.formatting import aligned
-from tfdist.runtime.termination import ending
+from tfdist.runtime.launch_protocol import CONFIGURATION_CODE
 from tfdist.tools.doctor import child
 from tfdist.tools.doctor.formatting import amount
 from tfdist.tools.plan.options import Needs, Stage, Way, choose, ways
 
-_UNITS = {
-    "B": 1,
-    "KB": 1e3,
-    "MB": 1e6,
-    "GB": 1e9,
-    "TB": 1e12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
+_DESCRIPTION = """\
+Predicts the memory of each device and the bytes that it sends, for each way to distribute a run
+over devices, and recommends one of the ways. The prediction is based on gradients of small
+batches, which it computes on the CPU of this host.
+
+  tfdist plan --config=configs/digits.py --devices 4 --memory 16GB
+"""
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the command `tfdist plan`.
-
-    Args:
-        argv: Arguments after `tfdist plan`.
-
-    Returns:
-        Exit code: 0 on success; 1 if no way fits the memory; 2 for a mistake on the command line;
-        78 for a config that cannot be built; 130 after Ctrl-C.
-    """
-    try:
-        flags, words = parse(argv)
-    except ValueError as error:
-        return refuse("tfdist plan", error)
-    try:
-        with ending():
-            question = {
-                "words": words,
-                "devices": flags.devices,
-                "microbatches": flags.microbatches,
-            }
-            # TensorFlow's other CPU allocator does not count tensors below 256 KB.
-            said, end = child.run(
-                "tfdist.tools.plan.probe", question, flags.timeout, TF_CPU_ALLOCATOR_USE_BFC="true"
-            )
-    except KeyboardInterrupt:
-        print("plan interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
-    if "error" in said or not said:
-        what = (
+def _plan(flags: argparse.Namespace, words: list[str]) -> int:
+    question = {
+        "words": words,
+        "devices": flags.devices,
+        "microbatches": flags.microbatches,
+    }
+    # TensorFlow's other CPU allocator does not count tensors below 256 KB.
+    answer, end = child.run(
+        "tfdist.tools.plan.probe", question, flags.timeout, TF_CPU_ALLOCATOR_USE_BFC="true"
+    )
+    if "error" in answer or not answer:
+        problem = (
             "the model could not be measured: the process that builds it "
-            f"{end or 'said nothing'}; --timeout gives it {flags.timeout:g} s"
+            f"{end or 'printed no result'}; --timeout gives it {flags.timeout:g} s"
         )
-        print(f"error: {said.get('error') or what}", file=sys.stderr)
-        return 78
-    needs = Needs(**{**said, "stages": [Stage(**stage) for stage in said["stages"]]})
-    found = ways(needs, flags.devices, flags.microbatches)
-    chosen, why = choose(found, flags.memory)
+        print(f"error: {answer.get('error') or problem}", file=sys.stderr)
+        return CONFIGURATION_CODE
+    needs = Needs(**{**answer, "stages": [Stage(**stage) for stage in answer["stages"]]})
+    all_ways = ways(needs, flags.devices, flags.microbatches)
+    chosen, why = choose(all_ways, flags.memory)
     if flags.json:
         facts = {
-            "needs": said,
+            "needs": answer,
             "devices": flags.devices,
             "memory": flags.memory,
-            "ways": [dataclasses.asdict(way) for way in found],
+            "ways": [dataclasses.asdict(way) for way in all_ways],
         }
         print(
             json.dumps({**facts, "chosen": chosen.name if chosen else None, "why": why}, indent=1)
         )
     else:
-        print("\n".join(table(needs, found, flags.memory, chosen, why)))
+        print("\n".join(table(needs, all_ways, flags.memory, chosen, why)))
     return int(chosen is None)
 
 
 def table(
-    needs: Needs, found: Sequence[Way], memory: int | None, chosen: Way | None, why: str
+    needs: Needs, all_ways: Sequence[Way], memory: int | None, chosen: Way | None, why: str
 ) -> list[str]:
     """Return the lines that `tfdist plan` prints.
 
     Args:
         needs: Needs of a training step on one device.
-        found: Ways that `ways` returned.
+        all_ways: Ways that `ways` returned.
         memory: Memory of each device in bytes; None if it is unknown.
         chosen: Way that `choose` returned; None if no way fits.
         why: Reason that `choose` returned.
@@ -110,7 +87,7 @@ def table(
     ]
     room = f" of {amount(memory)}" if memory else ""
     rows = [("way", "devices", "resident", f"peak{room}", "sent a step", "", "how")]
-    for way in found:
+    for way in all_ways:
         if way.refused:
             rows.append((way.name, str(way.devices), "-", "-", "-", "not possible", way.refused))
             continue
@@ -136,84 +113,51 @@ def table(
     return lines
 
 
-def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parse the command line.
-
-    Args:
-        argv: Arguments after `tfdist plan`.
-
-    Returns:
-        The flags, and the arguments about the config.
-
-    Raises:
-        ValueError: A flag is wrong. The message names the flag, and what was expected and received.
-
-    Example:
-        >>> flags, words = parse(["--config=a.py", "--devices", "4", "--memory", "16GB"])
-        >>> flags.devices, flags.memory, words
-        (4, 16000000000, ['--config=a.py'])
-    """
-    return flags_beside_config(_parser(), argv)
-
-
-def memory(text: str) -> int:
-    """Convert the text of a flag to a number of bytes, as `type=` of the flag.
-
-    Args:
-        text: Amount with a unit, decimal or binary.
-
-    Returns:
-        Number of bytes.
-
-    Raises:
-        argparse.ArgumentTypeError: The text is not an amount with a unit.
-
-    Example:
-        >>> memory("16GB"), memory("1.5 GiB")
-        (16000000000, 1610612736)
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?b)", text.strip(), re.IGNORECASE)
-    count = (
-        float(found[1]) * _UNITS[found[2].upper()] if found and found[2].upper() in _UNITS else 0
-    )
-    if count < 1:
-        raise argparse.ArgumentTypeError(
-            f"expected an amount with a unit, such as 16GB or 800MiB; received {text!r}"
-        )
-    return int(count)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="tfdist plan",
-        usage="tfdist plan --config=FILE.py [--config.SECTION.KEY=VALUE ...] "
-        "[--devices N] [--memory AMOUNT]",
-        description="Predicts, for each way to spread a run over devices, "
-        "the memory of each device and the bytes that it sends, from gradients of small "
-        "batches on this machine's CPU; and recommends one.",
-        allow_abbrev=False,
-    )
+def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--devices",
         type=whole(1),
         default=2,
         metavar="N",
-        help="devices that train together, default 2",
+        help="number of devices that train together (2)",
     )
     parser.add_argument(
         "--memory",
-        type=memory,
+        type=byte_count("an amount with a unit, such as 16GB or 800MiB", needs_unit=True),
         metavar="AMOUNT",
-        help="of each device, such as 16GB; marks what fits",
+        help="memory of each device, such as 16GB; the table then marks the ways that fit",
     )
     parser.add_argument(
-        "--microbatches", type=whole(1), default=8, metavar="M", help="of the pipeline, default 8"
+        "--microbatches",
+        type=whole(1),
+        default=8,
+        metavar="M",
+        help="number of microbatches of pipeline parallelism (8)",
     )
     parser.add_argument(
         "--timeout",
         type=real("seconds above 0", lambda seconds: seconds > 0),
         default=300.0,
-        help="seconds that measuring may take, default 300",
+        metavar="S",
+        help="seconds that the measurement may take (300)",
     )
-    parser.add_argument("--json", action="store_true", help="print the figures for programs")
-    return parser
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of the table"
+    )
+
+
+main = Command(
+    name="tfdist plan",
+    usage="tfdist plan --config=FILE.py [--config.SECTION.KEY=VALUE ...] [FLAGS]",
+    description=_DESCRIPTION,
+    exit_codes={
+        **COMMON_EXIT_CODES,
+        0: "the plan was printed",
+        1: "no way fits the memory",
+        CONFIGURATION_CODE: "the config is wrong, or the model could not be measured",
+    },
+    run=_plan,
+    add_flags=_add_flags,
+    check=lambda flags, words: require_config(words),
+    takes_config=True,
+)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import tfdist
-from tfdist.runtime.cli_arguments import Parser, refuse
+from tfdist.runtime.command import COMMON_EXIT_CODES, Command, usage_errors
 from tfdist.runtime.launch_protocol import JOURNAL
 from tfdist.telemetry import layout
 from tfdist.tools.bench.results import FILE
@@ -23,20 +23,13 @@ from tfdist.tools.report.read import is_benchmark, is_run, read_run
 
 NAME = "report.html"
 _DESCRIPTION = """\
-Makes one HTML file about LOGDIR, which opens offline: the directory of a run, of several runs, \
-or of a benchmark.
+Writes one HTML file about LOGDIR, the directory of a run, of several runs, or of a benchmark. You
+can open the file offline.
 
   tfdist report runs/digits
-  tfdist report runs                                    all runs in there, compared
-  tfdist report runs/bench-digits --png figures         the figures as images, too
-  tfdist report logs --launch runs/launch-20260102-030405   a script's logs, and what its \
-launcher tells of restarts
-"""
-_EPILOG = """\
-exit code: 0 when the page was written; 1 when it was but files are damaged, setups failed or \
-values are not finite, which it
-names, or when it could not be written; 2 for a mistake on this command line, such as a \
-directory that holds no run.
+  tfdist report runs                                       (all runs in this directory, compared)
+  tfdist report runs/bench-digits --png figures            (also writes the figures as images)
+  tfdist report logs --launch runs/launch-20260102-030405  (with the restarts that a launch logged)
 """
 
 
@@ -44,20 +37,9 @@ class _WriteError(Exception):
     """The page or an image cannot be written."""
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the command `tfdist report`.
-
-    Args:
-        argv: Command-line arguments after `tfdist report`.
-
-    Returns:
-        The exit code.
-    """
-    try:
-        flags = _parser().parse_args(list(argv))
-        chapters = read(Path(flags.logdir), [Path(place) for place in flags.launch])
-    except ValueError as error:
-        return refuse("tfdist report", error)
+def _report(flags: argparse.Namespace, words: list[str]) -> int:
+    with usage_errors():
+        chapters = read(Path(flags.logdir), [Path(directory) for directory in flags.launch])
     try:
         return _write(
             chapters,
@@ -80,15 +62,15 @@ def read(directory: Path, launches: Sequence[Path] = ()) -> list[Chapter]:
         ValueError: If the directory holds none of these.
     """
     if not directory.is_dir():
-        what = "is a file" if directory.exists() else "is not there"
+        problem = "is a file" if directory.exists() else "does not exist"
         raise ValueError(
             "LOGDIR: expected the directory of a run, of runs or of a benchmark, "
-            f"received {directory}, which {what}"
+            f"received {directory}, which {problem}"
         )
-    for place in launches:
-        if not (place / JOURNAL).is_file():
+    for launch in launches:
+        if not (launch / JOURNAL).is_file():
             raise ValueError(
-                f"--launch: expected the directory of a launch's logs, received {place}: "
+                f"--launch: expected the directory of a launch's logs, received {launch}: "
                 f"it has no {JOURNAL}"
             )
     if is_benchmark(directory):
@@ -106,19 +88,20 @@ def read(directory: Path, launches: Sequence[Path] = ()) -> list[Chapter]:
         )
     except OSError as error:
         raise ValueError(f"LOGDIR: {directory} cannot be read: {error.strerror}") from error
-    found = [path for path in below if is_run(path)]
-    if not found:
+    directories = [path for path in below if is_run(path)]
+    if not directories:
         raise ValueError(f"LOGDIR: {_nothing(directory, below)}")
     if launches:
         raise ValueError(
             "--launch: expected with the directory of one run, received with "
-            f"{directory}, which holds {len(found)}"
+            f"{directory}, which holds {len(directories)}"
         )
     runs = sorted(
-        (read_run(path) for path in found), key=lambda run: (run.begun or 0.0, str(run.path))
+        (read_run(path) for path in directories), key=lambda run: (run.begun or 0.0, str(run.path))
     )
     chapters = [
-        outline.chapter(run, slug(f"{place} {run.path.name}")) for place, run in enumerate(runs, 1)
+        outline.chapter(run, slug(f"{number} {run.path.name}"))
+        for number, run in enumerate(runs, 1)
     ]
     return [
         comparison.of_runs(directory, runs, [path for path in below if is_benchmark(path)]),
@@ -130,20 +113,20 @@ def _nothing(directory: Path, below: Sequence[Path]) -> str:
     """Explain why there is no report for a directory, and what you can do."""
     if (directory / JOURNAL).is_file():
         return (
-            f"{directory} holds the logs of a launch, but no run; expected the run's directory: "
-            f"tfdist report RUN --launch {directory}, or for its faults alone: tfdist "
-            f"chaos report {directory}"
+            f"{directory} holds the logs of a launch, but no run; expected the directory of the "
+            f"run: tfdist report RUN --launch {directory}. For a report about the injected faults "
+            f"alone: tfdist chaos report {directory}"
         )
     benchmarks = [path for path in below if is_benchmark(path)]
     if benchmarks:
-        return f"{directory} holds no run, but a benchmark: tfdist report {benchmarks[0]}"
+        return f"{directory} holds no run; for its benchmark: tfdist report {benchmarks[0]}"
     files = (
         f"{layout.CONFIG}, {layout.HISTORY}, {layout.SESSIONS} or {layout.SUMMARY}, event "
         f"files of TensorBoard in train/, or a {FILE}"
     )
     return (
-        f"{directory} holds no run; expected {files}, in it or one directory below. `tfdist "
-        "train` writes to runs/NAME"
+        f"{directory} holds no run; expected {files}, in this directory or directly below it. "
+        "`tfdist train` writes to runs/NAME"
     )
 
 
@@ -152,11 +135,9 @@ def _write(chapters: Sequence[Chapter], out: Path, images: Path | None) -> int:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise _WriteError(
-            "matplotlib draws the figures, and is not installed: pip install 'tfdist[plot]'"
+            "matplotlib, which draws the figures, is not installed: pip install 'tfdist[plot]'"
         ) from error
-    foot = (
-        f"Made by tfdist {tfdist.__version__} on {moment(time.time())}. This file needs no other."
-    )
+    foot = f"Made by tfdist {tfdist.__version__} on {moment(time.time())}."
     _whole(out, page.render(chapters, foot).encode(), "--out")
     print(f"report   {out}, {out.stat().st_size / 1000:,.0f} kB")
     if images is not None:
@@ -199,28 +180,36 @@ def _whole(path: Path, content: bytes, flag: str) -> None:
             temporary.unlink(missing_ok=True)
     except OSError as error:
         raise _WriteError(
-            f"{path} cannot be written: {error.strerror}; name another place with {flag}"
+            f"{path} cannot be written: {error.strerror}; name another path with {flag}"
         ) from error
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="tfdist report",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "logdir", metavar="LOGDIR", help="directory of a run, of several, or of a benchmark"
+        "logdir", metavar="LOGDIR", help="directory of a run, of several runs, or of a benchmark"
     )
-    parser.add_argument("--out", metavar="FILE", help=f"where the page goes (LOGDIR/{NAME})")
-    parser.add_argument("--png", metavar="DIR", help="where the figures go as images (nowhere)")
+    parser.add_argument("--out", metavar="FILE", help=f"file to write (LOGDIR/{NAME})")
+    parser.add_argument(
+        "--png", metavar="DIR", help="directory in which to write the figures as images, too (none)"
+    )
     parser.add_argument(
         "--launch",
         metavar="DIR",
         action="append",
         default=[],
-        help="logs of a launcher, if the run does not name them; may be repeated",
+        help="directory of a launch's logs, if the run does not name it; may be repeated",
     )
-    return parser
+
+
+main = Command(
+    name="tfdist report",
+    description=_DESCRIPTION,
+    exit_codes={
+        **COMMON_EXIT_CODES,
+        0: "the report is written",
+        1: "the report names damaged files, failed setups or values that are not finite; or it "
+        "could not be written",
+    },
+    run=_report,
+    add_flags=_add_flags,
+)

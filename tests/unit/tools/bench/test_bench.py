@@ -441,7 +441,7 @@ def test_a_benchmark_of_which_all_failed_still_has_a_page():
 
 # --- Words ----------------------------------------------------------------------------------------
 def jobs(*argv, **data):
-    flags, rest = plan.parse(argv)
+    flags, rest = main.parse(argv)
     return plan.jobs(
         flags,
         rest,
@@ -488,7 +488,7 @@ def test_arguments_give_jobs():
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "--config: expected the run to measure"),
+        ([], "--config: expected a config file"),
         (
             ["--config=a.py", "--workers", "0"],
             "--workers: expected a whole number of at least 1, received '0'",
@@ -498,7 +498,7 @@ def test_arguments_give_jobs():
         (
             ["--config=a.py", "--workers", "128"],
             (
-                "--workers: expected at most data.global_batch=64, which strong scaling keeps, "
+                "--workers: expected at most data.global_batch=64, which strong scaling keeps; "
                 "received 128"
             ),
         ),
@@ -514,7 +514,7 @@ def test_arguments_give_jobs():
         ),
         (
             ["--config=a.py", "--strategies", "parameter_server"],
-            "received parameter_server, whose workers do not",
+            "received parameter_server, whose workers train asynchronously",
         ),
         (["--config=a.py", "--bytes", "4k"], "--bytes: expected with `tfdist bench allreduce`"),
         (["--config=a.py", "--predict", "--weak"], "--weak: expected with scaling"),

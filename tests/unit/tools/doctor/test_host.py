@@ -11,9 +11,9 @@ import pytest
 from tests.processes import ROOT
 from tfdist.cluster.spec import ClusterSpec
 from tfdist.launch import doctor_check
-from tfdist.launch import flags as launch_flags
+from tfdist.launch import main as launch
 from tfdist.runtime import resource_limits
-from tfdist.tools.doctor import checks, file_systems, flags, frameworks, host, machine, main, table
+from tfdist.tools.doctor import checks, file_systems, frameworks, host, machine, main, table
 from tfdist.tools.doctor.file_systems import Place
 from tfdist.tools.doctor.frameworks import Frameworks
 from tfdist.tools.doctor.machine import Card, Machine
@@ -410,9 +410,9 @@ def test_a_failure_is_exit_code_1(capsys, tmp_path):
         ("--cluster none.yaml", "--cluster none.yaml: expected a file"),
         ("--config=none.py", "--config=none.py: expected a Python file"),
         ("--config.train.epochs=3", "--config: expected one config file"),
-        ("--confg=a.py", "did you mean --config?"),
-        ("--palce x", "did you mean --place?"),
-        ("word", "expected flags only, received the word 'word'"),
+        ("--confg=a.py", "Did you mean --config?"),
+        ("--palce x", "Did you mean --place?"),
+        ("word", "expected a flag, received 'word'"),
         ("--serve", "--serve: expected together with --cluster FILE"),
         ("--task worker:0", "--task: expected together with --cluster FILE"),
         ("--workers 0", "--workers: expected a whole number of at least 1"),
@@ -441,9 +441,9 @@ def test_words_of_a_config_pass():
         "3",
         "--noconfig.data.cache",
     ]
-    found, config = flags.parse(words)
+    found, config = main.main.parse(words)
     assert found.workers == 2
-    assert config == [words[0], words[1], words[2], *words[5:]]
+    assert config == [*words[:3], *words[5:]]
 
 
 @pytest.mark.parametrize(
@@ -465,7 +465,7 @@ def test_words_of_a_config_pass():
     ],
 )
 def test_what_a_launch_asks_doctor(words, expected):
-    found, command = launch_flags.parse(words.split())
+    found, command = launch.main.parse(words.split())
     counts = {
         "workers": 1 if found.workers is None else found.workers,
         "ps": found.ps or 0,
@@ -475,7 +475,7 @@ def test_what_a_launch_asks_doctor(words, expected):
     asked = doctor_check.doctor_words(found, spec, command)
     assert asked == expected.split()
     if not found.cluster and "--config=c.py" not in asked:
-        flags.parse(asked)
+        main.main.parse(asked)
 
 
 def test_no_remedy_is_lost():

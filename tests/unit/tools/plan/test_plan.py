@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 
-from tfdist.tools.plan.main import main, parse, table
+from tfdist.tools.plan.main import main, table
 from tfdist.tools.plan.options import Needs, Stage, choose, ways
 
 MEGA = 1_000_000
@@ -168,7 +168,7 @@ def test_the_table_says_what_fits_and_how_to_have_it():
         (["--devices", "4"], "--config: expected a config file"),
         (
             ["--config=a.py", "--memory", "16"],
-            "expected an amount with a unit, such as 16GB or 800MiB; received '16'",
+            "expected an amount with a unit, such as 16GB or 800MiB, received '16'",
         ),
         (["--config=a.py", "--memory", "0GB"], "received '0GB'"),
         (["--config=a.py", "--devices", "0"], "received '0'"),
@@ -178,7 +178,7 @@ def test_the_table_says_what_fits_and_how_to_have_it():
 )
 def test_wrong_words_are_named(words, message):
     with pytest.raises(ValueError, match=message.replace("?", r"\?")):
-        parse(words)
+        main.parse(words)
 
 
 def test_exit_codes(capsys):

@@ -340,13 +340,13 @@ def test_a_benchmark_with_failures(tmp_path, capsys):
             ["nowhere"],
             (
                 "LOGDIR: expected the directory of a run, of runs or of a benchmark, received "
-                "nowhere, which is not there"
+                "nowhere, which does not exist"
             ),
         ),
         (["file"], "which is a file"),
         (["empty"], "empty holds no run; expected config.json"),
         (["runs/launch-1"], "tfdist report RUN --launch runs/launch-1"),
-        (["benches"], "benches holds no run, but a benchmark: tfdist report benches/one"),
+        (["benches"], "benches holds no run; for its benchmark: tfdist report benches/one"),
         (
             ["runs/digits", "--launch", "empty"],
             (
@@ -382,7 +382,7 @@ def test_a_place_that_cannot_be_written(small, tmp_path, capsys):
     ):
         assert cli.main(["report", str(small), *map(str, words)]) == 1
         assert re.search(
-            f"cannot be written: .*; name another place with {words[0]}", capsys.readouterr().err
+            f"cannot be written: .*; name another path with {words[0]}", capsys.readouterr().err
         )
     assert not list(tmp_path.rglob(".*"))
 

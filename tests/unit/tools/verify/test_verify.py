@@ -450,7 +450,7 @@ def test_the_reason_is_the_launchers_root_cause(tmp_path):
         ),
         (
             ["--config=a.py", "--strategy=parameter_server"],
-            "parameter_server is asynchronous.*Check its result instead",
+            "expected a synchronous strategy, received parameter_server.*compare the final",
         ),
         (
             ["--config=a.py", "--workers=1"],
@@ -458,7 +458,7 @@ def test_the_reason_is_the_launchers_root_cause(tmp_path):
         ),
         (
             ["--config=a.py", "--workers=2", "--strategy=mirrored"],
-            "--workers: mirrored trains in one process.*--devices 2",
+            "--workers: expected 1, because mirrored trains in one process.*--devices 2",
         ),
         (["--config=a.py", "--steps=0"], "--steps: expected a whole number of at least 1"),
         (
