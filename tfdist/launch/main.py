@@ -18,7 +18,6 @@ from tfdist.launch import agent, doctor_check
 from tfdist.launch.failure_report import short_path
 from tfdist.launch.fault_injection import Chaos
 from tfdist.launch.flags import parse
-from tfdist.launch.guardian import Guardian
 from tfdist.launch.isolation import isolate, warning
 from tfdist.launch.messages import Start, Terms
 from tfdist.launch.output import Console
@@ -31,6 +30,7 @@ from tfdist.launch.terminal_text import wants_colour
 from tfdist.runtime.cli_arguments import refuse
 from tfdist.runtime.fault_plan import Fault
 from tfdist.runtime.fault_plan import parse as parse_faults
+from tfdist.runtime.guardian import Guardian
 from tfdist.runtime.launch_protocol import JOURNAL, RESULT, Phase, note
 from tfdist.runtime.resource_limits import cores
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 from tfdist import config
 from tfdist.runtime.cli_arguments import Parser, flag_of, nearest_flag, refuse, whole
-from tfdist.runtime.formatting import aligned
+from tfdist.runtime.formatting import aligned, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from tfdist.data.sources.base import Source
@@ -128,17 +128,10 @@ def shard_bytes(text: str) -> int:
         >>> shard_bytes("100MB"), shard_bytes("1.5 GiB"), shard_bytes("4096")
         (100000000, 1610612736, 4096)
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", text.strip().lower())
-    size = (
-        float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2] or " ")
-        if found
-        else 0
-    )
-    if size < 1:
-        raise argparse.ArgumentTypeError(
-            f"expected a size such as 100MB, 1GiB or a number of bytes, received {text!r}"
-        )
-    return int(size)
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _list(flags: argparse.Namespace) -> int:
@@ -233,7 +226,6 @@ def _head(flags: argparse.Namespace) -> int:
 
 def _write(flags: argparse.Namespace) -> int:
     from tfdist.data.writing.writer import verify, write
-    from tfdist.tools.common.example_text import size
 
     source, _ = _source(flags)
     compression = None if flags.compression == "none" else flags.compression
@@ -253,8 +245,8 @@ def _write(flags: argparse.Namespace) -> int:
     finally:
         meter.close()
     shards = written["shards"]
-    total = sum(shard["bytes"] for shard in shards)
-    print(f"{flags.to}: {written['examples']:,} examples in {len(shards)} files, {size(total)}")
+    total = format_bytes(sum(shard["bytes"] for shard in shards))
+    print(f"{flags.to}: {written['examples']:,} examples in {len(shards)} files, {total}")
     if flags.verify:
         verify(flags.to, flags.workers)
         print(f"{flags.to}: all files are as they were written, by their checksums")

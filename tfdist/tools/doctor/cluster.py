@@ -17,10 +17,9 @@ from tfdist.cluster.handshake import (
     some,
 )
 from tfdist.cluster.spec import ClusterSpec, Task
-from tfdist.runtime.formatting import counted
+from tfdist.runtime.formatting import counted, duration, format_bytes
 from tfdist.tools.doctor.checks import CLUSTER, FAIL, Check, graded, of_error
 from tfdist.tools.doctor.exchange import Link
-from tfdist.tools.doctor.formatting import amount, lasting
 from tfdist.tools.doctor.peers import Peer, Sight
 
 SKEW, WRONG = 1.0, 60.0  # seconds between the clocks of two hosts: warns above, fails above
@@ -274,13 +273,13 @@ def _clocks(peers: Mapping[str, Peer]) -> Check:
             CLUSTER,
             "clocks",
             "at most "
-            f"{lasting(max(abs(peer.offset) + peer.error for peer in peers.values()))} apart",
+            f"{duration(max(abs(peer.offset) + peer.error for peer in peers.values()))} apart",
         )
     way = "ahead of" if worst.offset > 0 else "behind"
     return graded(
         CLUSTER,
         "clocks",
-        f"that of {worst.who} is {lasting(abs(worst.offset))} {way} this host's",
+        f"that of {worst.who} is {duration(abs(worst.offset))} {way} this host's",
         "set the clocks: timedatectl set-ntp true",
         fails=skew > WRONG,
         warns=True,
@@ -363,8 +362,9 @@ def check_links(links: Sequence[Link]) -> list[Check]:
             _limits(good),
         )
         found = (
-            f"{counted(len(good), 'link')}: {amount(min(rates))}/s to {amount(max(rates))}/s, "
-            f"{lasting(min(ways))} to {lasting(max(ways))} there and back"
+            f"{counted(len(good), 'link')}: "
+            f"{format_bytes(min(rates))}/s to {format_bytes(max(rates))}/s, "
+            f"{duration(min(ways))} to {duration(max(ways))} there and back"
         )
         slowest, farthest = (
             min(good, key=lambda link: link.rate),

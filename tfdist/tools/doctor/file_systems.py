@@ -16,8 +16,8 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
+from tfdist.runtime.formatting import duration, format_bytes
 from tfdist.tools.doctor.checks import HOST, Check, graded
-from tfdist.tools.doctor.formatting import amount, lasting
 
 # Attempts to write: the doctor of another host may remove the directory that it has created there.
 TRIES = 5
@@ -168,13 +168,13 @@ def check_place(place: Place) -> Check:
     if place.free is None or place.total is None:
         return graded(HOST, name, f"{place.path}: written, renamed and read through TensorFlow")
     found = (
-        f"{place.path}: {amount(place.free)} free of {amount(place.total)}; "
+        f"{place.path}: {format_bytes(place.free)} free of {format_bytes(place.total)}; "
         "files are renamed at once"
     )
     skew = place.skew or 0.0
     if abs(skew) > SKEW:
         found += (
-            f"; its clock is {lasting(abs(skew))} "
+            f"; its clock is {duration(abs(skew))} "
             f"{'ahead of' if skew > 0 else 'behind'} this host's"
         )
     few = place.free < LITTLE

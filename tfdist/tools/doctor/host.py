@@ -6,9 +6,8 @@ import datetime
 import re
 from collections.abc import Iterator
 
-from tfdist.runtime.formatting import counted
+from tfdist.runtime.formatting import counted, format_bytes
 from tfdist.tools.doctor.checks import HOST, Check, graded, of_error
-from tfdist.tools.doctor.formatting import amount
 from tfdist.tools.doctor.frameworks import Frameworks
 from tfdist.tools.doctor.machine import Machine
 
@@ -142,14 +141,14 @@ def _memory(machine: Machine, workers: int) -> Check:
             warns=True,
         )
     need = workers * PROCESS
-    found = f"{amount(machine.available)} available"
+    found = f"{format_bytes(machine.available)} available"
     if machine.capacity is not None:
-        found += f" of {amount(machine.capacity)}"
+        found += f" of {format_bytes(machine.capacity)}"
     short = machine.available < 2 * need
     if short:
         found += (
             f"; {counted(workers, 'worker')} of TensorFlow alone "
-            f"{'take' if workers > 1 else 'takes'} some {amount(need)}"
+            f"{'take' if workers > 1 else 'takes'} some {format_bytes(need)}"
         )
     return graded(
         HOST,
@@ -231,9 +230,9 @@ def _shm(machine: Machine) -> Check:
     return graded(
         HOST,
         "/dev/shm",
-        f"{amount(free)} free of {amount(total)}"
+        f"{format_bytes(free)} free of {format_bytes(total)}"
         + (
-            f"; {'NCCL' if machine.gpus > 1 else 'TensorFlow'} may need {amount(need)}"
+            f"; {'NCCL' if machine.gpus > 1 else 'TensorFlow'} may need {format_bytes(need)}"
             if few
             else ""
         ),
@@ -333,7 +332,8 @@ def _gpus(machine: Machine, frameworks: Frameworks) -> Check:
             warns=True,
         )
     sizes = ", ".join(
-        f"{card.name} with {amount(card.free)} free of {amount(card.total)}" for card in cards
+        f"{card.name} with {format_bytes(card.free)} free of {format_bytes(card.total)}"
+        for card in cards
     )
     busy = [card for card in cards if card.free < card.total / 2]
     return graded(

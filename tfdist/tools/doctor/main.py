@@ -18,6 +18,7 @@ from tfdist.cluster.addresses import is_here, nobody_here
 from tfdist.cluster.handshake import badge, installed_versions
 from tfdist.cluster.spec import ClusterSpec, Task
 from tfdist.runtime.cli_arguments import refuse
+from tfdist.runtime.formatting import printable
 from tfdist.runtime.launch_protocol import inherited
 from tfdist.runtime.termination import ending
 from tfdist.tools.doctor import cluster, file_systems, frameworks, host, machine, runs, table
@@ -34,7 +35,6 @@ from tfdist.tools.doctor.checks import (
 )
 from tfdist.tools.doctor.exchange import ATTEMPT
 from tfdist.tools.doctor.flags import parse
-from tfdist.tools.doctor.formatting import printable
 from tfdist.tools.doctor.peers import Meeting, serving
 from tfdist.tools.doctor.server import Desk
 

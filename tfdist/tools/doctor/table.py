@@ -6,8 +6,8 @@ import itertools
 import textwrap
 from collections.abc import Sequence
 
+from tfdist.runtime.formatting import printable
 from tfdist.tools.doctor.checks import FAIL, PASS, WARN, Check, count
-from tfdist.tools.doctor.formatting import printable
 
 _COLOURS = {PASS: "\x1b[32m", WARN: "\x1b[33m", FAIL: "\x1b[31m"}
 _END = "\x1b[0m"

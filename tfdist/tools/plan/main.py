@@ -5,29 +5,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import re
 import signal
 import sys
 from collections.abc import Sequence
 
 from tfdist.runtime.cli_arguments import Parser, flags_beside_config, real, refuse, whole
-from tfdist.runtime.formatting import aligned
+from tfdist.runtime.formatting import aligned, format_bytes, parse_bytes
 from tfdist.runtime.termination import ending
-from tfdist.tools.doctor import child
-from tfdist.tools.doctor.formatting import amount
+from tfdist.tools.common import subprocesses
 from tfdist.tools.plan.options import Needs, Stage, Way, choose, ways
-
-_UNITS = {
-    "B": 1,
-    "KB": 1e3,
-    "MB": 1e6,
-    "GB": 1e9,
-    "TB": 1e12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -52,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
                 "microbatches": flags.microbatches,
             }
             # TensorFlow's other CPU allocator does not count tensors below 256 KB.
-            said, end = child.run(
+            said, end = subprocesses.ask(
                 "tfdist.tools.plan.probe", question, flags.timeout, TF_CPU_ALLOCATOR_USE_BFC="true"
             )
     except KeyboardInterrupt:
@@ -99,16 +85,16 @@ def table(
         Lines of text.
     """
     state = (
-        f"weights {amount(needs.trainable + needs.frozen)}, "
-        f"gradients {amount(needs.trainable)}, "
-        f"optimizer {amount(needs.slots + needs.scalars)}"
+        f"weights {format_bytes(needs.trainable + needs.frozen)}, "
+        f"gradients {format_bytes(needs.trainable)}, "
+        f"optimizer {format_bytes(needs.slots + needs.scalars)}"
     )
     lines = [
         f"One device, {needs.rows} examples a step: {state}, "
-        f"activations {amount(needs.fixed + needs.per_row * needs.rows)}",
+        f"activations {format_bytes(needs.fixed + needs.per_row * needs.rows)}",
         "",
     ]
-    room = f" of {amount(memory)}" if memory else ""
+    room = f" of {format_bytes(memory)}" if memory else ""
     rows = [("way", "devices", "resident", f"peak{room}", "sent a step", "", "how")]
     for way in found:
         if way.refused:
@@ -116,13 +102,13 @@ def table(
             continue
         fits = "" if memory is None else "fits" if way.peak <= memory else "too large"
         note = "; ".join(text for text in (way.why, fits) if text)
-        sent = "not known" if way.sent is None else amount(way.sent)
+        sent = "not known" if way.sent is None else format_bytes(way.sent)
         rows.append(
             (
                 way.name,
                 str(way.devices),
-                amount(way.resident),
-                amount(way.peak),
+                format_bytes(way.resident),
+                format_bytes(way.peak),
                 sent,
                 note,
                 way.how,
@@ -172,15 +158,10 @@ def memory(text: str) -> int:
         >>> memory("16GB"), memory("1.5 GiB")
         (16000000000, 1610612736)
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?b)", text.strip(), re.IGNORECASE)
-    count = (
-        float(found[1]) * _UNITS[found[2].upper()] if found and found[2].upper() in _UNITS else 0
-    )
-    if count < 1:
-        raise argparse.ArgumentTypeError(
-            f"expected an amount with a unit, such as 16GB or 800MiB; received {text!r}"
-        )
-    return int(count)
+    try:
+        return parse_bytes(text, unit_required=True)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _parser() -> argparse.ArgumentParser:

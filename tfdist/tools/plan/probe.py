@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from tfdist.tools.doctor import child
+from tfdist.tools.common import subprocesses
 from tfdist.tools.plan.options import Needs, Stage
 
 # Maximum rows of the smaller of the two batches that are compared, because the planned batch may be
@@ -30,11 +30,11 @@ def main(argv: list[str]) -> None:
     """
     asked = json.loads(argv[0])
     try:
-        child.answer(
+        subprocesses.answer(
             dataclasses.asdict(look(asked["words"], asked["devices"], asked["microbatches"]))
         )
     except ValueError as error:
-        child.answer({"error": str(error)})
+        subprocesses.answer({"error": str(error)})
 
 
 def look(words: Sequence[str], devices: int, microbatches: int) -> Needs:

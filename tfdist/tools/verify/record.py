@@ -18,7 +18,6 @@ from tfdist import app, config
 from tfdist.backup.shards import is_sharded
 from tfdist.keras_compat import local_component
 from tfdist.run import build, input_pipeline, train_command
-from tfdist.tools.common.ownership import end_with_owner
 from tfdist.tools.verify import recording
 from tfdist.tools.verify.probes import Probe, layers_of, reverse, silence
 from tfdist.tools.verify.settings import EAGER, ROUNDING, Settings, first_device
@@ -35,7 +34,6 @@ def main(argv: Sequence[str]) -> int:
         0.
     """
     settings = Settings.of_json(argv[0])
-    end_with_owner(settings.directory)
     app.plainly(record, settings)
     return 0
 
