@@ -152,7 +152,7 @@ IDEAL = {"forward_backward": 4, "update": 0.5, "host": 0.5}  # of ALONE, split i
             {"gradient_sync": 3.1},
             {"bytes": 2_790_000},
             (
-                "38 % of the step is gradient synchronization: 2.8 MB a step at 0.90 GB/s; "
+                "38 % of the step is gradient synchronization: 2.79 MB a step at 0.90 GB/s; "
                 "a larger batch would"
             ),
         ),

@@ -345,12 +345,12 @@ def test_a_file_system_that_hangs(monkeypatch):
         (
             Place("runs", free=9 * GB, total=9 * GB, skew=-60.0),
             "warn",
-            "its clock is 60 s behind this host's",
+            "its clock is 1 min 0 s behind this host's",
         ),
         (
             Place("runs", free=9 * GB, total=9 * GB, skew=4000.0),
             "fail",
-            "its clock is 1 h 7 min ahead of this host's",
+            "its clock is 1 h 6 min ahead of this host's",
         ),
         (
             Place("gs://bucket/runs", error="writing a file: Permission denied"),

@@ -122,7 +122,7 @@ class _Meeting:
         self.nonces = {str(me): nonce}  # by task, of every process that sent a badge
         self.met: set[str] = set()  # tasks that replied at their address and are compatible
         self.ready: set[str] = set()  # on the leader: the tasks that have met all others
-        self.told: set[str] = set()  # on the leader: the tasks that have received the go
+        self.released: set[str] = set()  # on the leader: the tasks that have received the go
         self.go = False
         self.fault: Exception | None = None
         self.lock = threading.Lock()
@@ -136,7 +136,9 @@ class _Meeting:
                     self._wait(lambda: dict.fromkeys(self.peers.keys() - self.ready, "not ready"))
                     self.go = True
                     self._wait(
-                        lambda: dict.fromkeys(self.peers.keys() - self.told, "has not heard: go")
+                        lambda: dict.fromkeys(
+                            self.peers.keys() - self.released, "has not heard: go"
+                        )
                     )
                 else:
                     self._wait(self._leader_waits)
@@ -264,7 +266,7 @@ class _Server(TaskServer):
 
     def was_received(self, request: Mapping[str, Any], reply: Mapping[str, Any]) -> None:
         if reply.get("go"):
-            self.meeting.told.add(str(request["task"]))
+            self.meeting.released.add(str(request["task"]))
 
 
 def _serve(meeting: _Meeting) -> _Server:

@@ -43,8 +43,8 @@ def notes(kind: str, setups: Sequence[Setup]) -> tuple[str, ...]:
     for setup in done:
         by_group.setdefault((setup.strategy, setup.replicas), []).append(setup)
     write = _predicted if kind == "predict" else _reduced
-    found = tuple(sentence for group in by_group.values() if (sentence := write(group)))
-    return (*found, BANDWIDTHS) if found and kind == "allreduce" else found
+    sentences = tuple(sentence for group in by_group.values() if (sentence := write(group)))
+    return (*sentences, BANDWIDTHS) if sentences and kind == "allreduce" else sentences
 
 
 def _central(mode: str, setups: Sequence[Setup]) -> list[str]:

@@ -209,7 +209,7 @@ class Meeting:
         Returns:
             Results of each host for each directory.
         """
-        found: list[Sight] = []
+        sights: list[Sight] = []
         for number, place in enumerate(places):
             if place is None:
                 continue
@@ -227,12 +227,12 @@ class Meeting:
                         lambda name: self._see(name, place, number, token, content),  # noqa: B023
                         hosts,
                     )
-                    found += asked
+                    sights += asked
             finally:
                 with contextlib.suppress(OSError):
                     path.unlink()
                 self.tidy()
-        return found
+        return sights
 
     def tidy(self) -> None:
         """Remove the directories that `share` created.
@@ -278,41 +278,41 @@ class Meeting:
         Returns:
             Measurements of the links.
         """
-        found = []
+        links = []
         begun = time.monotonic()
         for source, target in pairs(self.hosts()):
             if (elapsed := time.monotonic() - begun) > LINKS_S:
-                found.append(
+                links.append(
                     Link(source, target, error=f"not measured: the others took {elapsed:.0f} s")
                 )
             else:
-                found.append(self._measure(source, target))
+                links.append(self._measure(source, target))
         for _ in range(AGAIN):
-            for link in odd(found):
+            for link in odd(links):
                 if time.monotonic() - begun <= LINKS_S:
-                    found[found.index(link)] = link.better(self._measure(link.source, link.target))
-        return found
+                    links[links.index(link)] = link.better(self._measure(link.source, link.target))
+        return links
 
     def _measure(self, source: str, target: str) -> Link:
         if source in self.own:
             return exchange.measure(source, target, self.tasks[target], self.desk.badge)
         try:
-            said = exchange.ask(
+            answer = exchange.ask(
                 self.tasks[source], self.desk.badge, "measure", exchange.MEASURE_S, peer=target
             )
             return Link(
                 source,
                 target,
-                float(said["latency"]),
-                float(said["rate"]),
-                str(said["error"])[:300],
+                float(answer["latency"]),
+                float(answer["rate"]),
+                str(answer["error"])[:300],
             )
         except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
             return Link(source, target, error=str(error))
 
     def _see(self, name: str, place: str, number: int, token: str, content: str) -> Sight:
         try:
-            said = exchange.ask(
+            answer = exchange.ask(
                 self.tasks[name],
                 self.desk.badge,
                 "token",
@@ -322,9 +322,12 @@ class Meeting:
             )
         except (OSError, ValueError) as error:
             return Sight(place, name, error=str(error))
-        other = said.get("place")
+        other = answer.get("place")
         return Sight(
-            place, name, None if other is None else str(other)[:300], said.get("content") == content
+            place,
+            name,
+            None if other is None else str(other)[:300],
+            answer.get("content") == content,
         )
 
     def _hello(self, name: str) -> str:
@@ -340,18 +343,18 @@ class Meeting:
 
     def _ask_hello(self, name: str, bound: float) -> str:
         try:
-            said = exchange.ask(self.tasks[name], self.desk.badge, "hello", bound)
-            received = float(said.get("received", said["sent"]))
-            now = float(said.get("now", said["came"]))
+            answer = exchange.ask(self.tasks[name], self.desk.badge, "hello", bound)
+            received = float(answer.get("received", answer["sent"]))
+            now = float(answer.get("now", answer["came"]))
         except (Refused, OSError, ValueError, TypeError, OverflowError) as error:
             return str(error)
-        offset = ((received - said["sent"]) + (now - said["came"])) / 2
+        offset = ((received - answer["sent"]) + (now - answer["came"])) / 2
         self.peers[name] = Peer(
             name,
             self.tasks[name],
-            said,
+            answer,
             offset,
-            max(said["came"] - said["sent"] - (now - received), 0.0) / 2,
+            max(answer["came"] - answer["sent"] - (now - received), 0.0) / 2,
         )
         return ""
 
@@ -406,7 +409,7 @@ def pairs(hosts: Sequence[str]) -> list[tuple[str, str]]:
     """
     if len(hosts) <= ALL_PAIRS:
         return list(itertools.permutations(hosts, 2))
-    return [(host, hosts[(place + 1) % len(hosts)]) for place, host in enumerate(hosts)]
+    return [(host, hosts[(index + 1) % len(hosts)]) for index, host in enumerate(hosts)]
 
 
 @contextlib.contextmanager

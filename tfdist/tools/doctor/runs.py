@@ -75,7 +75,7 @@ def _batch(trial: Trial, workers: int) -> Check:
 def _memory(trial: Trial, machine: Machine, here: int) -> Check:
     known = trial.weights + trial.gradients + trial.optimizer
     grown = trial.grown if trial.gpu_peak is None else trial.gpu_peak
-    found = (
+    description = (
         f"a step of {counted(trial.rows, 'row')} in {duration(trial.seconds)} took "
         f"{format_bytes(grown)}: "
         f"parameters {format_bytes(trial.weights)}, gradients {format_bytes(trial.gradients)}, "
@@ -86,9 +86,11 @@ def _memory(trial: Trial, machine: Machine, here: int) -> Check:
     room = min((card.free for card in machine.shown), default=None)
     unknown = trial.gpu_peak is not None and room is None
     if trial.gpu_peak is not None and room is not None:
-        found += f"; of {format_bytes(room)} free on a GPU"
+        description += f"; of {format_bytes(room)} free on a GPU"
         if trial.gpu_peak > FULL * room:
-            return graded(RUN, "memory", found, smaller, fails=trial.gpu_peak > room, warns=True)
+            return graded(
+                RUN, "memory", description, smaller, fails=trial.gpu_peak > room, warns=True
+            )
     # Replicas on the CPU share the memory of their process, and each has its own variables and
     # activations. Only one replica was measured.
     more = trial.replicas - 1 if trial.gpu_peak is None else 0
@@ -98,20 +100,20 @@ def _memory(trial: Trial, machine: Machine, here: int) -> Check:
         f" ({trial.replicas} replicas, of which one was measured)" if more else ""
     )
     if unknown:
-        found += "; free memory of the GPUs: unknown, nvidia-smi does not tell it"
+        description += "; free memory of the GPUs: unknown, nvidia-smi does not tell it"
     see = "see that each GPU has so much free"
     if machine.available is None:
-        return graded(RUN, "memory", f"{found}; a process takes {of}", see, warns=unknown)
-    found += (
+        return graded(RUN, "memory", f"{description}; a process takes {of}", see, warns=unknown)
+    description += (
         f"; {here} {'process' if here == 1 else 'processes'} of {of} on this host, "
         f"{format_bytes(machine.available)} available"
     )
     if unknown and need <= FULL * machine.available:
-        return graded(RUN, "memory", found, see, warns=True)
+        return graded(RUN, "memory", description, see, warns=True)
     return graded(
         RUN,
         "memory",
-        found,
+        description,
         f"run fewer workers here, or {smaller}",
         fails=need > machine.available,
         warns=need > FULL * machine.available,

@@ -37,12 +37,12 @@ def lines(
           warn  cores           1 of 8
                                 remedy: take more
     """
-    found = []
+    rows = []
     for part, group in itertools.groupby(checks, key=lambda check: check.part):
-        found.append(titles.get(part, part))
+        rows.append(titles.get(part, part))
         for check in group:
-            found += _rows(check, max(width, 40), colour)
-    return found
+            rows += _rows(check, max(width, 40), colour)
+    return rows
 
 
 def summary(checks: Sequence[Check], colour: bool = False) -> str:

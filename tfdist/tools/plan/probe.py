@@ -148,17 +148,17 @@ def _stages(model: Any, count: int) -> tuple[list[Stage], str]:
 
     try:
         graph = split.graph_of(model)
-        found = split.split(graph, split.balanced(graph, count, split.parameters(graph)))
+        parts = split.split(graph, split.balanced(graph, count, split.parameters(graph)))
     except ValueError as error:
         return [], str(error).removeprefix("pipeline: ")
     sizes = [_size(x) for x in graph.tensors]
     whole = sum(size or 0 for size in sizes)
     stages = []
-    for stage in found:
+    for stage in parts:
         variables = [v for layer in stage.model.layers for v in layer.variables]
         passed = [
             n
-            for n in (*stage.takes, *(stage.makes if stage is not found[-1] else ()))
+            for n in (*stage.takes, *(stage.makes if stage is not parts[-1] else ()))
             if n not in graph.inputs
         ]
         made = sum(
