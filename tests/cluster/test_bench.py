@@ -149,4 +149,4 @@ def test_all_reduces_between_workers_and_between_devices(tmp_path):
         assert (
             setup.algorithm_bandwidth == setup.bus_bandwidth == setup.bytes / setup.step
         )  # of two replicas
-    assert "64k" in out
+    assert "64 KiB" in out

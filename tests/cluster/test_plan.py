@@ -1,8 +1,6 @@
 """Test the predictions of `tfdist plan` against what training holds and sends, and the docs.
 
 Also test its messages on mistakes.
-
-Also test its messages on mistakes.
 """
 
 import json
@@ -11,7 +9,7 @@ import re
 import pytest
 
 from tests.processes import PYTHON, ROOT, group
-from tfdist.tools.doctor.formatting import amount
+from tfdist.runtime.formatting import format_bytes
 
 SECONDS = 200
 pytestmark = pytest.mark.timeout(2 * SECONDS)
@@ -129,7 +127,8 @@ def test_the_docs_have_what_is_predicted(tmp_path, digits_dir):
     for way in plan["ways"]:
         (row,) = re.findall(rf"^\| {re.escape(way['name'])} \| ([^|]*) \|", text, re.MULTILINE)
         resident, _, sent = row.split(", ")
-        assert (resident, sent) == (amount(way["resident"]), amount(way["sent"])), way["name"]
+        expected = format_bytes(way["resident"]), format_bytes(way["sent"])
+        assert (resident, sent) == expected, way["name"]
     refused = {way["name"]: way["refused"] for way in muon["ways"] if way["refused"]}
     assert set(refused) == {"ZeRO-1", "ZeRO-2", "ZeRO-2, bfloat16", "FSDP (ZeRO-3)"}
     assert all("the optimizer Muon cannot be sharded" in why for why in refused.values())

@@ -39,13 +39,13 @@ def installed_versions() -> str:
         >>> "python 3." in installed_versions()
         True
     """
-    found = [f"python {'.'.join(platform.python_version_tuple()[:2])}"]
+    versions = [f"python {'.'.join(platform.python_version_tuple()[:2])}"]
     for package in PACKAGES:
         try:
-            found.append(f"{package} {importlib.metadata.version(package)}")
+            versions.append(f"{package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:
-            found.append(f"{package} not installed")
-    return ", ".join(found)
+            versions.append(f"{package} not installed")
+    return ", ".join(versions)
 
 
 def badge(spec: ClusterSpec, task: str, versions: str, attempt: str, nonce: str) -> dict[str, Any]:
@@ -114,10 +114,10 @@ def claimed_twice(task: Any, me: str, who: str) -> ConfigurationError:
     )
 
 
-def another_task(found: Any, me: str, who: str) -> ConfigurationError:
+def another_task(task: Any, me: str, who: str) -> ConfigurationError:
     """Return the error for an address at which another task than expected listens."""
     return ConfigurationError(
-        f"{me} expected {who} and found {found}: the address leads to another "
+        f"{me} expected {who} and found {task}: the address leads to another "
         "machine; check the hosts' names and addresses"
     )
 

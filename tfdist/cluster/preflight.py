@@ -6,11 +6,8 @@ when all tasks have met all others. A request and a reply are one JSON line each
 run TensorFlow.
 """
 
-import concurrent.futures
 import errno
 import logging
-import socket
-import socketserver
 import threading
 import time
 import uuid
@@ -21,14 +18,11 @@ from tfdist.cluster.addresses import (
     PortTaken,
     UnresolvedAddress,
     bind_problem,
-    resolve_address,
-    split_address,
 )
 from tfdist.cluster.handshake import (
     LINE_BYTES,
     ConfigurationError,
     PeersAbsent,
-    absent,
     absent_too_long,
     another_task,
     badge,
@@ -40,6 +34,7 @@ from tfdist.cluster.handshake import (
     short,
     some,
 )
+from tfdist.cluster.meeting import TaskServer, Wait, connect, for_each
 from tfdist.cluster.spec import ClusterSpec, Task
 
 logger = logging.getLogger("tfdist")
@@ -111,9 +106,15 @@ class _Meeting:
     ):
         self.spec = spec
         self.me = me
-        self.timeout = timeout
         self.attempt = attempt
-        self.progress = progress
+        self.wait = Wait(
+            spec,
+            str(me),
+            timeout,
+            lambda line: progress(f"preflight: {line}"),
+            (FIRST_S, RETRY_S),
+            PROGRESS_S,
+        )
         self.peers = {str(task): task for task in spec.listening_tasks if task != me}
         self.leader = spec.listening_tasks[0]
         nonce = uuid.uuid4().hex
@@ -121,12 +122,10 @@ class _Meeting:
         self.nonces = {str(me): nonce}  # by task, of every process that sent a badge
         self.met: set[str] = set()  # tasks that replied at their address and are compatible
         self.ready: set[str] = set()  # on the leader: the tasks that have met all others
-        self.told: set[str] = set()  # on the leader: the tasks that have received the go
+        self.released: set[str] = set()  # on the leader: the tasks that have received the go
         self.go = False
         self.fault: Exception | None = None
         self.lock = threading.Lock()
-        self.started = time.monotonic()
-        self.next_line = self.started + PROGRESS_S
 
     def hold(self) -> None:
         self._wait(self._names_missing)
@@ -137,7 +136,9 @@ class _Meeting:
                     self._wait(lambda: dict.fromkeys(self.peers.keys() - self.ready, "not ready"))
                     self.go = True
                     self._wait(
-                        lambda: dict.fromkeys(self.peers.keys() - self.told, "has not heard: go")
+                        lambda: dict.fromkeys(
+                            self.peers.keys() - self.released, "has not heard: go"
+                        )
                     )
                 else:
                     self._wait(self._leader_waits)
@@ -148,7 +149,7 @@ class _Meeting:
                 time.sleep(LINGER_S)
                 raise
         logger.info(
-            "preflight: all %d tasks met after %.1f s", len(self.peers) + 1, self._elapsed()
+            "preflight: all %d tasks met after %.1f s", len(self.peers) + 1, self.wait.elapsed
         )
 
     def answer(self, hello: Mapping[str, Any], host: str) -> dict[str, Any]:
@@ -183,9 +184,7 @@ class _Meeting:
         return {name: reason for name, (reply, reason) in answers.items() if not reply}
 
     def _ask_all(self, names: Iterable[str]) -> dict[str, tuple[dict[str, Any], str]]:
-        tasks = [self.peers[name] for name in names]
-        with concurrent.futures.ThreadPoolExecutor(16) as pool:
-            return dict(zip(map(str, tasks), pool.map(self._ask, tasks), strict=True))
+        return for_each(lambda name: self._ask(self.peers[name]), names)
 
     def _leader_waits(self) -> dict[str, str]:
         reply, reason = self._ask(self.leader, ready=True)
@@ -200,15 +199,11 @@ class _Meeting:
         """
         limit = time.monotonic() + EXCHANGE_S
         try:
-            with socket.create_connection(
-                split_address(task.address), timeout=EXCHANGE_S
-            ) as connection:
+            with connect(task.address, EXCHANGE_S) as connection:
                 send(connection, {**self._message(), "ready": ready})
                 reply = receive(connection, limit)
         except (OSError, ValueError) as error:
             return {}, str(error)
-        if reply.get("nonce") == self.badge["nonce"]:
-            return {}, "nobody listens"  # Linux can connect a free port to itself
         if reply.get("attempt") != self.attempt:
             return (
                 {},
@@ -244,66 +239,34 @@ class _Meeting:
         with self.lock:
             self.fault = self.fault or error
 
-    def _wait(self, pending: Callable[[], dict[str, str]]) -> None:
-        """Call `pending`, which returns missing tasks and reasons, until none is missing."""
-        pause = FIRST_S
-        while True:
-            missing = pending()
+    def _wait(self, missing_tasks: Callable[[], dict[str, str]]) -> None:
+        """Wait until no task is missing; raise the fault of this side, or `PeersAbsent`."""
+
+        def missing_or_fault() -> dict[str, str]:
+            missing = missing_tasks()
             if self.fault:
                 raise self.fault
-            if not missing:
-                return
-            if self._elapsed() >= self.timeout:
-                raise PeersAbsent(
-                    f"preflight of {self.me}: {absent_too_long(missing, self.spec, self.timeout)}"
-                )
-            if time.monotonic() >= self.next_line:
-                self.next_line += PROGRESS_S
-                self.progress(
-                    f"preflight: after {self._elapsed():.0f} s {self.me} waits for "
-                    f"{absent(missing, self.spec)}"
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, RETRY_S)
+            return missing
 
-    def _elapsed(self) -> float:
-        return time.monotonic() - self.started
+        if missing := self.wait.until_none(missing_or_fault):
+            seconds = self.wait.timeout
+            raise PeersAbsent(
+                f"preflight of {self.me}: {absent_too_long(missing, self.spec, seconds)}"
+            )
 
 
-class _Server(socketserver.ThreadingTCPServer):
-    allow_reuse_address = True
-    daemon_threads = False  # closing waits for pending replies, each within 2 * EXCHANGE_S
-    request_queue_size = 128
-
+class _Server(TaskServer):
     def __init__(self, meeting: _Meeting):
-        self.address_family, sockaddr = resolve_address(meeting.me.address)
+        self.exchange_s = EXCHANGE_S
         self.meeting = meeting
-        super().__init__(sockaddr, _Handler)
+        super().__init__(meeting.me)
 
-    def __enter__(self) -> "_Server":
-        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
-        return self
+    def reply(self, request: Mapping[str, Any], host: str) -> dict[str, Any]:
+        return self.meeting.answer(request, host)
 
-    def __exit__(self, *_) -> None:
-        self.shutdown()
-        self.server_close()
-
-
-class _Handler(socketserver.BaseRequestHandler):
-    server: _Server
-
-    def handle(self) -> None:
-        try:
-            hello = receive(self.request, time.monotonic() + EXCHANGE_S)
-            reply = self.server.meeting.answer(hello, self.client_address[0])
-            send(self.request, reply)
-            self.request.settimeout(EXCHANGE_S)
-            # Let the client close first: then TIME_WAIT stays with it, not on TensorFlow's port.
-            self.request.recv(1)
-        except (OSError, ValueError):
-            return  # an unknown client, or a task that left; a task retries
+    def was_received(self, request: Mapping[str, Any], reply: Mapping[str, Any]) -> None:
         if reply.get("go"):
-            self.server.meeting.told.add(str(hello["task"]))
+            self.meeting.released.add(str(request["task"]))
 
 
 def _serve(meeting: _Meeting) -> _Server:

@@ -11,10 +11,10 @@ import signal
 import time
 from collections.abc import Sequence
 
-from tfdist.launch.guardian import kill_group
 from tfdist.launch.task_plan import Role
 from tfdist.launch.task_process import Process
 from tfdist.runtime import fault_plan
+from tfdist.runtime.guardian import kill_group
 from tfdist.runtime.launch_protocol import note, read_journal
 
 LOOK_SECONDS = 0.1

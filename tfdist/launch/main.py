@@ -18,7 +18,6 @@ from tfdist.launch import agent, doctor_check
 from tfdist.launch.failure_report import short_path
 from tfdist.launch.fault_injection import Chaos
 from tfdist.launch.flags import DESCRIPTION, USAGE, add_flags, check, split
-from tfdist.launch.guardian import Guardian
 from tfdist.launch.isolation import isolate, warning
 from tfdist.launch.messages import Start, Terms
 from tfdist.launch.output import Console
@@ -31,6 +30,7 @@ from tfdist.launch.terminal_text import wants_colour
 from tfdist.runtime.command import COMMON_EXIT_CODES, Command, usage_errors
 from tfdist.runtime.fault_plan import Fault
 from tfdist.runtime.fault_plan import parse as parse_faults
+from tfdist.runtime.guardian import Guardian
 from tfdist.runtime.launch_protocol import JOURNAL, PREEMPTED_CODE, RESULT, Phase, note
 from tfdist.runtime.resource_limits import cores
 

@@ -19,10 +19,10 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from tfdist.launch.guardian import Guardian, kill_group
 from tfdist.launch.import_record import Imports, changed, read_imports
 from tfdist.launch.standby_process import BEGUN, READY
 from tfdist.launch.task_plan import TaskPlan
+from tfdist.runtime.guardian import Guardian, kill_group
 from tfdist.runtime.launch_protocol import IMPORTS_FILE, note
 from tfdist.runtime.resource_limits import cores, memory
 

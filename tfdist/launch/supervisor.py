@@ -16,12 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from tfdist.launch.failure_report import format_verdict, short_path
 from tfdist.launch.failures import Kind, judge, signal_name
 from tfdist.launch.fault_injection import Chaos
-from tfdist.launch.guardian import Guardian
 from tfdist.launch.output import Console
 from tfdist.launch.policy import Failed, Policy
 from tfdist.launch.standby import Standbys
 from tfdist.launch.task_plan import Role, TaskPlan
 from tfdist.launch.task_process import Process, place_of
+from tfdist.runtime.guardian import Guardian
 from tfdist.runtime.launch_protocol import PREEMPTED_CODE, Phase, note, read_journal
 
 POLL_SECONDS = 0.05

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Mapping
 
 from tfdist.launch.failures import Ending, last_stacks
-from tfdist.launch.guardian import Guardian, kill_group
 from tfdist.launch.output import Console, TaskOutput
 from tfdist.launch.task_plan import TaskPlan
+from tfdist.runtime.guardian import Guardian, kill_group
 from tfdist.runtime.launch_protocol import IMPORTS_FILE, Phase, Sign, read_sign
 
 LOG_TAIL_BYTES = 1 << 16

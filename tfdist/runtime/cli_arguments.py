@@ -8,6 +8,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from tfdist.runtime.formatting import parse_bytes
+
 
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser that raises ValueError where argparse would exit the process."""
@@ -68,28 +70,18 @@ def real(expected: str, fits: Callable[[float], bool]) -> Callable[[str], float]
     return convert
 
 
-def byte_count(expected: str, needs_unit: bool) -> Callable[[str], int]:
-    """Return a converter for the `type=` of a flag that accepts sizes, decimal or binary.
+def byte_count(unit_required: bool = False) -> Callable[[str], int]:
+    """Return a converter for the `type=` of a flag, which takes what `parse_bytes` takes.
 
     Args:
-        expected: Description of the accepted sizes, for the error message.
-        needs_unit: Whether a number without "B" is an error.
-
-    Example:
-        >>> convert = byte_count("a size", needs_unit=False)
-        >>> convert("100MB"), convert("1.5 GiB"), convert("4096")
-        (100000000, 1610612736, 4096)
+        unit_required: Whether a number without a unit is an error.
     """
 
     def convert(text: str) -> int:
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b?)", text.strip().lower())
-        count = 0.0
-        if match and (match[4] or not needs_unit):
-            base = 1024 if match[3] else 1000
-            count = float(match[1]) * base ** " kmgt".index(match[2] or " ")
-        if count < 1:
-            raise argparse.ArgumentTypeError(f"expected {expected}, received {text!r}")
-        return int(count)
+        try:
+            return parse_bytes(text, unit_required)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
 
     return convert
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from tfdist.runtime.cli_arguments import byte_count, whole
 from tfdist.runtime.command import COMMON_EXIT_CODES, Command, ExitCodes, Group, Subcommand
-from tfdist.runtime.formatting import aligned
+from tfdist.runtime.formatting import aligned, format_bytes
 from tfdist.runtime.launch_protocol import CONFIGURATION_CODE
 
 if TYPE_CHECKING:
@@ -152,7 +152,6 @@ def _head(flags: argparse.Namespace, words: list[str]) -> int:
 
 def _write(flags: argparse.Namespace, words: list[str]) -> int:
     from tfdist.data.writing.writer import verify, write
-    from tfdist.tools.common.example_text import size
 
     source, _ = _source(flags)
     compression = None if flags.compression == "none" else flags.compression
@@ -172,8 +171,8 @@ def _write(flags: argparse.Namespace, words: list[str]) -> int:
     finally:
         meter.close()
     shards = written["shards"]
-    total = sum(shard["bytes"] for shard in shards)
-    print(f"{flags.to}: {written['examples']:,} examples in {len(shards)} files, {size(total)}")
+    total = format_bytes(sum(shard["bytes"] for shard in shards))
+    print(f"{flags.to}: {written['examples']:,} examples in {len(shards)} files, {total}")
     if flags.verify:
         verify(flags.to, flags.workers)
         print(f"{flags.to}: the checksums of all files are right")
@@ -261,7 +260,7 @@ def _add_write(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", required=True, metavar="DIR", help="directory of the new files")
     parser.add_argument(
         "--shard-size",
-        type=byte_count("a size such as 100MB, 1GiB or a number of bytes", needs_unit=False),
+        type=byte_count(),
         default="100MB",
         metavar="SIZE",
         help="size of each file (100MB)",

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tfdist.data import errors
 from tfdist.data.sources.base import Source
+from tfdist.runtime.formatting import format_bytes
 from tfdist.telemetry import contact_sheet
 from tfdist.tools import examples
 from tfdist.tools.common import example_text
@@ -158,8 +159,8 @@ def _sizes(source: Source, read: Callable[..., Any]) -> None:
         each = sum(spec.shape.num_elements() * spec.dtype.size for spec in flat)
         _line(
             "in memory",
-            f"{example_text.size(each)} each"
-            + (f", {example_text.size(each * total)} in all" if total else ""),
+            f"{format_bytes(each)} each"
+            + (f", {format_bytes(each * total)} in all" if total else ""),
         )
     else:
         drawn = [
@@ -173,8 +174,8 @@ def _sizes(source: Source, read: Callable[..., Any]) -> None:
 def _size(drawn: list[int], total: int | None) -> str:
     mean = sum(drawn) / len(drawn)
     some = len(drawn) != total
-    text = f"{example_text.size(mean)} each" + (
-        f", {example_text.size(mean * total)} in all" if total else ""
+    text = f"{format_bytes(mean)} each" + (
+        f", {format_bytes(mean * total)} in all" if total else ""
     )
     return text + (f", by the mean of {len(drawn)}" if some else "")
 

@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from tfdist.cluster import handshake, preflight
+from tfdist.cluster import handshake, meeting, preflight
 from tfdist.cluster.addresses import PortTaken, split_address
 from tfdist.cluster.spec import ClusterSpec
 
@@ -177,7 +177,7 @@ def test_an_address_that_leads_to_another_task(monkeypatch):
     specs = members(ClusterSpec.local(workers=3))
     one, two = (spec.task.address for spec in specs[1:])
     monkeypatch.setattr(
-        preflight, "split_address", lambda a: split_address({one: two, two: one}.get(a, a))
+        meeting, "split_address", lambda a: split_address({one: two, two: one}.get(a, a))
     )
     text = message(meet(specs)[0], preflight.ConfigurationError)
     assert "expected worker:" in text

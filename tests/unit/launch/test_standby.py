@@ -13,10 +13,10 @@ import pytest
 
 from tests.processes import is_gone
 from tfdist.launch import standby as pool
-from tfdist.launch.guardian import Guardian
 from tfdist.launch.import_record import ImportRecorder, changed, read_imports
 from tfdist.launch.standby import Standbys
 from tfdist.launch.task_plan import SCRIPT_RUNNER, Role, TaskPlan
+from tfdist.runtime.guardian import Guardian
 from tfdist.runtime.launch_protocol import IMPORTS_FILE, read_journal
 
 BOUND = 60  # seconds for anything here; each takes tenths of one
@@ -359,7 +359,7 @@ def test_next_standby_takes_over_when_one_dies_at_the_hand_over(
 def test_standby_processes_end_with_the_launcher():
     code = """
 import os, sys, time
-from tfdist.launch.guardian import Guardian
+from tfdist.runtime.guardian import Guardian
 from tfdist.launch.import_record import Imports
 from tfdist.launch.standby import Image, Standby
 guard = Guardian()

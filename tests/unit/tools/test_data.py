@@ -243,7 +243,7 @@ def test_a_tfds_name_needs_no_catalog(tmp_path, monkeypatch, tfdist, digits_dir)
         (
             "write images --to x --shard-size big",
             2,
-            "--shard-size: expected a size such as 100MB, 1GiB",
+            "--shard-size: expected a size such as 16GB, 800MiB or 64k, or a number of bytes",
         ),
         ("write images --to x --compression ZIP", 2, "--compression: invalid choice: 'ZIP'"),
         ("show imagse", 78, "datasets.yaml: no data set 'imagse'. Did you mean images?"),

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterable
 from typing import Any
 
-from tfdist.tools.audit import events, steps
+from tfdist.tools.audit import steps
 from tfdist.tools.audit.settings import Settings
-from tfdist.tools.common.process_logs import tail
+from tfdist.tools.common import events
+from tfdist.tools.common.process_logs import end_of
+from tfdist.tools.common.subprocesses import Children, exit_reason
 
-_LINES = 15  # most lines of a log that are shown
 _POLL = 0.05  # seconds
 
 
@@ -42,46 +40,37 @@ class Workers(contextlib.AbstractContextManager):
     def __init__(self, settings: Settings, timeout: float):
         self.settings = settings
         self.timeout = timeout
+        self._children = Children()
         self._processes: list[subprocess.Popen] = []
 
     def __enter__(self) -> Workers:
-        command = [sys.executable, "-m", "tfdist.tools.audit.child", self.settings.to_json()]
-        for rank in range(self.settings.workers):
-            with open(self.settings.file(rank, "log"), "wb") as log:
-                # The pipe closes when this process ends, and then the worker ends. A new session
-                # keeps Ctrl-C from the worker: this process handles it.
-                process = subprocess.Popen(
-                    [*command, str(rank)],
-                    stdin=subprocess.PIPE,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
+        command = ["tfdist.tools.audit.child", self.settings.to_json()]
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._children)
+            self._processes = [
+                self._children.start(
+                    [*command, str(rank)], self.settings.file(rank, "log"), subprocess.PIPE
                 )
-            self._processes.append(process)
+                for rank in range(self.settings.workers)
+            ]
+            stack.pop_all()
         return self
 
     def __exit__(self, *_: Any) -> None:
-        for process in self._processes:
-            with contextlib.suppress(ProcessLookupError):
-                # The group includes processes that the user's data pipeline may have started.
-                os.killpg(process.pid, signal.SIGKILL)
-        for process in self._processes:
-            process.wait()
-            with contextlib.suppress(OSError):
-                process.stdin.close()  # type: ignore[union-attr]
+        self._children.close()
 
     @property
     def pids(self) -> list[int]:
         """Return the process id of each worker, by rank."""
         return [process.pid for process in self._processes]
 
-    def tell(self, word: str, ranks: Iterable[int] | None = None) -> None:
+    def tell(self, command: str, ranks: Iterable[int] | None = None) -> None:
         """Send a command to the workers with these ranks; default: all."""
         for rank in self._ranks(ranks):
             with contextlib.suppress(BrokenPipeError):  # it has ended: `wait` reports that
                 pipe = self._processes[rank].stdin
                 assert pipe is not None
-                pipe.write(f"{word}\n".encode())
+                pipe.write(f"{command}\n")
                 pipe.flush()
 
     def wait(
@@ -102,21 +91,20 @@ class Workers(contextlib.AbstractContextManager):
                 long.
         """
         waited = self._ranks(ranks)
-        found: dict[int, dict[str, Any]] = {}
+        reported: dict[int, dict[str, Any]] = {}
+        # Time of each worker's last sign of life, and the bytes that it had written by then.
         life = {rank: (time.monotonic(), -1) for rank in waited}
-        while len(found) < len(waited):
+        while len(reported) < len(waited):
             for rank in waited:
                 # Poll before reading, so that events from just before the worker's end are seen.
                 ended = self._processes[rank].poll() is not None
                 size = self._written(rank)
                 if size != life[rank][1]:
                     life[rank] = time.monotonic(), size
-                    found |= {
-                        rank: event  # noqa: B035
-                        for name in names
-                        for event in self.said(rank, name)[-1:]
-                    }
-                if rank in found:
+                    for name in names:
+                        for event in self.said(rank, name)[-1:]:
+                            reported[rank] = event
+                if rank in reported:
                     continue
                 if ended:
                     raise self._failure(rank)
@@ -127,15 +115,11 @@ class Workers(contextlib.AbstractContextManager):
                         f"See where it waits, or pass a longer --timeout.{self._log(rank)}"
                     )
             time.sleep(_POLL)
-        return [found[rank] for rank in waited]
+        return [reported[rank] for rank in waited]
 
     def said(self, rank: int, name: str) -> list[dict[str, Any]]:
         """Return all events of this name that a worker has reported."""
-        return [
-            event
-            for event in events.read(self.settings.file(rank, "events"))
-            if event["event"] == name
-        ]
+        return events.named(self.settings.file(rank, "events"), name)
 
     def _written(self, rank: int) -> int:
         """Return the number of bytes that a worker has written; growth is a sign of life."""
@@ -146,17 +130,13 @@ class Workers(contextlib.AbstractContextManager):
         return list(range(self.settings.workers) if ranks is None else ranks)
 
     def _failure(self, rank: int) -> WorkerError:
-        code = self._processes[rank].returncode
         failed = events.last(self.said(rank, "failed"), "failed")
         if failed and failed["code"] != 1:  # a mistake in the settings, in one sentence
             return WorkerError(failed["error"], failed["code"])
         if failed:
             reason = f"failed{self._after(rank)}: {failed['error']}"
-        elif code < 0:
-            hint = ". The system does so where memory runs out" if code == -signal.SIGKILL else ""
-            reason = f"was ended by {signal.Signals(-code).name}{self._after(rank)}{hint}."
         else:
-            reason = f"ended with code {code}{self._after(rank)}."
+            reason = f"{exit_reason(self._processes[rank].returncode, self._after(rank))}."
         return WorkerError(f"worker {rank} {reason}{self._log(rank)}{self._remedy()}")
 
     def _after(self, rank: int) -> str:
@@ -165,12 +145,12 @@ class Workers(contextlib.AbstractContextManager):
         return f", after epoch {last[0]}, step {last[1]}" if last else ""
 
     def _last(self, rank: int) -> tuple[int, int] | None:
+        """Return the epoch and step that a worker recorded last, or None."""
+        last = None
         with contextlib.suppress(FileNotFoundError):
-            found = None
             for step in steps.read(self.settings.file(rank, "steps")):
-                found = step.epoch, step.step
-            return found
-        return None
+                last = step.epoch, step.step
+        return last
 
     def _remedy(self) -> str:
         """Return words for the flags that would audit the rest, or an empty text."""
@@ -186,8 +166,4 @@ class Workers(contextlib.AbstractContextManager):
         )
 
     def _log(self, rank: int) -> str:
-        path = self.settings.file(rank, "log")
-        lines = tail(path, _LINES)
-        return (
-            "".join(f"\n  {line}" for line in [f"The end of {path.name}:", *lines]) if lines else ""
-        )
+        return end_of(self.settings.file(rank, "log"))

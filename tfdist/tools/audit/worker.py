@@ -13,10 +13,10 @@ import tensorflow as tf
 
 from tfdist.data.errors import place
 from tfdist.data.order import Order, StreamOrder
-from tfdist.tools.audit import events, stages, steps
+from tfdist.tools.audit import stages, steps
 from tfdist.tools.audit.settings import Settings
 from tfdist.tools.audit.verdict import Offence, Plan, verify
-from tfdist.tools.common import example_text
+from tfdist.tools.common import events, example_text
 
 _SIGN_OF_LIFE = 2.0  # seconds between two signs of life while steps are checked
 
@@ -27,14 +27,14 @@ class Worker:
     Args:
         settings: Settings of the audit.
         rank: Rank of this process.
-        say: Function that records an event.
+        report: Function that records an event.
     """
 
-    def __init__(self, settings: Settings, rank: int, say: Callable[..., None]):
+    def __init__(self, settings: Settings, rank: int, report: Callable[..., None]):
         tf.config.set_visible_devices([], "GPU")  # else each process would take all GPU memory
         self.settings = settings
         self.rank = rank
-        self.say = say
+        self.report = report
         pipeline: Any = settings.make_pipeline()
         self.pipeline = pipeline
         self.batches = pipeline.batches
@@ -50,7 +50,7 @@ class Worker:
                 f"{order.steps} steps, 0 to {order.steps - 1}."
             )
         source = self.batches.source
-        say(
+        report(
             "ready",
             source=source.name,
             examples=source.cardinality,
@@ -74,13 +74,13 @@ class Worker:
                 else:
                     self._epoch(file, self.shares, epoch, 0)
         left_out = {str(number): where for number, where in self.pipeline.errors.found.items()}
-        self.say("read", left_out=left_out)
+        self.report("read", left_out=left_out)
 
     def verify(self) -> None:
         """Check the steps that all workers recorded against the order that all reported."""
         settings = self.settings
-        ready = self._said("ready")
-        read = self._said("read")
+        ready = self._last_events("ready")
+        read = self._last_events("read")
         order = ready[0]["order"]
         plan = Plan(
             None if order is None else _order(order),
@@ -106,20 +106,20 @@ class Worker:
                         )
                         raise Offence(text, settings.first_epoch, worker=rank)
             verdict = verify(
-                recorded, plan, left_out, _every(_SIGN_OF_LIFE, lambda: self.say("verifying"))
+                recorded, plan, left_out, _every(_SIGN_OF_LIFE, lambda: self.report("verifying"))
             )
         except Offence as offence:
             numbers = [n for n in (offence.expected, offence.received) if n is not None]
             places = {str(number): self._describe(number) for number in numbers}
-            self.say("offence", text=str(offence), places=places)
+            self.report("offence", text=str(offence), places=places)
         else:
-            self.say("verified", **dataclasses.asdict(verdict))
+            self.report("verified", **dataclasses.asdict(verdict))
 
     def stages(self) -> None:
         """Measure the throughput of each stage of the data pipeline."""
         for stage in stages.measure(self.batches, self.window, self.settings.stage_seconds):
-            self.say("stage", name=stage.name, rate=stage.rate)
-        self.say("stages", stored=stages.stored_bytes(self.batches))
+            self.report("stage", name=stage.name, rate=stage.rate)
+        self.report("stages", stored=stages.stored_bytes(self.batches))
 
     def _epoch(self, file: Any, shares: tf.data.Dataset, epoch: int, step: int) -> None:
         begin = time.monotonic()
@@ -144,7 +144,7 @@ class Worker:
             count += 1
             examples += int(np.count_nonzero(numbers >= 0))
             size += held
-        self.say(
+        self.report(
             "epoch",
             epoch=epoch,
             steps=count,
@@ -154,13 +154,19 @@ class Worker:
             first=first,
         )
 
-    def _said(self, name: str) -> list[dict[str, Any]]:
-        """Return each worker's last event of this name; every worker has reported one."""
-        found = [
-            events.last(events.read(self.settings.file(rank, "events")), name)
-            for rank in range(self.settings.workers)
-        ]
-        return [event for event in found if event is not None]
+    def _last_events(self, name: str) -> list[dict[str, Any]]:
+        """Return the last event of this name of each worker, by rank."""
+        last = []
+        for rank in range(self.settings.workers):
+            path = self.settings.file(rank, "events")
+            event = events.last(events.read(path), name)
+            if event is None:
+                raise ValueError(
+                    f"worker {rank}: expected an event {name!r} in {path}, received none; the file "
+                    "was cut short, so run the audit again"
+                )
+            last.append(event)
+        return last
 
     def _describe(self, number: int) -> str | None:
         """Return where an example is stored, or None if that is unknown."""
@@ -168,9 +174,9 @@ class Worker:
         return place(source, number) if 0 <= number < (source.cardinality or 0) else None
 
 
-def _order(said: dict[str, Any]) -> Order:
-    fields = {name: value for name, value in said.items() if name not in ("kind", "steps")}
-    if said["kind"] == "StreamOrder":
+def _order(facts: dict[str, Any]) -> Order:
+    fields = {name: value for name, value in facts.items() if name not in ("kind", "steps")}
+    if facts["kind"] == "StreamOrder":
         return StreamOrder(**{**fields, "lengths": tuple(fields["lengths"])})
     return Order(**fields)
 

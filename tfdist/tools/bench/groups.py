@@ -8,20 +8,17 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from tfdist.tools.audit import events
 from tfdist.tools.bench.jobs import END, POLL, Job, order
-from tfdist.tools.common.ownership import own
-from tfdist.tools.common.process_logs import tail
+from tfdist.tools.common import events
+from tfdist.tools.common.process_logs import end_of
+from tfdist.tools.common.subprocesses import Children, exit_reason
 
 _GRACE = 5.0  # seconds that processes get to exit by themselves
-_LINES = 12  # maximum number of log lines in a message
 
 
 class GroupError(Exception):
@@ -51,13 +48,14 @@ class Group(contextlib.AbstractContextManager):
         self.timeout = timeout
         self._process: subprocess.Popen | None = None
         self._log = Path(job.directory) / "log"
+        # Tasks are in process groups of their own, so a launcher must have the time to stop them.
+        self._children = Children(grace=_GRACE if job.workers > 1 else 0.0)
 
     def __enter__(self) -> Group:
         os.makedirs(self.job.directory)
         path = Path(self.job.directory) / "job.json"
         path.write_text(self.job.to_json(), encoding="utf-8")
-        self._owned = own(self.job.directory)
-        child = ["-m", "tfdist.tools.bench.measure", str(path)]
+        words = ["tfdist.tools.bench.measure", str(path)]
         if self.job.workers > 1:
             threads = [] if self.job.threads is None else ["--threads", str(self.job.threads)]
             logs = [
@@ -70,25 +68,12 @@ class Group(contextlib.AbstractContextManager):
                 "--color",
                 "never",
             ]
-            child = [
-                "-m",
-                "tfdist",
-                "launch",
-                "--workers",
-                str(self.job.workers),
-                *threads,
-                *logs,
-                "--",
-                *child,
-            ]
-        with open(self._log, "wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, *child],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            launch = ["tfdist", "launch", "--workers", str(self.job.workers), *threads, *logs]
+            words = [*launch, "--", "-m", *words]
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._children)
+            self._process = self._children.start(words, self._log)
+            stack.pop_all()
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -96,24 +81,14 @@ class Group(contextlib.AbstractContextManager):
 
     def close(self) -> None:
         """Stop the processes and wait until they have exited. Safe to call repeatedly."""
-        process = self._process
-        assert process is not None
-        if self._owned.closed:
-            return
+        assert self._process is not None
         try:
-            self.end()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_GRACE)  # a process that hangs in a step does not exit here
-            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                # Tasks are in process groups of their own, so the launcher must stop them.
-                if self.job.workers > 1 and process.poll() is None:
-                    process.send_signal(signal.SIGTERM)
-                    process.wait(_GRACE)
+            if self._process.poll() is None:
+                self.end()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(_GRACE)  # a process that hangs in a step does not exit here
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            self._owned.close()
+            self._children.close()
 
     def ready(self) -> list[dict[str, Any]]:
         """Wait until all processes have built what they measure.
@@ -167,20 +142,19 @@ class Group(contextlib.AbstractContextManager):
         while True:
             # Poll before the files are read, so that answers from just before the exit count.
             ended = self._process.poll() is not None
-            said = [
-                [line for line in events.read(self.job.answers(rank)) if line["event"] == name]
-                for rank in range(self.job.workers)
+            answers = [
+                events.named(self.job.answers(rank), name) for rank in range(self.job.workers)
             ]
-            missing = [rank for rank, lines in enumerate(said) if len(lines) < count]
+            missing = [rank for rank, answered in enumerate(answers) if len(answered) < count]
             if not missing:
-                return [lines[count - 1] for lines in said]
+                return [answered[count - 1] for answered in answers]
             if ended:
                 raise GroupError(*self._cause())
             if time.monotonic() > end:
                 who = ", ".join(f"worker {rank}" for rank in missing)
                 raise GroupError(
                     f"{who} did not {doing} within {self.timeout:g} s; pass a longer --timeout, "
-                    f"or fewer --steps{self._tail()}"
+                    f"or fewer --steps.{end_of(self._log)}"
                 )
             time.sleep(POLL)
 
@@ -190,14 +164,14 @@ class Group(contextlib.AbstractContextManager):
         The reason is the first configuration error, else the launcher's root cause, else the end of
         the log.
         """
-        failed = [
-            events.last(events.read(self.job.answers(rank)), "failed")
+        failures = [
+            failure
             for rank in range(self.job.workers)
+            if (failure := events.last(events.read(self.job.answers(rank)), "failed"))
         ]
-        told = [line for line in failed if line]
-        mistake = next((line for line in told if line["code"] != 1), None)
-        if mistake or (told and self.job.workers == 1):
-            first = mistake or told[0]
+        mistake = next((failure for failure in failures if failure["code"] != 1), None)
+        if mistake or (failures and self.job.workers == 1):
+            first = mistake or failures[0]
             return first["error"], first["code"]
         # Workers that lost their peer fail too. Only the launcher knows which worker failed first.
         assert self._process is not None
@@ -209,14 +183,4 @@ class Group(contextlib.AbstractContextManager):
         )
         if root:
             return root[1], code
-        how = (
-            f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        )
-        hint = ", as the system does where memory runs out" if code == -signal.SIGKILL else ""
-        return f"its process {how}{hint}{self._tail()}", code
-
-    def _tail(self) -> str:
-        lines = tail(self._log, _LINES)
-        return (
-            "".join(f"\n    {line}" for line in ["; the end of its log:", *lines]) if lines else ""
-        )
+        return f"its process {exit_reason(code)}.{end_of(self._log)}", code

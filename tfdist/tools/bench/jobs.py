@@ -106,7 +106,7 @@ def order(job: Job, number: int) -> None:
 def wait_for_order(job: Job, taken: int) -> int:
     """Wait for the next order and return the index of its case.
 
-    The wait lasts as long as the owner lives (see `tfdist.tools.common.ownership`).
+    The wait lasts as long as the benchmark lives, which ends its processes.
 
     Args:
         job: Job of the group.

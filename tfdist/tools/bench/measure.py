@@ -10,9 +10,8 @@ from typing import Any
 
 from tfdist import app
 from tfdist.runtime.launch_protocol import Launched
-from tfdist.tools.audit import events
 from tfdist.tools.bench.jobs import END, Job, wait_for_order
-from tfdist.tools.common.ownership import end_with_owner
+from tfdist.tools.common import events
 
 
 def main(argv: Sequence[str]) -> None:
@@ -23,43 +22,42 @@ def main(argv: Sequence[str]) -> None:
     """
     job = Job.from_json(Path(argv[0]).read_text(encoding="utf-8"))
     rank = int(Launched.from_environ().task.rpartition(":")[2] or 0)
-    end_with_owner(job.directory)
-    with events.Writer(job.answers(rank)) as say:
+    with events.Writer(job.answers(rank)) as report:
         try:
             meter = app.plainly(_make, job, rank)
-            say("ready", **meter.ready())
+            report("ready", **meter.ready())
             taken = 0
             while (number := wait_for_order(job, taken)) != END:
                 taken += 1
-                say("measured", case=number, **app.plainly(meter.measure, number))
+                report("measured", case=number, **app.plainly(meter.measure, number))
         except SystemExit as end:
-            say(
+            report(
                 "failed",
                 error=str(end.__cause__ or f"ended itself with code {end.code}"),
                 code=end.code,
             )
             raise
         except Exception as error:
-            say(
+            report(
                 "failed",
-                error=f"{type(error).__name__}: {told(str(getattr(error, 'message', error)))}",
+                error=f"{type(error).__name__}: {_cause(str(getattr(error, 'message', error)))}",
                 code=1,
             )
             raise
 
 
-def told(message: str) -> str:
+def _cause(message: str) -> str:
     r"""Return the line of an error message that says what happened.
 
     TensorFlow's description of the location in the graph is removed.
 
     Example:
-        >>> told(
+        >>> _cause(
         ...     "Graph execution error:\n\nDetected at node X defined at (most recent call last):\n"
         ...     "<stack traces unavailable>\nOOM when allocating"
         ... )
         'OOM when allocating'
-        >>> told("{{function_node __wrapped__X}} no space [Op:X]")
+        >>> _cause("{{function_node __wrapped__X}} no space [Op:X]")
         'no space [Op:X]'
     """
     text = re.sub(r"^\{\{.*?\}\} ", "", message.rpartition("<stack traces unavailable>")[2])

@@ -5,8 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from tfdist.runtime.formatting import counted
-from tfdist.tools.bench.formatting import binary, milliseconds
+from tfdist.runtime.formatting import counted, format_bytes, milliseconds
 from tfdist.tools.bench.results import MODES, Setup
 
 PLACES = (
@@ -44,8 +43,8 @@ def notes(kind: str, setups: Sequence[Setup]) -> tuple[str, ...]:
     for setup in done:
         by_group.setdefault((setup.strategy, setup.replicas), []).append(setup)
     write = _predicted if kind == "predict" else _reduced
-    found = tuple(sentence for group in by_group.values() if (sentence := write(group)))
-    return (*found, BANDWIDTHS) if found and kind == "allreduce" else found
+    sentences = tuple(sentence for group in by_group.values() if (sentence := write(group)))
+    return (*sentences, BANDWIDTHS) if sentences and kind == "allreduce" else sentences
 
 
 def _central(mode: str, setups: Sequence[Setup]) -> list[str]:
@@ -90,6 +89,7 @@ def _reduced(group: Sequence[Setup]) -> str:
     )
     return (
         f"{least.strategy} with {counted(least.replicas, 'replica')}: latency "
-        f"{milliseconds(least.step)} (the median of {binary(least.bytes)}), bandwidth up to "
-        f"{best.bus_bandwidth / 1e9:.2f} GB/s on the bus (at {binary(best.bytes)})."
+        f"{milliseconds(least.step)} (the median of {format_bytes(least.bytes, binary=True)}), "
+        f"bandwidth up to {best.bus_bandwidth / 1e9:.2f} GB/s on the bus "
+        f"(at {format_bytes(best.bytes, binary=True)})."
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tfdist.config import nearest
 from tfdist.runtime.cli_arguments import real, require_config, whole
-from tfdist.tools.bench.formatting import to_bytes
+from tfdist.runtime.formatting import parse_bytes
 from tfdist.tools.bench.jobs import Case, Job
 from tfdist.tools.bench.results import BASELINE, MODES
 
@@ -26,7 +26,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "allreduce": {
         "workers": [2],
         "strategies": ["mirrored", "multi_worker_mirrored"],
-        "bytes": [to_bytes(text) for text in ("4k", "256k", "1M", "4M", "16M")],
+        "bytes": [parse_bytes(text) for text in ("4k", "256k", "1M", "4M", "16M")],
     },
 }
 _ONLY = {
@@ -274,7 +274,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--bytes",
-        type=_listed(to_bytes),
+        type=_listed(parse_bytes),
         metavar="N,...",
         help="bytes that each replica gives to an all-reduce (4k,256k,1M,4M,16M)",
     )

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 from fractions import Fraction
 
-from tfdist.runtime.formatting import counted
+from tfdist.runtime.formatting import counted, format_bytes, milliseconds, percent
 from tfdist.telemetry.step_records import PARTS
-from tfdist.tools.bench.formatting import milliseconds, percent, size
 from tfdist.tools.bench.results import Setup
 
 GOOD = 0.95  # efficiency at or above which no cause is reported
@@ -203,7 +202,7 @@ def _why(part: str, setup: Setup, alone: Setup, facts: Facts) -> str:
             if speed >= 0.01
             else f"in {milliseconds(mine)}, which is latency"
         )
-        return f": {size(setup.bytes)} a step {took}; {_sync_remedy(setup)}"
+        return f": {format_bytes(setup.bytes)} a step {took}; {_sync_remedy(setup)}"
     if part == "update":
         return (
             f", which each replica does in full: {should}; a larger batch would help, as it comes "

@@ -6,9 +6,8 @@ import textwrap
 import time
 from collections.abc import Iterable, Sequence
 
-from tfdist.runtime.formatting import aligned, counted
+from tfdist.runtime.formatting import aligned, counted, format_bytes, percent
 from tfdist.telemetry.step_records import PARTS
-from tfdist.tools.bench.formatting import binary, percent, size
 from tfdist.tools.bench.reason import mean_parts
 from tfdist.tools.bench.results import MODES, Bench, Setup
 
@@ -105,8 +104,8 @@ def about(bench: Bench) -> dict[str, str]:
         "Versions": ", ".join(f"{name} {version}" for name, version in bench.versions.items()),
         "Machine": (
             f"{bench.machine['system']}, {machine(bench.machine)}, "
-            f"{size(bench.machine['memory'])} of memory, load {bench.machine['load']:.1f} at the "
-            "beginning"
+            f"{format_bytes(bench.machine['memory'])} of memory, "
+            f"load {bench.machine['load']:.1f} at the beginning"
         ),
         "Rounds": (
             f"{options['rounds']}, each over all setups, every second one in reverse order; "
@@ -249,7 +248,7 @@ def _allreduce_rows(setups: Sequence[Setup]) -> Rows:
             (
                 setup.strategy,
                 str(setup.replicas),
-                binary(setup.bytes),
+                format_bytes(setup.bytes, binary=True),
                 f"{1e3 * setup.step:.2f}",
                 spread(times, ".2f"),
                 *bandwidths,

@@ -130,19 +130,6 @@ def named(number: Any, names: tuple[str, ...] | None) -> str:
     return f" ({names[int(number)]})" if known else ""  # type: ignore[index]
 
 
-def size(count: float) -> str:
-    """Format a number of bytes with a decimal unit.
-
-    Example:
-        >>> size(999), size(1500), size(2.5e13)
-        ('999 B', '1.5 kB', '25 TB')
-    """
-    if count < 1000:
-        return f"{count:.0f} B"
-    power = min(int(np.log10(count)) // 3, 4)
-    return f"{count / 1000**power:.3g} {'kMGT'[power - 1]}B"
-
-
 def _flat(leaf: Any) -> Any:
     if isinstance(leaf, tf.RaggedTensor):
         return leaf.flat_values

@@ -6,6 +6,8 @@ import os
 import re
 from pathlib import Path
 
+LINES = 15  # maximum number of log lines in a message
+
 # Messages that TensorFlow writes to any log, separator lines of the launcher, and blank lines.
 # Other warnings stay in the excerpt, because they may explain a failure.
 _CHATTER = re.compile(
@@ -34,6 +36,12 @@ def keep(directory: str) -> Path:
             f"it holds {next(path.iterdir()).name}."
         )
     return path
+
+
+def end_of(path: Path) -> str:
+    """Return the end of a log under a heading, to append to a message; "" for an empty log."""
+    lines = tail(path, LINES)
+    return "".join(f"\n  {line}" for line in [f"The end of {path.name}:", *lines]) if lines else ""
 
 
 def tail(path: str | os.PathLike, most: int) -> list[str]:

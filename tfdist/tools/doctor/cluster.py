@@ -17,10 +17,9 @@ from tfdist.cluster.handshake import (
     some,
 )
 from tfdist.cluster.spec import ClusterSpec, Task
-from tfdist.runtime.formatting import counted
+from tfdist.runtime.formatting import counted, duration, format_bytes
 from tfdist.tools.doctor.checks import CLUSTER, FAIL, Check, graded, of_error
 from tfdist.tools.doctor.exchange import Link
-from tfdist.tools.doctor.formatting import amount, lasting
 from tfdist.tools.doctor.peers import Peer, Sight
 
 SKEW, WRONG = 1.0, 60.0  # seconds between the clocks of two hosts: warns above, fails above
@@ -84,12 +83,12 @@ def check_ports(
     listening = [task for task in members if task.type != "evaluator"]
     if listening and not checks:
         served = [str(task) for task in listening if str(task) in taken]
-        found = f"free on this host: {', '.join(task.address for task in listening[:8])}"
+        addresses = f"free on this host: {', '.join(task.address for task in listening[:8])}"
         checks.append(
             graded(
                 CLUSTER,
                 "ports",
-                found + (f" ({', '.join(served)}: by a doctor that serves)" if served else ""),
+                addresses + (f" ({', '.join(served)}: by a doctor that serves)" if served else ""),
             )
         )
     return checks
@@ -158,7 +157,7 @@ def _faults(
     claimed = dict.fromkeys(own, str(badge["nonce"]))
     judged = set[str]()
     for name, peer in peers.items():
-        found = str(peer.badge.get("task"))
+        claim = str(peer.badge.get("task"))
         if peer.process not in judged:
             try:
                 compare(peer.badge, peer.who, badge, spec.source)
@@ -179,10 +178,10 @@ def _faults(
                 continue
         if peer.process in judged:
             continue
-        if found != name:
-            yield of_error(CLUSTER, "tasks", another_task(found[:60], me, peer.who))
-        elif claimed.setdefault(found, peer.process) != peer.process:
-            yield of_error(CLUSTER, "tasks", claimed_twice(found[:60], me, peer.who))
+        if claim != name:
+            yield of_error(CLUSTER, "tasks", another_task(claim[:60], me, peer.who))
+        elif claimed.setdefault(claim, peer.process) != peer.process:
+            yield of_error(CLUSTER, "tasks", claimed_twice(claim[:60], me, peer.who))
 
 
 def differences(ours: Any, theirs: Any) -> str:
@@ -239,13 +238,13 @@ def _devices(
         for task in spec.tasks
         if task.type == "worker" or (task.type == "chief" and not serving)
     }
-    told = {
+    reported = {
         name: peers[name].badge.get("gpus") if name in peers else badge.get("gpus")
         for name in sorted(names)
         if name in peers or name in own
     }
     counts = {
-        name: count if isinstance(count, int) else -1 for name, count in told.items()
+        name: count if isinstance(count, int) else -1 for name, count in reported.items()
     }  # the counts come from the network and may have any type
     numbers = set(counts.values())
     listing = ", ".join(f"{name} {counts[name]}" for name in some(counts))
@@ -274,13 +273,13 @@ def _clocks(peers: Mapping[str, Peer]) -> Check:
             CLUSTER,
             "clocks",
             "at most "
-            f"{lasting(max(abs(peer.offset) + peer.error for peer in peers.values()))} apart",
+            f"{duration(max(abs(peer.offset) + peer.error for peer in peers.values()))} apart",
         )
     way = "ahead of" if worst.offset > 0 else "behind"
     return graded(
         CLUSTER,
         "clocks",
-        f"that of {worst.who} is {lasting(abs(worst.offset))} {way} this host's",
+        f"that of {worst.who} is {duration(abs(worst.offset))} {way} this host's",
         "set the clocks: timedatectl set-ntp true",
         fails=skew > WRONG,
         warns=True,
@@ -299,7 +298,7 @@ def check_sights(sights: Sequence[Sight]) -> list[Check]:
         blind = [sight for sight in here if not sight.seen and sight.other is not None]
         unknown = [sight for sight in here if sight.other is None]
         if blind:
-            found = (
+            description = (
                 f"{place}: a file written here is not seen by "
                 f"{', '.join(f'{sight.peer} in {sight.other}' for sight in blind[:4])}"
             )
@@ -307,7 +306,7 @@ def check_sights(sights: Sequence[Sight]) -> list[Check]:
                 "mount the same file system on all hosts, or name the place that is shared: "
                 "a snapshot is read by all of them"
             )
-            checks.append(graded(CLUSTER, "shared place", found, remedy, fails=True))
+            checks.append(graded(CLUSTER, "shared place", description, remedy, fails=True))
         elif unknown:
             why = (
                 unknown[0].error
@@ -362,9 +361,10 @@ def check_links(links: Sequence[Link]) -> list[Check]:
             [link.latency for link in good],
             _limits(good),
         )
-        found = (
-            f"{counted(len(good), 'link')}: {amount(min(rates))}/s to {amount(max(rates))}/s, "
-            f"{lasting(min(ways))} to {lasting(max(ways))} there and back"
+        description = (
+            f"{counted(len(good), 'link')}: "
+            f"{format_bytes(min(rates))}/s to {format_bytes(max(rates))}/s, "
+            f"{duration(min(ways))} to {duration(max(ways))} there and back"
         )
         slowest, farthest = (
             min(good, key=lambda link: link.rate),
@@ -375,7 +375,7 @@ def check_links(links: Sequence[Link]) -> list[Check]:
                 graded(
                     CLUSTER,
                     "network",
-                    f"{found}; the slowest is from {slowest.source} to {slowest.target}",
+                    f"{description}; the slowest is from {slowest.source} to {slowest.target}",
                     "look at its cable, switch and other traffic: "
                     "all workers wait for the slowest link",
                     warns=True,
@@ -386,13 +386,13 @@ def check_links(links: Sequence[Link]) -> list[Check]:
                 graded(
                     CLUSTER,
                     "network",
-                    f"{found}; the farthest is from {farthest.source} to {farthest.target}",
+                    f"{description}; the farthest is from {farthest.source} to {farthest.target}",
                     "put the hosts closer to each other: each step waits for several such ways",
                     warns=True,
                 )
             )
         else:
-            checks.append(graded(CLUSTER, "network", found))
+            checks.append(graded(CLUSTER, "network", description))
     return checks
 
 
@@ -462,7 +462,7 @@ def rounded(seconds: float) -> float:
 
 
 def _by_text(done: Mapping[str, str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    by_text: dict[str, list[str]] = {}
     for name in sorted(done):
-        found.setdefault(done[name], []).append(name)
-    return found
+        by_text.setdefault(done[name], []).append(name)
+    return by_text

@@ -14,8 +14,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from tfdist.cluster.addresses import resolve_address
 from tfdist.cluster.handshake import receive, send
+from tfdist.cluster.meeting import connect
 
 ATTEMPT = "doctor"  # no preflight of a training accepts a doctor as one of its own
 EXCHANGE_S = 5.0  # seconds for a question and its answer
@@ -62,31 +62,6 @@ class Link:
                 self, latency=min(self.latency, other.latency), rate=max(self.rate, other.rate)
             )
         )
-
-
-def connect(address: str, timeout: float) -> socket.socket:
-    """Connect to the address of a task.
-
-    Args:
-        address: Address of the task.
-        timeout: Seconds for each operation on the connection.
-
-    Raises:
-        OSError: There is no connection.
-    """
-    family, sockaddr = resolve_address(address)
-    connection = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        connection.settimeout(timeout)
-        connection.connect(sockaddr)
-        # Linux can connect a free port to itself.
-        if connection.getsockname() == connection.getpeername():
-            raise ConnectionRefusedError("nobody listens")
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
 
 
 def ask(

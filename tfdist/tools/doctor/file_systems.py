@@ -16,8 +16,8 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
+from tfdist.runtime.formatting import duration, format_bytes
 from tfdist.tools.doctor.checks import HOST, Check, graded
-from tfdist.tools.doctor.formatting import amount, lasting
 
 # Attempts to write: the doctor of another host may remove the directory that it has created there.
 TRIES = 5
@@ -85,9 +85,9 @@ def look(paths: Sequence[str], timeout: float = PLACE_S) -> list[Place]:
     Returns:
         Results in the order of `paths`.
     """
-    found: dict[str, Place] = {}
+    places: dict[str, Place] = {}
     threads = [
-        threading.Thread(target=lambda p=path: found.update({p: try_place(p)}), daemon=True)
+        threading.Thread(target=lambda p=path: places.update({p: try_place(p)}), daemon=True)
         for path in paths
     ]  # type: ignore[misc]
     end = time.monotonic() + timeout
@@ -96,7 +96,7 @@ def look(paths: Sequence[str], timeout: float = PLACE_S) -> list[Place]:
     for thread in threads:
         thread.join(max(end - time.monotonic(), 0))
     late = f"no answer within {timeout:g} s: its file server may be gone"
-    return [found.get(path, Place(path, error=late)) for path in paths]
+    return [places.get(path, Place(path, error=late)) for path in paths]
 
 
 def try_place(path: str) -> Place:
@@ -167,14 +167,14 @@ def check_place(place: Place) -> Check:
         )
     if place.free is None or place.total is None:
         return graded(HOST, name, f"{place.path}: written, renamed and read through TensorFlow")
-    found = (
-        f"{place.path}: {amount(place.free)} free of {amount(place.total)}; "
+    description = (
+        f"{place.path}: {format_bytes(place.free)} free of {format_bytes(place.total)}; "
         "files are renamed at once"
     )
     skew = place.skew or 0.0
     if abs(skew) > SKEW:
-        found += (
-            f"; its clock is {lasting(abs(skew))} "
+        description += (
+            f"; its clock is {duration(abs(skew))} "
             f"{'ahead of' if skew > 0 else 'behind'} this host's"
         )
     few = place.free < LITTLE
@@ -186,7 +186,7 @@ def check_place(place: Place) -> Check:
     return graded(
         HOST,
         name,
-        found,
+        description,
         remedy,
         fails=place.free < NOTHING or abs(skew) > WRONG,
         warns=few or abs(skew) > SKEW,
@@ -211,12 +211,12 @@ def _remedy(error: str) -> str:
 
 def missing(path: str) -> list[str]:
     """Return the directories that must be created for a path, the innermost first."""
-    found = []
+    absent = []
     path = os.path.abspath(path)
     while not os.path.lexists(path):
-        found.append(path)
+        absent.append(path)
         path = os.path.dirname(path)
-    return found
+    return absent
 
 
 def _write(path: str, text: str) -> None:

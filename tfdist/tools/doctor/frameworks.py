@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from tfdist.tools.doctor import child
+from tfdist.tools.common import subprocesses
 from tfdist.tools.doctor.file_systems import Place
 from tfdist.tools.doctor.trial import Trial
 
@@ -80,30 +80,30 @@ def look(
         The results; facts that the subprocess did not report have an `error`.
     """
     bound = timeout or IMPORT_S + (TRIAL_S if words else 0)
-    said, ending = child.run(
+    answer, problem = subprocesses.ask(
         module, {"places": list(remote), "words": list(words), "workers": workers}, bound
     )
-    facts = said.get("frameworks")
+    facts = answer.get("frameworks")
     frameworks = (
         Frameworks(**{**facts, "gpus": tuple(facts["gpus"])})
         if facts
-        else Frameworks(error=ending or "said nothing")
+        else Frameworks(error=problem or "said nothing")
     )
-    places = {place["path"]: Place(**place) for place in said.get("places", ())}
+    places = {place["path"]: Place(**place) for place in answer.get("places", ())}
     for path in remote:
         places.setdefault(
             path,
-            Place(path, error=f"TensorFlow, which is to write there, {ending or 'said nothing'}"),
+            Place(path, error=f"TensorFlow, which is to write there, {problem or 'said nothing'}"),
         )
     trial = None
     if words:
         trial = (
-            Trial(**said["trial"])
-            if "trial" in said
+            Trial(**answer["trial"])
+            if "trial" in answer
             else Trial(
                 stage="import", error='TensorFlow cannot be imported; see the check "import"'
             )
         )
-        if ending and trial.stage != "done" and not trial.error:
-            trial = dataclasses.replace(trial, error=f"its process {ending}")
+        if problem and trial.stage != "done" and not trial.error:
+            trial = dataclasses.replace(trial, error=f"its process {problem}")
     return Findings(frameworks, tuple(places.values()), trial)

@@ -6,9 +6,8 @@ import datetime
 import re
 from collections.abc import Iterator
 
-from tfdist.runtime.formatting import counted
+from tfdist.runtime.formatting import counted, format_bytes
 from tfdist.tools.doctor.checks import HOST, Check, graded, of_error
-from tfdist.tools.doctor.formatting import amount
 from tfdist.tools.doctor.frameworks import Frameworks
 from tfdist.tools.doctor.machine import Machine
 
@@ -60,12 +59,12 @@ def check_frameworks(machine: Machine, frameworks: Frameworks) -> list[Check]:
             )
         ]
     backend = frameworks.backend
-    found = (
+    description = (
         f"TensorFlow {frameworks.tensorflow} and Keras {frameworks.keras} "
         f"in {frameworks.seconds:.1f} s"
     )
     checks = [
-        graded(HOST, "import", found),
+        graded(HOST, "import", description),
         graded(
             HOST,
             "Keras backend",
@@ -126,9 +125,13 @@ def _clock(machine: Machine) -> Check:
         "%Y-%m-%d %H:%M:%S UTC"
     )
     early = machine.now < machine.installed - DAY
-    found = f"{date}, which is before tfdist was installed" if early else date
+    description = f"{date}, which is before tfdist was installed" if early else date
     return graded(
-        HOST, "clock", found, "set it: timedatectl set-ntp true", fails=early or machine.now > LAST
+        HOST,
+        "clock",
+        description,
+        "set it: timedatectl set-ntp true",
+        fails=early or machine.now > LAST,
     )
 
 
@@ -142,19 +145,19 @@ def _memory(machine: Machine, workers: int) -> Check:
             warns=True,
         )
     need = workers * PROCESS
-    found = f"{amount(machine.available)} available"
+    description = f"{format_bytes(machine.available)} available"
     if machine.capacity is not None:
-        found += f" of {amount(machine.capacity)}"
+        description += f" of {format_bytes(machine.capacity)}"
     short = machine.available < 2 * need
     if short:
-        found += (
+        description += (
             f"; {counted(workers, 'worker')} of TensorFlow alone "
-            f"{'take' if workers > 1 else 'takes'} some {amount(need)}"
+            f"{'take' if workers > 1 else 'takes'} some {format_bytes(need)}"
         )
     return graded(
         HOST,
         "memory",
-        found,
+        description,
         "end other programs, run fewer workers here, or raise the container's limit",
         fails=machine.available < need,
         warns=short,
@@ -162,19 +165,19 @@ def _memory(machine: Machine, workers: int) -> Check:
 
 
 def _cores(machine: Machine, workers: int) -> Check:
-    found = (
+    description = (
         f"{machine.cores} of {counted(machine.machine_cores, 'core')}"
         if machine.cores < machine.machine_cores
         else counted(machine.cores, "core")
     )
     if machine.quota is not None and machine.quota < machine.cores:
-        found += f", but time of {machine.quota:g} by the container's limit"
+        description += f", but time of {machine.quota:g} by the container's limit"
         limit = max(1, int(machine.quota))
         tight = workers > limit
         return graded(
             HOST,
             "cores",
-            found + (f" for {counted(workers, 'worker')}" if tight else ""),
+            description + (f" for {counted(workers, 'worker')}" if tight else ""),
             "set "
             f"{'fewer workers' if tight else f'tfdist launch --threads {max(1, limit // workers)}'}"
             ", or raise the limit: TensorFlow starts a thread for each core that it sees",
@@ -183,7 +186,7 @@ def _cores(machine: Machine, workers: int) -> Check:
     return graded(
         HOST,
         "cores",
-        f"{found} for {counted(workers, 'worker')}",
+        f"{description} for {counted(workers, 'worker')}",
         "run fewer workers here: they take each other's time",
         warns=workers > machine.cores,
     )
@@ -207,14 +210,14 @@ def _threads(machine: Machine, workers: int) -> Check:
             "threads",
             f"no variable is set; tfdist launch gives each task {counted(share, 'thread')}",
         )
-    found = ", ".join(f"{name}={text}" for name, text in machine.threads.items())
+    description = ", ".join(f"{name}={text}" for name, text in machine.threads.items())
     most = max(map(int, machine.threads.values()))
     over = most * workers > machine.cores
     share = max(1, machine.cores // workers)
     return graded(
         HOST,
         "threads",
-        found
+        description
         + (f": {workers} x {most} threads on {counted(machine.cores, 'core')}" if over else ""),
         f"unset them, or set them to {share}: {' '.join(machine.threads)}",
         warns=over,
@@ -231,9 +234,9 @@ def _shm(machine: Machine) -> Check:
     return graded(
         HOST,
         "/dev/shm",
-        f"{amount(free)} free of {amount(total)}"
+        f"{format_bytes(free)} free of {format_bytes(total)}"
         + (
-            f"; {'NCCL' if machine.gpus > 1 else 'TensorFlow'} may need {amount(need)}"
+            f"; {'NCCL' if machine.gpus > 1 else 'TensorFlow'} may need {format_bytes(need)}"
             if few
             else ""
         ),
@@ -284,19 +287,19 @@ def _gpus(machine: Machine, frameworks: Frameworks) -> Check:
             f"hidden by CUDA_VISIBLE_DEVICES={machine.visible!r}; TensorFlow uses the CPU",
         )
     if seen < machine.gpus:
-        found = f"{machine.gpus} with a driver, but TensorFlow sees {seen}"
+        description = f"{machine.gpus} with a driver, but TensorFlow sees {seen}"
         if not frameworks.cuda:
             return graded(
                 HOST,
                 "GPUs",
-                f"{found}: it is built without CUDA",
+                f"{description}: it is built without CUDA",
                 f"pip install 'tensorflow[and-cuda]'; {alone}",
                 fails=True,
             )
         return graded(
             HOST,
             "GPUs",
-            f"{found}: its libraries of CUDA are missing, or of another version",
+            f"{description}: its libraries of CUDA are missing, or of another version",
             "pip install 'tensorflow[and-cuda]', and see what `python -c "
             "'import tensorflow as tf; tf.config.list_physical_devices()'` "
             f"warns of; {alone}",
@@ -333,7 +336,8 @@ def _gpus(machine: Machine, frameworks: Frameworks) -> Check:
             warns=True,
         )
     sizes = ", ".join(
-        f"{card.name} with {amount(card.free)} free of {amount(card.total)}" for card in cards
+        f"{card.name} with {format_bytes(card.free)} free of {format_bytes(card.total)}"
+        for card in cards
     )
     busy = [card for card in cards if card.free < card.total / 2]
     return graded(

@@ -17,6 +17,7 @@ from tfdist.cluster.addresses import is_here, nobody_here
 from tfdist.cluster.handshake import badge, installed_versions
 from tfdist.cluster.spec import ClusterSpec, Task
 from tfdist.runtime.command import COMMON_EXIT_CODES, Command
+from tfdist.runtime.formatting import printable
 from tfdist.runtime.launch_protocol import inherited
 from tfdist.tools.doctor import cluster, file_systems, frameworks, host, machine, runs, table
 from tfdist.tools.doctor.checks import (
@@ -32,7 +33,6 @@ from tfdist.tools.doctor.checks import (
 )
 from tfdist.tools.doctor.exchange import ATTEMPT
 from tfdist.tools.doctor.flags import DESCRIPTION, USAGE, add_flags, check
-from tfdist.tools.doctor.formatting import printable
 from tfdist.tools.doctor.peers import Meeting, serving
 from tfdist.tools.doctor.server import Desk
 

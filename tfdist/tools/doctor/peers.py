@@ -12,11 +12,11 @@ import itertools
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdist.cluster.handshake import absent
+from tfdist.cluster.meeting import Wait, for_each
 from tfdist.cluster.spec import Task
 from tfdist.tools.doctor import exchange
 from tfdist.tools.doctor.exchange import Link, Refused
@@ -102,21 +102,18 @@ class Meeting:
         say: Callable[[str], None] = lambda line: None,
     ):
         self.desk = desk
-        self.timeout = timeout
-        self._say = say
+        self.wait = Wait(desk.spec, "this host", timeout, say, (FIRST_S, RETRY_S), PROGRESS_S)
         self.own = {str(task) for task in members}
         self.tasks = {str(task): task.address for task in desk.spec.listening_tasks}
         self.peers: dict[str, Peer] = {}
         self.missing: dict[str, str] = {}
         self._reasons: dict[str, str] = {}  # task -> reason of its last failure to answer
         self._made: list[str] = []  # directories
-        self._begun = time.monotonic()
-        self._next_line = self._begun + PROGRESS_S
 
     @property
     def elapsed(self) -> float:
         """Return the seconds since this host began to ask."""
-        return time.monotonic() - self._begun
+        return self.wait.elapsed
 
     def ask_all(self) -> None:
         """Ask every other task who it is, until all have answered or the time is over.
@@ -131,11 +128,11 @@ class Meeting:
             # serves until this host has asked it.
             return {
                 name: reason
-                for name, reason in self._each(self._hello, names).items()
+                for name, reason in for_each(self._hello, names).items()
                 if reason and not self.desk.done.get(name)
             }
 
-        self.missing = self._wait(pending)
+        self.missing = self.wait.until_none(pending)
 
     def wait_until_asked(self, wrong: str) -> dict[str, str]:
         """Wait until all other tasks have asked this host, and are done too.
@@ -149,7 +146,7 @@ class Meeting:
         """
         others = [name for name in self.tasks if name not in self.own and name not in self.missing]
         strangers = [name for name in others if self._strange(name)]
-        end = min(time.monotonic() + STRANGE_S, self._begun + self.timeout)
+        end = min(time.monotonic() + STRANGE_S, self.wait.started + self.wait.timeout)
 
         def pending() -> dict[str, str]:
             late = {
@@ -165,7 +162,7 @@ class Meeting:
                 }
             return late
 
-        late = self._wait(pending)
+        late = self.wait.until_none(pending)
         # A doctor with another cluster spec cannot be told. It notices when it asks, if it asks at
         # all.
         while (
@@ -192,7 +189,7 @@ class Meeting:
         for _ in range(TRIES):
             names = [
                 name
-                for name, reason in self._each(
+                for name, reason in for_each(
                     lambda name: self._try("done", name, **facts), names
                 ).items()
                 if reason
@@ -212,7 +209,7 @@ class Meeting:
         Returns:
             Results of each host for each directory.
         """
-        found: list[Sight] = []
+        sights: list[Sight] = []
         for number, place in enumerate(places):
             if place is None:
                 continue
@@ -230,12 +227,12 @@ class Meeting:
                         lambda name: self._see(name, place, number, token, content),  # noqa: B023
                         hosts,
                     )
-                    found += asked
+                    sights += asked
             finally:
                 with contextlib.suppress(OSError):
                     path.unlink()
                 self.tidy()
-        return found
+        return sights
 
     def tidy(self) -> None:
         """Remove the directories that `share` created.
@@ -281,41 +278,41 @@ class Meeting:
         Returns:
             Measurements of the links.
         """
-        found = []
+        links = []
         begun = time.monotonic()
         for source, target in pairs(self.hosts()):
             if (elapsed := time.monotonic() - begun) > LINKS_S:
-                found.append(
+                links.append(
                     Link(source, target, error=f"not measured: the others took {elapsed:.0f} s")
                 )
             else:
-                found.append(self._measure(source, target))
+                links.append(self._measure(source, target))
         for _ in range(AGAIN):
-            for link in odd(found):
+            for link in odd(links):
                 if time.monotonic() - begun <= LINKS_S:
-                    found[found.index(link)] = link.better(self._measure(link.source, link.target))
-        return found
+                    links[links.index(link)] = link.better(self._measure(link.source, link.target))
+        return links
 
     def _measure(self, source: str, target: str) -> Link:
         if source in self.own:
             return exchange.measure(source, target, self.tasks[target], self.desk.badge)
         try:
-            said = exchange.ask(
+            answer = exchange.ask(
                 self.tasks[source], self.desk.badge, "measure", exchange.MEASURE_S, peer=target
             )
             return Link(
                 source,
                 target,
-                float(said["latency"]),
-                float(said["rate"]),
-                str(said["error"])[:300],
+                float(answer["latency"]),
+                float(answer["rate"]),
+                str(answer["error"])[:300],
             )
         except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
             return Link(source, target, error=str(error))
 
     def _see(self, name: str, place: str, number: int, token: str, content: str) -> Sight:
         try:
-            said = exchange.ask(
+            answer = exchange.ask(
                 self.tasks[name],
                 self.desk.badge,
                 "token",
@@ -325,14 +322,17 @@ class Meeting:
             )
         except (OSError, ValueError) as error:
             return Sight(place, name, error=str(error))
-        other = said.get("place")
+        other = answer.get("place")
         return Sight(
-            place, name, None if other is None else str(other)[:300], said.get("content") == content
+            place,
+            name,
+            None if other is None else str(other)[:300],
+            answer.get("content") == content,
         )
 
     def _hello(self, name: str) -> str:
         """Ask a task who it is, and return the reason if it does not answer, else ""."""
-        left = self.timeout - self.elapsed
+        left = self.wait.timeout - self.elapsed
         # Return the reason of the last attempt, rather than wait beyond the time limit.
         if left <= 0 and self._reasons:
             return self._reasons.get(name, "not asked: the others took all the time")
@@ -343,18 +343,18 @@ class Meeting:
 
     def _ask_hello(self, name: str, bound: float) -> str:
         try:
-            said = exchange.ask(self.tasks[name], self.desk.badge, "hello", bound)
-            received = float(said.get("received", said["sent"]))
-            now = float(said.get("now", said["came"]))
+            answer = exchange.ask(self.tasks[name], self.desk.badge, "hello", bound)
+            received = float(answer.get("received", answer["sent"]))
+            now = float(answer.get("now", answer["came"]))
         except (Refused, OSError, ValueError, TypeError, OverflowError) as error:
             return str(error)
-        offset = ((received - said["sent"]) + (now - said["came"])) / 2
+        offset = ((received - answer["sent"]) + (now - answer["came"])) / 2
         self.peers[name] = Peer(
             name,
             self.tasks[name],
-            said,
+            answer,
             offset,
-            max(said["came"] - said["sent"] - (now - received), 0.0) / 2,
+            max(answer["came"] - answer["sent"] - (now - received), 0.0) / 2,
         )
         return ""
 
@@ -387,26 +387,6 @@ class Meeting:
             and self.peers[name].badge.get("cluster") != self.desk.badge["cluster"]
         )
 
-    def _each(self, function: Callable[[str], str], names: Iterable[str]) -> dict[str, str]:
-        names = list(names)
-        with concurrent.futures.ThreadPoolExecutor(16) as pool:
-            return dict(zip(names, pool.map(function, names), strict=True))
-
-    def _wait(self, pending: Callable[[], dict[str, str]]) -> dict[str, str]:
-        pause = FIRST_S
-        while missing := pending():
-            elapsed = self.elapsed
-            if elapsed >= self.timeout:
-                return missing
-            if time.monotonic() >= self._next_line:
-                self._next_line += PROGRESS_S
-                self._say(
-                    f"after {elapsed:.0f} s this host waits for {absent(missing, self.desk.spec)}"
-                )
-            time.sleep(min(pause, self.timeout - elapsed))
-            pause = min(2 * pause, RETRY_S)
-        return {}
-
 
 def _leave(path: Path, content: str) -> None:
     """Write a file, and ignore errors.
@@ -429,7 +409,7 @@ def pairs(hosts: Sequence[str]) -> list[tuple[str, str]]:
     """
     if len(hosts) <= ALL_PAIRS:
         return list(itertools.permutations(hosts, 2))
-    return [(host, hosts[(place + 1) % len(hosts)]) for place, host in enumerate(hosts)]
+    return [(host, hosts[(index + 1) % len(hosts)]) for index, host in enumerate(hosts)]
 
 
 @contextlib.contextmanager

@@ -13,7 +13,8 @@ import sys
 import time
 from typing import Any
 
-from tfdist.tools.doctor import child, trial
+from tfdist.tools.common import subprocesses
+from tfdist.tools.doctor import trial
 from tfdist.tools.doctor.file_systems import Place, is_remote, missing, token_name
 
 LOCAL = "file://"
@@ -33,7 +34,7 @@ def main(argv: list[str]) -> None:
 
     seconds = time.perf_counter() - started
     build = tf.sysconfig.get_build_info()
-    said: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "frameworks": {
             "seconds": seconds,
             "tensorflow": tf.__version__,
@@ -45,16 +46,16 @@ def main(argv: list[str]) -> None:
             "gpus": [device.name for device in tf.config.list_physical_devices("GPU")],
         }
     }
-    child.answer(said)
-    said["places"] = [dataclasses.asdict(try_place(path)) for path in question["places"]]
-    child.answer(said)
+    subprocesses.answer(facts)
+    facts["places"] = [dataclasses.asdict(try_place(path)) for path in question["places"]]
+    subprocesses.answer(facts)
     if question["words"]:
-        for facts in trial.steps(question["words"], question["workers"]):
-            if is_remote(facts.directory) and facts.directory not in [
-                place["path"] for place in said["places"]
+        for progress in trial.steps(question["words"], question["workers"]):
+            if is_remote(progress.directory) and progress.directory not in [
+                place["path"] for place in facts["places"]
             ]:
-                said["places"].append(dataclasses.asdict(try_place(facts.directory)))
-            child.answer({**said, "trial": dataclasses.asdict(facts)})
+                facts["places"].append(dataclasses.asdict(try_place(progress.directory)))
+            subprocesses.answer({**facts, "trial": dataclasses.asdict(progress)})
 
 
 def try_place(path: str) -> Place:

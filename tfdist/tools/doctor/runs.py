@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from tfdist.runtime.formatting import counted
+from tfdist.runtime.formatting import counted, duration, format_bytes
 from tfdist.tools.doctor.checks import RUN, Check, graded, of_error
-from tfdist.tools.doctor.formatting import amount, lasting
 from tfdist.tools.doctor.machine import Machine
 from tfdist.tools.doctor.trial import STAGES, Trial
 
@@ -76,40 +75,45 @@ def _batch(trial: Trial, workers: int) -> Check:
 def _memory(trial: Trial, machine: Machine, here: int) -> Check:
     known = trial.weights + trial.gradients + trial.optimizer
     grown = trial.grown if trial.gpu_peak is None else trial.gpu_peak
-    found = (
-        f"a step of {counted(trial.rows, 'row')} in {lasting(trial.seconds)} took {amount(grown)}: "
-        f"parameters {amount(trial.weights)}, gradients {amount(trial.gradients)}, "
-        f"optimizer {amount(trial.optimizer)}, "
-        f"activations and all else {amount(max(grown - known, 0))}"
+    description = (
+        f"a step of {counted(trial.rows, 'row')} in {duration(trial.seconds)} took "
+        f"{format_bytes(grown)}: "
+        f"parameters {format_bytes(trial.weights)}, gradients {format_bytes(trial.gradients)}, "
+        f"optimizer {format_bytes(trial.optimizer)}, "
+        f"activations and all else {format_bytes(max(grown - known, 0))}"
     )
     smaller = "take a smaller data.global_batch, train.precision=mixed_bfloat16, or more replicas"
     room = min((card.free for card in machine.shown), default=None)
     unknown = trial.gpu_peak is not None and room is None
     if trial.gpu_peak is not None and room is not None:
-        found += f"; of {amount(room)} free on a GPU"
+        description += f"; of {format_bytes(room)} free on a GPU"
         if trial.gpu_peak > FULL * room:
-            return graded(RUN, "memory", found, smaller, fails=trial.gpu_peak > room, warns=True)
+            return graded(
+                RUN, "memory", description, smaller, fails=trial.gpu_peak > room, warns=True
+            )
     # Replicas on the CPU share the memory of their process, and each has its own variables and
     # activations. Only one replica was measured.
     more = trial.replicas - 1 if trial.gpu_peak is None else 0
     each = trial.peak + more * trial.grown
     need = each * here
-    of = amount(each) + (f" ({trial.replicas} replicas, of which one was measured)" if more else "")
+    of = format_bytes(each) + (
+        f" ({trial.replicas} replicas, of which one was measured)" if more else ""
+    )
     if unknown:
-        found += "; free memory of the GPUs: unknown, nvidia-smi does not tell it"
+        description += "; free memory of the GPUs: unknown, nvidia-smi does not tell it"
     see = "see that each GPU has so much free"
     if machine.available is None:
-        return graded(RUN, "memory", f"{found}; a process takes {of}", see, warns=unknown)
-    found += (
+        return graded(RUN, "memory", f"{description}; a process takes {of}", see, warns=unknown)
+    description += (
         f"; {here} {'process' if here == 1 else 'processes'} of {of} on this host, "
-        f"{amount(machine.available)} available"
+        f"{format_bytes(machine.available)} available"
     )
     if unknown and need <= FULL * machine.available:
-        return graded(RUN, "memory", found, see, warns=True)
+        return graded(RUN, "memory", description, see, warns=True)
     return graded(
         RUN,
         "memory",
-        found,
+        description,
         f"run fewer workers here, or {smaller}",
         fails=need > machine.available,
         warns=need > FULL * machine.available,

@@ -13,15 +13,14 @@ import contextlib
 import os
 import re
 import socket
-import socketserver
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdist.cluster.addresses import resolve_address
-from tfdist.cluster.handshake import receive, send, short
+from tfdist.cluster.handshake import send, short
+from tfdist.cluster.meeting import TaskServer
 from tfdist.cluster.spec import ClusterSpec, Task
 from tfdist.tools.doctor.exchange import EXCHANGE_S, LINE_BYTES, STREAM_BYTES, STREAM_S, measure
 from tfdist.tools.doctor.file_systems import is_token, token_name
@@ -174,8 +173,8 @@ class Desk:
         return {"latency": link.latency, "rate": link.rate, "error": link.error}
 
 
-class Server(socketserver.ThreadingTCPServer):
-    """TCP server at the address of one task, which answers from the `with` statement on.
+class Server(TaskServer):
+    """Server at the address of one task, which answers from the `with` statement on.
 
     Args:
         desk: Source of the answers.
@@ -185,18 +184,23 @@ class Server(socketserver.ThreadingTCPServer):
         OSError: The address cannot be listened at.
     """
 
-    allow_reuse_address = True
-    # Closing waits for the answers under way, which take a limited time: TensorFlow's port must be
-    # free afterwards.
-    daemon_threads = False
-    request_queue_size = 128
+    exchange_s = EXCHANGE_S
+    line_bytes = LINE_BYTES
+    service = "doctor"
 
     def __init__(self, desk: Desk, task: Task):
-        self.address_family, sockaddr = resolve_address(task.address)
         self.desk = desk
-        self.task = task
         self._free = threading.BoundedSemaphore(AT_ONCE)
-        super().__init__(sockaddr, _Handler)
+        super().__init__(task)
+
+    def reply(self, request: Mapping[str, Any], host: str) -> dict[str, Any]:
+        """See `TaskServer`."""
+        return self.desk.answer(request, str(self.task), host)
+
+    def go_on(self, request: Mapping[str, Any], reply: Mapping[str, Any], connection: Any) -> None:
+        """See `TaskServer`."""
+        if request.get("ask") == "stream" and "refused" not in reply:
+            _take(connection)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
         """See `socketserver.BaseServer`."""
@@ -208,31 +212,6 @@ class Server(socketserver.ThreadingTCPServer):
             super().process_request_thread(request, client_address)
         finally:
             self._free.release()
-
-    def __enter__(self) -> Server:
-        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.shutdown()
-        self.server_close()
-
-
-class _Handler(socketserver.BaseRequestHandler):
-    server: Server
-
-    def handle(self) -> None:
-        with contextlib.suppress(OSError, ValueError):  # the client is a stranger or has left
-            connection: socket.socket = self.request
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            asked = receive(connection, time.monotonic() + EXCHANGE_S, LINE_BYTES, "doctor")
-            answer = self.server.desk.answer(asked, str(self.server.task), self.client_address[0])
-            send(connection, answer)
-            if asked.get("ask") == "stream" and "refused" not in answer:
-                _take(connection)
-            connection.settimeout(EXCHANGE_S)
-            # The asker closes first, so TIME_WAIT stays with it and not on TensorFlow's port.
-            connection.recv(1)
 
 
 def _take(connection: socket.socket) -> None:

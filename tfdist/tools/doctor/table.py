@@ -6,8 +6,8 @@ import itertools
 import textwrap
 from collections.abc import Sequence
 
+from tfdist.runtime.formatting import printable
 from tfdist.tools.doctor.checks import FAIL, PASS, WARN, Check, count
-from tfdist.tools.doctor.formatting import printable
 
 _COLOURS = {PASS: "\x1b[32m", WARN: "\x1b[33m", FAIL: "\x1b[31m"}
 _END = "\x1b[0m"
@@ -37,12 +37,12 @@ def lines(
           warn  cores           1 of 8
                                 remedy: take more
     """
-    found = []
+    rows = []
     for part, group in itertools.groupby(checks, key=lambda check: check.part):
-        found.append(titles.get(part, part))
+        rows.append(titles.get(part, part))
         for check in group:
-            found += _rows(check, max(width, 40), colour)
-    return found
+            rows += _rows(check, max(width, 40), colour)
+    return rows
 
 
 def summary(checks: Sequence[Check], colour: bool = False) -> str:

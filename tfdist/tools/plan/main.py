@@ -10,10 +10,9 @@ from collections.abc import Sequence
 
 from tfdist.runtime.cli_arguments import byte_count, real, require_config, whole
 from tfdist.runtime.command import COMMON_EXIT_CODES, Command
-from tfdist.runtime.formatting import aligned
+from tfdist.runtime.formatting import aligned, format_bytes
 from tfdist.runtime.launch_protocol import CONFIGURATION_CODE
-from tfdist.tools.doctor import child
-from tfdist.tools.doctor.formatting import amount
+from tfdist.tools.common import subprocesses
 from tfdist.tools.plan.options import Needs, Stage, Way, choose, ways
 
 _DESCRIPTION = """\
@@ -32,7 +31,7 @@ def _plan(flags: argparse.Namespace, words: list[str]) -> int:
         "microbatches": flags.microbatches,
     }
     # TensorFlow's other CPU allocator does not count tensors below 256 KB.
-    answer, end = child.run(
+    answer, end = subprocesses.ask(
         "tfdist.tools.plan.probe", question, flags.timeout, TF_CPU_ALLOCATOR_USE_BFC="true"
     )
     if "error" in answer or not answer:
@@ -76,16 +75,16 @@ def table(
         Lines of text.
     """
     state = (
-        f"weights {amount(needs.trainable + needs.frozen)}, "
-        f"gradients {amount(needs.trainable)}, "
-        f"optimizer {amount(needs.slots + needs.scalars)}"
+        f"weights {format_bytes(needs.trainable + needs.frozen)}, "
+        f"gradients {format_bytes(needs.trainable)}, "
+        f"optimizer {format_bytes(needs.slots + needs.scalars)}"
     )
     lines = [
         f"One device, {needs.rows} examples a step: {state}, "
-        f"activations {amount(needs.fixed + needs.per_row * needs.rows)}",
+        f"activations {format_bytes(needs.fixed + needs.per_row * needs.rows)}",
         "",
     ]
-    room = f" of {amount(memory)}" if memory else ""
+    room = f" of {format_bytes(memory)}" if memory else ""
     rows = [("way", "devices", "resident", f"peak{room}", "sent a step", "", "how")]
     for way in all_ways:
         if way.refused:
@@ -93,13 +92,13 @@ def table(
             continue
         fits = "" if memory is None else "fits" if way.peak <= memory else "too large"
         note = "; ".join(text for text in (way.why, fits) if text)
-        sent = "not known" if way.sent is None else amount(way.sent)
+        sent = "not known" if way.sent is None else format_bytes(way.sent)
         rows.append(
             (
                 way.name,
                 str(way.devices),
-                amount(way.resident),
-                amount(way.peak),
+                format_bytes(way.resident),
+                format_bytes(way.peak),
                 sent,
                 note,
                 way.how,
@@ -123,7 +122,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--memory",
-        type=byte_count("an amount with a unit, such as 16GB or 800MiB", needs_unit=True),
+        type=byte_count(unit_required=True),
         metavar="AMOUNT",
         help="memory of each device, such as 16GB; the table then marks the ways that fit",
     )

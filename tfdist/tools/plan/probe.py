@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from tfdist.tools.doctor import child
+from tfdist.tools.common import subprocesses
 from tfdist.tools.plan.options import Needs, Stage
 
 # Maximum rows of the smaller of the two batches that are compared, because the planned batch may be
@@ -30,11 +30,11 @@ def main(argv: list[str]) -> None:
     """
     asked = json.loads(argv[0])
     try:
-        child.answer(
+        subprocesses.answer(
             dataclasses.asdict(look(asked["words"], asked["devices"], asked["microbatches"]))
         )
     except ValueError as error:
-        child.answer({"error": str(error)})
+        subprocesses.answer({"error": str(error)})
 
 
 def look(words: Sequence[str], devices: int, microbatches: int) -> Needs:
@@ -148,17 +148,17 @@ def _stages(model: Any, count: int) -> tuple[list[Stage], str]:
 
     try:
         graph = split.graph_of(model)
-        found = split.split(graph, split.balanced(graph, count, split.parameters(graph)))
+        parts = split.split(graph, split.balanced(graph, count, split.parameters(graph)))
     except ValueError as error:
         return [], str(error).removeprefix("pipeline: ")
     sizes = [_size(x) for x in graph.tensors]
     whole = sum(size or 0 for size in sizes)
     stages = []
-    for stage in found:
+    for stage in parts:
         variables = [v for layer in stage.model.layers for v in layer.variables]
         passed = [
             n
-            for n in (*stage.takes, *(stage.makes if stage is not found[-1] else ()))
+            for n in (*stage.takes, *(stage.makes if stage is not parts[-1] else ()))
             if n not in graph.inputs
         ]
         made = sum(

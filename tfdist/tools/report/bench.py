@@ -8,10 +8,10 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from tfdist.runtime.formatting import TIMES
 from tfdist.telemetry.step_records import PARTS
 from tfdist.tools.bench.results import FILE, KINDS, Setup
 from tfdist.tools.report.files import Reader, number, section
-from tfdist.tools.report.formatting import TIMES
 
 SCALING, PREDICT, ALLREDUCE = KINDS
 

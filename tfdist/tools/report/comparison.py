@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tfdist.runtime.formatting import counted
+from tfdist.runtime.formatting import NOTHING, TIMES, counted, duration, figure, moment
 from tfdist.tools.bench.results import Setup
 from tfdist.tools.report import bench, curves, scaling, steps
 from tfdist.tools.report.bench import ALLREDUCE, PREDICT, SCALING, Benchmark, label
-from tfdist.tools.report.formatting import NOTHING, TIMES, duration, figure, moment
 from tfdist.tools.report.outline import done, fact, final, percent, rate, words
 from tfdist.tools.report.page import Chapter, Section, Table, Tile, drawn
 from tfdist.tools.report.read import TRAINING, VALIDATION, Run

@@ -10,9 +10,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tfdist.runtime.formatting import scaled, units_of_time
 from tfdist.telemetry.step_records import Window
 from tfdist.tools.report import style
-from tfdist.tools.report.formatting import scaled, units_of_time
 from tfdist.tools.report.read import TRAINING, VALIDATION, Curve
 from tfdist.tools.report.style import Figure
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import tfdist
 from tfdist.runtime.command import COMMON_EXIT_CODES, Command, usage_errors
+from tfdist.runtime.formatting import moment
 from tfdist.runtime.launch_protocol import JOURNAL
 from tfdist.telemetry import layout
 from tfdist.tools.bench.results import FILE
 from tfdist.tools.report import comparison, outline, page, style
 from tfdist.tools.report.bench import read_benchmark
 from tfdist.tools.report.curves import slug
-from tfdist.tools.report.formatting import moment
 from tfdist.tools.report.page import Chapter
 from tfdist.tools.report.read import is_benchmark, is_run, read_run
 

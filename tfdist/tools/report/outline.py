@@ -8,12 +8,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tfdist import config
-from tfdist.runtime.formatting import counted
+from tfdist.runtime.formatting import NOTHING, counted, duration, figure, moment
 from tfdist.telemetry.step_records import per_step
 from tfdist.tools.recovery import Strike
 from tfdist.tools.report import curves, steps, timeline
 from tfdist.tools.report.files import section
-from tfdist.tools.report.formatting import NOTHING, duration, figure, moment
 from tfdist.tools.report.page import Chapter, Section, Table, Tile, drawn
 from tfdist.tools.report.read import TRAINING, VALIDATION, Curve, Launch, Run
 

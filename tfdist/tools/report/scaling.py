@@ -7,11 +7,11 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tfdist.runtime.formatting import TIMES, scaled
 from tfdist.tools.bench.results import Setup
 from tfdist.tools.report import style
 from tfdist.tools.report.bench import label, rate
 from tfdist.tools.report.curves import legend, looks, shorten
-from tfdist.tools.report.formatting import TIMES, scaled
 from tfdist.tools.report.style import Figure
 
 _TITLES = {

@@ -7,10 +7,10 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tfdist.runtime.formatting import scaled
 from tfdist.telemetry.step_records import PARTS, Window, per_step
 from tfdist.tools.report import style
 from tfdist.tools.report.curves import shorten
-from tfdist.tools.report.formatting import scaled
 from tfdist.tools.report.style import Figure
 
 # In the order of the layers: work, then what distribution adds, then what keeps the devices idle.

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from tfdist.runtime.fault_plan import EVENT
+from tfdist.runtime.formatting import scaled, units_of_time
 from tfdist.tools.recovery import Attempt
 from tfdist.tools.report import style
-from tfdist.tools.report.formatting import scaled, units_of_time
 from tfdist.tools.report.read import Launch
 from tfdist.tools.report.style import Figure
 

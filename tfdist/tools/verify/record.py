@@ -18,7 +18,6 @@ from tfdist import app, config
 from tfdist.backup.shards import is_sharded
 from tfdist.keras_compat import local_component
 from tfdist.run import build, input_pipeline, train_command
-from tfdist.tools.common.ownership import end_with_owner
 from tfdist.tools.verify import recording
 from tfdist.tools.verify.probes import Probe, layers_of, reverse, silence
 from tfdist.tools.verify.settings import EAGER, ROUNDING, Settings, first_device
@@ -35,7 +34,6 @@ def main(argv: Sequence[str]) -> int:
         0.
     """
     settings = Settings.of_json(argv[0])
-    end_with_owner(settings.directory)
     app.plainly(record, settings)
     return 0
 
@@ -120,7 +118,7 @@ def train(
         model.fit(batches, epochs=steps, verbose=0, shuffle=False, callbacks=[recorder])
     finally:
         engine.watch_gradients = None
-    return recorder.found()
+    return recorder.result()
 
 
 class _Recorder(keras.callbacks.Callback):
@@ -156,10 +154,10 @@ class _Recorder(keras.callbacks.Callback):
         self._logs = list(logs)
         rows, gradients = self._probe.take()
         self._arrays[f"{self._step}/rows"] = rows
-        for place, variable in enumerate(self.model.trainable_variables):
-            if id(variable) in gradients or place in gradients:
-                self._arrays[f"{self._step}/gradient/{place}"] = np.array(
-                    gradients.get(id(variable), gradients.get(place))
+        for index, variable in enumerate(self.model.trainable_variables):
+            if id(variable) in gradients or index in gradients:
+                self._arrays[f"{self._step}/gradient/{index}"] = np.array(
+                    gradients.get(id(variable), gradients.get(index))
                 )
         self._take_state()
         if self._step == self._steps:
@@ -168,7 +166,7 @@ class _Recorder(keras.callbacks.Callback):
     def _take_state(self) -> None:
         copies = []
         with self._strategy.scope():
-            for place, (_, variable) in enumerate(self._variables()):
+            for index, (_, variable) in enumerate(self._variables()):
                 # All workers read the complete value together; it belongs to no single replica.
                 if is_sharded(variable):
                     values = [_sample(variable.value)]
@@ -177,7 +175,7 @@ class _Recorder(keras.callbacks.Callback):
                         _sample(local_component(variable, i))
                         for i in range(self._placement.local_replicas)
                     ]
-                self._arrays[f"{self._step}/state/{place}"] = values[0]
+                self._arrays[f"{self._step}/state/{index}"] = values[0]
                 copies.append(
                     max((recording.relative(values[0], value) for value in values[1:]), default=0.0)
                 )
@@ -194,21 +192,21 @@ class _Recorder(keras.callbacks.Callback):
         kinds = {id(v): recording.STATISTICS for v in moving_state(model)} | {
             id(v): recording.SEEDS for v in seed_states(model)
         }
-        found = [
+        variables = [
             (kinds.get(id(v), recording.WEIGHTS), v)
             for v in model.variables
             if id(v) not in metrics
         ]
         optimizer = getattr(model, "optimizer", None)
-        return found + [
+        return variables + [
             (recording.OPTIMIZER, v) for v in (optimizer.variables if optimizer is not None else [])
         ]
 
-    def found(self) -> recording.Recording:
+    def result(self) -> recording.Recording:
         """Return the complete recording."""
         outermost_first = sorted(layers_of(self.model), key=lambda layer: -len(layer.weights))
         owners = {id(v): layer for layer in outermost_first for v in layer.weights}
-        places = {id(v): place for place, v in enumerate(self.model.trainable_variables)}
+        indices = {id(v): index for index, v in enumerate(self.model.trainable_variables)}
         variables = []
         for kind, v in self._variables():
             layer = owners.get(id(v))
@@ -219,7 +217,7 @@ class _Recorder(keras.callbacks.Callback):
                     v.path,
                     type(layer).__name__ if layer else "",
                     synchronized,
-                    places.get(id(v)),
+                    indices.get(id(v)),
                 )
             )
         return recording.Recording(

@@ -1,9 +1,10 @@
 """Test that an audit of what workers took gives a verdict or names the first fault.
 
-No test here starts a process.
+Most tests here start no process.
 """
 
 import dataclasses
+import signal
 
 import numpy as np
 import pytest
@@ -13,8 +14,13 @@ from tfdist.data.order import Order, rows_of_replicas
 from tfdist.data.pipeline import pipeline
 from tfdist.data.sources.records import records
 from tfdist.tools.audit import stages
+from tfdist.tools.audit.processes import Workers
+from tfdist.tools.audit.settings import Settings
 from tfdist.tools.audit.steps import Step
 from tfdist.tools.audit.verdict import Offence, Plan, verify
+from tfdist.tools.audit.worker import Worker
+from tfdist.tools.common import events
+from tfdist.tools.common.subprocesses import Children
 
 EXAMPLES = 10
 BATCH = 4
@@ -170,6 +176,35 @@ def test_an_example_left_out_must_be_reported_by_its_worker():
     assert (verdict.left_out, verdict.examples) == (gone, 20 - gone)
     with pytest.raises(Offence, match=f"expected example {number}; received none"):
         check(what, found, [{number: "file a"}, {}])
+
+
+def test_an_event_that_is_missing_is_named_and_shifts_no_rank(tmp_path):
+    settings = Settings(str(tmp_path), workers=3)
+    for rank in (0, 2):
+        with events.Writer(settings.file(rank, "events")) as report:
+            report("read", left_out={})
+    worker = object.__new__(Worker)  # without a data pipeline
+    worker.settings = settings
+    with pytest.raises(
+        ValueError, match=r"worker 1: expected an event 'read' in .*worker-1\.events"
+    ):
+        worker._last_events("read")
+
+
+def test_workers_that_cannot_start_leave_no_process(tmp_path, monkeypatch):
+    start = Children.start
+
+    def fail_at_the_second(self, words, *args, **kwargs):
+        if words[-1] == "1":
+            raise OSError("too many processes")
+        started.append(start(self, ["timeit", "-n1", "-r1", "import time; time.sleep(60)"], *args))
+        return started[-1]
+
+    started = []
+    monkeypatch.setattr(Children, "start", fail_at_the_second)
+    with pytest.raises(OSError, match="too many"), Workers(Settings(str(tmp_path), workers=2), 1):
+        pass
+    assert [process.returncode for process in started] == [-signal.SIGKILL]
 
 
 def replace(found, worker, place, **changes):

@@ -6,14 +6,12 @@ Planted figures give known medians and reasons; a wrong argument is an error.
 import json
 import os
 import signal
-import subprocess
 import sys
-import time
 
 import pytest
 
-from tests.processes import ROOT, environment
 from tfdist import config
+from tfdist.runtime.guardian import Guardian
 from tfdist.telemetry.step_records import PARTS
 from tfdist.tools.bench import plan, rendering
 from tfdist.tools.bench.groups import Group, GroupError
@@ -154,7 +152,7 @@ IDEAL = {"forward_backward": 4, "update": 0.5, "host": 0.5}  # of ALONE, split i
             {"gradient_sync": 3.1},
             {"bytes": 2_790_000},
             (
-                "38 % of the step is gradient synchronization: 2.8 MB a step at 0.90 GB/s; "
+                "38 % of the step is gradient synchronization: 2.79 MB a step at 0.90 GB/s; "
                 "a larger batch would"
             ),
         ),
@@ -362,8 +360,8 @@ def test_notes_compare_setups():
     ]
     first, definitions = notes("allreduce", sums)
     assert first == (
-        "mirrored with 2 replicas: latency 0.50 ms (the median of 4k), "
-        "bandwidth up to 1.05 GB/s on the bus (at 1M)."
+        "mirrored with 2 replicas: latency 0.50 ms (the median of 4 KiB), "
+        "bandwidth up to 1.05 GB/s on the bus (at 1 MiB)."
     )
     assert "2 (n - 1) / n" in definitions
     assert notes("allreduce", []) == ()
@@ -527,7 +525,8 @@ def test_arguments_give_jobs():
         (["allreduce", "--workers", "1,2"], "--workers: expected at least 2 in an all-reduce"),
         (
             ["allreduce", "--bytes", "4x"],
-            "--bytes: expected bytes such as 4k, 1M or 100, received '4x'",
+            "--bytes: expected a size such as 16GB, 800MiB or 64k, or a number of bytes, received "
+            "'4x'",
         ),
         (["alreduce"], "expected flags, or `allreduce` before them; received 'alreduce'"),
     ],
@@ -606,27 +605,12 @@ def test_a_mistake_of_the_config_in_the_baseline_is_passed_on_and_files_are_writ
     }  # another file took its place
 
 
-def test_processes_end_when_their_benchmark_is_killed(tmp_path):
-    directory = str(tmp_path)
-    owner = (
-        "import sys, time; from tfdist.tools.common.ownership import own; kept = own(sys.argv[1]); "
-        "print(flush=True); time.sleep(60)"
-    )
-    child = (
-        "import sys, time; from tfdist.tools.common.ownership import end_with_owner; "
-        "end_with_owner(sys.argv[1]); time.sleep(60)"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", owner, directory],
-        stdout=subprocess.PIPE,
-        cwd=ROOT,
-        env=environment(),
-    ) as first:
-        first.stdout.readline()
-        with subprocess.Popen(
-            [sys.executable, "-c", child, directory], cwd=ROOT, env=environment()
-        ) as second:
-            time.sleep(1)
-            assert second.poll() is None
-            os.kill(first.pid, signal.SIGKILL)
-            assert second.wait(20) == -signal.SIGKILL
+def test_a_group_that_cannot_start_leaves_no_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
+    monkeypatch.setattr(Guardian, "__init__", lambda self: None)
+    ended = []
+    monkeypatch.setattr(Guardian, "__exit__", lambda self, *_: ended.append(self))
+    job = Job("allreduce", str(tmp_path / "group"), "mirrored", 2, (Case(bytes=4),))
+    with pytest.raises(FileNotFoundError), Group(job, 1.0):
+        pass
+    assert len(ended) == 1

@@ -168,7 +168,7 @@ def test_the_table_says_what_fits_and_how_to_have_it():
         (["--devices", "4"], "--config: expected a config file"),
         (
             ["--config=a.py", "--memory", "16"],
-            "expected an amount with a unit, such as 16GB or 800MiB, received '16'",
+            "expected a size such as 16GB, 800MiB or 64k, received '16'",
         ),
         (["--config=a.py", "--memory", "0GB"], "received '0GB'"),
         (["--config=a.py", "--devices", "0"], "received '0'"),

@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 
 from tests.processes import ROOT, environment, is_gone
+from tfdist.runtime.guardian import Guardian
 from tfdist.tools.verify import main as command
 from tfdist.tools.verify import rendering
 from tfdist.tools.verify.causes import likely
@@ -32,7 +33,6 @@ from tfdist.tools.verify.recording import (
     read,
     relative,
 )
-from tfdist.tools.verify.settings import Settings
 
 VARIABLES = (
     Variable(WEIGHTS, "dense/kernel", "Dense", gradient=0),
@@ -390,8 +390,7 @@ def test_processes_end_when_verify_does(tmp_path, number):
         "'it')\n"
     )
     recorder = (
-        "import os, pathlib, time; from tfdist.tools.common.ownership import end_with_owner; "
-        f"end_with_owner({str(tmp_path)!r}); "
+        "import os, pathlib, time; "
         f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid())); time.sleep(60)"
     )
     with subprocess.Popen(
@@ -411,17 +410,13 @@ def test_processes_end_when_verify_does(tmp_path, number):
         time.sleep(0.1)
 
 
-def test_a_process_that_records_has_an_owner(tmp_path):
-    (tmp_path / "config.py").write_text("import time\n\ntime.sleep(60)\n")
-    told = Settings(str(tmp_path), (f"--config={tmp_path}/config.py",)).to_json()
-    done = subprocess.run(
-        [sys.executable, "-m", "tfdist.tools.verify.record", told],
-        cwd=ROOT,
-        env=environment(),
-        timeout=50,
-        capture_output=True,
-    )
-    assert done.returncode == -signal.SIGKILL  # as nobody holds the lock
+def test_a_log_that_cannot_be_written_leaves_no_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(Guardian, "__init__", lambda self: None)
+    ended = []
+    monkeypatch.setattr(Guardian, "__exit__", lambda self, *_: ended.append(self))
+    with pytest.raises(FileNotFoundError):
+        run(["timeit"], tmp_path / "missing" / "log", 1.0, "it")
+    assert len(ended) == 1
 
 
 def test_the_reason_is_the_launchers_root_cause(tmp_path):
@@ -435,9 +430,13 @@ def test_the_reason_is_the_launchers_root_cause(tmp_path):
         )
         + "-" * 72
     )
-    assert reason(log) == "worker:1 failed: KeyError: 'x'\n\n  line"
+    assert reason(log, 1) == "worker:1 failed: KeyError: 'x'\n\n  line"
     log.write_text("noise\nerror: data.name: no such\n")
-    assert reason(log) == "data.name: no such"
+    assert reason(log, 1) == "data.name: no such"
+    log.write_text("no space left\n")
+    assert reason(log, 3) == "its process ended with code 3.\n  The end of log:\n  no space left"
+    log.write_text("")
+    assert reason(log, -11) == "its process was ended by SIGSEGV."
 
 
 @pytest.mark.parametrize(

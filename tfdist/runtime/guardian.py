@@ -1,8 +1,8 @@
-"""Guardian process: kills the tasks if the launcher dies, even by `kill -9`.
+"""Guardian process: kills the child processes of a command that dies, even by `kill -9`.
 
-The guardian is a small process in a session of its own that reads a pipe. The launcher writes the
-process groups that are alive into it. The end of the pipe means that the launcher is gone. The
-guardian then kills the groups that are left.
+The guardian is a small process in a session of its own that reads a pipe. The command, such as the
+launcher, writes the process groups that are alive into it. The end of the pipe means that the
+command is gone. The guardian then kills the groups that are left.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import sys
 
 
 class Guardian:
-    """A guardian process that exists as long as the launcher does.
+    """A guardian process that exists as long as the command that creates it.
 
     Example:
         >>> with Guardian() as guardian:
@@ -28,9 +28,9 @@ class Guardian:
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", os.path.abspath(__file__)],
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,  # it outlives the launcher: no reader may wait for it
+            stdout=subprocess.DEVNULL,  # it outlives the command: no reader may wait for it
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # out of reach of Ctrl-C and of a kill of the launcher's group
+            start_new_session=True,  # out of reach of Ctrl-C and of a kill of the command's group
         )
         assert self._process.stdin is not None
         self._pipe = self._process.stdin
@@ -44,7 +44,7 @@ class Guardian:
         self._process.wait()
 
     def add(self, pgid: int) -> None:
-        """Register process group `pgid`, which dies with the launcher from now on."""
+        """Register process group `pgid`, which dies with this process from now on."""
         self._write(f"+{pgid}\n")
 
     def remove(self, pgid: int) -> None:
@@ -55,7 +55,7 @@ class Guardian:
         self._write(f"-{pgid}\n")
 
     def _write(self, line: str) -> None:
-        # The launcher continues without the guardian if that was killed.
+        # This process continues without the guardian if that was killed.
         with contextlib.suppress(BrokenPipeError):
             self._pipe.write(line.encode())
             self._pipe.flush()

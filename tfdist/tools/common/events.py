@@ -1,4 +1,4 @@
-"""Event files: JSON Lines in which an audit's processes report their progress.
+"""Event files: JSON Lines in which child processes report their progress.
 
 Other processes read a file while its owner still writes to it.
 """
@@ -18,9 +18,9 @@ class Writer(contextlib.AbstractContextManager):
     Example:
         >>> import tempfile
         >>> path = os.path.join(tempfile.mkdtemp(), "events")
-        >>> with Writer(path) as say:
-        ...     say("epoch", epoch=0, steps=3)
-        ...     say("read")
+        >>> with Writer(path) as write:
+        ...     write("epoch", epoch=0, steps=3)
+        ...     write("read")
         >>> last(read(path), "epoch")["steps"], last(read(path), "absent")
         (3, None)
     """
@@ -44,6 +44,11 @@ def read(path: str | os.PathLike) -> list[dict[str, Any]]:
             return [json.loads(line) for line in file if line.endswith("\n")]
     except FileNotFoundError:  # its process has only just started
         return []
+
+
+def named(path: str | os.PathLike, name: str) -> list[dict[str, Any]]:
+    """Return the events with this name of a file so far."""
+    return [event for event in read(path) if event["event"] == name]
 
 
 def last(events: Iterable[dict[str, Any]], name: str) -> dict[str, Any] | None:
