@@ -79,7 +79,7 @@ def test_a_process_without_a_scope_refuses_what_needs_one_and_names_who_leaves_i
         "zero: XLA cannot compile the collectives of 2 replicas (keras #18716). Pass "
         "compile(jit_compile=False)"
     ) in chief["of XLA"]
-    assert "worker:0 waited too long for worker:1, 3 s without a step" in chief["of others"]
+    assert "worker:0 waited too long for worker:1: no step for 3 s" in chief["of others"]
     assert list(other) == ["of an export", "of a backup", "of XLA"]
     for told in (chief, other):
         assert (

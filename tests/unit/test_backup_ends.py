@@ -177,15 +177,15 @@ def test_a_worker_that_reads_another_directory_than_the_chief_is_told(
     number = Store(tmp_path).numbers()[-1]
     engine = one_device.tfdist_engine
     for chief, told in (
-        ([number, 1.0, 2.0], f"snapshot-{number} of epoch 1, step 2; this worker found none"),
-        ([-1.0, 0.0, 0.0], f"none; this worker found snapshot-{number}"),
+        ([number, 1.0, 2.0], f"snapshot-{number} of epoch 1, step 2\\); this worker found none"),
+        ([-1.0, 0.0, 0.0], f"none\\); this worker found snapshot-{number}"),
     ):
         monkeypatch.setattr(
             engine, "broadcast_from_chief", lambda numbers, chief=chief: [float(x) for x in chief]
         )
         with pytest.raises(
             ValueError,
-            match=rf"expected what the chief restores, {told}.*All workers must reach backup_dir",
+            match=rf"the snapshot that the chief restores \({told}.*must read the same backup_dir",
         ):
             fit(one_device, tmp_path / "elsewhere" if chief[0] >= 0 else tmp_path)
 

@@ -278,7 +278,7 @@ def test_what_cannot_be_evaluated_is_told(strategy, tmp_path):
     with pytest.raises(ValueError, match="validation_split takes them from the training data"):
         model.fit(X, Y, validation_split=0.1, callbacks=[saves])
     with pytest.raises(
-        ValueError, match=r"nothing to evaluate: expected a keras.callbacks.ModelCheckpoint"
+        ValueError, match=r"no checkpoints to evaluate: expected a keras.callbacks.ModelCheckpoint"
     ):
         model.fit(X, Y, validation_data=(X, Y), callbacks=[keras.callbacks.CSVLogger("log.csv")])
 

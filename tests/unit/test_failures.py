@@ -62,7 +62,7 @@ def test_the_one_that_did_it_is_blamed_although_its_victim_was_quicker(ending, k
 def test_who_waited_too_long_is_no_cause():
     waited = error(
         "TimeoutError",
-        "worker:0 waited too long for worker:1, 600 s without a step: a worker hangs, is cut off",
+        "worker:0 waited too long for worker:1: no step for 600 s. A worker hangs, is cut off",
         3.0,
     )
     verdict = judge([Ending("worker:0", 1, 5.0, error=waited), Ending("worker:1", -9, 6.0)])

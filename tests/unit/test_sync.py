@@ -320,9 +320,7 @@ def test_what_a_policy_cannot_do_is_named(mirrored):
         trained(mirrored, lambda gradients: gradients[:1])
     with mirrored.scope():
         optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
-    with pytest.raises(
-        ValueError, match=r"LossScaleOptimizer .* finds another scale on each replica"
-    ):
+    with pytest.raises(ValueError, match=r"do not support a LossScaleOptimizer"):
         trained(mirrored, LocalSGD(), optimizer=optimizer)
     with pytest.raises(
         ValueError,

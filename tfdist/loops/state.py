@@ -150,7 +150,7 @@ class _Steps:
         if self._function is None:
             self._engine.prepare(self._state.learner)
         with self._engine.watchdog.bound():
-            self._engine.aggregation.begin(self._state.optimizer, anew=self._function is None)
+            self._engine.aggregation.begin(self._state.optimizer, restart=self._function is None)
         if self._function is None:
             function = tf.function(self._on_all, autograph=False)
             self._function = (

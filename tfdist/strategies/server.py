@@ -193,7 +193,7 @@ def _stay(
                 return_timeout,
             )
         elif away > next_line:
-            log.warning("%s waits for the chief at %s since %.0f s", me, chief.address, away)
+            log.warning("%s has waited for the chief at %s for %.0f s", me, chief.address, away)
             next_line += PROGRESS_S
         before = away
         if farewell.wait(POLL_S):

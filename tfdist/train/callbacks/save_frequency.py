@@ -22,10 +22,10 @@ def seconds(save_freq: Any) -> float | None:
     """
     if not isinstance(save_freq, str) or save_freq == "epoch":
         return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh])", save_freq)
-    if not found or not float(found[1]):
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh])", save_freq)
+    if not match or not float(match[1]):
         raise ValueError(
             'save_freq: expected "epoch", a number of steps, or a time such as "30s", "5m" or '
             f'"1h"; received {save_freq!r}.'
         )
-    return float(found[1]) * _SECONDS[found[2]]
+    return float(match[1]) * _SECONDS[match[2]]

@@ -40,7 +40,7 @@ def run_steps(
         reading of a step is the time when the batch after it was available.
     """
 
-    def body(done, examples, waited, checksum, following, *kept: Any):
+    def body(done, examples, waited, checksum, following, *written: Any):
         batch = following.get_value()
         measured = timestamps() if timestamps else None
         with in_loop(), measuring(measured):
@@ -52,15 +52,15 @@ def run_steps(
         if measured is None:
             waited += tf.maximum(fetched - clock(finished), 0.0)
         else:
-            kept = (kept[0].write(tf.cast(done, tf.int32), measured.row(fetched)),)
-        return done + 1, examples + count_rows(batch), waited, checksum, following, *kept
+            written = (written[0].write(tf.cast(done, tf.int32), measured.row(fetched)),)
+        return done + 1, examples + count_rows(batch), waited, checksum, following, *written
 
-    begun = clock([]) if timestamps else None
+    started = clock([]) if timestamps else None
     # Without this dependency, the clock may be read after the loop.
-    with tf.control_dependencies([begun] if timestamps else None):
+    with tf.control_dependencies([started] if timestamps else None):
         zero = tf.identity(tf.constant(0.0, tf.float64))
-        none = tf.identity(tf.constant(0, tf.int64))
-    values = [none, none, zero, zero, following]
+        no_steps = tf.identity(tf.constant(0, tf.int64))
+    values = [no_steps, no_steps, zero, zero, following]
     if timestamps:
         values.append(
             tf.TensorArray(tf.float64, tf.cast(steps, tf.int32), element_shape=[readings])
@@ -71,4 +71,4 @@ def run_steps(
         values,
         parallel_iterations=1,
     )
-    return (*run[:5], begun, run[5].stack()) if timestamps else tuple(run)
+    return (*run[:5], started, run[5].stack()) if timestamps else tuple(run)
