@@ -86,7 +86,4 @@ def test_a_process_without_a_scope_refuses_what_needs_one_and_names_who_leaves_i
             "export: the model's weights are sharded. Save it by model.save()"
             in told["of an export"]
         )
-        assert (
-            "sharded over 2 processes without one, of which none knows the others' part"
-            in told["of a backup"]
-        )
+        assert "sharded over 2 processes without a strategy" in told["of a backup"]

@@ -163,8 +163,8 @@ def test_an_epoch_of_another_length_is_refused(one_device, tmp_path):
     with pytest.raises(
         ValueError,
         match=(
-            rf"saved after step \d of an epoch of {STEPS} steps, and an epoch has 4 now: "
-            r"the global batch or the data"
+            rf"saved after step \d of an epoch of {STEPS} steps, and an epoch now has 4 steps. "
+            r"The global batch or the data"
         ),
     ):
         fit(one_device, tmp_path, pipeline=lambda: data.pipeline((X, Y), 2 * BATCH, seed=2))

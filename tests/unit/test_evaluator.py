@@ -275,7 +275,7 @@ def test_what_cannot_be_evaluated_is_told(strategy, tmp_path):
         ValueError, match=r"validation_data: the evaluator needs data .* received none"
     ):
         model.fit(X, Y, callbacks=[saves])
-    with pytest.raises(ValueError, match="validation_split takes them from the training data"):
+    with pytest.raises(ValueError, match="validation_split is a part of the training data"):
         model.fit(X, Y, validation_split=0.1, callbacks=[saves])
     with pytest.raises(
         ValueError, match=r"no checkpoints to evaluate: expected a keras.callbacks.ModelCheckpoint"

@@ -314,8 +314,8 @@ def test_a_bad_policy_is_named(make, text):
 def test_what_a_policy_cannot_do_is_named(mirrored):
     with pytest.raises(
         ValueError,
-        match=r"the function must return a list like the one it was given, with gradients of "
-        r"shapes \[\(5, 1\), \(1,\)\]; it returned \[\(5, 1\)\]",
+        match=r"expected the combine function to return a list of gradients of "
+        r"shapes \[\(5, 1\), \(1,\)\], received \[\(5, 1\)\]",
     ):
         trained(mirrored, lambda gradients: gradients[:1])
     with mirrored.scope():
@@ -723,15 +723,15 @@ def test_a_fit_that_was_interrupted_goes_on_exactly(
         (
             Gradients(),
             (
-                r"sync: expected the 0 arrays of Gradients.*received 3 of another policy\. Go on "
-                r"with that one"
+                r"sync: the snapshot holds 3 arrays of another policy, expected the 0 of "
+                r"Gradients.* Use the policy"
             ),
         ),
         (
             Gradients(accumulate=2),
             (
-                r"sync.accumulate: expected gradients of fewer than 2 steps that were added up, "
-                r"received those of 2: saved where"
+                r"sync.accumulate: the snapshot holds accumulated gradients of 2 steps, expected "
+                r"fewer than 2"
             ),
         ),
     ],
