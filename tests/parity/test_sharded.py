@@ -82,8 +82,5 @@ def test_a_process_without_a_scope_refuses_what_needs_one_and_names_who_leaves_i
     assert "worker:0 waited too long for worker:1: no step for 3 s" in chief["of others"]
     assert list(other) == ["of an export", "of a backup", "of XLA"]
     for told in (chief, other):
-        assert (
-            "export: the model's weights are sharded. Save it by model.save()"
-            in told["of an export"]
-        )
+        assert "export: the model's weights are sharded. Call model.save()" in told["of an export"]
         assert "sharded over 2 processes without a strategy" in told["of a backup"]

@@ -148,7 +148,7 @@ def test_a_custom_gradient_lives_as_long_as_its_graph(freed):
             results = list(triple(x))
             if freed:
                 assert compat.freed_with_graph(results) == results
-                compat.kept_by(graph)["it"] = x
+                compat.objects_of(graph)["it"] = x
             name = tf.compat.as_str(results[0].op.get_attr("_gradient_op_type"))
             with tf.compat.v1.Session() as session:
                 assert session.run(tf.gradients(results, [x])[0]).tolist() == [3, 3]

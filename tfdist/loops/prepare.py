@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfdist.data.batch_rows import plain
 from tfdist.data.pipeline import pipeline
 from tfdist.keras_compat import engine_of, strategy_of
-from tfdist.keras_compat.parallel import exclude_alike
+from tfdist.keras_compat.parallel import copy_weight_decay_exclusions
 from tfdist.loops.learner import Learner
 from tfdist.loops.state import State
 from tfdist.strategies.factory import make_strategy
@@ -208,7 +208,7 @@ def _optimizer(
                 "trained another model. Pass a new one, or its name."
             )
         given, found = found, type(found).from_config(found.get_config())
-        exclude_alike(
+        copy_weight_decay_exclusions(
             getattr(given, "inner_optimizer", given),
             variables,
             getattr(found, "inner_optimizer", found),

@@ -54,7 +54,7 @@ def coordinate(
     strategy = ParameterServerStrategy(resolver)
     keras_compat.install()
     server_compat.trace_anywhere(strategy)
-    server_compat.keep_metrics_here(strategy, _CHIEF)
+    server_compat.keep_metrics_on(strategy, _CHIEF)
     if strategy.num_replicas_in_sync > 1:
         raise ValueError(
             f"parameter_server: each worker serves {strategy.num_replicas_in_sync} GPUs, expected "

@@ -283,7 +283,7 @@ def _example(source: Source, example: examples.Example) -> int:
         )
         for name, leaf in example_text.parts(example.data)
     ]
-    place = errors.place(source, example.number)
+    place = errors.location_of(source, example.number)
     for i, line in enumerate([*lines, *([f"{'at':8} {place}"] if place else [])]):
         print(f"{'' if i else example.number:<8}  {line}")
     return 0
@@ -292,7 +292,7 @@ def _example(source: Source, example: examples.Example) -> int:
 def _failure(source: Source, example: examples.Example) -> None:
     assert example.error is not None
     print(f"{example.number:<8}  cannot be read: {errors.cause(example.error)}")
-    if place := errors.place(source, example.number):
+    if place := errors.location_of(source, example.number):
         print(f"{'':8}  {'at':8} {place}")
 
 
