@@ -199,7 +199,7 @@ def test_a_writer_that_was_superseded_ends(one_device, tmp_path):
                     time.sleep(0.01)
                 Store(tmp_path).claim()
 
-    with pytest.raises(Superseded, match="now another is: process"):
+    with pytest.raises(Superseded, match="another one is: process"):
         fit(one_device, tmp_path, others=[TakesOver()])
     assert Store(tmp_path).newest().snapshot.facts["epoch"] == 1
 
@@ -235,7 +235,7 @@ def test_the_launch_is_told_of_what_was_saved_and_restored(one_device, tmp_path,
 def test_a_call_of_more_steps_than_where_it_was_saved_is_refused(one_device, tmp_path):
     with pytest.raises(Stop):
         fit(one_device, tmp_path, save_freq=3, others=[Interrupts(0, 4)])
-    with pytest.raises(ValueError, match="steps_per_execution was 1; now it is 4"):
+    with pytest.raises(ValueError, match="steps_per_execution=1; steps_per_execution is now 4"):
         model_of(one_device, 1, 4).fit(
             DATA["pipeline"](),
             epochs=EPOCHS,

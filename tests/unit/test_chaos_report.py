@@ -381,7 +381,7 @@ def test_mistakes(words, text, tmp_path, monkeypatch, capsys, calm, wild):
 def test_a_damaged_result_is_named(calm, tmp_path, capsys):
     (tmp_path / "calm" / RESULT).write_bytes(b"tfdist snapshot\nand then nothing")
     assert cli.main(["chaos", "report", calm, "--against", calm]) == 2
-    assert "its checksum is not that of its content" in capsys.readouterr().err
+    assert "its checksum does not match its content" in capsys.readouterr().err
 
 
 def test_help(capsys):

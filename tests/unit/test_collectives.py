@@ -50,7 +50,7 @@ def test_dtypes_that_travel(mirrored, method):
 def test_dtypes_that_do_not(mirrored, method, dtype):
     with pytest.raises(
         ValueError,
-        match=f"TensorFlow's collectives send float32, .*int64, received {dtype}; cast it before",
+        match=f"TensorFlow's collectives, float32, .*int64; received {dtype}. Cast the tensor",
     ):
         exchanged(mirrored, method, [dtype])
 

@@ -48,7 +48,7 @@ def strategy(monkeypatch):
 def chief_until(strategy, event):
     """Let the chief answer until an event."""
     strategy.tfdist_engine._presence = Presence(
-        "a:1", look=lambda address, timeout: not event.is_set()
+        "a:1", probe=lambda address, timeout: not event.is_set()
     )
 
 

@@ -256,7 +256,7 @@ def test_what_is_said_of_data_workers():
     there = {"a:1": False, "b:1": False}
     now = [0.0]
     presences = [
-        Presence(address, look=lambda address, _: there[address], clock=lambda: now[0])
+        Presence(address, probe=lambda address, _: there[address], clock=lambda: now[0])
         for address in there
     ]
     assert service.check_workers(presences) == "?"

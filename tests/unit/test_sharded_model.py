@@ -49,20 +49,20 @@ def model(two):
         ),
         (
             {"sync": Gradients(accumulate=2)},
-            "Give the optimizer gradient_accumulation_steps=2 instead",
+            "Pass the optimizer gradient_accumulation_steps=2 instead",
         ),
         (
             {"sync": Gradients(combine="replicas")},
             (
                 'expected tfdist.sync.Gradients with combine="mean", as gradients are summed '
-                "within backward"
+                "during the backward pass"
             ),
         ),
         (
             {"sync": "sum"},
             (
                 'expected tfdist.sync.Gradients with combine="mean", as gradients are summed '
-                "within backward"
+                "during the backward pass"
             ),
         ),
     ],

@@ -292,7 +292,8 @@ def test_one_replica_takes_policies_too(one_device):
         (
             lambda: Gradients(combine=sum, comm_dtype="float16"),
             (
-                "sync.comm_dtype: a function that combines gradients sends them itself; received "
+                "sync.comm_dtype: expected None with a combine function, which sends the gradients "
+                "itself; received "
                 "'float16'."
             ),
         ),
@@ -324,7 +325,7 @@ def test_what_a_policy_cannot_do_is_named(mirrored):
         trained(mirrored, LocalSGD(), optimizer=optimizer)
     with pytest.raises(
         ValueError,
-        match="sync: the strategy central_storage does not exchange gradients by policies, "
+        match="sync: the strategy central_storage does not support synchronization policies, "
         "received 'sum'",
     ):
         tfdist.make_strategy("central_storage", devices="cpu:0,cpu:1", sync="sum")

@@ -353,7 +353,7 @@ def test_a_snapshot_whose_rows_are_missing_or_damaged_is_passed_over(
         ),
         (
             lambda: zero(OPTIMIZERS.Adam(clipnorm=1.0), sync=sync.Gradients(clip_norm=1.0)),
-            "exclude each other; give one of them",
+            "expected either sync.clip_norm or the optimizer",
         ),
     ],
 )

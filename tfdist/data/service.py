@@ -436,7 +436,7 @@ def check_workers(presences: Sequence[Presence]) -> str:
     """
     status = ""
     for number, presence in enumerate(presences):
-        absent_s = presence.away()
+        absent_s = presence.absent_seconds()
         if absent_s is None:
             continue
         worker = f"data:{number} at {presence.address}"

@@ -14,7 +14,7 @@ from tfdist.launch.failures import Ending, last_stacks
 from tfdist.launch.guardian import Guardian, kill_group
 from tfdist.launch.output import Console, TaskOutput
 from tfdist.launch.task_plan import TaskPlan
-from tfdist.runtime.launch_protocol import IMPORTS_FILE, Phase, Sign, read_sign
+from tfdist.runtime.launch_protocol import IMPORTS_FILE, HeartbeatRecord, Phase, read_heartbeat
 
 LOG_TAIL_BYTES = 1 << 16
 
@@ -76,7 +76,7 @@ class Process:
             raise ValueError(
                 f"--log-dir: cannot write {plan.log_path}: {error.strerror}"
             ) from error
-        self._sign: Sign | None = None
+        self._sign: HeartbeatRecord | None = None
         self._heard = time.monotonic()
 
     @property
@@ -103,9 +103,9 @@ class Process:
         return self._popen.returncode
 
     @property
-    def sign(self) -> Sign | None:
+    def sign(self) -> HeartbeatRecord | None:
         """Return its last heartbeat, or None."""
-        found = read_sign(self.plan.progress_path)
+        found = read_heartbeat(self.plan.progress_path)
         if found is not None and found != self._sign:
             self._sign = found
             self._heard = time.monotonic()
@@ -184,7 +184,7 @@ class Process:
             return ""
 
 
-def place_of(sign: Sign | None) -> tuple[int, int] | None:
+def place_of(sign: HeartbeatRecord | None) -> tuple[int, int] | None:
     """Return the epoch and step of a heartbeat in training, or None outside training."""
     return (
         None

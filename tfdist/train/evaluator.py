@@ -162,7 +162,7 @@ class Evaluator(Hooks):
         next_line = PROGRESS_S
         while True:
             # Ask for the chief before polling the files: if it is gone, all its files are there.
-            absent_s = self._presence.away()
+            absent_s = self._presence.absent_seconds()
             candidates = self._find_new(sources)
             ready = [c for c in candidates if seen.get(c.path) == c]
             seen = {c.path: c for c in candidates}

@@ -19,7 +19,7 @@ from absl import logging
 
 from tfdist.backup import result, state
 from tfdist.backup.snapshot import Snapshot, arrays_of, numbered
-from tfdist.backup.store import Found, Store
+from tfdist.backup.store import Store, StoredSnapshot
 from tfdist.keras_compat import engine_of, set_first_epoch
 from tfdist.runtime.launch_protocol import PREEMPTED_CODE, Launched, note
 from tfdist.train.callbacks import log_files as log_files
@@ -91,7 +91,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._suspended = log_files.SuspendedFrequencies()
         self._launched = Launched()
         self._listening = contextlib.ExitStack()
-        self._newest: Found | None = None
+        self._newest: StoredSnapshot | None = None
         self._opened = False
         self._first_epoch = 0
         self._replay_until = 0
@@ -194,7 +194,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._opened = False
         self.release()
         self._listening.enter_context(preemption.listening())
-        self.store.reached = self._engine.moment
+        self.store.on_write = self._engine.moment
         self._agree()  # a collective: afterwards every worker has read its snapshot
         if self.writes and self._thread is None:
             self._thread = concurrent.futures.ThreadPoolExecutor(1, "tfdist-backup")
