@@ -237,10 +237,10 @@ def test_how_a_launch_ends():
     assert "NOT ENDED" in journal.text
     assert "is 7 s old" in journal.text
     journal.fault("kill chief@end").end(
-        restart=False, text="the restarts are used up (--restarts 0)"
+        restart=False, text="no restart is left (--restarts 0)"
     ).over(137)
     assert journal.text.endswith(
-        "The launch did NOT END WELL: exit code 137: the restarts are used up (--restarts 0)."
+        "The launch did NOT END WELL: exit code 137: no restart is left (--restarts 0)."
     )
     assert journal.strikes[0].recovered is None
 
