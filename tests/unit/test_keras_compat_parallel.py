@@ -50,10 +50,10 @@ def test_a_sharded_variable_is_whole_but_in_shards(variable):
     variable.assign(variable + 1)
     with compat.as_shards():
         assert variable.numpy().tolist() == [1, 2, 3, 4, 5, 6]
-    with compat.giving({id(variable): tf.ones([2, 3])}):
-        assert compat.gives([variable])
+    with compat.replaced_shards({id(variable): tf.ones([2, 3])}):
+        assert compat.have_values([variable])
         assert variable.numpy().sum() == 6
-    assert not compat.gives([variable])
+    assert not compat.have_values([variable])
 
 
 @pytest.mark.parametrize(

@@ -423,7 +423,7 @@ def test_the_parts_of_a_pass_load_their_own_steps(files):
     batches = pipeline(stream(files), 3, transform=note)
     zero = tf.data.Dataset.from_tensors((tf.constant(0, tf.int64), tf.constant(0, tf.int64)))
     every_second = [
-        share.numbers.numpy().tolist() for share in batches.batches._made(Window(), zero, 2)
+        share.numbers.numpy().tolist() for share in batches.batches._make(Window(), zero, 2)
     ]
     assert every_second == expected(batches, 0)[::2]
     assert sorted(loaded) == sorted(number for step in every_second for number in step)

@@ -150,7 +150,7 @@ def finishes(code, text, *members):
 def test_two_hosts_form_a_generation_and_finish_when_all_are_done(house):
     server = house.serve(3, 3, window=NEVER)
     a = house.join("a", slots=1)
-    house.says("1 worker can run, 3 wanted")
+    house.says("1 worker can run, 3 required")
     b = house.join("b", slots=2)
     first, second = starts(a, b)
     assert (first.generation, first.count, second.count) == (0, 1, 2)
@@ -172,7 +172,7 @@ def test_it_forms_with_fewer_after_the_window_and_grows_when_another_joins(house
     b = house.join("b", slots=4)
     stop = get(a, Stop)
     assert stop.gently
-    assert "at work" in stop.reason
+    assert "running" in stop.reason
     assert b.order(0.1) is None, "a has not stopped"
     a.stopped()
     first, second = starts(a, b)

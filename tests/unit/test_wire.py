@@ -197,7 +197,7 @@ def test_a_repeated_a_missing_and_a_reflected_line_are_refused():
         here.send({"i": 1})
         line(client)
         service.sendall(line(client))
-        with pytest.raises(json_channel.Replayed, match="received line 1 where line 0 was due"):
+        with pytest.raises(json_channel.Replayed, match="expected line 0, received line 1"):
             there.receive(LONG)
     with middle() as (here, there, client, service):
         here.send({"i": 0})

@@ -180,7 +180,7 @@ class Process:
         try:
             with open(self.plan.log_path, "rb") as file:
                 file.seek(0, os.SEEK_END)
-                file.seek(max(0, file.send_signal() - LOG_TAIL_BYTES))
+                file.seek(max(0, file.tell() - LOG_TAIL_BYTES))
                 return file.read().decode("utf-8", "replace")
         except OSError:  # it was removed
             return ""
