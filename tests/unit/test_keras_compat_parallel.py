@@ -24,7 +24,7 @@ class _Rows:
     def whole(self, variable):
         return tf.reshape(compat.own_copy(variable), variable.tfdist_shape)
 
-    def put(self, variable, value):
+    def assign_whole(self, variable, value):
         with compat.as_shards():
             variable.assign(tf.reshape(value, [-1]))
 

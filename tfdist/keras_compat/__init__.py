@@ -180,7 +180,7 @@ def _wrap_step_function(model: keras.Model, name: str) -> None:
     """
     function = getattr(model, name)
     holder = holder_of(getattr(model, "optimizer", None), model.trainable_weights)
-    if holder is not None and not hasattr(function, "tfdist_joined"):
+    if holder is not None and not hasattr(function, "tfdist_wrapped"):
         wrapped = holder.wrap_without_scope(model, function, name == "train_function")
         wrapped.tfdist_wrapped = True
         setattr(model, name, wrapped)

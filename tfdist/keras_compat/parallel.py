@@ -420,7 +420,7 @@ def set_mask(x: Any, mask: Any) -> None:
 # --- Graphs that can be freed ---------------------------------------------------------------------
 def objects_of(graph: tf.Graph) -> dict[Any, Any]:
     """Return a dict whose values live as long as a graph, even if they refer to the graph."""
-    if not hasattr(graph, "tfdist_kept"):
+    if not hasattr(graph, "tfdist_objects"):
         graph.tfdist_objects = {}
     return graph.tfdist_objects
 
