@@ -153,7 +153,7 @@ def layout(file: Any, name: str) -> Layout:
     Call `check` first: this function does not verify the checksum.
 
     Args:
-        file: File object with `seek(place)` and `read(bytes)`.
+        file: File object with `seek(offset)` and `read(bytes)`.
         name: Name of the file, for messages.
 
     Raises:

@@ -59,7 +59,7 @@ def address_problem(address: Any) -> str | None:
 
     Example:
         >>> address_problem("10.0.0.1:99999")
-        'has the bad port 99999; use 1 to 65535'
+        'has the invalid port 99999; use 1 to 65535'
     """
     match = isinstance(address, str) and re.fullmatch(
         r"(\[[\da-fA-F:.%\w]+\]|[^\[\]:/\s]+):(\d+)", address
@@ -284,8 +284,8 @@ class Presence:
         seen: Whether the server has ever answered.
 
     Example:
-        >>> presence = Presence("a:80", look=lambda address, timeout: True)
-        >>> presence.away(), presence.seen
+        >>> presence = Presence("a:80", probe=lambda address, timeout: True)
+        >>> presence.absent_seconds(), presence.seen
         (None, True)
     """
 

@@ -431,7 +431,7 @@ def check_workers(presences: Sequence[Presence]) -> str:
         error message.
 
     Example:
-        >>> verdict([Presence("a:80", look=lambda address, timeout: True)])
+        >>> check_workers([Presence("a:80", probe=lambda address, timeout: True)])
         ''
     """
     status = ""

@@ -193,7 +193,7 @@ def classify(ending: Ending) -> Failure | None:
     Example:
         >>> classify(Ending("worker:0", 3, 1.0)).how
         'failed with exit code 3'
-        >>> classify(Ending("worker:0", -15, 1.0, told=0.5)) is None
+        >>> classify(Ending("worker:0", -15, 1.0, signalled=0.5)) is None
         True
     """
     error = ending.error

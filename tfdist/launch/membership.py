@@ -406,7 +406,7 @@ class Membership:
     def _assign_order(self, host: _Host) -> None:
         """Give a host its place in the order of workers.
 
-        It gets its old place, the place of a launcher that ran on the host before, or the last.
+        It gets its old position, the position of an earlier launcher on the same host, or the last.
         """
         if any(id == host.id for id, _ in self._order):
             return

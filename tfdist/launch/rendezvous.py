@@ -57,8 +57,9 @@ class Rendezvous:
         ...     decide=lambda outcome: Decision(False), say=print,
         ... ) as rendezvous:
         ...     print(rendezvous.wait(10).code)
-        tfdist: after 0.2 s, 0 of at least 1 workers can run. Here: nobody.
-        Missing: hosts that never joined. Start the same command there, or lower the minimum
+        tfdist: after 0.2 s, 0 of at least 1 workers can run. Present: no host.
+        Missing: hosts that never joined. Start the same command on the missing hosts, or lower
+        the minimum
         75
     """
 

@@ -106,8 +106,10 @@ def max_in_flight(stage_tasks: Sequence[Task]) -> int:
     Args:
         stage_tasks: Tasks of the stage, in its order.
 
-    >>> [held(own) for own in tasks(4, 16, "gpipe")], [held(own) for own in tasks(4, 16, "1f1b")]
-    ([16, 16, 16, 16], [4, 3, 2, 1])
+    >>> [max_in_flight(stage) for stage in tasks(4, 16, "gpipe")]
+    [16, 16, 16, 16]
+    >>> [max_in_flight(stage) for stage in tasks(4, 16, "1f1b")]
+    [4, 3, 2, 1]
     """
     highest = current = 0
     for task in stage_tasks:
@@ -163,8 +165,10 @@ def layers_kept(sizes: Sequence[int], prefetch: int, max_bytes: int) -> int:
             layers and the computed one are whole at a time anyway.
         max_bytes: Maximum size of the weights that are kept, in bytes.
 
-    >>> kept([10, 10, 10, 10], 0, 25), kept([10, 10, 10, 10], 2, 25), kept([10], 2, 0)
-    (2, 3, 1)
+    >>> layers_kept([10, 10, 10, 10], 0, 25), layers_kept([10, 10, 10, 10], 2, 25)
+    (2, 3)
+    >>> layers_kept([10], 2, 0)
+    1
     """
     return max(
         min(1 + prefetch, len(sizes)),

@@ -201,7 +201,7 @@ def viewing_hint(directory: str, find: Callable[[str], object]) -> str:
 
     Example:
         >>> viewing_hint("runs/a/train", find=lambda name: None)
-        'in runs/a/train/plugins/profile. To look at it: pip install tensorboard-plugin-profile; then TensorBoard has a tab PROFILE.'
+        'in runs/a/train/plugins/profile. To view it: pip install tensorboard-plugin-profile; then TensorBoard has a tab PROFILE.'
     """  # noqa: E501
     path = os.path.join(directory, "plugins", "profile")
     if any(find(name) for name in ("tensorboard_plugin_profile", "xprof")):

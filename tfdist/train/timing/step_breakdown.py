@@ -323,7 +323,7 @@ def add_host_time(measured: dict[str, float], seconds: float) -> dict[str, float
     The sum of the parts is `seconds`, even if the clock was set meanwhile.
 
     Example:
-        >>> complete({"input": 1.0, "update": 2.0}, 4.0)
+        >>> add_host_time({"input": 1.0, "update": 2.0}, 4.0)
         {'input': 1.0, 'update': 2.0, 'wait': 0.0, 'host': 1.0}
     """
     total = sum(measured.values())
