@@ -144,7 +144,7 @@ def test_what_is_missing_in_a_folder_is_named(tmp_path, folder):
     with pytest.raises(ValueError, match="nor in the directories below"):
         image_files.image_folder(tmp_path, labels=False)
     write(tmp_path / "3.png")
-    with pytest.raises(ValueError, match=r"1 lie in .* itself: pass labels=False"):
+    with pytest.raises(ValueError, match=r"1 are in .* itself: pass labels=False"):
         image_files.image_folder(tmp_path)
     write(tmp_path / "b" / "3.png")
     with pytest.raises(ValueError, match="a: a class directory without images"):

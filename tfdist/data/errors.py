@@ -105,7 +105,7 @@ def guarded(
 
     @plain
     def fail(example, _):
-        message = f"{source.name}: an example cannot be {action} (the log above has the cause):"
+        message = f"{source.name}: cannot be {action} (the log above has the cause):"
         with tf.control_dependencies([tf.debugging.Assert(False, [message, locate(example)])]):
             return tf.constant(False)
 

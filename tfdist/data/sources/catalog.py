@@ -85,8 +85,7 @@ class Split:
             if os.path.expandvars(f"${{{variable}}}") == f"${{{variable}}}":
                 raise ValueError(
                     f"{self.file}: {self.entry}.{key}: the variable {variable} in {text!r} is not "
-                    f"set. Set it with `export {variable}=DIRECTORY`, or write the path into the "
-                    "file."
+                    f"set. Set it: export {variable}=DIRECTORY; or write the path into the file."
                 )
         expanded = os.path.expanduser(os.path.expandvars(text))
         return _join(directory or _directory(self.file), expanded)

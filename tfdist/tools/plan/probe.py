@@ -150,7 +150,7 @@ def _stages(model: Any, count: int) -> tuple[list[Stage], str]:
         graph = split.graph_of(model)
         found = split.split(graph, split.balanced(graph, count, split.parameters(graph)))
     except ValueError as error:
-        return [], str(error).removeprefix("pipeline: ")
+        return [], str(error).removeprefix("parallel.pipeline: ")
     sizes = [_size(x) for x in graph.tensors]
     whole = sum(size or 0 for size in sizes)
     stages = []
