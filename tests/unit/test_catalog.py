@@ -327,7 +327,7 @@ def test_what_is_wrong_with_data_is_told_with_their_entry(write, pictures):
     names = write("pets: {kind: images, location: pets, classes: [cat, dgo]}")
     with pytest.raises(
         ValueError,
-        match=r"datasets.yaml: pets: /.*/pets: no directory for the class 'dgo'.*Did you mean dog\?",
+        match=r"datasets.yaml: pets: /.*/pets: no directory for the class 'dgo'.*mean dog\?",
     ):
         names.source("pets", "train")
 
