@@ -99,7 +99,7 @@ def test_an_outage_in_the_middle_is_told_once(writer, package, tmp_path, monkeyp
         each.close()
     (record,) = caplog.records
     assert record.getMessage().startswith(
-        f"{name} a call failed: ConnectionError: network is down."
+        f"{name}: a call failed: ConnectionError: network is down."
     )
 
 
