@@ -166,7 +166,7 @@ def test_a_clock_that_jumps_by_a_year_neither_makes_nor_hides_a_hang(launch):
     )
     assert code == 0, err
     assert re.search(
-        r"ROOT CAUSE: worker:1 made no step for \d s after step 120 of epoch 1, and was ended as "
+        r"ROOT CAUSE: worker:1 made no step for \d s after step 120 of epoch 1, and was killed as "
         r"hung",
         err,
     ), err
