@@ -98,7 +98,7 @@ def write_run(
                 sum(parts.values()),
                 parts,
                 bytes=4000,
-                compiled=number not in (0, 5),
+                steady=number not in (0, 5),
             )
             step_records.write(directory / f"worker-{rank}", window)
     summary = {

@@ -34,7 +34,7 @@ def define(flag_values: flags.FlagValues = flags.FLAGS) -> None:
     text("strategy", "Strategy, see tfdist.make_strategy; 'auto' picks one by cluster and devices.")
     text(
         "cluster",
-        "YAML or JSON file with the addresses of all tasks; default: what the environment says.",
+        "YAML or JSON file with the addresses of all tasks; default: from the environment.",
     )
     text("task_type", "Job of this process in the cluster: chief, worker, ps or evaluator.")
     flags.DEFINE_integer(
@@ -71,18 +71,18 @@ def parsed_options(flag_values: flags.FlagValues = flags.FLAGS) -> dict[str, str
     """
     if flag_values.find_module_defining_flag("strategy") != __name__ or not flag_values.is_parsed():
         return {}
-    given = {name: flag_values[name].value for name in flag_values if flag_values[name].present}
+    present = {name: flag_values[name].value for name in flag_values if flag_values[name].present}
     options = {
-        name: given[name]
+        name: present[name]
         for name in ("strategy", "cluster", "devices", "communication")
-        if name in given
+        if name in present
     }
-    if ("task_type" in given) != ("task_index" in given):
-        missing = "task_index" if "task_type" in given else "task_type"
+    if ("task_type" in present) != ("task_index" in present):
+        missing = "task_index" if "task_type" in present else "task_type"
         raise ValueError(
             f"--{missing} is missing; expected both --task_type and --task_index, such as "
             "--task_type=worker --task_index=0."
         )
-    if "task_type" in given:
-        options["task"] = f"{given['task_type']}:{given['task_index']}"
+    if "task_type" in present:
+        options["task"] = f"{present['task_type']}:{present['task_index']}"
     return options

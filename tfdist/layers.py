@@ -17,7 +17,7 @@ import tensorflow as tf
 
 # Number of values of the largest table that is initialized as a whole: 256 MB of float32, in the
 # memory of each parameter server.
-WHOLE_DRAW = 2**26
+MAX_WHOLE_VALUES = 2**26
 
 # Distance between the seeds of neighbouring shards: any odd constant that the seeds of other layers
 # do not reach.
@@ -33,7 +33,7 @@ _BY_VALUE = (
     keras.initializers.TruncatedNormal,
 )
 _BY_ROW = (keras.constraints.MaxNorm, keras.constraints.MinMaxNorm, keras.constraints.UnitNorm)
-_OF_EMBEDDING_ONLY = ("lora_rank", "lora_alpha", "quantization_config")
+_UNSUPPORTED = ("lora_rank", "lora_alpha", "quantization_config")
 
 
 @keras.saving.register_keras_serializable(package="tfdist")
@@ -110,7 +110,7 @@ class ShardedEmbedding(keras.layers.Layer):
         shards: int | None = None,
         **kwargs: Any,
     ):
-        for name in _OF_EMBEDDING_ONLY:
+        for name in _UNSUPPORTED:
             if kwargs.pop(name, None) is not None:
                 raise ValueError(
                     f"ShardedEmbedding: {name} is not supported; use keras.layers.Embedding."
@@ -124,10 +124,10 @@ class ShardedEmbedding(keras.layers.Layer):
         self.input_dim = _positive("input_dim", input_dim)
         self.output_dim = _positive("output_dim", output_dim)
         self.embeddings_initializer = keras.initializers.get(embeddings_initializer)
-        self.embeddings_regularizer = _summed_regularizer(
+        self.embeddings_regularizer = _check_regularizer(
             keras.regularizers.get(embeddings_regularizer)
         )
-        self.embeddings_constraint = _row_constraint(keras.constraints.get(embeddings_constraint))
+        self.embeddings_constraint = _check_constraint(keras.constraints.get(embeddings_constraint))
         if not isinstance(mask_zero, bool):
             raise ValueError(
                 f"ShardedEmbedding: mask_zero: expected True or False, received {mask_zero!r}."
@@ -195,8 +195,8 @@ class ShardedEmbedding(keras.layers.Layer):
         lowest = tf.reduce_min(ids)
         highest = tf.reduce_max(ids)
         message = (
-            f"{self.name}: expected ids from 0 to {self.input_dim - 1}, as input_dim says; "
-            "received lowest, highest:"
+            f"{self.name}: expected ids from 0 to {self.input_dim - 1} (input_dim - 1); received "
+            "these lowest and highest ids:"
         )
         return tf.debugging.Assert(
             (lowest >= 0) & (highest < self.input_dim), [message, lowest, highest]
@@ -297,11 +297,11 @@ def _lookup(parts: list, ids: tf.Tensor) -> tf.Tensor:
         return tf.gather(parts[0], ids)
     distinct, position = tf.unique(ids)
     owner = tf.cast(distinct % len(parts), tf.int32)
-    wanted = tf.dynamic_partition(distinct // len(parts), owner, len(parts))
-    place = tf.dynamic_partition(tf.range(tf.size(distinct)), owner, len(parts))
+    row_indices = tf.dynamic_partition(distinct // len(parts), owner, len(parts))
+    positions = tf.dynamic_partition(tf.range(tf.size(distinct)), owner, len(parts))
     return _repeat(
         tf.dynamic_stitch(
-            place, [tf.gather(part, i) for part, i in zip(parts, wanted, strict=True)]
+            positions, [tf.gather(part, i) for part, i in zip(parts, row_indices, strict=True)]
         ),
         position,
     )
@@ -344,12 +344,12 @@ def _shard_initializer(
     """Return the initializer of a shard; it is called on the shard's device."""
     if shards == 1:
         return initializer
-    if table[0] * table[1] <= WHOLE_DRAW:
+    if table[0] * table[1] <= MAX_WHOLE_VALUES:
         return lambda shape, dtype=None: initializer(table, dtype=dtype)[shard::shards]
     if type(initializer) not in _BY_VALUE or np.ndim(getattr(initializer, "value", 0)):
         raise ValueError(
-            f"ShardedEmbedding: embeddings_initializer: a table {table} of more than {WHOLE_DRAW} "
-            "values is drawn in parts, which works with "
+            f"ShardedEmbedding: embeddings_initializer: a table {table} of more than "
+            f"{MAX_WHOLE_VALUES} values is initialized in parts. Expected one of "
             f"{', '.join(cls.__name__ for cls in _BY_VALUE)} (of one value); received "
             f"{initializer}."
         )
@@ -368,7 +368,7 @@ def _positive(name: str, value: Any) -> int:
     return value
 
 
-def _summed_regularizer(regularizer: Any) -> Any:
+def _check_regularizer(regularizer: Any) -> Any:
     if regularizer is None or type(regularizer) in (
         keras.regularizers.L1,
         keras.regularizers.L2,
@@ -382,7 +382,7 @@ def _summed_regularizer(regularizer: Any) -> Any:
     )
 
 
-def _row_constraint(constraint: Any) -> Any:
+def _check_constraint(constraint: Any) -> Any:
     rows_only = type(constraint) in _BY_ROW and constraint.axis in (1, -1, [1], [-1])
     if constraint is None or type(constraint) is keras.constraints.NonNeg or rows_only:
         return constraint

@@ -38,16 +38,18 @@ def build(name: str, **options: Any) -> keras.Model:
         (None, 10)
     """
     if is_own(name):
-        return _own(name, options)
+        return _from_function(name, options)
     if name not in MODELS:
         raise ValueError(
             f"model {name!r}: no such model. {nearest(name, MODELS)} Or name a function of yours, "
             "FILE.py:FUNCTION."
         )
-    known = inspect.signature(MODELS[name]).parameters
+    parameters = inspect.signature(MODELS[name]).parameters
     for option in options:
-        if option not in known:
-            raise ValueError(f"model {name!r} has no option {option!r}. {nearest(option, known)}")
+        if option not in parameters:
+            raise ValueError(
+                f"model {name!r} has no option {option!r}. {nearest(option, parameters)}"
+            )
     for option in ("input_shape", "classes"):
         if option not in options:
             raise ValueError(
@@ -236,15 +238,15 @@ MODELS: dict[str, Callable[..., keras.Model]] = {
 }
 
 
-def _own(name: str, options: dict[str, Any]) -> keras.Model:
+def _from_function(name: str, options: dict[str, Any]) -> keras.Model:
     function = user_functions.load(name, "model.name")
     try:
         inspect.signature(function).bind(**options)
     except TypeError as error:
-        given = ", ".join(options)
+        names = ", ".join(options)
         raise ValueError(
-            f"model.name={name}: expected a function that can be called with {given} "
-            f"(model.options are among them): {error}."
+            f"model.name={name}: expected a function that takes the arguments {names}, which "
+            f"include model.options: {error}."
         ) from error
     model = function(**options)
     if not isinstance(model, keras.Model):

@@ -72,8 +72,9 @@ class Gradients:
         _comm_dtype(self.comm_dtype)
         if callable(self.combine) and self.comm_dtype is not None:
             raise ValueError(
-                "sync.comm_dtype: a function that combines gradients sends them itself; received "
-                f"{self.comm_dtype!r}. Give its own calls comm_dtype={self.comm_dtype!r}."
+                "sync.comm_dtype: expected None with a combine function, which sends the gradients "
+                f"itself; received {self.comm_dtype!r}. Pass comm_dtype={self.comm_dtype!r} in its "
+                "collective calls."
             )
         _whole("bucket_bytes", self.bucket_bytes, 1)
         _whole("accumulate", self.accumulate, 1)
@@ -167,11 +168,11 @@ def DiLoCo(
 Policy = Gradients | LocalSGD
 
 
-def policy(given: Any) -> Policy:
+def policy(value: Any) -> Policy:
     """Return the policy for a value of `make_strategy(sync=...)`, checked.
 
     Args:
-        given: Policy, a function as for `Gradients.combine`, a name of `COMBINE` or `COMM_DTYPES`,
+        value: Policy, a function as for `Gradients.combine`, a name of `COMBINE` or `COMM_DTYPES`,
             or None.
 
     Raises:
@@ -181,18 +182,18 @@ def policy(given: Any) -> Policy:
         >>> policy("bfloat16") == Gradients(comm_dtype="bfloat16"), policy(None) == policy("mean")
         (True, True)
     """
-    if isinstance(given, Gradients | LocalSGD):
-        return given
-    if given is None:
+    if isinstance(value, Gradients | LocalSGD):
+        return value
+    if value is None:
         return Gradients()
-    if isinstance(given, str) and given in COMM_DTYPES:
-        return Gradients(comm_dtype=given)
-    if (isinstance(given, str) and given in COMBINE) or callable(given):
-        return Gradients(combine=given)
+    if isinstance(value, str) and value in COMM_DTYPES:
+        return Gradients(comm_dtype=value)
+    if (isinstance(value, str) and value in COMBINE) or callable(value):
+        return Gradients(combine=value)
     raise ValueError(
         "sync: expected tfdist.sync.Gradients(...), LocalSGD(...) or DiLoCo(...), a function of "
         f"a list of gradients, or one of {', '.join(COMBINE + COMM_DTYPES)}; "
-        f"received {given!r}.{_near(given, COMBINE + COMM_DTYPES)}"
+        f"received {value!r}.{_near(value, COMBINE + COMM_DTYPES)}"
     )
 
 

@@ -219,7 +219,7 @@ def test_replicas_that_do_not_divide_the_batch_are_named(members, directory):
     assert code == 78, log
     assert log.splitlines()[1:] == [
         (
-            "error: global_batch=6: expected a multiple of the 4 replicas, so that each takes "
+            "error: global_batch=6: expected a multiple of the 4 replicas, so that each gets "
             "equally many rows; the nearest are 4 and 8."
         )
     ]

@@ -97,8 +97,7 @@ def test_a_data_worker_that_freezes_is_named(launch, directory):
     code, _, err = launch.finish()
     assert code == 1
     assert (
-        "ROOT CAUSE: data:1 no longer answered, says worker:0; the launcher found it alive "
-        "and ended it"
+        "ROOT CAUSE: data:1 no longer answered worker:0; the launcher found it alive and killed it"
     ) in err
 
 

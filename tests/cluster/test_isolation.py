@@ -184,7 +184,8 @@ def test_task_without_network_is_told_why(members, private_network):
     launch(members, "--workers", "2", "--", PYTHON, "-c", download)
     assert members.wait(SECONDS) == {"launch": 1}
     assert re.search(
-        r"ROOT CAUSE.*\n  that is: these tasks are cut off .*--allow-remote", members.log("launch")
+        r"ROOT CAUSE.*\n  that is: these tasks have no access to the network.*--allow-remote",
+        members.log("launch"),
     )
 
 

@@ -120,7 +120,7 @@ def gives_up(launch):
     code, _, err = launch.finish()
     assert code == TRANSIENT_CODE, err
     assert (
-        f"lost the rendezvous at 10.77.0.1:{PORT}, and did not find it again within {WINDOW} s"
+        f"lost the rendezvous at 10.77.0.1:{PORT}, and could not connect again within {WINDOW} s"
         in err
     )
     assert not launch.wait_for_nobody()

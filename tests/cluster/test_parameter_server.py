@@ -62,7 +62,7 @@ def test_a_cluster_without_a_job_that_is_needed(jobs, missing):
     cluster = ClusterSpec.local(**jobs)
     with pytest.raises(
         ValueError,
-        match=f"lists no {missing}. On one machine: tfdist launch --chief --workers 2 --ps 1",
+        match=f"lists no {missing}. On one machine, use `tfdist launch --chief --workers 2 --ps 1",
     ):
         make_strategy("parameter_server", cluster.for_task(*cluster.tasks[0][:2]))
 

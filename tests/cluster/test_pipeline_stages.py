@@ -73,7 +73,9 @@ def test_a_lost_stage_ends_the_job(launch, how):
     assert code, out + errors
     assert "worker:1" in errors
     if how == signal.SIGSTOP:
-        assert "which has a stage of the pipeline, did not answer for 15 s" in launch.log("chief-0")
+        assert "which runs a stage of pipeline parallelism, did not answer for 15 s" in launch.log(
+            "chief-0"
+        )
 
 
 @pytest.mark.parametrize(

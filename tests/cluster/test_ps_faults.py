@@ -83,16 +83,16 @@ def test_workers_come_and_go_and_every_example_counts_once(job):
 
     job.in_the_middle_of_an_epoch()  # one worker is killed and comes back
     job.kill("worker-1")
-    job.says("worker:1 at .* was lost; its work is given to others")
+    job.says("worker:1 at .* was lost; other workers take over its work")
     job.start("worker-1")
-    job.says("worker:1 at .* takes part again")
+    job.says("worker:1 at .* is back")
 
     job.in_the_middle_of_an_epoch()  # one is stopped until the epoch is over
     job.signal("worker-0", signal.SIGSTOP)
     job.epoch_ends()
-    assert re.search("worker:0 at .* does not answer; its work is given to others", job.log())
+    assert re.search("worker:0 at .* does not answer; other workers take over its work", job.log())
     job.signal("worker-0", signal.SIGCONT)
-    job.says("worker:0 at .* takes part again")
+    job.says("worker:0 at .* is back")
 
     job.in_the_middle_of_an_epoch()  # both are killed
     job.kill("worker-0")
@@ -100,7 +100,7 @@ def test_workers_come_and_go_and_every_example_counts_once(job):
     job.says("no worker is left; waiting for worker:0 at .*, worker:1 at ")
     job.start("worker-0")
     job.start("worker-1")
-    job.says("no worker is left.*takes part again.*takes part again")
+    job.says("no worker is left.*is back.*is back")
 
     job.says("done")
     done = epochs(job.log())

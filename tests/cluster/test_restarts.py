@@ -67,7 +67,7 @@ def test_the_last_failure_is_the_exit_code_once_restarts_are_used_up(launch):
     code, _, err = launch.run("--workers", "2", "--restarts", "2", script=script)
     assert code == 9
     assert len(events(launch, "attempt")) == 3
-    assert "the restarts are used up (--restarts 2)" in err
+    assert "no restart is left (--restarts 2)" in err
 
 
 def test_error_that_repeats_at_the_same_step_ends_the_launch(launch):
@@ -77,14 +77,14 @@ def test_error_that_repeats_at_the_same_step_ends_the_launch(launch):
     code, _, err = launch.run("--workers", "2", "--restarts", "5", script=script)
     assert code == 1
     assert len(events(launch, "attempt")) == 2
-    assert "the same error after step 5 of epoch 1 a second time" in err
+    assert "the same error occurred twice after step 5 of epoch 1" in err
 
 
 def test_configuration_error_is_not_retried(launch):
     code, _, err = launch.run("--restarts", "5", script="sys.exit(78)")
     assert code == 78
     assert len(events(launch, "attempt")) == 1
-    assert "does not mend" in err
+    assert "would not fix a configuration error" in err
 
 
 def test_preemption_is_not_counted(launch):
@@ -117,7 +117,7 @@ def test_task_without_steps_is_ended_as_hung(hang, launch):
         "--workers", "2", "--restarts", "1", "--hang-timeout", "2", script=script
     )
     assert code == 0, err
-    assert "after step 5 of epoch 1, and was ended as hung" in err
+    assert "after step 5 of epoch 1, and was killed as hung" in err
     assert said in err
     if hang == "stopped":
         assert "ROOT CAUSE: worker:1" in err
@@ -166,7 +166,7 @@ def test_a_clock_that_jumps_by_a_year_neither_makes_nor_hides_a_hang(launch):
     )
     assert code == 0, err
     assert re.search(
-        r"ROOT CAUSE: worker:1 made no step for \d s after step 120 of epoch 1, and was ended as "
+        r"ROOT CAUSE: worker:1 made no step for \d s after step 120 of epoch 1, and was killed as "
         r"hung",
         err,
     ), err
@@ -199,7 +199,9 @@ else:
         "--chief", "--workers", "2", "--ps", "1", "--restarts", "1", script=script
     )
     assert code == 0, err
-    assert "worker:0 was killed by SIGKILL; it is started again, the others go on" in err
+    assert (
+        "worker:0 was killed by SIGKILL; the launcher restarts it, the other tasks continue" in err
+    )
     assert len(events(launch, "attempt")) == 1
 
 
@@ -219,7 +221,9 @@ steps(1, 300)
     code, _, err = launch.run("--workers", "1", "--evaluator", "--restarts", "5", script=script)
     assert code == 1
     assert len(events(launch, "replaced")) >= 2  # the two errors differ
-    assert "evaluator:0 failed with exit code 1: ValueError: error 0; it is started again" in err
+    assert (
+        "evaluator:0 failed with exit code 1: ValueError: error 0; the launcher restarts it" in err
+    )
     assert "ROOT CAUSE: evaluator:0 failed with exit code 1: ValueError: error 1" in err
     assert len(list(launch.directory.glob("life-*"))) < 10
 
@@ -264,7 +268,7 @@ def test_an_interruption_that_let_tasks_save_says_so(launch):
     process.send_signal(signal.SIGTERM)
     code, _, err = launch.finish()
     assert code == 42
-    assert "goes on from there" in err
+    assert "the same command resumes it" in err
     assert len(events(launch, "attempt")) == 1
 
 
@@ -327,7 +331,7 @@ def test_chaos_kills_servers_at_the_chiefs_step(launch):
         "kill worker:1@step=3",
         "kill ps:0@step=9",
     ]
-    assert "worker:1 was killed by SIGKILL; it is started again" in err
+    assert "worker:1 was killed by SIGKILL; the launcher restarts it" in err
     assert "ROOT CAUSE: ps:0 was killed by SIGKILL" in err
     assert len(events(launch, "attempt")) == 2
 

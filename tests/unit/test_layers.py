@@ -283,7 +283,7 @@ def test_initial_values_equal_those_of_keras(shards, name):
 
 
 def test_a_large_table_is_drawn_in_parts(monkeypatch):
-    monkeypatch.setattr(layers, "WHOLE_DRAW", 10)
+    monkeypatch.setattr(layers, "MAX_WHOLE_VALUES", 10)
     shapes = []
 
     class Recorded(keras.initializers.RandomNormal):
@@ -302,7 +302,7 @@ def test_a_large_table_is_drawn_in_parts(monkeypatch):
         len(np.unique(tables)) == 3 * ROWS * WIDTH
     )  # no two shards, and no two tables without seed, are alike
     with pytest.raises(
-        ValueError, match=r"is drawn in parts, which works with Zeros, .*GlorotUniform"
+        ValueError, match=r"is initialized in parts. Expected one of Zeros, .*GlorotUniform"
     ):
         ShardedEmbedding(ROWS, WIDTH, "glorot_uniform", shards=2).build()
     assert ShardedEmbedding(ROWS, WIDTH, "glorot_uniform", shards=1).get_table().any()

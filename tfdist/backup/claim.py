@@ -51,12 +51,11 @@ def claim(directory: str, launch: str, attempt: int) -> str:
         >>> directory = tempfile.mkdtemp()
         >>> check(directory, claim(directory, "", 0))
     """
-    held = holder(directory)
-    if held and launch and held["launch"] == launch and held["attempt"] > attempt:
+    owner = holder(directory)
+    if owner and launch and owner["launch"] == launch and owner["attempt"] > attempt:
         raise Superseded(
-            f"{directory}: attempt {attempt} of the launch {launch} may not write there any more: "
-            f"attempt {held['attempt']} does, "
-            f"{_described(held)}. End this process."
+            f"{directory}: attempt {attempt} of the launch {launch} may no longer write there, "
+            f"because attempt {owner['attempt']} does ({_describe(owner)}). End this process."
         )
     token = uuid.uuid4().hex
     facts = {
@@ -77,10 +76,9 @@ def claim(directory: str, launch: str, attempt: int) -> str:
     except (OSError, tf.errors.OpError) as error:
         with contextlib.suppress(OSError, tf.errors.OpError):
             tf.io.gfile.remove(part)
-        why = getattr(error, "message", None) or str(error)
+        reason = getattr(error, "message", None) or str(error)
         raise OSError(
-            f"{path}: cannot be written: {why}. Expected a directory with room that this process "
-            "may write to."
+            f"{path}: cannot be written: {reason}. Expected a writable directory with free space."
         ) from error
     return token
 
@@ -92,9 +90,9 @@ def holder(directory: str) -> Mapping[str, Any] | None:
     """
     try:
         with tf.io.gfile.GFile(os.path.join(directory, NAME)) as file:
-            held = json.loads(file.read())
+            owner = json.loads(file.read())
         return (
-            held if {"launch", "attempt", "token", "host", "pid", "time"} <= held.keys() else None
+            owner if {"launch", "attempt", "token", "host", "pid", "time"} <= owner.keys() else None
         )
     except (tf.errors.NotFoundError, tf.errors.FailedPreconditionError, ValueError, AttributeError):
         return None
@@ -106,20 +104,20 @@ def check(directory: str, token: str) -> None:
     Raises:
         Superseded: Another process is the writer, or the claim was removed.
     """
-    held = holder(directory)
-    if held is None:
+    owner = holder(directory)
+    if owner is None:
         raise Superseded(
-            f"{directory}: this process was its writer, and now nobody is: {NAME} was removed. "
-            "Only one training may use a directory."
+            f"{directory}: this process is no longer its writer, because {NAME} was removed. Only "
+            "one training may use a directory."
         )
-    if held["token"] != token:
+    if owner["token"] != token:
         raise Superseded(
-            f"{directory}: this process was its writer, and now another is: {_described(held)}. "
-            "Only one training may use a directory: end this "
-            "process, or name another backup_dir."
+            f"{directory}: this process is no longer its writer; another one is: "
+            f"{_describe(owner)}. Only one training may use a directory: end this process, or "
+            "name another backup_dir."
         )
 
 
-def _described(held: Mapping[str, Any]) -> str:
-    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(held["time"]))
-    return f"process {held['pid']} on {held['host']}, since {since}"
+def _describe(owner: Mapping[str, Any]) -> str:
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(owner["time"]))
+    return f"process {owner['pid']} on {owner['host']}, since {since}"

@@ -52,11 +52,11 @@ def write(launched: Launched, model: keras.Model, history: Mapping[str, Any]) ->
     """
     if not is_wanted(launched):
         return
-    found = state.of_model(model, gathered=True)
+    model_state = state.of_model(model, gathered=True)
     assert launched.log_dir is not None
     path = os.path.join(launched.log_dir, RESULT)
     part = f"{path}.{launched.attempt}.part"
-    write_local(part, pack(Snapshot(found.arrays, {**found.facts, "history": history})))
+    write_local(part, pack(Snapshot(model_state.arrays, {**model_state.facts, "history": history})))
     rename_local(part, path)
 
 
@@ -85,16 +85,16 @@ def read(log_dir: str) -> Snapshot:
     except OSError as error:
         raise ValueError(
             f"{path}: {error.strerror}. Expected the result of a training with "
-            "tfdist.BackupAndRestore that came to its end under "
-            "`tfdist launch --chaos PLAN`; --chaos none is the undisturbed one."
+            "tfdist.BackupAndRestore that has finished under `tfdist launch --chaos PLAN`; "
+            "--chaos none is the run without faults."
         ) from error
 
 
-def compare(mine: Snapshot, other: Snapshot) -> Comparison:
+def compare(own: Snapshot, other: Snapshot) -> Comparison:
     """Compare a result with another.
 
     Args:
-        mine: First result.
+        own: First result.
         other: Second result.
 
     Example:
@@ -110,67 +110,71 @@ def compare(mine: Snapshot, other: Snapshot) -> Comparison:
         >>> compare(a, b)
         Comparison(same=False, text='DIFFERENT from', detail='kernel [1]: 2.0 here, 3.0 there; 1 of 1 arrays differ')
     """  # noqa: E501
-    stranger = next(_other_model(mine, other), None)
-    if stranger:
-        return Comparison(False, "of ANOTHER MODEL than", stranger)
-    pairs = [*_arrays(mine, other), *_columns(mine, other)]
+    difference = next(_other_model(own, other), None)
+    if difference:
+        return Comparison(False, "of ANOTHER MODEL than", difference)
+    pairs = [*_arrays(own, other), *_columns(own, other)]
     unequal = [(name, a, b) for name, a, b in pairs if _bits(a) != _bits(b)]
     if not unequal:
         return Comparison(True, "equal bit for bit to")
-    far = [(name, a, b) for name, a, b in unequal if not _near(a, b)]
-    if far:
-        name, a, b = far[0]
+    distant = [(name, a, b) for name, a, b in unequal if not _is_close(a, b)]
+    if distant:
+        name, a, b = distant[0]
         return Comparison(
             False,
             "DIFFERENT from",
-            f"{_first(name, a, b)}; {len(far)} of {len(pairs)} arrays differ",
+            f"{_first(name, a, b)}; {len(distant)} of {len(pairs)} arrays differ",
         )
-    apart, name = max(
+    largest, name = max(
         (float(np.max(np.abs(np.nan_to_num(a.astype(np.float64) - b.astype(np.float64))))), name)
         for name, a, b in unequal
     )
     return Comparison(
         True,
         f"within {TOLERANCE:g} of",
-        f"the largest difference is {apart:.2g}, in {name}; {len(unequal)} of {len(pairs)} arrays "
-        "differ",
+        f"the largest difference is {largest:.2g}, in {name}; {len(unequal)} of {len(pairs)} "
+        "arrays differ",
     )
 
 
-def _other_model(mine: Snapshot, other: Snapshot) -> Iterator[str]:
+def _other_model(own: Snapshot, other: Snapshot) -> Iterator[str]:
     """Yield the differences between two models, as text."""
-    here = mine.facts["optimizer"]
-    there = other.facts["optimizer"]
-    if here != there:
-        yield f"optimizer {here} here, {there} there"
-    ours = _described(mine)
-    others = _described(other)
-    for key in dict.fromkeys((*ours, *others)):
-        (name, here), (called, there) = (
-            ours.get(key, ("", "nothing")),
-            others.get(key, ("", "nothing")),
+    own_value = own.facts["optimizer"]
+    other_value = other.facts["optimizer"]
+    if own_value != other_value:
+        yield f"optimizer {own_value} here, {other_value} there"
+    own_arrays = _describe(own)
+    other_arrays = _describe(other)
+    for key in dict.fromkeys((*own_arrays, *other_arrays)):
+        (name, own_value), (other_name, other_value) = (
+            own_arrays.get(key, ("", "nothing")),
+            other_arrays.get(key, ("", "nothing")),
         )
-        if here != there:  # only dtype and shape: Keras numbers layer names through all models
-            yield f"{key.replace('/', ' variable ')}, {name or called}: {here} here, {there} there"
+        # Only dtype and shape count: Keras numbers layer names through all models.
+        if own_value != other_value:
+            yield (
+                f"{key.replace('/', ' variable ')}, {name or other_name}: {own_value} here, "
+                f"{other_value} there"
+            )
 
 
-def _described(found: Snapshot) -> dict[str, tuple[str, str]]:
-    named = zip(found.arrays.items(), found.facts["names"], strict=True)
+def _describe(result: Snapshot) -> dict[str, tuple[str, str]]:
+    named = zip(result.arrays.items(), result.facts["names"], strict=True)
     return {key: (name, f"{array.dtype} {list(array.shape)}") for (key, array), name in named}
 
 
-def _arrays(mine: Snapshot, other: Snapshot) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-    for (key, array), name in zip(mine.arrays.items(), mine.facts["names"], strict=True):
+def _arrays(own: Snapshot, other: Snapshot) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    for (key, array), name in zip(own.arrays.items(), own.facts["names"], strict=True):
         yield name, array, other.arrays[key]
 
 
-def _columns(mine: Snapshot, other: Snapshot) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-    here, there = (
+def _columns(own: Snapshot, other: Snapshot) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    own_columns, other_columns = (
         {"epoch": facts["history"].get("epoch", []), **facts["history"].get("values", {})}
-        for facts in (mine.facts, other.facts)
+        for facts in (own.facts, other.facts)
     )
-    for key in dict.fromkeys((*here, *there)):
-        a, b = (np.asarray(columns.get(key, ())) for columns in (here, there))
+    for key in dict.fromkeys((*own_columns, *other_columns)):
+        a, b = (np.asarray(columns.get(key, ())) for columns in (own_columns, other_columns))
         if key != "epoch" or a.size or b.size:
             yield f"history {key}", a, b
 
@@ -179,7 +183,7 @@ def _bits(array: np.ndarray) -> tuple[tuple[int, ...], bytes]:
     return array.shape, np.ascontiguousarray(array).tobytes()
 
 
-def _near(a: np.ndarray, b: np.ndarray) -> bool:
+def _is_close(a: np.ndarray, b: np.ndarray) -> bool:
     if a.shape != b.shape or a.dtype.kind in "iub":
         return False
     return np.allclose(
@@ -190,8 +194,8 @@ def _near(a: np.ndarray, b: np.ndarray) -> bool:
 def _first(name: str, a: np.ndarray, b: np.ndarray) -> str:
     if a.shape != b.shape:
         return f"{name}: {len(a)} long here, {len(b)} there"
-    place = next(
-        place for place in np.ndindex(a.shape) if not _near(a[place][None], b[place][None])
+    index = next(
+        index for index in np.ndindex(a.shape) if not _is_close(a[index][None], b[index][None])
     )
-    where = f" {list(place)}" if place else ""
-    return f"{name}{where}: {a[place]!s} here, {b[place]!s} there"
+    position = f" {list(index)}" if index else ""
+    return f"{name}{position}: {a[index]!s} here, {b[index]!s} there"

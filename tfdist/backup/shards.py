@@ -71,16 +71,16 @@ def rows(
     length = -(-elements // replicas)
     begin = first * length
     end = min((first + count) * length, elements)
-    found = np.zeros(count * length, dtype)
-    known = 0
+    result = np.zeros(count * length, dtype)
+    filled = 0
     for offset, numbers in pieces:
         low = max(begin, offset)
         high = min(end, offset + len(numbers))
         if low < high:
-            found[low - begin : high - begin] = numbers[low - offset : high - offset]
-            known += high - low
-    if known != max(0, end - begin):
+            result[low - begin : high - begin] = numbers[low - offset : high - offset]
+            filled += high - low
+    if filled != max(0, end - begin):
         raise ValueError(
-            f"expected {end - begin} numbers of a variable of shape {tuple(shape)}, found {known}."
+            f"expected {end - begin} numbers of a variable of shape {tuple(shape)}, found {filled}."
         )
-    return found.reshape(count, length)
+    return result.reshape(count, length)

@@ -49,7 +49,7 @@ def numbered(prefix: str, arrays: Iterable[np.ndarray]) -> dict[str, np.ndarray]
         >>> numbered("metrics/", [1.0, 2.0])
         {'metrics/0': 1.0, 'metrics/1': 2.0}
     """
-    return {f"{prefix}{place}": array for place, array in enumerate(arrays)}
+    return {f"{prefix}{i}": array for i, array in enumerate(arrays)}
 
 
 def arrays_of(prefix: str, snapshot: Snapshot) -> list[np.ndarray]:
@@ -95,15 +95,15 @@ def unpack(content: bytes, name: str) -> Snapshot:
     """
     file = io.BytesIO(content)
     check(file, name)
-    found = layout(file, name)
+    header = layout(file, name)
     view = memoryview(content)
     arrays = {
         key: np.frombuffer(view[begin : begin + math.prod(shape) * kind.itemsize], kind).reshape(
             shape
         )
-        for key, (kind, shape, begin) in found.arrays.items()
+        for key, (kind, shape, begin) in header.arrays.items()
     }
-    return Snapshot(arrays, found.facts)
+    return Snapshot(arrays, header.facts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,14 +137,14 @@ def check(file: Any, name: str) -> None:
     size = 0
     while piece := file.read(_PIECE):
         begin, size = begin or piece[: len(MAGIC)], size + len(piece)
-        held = tail + piece
-        checksum, tail = zlib.crc32(memoryview(held)[:-_CHECKSUM], checksum), held[-_CHECKSUM:]
+        data = tail + piece
+        checksum, tail = zlib.crc32(memoryview(data)[:-_CHECKSUM], checksum), data[-_CHECKSUM:]
     if begin != MAGIC[: len(begin)] or not begin:
-        raise Damaged(f"{name}: expected a snapshot; it does not begin as one.")
+        raise Damaged(f"{name}: expected a snapshot, received a file of another format.")
     if size < len(MAGIC) + _LENGTH + _CHECKSUM or checksum != int.from_bytes(tail, "little"):
         raise Damaged(
-            f"{name}: its checksum is not that of its content ({size} bytes): it was cut off or "
-            "changed."
+            f"{name}: damaged: its checksum does not match its content ({size} bytes). The file "
+            "was truncated or changed."
         )
 
 
@@ -154,7 +154,7 @@ def layout(file: Any, name: str) -> Layout:
     Call `check` first: this function does not verify the checksum.
 
     Args:
-        file: File object with `seek(place)` and `read(bytes)`.
+        file: File object with `seek(offset)` and `read(bytes)`.
         name: Name of the file, for messages.
 
     Raises:
@@ -166,14 +166,14 @@ def layout(file: Any, name: str) -> Layout:
     if header["version"] != VERSION:
         raise ValueError(
             f"{name}: expected a snapshot of version {VERSION}, received one of version "
-            f"{header['version']}. Take the tfdist that wrote it."
+            f"{header['version']}. Use the version of tfdist that wrote it."
         )
     arrays = {}
-    place = len(MAGIC) + _LENGTH + length
+    offset = len(MAGIC) + _LENGTH + length
     for key, dtype, shape in header["arrays"]:
         kind = np.dtype(tf.as_dtype(dtype).as_numpy_dtype)
-        arrays[key] = kind, tuple(shape), place
-        place += math.prod(shape) * kind.itemsize
+        arrays[key] = kind, tuple(shape), offset
+        offset += math.prod(shape) * kind.itemsize
     return Layout(arrays, header["facts"])
 
 

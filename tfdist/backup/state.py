@@ -21,7 +21,7 @@ from tfdist.keras_compat.parallel import as_shards
 
 # Attributes of Keras callbacks that carry state between steps and epochs. Other callbacks define
 # `get_state()`, which returns a JSON-serializable value, and `set_state(state)`.
-_REMEMBERED: tuple[tuple[type, tuple[str, ...]], ...] = (
+_CALLBACK_STATE: tuple[tuple[type, tuple[str, ...]], ...] = (
     (keras.callbacks.EarlyStopping, ("wait", "best", "best_epoch", "stopped_epoch")),
     (keras.callbacks.ReduceLROnPlateau, ("wait", "best", "cooldown_counter")),
     (keras.callbacks.ModelCheckpoint, ("best", "epochs_since_last_save")),
@@ -58,12 +58,12 @@ def of_model(
         Copies, which later changes of the model do not affect. For sharded variables, only their
         names, shapes and dtypes are included; `rows_of_model` returns this process's rows.
     """
-    found = _variables(model)
-    whole = {key: v for key, v in found.items() if gathered or not shards.is_sharded(v)}
+    variables = _variables(model)
+    whole = {key: v for key, v in variables.items() if gathered or not shards.is_sharded(v)}
     arrays = dict(zip(whole, values(list(whole.values())), strict=True))
     sharded = {
         key: [v.path, shards.whole_shape(v), v.dtype]
-        for key, v in found.items()
+        for key, v in variables.items()
         if key not in whole
     }
     facts = {
@@ -115,7 +115,7 @@ def into_model(
     Raises:
         ValueError: The snapshot is of another model or optimizer. Nothing has been changed then.
     """
-    found = _variables(model)
+    variables = _variables(model)
     if not weights_only and snapshot.facts["optimizer"] != _kind(model):
         raise ValueError(
             f"{where}: expected the state of a model with the optimizer {_kind(model)}, received "
@@ -131,40 +131,42 @@ def into_model(
     }
     saved |= snapshot.facts.get("shards", {})
     if weights_only:
-        found, saved = (
-            {key: v for key, v in each.items() if key.startswith(_KINDS[0])}
-            for each in (found, saved)
+        variables, saved = (
+            {key: v for key, v in mapping.items() if key.startswith(_KINDS[0])}
+            for mapping in (variables, saved)
         )
-    for key in dict.fromkeys((*found, *saved)):
-        here = (
-            _described(found[key].path, shards.whole_shape(found[key]), found[key].dtype)
-            if key in found
+    for key in dict.fromkeys((*variables, *saved)):
+        expected = (
+            _describe(variables[key].path, shards.whole_shape(variables[key]), variables[key].dtype)
+            if key in variables
             else "nothing"
         )
-        there = _described(*saved[key]) if key in saved else "nothing"
-        if here.partition(" ")[2] != there.partition(" ")[2]:
+        received = _describe(*saved[key]) if key in saved else "nothing"
+        if expected.partition(" ")[2] != received.partition(" ")[2]:
             raise ValueError(
-                f"{where}: the snapshot is one of another model: expected {here} as "
-                f"{key.replace('/', ' variable ')}, received {there}. Build the "
-                "same model, or name another directory."
+                f"{where}: the snapshot belongs to another model: expected {expected} as "
+                f"{key.replace('/', ' variable ')}, received {received}. Build the same model, or "
+                "name another directory."
             )
-    for key, variable in found.items():
+    for key, variable in variables.items():
         if key in arrays and not shards.is_sharded(variable):
             variable.assign(arrays[key])
             continue
         if key in arrays:
-            given: list[shards.Piece] = [(0, arrays[key].reshape(-1))]
+            variable_pieces: list[shards.Piece] = [(0, arrays[key].reshape(-1))]
         else:
             assert pieces is not None
-            given = pieces(key)
+            variable_pieces = pieces(key)
         shape = shards.whole_shape(variable)
         kind = tf.as_dtype(variable.dtype).as_numpy_dtype
         if not shards.is_sharded(variable):
-            variable.assign(shards.rows(given, shape, kind, 1, 0, 1).reshape(shape))
+            variable.assign(shards.rows(variable_pieces, shape, kind, 1, 0, 1).reshape(shape))
             continue
         copies = _copies(model, variable)
         for copy, row in zip(
-            copies, shards.rows(given, shape, kind, replicas, first, len(copies)), strict=True
+            copies,
+            shards.rows(variable_pieces, shape, kind, replicas, first, len(copies)),
+            strict=True,
         ):
             copy.assign(row)
 
@@ -202,14 +204,14 @@ def best_of_callbacks(callbacks: Sequence[keras.callbacks.Callback]) -> dict[str
 
     EarlyStopping restores them at the end of training.
     """
-    kept = enumerate(
+    best = enumerate(
         callback.best_weights or ()
         for callback in callbacks
         if isinstance(callback, keras.callbacks.EarlyStopping)
     )
     return {
-        f"{_BEST}/{place}/{number}": np.array(array)
-        for place, arrays in kept
+        f"{_BEST}/{i}/{number}": np.array(array)
+        for i, arrays in best
         for number, array in enumerate(arrays)
     }
 
@@ -223,11 +225,11 @@ def best_into_callbacks(
         arrays: Arrays of a snapshot, which include those of `best_of_callbacks`.
         callbacks: Callbacks of the resumed training.
     """
-    for place, callback in enumerate(
+    for i, callback in enumerate(
         c for c in callbacks if isinstance(c, keras.callbacks.EarlyStopping)
     ):
         callback.best_weights = [
-            array for key, array in arrays.items() if key.startswith(f"{_BEST}/{place}/")
+            array for key, array in arrays.items() if key.startswith(f"{_BEST}/{i}/")
         ] or None
 
 
@@ -251,7 +253,7 @@ def _of_callback(callback: keras.callbacks.Callback) -> dict[str, Any] | None:
         return {"class": type(callback).__name__, "state": callback.get_state()}
     names = [
         name
-        for kind, names in _REMEMBERED
+        for kind, names in _CALLBACK_STATE
         if isinstance(callback, kind)
         for name in names
         if hasattr(callback, name)
@@ -273,7 +275,7 @@ def _plain(value: Any) -> Any:
 def _variables(model: keras.Model) -> dict[str, keras.Variable]:
     optimizer = model.optimizer.variables if getattr(model, "optimizer", None) is not None else []
     both = zip(_KINDS, (model.variables, optimizer), strict=True)
-    return {f"{kind}/{place}": v for kind, variables in both for place, v in enumerate(variables)}
+    return {f"{kind}/{i}": v for kind, variables in both for i, v in enumerate(variables)}
 
 
 def _kind(model: keras.Model) -> str | None:
@@ -293,5 +295,5 @@ def _copies(model: keras.Model, variable: keras.Variable) -> list[tf.Variable]:
         return list(model.distribute_strategy.experimental_local_results(variable.value))
 
 
-def _described(path: str, shape: Sequence[int], dtype: str) -> str:
+def _describe(path: str, shape: Sequence[int], dtype: str) -> str:
     return f"{path} {dtype} {list(shape)}"

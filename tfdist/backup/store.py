@@ -26,10 +26,10 @@ _NAME = re.compile(r"snapshot-(\d+)\.tfdist")
 _ROWS = re.compile(r"snapshot-(\d+)\.\w+\.\d+-of-\d+\.rows")
 _PART = re.compile(rf"(snapshot-\d+\.tfdist|{_ROWS.pattern}|{re.escape(claim.NAME)})(\.\w+)?\.part")
 _BUFFER = 1 << 20  # bytes, so that small arrays are written in one call
-_CANNOT = (OSError, tf.errors.OpError)
+_IO_ERRORS = (OSError, tf.errors.OpError)
 
 
-class Found(NamedTuple):
+class StoredSnapshot(NamedTuple):
     """Snapshot of a directory, and its number there.
 
     Attributes:
@@ -81,14 +81,14 @@ class Store:
         >>> for epoch in range(4):
         ...     number = store.write(Snapshot({}, {"epoch": epoch}))
         >>> store.numbers(), store.newest()
-        ([2, 3], Found(number=3, snapshot=Snapshot(arrays={}, facts={'epoch': 3})))
+        ([2, 3], StoredSnapshot(number=3, snapshot=Snapshot(arrays={}, facts={'epoch': 3})))
     """
 
     def __init__(self, directory: str | os.PathLike, keep: int = 2):
         self.directory = os.fspath(directory)
         self.keep = keep
         # Called with "saving" when a file is partly written, and with "saved" when it is complete.
-        self.reached: Callable[[str], None] = lambda moment: None
+        self.on_write: Callable[[str], None] = lambda moment: None
         self._token: str | None = None
 
     def claim(self, launch: str = "", attempt: int = 0) -> None:
@@ -137,7 +137,7 @@ class Store:
         numbers = _numbers(names)
         number = _next(numbers)
         self._write(self.path(number), snapshot)
-        self.reached("saved")
+        self.on_write("saved")
         self._keep([*numbers, number][-self.keep :], names)
         return number
 
@@ -184,10 +184,12 @@ class Store:
                 files[path] = layout(file, path)
 
         def of(key: str) -> list[Piece]:
-            found = [(path, each.facts["first"], *each.arrays[key]) for path, each in files.items()]
+            arrays = [
+                (path, each.facts["first"], *each.arrays[key]) for path, each in files.items()
+            ]
             return [
                 (first * shape[1], Numbers(path, kind, begin, math.prod(shape)))
-                for path, first, kind, shape, begin in found
+                for path, first, kind, shape, begin in arrays
             ]
 
         return of
@@ -209,18 +211,18 @@ class Store:
                 write_local(part, self._pieces(snapshot))
                 self._check()
                 rename_local(part, path)
-        except _CANNOT as error:
+        except _IO_ERRORS as error:
             self._remove(part)
-            why = getattr(error, "message", None) or str(error)
+            reason = getattr(error, "message", None) or str(error)
             raise OSError(
-                f"{path}: cannot be written: {why}. Expected a directory with room that this "
-                "process may write to; the snapshots that are there stay."
+                f"{path}: cannot be written: {reason}. Expected a writable directory with free "
+                "space. Earlier snapshots are kept."
             ) from error
         except BaseException:
             self._remove(part)
             raise
 
-    def newest(self) -> Found | None:
+    def newest(self) -> StoredSnapshot | None:
         """Return the newest snapshot that is complete, or None if there are no snapshots.
 
         A snapshot is complete if all its files of rows are complete too. Rows are read in pieces to
@@ -234,23 +236,23 @@ class Store:
         for number in reversed(numbers):
             path = self.path(number)
             try:
-                found = self.read(path)
-                for part in self._rows_of(found):
+                snapshot = self.read(path)
+                for part in self._rows_of(snapshot):
                     with tf.io.gfile.GFile(part, "rb") as file:
                         check(file, part)
-                return Found(number, found)
-            except (Damaged, *_CANNOT) as error:
-                why = (
+                return StoredSnapshot(number, snapshot)
+            except (Damaged, *_IO_ERRORS) as error:
+                reason = (
                     str(error)
                     if isinstance(error, Damaged)
                     else f"{path}: cannot be read, or its rows: {getattr(error, 'message', error)}"
                 )
-                logging.warning("%s The one before it is taken, if there is one.", why)
+                logging.warning("%s The previous snapshot is used if there is one.", reason)
         if numbers:
             raise Damaged(
                 f"{self.directory}: none of its {len(numbers)} snapshots can be read; the log has "
-                "the causes. Put one back from elsewhere, or remove the "
-                "directory to begin anew."
+                "the causes. Restore one from a copy, or remove the directory to start from the "
+                "beginning."
             )
         return None
 
@@ -277,7 +279,7 @@ class Store:
         self._keep([], self._names())
         self._remove(os.path.join(self.directory, claim.NAME))
         self._token = None
-        with contextlib.suppress(*_CANNOT):
+        with contextlib.suppress(*_IO_ERRORS):
             if not tf.io.gfile.listdir(self.directory):
                 tf.io.gfile.rmtree(self.directory)
 
@@ -286,7 +288,7 @@ class Store:
 
         Only the directory's writer may call this, before it writes.
         """
-        with contextlib.suppress(*_CANNOT):
+        with contextlib.suppress(*_IO_ERRORS):
             names = self._names()
             for name in filter(_PART.fullmatch, names):
                 self._remove(os.path.join(self.directory, name))
@@ -307,13 +309,13 @@ class Store:
         """
         for kind in (_NAME, _ROWS):
             for name in names:
-                if (found := kind.fullmatch(name)) and int(found[1]) not in numbers:
+                if (match := kind.fullmatch(name)) and int(match[1]) not in numbers:
                     self._remove(os.path.join(self.directory, name))
 
     def _pieces(self, snapshot: Snapshot) -> Iterator[bytes | memoryview]:
-        for place, piece in enumerate(pack(snapshot)):
-            if place == 3:  # the header is written, but no array
-                self.reached("saving")
+        for i, piece in enumerate(pack(snapshot)):
+            if i == 3:  # the header is written, but no array
+                self.on_write("saving")
             yield piece
 
     def _check(self) -> None:
@@ -322,12 +324,12 @@ class Store:
 
     @staticmethod
     def _remove(path: str) -> None:
-        with contextlib.suppress(*_CANNOT):
+        with contextlib.suppress(*_IO_ERRORS):
             tf.io.gfile.remove(path)
 
 
 def _numbers(names: Iterable[str]) -> list[int]:
-    return sorted(int(found[1]) for name in names if (found := _NAME.fullmatch(name)))
+    return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
 
 
 def _next(numbers: list[int]) -> int:

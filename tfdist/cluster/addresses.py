@@ -12,13 +12,15 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tfdist.runtime.launch_protocol import TRANSIENT_CODE
+
 Lookup = Callable[..., list]  # of the form of socket.getaddrinfo
 
 # Below Linux's range for outgoing connections (32768 to 60999), so that no connection takes a port
 # between our choice and TensorFlow's start; also below Kubernetes' node ports (30000 to 32767).
 _LOCAL_PORTS = range(20000, 30000)
 
-LOOK_S = 3.0  # timeout of a probe; a server that has CPU time answers in a millisecond
+PROBE_S = 3.0  # timeout of a probe; a server that has CPU time answers in a millisecond
 
 # HTTP/2 (RFC 9113, 3.4): a client sends its preface and its settings. A frame's header is the
 # length of its payload (3 bytes), its type, its flags and its stream (4 bytes), which is 0 for the
@@ -34,7 +36,7 @@ class PortTaken(ValueError):
     Another port, or another start later, may help.
     """
 
-    exit_code = 75  # `launch_protocol.TRANSIENT_CODE`
+    exit_code = TRANSIENT_CODE
 
 
 class UnresolvedAddress(ValueError):
@@ -57,17 +59,17 @@ def address_problem(address: Any) -> str | None:
 
     Example:
         >>> address_problem("10.0.0.1:99999")
-        'has the bad port 99999; use 1 to 65535'
+        'has the invalid port 99999; use 1 to 65535'
     """
     match = isinstance(address, str) and re.fullmatch(
         r"(\[[\da-fA-F:.%\w]+\]|[^\[\]:/\s]+):(\d+)", address
     )
     if not match:
-        return "is not host:port; write 10.0.0.1:2222, name:2222 or [fd00::1]:2222"
+        return "is not host:port; write it as 10.0.0.1:2222, name:2222 or [fd00::1]:2222"
     if not 0 < int(match[2]) < 65536:
-        return f"has the bad port {match[2]}; use 1 to 65535"
+        return f"has the invalid port {match[2]}; use 1 to 65535"
     if match[1] in ("0.0.0.0", "[::]"):
-        return "means every interface, which nobody can connect to; write the machine's own address"
+        return "means every interface, to which no task can connect; write the machine's address"
     return None
 
 
@@ -104,8 +106,8 @@ def resolve_address(
         >>> resolve_address("127.0.0.1:2222")[1]
         ('127.0.0.1', 2222)
     """
-    found = lookup(*split_address(address), type=socket.SOCK_STREAM)
-    family, _, _, _, sockaddr = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+    results = lookup(*split_address(address), type=socket.SOCK_STREAM)
+    family, _, _, _, sockaddr = min(results, key=lambda entry: entry[0] != socket.AF_INET)
     return family, sockaddr
 
 
@@ -129,24 +131,24 @@ def check_addresses(
         >>> addresses = {"worker:0": "127.0.0.1:2222", "worker:1": "127.0.0.1:2223"}
         >>> check_addresses(addresses, None, "example")
     """
-    where: dict[str, tuple] = {}
+    resolved: dict[str, tuple] = {}
     reasons: dict[str, str] = {}
     for task, address in addresses.items():
         try:
-            family, where[task] = resolve_address(address, lookup)
+            family, resolved[task] = resolve_address(address, lookup)
         except (OSError, UnicodeError) as error:  # UnicodeError: the name cannot even be encoded
             reasons[task] = f"{address} does not resolve: {error}"
             continue
         if task == own:
-            _check_own(task, address, family, where[task], source)
+            _check_own(task, address, family, resolved[task], source)
     if reasons:
         raise UnresolvedAddress(
             f"{source}: on this machine, "
-            f"{'; '.join(f'{task} at {why}' for task, why in reasons.items())}. Correct the name, "
-            "add it to DNS or /etc/hosts, or write the IP address",
+            f"{'; '.join(f'{task} at {reason}' for task, reason in reasons.items())}. Correct the "
+            "name, add it to DNS or /etc/hosts, or write the IP address",
             reasons,
         )
-    _check_apart(addresses, where, source)
+    _check_distinct(addresses, resolved, source)
 
 
 def bind_problem(task: str, address: str, error: OSError) -> str:
@@ -159,7 +161,7 @@ def bind_problem(task: str, address: str, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
         fault = (
             f"the port of {address} is already in use on this machine, by a left-over process, "
-            f"another cluster or a second process started as {task}; end that one, or choose "
+            f"another cluster or a second process started as {task}; end that process, or choose "
             "another port"
         )
     elif error.errno == errno.EACCES:
@@ -275,38 +277,38 @@ class Presence:
 
     Args:
         address: Address as `host:port`.
-        look: Probe that takes an address and a timeout in seconds, default `answers`.
+        probe: Probe that takes an address and a timeout in seconds, default `answers`.
         clock: Monotonic clock in seconds, default `time.monotonic`.
 
     Attributes:
         seen: Whether the server has ever answered.
 
     Example:
-        >>> presence = Presence("a:80", look=lambda address, timeout: True)
-        >>> presence.away(), presence.seen
+        >>> presence = Presence("a:80", probe=lambda address, timeout: True)
+        >>> presence.absent_seconds(), presence.seen
         (None, True)
     """
 
     def __init__(
         self,
         address: str,
-        look: Callable[[str, float], bool] = answers,
+        probe: Callable[[str, float], bool] = answers,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.address = address
-        self._look = look
+        self._probe = probe
         self._clock = clock
         self.seen = False
         self._since: float | None = clock()
 
-    def away(self) -> float | None:
+    def absent_seconds(self) -> float | None:
         """Probe the server now and return for how many seconds it is absent.
 
         Returns:
             None if the server answers; else the seconds since the first failed probe, or since the
             construction of this object if the server has never answered.
         """
-        if self._look(self.address, LOOK_S):
+        if self._probe(self.address, PROBE_S):
             self.seen = True
             self._since = None
             return None
@@ -318,10 +320,10 @@ class Presence:
 def _check_own(
     task: str, address: str, family: socket.AddressFamily, sockaddr: tuple, source: str
 ) -> None:
-    everywhere = "::" if family == socket.AF_INET6 else "0.0.0.0"
+    any_address = "::" if family == socket.AF_INET6 else "0.0.0.0"
     # Check the port on every interface, because TensorFlow listens there whatever the address says.
     # The socket is bound but does not listen.
-    for host, port in ((sockaddr[0], 0), (everywhere, sockaddr[1])):
+    for host, port in ((sockaddr[0], 0), (any_address, sockaddr[1])):
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -331,19 +333,21 @@ def _check_own(
                 raise kind(f"{source}: {bind_problem(task, address, error)}") from error
 
 
-def _check_apart(addresses: Mapping[str, str], where: Mapping[str, tuple], source: str) -> None:
+def _check_distinct(
+    addresses: Mapping[str, str], resolved: Mapping[str, tuple], source: str
+) -> None:
     loopback = [
-        task for task, sockaddr in where.items() if ipaddress.ip_address(sockaddr[0]).is_loopback
+        task for task, sockaddr in resolved.items() if ipaddress.ip_address(sockaddr[0]).is_loopback
     ]
-    if loopback and len(loopback) < len(where):
-        names = ", ".join(f"{task} at {addresses[task]} ({where[task][0]})" for task in loopback)
+    if loopback and len(loopback) < len(resolved):
+        names = ", ".join(f"{task} at {addresses[task]} ({resolved[task][0]})" for task in loopback)
         raise ValueError(
-            f"{source}: {names} is loopback, other tasks are not: machines elsewhere cannot "
-            "connect to it; write a real address, or remove the name from the 127.* lines of "
-            "/etc/hosts"
+            f"{source}: {names} is a loopback address, but other tasks have other addresses: "
+            "other machines cannot connect to it; write the machine's address, or remove the name "
+            "from the 127.* lines of /etc/hosts"
         )
     owners: dict[tuple, str] = {}
-    for task, sockaddr in where.items():
+    for task, sockaddr in resolved.items():
         # TensorFlow listens on all interfaces, so 127.0.0.1 and 127.0.0.2 are one machine with one
         # set of ports.
         other = owners.setdefault(("loopback" if loopback else sockaddr[0], sockaddr[1]), task)

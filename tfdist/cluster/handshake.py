@@ -16,7 +16,7 @@ from tfdist.cluster.spec import ClusterSpec
 from tfdist.runtime.launch_protocol import CONFIGURATION_CODE, TRANSIENT_CODE
 
 LINE_BYTES = 8192
-NAMED = 16  # maximum number of task names in one message
+MAX_NAMED = 16  # maximum number of task names in one message
 PACKAGES = ("tensorflow", "keras", "tfdist")
 
 
@@ -82,12 +82,12 @@ def fingerprint(spec: ClusterSpec) -> str:
     return f"{len(tasks)} tasks, {hashlib.sha256(json.dumps(tasks).encode()).hexdigest()[:12]}"
 
 
-def compare(theirs: Mapping[str, Any], who: str, own: Mapping[str, Any], source: str) -> None:
+def compare(theirs: Mapping[str, Any], peer: str, own: Mapping[str, Any], source: str) -> None:
     """Raise ConfigurationError if another process has a different cluster or other versions.
 
     Args:
         theirs: Badge of the other process.
-        who: Name of the other process in messages, such as "worker:1 at 10.0.0.2:2222".
+        peer: Name of the other process in messages, such as "worker:1 at 10.0.0.2:2222".
         own: Badge of this process.
         source: Origin of this process's cluster, for messages.
 
@@ -96,28 +96,28 @@ def compare(theirs: Mapping[str, Any], who: str, own: Mapping[str, Any], source:
     """
     if theirs.get("cluster") != own["cluster"]:
         raise ConfigurationError(
-            f"{who} has a different cluster spec: {short(theirs.get('cluster'))}; {own['task']} "
-            f"has {own['cluster']} from {source}; give all of them the same file"
+            f"{peer} has a different cluster spec: {short(theirs.get('cluster'))}; {own['task']} "
+            f"has {own['cluster']} from {source}; use the same file in all tasks"
         )
     if theirs.get("versions") != own["versions"]:
         raise ConfigurationError(
-            f"{who} has different versions: {short(theirs.get('versions'))}; {own['task']} has "
-            f"{own['versions']}; install the same on all machines"
+            f"{peer} has different versions: {short(theirs.get('versions'))}; {own['task']} has "
+            f"{own['versions']}; install the same versions on all machines"
         )
 
 
-def claimed_twice(task: Any, me: str, who: str) -> ConfigurationError:
-    """Return the error for two processes that claim one task; `me` saw one of them as `who`."""
+def claimed_twice(task: Any, this_task: str, peer: str) -> ConfigurationError:
+    """Return the error for two processes that claim one task; `peer` is one of them."""
     return ConfigurationError(
-        f"two processes claim to be {task}, {me} saw one as {who}; start each "
-        "task once, and after a failure all of them again"
+        f"two processes claim to be {task}, {this_task} saw one as {peer}; start each task once, "
+        "and after a failure start all of them again"
     )
 
 
-def another_task(task: Any, me: str, who: str) -> ConfigurationError:
+def another_task(received: Any, this_task: str, peer: str) -> ConfigurationError:
     """Return the error for an address at which another task than expected listens."""
     return ConfigurationError(
-        f"{me} expected {who} and found {task}: the address leads to another "
+        f"{this_task} expected {peer} and found {received}: the address belongs to another "
         "machine; check the hosts' names and addresses"
     )
 
@@ -143,8 +143,8 @@ def absent_too_long(missing: Mapping[str, str], spec: ClusterSpec, seconds: floa
 
 
 def some(names: Iterable[str]) -> Sequence[str]:
-    """Return the first `NAMED` names in sorted order."""
-    return sorted(names)[:NAMED]
+    """Return the first `MAX_NAMED` names in sorted order."""
+    return sorted(names)[:MAX_NAMED]
 
 
 def short(value: Any) -> str:
@@ -158,15 +158,15 @@ def send(connection: socket.socket, message: Mapping[str, Any]) -> None:
 
 
 def receive(
-    connection: socket.socket, limit: float, most: int = LINE_BYTES, what: str = "preflight"
+    connection: socket.socket, limit: float, max_bytes: int = LINE_BYTES, service: str = "preflight"
 ) -> dict[str, Any]:
     """Receive one JSON line from a tfdist process before a deadline.
 
     Args:
         connection: Socket to read from.
         limit: Deadline on the clock of `time.monotonic()`.
-        most: Maximum size of the line in bytes.
-        what: Name of the expected service, for the message.
+        max_bytes: Maximum size of the line in bytes.
+        service: Name of the expected service, for the message.
 
     Raises:
         ValueError: If the line is late, too long, or from another program.
@@ -176,9 +176,9 @@ def receive(
     try:
         while not line.endswith(b"\n"):
             connection.settimeout(max(limit - time.monotonic(), 0.001))
-            piece = connection.recv(min(most, 65536))
+            piece = connection.recv(min(max_bytes, 65536))
             line += piece
-            if not piece or len(line) > most:
+            if not piece or len(line) > max_bytes:
                 raise ValueError("closed" if not piece else "too long a line")
             # Not JSON: probably TensorFlow of a task that has passed the preflight already. Do not
             # wait for the end of its line.
@@ -189,6 +189,6 @@ def receive(
             raise ValueError("not of tfdist")
     except (TimeoutError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"a process listens there, but is no tfdist {what}: it sent {line[:40]!r} ({error})"
+            f"a process listens there, but is no tfdist {service}: it sent {line[:40]!r} ({error})"
         ) from error
     return message

@@ -81,15 +81,15 @@ def check(
     """
     if spec.task is None:
         raise ConfigurationError(
-            f"{spec.source}: this process is no task of the cluster; choose one with for_task"
+            f"{spec.source}: this process is not a task of the cluster; choose a task with for_task"
         )
     if spec.task in spec.listening_tasks:
-        _Meeting(
+        _Barrier(
             spec, spec.task, timeout, attempt, versions or installed_versions(), progress
-        ).hold()
+        ).run()
 
 
-class _Meeting:
+class _Barrier:
     """One task's side of the barrier.
 
     It sends requests from the caller's thread and replies from the server's threads.
@@ -122,30 +122,30 @@ class _Meeting:
         self.nonces = {str(me): nonce}  # by task, of every process that sent a badge
         self.met: set[str] = set()  # tasks that replied at their address and are compatible
         self.ready: set[str] = set()  # on the leader: the tasks that have met all others
-        self.released: set[str] = set()  # on the leader: the tasks that have received the go
-        self.go = False
+        self.notified: set[str] = set()  # on the leader: the tasks that have received the go
+        self.released = False
         self.fault: Exception | None = None
         self.lock = threading.Lock()
 
-    def hold(self) -> None:
+    def run(self) -> None:
         self._wait(self._names_missing)
         with _serve(self):
             try:
                 self._wait(self._tasks_missing)
                 if self.me == self.leader:
                     self._wait(lambda: dict.fromkeys(self.peers.keys() - self.ready, "not ready"))
-                    self.go = True
+                    self.released = True
                     self._wait(
                         lambda: dict.fromkeys(
-                            self.peers.keys() - self.released, "has not heard: go"
+                            self.peers.keys() - self.notified, "has not received the start signal"
                         )
                     )
                 else:
-                    self._wait(self._leader_waits)
+                    self._wait(self._leader_missing)
             except (ConfigurationError, PeersAbsent) as error:
                 self._fail(error)
                 # Tell the known tasks the reason now. Tasks that come later receive it in a reply.
-                self._ask_all(self.peers.keys() & self.nonces.keys())
+                self._exchange_all(self.peers.keys() & self.nonces.keys())
                 time.sleep(LINGER_S)
                 raise
         logger.info(
@@ -157,9 +157,13 @@ class _Meeting:
         if hello.get("attempt") != self.attempt:
             return self.badge  # a process of another attempt is about to exit: not a fault
         name = str(hello.get("task"))
-        if self._judge(hello, f"{name} at {host}") and hello.get("ready"):
+        if self._is_compatible(hello, f"{name} at {host}") and hello.get("ready"):
             self.ready.add(name)
-        return {**self._message(), "go": self.go, "missing": some(self.peers.keys() - self.ready)}
+        return {
+            **self._message(),
+            "go": self.released,
+            "missing": some(self.peers.keys() - self.ready),
+        }
 
     def _message(self) -> dict[str, Any]:
         if not self.fault:
@@ -179,20 +183,20 @@ class _Meeting:
         return {}
 
     def _tasks_missing(self) -> dict[str, str]:
-        answers = self._ask_all(self.peers.keys() - self.met)
+        answers = self._exchange_all(self.peers.keys() - self.met)
         self.met |= {name for name, (reply, _) in answers.items() if reply}
         return {name: reason for name, (reply, reason) in answers.items() if not reply}
 
-    def _ask_all(self, names: Iterable[str]) -> dict[str, tuple[dict[str, Any], str]]:
-        return for_each(lambda name: self._ask(self.peers[name]), names)
+    def _exchange_all(self, names: Iterable[str]) -> dict[str, tuple[dict[str, Any], str]]:
+        return for_each(lambda name: self._exchange(self.peers[name]), names)
 
-    def _leader_waits(self) -> dict[str, str]:
-        reply, reason = self._ask(self.leader, ready=True)
+    def _leader_missing(self) -> dict[str, str]:
+        reply, reason = self._exchange(self.leader, ready=True)
         if reply and not reply.get("go"):
             reason = f"it waits for {short(reply.get('missing'))}"
         return {str(self.leader): reason} if reason else {}
 
-    def _ask(self, task: Task, ready: bool = False) -> tuple[dict[str, Any], str]:
+    def _exchange(self, task: Task, ready: bool = False) -> tuple[dict[str, Any], str]:
         """Send the badge to a task; return its reply and "", or {} and why there is none.
 
         A permanent error is recorded as the fault of this side.
@@ -210,16 +214,18 @@ class _Meeting:
                 f"still attempt {short(reply.get('attempt'))} there, this is attempt "
                 f"{self.attempt}",
             )
-        if not self._judge(reply, f"{task} at {task.address}", expected=str(task)):
+        if not self._is_compatible(reply, f"{task} at {task.address}", expected=str(task)):
             return {}, "see the fault"
         return reply, ""
 
-    def _judge(self, badge: Mapping[str, Any], who: str, expected: str | None = None) -> bool:
+    def _is_compatible(
+        self, badge: Mapping[str, Any], peer: str, expected: str | None = None
+    ) -> bool:
         """Return whether another process is compatible; record the fault if it is not."""
         try:
-            self._compare(badge, who)
+            self._compare(badge, peer)
             if expected and badge["task"] != expected:
-                raise another_task(badge["task"], str(self.me), who)
+                raise another_task(badge["task"], str(self.me), peer)
             if "fault" in badge:
                 kind = ConfigurationError if badge.get("permanent") else PeersAbsent
                 raise kind(f"{badge['task']} gave up: {badge['fault']}")
@@ -228,12 +234,12 @@ class _Meeting:
             return False
         return True
 
-    def _compare(self, badge: Mapping[str, Any], who: str) -> None:
-        compare(badge, who, self.badge, self.spec.source)
+    def _compare(self, badge: Mapping[str, Any], peer: str) -> None:
+        compare(badge, peer, self.badge, self.spec.source)
         with self.lock:
-            known = self.nonces.setdefault(str(badge.get("task")), str(badge.get("nonce")))
-        if known != badge.get("nonce"):
-            raise claimed_twice(badge.get("task"), str(self.me), who)
+            first_nonce = self.nonces.setdefault(str(badge.get("task")), str(badge.get("nonce")))
+        if first_nonce != badge.get("nonce"):
+            raise claimed_twice(badge.get("task"), str(self.me), peer)
 
     def _fail(self, error: Exception) -> None:
         with self.lock:
@@ -256,24 +262,24 @@ class _Meeting:
 
 
 class _Server(TaskServer):
-    def __init__(self, meeting: _Meeting):
+    def __init__(self, barrier: _Barrier):
         self.exchange_s = EXCHANGE_S
-        self.meeting = meeting
-        super().__init__(meeting.me)
+        self.barrier = barrier
+        super().__init__(barrier.me)
 
     def reply(self, request: Mapping[str, Any], host: str) -> dict[str, Any]:
-        return self.meeting.answer(request, host)
+        return self.barrier.answer(request, host)
 
     def was_received(self, request: Mapping[str, Any], reply: Mapping[str, Any]) -> None:
         if reply.get("go"):
-            self.meeting.released.add(str(request["task"]))
+            self.barrier.notified.add(str(request["task"]))
 
 
-def _serve(meeting: _Meeting) -> _Server:
+def _serve(barrier: _Barrier) -> _Server:
     try:
-        return _Server(meeting)
+        return _Server(barrier)
     except OSError as error:
         kind: type[ValueError] = (
             PortTaken if error.errno == errno.EADDRINUSE else ConfigurationError
         )
-        raise kind(bind_problem(str(meeting.me), meeting.me.address, error)) from error
+        raise kind(bind_problem(str(barrier.me), barrier.me.address, error)) from error

@@ -84,8 +84,8 @@ def resolve(
     if task is not None:
         if spec is None:
             raise ValueError(
-                f"task {task!r}: there is no cluster to be a task of; describe it in a file or "
-                "TF_CONFIG"
+                f"task {task!r}: expected a cluster that has this task, found no cluster; "
+                "describe it in a file or in TF_CONFIG"
             )
         spec = spec.for_task(*parse_task(task))
     logger.info("cluster: %s", _summary(spec))
@@ -143,11 +143,11 @@ def from_slurm(environ: Mapping[str, str]) -> ClusterSpec | None:
             f"SLURM_STEP_TASKS_PER_NODE with {sum(per_node)} tasks, {size} in "
             "SLURM_STEP_NUM_TASKS; use a step of a homogeneous job"
         )
-    places = _places(per_node, _slurm_chunk(environ))
+    positions = _rank_positions(per_node, _slurm_chunk(environ))
     rank, node, local = (
         _integer(environ, f"SLURM_{name}") for name in ("PROCID", "NODEID", "LOCALID")
     )
-    if rank >= size or places[rank] != (node, local):
+    if rank >= size or positions[rank] != (node, local):
         raise ValueError(
             f"Slurm: SLURM_PROCID {rank} is task {local} of node {node}, but SLURM_DISTRIBUTION "
             f"{environ.get('SLURM_DISTRIBUTION')!r} puts it elsewhere; use srun "
@@ -164,7 +164,7 @@ def from_slurm(environ: Mapping[str, str]) -> ClusterSpec | None:
         step = 7 * _integer(environ, "SLURM_JOB_ID", 0) + _integer(environ, "SLURM_STEP_ID", 0)
         ports = _ports(environ, size, step)
     source = f"Slurm step {environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
-    return _workers(hosts, places, ports, rank, source)
+    return _workers(hosts, positions, ports, rank, source)
 
 
 def from_open_mpi(environ: Mapping[str, str]) -> ClusterSpec | None:
@@ -210,20 +210,20 @@ def from_open_mpi(environ: Mapping[str, str]) -> ClusterSpec | None:
             "hosts; add -x TFDIST_HOSTS=HOST:SLOTS,... with the list of its -H or hostfile "
             f"({_ALONE})"
         )
-    places = _places(slots, size)[:size]
-    if len(places) < size:
+    positions = _rank_positions(slots, size)[:size]
+    if len(positions) < size:
         raise ValueError(
-            f"Open MPI: TFDIST_HOSTS has {len(places)} slots for {size} processes; write "
+            f"Open MPI: TFDIST_HOSTS has {len(positions)} slots for {size} processes; write "
             "HOST:SLOTS for each"
         )
-    if rank >= size or places[rank][1] != local:
+    if rank >= size or positions[rank][1] != local:
         raise ValueError(
             f"Open MPI: rank {rank} is process {local} of its host, expected another from "
             f"TFDIST_HOSTS={environ.get('TFDIST_HOSTS')}; give mpirun the same hosts in the same "
             "order, and --map-by slot"
         )
     ports = _ports(environ, size, zlib.crc32(environ.get("PMIX_NAMESPACE", "").encode()))
-    return _workers(hosts, places, ports, rank, "Open MPI")
+    return _workers(hosts, positions, ports, rank, "Open MPI")
 
 
 def from_kubernetes(environ: Mapping[str, str]) -> ClusterSpec | None:
@@ -353,16 +353,16 @@ def _slurm_chunk(environ: Mapping[str, str]) -> int:
     )
 
 
-def _places(per_node: Sequence[int], chunk: int) -> list[tuple[int, int]]:
+def _rank_positions(per_node: Sequence[int], chunk: int) -> list[tuple[int, int]]:
     """Return (node, local index) of each rank; nodes take `chunk` ranks in turn until full."""
-    places: list[tuple[int, int]] = []
+    positions: list[tuple[int, int]] = []
     used = [0] * len(per_node)
-    while len(places) < sum(per_node):
+    while len(positions) < sum(per_node):
         for node, count in enumerate(per_node):
             taken = min(chunk, count - used[node])
-            places += [(node, used[node] + i) for i in range(taken)]
+            positions += [(node, used[node] + i) for i in range(taken)]
             used[node] += taken
-    return places
+    return positions
 
 
 def _ports(environ: Mapping[str, str], count: int, key: int) -> range:
@@ -372,16 +372,17 @@ def _ports(environ: Mapping[str, str], count: int, key: int) -> range:
 
 def _workers(
     hosts: Sequence[str],
-    places: Sequence[tuple[int, int]],
+    positions: Sequence[tuple[int, int]],
     ports: Sequence[int],
     rank: int,
     source: str,
 ) -> ClusterSpec:
     # With enough ports, use one per rank: then nodes that share one machine (test clusters) do not
     # collide.
-    by_rank = len(ports) >= len(places)
+    by_rank = len(ports) >= len(positions)
     addresses = [
-        f"{hosts[node]}:{ports[i if by_rank else local]}" for i, (node, local) in enumerate(places)
+        f"{hosts[node]}:{ports[i if by_rank else local]}"
+        for i, (node, local) in enumerate(positions)
     ]
     return ClusterSpec({"worker": tuple(addresses)}, "worker", rank, source)
 
@@ -405,7 +406,7 @@ def _integer(
 
 def _summary(spec: ClusterSpec | None) -> str:
     if spec is None:
-        return "none described; this machine alone"
+        return "none; this process runs alone"
     counts = " + ".join(f"{len(addresses)} {job}" for job, addresses in spec.jobs.items())
-    me = f"{spec.task} at {spec.task.address}" if spec.task else "not a member"
-    return f"{counts} from {spec.source}; this process is {me}"
+    this_task = f"{spec.task} at {spec.task.address}" if spec.task else "not a member"
+    return f"{counts} from {spec.source}; this process is {this_task}"

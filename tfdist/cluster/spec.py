@@ -66,7 +66,7 @@ class ClusterSpec:
     source: str = dataclasses.field(default="arguments", compare=False)
 
     def __post_init__(self):
-        object.__setattr__(self, "jobs", _checked_jobs(self.jobs, self.source))
+        object.__setattr__(self, "jobs", _check_jobs(self.jobs, self.source))
         _check_task(self.jobs, self.task_type, self.task_index, self.source)
 
     @classmethod
@@ -224,7 +224,7 @@ class ClusterSpec:
         """
         if self.task is None:
             raise ValueError(
-                f"{self.source}: TF_CONFIG is written for one task; choose it with "
+                f"{self.source}: TF_CONFIG needs the task of this process; choose it with "
                 "for_task('worker', 0)"
             )
         # The evaluator goes beside "cluster", where TensorFlow ignores it: ParameterServerStrategy
@@ -280,8 +280,8 @@ class ClusterSpec:
         """
         if self.task not in self.training_tasks:
             raise ValueError(
-                f"{self.source}: {self.task or 'a process outside the cluster'} has no rank: no "
-                "training task"
+                f"{self.source}: {self.task or 'a process outside the cluster'} has no rank, "
+                "because it is not a training task"
             )
         return self.training_tasks.index(self.task)
 
@@ -344,12 +344,12 @@ def data_workers(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     addresses = tuple(
         word.strip() for word in environ.get(DATA_WORKERS, "").split(",") if word.strip()
     )
-    for place, address in enumerate(addresses):
+    for i, address in enumerate(addresses):
         problem = address_problem(address) or (
-            "is there twice" if addresses.index(address) < place else None
+            "is there twice" if addresses.index(address) < i else None
         )
         if problem:
-            raise ValueError(f"{DATA_WORKERS}: data:{place}: address {address!r} {problem}")
+            raise ValueError(f"{DATA_WORKERS}: data:{i}: address {address!r} {problem}")
     return addresses
 
 
@@ -393,26 +393,26 @@ def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     return dict(pairs)
 
 
-def _checked_jobs(jobs: Mapping[str, Any], source: str) -> dict[str, tuple[str, ...]]:
+def _check_jobs(jobs: Mapping[str, Any], source: str) -> dict[str, tuple[str, ...]]:
     for job, addresses in jobs.items():
-        place = f"{source}: job {job!r}"
+        location = f"{source}: job {job!r}"
         if job == "master":
-            raise ValueError(f"{place}: a TensorFlow 1 name; rename it to 'chief'")
+            raise ValueError(f"{location}: a TensorFlow 1 name; rename it to 'chief'")
         if job not in JOBS:
-            raise ValueError(f"{place}: unknown; jobs are {', '.join(JOBS)}")
+            raise ValueError(f"{location}: unknown; jobs are {', '.join(JOBS)}")
         if isinstance(addresses, Mapping):
             raise ValueError(
-                f"{place}: is sparse (index: address); list the address of every task, by index"
+                f"{location}: is sparse (index: address); list the address of every task, by index"
             )
         if not isinstance(addresses, (list, tuple)):
-            raise ValueError(f"{place}: expected a list of addresses, received {addresses!r}")
+            raise ValueError(f"{location}: expected a list of addresses, received {addresses!r}")
         if not addresses:
             raise ValueError(
-                f"{place}: addresses are missing; list one host:port per task or remove the job"
+                f"{location}: addresses are missing; list one host:port per task or remove the job"
             )
         if job in ("chief", "evaluator") and len(addresses) > 1:
             raise ValueError(
-                f"{place}: has {len(addresses)} tasks, at most one is possible; make the others "
+                f"{location}: has {len(addresses)} tasks, at most one is possible; make the others "
                 "workers"
             )
     owners: dict[str, str] = {}
@@ -429,7 +429,8 @@ def _checked_jobs(jobs: Mapping[str, Any], source: str) -> dict[str, tuple[str, 
             owners[address.lower()] = f"{job}:{i}"
     if not jobs.keys() & {"chief", "worker"}:
         raise ValueError(
-            f"{source}: nobody trains: no chief or worker among the jobs {list(jobs)}; add a worker"
+            f"{source}: expected a chief or worker among the jobs, received {list(jobs)}; add a "
+            "worker"
         )
     return {job: tuple(jobs[job]) for job in JOBS if job in jobs}
 
@@ -439,17 +440,19 @@ def _check_task(
 ) -> None:
     if task_type is None and index is None:
         return
-    place = f"{source}: task {task_type}:{index}"
+    location = f"{source}: task {task_type}:{index}"
     if task_type is None:
-        raise ValueError(f"{place}: its type is missing; name one of {', '.join(jobs)}")
+        raise ValueError(f"{location}: its type is missing; name one of {', '.join(jobs)}")
     if task_type == "master":
-        raise ValueError(f"{place}: 'master' is a TensorFlow 1 name; use 'chief'")
+        raise ValueError(f"{location}: 'master' is a TensorFlow 1 name; use 'chief'")
     if task_type not in (*jobs, "evaluator"):
-        raise ValueError(f"{place}: unknown task type; the cluster has the jobs {', '.join(jobs)}")
+        raise ValueError(
+            f"{location}: unknown task type; the cluster has the jobs {', '.join(jobs)}"
+        )
     if not isinstance(index, int) or isinstance(index, bool):
-        raise ValueError(f"{place}: its index is missing or no integer; give 0, 1, ...")
+        raise ValueError(f"{location}: its index is missing or not an integer; set 0, 1, ...")
     count = len(jobs.get(task_type, [""]))  # an evaluator may be left out of the cluster
     if not 0 <= index < count:
         raise ValueError(
-            f"{place}: index out of range; job {task_type!r} has {count} tasks, 0 to {count - 1}"
+            f"{location}: index out of range; job {task_type!r} has {count} tasks, 0 to {count - 1}"
         )

@@ -16,7 +16,15 @@ import tensorflow as tf
 from tfdist.data.batch_rows import count_rows, cut, fill, plain
 from tfdist.data.errors import Errors, guarded
 from tfdist.data.order import Order, StreamOrder, example_seeds, rows_of_replicas
-from tfdist.data.reading import Example, Window, by_file, by_number, positions, walked, window_begin
+from tfdist.data.reading import (
+    Example,
+    Window,
+    by_file,
+    by_number,
+    by_walk,
+    positions,
+    window_begin,
+)
 from tfdist.data.service import distribute
 from tfdist.data.sources.base import Source, call, takes
 
@@ -91,15 +99,15 @@ class Batches:
         if self.addresses:
 
             def make(epoch, first, stride):
-                return self._made(window, tf.data.Dataset.from_tensors((epoch, first)), stride)
+                return self._make(window, tf.data.Dataset.from_tensors((epoch, first)), stride)
 
             steps = None if self.order is None else self.order.steps
             result = distribute(make, position, self.addresses, steps=steps, name=self.source.name)
         else:
-            result = self._made(window, position, 1)
+            result = self._make(window, position, 1)
         return result.prefetch(self.prefetch).with_options(self.options)
 
-    def _made(self, window: Window, position: tf.data.Dataset, stride: int) -> tf.data.Dataset:
+    def _make(self, window: Window, position: tf.data.Dataset, stride: int) -> tf.data.Dataset:
         """Return every `stride`-th of the ReplicaRows of one pass."""
         if self.order is None:
             return self._of_walk(window, position).shard(stride, 0)
@@ -125,7 +133,7 @@ class Batches:
         """
         if self.order is None:
             assert stride == 1, "all examples are walked through"
-            return walked(
+            return by_walk(
                 self.source,
                 self.buffer,
                 self._key,
@@ -156,8 +164,8 @@ class Batches:
         Returns:
             The example as it goes into a batch.
         """
-        return self._transformed(
-            _checked(self.source, self._read(example, seed), example.number), seed
+        return self._apply_transform(
+            _check_label(self.source, self._read(example, seed), example.number), seed
         )
 
     # --- Three ways of reading ------------------------------------------------------------------
@@ -213,16 +221,16 @@ class Batches:
 
         @plain
         def careful(example, seed):
-            guardian = functools.partial(guarded, source=self.source, errors=self.errors)
+            guard = functools.partial(guarded, source=self.source, errors=self.errors)
             if self.errors.allowed:
-                return Example((), *example[1:]), *guardian(
+                return Example((), *example[1:]), *guard(
                     "read, decoded or transformed", self.load, example, seed
                 )
-            data, _ = guardian("read or decoded", self._read, example, seed)
-            example = Example(_checked(self.source, data, example.number), *example[1:])
-            data, good = guardian(
+            data, _ = guard("read or decoded", self._read, example, seed)
+            example = Example(_check_label(self.source, data, example.number), *example[1:])
+            data, good = guard(
                 "transformed",
-                lambda example, seed: self._transformed(example.data, seed),
+                lambda example, seed: self._apply_transform(example.data, seed),
                 example,
                 seed,
             )
@@ -253,17 +261,17 @@ class Batches:
         def one(example):
             numbers = example.number
             epoch = example.epoch[0]
-            found = count_rows(numbers)
-            data = self._by_rows(example.data, epoch, numbers)
-            rows = found
+            real_rows = count_rows(numbers)
+            data = self._apply_batch_transform(example.data, epoch, numbers)
+            rows = real_rows
             if self.tail == "pad":
                 rows = tf.constant(self.global_batch, tf.int64)
                 data, numbers = (
                     fill(data, self.global_batch),
                     fill(numbers + 1, self.global_batch) - 1,
                 )
-                data = self._weighted(
-                    data, tf.range(self.global_batch, dtype=tf.int64) < found, found
+                data = self._add_weights(
+                    data, tf.range(self.global_batch, dtype=tf.int64) < real_rows, real_rows
                 )
             fingerprint = tf.cast(epoch * 31 + numbers[0], tf.float64)
             begin, end = rows_of_replicas(
@@ -301,7 +309,7 @@ class Batches:
             return source.single(example.number)
         return example.data if source.decode is None else source.decode(example.data)
 
-    def _transformed(self, data: Any, seed: Any) -> Any:
+    def _apply_transform(self, data: Any, seed: Any) -> Any:
         if self.transform is None:
             return data
         return (
@@ -316,20 +324,20 @@ class Batches:
         """Convert `width` examples to the window's rows of their batch."""
         order = self.order
         assert order is not None
-        data = self._by_rows(data, epoch, numbers)
+        data = self._apply_batch_transform(data, epoch, numbers)
         rows = tf.cast(order.rows(step, tf.minimum), tf.int64)
         begin = window_begin(order, window, step)
         width = window.width(self.global_batch)
         uneven = order.steps > order.full
-        real = (
+        is_real = (
             begin + tf.range(width, dtype=tf.int64) < rows if uneven else tf.ones([width], tf.bool)
         )
         if good is not None and self.errors.allowed:
-            real &= good
+            is_real &= good
         weighted = self.tail == "pad" or bool(self.errors.allowed)
         if weighted:
-            data = self._weighted(data, real, rows if self.tail == "pad" else None)
-            numbers = tf.where(real, numbers, -1)
+            data = self._add_weights(data, is_real, rows if self.tail == "pad" else None)
+            numbers = tf.where(is_real, numbers, -1)
         if uneven and self.tail == "partial":
             end = (
                 rows_of_replicas(rows, window.first, window.count, window.replicas, tf.minimum)[1]
@@ -343,14 +351,14 @@ class Batches:
             data if self.labels else _without_label(data), total, fingerprint, numbers
         )
 
-    def _by_rows(self, data: Any, epoch, numbers: tf.Tensor) -> Any:
+    def _apply_batch_transform(self, data: Any, epoch, numbers: tf.Tensor) -> Any:
         if self.batch_transform is None:
             return data
         if takes(self.batch_transform, "seeds"):
             return call(self.batch_transform, data, seeds=example_seeds(self.seed, epoch, numbers))
         return call(self.batch_transform, data)
 
-    def _weighted(self, data: Any, real: tf.Tensor, rows: Any) -> Any:
+    def _add_weights(self, data: Any, real: tf.Tensor, rows: Any) -> Any:
         """Add sample weights to a batch: 0 for rows that are not real examples.
 
         If `rows` is given, the weights are scaled so that the mean over all rows is the mean over
@@ -362,9 +370,9 @@ class Batches:
             return data
         if not isinstance(data, tuple) or len(data) not in (2, 3):
             raise ValueError(
-                f'{self.source.name}: tail="pad" and ignore_errors give rows a sample weight, '
-                "which takes examples (x, y) or "
-                f"(x, y, weight); received {data!r}. Return such from transform=."
+                f'{self.source.name}: tail="pad" and ignore_errors add sample weights. Expected '
+                f"examples (x, y) or (x, y, weight); received {data!r}. Return a tuple like that "
+                "from transform=."
             )
         if len(data) == 3:
             own = tf.cast(data[2], tf.float32)
@@ -376,7 +384,7 @@ def _without_label(data: Any) -> Any:
     return data[0] if isinstance(data, tuple) else data
 
 
-def _checked(source: Source, data: Any, number: tf.Tensor) -> Any:
+def _check_label(source: Source, data: Any, number: tf.Tensor) -> Any:
     """Return the example after a check that its label is one of the classes."""
     if (
         source.classes is None
@@ -387,11 +395,13 @@ def _checked(source: Source, data: Any, number: tf.Tensor) -> Any:
     label = data[1]
     if not isinstance(label, tf.Tensor) or not label.dtype.is_integer or label.shape.rank != 0:
         return data
-    where = source.describe(number) if source.describe is not None else tf.strings.as_string(number)
-    message = (
-        f"{source.name}: expected a label from 0 to {source.classes - 1}; received, with the place "
-        "of its example:"
+    location = (
+        source.describe(number) if source.describe is not None else tf.strings.as_string(number)
     )
-    right = (label >= 0) & (tf.cast(label, tf.int64) < source.classes)
-    with tf.control_dependencies([tf.debugging.Assert(right, [message, label, where])]):
+    message = (
+        f"{source.name}: expected a label from 0 to {source.classes - 1}; received this label, at "
+        "this place:"
+    )
+    valid = (label >= 0) & (tf.cast(label, tf.int64) < source.classes)
+    with tf.control_dependencies([tf.debugging.Assert(valid, [message, label, location])]):
         return (data[0], tf.identity(label), *data[2:])

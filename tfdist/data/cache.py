@@ -11,9 +11,9 @@ import itertools
 
 import tensorflow as tf
 
-from tfdist.data.errors import place
+from tfdist.data.errors import location_of
 from tfdist.data.sources.base import Source, check_labels
-from tfdist.data.writing.record_shards import named
+from tfdist.data.writing.record_shards import name_unreadable
 
 _BATCH = 1024  # examples in one read
 
@@ -56,7 +56,7 @@ def cached(source: Source, cache: bool | str) -> Source:
     if source.raw is None or (source.assemble is None and source.decode is None):
         raise ValueError(
             f"cache: the examples of {source.name} have no common shape ({source.element_spec}). "
-            "Bring them to one with source.map(...) first, or name a directory."
+            "Resize them with source.map(...) first, or pass cache=DIRECTORY."
         )
     raw = source.raw
     decode = source.decode
@@ -85,7 +85,7 @@ def _of_tensors(source: Source, tensors) -> Source:
             source.name,
             label.numpy(),
             source.classes,
-            lambda number: place(source, number) or f"example {number}",
+            lambda number: location_of(source, number) or f"example {number}",
         )
     return dataclasses.replace(
         source,
@@ -101,7 +101,7 @@ def _read(source: Source, dataset: tf.data.Dataset):
     try:
         parts = list(dataset.batch(_BATCH))
     except tf.errors.OpError:
-        for _ in named(
+        for _ in name_unreadable(
             source, iter(dataset), itertools.count()
         ):  # names the first that cannot be read
             pass

@@ -34,21 +34,21 @@ class Errors:
             none may.
 
     Attributes:
-        found: Mapping from the number of each example left out to the place where it is stored.
+        failed: Mapping from the number of each example left out to the place where it is stored.
     """
 
     def __init__(self, name: str, allowed: int):
         self.name = name
         self.allowed = allowed
-        self.found: dict[int, str] = {}
+        self.failed: dict[int, str] = {}
         self._lock = threading.Lock()
 
-    def add(self, number: np.int64, place: bytes) -> np.int64:
+    def add(self, number: np.int64, location: bytes) -> np.int64:
         """Record an example; raise ValueError once there are more than allowed.
 
         Args:
             number: Number of the example.
-            place: Where the example is stored.
+            location: Where the example is stored.
 
         Returns:
             `number`, unchanged.
@@ -57,12 +57,12 @@ class Errors:
             ValueError: If more than `allowed` examples have been recorded.
         """
         with self._lock:
-            if int(number) not in self.found:
-                self.found[int(number)] = place.decode(errors="replace")
+            if int(number) not in self.failed:
+                self.failed[int(number)] = location.decode(errors="replace")
                 logging.warning(
-                    "%s: example %d left out: %s", self.name, number, self.found[int(number)]
+                    "%s: skipped example %d: %s", self.name, number, self.failed[int(number)]
                 )
-            if len(self.found) > self.allowed:
+            if len(self.failed) > self.allowed:
                 raise ValueError(
                     f"{self.name}: more than ignore_errors={self.allowed} examples cannot be read "
                     f"or transformed: {self.report()}"
@@ -72,19 +72,19 @@ class Errors:
     def report(self) -> str:
         """Return the examples left out, one on each line."""
         return "\n".join(
-            f"example {number}: {place}" for number, place in sorted(self.found.items())
+            f"example {number}: {location}" for number, location in sorted(self.failed.items())
         )
 
 
 def guarded(
-    what: str, load: Callable[..., Any], example: Any, seed: Any, source: Source, errors: Errors
+    action: str, load: Callable[..., Any], example: Any, seed: Any, source: Source, errors: Errors
 ) -> tuple[Any, tf.Tensor]:
     """Load an example; if that fails, raise an error with its place or leave the example out.
 
     The example is left out only where `errors` allows it.
 
     Args:
-        what: Verb for the error message that says what `load` does: "read".
+        action: Verb for the error message that says what `load` does: "read".
         load: Function from `example` and `seed` to the example's data. TensorFlow writes the cause
             of its failure into the log.
         example: An Example.
@@ -95,39 +95,39 @@ def guarded(
     Returns:
         The data, zeros if loading failed; and whether loading succeeded.
     """
-    one = tf.data.Dataset.from_tensors((example, seed))
-    loaded = one.map(plain(lambda *x: (load(*x), True)))
+    single = tf.data.Dataset.from_tensors((example, seed))
+    loaded = single.map(plain(lambda *x: (load(*x), True)))
 
-    def where(example: Any) -> tf.Tensor:
+    def locate(example: Any) -> tf.Tensor:
         if source.describe is not None:
             return source.describe(example.number)
         return tf.strings.join(["example ", tf.strings.as_string(example.number)])
 
     @plain
     def fail(example, _):
-        message = f"{source.name}: cannot be {what} (a line further up in the log has the cause):"
-        with tf.control_dependencies([tf.debugging.Assert(False, [message, where(example)])]):
+        message = f"{source.name}: cannot be {action} (the log above has the cause):"
+        with tf.control_dependencies([tf.debugging.Assert(False, [message, locate(example)])]):
             return tf.constant(False)
 
     @plain
     def leave_out(example, _):
         with tf.control_dependencies(
-            [tf.numpy_function(errors.add, [example.number, where(example)], tf.int64)]
+            [tf.numpy_function(errors.add, [example.number, locate(example)], tf.int64)]
         ):
             return tf.nest.map_structure(_empty, loaded.element_spec[0]), tf.constant(False)
 
-    otherwise = (
-        one.map(leave_out)
+    fallback = (
+        single.map(leave_out)
         if errors.allowed
-        else one.filter(fail).flat_map(plain(lambda *_: loaded))
+        else single.filter(fail).flat_map(plain(lambda *_: loaded))
     )
     data, good = (
-        loaded.ignore_errors(log_warning=True).concatenate(otherwise).take(1).get_single_element()
+        loaded.ignore_errors(log_warning=True).concatenate(fallback).take(1).get_single_element()
     )
     return data, good
 
 
-def place(source: Source, number: int) -> str | None:
+def location_of(source: Source, number: int) -> str | None:
     """Return where an example is stored, such as "file X, byte 123".
 
     Args:
@@ -157,7 +157,7 @@ def cause(error: Exception) -> str:
 def _empty(spec: Any) -> tf.Tensor:
     if not isinstance(spec, tf.TensorSpec) or not spec.shape.is_fully_defined():
         raise ValueError(
-            "ignore_errors: expected dense examples whose shape is known beforehand, received "
-            f"{spec}. Make them so in transform=, with tf.ensure_shape."
+            f"ignore_errors: expected dense examples of a static shape, received {spec}. Set the "
+            "shape in transform= with tf.ensure_shape."
         )
     return tf.zeros(spec.shape, spec.dtype)

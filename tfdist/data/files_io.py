@@ -107,8 +107,8 @@ def locked(path: str | os.PathLike, timeout: float, purpose: str) -> Iterator[No
                     file.seek(0)
                     raise TimeoutError(
                         f"Waited {timeout:g} s for {file.read() or 'another process'}, which is "
-                        f"{purpose} and holds the lock {os.fspath(path)}. See whether it still "
-                        "works; end it and start again if it hangs."
+                        f"{purpose} and holds the lock {os.fspath(path)}. If that process hangs, "
+                        "end it and start again."
                     ) from None
                 time.sleep(0.05)
         file.truncate(0)

@@ -74,17 +74,17 @@ def permute(numbers: Any, count: Any, key: Any) -> tf.Tensor:
     # 2^26 to 2^28 the results of neighbours differ by only 2^14 different amounts, because the
     # cipher's rotations by 1 and 8 are half of 14 bits apart.
     odd = largest | 1
-    wide = tf.where(largest < 2**26, odd, tf.maximum(odd, 2**28 + 1))
-    wide = tf.where(largest < 2**16, largest, wide)
+    ranges = tf.where(largest < 2**26, odd, tf.maximum(odd, 2**28 + 1))
+    ranges = tf.where(largest < 2**16, largest, ranges)
 
-    def walk(places: tf.Tensor) -> list[tf.Tensor]:
-        beyond = places > largest
+    def walk(values: tf.Tensor) -> list[tf.Tensor]:
+        too_large = values > largest
         # The op computes nothing where max_index is 0.
-        further = _cipher(tf.where(beyond, places, 0), keys, tf.where(beyond, wide, 0))
-        return [tf.where(beyond, further, places)]
+        permuted = _cipher(tf.where(too_large, values, 0), keys, tf.where(too_large, ranges, 0))
+        return [tf.where(too_large, permuted, values)]
 
-    places = _cipher(numbers, keys, wide)
-    return tf.while_loop(lambda places: tf.reduce_any(places > largest), walk, [places])[0]
+    values = _cipher(numbers, keys, ranges)
+    return tf.while_loop(lambda values: tf.reduce_any(values > largest), walk, [values])[0]
 
 
 def _cipher(numbers: tf.Tensor, keys: tf.Tensor, largest: tf.Tensor) -> tf.Tensor:
@@ -277,9 +277,9 @@ class StreamOrder(Order):
     def numbers(self, epoch: Any, positions: Any) -> tf.Tensor:
         """See `Order.numbers`."""
         positions = tf.convert_to_tensor(positions, tf.int64)
-        return self.numbers_of(epoch, self.places(epoch, positions))
+        return self.numbers_of(epoch, self.sequence_positions(epoch, positions))
 
-    def places(self, epoch: Any, positions: tf.Tensor) -> tf.Tensor:
+    def sequence_positions(self, epoch: Any, positions: tf.Tensor) -> tf.Tensor:
         """Return the places in the epoch's file sequence of the examples at some positions.
 
         Args:
@@ -296,9 +296,11 @@ class StreamOrder(Order):
         stream = tf.where(full, row // self.per_stream, self.streams)
         within = tf.where(full, step * self.per_stream + row % self.per_stream, row)
         length = tf.where(full, tf.constant(self.part, tf.int64), self.examples - self.tail_begin)
-        return stream * self.part + self.shuffled(epoch, stream, within, length)
+        return stream * self.part + self.shuffle_within(epoch, stream, within, length)
 
-    def shuffled(self, epoch: Any, stream: tf.Tensor, within: tf.Tensor, length: Any) -> tf.Tensor:
+    def shuffle_within(
+        self, epoch: Any, stream: tf.Tensor, within: tf.Tensor, length: Any
+    ) -> tf.Tensor:
         """Return places in a part of `length` examples, with each block permuted by itself.
 
         Args:
@@ -320,20 +322,20 @@ class StreamOrder(Order):
         size = tf.minimum(tf.cast(length, tf.int64) - first, self.block)
         return first + permute(within - first, size, keys)
 
-    def numbers_of(self, epoch: Any, places: tf.Tensor) -> tf.Tensor:
+    def numbers_of(self, epoch: Any, sequence_positions: tf.Tensor) -> tf.Tensor:
         """Return the numbers of the examples at some places of the epoch's file sequence.
 
         Args:
             epoch: Epoch: 0, 1, ...
-            places: Places in the file sequence, int64 `[k]`.
+            sequence_positions: Places in the file sequence, int64 `[k]`.
 
         Returns:
             int64 `[k]`.
         """
         files = self.files(epoch)
         ends = self.ends(epoch)
-        which = tf.searchsorted(ends, places, side="right", out_type=tf.int64)
+        which = tf.searchsorted(ends, sequence_positions, side="right", out_type=tf.int64)
         file = tf.gather(files, which)
         lengths = tf.constant(self.lengths, tf.int64)
         base = tf.gather(tf.cumsum(lengths, exclusive=True), file)
-        return base + places - (tf.gather(ends, which) - tf.gather(lengths, file))
+        return base + sequence_positions - (tf.gather(ends, which) - tf.gather(lengths, file))

@@ -137,29 +137,29 @@ def pipeline(
         or not isinstance(seed, int | np.integer)
         or not -(2**63) <= seed < 2**63
     ):
-        raise ValueError(f"seed: expected a whole number of 64 bits, received {seed!r}.")
+        raise ValueError(f"seed: expected an integer of 64 bits, received {seed!r}.")
     if tail not in TAILS:
         raise ValueError(f"tail: expected one of {', '.join(TAILS)}; received {tail!r}.")
     if isinstance(ignore_errors, bool) or not isinstance(ignore_errors, int) or ignore_errors < 0:
         raise ValueError(
-            "ignore_errors: expected how many examples may be left out, 0 or more; received "
-            f"{ignore_errors!r}."
+            "ignore_errors: expected the number of examples that may be skipped, 0 or more; "
+            f"received {ignore_errors!r}."
         )
     if source.walk is not None and ignore_errors:
         raise ValueError(
-            f"ignore_errors: {source.name} is read by code of your own, which tfdist cannot read "
-            "on from after an error. Use tf.data.Dataset.ignore_errors there."
+            f"ignore_errors: {source.name} is a tf.data.Dataset or generator of yours, which "
+            "tfdist cannot continue after an error. Call tf.data.Dataset.ignore_errors on it."
         )
     addresses = addresses_of(service)
     if addresses and ignore_errors:
         raise ValueError(
-            "ignore_errors: expected 0 with service=..., as data workers cannot count what all of "
-            "them leave out; leave one of the two out."
+            f"ignore_errors: expected 0 with service=..., received {ignore_errors}. Data workers "
+            "cannot count their errors together. Pass only one of the two."
         )
     if not labels and tail == "pad":
         raise ValueError(
-            'labels=False: expected tail="partial", as padding would make outputs of nothing; '
-            'received "pad".'
+            'labels=False: expected tail="partial", received "pad". With padding, predict would '
+            "return outputs for rows that are no examples."
         )
     buffer = _buffer(shuffle)
     if source.cardinality is not None:
@@ -203,7 +203,7 @@ def pipeline(
         window = Window() if count == replicas else Window(first, count, replicas)
         return rows_of(window, epoch, first_step)
 
-    def whole(epoch: int | None, first_step: int = 0) -> tf.data.Dataset:
+    def whole_batches(epoch: int | None, first_step: int = 0) -> tf.data.Dataset:
         result = rows_of(Window(), epoch, first_step).map(plain(lambda rows: rows.data))
         if count is not None:
             result = result.apply(tf.data.experimental.assert_cardinality(count - first_step))
@@ -216,9 +216,9 @@ def pipeline(
 
     epochs = Epochs()
     of_all = batches.replica_rows(Window(), _position(epochs, None, 0))
-    result = whole(None)
+    result = whole_batches(None)
     result.epochs = epochs
-    result.of_epoch = whole
+    result.of_epoch = whole_batches
     result.replica_rows = replica_rows
     result.order = order
     result.errors = errors
@@ -235,11 +235,11 @@ def _position(epochs: Epochs, epoch: int | None, first_step: int) -> tf.data.Dat
 
     # A Python counter can be read and set, and does not become a variable of a strategy.
     @plain
-    def now(_):
-        taken = tf.ensure_shape(tf.numpy_function(epochs.take, [], tf.int64), [])
-        return taken, tf.constant(first_step, tf.int64)
+    def begin(_):
+        next_epoch = tf.ensure_shape(tf.numpy_function(epochs.take, [], tf.int64), [])
+        return next_epoch, tf.constant(first_step, tf.int64)
 
-    return tf.data.Dataset.from_tensors(0).map(now)
+    return tf.data.Dataset.from_tensors(0).map(begin)
 
 
 def _order(
@@ -305,13 +305,13 @@ def _count(name: str, examples: int, global_batch: int, drop: bool) -> int:
     count = examples // global_batch if drop else -(-examples // global_batch)
     if count == 0:
         remedy = (
-            'Take a smaller global_batch, or another tail than "drop".'
+            'Pass a smaller global_batch, or another tail than "drop".'
             if examples
-            else "Look at where it is read from."
+            else "Check the location of the data."
         )
         raise ValueError(
-            f"{name} has {examples} examples, which make no batch of global_batch={global_batch}. "
-            f"{remedy}"
+            f"{name} has {examples} examples, too few for one batch of "
+            f"global_batch={global_batch}. {remedy}"
         )
     return count
 
@@ -323,12 +323,12 @@ def _check_replicas(source: Source, global_batch: int, replicas: int) -> None:
         nearest = f"{below} and {above}" if below else f"{above}"
         raise ValueError(
             f"global_batch={global_batch}: expected a multiple of the {replicas} replicas, so that "
-            f"each takes equally many rows; the nearest {'are' if below else 'is'} {nearest}."
+            f"each gets equally many rows; the nearest {'are' if below else 'is'} {nearest}."
         )
     if source.cardinality is not None and source.cardinality < replicas:
         raise ValueError(
-            f"{source.name} has {source.cardinality} examples, fewer than there are replicas "
-            f"({replicas}). Take fewer workers or devices."
+            f"{source.name} has {source.cardinality} examples, fewer than the {replicas} replicas. "
+            "Use fewer workers or devices."
         )
 
 
@@ -338,8 +338,8 @@ def _check_shapes(source: Source, transform: Any) -> None:
     for spec in tf.nest.flatten(source.element_spec):
         if isinstance(spec, tf.TensorSpec) and not spec.shape.is_fully_defined():
             raise ValueError(
-                f"{source.name}: its examples have no common shape ({spec.shape}), so that they "
-                "make no batch. Resize them with transform=, such as "
+                f"{source.name}: its examples have no common shape ({spec.shape}), so they cannot "
+                "be batched. Resize them with transform=, such as "
                 "tfdist.data.transforms.images(224)."
             )
 

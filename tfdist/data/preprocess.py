@@ -39,8 +39,8 @@ class Preprocess:
     layers: keras.Layer | Mapping[str, keras.Layer]
 
     def __post_init__(self) -> None:
-        found = self.layers.values() if isinstance(self.layers, Mapping) else [self.layers]
-        for layer in found:
+        layers = self.layers.values() if isinstance(self.layers, Mapping) else [self.layers]
+        for layer in layers:
             if not isinstance(layer, keras.Layer):
                 raise ValueError(
                     f"layers: expected a Keras layer, or a dict of them; received {layer!r}."
@@ -56,14 +56,14 @@ class Preprocess:
         Returns:
             The new x; with `rest`, a tuple.
         """
-        changed = dict(x) if isinstance(x, Mapping) else x
-        for name, layer in _named(self.layers):
-            value = _run(layer, _feature(x, name), name)
+        result = dict(x) if isinstance(x, Mapping) else x
+        for name, layer in _layers_by_feature(self.layers):
+            value = _apply_layer(layer, _feature(x, name), name)
             if name is None:
-                changed = value
+                result = value
             else:
-                changed[name] = value
-        return (changed, *rest) if rest else changed
+                result[name] = value
+        return (result, *rest) if rest else result
 
 
 def adapt(
@@ -94,7 +94,7 @@ def adapt(
     """
     source = as_source(source)
     result = Preprocess(layers)
-    for name, layer in _named(layers):
+    for name, layer in _layers_by_feature(layers):
         if hasattr(layer, "adapt"):
             layer.adapt(
                 source.dataset()
@@ -105,10 +105,10 @@ def adapt(
 
 
 def _select(name: str | None) -> Callable[..., Any]:
-    return lambda x, *rest: _column(_feature(x, name))
+    return lambda x, *rest: _as_column(_feature(x, name))
 
 
-def _named(layers: Any) -> list[tuple[str | None, keras.Layer]]:
+def _layers_by_feature(layers: Any) -> list[tuple[str | None, keras.Layer]]:
     return list(layers.items()) if isinstance(layers, Mapping) else [(None, layers)]
 
 
@@ -116,8 +116,8 @@ def _feature(x: Any, name: str | None) -> Any:
     if name is None:
         if isinstance(x, Mapping):
             raise ValueError(
-                f"layers: x has the features {', '.join(map(str, x))}: expected layers by the name "
-                "of their feature, received one layer."
+                f"layers: x has the features {', '.join(map(str, x))}: expected a dict from "
+                "feature names to layers, received one layer."
             )
         return x
     if not isinstance(x, Mapping):
@@ -129,21 +129,21 @@ def _feature(x: Any, name: str | None) -> Any:
     return x[name]
 
 
-def _column(value: Any) -> Any:
+def _as_column(value: Any) -> Any:
     return value[:, tf.newaxis] if value.shape.rank == 1 else value
 
 
-def _run(layer: keras.Layer, value: Any, name: str | None) -> Any:
+def _apply_layer(layer: keras.Layer, value: Any, name: str | None) -> Any:
     if (
         isinstance(layer, keras.layers.Normalization)
         and not layer.built
         and layer.input_mean is None
     ):
         raise ValueError(
-            f"layers: {layer.name} has learned nothing yet. Call adapt(layers, source), or give it "
-            "mean and variance."
+            f"layers: {layer.name} has not been adapted. Call adapt(layers, source), or pass mean "
+            "and variance to the layer."
         )
-    value = _column(value)
+    value = _as_column(value)
     result = layer(value)
     if (
         isinstance(result, tf.Tensor)
@@ -151,8 +151,8 @@ def _run(layer: keras.Layer, value: Any, name: str | None) -> Any:
         and not result.shape[1:].is_fully_defined()
     ):
         raise ValueError(
-            f"layers: {layer.name}{'' if name is None else f', of the feature {name!r},'} makes "
-            f"rows as long as the longest of its batch ({result.shape}), though a row must not "
-            "depend on others. Give it a length: TextVectorization(output_sequence_length=...)."
+            f"layers: {layer.name}{'' if name is None else f', of the feature {name!r},'} pads "
+            f"rows to the longest of their batch ({result.shape}), so a row would depend on the "
+            "others. Set a length: TextVectorization(output_sequence_length=...)."
         )
     return result

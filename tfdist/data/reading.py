@@ -114,8 +114,10 @@ def by_number(order: Order, window: Window, steps: tf.data.Dataset) -> tf.data.D
 
     @plain
     def numbers(epoch, step):
-        found = tf.ensure_shape(order.numbers(epoch, positions(order, window, step)), [width])
-        return Example((), found, tf.fill([width], epoch), tf.fill([width], step))
+        order_numbers = tf.ensure_shape(
+            order.numbers(epoch, positions(order, window, step)), [width]
+        )
+        return Example((), order_numbers, tf.fill([width], epoch), tf.fill([width], step))
 
     return steps.map(numbers, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
 
@@ -166,15 +168,15 @@ def by_file(
             tf.constant(order.tail_begin, tf.int64),
             tf.constant(order.examples, tf.int64),
         )
-        wanted = order.places(epoch, positions(order, window, last)) - order.tail_begin
-        together = rest.batch(order.examples - order.tail_begin)
-        rows = together.flat_map(
-            lambda *held: tf.data.Dataset.from_tensor_slices(
-                tuple(tf.gather(x, wanted) for x in held)
+        indices = order.sequence_positions(epoch, positions(order, window, last)) - order.tail_begin
+        tail_rows = rest.batch(order.examples - order.tail_begin)
+        rows = tail_rows.flat_map(
+            lambda *columns: tf.data.Dataset.from_tensor_slices(
+                tuple(tf.gather(x, indices) for x in columns)
             )
         )
-        begun = rows.take(tf.where(step <= last, tf.constant(-1, tf.int64), 0))
-        return begun.map(lambda stored, number: Example(stored, number, epoch, last))
+        selected = rows.take(tf.where(step <= last, tf.constant(-1, tf.int64), 0))
+        return selected.map(lambda stored, number: Example(stored, number, epoch, last))
 
     # Read the position only once: each read begins an epoch.
     if order.steps == order.full:
@@ -188,7 +190,7 @@ def by_file(
     return examples.batch(width, drop_remainder=True)
 
 
-def walked(
+def by_walk(
     source: Source, buffer: int | None, key: Callable[[Any], tf.Tensor], position: tf.data.Dataset
 ) -> tf.data.Dataset:
     """Read all examples of a source with `walk`, in an epoch's order.
@@ -258,13 +260,14 @@ def _stream(
     start = stream * order.part
     read = _segment(source, sequence, start + block * order.block, start + order.part)
 
-    def permuted(index, held):
+    def permuted(index, columns):
         first = (block + index) * order.block
-        within = first + tf.range(tf.size(held[1], tf.int64))
-        places = (
-            order.shuffled(epoch, tf.fill(tf.shape(within), stream), within, order.part) - first
+        within = first + tf.range(tf.size(columns[1], tf.int64))
+        offsets = (
+            order.shuffle_within(epoch, tf.fill(tf.shape(within), stream), within, order.part)
+            - first
         )
-        return tuple(tf.gather(x, places) for x in held)
+        return tuple(tf.gather(x, offsets) for x in columns)
 
     return (
         read.batch(order.block).enumerate().map(permuted).unbatch().skip(done - block * order.block)
@@ -286,13 +289,13 @@ def _segment(source: Source, sequence: _Sequence, begin, end) -> tf.data.Dataset
     assert scan is not None
 
     @plain
-    def of_file(place):
-        skipped = tf.maximum(begin - sequence.starts[place], 0)
-        count = tf.minimum(sequence.ends[place], end) - sequence.starts[place] - skipped
-        number = sequence.numbers[place] + skipped
+    def of_file(i):
+        skipped = tf.maximum(begin - sequence.starts[i], 0)
+        count = tf.minimum(sequence.ends[i], end) - sequence.starts[i] - skipped
+        number = sequence.numbers[i] + skipped
         return tf.data.Dataset.zip(
             (
-                scan(sequence.files[place], skipped, count),
+                scan(sequence.files[i], skipped, count),
                 tf.data.Dataset.range(number, number + count),
             )
         )

@@ -35,15 +35,16 @@ from tfdist.data.batch_rows import plain
 from tfdist.data.portable import bound_to_process, graph_of
 from tfdist.keras_compat import held_bytes
 
-AHEAD = 2  # steps that a data worker prefetches, and steps that the reader prefetches of each
+# Steps that a data worker prefetches, and steps that the reader prefetches of each.
+PREFETCH_STEPS = 2
 # Maximal size of a data pipeline in bytes. It is sent to each data worker when a pass begins.
-LARGEST = 128 * 2**20
+MAX_BYTES = 128 * 2**20
 START_S = 120.0  # timeout in seconds for the start of a data worker
 RETURN_S = 10.0  # timeout in seconds for a data worker that no longer answers
-LOOK_S = 1.0  # seconds between two checks of the data workers
+CHECK_S = 1.0  # seconds between two checks of the data workers
 TICK_US = 50_000  # microseconds between two reads of the verdict; the end of a pass waits so long
 # Seconds that a data worker keeps the data pipeline of a pass, which it loads with the first step.
-KEPT_S = 300.0
+KEEP_S = 300.0
 FORGET_MS = 1000  # milliseconds until a data worker deletes a pass that has no reader any more
 
 _ABSENT = "?"  # verdict until all data workers have answered once
@@ -51,7 +52,7 @@ _STEP = 0
 _TICK = 1
 _END = 2
 
-_kept: list = []  # objects that live as long as the process
+_servers: list = []  # objects that live as long as the process
 
 Make = Callable[[tf.Tensor, tf.Tensor, int], tf.data.Dataset]
 
@@ -76,30 +77,30 @@ def addresses_of(service: bool | Sequence[str] | None) -> tuple[str, ...]:
     if service is None or service is False:
         return ()
     if service is True:
-        found = data_workers()
-        if not found:
+        addresses = data_workers()
+        if not addresses:
             raise ValueError(
                 f"service=True: expected data workers, found none ({DATA_WORKERS} is not set). "
-                "Start with `tfdist launch --data-workers N`, or leave service=None."
+                "Start them with `tfdist launch --data-workers N`, or pass service=None."
             )
-        return found
+        return addresses
     if isinstance(service, str):
         raise ValueError(
             f"service: expected True or a list of addresses, received the text {service!r}; write "
             f"[{service!r}]."
         )
-    found = tuple(service)
-    for place, address in enumerate(found):
+    addresses = tuple(service)
+    for i, address in enumerate(addresses):
         problem = address_problem(address)
-        if not problem and found.index(address) != place:
+        if not problem and addresses.index(address) != i:
             problem = "is there twice; list each data worker once"
         if problem:
             raise ValueError(f"service: address {address!r} {problem}.")
-    if not found:
+    if not addresses:
         raise ValueError(
-            "service: expected at least one address, received none; leave service=None."
+            "service: expected at least one address, received none; pass service=None."
         )
-    return found
+    return addresses
 
 
 def distribute(
@@ -137,13 +138,13 @@ def distribute(
         # With op determinism, TensorFlow rejects datasets that return elements as they become
         # ready, and breaks datasets that it rewrites for another process.
         raise ValueError(
-            f"service: the pipeline of {name} cannot go to data workers after "
-            "tf.config.experimental.enable_op_determinism(). Its order is the same without that; "
-            "leave one of the two out."
+            f"service: data workers cannot run the data pipeline of {name} after "
+            "tf.config.experimental.enable_op_determinism(). The order of its examples is "
+            "deterministic without that call: remove the call, or pass service=None."
         )
     spec = check_portable(make, name)
     count = len(addresses)
-    state = _watch(tuple(addresses))
+    state = _status_variable(tuple(addresses))
 
     @plain
     def one_pass(epoch, first):
@@ -155,15 +156,17 @@ def distribute(
                     tf.data.Dataset.choose_from_datasets(parts, turns, stop_on_empty_dataset=True)
                 ]
             result = tf.data.Dataset.zip((tf.data.Dataset.counter(), parts[0])).map(
-                plain(lambda n, part: _checked(n, part, count))
+                plain(lambda n, part: _check_number(n, part, count))
             )
             return result if steps is None else result.take(tf.maximum(steps - first, 0))
 
         # Registering and reading block without limit. So both begin only when all data workers have
         # answered, and race with the thread that checks them.
         steps_of_pass = tf.data.Dataset.from_tensors(0).flat_map(plain(read))
-        present = _ticks(state).filter(lambda said: said == "").take(1)
-        return present.flat_map(plain(lambda _: _guarded(steps_of_pass, spec, state)))
+        workers_ready = _status_ticks(state).filter(lambda status: status == "").take(1)
+        return workers_ready.flat_map(
+            plain(lambda _: _fail_when_absent(steps_of_pass, spec, state))
+        )
 
     return position.flat_map(one_pass)
 
@@ -186,24 +189,25 @@ def check_portable(make: Make, name: str) -> Any:
         dataset = make(zero, zero, 1)
         size = held_bytes(dataset)
         try:
-            graph = graph_of(dataset) if size <= LARGEST else b""
+            graph = graph_of(dataset) if size <= MAX_BYTES else b""
         except tf.errors.OpError as error:
             raise ValueError(
-                f"service: the pipeline of {name} cannot go to data workers: {error.message}. "
-                "Leave service=None."
+                f"service: the data pipeline of {name} cannot be sent to data workers: "
+                f"{error.message}. Pass service=None."
             ) from error
     size = max(size, len(graph))
-    if size > LARGEST:
+    if size > MAX_BYTES:
         raise ValueError(
-            f"service: the pipeline of {name} holds {size / 2**20:.0f} MiB of data, which would go "
-            f"to every data worker in every pass; at most {LARGEST / 2**20:.0f} MiB can. Read the "
-            "examples from files, or leave service=None."
+            f"service: the data pipeline of {name} holds {size / 2**20:.0f} MiB of data, which "
+            "would be sent to every data worker in every pass; at most "
+            f"{MAX_BYTES / 2**20:.0f} MiB are allowed. Read the examples from files, or pass "
+            "service=None."
         )
     bound = bound_to_process(graph)
     if bound:
         raise ValueError(
-            f"service: the pipeline of {name} {bound}, which data workers do not have. Write it "
-            "with TensorFlow's operations, apply it in the model, or leave service=None."
+            f"service: the data pipeline of {name} {bound}, which data workers do not have. Write "
+            "it with TensorFlow operations, apply it in the model, or pass service=None."
         )
     return dataset.element_spec
 
@@ -244,7 +248,7 @@ def serve(address: str, directory: str) -> int:
             heartbeat_interval_ms=FORGET_MS,
         )
     )
-    _kept.append((worker, dispatcher))
+    _servers.append((worker, dispatcher))
     return port
 
 
@@ -277,7 +281,7 @@ def main(argv: Sequence[str]) -> NoReturn:
             serve(argv[0], directory)
             print(f"data worker: serves at {argv[0]}", flush=True)
             while True:
-                time.sleep(KEPT_S / 10)
+                time.sleep(KEEP_S / 10)
                 _sweep(directory)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -294,7 +298,7 @@ def _remote(dataset: tf.data.Dataset, address: str) -> tf.data.Dataset:
     # A data worker ends its passes one after the other, and the end of each pass would wait for its
     # autotuner thread.
     options.autotune.enabled = False
-    numbered = dataset.enumerate().prefetch(AHEAD).with_options(options)
+    numbered = dataset.enumerate().prefetch(PREFETCH_STEPS).with_options(options)
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", "To make it possible to preserve tf.data options", UserWarning
@@ -303,27 +307,27 @@ def _remote(dataset: tf.data.Dataset, address: str) -> tf.data.Dataset:
             tf.data.experimental.service.distribute(
                 tf.data.experimental.service.ShardingPolicy.OFF,
                 f"grpc://{address}",
-                max_outstanding_requests=AHEAD,
+                max_outstanding_requests=PREFETCH_STEPS,
                 compression=None,
             )
         )
 
 
-def _checked(expected: tf.Tensor, part: tuple[tf.Tensor, Any], count: int) -> Any:
+def _check_number(expected: tf.Tensor, part: tuple[tf.Tensor, Any], count: int) -> Any:
     """Return the element of a part after a check that its number is the expected one."""
     number, element = part
     message = (
-        "service: a data worker's answer was lost. Expected and received element of data worker, "
-        f"counted from 0, and their number ({count}):"
+        "service: an element from a data worker was lost. Expected element number, received "
+        f"number, and index of the data worker, of {count}:"
     )
-    right = tf.debugging.Assert(
+    valid = tf.debugging.Assert(
         number == expected // count, [message, expected // count, number, expected % count]
     )
-    with tf.control_dependencies([right]):
+    with tf.control_dependencies([valid]):
         return tf.nest.map_structure(tf.identity, element, expand_composites=True)
 
 
-def _guarded(data: tf.data.Dataset, spec: Any, state: tf.Tensor) -> tf.data.Dataset:
+def _fail_when_absent(data: tf.data.Dataset, spec: Any, state: tf.Tensor) -> tf.data.Dataset:
     """Return a dataset that fails when a data worker is gone, instead of waiting forever."""
     optional = tf.experimental.Optional
 
@@ -336,16 +340,16 @@ def _guarded(data: tf.data.Dataset, spec: Any, state: tf.Tensor) -> tf.data.Data
         plain(lambda *x: (tf.constant(_STEP), optional.from_value(x if single else x[0])))
     )
     ended = steps.concatenate(tf.data.Dataset.from_tensors(0).map(plain(lambda _: empty(_END))))
-    ticks = _ticks(state).map(plain(lambda _: empty(_TICK)))
+    ticks = _status_ticks(state).map(plain(lambda _: empty(_TICK)))
     both = tf.data.Dataset.from_tensors(ended).concatenate(tf.data.Dataset.from_tensors(ticks))
     # Returns whatever is ready first; the steps still keep their order.
     first = both.interleave(
         lambda branch: branch, cycle_length=2, num_parallel_calls=2, deterministic=False
     )
-    kept = first.take_while(plain(lambda kind, _: kind != _END)).filter(
+    steps = first.take_while(plain(lambda kind, _: kind != _END)).filter(
         plain(lambda kind, _: kind == _STEP)
     )
-    return kept.map(plain(lambda _, step: step.get_value()))
+    return steps.map(plain(lambda _, step: step.get_value()))
 
 
 def _deterministic_ops() -> bool:
@@ -361,7 +365,7 @@ def _deterministic_ops() -> bool:
     return False
 
 
-def _ticks(state: tf.Tensor) -> tf.data.Dataset:
+def _status_ticks(state: tf.Tensor) -> tf.data.Dataset:
     """Return a dataset that repeats the verdict on the data workers: "" if all of them answer.
 
     The dataset raises an error once a data worker is gone.
@@ -379,20 +383,20 @@ def _ticks(state: tf.Tensor) -> tf.data.Dataset:
     )
 
     @plain
-    def look(_):
-        said = tf.raw_ops.ReadVariableOp(resource=state, dtype=tf.string)
-        right = tf.debugging.Assert(tf.reduce_any(said == ["", _ABSENT]), [said])
-        with tf.control_dependencies([right]):
-            return tf.identity(said)
+    def read_status(_):
+        status = tf.raw_ops.ReadVariableOp(resource=state, dtype=tf.string)
+        valid = tf.debugging.Assert(tf.reduce_any(status == ["", _ABSENT]), [status])
+        with tf.control_dependencies([valid]):
+            return tf.identity(status)
 
-    return tf.data.experimental.from_variant(slow, tf.TensorSpec([], tf.int64)).map(look)
+    return tf.data.experimental.from_variant(slow, tf.TensorSpec([], tf.int64)).map(read_status)
 
 
 @functools.cache
-def _watch(addresses: tuple[str, ...]) -> tf.Tensor:
+def _status_variable(addresses: tuple[str, ...]) -> tf.Tensor:
     """Return a string resource with the verdict on these data workers, updated by a thread.
 
-    See `verdict` for its values.
+    See `check_workers` for its values.
     """
     # Not a tf.Variable: a strategy would turn it into one of its own variables.
     with tf.init_scope(), tf.device("CPU"):
@@ -400,25 +404,25 @@ def _watch(addresses: tuple[str, ...]) -> tf.Tensor:
             dtype=tf.string, shape=[], shared_name=f"tfdist-data-{uuid.uuid4()}"
         )
         tf.raw_ops.AssignVariableOp(resource=state, value=tf.constant(_ABSENT))
-    threading.Thread(target=_look_out, args=(addresses, state), daemon=True).start()
+    threading.Thread(target=_keep_checking, args=(addresses, state), daemon=True).start()
     return state
 
 
-def _look_out(addresses: tuple[str, ...], state: tf.Tensor) -> None:
+def _keep_checking(addresses: tuple[str, ...], state: tf.Tensor) -> None:
     presences = [Presence(address) for address in addresses]
-    before = _ABSENT
+    previous = _ABSENT
     while True:
-        said = verdict(presences)
-        if said != before:
-            if said not in ("", _ABSENT):
-                logging.error("%s", said)
+        status = check_workers(presences)
+        if status != previous:
+            if status not in ("", _ABSENT):
+                logging.error("%s", status)
             with tf.device("CPU"):
-                tf.raw_ops.AssignVariableOp(resource=state, value=tf.constant(said))
-            before = said
-        time.sleep(LOOK_S)
+                tf.raw_ops.AssignVariableOp(resource=state, value=tf.constant(status))
+            previous = status
+        time.sleep(CHECK_S)
 
 
-def verdict(presences: Sequence[Presence]) -> str:
+def check_workers(presences: Sequence[Presence]) -> str:
     """Return a verdict on data workers after a check of each of them.
 
     Args:
@@ -429,28 +433,28 @@ def verdict(presences: Sequence[Presence]) -> str:
         error message.
 
     Example:
-        >>> verdict([Presence("a:80", look=lambda address, timeout: True)])
+        >>> check_workers([Presence("a:80", probe=lambda address, timeout: True)])
         ''
     """
-    said = ""
+    status = ""
     for number, presence in enumerate(presences):
-        away = presence.away()
-        if away is None:
+        absent_s = presence.absent_seconds()
+        if absent_s is None:
             continue
-        place = f"data:{number} at {presence.address}"
-        if not presence.seen and away > START_S:
+        worker = f"data:{number} at {presence.address}"
+        if not presence.seen and absent_s > START_S:
             return (
-                f"{place} never answered, within {START_S:g} s; start it, and let this machine "
+                f"{worker} never answered, within {START_S:g} s; start it, and let this machine "
                 "connect to it"
             )
-        if presence.seen and away > RETURN_S:
+        if presence.seen and absent_s > RETURN_S:
             return (
-                f"{place} no longer answers, for {RETURN_S:g} s; its log may say why, and no epoch "
-                "goes on without it"
+                f"{worker} no longer answers, for {RETURN_S:g} s; its log may say why. Training "
+                "cannot continue without it"
             )
         if not presence.seen:
-            said = _ABSENT
-    return said
+            status = _ABSENT
+    return status
 
 
 def _sweep(directory: str) -> None:
@@ -459,7 +463,7 @@ def _sweep(directory: str) -> None:
         for name in names:
             path = os.path.join(parent, name)
             with contextlib.suppress(FileNotFoundError):
-                if time.time() - os.path.getmtime(path) > KEPT_S:
+                if time.time() - os.path.getmtime(path) > KEEP_S:
                     os.remove(path)
 
 

@@ -23,8 +23,8 @@ IMAGENET: Mapping[str, Any] = {"mean": (123.675, 116.28, 103.53), "std": (58.395
 
 _CROPS = ("random", "center", "none")
 # Interpolation methods whose pixels stay within the range of the pixels they are computed from.
-_WITHIN = ("area", "bilinear", "gaussian", "nearest")
-_METHODS = (*_WITHIN, "bicubic", "lanczos3", "lanczos5", "mitchellcubic")
+_BOUNDED_METHODS = ("area", "bilinear", "gaussian", "nearest")
+_METHODS = (*_BOUNDED_METHODS, "bicubic", "lanczos3", "lanczos5", "mitchellcubic")
 # Attempts to find a random crop before the whole image is taken.
 _TRIES = 10
 # Largest factor by which libjpeg can shrink an image while it decodes.
@@ -43,7 +43,7 @@ _GREY, _COLOUR, _QUARTER = (
 )
 # XOR mask that derives a second seed. The result is never the seed of another example, because the
 # numbers of examples differ from each other in few of the upper bits.
-_OTHER = (0x2545F491, 0x4F6CDD1D)
+_COLOUR_SEED_MASK = (0x2545F491, 0x4F6CDD1D)
 
 
 def images(size: int | tuple[int, int], *, augment: bool = False, **options: Any) -> Images:
@@ -145,11 +145,11 @@ class Images:
             len(size) == 2 and all(side >= 1 for side in size),
             "height and width, in pixels",
         )
-        for name, known in (("crop", _CROPS), ("method", _METHODS)):
-            if getattr(self, name) not in known:
+        for name, choices in (("crop", _CROPS), ("method", _METHODS)):
+            if getattr(self, name) not in choices:
                 raise ValueError(
                     f"{name}: received {getattr(self, name)!r}. "
-                    f"{config.nearest(str(getattr(self, name)), known)}"
+                    f"{config.nearest(str(getattr(self, name)), choices)}"
                 )
         _check(
             "area",
@@ -166,12 +166,12 @@ class Images:
         _check(
             "fraction", self.fraction, 0 < self.fraction <= 1, "a share, more than 0 and at most 1"
         )
-        for name, most in (("brightness", 1), ("contrast", 1), ("saturation", 1), ("hue", 0.5)):
+        for name, maximum in (("brightness", 1), ("contrast", 1), ("saturation", 1), ("hue", 0.5)):
             _check(
                 name,
                 getattr(self, name),
-                0 <= getattr(self, name) <= most,
-                f"a number from 0 to {most}",
+                0 <= getattr(self, name) <= maximum,
+                f"a number from 0 to {maximum}",
             )
         _check("channels", self.channels, self.channels in (1, 3, 4), "1, 3 or 4")
         dtype = tf.as_dtype(self.dtype)
@@ -183,8 +183,8 @@ class Images:
         )
         if dtype == tf.uint8 and self._scales:
             raise ValueError(
-                'dtype="uint8" holds pixels from 0 to 255: leave mean and std out, or take '
-                'dtype="float32".'
+                'dtype="uint8": expected pixels from 0 to 255, received mean or std. Remove them, '
+                'or pass dtype="float32".'
             )
 
     @property
@@ -213,14 +213,13 @@ class Images:
         """
         if self.random and seed is None:
             raise ValueError(
-                "images: a random transform takes a seed; pass it as transform= to "
+                "images: a random transform needs a seed. Pass it as transform= to "
                 "tfdist.data.pipeline, not to Source.map."
             )
         if isinstance(image, Mapping):
             raise ValueError(
-                f"images: expected an image, received features {', '.join(map(str, image))}. Take "
-                "the image out first: "
-                'source.map(lambda x: (x["image"], x["label"])).'
+                f"images: expected an image, received features {', '.join(map(str, image))}. "
+                'Select the image first: source.map(lambda x: (x["image"], x["label"])).'
             )
         image = tf.convert_to_tensor(image)
         if image.shape.rank not in (None, 0 if image.dtype == tf.string else 3):
@@ -229,11 +228,15 @@ class Images:
                 f"{image.dtype.name} of shape {image.shape}."
             )
         # Cheaper than seeds_for.
-        where, how = (seed, tf.cast(seed, tf.int32) ^ _OTHER) if self.random else (None, None)
-        cropped = (
-            self._decoded(image, where) if image.dtype == tf.string else self._cut(image, where)
+        crop_seed, colour_seed = (
+            (seed, tf.cast(seed, tf.int32) ^ _COLOUR_SEED_MASK) if self.random else (None, None)
         )
-        result = self._finished(cropped, how)
+        cropped = (
+            self._decode(image, crop_seed)
+            if image.dtype == tf.string
+            else self._cut(image, crop_seed)
+        )
+        result = self._finish(cropped, colour_seed)
         return (result, *rest) if rest else result
 
     @property
@@ -260,19 +263,19 @@ class Images:
             return begin, size
         part = shape[:2]
         if self.crop == "center":
-            wanted = tf.constant(self._height_and_width, tf.float32)
-            scale = tf.reduce_min(tf.cast(part, tf.float32) / wanted) * self.fraction
-            part = tf.clip_by_value(tf.cast(tf.round(wanted * scale), tf.int32), 1, part)
+            target = tf.constant(self._height_and_width, tf.float32)
+            scale = tf.reduce_min(tf.cast(part, tf.float32) / target) * self.fraction
+            part = tf.clip_by_value(tf.cast(tf.round(target * scale), tf.int32), 1, part)
         return tf.concat([(shape[:2] - part) // 2, [0]], 0), tf.concat([part, [-1]], 0)
 
     def _cut(self, image: tf.Tensor, seed: Any) -> tf.Tensor:
         """Return the crop of an image, with a static number of channels, which layers need."""
         part = tf.slice(image, *self._window(tf.shape(image), seed))
-        known = image.shape[-1] if image.shape.rank else None
+        channels = image.shape[-1] if image.shape.rank else None
         # Where the graph does not know the number, it is checked when the graph runs.
-        return tf.ensure_shape(part, [None, None, known or self.channels])
+        return tf.ensure_shape(part, [None, None, channels or self.channels])
 
-    def _decoded(self, content: tf.Tensor, seed: Any) -> tf.Tensor:
+    def _decode(self, content: tf.Tensor, seed: Any) -> tf.Tensor:
         """Decode the crop of the image in a file."""
 
         def part() -> tf.Tensor:
@@ -311,7 +314,7 @@ class Images:
         image.set_shape([None, None, self.channels])
         return image
 
-    def _finished(self, image: tf.Tensor, seed: Any) -> tf.Tensor:
+    def _finish(self, image: tf.Tensor, seed: Any) -> tf.Tensor:
         """Resize and augment a crop, and convert it to the result."""
         if self.random:
             # All numbers are drawn in any case, so that an option does not change the results of
@@ -325,15 +328,17 @@ class Images:
             tf.float32,
         )
         if self._colours:
-            image = self._coloured(image, 2.0 * draws[1:] - 1.0)
+            image = self._change_colours(image, 2.0 * draws[1:] - 1.0)
         if tf.as_dtype(self.dtype) == tf.uint8:
-            within = image if self.method in _WITHIN else tf.clip_by_value(image, 0.0, 255.0)
+            within = (
+                image if self.method in _BOUNDED_METHODS else tf.clip_by_value(image, 0.0, 255.0)
+            )
             image = tf.cast(within + 0.5, tf.uint8)
         if self._scales:
-            image = self._scaled(image)
+            image = self._normalize(image)
         return tf.cast(image, self.dtype)
 
-    def _scaled(self, image: tf.Tensor) -> tf.Tensor:
+    def _normalize(self, image: tf.Tensor) -> tf.Tensor:
         """Subtract the mean from the pixels, and divide them by the standard deviation."""
         channels = image.shape[-1]
         for name in ("mean", "std"):
@@ -347,7 +352,7 @@ class Images:
         scale = np.broadcast_to(1.0 / np.asarray(self.std, np.float32), [channels])
         return _by_rows(image, scale, -np.asarray(self.mean, np.float32) * scale)
 
-    def _coloured(self, image: tf.Tensor, amounts: tf.Tensor) -> tf.Tensor:
+    def _change_colours(self, image: tf.Tensor, amounts: tf.Tensor) -> tf.Tensor:
         """Change the colours of the pixels; the amounts, `[4]`, are from -1 to 1.
 
         All changes are one affine map of a pixel's colour, because TensorFlow's own ops for
@@ -398,8 +403,8 @@ def chain(*transforms: Callable[..., Any]) -> Callable[..., Any]:
     }
     if len(kinds) > 1:
         raise ValueError(
-            "chain: one transform takes seed, of an example, and another seeds, of a batch. Pass "
-            "them as transform= and batch_transform=."
+            "chain: expected transforms that all take `seed` (examples) or all take `seeds` "
+            "(batches), received both. Pass them as transform= and batch_transform=."
         )
 
     def run(example: tuple, name: str = "", seed: Any = None) -> Any:
@@ -475,6 +480,6 @@ def _by_rows(image: tf.Tensor, scale: Any = None, shift: Any = None) -> tf.Tenso
     return tf.reshape(rows + tf.tile(tf.cast(shift, tf.float32), [image.shape[1]]), image.shape)
 
 
-def _check(name: str, value: Any, right: bool, expected: str) -> None:
-    if not right:
+def _check(name: str, value: Any, valid: bool, expected: str) -> None:
+    if not valid:
         raise ValueError(f"{name}: expected {expected}; received {value!r}.")

@@ -1,10 +1,11 @@
 """Hooks into Keras and private TensorFlow names that hand control to a strategy's engine.
 
-A strategy made by tfdist carries an *engine* in its attribute `tfdist_engine`. The public methods
-of `keras.Model` and `keras.optimizers.Optimizer` listed in `MODEL_HOOKS` get the engine of the
-current strategy. Without an engine they call Keras, so models outside tfdist's strategies behave as
-usual. Everything here was tested on Keras 3.10 to 3.15. A test in `tests/unit/keras_compat` fails
-if an upgrade moves a name.
+A strategy made by tfdist carries an *engine* in its attribute `tfdist_engine`. The hooks hand
+control to that engine: the methods of `keras.Model` in `MODEL_HOOKS`, `apply` of Keras' optimizers,
+and the loss functions in `LOSS_HOOKS`. Without an engine they call Keras, so models outside
+tfdist's strategies behave as usual. Everything here was tested on Keras 3.10 to 3.15.
+A test in
+`tests/unit/keras_compat` fails if an upgrade moves a name.
 """
 
 from __future__ import annotations
@@ -164,26 +165,26 @@ def _hook_model(name: str) -> None:
             and (holder := holder_of(getattr(self, "optimizer", None), self.trainable_weights))
             is not None
         ):
-            return holder.save_beside(self, keras_method, *args, **kwargs)
+            return holder.save_without_scope(self, keras_method, *args, **kwargs)
         result = keras_method(self, *args, **kwargs)
         if name in _FUNCTIONS:
-            _join(self, _FUNCTIONS[name])
+            _wrap_step_function(self, _FUNCTIONS[name])
         return result
 
     setattr(keras.Model, name, method)
 
 
-def _join(model: keras.Model, name: str) -> None:
+def _wrap_step_function(model: keras.Model, name: str) -> None:
     """Make a model's step function synchronize with other processes.
 
     This is for a model that shares its state with other processes without a strategy's scope.
     """
     function = getattr(model, name)
     holder = holder_of(getattr(model, "optimizer", None), model.trainable_weights)
-    if holder is not None and not hasattr(function, "tfdist_joined"):
-        joined = holder.beside(model, function, name == "train_function")
-        joined.tfdist_joined = True
-        setattr(model, name, joined)
+    if holder is not None and not hasattr(function, "tfdist_wrapped"):
+        wrapped = holder.wrap_without_scope(model, function, name == "train_function")
+        wrapped.tfdist_wrapped = True
+        setattr(model, name, wrapped)
 
 
 def holder_of(optimizer: Any, variables: Any) -> Any:
@@ -191,17 +192,19 @@ def holder_of(optimizer: Any, variables: Any) -> Any:
 
     Such state belongs to an optimizer or to some variables, and the object is a `Zero` or an
     `FSDP`. It has the methods `update(optimizer, keras_apply, grads, variables)`, `beside(model,
-    function, trains)`, and `save_beside(model, keras_method, ...)`.
+    function, trains)`, and `save_without_scope(model, keras_method, ...)`.
     """
-    each = innermost = optimizer
-    while each is not None:
-        if hasattr(each, "tfdist_kind"):
-            return each
-        innermost, each = each, getattr(each, "inner_optimizer", None)
-    known = variables if variables is not None else getattr(innermost, "_trainable_variables", ())
+    current = innermost = optimizer
+    while current is not None:
+        if hasattr(current, "tfdist_kind"):
+            return current
+        innermost, current = current, getattr(current, "inner_optimizer", None)
+    candidates = (
+        variables if variables is not None else getattr(innermost, "_trainable_variables", ())
+    )
     return (
-        next((v.tfdist_store for v in known if hasattr(v, "tfdist_store")), None)
-        if isinstance(known, list | tuple)
+        next((v.tfdist_store for v in candidates if hasattr(v, "tfdist_store")), None)
+        if isinstance(candidates, list | tuple)
         else None
     )  # an iterator must not be consumed
 
@@ -237,17 +240,17 @@ def _hook_apply(cls: Any) -> None:
         engine = engine_of(tf.distribute.get_strategy())
         if engine is None and engine_of(strategy_of(self)) is not None:
             raise ValueError(
-                "The model was made outside of the scope of the strategy in which its optimizer "
-                f"{self.name} was made. Make the model, and call compile(), inside `with "
-                "strategy.scope():`."
+                "expected a model that was made in the scope of its optimizer's strategy; the "
+                f"optimizer {self.name} was made in one, the model was not. Make the model, and "
+                "call compile(), inside `with strategy.scope():`."
             )
-        alone = (
+        holder = (
             None
             if engine is not None or in_local_update()
             else holder_of(self, trainable_variables)
         )
-        if alone is not None:  # no strategy scope, but state shared with other processes
-            return alone.update(self, keras_apply, list(grads), trainable_variables)
+        if holder is not None:  # no strategy scope, but state shared with other processes
+            return holder.update(self, keras_apply, list(grads), trainable_variables)
         if engine is None or tf.distribute.in_cross_replica_context() or in_local_update():
             return keras_apply(self, grads, trainable_variables)
         return engine.apply(self, keras_apply, grads, trainable_variables)
@@ -307,8 +310,8 @@ def allow_local_updates(strategy: tf.distribute.Strategy) -> None:
     `tf.cond` in gradient accumulation, EMA overwriting and loss scaling.
     """
     extended = strategy.extended
-    stock = extended._use_merge_call
-    extended._use_merge_call = lambda: False if in_local_update() else stock()
+    original = extended._use_merge_call
+    extended._use_merge_call = lambda: False if in_local_update() else original()
 
 
 def separate_collectives(strategy_class: type[tf.distribute.Strategy]) -> None:
@@ -328,16 +331,16 @@ def keep_state_per_replica(strategy: tf.distribute.Strategy) -> None:
     weight) stay central.
     """
     extended = strategy.extended
-    stock = extended._create_variable
+    original = extended._create_variable
 
     def create(next_creator, **kwargs):
-        synchronized_late = kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ
+        on_read = kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ
         state = (
             not kwargs.get("trainable", True)
             and kwargs.get("aggregation") == tf.VariableAggregation.NONE
         )
-        if not synchronized_late and (not state or "colocate_with" in kwargs):
-            return stock(next_creator, **kwargs)
+        if not on_read and (not state or "colocate_with" in kwargs):
+            return original(next_creator, **kwargs)
 
         def on_each_device(**kwargs):
             copies = []
@@ -414,10 +417,10 @@ def local_component(variable: keras.Variable, local_replica: int) -> tf.Variable
 def held_bytes(dataset: tf.data.Dataset) -> int:
     """Return the bytes of the tensors that a data set holds, as one made of arrays does."""
     total = 0
-    left = [dataset]
-    while left:
-        each = left.pop()
-        left.extend(each._inputs())
+    datasets = [dataset]
+    while datasets:
+        each = datasets.pop()
+        datasets.extend(each._inputs())
         captured = [x for f in each._functions() for x in f.function.captured_inputs]
         for x in [*getattr(each, "_tensors", ()), *captured]:
             total += (x.shape.num_elements() or 0) * x.dtype.size

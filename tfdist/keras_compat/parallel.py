@@ -44,24 +44,24 @@ def clip_elementwise(optimizer: keras.optimizers.Optimizer, grads: list) -> list
     return type(optimizer)._clip_gradients(optimizer, grads)
 
 
-def exclude_alike(
-    given: keras.optimizers.Optimizer,
+def copy_weight_decay_exclusions(
+    source: keras.optimizers.Optimizer,
     variables: Sequence[keras.Variable],
     optimizer: keras.optimizers.Optimizer,
-    others: Sequence[keras.Variable],
+    counterparts: Sequence[keras.Variable],
 ) -> None:
     """Copy an optimizer's weight decay exclusions to the counterparts of its variables.
 
     Args:
-        given: Optimizer that the user passed, with the user's exclusions.
-        variables: Variables of `given`, `[n]`.
+        source: Optimizer that the user passed, with the user's exclusions.
+        variables: Variables of `source`, `[n]`.
         optimizer: Optimizer whose exclusions are set.
-        others: Variables of `optimizer`, `[n]`; each is the counterpart of one in `variables`.
+        counterparts: Variables of `optimizer`, `[n]`, one for each of `variables`.
     """
     excluded = {
-        optimizer._var_key(other)
-        for v, other in zip(variables, others, strict=True)
-        if not given._use_weight_decay(v)
+        optimizer._var_key(counterpart)
+        for v, counterpart in zip(variables, counterparts, strict=True)
+        if not source._use_weight_decay(v)
     }
     optimizer._exclude_from_weight_decay = (
         getattr(optimizer, "_exclude_from_weight_decay", set()) | excluded
@@ -122,7 +122,7 @@ def with_mask(x: tf.Tensor, mask: tf.Tensor | None) -> tf.Tensor:
     return x
 
 
-class _Places:
+class _OwnDeviceStrategy:
     """Substitute for a strategy and its `extended`, which works on each variable's own device."""
 
     def __init__(self):
@@ -136,7 +136,7 @@ class _Places:
         return tf.device(variable.device)
 
 
-class _Beside:
+class _LargestInputDevice:
     """Device function that places an operation on the device of its largest input.
 
     It applies to operations without a device. The largest input may be the variable that the
@@ -149,21 +149,23 @@ class _Beside:
 
     def __call__(self, operation: tf.Operation) -> str:
         return operation.device or (
-            self._place(max(operation.inputs, key=_size)) if operation.inputs else ""
+            self._device_of(max(operation.inputs, key=_size)) if operation.inputs else ""
         )
 
-    def _place(self, x: tf.Tensor) -> str:
+    def _device_of(self, x: tf.Tensor) -> str:
         if isinstance(x, tf.__internal__.EagerTensor) or x.device:
             return x.device
         # A read runs on its variable's device, whatever device is requested.
         if x.op.type == "ReadVariableOp":
-            return self._place(x.op.inputs[0])
+            return self._device_of(x.op.inputs[0])
         if x.op.type != "Placeholder":
             return ""
-        known = self._outer.setdefault(x.graph, {})
-        if x.name not in known:
-            known.update((inner.name, outer) for outer, inner in getattr(x.graph, "captures", ()))
-        return self._place(known[x.name]) if x.name in known else ""
+        captures = self._outer.setdefault(x.graph, {})
+        if x.name not in captures:
+            captures.update(
+                (inner.name, outer) for outer, inner in getattr(x.graph, "captures", ())
+            )
+        return self._device_of(captures[x.name]) if x.name in captures else ""
 
 
 def _size(x: tf.Tensor) -> float:
@@ -188,7 +190,7 @@ def updating_in_place(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
         chain.append((optimizer, optimizer._distribution_strategy))
         optimizer = getattr(optimizer, "inner_optimizer", None)
     for each, _ in chain:
-        each._distribution_strategy = _Places()
+        each._distribution_strategy = _OwnDeviceStrategy()
         each._all_reduce_sum_gradients = lambda grads_and_vars: grads_and_vars
         each._backend_reset_gradient_accumulators = functools.partial(_reset_accumulators, each)
     try:
@@ -197,7 +199,7 @@ def updating_in_place(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
         with (
             contextlib.nullcontext()
             if tf.executing_eagerly()
-            else tf.compat.v1.get_default_graph().device(_Beside())
+            else tf.compat.v1.get_default_graph().device(_LargestInputDevice())
         ):
             yield
     finally:
@@ -209,7 +211,8 @@ def updating_in_place(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
 def _reset_accumulators(optimizer: keras.optimizers.Optimizer) -> None:
     """Reset the accumulators on their own devices.
 
-    This does what Keras does. But zeros have no inputs from which `_Beside` could tell a device.
+    This does what Keras does. But zeros have no inputs from which `_LargestInputDevice` could tell
+    a device.
     """
     for v in optimizer._accumulated_gradients:
         if v is not None:
@@ -242,10 +245,10 @@ class Sharded(keras.Variable):
         """See `keras.Variable`; the row inside `as_shards`, else the whole variable."""
         if in_shards():
             return self._value
-        given = _given(self)
-        if given is None and in_symbolic_scope():
-            given = tf.zeros(self.tfdist_shape, self._dtype)
-        return self._maybe_autocast(self.tfdist_store.whole(self) if given is None else given)
+        override = _value_in_context(self)
+        if override is None and in_symbolic_scope():
+            override = tf.zeros(self.tfdist_shape, self._dtype)
+        return self._maybe_autocast(self.tfdist_store.whole(self) if override is None else override)
 
     @property
     def handle(self):
@@ -256,7 +259,7 @@ class Sharded(keras.Variable):
         if in_shards():
             self._value.assign(tf.cast(value, self._value.dtype))
         else:
-            self.tfdist_store.put(self, tf.cast(value, self._value.dtype))
+            self.tfdist_store.assign_whole(self, tf.cast(value, self._value.dtype))
 
 
 def make_sharded(variable: keras.Variable, rows: Any, shape: Sequence[int], store: Any) -> None:
@@ -296,7 +299,7 @@ def as_shards() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def giving(values: dict[int, Any]) -> Iterator[None]:
+def replaced_shards(values: dict[int, Any]) -> Iterator[None]:
     """Make sharded variables have these values within the context.
 
     Args:
@@ -310,16 +313,16 @@ def giving(values: dict[int, Any]) -> Iterator[None]:
         _state.given = before
 
 
-def gives(variables: Sequence[keras.Variable]) -> bool:
+def have_values(variables: Sequence[keras.Variable]) -> bool:
     """Return whether all of these variables have a value without their store.
 
-    The value comes from `giving` or a `keras.StatelessScope`. In a symbolic scope only shapes
-    count, and the answer is True.
+    The value comes from `replaced_shards` or a `keras.StatelessScope`. In a symbolic scope only
+    shapes count, and the answer is True.
     """
-    return in_symbolic_scope() or all(_given(v) is not None for v in variables)
+    return in_symbolic_scope() or all(_value_in_context(v) is not None for v in variables)
 
 
-def _given(variable: keras.Variable) -> Any:
+def _value_in_context(variable: keras.Variable) -> Any:
     scope = get_stateless_scope()
     value = None if scope is None else scope.get_current_value(variable)
     return getattr(_state, "given", {}).get(id(variable)) if value is None else value
@@ -348,30 +351,30 @@ def hook_optimizers() -> None:
     The slots that they make for it become sharded variables too.
     """
     cls = keras.optimizers.Optimizer
-    stock_slot = cls.add_variable_from_reference
-    stock_key = cls._var_key
-    stock_finalize = cls.finalize_variable_values
+    original_slot = cls.add_variable_from_reference
+    original_key = cls._var_key
+    original_finalize = cls.finalize_variable_values
 
-    @functools.wraps(stock_slot)
+    @functools.wraps(original_slot)
     def add_variable_from_reference(self, reference_variable, *args, **kwargs):
         if not isinstance(reference_variable, Sharded):
-            return stock_slot(self, reference_variable, *args, **kwargs)
+            return original_slot(self, reference_variable, *args, **kwargs)
         with as_shards():
-            slot = stock_slot(self, reference_variable, *args, **kwargs)
+            slot = original_slot(self, reference_variable, *args, **kwargs)
         make_sharded(
             slot, None, reference_variable.tfdist_shape, reference_variable.tfdist_store.slots
         )
         return slot
 
-    @functools.wraps(stock_key)
+    @functools.wraps(original_key)
     def key(self, variable):
         with as_shards():
-            return stock_key(self, variable)
+            return original_key(self, variable)
 
-    @functools.wraps(stock_finalize)
+    @functools.wraps(original_finalize)
     def finalize_variable_values(self, var_list):
         with as_shards():
-            return stock_finalize(self, var_list)
+            return original_finalize(self, var_list)
 
     cls.add_variable_from_reference = add_variable_from_reference
     cls._var_key = key
@@ -415,11 +418,11 @@ def set_mask(x: Any, mask: Any) -> None:
 
 
 # --- Graphs that can be freed ---------------------------------------------------------------------
-def kept_by(graph: tf.Graph) -> dict[Any, Any]:
+def objects_of(graph: tf.Graph) -> dict[Any, Any]:
     """Return a dict whose values live as long as a graph, even if they refer to the graph."""
-    if not hasattr(graph, "tfdist_kept"):
-        graph.tfdist_kept = {}
-    return graph.tfdist_kept
+    if not hasattr(graph, "tfdist_objects"):
+        graph.tfdist_objects = {}
+    return graph.tfdist_objects
 
 
 def freed_with_graph(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -437,8 +440,8 @@ def freed_with_graph(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
     if not tf.executing_eagerly():
         name = tf.compat.as_str(tensors[0].op.get_attr("_gradient_op_type"))
         entry = gradient_registry._registry[name]
-        kept = kept_by(tensors[0].graph)
-        kept[name] = entry["type"]
+        objects = objects_of(tensors[0].graph)
+        objects[name] = entry["type"]
         weak = weakref.ref(entry["type"])
         # The weak reference is alive as long as the graph.
         entry["type"] = lambda op, *grads: weak()(op, *grads)  # type: ignore[misc]
@@ -452,12 +455,12 @@ def freed_with_graph(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
 @contextlib.contextmanager
 def without_values() -> Iterator[None]:
     """Create variables without values within the context; only `initialize` gives them values."""
-    known = list(global_state.get_global_attribute("uninitialized_variables") or [])
+    uninitialized = list(global_state.get_global_attribute("uninitialized_variables") or [])
     try:
         with keras.StatelessScope(initialize_variables=False):
             yield
     finally:
-        global_state.set_global_attribute("uninitialized_variables", known)
+        global_state.set_global_attribute("uninitialized_variables", uninitialized)
 
 
 def has_value(variable: keras.Variable) -> bool:
@@ -484,11 +487,11 @@ def saved_with(model: keras.Model, optimizer: Any) -> Iterator[None]:
     """Save a model as if it were compiled with this optimizer, within the context."""
     config = getattr(getattr(model, "_compile_config", None), "config", {})
     before = model.optimizer
-    stated = config.get("optimizer")
+    original = config.get("optimizer")
     model.optimizer = optimizer
     config["optimizer"] = optimizer
     try:
         yield
     finally:
         model.optimizer = before
-        config["optimizer"] = stated
+        config["optimizer"] = original

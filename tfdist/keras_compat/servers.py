@@ -17,18 +17,18 @@ def connected() -> bool:
     return _context.get_server_def() is not None
 
 
-def keep_metrics_here(strategy: tf.distribute.ParameterServerStrategy, device: str) -> None:
+def keep_metrics_on(strategy: tf.distribute.ParameterServerStrategy, device: str) -> None:
     """Place the state of metrics on one device, whose process is its only writer.
 
     On parameter servers, workers would add to it concurrently and lose each other's updates.
     """
     extended = strategy.extended
-    stock = extended._create_variable
+    original = extended._create_variable
 
     def create(next_creator, **kwargs):
-        late = kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ
-        if not late or kwargs.get("aggregation") != tf.VariableAggregation.SUM:
-            return stock(next_creator, **kwargs)
+        on_read = kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ
+        if not on_read or kwargs.get("aggregation") != tf.VariableAggregation.SUM:
+            return original(next_creator, **kwargs)
         with tf.device(device):
             return next_creator(**kwargs)
 

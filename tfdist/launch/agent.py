@@ -22,11 +22,11 @@ from tfdist.launch.output import Console
 from tfdist.launch.policy import Cause, Failed, Policy
 from tfdist.launch.rendezvous import Rendezvous
 from tfdist.launch.rendezvous_client import RendezvousClient
-from tfdist.launch.supervisor import PEER_SECONDS, Supervisor
+from tfdist.launch.supervisor import PEER_S, Supervisor
 from tfdist.launch.task_plan import TaskPlan
 from tfdist.runtime.launch_protocol import PREEMPTED_CODE
 
-POLL_SECONDS = 0.1
+POLL_S = 0.1
 TOKEN = "TFDIST_TOKEN"
 
 
@@ -54,8 +54,8 @@ def read_token(path: str | None) -> bytes:
             with open(path, "rb") as file:
                 if os.fstat(file.fileno()).st_mode & 0o077:
                     raise ValueError(
-                        f"{source}: expected a file that its owner alone can read, received one "
-                        f"open to others; chmod 600 {path}"
+                        f"{source}: expected a file that only its owner can read, received one "
+                        f"that others can read; run chmod 600 {path}"
                     )
                 token = file.read().strip()
         except OSError as error:
@@ -83,15 +83,15 @@ def own_host(rendezvous: str) -> str:
         '127.0.0.1'
     """
     try:
-        family, place = resolve_address(rendezvous)
+        family, sockaddr = resolve_address(rendezvous)
         # Connecting a datagram socket sends nothing; it asks the kernel for the route.
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(place)
+            probe.connect(sockaddr)
             return probe.getsockname()[0]
     except OSError as error:
         raise ValueError(
-            f"--rendezvous {rendezvous}: there is no way to it from here ({error}); name this "
-            "host's address with --host"
+            f"--rendezvous {rendezvous}: this host has no route to it ({error}); pass this host's "
+            "address with --host"
         ) from error
 
 
@@ -151,25 +151,25 @@ def run(
     Returns:
         The exit code, which is the same on all hosts except those that leave.
     """
-    begun = time.monotonic()
+    started = time.monotonic()
     while True:
-        order = member.order(POLL_SECONDS)
+        order = member.order(POLL_S)
         if isinstance(order, Finish):
             # On the first host the rendezvous has already shown the reason.
-            why = "over" if server else order.text
+            reason = "over" if server else order.text
             console.notice(
-                f"tfdist: {why} after {time.monotonic() - begun:.1f} s; logs in "
+                f"tfdist: {reason} after {time.monotonic() - started:.1f} s; logs in "
                 f"{short_path(log_dir)}"
             )
             return order.code
         if supervisor.interrupted:
-            return _leave(supervisor, member, server, time.monotonic() - begun, {})
+            return _leave(supervisor, member, server, time.monotonic() - started, {})
         if isinstance(order, Stop):
             member.stopped()
         if isinstance(order, Start):
-            left = _attempt(supervisor, member, plan, order, console, log_dir)
-            if left is not None:
-                return _leave(supervisor, member, server, time.monotonic() - begun, left)
+            codes = _attempt(supervisor, member, plan, order, console, log_dir)
+            if codes is not None:
+                return _leave(supervisor, member, server, time.monotonic() - started, codes)
 
 
 def _attempt(
@@ -201,11 +201,11 @@ def _attempt(
         return (
             math.inf
             if all(isinstance(order, Stop) and order.gently for order in received)
-            else PEER_SECONDS
+            else PEER_S
         )
 
     spec = ClusterSpec({"worker": start.addresses})
-    began = time.time()
+    attempt_started = time.time()
     outcome, codes = supervisor.attempt(start.generation, plan(start, spec), ordered, peer_grace)
     if supervisor.interrupted:
         return codes
@@ -213,7 +213,7 @@ def _attempt(
         reason = order.text if isinstance(order, Finish) else getattr(order, "reason", "")
         console.notice(f"tfdist: ended the tasks here: {reason}")
     if outcome is not None and not any(isinstance(order, Cut) for order in received):
-        _report(member, outcome, console, began, log_dir)
+        _report(member, outcome, console, attempt_started, log_dir)
     elif received:
         member.stopped()
     else:
@@ -222,7 +222,11 @@ def _attempt(
 
 
 def _report(
-    member: RendezvousClient, outcome: Failed, console: Console, began: float, log_dir: str
+    member: RendezvousClient,
+    outcome: Failed,
+    console: Console,
+    attempt_started: float,
+    log_dir: str,
 ) -> None:
     failure = outcome.verdict.cause
     cause = outcome.cause
@@ -231,7 +235,7 @@ def _report(
         console.notice("tfdist: the tasks here were preempted, and have saved")
         member.preempted()
         return
-    console.notice(format_verdict(outcome.verdict, began, log_dir))
+    console.notice(format_verdict(outcome.verdict, attempt_started, log_dir))
     text = f"{failure.task} {failure.how}" + (f": {failure.message}" if failure.message else "")
     member.failed(
         failure.kind.value,
@@ -254,16 +258,16 @@ def _leave(
         member.preempted(leaving=True)
     code = supervisor.farewell(seconds, codes)
     if server is not None:
-        server.close(code, "the first host's launcher was asked to end")
+        server.close(code, "the first host's launcher was interrupted")
     return code
 
 
-def digest(words: Sequence[str]) -> str:
+def digest(command: Sequence[str]) -> str:
     """Return a readable text for a command that differs for different commands.
 
     Example:
         >>> digest(["train.py", "--lr", "1"])
         'train.py --lr 1 (891e5519)'
     """
-    text = " ".join(words)
-    return f"{text[:80]} ({hashlib.sha256(repr(list(words)).encode()).hexdigest()[:8]})"
+    text = " ".join(command)
+    return f"{text[:80]} ({hashlib.sha256(repr(list(command)).encode()).hexdigest()[:8]})"

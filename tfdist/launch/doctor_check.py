@@ -16,7 +16,7 @@ from tfdist.runtime.termination import ending
 
 # Timeout of doctor, which has its own: 600 s for TensorFlow, 300 s for the other hosts, less for
 # disks and links.
-LOOKING_S = 1800.0
+DOCTOR_S = 1800.0
 ENDING_S = 10.0  # time for doctor to end its own processes
 
 
@@ -58,7 +58,7 @@ def doctor_words(
     return words
 
 
-def run(flags: argparse.Namespace, words: Sequence[str], timeout: float = LOOKING_S) -> int:
+def run(flags: argparse.Namespace, words: Sequence[str], timeout: float = DOCTOR_S) -> int:
     """Run doctor on this terminal and print its outcome.
 
     Args:
@@ -69,12 +69,12 @@ def run(flags: argparse.Namespace, words: Sequence[str], timeout: float = LOOKIN
     Returns:
         0 if the tasks may start, else the launcher's exit code.
     """
-    where = "this host"
+    scope = "this host"
     if flags.cluster:
-        where += " and the cluster, together with the doctors of the other hosts"
+        scope += " and the cluster, together with the doctors of the other hosts"
     elif flags.rendezvous:
-        where += " alone; hosts compare themselves when they meet at the rendezvous"
-    print(f"tfdist: --check looks at {where}", flush=True)
+        scope += " alone; hosts are compared when they join the rendezvous"
+    print(f"tfdist: --check examines {scope}", flush=True)
     with ending():
         process = subprocess.Popen([sys.executable, "-m", "tfdist", "doctor", *words])
         try:
@@ -88,10 +88,10 @@ def run(flags: argparse.Namespace, words: Sequence[str], timeout: float = LOOKIN
             if isinstance(error, KeyboardInterrupt):
                 return 128 + signal.SIGINT
             if isinstance(error, subprocess.TimeoutExpired):
-                alone = shlex.join(["tfdist", "doctor", *words])
+                command = shlex.join(["tfdist", "doctor", *words])
                 print(
-                    f"tfdist: --check: doctor had not ended after {timeout:g} s; no task was "
-                    f"started. See where it waits: {alone}",
+                    f"tfdist: --check: doctor did not end within {timeout:g} s; no task was "
+                    f"started. To see where it waits, run: {command}",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -99,7 +99,7 @@ def run(flags: argparse.Namespace, words: Sequence[str], timeout: float = LOOKIN
             raise
     if code:
         print(
-            "tfdist: --check has found something wrong; no task was started",
+            "tfdist: --check found a fault; no task was started",
             file=sys.stderr,
             flush=True,
         )

@@ -45,9 +45,9 @@ _STACK = "Current thread 0x"  # from faulthandler too: signals arrive in the mai
 _HINTS = {
     "SIGKILL": "from outside: `kill -9`, a scheduler's limit, or the out-of-memory killer (see "
     "`dmesg`)",
-    "SIGSEGV": "native code touched memory that is not its own",
-    "SIGBUS": "memory that is gone; often /dev/shm or the disk is full",
-    "SIGABRT": "native code gave up; the reason is in the log's last lines",
+    "SIGSEGV": "native code accessed invalid memory",
+    "SIGBUS": "memory that no longer exists; often /dev/shm or the disk is full",
+    "SIGABRT": "native code aborted; the reason is in the log's last lines",
     "SIGILL": "an instruction that this CPU does not have: a wheel built for another machine, or "
     "AMX in a virtual machine that shows it but does not allow it (set "
     "ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16)",
@@ -59,14 +59,13 @@ _HINTS = {
 _EXIT_HINTS = {
     CONFIGURATION_CODE: "a configuration error",
     TRANSIENT_CODE: "its peers were absent, or its port was taken",
-    PREEMPTED_CODE: "asked to end by SIGTERM; it saved its state, and another start goes on from "
-    "there",
+    PREEMPTED_CODE: "ended by SIGTERM after it saved its state; another start resumes from it",
     126: "the shell could not execute the command",
     127: "the shell did not find the command",
 }
 _CUT_OFF = (
-    "these tasks are cut off from the network; fetch the data before, or pass "
-    "--allow-remote to `tfdist launch`"
+    "these tasks have no access to the network; download the data first, or pass --allow-remote "
+    "to `tfdist launch`"
 )
 
 
@@ -83,7 +82,7 @@ class Kind(enum.Enum):
     LOST_PEERS = "lost peers"  # only noticed that another task was gone
 
 
-_OF_ITS_OWN = (Kind.SIGNAL, Kind.ERROR, Kind.CONFIGURATION, Kind.UNRESPONSIVE)
+_OWN_FAILURES = (Kind.SIGNAL, Kind.ERROR, Kind.CONFIGURATION, Kind.UNRESPONSIVE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,22 +93,22 @@ class Ending:
         task: Name of the task, such as "worker:1".
         returncode: Return code in the form of `subprocess`: -9 is death by SIGKILL.
         time: Time of the end in seconds since the epoch.
-        told: Time at which the launcher told the task to end; None if it ended by itself.
+        signalled: Time at which the launcher told the task to end; None if it ended by itself.
         error: Content of its error file (type, message, traceback, time), if the file existed
             before the launcher told the task to end.
         log: Tail of its log.
         log_path: Path of the log.
-        silence: Reason why the task counts as hung, or None if it does not.
+        hang: Reason why the task counts as hung, or None if it does not.
     """
 
     task: str
     returncode: int
     time: float
-    told: float | None = None
+    signalled: float | None = None
     error: Mapping | None = None
     log: str = ""
     log_path: str = ""
-    silence: str | None = None
+    hang: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,9 +169,9 @@ def judge(endings: Sequence[Ending], isolated: bool = False) -> Verdict | None:
     failures = sorted(filter(None, map(classify, endings)), key=lambda failure: failure.time)
     if not failures:
         return None
-    own = [failure for failure in failures if failure.kind in _OF_ITS_OWN]
+    own_failures = [failure for failure in failures if failure.kind in _OWN_FAILURES]
     preempted = [failure for failure in failures if failure.kind is Kind.PREEMPTED]
-    cause = (own or preempted or [_silent_cause(endings, failures) or failures[0]])[0]
+    cause = (own_failures or preempted or [_silent_cause(endings, failures) or failures[0]])[0]
     others = tuple(failure for failure in failures if failure is not cause)
     if isolated and _NO_NETWORK.search(f"{cause.message}\n{cause.traceback}"):
         cause = dataclasses.replace(cause, hint=_CUT_OFF)
@@ -182,7 +181,7 @@ def judge(endings: Sequence[Ending], isolated: bool = False) -> Verdict | None:
         stopped=tuple(
             ending.task
             for ending in endings
-            if ending.told is not None
+            if ending.signalled is not None
             and ending.task not in {cause.task, *(f.task for f in failures)}
         ),
     )
@@ -194,21 +193,21 @@ def classify(ending: Ending) -> Failure | None:
     Example:
         >>> classify(Ending("worker:0", 3, 1.0)).how
         'failed with exit code 3'
-        >>> classify(Ending("worker:0", -15, 1.0, told=0.5)) is None
+        >>> classify(Ending("worker:0", -15, 1.0, signalled=0.5)) is None
         True
     """
     error = ending.error
-    if ending.silence is not None:
+    if ending.hang is not None:
         return Failure(
             task=ending.task,
             kind=Kind.UNRESPONSIVE,
             code=TRANSIENT_CODE,
-            time=ending.told or ending.time,
-            how=ending.silence,
+            time=ending.signalled or ending.time,
+            how=ending.hang,
             traceback=last_stacks(ending.log),
             log_path=ending.log_path,
         )
-    if error is None and (ending.told is not None or ending.returncode == 0):
+    if error is None and (ending.signalled is not None or ending.returncode == 0):
         return None
     # A task that has written its error file may have hung during its shutdown, until the launcher's
     # signal ended it.
@@ -218,10 +217,10 @@ def classify(ending: Ending) -> Failure | None:
     if name and code > 0:
         how = f"failed with exit code {code}, a shell's word for {name}"
     traceback = error["traceback"].strip() if error else last_traceback(ending.log)
-    shown = traceback or _last_lines(ending.log)
-    said = f"{error['type']}: {error['message']}" if error else _last_words(shown)
+    details = traceback or _last_lines(ending.log)
+    error_text = f"{error['type']}: {error['message']}" if error else _last_words(details)
     # A native crash prints its reason, if any, before faulthandler's report.
-    lost = _LOST_PEERS.search(said or ending.log.partition(_FATAL)[0][-4000:])
+    lost = _LOST_PEERS.search(error_text or ending.log.partition(_FATAL)[0][-4000:])
     if name and name != "SIGABRT":
         kind = Kind.SIGNAL
     elif code == CONFIGURATION_CODE:
@@ -240,9 +239,9 @@ def classify(ending: Ending) -> Failure | None:
         code=128 - code if code < 0 else code,
         time=error["time"] if error else ending.time,
         how=how,
-        message=_headline(said, kind),
+        message=_headline(error_text, kind),
         hint=_HINTS.get(name, "") if name else _EXIT_HINTS.get(code, ""),
-        traceback=shown,
+        traceback=details,
         log_path=ending.log_path,
     )
 
@@ -308,21 +307,21 @@ def _silent_cause(endings: Sequence[Ending], victims: Sequence[Failure]) -> Fail
     # No task needs the evaluator. The times cannot decide: a process closes its sockets, and its
     # peers notice, up to two seconds before it has exited.
     group = [ending for ending in endings if not ending.task.startswith("evaluator")]
-    early = [ending for ending in group if ending.told is None and classify(ending) is None]
+    early = [ending for ending in group if ending.signalled is None and classify(ending) is None]
     if early:
-        gone = min(early, key=lambda ending: ending.time)
+        ended = min(early, key=lambda ending: ending.time)
         peers = " and ".join(e.task for e in group if e not in early)
         return Failure(
-            task=gone.task,
+            task=ended.task,
             kind=Kind.ENDED_EARLY,
             code=first.code,
-            time=gone.time,
+            time=ended.time,
             how=f"ended with code 0 while {peers} still needed it",
             hint="all tasks of a synchronous run must take the same steps; look for an early "
             "return or exit",
-            log_path=gone.log_path,
+            log_path=ended.log_path,
         )
-    running = {ending.task: ending for ending in endings if ending.told is not None}
+    running = {ending.task: ending for ending in endings if ending.signalled is not None}
     for victim in victims:
         for match in _UNHEALTHY.finditer(f"{victim.message}\n{victim.traceback}"):
             name = "{}:{}".format(*filter(None, match.groups()))
@@ -332,8 +331,8 @@ def _silent_cause(endings: Sequence[Ending], victims: Sequence[Failure]) -> Fail
                     kind=Kind.UNRESPONSIVE,
                     code=victim.code,
                     time=victim.time,
-                    how=f"no longer answered, says {victim.task}; the launcher found it alive and "
-                    "ended it",
+                    how=f"no longer answered {victim.task}; the launcher found it alive and killed "
+                    "it",
                     hint="frozen (SIGSTOP, a debugger, swapping) or cut off from the network",
                     log_path=running[name].log_path,
                 )
@@ -360,13 +359,13 @@ def _last_words(text: str) -> str:
     return next((line for line in reversed(lines) if _SAYS_ERROR.search(line)), "")
 
 
-def _headline(said: str, kind: Kind) -> str:
+def _headline(error_text: str, kind: Kind) -> str:
     """Return one line of a message; if TensorFlow writes twenty, the most informative one."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    lines = [line.strip() for line in error_text.splitlines() if line.strip()]
     if not lines:
         return ""
     if kind is Kind.LOST_PEERS and not _LOST_PEERS.search(lines[0].partition(":")[2]):
-        telling = next((line for line in lines[1:] if _LOST_PEERS.search(line)), None)
-        if telling:
-            return f"{lines[0].partition(':')[0]}: {telling}"[:200].rstrip(":")
+        informative = next((line for line in lines[1:] if _LOST_PEERS.search(line)), None)
+        if informative:
+            return f"{lines[0].partition(':')[0]}: {informative}"[:200].rstrip(":")
     return lines[0][:200]

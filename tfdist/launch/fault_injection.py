@@ -17,7 +17,7 @@ from tfdist.runtime import fault_plan
 from tfdist.runtime.guardian import kill_group
 from tfdist.runtime.launch_protocol import note, read_journal
 
-LOOK_SECONDS = 0.1
+CHECK_S = 0.1
 
 
 class Chaos:
@@ -33,18 +33,18 @@ class Chaos:
         self._log_dir = log_dir
         # fault number -> (process id, time to continue)
         self._stopped: dict[int, tuple[int, float]] = {}
-        self._looked = 0.0
+        self._last_check = 0.0
 
-    def look(self, group: Sequence[Process]) -> None:
+    def poll(self, group: Sequence[Process]) -> None:
         """Inject the faults that are due, and continue processes whose stop is over.
 
         Args:
             group: Processes of the current attempt.
         """
         now = time.monotonic()
-        if now - self._looked < LOOK_SECONDS:
+        if now - self._last_check < CHECK_S:
             return
-        self._looked = now
+        self._last_check = now
         journal = read_journal(self._log_dir)
         living = {process.pid: process for process in group if not process.ended}
         for line in journal:
@@ -57,8 +57,10 @@ class Chaos:
         for pid, until in self._stopped.values():
             if pid in living and now >= until and living[pid].state == "T":
                 kill_group(pid, signal.SIGCONT)
-        reached = max((sign.total for process in group if (sign := process.sign)), default=0)
-        served = {
+        reached = max(
+            (heartbeat.total for process in group if (heartbeat := process.heartbeat)), default=0
+        )
+        serving = {
             process.plan.name: process
             for process in living.values()
             if process.plan.role is Role.SERVES
@@ -68,8 +70,8 @@ class Chaos:
                 continue
             if fault.verb == "corrupt newest":
                 self._corrupt(fault, journal)
-            elif fault.task in served and fault.verb in fault_plan.SIGNALS:
-                process = served[fault.task]
+            elif fault.task in serving and fault.verb in fault_plan.SIGNALS:
+                process = serving[fault.task]
                 self._note(
                     fault, task=fault.task, pid=process.pid, total=reached, seconds=fault.seconds
                 )

@@ -60,11 +60,11 @@ def isolate(unshare: Unshare | None = None, platform: str = sys.platform) -> str
     # Root would lose its rights over the files of others in a user namespace, so it creates the
     # network namespace directly or not at all.
     flags = CLONE_NEWNET if os.geteuid() == 0 else CLONE_NEWUSER | CLONE_NEWNET
-    refusal = _rehearse(lambda: enter(flags, unshare or _unshare))
+    refusal = _try_in_child(lambda: enter(flags, unshare or _unshare))
     if refusal is not None:
         return refusal
     if len(os.listdir("/proc/self/task")) > 1:
-        return "this process has several threads, and only one would move"
+        return "this process has several threads, of which only one would move"
     enter(flags, unshare or _unshare)
     return None
 
@@ -110,7 +110,7 @@ def enter(flags: int, unshare: Unshare) -> None:
         socket.create_connection(server.getsockname(), timeout=5).close()
 
 
-def _rehearse(act: Callable[[], None]) -> str | None:
+def _try_in_child(act: Callable[[], None]) -> str | None:
     """Run `act` in a child process and return why it fails, or None.
 
     The child exits afterwards: a process that is half-way inside a namespace cannot go back.
@@ -128,10 +128,10 @@ def _rehearse(act: Callable[[], None]) -> str | None:
             _exit(code)
     os.close(writing)
     with open(reading, encoding="utf-8") as pipe:
-        said = pipe.read()
+        problem = pipe.read()
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     # A sandbox may react to a system call with a signal.
-    return None if code == 0 else said or f"a child that tried it ended with code {code}"
+    return None if code == 0 else problem or f"a child that tried it ended with code {code}"
 
 
 def _unshare(flags: int) -> None:

@@ -79,19 +79,19 @@ class Channel:
     Args:
         lines: Connection.
         key: Session key.
-        mine: Label of the messages that this side sends.
-        theirs: Label of the messages that the peer sends.
+        own_label: Label of the messages that this side sends.
+        peer_label: Label of the messages that the peer sends.
 
     Attributes:
         peer: Address of the peer.
     """
 
-    def __init__(self, lines: _Lines, key: bytes, mine: bytes, theirs: bytes):
+    def __init__(self, lines: _Lines, key: bytes, own_label: bytes, peer_label: bytes):
         self.peer = lines.peer
         self._lines = lines
         self._key = key
-        self._mine = mine
-        self._theirs = theirs
+        self._own_label = own_label
+        self._peer_label = peer_label
         self._lock = threading.Lock()
         self._sent = self._received = 0
 
@@ -108,7 +108,7 @@ class Channel:
         body = json.dumps(message, separators=(",", ":")).encode()
         with self._lock:
             number = b"%d" % self._sent
-            line = b" ".join((_mac(self._key, self._mine, number, body), number, body)) + b"\n"
+            line = b" ".join((_mac(self._key, self._own_label, number, body), number, body)) + b"\n"
             if len(line) > LINE_BYTES:
                 raise TooLong(
                     f"{self.peer}: a message of {len(line)} bytes is longer than {LINE_BYTES}; it "
@@ -147,22 +147,22 @@ class Channel:
     def _open(self, line: bytes) -> dict[str, Any]:
         match = _LINE.fullmatch(line)
         if not match:
-            raise Garbage(f"{self.peer} sent what is no message: {line[:40]!r}")
+            raise Garbage(f"{self.peer} sent a line that is no message: {line[:40]!r}")
         mac, number, body = match.groups()
-        if not hmac.compare_digest(mac, _mac(self._key, self._theirs, number, body)):
+        if not hmac.compare_digest(mac, _mac(self._key, self._peer_label, number, body)):
             raise Tampered(
-                f"{self.peer}: line {self._received} was changed on its way, or is not of this "
+                f"{self.peer}: line {self._received} was changed in transit, or belongs to another "
                 "session"
             )
         if int(number) != self._received:
             raise Replayed(
-                f"{self.peer}: received line {int(number)} where line {self._received} was due"
+                f"{self.peer}: expected line {self._received}, received line {int(number)}"
             )
         self._received += 1
         try:
             message = json.loads(body)
         except (ValueError, RecursionError) as error:
-            raise Garbage(f"{self.peer} sent what is no JSON: {body[:40]!r}") from error
+            raise Garbage(f"{self.peer} sent a message that is no JSON: {body[:40]!r}") from error
         if not isinstance(message, dict):
             raise Garbage(f"{self.peer} sent JSON that is no object: {body[:40]!r}")
         return message
@@ -200,25 +200,25 @@ def connect(address: str, token: bytes, timeout: float = HANDSHAKE_S) -> Channel
     limit = time.monotonic() + timeout
     lines = _Lines(socket.create_connection(split_address(address), timeout=timeout), address)
     try:
-        greeting = _expected(lines, limit, "its greeting")
+        greeting = _read_expected(lines, limit, "its greeting")
         if not re.fullmatch(re.escape(_GREETING) + rb"[0-9a-f]{64}", greeting):
             raise Garbage(
-                f"{address}: what listens there is no tfdist launcher of this version: it sent "
-                f"{greeting[:40]!r}"
+                f"{address}: the process that listens there is no tfdist launcher of this version: "
+                f"it sent {greeting[:40]!r}"
             )
         nonce = secrets.token_bytes(_NONCE_BYTES)
-        both = bytes.fromhex(greeting[len(_GREETING) :].decode()) + nonce
-        lines.write(nonce.hex().encode() + b" " + _mac(token, b"client" + both) + b"\n", limit)
-        proof = _expected(lines, limit, "its proof that it knows the token")
+        nonces = bytes.fromhex(greeting[len(_GREETING) :].decode()) + nonce
+        lines.write(nonce.hex().encode() + b" " + _mac(token, b"client" + nonces) + b"\n", limit)
+        proof = _read_expected(lines, limit, "its proof that it knows the token")
         if proof == _REFUSED:
             raise WrongToken(
-                f"{address} does not accept this host's token; give all hosts the same one"
+                f"{address} does not accept this host's token; use the same token on all hosts"
             )
-        if not hmac.compare_digest(proof, _mac(token, b"server" + both)):
+        if not hmac.compare_digest(proof, _mac(token, b"server" + nonces)):
             raise WrongToken(
-                f"{address} does not know this host's token; give all hosts the same one"
+                f"{address} does not know this host's token; use the same token on all hosts"
             )
-        return Channel(lines, _session(token, both), b"client", b"server")
+        return Channel(lines, _session(token, nonces), b"client", b"server")
     except BaseException:
         lines.close()
         raise
@@ -241,18 +241,18 @@ def accept(connection: socket.socket, token: bytes, timeout: float = HANDSHAKE_S
         check_token(token)
         nonce = secrets.token_bytes(_NONCE_BYTES)
         lines.write(_GREETING + nonce.hex().encode() + b"\n", limit)
-        answer = _expected(lines, limit, "its answer")
+        answer = _read_expected(lines, limit, "its answer")
         if not re.fullmatch(rb"[0-9a-f]{64} [0-9a-f]{64}", answer):
             raise Garbage(
                 f"{lines.peer} is no tfdist launcher of this version: it sent {answer[:40]!r}"
             )
-        theirs, proof = answer.split(b" ")
-        both = nonce + bytes.fromhex(theirs.decode())
-        if not hmac.compare_digest(proof, _mac(token, b"client" + both)):
+        peer_nonce, proof = answer.split(b" ")
+        nonces = nonce + bytes.fromhex(peer_nonce.decode())
+        if not hmac.compare_digest(proof, _mac(token, b"client" + nonces)):
             lines.write(_REFUSED + b"\n", limit)
             raise WrongToken(f"{lines.peer} does not know the token")
-        lines.write(_mac(token, b"server" + both) + b"\n", limit)
-        return Channel(lines, _session(token, both), b"server", b"client")
+        lines.write(_mac(token, b"server" + nonces) + b"\n", limit)
+        return Channel(lines, _session(token, nonces), b"server", b"client")
     except BaseException:
         lines.close()
         raise
@@ -308,12 +308,12 @@ class _Lines:
 
     def write(self, data: bytes, limit: float) -> None:
         """Pass all of the data to the kernel before `limit`."""
-        left = memoryview(data)
-        while left:
+        unsent = memoryview(data)
+        while unsent:
             with self._closing():
-                left = left[self._socket.send(left) :]
-            if left and not self._ready(select.POLLOUT, limit):
-                raise TooSlow(f"{self.peer} does not read what it is sent")
+                unsent = unsent[self._socket.send(unsent) :]
+            if unsent and not self._ready(select.POLLOUT, limit):
+                raise TooSlow(f"{self.peer} does not read its messages")
 
     def close(self) -> None:
         """Close the connection."""
@@ -343,7 +343,7 @@ class _Lines:
             ) from error
 
 
-def _expected(lines: _Lines, limit: float, what: str) -> bytes:
+def _read_expected(lines: _Lines, limit: float, what: str) -> bytes:
     line = lines.read(limit, GREETING_BYTES)
     if line is None:
         raise TooSlow(f"{lines.peer} did not send {what} in time")

@@ -19,7 +19,7 @@ from tfdist.runtime.launch_protocol import CONFIGURATION_CODE, TRANSIENT_CODE
 PORTS_S = 10.0  # timeout for a host to find free ports, which takes a millisecond
 PORTS_TRIES = 20  # attempts until two launchers of one host choose different ports
 BEAT_S = 1.0  # heartbeat interval
-SHOWN = 300  # maximum characters of a text from the network
+MAX_TEXT = 300  # maximum characters of a text from the network
 
 
 @dataclasses.dataclass
@@ -30,7 +30,7 @@ class _Host:
     host: str
     name: str
     slots: int
-    heard: float
+    last_message: float
     leaving: bool = False
 
     def __str__(self) -> str:
@@ -84,12 +84,12 @@ class Membership:
         self._digest = terms.command_digest
         self._hosts: dict[int, _Host] = {}
         # (id, host and name), in the order of first joining
-        self._places: list[tuple[str, str]] = []
+        self._order: list[tuple[str, str]] = []
         self._departed: dict[str, str] = {}  # id -> host and reason
         self._generation: _Generation | None = None
         self._number = 0  # of the next generation
         self._changed = self._ticked = now
-        self._gathering = self._not_before = now
+        self._waiting_since = self._not_before = now
 
     def joined(self, key: int, hello: Mapping[str, Any], now: float) -> None:
         """Process a host's request to join; the key names its connection."""
@@ -102,7 +102,7 @@ class Membership:
             return self._refuse(
                 key,
                 "a launcher of another version",
-                "its words are unknown; install the same tfdist everywhere",
+                "its messages are unknown; install the same version of tfdist on all hosts",
             )
         if not self._number and not self._hosts:
             self._digest = self.terms.command_digest or digest
@@ -110,14 +110,14 @@ class Membership:
             return self._refuse(
                 key,
                 str(host),
-                f"its command is {digest[:SHOWN]}, the others run {self._digest[:SHOWN]}; start "
-                "the same on all",
+                f"its command is {digest[:MAX_TEXT]}, the others run "
+                f"{self._digest[:MAX_TEXT]}; start the same command on all hosts",
             )
         for other, known in list(self._hosts.items()):
             if known.id == host.id:
                 self.gone(other, "it came back over a new connection", now)
                 self.outbox.append((other, None))
-        self._take_place(host)
+        self._assign_order(host)
         self._departed.pop(host.id, None)
         self._hosts[key] = host
         self._changed = now
@@ -130,7 +130,7 @@ class Membership:
             window=terms.window,
             beat=min(BEAT_S, terms.silence / 4),
         )
-        self._say(f"tfdist: {host} joined with {counted(host.slots, 'slot')}; {self._present()}")
+        self._say(f"tfdist: {host} joined with {counted(host.slots, 'slot')}; {self._summary()}")
 
     def heard(self, key: int, message: Mapping[str, Any], now: float) -> None:
         """Process a message from a member, which is also a heartbeat.
@@ -140,12 +140,12 @@ class Membership:
         host = self._hosts.get(key)
         if host is None or self.finish:
             return
-        host.heard = max(host.heard, now)
-        word = message.get("do")
+        host.last_message = max(host.last_message, now)
+        kind = message.get("do")
         generation = self._generation
-        if word == "beat":
+        if kind == "beat":
             self._send(key, "ack", number=message.get("number"))
-        elif word == "bye":
+        elif kind == "bye":
             self.gone(key, _text(message, "reason"), now)
         elif (
             generation is None
@@ -153,24 +153,24 @@ class Membership:
             or key not in generation.counts
         ):
             return
-        elif word == "ports" and not generation.started:
+        elif kind == "ports" and not generation.started:
             self._ports(key, message)
         elif not generation.started or key not in generation.busy:
             return
-        elif word == "done":
+        elif kind == "done":
             generation.done.add(key)
-        elif word == "stopped":
+        elif kind == "stopped":
             generation.ended.add(key)
             if generation.stop is None:  # it was not told to stop
                 self._lose(
                     generation,
                     key,
-                    Report(str(host), "failed", text="it ended its workers by itself"),
+                    Report(str(host), "failed", text="it ended its workers without an order"),
                     now,
                 )
-        elif word == "failed":
+        elif kind == "failed":
             self._lose(generation, key, _report(str(host), message), now)
-        elif word == "preempted":
+        elif kind == "preempted":
             generation.ended.add(key)
             if message.get("leaving"):
                 host.leaving = True
@@ -178,22 +178,22 @@ class Membership:
             if generation.stop is None:
                 self._stop(f"{host} was preempted", True, now)
 
-    def gone(self, key: int, why: str, now: float) -> None:
+    def gone(self, key: int, reason: str, now: float) -> None:
         """Remove a member whose connection ended or that counts as lost."""
         host = self._hosts.pop(key, None)
         if host is None or self.finish:
             return
-        self._departed[host.id] = f"{host}, which had {counted(host.slots, 'slot')} ({why})"
+        self._departed[host.id] = f"{host}, which had {counted(host.slots, 'slot')} ({reason})"
         self._changed = now
         generation = self._generation
-        self._say(f"tfdist: lost {host}: {why}; {self._present()}")
+        self._say(f"tfdist: lost {host}: {reason}; {self._summary()}")
         if generation is None or key not in generation.busy:
             return
         if not generation.started:
             self._generation = None
         else:
             self._lose(
-                generation, key, Report(str(host), "lost", text=why, code=TRANSIENT_CODE), now
+                generation, key, Report(str(host), "lost", text=reason, code=TRANSIENT_CODE), now
             )
 
     def tick(self, now: float) -> None:
@@ -208,22 +208,22 @@ class Membership:
         for key, host in list(self._hosts.items()):
             # This process was stopped or starved: do not count the stall as silence of the hosts.
             if stalled > self.terms.silence / 4:
-                host.heard = min(now, host.heard + stalled)
-            if now - host.heard >= self.terms.silence:
-                self._expel([key], f"it was silent for {self.terms.silence:g} s", now)
+                host.last_message = min(now, host.last_message + stalled)
+            if now - host.last_message >= self.terms.silence:
+                self._remove_hosts([key], f"it was silent for {self.terms.silence:g} s", now)
         generation = self._generation
         if generation is None:
-            self._gathered(now)
+            self._try_to_form(now)
         elif not generation.started:
-            self._asked(generation, now)
+            self._collect_ports(generation, now)
         elif generation.done == generation.counts.keys():
             self.end(0, f"all {counted(sum(generation.counts.values()), 'worker')} done")
         elif generation.stop is None:
-            self._grown(generation, now)
+            self._stop_to_grow(generation, now)
         elif not generation.busy:
-            self._settled(generation, now)
+            self._finish_generation(generation, now)
         elif now - generation.stopped >= self.terms.grace:
-            self._expel(
+            self._remove_hosts(
                 generation.busy, f"its workers did not end within {self.terms.grace:g} s", now
             )
 
@@ -235,29 +235,29 @@ class Membership:
             for key in self._hosts:
                 self._send(key, "finish", code=code, text=text)
 
-    def _gathered(self, now: float) -> None:
+    def _try_to_form(self, now: float) -> None:
         slots = self._slots()
-        late = now - self._gathering >= self.terms.timeout
+        timed_out = now - self._waiting_since >= self.terms.timeout
         if slots >= self.terms.min_workers and now >= self._not_before:
-            if late or self._ripe(now):
+            if timed_out or self._can_form(now):
                 self._form(now)
-        elif late:
-            here = (
+        elif timed_out:
+            present = (
                 ", ".join(
                     f"{host} with {counted(host.slots, 'slot')}"
                     for host in self._ordered().values()
                 )
-                or "nobody"
+                or "no host"
             )
-            gone = "; ".join(self._departed.values()) or "hosts that never joined"
+            missing = "; ".join(self._departed.values()) or "hosts that never joined"
             self.end(
                 TRANSIENT_CODE,
                 f"after {self.terms.timeout:g} s, {slots} of at least {self.terms.min_workers} "
-                f"workers can run. Here: {here}. Missing: {gone}. Start the same command there, "
-                "or lower the minimum",
+                f"workers can run. Present: {present}. Missing: {missing}. Start the same command "
+                "on the missing hosts, or lower the minimum",
             )
 
-    def _ripe(self, now: float) -> bool:
+    def _can_form(self, now: float) -> bool:
         return self._slots() >= self.terms.max_workers or now - self._changed >= self.terms.window
 
     def _form(self, now: float, tries: int = 1) -> None:
@@ -273,7 +273,8 @@ class Membership:
                 self._send(
                     key,
                     "note",
-                    text=f"tfdist: {host} is spare: {self.terms.max_workers} workers run elsewhere",
+                    text=f"tfdist: {host} is a spare host: {self.terms.max_workers} workers run on "
+                    "other hosts",
                 )
         self._generation = _Generation(self._number, counts, now, tries)
         self._number += 1
@@ -291,7 +292,7 @@ class Membership:
         ):
             self._generation.ports[key] = ports
         else:
-            problem = _text(message, "problem") or f"it named {str(ports)[:SHOWN]}"
+            problem = _text(message, "problem") or f"it sent {str(ports)[:MAX_TEXT]}"
             host = self._hosts[key]
             self._send(
                 key,
@@ -301,11 +302,11 @@ class Membership:
             )
             self.gone(key, f"it has no {counted(count, 'free port')}: {problem}", self._ticked)
 
-    def _asked(self, generation: _Generation, now: float) -> None:
+    def _collect_ports(self, generation: _Generation, now: float) -> None:
         silent = generation.counts.keys() - generation.ports.keys()
         if silent:
             if now - generation.since >= PORTS_S:
-                self._expel(silent, f"it named no ports within {PORTS_S:g} s", now)
+                self._remove_hosts(silent, f"it sent no ports within {PORTS_S:g} s", now)
             return
         hosts = [(self._hosts[key].host, key) for key in generation.counts]
         addresses = [
@@ -317,7 +318,7 @@ class Membership:
             return self.end(
                 TRANSIENT_CODE,
                 f"{PORTS_TRIES} times two workers chose the same port: "
-                f"{', '.join(addresses)[:SHOWN]}",
+                f"{', '.join(addresses)[:MAX_TEXT]}",
             )
         generation.started = True
         generation.since = now
@@ -331,7 +332,7 @@ class Membership:
             self._send(key, "start", **dataclasses.asdict(start))
             first += count
 
-    def _grown(self, generation: _Generation, now: float) -> None:
+    def _stop_to_grow(self, generation: _Generation, now: float) -> None:
         """Stop the generation gently if more hosts wait to join.
 
         A generation with finished workers continues, because all of its workers finish soon.
@@ -340,9 +341,9 @@ class Membership:
         if (
             not generation.done
             and min(self._slots(), self.terms.max_workers) > running
-            and self._ripe(now)
+            and self._can_form(now)
         ):
-            self._stop(f"{self._present()}, {running} of them at work", True, now)
+            self._stop(f"{self._summary()}, {running} of them running", True, now)
 
     def _lose(self, generation: _Generation, key: int, report: Report, now: float) -> None:
         generation.ended.add(key)
@@ -372,7 +373,7 @@ class Membership:
         for key in generation.busy:
             self._send(key, "stop", **dataclasses.asdict(generation.stop))
 
-    def _settled(self, generation: _Generation, now: float) -> None:
+    def _finish_generation(self, generation: _Generation, now: float) -> None:
         """Start another generation or end the launch after all workers have ended."""
         if generation.reports:
             outcome = Outcome(
@@ -390,53 +391,53 @@ class Membership:
                 + (f"; waiting {decision.delay:g} s" if decision.delay else "")
             )
         self._generation = None
-        self._gathering = max(now, self._not_before)
+        self._waiting_since = max(now, self._not_before)
 
-    def _expel(self, keys: Iterable[int], why: str, now: float) -> None:
+    def _remove_hosts(self, keys: Iterable[int], reason: str, now: float) -> None:
         for key in list(keys):
-            self.gone(key, why, now)
+            self.gone(key, reason, now)
             self.outbox.append((key, None))
 
-    def _refuse(self, key: int, who: str, why: str) -> None:
-        self._say(f"tfdist: refused {who}: {why}")
-        self._send(key, "finish", code=CONFIGURATION_CODE, text=f"refused {who}: {why}")
+    def _refuse(self, key: int, name: str, reason: str) -> None:
+        self._say(f"tfdist: refused {name}: {reason}")
+        self._send(key, "finish", code=CONFIGURATION_CODE, text=f"refused {name}: {reason}")
         self.outbox.append((key, None))
 
-    def _take_place(self, host: _Host) -> None:
+    def _assign_order(self, host: _Host) -> None:
         """Give a host its place in the order of workers.
 
-        It gets its old place, the place of a launcher that ran on the host before, or the last.
+        It gets its old position, the position of an earlier launcher on the same host, or the last.
         """
-        if any(id == host.id for id, _ in self._places):
+        if any(id == host.id for id, _ in self._order):
             return
-        here = {other.id for other in self._hosts.values()}
-        for i, (id, who) in enumerate(self._places):
-            if who == str(host) and id not in here:
-                self._places[i] = (host.id, who)
+        present = {other.id for other in self._hosts.values()}
+        for i, (id, name) in enumerate(self._order):
+            if name == str(host) and id not in present:
+                self._order[i] = (host.id, name)
                 self._departed.pop(id, None)
                 return
-        self._places.append((host.id, str(host)))
+        self._order.append((host.id, str(host)))
 
     def _ordered(self) -> dict[int, _Host]:
-        order = {id: i for i, (id, _) in enumerate(self._places)}
+        order = {id: i for i, (id, _) in enumerate(self._order)}
         staying = [item for item in self._hosts.items() if not item[1].leaving]
         return dict(sorted(staying, key=lambda item: order[item[1].id]))
 
     def _slots(self) -> int:
         return sum(host.slots for host in self._hosts.values() if not host.leaving)
 
-    def _present(self) -> str:
+    def _summary(self) -> str:
         slots = self._slots()
         terms = self.terms
-        wanted = (
+        required = (
             terms.max_workers
             if terms.min_workers == terms.max_workers
             else f"{terms.min_workers} to {terms.max_workers}"
         )
-        return f"{counted(slots, 'worker')} can run, {wanted} wanted"
+        return f"{counted(slots, 'worker')} can run, {required} required"
 
-    def _send(self, key: int, word: str, **facts: Any) -> None:
-        self.outbox.append((key, {"do": word, **facts}))
+    def _send(self, key: int, kind: str, **facts: Any) -> None:
+        self.outbox.append((key, {"do": kind, **facts}))
 
 
 def _host(hello: Mapping[str, Any], now: float) -> _Host | None:
@@ -460,13 +461,13 @@ def _report(host: str, message: Mapping[str, Any]) -> Report:
         host,
         "failed",
         kind=_text(message, "kind"),
-        text=_text(message, "text", 10 * SHOWN),
+        text=_text(message, "text", 10 * MAX_TEXT),
         counted=bool(message.get("counted", True)),
         signature=_text(message, "signature"),
         code=code if type(code) is int and 0 < code < 256 else 1,
     )
 
 
-def _text(message: Mapping[str, Any], name: str, longest: int = SHOWN) -> str:
+def _text(message: Mapping[str, Any], name: str, max_length: int = MAX_TEXT) -> str:
     """Return a text from another host, safe to print on a terminal."""
-    return printable(str(message.get(name, "")), colour=False)[:longest]
+    return printable(str(message.get(name, "")), colour=False)[:max_length]

@@ -20,7 +20,7 @@ from typing import IO, TextIO
 from tfdist.launch.terminal_text import Line, clip, is_chatter, paint, printable
 
 # Interval at which an unfinished line is written as a line where it cannot be redrawn.
-SNAPSHOT_SECONDS = 10.0
+SNAPSHOT_S = 10.0
 
 
 class Console:
@@ -65,7 +65,7 @@ class Console:
         self._chatter = chatter
         self._unfinished = ""
         self._lock = threading.Lock()
-        self._gone = False
+        self._closed = False
 
     def show(self, task: str, finished: list[str], unfinished: str, snapshot: bool) -> None:
         """Show a task's new lines.
@@ -103,7 +103,7 @@ class Console:
             if draw and self._unfinished:
                 line = self._prefixes[self._drawer] + printable(self._unfinished, self._colour)
                 text += clip(line, shutil.get_terminal_size().columns - 1)
-        if not text or (self._gone and stream is self._out):
+        if not text or (self._closed and stream is self._out):
             return
         try:
             stream.write(text)
@@ -111,7 +111,7 @@ class Console:
         # `| head` has exited, or the terminal is closed: the launch continues, and the logs are
         # complete.
         except (OSError, ValueError):
-            self._gone = self._gone or stream is self._out
+            self._closed = self._closed or stream is self._out
 
 
 class TaskOutput:
@@ -163,9 +163,7 @@ class TaskOutput:
                 since = None
             if line.text.strip() and since is None:
                 since = now
-            snapshot = (
-                bool(line.text.strip()) and since is not None and now - since >= SNAPSHOT_SECONDS
-            )
+            snapshot = bool(line.text.strip()) and since is not None and now - since >= SNAPSHOT_S
             if snapshot:
                 since = now
             self._keep([*finished, line.text] if snapshot else finished)

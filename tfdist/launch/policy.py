@@ -10,8 +10,8 @@ from tfdist.launch.failures import Kind, Verdict
 from tfdist.launch.messages import Decision
 
 # Seconds before the second restart in a row without a step in between; each further one doubles it.
-FIRST_DELAY = 1.0
-LONGEST_DELAY = 30.0
+FIRST_DELAY_S = 1.0
+MAX_DELAY_S = 30.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,32 +97,30 @@ class Policy:
         >>> policy.decide(Cause("signal"))
         Decision(restart=True, delay=0.0, text='restart 1 of 1', code=None)
         >>> policy.decide(Cause("signal")).text
-        'the restarts are used up (--restarts 1)'
+        'no restart is left (--restarts 1)'
     """
 
     def __init__(self, restarts: int):
         self._restarts = restarts
         self._used = 0
-        self._fruitless = 0  # consecutive restarts without a finished step
+        self._restarts_without_step = 0  # consecutive restarts without a finished step
         self._last: tuple | None = None
 
     def decide(self, cause: Cause) -> Decision:
         """Return the decision after an attempt that failed or was preempted."""
-        self._fruitless = 0 if cause.progressed else self._fruitless + 1
+        self._restarts_without_step = 0 if cause.progressed else self._restarts_without_step + 1
         signature = cause.kind, cause.error, cause.where
-        again, self._last = signature == self._last, signature
+        repeated, self._last = signature == self._last, signature
         if cause.kind == Kind.CONFIGURATION.value:
-            return Decision(False, 0.0, "a restart does not mend a configuration")
+            return Decision(False, 0.0, "no restart: it would not fix a configuration error")
         if not self._restarts:
             return Decision(False, 0.0, "")
-        if cause.kind == Kind.ERROR.value and again:
-            return Decision(
-                False, 0.0, f"the same error {cause.where} a second time: a restart does not help"
-            )
+        if cause.kind == Kind.ERROR.value and repeated:
+            return Decision(False, 0.0, f"no restart: the same error occurred twice {cause.where}")
         if cause.kind == Kind.PREEMPTED.value:
-            return Decision(True, self._delay(), "preempted: restart, not counted")
+            return Decision(True, self._delay(), "preempted: restart that does not count")
         if not self.left:
-            return Decision(False, 0.0, f"the restarts are used up (--restarts {self._restarts})")
+            return Decision(False, 0.0, f"no restart is left (--restarts {self._restarts})")
         self._used += 1
         return Decision(True, self._delay(), f"restart {self._used} of {self._restarts}")
 
@@ -140,6 +138,6 @@ class Policy:
     def _delay(self) -> float:
         return (
             0.0
-            if self._fruitless < 2
-            else min(LONGEST_DELAY, FIRST_DELAY * 2.0 ** (self._fruitless - 2))
+            if self._restarts_without_step < 2
+            else min(MAX_DELAY_S, FIRST_DELAY_S * 2.0 ** (self._restarts_without_step - 2))
         )

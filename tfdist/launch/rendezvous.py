@@ -24,7 +24,7 @@ from tfdist.runtime.launch_protocol import TRANSIENT_CODE
 TICK_S = 0.1
 FAREWELL_S = 3.0  # time to send the outcome to the members
 HANDSHAKES = 64  # maximum at the same time; further clients must retry
-COMPLAINTS = 100  # maximum number of lines about rejected connections
+MAX_REJECTIONS = 100  # maximum number of lines about rejected connections
 
 _Event = Callable[[Membership], None]
 
@@ -57,8 +57,9 @@ class Rendezvous:
         ...     decide=lambda outcome: Decision(False), say=print,
         ... ) as rendezvous:
         ...     print(rendezvous.wait(10).code)
-        tfdist: after 0.2 s, 0 of at least 1 workers can run. Here: nobody.
-        Missing: hosts that never joined. Start the same command there, or lower the minimum
+        tfdist: after 0.2 s, 0 of at least 1 workers can run. Present: no host.
+        Missing: hosts that never joined. Start the same command on the missing hosts, or lower
+        the minimum
         75
     """
 
@@ -80,19 +81,19 @@ class Rendezvous:
         host = address.rpartition(":")[0].strip("[]")
         port = self._socket.getsockname()[1]
         self.address = join_address(host, port)
-        place = self._socket.getsockname()[0]
-        if ipaddress.ip_address(place).is_loopback and host not in (place, "localhost"):
+        ip = self._socket.getsockname()[0]
+        if ipaddress.ip_address(ip).is_loopback and host not in (ip, "localhost"):
             say(
-                f"tfdist: {host} is {place} on this machine, where no other host can connect; "
-                "better give its IP address"
+                f"tfdist: {host} is {ip} on this machine, to which no other host can connect; "
+                "pass this host's IP address instead"
             )
         self._membership = Membership(terms, decide, say, clock())
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._channels: dict[int, json_channel.Channel] = {}
         self._lock = threading.Lock()  # guards the channels and the complaints
-        self._complaints: set[tuple[str, type]] = set()
+        self._rejections: set[tuple[str, type]] = set()
         self._handshakes = threading.BoundedSemaphore(HANDSHAKES)
-        self._over = threading.Event()
+        self._finished = threading.Event()
         self._closing = threading.Event()
         self._threads = [
             threading.Thread(target=run, name=f"rendezvous-{name}", daemon=True)
@@ -109,7 +110,7 @@ class Rendezvous:
 
     def wait(self, timeout: float) -> Finish | None:
         """Return the outcome of the launch, or None if it still runs after `timeout` seconds."""
-        self._over.wait(timeout)
+        self._finished.wait(timeout)
         return self._membership.finish
 
     def close(
@@ -125,7 +126,7 @@ class Rendezvous:
         """
         self._events.put(lambda membership: membership.end(code, text))
         limit = time.monotonic() + FAREWELL_S
-        while time.monotonic() < limit and not (self._over.is_set() and not self._connected()):
+        while time.monotonic() < limit and not (self._finished.is_set() and not self._connected()):
             time.sleep(0.02)
         self._closing.set()
         self._socket.close()
@@ -168,46 +169,48 @@ class Rendezvous:
             if hello is None:
                 channel.close()
                 raise json_channel.TooSlow(
-                    f"{channel.peer} knows the token, but did not ask to join"
+                    f"{channel.peer} knows the token but did not send a request to join"
                 )
         except (OSError, ValueError) as error:
             connection.close()
-            return self._complain(host, error)
+            return self._report_rejection(host, error)
         finally:
             self._handshakes.release()
         with self._lock:
             self._channels[key] = channel
         now = self._clock()
         self._events.put(lambda membership: membership.joined(key, hello, now))
-        why = "the rendezvous ended"
+        reason = "the rendezvous ended"
         try:
             while not self._closing.is_set():
                 message = channel.receive(TICK_S)
                 if message is not None:
-                    self._hear(key, message)
+                    self._put_message(key, message)
         except json_channel.WireError as error:
-            why = str(error)
+            reason = str(error)
         channel.close()
         with self._lock:
             self._channels.pop(key, None)
         gone = self._clock()
-        self._events.put(lambda membership: membership.gone(key, why, gone))
+        self._events.put(lambda membership: membership.gone(key, reason, gone))
 
-    def _hear(self, key: int, message: dict) -> None:
+    def _put_message(self, key: int, message: dict) -> None:
         now = self._clock()  # time of arrival, not of processing
         self._events.put(lambda membership: membership.heard(key, message, now))
 
-    def _complain(self, host: str, error: Exception) -> None:
+    def _report_rejection(self, host: str, error: Exception) -> None:
         """Show a rejected connection, once per client and error.
 
         A port scan must not fill the terminal.
         """
         with self._lock:
-            old = (host, type(error)) in self._complaints or len(self._complaints) >= COMPLAINTS
-            if not old:
-                self._complaints.add((host, type(error)))
-        if not old and not self._closing.is_set():
-            self._say(f"tfdist: the rendezvous turned somebody away: {error}")
+            reported = (host, type(error)) in self._rejections or len(
+                self._rejections
+            ) >= MAX_REJECTIONS
+            if not reported:
+                self._rejections.add((host, type(error)))
+        if not reported and not self._closing.is_set():
+            self._say(f"tfdist: the rendezvous rejected a connection: {error}")
 
     def _decide_all(self) -> None:
         """Run the thread that owns the membership.
@@ -227,7 +230,7 @@ class Rendezvous:
                 for key, message in outbox:
                     self._send(key, message)
             if membership.finish:
-                self._over.set()
+                self._finished.set()
 
     def _due(self) -> list[_Event]:
         """Return the events received since the last call, after a short wait if there are none."""
@@ -255,10 +258,10 @@ class Rendezvous:
 def _listen(address: str) -> socket.socket:
     listener = None
     try:
-        family, place = resolve_address(address)
+        family, sockaddr = resolve_address(address)
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(place)
+        listener.bind(sockaddr)
         listener.listen(128)
         return listener
     except OSError as error:

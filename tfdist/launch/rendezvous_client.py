@@ -21,7 +21,7 @@ from tfdist.runtime.launch_protocol import CONFIGURATION_CODE, TRANSIENT_CODE
 
 POLL_S = 0.05
 RETRY_S = 0.5  # between two attempts to connect
-CUT = 0.9  # fraction of the host timeout after which its workers must end
+CUT_FRACTION = 0.9  # fraction of the host timeout after which its workers must end
 
 
 class RendezvousClient:
@@ -89,10 +89,10 @@ class RendezvousClient:
         self._generation: int | None = None  # number in the last `Start` that the launcher received
         self._reported = False  # whether the outcome here was reported
         self._closing = threading.Event()
-        self._bye = ""  # reason for closing
+        self._close_reason = ""  # reason for closing
         # heartbeats without an answer: number -> time of sending
         self._beats: dict[int, float] = {}
-        self._proven = 0.0  # time of sending of the last answered heartbeat
+        self._last_answered = 0.0  # time of sending of the last answered heartbeat
         self._thread = threading.Thread(target=self._run, name="rendezvous-member", daemon=True)
         self._thread.start()
 
@@ -162,11 +162,11 @@ class RendezvousClient:
         Args:
             reason: Reason, for the other hosts.
         """
-        self._bye = reason
+        self._close_reason = reason
         self._closing.set()
         self._thread.join(json_channel.HANDSHAKE_S + RETRY_S)
 
-    def _report(self, word: str, **facts: Any) -> None:
+    def _report(self, message_kind: str, **facts: Any) -> None:
         """Send the outcome of the generation on this host.
 
         Only the first report is sent, and none after a `Cut`.
@@ -178,7 +178,7 @@ class RendezvousClient:
             self._reported = True
         if channel is not None and generation is not None and not reported:
             with contextlib.suppress(json_channel.WireError):  # the receiving thread notices it
-                channel.send({"do": word, "generation": generation, **facts})
+                channel.send({"do": message_kind, "generation": generation, **facts})
 
     def _run(self) -> None:
         try:
@@ -193,18 +193,18 @@ class RendezvousClient:
                         return self._end(TRANSIENT_CODE, f"{lost}: {reason}")
                     self._closing.wait(RETRY_S)
                     continue
-                reason = self._obey(channel)
+                reason = self._receive_orders(channel)
                 channel.close()
                 if self._finish or self._closing.is_set():
                     return None
                 self._cut(f"lost the rendezvous at {self._address}: {reason}")
                 limit = self._clock() + self._window
                 lost = (
-                    f"lost the rendezvous at {self._address}, and did not find it again within "
+                    f"lost the rendezvous at {self._address}, and could not connect again within "
                     f"{self._window:g} s"
                 )
         except Exception as error:  # a bug here must not block the launcher
-            self._end(1, f"the rendezvous' member failed: {type(error).__name__}: {error}")
+            self._end(1, f"the rendezvous client failed: {type(error).__name__}: {error}")
 
     def _join(self) -> tuple[json_channel.Channel | None, str]:
         """Join the launch; return the channel and "", or None and the reason for the failure."""
@@ -216,7 +216,7 @@ class RendezvousClient:
             welcome = channel.receive(json_channel.HANDSHAKE_S)
             if welcome is None:
                 raise json_channel.TooSlow(
-                    f"{self._address} did not answer this host's wish to join"
+                    f"{self._address} did not answer this host's request to join"
                 )
             if welcome.get("do") == "finish":
                 self._end(int(welcome["code"]), str(welcome["text"]))
@@ -236,10 +236,10 @@ class RendezvousClient:
             self._generation = None
             self._reported = False
         self._beats = {}
-        self._proven = sent
+        self._last_answered = sent
         return channel, ""
 
-    def _obey(self, channel: json_channel.Channel) -> str:
+    def _receive_orders(self, channel: json_channel.Channel) -> str:
         """Convert messages into orders until the connection is unusable; return the reason."""
         number = 0
         due = 0.0
@@ -248,42 +248,42 @@ class RendezvousClient:
                 now = self._clock()
                 # Count from the sending of a heartbeat: the rendezvous received it later, so it
                 # counts this host as lost later, too.
-                if now - self._proven >= CUT * self._silence:
-                    return f"it did not answer for {CUT * self._silence:g} s"
+                if now - self._last_answered >= CUT_FRACTION * self._silence:
+                    return f"it did not answer for {CUT_FRACTION * self._silence:g} s"
                 if now >= due:
                     number, due = number + 1, now + self._beat
                     self._beats[number] = now
                     channel.send({"do": "beat", "number": number})
                 message = channel.receive(POLL_S)
                 if message is not None:
-                    self._follow(channel, message)
+                    self._handle(channel, message)
                     if self._finish:
                         return ""
-            channel.send({"do": "bye", "reason": self._bye})
+            channel.send({"do": "bye", "reason": self._close_reason})
         except (json_channel.WireError, LookupError, TypeError, ValueError) as error:
             return str(error)
         return "this launcher ended"
 
-    def _follow(self, channel: json_channel.Channel, message: dict[str, Any]) -> None:
-        word = message.pop("do", None)
-        if word == "ack":
-            self._proven = max(self._proven, self._beats.get(message["number"], 0.0))
+    def _handle(self, channel: json_channel.Channel, message: dict[str, Any]) -> None:
+        kind = message.pop("do", None)
+        if kind == "ack":
+            self._last_answered = max(self._last_answered, self._beats.get(message["number"], 0.0))
             self._beats = {
                 number: sent for number, sent in self._beats.items() if number > message["number"]
             }
-        elif word == "ports":
+        elif kind == "ports":
             try:
                 facts: dict[str, Any] = {"ports": self._ports(message["count"])}
             except (OSError, ValueError) as error:
                 facts = {"ports": [], "problem": str(error)}
             channel.send({"do": "ports", "generation": message["generation"], **facts})
-        elif word == "start":
+        elif kind == "start":
             self._orders.put(Start(**{**message, "addresses": tuple(message["addresses"])}))
-        elif word == "stop":
+        elif kind == "stop":
             self._orders.put(Stop(**message))
-        elif word == "finish":
+        elif kind == "finish":
             self._end(int(message["code"]), str(message["text"]))
-        elif word == "note":
+        elif kind == "note":
             self._say(str(message["text"]))
 
     def _cut(self, reason: str) -> None:

@@ -18,7 +18,7 @@ import traceback
 from tfdist.launch.import_record import ImportRecorder
 from tfdist.runtime.launch_protocol import ERROR_FILE, IMPORTS_FILE
 
-_OURS = (__file__, runpy.__file__, "<frozen runpy>")
+_RUNNER_FILES = (__file__, runpy.__file__, "<frozen runpy>")
 
 
 def main() -> None:
@@ -55,7 +55,7 @@ def run(words: list[str]) -> None:
             write_error(os.environ.get(ERROR_FILE), stop.__cause__)
         raise
     except Exception as error:
-        error.__traceback__ = _users_part(error.__traceback__)
+        error.__traceback__ = _user_part(error.__traceback__)
         write_error(os.environ.get(ERROR_FILE), error)
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(getattr(error, "exit_code", 1))  # our own errors say whether a restart can help
@@ -97,8 +97,8 @@ def write_error(path: str | None, error: BaseException) -> None:
         os.replace(f"{path}.tmp", path)
 
 
-def _users_part(trace):
-    while trace is not None and trace.tb_frame.f_code.co_filename in _OURS:
+def _user_part(trace):
+    while trace is not None and trace.tb_frame.f_code.co_filename in _RUNNER_FILES:
         trace = trace.tb_next
     return trace
 

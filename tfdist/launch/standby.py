@@ -27,11 +27,11 @@ from tfdist.runtime.launch_protocol import IMPORTS_FILE, note
 from tfdist.runtime.resource_limits import cores, memory
 
 BYTES = 700 << 20  # memory of a process with TensorFlow, Keras and TFDS
-SHARE = 0.5  # fraction of the available memory; the rest is for the training tasks
-IMPORT_SECONDS = 300.0  # timeout at low priority on a busy machine
-HANDOVER_SECONDS = 3.0  # timeout; a hand-over takes milliseconds
-END_SECONDS = 10.0
-MOST_LOST = 3  # consecutive losses after which the pool gives up
+MEMORY_SHARE = 0.5  # fraction of the available memory; the rest is for the training tasks
+IMPORT_S = 300.0  # timeout at low priority on a busy machine
+HANDOVER_S = 3.0  # timeout; a hand-over takes milliseconds
+END_S = 10.0
+MAX_LOST = 3  # consecutive losses after which the pool gives up
 CORES_PER_START = 8  # cores per process that imports at the same time
 EVENT = "standby"  # journal event
 
@@ -74,16 +74,16 @@ class Standby:
         self.ready = False
         self.error = ""  # error of its imports
         self._unread = b""
-        self._channel, theirs = socket.socketpair()
-        with theirs:
+        self._channel, child_end = socket.socketpair()
+        with child_end:
             self.popen = subprocess.Popen(
-                [sys.executable, "-m", "tfdist.launch.standby_process", str(theirs.fileno())],
+                [sys.executable, "-m", "tfdist.launch.standby_process", str(child_end.fileno())],
                 env=image.start_environ(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[child_end.fileno()],
             )
         self._send({"modules": image.imports.modules, "words": list(words)})
 
@@ -106,17 +106,17 @@ class Standby:
         self.error = message.get("error", "")
         return self.ready
 
-    def hand_over(self, plan: TaskPlan, strike: Callable[[int], None]) -> bool:
+    def hand_over(self, plan: TaskPlan, inject_fault: Callable[[int], None]) -> bool:
         """Make it the process of a task.
 
         Args:
             plan: Plan of the task.
-            strike: Function that receives its process id; a fault plan may kill it there.
+            inject_fault: Function that receives its process id; a fault plan may kill it there.
 
         Returns:
             Whether it runs the task now. If not, end it before you start another process.
         """
-        strike(self.pid)
+        inject_fault(self.pid)
         self._send(
             {
                 "words": list(plan.words),
@@ -125,22 +125,22 @@ class Standby:
                 "cwd": os.getcwd(),
             }
         )
-        begun = self._message(HANDOVER_SECONDS).get("state") == BEGUN
+        started = self._message(HANDOVER_S).get("state") == BEGUN
         self._channel.close()
-        return begun
+        return started
 
     def end(self) -> None:
         """Kill it and free its resources."""
         kill_group(self.pid)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.popen.wait(END_SECONDS)
+            self.popen.wait(END_S)
         self._channel.close()
         assert self.popen.stdout is not None
         self.popen.stdout.close()
 
     def _send(self, message: Mapping[str, object]) -> None:
         with contextlib.suppress(OSError):  # it has ended; the missing answer shows this
-            self._channel.settimeout(HANDOVER_SECONDS)
+            self._channel.settimeout(HANDOVER_S)
             self._channel.sendall(json.dumps(message).encode() + b"\n")
 
     def _message(self, seconds: float) -> dict[str, str]:
@@ -185,8 +185,8 @@ class Standbys:
         self._pool: list[Standby] = []
         self._imports: dict[str, Imports] = {}  # by task
         self._lost = 0
-        self._off = count == 0
-        self._short = False
+        self._disabled = count == 0
+        self._warned_of_memory = False
 
     def keep(self, plans: Sequence[TaskPlan], training: bool) -> None:
         """Maintain the pool; call it twice a second while an attempt runs.
@@ -199,28 +199,30 @@ class Standbys:
             if standby.look():
                 note(self._log_dir, EVENT, what="ready", pid=standby.pid)
             if standby.ended or standby.error:
-                why = standby.error or f"ended with code {standby.popen.poll()}"
-                self._lose(standby, "lost", why, final=bool(standby.error))
-            elif not standby.ready and time.monotonic() - standby.started > IMPORT_SECONDS:
-                self._lose(standby, "lost", f"not ready after {IMPORT_SECONDS:g} s")
+                reason = standby.error or f"ended with code {standby.popen.poll()}"
+                self._lose(standby, "lost", reason, final=bool(standby.error))
+            elif not standby.ready and time.monotonic() - standby.started > IMPORT_S:
+                self._lose(standby, "lost", f"not ready after {IMPORT_S:g} s")
         plans = [plan for plan in plans if plan.words]
-        wanted = len(plans) if self._count is None else self._count
+        target = len(plans) if self._count is None else self._count
         starting = sum(not standby.ready for standby in self._pool)
         limit = max(1, len(cores()) // CORES_PER_START)
-        if self._off or not training or len(self._pool) >= wanted or starting >= limit:
+        if self._disabled or not training or len(self._pool) >= target or starting >= limit:
             return
         image = self._image(plans)
         if image is not None and self._has_memory():
             self._start(image, plans[0].words)
 
-    def take(self, plan: TaskPlan, strike: Callable[[int], None]) -> subprocess.Popen | None:
+    def take(self, plan: TaskPlan, inject_fault: Callable[[int], None]) -> subprocess.Popen | None:
         """Return a process that has begun to run a task, or None to start a fresh one.
 
         Args:
             plan: Plan of the task.
-            strike: See `Standby.hand_over`.
+            inject_fault: See `Standby.hand_over`.
         """
-        for standby in [each for each in self._pool if plan.words and not each.ended]:
+        for standby in [
+            candidate for candidate in self._pool if plan.words and not candidate.ended
+        ]:
             standby.look()
             if not standby.ready:
                 continue
@@ -228,10 +230,10 @@ class Standbys:
                 self._lose(standby, "refused", difference)
                 continue
             if plan.words[0] == "-m" and plan.words[1] in standby.image.imports.modules:
-                why = f"it has imported {plan.words[1]}, which {plan.name} runs as a program"
-                note(self._log_dir, EVENT, what="passed over", pid=standby.pid, why=why)
+                reason = f"it has imported {plan.words[1]}, which {plan.name} runs as a program"
+                note(self._log_dir, EVENT, what="passed over", pid=standby.pid, why=reason)
                 continue
-            if standby.hand_over(plan, strike):
+            if standby.hand_over(plan, inject_fault):
                 self._pool.remove(standby)
                 self._lost = 0
                 note(self._log_dir, EVENT, what="taken", pid=standby.pid, task=plan.name)
@@ -241,7 +243,7 @@ class Standbys:
 
     def close(self) -> None:
         """End all standby processes."""
-        self._off = True
+        self._disabled = True
         for standby in self._pool:
             self._end(standby)
         self._pool.clear()
@@ -256,61 +258,61 @@ class Standbys:
         self._pool.append(standby)
         note(self._log_dir, EVENT, what="started", pid=standby.pid)
 
-    def _lose(self, standby: Standby, what: str, why: str, final: bool = False) -> None:
+    def _lose(self, standby: Standby, what: str, reason: str, final: bool = False) -> None:
         self._pool.remove(standby)
         self._end(standby)
-        note(self._log_dir, EVENT, what=what, pid=standby.pid, why=why)
+        note(self._log_dir, EVENT, what=what, pid=standby.pid, why=reason)
         if what == "lost":
             self._lost += 1
-        if final or self._lost >= MOST_LOST:
-            self._give_up(why)
+        if final or self._lost >= MAX_LOST:
+            self._give_up(reason)
 
     def _end(self, standby: Standby) -> None:
         standby.end()
         self._guardian.remove(standby.pid)
 
-    def _give_up(self, why: str) -> None:
-        if not self._off:
-            self._off = True
-            note(self._log_dir, EVENT, what="off", why=why)
-            self._say(f"tfdist: no more standby processes ({why}); restarts start fresh ones")
+    def _give_up(self, reason: str) -> None:
+        if not self._disabled:
+            self._disabled = True
+            note(self._log_dir, EVENT, what="off", why=reason)
+            self._say(f"tfdist: no more standby processes ({reason}); restarts start new processes")
 
     def _image(self, plans: Sequence[TaskPlan]) -> Image | None:
         """Return the common image of all tasks; None before they have imported TensorFlow."""
         for plan in plans:
             # A task in a standby process records nothing: its image is the previous one.
-            found = read_imports(plan.environ[IMPORTS_FILE])
-            if found.modules:
-                self._imports[plan.name] = found
+            task_imports = read_imports(plan.environ[IMPORTS_FILE])
+            if task_imports.modules:
+                self._imports[plan.name] = task_imports
         if not all(plan.name in self._imports for plan in plans):
             return None
         imports = [self._imports[plan.name] for plan in plans]
         environs = [_shared(plan.environ) for plan in plans]
-        for plan, environ, each in zip(plans, environs, imports, strict=True):
+        for plan, environ, recorded in zip(plans, environs, imports, strict=True):
             differing = changed(environs[0], environ) or changed(
-                _text(imports[0].environ), _text(each.environ)
+                _text(imports[0].environ), _text(recorded.environ)
             )
             if differing:
                 names = ", ".join(differing)
                 self._give_up(f"{names} of {plan.name} differs from that of {plans[0].name}")
                 return None
-        modules = dict.fromkeys(name for each in imports for name in each.modules)
+        modules = dict.fromkeys(name for recorded in imports for name in recorded.modules)
         return Image(environs[0], Imports(tuple(modules), imports[0].environ), cores())
 
     def _has_memory(self) -> bool:
         available = self._available()
-        if available is None or available * SHARE >= BYTES:
-            self._short = False
+        if available is None or available * MEMORY_SHARE >= BYTES:
+            self._warned_of_memory = False
             return True
-        if not self._short:
-            self._short = True
-            why = (
-                f"{available / 1e9:.1f} GB of memory are available, {BYTES / SHARE / 1e9:.1f} "
-                "needed"
+        if not self._warned_of_memory:
+            self._warned_of_memory = True
+            reason = (
+                f"{available / 1e9:.1f} GB of memory are available, "
+                f"{BYTES / MEMORY_SHARE / 1e9:.1f} needed"
             )
-            note(self._log_dir, EVENT, what="no memory", why=why)
+            note(self._log_dir, EVENT, what="no memory", why=reason)
             if self._count is not None:  # requested by the user
-                self._say(f"tfdist: --standby {self._count}: no standby process, as {why}")
+                self._say(f"tfdist: --standby {self._count}: no standby process, because {reason}")
         return False
 
 

@@ -56,7 +56,7 @@ def wait_for_task(
     script_runner.prepare(order["words"])
     before = dict(os.environ)
     if imports:
-        restore = _stand_back()
+        restore = _lower_priority()
         try:
             for name in order["modules"]:
                 _import(name)
@@ -100,7 +100,7 @@ def _send(channel: socket.socket, message: dict[str, Any]) -> None:
         channel.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _stand_back() -> Callable[[], None]:
+def _lower_priority() -> Callable[[], None]:
     """Lower this process's priority; return a function that restores it.
 
     An ordinary user may lower the priority of a process, but rarely raise it again. A thread tries
@@ -115,8 +115,8 @@ def _stand_back() -> Callable[[], None]:
     undo.append(_overwrite(AUTOGROUP, str(NICE)))
 
     def restore() -> None:
-        for each in undo:
-            each()
+        for restore_one in undo:
+            restore_one()
 
     return restore
 

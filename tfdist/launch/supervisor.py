@@ -20,21 +20,21 @@ from tfdist.launch.output import Console
 from tfdist.launch.policy import Failed, Policy
 from tfdist.launch.standby import Standbys
 from tfdist.launch.task_plan import Role, TaskPlan
-from tfdist.launch.task_process import Process, place_of
+from tfdist.launch.task_process import Process, position_of
 from tfdist.runtime.guardian import Guardian
 from tfdist.runtime.launch_protocol import PREEMPTED_CODE, Phase, note, read_journal
 
-POLL_SECONDS = 0.05
-REAP_POLL_SECONDS = 0.01  # after SIGKILL
-LOOK_SECONDS = 0.5  # interval of the watchdog
-PEER_SECONDS = 3.0  # after a failure: peers notice it, raise their own error and end in 3 s
-STUCK_SECONDS = 0.3  # after a failure, for tasks that have nothing left to report
-STACK_SECONDS = 1.0  # time to write the stacks of all threads
+POLL_S = 0.05
+REAP_POLL_S = 0.01  # after SIGKILL
+CHECK_S = 0.5  # interval of the watchdog
+PEER_S = 3.0  # after a failure: peers notice it, raise their own error and end in 3 s
+STUCK_S = 0.3  # after a failure, for tasks that have nothing left to report
+STACK_S = 1.0  # time to write the stacks of all threads
 # Time to read the rest of a pipe, which a daemon that left the task's group may keep open for ever.
-DRAIN_SECONDS = 2.0
-SETTLE_SECONDS = 20.0  # after which tasks without heartbeats count as started
+DRAIN_S = 2.0
+SETTLE_S = 20.0  # after which tasks without heartbeats count as started
 # After SIGKILL: only a process stuck in the kernel (a dead network disk) takes longer.
-REAP_SECONDS = 10.0
+REAP_S = 10.0
 
 
 class Supervisor:
@@ -80,13 +80,13 @@ class Supervisor:
         self._grace = grace
         self._evaluator_wait = evaluator_wait
         self._policy = policy or Policy(0)
-        self._silence = silence or {}
+        self._hang_timeouts = silence or {}
         self._isolated = isolated
         self._colour = colour
         self._chaos = chaos
         self._standbys = standbys
         self._signals: list[int] = []
-        self._looked = self._begun = time.monotonic()
+        self._last_check = self._started = time.monotonic()
         self._errors: dict[int, float] = {}  # process id -> time at which its error was seen
 
     def interrupt(self, number: int, frame: object = None) -> None:
@@ -108,7 +108,7 @@ class Supervisor:
         started = time.monotonic()
         number = 0
         while True:
-            begun = time.time()
+            attempt_started = time.time()
             outcome, codes = self.attempt(number, self._plan(number))
             if self._signals:
                 return self.farewell(time.monotonic() - started, codes)
@@ -127,11 +127,11 @@ class Supervisor:
                 delay=decision.delay,
                 text=decision.text,
             )
-            report = format_verdict(outcome.verdict, begun, self._log_dir, self._colour)
-            follows = decision.text and f"\ntfdist: {decision.text}"
+            report = format_verdict(outcome.verdict, attempt_started, self._log_dir, self._colour)
+            decision_text = decision.text and f"\ntfdist: {decision.text}"
             if decision.restart and decision.delay:
-                follows += f", in {decision.delay:g} s"
-            self._console.notice(report + follows)
+                decision_text += f", in {decision.delay:g} s"
+            self._console.notice(report + decision_text)
             if not decision.restart:
                 return outcome.verdict.cause.code
             self._until(lambda: False, decision.delay)
@@ -146,7 +146,7 @@ class Supervisor:
         number: int,
         plans: Sequence[TaskPlan],
         ordered: Callable[[], bool] = lambda: False,
-        peer_grace: Callable[[], float] = lambda: PEER_SECONDS,
+        peer_grace: Callable[[], float] = lambda: PEER_S,
     ) -> tuple[Failed | None, dict[str, int | None]]:
         """Run one group of processes until it is done, failed, interrupted or ordered to end.
 
@@ -164,7 +164,7 @@ class Supervisor:
         """
         group: list[Process] = []
         self._errors = {}
-        self._begun = time.monotonic()
+        self._started = time.monotonic()
         note(self._log_dir, "attempt", attempt=number, tasks=[plan.name for plan in plans])
         try:
             for plan in plans:
@@ -173,24 +173,24 @@ class Supervisor:
         finally:
             self._end(group, ordered, peer_grace)
         codes = {process.plan.name: process.code for process in group}
-        signs = [sign for process in group if (sign := process.sign)]
+        heartbeats = [heartbeat for process in group if (heartbeat := process.heartbeat)]
         note(
             self._log_dir,
             "ended",
             attempt=number,
             codes=codes,
-            total=max((sign.total for sign in signs), default=0),
+            total=max((heartbeat.total for heartbeat in heartbeats), default=0),
         )
         verdict = judge([process.ending() for process in group], self._isolated)
         if verdict is None:
             return None, codes
-        reached = [place for sign in signs if (place := place_of(sign))]
-        running = any(sign.phase == Phase.RUNNING for sign in signs)
+        positions = [position for heartbeat in heartbeats if (position := position_of(heartbeat))]
+        running = any(heartbeat.phase == Phase.RUNNING for heartbeat in heartbeats)
         stepped = running or any(
             line["event"] == "stepping" and line["attempt"] == number
             for line in read_journal(self._log_dir)
         )
-        return Failed(verdict, stepped, max(reached, default=None)), codes
+        return Failed(verdict, stepped, max(positions, default=None)), codes
 
     def farewell(self, seconds: float, codes: Mapping[str, int | None]) -> int:
         """Show how an interruption has ended the tasks; return the exit code.
@@ -201,39 +201,39 @@ class Supervisor:
         """
         name = signal_name(-self._signals[0])
         saved = PREEMPTED_CODE in codes.values()
-        rest = "; the training is saved, and the same command goes on from there" if saved else ""
-        self._console.notice(f"tfdist: ended by {name} after {seconds:.1f} s{rest}")
+        saved_note = "; the training is saved, and the same command resumes it" if saved else ""
+        self._console.notice(f"tfdist: ended by {name} after {seconds:.1f} s{saved_note}")
         return PREEMPTED_CODE if saved else 128 + self._signals[0]
 
     def _start(self, plan: TaskPlan) -> Process:
-        return Process(plan, self._console, self._guardian, self._take)
+        return Process(plan, self._console, self._guardian, self._take_standby)
 
-    def _take(self, plan: TaskPlan) -> subprocess.Popen | None:
-        strike = self._chaos.hand_over if self._chaos else lambda pid: None
-        return self._standbys.take(plan, strike) if self._standbys else None
+    def _take_standby(self, plan: TaskPlan) -> subprocess.Popen | None:
+        inject_fault = self._chaos.hand_over if self._chaos else lambda pid: None
+        return self._standbys.take(plan, inject_fault) if self._standbys else None
 
     def _watch(self, group: list[Process], ordered: Callable[[], bool]) -> None:
         """Wait until the group is done, has failed or must end."""
         evaluators = [process for process in group if process.plan.role is Role.EVALUATES]
         # A host without training tasks, for example with a ps only, waits for its other tasks.
         names = {process.plan.name for process in group if process.plan.role is Role.TRAINS}
-        lives: dict[str, int] = {}
-        said: dict[str, str] = {}  # how each restarted task had ended
+        restarts: dict[str, int] = {}
+        last_errors: dict[str, str] = {}  # how each restarted task had ended
 
-        def awaited() -> list[Process]:
+        def awaited_tasks() -> list[Process]:
             return [process for process in group if process.plan.name in names] or group
 
         def failed() -> bool:
             if self._chaos:
-                self._chaos.look(group)
-            self._replace(group, lives, said)
-            self._look(group)
+                self._chaos.poll(group)
+            self._replace(group, restarts, last_errors)
+            self._check_heartbeats(group)
             return ordered() or any(
-                (process.failed and not self._ending_alone(process)) or process.silence
+                (process.failed and not self._exits_for_restart(process)) or process.hang
                 for process in group
             )
 
-        self._until(lambda: failed() or all(process.ended for process in awaited()))
+        self._until(lambda: failed() or all(process.ended for process in awaited_tasks()))
         if evaluators and not failed():
             self._until(
                 lambda: (
@@ -244,88 +244,93 @@ class Supervisor:
                 ),
                 self._evaluator_wait,
             )
-            late = [
+            still_running = [
                 p.plan.name
                 for p in group
                 if p.plan.role is Role.EVALUATES and not p.ended and not self._signals
             ]
-            if late and not failed():
+            if still_running and not failed():
                 seconds = f"{self._evaluator_wait:g} s"
                 self._console.notice(
-                    f"tfdist: training is done; ending {', '.join(late)}, still busy {seconds} "
-                    "later"
+                    f"tfdist: training is done; ending {', '.join(still_running)}, still busy "
+                    f"{seconds} later"
                 )
         if failed() and not ordered():
-            first = next((process for process in group if process.failed or process.silence), None)
+            first = next((process for process in group if process.failed or process.hang), None)
             note(self._log_dir, "detected", task=first and first.plan.name)
-            if any(process.silence for process in group):
+            if any(process.hang for process in group):
                 self._stacks(group)
             else:
                 # A killed task is the cause. An error may come from a victim, before its cause is
                 # known.
                 killed = any(process.ended and process.code == -signal.SIGKILL for process in group)
-                bound = time.monotonic() + PEER_SECONDS
-                if not (killed and self._deaf(group)):
-                    self._until_ended(awaited(), lambda: bound, hoping=not killed)
+                bound = time.monotonic() + PEER_S
+                if not (killed and self._all_blocked(group)):
+                    self._until_ended(awaited_tasks(), lambda: bound, wait_if_stuck=not killed)
 
-    def _replace(self, group: list[Process], lives: dict[str, int], said: dict[str, str]) -> None:
+    def _replace(
+        self, group: list[Process], restarts: dict[str, int], last_errors: dict[str, str]
+    ) -> None:
         """Restart failed tasks alone if the others continue without them and restarts are left."""
-        for place, process in enumerate(group):
+        for i, process in enumerate(group):
             if not (process.plan.replaceable and process.ended and process.failed):
                 continue
             name = process.plan.name
-            process.output.join(DRAIN_SECONDS)
+            process.output.join(DRAIN_S)
             verdict = judge([process.ending()])
-            how = f"{verdict.cause.how}: {verdict.cause.message}" if verdict else "is gone"
-            again = (
-                verdict is not None and verdict.cause.kind is Kind.ERROR and how == said.get(name)
+            description = f"{verdict.cause.how}: {verdict.cause.message}" if verdict else "is gone"
+            same_error = (
+                verdict is not None
+                and verdict.cause.kind is Kind.ERROR
+                and description == last_errors.get(name)
             )
-            if again or not self._policy.allow_one():  # the attempt ends, too
+            if same_error or not self._policy.allow_one():  # the attempt ends, too
                 continue
-            said[name] = how
-            lives[name] = lives.get(name, 0) + 1
+            last_errors[name] = description
+            restarts[name] = restarts.get(name, 0) + 1
             self._console.notice(
-                f"tfdist: {name} {how.removesuffix(': ')}; it is started again, the others go on"
+                f"tfdist: {name} {description.removesuffix(': ')}; the launcher restarts it, the "
+                "other tasks continue"
             )
-            note(self._log_dir, "replaced", task=name, life=lives[name])
-            group[place] = self._start(process.plan.life(lives[name]))
+            note(self._log_dir, "replaced", task=name, life=restarts[name])
+            group[i] = self._start(process.plan.restarted(restarts[name]))
 
-    def _ending_alone(self, process: Process) -> bool:
+    def _exits_for_restart(self, process: Process) -> bool:
         """Return whether a task has reported its error, exits now and will be restarted alone."""
         if process.ended or not process.plan.replaceable or not self._policy.left:
             return False
         first = self._errors.setdefault(process.pid, time.monotonic())
-        if time.monotonic() - first > PEER_SECONDS:
-            process.tell(signal.SIGKILL)  # hangs in its shutdown
+        if time.monotonic() - first > PEER_S:
+            process.send_signal(signal.SIGKILL)  # hangs in its shutdown
         return True
 
-    def _look(self, group: list[Process]) -> None:
+    def _check_heartbeats(self, group: list[Process]) -> None:
         """Mark the task that has been silent for longer than its phase allows."""
         now = time.monotonic()
-        if now - self._looked < LOOK_SECONDS:
+        if now - self._last_check < CHECK_S:
             return
-        if now - self._looked > 10 * LOOK_SECONDS:  # this process itself was stopped
+        if now - self._last_check > 10 * CHECK_S:  # this process itself was stopped
             for process in group:
-                process.forgive()
-        self._looked = now
+                process.reset_timer()
+        self._last_check = now
         if self._standbys:
             self._standbys.keep([process.plan for process in group], self._training(group, now))
-        if any(process.silence for process in group):  # the hung task is known already
+        if any(process.hang for process in group):  # the hung task is known already
             return
-        if any(process.silent_for(self._silence) is not None for process in group):
+        if any(process.seconds_silent(self._hang_timeouts) is not None for process in group):
             # The last heartbeat of the task for which these wait may be slightly later.
-            half = {phase: seconds / 2 for phase, seconds in self._silence.items()}
+            half = {phase: seconds / 2 for phase, seconds in self._hang_timeouts.items()}
             self._blame(
-                group, [process for process in group if process.silent_for(half) is not None]
+                group, [process for process in group if process.seconds_silent(half) is not None]
             )
 
     def _training(self, group: Sequence[Process], now: float) -> bool:
         """Return whether the tasks have started and leave time for standby processes."""
         training = [process for process in group if process.plan.role is Role.TRAINS]
-        phases = [process.sign.phase if process.sign else None for process in training]
+        phases = [process.heartbeat.phase if process.heartbeat else None for process in training]
         if Phase.TRACING in phases:  # takes minutes and all cores for a large model
             return False
-        if now - self._begun > SETTLE_SECONDS:
+        if now - self._started > SETTLE_S:
             return True
         return bool(phases) and set(phases) == {Phase.RUNNING}
 
@@ -335,23 +340,31 @@ class Supervisor:
         self._stacks([process for process in silent if process not in stopped])
         # In a collective the main thread is inside TensorFlow, but not in a task that hangs in user
         # code.
-        elsewhere = [
+        in_user_code = [
             process for process in silent if (stack := process.stack()) and not _in_framework(stack)
         ]
-        behind = min((place_of(process.sign) or (0, 0) for process in silent), default=(0, 0))
-        last = [process for process in silent if (place_of(process.sign) or (0, 0)) == behind]
-        culprit = (stopped or elsewhere or last)[0]
-        seconds = culprit.silent_for(dict.fromkeys(self._silence, 0.0)) or 0.0
-        sign = culprit.sign
-        where = "" if sign is None else f" after step {sign.step} of epoch {sign.epoch + 1}"
-        why = "; it is stopped (SIGSTOP, a debugger)" if culprit in stopped else ""
-        culprit.silence = f"made no step for {seconds:.0f} s{where}, and was ended as hung{why}"
+        earliest = min(
+            (position_of(process.heartbeat) or (0, 0) for process in silent), default=(0, 0)
+        )
+        at_earliest = [
+            process for process in silent if (position_of(process.heartbeat) or (0, 0)) == earliest
+        ]
+        culprit = (stopped or in_user_code or at_earliest)[0]
+        seconds = culprit.seconds_silent(dict.fromkeys(self._hang_timeouts, 0.0)) or 0.0
+        heartbeat = culprit.heartbeat
+        position = (
+            ""
+            if heartbeat is None
+            else f" after step {heartbeat.step} of epoch {heartbeat.epoch + 1}"
+        )
+        reason = "; it is stopped (SIGSTOP, a debugger)" if culprit in stopped else ""
+        culprit.hang = f"made no step for {seconds:.0f} s{position}, and was killed as hung{reason}"
 
     def _stacks(self, group: list[Process]) -> None:
         """Ask all processes to write their stacks to their logs."""
         for process in group:
-            process.ask_for_stacks()
-        self._until(lambda: False, STACK_SECONDS)
+            process.request_stacks()
+        self._until(lambda: False, STACK_S)
 
     def _end(
         self, group: list[Process], ordered: Callable[[], bool], peer_grace: Callable[[], float]
@@ -363,11 +376,11 @@ class Supervisor:
                 return self._grace
             # After a failure a survivor is usually stuck in a collective and does not react to
             # SIGTERM; a ps has nothing to save.
-            return min(self._grace, peer_grace() if ordered() else PEER_SECONDS)
+            return min(self._grace, peer_grace() if ordered() else PEER_S)
 
-        begun = time.monotonic()
+        started = time.monotonic()
         at_once = not grace()
-        patient = bool(self._signals) or (ordered() and peer_grace() > PEER_SECONDS)
+        may_save = bool(self._signals) or (ordered() and peer_grace() > PEER_S)
         # Pass Ctrl-C on as SIGINT: Python raises KeyboardInterrupt between two steps.
         number = signal.SIGINT if self._signals[:1] == [signal.SIGINT] else signal.SIGTERM
         if self._signals:
@@ -376,51 +389,58 @@ class Supervisor:
                 f"tfdist: {name}: ending the tasks within {self._grace:g} s; once more ends them "
                 "at once"
             )
-        hung = any(process.silence for process in group)
-        deaf = not patient and self._deaf(group)
+        hung = any(process.hang for process in group)
+        all_blocked = not may_save and self._all_blocked(group)
         # Training tasks may have to read what they save from the parameter servers, so end those
         # last.
         serving = (
-            [process for process in group if process.plan.role is Role.SERVES] if patient else []
+            [process for process in group if process.plan.role is Role.SERVES] if may_save else []
         )
         for part in ([process for process in group if process not in serving], serving):
             for process in part:
-                process.tell(signal.SIGKILL if hung or deaf or at_once else number)
+                process.send_signal(signal.SIGKILL if hung or all_blocked or at_once else number)
             self._until_ended(
-                part, lambda: begun + grace(), hoping=patient, signals=len(self._signals[:1])
+                part,
+                lambda: started + grace(),
+                wait_if_stuck=may_save,
+                signals=len(self._signals[:1]),
             )
         for process in group:
-            process.tell(signal.SIGKILL)
-        deadline = time.monotonic() + REAP_SECONDS
+            process.send_signal(signal.SIGKILL)
+        deadline = time.monotonic() + REAP_S
         while not all(process.ended for process in group) and time.monotonic() < deadline:
-            time.sleep(REAP_POLL_SECONDS)
+            time.sleep(REAP_POLL_S)
         for process in group:
-            process.output.join(DRAIN_SECONDS)
+            process.output.join(DRAIN_S)
             if not process.ended:
                 self._console.notice(
                     f"tfdist: {process.plan.name} (pid {process.pid}) outlives SIGKILL: see `ps -l`"
                 )
 
     def _until_ended(
-        self, group: list[Process], deadline: Callable[[], float], hoping: bool, signals: int = 0
+        self,
+        group: list[Process],
+        deadline: Callable[[], float],
+        wait_if_stuck: bool,
+        signals: int = 0,
     ) -> None:
         """Wait for the end of all processes.
 
         Args:
             group: Processes to wait for.
             deadline: Function that returns the end of the wait on the monotonic clock.
-            hoping: Whether processes may still do useful work; if not, return early when all are
-                stuck.
+            wait_if_stuck: Whether processes may still do useful work; if not, return early when
+                all are stuck.
             signals: Number of interruptions after which to return.
         """
-        soon = time.monotonic() + STUCK_SECONDS
+        soon = time.monotonic() + STUCK_S
 
         def over() -> bool:
             now = time.monotonic()
             return (
                 all(process.ended for process in group)
                 or now >= deadline()
-                or (not hoping and now > soon and self._stuck(group))
+                or (not wait_if_stuck and now > soon and self._stuck(group))
             )
 
         self._until(over, signals=signals)
@@ -433,7 +453,8 @@ class Supervisor:
         """
         living = [process for process in group if not process.ended]
         if not all(
-            process.failed or ((sign := process.sign) is not None and sign.phase != Phase.IDLE)
+            process.failed
+            or ((heartbeat := process.heartbeat) is not None and heartbeat.phase != Phase.IDLE)
             for process in living
         ):
             return False
@@ -451,7 +472,7 @@ class Supervisor:
             or last["task"] not in {process.plan.name for process in living}
         )
 
-    def _deaf(self, group: list[Process]) -> bool:
+    def _all_blocked(self, group: list[Process]) -> bool:
         """Return whether all that run wait in a step for a failed peer, without an error file.
 
         A process inside a collective does not react to SIGTERM, and all that it could report is the
@@ -467,7 +488,7 @@ class Supervisor:
         """Wait for the condition, for more than `signals` interruptions, or for the timeout."""
         deadline = time.monotonic() + seconds
         while not condition() and len(self._signals) <= signals and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
+            time.sleep(POLL_S)
 
 
 def _in_framework(stack: str) -> bool:

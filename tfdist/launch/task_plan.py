@@ -63,7 +63,7 @@ class TaskPlan:
             else ()
         )
 
-    def life(self, number: int) -> TaskPlan:
+    def restarted(self, number: int) -> TaskPlan:
         """Return the plan of the same task for restart `number`, with its own files.
 
         Number 0 is this plan.
@@ -141,7 +141,7 @@ def plan_tasks(
 
     def plan(name: str, role: Role, words: Sequence[str], tf_config: str | None) -> TaskPlan:
         stem = os.path.join(directory, log_name(name))
-        told = {
+        task_environ = {
             launch_protocol.TASK: name,
             launch_protocol.LAUNCH: launch,
             launch_protocol.LOG_DIR: log_dir,
@@ -153,15 +153,15 @@ def plan_tasks(
             **({} if chaos is None else {launch_protocol.CHAOS: chaos}),
             **({launch_protocol.IMPORTS_FILE: f"{stem}.imports"} if standby else {}),
         }
-        whole = {**inherited, **told}
-        whole.pop("TF_CONFIG", None)  # it would describe another cluster
+        full_environ = {**inherited, **task_environ}
+        full_environ.pop("TF_CONFIG", None)  # it would describe another cluster
         if tf_config is not None:
-            whole["TF_CONFIG"] = tf_config
+            full_environ["TF_CONFIG"] = tf_config
         return TaskPlan(
             name=name,
             role=role,
             argv=tuple(words),
-            environ=whole,
+            environ=full_environ,
             log_path=f"{stem}.log",
             error_path=f"{stem}.error.json",
             progress_path=f"{stem}.progress",
@@ -280,10 +280,10 @@ def _script(path: str) -> str:
 def _module(name: str) -> str:
     # Find only the outermost package: find_spec of a submodule would import its parents.
     top = name.partition(".")[0]
-    known = importlib.machinery.PathFinder.find_spec(
+    module_spec = importlib.machinery.PathFinder.find_spec(
         top, [os.getcwd()]
     ) or importlib.util.find_spec(top)
-    if not known:
+    if not module_spec:
         raise ValueError(
             f"COMMAND: expected a module that can be imported, received -m {name}; there is no "
             f"{top!r}"

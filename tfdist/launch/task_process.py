@@ -14,7 +14,7 @@ from tfdist.launch.failures import Ending, last_stacks
 from tfdist.launch.output import Console, TaskOutput
 from tfdist.launch.task_plan import TaskPlan
 from tfdist.runtime.guardian import Guardian, kill_group
-from tfdist.runtime.launch_protocol import IMPORTS_FILE, Phase, Sign, read_sign
+from tfdist.runtime.launch_protocol import IMPORTS_FILE, HeartbeatRecord, Phase, read_heartbeat
 
 LOG_TAIL_BYTES = 1 << 16
 
@@ -42,10 +42,10 @@ class Process:
     ):
         self.plan = plan
         self._guardian = guardian
-        self._told: float | None = None
-        self._erred = False  # whether the error file existed when it was told to end
+        self._signalled_at: float | None = None
+        self._had_error = False  # whether the error file existed when it was told to end
         self._time: float | None = None
-        self.silence: str | None = None  # description, once it counts as hung
+        self.hang: str | None = None  # description, once it counts as hung
         traces = (plan.error_path, plan.progress_path, plan.environ.get(IMPORTS_FILE))
         for path in filter(None, traces):  # left by an earlier launch into the same directory
             with contextlib.suppress(FileNotFoundError):
@@ -76,8 +76,8 @@ class Process:
             raise ValueError(
                 f"--log-dir: cannot write {plan.log_path}: {error.strerror}"
             ) from error
-        self._sign: Sign | None = None
-        self._heard = time.monotonic()
+        self._heartbeat: HeartbeatRecord | None = None
+        self._last_heartbeat_time = time.monotonic()
 
     @property
     def ended(self) -> bool:
@@ -103,29 +103,29 @@ class Process:
         return self._popen.returncode
 
     @property
-    def sign(self) -> Sign | None:
+    def heartbeat(self) -> HeartbeatRecord | None:
         """Return its last heartbeat, or None."""
-        found = read_sign(self.plan.progress_path)
-        if found is not None and found != self._sign:
-            self._sign = found
-            self._heard = time.monotonic()
-        return self._sign
+        newest = read_heartbeat(self.plan.progress_path)
+        if newest is not None and newest != self._heartbeat:
+            self._heartbeat = newest
+            self._last_heartbeat_time = time.monotonic()
+        return self._heartbeat
 
-    def silent_for(self, bounds: Mapping[str, float]) -> float | None:
+    def seconds_silent(self, bounds: Mapping[str, float]) -> float | None:
         """Return the seconds since its last heartbeat if its phase allows fewer, else None.
 
         Args:
             bounds: Watchdog timeout in seconds by `Phase`; a phase without one has no limit.
         """
-        sign = self.sign
-        if self.ended or sign is None or sign.phase not in bounds:
+        heartbeat = self.heartbeat
+        if self.ended or heartbeat is None or heartbeat.phase not in bounds:
             return None
-        seconds = time.monotonic() - self._heard
-        return seconds if seconds > bounds[sign.phase] else None
+        seconds = time.monotonic() - self._last_heartbeat_time
+        return seconds if seconds > bounds[heartbeat.phase] else None
 
-    def forgive(self) -> None:
+    def reset_timer(self) -> None:
         """Reset its silence timer."""
-        self._heard = time.monotonic()
+        self._last_heartbeat_time = time.monotonic()
 
     @property
     def state(self) -> str:
@@ -136,18 +136,18 @@ class Process:
         except (OSError, IndexError):
             return ""
 
-    def tell(self, number: int) -> None:
+    def send_signal(self, number: int) -> None:
         """Send a signal to all processes of its group, unless it has ended.
 
         From then on it counts as told to end.
         """
         if not self.ended:
-            if self._told is None:
-                self._told = time.time()
-                self._erred = os.path.exists(self.plan.error_path)
+            if self._signalled_at is None:
+                self._signalled_at = time.time()
+                self._had_error = os.path.exists(self.plan.error_path)
             kill_group(self.pid, number)
 
-    def ask_for_stacks(self) -> None:
+    def request_stacks(self) -> None:
         """Ask it to write the stacks of all threads to its log.
 
         The script runner has installed the signal handler.
@@ -166,11 +166,13 @@ class Process:
             task=self.plan.name,
             returncode=-signal.SIGKILL if self.code is None else self.code,
             time=self._time or time.time(),
-            told=self._told,
-            error=_read_error(self.plan.error_path) if self._told is None or self._erred else None,
+            signalled=self._signalled_at,
+            error=_read_error(self.plan.error_path)
+            if self._signalled_at is None or self._had_error
+            else None,
             log=self.log_tail(),
             log_path=self.plan.log_path,
-            silence=self.silence,
+            hang=self.hang,
         )
 
     def log_tail(self) -> str:
@@ -184,12 +186,13 @@ class Process:
             return ""
 
 
-def place_of(sign: Sign | None) -> tuple[int, int] | None:
+def position_of(heartbeat: HeartbeatRecord | None) -> tuple[int, int] | None:
     """Return the epoch and step of a heartbeat in training, or None outside training."""
     return (
         None
-        if sign is None or (sign.phase == Phase.IDLE and not (sign.epoch or sign.step))
-        else (sign.epoch, sign.step)
+        if heartbeat is None
+        or (heartbeat.phase == Phase.IDLE and not (heartbeat.epoch or heartbeat.step))
+        else (heartbeat.epoch, heartbeat.step)
     )
 
 

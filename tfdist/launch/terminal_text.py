@@ -102,11 +102,11 @@ def clip(line: str, width: int) -> str:
         '\x1b[1mabc\x1b[0md'
     """
     pieces = []
-    left = width
+    remaining = width
     for piece in re.split(f"({_COLOUR_CODE.pattern})", line):
         if not _COLOUR_CODE.fullmatch(piece):
-            piece = piece[:left]
-            left -= len(piece)
+            piece = piece[:remaining]
+            remaining -= len(piece)
         pieces.append(piece)
     return "".join(pieces)
 

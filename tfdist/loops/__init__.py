@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tfdist.loops.training import evaluate, train
 
 # Name -> module that defines it.
-_HOMES = {
+_MODULES = {
     "State": "tfdist.loops.state",
     "evaluate": "tfdist.loops.training",
     "prepare_training": "tfdist.loops.prepare",
@@ -28,14 +28,14 @@ __all__ = ["State", "evaluate", "prepare_training", "train", "train_step", "upda
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
+    module = _MODULES.get(name)
+    if module is None:
         raise AttributeError(
-            f"module 'tfdist.loops' has no attribute {name!r}; it has {', '.join(sorted(_HOMES))}"
+            f"module 'tfdist.loops' has no attribute {name!r}; it has {', '.join(sorted(_MODULES))}"
         )
-    value = globals()[name] = getattr(importlib.import_module(home), name)
+    value = globals()[name] = getattr(importlib.import_module(module), name)
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted(globals().keys() | _HOMES)
+    return sorted(globals().keys() | _MODULES)

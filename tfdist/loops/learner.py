@@ -55,7 +55,7 @@ class Learner(keras.Model):
         self._schedule: Any = None
         self.compile(optimizer=optimizer, loss=None, run_eagerly=eager, jit_compile=False)
 
-    def learn(self, state: State, loss: Callable, data: tf.data.Dataset, training: bool) -> None:
+    def set_loss(self, state: State, loss: Callable, data: tf.data.Dataset, training: bool) -> None:
         """Set the loss to train with next; keep the traced graphs if it is the same object.
 
         Args:
@@ -71,21 +71,23 @@ class Learner(keras.Model):
             self._task = _Task(state, loss, {name: keras.metrics.Mean(name=name) for name in names})
         self.train_function = self.test_function = None
 
-    def follow(self, given: Any, schedule: keras.optimizers.schedules.LearningRateSchedule) -> None:
+    def set_schedule(
+        self, function: Any, schedule: keras.optimizers.schedules.LearningRateSchedule
+    ) -> None:
         """Set the learning rate schedule from now on.
 
         Args:
-            given: Object that the user passed, which identifies the schedule.
+            function: Object that the user passed, which identifies the schedule.
             schedule: Schedule made of it.
         """
-        if given is not self._schedule:
-            self._schedule = given
+        if function is not self._schedule:
+            self._schedule = function
             self.optimizer.learning_rate = schedule
             self.train_function = None
 
     @property
     def task(self) -> _Task:
-        """Return the current task; `learn` must have set it."""
+        """Return the current task; `set_loss` must have set it."""
         assert self._task is not None
         return self._task
 
@@ -119,17 +121,17 @@ class Learner(keras.Model):
 
     def save(self, *args, **kwargs):
         """See `keras.Model`; saves the user's model."""
-        return self._one("save").save(*args, **kwargs)
+        return self._single_model("save").save(*args, **kwargs)
 
     def save_weights(self, *args, **kwargs):
         """See `keras.Model`; saves the weights of the user's model."""
-        return self._one("save_weights").save_weights(*args, **kwargs)
+        return self._single_model("save_weights").save_weights(*args, **kwargs)
 
-    def _one(self, method: str) -> Any:
+    def _single_model(self, method: str) -> Any:
         if not hasattr(self.inner, method):
             raise ValueError(
                 f"{method}: expected one model, received {type(self.inner).__name__}. Call "
-                f"{method} of each, or use tfdist.BackupAndRestore."
+                f"{method} on each model, or use tfdist.BackupAndRestore."
             )
         if self._task is not None:
             self._task.state.gather()
@@ -141,11 +143,11 @@ def _metric_names(state: State, loss: Callable, data: tf.data.Dataset, training:
 
     The call uses shapes alone, or the first batch where steps run eagerly.
     """
-    found: list[str] = []
+    names: list[str] = []
 
     def on_replica(batch):
         with keras.StatelessScope():
-            found[:] = value_of(loss, state.model, batch, training)[1]
+            names[:] = value_of(loss, state.model, batch, training)[1]
 
     def on_all(batch):
         state.strategy.run(on_replica, args=(batch,))
@@ -160,7 +162,7 @@ def _metric_names(state: State, loss: Callable, data: tf.data.Dataset, training:
         # The loss may wait for collectives with other workers.
         with engine_of(state.strategy).watchdog.bound():
             on_all(without_optionals(next(iter(first.take(1)))))
-    return found
+    return names
 
 
 def _any_rows(spec: Any) -> Any:

@@ -25,15 +25,17 @@ def check_loss(loss: Any) -> None:
     Raises:
         ValueError: If it is not a function of a model and a batch.
     """
-    of_keras = "Of a loss of Keras: lambda model, x, y: keras.losses.get(NAME)(y, model(x))."
+    keras_remedy = (
+        "For a loss of Keras, pass lambda model, x, y: keras.losses.get(NAME)(y, model(x))."
+    )
     if isinstance(loss, str | type) or not callable(loss):
-        raise ValueError(f"loss: expected {EXPECTED}; received {loss!r}. {of_keras}")
+        raise ValueError(f"loss: expected {EXPECTED}; received {loss!r}. {keras_remedy}")
     try:
         positional = _positional(loss)
     except (TypeError, ValueError):  # some functions written in C have no signature
         return
     if "y_true" in inspect.signature(loss).parameters:
-        raise ValueError(f"loss: expected {EXPECTED}; {_name(loss)} takes no model. {of_keras}")
+        raise ValueError(f"loss: expected {EXPECTED}; {_name(loss)} takes no model. {keras_remedy}")
     if positional < 2:
         raise ValueError(
             f"loss: expected {EXPECTED}; {_name(loss)}{inspect.signature(loss)} takes no batch "
@@ -87,17 +89,17 @@ def value_of(
     }
 
 
-def _scalar(loss: Callable, what: str, value: Any) -> tf.Tensor:
+def _scalar(loss: Callable, name: str, value: Any) -> tf.Tensor:
     try:
         value = tf.convert_to_tensor(value)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"loss: expected {EXPECTED}; {_name(loss)} returned {value!r} as {what}."
+            f"loss: expected {EXPECTED}; {_name(loss)} returned {value!r} as {name}."
         ) from error
     if value.shape.rank != 0:
         raise ValueError(
-            f"loss: {_name(loss)} returned {what} of shape {value.shape}; expected a scalar, the "
-            "mean over the rows that it was given: tf.reduce_mean(...)."
+            f"loss: {_name(loss)} returned {name} of shape {value.shape}; expected a scalar, the "
+            "mean over its rows: tf.reduce_mean(...)."
         )
     return value
 
@@ -106,20 +108,21 @@ def _parts(loss: Callable, batch: Any) -> tuple:
     """Return a batch as the arguments that the loss function takes after the model."""
     try:
         positional = _positional(loss)
-        wanted = _positional(loss, required=True)
+        required = _positional(loss, required=True)
     except (TypeError, ValueError):
         return (batch,)
     if positional <= 2:
         return (batch,)
     if not isinstance(batch, tuple):
         raise ValueError(
-            f"loss: {_name(loss)} takes {positional - 1} arguments after the model, but a batch "
-            f"is no tuple: {tf.nest.map_structure(_shape, batch)}."
+            f"loss: {_name(loss)} takes {positional - 1} arguments after the model; expected a "
+            f"batch that is a tuple, received {tf.nest.map_structure(_shape, batch)}."
         )
-    if not wanted - 1 <= len(batch) <= positional - 1:
+    if not required - 1 <= len(batch) <= positional - 1:
         raise ValueError(
             f"loss: {_name(loss)} takes {positional - 1} arguments after the model, but a batch "
-            f"has {len(batch)} parts. Take (model, batch), or as many."
+            f"has {len(batch)} parts. Define loss(model, batch), or take as many arguments as "
+            "there are parts."
         )
     return batch
 
@@ -127,13 +130,13 @@ def _parts(loss: Callable, batch: Any) -> tuple:
 def _positional(loss: Callable, required: bool = False) -> float:
     """Return the number of positional arguments of a loss function, including the model."""
     kinds = inspect.Parameter
-    found = [p for p in inspect.signature(loss).parameters.values() if p.name != "training"]
-    if not required and any(p.kind is kinds.VAR_POSITIONAL for p in found):
+    parameters = [p for p in inspect.signature(loss).parameters.values() if p.name != "training"]
+    if not required and any(p.kind is kinds.VAR_POSITIONAL for p in parameters):
         return float("inf")
     return sum(
         p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
         and not (required and p.default is not kinds.empty)
-        for p in found
+        for p in parameters
     )
 
 

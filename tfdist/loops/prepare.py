@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfdist.data.batch_rows import plain
 from tfdist.data.pipeline import pipeline
 from tfdist.keras_compat import engine_of, strategy_of
-from tfdist.keras_compat.parallel import exclude_alike
+from tfdist.keras_compat.parallel import copy_weight_decay_exclusions
 from tfdist.loops.learner import Learner
 from tfdist.loops.state import State
 from tfdist.strategies.factory import make_strategy
@@ -67,17 +67,20 @@ def prepare_training(
     if not compiled and engine_of(strategy).placement.local_replicas > 1:
         raise ValueError(
             f"compiled: expected True with {engine_of(strategy).placement.local_replicas} "
-            "replicas in a process, which Python would run one after the other, each "
-            'waiting for the next. Prepare with devices="cpu" to read steps as they run, or start '
-            "several workers."
+            "replicas in a process, received False. In eager mode Python would run the replicas "
+            'one after the other, and each would wait for the next. Pass devices="cpu" to debug a '
+            "step, or start several workers."
         )
     with strategy.scope():
-        given = _made(model, keras.layers.Layer)
-        model = _model(given, strategy)
-        found = _optimizer(
-            _made(optimizer, keras.optimizers.Optimizer), strategy, _weights(given), _weights(model)
+        user_model = _call_if_function(model, keras.layers.Layer)
+        model = _model(user_model, strategy)
+        user_optimizer = _optimizer(
+            _call_if_function(optimizer, keras.optimizers.Optimizer),
+            strategy,
+            _weights(user_model),
+            _weights(model),
         )
-        learner = Learner(model, found, eager=not compiled)
+        learner = Learner(model, user_optimizer, eager=not compiled)
         if not learner.trainable_variables:
             raise ValueError(
                 "model: expected a model with trainable variables; all of its variables are "
@@ -88,15 +91,15 @@ def prepare_training(
         strategy,
         model,
         learner.optimizer,
-        _data(_made(data, tf.data.Dataset), global_batch),
+        _data(_call_if_function(data, tf.data.Dataset), global_batch),
         compiled,
         learner,
     )
 
 
-def _made(given: Any, kind: type) -> Any:
+def _call_if_function(value: Any, kind: type) -> Any:
     """Return the result of a function, or the object that was given instead."""
-    return given() if callable(given) and not isinstance(given, kind) else given
+    return value() if callable(value) and not isinstance(value, kind) else value
 
 
 def _strategy(devices: Any, sync: Any) -> tf.distribute.Strategy:
@@ -104,7 +107,7 @@ def _strategy(devices: Any, sync: Any) -> tf.distribute.Strategy:
         strategy = make_strategy(devices=devices, sync=sync)
     elif sync is not None:
         raise ValueError(
-            f"sync: expected None beside a strategy, received {sync!r}. Give it to "
+            f"sync: expected None with a strategy, received {sync!r}. Pass it to "
             "tfdist.make_strategy(sync=...)."
         )
     else:
@@ -112,14 +115,13 @@ def _strategy(devices: Any, sync: Any) -> tf.distribute.Strategy:
     if not isinstance(engine_of(strategy), Engine):
         raise ValueError(
             "devices: expected a synchronous strategy of tfdist.make_strategy, or devices; "
-            f"received {type(strategy).__name__}. Under parameter_server, whose workers train by "
-            "themselves, use model.fit."
+            f"received {type(strategy).__name__}. Under parameter_server, use model.fit."
         )
     return strategy
 
 
 def _model(
-    given: Any,
+    model: Any,
     strategy: tf.distribute.Strategy,
     name: str = "",
     owners: dict[int, tuple[str, bool]] | None = None,
@@ -127,38 +129,38 @@ def _model(
     """Return one model or several, made in the strategy's scope.
 
     Args:
-        given: Model, or dict or list of models, that the user passed.
+        model: Model, or dict or list of models, that the user passed.
         strategy: Strategy of the training.
         name: Name of a model among several.
         owners: First model that has a variable, and whether it was made here, by the variable's id.
     """
     owners = {} if owners is None else owners
-    if isinstance(given, dict):
+    if isinstance(model, dict):
         return {
-            key: _model(each, strategy, f"{name}[{key!r}]", owners) for key, each in given.items()
+            key: _model(part, strategy, f"{name}[{key!r}]", owners) for key, part in model.items()
         }
-    if isinstance(given, list | tuple) and given:
-        return [_model(each, strategy, f"{name}[{i}]", owners) for i, each in enumerate(given)]
-    if not isinstance(given, keras.Model):
+    if isinstance(model, list | tuple) and model:
+        return [_model(part, strategy, f"{name}[{i}]", owners) for i, part in enumerate(model)]
+    if not isinstance(model, keras.Model):
         raise ValueError(
             "model: expected a keras.Model, a dict or list of them, or a function that makes "
-            f"one; received {given!r}."
+            f"one; received {model!r}."
         )
-    if not given.built:
+    if not model.built:
         raise ValueError(
-            f"model: expected one that is built; {given.name} has no variables yet. Give it an "
-            "Input layer, call model.build(shape), or call it once in the function that makes it."
+            f"model: expected a built model; {model.name} has no variables yet. Add an Input "
+            "layer, call model.build(shape), or call it once in the function that makes it."
         )
-    here = all(strategy.extended.variable_created_in_scope(v.value) for v in given.variables)
-    for v in given.variables:
-        other, there = owners.setdefault(id(v), (name, here))
-        if other != name and not (here and there):
+    in_scope = all(strategy.extended.variable_created_in_scope(v.value) for v in model.variables)
+    for v in model.variables:
+        other_name, other_in_scope = owners.setdefault(id(v), (name, in_scope))
+        if other_name != name and not (in_scope and other_in_scope):
             raise ValueError(
-                f"model: model{other} and model{name} share {v.path}, and were made outside of "
-                "the strategy's scope: copies of them would share nothing, and one trained by "
-                "itself. Pass the function that makes them."
+                f"model: model{other_name} and model{name} share {v.path} and were made outside "
+                "of the strategy's scope. Their copies in the scope would not share it. Pass the "
+                "function that makes them."
             )
-    return given if here else _copy(given)
+    return model if in_scope else _copy(model)
 
 
 def _copy(model: keras.Model) -> keras.Model:
@@ -179,69 +181,67 @@ def _weights(models: Any) -> list[keras.Variable]:
 
 
 def _optimizer(
-    given: Any, strategy: tf.distribute.Strategy, variables: list, copies: list
+    value: Any, strategy: tf.distribute.Strategy, variables: list, copies: list
 ) -> keras.optimizers.Optimizer:
     """Return the optimizer, made in the strategy's scope.
 
     Args:
-        given: Optimizer or name that the user passed.
+        value: Optimizer or name that the user passed.
         strategy: Strategy of the training.
         variables: Trainable variables of the models that the user passed.
         copies: Variables of the models that are trained.
     """
     try:
-        found = keras.optimizers.get(given)
+        optimizer = keras.optimizers.get(value)
     except (TypeError, ValueError) as error:
         raise ValueError(
             "optimizer: expected a Keras optimizer, its name, or a function that makes one; "
-            f"received {given!r}."
+            f"received {value!r}."
         ) from error
-    if found is None:
+    if optimizer is None:
         raise ValueError(
             "optimizer: expected a Keras optimizer, its name, or a function that makes one; "
             "received None."
         )
-    if strategy_of(found) is not strategy:
-        if found.built:
+    if strategy_of(optimizer) is not strategy:
+        if optimizer.built:
             raise ValueError(
-                f"optimizer: {found.name} was made outside of the strategy's scope and has "
+                f"optimizer: {optimizer.name} was made outside of the strategy's scope and has "
                 "trained another model. Pass a new one, or its name."
             )
-        given, found = found, type(found).from_config(found.get_config())
-        exclude_alike(
-            getattr(given, "inner_optimizer", given),
+        value, optimizer = optimizer, type(optimizer).from_config(optimizer.get_config())
+        copy_weight_decay_exclusions(
+            getattr(value, "inner_optimizer", value),
             variables,
-            getattr(found, "inner_optimizer", found),
+            getattr(optimizer, "inner_optimizer", optimizer),
             copies,
         )  # weight decay exclusions are not part of the config
-    return found
+    return optimizer
 
 
-def _data(given: Any, global_batch: int | None) -> tf.data.Dataset:
+def _data(data: Any, global_batch: int | None) -> tf.data.Dataset:
     if global_batch is not None:
-        return pipeline(given, global_batch)
-    return check_batches(
-        given, "data", " Of examples or arrays batches are made with global_batch=."
-    )
+        return pipeline(data, global_batch)
+    return check_batches(data, "data", " To batch examples or arrays, pass global_batch=.")
 
 
-def check_batches(given: Any, name: str, remedy: str = "") -> tf.data.Dataset:
+def check_batches(data: Any, name: str, remedy: str = "") -> tf.data.Dataset:
     """Return a data set whose batches can be split by rows.
 
     Args:
-        given: Object that the user passed.
+        data: Object that the user passed.
         name: Name of the argument, for messages.
         remedy: Further sentence for the message.
 
     Raises:
         ValueError: If it is not a `tf.data.Dataset`.
     """
-    if not isinstance(given, tf.data.Dataset):
+    if not isinstance(data, tf.data.Dataset):
         raise ValueError(
             f"{name}: expected a tf.data.Dataset of global batches, such as tfdist.data.pipeline "
-            f"makes; received {type(given).__name__}.{remedy}"
+            f"makes; received {type(data).__name__}.{remedy}"
         )
-    return given if hasattr(given, "replica_rows") else _even(given, name)
+    return data if hasattr(data, "replica_rows") else _even(data, name)
 
 
 def _even(data: tf.data.Dataset, name: str) -> tf.data.Dataset:
@@ -257,8 +257,8 @@ def _even(data: tf.data.Dataset, name: str) -> tf.data.Dataset:
                 "batch(global_batch) on a data set of examples."
             )
         message = (
-            f"{name}: expected equally many rows in all parts of a batch. Of k examples beside "
-            "each other one make a row [rows, k, ...]."
+            f"{name}: expected equally many rows in all parts of a batch. If a row has k "
+            "examples, shape the part as [rows, k, ...]."
         )
         checks = [tf.debugging.assert_equal(count, counts[0], message) for count in counts[1:]]
         with tf.control_dependencies([c for c in checks if c is not None]):

@@ -18,7 +18,7 @@ from tfdist.train.synchronous.feed import Batch, Feed, any_rows
 from tfdist.train.synchronous.replica_state import ReplicaState
 from tfdist.train.synchronous.replica_step import own_weight, run_replica
 
-RETURNS = "a scalar, or a nest of scalars, each a mean over the rows that it was given; or None"
+RETURNS = "a scalar or a nest of scalars, each a mean over the function's rows, or None"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -144,19 +144,19 @@ class _Steps:
     def __call__(self, batch: Batch) -> Any:
         if not isinstance(batch, Batch):
             raise ValueError(
-                f"step: expected a batch of state.batches, received {type(batch).__name__}. "
+                f"step: expected a batch from state.batches, received {type(batch).__name__}. "
                 "Iterate over state.batches."
             )
         if self._function is None:
             self._engine.prepare(self._state.learner)
         with self._engine.watchdog.bound():
-            self._engine.aggregation.begin(self._state.optimizer, anew=self._function is None)
+            self._engine.aggregation.begin(self._state.optimizer, restart=self._function is None)
         if self._function is None:
-            function = tf.function(self._on_all, autograph=False)
+            function = tf.function(self._on_all_replicas, autograph=False)
             self._function = (
                 function.get_concrete_function(any_rows(batch))
                 if self._state.compiled
-                else self._on_all
+                else self._on_all_replicas
             )
         with self._engine.watchdog.bound():
             means = self._function(batch)
@@ -164,7 +164,7 @@ class _Steps:
             None if self._nest is None else tf.nest.pack_sequence_as(self._nest, tf.unstack(means))
         )
 
-    def _on_all(self, batch: Batch):
+    def _on_all_replicas(self, batch: Batch):
         return self._state.strategy.experimental_local_results(
             self._state.strategy.run(self._on_replica, args=(batch,))
         )[0]
@@ -184,7 +184,7 @@ class _Steps:
         )
         if any(x.shape.rank != 0 for x in values):
             raise ValueError(
-                f"step: expected that the function returns {RETURNS}; received the shapes "
+                f"step: expected the function to return {RETURNS}; received the shapes "
                 f"{[tuple(x.shape) for x in values]}."
             )
         self._nest = None if results is None else tf.nest.map_structure(lambda _: 0, results)

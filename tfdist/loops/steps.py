@@ -35,7 +35,7 @@ def train_step(loss: Callable, state: State, batch: Any) -> tuple[list, dict[str
         ValueError: If the loss is wrong, or this is not called in replica context.
     """
     check_loss(loss)
-    _check_place(state, "train_step")
+    _check_in_replica(state, "train_step")
     variables = state.variables
     with tf.GradientTape() as tape:
         value, metrics = value_of(loss, state.model, batch, training=True)
@@ -44,8 +44,8 @@ def train_step(loss: Callable, state: State, batch: Any) -> tuple[list, dict[str
     gradients = tape.gradient(scaled, variables)
     if all(g is None for g in gradients):
         raise ValueError(
-            f"loss: what it returns depends on none of the {len(variables)} trainable variables "
-            "of the model. Compute it from what the model gives."
+            f"loss: expected a loss that depends on the model's {len(variables)} trainable "
+            "variables; it depends on none of them. Compute it from the model's outputs."
         )
     return gradients, {"loss": value, **metrics}
 
@@ -62,23 +62,23 @@ def update(state: State, gradients: Sequence[Any]) -> None:
         ValueError: If their number differs from the number of variables, or this is not called in
             replica context.
     """
-    _check_place(state, "update")
+    _check_in_replica(state, "update")
     variables = state.variables
     if not isinstance(gradients, Sequence) or len(gradients) != len(variables):
-        found = len(gradients) if isinstance(gradients, Sequence) else type(gradients).__name__
+        received = len(gradients) if isinstance(gradients, Sequence) else type(gradients).__name__
         raise ValueError(
-            f"update: expected {len(variables)} gradients, one a variable of state.variables, or "
-            f"None; received {found}."
+            f"update: expected {len(variables)} gradients, one or None for each of "
+            f"state.variables; received {received}."
         )
     state.optimizer.apply(list(gradients), variables)
 
 
-def _check_place(state: State, name: str) -> None:
+def _check_in_replica(state: State, name: str) -> None:
     if (
         tf.distribute.get_strategy() is not state.strategy
         or tf.distribute.in_cross_replica_context()
     ):
         raise ValueError(
-            f"{name}: expected to be called in a replica. Call it in a function that "
-            "state.step(...) made one of all replicas; or use tfdist.loops.train."
+            f"{name}: expected a call in replica context. Call it in a function that you passed "
+            "to state.step(...), or use tfdist.loops.train."
         )

@@ -83,9 +83,9 @@ def train(
             raise ValueError(f"{name}: expected a number, 1 or more; received {value!r}.")
     if validation is not None:
         validation = check_batches(validation, "validation")
-    state.learner.learn(state, loss, state.data, training=True)
+    state.learner.set_loss(state, loss, state.data, training=True)
     if schedule is not None:
-        state.learner.follow(schedule, _schedule(schedule))
+        state.learner.set_schedule(schedule, _schedule(schedule))
     history = state.learner.fit(
         state.data,
         epochs=epochs,
@@ -114,7 +114,7 @@ def evaluate(loss: Callable, state: State, data: tf.data.Dataset) -> dict[str, f
     check_loss(loss)
     _check_state(state)
     data = check_batches(data, "data")
-    state.learner.learn(state, loss, data, training=False)
+    state.learner.set_loss(state, loss, data, training=False)
     return {
         name: float(value)
         for name, value in state.learner.evaluate(data, verbose=0, return_dict=True).items()
@@ -124,7 +124,7 @@ def evaluate(loss: Callable, state: State, data: tf.data.Dataset) -> dict[str, f
 def _check_state(state: Any) -> None:
     if not isinstance(state, State):
         raise ValueError(
-            "state: expected what tfdist.loops.prepare_training returns, received "
+            "state: expected a State from tfdist.loops.prepare_training, received "
             f"{type(state).__name__}."
         )
 
@@ -140,8 +140,8 @@ class _Schedule(keras.optimizers.schedules.LearningRateSchedule):
             rate = tf.cast(self.function(tf.cast(step, tf.float32)), tf.float32)
         except (TypeError, ValueError) as error:
             raise ValueError(
-                "schedule: expected a learning rate, computed by operations of TensorFlow or "
-                "Keras, as it is part of the graph of a step: keras.ops.where instead of if, "
+                "schedule: expected a learning rate computed by TensorFlow or Keras operations, "
+                "because it is part of the graph of a step: use keras.ops.where instead of if, and "
                 f"keras.ops.cos instead of math.cos. The function failed: {error}"
             ) from error
         if rate.shape.rank != 0:
@@ -149,12 +149,12 @@ class _Schedule(keras.optimizers.schedules.LearningRateSchedule):
         return rate
 
 
-def _schedule(given: Any) -> keras.optimizers.schedules.LearningRateSchedule:
-    if isinstance(given, keras.optimizers.schedules.LearningRateSchedule):
-        return given
-    if not callable(given):
+def _schedule(schedule: Any) -> keras.optimizers.schedules.LearningRateSchedule:
+    if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
+        return schedule
+    if not callable(schedule):
         raise ValueError(
             "schedule: expected a function of the step, or a "
-            f"keras.optimizers.schedules.LearningRateSchedule; received {given!r}."
+            f"keras.optimizers.schedules.LearningRateSchedule; received {schedule!r}."
         )
-    return _Schedule(given)
+    return _Schedule(schedule)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tfdist.parallel.tensor_parallel import ShardedMLP
 
 # Name -> module that defines it.
-_HOMES = {
+_MODULES = {
     "Group": "tfdist.parallel.collectives.group",
     "PipelineModel": "tfdist.parallel.pipeline_parallel.model",
     "ShardedMLP": "tfdist.parallel.tensor_parallel",
@@ -40,15 +40,15 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
+    module = _MODULES.get(name)
+    if module is None:
         raise AttributeError(
             f"module 'tfdist.parallel' has no attribute {name!r}; it has "
-            f"{', '.join(sorted(_HOMES))}"
+            f"{', '.join(sorted(_MODULES))}"
         )
-    value = globals()[name] = getattr(importlib.import_module(home), name)
+    value = globals()[name] = getattr(importlib.import_module(module), name)
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted(globals().keys() | _HOMES)
+    return sorted(globals().keys() | _MODULES)

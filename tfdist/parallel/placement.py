@@ -20,8 +20,8 @@ class Placement:
             worker.
         tasks: Name of each worker by rank, as messages show it; default `worker:RANK`.
 
-    >>> place = Placement(workers=2, rank=1, local_replicas=2)
-    >>> place.replicas, place.first_replica, place.is_chief
+    >>> placement = Placement(workers=2, rank=1, local_replicas=2)
+    >>> placement.replicas, placement.first_replica, placement.is_chief
     (4, 2, False)
     """
 

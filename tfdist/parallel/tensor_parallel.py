@@ -20,12 +20,12 @@ def sharded_over(devices: Sequence[str]) -> Iterator[None]:
     Args:
         devices: Names of the devices. Shard i goes to device i, modulo their number.
     """
-    before = getattr(_state, "devices", None)
+    outer = getattr(_state, "devices", None)
     _state.devices = list(devices)
     try:
         yield
     finally:
-        _state.devices = before
+        _state.devices = outer
 
 
 def shard_of(variable: keras.Variable) -> int:
@@ -90,7 +90,7 @@ class ShardedMLP(keras.layers.Layer):
         width = input_shape[-1]
         part = self.hidden // self.shards
         first, second = (
-            _fresh(self.kernel_initializer)(shape)
+            _clone(self.kernel_initializer)(shape)
             for shape in ((width, self.hidden), (self.hidden, self.units))
         )
         self.columns = []
@@ -99,9 +99,11 @@ class ShardedMLP(keras.layers.Layer):
         for i in range(self.shards):
             own = slice(i * part, (i + 1) * part)
             self.columns.append(
-                self._shard(i, "column_kernel", (width, part), _given(first[:, own]))
+                self._shard(i, "column_kernel", (width, part), _constant(first[:, own]))
             )
-            self.rows.append(self._shard(i, "row_kernel", (part, self.units), _given(second[own])))
+            self.rows.append(
+                self._shard(i, "row_kernel", (part, self.units), _constant(second[own]))
+            )
             if self.use_bias:
                 self.biases.append(self._shard(i, "column_bias", (part,), "zeros"))
         self.bias = (
@@ -124,7 +126,7 @@ class ShardedMLP(keras.layers.Layer):
             weights = [v[i] for v in (self.columns, self.rows, self.biases) if v]
             tensors = [inputs, *(keras.ops.convert_to_tensor(v) for v in weights)]
             parts.append(
-                _on(devices[i % len(devices)], self._part, tensors)
+                _on_device(devices[i % len(devices)], self._part, tensors)
                 if devices
                 else self._part(*tensors)
             )
@@ -189,7 +191,7 @@ class ShardedMLP(keras.layers.Layer):
         }
 
 
-def _fresh(initializer: Any) -> Any:
+def _clone(initializer: Any) -> Any:
     """Return a clone that draws other values; return a function as it is."""
     return (
         initializer.clone()
@@ -198,11 +200,11 @@ def _fresh(initializer: Any) -> Any:
     )
 
 
-def _given(value: Any) -> Callable:
+def _constant(value: Any) -> Callable:
     return lambda shape, dtype=None: keras.ops.cast(value, dtype)
 
 
-def _on(device: str, function: Callable, tensors: list[tf.Tensor]) -> tf.Tensor:
+def _on_device(device: str, function: Callable, tensors: list[tf.Tensor]) -> tf.Tensor:
     """Compute a function and its gradient on a device.
 
     Without this, a tape computes the gradient on the device that is current when the gradient is
@@ -210,7 +212,7 @@ def _on(device: str, function: Callable, tensors: list[tf.Tensor]) -> tf.Tensor:
     """
 
     @tf.custom_gradient
-    def placed(*tensors):
+    def on_device(*tensors):
         with tf.device(device), tf.GradientTape() as tape:
             tape.watch(tensors)
             output = function(*tensors)
@@ -221,4 +223,4 @@ def _on(device: str, function: Callable, tensors: list[tf.Tensor]) -> tf.Tensor:
 
         return tf.identity(output), gradient
 
-    return placed(*tensors)
+    return on_device(*tensors)

@@ -11,54 +11,59 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
 
-def make_strategy(where: config.Strategy, how: config.Sync | None = None) -> tf.distribute.Strategy:
+def make_strategy(
+    section: config.Strategy, sync_section: config.Sync | None = None
+) -> tf.distribute.Strategy:
     """Return the strategy of a run. Call it before any code that creates a tensor.
 
     Args:
-        where: Section `strategy` of the run.
-        how: Section `sync` of the run; None: the defaults.
+        section: Section `strategy` of the run.
+        sync_section: Section `sync` of the run; None: the defaults.
     """
     import tfdist
 
     return tfdist.make_strategy(
-        where.name,
-        cluster=where.cluster,
-        devices=where.devices,
-        task=where.task,
-        communication=where.communication,
-        timeout=where.timeout,
-        reading=where.reading,
-        sync=policy(how or config.Sync()),
+        section.name,
+        cluster=section.cluster,
+        devices=section.devices,
+        task=section.task,
+        communication=section.communication,
+        timeout=section.timeout,
+        reading=section.reading,
+        sync=policy(sync_section or config.Sync()),
     )
 
 
-def policy(how: config.Sync) -> sync.Policy:
+def policy(sync_section: config.Sync) -> sync.Policy:
     """Return the synchronization policy of a run.
 
     Args:
-        how: Section `sync` of the run.
+        sync_section: Section `sync` of the run.
 
     Raises:
         ValueError: The policy does not accept a value of the section.
     """
-    if how.kind == "gradients":
+    if sync_section.kind == "gradients":
         return sync.Gradients(
-            how.combine,
-            how.comm_dtype,
-            how.bucket_bytes,
-            how.clip_norm,
-            how.accumulate,
-            how.skip_nonfinite,
+            sync_section.combine,
+            sync_section.comm_dtype,
+            sync_section.bucket_bytes,
+            sync_section.clip_norm,
+            sync_section.accumulate,
+            sync_section.skip_nonfinite,
         )
-    outer = {"outer_learning_rate": how.outer_learning_rate, "outer_momentum": how.outer_momentum}
-    given = {name: value for name, value in outer.items() if value is not None}
-    make = sync.DiLoCo if how.kind == "diloco" else sync.LocalSGD
+    outer = {
+        "outer_learning_rate": sync_section.outer_learning_rate,
+        "outer_momentum": sync_section.outer_momentum,
+    }
+    outer_options = {name: value for name, value in outer.items() if value is not None}
+    make = sync.DiLoCo if sync_section.kind == "diloco" else sync.LocalSGD
     return make(
-        every=how.every or "epoch",
-        warmup=how.warmup,
-        comm_dtype=how.comm_dtype,
-        bucket_bytes=how.bucket_bytes,
-        **given,
+        every=sync_section.every or "epoch",
+        warmup=sync_section.warmup,
+        comm_dtype=sync_section.comm_dtype,
+        bucket_bytes=sync_section.bucket_bytes,
+        **outer_options,
     )
 
 
@@ -95,9 +100,9 @@ def make_model(
         )
         if model.compiled and settings.parallel.zero:
             raise ValueError(
-                f"parallel.zero: {settings.model.name} returns a model that is compiled, with an "
-                "optimizer of its own; expected one that is not, or 0 here and "
-                "tfdist.parallel.zero(optimizer) there."
+                f"parallel.zero: expected a model that is not compiled, received a compiled one "
+                f"from {settings.model.name}. Set parallel.zero=0, and use "
+                "tfdist.parallel.zero(optimizer) where you compile it."
             )
         if not model.compiled:
             optimizer = _optimizer(settings.train, train, settings.sync.accumulate)

@@ -33,40 +33,40 @@ def pipeline(settings: config.Run, split: str = "train") -> tf.data.Dataset:
     from tfdist import data
     from tfdist.data.sources.catalog import resolve
 
-    where = settings.data
+    section = settings.data
     train = split == "train"
     options: dict[str, Any] = {"shuffle": False}
     if train:
         options = {
-            "shuffle": where.shuffle,
-            "tail": where.tail,
-            "ignore_errors": where.ignore_errors,
-            "service": where.service or None,
+            "shuffle": section.shuffle,
+            "tail": section.tail,
+            "ignore_errors": section.ignore_errors,
+            "service": section.service or None,
         }
-    if user_functions.in_file(where.name):
-        source = _own(where, split)
+    if user_functions.in_file(section.name):
+        source = _from_function(section, split)
         if isinstance(source, tf.data.Dataset):
             return source
     else:
         source = resolve(
-            where.name,
-            where.train_split if train else where.eval_split,
-            where.data_dir,
-            where.catalog,
+            section.name,
+            section.train_split if train else section.eval_split,
+            section.data_dir,
+            section.catalog,
         )
-    if where.image_size is not None:
-        options["transform"] = _resized(source, where, where.augment and train)
-    elif where.augment:
+    if section.image_size is not None:
+        options["transform"] = _resize_transform(source, section, section.augment and train)
+    elif section.augment:
         raise ValueError(
-            "data.augment: expected data.image_size with it, the size of the crops in pixels; "
+            "data.augment: expected data.image_size too, the size of the crops in pixels; "
             "received none."
         )
     return data.pipeline(
         source,
-        where.global_batch,
+        section.global_batch,
         seed=settings.train.seed,
-        cache=where.cache,
-        threads=where.threads,
+        cache=section.cache,
+        threads=section.threads,
         **options,
     )
 
@@ -128,30 +128,29 @@ def check_supervised(batches: tf.data.Dataset, options: Mapping[str, Any]) -> No
     name = batches.batches.source.name if is_pipeline(batches) else "this data set"
     remedy = "Set model.options.classes, or" if single else "Choose one with supervised_keys, or"
     raise ValueError(
-        f"data.name: {name} is no data set of inputs with a known number of classes, but of "
-        f"{spec}. {remedy} name a model of your own, "
-        "model.name=FILE.py:FUNCTION."
+        f"data.name: expected inputs with labels of a known number of classes, received {spec} "
+        f"of {name}. {remedy} use your own model, model.name=FILE.py:FUNCTION."
     )
 
 
-def _own(where: config.Data, split: str) -> Any:
+def _from_function(section: config.Data, split: str) -> Any:
     """Return the data that a user's function provides."""
     import tensorflow as tf
 
     from tfdist.data.sources.base import Source
 
-    found = user_functions.load(where.name, "data.name")(where, split)
-    if not isinstance(found, Source | tf.data.Dataset):
+    result = user_functions.load(section.name, "data.name")(section, split)
+    if not isinstance(result, Source | tf.data.Dataset):
         raise ValueError(
-            f"data.name={where.name}: expected the function to return a Source, what "
-            "tfdist.data.pipeline returns, or a "
+            f"data.name={section.name}: expected the function to return a Source, the result of "
+            "tfdist.data.pipeline, or a "
             f"tf.data.Dataset of global batches, for the split {split!r}; received "
-            f"{type(found).__name__}."
+            f"{type(result).__name__}."
         )
-    return found
+    return result
 
 
-def _resized(source: Source, where: config.Data, augment: bool) -> Any:
+def _resize_transform(source: Source, section: config.Data, augment: bool) -> Any:
     from tfdist.data.transforms import images
 
     spec = source.element_spec[0] if isinstance(source.element_spec, tuple) else source.element_spec
@@ -159,7 +158,7 @@ def _resized(source: Source, where: config.Data, augment: bool) -> Any:
     if shape is None or shape.rank not in (0, 3):
         raise ValueError(
             f"data.image_size: expected a data set of images, received {source.name} of "
-            f"{source.element_spec}. Leave it out."
+            f"{source.element_spec}. Remove it."
         )
     channels = {"channels": shape[-1]} if shape.rank == 3 and shape[-1] else {}
-    return images(where.image_size, augment=augment, **channels)  # type: ignore[arg-type]
+    return images(section.image_size, augment=augment, **channels)  # type: ignore[arg-type]

@@ -51,38 +51,38 @@ def callbacks(
     import tfdist
     from tfdist.strategies.factory import is_chief
 
-    told = settings.telemetry
+    telemetry = settings.telemetry
     chief = is_chief(strategy)
     facts = hyperparameters(settings, strategy)
     log = tfdist.Log(writers(settings, directory) if chief else [], settings=facts)
-    found: list[keras.callbacks.Callback] = [log]
-    if "tensorboard" in told.places():
+    result: list[keras.callbacks.Callback] = [log]
+    if "tensorboard" in telemetry.places():
         board = tfdist.TensorBoard(
             directory.parent,
             directory.name,
-            graph=told.graph,
-            histograms=told.histograms,
-            hparams=facts if told.hparams else None,
-            profile=told.profile,
-            profile_workers=told.profile_workers,
+            graph=telemetry.graph,
+            histograms=telemetry.histograms,
+            hparams=facts if telemetry.hparams else None,
+            profile=telemetry.profile,
+            profile_workers=telemetry.profile_workers,
         )
-        found.append(board)
-    if told.step_breakdown:
-        found.append(tfdist.StepBreakdown(directory))
-    if told.images:
+        result.append(board)
+    if telemetry.step_breakdown:
+        result.append(tfdist.StepBreakdown(directory))
+    if telemetry.images:
         try:
-            found.append(
-                tfdist.ImageSamples(directory.parent, test, told.images, run=directory.name)
+            result.append(
+                tfdist.ImageSamples(directory.parent, test, telemetry.images, run=directory.name)
             )
         except ValueError as error:
-            raise ValueError(f"telemetry.images: of the evaluation split, {error}") from error
+            raise ValueError(f"telemetry.images: evaluation split: {error}") from error
     if chief:
-        found.append(
+        result.append(
             keras.callbacks.LambdaCallback(
                 on_epoch_begin=_NoteSession(settings, strategy, directory, backup)
             )
         )
-    return log, found
+    return log, result
 
 
 def check(settings: config.Run) -> None:
@@ -90,19 +90,19 @@ def check(settings: config.Run) -> None:
 
     Call it before anything else begins.
     """
-    told = settings.telemetry
-    places = told.places()
+    telemetry = settings.telemetry
+    backends = telemetry.places()
     for name in SERVICES:
-        if name in places and importlib.util.find_spec(name) is None:
+        if name in backends and importlib.util.find_spec(name) is None:
             raise ValueError(
                 f"telemetry.backends: {name} needs the package {name}, which is not installed: pip "
-                f"install {name}. Or leave it out."
+                f"install {name}. Or remove it from telemetry.backends."
             )
     for key in ("profile", "images"):
-        if getattr(told, key) and "tensorboard" not in places:
+        if getattr(telemetry, key) and "tensorboard" not in backends:
             raise ValueError(
                 f"telemetry.{key}: expected tensorboard in telemetry.backends, which shows it; "
-                f"received {told.backends!r}."
+                f"received {telemetry.backends!r}."
             )
 
 
@@ -152,8 +152,8 @@ def workers(strategy: tf.distribute.Strategy) -> int:
     """Return the number of tasks that train."""
     from tfdist.keras_compat import engine_of
 
-    place = getattr(engine_of(strategy), "placement", None)
-    return place.workers if place else trained_by(strategy).get("workers", 1)
+    placement = getattr(engine_of(strategy), "placement", None)
+    return placement.workers if placement else trained_by(strategy).get("workers", 1)
 
 
 def shown(settings: config.Run, directory: Path) -> Path:
@@ -186,8 +186,8 @@ def sent(strategy: tf.distribute.Strategy, model: keras.Model) -> float | None:
     from tfdist.keras_compat import engine_of
 
     engine = engine_of(strategy)
-    found = engine.bytes_per_step(model) if engine is not None else math.nan
-    return None if math.isnan(found) else found
+    sent_bytes = engine.bytes_per_step(model) if engine is not None else math.nan
+    return None if math.isnan(sent_bytes) else sent_bytes
 
 
 class _NoteSession:
@@ -220,7 +220,7 @@ class _NoteSession:
         if self._written:
             return
         self._written = True
-        launched, (resumed, step) = Launched.from_environ(), self._backup.went_on
+        launched, (resumed, step) = Launched.from_environ(), self._backup.resumed
         session = sessions.Session(
             time=time.time(),
             epoch=epoch,

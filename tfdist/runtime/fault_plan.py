@@ -91,24 +91,24 @@ def parse(plan: str) -> tuple[Fault, ...]:
 
 
 def _fault(number: int, text: str) -> Fault:
-    found = _GRAMMAR.fullmatch(text)
-    moment = found["moment"] or "" if found else ""
-    if not found or (moment and moment not in _MOMENTS):
+    match = _GRAMMAR.fullmatch(text)
+    moment = match["moment"] or "" if match else ""
+    if not match or (moment and moment not in _MOMENTS):
         raise ValueError(
             f"expected VERB TASK@WHEN [for Ns] with a verb of {', '.join(_TASK_VERBS)}, a task "
             f"such as worker:1 or chief, and step=N, {', '.join(_MOMENTS[:-1])} or {_MOMENTS[-1]} "
             f"after the @; or `corrupt newest`, `fill disk` or `kill standby`; received {text!r}"
         )
-    verb = found["verb"] or " ".join(found["other"].split())
-    if found["verb"] and not (moment or found["step"]):
+    verb = match["verb"] or " ".join(match["other"].split())
+    if match["verb"] and not (moment or match["step"]):
         raise ValueError(
-            f"{text!r}: expected a moment, such as {verb} {found['task']}@step=37 or @saving"
+            f"{text!r}: expected a moment, such as {verb} {match['task']}@step=37 or @saving"
         )
-    if found["seconds"] and verb != "stop":
-        raise ValueError(f"{text!r}: expected `for {found['seconds']}s` after `stop` only")
-    if found["other"] and moment:
+    if match["seconds"] and verb != "stop":
+        raise ValueError(f"{text!r}: expected `for {match['seconds']}s` after `stop` only")
+    if match["other"] and moment:
         raise ValueError(f"{text!r}: expected @step=N or nothing after `{verb}`")
-    if verb == "kill standby" and found["step"]:
+    if verb == "kill standby" and match["step"]:
         raise ValueError(
             f"{text!r}: expected nothing after `kill standby`, which strikes when a task is next "
             "handed over"
@@ -117,10 +117,10 @@ def _fault(number: int, text: str) -> Fault:
         number=number,
         text=text,
         verb=verb,
-        task=found["task"] or "",
-        step=int(found["step"]) if found["step"] else None,
+        task=match["task"] or "",
+        step=int(match["step"]) if match["step"] else None,
         moment=moment,
-        seconds=float(found["seconds"]) if found["seconds"] else None,
+        seconds=float(match["seconds"]) if match["seconds"] else None,
     )
 
 
@@ -135,5 +135,5 @@ def left(faults: Sequence[Fault], journal: Sequence[Mapping[str, Any]]) -> list[
         >>> left(parse("kill chief@end; corrupt newest"), [{"event": EVENT, "number": 0}])[0].verb
         'corrupt newest'
     """
-    struck = {line["number"] for line in journal if line["event"] == EVENT}
-    return [fault for fault in faults if fault.number not in struck]
+    injected = {line["number"] for line in journal if line["event"] == EVENT}
+    return [fault for fault in faults if fault.number not in injected]

@@ -152,7 +152,7 @@ def progress() -> Progress:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sign:
+class HeartbeatRecord:
     """The last heartbeat of a process.
 
     Attributes:
@@ -170,20 +170,20 @@ class Sign:
     beats: int
 
 
-def read_sign(path: str) -> Sign | None:
+def read_heartbeat(path: str) -> HeartbeatRecord | None:
     """Return the heartbeat that `Progress` last wrote, or None if there is none yet.
 
     Example:
         >>> import tempfile
         >>> path = os.path.join(tempfile.mkdtemp(), "worker-0.progress")
         >>> Progress(path).beat(Phase.RUNNING, 1, 37, 137)
-        >>> read_sign(path)
-        Sign(phase='running', epoch=1, step=37, total=137, beats=1)
+        >>> read_heartbeat(path)
+        HeartbeatRecord(phase='running', epoch=1, step=37, total=137, beats=1)
     """
     with contextlib.suppress(OSError, ValueError):
         with open(path, encoding="ascii") as file:
             phase, *numbers = file.read().split()
-        return Sign(phase, *map(int, numbers))
+        return HeartbeatRecord(phase, *map(int, numbers))
     return None
 
 

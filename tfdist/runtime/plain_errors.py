@@ -28,14 +28,14 @@ def plainly(function: Callable[..., Any], *args: Any) -> Any:
     try:
         return function(*args)
     except (ValueError, TimeoutError) as error:
-        if not _raised_by_us(error.__traceback__):
+        if not _raised_by_tfdist(error.__traceback__):
             raise
         print(f"error: {error}", file=sys.stderr)
         code = TRANSIENT_CODE if isinstance(error, TimeoutError) else CONFIGURATION_CODE
         raise SystemExit(getattr(error, "exit_code", code)) from error
 
 
-def _raised_by_us(trace: TracebackType | None) -> bool:
+def _raised_by_tfdist(trace: TracebackType | None) -> bool:
     name, trace = "", trace and trace.tb_next  # the frame of `plainly` itself does not count
     while trace is not None:
         name = trace.tb_frame.f_globals.get("__name__", "")

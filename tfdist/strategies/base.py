@@ -12,7 +12,7 @@ from tfdist.sync import Policy
 from tfdist.train.synchronous.engine import Engine
 
 
-class Fed(tf.distribute.Strategy if TYPE_CHECKING else object):  # type: ignore[misc]
+class KerasFeedMixin(tf.distribute.Strategy if TYPE_CHECKING else object):  # type: ignore[misc]
     """Mixin for synchronous `tf.distribute` strategies: gives Keras the engine's batches.
 
     Put it before the TensorFlow strategy in the list of base classes.
@@ -50,7 +50,17 @@ def by_rows(dataset: tf.data.Dataset) -> bool:
     )
 
 
-def adopt(
+def check_timeouts(timeout: float, start_timeout: float) -> None:
+    """Raise ValueError unless both timeouts are positive numbers of seconds."""
+    for name, seconds in (("timeout", timeout), ("start_timeout", start_timeout)):
+        if not seconds > 0:
+            raise ValueError(
+                f"{name}: expected seconds above 0, received {seconds!r}; pass float('inf') to "
+                "wait forever."
+            )
+
+
+def attach_engine(
     strategy: tf.distribute.Strategy,
     placement: Placement,
     central: bool = False,

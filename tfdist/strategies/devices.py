@@ -124,6 +124,6 @@ def quiet_tensorflow() -> None:
 def restrict(names: list[str]) -> None:
     """Hide the GPUs that are not named, for a strategy that would take all of them."""
     gpus = tf.config.list_physical_devices("GPU")
-    wanted = [g for i, g in enumerate(gpus) if f"/gpu:{i}" in names]
-    if wanted != gpus:
-        tf.config.set_visible_devices(wanted, "GPU")
+    visible = [g for i, g in enumerate(gpus) if f"/gpu:{i}" in names]
+    if visible != gpus:
+        tf.config.set_visible_devices(visible, "GPU")

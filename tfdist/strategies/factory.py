@@ -18,6 +18,7 @@ from tfdist.keras_compat import engine_of, runtime_initialized
 from tfdist.keras_compat.servers import connected
 from tfdist.strategies import devices as device_names
 from tfdist.strategies import single_process
+from tfdist.strategies.base import check_timeouts
 from tfdist.strategies.multi_worker import COMMUNICATION, multi_worker_mirrored
 from tfdist.strategies.parameter_server import READING, coordinate
 from tfdist.strategies.server import check_host, farewell, serve
@@ -39,7 +40,7 @@ NAMES = (
     "tpu",
 )
 # Strategies whose replicas train synchronously, each with a copy of the variables.
-TOGETHER = ("one_device", "mirrored", "multi_worker_mirrored")
+SYNCHRONOUS = ("one_device", "mirrored", "multi_worker_mirrored")
 
 
 def make_strategy(
@@ -113,12 +114,7 @@ def make_strategy(
             f"cluster: expected a ClusterSpec or the path of a file, received {cluster}; did you "
             f"mean devices={cluster}?"
         )
-    for seconds, called in ((timeout, "timeout"), (start_timeout, "start_timeout")):
-        if not seconds > 0:
-            raise ValueError(
-                f"{called}: expected seconds above 0, received {seconds!r}; float('inf') waits "
-                "for ever."
-            )
+    check_timeouts(timeout, start_timeout)
     options = flags.parsed_options()
     name = _choice("strategy", name or options.get("strategy") or "auto", NAMES)
     communication = _choice(
@@ -141,28 +137,28 @@ def make_strategy(
             cluster, device_names.configure(devices, threads), start_timeout, cross_device
         )
     names = device_names.configure(devices, threads)
-    chosen, why = (name, "as asked") if name != "auto" else _choose(cluster, names)
-    log.info("strategy %s on %s: %s", chosen, ", ".join(names), why)
-    if chosen not in TOGETHER and policy != sync_policies.Gradients():
+    selected, reason = (name, "as asked") if name != "auto" else _choose(cluster, names)
+    log.info("strategy %s on %s: %s", selected, ", ".join(names), reason)
+    if selected not in SYNCHRONOUS and policy != sync_policies.Gradients():
         raise ValueError(
-            f"sync: the strategy {chosen} does not exchange gradients by policies, received "
-            f"{sync!r}. Use {', '.join(TOGETHER[:-1])} or {TOGETHER[-1]}."
+            f"sync: the strategy {selected} does not support synchronization policies, received "
+            f"{sync!r}. Use {', '.join(SYNCHRONOUS[:-1])} or {SYNCHRONOUS[-1]}."
         )
-    if chosen == "multi_worker_mirrored":
+    if selected == "multi_worker_mirrored":
         return _multi_worker(cluster, names, communication, timeout, start_timeout, policy)
-    if chosen == "parameter_server":
+    if selected == "parameter_server":
         return _parameter_server(cluster, names, reading, timeout, start_timeout)
     if cluster is not None and len(cluster.training_tasks) > 1:
         raise ValueError(
-            f"strategy: {chosen} trains in one process, but {cluster.source} lists "
+            f"strategy: {selected} trains in one process, but {cluster.source} lists "
             f"{len(cluster.training_tasks)} training tasks; use multi_worker_mirrored or auto, or "
             "start one process without a cluster."
         )
-    if chosen == "one_device":
+    if selected == "one_device":
         return single_process.one_device(names[0], policy)
-    if chosen == "mirrored":
+    if selected == "mirrored":
         return single_process.mirrored(names, cross_device, policy)
-    if chosen == "central_storage":
+    if selected == "central_storage":
         return single_process.central_storage(names)
     return _tpu(tpu)
 
@@ -227,30 +223,32 @@ def _parameter_server(
     start_timeout: float,
 ):
     """Return the strategy in the chief; in a worker or ps task, serve and end the process."""
-    have = {
+    counts = {
         job: len(cluster.jobs.get(job, ())) if cluster else 0 for job in ("chief", "worker", "ps")
     }
-    if cluster is None or not all(have.values()):
-        missing = " and ".join(job for job, count in have.items() if not count)
+    if cluster is None or not all(counts.values()):
+        missing = " and ".join(job for job, count in counts.items() if not count)
         raise ValueError(
             "strategy: parameter_server needs a chief, at least one worker and at least one ps; "
-            f"{cluster.source if cluster else 'no cluster'} lists no {missing}. On one machine: "
-            "tfdist launch --chief --workers 2 --ps 1 -- COMMAND."
+            f"{cluster.source if cluster else 'no cluster'} lists no {missing}. On one machine, "
+            "use `tfdist launch --chief --workers 2 --ps 1 -- COMMAND`."
         )
     if cluster.task is None:
         raise ValueError(
-            f'{cluster.source}: which task is this process? Pass task="chief:0", or set it in '
-            "TF_CONFIG."
+            f'{cluster.source}: the task of this process is missing. Pass task="chief:0", or set '
+            "it in TF_CONFIG."
         )
-    again = connected()  # after a parameter server is lost, the chief may make another strategy
-    if runtime_initialized() and not again:
+    reconnecting = (
+        connected()
+    )  # after a parameter server is lost, the chief may make another strategy
+    if runtime_initialized() and not reconnecting:
         raise device_names.too_late("a cluster")
     device_names.quiet_tensorflow()
     if cluster.task_type != "chief":
         # One GPU per worker: workers on one machine with several GPUs take one each.
         device_names.restrict([names[cluster.task.index % len(names)]])
         serve(cluster, start_timeout=start_timeout)
-    if not again:
+    if not reconnecting:
         check_host(cluster, cluster.task)
     strategy = coordinate(cluster, reading, timeout, start_timeout)
     atexit.register(farewell, cluster)

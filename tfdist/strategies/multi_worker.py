@@ -13,7 +13,7 @@ from tfdist import keras_compat
 from tfdist.cluster.addresses import answers
 from tfdist.cluster.spec import ClusterSpec
 from tfdist.parallel.placement import Placement
-from tfdist.strategies.base import Fed, adopt, by_rows
+from tfdist.strategies.base import KerasFeedMixin, attach_engine, by_rows
 from tfdist.sync import BUCKET_BYTES, Policy
 from tfdist.train.synchronous.feed import replica_slices
 from tfdist.train.synchronous.replica_state import all_gather
@@ -24,10 +24,10 @@ COMMUNICATION = {
     "nccl": tf.distribute.experimental.CommunicationImplementation.NCCL,
 }
 
-LEADER_SECONDS = 5.0
+LEADER_S = 5.0
 
 
-class MultiWorkerMirroredStrategy(Fed, tf.distribute.MultiWorkerMirroredStrategy):
+class MultiWorkerMirroredStrategy(KerasFeedMixin, tf.distribute.MultiWorkerMirroredStrategy):
     """Version of `tf.distribute.MultiWorkerMirroredStrategy` that trains by tfdist's engine.
 
     In custom training loops, `experimental_distribute_dataset` gives every worker its rows of each
@@ -37,9 +37,9 @@ class MultiWorkerMirroredStrategy(Fed, tf.distribute.MultiWorkerMirroredStrategy
     def experimental_distribute_dataset(self, dataset, options=None):
         """See `tf.distribute.Strategy`; gives every worker its rows of each global batch."""
         if options is None and by_rows(dataset) and not self.tfdist_engine.feeding:
-            place = self.tfdist_engine.placement
+            placement = self.tfdist_engine.placement
             return self.distribute_datasets_from_function(
-                lambda context: replica_slices(dataset, place)
+                lambda context: replica_slices(dataset, placement)
             )
         return keras_compat.hide_length(super().experimental_distribute_dataset(dataset, options))
 
@@ -70,7 +70,7 @@ def multi_worker_mirrored(
     )
     if cluster is None:
         strategy = MultiWorkerMirroredStrategy(communication_options=options)
-        return adopt(
+        return attach_engine(
             strategy,
             Placement(local_replicas=strategy.num_replicas_in_sync),
             sync=sync,
@@ -85,17 +85,17 @@ def multi_worker_mirrored(
     placement = Placement(
         len(tasks), cluster.rank, strategy.num_replicas_in_sync // len(tasks), tasks
     )
-    adopt(strategy, placement, timeout=timeout, sync=sync, communication=communication)
+    attach_engine(strategy, placement, timeout=timeout, sync=sync, communication=communication)
     _share_seed(strategy, placement)
     return strategy
 
 
 def _await_leader(cluster: ClusterSpec) -> None:
-    """Wait up to `LEADER_SECONDS` for the TensorFlow server of the first worker.
+    """Wait up to `LEADER_S` for the TensorFlow server of the first worker.
 
     A worker that connects too early retries only a second later.
     """
-    end = time.monotonic() + LEADER_SECONDS
+    end = time.monotonic() + LEADER_S
     while (
         cluster.rank
         and time.monotonic() < end

@@ -54,12 +54,12 @@ def coordinate(
     strategy = ParameterServerStrategy(resolver)
     keras_compat.install()
     server_compat.trace_anywhere(strategy)
-    server_compat.keep_metrics_here(strategy, _CHIEF)
+    server_compat.keep_metrics_on(strategy, _CHIEF)
     if strategy.num_replicas_in_sync > 1:
         raise ValueError(
-            f"parameter_server: each worker serves {strategy.num_replicas_in_sync} GPUs, expected "
-            "one. Start a worker for each GPU, without "
-            'devices or with one, such as devices="gpu:0".'
+            "parameter_server: expected one GPU per worker, received "
+            f"{strategy.num_replicas_in_sync}. Start a worker for each GPU, without devices= or "
+            'with one, such as devices="gpu:0".'
         )
     server_compat.update_in_place(strategy)
     Coordinator(strategy, Pool(strategy, workers, servers, timeout), _CHIEF, reading)

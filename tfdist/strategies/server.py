@@ -26,14 +26,14 @@ LEAVING_S = 0.1  # the same, after the chief's farewell
 PROGRESS_S = 30.0  # seconds between two log lines while waiting
 # A loop on a worker around an update on a ps blocks one of the worker's threads, and hangs if the
 # worker has no second one.
-FEWEST_THREADS = 8
+MIN_THREADS = 8
 
 # The farewell is a remote call of a Python function in the server's process. TensorFlow gives this
 # name to the first Python function of a process.
 _FIRST_FUNCTION = b"pyfunc_0"
 _FAREWELL = b"tfdist: farewell"
 
-_kept: list = []  # objects kept until the process ends: TensorFlow cannot stop a server
+_servers: list = []  # objects kept until the process ends: TensorFlow cannot stop a server
 
 
 def serve(
@@ -55,23 +55,23 @@ def serve(
             chief came; 130 after Ctrl-C.
         ValueError: If the cluster has no chief, or this task cannot listen at its address.
     """
-    me = cluster.task
+    task = cluster.task
     chief = chief_of(cluster)
-    assert me is not None
-    check_host(cluster, me)
+    assert task is not None
+    check_host(cluster, task)
     farewell = threading.Event()
-    _kept.append(_listen_for(farewell))
-    _kept.append(
+    _servers.append(_farewell_receiver(farewell))
+    _servers.append(
         tf.distribute.Server(
-            tf.train.ClusterSpec(addresses(cluster)), me.type, me.index, "grpc", _settings(me)
+            tf.train.ClusterSpec(addresses(cluster)), task.type, task.index, "grpc", _settings(task)
         )
     )
-    log.info("%s serves at %s, until the chief at %s ends", me, me.address, chief.address)
+    log.info("%s serves at %s, until the chief at %s ends", task, task.address, chief.address)
     try:
         log.info(
             "%s ends: %s",
-            me,
-            _stay(me, Presence(chief.address), farewell, start_timeout, return_timeout),
+            task,
+            _wait_for_end(task, Presence(chief.address), farewell, start_timeout, return_timeout),
         )
     except PeersAbsent as error:
         print(f"error: {error}", file=sys.stderr)
@@ -124,17 +124,17 @@ def wait_for(tasks: list[Task], seconds: float) -> None:
     TensorFlow itself would wait without a limit, and without naming the missing tasks.
     """
     end = time.monotonic() + seconds
-    told = time.monotonic()
+    last_warning = time.monotonic()
     while missing := [t for t in tasks if not answers(t.address, 1.0)]:
         names = ", ".join(f"{t} at {t.address}" for t in missing)
         if time.monotonic() > end:
             raise PeersAbsent(
                 f"{names} did not answer within {seconds:g} s. Start "
-                f"{'it' if len(missing) == 1 else 'them'} with the same cluster, or look at the "
-                "log for what went wrong there."
+                f"{'it' if len(missing) == 1 else 'them'} with the same cluster, or look for the "
+                f"cause in {'its log' if len(missing) == 1 else 'their logs'}."
             )
-        if time.monotonic() - told > 10:
-            told = time.monotonic()
+        if time.monotonic() - last_warning > 10:
+            last_warning = time.monotonic()
             log.warning("chief waits for %s", names)
         time.sleep(0.2)
 
@@ -156,58 +156,60 @@ def chief_of(cluster: ClusterSpec) -> Task:
     return first
 
 
-def _stay(
-    me: Task,
+def _wait_for_end(
+    task: Task,
     chief: Presence,
     farewell: threading.Event,
     start_timeout: float,
     return_timeout: float,
 ) -> str:
     """Wait until the job has ended and return the reason; raise PeersAbsent if it never began."""
-    before: float | None = 0.0
+    previous: float | None = 0.0
     next_line = PROGRESS_S
     while True:
-        away = chief.away()
-        if away is None:
-            if before is not None:
-                log.info("%s: the chief at %s is there", me, chief.address)
+        absent_s = chief.absent_seconds()
+        if absent_s is None:
+            if previous is not None:
+                log.info("%s: the chief at %s answers", task, chief.address)
             next_line = PROGRESS_S
         elif farewell.is_set():
             return f"the chief at {chief.address} has finished"
-        elif chief.seen and away > return_timeout:
+        elif chief.seen and absent_s > return_timeout:
             return (
-                f"the chief at {chief.address} is gone, and no other one came within "
+                f"the chief at {chief.address} is gone and did not come back within "
                 f"{return_timeout:g} s"
             )
-        elif not chief.seen and away > start_timeout:
+        elif not chief.seen and absent_s > start_timeout:
             raise PeersAbsent(
-                f"{me} serves at {me.address}, but no chief answered at {chief.address} within "
+                f"{task} serves at {task.address}, but no chief answered at {chief.address} within "
                 f"{start_timeout:g} s. Start the chief with this cluster, and let this machine "
                 "connect to it"
             )
-        elif before is None:
+        elif previous is None:
             log.warning(
                 "%s: the chief at %s is gone; waiting %g s for it to come back",
-                me,
+                task,
                 chief.address,
                 return_timeout,
             )
-        elif away > next_line:
-            log.warning("%s waits for the chief at %s since %.0f s", me, chief.address, away)
+        elif absent_s > next_line:
+            log.warning(
+                "%s has waited for the chief at %s for %.0f s", task, chief.address, absent_s
+            )
             next_line += PROGRESS_S
-        before = away
+        previous = absent_s
         if farewell.wait(POLL_S):
             time.sleep(LEAVING_S)
 
 
-def _listen_for(farewell: threading.Event) -> tf.Graph:
+def _farewell_receiver(farewell: threading.Event) -> tf.Graph:
     """Make the function that `end_servers` calls; it exists as long as the returned graph."""
 
     def receive(*words):
         if len(words) != 1 or words[0] != _FAREWELL:
             raise RuntimeError(
-                "a tf.py_function or tf.numpy_function of the coordinator's cannot run on a "
-                "worker or ps"
+                "a tf.py_function or tf.numpy_function of the coordinator cannot run on a worker "
+                "or ps"
             )
         farewell.set()
         return True
@@ -216,23 +218,23 @@ def _listen_for(farewell: threading.Event) -> tf.Graph:
         token = tf.numpy_function(receive, [tf.constant(b"")], tf.bool).op.get_attr("token")
     if token != _FIRST_FUNCTION:
         log.debug(
-            "%s is not the first Python function in this process, so that no farewell will be "
-            "heard",
+            "%s is not the first Python function in this process, so the chief's farewell cannot "
+            "be received",
             token,
         )
     return graph
 
 
-def _settings(me: Task) -> tf.compat.v1.ConfigProto:
+def _settings(task: Task) -> tf.compat.v1.ConfigProto:
     threads = tf.config.threading
     settings = tf.compat.v1.ConfigProto(
         # 0: the environment's choice
         intra_op_parallelism_threads=threads.get_intra_op_parallelism_threads(),
         inter_op_parallelism_threads=max(
-            FEWEST_THREADS, threads.get_inter_op_parallelism_threads() or os.cpu_count() or 1
+            MIN_THREADS, threads.get_inter_op_parallelism_threads() or os.cpu_count() or 1
         ),
     )
-    if me.type == "ps":
+    if task.type == "ps":
         settings.device_count["GPU"] = 0
         return settings
     settings.gpu_options.allow_growth = True
@@ -244,11 +246,11 @@ def _settings(me: Task) -> tf.compat.v1.ConfigProto:
     return settings
 
 
-def check_host(cluster: ClusterSpec, me: Task) -> None:
+def check_host(cluster: ClusterSpec, task: Task) -> None:
     """Run `ClusterSpec.check_host`, but ignore other tasks' names, which may resolve later."""
     try:
         cluster.check_host()
     except UnresolvedAddress as error:
-        if str(me) in error.reasons:
+        if str(task) in error.reasons:
             raise
         log.debug("%s", error)

@@ -6,19 +6,19 @@ import tensorflow as tf
 
 from tfdist.keras_compat import separate_collectives
 from tfdist.parallel.placement import Placement
-from tfdist.strategies.base import Fed, adopt
+from tfdist.strategies.base import KerasFeedMixin, attach_engine
 from tfdist.sync import Policy
 
 
-class OneDeviceStrategy(Fed, tf.distribute.OneDeviceStrategy):
+class OneDeviceStrategy(KerasFeedMixin, tf.distribute.OneDeviceStrategy):
     """Version of `tf.distribute.OneDeviceStrategy` that trains by tfdist's engine."""
 
 
-class MirroredStrategy(Fed, tf.distribute.MirroredStrategy):
+class MirroredStrategy(KerasFeedMixin, tf.distribute.MirroredStrategy):
     """Version of `tf.distribute.MirroredStrategy` that trains by tfdist's engine."""
 
 
-class CentralStorageStrategy(Fed, tf.distribute.experimental.CentralStorageStrategy):
+class CentralStorageStrategy(KerasFeedMixin, tf.distribute.experimental.CentralStorageStrategy):
     """Central-storage strategy that trains by tfdist's engine.
 
     See `tf.distribute.experimental.CentralStorageStrategy`.
@@ -35,7 +35,7 @@ CROSS_DEVICE_NAMES = ("auto", *_CROSS_DEVICE)
 
 def one_device(device: str, sync: Policy | None = None) -> OneDeviceStrategy:
     """Return a strategy for one device, such as `"/cpu:0"`."""
-    return adopt(OneDeviceStrategy(device), Placement(), sync=sync)
+    return attach_engine(OneDeviceStrategy(device), Placement(), sync=sync)
 
 
 def mirrored(
@@ -50,10 +50,12 @@ def mirrored(
     """
     separate_collectives(MirroredStrategy)
     ops = None if cross_device == "auto" else _CROSS_DEVICE[cross_device]()
-    return adopt(MirroredStrategy(devices, ops), Placement(local_replicas=len(devices)), sync=sync)
+    return attach_engine(
+        MirroredStrategy(devices, ops), Placement(local_replicas=len(devices)), sync=sync
+    )
 
 
 def central_storage(devices: list[str]) -> CentralStorageStrategy:
     """Return a strategy with one copy of the variables on the CPU and all devices computing."""
     strategy = CentralStorageStrategy(compute_devices=devices, parameter_device="/cpu:0")
-    return adopt(strategy, Placement(local_replicas=len(devices)), central=True)
+    return attach_engine(strategy, Placement(local_replicas=len(devices)), central=True)

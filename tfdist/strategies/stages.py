@@ -19,6 +19,7 @@ from tfdist.cluster.preflight import PeersAbsent
 from tfdist.cluster.spec import ClusterSpec, Task
 from tfdist.keras_compat import runtime_initialized
 from tfdist.strategies import devices as device_names
+from tfdist.strategies.base import check_timeouts
 from tfdist.strategies.server import addresses, check_host, farewell, serve, wait_for
 
 POLL_S = 2.0  # seconds between two checks of the workers
@@ -59,47 +60,42 @@ def pipeline_devices(
             TensorFlow has already started.
         TimeoutError: If workers did not appear; the message names them.
     """
-    for seconds, called in ((timeout, "timeout"), (start_timeout, "start_timeout")):
-        if not seconds > 0:
-            raise ValueError(
-                f"{called}: expected seconds above 0, received {seconds!r}; float('inf') waits "
-                "for ever."
-            )
+    check_timeouts(timeout, start_timeout)
     options = flags.parsed_options()
-    found = resolvers.resolve(cluster or options.get("cluster"), task or options.get("task"))
-    if found is None:
+    spec = resolvers.resolve(cluster or options.get("cluster"), task or options.get("task"))
+    if spec is None:
         return None
-    extra = [job for job in found.jobs if job not in ("chief", "worker")]
-    if extra or "chief" not in found.jobs or "worker" not in found.jobs:
+    extra = [job for job in spec.jobs if job not in ("chief", "worker")]
+    if extra or "chief" not in spec.jobs or "worker" not in spec.jobs:
         raise ValueError(
             "pipeline_devices: expected a chief, which runs the program, and a worker for each "
-            f"stage; {found.source} lists the jobs {', '.join(found.jobs)}. On one machine: "
-            "tfdist launch --chief --workers 2 -- COMMAND."
+            f"stage; {spec.source} lists the jobs {', '.join(spec.jobs)}. On one machine, use "
+            "`tfdist launch --chief --workers 2 -- COMMAND`."
         )
-    if found.task is None:
+    if spec.task is None:
         raise ValueError(
-            f'{found.source}: which task is this process? Pass task="chief:0", or set it in '
-            "TF_CONFIG."
+            f'{spec.source}: the task of this process is missing. Pass task="chief:0", or '
+            "set it in TF_CONFIG."
         )
     if runtime_initialized():
         raise device_names.too_late("a cluster", "pipeline_devices")
     device_names.quiet_tensorflow()
     names = device_names.configure(None, threads)
-    if found.task_type != "chief":
+    if spec.task_type != "chief":
         # One GPU per worker: workers on one machine with several GPUs take one each.
-        device_names.restrict([names[found.task.index % len(names)]])
-        serve(found, start_timeout=start_timeout)
+        device_names.restrict([names[spec.task.index % len(names)]])
+        serve(spec, start_timeout=start_timeout)
     device_names.restrict([])  # GPUs of the chief's machine are for the workers there
-    check_host(found, found.task)
-    workers = [t for t in found.tasks if t.type == "worker"]
+    check_host(spec, spec.task)
+    workers = [t for t in spec.tasks if t.type == "worker"]
     wait_for(workers, start_timeout)
     threading.Thread(
         target=_watch, args=(workers, timeout), name="tfdist pipeline workers", daemon=True
     ).start()  # before the next call, which waits for workers too
     tf.config.experimental_connect_to_cluster(
-        tf.train.ClusterSpec(addresses(found)), job_name="chief", task_index=0, protocol="grpc"
+        tf.train.ClusterSpec(addresses(spec)), job_name="chief", task_index=0, protocol="grpc"
     )
-    atexit.register(farewell, found)
+    atexit.register(farewell, spec)
     return of_workers(
         [d.name for d in tf.config.list_logical_devices() if "/job:worker/" in d.name]
     )
@@ -125,16 +121,18 @@ def of_workers(names: Sequence[str]) -> list[str]:
         map(tf.DeviceSpec.from_string, names), key=lambda spec: (spec.task, spec.device_index)
     )
     gpus, cpus = ([spec for spec in specs if spec.device_type == kind] for kind in ("GPU", "CPU"))
-    some = {spec.task for spec in gpus}
-    none = {spec.task for spec in cpus} - some
-    if some and none:
-        has, lacks = (
-            ", ".join(f"worker:{task}" for task in sorted(tasks)) for tasks in (some, none)
+    with_gpu = {spec.task for spec in gpus}
+    without_gpu = {spec.task for spec in cpus} - with_gpu
+    if with_gpu and without_gpu:
+        gpu_names, cpu_names = (
+            ", ".join(f"worker:{task}" for task in sorted(tasks))
+            for tasks in (with_gpu, without_gpu)
         )
         raise ValueError(
-            f"pipeline_devices: expected a GPU in each worker or in none, received GPUs of {has}, "
-            f"and none of {lacks}. Start workers only where TensorFlow sees a GPU, which `tfdist "
-            "doctor` tells, or set CUDA_VISIBLE_DEVICES=-1 for all, to take their CPUs."
+            f"pipeline_devices: expected a GPU in each worker or in none, received GPUs of "
+            f"{gpu_names}, and none of {cpu_names}. Start workers only where TensorFlow sees a GPU "
+            "(`tfdist doctor` shows this), or set CUDA_VISIBLE_DEVICES=-1 for all workers to use "
+            "their CPUs."
         )
     return [spec.to_string() for spec in gpus or cpus]
 
@@ -144,11 +142,11 @@ def _watch(workers: Sequence[Task], timeout: float) -> None:
     presences = [(worker, Presence(worker.address)) for worker in workers]
     while True:
         for worker, presence in presences:
-            away = presence.away()
-            if away is not None and away > timeout:
+            absent_s = presence.absent_seconds()
+            if absent_s is not None and absent_s > timeout:
                 print(
-                    f"error: {worker} at {worker.address}, which has a stage of the pipeline, did "
-                    f"not answer for {timeout:g} s",
+                    f"error: {worker} at {worker.address}, which runs a stage of pipeline "
+                    f"parallelism, did not answer for {timeout:g} s",
                     file=sys.stderr,
                     flush=True,
                 )

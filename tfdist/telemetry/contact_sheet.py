@@ -60,16 +60,14 @@ def draw(heading: str, rows: Sequence[Row]) -> Image.Image:
     pen.text((_GAP, _GAP), heading, _DARK, font)
     for index, row in enumerate(rows):
         top = 2 * _GAP + _LINE + index * height
-        lines = _wrapped(row.title, font, _TITLES)
+        lines = _wrap(row.title, font, _TITLES)
         pen.text((_GAP, top), "\n".join(lines), _DARK, font)
-        pen.text(
-            (_GAP, top + _LINE * len(lines)), _shortened(row.note, small, _TITLES), _PALE, small
-        )
+        pen.text((_GAP, top + _LINE * len(lines)), _shorten(row.note, small, _TITLES), _PALE, small)
         for column, (caption, pixels) in enumerate(row.images):
-            image = _fitted(to_image(pixels))
+            image = _fit(to_image(pixels))
             x = left + column * (_CELL + _GAP)
             sheet.paste(image, (x + (_CELL - image.width) // 2, top + (_CELL - image.height) // 2))
-            pen.text((x, top + _CELL), _shortened(caption, small, _CELL), _PALE, small)
+            pen.text((x, top + _CELL), _shorten(caption, small, _CELL), _PALE, small)
     return sheet
 
 
@@ -110,7 +108,7 @@ def to_image(pixels: np.ndarray) -> Image.Image:
     return Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels).convert("RGB")
 
 
-def _fitted(image: Image.Image) -> Image.Image:
+def _fit(image: Image.Image) -> Image.Image:
     """Scale an image to fit into a cell; small images keep square pixels."""
     scale = _CELL / max(*image.size, 1)
     if scale >= 1:
@@ -121,7 +119,7 @@ def _fitted(image: Image.Image) -> Image.Image:
     return image.resize((size[0], size[1]), Image.Resampling.LANCZOS)
 
 
-def _wrapped(text: str, font: _Font, width: int) -> list[str]:
+def _wrap(text: str, font: _Font, width: int) -> list[str]:
     """Break text into at most four lines of at most `width` pixels each."""
     lines = [""]
     for word in text.split():
@@ -130,10 +128,10 @@ def _wrapped(text: str, font: _Font, width: int) -> list[str]:
             lines[-1] = longer
         else:
             lines.append(word)
-    return [_shortened(line, font, width) for line in lines]
+    return [_shorten(line, font, width) for line in lines]
 
 
-def _shortened(text: str, font: _Font, width: int) -> str:
+def _shorten(text: str, font: _Font, width: int) -> str:
     if font.getlength(text) <= width:
         return text
     while text and font.getlength(f"{text}...") > width:

@@ -13,15 +13,15 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         >>> flat({"model": {"name": "mlp", "widths": (16, 8)}, "seed": 1, "cluster": None})
         {'model.name': 'mlp', 'model.widths': '(16, 8)', 'seed': 1, 'cluster': 'None'}
     """
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{name}.")
+            result |= flat(value, f"{prefix}{name}.")
         else:
-            found[f"{prefix}{name}"] = (
+            result[f"{prefix}{name}"] = (
                 value if isinstance(value, bool | int | float | str) else str(value)
             )
-    return found
+    return result
 
 
 def begin(writer: Any, name: str, values: Mapping[str, Any]) -> None:

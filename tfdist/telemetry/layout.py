@@ -11,6 +11,7 @@ runs/digits/                    the run; `tensorboard --logdir runs` shows all r
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -45,12 +46,12 @@ def worker_directory(run: str | os.PathLike, rank: int) -> Path:
 
 def worker_directories(run: str | os.PathLike) -> dict[int, Path]:
     """Return the existing worker directories, keyed and sorted by rank."""
-    found = {
+    directories = {
         int(path.name.removeprefix("worker-")): path
         for path in Path(run).glob("worker-*")
         if path.name[7:].isdecimal()
     }
-    return dict(sorted(found.items()))
+    return dict(sorted(directories.items()))
 
 
 def append_json(path: str | os.PathLike, value: dict[str, Any]) -> None:
@@ -63,11 +64,11 @@ def append_json(path: str | os.PathLike, value: dict[str, Any]) -> None:
     try:
         size = os.fstat(descriptor).st_size
         torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-        left = (
+        unwritten = (
             ("\n" if torn else "") + json.dumps(value) + "\n"
         ).encode()  # one write, so that readers see whole lines
-        while left:
-            left = left[os.write(descriptor, left) :]  # a write may be partial
+        while unwritten:
+            unwritten = unwritten[os.write(descriptor, unwritten) :]  # a write may be partial
     finally:
         os.close(descriptor)
 
@@ -75,16 +76,14 @@ def append_json(path: str | os.PathLike, value: dict[str, Any]) -> None:
 def read_json_lines(path: str | os.PathLike) -> list[dict[str, Any]]:
     """Return the objects of a JSON Lines file, or an empty list if the file is missing.
 
-    Lines that are not valid JSON are skipped, such as lines that were cut off.
+    Lines that are no JSON objects are skipped, such as lines that were cut off.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_bytes().splitlines()
     except FileNotFoundError:
         return []
-    found = []
+    values = []
     for line in lines:
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            continue
-    return found
+        with contextlib.suppress(ValueError):  # a torn line, maybe within a UTF-8 character
+            values.append(json.loads(line))
+    return [value for value in values if isinstance(value, dict)]

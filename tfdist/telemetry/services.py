@@ -59,7 +59,7 @@ class WandbWriter:
         self._directory = Path(directory)
         self._project = project
         self._name = name
-        self._id = _Remembered(self._directory / "wandb.id")
+        self._id = _RunIdFile(self._directory / "wandb.id")
         self._outage = _Outage("wandb")
         self._run: Any = None
 
@@ -69,7 +69,7 @@ class WandbWriter:
         wandb's own step counter counts calls, so it matches neither of them.
         """
         run = self._begin()
-        with self._outage.survived():
+        with self._outage.tolerate():
             run.log({**values, axis: step})
 
     def settings(self, values: Mapping[str, Any]) -> None:
@@ -83,19 +83,19 @@ class WandbWriter:
         """Finish the wandb run."""
         if self._run is not None:
             run, self._run = self._run, None
-            with self._outage.survived():
+            with self._outage.tolerate():
                 run.finish()
 
     def _begin(self) -> Any:
         if self._run is None:
             self._directory.mkdir(parents=True, exist_ok=True)
-            known = {"id": self._id.read()} if self._id.read() else {}
+            run_id = {"id": self._id.read()} if self._id.read() else {}
             self._run = self._wandb.init(
                 project=self._project,
                 name=self._name,
                 dir=str(self._directory),
                 resume="allow",
-                **known,
+                **run_id,
             )
             self._id.write(self._run.id)
             for axis in ("epoch", "step"):
@@ -125,7 +125,7 @@ class MlflowWriter:
         self._mlflow = load("mlflow", "MlflowWriter")
         self._experiment = experiment
         self._name = name
-        self._id = _Remembered(Path(directory) / "mlflow.id")
+        self._id = _RunIdFile(Path(directory) / "mlflow.id")
         self._outage = _Outage("mlflow")
         self._client: Any = None
         self._run = ""
@@ -133,16 +133,18 @@ class MlflowWriter:
     def scalars(self, step: int, values: Mapping[str, float], axis: str = "epoch") -> None:
         """Log values as MLflow metrics."""
         client = self._begin()
-        with self._outage.survived():
+        with self._outage.tolerate():
             for name, value in values.items():
                 client.log_metric(self._run, name, float(value), step=step)
 
     def settings(self, values: Mapping[str, Any]) -> None:
         """Log settings as MLflow parameters, except those that the run already has."""
         client = self._begin()
-        known = client.get_run(self._run).data.params
+        existing = client.get_run(self._run).data.params
         for name, value in values.items():
-            if name not in known:  # MLflow refuses to change a parameter; resumed runs repeat them
+            if (
+                name not in existing
+            ):  # MLflow refuses to change a parameter; resumed runs repeat them
                 client.log_param(self._run, name, value)
 
     def rewind(self, epoch: int, steps: int) -> None:
@@ -152,7 +154,7 @@ class MlflowWriter:
         """Mark the MLflow run as finished."""
         if self._client is not None:
             client, self._client = self._client, None
-            with self._outage.survived():
+            with self._outage.tolerate():
                 client.set_terminated(self._run)
 
     def _begin(self) -> Any:
@@ -162,10 +164,10 @@ class MlflowWriter:
             if self._run:
                 client.update_run(self._run, status="RUNNING")
             else:
-                found = client.get_experiment_by_name(self._experiment)
+                experiment_found = client.get_experiment_by_name(self._experiment)
                 experiment = (
-                    found.experiment_id
-                    if found is not None
+                    experiment_found.experiment_id
+                    if experiment_found is not None
                     else client.create_experiment(self._experiment)
                 )
                 self._run = client.create_run(experiment, run_name=self._name).info.run_id
@@ -182,23 +184,25 @@ class _Outage:
 
     def __init__(self, service: str):
         self._service = service
-        self._told = False
+        self._warned = False
 
     @contextlib.contextmanager
-    def survived(self) -> Iterator[None]:
+    def tolerate(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            if not self._told:
+            if not self._warned:
                 log.warning(
-                    ("%s does not take what this run tells: %s: %s. Training goes on, and "
-                        "what fails is missing there; this is said once."),
-                    self._service, type(error).__name__, error,
-                )  # fmt: skip
-            self._told = True
+                    "%s: a call failed: %s: %s. Training continues, and values of failed calls "
+                    "are missing there. Later failures are not logged.",
+                    self._service,
+                    type(error).__name__,
+                    error,
+                )
+            self._warned = True
 
 
-class _Remembered:
+class _RunIdFile:
     """File in the run's directory that stores the service's id of the run.
 
     Resumed training reads the id and continues the same run.

@@ -22,6 +22,8 @@ PARTS = {
     "host": "Python: Keras' loop, callbacks, starting calls",
 }
 
+_KEYS = {"steady": "compiled"}  # attributes of `Window` with another name in the file
+
 
 @dataclasses.dataclass(frozen=True)
 class Window:
@@ -40,8 +42,8 @@ class Window:
             `seconds`.
         bytes: Bytes of gradients that one replica contributes to the all-reduce in each step; 0
             with one replica.
-        compiled: True if no call in the window traced or compiled a function. Averages leave out
-            the other windows.
+        steady: Whether no call in the window traced or compiled a function. Averages leave out the
+            other windows. The file has this value as `compiled`.
     """
 
     worker: int
@@ -53,13 +55,13 @@ class Window:
     seconds: float
     parts: dict[str, float]
     bytes: int = 0
-    compiled: bool = True
+    steady: bool = True
 
     def to_json(self) -> dict[str, Any]:
         """Return one flat object, as stored in `step_breakdown.jsonl`."""
         values = dataclasses.asdict(self)
         return {
-            **{k: v for k, v in values.items() if k != "parts"},
+            **{_KEYS.get(k, k): v for k, v in values.items() if k != "parts"},
             **{k: round(v, 6) for k, v in self.parts.items()},
         }
 
@@ -74,7 +76,7 @@ class Window:
         """
         names = {field.name for field in dataclasses.fields(cls)} - {"parts"}
         return cls(
-            **{k: line[k] for k in names if k in line},
+            **{k: line[_KEYS.get(k, k)] for k in names if _KEYS.get(k, k) in line},
             parts={k: float(line.get(k, 0.0)) for k in PARTS},
         )
 
@@ -92,12 +94,12 @@ def read(run: str | os.PathLike) -> dict[int, list[Window]]:
     Args:
         run: Directory of the run.
     """
-    found = {
+    records = {
         rank: read_json_lines(path / STEP_BREAKDOWN)
         for rank, path in worker_directories(run).items()
     }
     return {
-        rank: [Window.from_json(line) for line in lines] for rank, lines in found.items() if lines
+        rank: [Window.from_json(line) for line in lines] for rank, lines in records.items() if lines
     }
 
 
@@ -113,10 +115,10 @@ def per_step(windows: Iterable[Window]) -> dict[str, float]:
         ... )
         0.01
     """
-    kept = [window for window in windows if window.compiled]
-    steps = sum(window.steps for window in kept)
+    steady = [window for window in windows if window.steady]
+    steps = sum(window.steps for window in steady)
     return (
-        {part: sum(window.parts[part] for window in kept) / steps for part in PARTS}
+        {part: sum(window.parts[part] for window in steady) / steps for part in PARTS}
         if steps
         else {}
     )

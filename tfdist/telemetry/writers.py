@@ -149,13 +149,13 @@ class JsonlWriter:
         """Remove the lines that a resumed run writes again."""
         if not self.path.exists():
             return
-        kept = [
+        lines = [
             line
             for line in read_json_lines(self.path)
             if (line["step"] < epoch if "step" in line else line["batch"] <= steps)
         ]
         temporary = self.path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        temporary.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
         temporary.replace(self.path)
 
     def close(self) -> None:

@@ -288,7 +288,7 @@ def _example(source: Source, example: examples.Example) -> int:
         )
         for name, leaf in example_text.parts(example.data)
     ]
-    location = errors.place(source, example.number)
+    location = errors.location_of(source, example.number)
     for i, line in enumerate([*lines, *([f"{'at':8} {location}"] if location else [])]):
         print(f"{'' if i else example.number:<8}  {line}")
     return 0
@@ -297,7 +297,7 @@ def _example(source: Source, example: examples.Example) -> int:
 def _failure(source: Source, example: examples.Example) -> None:
     assert example.error is not None
     print(f"{example.number:<8}  cannot be read: {errors.cause(example.error)}")
-    if location := errors.place(source, example.number):
+    if location := errors.location_of(source, example.number):
         print(f"{'':8}  {'at':8} {location}")
 
 

@@ -98,8 +98,8 @@ class Evaluator(Hooks):
         self._listens = listens
         self._start_timeout = start_timeout
         self._engine = engine
-        self._born = time.time_ns()
-        self._known: dict[str, tuple] = {}  # path -> stamp of each file that is done with
+        self._started_ns = time.time_ns()
+        self._handled: dict[str, tuple] = {}  # path -> stamp of each file that is done with
         self._presence: Presence | None = None
         for name in {*MODEL_HOOKS, "feed", "apply", *LOSS_HOOKS} - {
             "fit",
@@ -121,7 +121,7 @@ class Evaluator(Hooks):
 
     def save(self, model, keras_method, *args, **kwargs):
         """Do nothing: only the chief of the training saves the model."""
-        log.debug("the evaluator leaves model.%s to the chief", keras_method.__name__)
+        log.debug("the evaluator does not write in model.%s; the chief does", keras_method.__name__)
 
     save_weights = save
     export = save
@@ -140,7 +140,7 @@ class Evaluator(Hooks):
         if not model.built:
             model.evaluate(**{**data, "steps": 1}, verbose=0)
         self._presence = self._presence or Presence(self._chief)
-        self._forget_old(sources)
+        self._skip_old(sources)
         boards = [c.log_dir for c in callbacks if isinstance(c, keras.callbacks.TensorBoard)]
         report = _Report(model, boards, print if call["verbose"] else log.info)
         try:
@@ -162,10 +162,10 @@ class Evaluator(Hooks):
         next_line = PROGRESS_S
         while True:
             # Ask for the chief before polling the files: if it is gone, all its files are there.
-            away = self._presence.away()
-            found = self._find_new(sources)
-            ready = [c for c in found if seen.get(c.path) == c]
-            seen = {c.path: c for c in found}
+            absent_s = self._presence.absent_seconds()
+            candidates = self._find_new(sources)
+            ready = [c for c in candidates if seen.get(c.path) == c]
+            seen = {c.path: c for c in candidates}
             for checkpoint in ready:
                 latest = time.monotonic()
                 try:
@@ -177,29 +177,31 @@ class Evaluator(Hooks):
                     first = failures.setdefault(checkpoint, (latest, error))[0]
                     if latest - first > GIVE_UP_S:
                         log.warning(
-                            "the evaluator skips %s, which it cannot read: %.300s",
+                            "the evaluator skips %s, because it cannot read the file: %.300s",
                             checkpoint.path,
                             error,
                         )
-                        self._known[checkpoint.path] = checkpoint.stamp
+                        self._handled[checkpoint.path] = checkpoint.stamp
                     continue
-                self._known[checkpoint.path] = checkpoint.stamp
-                if checkpoint.stamp[0] >= self._born:
+                self._handled[checkpoint.path] = checkpoint.stamp
+                if checkpoint.stamp[0] >= self._started_ns:
                     finished = max(finished, checkpoint.finished or 0)
                 digest = _digest(model)
                 if digest not in digests:  # two callbacks may save the same state
                     digests.add(digest)
                     report.add(checkpoint, model.evaluate(**data, verbose=0, return_dict=True))
-            if found:
+            if candidates:
                 time.sleep(POLL_S)
                 continue
-            why = self._ended(
-                away, finished >= epochs, time.monotonic() - latest, bool(digests or failures)
+            reason = self._end_reason(
+                absent_s, finished >= epochs, time.monotonic() - latest, bool(digests or failures)
             )
-            if why:
+            if reason:
                 break
-            if self._listens and away is not None and away > next_line:
-                log.info("the evaluator waits for the chief at %s since %.0f s", self._chief, away)
+            if self._listens and absent_s is not None and absent_s > next_line:
+                log.info(
+                    "the evaluator has waited for the chief at %s for %.0f s", self._chief, absent_s
+                )
                 next_line += PROGRESS_S
             time.sleep(POLL_S)
         if not digests and failures:
@@ -207,9 +209,11 @@ class Evaluator(Hooks):
             raise ValueError(
                 f"{checkpoint.path}: cannot be loaded into this model: {cause}"
             ) from cause
-        log.info("the evaluator ends after %d evaluations: %s", len(digests), why)
+        log.info("the evaluator ends after %d evaluations: %s", len(digests), reason)
 
-    def _ended(self, away: float | None, complete: bool, idle: float, found: bool) -> str:
+    def _end_reason(
+        self, absent_s: float | None, complete: bool, idle: float, any_evaluated: bool
+    ) -> str:
         """Return why no more checkpoint can come; an empty string if one can.
 
         Raises:
@@ -220,12 +224,12 @@ class Evaluator(Hooks):
             return "the last epoch is evaluated"
         if not self._listens:
             return f"no new checkpoint for {idle:.0f} s" if idle > ALONE_S else ""
-        if away is None or away <= (GONE_S if self._presence.seen else self._start_timeout):
+        if absent_s is None or absent_s <= (GONE_S if self._presence.seen else self._start_timeout):
             return ""
         if self._presence.seen:
             return f"the chief at {self._chief} has ended"
-        if found:
-            return f"no chief at {self._chief} for {away:.0f} s"
+        if any_evaluated:
+            return f"no chief at {self._chief} for {absent_s:.0f} s"
         raise PeersAbsent(
             f"the evaluator found no checkpoint, and no chief answered at {self._chief} within "
             f"{self._start_timeout:g} s. Start the training with this cluster, and let this "
@@ -233,23 +237,23 @@ class Evaluator(Hooks):
         )
 
     def _find_new(self, sources: Sequence[Source]) -> list[Checkpoint]:
-        new = [c for source in sources for c in source() if self._known.get(c.path) != c.stamp]
+        new = [c for source in sources for c in source() if self._handled.get(c.path) != c.stamp]
         return sorted(new, key=lambda c: (c.stamp, c.path))
 
-    def _forget_old(self, sources: Sequence[Source]) -> None:
+    def _skip_old(self, sources: Sequence[Source]) -> None:
         """Ignore all but the newest of the files that are older than this process.
 
         They belong to an earlier run.
         """
-        old = [c for c in self._find_new(sources) if c.stamp[0] < self._born]
-        self._known.update({c.path: c.stamp for c in old[:-1]})
+        old = [c for c in self._find_new(sources) if c.stamp[0] < self._started_ns]
+        self._handled.update({c.path: c.stamp for c in old[:-1]})
 
 
 class _Report:
     """Report of the evaluations: a History, and for each evaluation a line and scalars."""
 
-    def __init__(self, model: keras.Model, boards: Iterable[str], say: Callable[[str], Any]):
-        self._say = say
+    def __init__(self, model: keras.Model, boards: Iterable[str], print_line: Callable[[str], Any]):
+        self._print_line = print_line
         self._writers = [
             tf.summary.create_file_writer(os.path.join(board, "evaluator")) for board in boards
         ]
@@ -264,7 +268,9 @@ class _Report:
             epoch = max(self.history.epoch, default=-1) + 1
         self.history.on_epoch_end(epoch, {f"val_{name}": value for name, value in metrics.items()})
         values = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-        self._say(f"evaluator: epoch {epoch + 1}: {values} ({os.path.basename(checkpoint.path)})")
+        self._print_line(
+            f"evaluator: epoch {epoch + 1}: {values} ({os.path.basename(checkpoint.path)})"
+        )
         for writer in self._writers:
             with writer.as_default():
                 for name, value in metrics.items():
@@ -307,10 +313,10 @@ def find_sources(callbacks: Iterable[keras.callbacks.Callback]) -> list[Source]:
             sources.append(_backup(callback.backup_dir))
     if not sources:
         raise ValueError(
-            "callbacks: the evaluator has nothing to evaluate: expected a "
+            "callbacks: the evaluator has no checkpoints to evaluate: expected a "
             "keras.callbacks.ModelCheckpoint (best with {epoch} in its filepath) or a "
-            "tfdist.BackupAndRestore. Give fit one in every task; the chief writes, the evaluator "
-            "reads."
+            "tfdist.BackupAndRestore. Pass one to fit in every task: the chief writes the files, "
+            "the evaluator reads them."
         )
     return sources
 
@@ -322,25 +328,25 @@ def _saved(filepath: str, at_ends: bool) -> Source:
     """
     pattern = ""
     expression = ""
-    named = False
+    has_epoch = False
     for text, field, _, _ in string.Formatter().parse(filepath):
         pattern += glob.escape(text)
         expression += re.escape(text)
         if field is not None:
             pattern += "*"
-            first, named = field == "epoch" and not named, named or field == "epoch"
+            first, has_epoch = field == "epoch" and not has_epoch, has_epoch or field == "epoch"
             expression += r" *(?P<epoch>\d+)" if first else r"[^/]*"
 
     def find() -> list[Checkpoint]:
-        found = []
+        checkpoints = []
         for path in glob.glob(pattern):
             match = re.fullmatch(expression, path)
             stamp = _stamp(path)
             if match and stamp:
-                number = int(match["epoch"]) if named else None  # Keras counts from 1 here
+                number = int(match["epoch"]) if has_epoch else None  # Keras counts from 1 here
                 epoch = None if number is None else number - 1
-                found.append(Checkpoint(path, stamp, epoch, number if at_ends else None))
-        return found
+                checkpoints.append(Checkpoint(path, stamp, epoch, number if at_ends else None))
+        return checkpoints
 
     return find
 
@@ -362,14 +368,14 @@ def _backup(directory: str) -> Source:
         if stamp not in known:
             known.clear()
             try:
-                where = store.read(path).facts
+                facts = store.read(path).facts
             except (ValueError, OSError, tf.errors.OpError):
                 return []
-            ended = not where["step"]
-            trained = Checkpoint(
-                path, stamp, where["epoch"] - ended, where["epoch"] if ended else None
+            ended = not facts["step"]
+            checkpoint = Checkpoint(
+                path, stamp, facts["epoch"] - ended, facts["epoch"] if ended else None
             )
-            known[stamp] = [] if where.get("first") else [trained]
+            known[stamp] = [] if facts.get("first") else [checkpoint]
         return known[stamp]
 
     return find
@@ -391,8 +397,8 @@ def _load(model: keras.Model, checkpoint: Checkpoint) -> None:
             possible.
     """
     if checkpoint.path.endswith(SUFFIX):
-        found = Store(os.path.dirname(checkpoint.path)).read(checkpoint.path)
-        return state.into_model(found, model, checkpoint.path, weights_only=True)
+        snapshot = Store(os.path.dirname(checkpoint.path)).read(checkpoint.path)
+        return state.into_model(snapshot, model, checkpoint.path, weights_only=True)
     with tempfile.TemporaryDirectory(prefix="tfdist-") as directory:
         # Read a copy, because HDF5 locks the file that it reads, and the chief's next save would
         # fail.
@@ -411,7 +417,7 @@ def _validation(call: dict[str, Any]) -> dict[str, Any]:
     data = call["validation_data"]
     if data is None:
         hint = (
-            "validation_split takes them from the training data, which the evaluator does not read"
+            "validation_split is a part of the training data, which the evaluator does not read"
             if call["validation_split"]
             else "received none"
         )
@@ -419,9 +425,9 @@ def _validation(call: dict[str, Any]) -> dict[str, Any]:
             f"validation_data: the evaluator needs data to evaluate checkpoints on; {hint}. Pass "
             "validation_data to fit."
         )
-    given = data if isinstance(data, (tuple, list)) else (data,)
+    arguments = data if isinstance(data, (tuple, list)) else (data,)
     return {
-        **dict(zip(("x", "y", "sample_weight"), given, strict=False)),
+        **dict(zip(("x", "y", "sample_weight"), arguments, strict=False)),
         "batch_size": call["validation_batch_size"] or call["batch_size"],
         "steps": call["validation_steps"],
     }

@@ -78,11 +78,11 @@ class Hooks:
         """
         return False
 
-    def pause_at(self, step: int, who: str = "backup") -> None:
+    def pause_at(self, step: int, caller: str = "backup") -> None:
         """End calls of the train function at this step of the epoch.
 
         Python then sees the state after that step. All workers must ask for the same step. For each
-        `who`, the last request counts.
+        `caller`, the last request counts.
         """
 
     def stopping(self) -> bool:
@@ -90,7 +90,7 @@ class Hooks:
 
         All workers have agreed on this moment, and Keras knows of all steps that have run.
         """
-        return preemption.asked()
+        return preemption.requested()
 
     def moment(self, name: str) -> None:
         """Inject the faults of a chaos plan for a moment; see `Heartbeat.moment` for the names."""
@@ -170,12 +170,12 @@ def bind(keras_method: Callable, model, args: tuple, kwargs: dict) -> dict[str, 
     The entry `kwargs` holds the arguments to call the method with.
     """
     bound = inspect.signature(keras_method).bind(model, *args, **kwargs)
-    given = dict(bound.arguments)
+    passed = dict(bound.arguments)
     bound.apply_defaults()
     call = dict(bound.arguments)
-    extra = given.pop("kwargs", {})
-    given.pop(next(iter(bound.signature.parameters)))
-    return {**call, **extra, "kwargs": {**given, **extra}}
+    extra = passed.pop("kwargs", {})
+    passed.pop(next(iter(bound.signature.parameters)))
+    return {**call, **extra, "kwargs": {**passed, **extra}}
 
 
 def fewest(*steps: int | None) -> int | None:

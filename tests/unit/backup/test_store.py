@@ -184,7 +184,7 @@ def test_files_of_others_stay(tmp_path):
 def test_a_place_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        OSError, match=r"file/snapshot-0.tfdist: cannot be written: .*Expected a directory"
+        OSError, match=r"file/snapshot-0.tfdist: cannot be written: .*Expected a writable directory"
     ):
         Store(tmp_path / "file").write(epoch(0))
 
@@ -258,7 +258,7 @@ def test_the_last_to_claim_a_directory_is_the_only_writer(tmp_path, place):
     second.claim()
     with pytest.raises(
         Superseded,
-        match=rf"now another is: process {os.getpid()} on .*, since \d+-.*end this process",
+        match=rf"another one is: process {os.getpid()} on .*, since \d+-.*end this process",
     ):
         first.write(epoch(1))
     with pytest.raises(Superseded):
@@ -274,7 +274,8 @@ def test_an_attempt_that_was_given_up_cannot_take_over(tmp_path):
     for launch, attempt in (("a", 1), ("a", 1), ("a", 2), ("", 0), ("b", 0), ("a", 0), ("a", 1)):
         Store(tmp_path).claim(launch, attempt)
     with pytest.raises(
-        Superseded, match="attempt 0 of the launch a may not write there any more: attempt 1 does"
+        Superseded,
+        match="attempt 0 of the launch a may no longer write there, because attempt 1 does",
     ):
         Store(tmp_path).claim("a", 0)
 
@@ -283,7 +284,7 @@ def test_a_writer_whose_claim_is_gone_stops(tmp_path):
     store = Store(tmp_path)
     store.claim()
     (tmp_path / "writer.json").write_text("{")
-    with pytest.raises(Superseded, match="now nobody is"):
+    with pytest.raises(Superseded, match="no longer its writer"):
         store.write(epoch(0))
     assert os.listdir(tmp_path) == ["writer.json"]
 
@@ -291,6 +292,6 @@ def test_a_writer_whose_claim_is_gone_stops(tmp_path):
 def test_a_place_that_cannot_be_claimed_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        OSError, match=r"file/writer.json: cannot be written: .*Expected a directory"
+        OSError, match=r"file/writer.json: cannot be written: .*Expected a writable directory"
     ):
         Store(tmp_path / "file").claim()

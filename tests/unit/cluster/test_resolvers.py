@@ -70,7 +70,7 @@ def test_first_environment_found_is_used_and_named(cluster, environ, source, cap
         spec = resolvers.resolve(cluster, environ=environ)
     assert (spec and spec.source) == source
     assert len(caplog.messages) == 1
-    assert (source or "this machine alone") in caplog.messages[0]
+    assert (source or "this process runs alone") in caplog.messages[0]
 
 
 def test_files_and_tasks(tmp_path):
@@ -79,7 +79,7 @@ def test_files_and_tasks(tmp_path):
     assert resolvers.resolve(path, environ={}).task is None
     assert resolvers.resolve(str(path), "worker:1", {"TF_CONFIG": TF_CONFIG}).task.address == "b:1"
     assert resolvers.resolve(None, "worker:1", {"TF_CONFIG": TF_CONFIG}).task.address == "t:2"
-    with pytest.raises(ValueError, match="'worker:1': there is no cluster"):
+    with pytest.raises(ValueError, match="'worker:1': expected a cluster"):
         resolvers.resolve(task="worker:1", environ={})
 
 
@@ -177,7 +177,7 @@ def test_kubernetes():
         ({**SLURM, "SLURM_STEP_NODELIST": "n[a-b]"}, "expected numbers and ranges"),
         ({**SLURM, "SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST is missing"),
         ({**SLURM, "TFDIST_PORT": "high"}, "TFDIST_PORT: expected a number"),
-        ({**SLURM, "TFDIST_PORT": "65534"}, "Slurm step 7.1: worker:2: .*bad port 65536"),
+        ({**SLURM, "TFDIST_PORT": "65534"}, "Slurm step 7.1: worker:2: .*invalid port 65536"),
         ({k: v for k, v in MPI.items() if k != "TFDIST_HOSTS"}, "add -x TFDIST_HOSTS=HOST:SLOTS"),
         ({**MPI, "TFDIST_HOSTS": "a,b"}, "2 slots for 3 processes"),
         ({**MPI, "TFDIST_HOSTS": "a:2,b:x"}, "expected HOST:SLOTS"),

@@ -119,8 +119,8 @@ def test_local_clusters_have_free_distinct_ports():
 @pytest.mark.parametrize(
     ("jobs", "words"),
     [
-        ({}, "nobody trains"),
-        ({"ps": ["a:1"]}, "nobody trains"),
+        ({}, "expected a chief or worker"),
+        ({"ps": ["a:1"]}, "expected a chief or worker"),
         ({"worker": []}, "'worker': addresses are missing"),
         ({"worker": None}, "expected a list"),
         ({"worker": "a:1"}, "expected a list"),
@@ -135,7 +135,7 @@ def test_local_clusters_have_free_distinct_ports():
             ({"worker": ["a:1", bad]}, "worker:1: address .* is not host:port")
             for bad in ("", "a", ":1", 7, "::1:2")
         ),
-        *(({"worker": [f"a:{port}"]}, "bad port") for port in ("0", "65536", "99999")),
+        *(({"worker": [f"a:{port}"]}, "invalid port") for port in ("0", "65536", "99999")),
         ({"worker": ["0.0.0.0:1"]}, "every interface"),
     ],
 )
@@ -154,8 +154,8 @@ def test_wrong_jobs(jobs, words):
         (("worker", -1), "out of range"),
         (("evaluator", 1), "out of range"),
         (("worker", None), "index is missing"),
-        (("worker", "one"), "no integer"),
-        (("worker", True), "no integer"),
+        (("worker", "one"), "not an integer"),
+        (("worker", True), "not an integer"),
     ],
 )
 def test_wrong_tasks(task, words):
@@ -224,7 +224,7 @@ def test_unresolved_names_are_all_named():
         (
             ["a:1", "b:1"],
             {"a": "127.0.1.1", "b": "10.0.0.2"},
-            "worker:0 at a:1 .127.0.1.1. is loopback",
+            "worker:0 at a:1 .127.0.1.1. is a loopback",
         ),
     ],
 )

@@ -363,7 +363,9 @@ def test_blocks_of_a_stream_are_permuted_independently():
     order = StreamOrder.of([2**20], 16, seed=1, streams=2, block=512)
     within = np.arange(1024)[:, None] * 512 + np.arange(8)
     found = [
-        order.shuffled(0, tf.fill([8192], tf.constant(part, tf.int64)), within.ravel(), order.part)
+        order.shuffle_within(
+            0, tf.fill([8192], tf.constant(part, tf.int64)), within.ravel(), order.part
+        )
         for part in (0, 1)
     ]
     eighth = [np.reshape(places, [1024, 8]) % 512 // 64 for places in found]

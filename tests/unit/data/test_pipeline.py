@@ -173,7 +173,7 @@ def test_padding_multiplies_the_user_s_weights():
     x = np.ones([3, 1], np.float32)
     weighted = pipeline((x, x, np.array([1.0, 2, 3])), 2, tail="pad", shuffle=False)
     assert [w.numpy().tolist() for _, _, w in weighted] == [[1, 2], [6, 0]]
-    with pytest.raises(ValueError, match=r"arrays: tail=\"pad\" .* takes examples \(x, y\)"):
+    with pytest.raises(ValueError, match=r"arrays: tail=\"pad\" .* Expected examples \(x, y\)"):
         pipeline(x, 2, tail="pad")
 
 
@@ -309,7 +309,7 @@ def test_bad_examples_are_left_out_counted_and_reported():
         list(pipeline(single(), 4, transform=fails, ignore_errors=3))
     with pytest.raises(
         ValueError,
-        match=r"ignore_errors: expected dense examples whose shape is known.*tf.ensure_shape",
+        match=r"ignore_errors: expected dense examples of a static shape.*tf.ensure_shape",
     ):
         list(
             pipeline(
@@ -367,7 +367,7 @@ def test_threads_and_memory_are_bounded_and_device_prefetch_is_last():
         (lambda: pipeline(np.arange(10), 2).replica_rows(0, 1, 3), "the nearest is 3"),
         (
             lambda: pipeline(np.arange(2), 3).replica_rows(0, 1, 3),
-            r"arrays has 2 examples, fewer than there are replicas \(3\)",
+            r"arrays has 2 examples, fewer than the 3 replicas",
         ),
         (
             lambda: pipeline(np.arange(3), 3, tail="cut"),
@@ -376,14 +376,14 @@ def test_threads_and_memory_are_bounded_and_device_prefetch_is_last():
         (lambda: pipeline(np.arange(3), 3, ignore_errors=-1), "ignore_errors: expected"),
         (
             lambda: pipeline(tf.data.Dataset.range(3), 3, ignore_errors=1),
-            "ignore_errors: tf.data.Dataset is read by code of your own",
+            "ignore_errors: tf.data.Dataset is a tf.data.Dataset or generator of yours",
         ),
         (lambda: pipeline(np.arange(3), 2, tail="pad", labels=False), "labels=False: expected"),
         (
             lambda: of_arrays((np.zeros(3), np.array([0, 1, 2])), "mine", classes=2),
             "mine: expected labels from 0 to 1.* received 2 in example 2",
         ),
-        (lambda: pipeline(np.arange(3), 3, seed=2**63), "seed: expected a whole number of 64 bits"),
+        (lambda: pipeline(np.arange(3), 3, seed=2**63), "seed: expected an integer of 64 bits"),
         (lambda: pipeline(np.arange(3), 3, threads=0), "threads: expected a number, 1 or more"),
     ],
 )
@@ -423,7 +423,7 @@ def test_the_parts_of_a_pass_load_their_own_steps(files):
     batches = pipeline(stream(files), 3, transform=note)
     zero = tf.data.Dataset.from_tensors((tf.constant(0, tf.int64), tf.constant(0, tf.int64)))
     every_second = [
-        share.numbers.numpy().tolist() for share in batches.batches._made(Window(), zero, 2)
+        share.numbers.numpy().tolist() for share in batches.batches._make(Window(), zero, 2)
     ]
     assert every_second == expected(batches, 0)[::2]
     assert sorted(loaded) == sorted(number for step in every_second for number in step)

@@ -69,11 +69,11 @@ def test_arrays_and_transform():
         ((np.zeros(5), np.zeros(4)), {}, "equal length, received 5, 4 rows"),
         (3, {}, "received int"),
         ([], {}, "received list"),
-        (np.zeros(0), {}, "0 examples, which make no batch"),
+        (np.zeros(0), {}, "0 examples, too few for one batch"),
         (
             np.zeros(5),
             {"tail": "drop"},
-            "arrays has 5 examples, which make no batch of global_batch=8",
+            "arrays has 5 examples, too few for one batch of global_batch=8",
         ),
         (np.zeros(5), {"global_batch": 0}, "global_batch: expected a number, 1 or more"),
         (np.zeros(5), {"global_batch": True}, "global_batch: expected a number, 1 or more"),
@@ -86,5 +86,5 @@ def test_bad_input_is_refused(source, options, message):
 
 
 def test_data_without_end_is_refused():
-    with pytest.raises(ValueError, match="never ends"):
+    with pytest.raises(ValueError, match="would never end"):
         data.pipeline(tf.data.Dataset.range(3).repeat(), 8)

@@ -95,13 +95,11 @@ def test_wrong_layers_are_refused():
         match="x has no features: expected one layer, received one for the feature 'city'",
     ):
         preprocess.Preprocess({"city": lookup})(tf.constant(["a"]))
-    with pytest.raises(
-        ValueError, match=r"as long as the longest of its batch.*output_sequence_length"
-    ):
+    with pytest.raises(ValueError, match=r"to the longest of their batch.*output_sequence_length"):
         data.pipeline(
             (X["note"], Y),
             2,
             batch_transform=preprocess.adapt(keras.layers.TextVectorization(), X["note"]),
         )
-    with pytest.raises(ValueError, match=r"has learned nothing yet. Call adapt"):
+    with pytest.raises(ValueError, match=r"has not been adapted. Call adapt"):
         preprocess.Preprocess(keras.layers.Normalization())(tf.constant(X["age"]))

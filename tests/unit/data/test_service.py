@@ -126,9 +126,11 @@ def test_a_lost_element_is_an_error_and_not_a_gap(data_workers):
         lambda n, x: (tf.cast(n, tf.int64), x)
     )
     checked = tf.data.Dataset.zip((tf.data.Dataset.counter(), part)).map(
-        lambda n, p: service._checked(n, p, 1)
+        lambda n, p: service._check_number(n, p, 1)
     )
-    with pytest.raises(tf.errors.InvalidArgumentError, match="answer was lost"):
+    with pytest.raises(
+        tf.errors.InvalidArgumentError, match="an element from a data worker was lost"
+    ):
         list(checked)
 
 
@@ -140,7 +142,7 @@ state = tf.raw_ops.VarHandleOp(dtype=tf.string, shape=[], shared_name="state")
 tf.raw_ops.AssignVariableOp(resource=state, value=tf.constant(""))
 faulthandler.dump_traceback_later(60, exit=True)
 for _ in range(4):
-    ticks = service._ticks(state).prefetch(2)
+    ticks = service._status_ticks(state).prefetch(2)
     for _ in range(50):
         next(iter(ticks))
 print("ended")
@@ -157,7 +159,7 @@ def test_abandoned_pass_ends_and_deterministic_operations_are_refused(
     ended = run_python(ALONE)
     assert ended.stdout == "ended\n", ended.stderr
     assert (
-        "ValueError: service: the pipeline of arrays cannot go to data workers after tf.config"
+        "ValueError: service: data workers cannot run the data pipeline of arrays after tf.config"
         in ended.stderr
     )
 
@@ -169,7 +171,7 @@ def test_old_pipelines_are_removed(tmp_path):
     new = tmp_path / "datasets" / "1001"
     for path in (old, new):
         path.write_bytes(b"graph")
-    os.utime(old, (time.time() - 2 * service.KEPT_S,) * 2)
+    os.utime(old, (time.time() - 2 * service.KEEP_S,) * 2)
     service._sweep(str(tmp_path))
     assert not old.exists()
     assert new.exists()
@@ -254,22 +256,22 @@ def test_what_is_said_of_data_workers():
     there = {"a:1": False, "b:1": False}
     now = [0.0]
     presences = [
-        Presence(address, look=lambda address, _: there[address], clock=lambda: now[0])
+        Presence(address, probe=lambda address, _: there[address], clock=lambda: now[0])
         for address in there
     ]
-    assert service.verdict(presences) == "?"
+    assert service.check_workers(presences) == "?"
     there["a:1"] = True
-    assert service.verdict(presences) == "?"
+    assert service.check_workers(presences) == "?"
     now[0] = service.START_S + 1
-    assert service.verdict(presences).startswith("data:1 at b:1 never answered")
+    assert service.check_workers(presences).startswith("data:1 at b:1 never answered")
     there["b:1"] = True
-    assert service.verdict(presences) == ""
+    assert service.check_workers(presences) == ""
     there["a:1"] = False
-    assert service.verdict(presences) == ""
+    assert service.check_workers(presences) == ""
     now[0] += service.RETURN_S + 1
-    assert service.verdict(presences).startswith("data:0 at a:1 no longer answers")
+    assert service.check_workers(presences).startswith("data:0 at a:1 no longer answers")
     there["a:1"] = True
-    assert service.verdict(presences) == ""
+    assert service.check_workers(presences) == ""
 
 
 def test_a_data_worker_that_never_comes_is_named(monkeypatch):

@@ -509,7 +509,7 @@ def test_shards_are_excluded_from_weight_decay_with_their_variables(by):
     optimizer.exclude_from_weight_decay(
         **({"var_names": ["bias"]} if by == "name" else {"var_list": variables[1:]})
     )
-    parallel.exclude_alike(optimizer, variables, optimizer, shards)
+    parallel.copy_weight_decay_exclusions(optimizer, variables, optimizer, shards)
     optimizer.build(shards)
     optimizer.apply([tf.zeros([1])] * 2)
     np.testing.assert_allclose([v.numpy()[0] for v in shards], [0.9, 1.0])

@@ -24,7 +24,7 @@ class _Rows:
     def whole(self, variable):
         return tf.reshape(compat.own_copy(variable), variable.tfdist_shape)
 
-    def put(self, variable, value):
+    def assign_whole(self, variable, value):
         with compat.as_shards():
             variable.assign(tf.reshape(value, [-1]))
 
@@ -50,10 +50,10 @@ def test_a_sharded_variable_is_whole_but_in_shards(variable):
     variable.assign(variable + 1)
     with compat.as_shards():
         assert variable.numpy().tolist() == [1, 2, 3, 4, 5, 6]
-    with compat.giving({id(variable): tf.ones([2, 3])}):
-        assert compat.gives([variable])
+    with compat.replaced_shards({id(variable): tf.ones([2, 3])}):
+        assert compat.have_values([variable])
         assert variable.numpy().sum() == 6
-    assert not compat.gives([variable])
+    assert not compat.have_values([variable])
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_a_custom_gradient_lives_as_long_as_its_graph(freed):
             results = list(triple(x))
             if freed:
                 assert compat.freed_with_graph(results) == results
-                compat.kept_by(graph)["it"] = x
+                compat.objects_of(graph)["it"] = x
             name = tf.compat.as_str(results[0].op.get_attr("_gradient_op_type"))
             with tf.compat.v1.Session() as session:
                 assert session.run(tf.gradients(results, [x])[0]).tolist() == [3, 3]

@@ -28,7 +28,7 @@ strategy = tf.distribute.ParameterServerStrategy(
     tf.distribute.cluster_resolver.SimpleClusterResolver(jobs, task_type="chief", task_id=0, rpc_layer="grpc")
 )
 found["connected"].append(server_compat.connected())
-server_compat.keep_metrics_here(strategy, CHIEF)
+server_compat.keep_metrics_on(strategy, CHIEF)
 server_compat.trace_anywhere(strategy)
 server_compat.update_in_place(strategy)
 coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)

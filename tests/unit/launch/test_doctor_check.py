@@ -26,6 +26,6 @@ def test_a_doctor_that_does_not_end_is_ended_and_named(tmp_path, capfd):
     assert doctor_check.run(flags, words, timeout=0.5) == 1
     said = capfd.readouterr().err
     assert (
-        "--check: doctor had not ended after 0.5 s; no task was started. See where it waits: "
-        "tfdist doctor --cluster"
+        "--check: doctor did not end within 0.5 s; no task was started. To see where it waits, "
+        "run: tfdist doctor --cluster"
     ) in said

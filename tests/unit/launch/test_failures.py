@@ -31,7 +31,7 @@ def victim(task, time, message=ABORTED):
 
 
 def test_nobody_failed():
-    assert judge([Ending("worker:0", 0, 1.0), Ending("ps:0", -15, 2.0, told=1.5)]) is None
+    assert judge([Ending("worker:0", 0, 1.0), Ending("ps:0", -15, 2.0, signalled=1.5)]) is None
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_root_cause_is_blamed_although_its_victim_ended_first(ending, kind, code
 def test_task_that_waited_too_long_is_not_the_cause():
     waited = error(
         "TimeoutError",
-        "worker:0 waited too long for worker:1, 600 s without a step: a worker hangs, is cut off",
+        "worker:0 waited too long for worker:1: no step for 600 s. A worker hangs, is cut off",
         3.0,
     )
     verdict = judge([Ending("worker:0", 1, 5.0, error=waited), Ending("worker:1", -9, 6.0)])
@@ -105,33 +105,39 @@ def test_early_end_in_plain_words():
 
 
 def test_an_evaluator_may_end_early():
-    stopped = Ending("worker:1", -15, 8.0, told=7.0)
+    stopped = Ending("worker:1", -15, 8.0, signalled=7.0)
     evaluator = Ending("evaluator:0", 0, 4.0)
     verdict = judge([victim("worker:0", 5.0), stopped, evaluator])
     assert verdict.cause.task == "worker:0"
 
 
 def test_a_frozen_task_is_named_by_its_peers():
-    verdict = judge([victim("worker:0", 5.0, UNHEALTHY), Ending("worker:1", -9, 9.0, told=8.0)])
+    verdict = judge(
+        [victim("worker:0", 5.0, UNHEALTHY), Ending("worker:1", -9, 9.0, signalled=8.0)]
+    )
     assert (verdict.cause.task, verdict.cause.kind) == ("worker:1", Kind.UNRESPONSIVE)
     assert verdict.stopped == ()
 
 
 def test_first_victim_is_shown_when_there_is_no_cause():
     verdict = judge(
-        [victim("worker:0", 5.0), victim("worker:1", 4.0), Ending("worker:2", -9, 9.0, told=8.0)]
+        [
+            victim("worker:0", 5.0),
+            victim("worker:1", 4.0),
+            Ending("worker:2", -9, 9.0, signalled=8.0),
+        ]
     )
     assert verdict.cause.task == "worker:1"
     assert verdict.stopped == ("worker:2",)
 
 
 def test_an_error_of_a_task_that_then_hung_on_its_way_out():
-    ending = Ending("worker:0", -9, 9.0, told=8.0, error=error("KeyError", "'x'", 5.0))
+    ending = Ending("worker:0", -9, 9.0, signalled=8.0, error=error("KeyError", "'x'", 5.0))
     assert (classify(ending).kind, classify(ending).code) == (Kind.ERROR, 1)
 
 
 def test_an_error_in_answer_to_the_launchers_signal_is_none():
-    assert classify(Ending("worker:0", 1, 9.0, told=8.0)) is None
+    assert classify(Ending("worker:0", 1, 9.0, signalled=8.0)) is None
 
 
 def test_a_native_crash_keeps_the_lines_before_it():
@@ -164,7 +170,9 @@ def test_report():
     cause = Ending(
         "worker:1", 1, 12.0, error=error("KeyError", "'x'", 11.0), log_path="/logs/worker-1.log"
     )
-    verdict = judge([victim("worker:0", 12.5), cause, Ending("worker:2", -15, 15.0, told=14.0)])
+    verdict = judge(
+        [victim("worker:0", 12.5), cause, Ending("worker:2", -15, 15.0, signalled=14.0)]
+    )
     lines = format_verdict(verdict, 1.0, "/logs").splitlines()
     assert lines[1] == "ROOT CAUSE: worker:1 failed with exit code 1: KeyError: 'x'"
     assert lines[2].endswith(", 10.0 s after the start")

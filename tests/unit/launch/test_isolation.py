@@ -73,7 +73,7 @@ assert os.readlink("/proc/self/ns/net") == before
 def test_a_process_of_several_threads_stays(run_python):
     run = run_python(THREADS)
     assert run.returncode == 0, run.stderr
-    if run.stdout != "this process has several threads, and only one would move\n":
+    if run.stdout != "this process has several threads, of which only one would move\n":
         pytest.skip(f"the kernel refuses a private network: {run.stdout}")
 
 
@@ -83,7 +83,7 @@ import json, os, socket, sys
 from tfdist.launch import isolation
 def enter():
     isolation.enter(isolation.CLONE_NEWUSER | isolation.CLONE_NEWNET, isolation._unshare)
-refusal = isolation._rehearse(enter)
+refusal = isolation._try_in_child(enter)
 if refusal is None:
     enter()
     open(sys.argv[1], "w").close()
@@ -122,7 +122,7 @@ WORDS = [
 def test_a_failure_for_want_of_a_network_says_so(words):
     endings = [
         Ending("worker:0", 1, 5.0, log=f"epoch 1\n{words}\n"),
-        Ending("worker:1", -15, 9.0, told=8.0),
+        Ending("worker:1", -15, 9.0, signalled=8.0),
     ]
     assert "--allow-remote" in judge(endings, isolated=True).cause.hint
     assert "--allow-remote" not in judge(endings, isolated=False).cause.hint

@@ -190,14 +190,14 @@ def test_a_repeated_a_missing_and_a_reflected_line_are_refused():
         first = line(client)
         service.sendall(first + first)
         assert there.receive(LONG) == {"i": 0}
-        with pytest.raises(json_channel.Replayed, match="received line 0 where line 1 was due"):
+        with pytest.raises(json_channel.Replayed, match="expected line 1, received line 0"):
             there.receive(LONG)
     with middle() as (here, there, client, service):
         here.send({"i": 0})
         here.send({"i": 1})
         line(client)
         service.sendall(line(client))
-        with pytest.raises(json_channel.Replayed, match="received line 1 where line 0 was due"):
+        with pytest.raises(json_channel.Replayed, match="expected line 0, received line 1"):
             there.receive(LONG)
     with middle() as (here, there, client, service):
         here.send({"i": 0})

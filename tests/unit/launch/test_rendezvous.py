@@ -150,7 +150,7 @@ def finishes(code, text, *members):
 def test_two_hosts_form_a_generation_and_finish_when_all_are_done(house):
     server = house.serve(3, 3, window=NEVER)
     a = house.join("a", slots=1)
-    house.says("1 worker can run, 3 wanted")
+    house.says("1 worker can run, 3 required")
     b = house.join("b", slots=2)
     first, second = starts(a, b)
     assert (first.generation, first.count, second.count) == (0, 1, 2)
@@ -172,7 +172,7 @@ def test_it_forms_with_fewer_after_the_window_and_grows_when_another_joins(house
     b = house.join("b", slots=4)
     stop = get(a, Stop)
     assert stop.gently
-    assert "at work" in stop.reason
+    assert "running" in stop.reason
     assert b.order(0.1) is None, "a has not stopped"
     a.stopped()
     first, second = starts(a, b)
@@ -221,7 +221,7 @@ def test_never_below_the_minimum(house):
     order = get(a, Finish)
     assert order.code == 75
     assert (
-        "1 of at least 2 workers can run. Here: a (127.0.0.1) with 1 slot. Missing: b "
+        "1 of at least 2 workers can run. Present: a (127.0.0.1) with 1 slot. Missing: b "
         "(127.0.0.1), which had 1 slot"
     ) in order.text
 
@@ -231,8 +231,8 @@ def test_missing_hosts_are_named_after_the_timeout(house):
     a = house.join("a")
     finishes(
         75,
-        "after 0.3 s, 1 of at least 2 workers can run. Here: a (127.0.0.1) with 1 slot. Missing: "
-        "hosts that never joined",
+        "after 0.3 s, 1 of at least 2 workers can run. Present: a (127.0.0.1) with 1 slot. "
+        "Missing: hosts that never joined",
         a,
     )
     assert server.wait(LONG).code == 75
@@ -256,7 +256,7 @@ def test_another_command_is_refused_and_named(house):
 def test_another_token_is_refused_at_once(house):
     house.serve(1, 1, window=NEVER)
     finishes(78, "does not accept this host's token", house.join("b", token=b"x" * 16))
-    house.says("turned somebody away: 127.0.0.1")
+    house.says("rejected a connection: 127.0.0.1")
 
 
 def test_foreign_connections_do_no_harm(house):
@@ -271,7 +271,7 @@ def test_foreign_connections_do_no_harm(house):
         assert channel.receive(LONG)["code"] == 78
         channel.close()
         starts(house.join("a"))
-    house.says("turned somebody away")
+    house.says("rejected a connection")
     house.says("another version")
 
 
@@ -425,7 +425,9 @@ def test_only_the_first_host_can_serve_and_only_at_its_address(house):
 
 def test_a_name_of_this_machine_alone_is_warned_of(house):
     house.serve(1, 1, address="127.1:0")
-    assert "127.1 is 127.0.0.1 on this machine, where no other host can connect" in house.lines[0]
+    assert (
+        "127.1 is 127.0.0.1 on this machine, to which no other host can connect" in house.lines[0]
+    )
     starts(house.join("a"))
 
 
@@ -458,7 +460,7 @@ def test_the_rendezvous_vanishes(house):
             assert f"lost the rendezvous at {address}" in get(one, Cut).reason
         finishes(
             75,
-            f"lost the rendezvous at {address}, and did not find it again within {WINDOW:g} s",
+            f"lost the rendezvous at {address}, and could not connect again within {WINDOW:g} s",
             *members,
         )
     finally:

@@ -277,7 +277,7 @@ def test_tasks_that_differ_have_no_standby_and_the_reason_is_logged(standbys, pl
     assert said == [
         (
             "tfdist: no more standby processes (CUDA_VISIBLE_DEVICES of worker:1 differs from "
-            "that of worker:0); restarts start fresh ones"
+            "that of worker:0); restarts start new processes"
         )
     ]
 
@@ -296,7 +296,8 @@ def test_without_memory_there_is_no_standby_and_a_warning(standbys, plan, tmp_pa
     own.keep([plan()], True)
     assert not own._pool
     assert said == [
-        "tfdist: --standby 2: no standby process, as 1.0 GB of memory are available, 1.5 needed"
+        "tfdist: --standby 2: no standby process, because 1.0 GB of memory are available, "
+        "1.5 needed"
     ]
     quiet, said = standbys(None, lambda: 10**9)
     quiet.keep([plan()], True)
@@ -312,7 +313,7 @@ def test_a_broken_package_is_named_once_and_ends_the_pool(standbys, plan, tmp_pa
     assert said == [
         (
             "tfdist: no more standby processes (ImportError: its library is missing); restarts "
-            "start fresh ones"
+            "start new processes"
         )
     ]
     own.keep([task], True)
@@ -328,7 +329,7 @@ def test_modules_that_the_task_did_not_find_are_left_out(standbys, plan):
 
 def test_standby_killed_while_waiting_is_replaced_three_times(standbys, plan, tmp_path):
     own, said = standbys(1)
-    for count in range(1, pool.MOST_LOST + 1):
+    for count in range(1, pool.MAX_LOST + 1):
         fill(own, [plan()], 1)
         os.kill(own._pool[0].pid, signal.SIGKILL)
         wait_until(
@@ -336,7 +337,7 @@ def test_standby_killed_while_waiting_is_replaced_three_times(standbys, plan, tm
             "its loss",
         )
     assert said == [
-        "tfdist: no more standby processes (ended with code -9); restarts start fresh ones"
+        "tfdist: no more standby processes (ended with code -9); restarts start new processes"
     ]
 
 
@@ -344,7 +345,7 @@ def test_standby_killed_while_waiting_is_replaced_three_times(standbys, plan, tm
 def test_next_standby_takes_over_when_one_dies_at_the_hand_over(
     number, standbys, plan, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(pool, "HANDOVER_SECONDS", 0.5)
+    monkeypatch.setattr(pool, "HANDOVER_S", 0.5)
     own, said = standbys(2)
     task = plan("print('ran')")
     fill(own, [task], 2)

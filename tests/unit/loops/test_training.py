@@ -448,9 +448,7 @@ def uneven():
 
 PREPARE = {
     "model: expected a keras.Model": {"model": "mlp"},
-    "model: expected one that is built": {
-        "model": lambda: keras.Sequential([keras.layers.Dense(1)])
-    },
+    "model: expected a built model": {"model": lambda: keras.Sequential([keras.layers.Dense(1)])},
     "all of its variables are frozen": {
         "model": lambda: keras.Sequential([keras.Input([4]), keras.layers.Flatten()])
     },
@@ -463,7 +461,7 @@ PREPARE = {
     "devices: expected a synchronous strategy of tfdist.*DefaultDistributionStrategy": {
         "devices": tf.distribute.get_strategy
     },
-    "sync: expected None beside a strategy": {"sync": "bfloat16"},
+    "sync: expected None with a strategy": {"sync": "bfloat16"},
     "compiled: expected True with 2 replicas": {"compiled": False},
 }
 
@@ -483,7 +481,7 @@ def test_bad_arguments_of_prepare_training(mirrored, message):
 
 TRAIN = {
     "loss: expected a function.*'mse'": {"loss": "mse"},
-    "Huber takes no model. Of a loss of Keras: lambda": {"loss": keras.losses.Huber()},
+    "Huber takes no model. For a loss of Keras, pass lambda": {"loss": keras.losses.Huber()},
     "takes no batch beside the model": {"loss": lambda model: 0.0},
     "takes 3 arguments after the model, but a batch has 2 parts": {
         "loss": lambda model, x, y, weight: 0.0
@@ -501,13 +499,13 @@ TRAIN = {
     "returned the metric rows of shape": {
         "loss": lambda model, x, y: (tf.reduce_mean(model(x)), {"rows": x})
     },
-    "depends on none of the 5 trainable variables": {"loss": lambda model, x, y: tf.reduce_mean(x)},
+    "depends on the model's 5 trainable variables": {"loss": lambda model, x, y: tf.reduce_mean(x)},
     "epochs: expected a number, 1 or more; received 0": {"epochs": 0},
     "steps_per_epoch: expected": {"steps_per_epoch": -1},
     "schedule: expected a function of the step": {"schedule": 0.1},
     "keras.ops.where instead of if": {"schedule": lambda step: 0.1 if step < 3 else 0.01},
     "validation: expected a tf.data.Dataset": {"validation": (1, 2)},
-    "state: expected what tfdist.loops.prepare_training returns": {"state": None},
+    "state: expected a State from tfdist.loops.prepare_training": {"state": None},
 }
 
 
@@ -534,12 +532,12 @@ def test_parts_of_a_batch_have_equally_many_rows(mirrored):
 
 def test_steps_are_called_in_replicas(prepared):
     state = prepared
-    with pytest.raises(ValueError, match="train_step: expected to be called in a replica"):
+    with pytest.raises(ValueError, match="train_step: expected a call in replica context"):
         loops.train_step(crossentropy, state, arrays())
-    with pytest.raises(ValueError, match="update: expected to be called in a replica"):
+    with pytest.raises(ValueError, match="update: expected a call in replica context"):
         loops.update(state, [])
     with pytest.raises(
-        ValueError, match=r"step: expected a batch of state\.batches, received tuple"
+        ValueError, match=r"step: expected a batch from state\.batches, received tuple"
     ):
         state.step(lambda rows: None)(arrays())
     with pytest.raises(ValueError, match="expected 5 gradients"):

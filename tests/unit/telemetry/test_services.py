@@ -99,7 +99,7 @@ def test_outage_during_a_run_is_logged_once(writer, package, tmp_path, monkeypat
         each.close()
     (record,) = caplog.records
     assert record.getMessage().startswith(
-        f"{name} does not take what this run tells: ConnectionError: network is down."
+        f"{name}: a call failed: ConnectionError: network is down."
     )
 
 

@@ -62,3 +62,9 @@ def test_tensorboard_finds_the_curve(tmp_path):
     events.Reload()
     (event,) = events.Tensors("loss")
     assert event.step == 7
+
+
+def test_lines_that_are_no_objects_are_skipped(tmp_path):
+    path = tmp_path / "history.jsonl"
+    path.write_bytes(b'{"step": 0}\n3\nnull\n[1]\n{"name": "\xc3\n{"step": 1}\n')
+    assert read_json_lines(path) == [{"step": 0}, {"step": 1}]

@@ -237,10 +237,10 @@ def test_how_a_launch_ends():
     assert "NOT ENDED" in journal.text
     assert "is 7 s old" in journal.text
     journal.fault("kill chief@end").end(
-        restart=False, text="the restarts are used up (--restarts 0)"
+        restart=False, text="no restart is left (--restarts 0)"
     ).over(137)
     assert journal.text.endswith(
-        "The launch did NOT END WELL: exit code 137: the restarts are used up (--restarts 0)."
+        "The launch did NOT END WELL: exit code 137: no restart is left (--restarts 0)."
     )
     assert journal.strikes[0].recovered is None
 
@@ -381,7 +381,7 @@ def test_mistakes(words, text, tmp_path, monkeypatch, capsys, calm, wild):
 def test_a_damaged_result_is_named(calm, tmp_path, capsys):
     (tmp_path / "calm" / RESULT).write_bytes(b"tfdist snapshot\nand then nothing")
     assert cli.main(["chaos", "report", calm, "--against", calm]) == 2
-    assert "its checksum is not that of its content" in capsys.readouterr().err
+    assert "its checksum does not match its content" in capsys.readouterr().err
 
 
 def test_help(capsys):

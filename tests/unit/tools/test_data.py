@@ -248,7 +248,7 @@ def test_a_tfds_name_needs_no_catalog(tmp_path, monkeypatch, tfdist, digits_dir)
         ("write images --to x --compression ZIP", 2, "--compression: invalid choice: 'ZIP'"),
         ("show imagse", 78, "datasets.yaml: no data set 'imagse'. Did you mean images?"),
         ("show images --split test", 78, "images has no split 'test'. Expected one of train."),
-        ("head gone", 78, "gone.location: nothing lies at "),
+        ("head gone", 78, "gone.location: there is no file at "),
         ("head elsewhere", 78, "elsewhere.location: the variable NOT_SET_HERE in"),
         (
             "head images --example 30",

@@ -48,7 +48,7 @@ def strategy(monkeypatch):
 def chief_until(strategy, event):
     """Let the chief answer until an event."""
     strategy.tfdist_engine._presence = Presence(
-        "a:1", look=lambda address, timeout: not event.is_set()
+        "a:1", probe=lambda address, timeout: not event.is_set()
     )
 
 
@@ -275,10 +275,10 @@ def test_data_that_cannot_be_evaluated_are_named(strategy, tmp_path):
         ValueError, match=r"validation_data: the evaluator needs data .* received none"
     ):
         model.fit(X, Y, callbacks=[saves])
-    with pytest.raises(ValueError, match="validation_split takes them from the training data"):
+    with pytest.raises(ValueError, match="validation_split is a part of the training data"):
         model.fit(X, Y, validation_split=0.1, callbacks=[saves])
     with pytest.raises(
-        ValueError, match=r"nothing to evaluate: expected a keras.callbacks.ModelCheckpoint"
+        ValueError, match=r"no checkpoints to evaluate: expected a keras.callbacks.ModelCheckpoint"
     ):
         model.fit(X, Y, validation_data=(X, Y), callbacks=[keras.callbacks.CSVLogger("log.csv")])
 

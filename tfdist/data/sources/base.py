@@ -175,11 +175,11 @@ def of_dataset(name: str, dataset: tf.data.Dataset) -> Source:
     cardinality = int(dataset.cardinality())
     if cardinality == tf.data.INFINITE_CARDINALITY:
         raise ValueError(
-            f"{name} never ends, so that no epoch does; expected a finite data set: use "
-            ".take(examples)."
+            f"{name}: expected a finite data set, received an infinite one, whose epochs would "
+            "never end. Use .take(examples)."
         )
-    known = None if cardinality == tf.data.UNKNOWN_CARDINALITY else cardinality
-    return Source(name, dataset.element_spec, known, walk=lambda: dataset)
+    examples = None if cardinality == tf.data.UNKNOWN_CARDINALITY else cardinality
+    return Source(name, dataset.element_spec, examples, walk=lambda: dataset)
 
 
 def of_generator(
@@ -266,7 +266,7 @@ def of_arrays(arrays: Any, name: str = "arrays", classes: int | None = None) -> 
 
 
 def check_labels(
-    name: str, labels: np.ndarray, classes: int, where: Callable[[int], str] | None = None
+    name: str, labels: np.ndarray, classes: int, location_of: Callable[[int], str] | None = None
 ) -> None:
     """Raise ValueError unless all labels are in [0, classes).
 
@@ -274,8 +274,8 @@ def check_labels(
         name: Name of the source, for messages.
         labels: Labels, int `[examples]`.
         classes: Number of classes.
-        where: Function from the number of an example to the place of its label; default: "example
-            17".
+        location_of: Function from the number of an example to the place of its label; default:
+            "example 17".
 
     Raises:
         ValueError: If a label is out of range; the message names the first one.
@@ -283,12 +283,12 @@ def check_labels(
     wrong = np.flatnonzero((labels < 0) | (labels >= classes))
     if len(wrong):
         first = int(wrong[0])
-        place = where(first) if where else f"example {first}"
+        location = location_of(first) if location_of else f"example {first}"
         raise ValueError(
-            f"{name}: expected labels from 0 to {classes - 1}, as there are {classes} classes; "
+            f"{name}: expected labels from 0 to {classes - 1} for {classes} classes; "
             f"received {labels[first]} in "
-            f"{place}{f', and {len(wrong) - 1} more such' if len(wrong) > 1 else ''}. Correct the "
-            "labels, or the number of classes."
+            f"{location}{f', and {len(wrong) - 1} more such' if len(wrong) > 1 else ''}. Correct "
+            "the labels, or the number of classes."
         )
 
 

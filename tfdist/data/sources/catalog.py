@@ -63,10 +63,10 @@ class Split:
         Raises:
             ValueError: If a variable is not set.
         """
-        place = None
+        location = None
         for text in self.locations:
-            place = self.path(text, "location", place)
-        return place
+            location = self.path(text, "location", location)
+        return location
 
     def path(self, text: str, key: str, directory: str | None = None) -> str:
         """Expand a path of the file: environment variables, `~`, and the base directory.
@@ -102,12 +102,12 @@ class Split:
         if location is None or self.kind == "tfds":  # TFDS creates its directories
             return None
         try:
-            found = tf.io.gfile.exists(location) or tf.io.gfile.glob(location)
+            exists = tf.io.gfile.exists(location) or tf.io.gfile.glob(location)
         except (tf.errors.OpError, OSError) as error:
             raise ValueError(
                 f"{self.file}: {self.entry}.location: {location} cannot be read: {error}"
             ) from error
-        return None if found else location
+        return None if exists else location
 
     def source(self, data_dir: str | os.PathLike | None = None) -> Source:
         """Return the examples of the split.
@@ -129,8 +129,8 @@ class Split:
                 else f" ({' + '.join(map(repr, self.locations))} in the file)"
             )
             raise ValueError(
-                f"{self.file}: {self.entry}.location: nothing lies at {missing}{written}, for the "
-                f"split {self.name!r}. Correct the location, or put the data there."
+                f"{self.file}: {self.entry}.location: there is no file at {missing}{written}, for "
+                f"the split {self.name!r}. Correct the location, or put the data there."
             )
         import tensorflow as tf
 
@@ -182,14 +182,14 @@ class Entry:
                 f"{self.file}: {self.name} has no split {name!r}. "
                 f"{config.nearest(name, self.splits)}"
             )
-        both = [self.settings, self.splits.get(name, {"split": name})]
+        parts = [self.settings, self.splits.get(name, {"split": name})]
         options = {
             key: value
-            for part in both
+            for part in parts
             for key, value in part.items()
             if key not in ("kind", "location", "license")
         }
-        locations = tuple(part["location"] for part in both if "location" in part)
+        locations = tuple(part["location"] for part in parts if "location" in part)
         return Split(name, self.name, self.file, self.kind, locations, options)
 
 
@@ -315,7 +315,7 @@ def _entry(file: str, name: str, settings: Any) -> Entry:
         )
     keys = {"location": catalog_kinds.TEXT, **catalog_kinds.KINDS[kind].keys}
     common = {key: value for key, value in settings.items() if key != "splits"}
-    _checked(
+    _check_settings(
         path,
         common,
         {"kind": catalog_kinds.TEXT, "license": catalog_kinds.TEXT, **keys},
@@ -323,15 +323,15 @@ def _entry(file: str, name: str, settings: Any) -> Entry:
     )
     splits = _splits(path, kind, settings.get("splits"))
     for split, own in splits.items():
-        _checked(f"{path}.splits.{split}", own, keys)
+        _check_settings(f"{path}.splits.{split}", own, keys)
         if kind != "tfds" and "location" not in {**common, **own}:
             raise ValueError(
-                f"{path}.location: it is missing, for the split {split!r}. Say where the data lie."
+                f"{path}.location: missing for the split {split!r}. Set the location of the data."
             )
     return Entry(name, file, common, splits)
 
 
-def _checked(
+def _check_settings(
     path: str,
     settings: Mapping[str, Any],
     keys: Mapping[str, tuple[str, ...]],
@@ -352,8 +352,8 @@ def _splits(path: str, kind: str, splits: Any) -> dict[str, dict[str, Any]]:
     splits = _mapping(splits, f"{path}.splits", "names of splits")
     if not splits:
         raise ValueError(
-            f"{path}.splits: expected names of splits, received none. Leave the key out to have "
-            "one, train."
+            f"{path}.splits: expected names of splits, received none. Remove the key to have the "
+            "one split `train`."
         )
     return {
         split: {word: own}

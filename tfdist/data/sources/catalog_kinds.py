@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 # Errors of NumPy for a file that is not an array.
-_DAMAGE = (
+_READ_ERRORS = (
     ValueError,
     OSError,
     EOFError,
@@ -64,7 +64,7 @@ def _tfds(split: Split, data_dir: str | os.PathLike | None) -> Source:
 
     name = split.options.get("name", split.entry)
     part = split.options.get("split", split.name)
-    return tfds.load(name, part, split.location() or data_dir, **_some(split, "index_dir"))
+    return tfds.load(name, part, split.location() or data_dir, **_settings(split, "index_dir"))
 
 
 def _images(split: Split, _: Any) -> Source:
@@ -77,7 +77,7 @@ def _manifest(split: Split, _: Any) -> Source:
     from tfdist.data.sources import image_files
 
     return image_files.manifest(
-        _location(split), **{**split.options, **_some(split, "root", "classes")}
+        _location(split), **{**split.options, **_settings(split, "root", "classes")}
     )
 
 
@@ -91,7 +91,7 @@ def _imagenet(split: Split, _: Any) -> Source:
 def _table(split: Split, _: Any) -> Source:
     from tfdist.data.sources import tables
 
-    return tables.table(_location(split), **{**split.options, **_some(split, "classes")})
+    return tables.table(_location(split), **{**split.options, **_settings(split, "classes")})
 
 
 def _records(split: Split, _: Any) -> Source:
@@ -103,7 +103,7 @@ def _records(split: Split, _: Any) -> Source:
         _location(split),
         classes=classes,
         class_names=names,
-        **{**options, **_some(split, "index_dir")},
+        **{**options, **_settings(split, "index_dir")},
     )
 
 
@@ -113,12 +113,12 @@ def _location(split: Split) -> str:
     return location
 
 
-def _some(split: Split, *keys: str) -> dict[str, Any]:
+def _settings(split: Split, *keys: str) -> dict[str, Any]:
     """Return some of the settings, if they are present; text among them is a path."""
-    given = {key: split.options[key] for key in keys if key in split.options}
+    settings = {key: split.options[key] for key in keys if key in split.options}
     return {
         key: split.path(value, key) if isinstance(value, str) else value
-        for key, value in given.items()
+        for key, value in settings.items()
     }
 
 
@@ -154,13 +154,13 @@ class _Arrays:
         self.location = location
         self._open = lambda path: tf.io.gfile.GFile(path, "rb")
         if location.endswith(".npz"):
-            with self._open(location) as file, self._loaded(file) as archive:
+            with self._open(location) as file, self._load(file) as archive:
                 self._files = dict.fromkeys(archive.files, location)
         elif location.endswith(".npy"):
             self._files = {os.path.basename(location)[:-4]: location}
         else:
-            found = sorted(tf.io.gfile.glob(os.path.join(location, "*.npy")))
-            self._files = {os.path.basename(path)[:-4]: path for path in found}
+            paths = sorted(tf.io.gfile.glob(os.path.join(location, "*.npy")))
+            self._files = {os.path.basename(path)[:-4]: path for path in paths}
         if not self._files:
             raise ValueError(
                 f"{location}: expected an .npz or .npy file, or a directory of .npy files; "
@@ -177,24 +177,24 @@ class _Arrays:
                 f"{self.location}: no array {name!r}. {config.nearest(name, self._files)}"
             )
         with self._open(self._files[name]) as file:
-            loaded = self._loaded(file)
+            loaded = self._load(file)
             if isinstance(loaded, np.ndarray):
                 return loaded
             try:
                 return loaded[name]
-            except _DAMAGE as error:
-                raise self._damaged(error, name) from error
+            except _READ_ERRORS as error:
+                raise self._read_error(error, name) from error
 
-    def _loaded(self, file: Any) -> Any:
+    def _load(self, file: Any) -> Any:
         try:
             return np.load(file)
-        except _DAMAGE as error:
-            raise self._damaged(error) from error
+        except _READ_ERRORS as error:
+            raise self._read_error(error) from error
 
-    def _damaged(self, error: Exception, name: str = "") -> ValueError:
+    def _read_error(self, error: Exception, name: str = "") -> ValueError:
         return ValueError(
             f"{self.location}{f', array {name!r}' if name else ''}: NumPy cannot read it: {error}. "
-            "Write it anew."
+            "Write it again."
         )
 
 

@@ -40,8 +40,8 @@ def read(directory: str) -> dict[str, Any] | None:
     if manifest is None:
         if tf.io.gfile.exists(os.path.join(directory, UNFINISHED)):
             raise ValueError(
-                f"{directory} holds a data set that is not written to its end. Write it again: "
-                "what is there is kept."
+                f"{directory} holds an unfinished data set. Write it again: complete files are "
+                "kept."
             )
         return None
     if not isinstance(manifest, dict) or manifest.get("format") not in (_FORMAT, _WITHOUT_CHECKSUM):

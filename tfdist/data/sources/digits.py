@@ -85,8 +85,8 @@ def _read() -> tuple[np.ndarray, np.ndarray]:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise ValueError(
-            "tfdist_digits: preparing this data set for the first time takes scikit-learn, which "
-            "is not installed. Run: pip install tfdist[digits]"
+            "tfdist_digits: scikit-learn is needed to prepare this data set, and is not "
+            "installed. Run: pip install tfdist[digits]"
         ) from error
     digits = load_digits()
     images = np.round(digits.images * (255 / 16)).astype(np.uint8)

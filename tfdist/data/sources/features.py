@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 
 # Fields of `tf.train.Feature` by type.
 _LISTS = {tf.int64: "int64_list", tf.float32: "float_list", tf.string: "bytes_list"}
-_HOW = (
+_SYNTAX = (
     'expected a tf.io feature, or words such as "image", "image[224,224,3]", "int64", '
     '"float32[28,28]", "string[?]" or "bytes of float64[3]"'
 )
@@ -60,7 +60,7 @@ class Feature:
         """
         match = re.fullmatch(r"(bytes of )?(\w+)(?:\[([\d?, ]*)\])?", text.strip())
         if not match:
-            raise ValueError(f"features[{name!r}]: {_HOW}; received {text!r}.")
+            raise ValueError(f"features[{name!r}]: {_SYNTAX}; received {text!r}.")
         sizes = (
             None
             if match[3] is None
@@ -78,7 +78,7 @@ class Feature:
         try:
             dtype = tf.as_dtype(match[2])
         except TypeError:
-            raise ValueError(f"features[{name!r}]: {_HOW}; received {text!r}.") from None
+            raise ValueError(f"features[{name!r}]: {_SYNTAX}; received {text!r}.") from None
         feature = cls(dtype, shape, packed=bool(match[1]))
         if feature.packed and not packable(dtype):
             raise ValueError(
@@ -86,8 +86,8 @@ class Feature:
             )
         if not feature.packed and not listable(dtype):
             raise ValueError(
-                f'features[{name!r}]: lists hold no {dtype.name}: write "bytes of {text}"; '
-                f"received {text!r}."
+                f'features[{name!r}]: expected "bytes of {text}", as a tf.train.Example has no '
+                f"list of {dtype.name}; received {text!r}."
             )
         return feature
 
@@ -232,12 +232,14 @@ class Features:
                 f"received {declared!r}."
             )
         columns = {
-            name: Feature.parse(name, what) if isinstance(what, str) else what
-            for name, what in declared.items()
+            name: Feature.parse(name, declaration) if isinstance(declaration, str) else declaration
+            for name, declaration in declared.items()
         }
-        for name, what in columns.items():
-            if not isinstance(what, Feature) and not type(what).__name__.endswith("Feature"):
-                raise ValueError(f"features[{name!r}]: {_HOW}; received {what!r}.")
+        for name, declaration in columns.items():
+            if not isinstance(declaration, Feature) and not type(declaration).__name__.endswith(
+                "Feature"
+            ):
+                raise ValueError(f"features[{name!r}]: {_SYNTAX}; received {declaration!r}.")
         names = [name for name in columns if name != label]
         if label is not None:
             if label not in columns or not names:
@@ -262,64 +264,64 @@ class Features:
             The example, a nest of tensors like `structure`.
         """
         specs: dict[str, Any] = {}
-        for name, what in self.columns.items():
-            specs |= what.specs(name) if isinstance(what, Feature) else {name: what}
+        for name, feature in self.columns.items():
+            specs |= feature.specs(name) if isinstance(feature, Feature) else {name: feature}
         parsed = tf.io.parse_single_example(serialized, specs)
 
         def tensor(name: str) -> Any:
-            what = self.columns[name]
-            return what.decode(name, parsed) if isinstance(what, Feature) else parsed[name]
+            feature = self.columns[name]
+            return feature.decode(name, parsed) if isinstance(feature, Feature) else parsed[name]
 
         return tf.nest.map_structure(tensor, self.structure)
 
-    def check(self, serialized: bytes, where: str) -> None:
+    def check(self, serialized: bytes, location: str) -> None:
         """Raise ValueError unless an Example holds these features.
 
         Args:
             serialized: The serialized Example.
-            where: Where the Example is stored, "FILE, byte 0".
+            location: Where the Example is stored, "FILE, byte 0".
 
         Raises:
             ValueError: If a feature is missing or of another kind; the message names the first one.
         """
         try:
-            held = tf.train.Example.FromString(serialized).features.feature
+            stored = tf.train.Example.FromString(serialized).features.feature
         except DecodeError as error:
             raise ValueError(
-                f"{where}: expected a serialized tf.train.Example; received {serialized[:20]!r}... "
-                "Leave features= out to get the records as they are."
+                f"{location}: expected a serialized tf.train.Example; received "
+                f"{serialized[:20]!r}... Omit features= to get the records as bytes."
             ) from error
-        for name, what in self.columns.items():
-            if isinstance(what, Feature):
-                _check_one(name, what, held, where)
+        for name, feature in self.columns.items():
+            if isinstance(feature, Feature):
+                _check_one(name, feature, stored, location)
         try:
             self.decode(tf.constant(serialized))
         except tf.errors.OpError as error:
             raise ValueError(
-                f"{where}: does not hold the features {', '.join(self.columns)} as declared: "
+                f"{location}: does not hold the features {', '.join(self.columns)} as declared: "
                 f"{error.message}"
             ) from error
 
 
 def _check_one(
-    name: str, feature: Feature, held: Mapping[str, tf.train.Feature], where: str
+    name: str, feature: Feature, stored: Mapping[str, tf.train.Feature], location: str
 ) -> None:
     expected = _LISTS[feature.stored]
-    if name not in held:
+    if name not in stored:
         if feature.values is None:
             return  # an empty list may be left out
-        known = ", ".join(f"{n} ({_kind(f)})" for n, f in sorted(held.items())) or "nothing"
+        present = ", ".join(f"{n} ({_kind(f)})" for n, f in sorted(stored.items())) or "nothing"
         raise ValueError(
-            f"features[{name!r}]: {where} holds no such feature, but {known}. Correct the name in "
-            "features=."
+            f"features[{name!r}]: expected this feature in {location}, received {present}. Correct "
+            "the name in features=."
         )
-    kind = held[name].WhichOneof("kind")
-    count = len(getattr(held[name], kind).value) if kind else 0
+    kind = stored[name].WhichOneof("kind")
+    count = len(getattr(stored[name], kind).value) if kind else 0
     if (kind and kind != expected) or (feature.values is not None and count != feature.values):
-        wanted = "a" if feature.values is None else f"{feature.values} values in a"
+        quantity = "a" if feature.values is None else f"{feature.values} values in a"
         raise ValueError(
-            f"features[{name!r}]: expected {feature}, {wanted} {expected}; received "
-            f"{_kind(held[name])} in {where}. Correct the declaration in features=."
+            f"features[{name!r}]: expected {feature}, {quantity} {expected}; received "
+            f"{_kind(stored[name])} in {location}. Correct the declaration in features=."
         )
 
 

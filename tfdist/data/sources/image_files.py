@@ -76,49 +76,60 @@ def image_folder(
     """
     if isinstance(extensions, str):
         raise ValueError(
-            f"extensions: expected several, such as ({extensions!r},); received {extensions!r}."
+            f"extensions: expected a tuple, such as ({extensions!r},); received {extensions!r}."
         )
     root = absolute(directory)
-    loose, below, ignored = _list(root, tuple(extensions))
+    root_images, subdirectories, ignored = _list(root, tuple(extensions))
     name = f"images in {root}"
     if not labels:
-        found = _walk([os.path.join(root, place) for place in below], tuple(extensions), ignored)
-        paths = sorted(itertools.chain(loose, *found))
+        image_paths = _walk(
+            [os.path.join(root, subdirectory) for subdirectory in subdirectories],
+            tuple(extensions),
+            ignored,
+        )
+        paths = sorted(itertools.chain(root_images, *image_paths))
         if not paths:
             raise ValueError(
                 f"{name}: there are none, nor in the directories below. "
-                f"{_passed_over(ignored, extensions)}"
+                f"{_describe_ignored(ignored, extensions)}"
             )
         return _source(name, paths, None, channels, decode)
-    names = tuple(below if classes is None else classes)
-    for place in names:
-        if place not in below:
+    names = tuple(subdirectories if classes is None else classes)
+    for subdirectory in names:
+        if subdirectory not in subdirectories:
+            hint = config.nearest(subdirectory, subdirectories) if subdirectories else ""
             raise ValueError(
-                f"{root}: no directory {place!r}, though a class. "
-                f"{config.nearest(place, below) if below else 'It has no directories.'}"
+                f"{root}: no directory for the class {subdirectory!r}. "
+                f"{hint or 'It has no directories.'}"
             )
-    found = _walk([os.path.join(root, place) for place in names], tuple(extensions), ignored)
-    if not any(found):
+    image_paths = _walk(
+        [os.path.join(root, subdirectory) for subdirectory in names], tuple(extensions), ignored
+    )
+    if not any(image_paths):
         unlabelled = (
-            f" {len(loose)} lie in {root} itself: pass labels=False, if they have no labels."
-            if loose
+            f" {len(root_images)} are in {root} itself: pass labels=False if they have no labels."
+            if root_images
             else ""
         )
         raise ValueError(
             f"{name}: there are none in its {len(names)} class directories.{unlabelled} "
-            f"{_passed_over(ignored, extensions)}"
+            f"{_describe_ignored(ignored, extensions)}"
         )
-    for place, paths in zip(names, found, strict=True):
+    for subdirectory, paths in zip(names, image_paths, strict=True):
         if not paths:
             raise ValueError(
-                f"{os.path.join(root, place)}: a class directory without images. Remove it, or "
-                "name the classes wanted in classes=."
+                f"{os.path.join(root, subdirectory)}: a class directory without images. Remove "
+                "it, or list the other classes in classes=."
             )
     numbers: np.ndarray = np.repeat(
-        np.arange(len(names), dtype=np.int64), [len(paths) for paths in found]
+        np.arange(len(names), dtype=np.int64), [len(paths) for paths in image_paths]
     )
     return _source(
-        name, list(itertools.chain(*found)), Labels(numbers, len(names), names), channels, decode
+        name,
+        list(itertools.chain(*image_paths)),
+        Labels(numbers, len(names), names),
+        channels,
+        decode,
     )
 
 
@@ -202,7 +213,8 @@ def imagenet(
         channels: Number of channels of the images.
         decode: Whether to decode images. False: images are their files' content, for
             `transforms.images`.
-        check: Whether to check now that all listed images exist.
+        check: Whether to check now that all listed images exist. The list of the test images is
+            `LOC_sample_submission.csv`; without that file, they are not checked.
 
     Returns:
         A Source of `(image, label)`. The classes are the ones of LOC_synset_mapping.txt, by their
@@ -214,6 +226,12 @@ def imagenet(
     base = absolute(root)
     images = os.path.join(base, "ILSVRC", "Data", "CLS-LOC", split)
     if split == "test":
+        test_list = os.path.join(base, "LOC_sample_submission.csv")
+        if check and tf.io.gfile.exists(test_list):
+            listed = read(test_list, ["ImageId"])
+            names = [f"{image}.JPEG" for image in listed.columns[0]]
+            test_paths = [os.path.join(images, name) for name in names]
+            _check_present(listed.file, names, test_paths, listed.lines, images)
         return image_folder(images, labels=False, channels=channels, decode=decode)
     if split not in ("train", "val"):
         raise ValueError(
@@ -225,10 +243,12 @@ def imagenet(
     labels = classify(
         synsets, listed.file, listed.lines, os.path.join(base, "LOC_synset_mapping.txt")
     )
-    places = (
+    train_names = (
         f"{synset}/{image}.JPEG" for synset, image in zip(synsets, listed.columns[0], strict=True)
     )
-    names = list(places) if split == "train" else [f"{image}.JPEG" for image in listed.columns[0]]
+    names = (
+        list(train_names) if split == "train" else [f"{image}.JPEG" for image in listed.columns[0]]
+    )
     paths = [os.path.join(images, name) for name in names]
     if check:
         _check_present(listed.file, names, paths, listed.lines, images)
@@ -272,15 +292,18 @@ def _check_present(
     file: str, names: Sequence[str], paths: Sequence[str], lines: Sequence[int], root: str
 ) -> None:
     """Raise ValueError unless all files exist."""
-    wanted: dict[str, set[str]] = collections.defaultdict(set)
+    expected: dict[str, set[str]] = collections.defaultdict(set)
     for path in paths:
         directory, _, name = path.rpartition("/")
-        wanted[directory].add(name)
+        expected[directory].add(name)
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
         missing = dict(
             zip(
-                wanted,
-                threads.map(lambda place: wanted[place].difference(_names(place) or ()), wanted),
+                expected,
+                threads.map(
+                    lambda directory: expected[directory].difference(_names(directory) or ()),
+                    expected,
+                ),
                 strict=True,
             )
         )
@@ -292,12 +315,12 @@ def _check_present(
         if path.rpartition("/")[2] in missing[path.rpartition("/")[0]]
     ]
     first = absent[0]
-    remedy = f"Relative paths begin at {root}: correct the list, or say in root= where they do."
+    remedy = f"Relative paths begin at {root}: correct the list, or pass their directory as root=."
     if lines[first] == 1:
         remedy = "Is that line a header? Then pass header=True, or name the columns. " + remedy
     raise ValueError(
-        f"{file}, line {lines[first]}: {names[first]!r} is not there"
-        f"{f', nor are the files of {len(absent) - 1} more' if len(absent) > 1 else ''} of "
+        f"{file}, line {lines[first]}: {names[first]!r} does not exist"
+        f"{f', nor do the files of {len(absent) - 1} more' if len(absent) > 1 else ''} of "
         f"{len(paths)} lines. {remedy}"
     )
 
@@ -323,7 +346,7 @@ def _list(
     if names is None:
         raise ValueError(f"{directory}: no such directory. Correct the path.")
     images = []
-    below = []
+    subdirectories = []
     ignored = collections.Counter[str]()
     for entry in sorted(names):
         name = entry.rstrip("/")  # some file systems mark directories with a slash
@@ -333,10 +356,10 @@ def _list(
             # Not checked for being a directory: to check each file would take minutes.
             images.append(os.path.join(directory, name))
         elif entry != name or tf.io.gfile.isdir(os.path.join(directory, name)):
-            below.append(name)
+            subdirectories.append(name)
         else:
             ignored[os.path.splitext(name)[1].lower() or "without extension"] += 1
-    return images, below, ignored
+    return images, subdirectories, ignored
 
 
 def _walk(
@@ -347,24 +370,24 @@ def _walk(
     Ignored entries are counted in `ignored`.
     """
 
-    def one(directory: str) -> tuple[list[str], collections.Counter]:
-        images, below, others = _list(directory, extensions)
-        for name in below:
-            deeper, more = one(os.path.join(directory, name))
+    def images_below(directory: str) -> tuple[list[str], collections.Counter]:
+        images, subdirectories, ignored_here = _list(directory, extensions)
+        for name in subdirectories:
+            deeper, more = images_below(os.path.join(directory, name))
             images += deeper
-            others += more
-        return sorted(images), others
+            ignored_here += more
+        return sorted(images), ignored_here
 
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
-        found = list(threads.map(one, directories))
-    for _, others in found:
-        ignored.update(others)
-    return [images for images, _ in found]
+        results = list(threads.map(images_below, directories))
+    for _, ignored_here in results:
+        ignored.update(ignored_here)
+    return [images for images, _ in results]
 
 
-def _passed_over(ignored: collections.Counter, extensions: Sequence[str]) -> str:
+def _describe_ignored(ignored: collections.Counter, extensions: Sequence[str]) -> str:
     kinds = ", ".join(f"{count} {kind}" for kind, count in ignored.most_common(5))
     return (
-        f"Expected files that end in {', '.join(extensions)}; passed over "
+        f"Expected files that end in {', '.join(extensions)}; ignored "
         f"{f'{ignored.total()} others: {kinds}' if kinds else 'no others'}."
     )

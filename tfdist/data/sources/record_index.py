@@ -31,7 +31,7 @@ HEADER = 12
 FRAME = 16
 _LOCAL_CHUNK = 1 << 16
 _REMOTE_CHUNK = 1 << 23
-_FAR = 1 << 62  # bytes, larger than any file; a corrupt length may be any number of 64 bits
+_MAX_OFFSET = 1 << 62  # bytes, larger than any file; a corrupt length may be any number of 64 bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,13 +87,13 @@ def open_indexes(
             ) from error
     with concurrent.futures.ThreadPoolExecutor(max(1, min(THREADS, len(paths)))) as pool:
         results = list(pool.map(lambda path: _open(path, compression, index_dir), paths))
-    unkept = [index.path for index, kept in results if not kept]
-    if unkept:
+    unsaved = [index.path for index, saved in results if not saved]
+    if unsaved:
         logging.warning(
-            "The index of %s%s cannot be kept beside the data and is built anew each time. Pass "
+            "The index of %s%s cannot be saved beside the data, so each run builds it again. Pass "
             "index_dir=, a directory that can be written.",
-            unkept[0],
-            f" and {len(unkept) - 1} other files" if len(unkept) > 1 else "",
+            unsaved[0],
+            f" and {len(unsaved) - 1} other files" if len(unsaved) > 1 else "",
         )
     return [index for index, _ in results]
 
@@ -121,7 +121,7 @@ def write_index(index: Index, directory: str | None, stamp: tuple[int, int]) -> 
     }
     header["crc32"] = _checksum(header, content)
     files_io.write_whole(
-        _place(index.path, directory), json.dumps(header).encode() + b"\n" + content
+        _index_path(index.path, directory), json.dumps(header).encode() + b"\n" + content
     )
 
 
@@ -134,13 +134,13 @@ def _open(path: str, compression: str, index_dir: str | None) -> tuple[Index, bo
     """Return the index of a file, and whether it is saved anywhere."""
     stamp = _stamp(path)
     for directory in dict.fromkeys((None, index_dir)):
-        index = _read(path, stamp, _place(path, directory))
+        index = _read(path, stamp, _index_path(path, directory))
         if index is not None and compression in ("auto", index.compression):
             return index, True
     index = build(path, compression)
     if _stamp(path) != stamp:
         raise ValueError(
-            f"{path} changes while it is read. Wait until it is written, then start again."
+            f"{path} changed while it was read. Wait until it is written, then start again."
         )
     try:
         write_index(index, index_dir, stamp)
@@ -165,7 +165,7 @@ def _stamp(path: str) -> tuple[int, int]:
     return stat.length, stat.mtime_nsec if files_io.is_remote(path) else os.stat(path).st_mtime_ns
 
 
-def _place(path: str, directory: str | None) -> str:
+def _index_path(path: str, directory: str | None) -> str:
     if directory is None:
         return path + SUFFIX
     # Files of the same name in several directories may share one directory of indexes.
@@ -175,10 +175,10 @@ def _place(path: str, directory: str | None) -> str:
     )
 
 
-def _read(path: str, stamp: tuple[int, int], place: str) -> Index | None:
+def _read(path: str, stamp: tuple[int, int], index_path: str) -> Index | None:
     """Return the index saved at a path; None if it is missing, damaged or of an older file."""
     try:
-        with tf.io.gfile.GFile(place, "rb") as file:
+        with tf.io.gfile.GFile(index_path, "rb") as file:
             first, _, content = file.read().partition(b"\n")
         header = json.loads(first)
         crc = header.pop("crc32")
@@ -222,14 +222,14 @@ def build(path: str, compression: str = "auto") -> Index:
             zipped = begin[:2] == b"\x1f\x8b" and not (len(begin) == HEADER and _valid(begin)[0])
             compression = "GZIP" if zipped else ""
         if compression == "":
-            offsets = _hop(
+            offsets = _read_offsets(
                 path,
                 _Headers(file, size, _REMOTE_CHUNK if files_io.is_remote(path) else _LOCAL_CHUNK),
             )
             return Index(path, "", len(offsets), offsets)
         try:
             with gzip.GzipFile(fileobj=file, mode="rb") as content:
-                records = len(_hop(path, _Headers(content, None, _LOCAL_CHUNK)))
+                records = len(_read_offsets(path, _Headers(content, None, _LOCAL_CHUNK)))
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise ValueError(
                 f"{path}: truncated or corrupt as a GZIP file: {error}. Write or copy it again."
@@ -271,12 +271,12 @@ class _Headers:
             return b""
         at = offset - self.base
         if at + HEADER > len(self.buffer):
-            wanted = self.chunk
+            size = self.chunk
             if at > len(self.buffer):
-                wanted = HEADER if at - len(self.buffer) > self.chunk else wanted
-                self.file.seek(min(offset, _FAR))  # a decompressed file stops at its end
+                size = HEADER if at - len(self.buffer) > self.chunk else size
+                self.file.seek(min(offset, _MAX_OFFSET))  # a decompressed file stops at its end
             self.buffer, self.base, at = self.buffer[at:], offset, 0
-            while len(self.buffer) < HEADER and (more := self.file.read(wanted)):
+            while len(self.buffer) < HEADER and (more := self.file.read(size)):
                 self.buffer += more
         return self.buffer[at : at + HEADER]
 
@@ -285,7 +285,7 @@ class _Headers:
         return self.file.tell() if self.size is None else self.size
 
 
-def _hop(path: str, headers: _Headers) -> np.ndarray:
+def _read_offsets(path: str, headers: _Headers) -> np.ndarray:
     """Return the offset of each record, int64 `[records]`."""
     offsets: list[int] = []
     seen = bytearray()
@@ -294,22 +294,22 @@ def _hop(path: str, headers: _Headers) -> np.ndarray:
         offsets.append(offset)
         seen += header.ljust(HEADER, b"\0")
         offset += FRAME + int.from_bytes(header[:8], "little")
-    what = "byte" if headers.size is not None else "decompressed byte"
+    unit = "byte" if headers.size is not None else "decompressed byte"
     wrong = np.flatnonzero(~_valid(seen))
     if len(wrong) and offsets[wrong[0]] + HEADER <= headers.end():
         first = offsets[wrong[0]]
         if first == 0:
             raise ValueError(
-                f"{path} is no TFRecord file: {what} 0 begins no record. Correct the path, or "
+                f"{path} is no TFRecord file: {unit} 0 begins no record. Correct the path, or "
                 "write the file again."
             )
         raise ValueError(
-            f"{path}, {what} {first}: corrupt: the header of a record has a wrong checksum. Write "
+            f"{path}, {unit} {first}: corrupt: the header of a record has a wrong checksum. Write "
             "or copy the file again."
         )
     if offset != headers.end():
         raise ValueError(
-            f"{path}, {what} {offsets[-1]}: truncated: the record that begins there ends beyond "
+            f"{path}, {unit} {offsets[-1]}: truncated: the record that begins there ends beyond "
             f"the file's {headers.end()} bytes. Write or copy the file again."
         )
     return np.array(offsets, np.int64)

@@ -90,11 +90,11 @@ def records(
     )
     if class_names is not None and classes not in (None, len(class_names)):
         raise ValueError(
-            f"classes={classes}: expected {len(class_names)}, as there are so many class_names."
+            f"classes={classes}: expected {len(class_names)}, the number of class_names."
         )
-    found = find(files)
-    manifest = dataset_file.read(os.path.dirname(found[0]))
-    if manifest is not None and not _covers(manifest, found):
+    paths = find(files)
+    manifest = dataset_file.read(os.path.dirname(paths[0]))
+    if manifest is not None and not _covers(manifest, paths):
         manifest = None
     parsed = None
     if features is not None or label is not None:
@@ -102,7 +102,7 @@ def records(
         parsed = Features.of(declared or {}, label)
     elif manifest is not None:
         parsed = dataset_file.features(manifest)
-    indexes = open_indexes(found, compression, None if index_dir is None else os.fspath(index_dir))
+    indexes = open_indexes(paths, compression, None if index_dir is None else os.fspath(index_dir))
     if manifest is not None:
         _check_counts(manifest, indexes)
         classes = manifest["classes"] if classes is None else classes
@@ -113,12 +113,11 @@ def records(
             if any(index.compression or files_io.is_remote(index.path) for index in indexes)
             else "random"
         )
-    zipped = next((index.path for index in indexes if index.compression), None)
-    if access == "random" and zipped is not None:
+    compressed = next((index.path for index in indexes if index.compression), None)
+    if access == "random" and compressed is not None:
         raise ValueError(
-            f'access="random": {zipped} is compressed as a whole and can only be read from its '
-            'beginning. Pass access="stream", or '
-            "write the data set without compression."
+            f'access="random": {compressed} is compressed and can only be read from its '
+            'beginning. Pass access="stream", or write the data set without compression.'
         )
     if parsed is not None:
         check_features(parsed, indexes)
@@ -147,38 +146,37 @@ def find(files: str | os.PathLike | Sequence[str | os.PathLike]) -> list[str]:
     Raises:
         ValueError: If there are no files, or if a file is named twice.
     """
-    given = [files] if isinstance(files, str | os.PathLike) else list(files)
-    found: list[str] = []
-    for each in map(files_io.absolute, given):
-        if tf.io.gfile.isdir(each):
-            more = _of_directory(each)
-        elif tf.io.gfile.exists(each):
-            more = [each]
+    patterns = [files] if isinstance(files, str | os.PathLike) else list(files)
+    paths: list[str] = []
+    for pattern in map(files_io.absolute, patterns):
+        if tf.io.gfile.isdir(pattern):
+            matches = _of_directory(pattern)
+        elif tf.io.gfile.exists(pattern):
+            matches = [pattern]
         else:
-            more = sorted(
+            matches = sorted(
                 path
-                for path in tf.io.gfile.glob(each)
-                if not _is_ours(path) and not tf.io.gfile.isdir(path)
+                for path in tf.io.gfile.glob(pattern)
+                if not _is_tfdist_file(path) and not tf.io.gfile.isdir(path)
             )
-        if not more:
+        if not matches:
             raise ValueError(
-                f"files: expected TFRecord files; found none at {each}. Correct the path or "
+                f"files: expected TFRecord files; found none at {pattern}. Correct the path or "
                 "pattern."
             )
-        found += more
-    if not found:
+        paths += matches
+    if not paths:
         raise ValueError(f"files: expected TFRecord files; received {files!r}.")
-    twice = (
-        next((path for path in found if found.count(path) > 1), None)
-        if len(set(found)) < len(found)
+    repeated = (
+        next((path for path in paths if paths.count(path) > 1), None)
+        if len(set(paths)) < len(paths)
         else None
     )
-    if twice is not None:
+    if repeated is not None:
         raise ValueError(
-            f"files: expected each file once; received {twice} twice, whose examples would count "
-            "twice."
+            f"files: expected each file once; received {repeated} twice. Remove one of the two."
         )
-    return found
+    return paths
 
 
 def _of_directory(directory: str) -> list[str]:
@@ -189,22 +187,22 @@ def _of_directory(directory: str) -> list[str]:
     return [
         os.path.join(directory, name)
         for name in names
-        if "tfrecord" in name.lower() and not _is_ours(name)
+        if "tfrecord" in name.lower() and not _is_tfdist_file(name)
     ]
 
 
-def _is_ours(path: str) -> bool:
+def _is_tfdist_file(path: str) -> bool:
     """Return whether a file is an index, a manifest, or an incomplete one of them."""
     name = os.path.basename(path)
     return SUFFIX in name or name == dataset_file.NAME or name.startswith(".")
 
 
-def _covers(manifest: Mapping[str, Any], found: list[str]) -> bool:
+def _covers(manifest: Mapping[str, Any], paths: list[str]) -> bool:
     """Return whether a manifest describes all of these files."""
-    known = {shard["file"] for shard in manifest["shards"]}
+    names = {shard["file"] for shard in manifest["shards"]}
     return all(
-        os.path.basename(path) in known and os.path.dirname(path) == os.path.dirname(found[0])
-        for path in found
+        os.path.basename(path) in names and os.path.dirname(path) == os.path.dirname(paths[0])
+        for path in paths
     )
 
 
@@ -230,18 +228,20 @@ def check_features(features: Features, indexes: Sequence[Index]) -> None:
         ValueError: If a feature is missing or of another kind; the message names the feature and
             the file.
     """
-    filled = [index for index in indexes if index.records]
+    nonempty = [index for index in indexes if index.records]
     for index in (
-        {filled[0].path: filled[0], filled[-1].path: filled[-1]}.values() if filled else ()
+        {nonempty[0].path: nonempty[0], nonempty[-1].path: nonempty[-1]}.values()
+        if nonempty
+        else ()
     ):
-        where = f"{index.path}, {'record 0' if index.compression else 'byte 0'}"
+        location = f"{index.path}, {'record 0' if index.compression else 'byte 0'}"
         try:
             first = next(iter(tf.data.TFRecordDataset(index.path, index.compression).take(1)))
         except tf.errors.OpError as error:
             raise ValueError(
-                f"{where}: corrupt: {error.message}. Write or copy the file again."
+                f"{location}: corrupt: {error.message}. Write or copy the file again."
             ) from error
-        features.check(first.numpy(), where)
+        features.check(first.numpy(), location)
 
 
 def of_indexes(
@@ -338,7 +338,7 @@ class _Table:
     @plain
     def record(self, number: tf.Tensor) -> tf.Tensor:
         """Return a stored record; fail if its checksum is wrong."""
-        number, file = self._place(number)
+        number, file = self._locate(number)
         return self._from(file, self.offsets[number], 0).take(1).get_single_element()
 
     @plain
@@ -349,18 +349,20 @@ class _Table:
         """
         # TensorFlow cannot rewrite a dataset with offsets, but it can rewrite one that a function
         # makes.
-        whole = tf.data.Dataset.from_tensors((file, first, count)).flat_map(self._up_to_an_error)
+        readable = tf.data.Dataset.from_tensors((file, first, count)).flat_map(
+            self._readable_records
+        )
 
-        def others(_: tf.Tensor) -> tf.data.Dataset:
+        def remaining(_: tf.Tensor) -> tf.data.Dataset:
             begin = self._begin(file) + first
-            done = whole.reduce(tf.constant(0, tf.int64), lambda so_far, _: so_far + 1)
-            return tf.data.Dataset.range(begin + done, begin + count).map(self._record_or_not)
+            done = readable.reduce(tf.constant(0, tf.int64), lambda so_far, _: so_far + 1)
+            return tf.data.Dataset.range(begin + done, begin + count).map(self._record_or_marker)
 
-        # Read only if `whole` has fewer than `count` records.
-        rest = tf.data.Dataset.from_tensors(0).flat_map(others)
-        return whole.concatenate(rest).take(count)
+        # Read only if `readable` has fewer than `count` records.
+        rest = tf.data.Dataset.from_tensors(0).flat_map(remaining)
+        return readable.concatenate(rest).take(count)
 
-    def _up_to_an_error(
+    def _readable_records(
         self, file: tf.Tensor, first: tf.Tensor, count: tf.Tensor
     ) -> tf.data.Dataset:
         """Return consecutive records of a file up to the first that cannot be read.
@@ -371,13 +373,13 @@ class _Table:
         rows = rows.skip(tf.where(self.compressions[file] != "", first, 0))
         return rows.take(count).ignore_errors(log_warning=True)
 
-    def _record_or_not(self, number: tf.Tensor) -> tf.Tensor:
+    def _record_or_marker(self, number: tf.Tensor) -> tf.Tensor:
         """Return a stored record, or `_UNREADABLE`.
 
         The latter is returned if the record cannot be read, or cannot be read by itself because the
         file is compressed.
         """
-        _, file = self._place(number)
+        _, file = self._locate(number)
         alone = tf.where(self.compressions[file] == "", tf.constant(1, tf.int64), 0)
         record = self._from(file, self.offsets[number], 0).take(alone).ignore_errors()
         return (
@@ -389,13 +391,13 @@ class _Table:
     @plain
     def describe(self, number: tf.Tensor) -> tf.Tensor:
         """Return "FILE, byte OFFSET"; "FILE, record NUMBER" for a compressed file."""
-        number, file = self._place(number)
-        zipped = self.compressions[file] != ""
-        what = tf.where(zipped, ", record ", ", byte ")
-        where = tf.where(zipped, number - self._begin(file), self.offsets[number])
-        return tf.strings.join([self.paths[file], what, tf.strings.as_string(where)])
+        number, file = self._locate(number)
+        compressed = self.compressions[file] != ""
+        unit = tf.where(compressed, ", record ", ", byte ")
+        position = tf.where(compressed, number - self._begin(file), self.offsets[number])
+        return tf.strings.join([self.paths[file], unit, tf.strings.as_string(position)])
 
-    def _place(self, number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    def _locate(self, number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Return the number of a record and the number of its file."""
         number = tf.cast(number, tf.int64)
         if self.order is not None:

@@ -90,8 +90,8 @@ def read(
         header = columns is None or any(isinstance(column, str) for column in columns)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
     rows = ((reader.line_num, row) for row in reader if row)
-    places: list[int] = []
-    found: list[list[str]] = []
+    positions: list[int] = []
+    cells_by_column: list[list[str]] = []
     lines: list[int] = []
     first: tuple[str, ...] = ()
     try:
@@ -102,8 +102,8 @@ def read(
                     if header
                     else tuple(map(str, range(len(row))))
                 )
-                places = _places(path, first, columns, header)
-                found = [[] for _ in places]
+                positions = _positions(path, first, columns, header)
+                cells_by_column = [[] for _ in positions]
                 if header:
                     continue
             if len(row) != len(first):
@@ -112,8 +112,8 @@ def read(
                     f"received {len(row)}. Correct that line; or pass delimiter=, if {delimiter!r} "
                     "does not separate the columns."
                 )
-            for cells, place in zip(found, places, strict=True):
-                cells.append(row[place])
+            for cells, position in zip(cells_by_column, positions, strict=True):
+                cells.append(row[position])
             lines.append(line)
     except csv.Error as error:
         raise ValueError(
@@ -123,7 +123,9 @@ def read(
         raise ValueError(
             f"{path}: no rows{' beside the header' if first else ''}. Expected one a line."
         )
-    return Table(path, tuple(first[place] for place in places), tuple(found), lines)
+    return Table(
+        path, tuple(first[position] for position in positions), tuple(cells_by_column), lines
+    )
 
 
 def table(
@@ -164,19 +166,19 @@ def table(
         >>> x["city"].numpy(), x["age"].numpy(), int(y), source.class_names
         (b'Paris', np.float32(36.0), 0, ('no', 'yes'))
     """
-    wanted = (
+    requested = (
         None if features is None else [features] if isinstance(features, str) else list(features)
     )
-    if wanted is not None and label is not None and label not in wanted:
-        wanted.append(label)
-    rows = read(file, wanted, delimiter, header=True)
+    if requested is not None and label is not None and label not in requested:
+        requested.append(label)
+    rows = read(file, requested, delimiter, header=True)
     cells = dict(zip(rows.names, rows.columns, strict=True))
     for name in [*(types or {}), *([] if label is None else [label])]:
         if name not in cells:
             raise ValueError(f"{rows.file}: no column {name!r}. {config.nearest(name, cells)}")
-    names = [name for name in rows.names if name != label] if features is None else wanted
+    names = [name for name in rows.names if name != label] if features is None else requested
     columns = {
-        name: _typed(rows, name, cells[name], (types or {}).get(name))
+        name: _convert(rows, name, cells[name], (types or {}).get(name))
         for name in names or ()
         if name in cells
     }
@@ -236,7 +238,7 @@ def classify(
     for value, line in zip(values, lines, strict=True):
         if not value:
             raise ValueError(
-                f"{file}, line {line}: the label is empty. Fill it in, or take the line out."
+                f"{file}, line {line}: the label is empty. Fill it in, or remove the line."
             )
     numbers = _numbers(values)
     if classes is None:
@@ -248,8 +250,7 @@ def classify(
             wrong = next(i for i, value in enumerate(values) if not _is_number(value, "int64"))
             raise ValueError(
                 f"{file}, line {lines[wrong]}: expected a label from 0 to {classes - 1}, received "
-                f"{values[wrong]!r}. Pass the names of the classes in classes=, if labels are "
-                "names."
+                f"{values[wrong]!r}. If labels are names, pass the names in classes=."
             )
         check_labels(file, numbers, classes, lambda example: f"line {lines[example]}")
         return Labels(numbers, classes)
@@ -259,26 +260,30 @@ def classify(
     else:
         keys = names = tuple(classes)
         origin = "classes"
-    places = {key: place for place, key in enumerate(keys)}
-    if len(places) < len(keys):
-        raise ValueError(f"classes: expected names that differ; received {_twice(keys)!r} twice.")
-    if numbers is not None and numbers.dtype == np.int64 and places.keys().isdisjoint(values):
+    numbers_by_key = {key: i for i, key in enumerate(keys)}
+    if len(numbers_by_key) < len(keys):
+        raise ValueError(f"classes: expected unique names; received {_repeated(keys)!r} twice.")
+    if (
+        numbers is not None
+        and numbers.dtype == np.int64
+        and numbers_by_key.keys().isdisjoint(values)
+    ):
         check_labels(file, numbers, len(keys), lambda example: f"line {lines[example]}")
         return Labels(numbers, len(keys), names)
-    found = [places.get(value, -1) for value in values]
-    if -1 in found:
-        wrong = found.index(-1)
-        others = found.count(-1) - 1
+    class_numbers = [numbers_by_key.get(value, -1) for value in values]
+    if -1 in class_numbers:
+        wrong = class_numbers.index(-1)
+        others = class_numbers.count(-1) - 1
         near = (
             config.nearest(values[wrong], keys)
             if len(keys) <= 1000
             else "Correct the label, or the classes."
         )
         raise ValueError(
-            f"{file}, line {lines[wrong]}: the label {values[wrong]!r} is none of the {len(keys)} "
-            f"{origin}{f', nor are {others} more' if others else ''}. {near}"
+            f"{file}, line {lines[wrong]}: expected one of the {len(keys)} {origin}, received the "
+            f"label {values[wrong]!r}{f' and {others} more such' if others else ''}. {near}"
         )
-    return Labels(np.array(found, np.int64), len(keys), names)
+    return Labels(np.array(class_numbers, np.int64), len(keys), names)
 
 
 def read_classes(file: str | os.PathLike) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -301,7 +306,7 @@ def read_classes(file: str | os.PathLike) -> tuple[tuple[str, ...], tuple[str, .
     keys = tuple(part[0] for part in parts)
     if len(set(keys)) < len(keys):
         raise ValueError(
-            f"{path}: the class {_twice(keys)!r} appears twice. Expected each on one line."
+            f"{path}: the class {_repeated(keys)!r} appears twice. Expected each on one line."
         )
     return keys, tuple(part[-1].strip() for part in parts)
 
@@ -332,13 +337,13 @@ def _delimiter(path: str, text: str) -> str:
     return max(",;|", key=line.count)  # a comma, if the line has none of them
 
 
-def _places(
+def _positions(
     path: str, names: tuple[str, ...], columns: Sequence[str | int] | None, header: bool
 ) -> list[int]:
     """Return the positions of the columns to read."""
     if columns is None:
         columns = names
-    places = []
+    positions = []
     for column in columns:
         if isinstance(column, int):
             if not 0 <= column < len(names):
@@ -346,42 +351,41 @@ def _places(
                     f"{path}: no column {column}; expected 0 to {len(names) - 1}, as its first "
                     f"line has {len(names)}."
                 )
-            places.append(column)
+            positions.append(column)
         elif names.count(column) > 1:
             raise ValueError(
-                f"{path}: {names.count(column)} columns are called {column!r}. Give each a name of "
-                "its own."
+                f"{path}: {names.count(column)} columns have the name {column!r}. Give each column "
+                "a unique name."
             )
         elif column in names:
-            places.append(names.index(column))
+            positions.append(names.index(column))
         else:
             hint = config.nearest(column, names)
             known = "" if hint.startswith("Expected") else f" It has {', '.join(names)}."
             raise ValueError(f"{path}: no column {column!r} in its first line.{known} {hint}")
-    return places
+    return positions
 
 
-def _typed(rows: Table, name: str, cells: list[str], wanted: str | None) -> np.ndarray:
+def _convert(rows: Table, name: str, cells: list[str], kind: str | None) -> np.ndarray:
     """Convert a column to numbers or text."""
-    if wanted is not None and wanted not in _TYPES:
-        raise ValueError(f"types[{name!r}]: received {wanted!r}. {config.nearest(wanted, _TYPES)}")
+    if kind is not None and kind not in _TYPES:
+        raise ValueError(f"types[{name!r}]: received {kind!r}. {config.nearest(kind, _TYPES)}")
     # Not NumPy's own strings, each of which is as long as the longest.
     text = np.array(cells, object)
-    if wanted == "string":
+    if kind == "string":
         return text
     filled = [cell.strip() or "nan" for cell in cells]
     numbers = _numbers(filled) if any(cell.strip() for cell in cells) else None
-    if numbers is not None and wanted in (None, numbers.dtype.name):
+    if numbers is not None and kind in (None, numbers.dtype.name):
         return numbers
-    if numbers is not None and wanted == "float32":
+    if numbers is not None and kind == "float32":
         return numbers.astype(np.float32)
-    if wanted is None:
+    if kind is None:
         return text
     for cell, value, line in zip(cells, filled, rows.lines, strict=True):
-        if not _is_number(value, wanted):
+        if not _is_number(value, kind):
             raise ValueError(
-                f"{rows.file}, line {line}: expected {wanted} in column {name!r}, received "
-                f"{cell!r}."
+                f"{rows.file}, line {line}: expected {kind} in column {name!r}, received {cell!r}."
             )
     raise AssertionError(name)
 
@@ -405,5 +409,5 @@ def _is_number(value: str, kind: str) -> bool:
     return number is not None and kind in (number.dtype.name, "float32")
 
 
-def _twice(names: Sequence[str]) -> str:
+def _repeated(names: Sequence[str]) -> str:
     return collections.Counter(names).most_common(1)[0][0]

@@ -27,7 +27,7 @@ from tfdist.data.sources.records import of_indexes
 if TYPE_CHECKING:  # it takes seconds to import
     import tensorflow_datasets as tfds
 
-PREPARE_TIMEOUT = 600.0
+PREPARE_TIMEOUT_S = 600.0
 # TFDS interleaves so many files, with so many consecutive examples of each, unless a dataset
 # disables shuffling.
 _INTERLEAVED_FILES = 16
@@ -74,7 +74,7 @@ def load(
     """
     builder = _builder(name, data_dir)
     if not _is_prepared(builder):
-        _prepare(builder, PREPARE_TIMEOUT)
+        _prepare(builder, PREPARE_TIMEOUT_S)
         builder = _builder(name, data_dir)  # reads the files that now exist
     try:
         parts = builder.info.splits[split].file_instructions
@@ -165,12 +165,12 @@ def interleaved(lengths: Sequence[int], cycle: int, block: int) -> np.ndarray:
         if slots[slot] is None:
             slots[slot] = next(waiting, None)
             more = slots[slot] is not None and more
-        held = slots[slot]
-        if held is not None:
-            begin = held[0]
-            end = min(held[0] + block, held[1])
+        pending = slots[slot]
+        if pending is not None:
+            begin = pending[0]
+            end = min(pending[0] + block, pending[1])
             blocks.append(np.arange(begin, end, dtype=np.int64))
-            slots[slot] = (end, held[1]) if end - begin == block else None
+            slots[slot] = (end, pending[1]) if end - begin == block else None
         slot = (slot + 1) % cycle
     return np.concatenate(blocks)
 
@@ -190,8 +190,8 @@ def _of_builder(title: str, builder: tfds.core.DatasetBuilder, split: str) -> So
         source = of_dataset(title, walk())
     except NotImplementedError as error:
         raise ValueError(
-            f"{title}: TFDS reads no {getattr(builder.info.file_format, 'value', 'such')} files as "
-            "a tf.data.Dataset. Prepare it in another data_dir as "
+            f"{title}: TFDS cannot read {getattr(builder.info.file_format, 'value', 'these')} "
+            "files as a tf.data.Dataset. Prepare it in another data_dir as "
             f'records: tfds.builder("{builder.name}", data_dir=..., '
             'file_format="tfrecord").download_and_prepare().'
         ) from error
@@ -213,9 +213,8 @@ def _builder(name: str, data_dir: str | os.PathLike | None) -> tfds.core.Dataset
         hint = f"Did you mean {' or '.join(nearest)}? " if nearest else ""
         raise ValueError(
             f"{name!r}: no such data set, neither in TFDS nor prepared under "
-            f"{data_dir or 'its default data_dir'}. {hint}Correct the name; import the module that "
-            "defines it, if it is your own; or pass data_dir=, if it "
-            "lies elsewhere."
+            f"{data_dir or 'its default data_dir'}. {hint}Correct the name, import the module that "
+            "defines the data set, or pass data_dir=."
         ) from error
 
 
@@ -231,9 +230,9 @@ def _prepare(builder: tfds.core.DatasetBuilder, timeout: float) -> None:
     """
     if files_io.is_remote(builder.data_dir):
         raise ValueError(
-            f"{builder.name} is not prepared in {builder.data_dir}, where workers cannot lock each "
-            f"other out. Prepare it once by hand: tfds build {builder.name}, or copy it from a "
-            "local data_dir."
+            f"{builder.name} is not prepared in {builder.data_dir}, and tfdist does not prepare "
+            "data sets on a remote file system, which has no locks. Prepare it once with "
+            f"`tfds build {builder.name}`, or copy it from a local data_dir."
         )
     import tensorflow_datasets as tfds
 
@@ -242,14 +241,14 @@ def _prepare(builder: tfds.core.DatasetBuilder, timeout: float) -> None:
     with files_io.locked(root / ".prepare.lock", timeout, f"preparing {builder.name} in {root}"):
         if not _is_prepared(builder):
             logging.info("Preparing %s in %s", builder.name, builder.data_dir)
-            with _random_state_kept():
+            with _preserved_random_state():
                 builder.download_and_prepare(
                     download_config=tfds.download.DownloadConfig(try_download_gcs=False)
                 )
 
 
 @contextlib.contextmanager
-def _random_state_kept() -> Iterator[None]:
+def _preserved_random_state() -> Iterator[None]:
     """Restore the random states of Python and NumPy afterwards.
 
     TFDS draws random numbers while it prepares a dataset. Otherwise the initial weights of the

@@ -61,7 +61,7 @@ class Encoder:
             feature.has_shape for feature in columns.values()
         ):
             raise ValueError(
-                f"{source.name}: expected parts of examples with names of their own; received "
+                f"{source.name}: expected unique names for the parts of an example; received "
                 f"{structure}. Rename some with map()."
             )
         return cls(Features(columns, structure))
@@ -79,22 +79,22 @@ class Encoder:
             The encoder. It copies an image file only if the file is the very image in all these
             examples.
         """
-        found: dict[str, str] = {}
+        images: dict[str, str] = {}
         for name, feature in self.features.columns.items():
             if feature.image and stored:
-                places = [WHOLE, *_strings(stored[0])]
+                candidates = [WHOLE, *_strings(stored[0])]
                 fits = (
                     p
-                    for p in places
+                    for p in candidates
                     if all(
-                        _is(s, p, self._flat(e)[name], feature)
+                        _holds_image(s, p, self._flat(e)[name], feature)
                         for e, s in zip(examples, stored, strict=True)
                     )
                 )
-                place = next(fits, None)
-                if place is not None:
-                    found[name] = place
-        return dataclasses.replace(self, images=found)
+                key = next(fits, None)
+                if key is not None:
+                    images[name] = key
+        return dataclasses.replace(self, images=images)
 
     def prepare(self, example: Any, stored: tf.Tensor | None) -> dict[str, tf.Tensor]:
         """Return the stored values of an example, by name; a graph.
@@ -122,10 +122,10 @@ class Encoder:
             elif self.images[name] == WHOLE:
                 parts[name] = stored
             else:
-                place = self.images[name]
+                key = self.images[name]
                 parts[name] = tf.io.parse_single_example(
-                    stored, {place: tf.io.FixedLenFeature([], tf.string)}
-                )[place]
+                    stored, {key: tf.io.FixedLenFeature([], tf.string)}
+                )[key]
         return parts
 
     def serialize(self, parts: Mapping[str, Any]) -> bytes:
@@ -137,20 +137,20 @@ class Encoder:
             parts: Values of `prepare`, as NumPy arrays.
         """
         example = tf.train.Example()
-        held = example.features.feature
+        features = example.features.feature
         for name, value in parts.items():
             if isinstance(value, bytes):
-                held[name].bytes_list.value.append(value)
+                features[name].bytes_list.value.append(value)
             elif value.dtype == np.uint8:
-                held[name].bytes_list.value.append(value.tobytes())
+                features[name].bytes_list.value.append(value.tobytes())
             elif value.dtype == object:
-                held[name].bytes_list.value.extend(value.tolist())
+                features[name].bytes_list.value.extend(value.tolist())
             elif value.dtype == np.float32:
                 # Written in protobuf's wire format: extend() takes twenty times as long.
                 content = value.tobytes()
-                held[name].float_list.MergeFromString(b"\x0a" + _varint(len(content)) + content)
+                features[name].float_list.MergeFromString(b"\x0a" + _varint(len(content)) + content)
             else:
-                held[name].int64_list.value.extend(value.tolist())
+                features[name].int64_list.value.extend(value.tolist())
         return example.SerializeToString(deterministic=True)
 
     def _flat(self, example: Any) -> dict[str, Any]:
@@ -182,8 +182,8 @@ def _feature(source: str, name: str, spec: Any) -> Feature:
         or not (listable(spec.dtype) or packable(spec.dtype))
     ):
         raise ValueError(
-            f"{source}: records hold dense tensors of known rank, of numbers or strings; received "
-            f"{spec} for {name}. Make it one with map(), or leave it out."
+            f"{source}: expected dense tensors of known rank, of numbers or strings; received "
+            f"{spec} for {name}. Convert or remove it with map()."
         )
     shape = tuple(spec.shape)
     if spec.dtype == tf.uint8 and len(shape) == 3 and shape[2] in (1, 3, 4) and 0 not in shape:
@@ -203,15 +203,15 @@ def _strings(stored: bytes) -> list[str]:
     return sorted(name for name, feature in features.items() if len(feature.bytes_list.value) == 1)
 
 
-def _is(stored: bytes, place: str, image: Any, feature: Feature) -> bool:
+def _holds_image(stored: bytes, key: str, image: Any, feature: Feature) -> bool:
     """Return whether the given feature of a stored Example is the file of this image."""
-    if place != WHOLE:
+    if key != WHOLE:
         try:
-            stored = tf.train.Example.FromString(stored).features.feature[place].bytes_list.value[0]
+            stored = tf.train.Example.FromString(stored).features.feature[key].bytes_list.value[0]
         except (DecodeError, IndexError):  # no such Example, or no string there
             return False
     try:
-        return bool(np.array_equal(feature.decode(place, {place: tf.constant(stored)}), image))
+        return bool(np.array_equal(feature.decode(key, {key: tf.constant(stored)}), image))
     except (tf.errors.OpError, ValueError):
         return False
 

@@ -19,38 +19,38 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.data import files_io
-from tfdist.data.errors import cause, place
+from tfdist.data.errors import cause, location_of
 from tfdist.data.sources import dataset_file
 from tfdist.data.sources.base import Source
 from tfdist.data.sources.record_index import FRAME
 from tfdist.data.writing.encode import Encoder
 
-_REPORTED = 1000  # examples between two calls of `progress`
+_REPORT_EVERY = 1000  # examples between two calls of `progress`
 
 
 class Progress:
     """Progress of several threads: counts examples and reports them from time to time.
 
     Args:
-        tell: Function called with the number of examples done, and their total or None.
+        report: Function called with the number of examples done, and their total or None.
         total: Total number of examples, if known.
     """
 
-    def __init__(self, tell: Callable[[int, int | None], None] | None, total: int | None):
-        self._tell = tell
+    def __init__(self, report: Callable[[int, int | None], None] | None, total: int | None):
+        self._report = report
         self._total = total
-        self._done = self._told = 0
+        self._done = self._reported = 0
         self._lock = threading.Lock()
 
     def add(self, examples: int) -> None:
         """Count more examples, and report them if it is time."""
         with self._lock:
             self._done += examples
-            if self._tell is not None and (
-                self._done - self._told >= _REPORTED or self._done == self._total
+            if self._report is not None and (
+                self._done - self._reported >= _REPORT_EVERY or self._done == self._total
             ):
-                self._told = self._done
-                self._tell(self._done, self._total)
+                self._reported = self._done
+                self._report(self._done, self._total)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +103,9 @@ class Shards:
 
         with concurrent.futures.ThreadPoolExecutor(workers) as pool:
             entries = list(
-                pool.map(lambda number: self._whole(number, len(counts)), range(len(counts)))
+                pool.map(
+                    lambda number: self._complete_entry(number, len(counts)), range(len(counts))
+                )
             )
             missing = [number for number, entry in enumerate(entries) if entry is None]
             self.progress.add(sum(counts) - sum(counts[number] for number in missing))
@@ -117,7 +119,7 @@ class Shards:
             except BaseException:
                 stop.set()
                 raise
-        return self._named(entries)
+        return self._add_names(entries)
 
     def write_on(self, limit: float) -> list[dict[str, Any]]:
         """Write one file after the other until the source ends, after the complete ones.
@@ -133,7 +135,7 @@ class Shards:
         """
         entries: list[dict[str, Any] | None] = []
         begin = 0
-        while (entry := self._whole(len(entries), None)) is not None:
+        while (entry := self._complete_entry(len(entries), None)) is not None:
             entries.append(entry)
             begin += entry["examples"]
         self.progress.add(begin)
@@ -148,7 +150,7 @@ class Shards:
                 f"{self.source.name}: expected {self.source.cardinality} examples; received "
                 f"{total}."
             )
-        return self._named(entries)
+        return self._add_names(entries)
 
     def move(self, entries: Sequence[dict[str, Any]]) -> list[str]:
         """Rename all files to their final names, and return their paths."""
@@ -160,7 +162,7 @@ class Shards:
         return final
 
     def _records(self, ranges: Sequence[tuple[int, int | None]]) -> Iterator[bytes]:
-        """Yield the records of some examples, see `chosen`."""
+        """Yield the records of some examples, see `selected_examples`."""
         numbers = _numbers(ranges)
         groups = iter(self._prepared(ranges).ragged_batch(self.group).prefetch(2))
         while True:
@@ -168,11 +170,15 @@ class Shards:
                 group = next(groups, None)
             except tf.errors.OpError as error:
                 # Read them again one by one, to name the one that cannot be read.
-                again = [(number, number + 1) for number in itertools.islice(numbers, self.group)]
-                for _ in named(self.source, iter(self._prepared(again)), _numbers(again)):
+                single_ranges = [
+                    (number, number + 1) for number in itertools.islice(numbers, self.group)
+                ]
+                for _ in name_unreadable(
+                    self.source, iter(self._prepared(single_ranges)), _numbers(single_ranges)
+                ):
                     pass
                 raise ValueError(
-                    f"{self.source.name}: examples from {again[0][0]} on cannot be read: "
+                    f"{self.source.name}: examples from {single_ranges[0][0]} on cannot be read: "
                     f"{error.message}"
                 ) from error
             if group is None:
@@ -182,7 +188,9 @@ class Shards:
                 yield self.encoder.serialize(parts)
 
     def _prepared(self, ranges: Sequence[tuple[int, int | None]]) -> tf.data.Dataset:
-        return chosen(self.source, ranges, self.encoder.prepare, bool(self.encoder.images))
+        return selected_examples(
+            self.source, ranges, self.encoder.prepare, bool(self.encoder.images)
+        )
 
     def _write(
         self,
@@ -213,15 +221,16 @@ class Shards:
                 writer.close()
         if expected not in (None, count):
             raise ValueError(
-                f"{self.source.name}: expected {self.source.cardinality} examples; it ended before "
-                "them."
+                f"{self.source.name}: expected {expected} examples in file {number}; received "
+                f"{count}. The source has fewer examples than its cardinality, "
+                f"{self.source.cardinality}."
             )
         entry = {"examples": count, "bytes": tf.io.gfile.stat(path).length, "sha256": sha256(path)}
         with writable(self.directory):
             files_io.write_whole(self._part(number, "json"), json.dumps(entry).encode())
         return entry
 
-    def _whole(self, number: int, total: int | None) -> dict[str, Any] | None:
+    def _complete_entry(self, number: int, total: int | None) -> dict[str, Any] | None:
         """Return the entry of a complete file of an earlier call.
 
         Returns:
@@ -241,7 +250,7 @@ class Shards:
             return None
         return entry
 
-    def _named(self, entries: Sequence[dict[str, Any] | None]) -> list[dict[str, Any]]:
+    def _add_names(self, entries: Sequence[dict[str, Any] | None]) -> list[dict[str, Any]]:
         return [
             {"file": self._name(number, len(entries)), **(entry or {})}
             for number, entry in enumerate(entries)
@@ -271,7 +280,7 @@ def _rows(group: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield dict(zip(columns, row, strict=True))
 
 
-def chosen(
+def selected_examples(
     source: Source,
     ranges: Sequence[tuple[int, int | None]],
     function: Callable[[Any, Any], Any],
@@ -312,20 +321,21 @@ def chosen(
         starts = ends - source.lengths
         first = np.maximum(starts, bounds[:, :1])
         last = np.minimum(ends, bounds[:, 1:])
-        used, file = np.nonzero(first < last)
-        pieces = tf.data.Dataset.from_tensor_slices(
-            (file, first[used, file] - starts[file], (last - first)[used, file])
+        selected, file = np.nonzero(first < last)
+        file_ranges = tf.data.Dataset.from_tensor_slices(
+            (file, first[selected, file] - starts[file], (last - first)[selected, file])
         )
-        return pieces.flat_map(scan).map(
-            lambda held: function(decode(held), held), num_parallel_calls=parallel
+        return file_ranges.flat_map(scan).map(
+            lambda stored_example: function(decode(stored_example), stored_example),
+            num_parallel_calls=parallel,
         )
 
     def one(number: tf.Tensor) -> Any:
-        held = source.raw(number) if stored and source.raw is not None else None
-        return function(source.single(number), held)
+        stored_example = source.raw(number) if stored and source.raw is not None else None
+        return function(source.single(number), stored_example)
 
     numbers = tf.data.Dataset.from_tensor_slices(bounds).flat_map(
-        lambda both: tf.data.Dataset.range(both[0], both[1])
+        lambda bounds_of_range: tf.data.Dataset.range(bounds_of_range[0], bounds_of_range[1])
     )
     return numbers.map(one, num_parallel_calls=parallel)
 
@@ -336,7 +346,9 @@ def _numbers(ranges: Sequence[tuple[int, int | None]]) -> Iterator[int]:
         yield from itertools.count(begin) if end is None else range(begin, end)
 
 
-def named(source: Source, elements: Iterator[Any], numbers: Iterable[int]) -> Iterator[Any]:
+def name_unreadable(
+    source: Source, elements: Iterator[Any], numbers: Iterable[int]
+) -> Iterator[Any]:
     """Yield the elements of a dataset with one element per example; name unreadable examples.
 
     Args:
@@ -359,13 +371,14 @@ def named(source: Source, elements: Iterator[Any], numbers: Iterable[int]) -> It
             if source.walk is not None:
                 return
             raise ValueError(
-                f"{source.name}: expected {source.cardinality} examples; received {number}."
+                f"{source.name}: expected {source.cardinality} examples; the data ended before "
+                f"example {number}."
             ) from None
         except tf.errors.OpError as error:
-            where = place(source, number)
+            location = location_of(source, number)
             raise ValueError(
-                f"{source.name}: example {number}{f' ({where})' if where else ''} cannot be read: "
-                f"{cause(error)}"
+                f"{source.name}: example {number}{f' ({location})' if location else ''} cannot be "
+                f"read: {cause(error)}"
             ) from error
         yield element
 
@@ -381,8 +394,8 @@ def writable(directory: str) -> Iterator[None]:
         yield
     except files_io.CANNOT_WRITE as error:
         raise ValueError(
-            f"directory={directory!r} cannot be written: {error}. Name another one, or make room "
-            "and call again: what is whole is kept."
+            f"directory={directory!r} cannot be written: {error}. Name another one, or free disk "
+            "space and call again: complete files are kept."
         ) from error
 
 

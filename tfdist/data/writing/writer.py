@@ -24,15 +24,22 @@ from tfdist.data.sources.base import Source
 from tfdist.data.sources.convert import as_source
 from tfdist.data.sources.record_index import FRAME, open_indexes
 from tfdist.data.writing.encode import Encoder
-from tfdist.data.writing.record_shards import Progress, Shards, chosen, named, sha256, writable
+from tfdist.data.writing.record_shards import (
+    Progress,
+    Shards,
+    name_unreadable,
+    selected_examples,
+    sha256,
+    writable,
+)
 
 # Seconds to wait for another process that writes the same dataset and makes no progress.
-STALLED = 600.0
+STALLED_S = 600.0
 _SAMPLE = 64  # examples from which the size of a record is estimated
 _GROUP_BYTES = 1 << 20  # approximate size of one transfer from TensorFlow to Python
 _PLAN = "plan.json"
 # Keys of the plan that a call must share with the call that it resumes.
-_SAME = ("features", "structure", "compression", "shard_bytes", "sample")
+_PLAN_KEYS = ("features", "structure", "compression", "shard_bytes", "sample")
 
 
 def write(
@@ -87,15 +94,15 @@ def write(
     source = as_source(source)
     _check(shard_bytes, compression, workers)
     directory = files_io.absolute(directory)
-    encoder, sample = _sampled(source)
+    encoder, sample = _sample(source)
     plan = _plan(source, encoder, sample, shard_bytes, compression or "")
     writing = os.path.join(directory, dataset_file.UNFINISHED)
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as locks:
         if not tf.io.gfile.exists(os.path.join(directory, dataset_file.NAME)):
-            _refuse_others(directory)
+            _check_no_records(directory)
             with writable(directory):
                 tf.io.gfile.makedirs(writing)
-            _take_turn(held, directory)
+            _acquire_lock(locks, directory)
         if tf.io.gfile.exists(os.path.join(directory, dataset_file.NAME)):
             manifest = dataset_file.read(directory)
             assert manifest is not None
@@ -141,11 +148,11 @@ def verify(directory: str | os.PathLike, workers: int | None = None) -> dict[str
         sums = pool.map(
             lambda shard: sha256(os.path.join(directory, shard["file"])), manifest["shards"]
         )
-        for shard, found in zip(manifest["shards"], sums, strict=True):
-            if found != shard["sha256"]:
+        for shard, checksum in zip(manifest["shards"], sums, strict=True):
+            if checksum != shard["sha256"]:
                 raise ValueError(
                     f"{os.path.join(directory, shard['file'])}: damaged: expected SHA-256 "
-                    f"{shard['sha256']}, received {found}. Copy it again from where it is whole, "
+                    f"{shard['sha256']}, received {checksum}. Copy it again from an intact copy, "
                     "or delete the directory and write the data set again."
                 )
     return manifest
@@ -163,7 +170,7 @@ def _check(shard_bytes: Any, compression: Any, workers: Any) -> None:
 
 
 # --- Plan: content and number of files ----------------------------------------------------------
-def _sampled(source: Source) -> tuple[Encoder, list[bytes]]:
+def _sample(source: Source) -> tuple[Encoder, list[bytes]]:
     """Return the encoder of a source's examples, and a sample of serialized examples.
 
     The sample is spread over the whole source if it can be read at random; else it is its first
@@ -180,26 +187,31 @@ def _sampled(source: Source) -> tuple[Encoder, list[bytes]]:
             np.linspace(0, source.cardinality - 1, _SAMPLE).astype(np.int64)
         ).tolist()
         ranges = [(number, number + 1) for number in spread]
-    tells = source.scan is not None or source.raw is not None
-    pairs = chosen(
-        source, ranges, lambda example, stored: (example, stored) if tells else (example,), tells
+    has_stored = source.scan is not None or source.raw is not None
+    pairs = selected_examples(
+        source,
+        ranges,
+        lambda example, stored: (example, stored) if has_stored else (example,),
+        has_stored,
     )
-    shown = list(
-        named(source, iter(pairs), [number for range_ in ranges for number in range(*range_)])
+    examples = list(
+        name_unreadable(
+            source, iter(pairs), [number for range_ in ranges for number in range(*range_)]
+        )
     )
-    if not shown:
+    if not examples:
         raise ValueError(
             f"{source.name}: expected examples to write; it has none. Look at where it is read "
             "from."
         )
     encoder = Encoder.of(source)
-    if tells:
+    if has_stored:
         encoder = encoder.with_images(
-            [pair[0] for pair in shown], [pair[1].numpy() for pair in shown]
+            [pair[0] for pair in examples], [pair[1].numpy() for pair in examples]
         )
-    parts = [encoder.prepare(*pair, *([] if tells else [None])) for pair in shown]
+    parts = [encoder.prepare(*pair, *([] if has_stored else [None])) for pair in examples]
     return encoder, [
-        encoder.serialize({name: part.numpy() for name, part in each.items()}) for each in parts
+        encoder.serialize({name: part.numpy() for name, part in values.items()}) for values in parts
     ]
 
 
@@ -207,9 +219,9 @@ def _plan(
     source: Source, encoder: Encoder, sample: list[bytes], shard_bytes: int, compression: str
 ) -> dict[str, Any]:
     """Return the plan of a dataset: all that a later call needs to resume."""
-    together = b"".join(sample)
-    ratio = len(zlib.compress(together)) / len(together) if compression else 1.0
-    size = (len(together) / len(sample) + FRAME) * ratio
+    content = b"".join(sample)
+    ratio = len(zlib.compress(content)) / len(content) if compression else 1.0
+    size = (len(content) / len(sample) + FRAME) * ratio
     counts = None
     if source.walk is None:
         examples = source.cardinality
@@ -225,14 +237,14 @@ def _plan(
         "structure": dataset_file.to_json(encoder.features.structure),
         "compression": compression,
         "shard_bytes": shard_bytes,
-        "sample": hashlib.sha256(together).hexdigest(),
+        "sample": hashlib.sha256(content).hexdigest(),
         "counts": counts,
         "limit": shard_bytes / ratio,
     }
 
 
 # --- Directory -----------------------------------------------------------------------------------
-def _refuse_others(directory: str) -> None:
+def _check_no_records(directory: str) -> None:
     """Raise ValueError if the directory holds records of no unfinished dataset."""
     if tf.io.gfile.isdir(directory) and not tf.io.gfile.exists(
         os.path.join(directory, dataset_file.UNFINISHED)
@@ -244,30 +256,30 @@ def _refuse_others(directory: str) -> None:
         finished = tf.io.gfile.exists(os.path.join(directory, dataset_file.NAME))
         if others and not finished:
             raise ValueError(
-                f"directory={directory!r} holds records already, such as {others[0]}. Name another "
+                f"directory={directory!r} already holds records, such as {others[0]}. Name another "
                 "directory, or empty this one."
             )
 
 
-def _take_turn(held: contextlib.ExitStack, directory: str) -> None:
+def _acquire_lock(locks: contextlib.ExitStack, directory: str) -> None:
     """Wait for another process that writes this directory, as long as it makes progress."""
     if files_io.is_remote(directory):
         return
     while True:
-        before = _traces(directory)
+        previous = _unfinished_files(directory)
         try:
-            held.enter_context(
+            locks.enter_context(
                 files_io.locked(
-                    os.path.join(directory, ".write.lock"), STALLED, f"writing {directory}"
+                    os.path.join(directory, ".write.lock"), STALLED_S, f"writing {directory}"
                 )
             )
             return
         except TimeoutError:
-            if _traces(directory) == before:
+            if _unfinished_files(directory) == previous:
                 raise
 
 
-def _traces(directory: str) -> list[tuple[str, int]]:
+def _unfinished_files(directory: str) -> list[tuple[str, int]]:
     """Return names and sizes of the unfinished files."""
     with contextlib.suppress(OSError):
         return sorted(
@@ -277,19 +289,23 @@ def _traces(directory: str) -> list[tuple[str, int]]:
     return []
 
 
-def _check_same(directory: str, there: dict[str, Any], plan: dict[str, Any]) -> None:
+def _check_same(directory: str, existing: dict[str, Any], plan: dict[str, Any]) -> None:
     """Raise ValueError if the directory holds, or is to hold, another dataset."""
-    keys = _SAME if None in (there["examples"], plan["examples"]) else (*_SAME, "examples")
+    keys = (
+        _PLAN_KEYS
+        if None in (existing["examples"], plan["examples"])
+        else (*_PLAN_KEYS, "examples")
+    )
     for key in keys:
-        if there[key] != plan[key]:
-            what = (
-                "its first examples are others"
+        if existing[key] != plan[key]:
+            difference = (
+                "its first examples differ"
                 if key == "sample"
-                else f"its {key}: {there[key]!r} there, {plan[key]!r} here"
+                else f"its {key}: {existing[key]!r} there, {plan[key]!r} here"
             )
             raise ValueError(
-                f"directory={directory!r} holds another data set than {plan['name']}: {what}. Name "
-                "another directory, or delete this one."
+                f"directory={directory!r} holds another data set than {plan['name']}: "
+                f"{difference}. Name another directory, or delete this one."
             )
 
 
@@ -298,24 +314,24 @@ def _check_sizes(directory: str, manifest: dict[str, Any]) -> None:
         path = os.path.join(directory, shard["file"])
         if not tf.io.gfile.exists(path):
             raise ValueError(
-                f"{path}: missing. Copy it again from where it is, or delete the directory and "
-                "write the data set again."
+                f"{path}: missing. Copy it again, or delete the directory and write the data set "
+                "again."
             )
         size = tf.io.gfile.stat(path).length
         if size != shard["bytes"]:
             raise ValueError(
                 f"{path}: damaged: expected {shard['bytes']} bytes, received {size}. Copy it again "
-                "from where it is whole, or delete the directory and write the data set again."
+                "from an intact copy, or delete the directory and write the data set again."
             )
 
 
 def _resume(directory: str, plan: dict[str, Any]) -> dict[str, Any]:
     """Return the plan of the call that began this directory; this plan if none did."""
     path = os.path.join(directory, dataset_file.UNFINISHED, _PLAN)
-    there = dataset_file.read_json(path)
-    if there is not None:
-        _check_same(directory, there, plan)
-        return there
+    existing = dataset_file.read_json(path)
+    if existing is not None:
+        _check_same(directory, existing, plan)
+        return existing
     with writable(directory):
         files_io.write_whole(path, json.dumps(plan).encode())
     return plan
@@ -338,10 +354,10 @@ def _finish(directory: str, plan: dict[str, Any], shards: Shards, workers: int) 
             assert index.records == entry["examples"], (
                 f"{index.path}: {index.records} records of {entry['examples']}"
             )
-        kept = ("name", "classes", "class_names", *_SAME)
+        keys = ("name", "classes", "class_names", *_PLAN_KEYS)
         examples = sum(entry["examples"] for entry in entries)
         dataset_file.write(
-            directory, {"examples": examples, **{key: plan[key] for key in kept}, "shards": entries}
+            directory, {"examples": examples, **{key: plan[key] for key in keys}, "shards": entries}
         )
         tf.io.gfile.rmtree(os.path.join(directory, dataset_file.UNFINISHED))
     manifest = dataset_file.read(directory)

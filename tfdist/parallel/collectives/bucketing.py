@@ -26,26 +26,28 @@ def all_reduce(
     Returns:
         Sums in the order and shapes of `tensors`.
     """
-    places = [i for i, x in enumerate(tensors) if x is not None]
-    given = [tensors[i] for i in places]
+    positions = [i for i, x in enumerate(tensors) if x is not None]
+    present = [tensors[i] for i in positions]
     result = list(tensors)
     plan = flat_shards.buckets(
-        [x.shape.num_elements() * x.dtype.size for x in given],
-        [x.dtype for x in given],
+        [x.shape.num_elements() * x.dtype.size for x in present],
+        [x.dtype for x in present],
         bucket_bytes,
     )
     for number, bucket in enumerate(plan):
         members = (
-            [tf.reshape(given[i], [-1]) for i in bucket] if len(bucket) > 1 else [given[bucket[0]]]
+            [tf.reshape(present[i], [-1]) for i in bucket]
+            if len(bucket) > 1
+            else [present[bucket[0]]]
         )
-        sums = _together(
+        sums = _exchange_packed(
             members,
             0,
             0,
             functools.partial(group.all_reduce, name=f"{name}/{number}", comm_dtype=comm_dtype),
         )
         for i, part in zip(bucket, sums, strict=True):
-            result[places[i]] = tf.reshape(part, given[i].shape)
+            result[positions[i]] = tf.reshape(part, present[i].shape)
     return result
 
 
@@ -71,7 +73,7 @@ def reduce_scatter(
     result: list[tf.Tensor | None] = [None] * len(tensors)
     for number, bucket in enumerate(plan):
         if members := {i: x for i in bucket if (x := tensors[i]) is not None}:
-            sums = _together(
+            sums = _exchange_packed(
                 list(members.values()),
                 1,
                 0,
@@ -100,7 +102,7 @@ def all_gather(
     """
     for number, bucket in enumerate(plan):
         if members := {i: x for i in bucket if (x := tensors[i]) is not None}:
-            whole = _together(
+            whole = _exchange_packed(
                 list(members.values()),
                 0,
                 1,
@@ -109,22 +111,25 @@ def all_gather(
             yield from zip(members, whole, strict=True)
 
 
-def _together(
-    members: list[tf.Tensor], given: int, received: int, exchange: Callable[[tf.Tensor], tf.Tensor]
+def _exchange_packed(
+    tensors: list[tf.Tensor],
+    axis: int,
+    result_axis: int,
+    exchange: Callable[[tf.Tensor], tf.Tensor],
 ) -> list[tf.Tensor]:
     """Exchange tensors as one tensor.
 
     Args:
-        members: Tensors of one bucket.
-        given: Axis along which the tensors are concatenated before the exchange.
-        received: Axis along which the result is split after the exchange.
+        tensors: Tensors of one bucket.
+        axis: Axis along which the tensors are concatenated before the exchange.
+        result_axis: Axis along which the result is split after the exchange.
         exchange: Collective that is called once.
 
     Returns:
-        Parts of the result, one for each of `members`.
+        Parts of the result, one for each of `tensors`.
     """
-    if len(members) == 1:
-        return [exchange(members[0])]
+    if len(tensors) == 1:
+        return [exchange(tensors[0])]
     return tf.split(
-        exchange(tf.concat(members, given)), [x.shape[given] for x in members], received
+        exchange(tf.concat(tensors, axis)), [x.shape[axis] for x in tensors], result_axis
     )

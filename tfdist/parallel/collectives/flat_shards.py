@@ -90,13 +90,13 @@ def buckets(sizes: Sequence[int], kinds: Sequence[Hashable], limit: int) -> list
     >>> buckets([8, 2, 2, 9, 3], ["a", "a", "a", "a", "b"], 10)
     [[4], [3], [2, 1], [0]]
     """
-    found: list[list[int]] = []
+    result: list[list[int]] = []
     filled = 0
-    for place in reversed(range(len(sizes))):
-        if found and kinds[found[-1][0]] == kinds[place] and filled + sizes[place] <= limit:
-            found[-1].append(place)
-            filled += sizes[place]
+    for i in reversed(range(len(sizes))):
+        if result and kinds[result[-1][0]] == kinds[i] and filled + sizes[i] <= limit:
+            result[-1].append(i)
+            filled += sizes[i]
         else:
-            found.append([place])
-            filled = sizes[place]
-    return found
+            result.append([i])
+            filled = sizes[i]
+    return result

@@ -93,10 +93,9 @@ class Group:
         placement = getattr(engine, "placement", None)
         if placement is None:
             raise ValueError(
-                "expected a strategy of tfdist whose replicas train in step "
-                "(one_device, mirrored, multi_worker_mirrored), "
-                f"received {type(strategy).__name__}; "
-                "make it with tfdist.make_strategy()."
+                "expected a synchronous strategy of tfdist (one_device, mirrored or "
+                f"multi_worker_mirrored), received {type(strategy).__name__}. Make it with "
+                "tfdist.make_strategy()."
             )
         return cls(name, placement, strategy.extended.worker_devices, engine.communication, members)
 
@@ -114,8 +113,8 @@ class Group:
         number = None if context is None else tf.get_static_value(context.replica_id_in_sync_group)
         if number is None:
             raise RuntimeError(
-                f"{self.name}: {len(self._devices)} replicas of this process exchange tensors, "
-                "which each of them does in its own context: within strategy.run()."
+                f"{self.name}: this process has {len(self._devices)} replicas, and each must "
+                "exchange tensors in its own replica context. Call this inside strategy.run()."
             )
         return int(number) % len(self._devices)
 
@@ -211,15 +210,15 @@ class Group:
     def _on_device(self, op, x: tf.Tensor, name: str, **attributes) -> tf.Tensor:
         if x.dtype not in _DTYPES:
             raise ValueError(
-                f"{self.name}: {name}: TensorFlow's collectives send "
-                f"{', '.join(d.name for d in _DTYPES)}, received {x.dtype.name}; cast it before."
+                f"{self.name}: {name}: expected one of the dtypes of TensorFlow's collectives, "
+                f"{', '.join(d.name for d in _DTYPES)}; received {x.dtype.name}. Cast the tensor."
             )
         local = self.local
         if tf.executing_eagerly() and len(self._devices) > 1:
             raise RuntimeError(
-                f"{self.name}: run eagerly, the replicas of one process come one after the other, "
-                "and the first would wait for the others for ever. "
-                "Compile without run_eagerly=True, and call strategy.run() in a tf.function."
+                f"{self.name}: in eager mode, the replicas of one process run one after the other, "
+                "so the first would wait for the others forever. Compile without "
+                "run_eagerly=True, and call strategy.run() in a tf.function."
             )
         call = f"{name} {x.dtype.name} {x.shape}"  # TensorFlow remembers the shape of each instance
         with tf.device(self._devices[local]):
@@ -247,12 +246,12 @@ def metered() -> Iterator[list[int]]:
         Bytes of each collective of any group that is called, or traced, within the context.
     """
     sent: list[int] = []
-    before = getattr(_meters, "open", ())
+    outer = getattr(_meters, "open", ())
     _meters.open = (*getattr(_meters, "open", ()), sent)
     try:
         yield sent
     finally:
-        _meters.open = before
+        _meters.open = outer
 
 
 def _token(name: str, device: str) -> tf.Tensor:

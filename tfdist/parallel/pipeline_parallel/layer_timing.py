@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.parallel.pipeline_parallel.split import Graph, numbered
+from tfdist.parallel.pipeline_parallel.split import Graph, inputs_by_number
 
 _EXAMPLES = 32
 _ROUNDS = 3
@@ -29,26 +29,26 @@ def seconds(graph: Graph, sample: Any = None) -> list[float]:
             than the model.
     """
     tensors = _inputs(graph, sample)
-    found = []
+    times = []
     for call in graph.calls:
         model = keras.Model(
-            [graph.tensors[n] for n in dict.fromkeys(call.takes)],
-            [graph.tensors[n] for n in call.makes],
+            [graph.tensors[n] for n in dict.fromkeys(call.input_numbers)],
+            [graph.tensors[n] for n in call.output_numbers],
         )
-        given = [tensors[n] for n in dict.fromkeys(call.takes)]
+        inputs = [tensors[n] for n in dict.fromkeys(call.input_numbers)]
         step = tf.function(_step(model), autograph=False)
-        outputs = step(given)[0]
-        found.append(min(_timed(step, given) for _ in range(_ROUNDS)))
-        tensors.update(zip(call.makes, outputs, strict=True))
-    return found
+        outputs = step(inputs)[0]
+        times.append(min(_measure(step, inputs) for _ in range(_ROUNDS)))
+        tensors.update(zip(call.output_numbers, outputs, strict=True))
+    return times
 
 
 def _step(model: keras.Model):
-    def step(given: list[tf.Tensor]):
-        watched = [x for x in given if x.dtype.is_floating]
+    def step(inputs: list[tf.Tensor]):
+        watched = [x for x in inputs if x.dtype.is_floating]
         with keras.StatelessScope(), tf.GradientTape() as tape:
             tape.watch(watched)
-            outputs = keras.tree.flatten(model(given, training=False))
+            outputs = keras.tree.flatten(model(inputs, training=False))
         ends = [x for x in outputs if x.dtype.is_floating]
         return outputs, tape.gradient(
             ends, watched + [v.value for v in model.trainable_variables]
@@ -57,9 +57,9 @@ def _step(model: keras.Model):
     return step
 
 
-def _timed(step: Any, given: list[tf.Tensor]) -> float:
+def _measure(step: Any, inputs: list[tf.Tensor]) -> float:
     begin = time.perf_counter()
-    for x in keras.tree.flatten(step(given)):
+    for x in keras.tree.flatten(step(inputs)):
         if x is not None:
             tf.convert_to_tensor(x).numpy()
     return time.perf_counter() - begin
@@ -71,11 +71,11 @@ def _inputs(graph: Graph, sample: Any) -> dict[int, tf.Tensor]:
         unknown = [t.name for t in inputs if None in t.shape[1:]]
         if unknown:
             raise ValueError(
-                f'pipeline: balance="time": the shape of input {unknown[0]!r} is not known; '
-                "pass sample=, inputs such as the model gets."
+                f'parallel.pipeline: balance="time": the shape of input {unknown[0]!r} is unknown. '
+                "Pass example inputs as sample=."
             )
         sample = [tf.zeros((_EXAMPLES, *t.shape[1:]), t.dtype) for t in inputs]
     return {
         n: tf.cast(tf.convert_to_tensor(x), graph.tensors[n].dtype)
-        for n, x in numbered(graph, sample).items()
+        for n, x in inputs_by_number(graph, sample).items()
     }

@@ -23,7 +23,7 @@ class Mesh:
         """Return the number of device groups that each take a part of a batch."""
         return len(self.devices)
 
-    def home(self, stage: int, shard: int = 0) -> str:
+    def device_of(self, stage: int, shard: int = 0) -> str:
         """Return the device that holds the variables of a stage: one of the first group."""
         own = self.devices[0][stage]
         return own[shard % len(own)]
@@ -44,25 +44,26 @@ def mesh_of(names: Sequence[str] | None, groups: int, stages: int, shards: int) 
     """
     known = [_full(d.name) for d in tf.config.list_logical_devices()]
     if names is None:
-        of_kind = {
+        by_kind = {
             kind: [_full(d.name) for d in tf.config.list_logical_devices(kind)]
             for kind in ("GPU", "CPU")
         }
-        found = of_kind["GPU"] or of_kind["CPU"]
+        devices = by_kind["GPU"] or by_kind["CPU"]
     else:
         if isinstance(names, str) or not all(isinstance(name, str) for name in names):
             raise ValueError(
-                f'pipeline: devices: expected a list of names such as "gpu:0", received {names!r}.'
+                'parallel.pipeline: devices: expected a list of names such as "gpu:0", received '
+                f"{names!r}."
             )
         unknown = [name for name in names if _full(name) not in known]
         if unknown:
             raise ValueError(
-                f"pipeline: devices: {', '.join(unknown)}: TensorFlow has no such device; "
+                f"parallel.pipeline: devices: {', '.join(unknown)}: TensorFlow has no such device; "
                 f"it has {', '.join(known)}."
             )
-        found = [_full(name) for name in names]
+        devices = [_full(name) for name in names]
     needed = groups * stages * shards
-    if len(found) < needed or (names is not None and len(found) > needed):
+    if len(devices) < needed or (names is not None and len(devices) > needed):
         product = " x ".join(
             [
                 *([f"data={groups}"] if groups > 1 else []),
@@ -70,19 +71,19 @@ def mesh_of(names: Sequence[str] | None, groups: int, stages: int, shards: int) 
                 *([f"tensor={shards}"] if shards > 1 else []),
             ]
         )
-        remedy = f"Take more stages, or name {needed} devices."
-        if len(found) < needed:
+        remedy = f"Use more stages, or name {needed} devices."
+        if len(devices) < needed:
             remedy = (
-                "Take fewer stages, or name the devices, one several times if they are to share "
-                "it; logical CPU devices are made before TensorFlow starts, by "
+                "Use fewer stages, or list a device several times so that stages share it. For "
+                "logical CPU devices, call "
                 f'tfdist.make_strategy("mirrored", devices={needed}) or '
-                "tf.config.set_logical_device_configuration."
+                "tf.config.set_logical_device_configuration before TensorFlow starts."
             )
         raise ValueError(
-            f"pipeline: devices: {product} need {needed}, received {len(found)} "
-            f"({', '.join(found)}). {remedy}"
+            f"parallel.pipeline: devices: {product} need {needed}, received {len(devices)} "
+            f"({', '.join(devices)}). {remedy}"
         )
-    cells = iter(found[:needed])
+    cells = iter(devices[:needed])
     return Mesh(
         tuple(
             tuple(tuple(next(cells) for _ in range(shards)) for _ in range(stages))

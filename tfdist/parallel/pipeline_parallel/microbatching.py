@@ -14,12 +14,12 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_compat.parallel import mask_of, with_mask
-from tfdist.parallel.pipeline_parallel.schedule import Task, together
+from tfdist.parallel.pipeline_parallel.schedule import Task, execution_order
 from tfdist.parallel.pipeline_parallel.stage_passes import Loss, StageInGroup
 
-INDIVISIBLE = "pipeline: data * microbatches"
+INDIVISIBLE = "PipelineModel: data * microbatches"
 REMEDY = (
-    "choose another batch size, or drop what is left of an epoch: "
+    "Choose another batch size, or drop the last batch of an epoch: "
     "Dataset.batch(..., drop_remainder=True)."
 )
 
@@ -43,25 +43,28 @@ def run(
             pass.
         training: Whether backward passes follow.
     """
-    last: dict[tuple[int, int], list] = {}
+    previous: dict[tuple[int, int], list] = {}
     gradients: list[list[dict[int, tf.Tensor]]] = [[{} for _ in each] for each in tensors]
-    for stage, task in together(tasks):
+    for stage, task in execution_order(tasks):
         m = task.microbatch
         for g, group in enumerate(groups):
-            own = group[stage]
-            with tf.device(own.devices[0]), tf.control_dependencies(last.get((g, stage), [])):
+            stage_in_group = group[stage]
+            with (
+                tf.device(stage_in_group.devices[0]),
+                tf.control_dependencies(previous.get((g, stage), [])),
+            ):
                 if task.backward:
-                    results = own.backward(m, gradients[g][m], losses[g])
+                    results = stage_in_group.backward(m, gradients[g][m], losses[g])
                 else:
-                    results = own.forward(m, tensors[g][m], losses[g], training)
+                    results = stage_in_group.forward(m, tensors[g][m], losses[g], training)
                     if stage == len(group) - 1:
                         finish(g, m)
             if not tf.executing_eagerly():
-                with tf.device(own.devices[0]), tf.control_dependencies(results):
-                    last[g, stage] = [tf.no_op()]
+                with tf.device(stage_in_group.devices[0]), tf.control_dependencies(results):
+                    previous[g, stage] = [tf.no_op()]
 
 
-def equal_pieces(tree: Any, count: int, model: str) -> list[Any]:
+def split_evenly(tree: Any, count: int, model: str) -> list[Any]:
     """Split a batch by rows into equal pieces.
 
     Args:
@@ -94,21 +97,21 @@ def equal_pieces(tree: Any, count: int, model: str) -> list[Any]:
                     "received a batch of"
                 ),
                 actual,
-                f"examples; {REMEDY}",
+                f"examples. {REMEDY}",
             ]
             with tf.control_dependencies([tf.debugging.Assert(tf.equal(actual % count, 0), words)]):
                 x = tf.identity(x)
         elif rows % count:
             raise ValueError(
                 f"{INDIVISIBLE} = {count} must divide every batch that {model} trains on, "
-                f"received a batch of {rows} examples; {REMEDY}"
+                f"received a batch of {rows} examples. {REMEDY}"
             )
         return tf.split(x, count)
 
-    return _turned(tree, cut, count)
+    return _split_leaves(tree, cut, count)
 
 
-def any_pieces(tree: Any, count: int) -> tuple[list[Any], list[tf.Tensor]]:
+def split_any_size(tree: Any, count: int) -> tuple[list[Any], list[tf.Tensor]]:
     """Split a batch by rows into pieces that differ by at most one row.
 
     No piece is empty, because some TensorFlow operations have no kernel for empty tensors.
@@ -130,26 +133,26 @@ def any_pieces(tree: Any, count: int) -> tuple[list[Any], list[tf.Tensor]]:
         filled = tf.concat([x, tf.repeat(x[:1], extra, axis=0)], 0)
         return tf.split(filled, tf.maximum(sizes, 1))
 
-    return _turned(tree, cut, count), parts
+    return _split_leaves(tree, cut, count), parts
 
 
-def whole(pieces: Sequence[tf.Tensor], rows: tf.Tensor) -> tf.Tensor:
+def concatenate(parts: Sequence[tf.Tensor], rows: tf.Tensor) -> tf.Tensor:
     """Concatenate the pieces of a batch, with their masks.
 
     Args:
-        pieces: Tensors `[piece rows, ...]` of pieces from `any_pieces`.
+        parts: Tensors `[piece rows, ...]` of pieces from `split_any_size`.
         rows: Number of rows of the batch, a scalar.
 
     Returns:
         Tensor `[rows, ...]`, with a mask if all pieces have one.
     """
-    masks = [mask_of(x) for x in pieces]
+    masks = [mask_of(x) for x in parts]
     return with_mask(
-        tf.concat(pieces, 0)[:rows],
+        tf.concat(parts, 0)[:rows],
         tf.concat(masks, 0)[:rows] if all(m is not None for m in masks) else None,
     )
 
 
-def _turned(tree: Any, cut: Callable[[Any], list], count: int) -> list[Any]:
+def _split_leaves(tree: Any, cut: Callable[[Any], list], count: int) -> list[Any]:
     flat = [cut(x) for x in keras.tree.flatten(tree)]
     return [keras.tree.pack_sequence_as(tree, [each[i] for each in flat]) for i in range(count)]

@@ -19,9 +19,9 @@ from tfdist.parallel.pipeline_parallel.split import (
     Graph,
     Stage,
     balanced,
-    cut_behind,
+    cuts_after,
     graph_of,
-    numbered,
+    inputs_by_number,
     parameters,
     split,
 )
@@ -88,45 +88,51 @@ def pipeline(
     ):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(
-                f"pipeline: {name}: expected a whole number from 1, received {value!r}."
+                f"parallel.pipeline: {name}: expected a positive integer, received {value!r}."
             )
-    for name, given, known in (("schedule", schedule, SCHEDULES), ("balance", balance, BALANCES)):
-        if given not in known:
+    for name, option, choices in (
+        ("schedule", schedule, SCHEDULES),
+        ("balance", balance, BALANCES),
+    ):
+        if option not in choices:
             raise ValueError(
-                f"pipeline: {name}: expected {' or '.join(map(repr, known))}, received {given!r}."
+                f"parallel.pipeline: {name}: expected {' or '.join(map(repr, choices))}, received "
+                f"{option!r}."
             )
     if (stages is None) == (cut_at is None):
         raise ValueError(
-            "pipeline: expected either stages or cut_at, "
+            "parallel.pipeline: expected either stages or cut_at, "
             f"received stages={stages!r} and cut_at={cut_at!r}."
         )
     if sample is not None and (balance != "time" or stages is None):
         raise ValueError(
-            'pipeline: sample: expected with stages=S and balance="time" alone, '
+            'parallel.pipeline: sample: expected only with stages=S and balance="time", '
             f"received it with stages={stages!r} and balance={balance!r}."
         )
     if tf.distribute.has_strategy():
         raise ValueError(
-            "pipeline: call it outside of strategy.scope(); "
-            "for several groups of devices pass data=N."
+            "parallel.pipeline: expected a call outside of strategy.scope(). For data parallelism, "
+            "pass data=N."
         )
     graph = graph_of(model)
     if stages is None:
         assert cut_at is not None
-        ends = cut_behind(graph, cut_at if isinstance(cut_at, (list, tuple)) else [cut_at])
+        ends = cuts_after(graph, cut_at if isinstance(cut_at, (list, tuple)) else [cut_at])
     else:
         ends = balanced(
             graph, stages, parameters(graph) if balance == "parameters" else seconds(graph, sample)
         )
-    found = split(graph, ends)
-    mesh = mesh_of(devices, data, len(found), tensor)
-    _check_shards(found, mesh)
-    homes: dict[int, int] = {}
-    for stage in found:
+    parts = split(graph, ends)
+    mesh = mesh_of(devices, data, len(parts), tensor)
+    _check_shards(parts, mesh)
+    stage_of_variable: dict[int, int] = {}
+    for stage in parts:
         for v in stage.model.variables:
-            if homes.setdefault(id(v), stage.number) == stage.number:
-                move(v, mesh.home(stage.number, shard_of(v)))
-    return PipelineModel(model, Plan(graph, found, mesh, homes, microbatches, schedule, recompute))
+            if stage_of_variable.setdefault(id(v), stage.number) == stage.number:
+                move(v, mesh.device_of(stage.number, shard_of(v)))
+    return PipelineModel(
+        model, Plan(graph, parts, mesh, stage_of_variable, microbatches, schedule, recompute)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +143,7 @@ class Plan:
         graph: Graph of the model.
         stages: Stages of the model, in order.
         mesh: Devices of the stages.
-        homes: Index of the stage that holds a variable, by the id of the variable.
+        stage_of_variable: Index of the stage that holds a variable, by the id of the variable.
         microbatches: Number of micro-batches of each group.
         schedule: Order of passes, one of `SCHEDULES`.
         recompute: Whether stages compute their activations again before the backward pass.
@@ -146,24 +152,24 @@ class Plan:
     graph: Graph
     stages: tuple[Stage, ...]
     mesh: Mesh
-    homes: dict[int, int]
+    stage_of_variable: dict[int, int]
     microbatches: int
     schedule: str
     recompute: bool
 
     @property
-    def pieces(self) -> int:
+    def total_microbatches(self) -> int:
         """Return the number of micro-batches of a batch, over all groups."""
         return self.microbatches * self.mesh.groups
 
-    def home(self, variable: keras.Variable) -> str:
+    def device_of(self, variable: keras.Variable) -> str:
         """Return the device that holds a variable."""
-        return self.mesh.home(self.homes[id(variable)], shard_of(variable))
+        return self.mesh.device_of(self.stage_of_variable[id(variable)], shard_of(variable))
 
     @property
-    def end(self) -> str:
+    def last_device(self) -> str:
         """Return the device of the last stage in the first group."""
-        return self.mesh.home(len(self.stages) - 1)
+        return self.mesh.device_of(len(self.stages) - 1)
 
     def recomputes(self, stage: int) -> bool:
         """Return whether a stage computes its activations again before the backward pass.
@@ -189,7 +195,7 @@ class PipelineModel(keras.Model):
         self.plan = plan
         self.output_names = list(plan.graph.model.output_names)
         self.supports_jit = False
-        self._counted = _Counted()
+        self._step_losses = _StepLosses()
         self.built = True
 
     # --- Methods of keras.Model ---------------------------------------------------------------
@@ -206,8 +212,8 @@ class PipelineModel(keras.Model):
         """
         if jit_compile is True:
             raise ValueError(
-                "pipeline: jit_compile=True: XLA compiles for one device, and has no kernels for "
-                "what stages send each other; leave it out."
+                "PipelineModel.compile: expected jit_compile=False, received True. XLA cannot "
+                "compile a step over several devices."
             )
         super().compile(*args, jit_compile=False, **kwargs)
         _reduction(self.loss)
@@ -217,21 +223,21 @@ class PipelineModel(keras.Model):
         if self.train_function is None or force:
             super().make_train_function(force)
             function: Any = self.train_function
-            self.train_function: Callable | None = _explained(function)
+            self.train_function: Callable | None = _with_plain_errors(function)
 
     def call(self, inputs, training=None):
         """Run the stages of the first group one after the other."""
-        tensors = self._numbered(inputs)
+        tensors = self._inputs_by_number(inputs)
         for stage in self.plan.stages:
-            with tf.device(self.plan.mesh.home(stage.number)):
-                outputs = stage.model([tensors[n] for n in stage.takes], training=training)
-            tensors.update(zip(stage.makes, keras.tree.flatten(outputs), strict=True))
-        return self._packed(tensors)
+            with tf.device(self.plan.mesh.device_of(stage.number)):
+                outputs = stage.model([tensors[n] for n in stage.input_numbers], training=training)
+            tensors.update(zip(stage.output_numbers, keras.tree.flatten(outputs), strict=True))
+        return self._pack_outputs(tensors)
 
     @property
     def losses(self):
         """Return the losses of the inner model; within a step, the losses of the step."""
-        return super().losses if self._counted.losses is None else self._counted.losses
+        return super().losses if self._step_losses.losses is None else self._step_losses.losses
 
     def save(self, filepath, *args, **kwargs):
         """Save the inner model with its weights. See `keras.Model`."""
@@ -255,19 +261,21 @@ class PipelineModel(keras.Model):
         x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
         plan = self.plan
         reduction = _reduction(self.loss, weights is not None)
-        pieces = microbatching.equal_pieces(
-            (self._numbered(x), y, weights), plan.pieces, self.inner.name
+        microbatch_data = microbatching.split_evenly(
+            (self._inputs_by_number(x), y, weights), plan.total_microbatches, self.inner.name
         )
-        batches = _grouped(pieces, plan.microbatches)
+        batches = _split_into_groups(microbatch_data, plan.microbatches)
         tensors = [[dict(inputs) for inputs, _, _ in group] for group in batches]
         scale = tf.convert_to_tensor(self.optimizer.scale_loss(tf.constant(1.0)))
-        share = scale / plan.pieces
+        share = scale / plan.total_microbatches
         groups = self._groups([[share] * plan.microbatches] * plan.mesh.groups)
 
         def loss_of(group: int) -> Loss:
-            def loss(microbatch: int, made: dict[int, tf.Tensor]) -> tf.Tensor | None:
+            def loss(
+                microbatch: int, tensors_of_microbatch: dict[int, tf.Tensor]
+            ) -> tf.Tensor | None:
                 _, y, weights = batches[group][microbatch]
-                value = self._loss(y, self._packed(made), weights)
+                value = self._loss(y, self._pack_outputs(tensors_of_microbatch), weights)
                 return (
                     None
                     if value is None
@@ -279,7 +287,7 @@ class PipelineModel(keras.Model):
         def measure(group: int, microbatch: int) -> None:
             _, y, weights = batches[group][microbatch]
             self.compute_metrics(
-                None, y, self._packed(tensors[group][microbatch]), sample_weight=weights
+                None, y, self._pack_outputs(tensors[group][microbatch]), sample_weight=weights
             )
 
         losses = [loss_of(d) for d in range(plan.mesh.groups)]
@@ -291,24 +299,28 @@ class PipelineModel(keras.Model):
             measure,
             training=True,
         )
-        gradients = stage_updates.summed(groups, plan.home)
-        penalties = stage_updates.penalties(self.trainable_variables, plan.home, gradients, scale)
-        with tf.device(plan.end):
-            found = [loss for group in groups for stage in group for loss in stage.added]
-            if not found and not penalties:
-                raise ValueError("pipeline: there is no loss; give compile() a `loss`.")
-            total = tf.add_n([*(loss / scale for loss in found), *penalties])
+        gradients = stage_updates.sum_gradients(groups, plan.device_of)
+        penalties = stage_updates.penalties(
+            self.trainable_variables, plan.device_of, gradients, scale
+        )
+        with tf.device(plan.last_device):
+            losses_of_stages = [loss for group in groups for stage in group for loss in stage.added]
+            if not losses_of_stages and not penalties:
+                raise ValueError(
+                    "PipelineModel: expected a loss, received none. Pass compile(loss=...)."
+                )
+            total = tf.add_n([*(loss / scale for loss in losses_of_stages), *penalties])
         self._note(total, x)
         stage_updates.apply(self.optimizer, gradients, self.trainable_variables)
-        stage_updates.keep_state(groups, plan.home)
+        stage_updates.keep_state(groups, plan.device_of)
         return self.get_metrics_result()
 
     def test_step(self, data):
         """See `keras.Model`."""
         x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
         outputs, added = self._forward(x)
-        with self._counted.as_losses(
-            [*added, *stage_updates.penalties(self.trainable_variables, self.plan.home)]
+        with self._step_losses.as_losses(
+            [*added, *stage_updates.penalties(self.trainable_variables, self.plan.device_of)]
         ):
             loss = self.compute_loss(
                 x=x, y=y, y_pred=outputs, sample_weight=weights, training=False
@@ -323,25 +335,28 @@ class PipelineModel(keras.Model):
     def _forward(self, x: Any) -> tuple[Any, list[tf.Tensor]]:
         """Return the outputs for a batch of any size, and the losses that layers add."""
         plan = self.plan
-        inputs = self._numbered(x)
-        pieces, parts = microbatching.any_pieces(inputs, plan.pieces)
+        inputs = self._inputs_by_number(x)
+        microbatch_data, parts = microbatching.split_any_size(inputs, plan.total_microbatches)
         tensors = [
-            [dict(piece) for piece in group] for group in _grouped(pieces, plan.microbatches)
+            [dict(piece) for piece in group]
+            for group in _split_into_groups(microbatch_data, plan.microbatches)
         ]
-        groups = self._groups(_grouped(parts, plan.microbatches))
+        groups = self._groups(_split_into_groups(parts, plan.microbatches))
         microbatching.run(
             groups,
             tensors,
             tasks(len(plan.stages), plan.microbatches, "forward"),
             [None] * plan.mesh.groups,
         )
-        with tf.device(plan.end):
+        with tf.device(plan.last_device):
             rows = _rows(inputs)
-            made = {
-                n: microbatching.whole([each[n] for group in tensors for each in group], rows)
+            whole_outputs = {
+                n: microbatching.concatenate(
+                    [microbatch[n] for group in tensors for microbatch in group], rows
+                )
                 for n in plan.graph.outputs
             }
-        return self._packed(made), [
+        return self._pack_outputs(whole_outputs), [
             loss for group in groups for stage in group for loss in stage.added
         ]
 
@@ -361,21 +376,24 @@ class PipelineModel(keras.Model):
                     d,
                     s.number == last,
                     self.plan.recomputes(s.number),
-                    own,
+                    own_shares,
                     self.plan.graph.inputs,
                 )
                 for s in self.plan.stages
             ]
-            for d, (devices, own) in enumerate(zip(self.plan.mesh.devices, shares, strict=True))
+            for d, (devices, own_shares) in enumerate(
+                zip(self.plan.mesh.devices, shares, strict=True)
+            )
         ]
 
-    def _numbered(self, x: Any) -> dict[int, tf.Tensor]:
+    def _inputs_by_number(self, x: Any) -> dict[int, tf.Tensor]:
         """Return the inputs by their numbers in the graph."""
         return {
-            n: tf.convert_to_tensor(tensor) for n, tensor in numbered(self.plan.graph, x).items()
+            n: tf.convert_to_tensor(tensor)
+            for n, tensor in inputs_by_number(self.plan.graph, x).items()
         }
 
-    def _packed(self, tensors: dict[int, tf.Tensor]) -> Any:
+    def _pack_outputs(self, tensors: dict[int, tf.Tensor]) -> Any:
         """Return the outputs in the structure that the model would return."""
         flat = [tensors[n] for n in self.plan.graph.outputs]
         model = self.plan.graph.model
@@ -393,12 +411,12 @@ class PipelineModel(keras.Model):
         ]
         if masked:
             raise ValueError(
-                f"pipeline: output {masked[0]!r} has a mask, by which Keras divides the loss: "
-                "micro-batches have different numbers of unmasked places, "
-                "so that their mean is not the batch's. Remove the mask behind the last layer that "
-                "needs it, and pass sample weights that are 0 there."
+                f"PipelineModel: output {masked[0]!r} has a mask, and Keras divides the loss by "
+                "its size. Micro-batches have different numbers of unmasked positions, so the mean "
+                "of their losses is not the loss of the batch. Remove the mask after the last "
+                "layer that needs it, and pass sample weights that are 0 at masked positions."
             )
-        with self._counted.as_losses([]):
+        with self._step_losses.as_losses([]):
             return self.compute_loss(
                 x=None, y=y, y_pred=outputs, sample_weight=weights, training=True
             )
@@ -409,7 +427,7 @@ class PipelineModel(keras.Model):
         )
 
 
-class _Counted:
+class _StepLosses:
     """Replacement for `PipelineModel.losses` while a step is traced.
 
     Without it, Keras would add the losses of all layers to the loss of each micro-batch.
@@ -434,7 +452,7 @@ def _check_shards(stages: Sequence[Stage], mesh: Mesh) -> None:
             idle = sorted(set(own) - set(own[:shards]))
             if idle:
                 raise ValueError(
-                    f"pipeline: tensor={len(own)}: stage {stage.number} "
+                    f"parallel.pipeline: tensor={len(own)}: stage {stage.number} "
                     f"({', '.join(stage.layers)}) has no ShardedMLP of {len(own)} shards, "
                     f"so that {', '.join(idle)} would "
                     "have nothing to do. Give it one, move the cuts, or name a device several "
@@ -446,7 +464,7 @@ def _rows(x: Any) -> tf.Tensor:
     return tf.shape(keras.tree.flatten(x)[0])[0]
 
 
-def _grouped(pieces: Sequence, size: int) -> list[list]:
+def _split_into_groups(pieces: Sequence, size: int) -> list[list]:
     return [list(pieces[i : i + size]) for i in range(0, len(pieces), size)]
 
 
@@ -460,43 +478,44 @@ def _reduction(losses: Any, weighted: bool = False) -> str:
     Raises:
         ValueError: If the losses of micro-batches do not add up to the loss of the batch.
     """
-    found = {
+    reductions = {
         getattr(loss, "reduction", "sum_over_batch_size")
         for loss in keras.tree.flatten(losses)
         if loss is not None
     }
-    kinds = {"sum" if r == "sum" else "mean" for r in found}
+    kinds = {"sum" if r == "sum" else "mean" for r in reductions}
     if (
-        found & {None, "none"}
+        reductions & {None, "none"}
         or len(kinds) > 1
-        or (weighted and "mean_with_sample_weight" in found)
+        or (weighted and "mean_with_sample_weight" in reductions)
     ):
         raise ValueError(
-            f"pipeline: the losses' reductions are {', '.join(sorted(map(str, found)))}: those of "
-            "micro-batches do not add up to the batch's. Use "
-            '"sum_over_batch_size" for all of them, or "sum" for all.'
+            "PipelineModel: expected losses that all have the reduction "
+            '"sum_over_batch_size", or all "sum"; received '
+            f"{', '.join(sorted(map(str, reductions)))}. With other reductions, the losses of "
+            "micro-batches do not add up to the loss of the batch."
         )
     return kinds.pop() if kinds else "mean"
 
 
-def _explained(function: Callable) -> Callable:
+def _with_plain_errors(function: Callable) -> Callable:
     """Wrap a train function to raise ValueError for an indivisible batch.
 
     TensorFlow's own error contains graph details, which hide the message.
     """
 
-    def explained(*args):
+    def wrapper(*args):
         try:
             return function(*args)
         except tf.errors.InvalidArgumentError as error:
             begin = error.message.find(microbatching.INDIVISIBLE)
             if begin < 0:
                 raise
-            words, remedy, _ = error.message[begin:].partition(microbatching.REMEDY)
+            text, remedy, _ = error.message[begin:].partition(microbatching.REMEDY)
             raise ValueError(
                 " ".join(
-                    f"{words}{remedy}".replace("[", " ").replace("]", " ").replace("'", " ").split()
+                    f"{text}{remedy}".replace("[", " ").replace("]", " ").replace("'", " ").split()
                 )
             ) from None
 
-    return explained
+    return wrapper

@@ -47,7 +47,7 @@ def tasks(stages: int, microbatches: int, kind: str) -> list[list[Task]]:
     if kind == "gpipe":
         return [forward + backward] * stages
     assert kind == "1f1b", kind
-    found = []
+    schedule = []
     for stage in range(stages):
         early = min(stages - stage - 1, microbatches)  # warm-up forward passes
         pairs = [
@@ -55,15 +55,15 @@ def tasks(stages: int, microbatches: int, kind: str) -> list[list[Task]]:
             for m in range(microbatches)
             for task in (*forward[early + m : early + m + 1], backward[m])
         ]
-        found.append(forward[:early] + pairs)
-    return found
+        schedule.append(forward[:early] + pairs)
+    return schedule
 
 
-def together(each: Sequence[Sequence[Task]]) -> list[tuple[int, Task]]:
+def execution_order(schedule: Sequence[Sequence[Task]]) -> list[tuple[int, Task]]:
     """Return one order of all stages' tasks in which each task follows those that it needs.
 
     Args:
-        each: Tasks of each stage, as from `tasks`.
+        schedule: Tasks of each stage, as from `tasks`.
 
     Returns:
         Pairs of a stage and its task.
@@ -71,16 +71,16 @@ def together(each: Sequence[Sequence[Task]]) -> list[tuple[int, Task]]:
     Raises:
         ValueError: If the stages would wait for each other forever.
     """
-    last = len(each) - 1
+    last = len(schedule) - 1
     order: list[tuple[int, Task]] = []
     done: set[tuple[int, Task]] = set()
-    places = [0] * len(each)
-    while len(order) < sum(map(len, each)):
+    next_index = [0] * len(schedule)
+    while len(order) < sum(map(len, schedule)):
         before = len(order)
-        for stage, own in enumerate(each):
-            if places[stage] == len(own):
+        for stage, stage_tasks in enumerate(schedule):
+            if next_index[stage] == len(stage_tasks):
                 continue
-            task = own[places[stage]]
+            task = stage_tasks[next_index[stage]]
             needs = (
                 {(stage - 1, task)}
                 if not task.backward
@@ -89,48 +89,52 @@ def together(each: Sequence[Sequence[Task]]) -> list[tuple[int, Task]]:
             if all(need in done for need in needs if 0 <= need[0] <= last):
                 done.add((stage, task))
                 order.append((stage, task))
-                places[stage] += 1
+                next_index[stage] += 1
         if len(order) == before:
             raise ValueError(
-                f"schedule: stages wait for each other; {before} of {sum(map(len, each))} "
-                "tasks can run"
+                "schedule: expected tasks that can run in order; only "
+                f"{before} of {sum(map(len, schedule))} can, because stages wait for each other"
             )
     return order
 
 
-def held(own: Sequence[Task]) -> int:
+def max_in_flight(stage_tasks: Sequence[Task]) -> int:
     """Return the maximum number of micro-batches whose activations a stage holds at a time.
 
     A stage holds activations from a micro-batch's forward pass until its backward pass.
 
     Args:
-        own: Tasks of the stage, in its order.
+        stage_tasks: Tasks of the stage, in its order.
 
-    >>> [held(own) for own in tasks(4, 16, "gpipe")], [held(own) for own in tasks(4, 16, "1f1b")]
-    ([16, 16, 16, 16], [4, 3, 2, 1])
+    >>> [max_in_flight(stage) for stage in tasks(4, 16, "gpipe")]
+    [16, 16, 16, 16]
+    >>> [max_in_flight(stage) for stage in tasks(4, 16, "1f1b")]
+    [4, 3, 2, 1]
     """
-    most = now = 0
-    for task in own:
-        now += -1 if task.backward else 1
-        most = max(most, now)
-    return most
+    highest = current = 0
+    for task in stage_tasks:
+        current += -1 if task.backward else 1
+        highest = max(highest, current)
+    return highest
 
 
-def duration(each: Sequence[Sequence[Task]], forward: float = 1.0, backward: float = 2.0) -> float:
+def duration(
+    schedule: Sequence[Sequence[Task]], forward: float = 1.0, backward: float = 2.0
+) -> float:
     """Return the time until all stages are done, if all are equal and nothing else takes time.
 
     Args:
-        each: Tasks of each stage, as from `tasks`.
+        schedule: Tasks of each stage, as from `tasks`.
         forward: Time of a forward pass, in any unit.
         backward: Time of a backward pass, in the same unit.
 
     >>> duration(tasks(4, 8, "1f1b")), (8 + 4 - 1) * 3.0
     (33.0, 33.0)
     """
-    last = len(each) - 1
+    last = len(schedule) - 1
     ends: dict[tuple[int, Task], float] = {}
-    free = [0.0] * len(each)
-    for stage, task in together(each):
+    free = [0.0] * len(schedule)
+    for stage, task in execution_order(schedule):
         needs = (stage + 1, task) if task.backward else (stage - 1, task)
         begin = max(free[stage], ends[needs]) if 0 <= needs[0] <= last else free[stage]
         free[stage] = ends[stage, task] = begin + (backward if task.backward else forward)
@@ -152,19 +156,21 @@ def bubble(stages: int, microbatches: int) -> float:
     return (stages - 1) / (microbatches + stages - 1)
 
 
-def kept(sizes: Sequence[int], prefetch: int, room: int) -> int:
+def layers_kept(sizes: Sequence[int], prefetch: int, max_bytes: int) -> int:
     """Return how many of the last layers keep gathered weights from forward to backward pass.
 
     Args:
         sizes: Size of each layer's weights in bytes, in the order of the forward pass.
         prefetch: Number of layers ahead of the computation whose weights are gathered. These
             layers and the computed one are whole at a time anyway.
-        room: Maximum size of the weights that are kept, in bytes.
+        max_bytes: Maximum size of the weights that are kept, in bytes.
 
-    >>> kept([10, 10, 10, 10], 0, 25), kept([10, 10, 10, 10], 2, 25), kept([10], 2, 0)
-    (2, 3, 1)
+    >>> layers_kept([10, 10, 10, 10], 0, 25), layers_kept([10, 10, 10, 10], 2, 25)
+    (2, 3)
+    >>> layers_kept([10], 2, 0)
+    1
     """
     return max(
         min(1 + prefetch, len(sizes)),
-        sum(total <= room for total in itertools.accumulate(reversed(sizes))),
+        sum(total <= max_bytes for total in itertools.accumulate(reversed(sizes))),
     )

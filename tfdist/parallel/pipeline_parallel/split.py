@@ -34,13 +34,13 @@ class Call:
 
     Args:
         operation: Keras layer or operation.
-        takes: Numbers of its input tensors, indices into `Graph.tensors`.
-        makes: Numbers of its output tensors.
+        input_numbers: Numbers of its input tensors, indices into `Graph.tensors`.
+        output_numbers: Numbers of its output tensors.
     """
 
     operation: Any
-    takes: tuple[int, ...]
-    makes: tuple[int, ...]
+    input_numbers: tuple[int, ...]
+    output_numbers: tuple[int, ...]
 
     @property
     def name(self) -> str:
@@ -84,17 +84,17 @@ class Stage:
     Args:
         number: Index of the stage, from 0.
         model: Model of the stage; it takes a list of tensors, and returns one tensor or a list.
-        takes: Numbers of the stage model's inputs.
-        makes: Numbers of the stage model's outputs.
-        needs: Numbers of the tensors that the stage reads: `takes`, and for the last stage also
-            the whole model's outputs that earlier stages computed.
+        input_numbers: Numbers of the stage model's inputs.
+        output_numbers: Numbers of the stage model's outputs.
+        needs: Numbers of the tensors that the stage reads: `input_numbers`, and for the last stage
+            also the whole model's outputs that earlier stages computed.
         layers: Names of the stage's layers, in order.
     """
 
     number: int
     model: StageModel
-    takes: tuple[int, ...]
-    makes: tuple[int, ...]
+    input_numbers: tuple[int, ...]
+    output_numbers: tuple[int, ...]
     needs: tuple[int, ...]
     layers: tuple[str, ...]
 
@@ -111,30 +111,32 @@ def graph_of(model: keras.Model) -> Graph:
     """
     if not isinstance(model, keras.Model):
         raise ValueError(
-            f"pipeline: model: expected a Sequential or Functional model, received {model!r}."
+            "parallel.pipeline: model: expected a Sequential or Functional model, received "
+            f"{model!r}."
         )
     if isinstance(model, keras.Sequential):
         if not model.built:
             raise ValueError(
-                f"pipeline: the Sequential model {model.name!r} has no shapes yet; "
-                "begin it with keras.Input(shape)."
+                f"parallel.pipeline: the Sequential model {model.name!r} is not built. Begin it "
+                "with keras.Input(shape)."
             )
         functional = keras.Model(model.inputs, model.outputs, name=model.name)
     else:
         functional = model
-    found = graph_calls(functional)
-    own = [name for name in ("call", "train_step", "compute_loss") if _overrides(model, name)]
-    if found is None or own:
-        what = (
-            f"overrides {', '.join(own)}"
-            if found is not None
+    graph_nodes = graph_calls(functional)
+    overridden = [
+        name for name in ("call", "train_step", "compute_loss") if _overrides(model, name)
+    ]
+    if graph_nodes is None or overridden:
+        problem = (
+            f"overrides {', '.join(overridden)}"
+            if graph_nodes is not None
             else "is a subclass of keras.Model with a call() of its own"
         )
         raise ValueError(
-            "pipeline: expected a Sequential or Functional model, whose graph can be cut; "
-            f"{type(model).__name__} {what}. Build it as "
-            "keras.Model(inputs, outputs); its blocks may be layers of any kind, as long as no "
-            "cut goes through one."
+            "parallel.pipeline: expected a Sequential or Functional model, whose graph can be "
+            f"split; {type(model).__name__} {problem}. Build it as keras.Model(inputs, outputs) "
+            "from layers of any kind. Splits are possible between layers only."
         )
     numbers: dict[int, int] = {}
     tensors: list = []
@@ -147,13 +149,13 @@ def graph_of(model: keras.Model) -> Graph:
 
     inputs = tuple(map(number, functional.inputs))
     calls = tuple(
-        Call(operation, tuple(map(number, takes)), tuple(map(number, makes)))
-        for operation, takes, makes in found
+        Call(operation, tuple(map(number, input_numbers)), tuple(map(number, output_numbers)))
+        for operation, input_numbers, output_numbers in graph_nodes
     )
     return Graph(functional, calls, tuple(tensors), inputs, tuple(map(number, functional.outputs)))
 
 
-def numbered(graph: Graph, x: Any) -> dict[int, Any]:
+def inputs_by_number(graph: Graph, x: Any) -> dict[int, Any]:
     """Return a model's inputs by their numbers in the graph.
 
     Args:
@@ -170,19 +172,20 @@ def numbered(graph: Graph, x: Any) -> dict[int, Any]:
         missing = [name for name in names if name not in x]
         if missing:
             raise ValueError(
-                f"pipeline: {model.name} needs the inputs {', '.join(names)}; "
-                f"received {', '.join(map(str, x))}, without {', '.join(missing)}."
+                f"PipelineModel: {model.name}: expected the inputs {', '.join(names)}; received "
+                f"{', '.join(map(str, x))}, without {', '.join(missing)}."
             )
         x = {name: x[name] for name in names} if named else [x[name] for name in names]
     flat = keras.tree.flatten(x)
     if len(flat) != len(model.inputs):
         raise ValueError(
-            f"pipeline: {model.name} has {len(model.inputs)} inputs, received {len(flat)}."
+            f"PipelineModel: {model.name}: expected {len(model.inputs)} inputs, received "
+            f"{len(flat)}."
         )
     return dict(zip(graph.inputs, flat, strict=True))
 
 
-def cut_behind(graph: Graph, layers: Sequence[keras.layers.Layer | str]) -> list[int]:
+def cuts_after(graph: Graph, layers: Sequence[keras.layers.Layer | str]) -> list[int]:
     """Return the cuts behind the layers that the user has named.
 
     Args:
@@ -201,27 +204,27 @@ def cut_behind(graph: Graph, layers: Sequence[keras.layers.Layer | str]) -> list
     for layer in layers:
         if not isinstance(layer, (keras.layers.Layer, str)):
             raise ValueError(
-                f"pipeline: cut_at: expected layers or their names, received {layer!r}."
+                f"parallel.pipeline: cut_at: expected layers or their names, received {layer!r}."
             )
         name = layer if isinstance(layer, str) else layer.name
-        places = [i for i, each in enumerate(names) if each == name]
-        if not places:
-            raise ValueError(f"pipeline: cut_at: {_absent(graph, name)}")
-        if len(places) > 1:
+        positions = [i for i, call_name in enumerate(names) if call_name == name]
+        if not positions:
+            raise ValueError(f"parallel.pipeline: cut_at: {_no_such_layer(graph, name)}")
+        if len(positions) > 1:
             raise ValueError(
-                f"pipeline: cut_at: layer {name!r} is used {len(places)} times, which leaves open "
-                "where to cut; name a layer that is used once."
+                f"parallel.pipeline: cut_at: expected a layer that is used once; layer {name!r} is "
+                f"used {len(positions)} times. Name another layer."
             )
-        ends.append(places[0] + 1)
+        ends.append(positions[0] + 1)
     if len(set(ends)) < len(ends):
         raise ValueError(
-            "pipeline: cut_at: expected different layers, "
+            "parallel.pipeline: cut_at: expected different layers, "
             f"received {[getattr(x, 'name', x) for x in layers]}."
         )
     if len(names) in ends:
         raise ValueError(
-            f"pipeline: cut_at: {names[-1]!r} is the last layer, behind which nothing is left for "
-            "another stage; leave it out."
+            f"parallel.pipeline: cut_at: {names[-1]!r} is the last layer, so no layer is left for "
+            "another stage. Remove it from cut_at."
         )
     return sorted(ends)
 
@@ -235,27 +238,27 @@ def balanced(graph: Graph, stages: int, costs: Sequence[float]) -> list[int]:
         costs: Cost of each call, such as from `parameters` or `layer_timing.seconds`.
 
     Returns:
-        Number of calls before each cut, ascending, as from `cut_behind`.
+        Number of calls before each cut, ascending, as from `cuts_after`.
 
     Raises:
         ValueError: If the model cannot be cut into that many stages. The message says how many
             stages are possible.
     """
     count = len(graph.calls)
-    torn = _torn(graph)
+    invalid = _cuts_that_share_state(graph)
     sums = [0.0, *itertools.accumulate(costs)]
-    weighty = [0, *itertools.accumulate(bool(call.weights) for call in graph.calls)]
+    calls_with_weights = [0, *itertools.accumulate(bool(call.weights) for call in graph.calls)]
     # best[k][j]: the cost of the first j calls in k stages, and where the last stage begins.
     best: list[list[tuple[float, int] | None]] = [[None] * (count + 1) for _ in range(stages + 1)]
     best[0][0] = (0.0, 0)
     for k in range(1, stages + 1):
-        for j in (j for j in range(1, count + 1) if j not in torn):
+        for j in (j for j in range(1, count + 1) if j not in invalid):
             # Among equal costs, prefer a stage that begins with weights: operations without
             # weights then stay in the stage that computes their input.
             choices = [
                 (max(before[0], sums[j] - sums[i]), not graph.calls[i].weights, i)
                 for i, before in enumerate(best[k - 1][:j])
-                if before is not None and weighty[i] < weighty[j]
+                if before is not None and calls_with_weights[i] < calls_with_weights[j]
             ]
             if choices:
                 cost, _, i = min(choices)
@@ -264,15 +267,15 @@ def balanced(graph: Graph, stages: int, costs: Sequence[float]) -> list[int]:
     if possible < stages:
         weighted = dict.fromkeys(call.name for call in graph.calls if call.weights)
         raise ValueError(
-            f"pipeline: stages={stages}: the model {graph.model.name!r} can be cut into at most "
-            f"{possible} stages with weights; its layers with weights are "
+            f"parallel.pipeline: stages={stages}: the model {graph.model.name!r} can be split into "
+            f"at most {possible} stages with weights; its layers with weights are "
             f"{', '.join(weighted) or 'none'}. A nested model is one layer."
         )
     ends = [count]
     for k in range(stages, 1, -1):
-        found = best[k][ends[0]]
-        assert found is not None
-        ends.insert(0, found[1])
+        best_cut = best[k][ends[0]]
+        assert best_cut is not None
+        ends.insert(0, best_cut[1])
     return ends[:-1]
 
 
@@ -281,7 +284,7 @@ def split(graph: Graph, ends: Sequence[int]) -> tuple[Stage, ...]:
 
     Args:
         graph: Graph of the model.
-        ends: Number of calls before each cut, as from `cut_behind`.
+        ends: Number of calls before each cut, as from `cuts_after`.
 
     Raises:
         ValueError: If a stage has no weights, or if two stages would change the same state.
@@ -292,41 +295,52 @@ def split(graph: Graph, ends: Sequence[int]) -> tuple[Stage, ...]:
         n: s
         for s, (begin, end) in enumerate(bounds)
         for call in graph.calls[begin:end]
-        for n in call.makes
+        for n in call.output_numbers
     }
     users: dict[int, set[int]] = {}
     for s, (begin, end) in enumerate(bounds):
         for call in graph.calls[begin:end]:
-            for n in call.takes:
+            for n in call.input_numbers:
                 users.setdefault(n, set()).add(s)
     last = len(bounds) - 1
-    found = []
+    stages = []
     for s, (begin, end) in enumerate(bounds):
-        own = graph.calls[begin:end]
-        takes = tuple(dict.fromkeys(n for call in own for n in call.takes if stage_of.get(n) != s))
-        made = [n for call in own for n in call.makes]
-        makes = tuple(
+        stage_calls = graph.calls[begin:end]
+        input_numbers = tuple(
+            dict.fromkeys(
+                n for call in stage_calls for n in call.input_numbers if stage_of.get(n) != s
+            )
+        )
+        produced = [n for call in stage_calls for n in call.output_numbers]
+        output_numbers = tuple(
             n
-            for n in dict.fromkeys(made)
+            for n in dict.fromkeys(produced)
             if n in graph.outputs or any(user > s for user in users.get(n, ()))
         )
         needs = (
-            *takes,
+            *input_numbers,
             *(
                 n
                 for n in dict.fromkeys(graph.outputs)
-                if s == last and stage_of.get(n) != s and n not in takes
+                if s == last and stage_of.get(n) != s and n not in input_numbers
             ),
         )
         model = StageModel(
-            [graph.tensors[n] for n in takes],
-            [graph.tensors[n] for n in makes],
+            [graph.tensors[n] for n in input_numbers],
+            [graph.tensors[n] for n in output_numbers],
             f"{graph.model.name}_stage_{s}",
         )
-        found.append(
-            Stage(s, model, takes, makes, needs, tuple(dict.fromkeys(call.name for call in own)))
+        stages.append(
+            Stage(
+                s,
+                model,
+                input_numbers,
+                output_numbers,
+                needs,
+                tuple(dict.fromkeys(call.name for call in stage_calls)),
+            )
         )
-    return tuple(found)
+    return tuple(stages)
 
 
 def parameters(graph: Graph) -> list[float]:
@@ -350,15 +364,15 @@ def _overrides(model: keras.Model, name: str) -> bool:
     )
 
 
-def _absent(graph: Graph, name: str) -> str:
+def _no_such_layer(graph: Graph, name: str) -> str:
     for call in graph.calls:
         inner: Callable | None = getattr(call.operation, "get_layer", None)
         if inner is not None and any(
             layer.name == name for layer in getattr(call.operation, "layers", ())
         ):
             return (
-                f"layer {name!r} is inside the nested model {call.name!r}, through which no cut "
-                f"goes; cut behind {call.name!r}, or build the model flat."
+                f"layer {name!r} is inside the nested model {call.name!r}, which cannot be split. "
+                f"Cut after {call.name!r}, or build the model without nesting."
             )
     return (
         f"the model {graph.model.name!r} has no layer {name!r}; its layers are "
@@ -376,33 +390,33 @@ def _state(call: Call) -> list[keras.Variable]:
     return [v for v in call.variables if id(v) not in weights]
 
 
-def _torn(graph: Graph) -> set[int]:
+def _cuts_that_share_state(graph: Graph) -> set[int]:
     """Return the cuts, as numbers of calls before them, that would let two stages share state."""
     first: dict[int, int] = {}
-    places: set[int] = set()
-    for place, call in enumerate(graph.calls):
+    cuts: set[int] = set()
+    for i, call in enumerate(graph.calls):
         for v in _state(call):
-            places.update(range(first.setdefault(id(v), place) + 1, place + 1))
-    return places
+            cuts.update(range(first.setdefault(id(v), i) + 1, i + 1))
+    return cuts
 
 
 def _check(graph: Graph, bounds: Sequence[tuple[int, int]]) -> None:
-    torn = _torn(graph)
+    invalid = _cuts_that_share_state(graph)
     for s, (begin, end) in enumerate(bounds):
-        own = graph.calls[begin:end]
-        if not any(call.weights for call in own):
-            names = ", ".join(dict.fromkeys(call.name for call in own)) or "nothing"
+        stage_calls = graph.calls[begin:end]
+        if not any(call.weights for call in stage_calls):
+            names = ", ".join(dict.fromkeys(call.name for call in stage_calls)) or "nothing"
             raise ValueError(
-                f"pipeline: stage {s} ({names}) has no weights, so that it would only pass tensors "
-                "on; move the cuts, or take fewer stages."
+                f"parallel.pipeline: stage {s} ({names}) has no weights. Move the cuts, or use "
+                "fewer stages."
             )
-        if end in torn:
+        if end in invalid:
             shared = {id(v): call.name for call in graph.calls[:end] for v in _state(call)}
             name = next(
                 shared[id(v)] for call in graph.calls[end:] for v in _state(call) if id(v) in shared
             )
             raise ValueError(
-                f"pipeline: the cut behind {graph.calls[end - 1].name!r} lies between two uses of "
-                f"layer {name!r}, whose state (moving statistics, "
-                "seeds) both stages would change; cut before its first use or behind its last one."
+                f"parallel.pipeline: the cut after {graph.calls[end - 1].name!r} lies between two "
+                f"uses of layer {name!r}, so both stages would change its state (moving "
+                "statistics, seeds). Cut before its first use or after its last one."
             )

@@ -61,18 +61,18 @@ class StageInGroup:
         last: bool,
         recompute: bool,
         shares: Sequence[tf.Tensor],
-        given: Sequence[int],
+        model_inputs: Sequence[int],
     ):
         self.stage = stage
         self.devices = list(devices)
         self._last = last
         self._recompute = recompute
         self._shares = shares
-        self._asked = [i for i, n in enumerate(stage.needs) if n not in given]
+        self._inputs_with_gradient = [i for i, n in enumerate(stage.needs) if n not in model_inputs]
         self._trainable = list(stage.model.trainable_variables)
         self._fixed = list(stage.model.non_trainable_variables)
         self._values = [self._read(v) for v in self._trainable]
-        self.state = self._before = [_apart(v, self._read(v), group) for v in self._fixed]
+        self.state = self._before = [_for_group(v, self._read(v), group) for v in self._fixed]
         self.sums: list[tf.Tensor | None] = [None] * len(self._trainable)
         self._passes: dict[int, _Pass] = {}
         self.added: list[tf.Tensor] = []
@@ -95,22 +95,24 @@ class StageInGroup:
         inputs = [tensors[n] for n in self.stage.needs]
         state = self.state
         if not training:
-            made, losses, _ = self._run(microbatch, inputs, state, False)
+            outputs_by_number, losses, _ = self._run(microbatch, inputs, state, False)
             self.added += losses
-            tensors.update(made)
-            return [*made.values(), *losses]
+            tensors.update(outputs_by_number)
+            return [*outputs_by_number.values(), *losses]
         with contextlib.nullcontext() if self._recompute else tf.GradientTape() as tape:
             if tape is not None:
                 tape.watch([*(inputs[i] for i in self._differentiable(inputs)), *self._values])
-            made, losses, self.state = self._run(microbatch, inputs, state, True)
-            losses = self._with_loss(losses, loss, microbatch, inputs, made)
+            outputs_by_number, losses, self.state = self._run(microbatch, inputs, state, True)
+            losses = self._with_loss(losses, loss, microbatch, inputs, outputs_by_number)
         done = self._passes[microbatch] = _Pass(
             inputs, state, tape, [], [] if tape is None else losses
         )
-        done.targets = [] if tape is None else [made[n] for n in self.stage.makes]
+        done.targets = (
+            [] if tape is None else [outputs_by_number[n] for n in self.stage.output_numbers]
+        )
         self.added += [tf.stop_gradient(x) for x in losses]
-        tensors.update(made)
-        return [*made.values(), *losses]
+        tensors.update(outputs_by_number)
+        return [*outputs_by_number.values(), *losses]
 
     def backward(
         self, microbatch: int, gradients: dict[int, tf.Tensor], loss: Loss | None
@@ -136,24 +138,29 @@ class StageInGroup:
             inputs = [with_mask(tf.identity(x), mask_of(x)) for x in inputs]
             with tf.GradientTape() as tape:
                 tape.watch([*(inputs[i] for i in self._differentiable(inputs)), *self._values])
-                made, losses, _ = self._run(microbatch, inputs, done.state, True)
+                outputs_by_number, losses, _ = self._run(microbatch, inputs, done.state, True)
                 with keras.StatelessScope():  # metrics have counted the first pass
-                    losses = self._with_loss(losses, loss, microbatch, inputs, made)
-            targets = [made[n] for n in self.stage.makes]
-        places = self._differentiable(inputs)
-        sources = [inputs[i] for i in places] + self._values
+                    losses = self._with_loss(losses, loss, microbatch, inputs, outputs_by_number)
+            targets = [outputs_by_number[n] for n in self.stage.output_numbers]
+        indices = self._differentiable(inputs)
+        sources = [inputs[i] for i in indices] + self._values
         pairs = [
-            (x, gradients.pop(n, None)) for n, x in zip(self.stage.makes, targets, strict=True)
+            (x, gradients.pop(n, None))
+            for n, x in zip(self.stage.output_numbers, targets, strict=True)
         ]
-        ends = [(x, g) for x, g in pairs if g is not None] + [(x, tf.ones_like(x)) for x in losses]
-        if not ends:
+        targets_and_grads = [(x, g) for x, g in pairs if g is not None] + [
+            (x, tf.ones_like(x)) for x in losses
+        ]
+        if not targets_and_grads:
             return []
-        found = tape.gradient([x for x, _ in ends], sources, [g for _, g in ends])
-        for i, g in zip(places, found, strict=False):
+        grads = tape.gradient(
+            [x for x, _ in targets_and_grads], sources, [g for _, g in targets_and_grads]
+        )
+        for i, g in zip(indices, grads, strict=False):
             if g is not None:
                 n = self.stage.needs[i]
                 gradients[n] = gradients[n] + g if n in gradients else tf.convert_to_tensor(g)
-        for i, g in enumerate(found[len(places) :]):
+        for i, g in enumerate(grads[len(indices) :]):
             if g is not None:
                 with tf.device(self._device(self._trainable[i])):
                     so_far = self.sums[i]
@@ -179,12 +186,14 @@ class StageInGroup:
             keras.StatelessScope(state_mapping=mapping, collect_losses=True) as scope,
             sharded_over(self.devices),
         ):
-            outputs = self.stage.model(inputs[: len(self.stage.takes)], training=training)
-        made = dict(zip(self.stage.makes, keras.tree.flatten(outputs), strict=True))
+            outputs = self.stage.model(inputs[: len(self.stage.input_numbers)], training=training)
+        outputs_by_number = dict(
+            zip(self.stage.output_numbers, keras.tree.flatten(outputs), strict=True)
+        )
         losses = [
             tf.cast(tf.reduce_sum(x), tf.float32) * self._shares[microbatch] for x in scope.losses
         ]
-        return made, losses, [scope.get_current_value(v) for v in self._fixed]
+        return outputs_by_number, losses, [scope.get_current_value(v) for v in self._fixed]
 
     def _with_loss(
         self,
@@ -192,16 +201,18 @@ class StageInGroup:
         loss: Loss | None,
         microbatch: int,
         inputs: list,
-        made: dict[int, tf.Tensor],
+        outputs_by_number: dict[int, tf.Tensor],
     ) -> list[tf.Tensor]:
         if not self._last or loss is None:
             return losses
-        value = loss(microbatch, {**dict(zip(self.stage.needs, inputs, strict=True)), **made})
+        value = loss(
+            microbatch, {**dict(zip(self.stage.needs, inputs, strict=True)), **outputs_by_number}
+        )
         return losses if value is None else [*losses, value]
 
     def _differentiable(self, inputs: Sequence[tf.Tensor]) -> list[int]:
         """Return the indices of the inputs for which gradients are computed."""
-        return [i for i in self._asked if inputs[i].dtype.is_floating]
+        return [i for i in self._inputs_with_gradient if inputs[i].dtype.is_floating]
 
     def _device(self, variable: keras.Variable) -> str:
         return self.devices[shard_of(variable) % len(self.devices)]
@@ -222,7 +233,7 @@ class StageInGroup:
         return [(v, after) for v, before, after in each if after is not before]
 
 
-def _apart(variable: keras.Variable, value: tf.Tensor, group: int) -> tf.Tensor:
+def _for_group(variable: keras.Variable, value: tf.Tensor, group: int) -> tf.Tensor:
     """Return a variable's value for a group.
 
     Seeds differ between groups, so that no two groups drop the same units.

@@ -18,9 +18,9 @@ class Gathering:
     """Collectives that gather sharded weights and reduce-scatter their gradients.
 
     Args:
-        forth: Group for the all-gather of weights.
-        back: Group for the reduce-scatter of gradients. It is a group of its own, so that weights
-            and gradients do not wait for each other.
+        forward_group: Group for the all-gather of weights.
+        backward_group: Group for the reduce-scatter of gradients. It is a separate group, so that
+            weights and gradients do not wait for each other.
         gather_dtype: Dtype in which weights are sent. None: the dtype of the weights.
         grad_dtype: Dtype in which gradients are sent. None: the dtype of the weights.
         scale: Function that returns the factor for gradients, applied before they are summed.
@@ -30,15 +30,15 @@ class Gathering:
 
     def __init__(
         self,
-        forth: Group,
-        back: Group,
+        forward_group: Group,
+        backward_group: Group,
         gather_dtype: str | None,
         grad_dtype: str | None,
         scale: Callable[[], float],
         bucket_bytes: int,
     ):
-        self.forth = forth
-        self.back = back
+        self.forward_group = forward_group
+        self.backward_group = backward_group
         self.gather_dtype = gather_dtype
         self.grad_dtype = grad_dtype
         self._scale = scale
@@ -65,8 +65,8 @@ class Gathering:
         whole: dict[int, tf.Tensor] = {}
         with tf.control_dependencies(list(gates)) if gates else contextlib.nullcontext():
             for i, received in all_gather(
-                self.forth,
-                [self._narrowed(x) for x in parts],
+                self.forward_group,
+                [self._cast(x) for x in parts],
                 self._buckets(variables, parts),
                 name,
             ):
@@ -92,15 +92,15 @@ class Gathering:
             name: Name of this call.
         """
         scale = self._scale()
-        given: list[tf.Tensor | None] = [None] * len(variables)
+        rows: list[tf.Tensor | None] = [None] * len(variables)
         for i, (g, v, part) in enumerate(zip(grads, variables, parts, strict=True)):
             if g is not None:
-                given[i] = flat_shards.to_rows(
+                rows[i] = flat_shards.to_rows(
                     tf.reshape(tf.cast(tf.convert_to_tensor(g), part.dtype), v.tfdist_shape),
-                    self.back.size,
+                    self.backward_group.size,
                 )
         sums = reduce_scatter(
-            self.back, given, self._buckets(variables, parts), name, self.grad_dtype
+            self.backward_group, rows, self._buckets(variables, parts), name, self.grad_dtype
         )
         return (
             sums
@@ -108,7 +108,7 @@ class Gathering:
             else [None if x is None else x * tf.cast(scale, x.dtype) for x in sums]
         )
 
-    def gathered(
+    def gather_with_gradient(
         self,
         variables: Sequence[Sharded],
         name: str,
@@ -133,7 +133,7 @@ class Gathering:
 
         return freed_with_graph(list(gather(*[own_copy(v) for v in variables])))
 
-    def _narrowed(self, x: tf.Tensor) -> tf.Tensor:
+    def _cast(self, x: tf.Tensor) -> tf.Tensor:
         return tf.identity(x) if self.gather_dtype is None else tf.cast(x, self.gather_dtype)
 
     def _buckets(self, variables: Sequence[Sharded], parts: Sequence[tf.Tensor]) -> list[list[int]]:

@@ -145,7 +145,7 @@ class FSDP(Store):
         elementwise,
     ):
         strategy = strategy or tf.distribute.get_strategy()
-        engine = global_norm.engine_in_step(strategy, "fsdp")
+        engine = global_norm.synchronous_engine(strategy, "fsdp")
         self.policy = _policy(sync if sync is not None else engine.aggregation.policy)
         grad_dtype = grad_dtype or self.policy.comm_dtype
         _check(model, prefetch, gather_dtype, grad_dtype, reshard_after_forward)
@@ -156,12 +156,12 @@ class FSDP(Store):
         self.reduced: Callable[[list], None] | None = None
         self._elementwise = elementwise
         self._chains = Chains(lambda: self.group.local)
-        back = Group.of(strategy, f"{name} gradients")
+        gradient_group = Group.of(strategy, f"{name} gradients")
 
         def gathering(dtype: str | None) -> Gathering:
             return Gathering(
                 self.group,
-                back,
+                gradient_group,
                 dtype,
                 grad_dtype,
                 lambda: global_norm.scale(self.policy, self.group.size),
@@ -173,14 +173,14 @@ class FSDP(Store):
         self._model = model
         self.weights: list[Sharded] = []
         for v in model.trainable_weights:
-            self.take(v)
+            self.shard_variable(v)
             self.weights.append(v)
         for v in (*model.non_trainable_variables, *model.weights):
             if not has_value(v):
                 initialize(v)
-        self.share(model.weights)
+        self.broadcast_values(model.weights)
         self._names = {id(v): f"weight {i}" for i, v in enumerate(self.weights)}
-        room = self.resident_bytes if reshard_after_forward else None
+        max_kept_bytes = self.resident_bytes if reshard_after_forward else None
         for number, layer in enumerate({id(layer): layer for layer in layers_of(model)}.values()):
             Unit(
                 layer,
@@ -188,7 +188,7 @@ class FSDP(Store):
                 self._gathering,
                 self._chains,
                 prefetch,
-                room,
+                max_kept_bytes,
                 lambda: self.check_xla(self._model),
             )
 
@@ -197,7 +197,7 @@ class FSDP(Store):
         """Return the bytes that a replica sends in a step; 0 before the first trace."""
         return sum(
             sum(group.bytes_in_steps.values())
-            for group in (self._gathering.forth, self._gathering.back)
+            for group in (self._gathering.forward_group, self._gathering.backward_group)
         )
 
     @property
@@ -216,11 +216,13 @@ class FSDP(Store):
         name = self._names[id(variable)]
         with self.bounded():
             # Gradients of a custom training loop flow through this branch too.
-            if not self.scoped and not self.steps and tf.executing_eagerly():
-                return self._exact.gathered([variable], f"{OUTSIDE}{name}", [], variable.dtype)[0]
+            if not self.scoped and not self.in_train_function and tf.executing_eagerly():
+                return self._exact.gather_with_gradient(
+                    [variable], f"{OUTSIDE}{name}", [], variable.dtype
+                )[0]
             reads = self._chains.current().reads
             reads[name] += 1
-            return self._gathering.gathered(
+            return self._gathering.gather_with_gradient(
                 [variable], f"{name} read {reads[name]}", [], variable.dtype
             )[0]
 
@@ -247,20 +249,20 @@ class FSDP(Store):
         if not self._elementwise:
             global_norm.check_elementwise(inner, "fsdp")
         global_norm.check_clipping(self.policy, inner, "fsdp")
-        known = variables if variables is not None else known_variables(inner)
-        if strange := [v.path for v in known if getattr(v, "tfdist_store", None) is not self]:
+        updated = variables if variables is not None else known_variables(inner)
+        if unknown := [v.path for v in updated if getattr(v, "tfdist_store", None) is not self]:
             raise ValueError(
-                f"fsdp: {', '.join(strange[:4])}: not among the trainable weights when "
-                "fsdp(model) was called. Set `trainable`, and build, before."
+                f"fsdp: {', '.join(unknown[:4])}: not among the trainable weights when "
+                "fsdp(model) was called. Set `trainable` and build the model before that call."
             )
         if self.reduced is not None:
             self.reduced([g for g in grads if g is not None])
 
-        def go() -> Any:
+        def apply() -> Any:
             with (
                 as_shards(),
-                self._constrained(known),
-                global_norm.agreeing(self.group, optimizer, inner),
+                self._constraints_on_whole(updated),
+                global_norm.agree_on_finite(self.group, optimizer, inner),
             ):
                 with (
                     self.bounded(),
@@ -278,10 +280,10 @@ class FSDP(Store):
         if not self.policy.skip_nonfinite or isinstance(
             optimizer, keras.optimizers.LossScaleOptimizer
         ):
-            return go()
+            return apply()
 
         def update() -> None:
-            go()
+            apply()
 
         return tf.cond(
             global_norm.finite_on_all(self.group, [g for g in grads if g is not None]),
@@ -290,7 +292,7 @@ class FSDP(Store):
         )
 
     @contextlib.contextmanager
-    def _constrained(self, variables: Sequence[Sharded]) -> Iterator[None]:
+    def _constraints_on_whole(self, variables: Sequence[Sharded]) -> Iterator[None]:
         """Apply constraints to whole weights in this context, and keep this replica's part."""
         own = {id(v): (v, v.constraint) for v in variables if v.constraint is not None}
         for v, constraint in own.values():
@@ -328,11 +330,11 @@ def check_deferred(model: keras.Model) -> None:
 
 
 def _policy(given: Any) -> Gradients:
-    why = (
-        "gradients are summed within backward, where it is not known how many rows a replica has, "
-        "and all replicas update one state"
+    reason = (
+        "gradients are summed during the backward pass, which does not know how many rows a "
+        "replica has, and all replicas update one state"
     )
-    return global_norm.checked_policy(given, "fsdp", ("mean",), why)
+    return global_norm.check_policy(given, "fsdp", ("mean",), reason)
 
 
 def _check(
@@ -366,15 +368,13 @@ def _check(
     if not model.built or not model.trainable_weights:
         raise ValueError(
             f"fsdp: the model {model.name} has no trainable weights"
-            f"{'' if model.built else ' yet'}: build it first, as by model.build(input_shape)."
+            f"{'' if model.built else ' yet'}. Build it first: model.build(input_shape)."
         )
     if any(isinstance(v, Sharded) for v in model.weights):
-        raise ValueError(
-            f"fsdp: the model {model.name} is sharded already; a model is sharded once."
-        )
+        raise ValueError(f"fsdp: the model {model.name} is already sharded. Call fsdp(model) once.")
     if getattr(getattr(model, "optimizer", None), "built", False):
         raise ValueError(
-            "fsdp: the model's optimizer has made its state for whole weights. Call fsdp(model) "
-            "before compile(); load with compile=False."
+            "fsdp: the model's optimizer already has state for whole weights. Call fsdp(model) "
+            "before compile(), and load the model with compile=False."
         )
     global_norm.check_variables(model.trainable_weights, "fsdp")

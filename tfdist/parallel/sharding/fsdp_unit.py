@@ -22,7 +22,7 @@ import tensorflow as tf
 from tfdist.keras_compat import parallel as compat
 from tfdist.keras_compat.parallel import Sharded
 from tfdist.parallel.collectives import flat_shards
-from tfdist.parallel.pipeline_parallel.schedule import kept
+from tfdist.parallel.pipeline_parallel.schedule import layers_kept
 from tfdist.parallel.sharding.all_gather import Gathering
 
 
@@ -61,8 +61,8 @@ class Chains:
         """Return the chain of the graph that is being traced; an empty one if executing eagerly."""
         if tf.executing_eagerly():
             return Chain()
-        known = compat.kept_by(tf.compat.v1.get_default_graph())
-        return known.setdefault((self, self._local()), Chain())
+        chains_of_graph = compat.objects_of(tf.compat.v1.get_default_graph())
+        return chains_of_graph.setdefault((self, self._local()), Chain())
 
 
 def layers_of(model: keras.Model) -> Iterator[keras.layers.Layer]:
@@ -90,8 +90,8 @@ class Unit:
         gathering: Collectives for the weights and their gradients.
         chains: Chains of the model.
         prefetch: Number of units ahead whose weights are gathered.
-        room: Bytes of gathered weights that may stay in memory from forward to backward. None: all
-            of them stay, and backward recomputes nothing.
+        max_kept_bytes: Bytes of gathered weights that may stay in memory from forward to backward.
+            None: all of them stay, and backward recomputes nothing.
         check: Function that is called when a step is traced.
     """
 
@@ -102,7 +102,7 @@ class Unit:
         gathering: Gathering,
         chains: Chains,
         prefetch: int,
-        room: int | None,
+        max_kept_bytes: int | None,
         check: Callable[[], None],
     ):
         self._layer = layer
@@ -110,7 +110,7 @@ class Unit:
         self._gathering = gathering
         self._chains = chains
         self._prefetch = prefetch
-        self._room = room
+        self._max_kept_bytes = max_kept_bytes
         self._check = check
         self._keras_call = layer.call
         self._weights: list[Sharded] = [
@@ -120,47 +120,49 @@ class Unit:
         layer.call = self._call
 
     def _call(self, *args, **kwargs):
-        if compat.gives(self._weights):
+        if compat.have_values(self._weights):
             return self._keras_call(*args, **kwargs)
         self._check()
-        if late := [v.path for v in self._others if v.trainable]:
+        if unfrozen := [v.path for v in self._others if v.trainable]:
             raise ValueError(
-                f"fsdp: {', '.join(late)}: not trainable when fsdp(model) was called, but now. "
-                "Set `trainable` before."
+                f"fsdp: {', '.join(unfrozen)}: trainable now, but not when fsdp(model) was called. "
+                "Set `trainable` before that call."
             )
         chain = self._chains.current()
         flat = tf.nest.flatten((args, kwargs))
         tensors = [x for x in flat if isinstance(x, tf.Tensor)]
-        place = len(chain.inputs)
+        index = len(chain.inputs)
         chain.inputs.extend(tensors[:1] or chain.inputs[-1:])
-        chain.sizes[place:] = [
+        chain.sizes[index:] = [
             sum(
                 flat_shards.elements(v.tfdist_shape) * tf.as_dtype(v.dtype).size
                 for v in self._weights
             )
         ]
         gates = (
-            chain.inputs[max(0, place - self._prefetch) :][:1] if not tf.executing_eagerly() else []
+            chain.inputs[max(0, index - self._prefetch) :][:1] if not tf.executing_eagerly() else []
         )
-        name = f"{self._name} {place}"
+        name = f"{self._name} {index}"
         # A list of gradients cannot hold sparse and ragged tensors; layers that take them are not
         # recomputed.
-        if self._room is not None and len(tensors) == sum(map(tf.is_tensor, flat)):
-            return self._recomputed(args, kwargs, name, gates, place)
-        whole = self._gathering.gathered(self._weights, name, gates, self._layer.compute_dtype)
-        with compat.giving({id(v): x for v, x in zip(self._weights, whole, strict=True)}):
+        if self._max_kept_bytes is not None and len(tensors) == sum(map(tf.is_tensor, flat)):
+            return self._call_recomputed(args, kwargs, name, gates, index)
+        whole = self._gathering.gather_with_gradient(
+            self._weights, name, gates, self._layer.compute_dtype
+        )
+        with compat.replaced_shards({id(v): x for v, x in zip(self._weights, whole, strict=True)}):
             return self._keras_call(*args, **kwargs)
 
-    def _recomputed(
-        self, args: tuple, kwargs: dict, name: str, gates: Sequence[tf.Tensor], place: int
+    def _call_recomputed(
+        self, args: tuple, kwargs: dict, name: str, gates: Sequence[tf.Tensor], index: int
     ):
-        given = _Tensors((args, kwargs))
+        arguments = _Tensors((args, kwargs))
         parts = [compat.own_copy(v) for v in self._weights]
         states = [compat.own_copy(v) for v in self._others]
-        here = compat.context()
-        found = _Found()
-        first = len(given.tensors)
-        second = len(given.tensors) + len(parts)
+        call_context = compat.context()
+        results_of_forward = _ForwardResults()
+        first = len(arguments.tensors)
+        second = len(arguments.tensors) + len(parts)
         dtype = self._layer.compute_dtype
 
         @tf.custom_gradient
@@ -169,17 +171,21 @@ class Unit:
             own = everything[first:second]
             before = everything[second:]
             whole = self._gathering.gather(self._weights, own, f"{name} forward", gates, dtype)
-            found.whole = None if tf.executing_eagerly() else whole
-            result = self._computed(given.packed(inputs), whole, before, here)
-            found.outputs, found.updates, found.losses = result
-            outputs = _Tensors(found.outputs).tensors
-            found.changed = [new is not old for new, old in zip(found.updates, before, strict=True)]
+            results_of_forward.whole = None if tf.executing_eagerly() else whole
+            result = self._compute(arguments.packed(inputs), whole, before, call_context)
+            results_of_forward.outputs, results_of_forward.updates, results_of_forward.losses = (
+                result
+            )
+            outputs = _Tensors(results_of_forward.outputs).tensors
+            results_of_forward.changed = [
+                new is not old for new, old in zip(results_of_forward.updates, before, strict=True)
+            ]
 
             def grad(*dys, variables=()):
-                dys = dys[: len(outputs) + len(found.losses)]
-                again, ready = self._gates(place, dys)
-                if found.whole is not None and self._keeps(place):
-                    again_whole = found.whole
+                dys = dys[: len(outputs) + len(results_of_forward.losses)]
+                again, ready = self._gates(index, dys)
+                if results_of_forward.whole is not None and self._keeps(index):
+                    again_whole = results_of_forward.whole
                 else:
                     again_whole = self._gathering.gather(
                         self._weights, own, f"{name} backward", again, dtype
@@ -189,8 +195,8 @@ class Unit:
                 sources = [x for x in inputs_again if x.dtype.is_floating]
                 with tf.GradientTape() as tape:
                     tape.watch([*sources, *again_whole])
-                    y, _, losses = self._computed(
-                        given.packed(inputs_again), again_whole, before, here
+                    y, _, losses = self._compute(
+                        arguments.packed(inputs_again), again_whole, before, call_context
                     )
                     targets = [*_Tensors(y).tensors, *losses]
                 used = [
@@ -212,27 +218,37 @@ class Unit:
 
             return [
                 *outputs,
-                *found.losses,
+                *results_of_forward.losses,
                 *[
                     new
-                    for new, changed in zip(found.updates, found.changed, strict=True)
+                    for new, changed in zip(
+                        results_of_forward.updates, results_of_forward.changed, strict=True
+                    )
                     if changed
                 ],
             ], grad
 
-        results = compat.freed_with_graph(list(unit(*given.tensors, *parts, *states)))
-        outputs = _Tensors(found.outputs)
+        results = compat.freed_with_graph(list(unit(*arguments.tensors, *parts, *states)))
+        outputs = _Tensors(results_of_forward.outputs)
         count = len(outputs.tensors)
-        for loss in results[count : count + len(found.losses)]:
+        for loss in results[count : count + len(results_of_forward.losses)]:
             self._layer.add_loss(loss)
-        changed = [v for v, changed in zip(self._others, found.changed, strict=True) if changed]
-        for v, new in zip(changed, results[count + len(found.losses) :], strict=True):
+        changed = [
+            v
+            for v, changed in zip(self._others, results_of_forward.changed, strict=True)
+            if changed
+        ]
+        for v, new in zip(changed, results[count + len(results_of_forward.losses) :], strict=True):
             v.assign(tf.stop_gradient(new))
         packed = outputs.packed(results[:count])
         return packed
 
-    def _computed(
-        self, call: tuple, whole: Sequence[tf.Tensor], states: Sequence[tf.Tensor], here: tuple
+    def _compute(
+        self,
+        call: tuple,
+        whole: Sequence[tf.Tensor],
+        states: Sequence[tf.Tensor],
+        call_context: tuple,
     ) -> tuple:
         """Compute the layer; return its outputs, its new state and its losses.
 
@@ -246,43 +262,47 @@ class Unit:
                 collect_losses=True,
                 initialize_variables=False,
             )
-        held = [scope.get_current_value(v) for v in self._others]
+        before_call = [scope.get_current_value(v) for v in self._others]
         with (
-            compat.in_context(here),
-            compat.giving({id(v): x for v, x in zip(self._weights, whole, strict=True)}),
+            compat.in_context(call_context),
+            compat.replaced_shards({id(v): x for v, x in zip(self._weights, whole, strict=True)}),
             scope,
         ):
             outputs = self._keras_call(*args, **kwargs)
-            found = [scope.get_current_value(v) for v in self._others]
+            after_call = [scope.get_current_value(v) for v in self._others]
         updates = [
-            before if value is was else value
-            for value, was, before in zip(found, held, states, strict=True)
+            before if value is old else value
+            for value, old, before in zip(after_call, before_call, states, strict=True)
         ]
         return outputs, updates, list(scope.losses)
 
-    def _keeps(self, place: int) -> bool:
+    def _keeps(self, index: int) -> bool:
         """Return whether the unit keeps its gathered weights from forward to backward.
 
         It is called when backward is traced, because all calls of units are known by then.
         """
         sizes = self._chains.current().sizes
-        return len(sizes) - kept(sizes, self._prefetch, self._room or 0) <= place < len(sizes)
+        return (
+            len(sizes) - layers_kept(sizes, self._prefetch, self._max_kept_bytes or 0)
+            <= index
+            < len(sizes)
+        )
 
-    def _gates(self, place: int, dys: Sequence[Any]) -> tuple[list, list]:
+    def _gates(self, index: int, dys: Sequence[Any]) -> tuple[list, list]:
         """Return the control dependencies of backward's gathering and of its recomputation."""
         if tf.executing_eagerly():
             return [], []
         chain = self._chains.current()
-        known = next((dy for dy in dys if dy is not None), None)
-        if known is None:
+        gradient = next((dy for dy in dys if dy is not None), None)
+        if gradient is None:
             return [], []
-        chain.gradients[place] = known
-        ahead = [p for p in chain.gradients if p >= place + self._prefetch]
-        return [chain.gradients[min(ahead) if ahead else max(chain.gradients)]], [known]
+        chain.gradients[index] = gradient
+        later = [p for p in chain.gradients if p >= index + self._prefetch]
+        return [chain.gradients[min(later) if later else max(chain.gradients)]], [gradient]
 
 
 @dataclasses.dataclass
-class _Found:
+class _ForwardResults:
     """Results of the forward pass: their structure, and tensors valid only inside the unit."""
 
     outputs: Any = None
@@ -302,11 +322,11 @@ class _Tensors:
     def __init__(self, structure: Any):
         self._structure = structure
         self._flat = tf.nest.flatten(structure)
-        self._places = [i for i, x in enumerate(self._flat) if isinstance(x, tf.Tensor)]
-        masks = [compat.mask_of(self._flat[i]) for i in self._places]
+        self._positions = [i for i, x in enumerate(self._flat) if isinstance(x, tf.Tensor)]
+        masks = [compat.mask_of(self._flat[i]) for i in self._positions]
         self._masked = [i for i, mask in enumerate(masks) if mask is not None]
         self.tensors: list[tf.Tensor] = [
-            *(self._flat[i] for i in self._places),
+            *(self._flat[i] for i in self._positions),
             *(masks[i] for i in self._masked),
         ]
 
@@ -314,12 +334,12 @@ class _Tensors:
         """Return the structure with its tensors replaced by the given ones."""
         flat = list(self._flat)
         values = (
-            [tf.identity(x) for x in tensors[: len(self._places)]]
+            [tf.identity(x) for x in tensors[: len(self._positions)]]
             if self._masked
-            else tensors[: len(self._places)]
+            else tensors[: len(self._positions)]
         )
-        for i, mask in zip(self._masked, tensors[len(self._places) :], strict=True):
+        for i, mask in zip(self._masked, tensors[len(self._positions) :], strict=True):
             compat.set_mask(values[i], mask)
-        for i, value in zip(self._places, values, strict=True):
+        for i, value in zip(self._positions, values, strict=True):
             flat[i] = value
         return tf.nest.pack_sequence_as(self._structure, flat)

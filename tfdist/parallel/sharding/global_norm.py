@@ -59,7 +59,9 @@ def clip(
 
 
 def _squares(group: Group, grads: list, name: str) -> tf.Tensor:
-    own = [tf.reduce_sum(tf.square(tf.cast(g, tf.float32))) for g in grads]
+    """Return the sum of squares of each gradient; float64 if a gradient is, else float32."""
+    dtype = tf.float64 if any(g.dtype == tf.float64 for g in grads) else tf.float32
+    own = [tf.reduce_sum(tf.square(tf.cast(g, dtype))) for g in grads]
     return group.all_reduce(tf.stack(own), name)
 
 
@@ -76,7 +78,7 @@ def finite_on_all(group: Group, grads: list) -> tf.Tensor:
 
 
 @contextlib.contextmanager
-def agreeing(
+def agree_on_finite(
     group: Group, outer: keras.optimizers.Optimizer, inner: keras.optimizers.Optimizer
 ) -> Iterator[None]:
     """Make a LossScaleOptimizer skip an update on all replicas or on none in this context.
@@ -89,9 +91,9 @@ def agreeing(
     if outer is inner:
         yield
         return
-    stock: Callable = outer.check_finite
+    original: Callable = outer.check_finite
     outer.check_finite = lambda grads: true_on_all(
-        group, stock([g for g in grads if g is not None]), "finite to the scale"
+        group, original([g for g in grads if g is not None]), "finite to the scale"
     )
     try:
         yield
@@ -113,12 +115,12 @@ def scale(policy: Gradients, size: int) -> float:
     return 1.0 / size if alone else 1.0
 
 
-def engine_in_step(strategy: tf.distribute.Strategy, who: str) -> Any:
+def synchronous_engine(strategy: tf.distribute.Strategy, caller: str) -> Any:
     """Return the engine of a synchronous strategy whose replicas each hold the variables.
 
     Args:
         strategy: Any strategy.
-        who: Name of the caller, for the error message.
+        caller: Name of the caller, for the error message.
 
     Raises:
         ValueError: The strategy has no engine, is not synchronous, or its replicas share one copy
@@ -127,56 +129,56 @@ def engine_in_step(strategy: tf.distribute.Strategy, who: str) -> Any:
     engine = engine_of(strategy)
     if engine is None:
         raise ValueError(
-            f"{who}: expected to be called in the scope of a strategy of tfdist, or with "
-            "strategy=; none is in charge here."
+            f"{caller}: expected a strategy of tfdist, received none. Call it inside "
+            "`with strategy.scope():`, or pass strategy=."
         )
     if isinstance(strategy, tf.distribute.experimental.CentralStorageStrategy) or not hasattr(
         engine, "placement"
     ):
         raise ValueError(
-            f"{who}: expected a strategy each of whose replicas has a copy of the variables, where "
-            f"it keeps its part; received {type(strategy).__name__}, where all share one. Use the "
-            "strategy mirrored or multi_worker_mirrored, or leave the state whole."
+            f"{caller}: expected a strategy whose replicas each have a copy of the variables, "
+            f"received {type(strategy).__name__}, whose replicas share one. Use the strategy "
+            f"mirrored or multi_worker_mirrored, or do not use {caller}."
         )
     return engine
 
 
-def checked_policy(given: Any, who: str, combine: Sequence[str], why: str) -> Gradients:
+def check_policy(given: Any, caller: str, combine: Sequence[str], reason: str) -> Gradients:
     """Return the policy if all replicas update one state with it; otherwise raise ValueError.
 
     Args:
         given: Policy or short name, as for `tfdist.sync.policy`.
-        who: Name of the caller, for the error message.
+        caller: Name of the caller, for the error message.
         combine: Allowed values of the policy's `combine`.
-        why: Reason why no other value is allowed, for the error message.
+        reason: Reason why no other value is allowed, for the error message.
 
     Raises:
         ValueError: The policy is not a `tfdist.sync.Gradients`, its `combine` is not allowed, or
             it accumulates gradients over several steps.
     """
-    found = policy(given)
-    if not isinstance(found, Gradients) or found.combine not in combine:
+    checked = policy(given)
+    if not isinstance(checked, Gradients) or checked.combine not in combine:
         allowed = " or ".join(f'"{name}"' for name in combine)
         raise ValueError(
-            f"{who}: sync: expected tfdist.sync.Gradients with combine={allowed}, as {why}; "
+            f"{caller}: sync: expected tfdist.sync.Gradients with combine={allowed}, as {reason}; "
             f"received {given!r}."
         )
-    if found.accumulate > 1:
+    if checked.accumulate > 1:
         raise ValueError(
-            f"{who}: sync.accumulate: one exchange for {found.accumulate} steps needs whole "
-            "gradients on each replica meanwhile. Give the optimizer "
-            f"gradient_accumulation_steps={found.accumulate} instead, which adds up each "
-            "replica's part of the sum in each step."
+            f"{caller}: sync.accumulate: expected 1, received {checked.accumulate}, which would "
+            "keep whole gradients on each replica. Pass the optimizer "
+            f"gradient_accumulation_steps={checked.accumulate} instead, which accumulates only "
+            "each replica's part."
         )
-    return found
+    return checked
 
 
-def check_variables(variables: Sequence[keras.Variable], who: str) -> None:
+def check_variables(variables: Sequence[keras.Variable], caller: str) -> None:
     """Raise ValueError if a variable's gradient cannot be summed over the replicas.
 
     Args:
         variables: Any variables.
-        who: Name of the caller, for the error message.
+        caller: Name of the caller, for the error message.
 
     Raises:
         ValueError: A variable is overwritten by its gradient, or collectives cannot sum its dtype.
@@ -184,23 +186,24 @@ def check_variables(variables: Sequence[keras.Variable], who: str) -> None:
     for v in variables:
         if getattr(v, "overwrite_with_gradient", False):
             raise ValueError(
-                f"{who}: {v.path}: a variable that its gradient overwrites (float8 training) "
+                f"{caller}: {v.path}: a variable that its gradient overwrites (float8 training) "
                 "cannot be sharded."
             )
         if v.dtype not in FLOATS:
             raise ValueError(
-                f"{who}: {v.path} has dtype {v.dtype}, expected one of {', '.join(FLOATS)}, which "
-                "TensorFlow's collectives sum. Freeze it, or cast it."
+                f"{caller}: {v.path}: expected one of the dtypes {', '.join(FLOATS)}, which "
+                f"TensorFlow's collectives sum; received {v.dtype}. Freeze the variable, or cast "
+                "it."
             )
 
 
-def check_clipping(policy: Gradients, optimizer: keras.optimizers.Optimizer, who: str) -> None:
+def check_clipping(policy: Gradients, optimizer: keras.optimizers.Optimizer, caller: str) -> None:
     """Raise ValueError if both the policy and the optimizer clip gradients.
 
     Args:
         policy: Gradient policy.
         optimizer: Innermost optimizer.
-        who: Name of the caller, for the error message.
+        caller: Name of the caller, for the error message.
 
     Raises:
         ValueError: The policy has a `clip_norm` and the optimizer clips too.
@@ -209,17 +212,17 @@ def check_clipping(policy: Gradients, optimizer: keras.optimizers.Optimizer, who
         optimizer.clipnorm or optimizer.global_clipnorm or optimizer.clipvalue
     ):
         raise ValueError(
-            f"{who}: sync.clip_norm and the optimizer's own clipping exclude each other; "
-            "give one of them."
+            f"{caller}: expected either sync.clip_norm or the optimizer's own clipping, received "
+            "both. Remove one of them."
         )
 
 
-def check_elementwise(optimizer: keras.optimizers.Optimizer, who: str = "zero") -> None:
+def check_elementwise(optimizer: keras.optimizers.Optimizer, caller: str = "zero") -> None:
     """Raise ValueError unless the optimizer updates each element independently.
 
     Args:
         optimizer: Any optimizer.
-        who: Name of the caller, for the error message.
+        caller: Name of the caller, for the error message.
 
     Raises:
         ValueError: The optimizer is not elementwise, or this is not known because it is not one of
@@ -228,7 +231,7 @@ def check_elementwise(optimizer: keras.optimizers.Optimizer, who: str = "zero") 
     name = type(optimizer).__name__
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise ValueError(
-            f"{who}: a LossScaleOptimizer goes around it: "
+            f"{caller}: expected an optimizer inside the LossScaleOptimizer. Write "
             "keras.optimizers.LossScaleOptimizer(tfdist.parallel.zero(optimizer))."
         )
     kinds = (getattr(keras.optimizers, kind) for kind in ELEMENTWISE)
@@ -237,7 +240,8 @@ def check_elementwise(optimizer: keras.optimizers.Optimizer, who: str = "zero") 
         for kind in kinds
     ):
         raise ValueError(
-            f"{who}: the optimizer {name} cannot be sharded: it looks at more than one element of "
-            f"a variable, or is not Keras' own. Use one of {', '.join(ELEMENTWISE)}; or pass "
-            f"{who}(..., elementwise=True) if {name}.update_step treats each element by itself."
+            f"{caller}: the optimizer {name} cannot be sharded: it uses more than one element of a "
+            f"variable, or is not one of Keras. Use one of {', '.join(ELEMENTWISE)}, or pass "
+            f"{caller}(..., elementwise=True) if {name}.update_step updates each element "
+            "independently."
         )

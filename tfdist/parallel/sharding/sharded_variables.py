@@ -38,20 +38,20 @@ class Store:
         self.scoped = engine_of(tf.distribute.get_strategy()) is not None
         if not self.scoped and self.placement.local_replicas > 1:
             raise ValueError(
-                "strategy: outside of its scope expected one with one replica in each process, "
-                f"received one with {self.placement.local_replicas}. Make model and "
-                "optimizer in `with strategy.scope():`, or name one device a process."
+                "strategy: expected one replica in each process outside of the strategy's scope, "
+                f"received {self.placement.local_replicas}. Make model and optimizer in "
+                "`with strategy.scope():`, or use one device per process."
             )
         self.slots: Store = self  # store of the optimizer slots of these variables
-        self.steps = False  # whether a train function runs without a scope
+        self.in_train_function = False  # whether a train function runs without a scope
         # Whole variables that have the same value in all processes, by id.
-        self._alike: dict[int, keras.Variable] = {}
+        self._broadcast: dict[int, keras.Variable] = {}
 
     def whole(self, variable: Sharded) -> tf.Tensor:
         """Return the whole value, inside or outside of replica context."""
         if self.in_step():
             with self.bounded():
-                return self._gathered(variable, own_copy(variable))
+                return self._gather(variable, own_copy(variable))
         with self._scope():
             if self.placement.workers == 1:
                 copies = [
@@ -59,13 +59,13 @@ class Store:
                     for i in range(self.placement.local_replicas)
                 ]
                 return flat_shards.from_rows(tf.stack(copies), variable.tfdist_shape)
-            return self._everywhere(
-                lambda: self._gathered(
+            return self._run_on_replicas(
+                lambda: self._gather(
                     variable, tf.convert_to_tensor(local_component(variable, self.group.local))
                 )
             )
 
-    def put(self, variable: Sharded, value: tf.Tensor) -> None:
+    def assign_whole(self, variable: Sharded, value: tf.Tensor) -> None:
         """Assign each replica of this process its row of a whole value."""
         parts = flat_shards.to_rows(value, self.group.size)
         first = self.placement.first_replica
@@ -79,7 +79,7 @@ class Store:
                 # A slice shares the memory of the whole tensor and would keep it alive.
                 local_component(variable, i).assign(tf.raw_ops.DeepCopy(x=parts[first + i]))
 
-    def take(self, variable: keras.Variable, trainable: bool = True) -> None:
+    def shard_variable(self, variable: keras.Variable, trainable: bool = True) -> None:
         """Shard a variable, with the value of the chief's first replica.
 
         A deferred variable gets its first value here. Only this variable is whole at a time. All
@@ -100,11 +100,11 @@ class Store:
             )
             make_sharded(variable, part, shape, self)
             if self.placement.workers == 1:
-                self.put(variable, value)  # type: ignore[arg-type]
+                self.assign_whole(variable, value)  # type: ignore[arg-type]
             else:
-                self._everywhere(lambda: self._receive(variable, value))
+                self._run_on_replicas(lambda: self._receive(variable, value))
 
-    def share(self, variables: Sequence[keras.Variable]) -> None:
+    def broadcast_values(self, variables: Sequence[keras.Variable]) -> None:
         """Broadcast the chief's values to variables that stay whole, once for each variable.
 
         All processes must call this. Inside its scope, a strategy broadcasts by itself.
@@ -112,19 +112,19 @@ class Store:
         Args:
             variables: Variables of a model. Sharded ones already have the chief's values.
         """
-        new = [v for v in variables if not isinstance(v, Sharded) and id(v) not in self._alike]
+        new = [v for v in variables if not isinstance(v, Sharded) and id(v) not in self._broadcast]
         if self.scoped or self.group.size == 1:
             return
         with tf.init_scope(), self.bounded():
             for v in new:
-                number = len(self._alike)
+                number = len(self._broadcast)
                 value = own_copy(v)
                 sent = tf.cast(value, sendable(value.dtype))
                 whole = self.group.all_gather(
-                    self._of_chief(sent, f"first {number}"), f"{OUTSIDE}first {number}"
+                    self._scatter_from_chief(sent, f"first {number}"), f"{OUTSIDE}first {number}"
                 )
                 v.assign(tf.cast(flat_shards.from_rows(whole, sent.shape), value.dtype))
-                self._alike[id(v)] = v
+                self._broadcast[id(v)] = v
 
     def bounded(self) -> contextlib.AbstractContextManager[None]:
         """Bound waits for other processes by the strategy's timeout in this context.
@@ -138,8 +138,8 @@ class Store:
             else contextlib.nullcontext()
         )
 
-    def beside(
-        self, model: keras.Model, function: Callable, trains: bool, who: str = "fsdp"
+    def wrap_without_scope(
+        self, model: keras.Model, function: Callable, trains: bool, caller: str = "fsdp"
     ) -> Callable:
         """Wrap a model's function for a process without a strategy scope.
 
@@ -149,38 +149,40 @@ class Store:
             model: Model of which this store holds a part.
             function: The model's `train_function`, or another of its functions.
             trains: Flag that says that `function` is the `train_function`.
-            who: Name of the caller, for the error message.
+            caller: Name of the caller, for the error message.
 
         Raises:
             ValueError: XLA would compile the function.
         """
-        self.check_xla(model, who)
-        begun = not trains
+        self.check_xla(model, caller)
+        broadcast_done = not trains
 
         def bounded(*args):
-            nonlocal begun
+            nonlocal broadcast_done
             optimizer = getattr(model, "optimizer", None)
-            sign = (
+            progress = (
                 (lambda: optimizer.iterations.numpy())
                 if optimizer is not None and optimizer.built
                 else None
             )
-            with engine_of(self.strategy).watchdog.bound(sign):
-                if not begun and model.built:
-                    self.share(model.weights)
-                self.steps = True
+            with engine_of(self.strategy).watchdog.bound(progress):
+                if not broadcast_done and model.built:
+                    self.broadcast_values(model.weights)
+                self.in_train_function = True
                 try:
                     result = function(*args)
                 finally:
-                    self.steps = False
-                if not begun:
-                    self.share(model.weights)  # this call may have built the model
-                    begun = True
+                    self.in_train_function = False
+                if not broadcast_done:
+                    self.broadcast_values(model.weights)  # this call may have built the model
+                    broadcast_done = True
                 return result
 
         return bounded
 
-    def save_beside(self, model: keras.Model, keras_method: Callable, *args, **kwargs) -> Any:
+    def save_without_scope(
+        self, model: keras.Model, keras_method: Callable, *args, **kwargs
+    ) -> Any:
         """Run `model.save`, `save_weights` or `export` in a process without a strategy scope.
 
         All processes contribute their parts, and the chief writes the file.
@@ -199,30 +201,30 @@ class Store:
         with as_plain(model, self.placement.workers, self.placement.is_chief):
             return keras_method(model, *args, **kwargs) if self.placement.is_chief else None
 
-    def check_xla(self, model: keras.Model, who: str = "fsdp") -> None:
+    def check_xla(self, model: keras.Model, caller: str = "fsdp") -> None:
         """Raise ValueError if XLA would compile a model's collectives.
 
         Args:
             model: Any model.
-            who: Name of the caller, for the error message.
+            caller: Name of the caller, for the error message.
 
         Raises:
             ValueError: The model is compiled with `jit_compile`, and there are several replicas.
         """
         if self.group.size > 1 and model.compiled and model.jit_compile:
             raise ValueError(
-                f"{who}: XLA cannot compile the collectives of {self.group.size} replicas "
-                "(keras #18716). Pass compile(jit_compile=False), which "
-                "outside of a strategy's scope is not always Keras' default."
+                f"{caller}: XLA cannot compile the collectives of {self.group.size} replicas "
+                "(keras #18716). Pass compile(jit_compile=False): outside of a strategy's scope, "
+                "Keras may choose True."
             )
 
     def _receive(self, variable: keras.Variable, value: tf.Tensor) -> None:
         """Assign each replica its row of the chief's value."""
         local_component(variable, self.group.local).assign(
-            self._of_chief(value, f"first {variable.path}")
+            self._scatter_from_chief(value, f"first {variable.path}")
         )
 
-    def _of_chief(self, value: tf.Tensor, name: str) -> tf.Tensor:
+    def _scatter_from_chief(self, value: tf.Tensor, name: str) -> tf.Tensor:
         """Return this replica's row of the chief's value.
 
         It is a reduce-scatter of the chief's value and of zeros from the other replicas.
@@ -232,7 +234,7 @@ class Store:
             parts if self.group.rank == 0 else tf.zeros_like(parts), f"{OUTSIDE}{name}"
         )
 
-    def _gathered(self, variable: Sharded, part: tf.Tensor) -> tf.Tensor:
+    def _gather(self, variable: Sharded, part: tf.Tensor) -> tf.Tensor:
         return flat_shards.from_rows(
             self.group.all_gather(part, f"{OUTSIDE}{variable.path} {variable.tfdist_shape}"),
             variable.tfdist_shape,
@@ -249,7 +251,7 @@ class Store:
         inside = tf.distribute.get_strategy() is self.strategy or not self.scoped
         return contextlib.nullcontext() if inside else self.strategy.scope()
 
-    def _everywhere(self, body: Callable) -> Any:
+    def _run_on_replicas(self, body: Callable) -> Any:
         """Run a function on all replicas of this process; return the first replica's result."""
         with self.bounded():
             if self.placement.local_replicas == 1:

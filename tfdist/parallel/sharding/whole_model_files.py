@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_compat.parallel import Sharded, giving, saved_with
+from tfdist.keras_compat.parallel import Sharded, replaced_shards, saved_with
 
 
 def sharded_variables(model: keras.Model) -> list[Sharded]:
@@ -19,8 +19,8 @@ def sharded_variables(model: keras.Model) -> list[Sharded]:
         model: Any model.
     """
     optimizer = getattr(model, "optimizer", None)
-    known = (*model.weights, *(optimizer.variables if optimizer is not None else ()))
-    return list({id(v): v for v in known if isinstance(v, Sharded)}.values())
+    variables = (*model.weights, *(optimizer.variables if optimizer is not None else ()))
+    return list({id(v): v for v in variables if isinstance(v, Sharded)}.values())
 
 
 def check_export(model: keras.Model) -> None:
@@ -34,8 +34,8 @@ def check_export(model: keras.Model) -> None:
     """
     if any(isinstance(v, Sharded) for v in model.trainable_weights):
         raise ValueError(
-            "export: the model's weights are sharded. Save it by model.save(), and export what "
-            "keras.models.load_model() makes of the file."
+            "export: the model's weights are sharded. Call model.save(), load the file with "
+            "keras.models.load_model(), and export that model."
         )
 
 
@@ -58,7 +58,7 @@ def as_plain(model: keras.Model, workers: int, writes: bool) -> Iterator[None]:
         if writes:
             with tf.device("CPU:0"):
                 values[id(v)] = tf.identity(whole)
-    with giving(values), _without_zero(model):
+    with replaced_shards(values), _without_zero(model):
         yield
 
 

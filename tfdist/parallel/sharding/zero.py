@@ -28,7 +28,7 @@ from tfdist.keras_compat.parallel import (
     Sharded,
     as_shards,
     clipping,
-    exclude_alike,
+    copy_weight_decay_exclusions,
     make_sharded,
     moving_averages,
 )
@@ -126,7 +126,7 @@ class Zero(keras.optimizers.Optimizer):
         name: str | None = None,
     ):
         strategy = strategy or tf.distribute.get_strategy()
-        engine = global_norm.engine_in_step(strategy, "zero")
+        engine = global_norm.synchronous_engine(strategy, "zero")
         if stage not in (1, 2):
             raise ValueError(
                 f"stage: expected 1 or 2, received {stage!r}; tfdist.parallel.fsdp() shards the "
@@ -216,11 +216,11 @@ class Zero(keras.optimizers.Optimizer):
             return
         if any(isinstance(v, Sharded) for v in variables):
             raise ValueError(
-                "zero: fsdp(model) has sharded the optimizer's state already; compile the model "
-                "with the optimizer itself."
+                "zero: fsdp(model) already shards the optimizer's state. Compile the model with "
+                "the inner optimizer."
             )
         global_norm.check_variables(variables, "zero")
-        self._store.share(variables)
+        self._store.broadcast_values(variables)
         full = list(variables)
         shards = []
         with tf.init_scope():
@@ -228,7 +228,7 @@ class Zero(keras.optimizers.Optimizer):
                 shape = (flat_shards.length(flat_shards.elements(v.shape), self.group.size),)
                 shards.append(keras.Variable(tf.zeros(shape, v.dtype), dtype=v.dtype, name=v.name))
                 make_sharded(shards[-1], None, v.shape, self._store)
-            exclude_alike(self.inner_optimizer, full, self.inner_optimizer, shards)
+            copy_weight_decay_exclusions(self.inner_optimizer, full, self.inner_optimizer, shards)
             self.inner_optimizer.build(shards)
         sizes = [flat_shards.elements(v.shape) * tf.as_dtype(v.dtype).size for v in full]
         self._parts = _Parts(
@@ -250,7 +250,9 @@ class Zero(keras.optimizers.Optimizer):
     @property
     def bytes_per_step(self) -> float:
         """Return the mean bytes that a replica sends in a step; 0 before the first trace."""
-        steps = 1 if self._gathers_always else self.inner_optimizer.gradient_accumulation_steps
+        steps = (
+            1 if self._may_change_each_step else self.inner_optimizer.gradient_accumulation_steps
+        )
         return sum(
             sent / (steps if name.startswith("whole") else 1)
             for name, sent in self.group.bytes_in_steps.items()
@@ -300,46 +302,49 @@ class Zero(keras.optimizers.Optimizer):
         with (
             self._store.bounded(),
             local_update(optimizer, self.group.local),
-            global_norm.agreeing(self.group, optimizer, self),
+            global_norm.agree_on_finite(self.group, optimizer, self),
         ):
             if not self.built:
                 if variables is None:
                     raise ValueError(
-                        "zero: expected apply(gradients, variables), or build(variables) before."
+                        "zero: expected apply(gradients, variables), received no variables. Pass "
+                        "them, or call build(variables) first."
                     )
                 optimizer.build(list(variables))
-            known = self._parts.full if variables is None else list(variables)
-            parts = self._reduce(self._by_place(list(grads), known))
+            updated = self._parts.full if variables is None else list(variables)
+            parts = self._reduce(self._in_build_order(list(grads), updated))
             if self.reduced is not None:
                 self.reduced([p for p in parts if p is not None])
             self._scaled = optimizer is not self
-            places = self._places()
-            return keras_apply(optimizer, [parts[places[id(v)]] for v in known], variables)
+            indices = self._indices()
+            return keras_apply(optimizer, [parts[indices[id(v)]] for v in updated], variables)
 
-    def beside(self, model: keras.Model, function: Callable, trains: bool) -> Callable:
+    def wrap_without_scope(self, model: keras.Model, function: Callable, trains: bool) -> Callable:
         """Wrap a model's function for a process without a scope; see `Store.beside`."""
         check_deferred(model)
-        return self._store.beside(model, function, trains, "zero")
+        return self._store.wrap_without_scope(model, function, trains, "zero")
 
-    def save_beside(self, model: keras.Model, keras_method: Callable, *args, **kwargs) -> Any:
+    def save_without_scope(
+        self, model: keras.Model, keras_method: Callable, *args, **kwargs
+    ) -> Any:
         """Save or export a model in a process without a scope; see `Store.save_beside`."""
-        return self._store.save_beside(model, keras_method, *args, **kwargs)
+        return self._store.save_without_scope(model, keras_method, *args, **kwargs)
 
     def _apply(
         self, sums: Sequence[Any], trainable_variables: Sequence[keras.Variable] | None = None
     ) -> None:
         """Update this replica's part of the variables by its part of the sums, and gather all."""
-        parts = self._by_place(
+        parts = self._in_build_order(
             list(sums),
             self._parts.full if trainable_variables is None else list(trainable_variables),
         )
         local = self.group.local
-        places = [i for i, p in enumerate(parts) if p is not None]
+        indices = [i for i, p in enumerate(parts) if p is not None]
 
         def update() -> None:
             before = {}
             # Moving averages cover all variables, also those without a gradient.
-            for i in range(len(parts)) if self.inner_optimizer.use_ema else places:
+            for i in range(len(parts)) if self.inner_optimizer.use_ema else indices:
                 own = flat_shards.to_rows(
                     tf.convert_to_tensor(local_component(self._parts.full[i], local)),
                     self.group.size,
@@ -355,11 +360,11 @@ class Zero(keras.optimizers.Optimizer):
                 clipping(inner, lambda grads: global_norm.clip(self.group, inner, grads, limit)),
             ):
                 self.inner_optimizer.apply(
-                    [parts[i] for i in places], [self._parts.shards[i] for i in places]
+                    [parts[i] for i in indices], [self._parts.shards[i] for i in indices]
                 )
-            self._when_updated(lambda: self._gather(places, before, local), local)
+            self._after_update(lambda: self._gather(indices, before, local), local)
             for v in (
-                self._parts.full[i] for i in places if self._parts.full[i].constraint is not None
+                self._parts.full[i] for i in indices if self._parts.full[i].constraint is not None
             ):
                 copy = local_component(v, local)
                 copy.assign(v.constraint(tf.convert_to_tensor(copy)))
@@ -369,34 +374,34 @@ class Zero(keras.optimizers.Optimizer):
             update()
             return
         tf.cond(
-            global_norm.finite_on_all(self.group, [parts[i] for i in places]), update, lambda: None
+            global_norm.finite_on_all(self.group, [parts[i] for i in indices]), update, lambda: None
         )
 
-    def _by_place(self, grads: list, variables: list[keras.Variable]) -> list:
+    def _in_build_order(self, grads: list, variables: list[keras.Variable]) -> list:
         """Return a gradient or None for each variable that the optimizer was built with.
 
         Args:
             grads: Gradients, one or None for each of `variables`.
             variables: Variables of the gradients.
         """
-        places = self._places()
-        unknown = [v.path for v in variables if id(v) not in places]
+        indices = self._indices()
+        unknown = [v.path for v in variables if id(v) not in indices]
         if unknown:
             raise ValueError(
-                f"zero: {', '.join(unknown[:4])}: not among the variables that the optimizer was "
-                "built with; make another optimizer for them."
+                f"zero: {', '.join(unknown[:4])}: the optimizer was built with other variables. "
+                "Make another optimizer for these."
             )
         if len(grads) != len(variables):
             raise ValueError(
                 f"zero: expected {len(variables)} gradients, one or None for each variable, "
                 f"received {len(grads)}."
             )
-        given: list = [None] * len(places)
+        ordered: list = [None] * len(indices)
         for g, v in zip(grads, variables, strict=True):
-            given[places[id(v)]] = g
-        return given
+            ordered[indices[id(v)]] = g
+        return ordered
 
-    def _places(self) -> dict[int, int]:
+    def _indices(self) -> dict[int, int]:
         """Return the index of each variable, by its id."""
         return {id(v): i for i, v in enumerate(self._parts.full)}
 
@@ -421,12 +426,12 @@ class Zero(keras.optimizers.Optimizer):
                 None if x is None else flat_shards.to_rows(x, self.group.size)[self.group.rank]
                 for x in sums
             ]
-        given = [None if g is None else flat_shards.to_rows(g, self.group.size) for g in dense]
-        return reduce_scatter(self.group, given, self._parts.buckets, "sum", self.policy.comm_dtype)
+        rows = [None if g is None else flat_shards.to_rows(g, self.group.size) for g in dense]
+        return reduce_scatter(self.group, rows, self._parts.buckets, "sum", self.policy.comm_dtype)
 
-    def _when_updated(self, gather: Callable[[], None], local: int) -> None:
+    def _after_update(self, gather: Callable[[], None], local: int) -> None:
         """Call `gather`; with gradient accumulation, only after a step that updated variables."""
-        if self._gathers_always:
+        if self._may_change_each_step:
             gather()
             return
         counter = local_component(step_counter(self.inner_optimizer), local)
@@ -437,7 +442,7 @@ class Zero(keras.optimizers.Optimizer):
         )
 
     @property
-    def _gathers_always(self) -> bool:
+    def _may_change_each_step(self) -> bool:
         """Return whether each step may change variables.
 
         This is so without gradient accumulation, or if moving averages may overwrite the variables
@@ -448,9 +453,9 @@ class Zero(keras.optimizers.Optimizer):
             inner.use_ema and inner.ema_overwrite_frequency
         )
 
-    def _gather(self, places: list[int], before: dict[int, tf.Tensor], local: int) -> None:
+    def _gather(self, indices: list[int], before: dict[int, tf.Tensor], local: int) -> None:
         own: list = [None] * len(self._parts.shards)
-        for i in places:
+        for i in indices:
             x = tf.convert_to_tensor(local_component(self._parts.shards[i], local))
             own[i] = tf.cast(x - before[i], self.policy.comm_dtype) if before else x
         for i, part in all_gather(self.group, own, self._parts.buckets, "whole"):
@@ -477,10 +482,10 @@ class Zero(keras.optimizers.Optimizer):
 
         def publish() -> None:
             local = self.group.local
-            for place, (v, average) in enumerate(zip(self._parts.full, averages, strict=True)):
+            for i, (v, average) in enumerate(zip(self._parts.full, averages, strict=True)):
                 whole = self.group.all_gather(
                     tf.convert_to_tensor(local_component(average, local)),
-                    f"{OUTSIDE}average {place}",
+                    f"{OUTSIDE}average {i}",
                 )
                 local_component(v, local).assign(flat_shards.from_rows(whole, v.shape))
 
@@ -490,7 +495,7 @@ class Zero(keras.optimizers.Optimizer):
 
 
 def _policy(given: Any, optimizer: keras.optimizers.Optimizer) -> Gradients:
-    policy = global_norm.checked_policy(
+    policy = global_norm.check_policy(
         given, "zero", ("mean", "sum"), "all replicas update one state"
     )
     global_norm.check_clipping(policy, optimizer, "zero")

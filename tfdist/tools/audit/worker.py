@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.data.errors import place
+from tfdist.data.errors import location_of
 from tfdist.data.order import Order, StreamOrder
 from tfdist.tools.audit import stages, steps
 from tfdist.tools.audit.settings import Settings
@@ -73,7 +73,7 @@ class Worker:
                     self._epoch(file, self.resumed, epoch, settings.first_step)
                 else:
                     self._epoch(file, self.shares, epoch, 0)
-        left_out = {str(number): where for number, where in self.pipeline.errors.found.items()}
+        left_out = {str(number): where for number, where in self.pipeline.errors.failed.items()}
         self.report("read", left_out=left_out)
 
     def verify(self) -> None:
@@ -171,7 +171,7 @@ class Worker:
     def _describe(self, number: int) -> str | None:
         """Return where an example is stored, or None if that is unknown."""
         source = self.batches.source
-        return place(source, number) if 0 <= number < (source.cardinality or 0) else None
+        return location_of(source, number) if 0 <= number < (source.cardinality or 0) else None
 
 
 def _order(facts: dict[str, Any]) -> Order:

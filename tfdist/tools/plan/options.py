@@ -230,7 +230,7 @@ def _fsdp(needs: Needs, devices: int) -> Way:
     largest = max(needs.units, default=0)
     # The three layers are the weights of the layer in use and of the next, and a layer's gradients.
     peak = resident + part + 3 * largest + _step(needs, devices, devices)
-    stay = needs.units[len(needs.units) - schedule.kept(needs.units, 1, part) :]
+    stay = needs.units[len(needs.units) - schedule.layers_kept(needs.units, 1, part) :]
     sent = 3 * _others(needs.trainable, devices) - _others(sum(stay), devices)
     return Way(
         "FSDP (ZeRO-3)",
@@ -264,7 +264,9 @@ def _pipeline(needs: Needs, devices: int, microbatches: int) -> Way:
         for stage in needs.stages
     ]
     rows = needs.rows // microbatches
-    in_flight = [schedule.held(own) for own in schedule.tasks(devices, microbatches, "1f1b")]
+    in_flight = [
+        schedule.max_in_flight(own) for own in schedule.tasks(devices, microbatches, "1f1b")
+    ]
     steps = [
         math.ceil(needs.fixed * stage.share + needs.per_row * stage.share * rows * held)
         for stage, held in zip(needs.stages, in_flight, strict=True)

@@ -150,7 +150,7 @@ def _stages(model: Any, count: int) -> tuple[list[Stage], str]:
         graph = split.graph_of(model)
         parts = split.split(graph, split.balanced(graph, count, split.parameters(graph)))
     except ValueError as error:
-        return [], str(error).removeprefix("pipeline: ")
+        return [], str(error).removeprefix("parallel.pipeline: ")
     sizes = [_size(x) for x in graph.tensors]
     whole = sum(size or 0 for size in sizes)
     stages = []
@@ -158,11 +158,17 @@ def _stages(model: Any, count: int) -> tuple[list[Stage], str]:
         variables = [v for layer in stage.model.layers for v in layer.variables]
         passed = [
             n
-            for n in (*stage.takes, *(stage.makes if stage is not parts[-1] else ()))
+            for n in (
+                *stage.input_numbers,
+                *(stage.output_numbers if stage is not parts[-1] else ()),
+            )
             if n not in graph.inputs
         ]
         made = sum(
-            sizes[n] or 0 for call in graph.calls if call.name in stage.layers for n in call.makes
+            sizes[n] or 0
+            for call in graph.calls
+            if call.name in stage.layers
+            for n in call.output_numbers
         )
         stages.append(
             Stage(

@@ -94,7 +94,7 @@ def throughput(step_breakdown: Mapping[int, Sequence[Window]]) -> Figure | None:
     Return None if no window is left after those that compiled are left out.
     """
     kept = {
-        rank: [window for window in windows if window.compiled]
+        rank: [window for window in windows if window.steady]
         for rank, windows in step_breakdown.items()
     }
     kept = {rank: windows for rank, windows in kept.items() if windows}

@@ -62,7 +62,7 @@ def over_steps(step_breakdown: Mapping[int, Sequence[Window]]) -> Figure | None:
     Return None if there are fewer than two windows to draw.
     """
     windows = [
-        window for own in step_breakdown.values() for window in standing(own) if window.compiled
+        window for own in step_breakdown.values() for window in standing(own) if window.steady
     ]
     ends = sorted({window.step for window in windows})
     if len(ends) < 2:

@@ -20,7 +20,7 @@ from absl import logging
 
 from tfdist.backup import result, state
 from tfdist.backup.snapshot import Snapshot, arrays_of, numbered
-from tfdist.backup.store import Found, Store
+from tfdist.backup.store import Store, StoredSnapshot
 from tfdist.keras_compat import engine_of, set_first_epoch
 from tfdist.runtime.launch_protocol import PREEMPTED_CODE, Launched, note
 from tfdist.train.callbacks import log_files, sharded_snapshot
@@ -76,9 +76,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     ):
         self._every_seconds = _seconds_of(save_freq)
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-            raise ValueError(
-                f"keep: expected how many snapshots to keep, 1 or more; received {keep!r}."
-            )
+            raise ValueError(f"keep: expected a number of snapshots, 1 or more; received {keep!r}.")
         # An interval in seconds has to be checked after every step.
         super().__init__(
             os.fspath(backup_dir),
@@ -88,17 +86,17 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         )
         self.store = Store(backup_dir, max(keep, 2) if double_checkpoint else keep)
         self.writes = True
-        self._peers: list[keras.callbacks.Callback] = []
+        self._callbacks: list[keras.callbacks.Callback] = []
         self._thread: concurrent.futures.ThreadPoolExecutor | None = None
         self._writing: concurrent.futures.Future | None = None
-        self._silence = log_files.Silence()
+        self._suspended = log_files.SuspendedFrequencies()
         self._launched = Launched()
         self._listening = contextlib.ExitStack()
-        self._found: Found | None = None
+        self._newest: StoredSnapshot | None = None
         self._opened = False
         self._first_epoch = 0
-        self._replayed = 0
-        self._trained: list | None = None  # metric totals of the epoch that is being validated
+        self._replay_until = 0
+        self._train_totals: list | None = None  # metric totals of the epoch that is being validated
 
     def prepare(
         self, callbacks: Sequence[keras.callbacks.Callback], writes: bool, first_epoch: int = 0
@@ -112,18 +110,18 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             writes: Whether this process writes the snapshots.
             first_epoch: Epoch at which the fit starts if there is no snapshot.
         """
-        self._peers = list(callbacks)
+        self._callbacks = list(callbacks)
         self.writes = writes
         self._first_epoch = first_epoch
         self._open()
         if not writes:
             return
-        log_files.close(self._peers)
-        if self._found is None:
+        log_files.close(self._callbacks)
+        if self._newest is None:
             return
-        facts = self._found.snapshot.facts
-        log_files.rewind(facts["logs"], self._peers)
-        log_files.rewind_tables(facts["tables"], self._peers)
+        facts = self._newest.snapshot.facts
+        log_files.rewind(facts["logs"], self._callbacks)
+        log_files.rewind_tables(facts["tables"], self._callbacks)
 
     @property
     def every(self) -> float:
@@ -140,12 +138,14 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         )
 
     @property
-    def went_on(self) -> tuple[bool, int]:
+    def resumed(self) -> tuple[bool, int]:
         """Return whether the last fit resumed, and how many steps of its first epoch were done.
 
         A fit that found only the snapshot written before its first step did not resume.
         """
-        return self._found is not None and not self._found.snapshot.facts["first"], self._replayed
+        return self._newest is not None and not self._newest.snapshot.facts[
+            "first"
+        ], self._replay_until
 
     def release(self) -> None:
         """Stop listening for signals, when the `fit` is over or has failed.
@@ -153,7 +153,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         An engine calls this.
         """
         self._listening.close()
-        self._silence.end()
+        self._suspended.end()
 
     def _open(self) -> None:
         """Claim the directory if this process writes, and read the newest snapshot.
@@ -164,11 +164,11 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._launched = Launched.from_environ()
         if self.writes:
             self.store.claim(self._launched.launch, self._launched.attempt)
-        found = self.store.newest()
-        self._leftover = (
-            found is not None and self.delete_checkpoint and self._is_complete(found.snapshot)
+        newest = self.store.newest()
+        self._is_leftover = (
+            newest is not None and self.delete_checkpoint and self._is_complete(newest.snapshot)
         )
-        self._found = None if self._leftover else found
+        self._newest = None if self._is_leftover else newest
         self._opened = True
 
     def _is_complete(self, snapshot: Snapshot) -> bool:
@@ -184,9 +184,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         sharded_snapshot.check(self.model)
         if not self.model.built:
             raise ValueError(
-                "BackupAndRestore: expected a model that is built before fit, as its state is "
-                "restored then; build it with an Input layer or "
-                "model.build(shape)."
+                "BackupAndRestore: expected a model that is built before fit, because its state is "
+                "restored when fit begins. Build it with an Input layer or model.build(shape)."
             )
         optimizer = self.model.optimizer
         if optimizer is not None and not optimizer.built:
@@ -196,24 +195,24 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._opened = False
         self.release()
         self._listening.enter_context(preemption.listening())
-        self.store.reached = self._engine.moment
+        self.store.on_write = self._engine.moment
         self._agree()  # a collective: afterwards every worker has read its snapshot
         if self.writes and self._thread is None:
             self._thread = concurrent.futures.ThreadPoolExecutor(1, "tfdist-backup")
-        self._since = 0
+        self._steps_since_save = 0
         self._saved_at = time.monotonic()
-        self._replayed = 0
-        self._trained = None
+        self._replay_until = 0
+        self._train_totals = None
         self._epoch = self._first_epoch - 1
         self._step = 0
         if self.writes:
-            if self._leftover:
+            if self._is_leftover:
                 self.store.clear()
                 self.store.claim(self._launched.launch, self._launched.attempt)
             self.store.sweep()
         _completed.discard(self._directory)
         set_first_epoch(self.model, 0)  # an earlier fit that failed may have left another value
-        self._restored = self._found.snapshot if self._found is not None else None
+        self._restored = self._newest.snapshot if self._newest is not None else None
         if self._restored is not None:
             self._restore(self._restored)
         else:
@@ -223,26 +222,26 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         """See `keras.callbacks.Callback`."""
         self._epoch = epoch
         self._step = 0
-        found, self._restored = self._restored, None
-        if found is not None:
-            self._set_history(found.facts["history"])
-            if self._replayed:
-                self._engine.set_metric_totals(self.model, arrays_of(_METRICS, found))
+        snapshot, self._restored = self._restored, None
+        if snapshot is not None:
+            self._set_history(snapshot.facts["history"])
+            if self._replay_until:
+                self._engine.set_metric_totals(self.model, arrays_of(_METRICS, snapshot))
         if self._every_seconds:
             self._pause(1)
         elif self.save_freq != "epoch":
-            self._pause(max(1, self.save_freq - self._since))
+            self._pause(max(1, self.save_freq - self._steps_since_save))
 
     def on_train_batch_end(self, batch, logs=None):
         """See `keras.callbacks.Callback`."""
         # With steps_per_execution > 1, the last call may count beyond the end of the epoch.
         step = min(batch + 1, self.params.get("steps") or batch + 1)
         before, self._step = self._step, step
-        if before < self._replayed:
-            if step >= self._replayed:
+        if before < self._replay_until:
+            if step >= self._replay_until:
                 self._end_replay()
             return
-        self._since += step - before
+        self._steps_since_save += step - before
         if self._engine.stopping():
             self._preempt()
         if self.save_freq == "epoch" or self._step < self._next:
@@ -251,9 +250,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         ahead = self.save_freq
         if self._every_seconds:  # the chief decides, because clocks differ between workers
             passed = time.monotonic() - self._saved_at
-            left = (self._every_seconds - passed) / max(passed / self._since, 1e-6)
+            left = (self._every_seconds - passed) / max(passed / self._steps_since_save, 1e-6)
             due, ahead = self._engine.broadcast_from_chief(
-                [passed >= self._every_seconds, min(max(int(left), 1), 2 * self._since)]
+                [passed >= self._every_seconds, min(max(int(left), 1), 2 * self._steps_since_save)]
             )
         if due:
             self._save(self._epoch, self._step, self._history())
@@ -262,17 +261,17 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     def on_test_begin(self, logs=None):
         """See `keras.callbacks.Callback`."""
         if self._step:  # validation of a fit, which resets the metrics of the training epoch
-            self._trained = self._engine.metric_totals(self.model)
+            self._train_totals = self._engine.metric_totals(self.model)
 
     def on_test_batch_end(self, batch, logs=None):
         """See `keras.callbacks.Callback`."""
-        if self._trained is not None and self._engine.stopping():
+        if self._train_totals is not None and self._engine.stopping():
             self._preempt()
 
     def on_epoch_end(self, epoch, logs=None):
         """See `keras.callbacks.Callback`."""
-        self._replayed = 0
-        self._trained = None
+        self._replay_until = 0
+        self._train_totals = None
         if self.save_freq == "epoch":
             # Keras' History callback runs last, so it does not have this epoch yet.
             history = self._history()
@@ -284,13 +283,13 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     def on_train_end(self, logs=None):
         """See `keras.callbacks.Callback`."""
         self._engine.moment("end")
-        found, self._restored = self._restored, None
-        if found is not None:  # no epoch ran: training was already complete
-            self._set_history(found.facts["history"])
+        snapshot, self._restored = self._restored, None
+        if snapshot is not None:  # no epoch ran: training was already complete
+            self._set_history(snapshot.facts["history"])
         keeps = self._launched.restarts > 0 or not self.delete_checkpoint
-        if keeps and (found is None or found.facts["finished"] != self._launched.launch):
+        if keeps and (snapshot is None or snapshot.facts["finished"] != self._launched.launch):
             self._save(
-                self._epoch + 1 if found is None else found.facts["epoch"],
+                self._epoch + 1 if snapshot is None else snapshot.facts["epoch"],
                 0,
                 self._history(),
                 finished=self._launched.launch,
@@ -313,15 +312,15 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         set_first_epoch(self.model, 0)  # or the model's next fit would start where this one did
         # A barrier: no worker looks for snapshots again before the chief has removed them.
         self._engine.broadcast_from_chief([0.0])
-        asked = preemption.asked()
+        requested = preemption.requested()
         self.release()
-        if asked:  # the signal came too late for this fit to act on it
-            preemption.ask_again()
+        if requested:  # the signal came too late for this fit to act on it
+            preemption.resend()
 
     # --- Saving -----------------------------------------------------------------------------------
     def _pause(self, ahead: int) -> None:
         """Tell the engine the next step of this epoch at which it must pause."""
-        self._next = max(self._step, self._replayed) + int(ahead)
+        self._next = max(self._step, self._replay_until) + int(ahead)
         self._engine.pause_at(self._next, f"backup {self.backup_dir}")
 
     @property
@@ -333,15 +332,15 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         # If a resumed fit restarts the epoch, its steps count twice. You accept that with a
         # save_freq other than "epoch".
         saves = self._engine.begins_within_epochs() or self.save_freq != "epoch"
-        what = f"saving step {self._step}" if saves else "leaving the begin"
+        action = f"saving step {self._step}" if saves else "restarting later from the beginning"
         logging.warning(
-            "%s: asked to end by SIGTERM: %s of epoch %d, then ending with code %d.",
+            "%s: SIGTERM asked this process to end: %s of epoch %d, then exiting with code %d.",
             self.backup_dir,
-            what,
+            action,
             self._epoch + 1,
             PREEMPTED_CODE,
         )
-        if saves and self._since:
+        if saves and self._steps_since_save:
             self._save(self._epoch, self._step, self._history())
         self._finish()
         self._engine.broadcast_from_chief([0.0])  # a barrier: no worker exits before that
@@ -365,36 +364,36 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             first: Whether nothing has been trained yet.
             finished: Launch in which training was completed; None while it is not complete.
         """
-        self._since = 0
+        self._steps_since_save = 0
         self._saved_at = time.monotonic()
-        totals = (self._trained or self._engine.metric_totals(self.model)) if step else []
+        totals = (self._train_totals or self._engine.metric_totals(self.model)) if step else []
         synced = self._engine.sync_totals(self.model)
         if state.is_sharded(self.model):
             self._finish()  # the number of the next snapshot is unknown while one is being written
         files = sharded_snapshot.save(self.model, self._engine, self.store)
         if not self.writes:
             return
-        found = state.of_model(self.model, functools.partial(self._engine.values, self.model))
-        random = state.of_random()
+        model_state = state.of_model(self.model, functools.partial(self._engine.values, self.model))
+        random_state = state.of_random()
         facts = {
-            **found.facts,
-            **random.facts,
+            **model_state.facts,
+            **random_state.facts,
             "epoch": epoch,
             "step": step,
             "steps": self.params.get("steps"),
             "a_call": self.model.steps_per_execution,
             "history": history,
             "callbacks": state.of_callbacks(self._others()),
-            "logs": log_files.sizes(self._peers),
-            "tables": log_files.table_sizes(self._peers),
+            "logs": log_files.sizes(self._callbacks),
+            "tables": log_files.table_sizes(self._callbacks),
             "stopped": self.params.get("epochs") if self.model.stop_training and not step else None,
             "first": first,
             "finished": finished,
             "rows": files,
         }
         arrays = {
-            **found.arrays,
-            **random.arrays,
+            **model_state.arrays,
+            **random_state.arrays,
             **state.best_of_callbacks(self._others()),
             **numbered(_METRICS, totals),
             **numbered(_SYNC, synced),
@@ -404,14 +403,14 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._writing = self._thread.submit(self._write, Snapshot(arrays, facts))
 
     def _write(self, snapshot: Snapshot) -> None:
-        begun = time.monotonic()
+        started = time.monotonic()
         # The launcher then gives this process time to finish writing.
         note(self._launched.log_dir, "saving", task=self._launched.task)
-        self._note("saved", snapshot, self.store.write(snapshot), time.monotonic() - begun)
+        self._note("saved", snapshot, self.store.write(snapshot), time.monotonic() - started)
 
     def _note(self, event: str, snapshot: Snapshot, number: int, seconds: float) -> None:
         epoch, step, steps = (snapshot.facts[name] for name in ("epoch", "step", "steps"))
-        where = {
+        position = {
             "epoch": epoch,
             "step": step,
             "total": epoch * (steps or 0) + step,
@@ -423,7 +422,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             event,
             task=self._launched.task,
             attempt=self._launched.attempt,
-            **where,
+            **position,
             seconds=seconds,
         )
 
@@ -436,100 +435,109 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     # --- Restoring --------------------------------------------------------------------------------
     def _agree(self) -> None:
         """Raise ValueError unless this worker found the same snapshot as the chief."""
-        found = self._found
-        mine = (
+        newest = self._newest
+        own = (
             [-1.0, 0.0, 0.0]
-            if found is None
+            if newest is None
             else [
                 float(x)
-                for x in (found.number, found.snapshot.facts["epoch"], found.snapshot.facts["step"])
+                for x in (
+                    newest.number,
+                    newest.snapshot.facts["epoch"],
+                    newest.snapshot.facts["step"],
+                )
             ]
         )
-        chief = self._engine.broadcast_from_chief(mine)
-        if list(chief) != mine:
+        chief = self._engine.broadcast_from_chief(own)
+        if list(chief) != own:
             raise ValueError(
-                f"{self.backup_dir}: expected what the chief restores, {_described(chief)}; this "
-                f"worker found {_described(mine)}. All workers must reach "
-                "backup_dir: name a directory of a file system that they share."
+                f"{self.backup_dir}: expected the snapshot that the chief restores "
+                f"({_describe(chief)}); this worker found {_describe(own)}. All workers must read "
+                "the same backup_dir: name a directory on a file system that they share."
             )
 
-    def _restore(self, found: Snapshot) -> None:
-        begun = time.monotonic()
+    def _restore(self, snapshot: Snapshot) -> None:
+        started = time.monotonic()
         self._engine.moment("restoring")
-        epoch = found.facts["epoch"]
-        step = found.facts["step"]
-        steps = found.facts["steps"]
-        now = self.params.get("steps")
-        if step and steps and now and steps != now:
+        epoch = snapshot.facts["epoch"]
+        step = snapshot.facts["step"]
+        steps = snapshot.facts["steps"]
+        current_steps = self.params.get("steps")
+        if step and steps and current_steps and steps != current_steps:
             raise ValueError(
-                f"{self.backup_dir}: saved after step {step} of an epoch of {steps} steps, and an "
-                f"epoch has {now} now: the global batch or the data have "
-                "changed, so that the steps left are not those that were. Take both as they were, "
-                "or name another directory."
+                f"{self.backup_dir}: the snapshot was saved after step {step} of an epoch of "
+                f"{steps} steps, and an epoch now has {current_steps} steps. The global batch or "
+                "the data have changed, so fit cannot resume within this epoch. Use the same "
+                "global batch and data as before, or another backup_dir."
             )
-        a_call = self.model.steps_per_execution
-        if step % a_call and step != now:
+        steps_per_execution = self.model.steps_per_execution
+        if step % steps_per_execution and step != current_steps:
             raise ValueError(
-                f"{self.backup_dir}: saved after step {step} of an epoch, where "
-                f"steps_per_execution was {found.facts['a_call']}; now it is {a_call}, and no call "
-                f"ends there. Compile with {found.facts['a_call']}, or another number that divides "
-                f"{step}."
+                f"{self.backup_dir}: the snapshot was saved after step {step} of an epoch with "
+                f"steps_per_execution={snapshot.facts['a_call']}; steps_per_execution is now "
+                f"{steps_per_execution}, so no call ends at that step. Compile with "
+                f"{snapshot.facts['a_call']}, or another number that divides {step}."
             )
-        replicas, place = self._engine.replicas()
+        replicas, first_replica = self._engine.replicas()
         state.into_model(
-            found,
+            snapshot,
             self.model,
             self.backup_dir,
-            pieces=self.store.pieces(found),
+            pieces=self.store.pieces(snapshot),
             replicas=replicas,
-            first=place,
+            first=first_replica,
         )
-        state.into_random(found)
-        if synced := arrays_of(_SYNC, found):
+        state.into_random(snapshot)
+        if synced := arrays_of(_SYNC, snapshot):
             self._engine.set_sync_totals(self.model, synced)
-        stopped = found.facts["stopped"] is not None and found.facts["stopped"] == self.params.get(
-            "epochs"
-        )
-        set_first_epoch(self.model, found.facts["stopped"] if stopped else epoch)
+        stopped = snapshot.facts["stopped"] is not None and snapshot.facts[
+            "stopped"
+        ] == self.params.get("epochs")
+        set_first_epoch(self.model, snapshot.facts["stopped"] if stopped else epoch)
         self.model.stop_training = stopped
         if self._engine.begin_at(self.model, epoch, step):
-            self._replayed = step
+            self._replay_until = step
         elif step:
             logging.warning(
-                "%s: saved after step %d of epoch %d, which is begun anew with the state of that "
-                "moment: only a strategy of tfdist where workers wait for "
-                "each other can go on within an epoch.",
+                "%s: the snapshot was saved after step %d of epoch %d. fit starts this epoch again "
+                "with the state of that step, because only a synchronous strategy of tfdist can "
+                "resume within an epoch.",
                 self.backup_dir,
                 step,
                 epoch,
             )
-        if self._replayed:  # Keras will call the callbacks for these steps again
-            self._silence, self._memory = log_files.Silence(self._others()), found
+        if self._replay_until:  # Keras will call the callbacks for these steps again
+            self._suspended, self._replay_snapshot = (
+                log_files.SuspendedFrequencies(self._others()),
+                snapshot,
+            )
         else:
-            self._remind(found)
-        assert self._found is not None
-        self._note("restored", found, self._found.number, time.monotonic() - begun)
+            self._restore_callbacks(snapshot)
+        assert self._newest is not None
+        self._note("restored", snapshot, self._newest.number, time.monotonic() - started)
 
     def _end_replay(self) -> None:
-        self._silence.end()
-        self._remind(self._memory)
+        self._suspended.end()
+        self._restore_callbacks(self._replay_snapshot)
 
-    def _remind(self, found: Snapshot) -> None:
-        state.into_callbacks(found.facts["callbacks"], self._others())
-        state.best_into_callbacks(found.arrays, self._others())
+    def _restore_callbacks(self, snapshot: Snapshot) -> None:
+        state.into_callbacks(snapshot.facts["callbacks"], self._others())
+        state.best_into_callbacks(snapshot.arrays, self._others())
 
     @property
     def _directory(self) -> str:
         return self.backup_dir if "://" in self.backup_dir else os.path.abspath(self.backup_dir)
 
     def _others(self) -> list[keras.callbacks.Callback]:
-        return [callback for callback in self._peers if callback is not self]
+        return [callback for callback in self._callbacks if callback is not self]
 
     def _history(self) -> dict[str, Any]:
-        known = self.model.history
+        history = self.model.history
         return {
-            "epoch": list(known.epoch),
-            "values": {name: [float(x) for x in values] for name, values in known.history.items()},
+            "epoch": list(history.epoch),
+            "values": {
+                name: [float(x) for x in values] for name, values in history.history.items()
+            },
         }
 
     def _set_history(self, history: dict[str, Any]) -> None:
@@ -540,7 +548,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         )
 
 
-def _described(numbers: Sequence[float]) -> str:
+def _describe(numbers: Sequence[float]) -> str:
     number, epoch, step = (int(x) for x in numbers)
     return "none" if number < 0 else f"snapshot-{number} of epoch {epoch}, step {step}"
 
@@ -559,10 +567,10 @@ def _seconds_of(save_freq: Any) -> float | None:
     """
     if not isinstance(save_freq, str) or save_freq == "epoch":
         return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh])", save_freq)
-    if not found or not float(found[1]):
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh])", save_freq)
+    if not match or not float(match[1]):
         raise ValueError(
             'save_freq: expected "epoch", a number of steps, or a time such as "30s", "5m" or '
             f'"1h"; received {save_freq!r}.'
         )
-    return float(found[1]) * _SECONDS[found[2]]
+    return float(match[1]) * _SECONDS[match[2]]

@@ -67,16 +67,18 @@ class ImageSamples(keras.callbacks.Callback):
         """See `keras.callbacks.Callback`."""
         if (epoch + 1) % self.every:
             return
-        said = np.asarray(self.model.predict(self.images, batch_size=len(self.images), verbose=0))
+        outputs = np.asarray(
+            self.model.predict(self.images, batch_size=len(self.images), verbose=0)
+        )
         # Checked on all workers: if only the chief failed, the others would hang.
-        _check(said, self.classes)
+        _check(outputs, self.classes)
         if self._writer is None:
             return
         captions = [
             caption(scores, label, self.classes)
-            for scores, label in zip(probabilities(said), self.labels, strict=True)
+            for scores, label in zip(probabilities(outputs), self.labels, strict=True)
         ]
-        right = int(np.sum(said.argmax(axis=1) == self.labels))
+        right = int(np.sum(outputs.argmax(axis=1) == self.labels))
         pairs = list(zip(captions, self.images, strict=True))
         rows = [
             contact_sheet.Row("", "", pairs[i : i + _COLUMNS])
@@ -105,36 +107,36 @@ def caption(scores: np.ndarray, label: int, classes: Sequence[str] | None = None
     def name(number: int) -> str:
         return str(number) if classes is None else classes[number]
 
-    said = int(scores.argmax())
-    wrong = "" if said == int(label) else f", is {name(int(label))}"
-    return f"{name(said)} {scores[said]:.0%}".replace("%", " %") + wrong
+    predicted = int(scores.argmax())
+    wrong = "" if predicted == int(label) else f", is {name(int(label))}"
+    return f"{name(predicted)} {scores[predicted]:.0%}".replace("%", " %") + wrong
 
 
-def probabilities(said: np.ndarray) -> np.ndarray:
+def probabilities(outputs: np.ndarray) -> np.ndarray:
     """Return the model's outputs as probabilities, applying softmax if they are logits.
 
     Example:
         >>> probabilities(np.array([[2.0, 2.0], [-5.0, -5.0]])).tolist()
         [[0.5, 0.5], [0.5, 0.5]]
     """
-    said = said.astype(np.float64)
+    outputs = outputs.astype(np.float64)
     # The tolerance is wide because half precision is not more exact.
-    if (said >= 0).all() and np.allclose(said.sum(axis=1), 1, atol=0.02):
-        return said
-    powers = np.exp(said - said.max(axis=1, keepdims=True))
+    if (outputs >= 0).all() and np.allclose(outputs.sum(axis=1), 1, atol=0.02):
+        return outputs
+    powers = np.exp(outputs - outputs.max(axis=1, keepdims=True))
     return powers / powers.sum(axis=1, keepdims=True)
 
 
-def _check(said: np.ndarray, classes: Sequence[str] | None) -> None:
+def _check(outputs: np.ndarray, classes: Sequence[str] | None) -> None:
     """Raise ValueError for predictions that are not scores of the classes."""
-    if said.ndim != 2 or said.shape[1] < 2:
+    if outputs.ndim != 2 or outputs.shape[1] < 2:
         raise ValueError(
-            "ImageSamples: expected a model that gives each image a score of each class, [batch, "
-            f"classes], of 2 classes or more; received {list(said.shape)}."
+            "ImageSamples: expected model outputs with a score per class, [batch, classes], of 2 "
+            f"classes or more; received shape {list(outputs.shape)}."
         )
-    if classes is not None and said.shape[1] > len(classes):
+    if classes is not None and outputs.shape[1] > len(classes):
         raise ValueError(
-            f"ImageSamples: classes: expected a name for each of the model's {said.shape[1]} "
+            f"ImageSamples: classes: expected a name for each of the model's {outputs.shape[1]} "
             f"outputs; received {len(classes)} names."
         )
 
@@ -143,7 +145,7 @@ def _check_labels(labels: np.ndarray, classes: Sequence[str] | None) -> None:
     """Raise ValueError for labels that are not class numbers."""
     if labels.dtype.kind not in "iufb" or not np.equal(np.mod(labels, 1), 0).all():
         raise ValueError(
-            "data: expected labels that are numbers of classes, whole ones; received "
+            "data: expected labels that are integer class numbers; received "
             f"{labels.dtype}, such as {labels[0]!r}."
         )
     if classes is not None and not ((labels >= 0) & (labels < len(classes))).all():

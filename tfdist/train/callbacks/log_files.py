@@ -18,7 +18,8 @@ from tfdist.keras_compat import leave_summaries, log_writers
 
 NEVER = 2**62  # steps
 _EVENTS = "events.out.tfevents."
-OWN = ".speed"  # suffix of the event files that tfdist's TensorBoard callback adds to Keras' own
+# Suffix of the event files that tfdist's TensorBoard callback adds to Keras' own.
+SPEED_SUFFIX = ".speed"
 _FREQUENCIES = (
     (keras.callbacks.TensorBoard, "update_freq"),
     (keras.callbacks.ModelCheckpoint, "save_freq"),
@@ -67,7 +68,7 @@ def rewind(
             if size is None:
                 tf.io.gfile.remove(path)
             elif size < tf.io.gfile.stat(path).length:
-                _cut(path, size)
+                _truncate(path, size)
 
 
 def close(callbacks: Iterable[keras.callbacks.Callback]) -> None:
@@ -90,14 +91,14 @@ def leave(callbacks: Iterable[keras.callbacks.Callback]) -> None:
 
 def table_sizes(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, int]:
     """Return the sizes in bytes of the CSVLogger tables, by file name."""
-    found = {}
+    sizes = {}
     for table in _tables(callbacks):
         if getattr(table, "csv_file", None) is not None and not table.csv_file.closed:
             table.csv_file.flush()
-        found[table.filename] = (
+        sizes[table.filename] = (
             tf.io.gfile.stat(table.filename).length if tf.io.gfile.exists(table.filename) else 0
         )
-    return found
+    return sizes
 
 
 def rewind_tables(
@@ -113,11 +114,11 @@ def rewind_tables(
         if table.filename not in recorded or not tf.io.gfile.exists(table.filename):
             continue
         if recorded[table.filename] < tf.io.gfile.stat(table.filename).length:
-            _cut(table.filename, recorded[table.filename])
+            _truncate(table.filename, recorded[table.filename])
         table.append = True  # else CSVLogger would overwrite the rows of earlier epochs
 
 
-class Silence:
+class SuspendedFrequencies:
     """Suspends the callbacks that write every so many steps, until `end` is called.
 
     Args:
@@ -125,10 +126,10 @@ class Silence:
 
     Example:
         >>> board = keras.callbacks.TensorBoard(update_freq=3)
-        >>> silence = Silence([board])
+        >>> suspended = SuspendedFrequencies([board])
         >>> board.update_freq == NEVER
         True
-        >>> silence.end()
+        >>> suspended.end()
         >>> board.update_freq
         3
     """
@@ -177,22 +178,22 @@ def _event_files(log_dir: str) -> list[str]:
 
     Other files of `worker-0`, and the files of other workers, do not belong to these callbacks.
     """
-    found = []
-    for part, end in (("train", ""), ("validation", ""), ("worker-0", OWN)):
+    names = []
+    for part, end in (("train", ""), ("validation", ""), ("worker-0", SPEED_SUFFIX)):
         directory = os.path.join(log_dir, part)
         if tf.io.gfile.isdir(directory):
-            found += [
+            names += [
                 os.path.join(part, name)
                 for name in tf.io.gfile.listdir(directory)
                 if name.startswith(_EVENTS) and name.endswith(end)
             ]
-    return found
+    return names
 
 
-def _cut(path: str, size: int) -> None:
+def _truncate(path: str, size: int) -> None:
     if not files_io.is_remote(path):
         os.truncate(path, size)
         return
     with tf.io.gfile.GFile(path, "rb") as file:
-        kept = file.read(size)
-    files_io.write_whole(path, kept)
+        content = file.read(size)
+    files_io.write_whole(path, content)

@@ -55,7 +55,7 @@ class Log(keras.callbacks.Callback):
         self.settings = settings
         self.seconds: list[float] = []  # of each epoch that ran in this process
         self._begin: float | None = None
-        self._writes = self._begun = False
+        self._writes = self._started = False
 
     def rate(self, examples: int | None) -> float | None:
         """Return the examples per second of the median epoch, or None if it is unknown.
@@ -72,26 +72,26 @@ class Log(keras.callbacks.Callback):
         """See `keras.callbacks.Callback`."""
         engine = engine_of(self.model.distribute_strategy)
         self._writes = engine is None or engine.is_chief
-        self._begun = False
+        self._started = False
 
     def on_epoch_begin(self, epoch, logs=None):
         """See `keras.callbacks.Callback`."""
-        if self._writes and not self._begun:  # a snapshot, if there is one, is restored by now
-            self._begun = True
+        if self._writes and not self._started:  # a snapshot, if there is one, is restored by now
+            self._started = True
             self.telemetry.rewind(epoch, self._steps())
             if self.settings:
                 self.telemetry.settings(self.settings)
-        self._served = 0
+        self._batches = 0
         self._begin = time.perf_counter()
 
     def on_train_batch_end(self, batch, logs=None):
         """See `keras.callbacks.Callback`."""
-        before, self._served = self._served, batch + 1
+        before, self._batches = self._batches, batch + 1
         if (
             self._writes
             and self.every
             and logs
-            and self._served // self.every > before // self.every
+            and self._batches // self.every > before // self.every
         ):
             self.telemetry.scalars(
                 self._steps(),
@@ -107,10 +107,15 @@ class Log(keras.callbacks.Callback):
         """See `keras.callbacks.Callback`."""
         self._stop()
         if self._writes:
-            told = {name: float(value) for name, value in (logs or {}).items()}
+            values = {name: float(value) for name, value in (logs or {}).items()}
             self.telemetry.scalars(
                 epoch,
-                {**told, **self._learning_rate(), "seconds": self.seconds[-1], "time": time.time()},
+                {
+                    **values,
+                    **self._learning_rate(),
+                    "seconds": self.seconds[-1],
+                    "time": time.time(),
+                },
             )
 
     def on_train_end(self, logs=None):

@@ -39,7 +39,7 @@ class Profile:
         self._trace: tf.profiler.experimental.Trace | None = None
         self._before = self._step = 0
         # Number of steps that were done when the first epoch of this fit began.
-        self._began: int | None = None
+        self._first_done: int | None = None
 
     def begin(self, model: keras.Model, directory: str | None) -> None:
         """Reset the state at the start of a `fit`.
@@ -54,23 +54,23 @@ class Profile:
         self._done = False
         self._before = 0
         self._step = 0
-        self._began = None
+        self._first_done = None
 
     def begin_epoch(self) -> None:
         """Count the steps done before this epoch. A snapshot is already restored by then."""
         assert self._model is not None
         optimizer = self._model.optimizer  # a custom train_step may not need one
         # Steps that a resumed epoch counts as done.
-        begun = getattr(self._model.train_function, "steps_done", 0)
-        counted = self._before + self._step  # steps at the end of the previous epoch
+        steps_done = getattr(self._model.train_function, "steps_done", 0)
+        previous_end = self._before + self._step  # steps at the end of the previous epoch
         self._before = (
-            counted
+            previous_end
             if optimizer is None
-            else int(keras.ops.convert_to_numpy(step_counter(optimizer))) - begun
+            else int(keras.ops.convert_to_numpy(step_counter(optimizer))) - steps_done
         )  # steps before this epoch
-        self._step = begun
-        if self._began is None:
-            self._began = self._before + begun
+        self._step = steps_done
+        if self._first_done is None:
+            self._first_done = self._before + steps_done
         self._pause()
 
     def before(self, batch: int) -> None:
@@ -107,11 +107,11 @@ class Profile:
         elif (
             self._directory is not None
             and not self._done
-            and self._began is not None
-            and self._began < self.last
+            and self._first_done is not None
+            and self._first_done < self.last
         ):
             log.warning(
-                "profile: steps %d to %d were not among those that ran; nothing is traced.",
+                "profile: nothing is traced, because steps %d to %d did not run in this fit.",
                 self.first,
                 self.last,
             )
@@ -155,8 +155,8 @@ class Profile:
         except tf.errors.AlreadyExistsError:
             self._done = True
             log.warning(
-                "profile: another profiler runs in this process, so that steps %d to %d are not "
-                "traced.",
+                "profile: steps %d to %d are not traced, because another profiler runs in this "
+                "process.",
                 self.first,
                 self.last,
             )
@@ -176,13 +176,13 @@ class Profile:
             "profile of steps %d to %d: %s",
             self.first,
             self.last,
-            how_to_look(str(self._directory), find=importlib.util.find_spec),
+            viewing_hint(str(self._directory), find=importlib.util.find_spec),
         )
 
     def _failed(self, error: Exception) -> None:
         self._done = True
         log.warning(
-            "profile: steps %d to %d have no trace in %s: %s: %s",
+            "profile: could not trace steps %d to %d to %s: %s: %s",
             self.first,
             self.last,
             self._directory,
@@ -191,7 +191,7 @@ class Profile:
         )
 
 
-def how_to_look(directory: str, find: Callable[[str], object]) -> str:
+def viewing_hint(directory: str, find: Callable[[str], object]) -> str:
     """Return where a trace is and how to view it.
 
     Args:
@@ -200,13 +200,13 @@ def how_to_look(directory: str, find: Callable[[str], object]) -> str:
             `importlib.util.find_spec` does.
 
     Example:
-        >>> how_to_look("runs/a/train", find=lambda name: None)
-        'in runs/a/train/plugins/profile. To look at it: pip install tensorboard-plugin-profile; then TensorBoard has a tab PROFILE.'
+        >>> viewing_hint("runs/a/train", find=lambda name: None)
+        'in runs/a/train/plugins/profile. To view it: pip install tensorboard-plugin-profile; then TensorBoard has a tab PROFILE.'
     """  # noqa: E501
-    place = os.path.join(directory, "plugins", "profile")
+    path = os.path.join(directory, "plugins", "profile")
     if any(find(name) for name in ("tensorboard_plugin_profile", "xprof")):
-        return f"in {place}, and in TensorBoard's tab PROFILE."
+        return f"in {path}, and in TensorBoard's tab PROFILE."
     return (
-        f"in {place}. To look at it: pip install tensorboard-plugin-profile; then TensorBoard has "
-        "a tab PROFILE."
+        f"in {path}. To view it: pip install tensorboard-plugin-profile; then TensorBoard has a "
+        "tab PROFILE."
     )

@@ -41,24 +41,29 @@ def save(model: Any, engine: Hooks, store: Store) -> list[str]:
         for x in engine.broadcast_from_chief([float(store.next()), float(secrets.randbits(48))])
     )
     _, first = engine.replicas()
-    everyone = engine.all_gather([float(first)])
+    first_replicas = engine.all_gather([float(first)])
     paths = [
-        store.rows_path(number, f"{token:x}", rank, len(everyone)) for rank in range(len(everyone))
+        store.rows_path(number, f"{token:x}", rank, len(first_replicas))
+        for rank in range(len(first_replicas))
     ]
     failure = None
     try:
-        store.write_rows(paths[everyone.index([float(first)])], Snapshot(rows, {"first": first}))
+        store.write_rows(
+            paths[first_replicas.index([float(first)])], Snapshot(rows, {"first": first})
+        )
     except OSError as error:
         failure = error
     failed = [
-        rank for rank, said in enumerate(engine.all_gather([float(failure is not None)])) if said[0]
+        rank
+        for rank, flags in enumerate(engine.all_gather([float(failure is not None)]))
+        if flags[0]
     ]
     if failure is not None:
         raise failure
     if failed:
         raise OSError(
             f"{store.directory}: worker {failed[0]} could not write its part of snapshot-{number}; "
-            "its log has the cause. The snapshots that are there stay."
+            "its log has the cause. Earlier snapshots are kept."
         )
     return [os.path.basename(path) for path in paths]
 
@@ -73,11 +78,15 @@ def check(model: Any) -> None:
         ValueError: The model is sharded over several processes that train without a strategy scope.
             Each of them would save its own rows as if they were all rows.
     """
-    held = holder_of(model.optimizer, model.trainable_weights)
-    if held is not None and held.group.size > 1 and engine_of(model.distribute_strategy) is None:
+    holder = holder_of(model.optimizer, model.trainable_weights)
+    if (
+        holder is not None
+        and holder.group.size > 1
+        and engine_of(model.distribute_strategy) is None
+    ):
         raise ValueError(
             "BackupAndRestore: expected a model and an optimizer that were made in their "
-            f"strategy's scope, received some that are sharded over {held.group.size} processes "
-            "without one, of which none knows the others' part. Make model and optimizer, and "
-            "call compile(), inside `with strategy.scope():`."
+            "strategy's scope, received variables that are sharded over "
+            f"{holder.group.size} processes without a strategy. Make model and optimizer, and call "
+            "compile(), inside `with strategy.scope():`."
         )

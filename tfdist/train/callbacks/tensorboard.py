@@ -14,7 +14,7 @@ from tfdist.config import nearest, step_range
 from tfdist.keras_compat import engine_of
 from tfdist.telemetry import hparams as hparams_tab
 from tfdist.telemetry.layout import worker_name
-from tfdist.train.callbacks.log_files import OWN
+from tfdist.train.callbacks.log_files import SPEED_SUFFIX
 from tfdist.train.callbacks.profiler import Profile
 
 log = logging.getLogger("tfdist")
@@ -92,7 +92,7 @@ class TensorBoard(keras.callbacks.TensorBoard):
         own = self._worker_directory()
         paths = [*chiefs, own] if own is not None and self.per_worker else chiefs
         self.own_writers[:] = [
-            tf.summary.create_file_writer(path, filename_suffix=OWN) for path in paths
+            tf.summary.create_file_writer(path, filename_suffix=SPEED_SUFFIX) for path in paths
         ]
         if self.profile is not None:
             all_trace = own is not None and self.profile_workers == "all"
@@ -165,10 +165,10 @@ class TensorBoard(keras.callbacks.TensorBoard):
 
         It is None if there is only one worker, or no strategy made by tfdist.
         """
-        place = getattr(engine_of(self.model.distribute_strategy), "placement", None)
+        placement = getattr(engine_of(self.model.distribute_strategy), "placement", None)
         return (
-            os.path.join(self.root_dir, worker_name(place.rank))
-            if place is not None and place.workers > 1
+            os.path.join(self.root_dir, worker_name(placement.rank))
+            if placement is not None and placement.workers > 1
             else None
         )  # pathlib.Path does not support gs://
 
@@ -185,8 +185,8 @@ class TensorBoard(keras.callbacks.TensorBoard):
                     tf.summary.graph(graph)
         except Exception as error:  # a missing graph must not end training
             log.warning(
-                "TensorBoard gets no graph of %s: its forward pass cannot be traced by itself, "
-                "or written: %s",
+                "TensorBoard gets no graph of %s, because its forward pass could not be traced or "
+                "written: %s",
                 self.model.name,
                 error,
             )

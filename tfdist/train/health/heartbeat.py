@@ -31,13 +31,13 @@ class Heartbeat:
     """
 
     def __init__(self, is_chief: bool):
-        self._told = told = Launched.from_environ()
+        self._launched = launched = Launched.from_environ()
         self._progress = progress()
         self._is_chief = is_chief
-        plan = fault_plan.parse(told.chaos) if told.chaos else ()
-        journal = read_journal(told.log_dir) if plan and told.log_dir else []
+        plan = fault_plan.parse(launched.chaos) if launched.chaos else ()
+        journal = read_journal(launched.log_dir) if plan and launched.log_dir else []
         self._faults = [
-            fault for fault in fault_plan.left(plan, journal) if fault.of(told.task, is_chief)
+            fault for fault in fault_plan.left(plan, journal) if fault.of(launched.task, is_chief)
         ]
         # Pauses are the same in all tasks, whether or not a fault strikes there. Workers whose
         # calls differ in length would wait for each other forever.
@@ -81,7 +81,7 @@ class Heartbeat:
             for fault in self._faults
             if fault.step is not None and self.total >= fault.step and fault.task
         ]:
-            self._strike(fault)
+            self._inject(fault)
 
     def beat(self, phase: str) -> None:
         """Send a heartbeat with a phase of `launch_protocol.Phase`."""
@@ -114,7 +114,7 @@ class Heartbeat:
             OSError: The chaos plan simulates a full disk.
         """
         for fault in [fault for fault in self._faults if fault.moment == name]:
-            self._strike(fault)
+            self._inject(fault)
         full = next(
             (
                 f
@@ -124,10 +124,10 @@ class Heartbeat:
             None,
         )
         if full is not None:
-            self._strike(full)
+            self._inject(full)
             raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} (chaos: {full.text})")
 
-    def _strike(self, fault: fault_plan.Fault) -> None:
+    def _inject(self, fault: fault_plan.Fault) -> None:
         self._faults.remove(fault)
         self._note(
             fault_plan.EVENT,
@@ -145,12 +145,12 @@ class Heartbeat:
             raise ChaosError(f"chaos: {fault.text}")
 
     def _note(self, event: str, **facts) -> None:
-        told = self._told
+        launched = self._launched
         note(
-            told.log_dir,
+            launched.log_dir,
             event,
-            task=told.task,
-            attempt=told.attempt,
+            task=launched.task,
+            attempt=launched.attempt,
             epoch=self.epoch,
             step=self.step,
             total=self.total,
@@ -160,14 +160,14 @@ class Heartbeat:
 
 def length(data: Any) -> int | None:
     """Return the number of batches of a data set; None where it is unknown, as for arrays."""
-    found = batches(data)
-    return found if found is not None and found > 0 else None
+    count = batches(data)
+    return count if count is not None and count > 0 else None
 
 
 def size(data: Any) -> int:
     """Return the number of batches of a data set or rows of an array; -1 if unknown."""
-    if (found := batches(data)) is not None:
-        return found
+    if (count := batches(data)) is not None:
+        return count
     first = next((x for x in tf.nest.flatten(data) if x is not None), None)
     return len(first) if isinstance(first, Sized) else -1
 

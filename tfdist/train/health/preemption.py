@@ -19,7 +19,7 @@ from tfdist.runtime.launch_protocol import PREEMPTED_CODE
 
 SIGNAL = signal.SIGTERM
 
-_asked = threading.Event()
+_requested = threading.Event()
 
 
 class Preempted(SystemExit):
@@ -29,32 +29,34 @@ class Preempted(SystemExit):
         super().__init__(PREEMPTED_CODE)
 
 
-def asked() -> bool:
+def requested() -> bool:
     """Return whether this process was asked to end since `listening` began."""
-    return _asked.is_set()
+    return _requested.is_set()
 
 
-def ask_again() -> None:
+def resend() -> None:
     """Send the signal once more, to its current handler."""
     os.kill(os.getpid(), SIGNAL)
 
 
 @contextlib.contextmanager
 def listening() -> Iterator[None]:
-    """Make SIGTERM set `asked` in this context; a second one ends the process at once.
+    """Make SIGTERM set `requested` in this context; a second one ends the process at once.
 
     Outside of the main thread, where Python allows no signal handlers, this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    _asked.clear()
-    ours, pythons = socket.socketpair()
-    pythons.setblocking(False)
-    thread = threading.Thread(target=_count, args=(ours,), name="tfdist-preemption", daemon=True)
+    _requested.clear()
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    thread = threading.Thread(
+        target=_count_signals, args=(reader,), name="tfdist-preemption", daemon=True
+    )
     thread.start()
-    before = signal.signal(SIGNAL, lambda *_: _asked.set())
-    descriptor = signal.set_wakeup_fd(pythons.fileno(), warn_on_full_buffer=False)
+    before = signal.signal(SIGNAL, lambda *_: _requested.set())
+    descriptor = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     try:
         yield
     finally:
@@ -62,18 +64,18 @@ def listening() -> Iterator[None]:
         # None means that the handler was not Python's but TensorFlow's. It cannot be restored, and
         # it swallowed the signal.
         signal.signal(SIGNAL, signal.SIG_DFL if before is None else before)
-        pythons.close()
+        writer.close()
         thread.join()
-        ours.close()
-        _asked.clear()
+        reader.close()
+        _requested.clear()
 
 
-def _count(ours: socket.socket) -> None:
+def _count_signals(reader: socket.socket) -> None:
     """Read the numbers of the signals as they arrive, until the other end is closed."""
     count = 0
-    while numbers := ours.recv(64):
+    while numbers := reader.recv(64):
         count += numbers.count(bytes([SIGNAL]))
         if count:
-            _asked.set()  # Python runs the handler only when TensorFlow returns
+            _requested.set()  # Python runs the handler only when TensorFlow returns
         if count > 1:
             end_at_once(128 + SIGNAL)

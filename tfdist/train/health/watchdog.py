@@ -23,12 +23,12 @@ import tensorflow as tf
 from tfdist.keras_compat import abort_collectives
 from tfdist.parallel.placement import Placement
 
-LOOKS = 8  # checks of a call within the bound
+CHECKS = 8  # checks of a call within the bound
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Call:
-    sign: Callable[[], Any] | None
+    progress: Callable[[], Any] | None
 
 
 class Watchdog:
@@ -46,16 +46,16 @@ class Watchdog:
         self._placement = placement
         self._lock = threading.Lock()
         self._calls: list[_Call] = []  # nested, the outermost first
-        self._ended: str | None = None  # the error message, once a call was ended
+        self._abort_message: str | None = None  # the error message, once a call was ended
         self._thread: threading.Thread | None = None
 
     @contextlib.contextmanager
-    def bound(self, sign: Callable[[], Any] | None = None) -> Iterator[None]:
+    def bound(self, progress: Callable[[], Any] | None = None) -> Iterator[None]:
         """Bound the calls in this context, their own work and the wait for their data included.
 
         Args:
-            sign: Function that returns, in another thread, a value that changes with each step of a
-                call that runs many steps. None for a call that runs one step.
+            progress: Function that returns, in another thread, a value that changes with each
+                step of a call that runs many steps. None for a call that runs one step.
 
         Raises:
             TimeoutError: No step was made for too long. After that, no call can wait for other
@@ -67,61 +67,63 @@ class Watchdog:
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="tfdist-watchdog", daemon=True)
             self._thread.start()
-        call = _Call(sign)
+        call = _Call(progress)
         self._calls.append(call)
         try:
             yield
         except tf.errors.OpError as error:
-            if self._ended is None:
+            if self._abort_message is None:
                 raise
-            raise TimeoutError(self._ended) from error
+            raise TimeoutError(self._abort_message) from error
         finally:
             with self._lock:  # the watchdog may be ending this call right now
                 self._calls.remove(call)
 
     def _watch(self) -> None:
-        pause = self._seconds / LOOKS
+        pause = self._seconds / CHECKS
         seen: _Call | None = None
         last = None
-        quiet = 0
+        unchanged = 0
         while True:
             time.sleep(pause)
             call = next(iter(self._calls), None)
             if call is None:
                 seen = None
                 continue
-            now = _soon(call.sign, pause / 8) if call.sign else None
+            current = _call_with_timeout(call.progress, pause / 8) if call.progress else None
             # Checks are counted, because a clock goes on while this process is stopped.
-            quiet = quiet + 1 if call is seen and now in (None, last) else 0
-            seen, last = call, last if now is None else now
-            if quiet == LOOKS:
+            unchanged = unchanged + 1 if call is seen and current in (None, last) else 0
+            seen, last = call, last if current is None else current
+            if unchanged == CHECKS:
                 with self._lock:
                     if call in self._calls:
-                        self._ended = self._cause()
-                        abort_collectives(self._ended)
+                        self._abort_message = self._message()
+                        abort_collectives(self._abort_message)
                         return
 
-    def _cause(self) -> str:
-        place = self._placement
-        assert place is not None
-        others = ", ".join(place.task(rank) for rank in range(place.workers) if rank != place.rank)
+    def _message(self) -> str:
+        placement = self._placement
+        assert placement is not None
+        others = ", ".join(
+            placement.task(rank) for rank in range(placement.workers) if rank != placement.rank
+        )
         return (
-            f"{place.task(place.rank)} waited too long for {others}, {self._seconds:g} s without a "
-            "step: a worker hangs, is cut off, gets no data, or has fewer batches than others. "
-            "Look at its log; give all workers data of the same length; "
-            "make_strategy(timeout=...) waits longer."
+            f"{placement.task(placement.rank)} waited too long for {others}: no step for "
+            f"{self._seconds:g} s. A worker hangs, is cut off, gets no data, or has fewer batches "
+            "than the others. Look at the workers' logs, and give all workers data of the same "
+            "length. If your steps take longer, pass a longer make_strategy(timeout=...)."
         )
 
 
-def _soon(function: Callable[[], Any], seconds: float) -> Any:
+def _call_with_timeout(function: Callable[[], Any], seconds: float) -> Any:
     """Return a function's result; None if it takes longer, as on a device that hangs.
 
     Args:
         function: Function without arguments.
         seconds: Seconds to wait for it.
     """
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(function()), daemon=True)
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(function()), daemon=True)
     thread.start()
     thread.join(seconds)
-    return found[0] if found else None
+    return results[0] if results else None

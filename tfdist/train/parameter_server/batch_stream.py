@@ -21,7 +21,7 @@ from tfdist.train.synchronous.feed import symbolic
 
 # Most bytes of arrays that a data set may hold: sending more to every worker takes longer than
 # sending batches.
-LARGEST_MOVED = 2 * 2**20
+MAX_MOVED_BYTES = 2 * 2**20
 
 PREFETCH = 8  # batches
 
@@ -95,7 +95,7 @@ class Stream:
         if self._epochs is not None and (epoch := self._epochs.take()) != self._epoch:
             self._epoch, self._graph = epoch, self._graph_of(epoch)
         assert self._graph is not None
-        return settled(self._graph, self._seed, self._passes)
+        return fix_order(self._graph, self._seed, self._passes)
 
     def _graph_of(self, epoch: int | None) -> bytes | None:
         with tf.device(self._host):
@@ -174,7 +174,7 @@ def _graph(dataset: tf.data.Dataset) -> bytes | None:
 
     It is None if the data set holds Python code or many arrays.
     """
-    if held_bytes(dataset) > LARGEST_MOVED:
+    if held_bytes(dataset) > MAX_MOVED_BYTES:
         return None
     variant = tf.data.experimental.to_variant(dataset.prefetch(PREFETCH).with_options(_options()))
     try:
@@ -209,7 +209,7 @@ def movable(graph: bytes) -> bool:
     return True
 
 
-def settled(graph: bytes, seed: int, number: int) -> bytes:
+def fix_order(graph: bytes, seed: int, number: int) -> bytes:
     """Return a data set's graph that yields the same order of elements in every process.
 
     The order differs between passes.
@@ -235,23 +235,25 @@ def settled(graph: bytes, seed: int, number: int) -> bytes:
             if "sloppy" in node.attr:
                 node.attr["sloppy"].b = False
             if node.op in _SEEDS:
-                places = _SEEDS[node.op]
-                given = [_constant(constants, node.input[i]) for i in places]
-                if None in given:
+                positions = _SEEDS[node.op]
+                seeds = [_constant(constants, node.input[i]) for i in positions]
+                if None in seeds:
                     continue  # a computed seed: by the user, or by TensorFlow from its global seed
-                again = (
+                same_each_pass = (
                     "reshuffle_each_iteration" in node.attr
                     and not node.attr["reshuffle_each_iteration"].b
                 )
-                drawn = _draw(*(given if any(given) else (seed, node.name)), 0 if again else number)
-                for place, value in zip(places, drawn, strict=True):
-                    node.input[place] = reference.format(
-                        _add_constant(nodes, f"{node.name}/tfdist_seed_{place}", value)
+                derived = _derive_seeds(
+                    *(seeds if any(seeds) else (seed, node.name)), 0 if same_each_pass else number
+                )
+                for position, value in zip(positions, derived, strict=True):
+                    node.input[position] = reference.format(
+                        _add_constant(nodes, f"{node.name}/tfdist_seed_{position}", value)
                     )
             elif "seed" in node.attr and "seed2" in node.attr:  # a random operation in a map
-                given = [node.attr["seed"].i, node.attr["seed2"].i]
-                node.attr["seed"].i, node.attr["seed2"].i = _draw(
-                    *(given if any(given) else (seed, node.name)), number
+                seeds = [node.attr["seed"].i, node.attr["seed2"].i]
+                node.attr["seed"].i, node.attr["seed2"].i = _derive_seeds(
+                    *(seeds if any(seeds) else (seed, node.name)), number
                 )
     return definition.SerializeToString()
 
@@ -279,9 +281,9 @@ def _add_constant(nodes, name: str, value: int) -> str:
     return name
 
 
-def _draw(*what: Any) -> tuple[int, int]:
+def _derive_seeds(*values: Any) -> tuple[int, int]:
     """Return two seeds derived from a hash of the arguments, never both 0."""
-    digest = hashlib.blake2b(repr(what).encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(repr(values).encode(), digest_size=8).digest()
     return int.from_bytes(digest[:4], "little") % 2**31, 1 + int.from_bytes(
         digest[4:], "little"
     ) % (2**31 - 1)

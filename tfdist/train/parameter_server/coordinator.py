@@ -23,7 +23,7 @@ from tfdist.train.parameter_server.predict import RemotePredictor
 from tfdist.train.parameter_server.worker_pool import Pool
 from tfdist.train.synchronous import gradient_sum
 from tfdist.train.synchronous.step_monitoring import StepMonitoring
-from tfdist.train.synchronous.worker_callbacks import backups_last, listed, watches
+from tfdist.train.synchronous.worker_callbacks import backups_last, listed, needs_single_steps
 
 
 class Coordinator(Hooks):
@@ -61,8 +61,10 @@ class Coordinator(Hooks):
         callbacks = backups_last(call["kwargs"])
         steps = fewest(call["steps_per_epoch"], keras.config.max_steps_per_epoch())
         self._watches = {
-            "fit": StepMonitoring(watches(callbacks, "train"), steps=steps),
-            "evaluate": StepMonitoring(watches(callbacks, "test"), steps=call["validation_steps"]),
+            "fit": StepMonitoring(needs_single_steps(callbacks, "train"), steps=steps),
+            "evaluate": StepMonitoring(
+                needs_single_steps(callbacks, "test"), steps=call["validation_steps"]
+            ),
         }
         if isinstance(call["x"], tf.data.Dataset):
             # Keras warns that its default True has no effect on a Dataset.
@@ -81,7 +83,7 @@ class Coordinator(Hooks):
             self._check(model)
             self._watches = {
                 "evaluate": StepMonitoring(
-                    watches(listed(call["callbacks"]), "test"), steps=call["steps"]
+                    needs_single_steps(listed(call["callbacks"]), "test"), steps=call["steps"]
                 )
             }
         _check_end("evaluate", call["x"], call["steps"], "steps")
@@ -147,7 +149,7 @@ class Coordinator(Hooks):
     def save(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
         """Save a model after all steps that Keras has counted are done."""
         if self._active is not None and self._active.model is model:
-            self._active.settle()
+            self._active.join()
         return keras_method(model, *args, **kwargs)
 
     save_weights = save
@@ -175,7 +177,7 @@ class Coordinator(Hooks):
     def metric_totals(self, model: keras.Model) -> list:
         """Return an empty list, after all dispatched steps are done."""
         if self._active is not None:
-            self._active.settle()
+            self._active.join()
         return []
 
     @property
@@ -190,9 +192,9 @@ class Coordinator(Hooks):
         )
         if self._reading == "workers" and self._by_workers and not stream.by_workers:
             raise ValueError(
-                'reading="workers": this data set cannot move to the workers, as it holds Python '
-                "code, a variable or many arrays. Build it "
-                'of files and TensorFlow operations, or pass reading="auto".'
+                'reading="workers": the workers cannot read this data set, because it holds Python '
+                "code, a variable or large arrays. Build it from files and TensorFlow operations, "
+                'or pass reading="auto".'
             )
         return stream
 
@@ -207,14 +209,14 @@ class Coordinator(Hooks):
 
         trains = model_step == model.train_step
 
-        def called(steps: int) -> None:
+        def on_call(steps: int) -> None:
             if trains:
                 self.heartbeat.at(self.heartbeat.epoch, steps)
             else:
                 self.heartbeat.beat(Phase.RUNNING)
 
         return RemoteRunner(
-            self._pool, self._strategy, model, model_step, results, called, self._host
+            self._pool, self._strategy, model, model_step, results, on_call, self._host
         )
 
     def _begin(self, runner: RemoteRunner, kind: str) -> None:
@@ -240,9 +242,9 @@ class Coordinator(Hooks):
         check_optimizer(model, self._strategy)
         if model.run_eagerly:
             raise ValueError(
-                "run_eagerly=True under parameter_server: a step runs on other processes, as a "
-                "graph. Compile the model without it; to "
-                "debug a step, train with the strategy one_device."
+                "run_eagerly=True under parameter_server: steps run as graphs in other processes. "
+                "Compile the model without run_eagerly. To debug a step, train with the strategy "
+                "one_device."
             )
         if model.jit_compile:
             raise ValueError(
@@ -259,6 +261,6 @@ def _check_end(method: str, data, steps: int | None, argument: str) -> None:
         and int(data.cardinality()) == tf.data.INFINITE_CARDINALITY
     ):
         raise ValueError(
-            f"{method}: the data set has no end, expected {argument}. Pass {argument}=..., or "
-            "leave out repeat()."
+            f"{method}: the data set is infinite, expected {argument}. Pass {argument}=..., or "
+            "remove repeat()."
         )

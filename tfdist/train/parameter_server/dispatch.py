@@ -1,7 +1,7 @@
 """Dispatch of training and evaluation steps to the workers of a parameter-server cluster.
 
-Keras' `train_function` and `test_function` are replaced: the coordinator gives out pieces of work
-and runs no step itself. A piece is a number of steps on numbered batches. It returns one vector
+Keras' `train_function` and `test_function` are replaced: the coordinator hands out work items
+and runs no step itself. A work item is a number of steps on numbered batches. It returns one vector
 with what the steps added to the metrics, so that the coordinator can count every step once.
 """
 
@@ -26,25 +26,25 @@ from tfdist.train.parameter_server.worker_pool import Pool
 from tfdist.train.synchronous.feed import any_rows, tensors, without_optionals
 from tfdist.train.synchronous.step_monitoring import Stats, StepMonitoring
 
-REFRESH_SECONDS = 0.1  # between metric updates, if no callback needs the logs of single steps
-GROUP_SECONDS = 0.1  # of work that a worker takes at once in that case
-LARGEST_GROUP = 64  # pieces
-FED_GROUP = 8  # pieces, if their batches are sent with them
+REFRESH_S = 0.1  # between metric updates, if no callback needs the logs of single steps
+GROUP_S = 0.1  # of work that a worker takes at once in that case
+MAX_GROUP = 64  # items
+MAX_GROUP_WITH_BATCHES = 8  # items, if their batches are sent with them
 # Numbers before the metrics in a result: steps, rows, seconds waited for batches, updates.
-HEAD = 4
+HEADER_SIZE = 4
 
 
 @dataclasses.dataclass(eq=False)
-class Piece:
+class WorkItem:
     """Unit of work for a worker: some steps on consecutive batches.
 
     Attributes:
         first: Number of the first batch.
         steps: Number of steps.
         batches: The batches themselves if the coordinator reads the data; None if workers do.
-        graph: Traced graph that runs the piece.
+        graph: Traced graph that runs the item.
         done: Number of steps that were run, which is smaller than `steps` if the data ended; None
-            until the piece is done.
+            until the item is done.
     """
 
     first: int
@@ -63,7 +63,7 @@ class RemoteRunner:
         model: Model.
         step: `model.train_step` or `model.test_step`.
         results: Function that returns the model's metrics from its variables.
-        called: Function that is called after each call, with the number of steps of the epoch that
+        on_call: Function that is called after each call, with the number of steps of the epoch that
             were given out.
         host: Device of the coordinator.
     """
@@ -75,12 +75,12 @@ class RemoteRunner:
         model: keras.Model,
         step: Callable,
         results: Callable[[], dict],
-        called: Callable[[int], None],
+        on_call: Callable[[int], None],
         host: str,
     ):
         self._pool = pool
         self._strategy = strategy
-        self._called = called
+        self._on_call = on_call
         self._host = host
         self.model = model
         self._step = step
@@ -96,20 +96,20 @@ class RemoteRunner:
         self.watch = watch
         self._iterators: dict[int, tuple[Pass, Any, int]] = {}
         self._pass: Pass | None = None
-        self._origin = 0  # number of the first batch taken
+        self._first_batch = 0  # number of the first batch taken
         self._begin_epoch()
 
     def _begin_epoch(self) -> None:
         self.logs: dict[str, Any] = {}
-        # Pieces given out before Keras asked for them, if the length of the data is unknown.
-        self._pieces: list[Piece] = []
-        self._waiting = 0  # pieces that are not done
+        # Items given out before Keras asked for them, if the length of the data is unknown.
+        self._items: list[WorkItem] = []
+        self._pending = 0  # items that are not done
         self._calls = 0
-        self._total: np.ndarray | None = None  # sum of the results since the last `_look`
+        self._total: np.ndarray | None = None  # sum of the results since the last `_update_logs`
         self._steps = self._updates = 0
         self._last: tuple[int, np.ndarray] | None = None
-        self._ended: int | None = None  # number of all batches, once a worker has found it
-        self._looked = self._began = time.monotonic()
+        self._batch_count: int | None = None  # number of all batches, once a worker has found it
+        self._logs_updated = self._started = time.monotonic()
 
     # --- In the main thread -----------------------------------------------------------------------
     def __call__(self, iterator) -> dict[str, Any]:
@@ -118,95 +118,95 @@ class RemoteRunner:
             self._seeds = metric_deltas.seeds(self.model)
             counter = self._counter()
             self._base = 0 if counter is None else int(counter.numpy())
-            self._began = time.monotonic()
+            self._started = time.monotonic()
         if isinstance(iterator, Pass):
-            self._one_call(iterator)
+            self._dispatch_call(iterator)
         else:
             for data in iterator:  # train_on_batch
-                self._issue(Piece(self._calls, 1, [tensors(data)]))
-            self.settle()
+                self._submit(WorkItem(self._calls, 1, [tensors(data)]))
+            self.join()
         self._calls += 1
         if (
             not self.logs
             or self.watch.exact
-            or time.monotonic() - self._looked > REFRESH_SECONDS
+            or time.monotonic() - self._logs_updated > REFRESH_S
             or not isinstance(iterator, Pass)
         ):
             self._pool.wait(lambda: self._last is not None)
-            self._look()
-        self._called(self._calls * self.model.steps_per_execution)
+            self._update_logs()
+        self._on_call(self._calls * self.model.steps_per_execution)
         return self.logs
 
-    def _one_call(self, batches: Pass) -> None:
+    def _dispatch_call(self, batches: Pass) -> None:
         steps = self.model.steps_per_execution
         if self.watch.steps is not None:
             steps = min(steps, self.watch.steps - self._calls * steps)
         if batches is not self._pass:
             self._pass = batches
-            self._origin = batches.position
+            self._first_batch = batches.position
             batches.prepare()
         window = 2 * len(self._pool.workers) * self._group
         if not batches.stream.by_workers:
             self._feed(batches, steps)
         elif batches.length is None and not self.watch.steps:
-            self._until_the_end(batches, steps, window)
+            self._dispatch_until_end(batches, steps, window)
             return
         else:
             steps = (
                 steps if batches.length is None else min(steps, batches.length - batches.position)
             )
-            if steps <= 0 or self._ended is not None:
+            if steps <= 0 or self._batch_count is not None:
                 raise StopIteration
-            self._issue_numbers(batches, steps)
-        self._pool.wait(lambda: self._waiting < window)
+            self._submit_steps(batches, steps)
+        self._pool.wait(lambda: self._pending < window)
 
     def _feed(self, batches: Pass, steps: int) -> None:
         first = batches.position
-        began = time.perf_counter()
+        started = time.perf_counter()
         read: list = []
         with contextlib.suppress(StopIteration):
             while len(read) < steps:
                 read.append(batches.batch())
-        self.stats.input_seconds += time.perf_counter() - began
+        self.stats.input_seconds += time.perf_counter() - started
         if not read:
             raise StopIteration
-        self._issue(Piece(first, len(read), read))
+        self._submit(WorkItem(first, len(read), read))
 
-    def _until_the_end(self, batches: Pass, per_call: int, window: int) -> None:
-        """Dispatch pieces ahead of Keras' calls when the length of the data is unknown.
+    def _dispatch_until_end(self, batches: Pass, per_call: int, window: int) -> None:
+        """Dispatch items ahead of Keras' calls when the length of the data is unknown.
 
         Keras then never counts a step for which there was no batch.
         """
-        while self._ended is None and len(self._pieces) < window:
-            self._pieces.append(self._issue_numbers(batches, per_call))
-        asked = self._pieces.pop(0) if self._pieces else None
-        self._pool.wait(lambda: asked is None or asked.done is not None)
-        if asked is None or not asked.done:
+        while self._batch_count is None and len(self._items) < window:
+            self._items.append(self._submit_steps(batches, per_call))
+        item = self._items.pop(0) if self._items else None
+        self._pool.wait(lambda: item is None or item.done is not None)
+        if item is None or not item.done:
             raise StopIteration
 
-    def _issue_numbers(self, batches: Pass, steps: int) -> Piece:
+    def _submit_steps(self, batches: Pass, steps: int) -> WorkItem:
         batches.position += steps
-        return self._issue(Piece(batches.position - steps, steps))
+        return self._submit(WorkItem(batches.position - steps, steps))
 
-    def _issue(self, piece: Piece) -> Piece:
+    def _submit(self, item: WorkItem) -> WorkItem:
         # Traced here, so that errors of the user's step raise here.
-        piece.graph = self._graph(piece)
+        item.graph = self._graph(item)
         with self._pool.changed:
-            self._waiting += 1
-        self._pool.submit(self, piece)
-        return piece
+            self._pending += 1
+        self._pool.submit(self, item)
+        return item
 
-    def settle(self) -> None:
-        """Wait until all pieces are done."""
-        self._pool.wait(lambda: not self._waiting)
+    def join(self) -> None:
+        """Wait until all items are done."""
+        self._pool.wait(lambda: not self._pending)
 
     def end_epoch(self) -> dict[str, Any]:
-        """Wait for all pieces, and return the metrics of the whole epoch.
+        """Wait for all items, and return the metrics of the whole epoch.
 
         This also sets the final values of the last step in `logs`.
         """
-        self.settle()
-        results = self._look()
+        self.join()
+        results = self._update_logs()
         counter = self._counter()
         if (
             counter is not None
@@ -216,13 +216,13 @@ class RemoteRunner:
             counter.assign(self._base + self._updates)
         if len(self._seeds):
             metric_deltas.next_seeds(self.model, self._steps)
-        self.stats.seconds += time.monotonic() - self._began
+        self.stats.seconds += time.monotonic() - self._started
         self._begin_epoch()
         return results
 
-    def _look(self) -> dict[str, Any]:
+    def _update_logs(self) -> dict[str, Any]:
         """Add the received results to the metrics, and update `logs`."""
-        self._looked = time.monotonic()
+        self._logs_updated = time.monotonic()
         with self._pool.changed:
             total, self._total = self._total, None
             last = self._last
@@ -245,72 +245,76 @@ class RemoteRunner:
         return None if self.model.optimizer is None else step_counter(self.model.optimizer)
 
     # --- In the workers' threads ------------------------------------------------------------------
-    def take(self, pieces: collections.deque, worker: int) -> list[Piece]:
-        """Remove the next consecutive pieces for a worker from the queue, and return them.
+    def take(self, items: collections.deque, worker: int) -> list[WorkItem]:
+        """Remove the next consecutive items for a worker from the queue, and return them.
 
-        Pieces before the position of the worker's iterator are taken only if no others are left.
+        Items before the position of the worker's iterator are taken only if no others are left.
         """
         position = self._iterators[worker][2] if worker in self._iterators else 0
         start = next(
-            (i for i, p in enumerate(pieces) if p.batches is not None or p.first >= position), 0
+            (i for i, p in enumerate(items) if p.batches is not None or p.first >= position), 0
         )
-        fed = pieces[start].batches is not None
-        most = min(
-            -(-len(pieces) // len(self._pool.workers)),
-            FED_GROUP if fed else LARGEST_GROUP,
+        has_batches = items[start].batches is not None
+        limit = min(
+            -(-len(items) // len(self._pool.workers)),
+            MAX_GROUP_WITH_BATCHES if has_batches else MAX_GROUP,
             self._group,
         )
-        taken = [pieces[start]]
-        del pieces[start]
+        taken = [items[start]]
+        del items[start]
         while (
-            len(taken) < most
-            and start < len(pieces)
-            and pieces[start].first == taken[-1].first + taken[-1].steps
+            len(taken) < limit
+            and start < len(items)
+            and items[start].first == taken[-1].first + taken[-1].steps
         ):
-            taken.append(pieces[start])
-            del pieces[start]
+            taken.append(items[start])
+            del items[start]
         return taken
 
-    def execute(self, worker: int, pieces: list[Piece], call: Callable) -> tuple[np.ndarray, float]:
-        """Run consecutive pieces on a worker, and return their result and seconds."""
-        began = time.monotonic()
-        graph = pieces[0].graph
-        index = pieces[0].first - self._origin
-        if pieces[0].batches is None:
-            return self._execute_there(
-                worker, pieces, graph, self._here(index), call
-            ), time.monotonic() - began
-        batches = [b for piece in pieces for b in piece.batches or []]
+    def execute(
+        self, worker: int, items: list[WorkItem], call: Callable
+    ) -> tuple[np.ndarray, float]:
+        """Run consecutive items on a worker, and return their result and seconds."""
+        started = time.monotonic()
+        graph = items[0].graph
+        index = items[0].first - self._first_batch
+        if items[0].batches is None:
+            return self._execute_from_iterator(
+                worker, items, graph, self._on_coordinator(index), call
+            ), time.monotonic() - started
+        batches = [b for item in items for b in item.batches or []]
         parts = []
-        for run in _alike(batches) if graph.stacks else [[b] for b in batches]:
-            with tf.device(self._host):  # for the reason given in `_here`
+        for run in _group_by_shape(batches) if graph.stacks else [[b] for b in batches]:
+            with tf.device(self._host):  # for the reason given in `_on_coordinator`
                 data = (
                     tf.nest.map_structure(lambda *x: None if x[0] is None else tf.stack(x), *run)
                     if graph.stacks
                     else run[0]
                 )
-            parts.append(call(graph.function, data, self._here(index), self._seeds).numpy())
+            parts.append(
+                call(graph.function, data, self._on_coordinator(index), self._seeds).numpy()
+            )
             index += len(run)
         size = self._size()
         total = np.concatenate([np.sum([part[:size] for part in parts], 0), parts[-1][size:]])
-        return total, time.monotonic() - began
+        return total, time.monotonic() - started
 
-    def _execute_there(
-        self, worker: int, pieces: list[Piece], graph, index, call: Callable
+    def _execute_from_iterator(
+        self, worker: int, items: list[WorkItem], graph, index, call: Callable
     ) -> np.ndarray:
         batches = self._pass
         assert batches is not None
         owner, iterator, position = self._iterators.pop(worker, (None, None, 0))
-        if owner is not batches or position > pieces[0].first:
-            iterator = call(graph.opener, self._here(batches.graph))
+        if owner is not batches or position > items[0].first:
+            iterator = call(graph.opener, self._on_coordinator(batches.graph))
             position = 0
-        steps = self._here(sum(piece.steps for piece in pieces))
-        skip = self._here(pieces[0].first - position)
+        steps = self._on_coordinator(sum(item.steps for item in items))
+        skip = self._on_coordinator(items[0].first - position)
         result = call(graph.function, iterator, skip, steps, index, self._seeds).numpy()
-        self._iterators[worker] = batches, iterator, pieces[0].first + int(result[0])
+        self._iterators[worker] = batches, iterator, items[0].first + int(result[0])
         return result
 
-    def _here(self, value: int | bytes) -> tf.Tensor:
+    def _on_coordinator(self, value: int | bytes) -> tf.Tensor:
         """Return a tensor on the coordinator, which is sent along with the call that uses it.
 
         `tf.constant` on a worker that is stopped would block, and with it all Python threads.
@@ -322,44 +326,44 @@ class RemoteRunner:
         """Drop a worker's iterator."""
         self._iterators.pop(worker, None)
 
-    def done(self, pieces: list[Piece], result: tuple[np.ndarray, float]) -> None:
+    def done(self, items: list[WorkItem], result: tuple[np.ndarray, float]) -> None:
         """Accumulate a result. The pool's lock is held."""
         numbers, seconds = result
-        steps, rows, waited, updates = numbers[:HEAD]
+        steps, rows, waited, updates = numbers[:HEADER_SIZE]
         left = int(steps)
-        for piece in pieces:
-            piece.done = min(piece.steps, left)
-            piece.batches = None
-            self._waiting -= 1
-            left -= piece.done
-        if steps < sum(piece.steps for piece in pieces):
-            end = pieces[0].first + int(steps)
-            self._ended = end if self._ended is None else min(end, self._ended)
+        for item in items:
+            item.done = min(item.steps, left)
+            item.batches = None
+            self._pending -= 1
+            left -= item.done
+        if steps < sum(item.steps for item in items):
+            end = items[0].first + int(steps)
+            self._batch_count = end if self._batch_count is None else min(end, self._batch_count)
         self._steps += int(steps)
         self._updates += int(updates)
         self.stats.steps += int(steps)
         self.stats.examples += int(rows)
         self.stats.input_seconds += waited / len(self._pool.workers)
-        sums = numbers[HEAD : self._size()]
+        sums = numbers[HEADER_SIZE : self._size()]
         logs = numbers[self._size() :]
         self._total = sums if self._total is None else self._total + sums
-        if steps and (self._last is None or pieces[-1].first >= self._last[0]):
-            self._last = pieces[-1].first, logs
+        if steps and (self._last is None or items[-1].first >= self._last[0]):
+            self._last = items[-1].first, logs
         if not self.watch.exact and steps:
-            fitting = max(1, int(GROUP_SECONDS * len(pieces) / max(seconds, 1e-4)))
-            self._group = min(LARGEST_GROUP, fitting, 4 * self._group)
+            affordable = max(1, int(GROUP_S * len(items) / max(seconds, 1e-4)))
+            self._group = min(MAX_GROUP, affordable, 4 * self._group)
 
     # --- Graphs -----------------------------------------------------------------------------------
-    def _graph(self, piece: Piece) -> _Graph:
-        kind = "there" if piece.batches is None else repr(any_rows(piece.batches[0]))
+    def _graph(self, item: WorkItem) -> _Graph:
+        kind = "there" if item.batches is None else repr(any_rows(item.batches[0]))
         if kind not in self._graphs:
-            self._graphs[kind] = self._trace(piece)
+            self._graphs[kind] = self._trace(item)
         return self._graphs[kind]
 
-    def _trace(self, piece: Piece) -> _Graph:
+    def _trace(self, item: WorkItem) -> _Graph:
         number = tf.TensorSpec([], tf.int64)
         seeds = tf.TensorSpec(self._seeds.shape, self._seeds.dtype)
-        if piece.batches is None:
+        if item.batches is None:
             assert self._pass is not None
             spec = self._pass.stream.element_spec
 
@@ -367,22 +371,22 @@ class RemoteRunner:
                 return iter(tf.data.experimental.from_variant(dataset_variant(graph), spec))
 
             opener = function_of(open_iterator).get_concrete_function(tf.TensorSpec([], tf.string))
-            concrete = function_of(self._there).get_concrete_function(
+            concrete = function_of(self._run_from_iterator).get_concrete_function(
                 tf.data.IteratorSpec(spec), number, number, number, seeds
             )
             return _Graph(concrete, opener=opener)
-        specs = any_rows(piece.batches[0])
-        stacks = all(x is None or isinstance(x, tf.TensorSpec) for x in tf.nest.flatten(specs))
-        if not stacks:
-            return _Graph(function_of(self._one).get_concrete_function(specs, number, seeds))
+        specs = any_rows(item.batches[0])
+        can_stack = all(x is None or isinstance(x, tf.TensorSpec) for x in tf.nest.flatten(specs))
+        if not can_stack:
+            return _Graph(function_of(self._run_step).get_concrete_function(specs, number, seeds))
         specs = tf.nest.map_structure(
             lambda s: None if s is None else tf.TensorSpec([None, *s.shape], s.dtype), specs
         )
         return _Graph(
-            function_of(self._fed).get_concrete_function(specs, number, seeds), stacks=True
+            function_of(self._run_stacked).get_concrete_function(specs, number, seeds), stacks=True
         )
 
-    def _there(self, iterator, skip, steps, index, seeds):
+    def _run_from_iterator(self, iterator, skip, steps, index, seeds):
         """Skip batches, then run steps on the next ones, fewer if the data ends."""
         tf.while_loop(
             lambda i, more: (i < skip) & more,
@@ -393,17 +397,17 @@ class RemoteRunner:
 
         def read(result):
             with tf.control_dependencies([result]):
-                began = tf.timestamp()
-            with tf.control_dependencies([began]):
+                started = tf.timestamp()
+            with tf.control_dependencies([started]):
                 following = iterator.get_next_as_optional()
             with tf.control_dependencies([following.has_value()]):
-                waited = tf.timestamp() - began
+                waited = tf.timestamp() - started
             return following, result + tf.one_hot(
                 2, tf.size(result), waited, tf.zeros([], tf.float64)
             )
 
         def body(i, result, following):
-            result = self._add(result, self._one(following.get_value(), index + i, seeds))
+            result = self._add(result, self._run_step(following.get_value(), index + i, seeds))
             return i + 1, *tf.cond(
                 i + 1 < steps, lambda: read(result), lambda: (following, result)
             )[::-1]
@@ -416,7 +420,7 @@ class RemoteRunner:
             following,
         )
 
-    def _fed(self, stacked, index, seeds):
+    def _run_stacked(self, stacked, index, seeds):
         """Run one step on each of several stacked batches, `[batches, rows, ...]`."""
         count = next(
             tf.shape(x, out_type=tf.int64)[0] for x in tf.nest.flatten(stacked) if x is not None
@@ -424,7 +428,7 @@ class RemoteRunner:
 
         def body(i, result):
             data = tf.nest.map_structure(lambda x: None if x is None else x[i], stacked)
-            return i + 1, self._add(result, self._one(data, index + i, seeds))
+            return i + 1, self._add(result, self._run_step(data, index + i, seeds))
 
         return self._loop(lambda i, result: i < count, body, tf.zeros([self._size()], tf.float64))
 
@@ -439,7 +443,7 @@ class RemoteRunner:
             1
         ]
 
-    def _one(self, data, index, seeds):
+    def _run_step(self, data, index, seeds):
         """Run one step and return its result vector, float64.
 
         It is `[steps, rows, waited, updates, metric deltas ..., logs ...]`.
@@ -456,7 +460,7 @@ class RemoteRunner:
         logs = _flat(logs)
         self._keys = list(logs)
         means = [tf.reduce_mean(tf.cast(value, tf.float64)) for value in logs.values()]
-        head = [
+        header = [
             tf.ones([], tf.float64),
             tf.cast(count_rows(data), tf.float64),
             tf.zeros([], tf.float64),
@@ -464,7 +468,7 @@ class RemoteRunner:
         ]
         return tf.concat(
             [
-                head,
+                header,
                 *(tf.reshape(tf.cast(s, tf.float64), [-1]) for s in sums),
                 tf.reshape(means, [-1]),
             ],
@@ -477,7 +481,7 @@ class RemoteRunner:
         return tf.ensure_shape(tf.concat([result[:size] + added[:size], added[size:]], 0), [None])
 
     def _size(self) -> int:
-        return HEAD + sum(int(np.prod(v.shape)) for v in self.model.metrics_variables)
+        return HEADER_SIZE + sum(int(np.prod(v.shape)) for v in self.model.metrics_variables)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -513,7 +517,7 @@ def function_of(body: Callable):
     return tf.function(body, autograph=False)
 
 
-def _alike(batches: list) -> list[list]:
+def _group_by_shape(batches: list) -> list[list]:
     """Group consecutive batches of equal shapes."""
     runs: list[list] = []
     shapes = None

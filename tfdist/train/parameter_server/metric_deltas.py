@@ -22,7 +22,7 @@ from tfdist.train.synchronous.replica_step import seed_states
 _trace = types.SimpleNamespace(graph=None, updates=None, optimizer=None)
 
 # Draws that a step may make from one seed generator before they overlap with the next step's.
-_DRAWS = 1024
+_DRAWS_PER_STEP = 1024
 
 
 class Cell:
@@ -167,7 +167,7 @@ def collected(model: keras.Model, seeds: tf.Tensor, index: tf.Tensor) -> Iterato
     metrics = model.metrics_variables
     generators = seed_states(model)
     cells = [Cell(tf.zeros(v.shape, v.dtype)) for v in metrics]
-    shift = tf.stack([tf.zeros_like(index), (index + 1) * _DRAWS])
+    shift = tf.stack([tf.zeros_like(index), (index + 1) * _DRAWS_PER_STEP])
     states = [Cell(tf.cast(seeds[i] + shift, v.dtype)) for i, v in enumerate(generators)]
     added: list[tf.Tensor] = []
     _trace.graph = tf.compat.v1.get_default_graph()
@@ -197,7 +197,7 @@ def seeds(model: keras.Model) -> tf.Tensor:
 def next_seeds(model: keras.Model, steps: int) -> None:
     """Advance the model's seed generators past the numbers that `steps` steps drew."""
     for v in seed_states(model):
-        v.assign(v + tf.cast([0, (steps + 1) * _DRAWS], v.dtype))
+        v.assign(v + tf.cast([0, (steps + 1) * _DRAWS_PER_STEP], v.dtype))
 
 
 @contextlib.contextmanager

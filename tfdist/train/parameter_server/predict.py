@@ -37,37 +37,40 @@ class RemotePredictor:
         self._model = model
         self._host = host
         self._graphs: dict = {}
-        self._pieces: list[_Prediction] = []
+        self._items: list[_Prediction] = []
 
     def __call__(self, batches: list) -> Any:
         """Dispatch the prediction of some batches, and return their outputs."""
         batches = [tensors(batch) for batch in batches]
         # Traced here, so that errors of the user's model raise here.
-        piece = _Prediction([(self._graph(batch), batch) for batch in batches])
-        self._pieces = [p for p in self._pieces if p.outputs is None] + [piece]
-        self._pool.submit(self, piece)
+        item = _Prediction([(self._graph(batch), batch) for batch in batches])
+        self._items = [p for p in self._items if p.outputs is None] + [item]
+        self._pool.submit(self, item)
         window = 4 * len(self._pool.workers)
-        self._pool.wait(lambda: sum(p.outputs is None for p in self._pieces) < window)
-        outputs = piece.work[0][0].structured_outputs
+        self._pool.wait(lambda: sum(p.outputs is None for p in self._items) < window)
+        outputs = item.work[0][0].structured_outputs
         if not all(
             isinstance(spec, tf.TensorSpec | tf.Tensor) for spec in tf.nest.flatten(outputs)
         ):
-            self._pool.wait(lambda: piece.outputs is not None)
-            return piece.outputs
-        flat = [_Later(self._pool, piece, place) for place in range(len(tf.nest.flatten(outputs)))]
+            self._pool.wait(lambda: item.outputs is not None)
+            return item.outputs
+        flat = [
+            _PendingTensor(self._pool, item, index)
+            for index in range(len(tf.nest.flatten(outputs)))
+        ]
         return tf.nest.pack_sequence_as(outputs, flat)
 
-    def take(self, pieces: collections.deque, worker: int) -> list[_Prediction]:
-        """Remove the next piece from the queue, and return it."""
-        return [pieces.popleft()]
+    def take(self, items: collections.deque, worker: int) -> list[_Prediction]:
+        """Remove the next item from the queue, and return it."""
+        return [items.popleft()]
 
-    def execute(self, worker: int, pieces: list[_Prediction], call: Callable) -> Any:
+    def execute(self, worker: int, items: list[_Prediction], call: Callable) -> Any:
         """Run a prediction on a worker, and copy its outputs to the coordinator."""
         outputs = []
-        for graph, batch in pieces[0].work:
-            there = call(graph, batch)
+        for graph, batch in items[0].work:
+            remote = call(graph, batch)
             with tf.device(self._host):
-                outputs.append(tf.nest.map_structure(tf.identity, there, expand_composites=True))
+                outputs.append(tf.nest.map_structure(tf.identity, remote, expand_composites=True))
         with tf.device(self._host):
             return (
                 tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
@@ -78,9 +81,9 @@ class RemotePredictor:
     def forget(self, worker: int) -> None:
         """Do nothing: workers keep no state for predictions."""
 
-    def done(self, pieces: list[_Prediction], result: Any) -> None:
-        """Store the outputs in the piece."""
-        pieces[0].outputs = result
+    def done(self, items: list[_Prediction], result: Any) -> None:
+        """Store the outputs in the item."""
+        items[0].outputs = result
 
     def _graph(self, batch):
         specs = any_rows(batch)
@@ -99,20 +102,20 @@ class _Prediction:
     outputs: Any = None
 
 
-class _Later:
+class _PendingTensor:
     """Tensor that a worker is still computing. Access to its value waits for the result."""
 
-    def __init__(self, pool: Pool, piece: _Prediction, place: int):
+    def __init__(self, pool: Pool, item: _Prediction, index: int):
         self._pool = pool
-        self._piece = piece
-        self._place = place
+        self._piece = item
+        self._index = index
 
     def numpy(self) -> np.ndarray:
         return self.__tf_tensor__().numpy()
 
     def __tf_tensor__(self, dtype=None, name=None) -> tf.Tensor:
         self._pool.wait(lambda: self._piece.outputs is not None)
-        return tf.nest.flatten(self._piece.outputs)[self._place]
+        return tf.nest.flatten(self._piece.outputs)[self._index]
 
     def __array__(self, dtype=None, copy=None) -> np.ndarray:
         return np.asarray(self.numpy(), dtype)

@@ -1,10 +1,10 @@
 """Worker pool of a parameter-server cluster, with handling of lost tasks.
 
-Each piece of work counts once. Error messages name lost, stopped and silent tasks.
+Each work item counts once. Error messages name lost, stopped and silent tasks.
 
 TensorFlow's `ClusterCoordinator` owns a thread for each worker, reconnects to a worker that comes
 back, and gives its work to others. While Keras trains, each thread runs one long closure of this
-pool, in which it takes piece after piece.
+pool, in which it takes item after item.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from tfdist.runtime.launch_protocol import TRANSIENT_CODE
 
 log = logging.getLogger("tfdist")
 
-PROBE_SECONDS = 2.0  # timeout of a probe of a task
-# Time that a piece of work may take before its worker and the parameter servers are probed.
-PATIENCE_SECONDS = 10.0
-CLOSE_SECONDS = 10.0  # time that cancelled pieces may take to end
+PROBE_S = 2.0  # timeout of a probe of a task
+# Time that a work item may take before its worker and the parameter servers are probed.
+PROBE_AFTER_S = 10.0
+CLOSE_S = 10.0  # time that cancelled items may take to end
 
 
 class ParameterServerLost(ConnectionError):
@@ -45,13 +45,13 @@ class ParameterServerLost(ConnectionError):
 
 
 class Owner(Protocol):
-    """Protocol of an object that submits pieces to the pool and receives their results."""
+    """Protocol of an object that submits items to the pool and receives their results."""
 
-    def take(self, pieces: collections.deque, worker: int) -> list:
-        """Remove from `pieces` those that one worker runs at once, and return them."""
+    def take(self, items: collections.deque, worker: int) -> list:
+        """Remove from `items` those that one worker runs at once, and return them."""
 
-    def execute(self, worker: int, pieces: list, call: Callable) -> Any:
-        """Run pieces in the worker's thread.
+    def execute(self, worker: int, items: list, call: Callable) -> Any:
+        """Run items in the worker's thread.
 
         `call(concrete_function, *args)` runs a function on the worker.
         """
@@ -59,22 +59,22 @@ class Owner(Protocol):
     def forget(self, worker: int) -> None:
         """Drop state that the worker may have lost, such as iterators."""
 
-    def done(self, pieces: list, result: Any) -> None:
-        """Receive a result, once for each piece, with the pool's lock held."""
+    def done(self, items: list, result: Any) -> None:
+        """Receive a result, once for each item, with the pool's lock held."""
 
 
 @dataclasses.dataclass(eq=False)
 class Running:
-    """Pieces that are running on one worker.
+    """Items that are running on one worker.
 
     Attributes:
-        pieces: The pieces.
+        items: The items.
         since: Time of their start, as `time.monotonic()` counts it.
         cancel: Function that cancels them.
         abandoned: Whether they were given to other workers, so that a late result is dropped.
     """
 
-    pieces: list
+    items: list
     since: float
     cancel: Callable[[], None] = lambda: None
     abandoned: bool = False
@@ -87,7 +87,7 @@ class Pool:
         strategy: Parameter-server strategy.
         workers: Workers by index, with their addresses.
         servers: Parameter servers by index, with their addresses.
-        timeout: Time in seconds to wait for a worker if none is left, and for one piece of work.
+        timeout: Time in seconds to wait for a worker if none is left, and for one work item.
     """
 
     def __init__(self, strategy, workers: list[Task], servers: list[Task], timeout: float):
@@ -97,40 +97,40 @@ class Pool:
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
         self.changed = threading.Condition()
         self._owner: Owner | None = None
-        self._todo: collections.deque = collections.deque()
+        self._queue: collections.deque = collections.deque()
         self._running: dict[int, Running] = {}
         self._error: BaseException | None = None
-        self._turn = 0  # odd while open
+        self._session = 0  # odd while open
         self._lost: set[int] = set()
         self._idle_since: float | None = None
-        self._asked = 0.0
+        self._last_probe = 0.0
 
     # --- In the main thread -----------------------------------------------------------------------
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
-        """Let the workers take pieces in the context, and cancel unfinished pieces at its end."""
-        self._turn += 1
+        """Let the workers take items in the context, and cancel unfinished items at its end."""
+        self._session += 1
         self._error = None
         self._idle_since = None
         for _ in self.workers:
-            server_compat.schedule(self._coordinator, self._take_turn)
+            server_compat.schedule(self._coordinator, self._run_worker)
         try:
             yield
         finally:
             self._close()
 
-    def submit(self, owner: Owner, piece: Any) -> None:
-        """Add a piece of work to the end of the queue."""
+    def submit(self, owner: Owner, item: Any) -> None:
+        """Add a work item to the end of the queue."""
         with self.changed:
             self._owner = owner
-            self._todo.append(piece)
+            self._queue.append(item)
             self.changed.notify_all()
 
     def wait(self, ready: Callable[[], bool]) -> None:
         """Wait until `ready()` is true. It is called with the pool's lock held.
 
         Raises:
-            Exception: Error that a piece of work raised, reported once.
+            Exception: Error that a work item raised, reported once.
             ParameterServerLost: A parameter server is gone.
             TimeoutError: No worker is left, or a worker takes too long. The message names them.
         """
@@ -141,79 +141,80 @@ class Pool:
                 if ready():
                     return
                 self.changed.wait(0.5)
-                late = self._late()
-            silent = late or self._idle_since is not None
+                overdue = self._overdue()
+            should_probe = overdue or self._idle_since is not None
             if (
-                silent
-                and time.monotonic() - max(self._asked, self._idle_since or 0.0)
-                > PATIENCE_SECONDS / 2
+                should_probe
+                and time.monotonic() - max(self._last_probe, self._idle_since or 0.0)
+                > PROBE_AFTER_S / 2
             ):
-                self._ask(late)
-        self._drop()
+                self._probe_tasks(overdue)
+        self._cancel_all()
         error, self._error = self._error, None
         raise error
 
-    def _drop(self) -> None:
+    def _cancel_all(self) -> None:
         """Cancel all work, and wait for its end up to a time limit."""
         with self.changed:
-            self._todo.clear()
+            self._queue.clear()
             for running in self._running.values():
                 running.abandoned = True
         for running in list(self._running.values()):
             running.cancel()
         with self.changed:
-            self.changed.wait_for(lambda: not self._running, CLOSE_SECONDS)
+            self.changed.wait_for(lambda: not self._running, CLOSE_S)
 
     def _close(self) -> None:
-        self._turn += 1
-        self._drop()
+        self._session += 1
+        self._cancel_all()
         with self.changed:
             self._running.clear()
             self._owner = None
             self.changed.notify_all()
 
     # --- Faults -----------------------------------------------------------------------------------
-    def _late(self) -> list[tuple[int, Running]]:
-        """Return the pieces whose workers should be probed. The lock is held."""
+    def _overdue(self) -> list[tuple[int, Running]]:
+        """Return the items whose workers should be probed. The lock is held."""
         now = time.monotonic()
-        if self._running or not self._todo:
+        if self._running or not self._queue:
             self._idle_since = None
         elif self._idle_since is None:
             self._idle_since = now
         return [
             (w, r)
             for w, r in self._running.items()
-            if not r.abandoned and now - r.since > PATIENCE_SECONDS
+            if not r.abandoned and now - r.since > PROBE_AFTER_S
         ]
 
-    def _ask(self, late: list[tuple[int, Running]]) -> None:
+    def _probe_tasks(self, overdue: list[tuple[int, Running]]) -> None:
         """Probe silent tasks, and reassign work or fail if they do not answer."""
-        self._asked = time.monotonic()
+        self._last_probe = time.monotonic()
         for server in self._servers:
             if not self._answers(server):
                 self._fail(_lost(server, "it does not answer"))
                 return
-        for index, running in late:
+        for index, running in overdue:
             worker = self.workers[index]
             seconds = time.monotonic() - running.since
             if not self._answers(worker):
                 log.warning(
-                    "%s at %s does not answer; its work is given to others", worker, worker.address
+                    "%s at %s does not answer; other workers take over its work",
+                    worker,
+                    worker.address,
                 )
                 with self.changed:
-                    self._give_back(index, running)
+                    self._requeue(index, running)
                 running.cancel()
             elif seconds > self._timeout:
                 self._fail(
                     TimeoutError(
-                        f"{worker} at {worker.address} has been at work on one piece for "
-                        f"{seconds:.0f} s, more than the {self._timeout:g} s of "
-                        "make_strategy(timeout=...). Look at its log; set a longer timeout for "
-                        "longer steps."
+                        f"{worker} at {worker.address} has run one work item for {seconds:.0f} s, "
+                        f"more than the {self._timeout:g} s of make_strategy(timeout=...). Look "
+                        "at its log. If your steps take longer, set a longer timeout."
                     )
                 )
         if self._idle_since is not None:
-            missing = [w for w in self.workers if not answers(w.address, PROBE_SECONDS)]
+            missing = [w for w in self.workers if not answers(w.address, PROBE_S)]
             names = ", ".join(f"{w} at {w.address}" for w in missing or self.workers)
             waited = time.monotonic() - self._idle_since
             log.warning(
@@ -228,12 +229,12 @@ class Pool:
                 )
 
     def _answers(self, task: Task) -> bool:
-        return answers(task.address, PROBE_SECONDS) or answers(task.address, 2 * PROBE_SECONDS)
+        return answers(task.address, PROBE_S) or answers(task.address, 2 * PROBE_S)
 
-    def _give_back(self, worker: int, running: Running) -> None:
+    def _requeue(self, worker: int, running: Running) -> None:
         if not running.abandoned:
             running.abandoned = True
-            self._todo.extendleft(reversed(running.pieces))
+            self._queue.extendleft(reversed(running.items))
         self._lost.add(worker)
         self.changed.notify_all()
 
@@ -243,19 +244,19 @@ class Pool:
             self.changed.notify_all()
 
     # --- In the workers' threads ------------------------------------------------------------------
-    def _take_turn(self) -> None:
-        turn = self._turn
+    def _run_worker(self) -> None:
+        session = self._session
         worker = server_compat.current_worker()
-        while (taken := self._take(turn, worker)) is not None:
+        while (taken := self._take(session, worker)) is not None:
             owner, running = taken
             try:
                 result = owner.execute(
                     worker,
-                    running.pieces,
+                    running.items,
                     lambda f, *args, running=running: _call(f, args, running),
                 )
             except BaseException as error:
-                if self._failed(turn, worker, running, error):
+                if self._handle_error(session, worker, running, error):
                     raise tf.errors.UnavailableError(
                         None, None, f"/job:worker/replica:0/task:{worker} was lost: {error}"
                     ) from error
@@ -264,29 +265,31 @@ class Pool:
                     if self._running.get(worker) is running:
                         del self._running[worker]
                     if not running.abandoned:
-                        owner.done(running.pieces, result)
+                        owner.done(running.items, result)
                     self.changed.notify_all()
 
-    def _take(self, turn: int, worker: int) -> tuple[Owner, Running] | None:
+    def _take(self, session: int, worker: int) -> tuple[Owner, Running] | None:
         with self.changed:
-            while self._turn == turn and turn % 2:
-                if self._todo and self._error is None and self._owner is not None:
+            while self._session == session and session % 2:
+                if self._queue and self._error is None and self._owner is not None:
                     if worker in self._lost:
                         self._lost.discard(worker)
                         self._owner.forget(worker)
                         log.warning(
-                            "%s at %s takes part again",
+                            "%s at %s is back",
                             self.workers[worker],
                             self.workers[worker].address,
                         )
                     running = self._running[worker] = Running(
-                        self._owner.take(self._todo, worker), time.monotonic()
+                        self._owner.take(self._queue, worker), time.monotonic()
                     )
                     return self._owner, running
                 self.changed.wait(1.0)
         return None
 
-    def _failed(self, turn: int, worker: int, running: Running, error: BaseException) -> bool:
+    def _handle_error(
+        self, session: int, worker: int, running: Running, error: BaseException
+    ) -> bool:
         """Handle an error in a worker's thread.
 
         Returns:
@@ -303,23 +306,23 @@ class Pool:
         with self.changed:
             if self._running.get(worker) is running:
                 del self._running[worker]
-            # Abandoned pieces were given to other workers, or are not needed any more.
+            # Abandoned items were given to other workers, or are not needed any more.
             if not running.abandoned and lost:
                 log.warning(
-                    "%s at %s was lost; its work is given to others (%s)",
+                    "%s at %s was lost; other workers take over its work (%s)",
                     task,
                     task.address,
                     _reason(error),
                 )
-                self._give_back(worker, running)
+                self._requeue(worker, running)
             elif not running.abandoned:
                 self._error = self._error or error
             self.changed.notify_all()
         while (
             running.abandoned
             and not lost
-            and self._turn == turn
-            and not answers(task.address, PROBE_SECONDS)
+            and self._session == session
+            and not answers(task.address, PROBE_S)
         ):
             time.sleep(0.5)
         return lost
@@ -329,10 +332,10 @@ class Pool:
         if not isinstance(error, tf.errors.OpError) or isinstance(error, _USER_ERRORS):
             return None
         for server in self._servers:
-            named = server_compat.is_server_failure(
+            is_named = server_compat.is_server_failure(
                 error
             ) and f"/job:ps/replica:0/task:{server.index}" in str(error)
-            if named or not self._answers(server):
+            if is_named or not self._answers(server):
                 return server
         return None
 
@@ -347,8 +350,8 @@ _USER_ERRORS = (
 
 def _reason(error: tf.errors.OpError) -> str:
     """Return the gRPC message of an error, or else the first line of its message."""
-    said = re.search(r'grpc_message: ?"([^"]*)', str(error))
-    return said[1] if said else error.message.strip().splitlines()[0]
+    match = re.search(r'grpc_message: ?"([^"]*)', str(error))
+    return match[1] if match else error.message.strip().splitlines()[0]
 
 
 def _call(function, args: tuple, running: Running):
@@ -358,9 +361,9 @@ def _call(function, args: tuple, running: Running):
     return cancelable(*args)
 
 
-def _lost(server: Task, why: str) -> ParameterServerLost:
+def _lost(server: Task, reason: str) -> ParameterServerLost:
     return ParameterServerLost(
-        f"{server} at {server.address} was lost ({why}); its variables are gone. Start it again, "
-        "make a new strategy and model, and fit "
-        "again: BackupAndRestore goes on from its last backup."
+        f"{server} at {server.address} was lost ({reason}), and its variables with it. Start it "
+        "again, make a new strategy and model, and call fit again: BackupAndRestore resumes from "
+        "its last snapshot."
     )

@@ -36,10 +36,10 @@ from tfdist.train.synchronous.replica_state import ReplicaState, all_gather, che
 from tfdist.train.synchronous.step_monitoring import StepMonitoring
 from tfdist.train.synchronous.worker_callbacks import (
     backups_last,
-    follow,
     is_progress_bar,
     make_directories,
-    watches,
+    needs_single_steps,
+    worker_callback,
 )
 from tfdist.train.timing.step_breakdown import Recorder, StepBreakdown
 
@@ -78,7 +78,7 @@ class Engine(Hooks):
         self.use(sync or Gradients())
         self._replica_states: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         # Runners of the models whose last steps were calls of train_on_batch.
-        self._by_hand: weakref.WeakSet[Runner] = weakref.WeakSet()
+        self._on_batch_runners: weakref.WeakSet[Runner] = weakref.WeakSet()
         self._active: Runner | None = None
         # The Keras method that iterates over data: "fit", "evaluate" or "predict".
         self._kind: str | None = None
@@ -108,14 +108,14 @@ class Engine(Hooks):
         if isinstance(call["x"], tf.data.Dataset):
             # Keras warns that its default True has no effect on a Dataset.
             call["kwargs"].setdefault("shuffle", False)
-        callbacks = self._as_member(call)
+        callbacks = self._restrict_to_chief(call)
         with backing(callbacks, self.placement.is_chief, call["initial_epoch"]):
             return self._fit(model, keras_method, call, callbacks)
 
     def _fit(self, model: keras.Model, keras_method: Callable, call: dict, callbacks: list):
         self._steps_per_epoch = call["steps_per_epoch"]
         self._training_feed = None
-        given = {
+        expected_equal = {
             "epochs": call["epochs"],
             "initial_epoch": call["initial_epoch"],
             "steps_per_epoch": call["steps_per_epoch"] or -1,
@@ -124,11 +124,11 @@ class Engine(Hooks):
             "length of the validation data": size(call["validation_data"]),
             **same_on_workers(callbacks),
         }
-        given["number of tfdist.StepBreakdown callbacks"] = len(
+        expected_equal["number of tfdist.StepBreakdown callbacks"] = len(
             breakdowns := [c for c in callbacks if isinstance(c, StepBreakdown)]
         )
         exact, exact_test, progress, saves = self._agree(
-            model, given, callbacks, bool(call["progress"])
+            model, expected_equal, callbacks, bool(call["progress"])
         )
         self._watches = {
             "fit": StepMonitoring(
@@ -156,13 +156,15 @@ class Engine(Hooks):
                 return keras_method(model, **call["kwargs"])
         self._check(model)
         self._replica_state(model).sync_replicas()
-        callbacks = self._as_member(call)
-        given = {
+        callbacks = self._restrict_to_chief(call)
+        expected_equal = {
             "steps": call["steps"] or -1,
             "batch_size": call["batch_size"] or -1,
             "length of the data": size(call["x"]),
         }
-        _, exact, progress, _ = self._agree(model, given, callbacks, bool(call["progress"]))
+        _, exact, progress, _ = self._agree(
+            model, expected_equal, callbacks, bool(call["progress"])
+        )
         self._watches = {"evaluate": StepMonitoring(exact, progress, call["steps"])}
         with self._during("evaluate"):
             return keras_method(model, **call["kwargs"])
@@ -171,13 +173,13 @@ class Engine(Hooks):
         """Run `keras.Model.predict`, each step on all replicas."""
         call = bind(keras_method, model, args, kwargs)
         check_deferred(model)
-        callbacks = self._as_member(call)
-        given = {
+        callbacks = self._restrict_to_chief(call)
+        expected_equal = {
             "steps": call["steps"] or -1,
             "batch_size": call["batch_size"] or -1,
             "length of the data": size(call["x"]),
         }
-        self._agree(model, given, callbacks, False)
+        self._agree(model, expected_equal, callbacks, False)
         self._replica_state(model).sync_replicas()
         with self._during("predict"):
             return keras_method(model, **call["kwargs"])
@@ -186,7 +188,7 @@ class Engine(Hooks):
         """See `keras.Model.train_on_batch`; the batch is the global batch."""
         self._check(model)
         logs = self._on_batch(model, keras_method, *args, **kwargs)
-        self._by_hand.add(model.train_function)
+        self._on_batch_runners.add(model.train_function)
         return logs
 
     def test_on_batch(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
@@ -321,23 +323,26 @@ class Engine(Hooks):
             return False
         if step and not self._training_feed.ordered:
             log.warning(
-                "Going on after step %d of epoch %d with data that are no pipeline of tfdist.data: "
-                "they must give the same batches in each pass. Where they are shuffled anew, as "
-                "arrays are unless shuffle=False, examples of this epoch come twice, or not.",
+                "fit resumes after step %d of epoch %d with data that tfdist.data.pipeline did "
+                "not make. The data must give the same batches in each pass. If they are "
+                "reshuffled in each pass, as arrays are unless you pass shuffle=False, some "
+                "examples of this epoch are trained twice and others are skipped.",
                 step, epoch + 1,
             )  # fmt: skip
         self._training_feed.begin_at(epoch, step, self._steps_per_epoch)
         model.train_function.begin_at(epoch, step)
         return True
 
-    def pause_at(self, step: int, who: str = "backup") -> None:
+    def pause_at(self, step: int, caller: str = "backup") -> None:
         """Make the training function return to Python after this step; see `Hooks.pause_at`."""
         if self._active is not None:
-            self._active.pauses[who] = step
+            self._active.pauses[caller] = step
 
     def stopping(self) -> bool:
         """Return whether all workers agreed to stop at this point; see `Hooks.stopping`."""
-        return self._active is not None and self._active.stopping and self._active.at_rest
+        return (
+            self._active is not None and self._active.stopping and self._active.all_calls_reported
+        )
 
     def broadcast_from_chief(self, numbers: list[float]) -> list[float]:
         """Return the chief's numbers on every worker."""
@@ -378,9 +383,9 @@ class Engine(Hooks):
     def set_sync_totals(self, model: keras.Model, totals: list) -> None:
         """Restore the state that `sync_totals` returned."""
         self.prepare(model)
-        held = self.aggregation.variables(model.optimizer)
-        check_totals(self.aggregation.policy, held, totals)
-        self._replica_state(model).set_totals(held, totals)
+        variables = self.aggregation.variables(model.optimizer)
+        check_totals(self.aggregation.policy, variables, totals)
+        self._replica_state(model).set_totals(variables, totals)
 
     def exchange_of(self, model: keras.Model) -> Any:
         """Return the object that synchronizes a compiled model's replicas, by its `policy`.
@@ -391,11 +396,11 @@ class Engine(Hooks):
 
     def bytes_per_step(self, model: keras.Model) -> float:
         """Return the bytes that a replica sends in a training step; see `Hooks.bytes_per_step`."""
-        found = self.exchange_of(model)
+        exchange = self.exchange_of(model)
         return (
-            found.bytes_per_step(model.optimizer)
-            if found is self.aggregation
-            else found.bytes_per_step
+            exchange.bytes_per_step(model.optimizer)
+            if exchange is self.aggregation
+            else exchange.bytes_per_step
         )
 
     # --- Files ------------------------------------------------------------------------------------
@@ -410,7 +415,7 @@ class Engine(Hooks):
             if self.placement.is_chief:
                 return keras_method(model, *args, **kwargs)
         log.debug(
-            "%s leaves model.%s to the chief",
+            "%s does not write in model.%s; the chief does",
             self.placement.task(self.placement.rank),
             keras_method.__name__,
         )
@@ -443,13 +448,13 @@ class Engine(Hooks):
         return self._replica_states[model]
 
     def _begin(self, runner: Runner, kind: str, verify: bool) -> None:
-        goes_on = self._kind is None and runner in self._by_hand
-        self._by_hand.discard(runner)
+        continues = self._kind is None and runner in self._on_batch_runners
+        self._on_batch_runners.discard(runner)
         runner.begin(
             self._watches.get(kind, StepMonitoring()),
             verify,
             self._recorder if kind == "fit" else None,
-            anew=not goes_on,
+            restart=not continues,
         )
         self._active = runner
 
@@ -458,18 +463,21 @@ class Engine(Hooks):
         """Measure the steps of a fit if it has `StepBreakdown` callbacks."""
         if breakdowns:
             self._recorder = Recorder(
-                self._strategy, self.placement, [each.directory for each in breakdowns], exact
+                self._strategy,
+                self.placement,
+                [breakdown.directory for breakdown in breakdowns],
+                exact,
             )
-        for each in breakdowns:
-            each.recorder = self._recorder
+        for breakdown in breakdowns:
+            breakdown.recorder = self._recorder
         try:
             yield
         finally:
             if self._recorder is not None:
                 self._recorder.close()
             self._recorder = None
-            for each in breakdowns:
-                each.recorder = None
+            for breakdown in breakdowns:
+                breakdown.recorder = None
 
     @contextlib.contextmanager
     def _during(self, kind: str):
@@ -485,7 +493,7 @@ class Engine(Hooks):
             # After the validation of a fit, the fit's runner is active again.
             self._active = active if outer else None
 
-    def _as_member(self, call: dict) -> list:
+    def _restrict_to_chief(self, call: dict) -> list:
         """Restrict console output and files to the chief, and return all callbacks."""
         kwargs = call["kwargs"]
         callbacks = backups_last(kwargs)
@@ -493,15 +501,15 @@ class Engine(Hooks):
         call["progress"] = call["verbose"] != 0 or any(is_progress_bar(c) for c in callbacks)
         if not self.placement.is_chief:
             kwargs["verbose"] = 0
-            followers = [follow(c) for c in callbacks if not is_progress_bar(c)]
+            worker_callbacks = [worker_callback(c) for c in callbacks if not is_progress_bar(c)]
             if isinstance(call["callbacks"], keras.callbacks.CallbackList):
-                kwargs["callbacks"].callbacks[:] = followers
+                kwargs["callbacks"].callbacks[:] = worker_callbacks
             else:
-                kwargs["callbacks"] = followers
+                kwargs["callbacks"] = worker_callbacks
         return callbacks
 
     def _agree(
-        self, model, given: dict[str, float], callbacks: list, progress: bool
+        self, model, expected_equal: dict[str, float], callbacks: list, progress: bool
     ) -> tuple[bool, ...]:
         """Check that all workers were called alike, and combine the needs of their callbacks.
 
@@ -512,11 +520,16 @@ class Engine(Hooks):
         saves = any(isinstance(c, BackupAndRestore) for c in callbacks)
         # BackupAndRestore needs no single steps: it uses pause_at where it saves.
         callbacks = [c for c in callbacks if type(c) is not BackupAndRestore]
-        wishes = watches(callbacks, "train"), watches(callbacks, "test"), progress, saves
+        requirements = (
+            needs_single_steps(callbacks, "train"),
+            needs_single_steps(callbacks, "test"),
+            progress,
+            saves,
+        )
         if self.placement.workers == 1:
-            return wishes
-        given = {
-            **given,
+            return requirements
+        expected_equal = {
+            **expected_equal,
             "steps_per_execution": model.steps_per_execution,
             "weights of the model": len(model.weights),
             "parameters of the model": sum(
@@ -525,9 +538,11 @@ class Engine(Hooks):
         }
         return check_same_on_workers(
             all_gather(
-                self._strategy, self.placement, np.array([*given.values(), *wishes], np.float64)
+                self._strategy,
+                self.placement,
+                np.array([*expected_equal.values(), *requirements], np.float64),
             ),
-            list(given),
+            list(expected_equal),
             self.placement,
         )
 
@@ -535,8 +550,8 @@ class Engine(Hooks):
         check_optimizer(model, self._strategy)
         check_deferred(model)
         if self.placement.replicas > 1 and model.jit_compile:
-            what = (
+            raise ValueError(
                 f"compile(jit_compile=True) under {self.placement.replicas} replicas: XLA cannot "
-                "compile the collectives of a step (keras #18716)."
+                "compile the collectives of a step (keras #18716). Pass jit_compile=False, or "
+                "train on one device."
             )
-            raise ValueError(f"{what} Pass jit_compile=False, or train on one device.")

@@ -299,11 +299,11 @@ def _checksum(data: Any, rows) -> tf.Tensor:
     computes it at every step.
     """
     total = tf.cast(rows, tf.float64)
-    for place, x in enumerate(tf.nest.flatten(data), start=1):
+    for position, x in enumerate(tf.nest.flatten(data), start=1):
         if x is None or isinstance(x, tf.experimental.Optional | tf.SparseTensor | tf.RaggedTensor):
             continue
         first = tf.strings.to_hash_bucket_fast(x[:1], 65537) if x.dtype == tf.string else x[:1]
-        total += place * tf.reduce_sum(tf.cast(first, tf.float64))
+        total += position * tf.reduce_sum(tf.cast(first, tf.float64))
     return tf.where(tf.math.is_finite(total), total, tf.cast(rows, tf.float64))
 
 

@@ -83,8 +83,8 @@ class GradientAggregation:
         updates do not count.
         """
         updates = int(step_counter(optimizer).numpy())
-        held = self.variables(optimizer)
-        return updates * self.policy.accumulate + int(held[-1].numpy()) if held else updates
+        state = self.variables(optimizer)
+        return updates * self.policy.accumulate + int(state[-1].numpy()) if state else updates
 
     def prepare(self, optimizer: Any, variables: list) -> None:
         """Create the accumulation state before the first step.
@@ -107,7 +107,7 @@ class GradientAggregation:
         """Return False: replicas are always equal, so there is nothing to synchronize."""
         return False
 
-    def begin(self, optimizer: Any, anew: bool) -> None:
+    def begin(self, optimizer: Any, restart: bool) -> None:
         """Do nothing: no state depends on when steps begin."""
 
     def apply(
@@ -130,14 +130,14 @@ class GradientAggregation:
         local = local_replica(self._placement)
         update = _Update(optimizer, keras_apply, variables, local, self._central)
         if self.policy.plain:
-            others = self._placement.replicas - 1
+            peers = self._placement.replicas - 1
             self._bytes[optimizer] = (
-                2 * others / (others + 1) * sum(_bytes(g) for g in grads if g is not None)
-                if others
+                2 * peers / (peers + 1) * sum(_bytes(g) for g in grads if g is not None)
+                if peers
                 else 0.0
             )
             return self._apply_plain(update, grads, watch)
-        grads = self._own(gradient_sum.dense(grads, optimizer, variables))
+        grads = self._local_gradients(gradient_sum.dense(grads, optimizer, variables))
         if self.policy.accumulate == 1:
             return self._apply(update, grads, watch)
         self.prepare(optimizer, variables or known_variables(optimizer))
@@ -149,7 +149,7 @@ class GradientAggregation:
         with tf.control_dependencies([g for g in grads if g is not None]):
             steps.assign_add(1)
 
-        def enough():
+        def apply_mean():
             self._apply(
                 update,
                 [
@@ -161,14 +161,14 @@ class GradientAggregation:
             for total in (*added, steps):
                 total.assign(tf.zeros_like(total))
 
-        return tf.cond(steps >= self.policy.accumulate, enough, lambda: None)
+        return tf.cond(steps >= self.policy.accumulate, apply_mean, lambda: None)
 
     def _apply_plain(self, update: _Update, grads: list, watch: GradientCallback | None) -> Any:
         context = tf.distribute.get_replica_context()
-        several = self._placement.replicas > 1
-        graph_timestamps.before_sum(update.local, list(grads), several)
+        replicated = self._placement.replicas > 1
+        graph_timestamps.before_sum(update.local, list(grads), replicated)
         summed = gradient_sum.sum_over_replicas(context, list(grads))
-        if several:
+        if replicated:
             graph_timestamps.after_sum(update.local, summed)
         grads = [gradient_sum.merge_duplicates(g) for g in summed]
         if watch is not None:
@@ -189,12 +189,12 @@ class GradientAggregation:
         # The result is equal on all replicas, because the sums are.
         finite = [tf.reduce_all(tf.math.is_finite(g)) for g in grads if g is not None]
 
-        def go():
+        def apply_update():
             update(grads)
 
-        return tf.cond(tf.reduce_all(finite), go, lambda: None)
+        return tf.cond(tf.reduce_all(finite), apply_update, lambda: None)
 
-    def _own(self, grads: list) -> list:
+    def _local_gradients(self, grads: list) -> list:
         """Return this replica's contribution to a step's gradients.
 
         Its weight depends on the replica's rows in that step.
@@ -209,14 +209,14 @@ class GradientAggregation:
         )
 
     def _combine(self, optimizer: Any, grads: list) -> list:
-        several = self._placement.replicas > 1
+        replicated = self._placement.replicas > 1
         if callable(self.policy.combine):
             with metered() as sent:
-                result = _checked(self.policy.combine(list(grads)), grads)
+                result = _check_gradients(self.policy.combine(list(grads)), grads)
             # A user's function may use collectives of TensorFlow, which are not metered, or none.
-            self._bytes[optimizer] = sum(sent) if sent or not several else math.nan
+            self._bytes[optimizer] = sum(sent) if sent or not replicated else math.nan
             return result
-        if not several:
+        if not replicated:
             return grads
         if self._group is None:
             self._group = Group.of(self._strategy, "gradients")
@@ -228,24 +228,24 @@ class GradientAggregation:
         return result
 
 
-def check_totals(policy: Policy, held: list[keras.Variable], totals: list) -> None:
+def check_totals(policy: Policy, variables: list[keras.Variable], totals: list) -> None:
     """Raise ValueError if `totals` are the state of another synchronization policy.
 
     Args:
         policy: Current synchronization policy.
-        held: Its variables.
+        variables: Its variables.
         totals: Saved arrays, one per variable.
     """
-    if [tuple(v.shape) for v in held] != [np.shape(total) for total in totals]:
+    if [tuple(v.shape) for v in variables] != [np.shape(total) for total in totals]:
         raise ValueError(
-            f"sync: expected the {len(held)} arrays of {policy}, received {len(totals)} of "
-            "another policy. Go on with that one."
+            f"sync: the snapshot holds {len(totals)} arrays of another policy, expected the "
+            f"{len(variables)} of {policy}. Use the policy that the snapshot was written with."
         )
-    if isinstance(policy, Gradients) and held and totals[-1] >= policy.accumulate:
+    if isinstance(policy, Gradients) and variables and totals[-1] >= policy.accumulate:
         raise ValueError(
-            f"sync.accumulate: expected gradients of fewer than {policy.accumulate} steps that "
-            f"were added up, received those of {int(totals[-1])}: saved where accumulate was "
-            "larger. Go on with that one."
+            f"sync.accumulate: the snapshot holds accumulated gradients of {int(totals[-1])} "
+            f"steps, expected fewer than {policy.accumulate}. Use the value of accumulate that "
+            "the snapshot was written with."
         )
 
 
@@ -315,20 +315,20 @@ def _bytes(x) -> float:
     return math.nan if elements is None else elements * x.dtype.size
 
 
-def _checked(result: Any, grads: list) -> list:
+def _check_gradients(result: Any, grads: list) -> list:
     """Raise ValueError unless a user's function returned gradients of the expected shapes."""
     shapes = [None if g is None else g.shape for g in grads]
     if (
         not isinstance(result, list | tuple)
         or [None if g is None else tf.convert_to_tensor(g).shape for g in result] != shapes
     ):
-        found = (
+        received = (
             [None if g is None else tuple(g.shape) for g in result]
             if isinstance(result, list | tuple)
             else type(result).__name__
         )
         raise ValueError(
-            "sync: the function must return a list like the one it was given, with gradients of "
-            f"shapes {[None if s is None else tuple(s) for s in shapes]}; it returned {found}."
+            "sync: expected the combine function to return a list of gradients of shapes "
+            f"{[None if s is None else tuple(s) for s in shapes]}, received {received}."
         )
     return list(result)

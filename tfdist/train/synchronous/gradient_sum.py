@@ -51,9 +51,9 @@ def sum_over_replicas(context: tf.distribute.ReplicaContext, grads: list) -> lis
         raise NotInLoop  # the number of rows differs from step to step
     summed = list(grads)
     for dtype in dict.fromkeys(g.dtype for g in grads if g is not None):
-        places = [i for i, g in enumerate(grads) if g is not None and g.dtype == dtype]
+        positions = [i for i, g in enumerate(grads) if g is not None and g.dtype == dtype]
         for i, total in zip(
-            places, context.all_reduce("SUM", [grads[i] for i in places]), strict=True
+            positions, context.all_reduce("SUM", [grads[i] for i in positions]), strict=True
         ):
             summed[i] = total
     return summed
@@ -69,10 +69,10 @@ def dense(grads: list, optimizer: Any, variables: list | None) -> list:
         optimizer: The outermost optimizer.
         variables: The variables, or None where the optimizer is built.
     """
-    known = variables if variables is not None else known_variables(optimizer)
+    variables = variables if variables is not None else known_variables(optimizer)
     return [
         None if g is None else tf.reshape(tf.convert_to_tensor(g), v.shape)
-        for g, v in zip(grads, known, strict=True)
+        for g, v in zip(grads, variables, strict=True)
     ]
 
 
@@ -85,10 +85,10 @@ def of_own_means(grads: list, replicas: int) -> list:
         grads: One gradient, dense or sparse, or None per variable.
         replicas: Number of replicas in all processes.
     """
-    return [None if g is None else _divided(g, own_weight(replicas)) for g in grads]
+    return [None if g is None else _divide_by_weight(g, own_weight(replicas)) for g in grads]
 
 
-def _divided(grad, weight):
+def _divide_by_weight(grad, weight):
     values = grad.values if isinstance(grad, tf.IndexedSlices) else grad
     values = values * tf.cast(tf.math.divide_no_nan(1.0, weight), values.dtype)
     return (

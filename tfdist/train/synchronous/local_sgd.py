@@ -22,33 +22,33 @@ from tfdist.train.timing import graph_timestamps
 
 
 @dataclasses.dataclass
-class _Copies:
+class _LocalState:
     """State of local SGD for one optimizer.
 
     Attributes:
         variables: Variables of the optimizer, of which each replica has a copy.
-        since: Steps since all copies were equal; the same on all replicas.
+        steps_since_sync: Steps since all copies were equal; the same on all replicas.
         anchors: Values of the variables when they were last equal; empty where the copies are only
             averaged.
         velocity: Velocity of the outer optimizer.
-        tally: Steps that have run here, and bytes that a replica has sent in them and in
+        counters: Steps that have run here, and bytes that a replica has sent in them and in
             synchronizations between them; int64, `[2]`.
         functions: Traced functions by name.
-        apart: Whether steps may have run since the variables and the optimizer's slots were
+        diverged: Whether steps may have run since the variables and the optimizer's slots were
             synchronized; the same in all processes.
     """
 
     variables: list[keras.Variable]
-    since: keras.Variable
+    steps_since_sync: keras.Variable
     anchors: list[keras.Variable]
     velocity: list[keras.Variable]
-    tally: keras.Variable
+    counters: keras.Variable
     functions: dict[str, Callable] = dataclasses.field(default_factory=dict)
-    apart: bool = True
+    diverged: bool = True
 
     def count(self, local: int, steps: int = 0, sent: int = 0) -> None:
         """Add steps and sent bytes to a replica's tally."""
-        local_component(self.tally, local).assign_add([steps, sent])
+        local_component(self.counters, local).assign_add([steps, sent])
 
 
 class LocalSteps:
@@ -67,8 +67,8 @@ class LocalSteps:
         self._strategy = strategy
         self._placement = placement
         self._group: Group | None = None
-        self._warm: Group | None = None
-        self._copies: weakref.WeakKeyDictionary[Any, _Copies] = weakref.WeakKeyDictionary()
+        self._warmup_group: Group | None = None
+        self._states: weakref.WeakKeyDictionary[Any, _LocalState] = weakref.WeakKeyDictionary()
 
     def bytes_per_step(self, optimizer: Any) -> float:
         """Return the bytes that a replica has sent per step, on average; 0 before the first step.
@@ -78,9 +78,9 @@ class LocalSteps:
         Args:
             optimizer: The outermost optimizer.
         """
-        if optimizer not in self._copies:
+        if optimizer not in self._states:
             return 0.0
-        steps, sent = local_component(self._copies[optimizer].tally, 0).numpy()
+        steps, sent = local_component(self._states[optimizer].counters, 0).numpy()
         return float(sent / max(steps, 1))
 
     def steps(self, optimizer: Any) -> int:
@@ -92,7 +92,7 @@ class LocalSteps:
 
         It is valid between steps, after the copies have been synchronized.
         """
-        return self._copies[optimizer].velocity if optimizer in self._copies else []
+        return self._states[optimizer].velocity if optimizer in self._states else []
 
     def prepare(self, optimizer: Any, variables: list) -> None:
         """Create the state of local SGD before the first step.
@@ -101,20 +101,22 @@ class LocalSteps:
             optimizer: The outermost optimizer.
             variables: Variables that it updates.
         """
-        if optimizer in self._copies:
+        if optimizer in self._states:
             return
         with tf.init_scope(), self._strategy.scope():
-            far = not self.policy.averages or self.policy.comm_dtype is not None
-            like = [v for v in variables if far]
-            anchors = [_copy(v, "anchor", v.numpy()) for v in like]
+            needs_anchors = not self.policy.averages or self.policy.comm_dtype is not None
+            anchored = [v for v in variables if needs_anchors]
+            anchors = [_copy(v, "anchor", v.numpy()) for v in anchored]
             velocity = [
                 _copy(v, "velocity", tf.zeros(v.shape, v.dtype))
-                for v in like
+                for v in anchored
                 if self.policy.outer_momentum
             ]
-            since = keras.Variable(0, dtype="int64", trainable=False, name="since")
-            tally = keras.Variable([0, 0], dtype="int64", trainable=False, name="tally")
-            self._copies[optimizer] = _Copies(list(variables), since, anchors, velocity, tally)
+            steps_since_sync = keras.Variable(0, dtype="int64", trainable=False, name="since")
+            counters = keras.Variable([0, 0], dtype="int64", trainable=False, name="tally")
+            self._states[optimizer] = _LocalState(
+                list(variables), steps_since_sync, anchors, velocity, counters
+            )
 
     def apply(
         self,
@@ -127,21 +129,21 @@ class LocalSteps:
         """Update this replica's copies, in replica context; see `GradientAggregation.apply`."""
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             raise ValueError(
-                "sync: a LossScaleOptimizer (policy mixed_float16) finds another scale on each "
-                "replica that trains by itself. Use the policy mixed_bfloat16, or "
-                "tfdist.sync.Gradients."
+                "sync: LocalSGD and DiLoCo do not support a LossScaleOptimizer (policy "
+                "mixed_float16), because each replica would choose a scale of its own. Use the "
+                "policy mixed_bfloat16, or tfdist.sync.Gradients."
             )
         if variables is None:
             raise ValueError(
-                "sync: expected optimizer.apply(gradients, variables); which variables become one "
-                "is not known without them."
+                "sync: expected optimizer.apply(gradients, variables), received no variables. "
+                "LocalSGD and DiLoCo need the list of variables to average."
             )
         self.prepare(optimizer, variables)
-        copies = self._copies[optimizer]
+        state = self._states[optimizer]
         local = local_replica(self._placement)
         graph_timestamps.before_sum(local, list(grads), self._placement.replicas > 1)
         if self._placement.replicas > 1:
-            grads = self._own(optimizer, copies, grads, variables, local)
+            grads = self._local_gradients(optimizer, state, grads, variables, local)
         graph_timestamps.after_sum(local, grads)
         grads = [gradient_sum.merge_duplicates(g) for g in grads]
         if watch is not None:
@@ -149,7 +151,7 @@ class LocalSteps:
         with local_update(optimizer, local), graph_timestamps.update(local):
             keras_apply(optimizer, grads, variables)
             if self._placement.replicas > 1:
-                self._step(copies, local_component(step_counter(optimizer), local), local)
+                self._step(state, local_component(step_counter(optimizer), local), local)
 
     def sync_replicas(self, optimizer: Any) -> bool:
         """Synchronize the variables and the optimizer's slots.
@@ -162,30 +164,32 @@ class LocalSteps:
         Returns:
             Whether anything was synchronized: True if steps have run since the last time.
         """
-        copies = self._copies.get(optimizer) if optimizer is not None else None
-        if copies is None or not copies.apart:
+        state = self._states.get(optimizer) if optimizer is not None else None
+        if state is None or not state.diverged:
             return False
-        self._run("sync_replicas", optimizer, copies, self._sync_all)
-        copies.apart = False
+        self._run("sync_replicas", optimizer, state, self._sync_all)
+        state.diverged = False
         return True
 
-    def begin(self, optimizer: Any, anew: bool) -> None:
+    def begin(self, optimizer: Any, restart: bool) -> None:
         """Prepare for steps, after which the copies differ.
 
         Args:
             optimizer: The outermost optimizer.
-            anew: Whether the variables may have been set since the last step, equally on all
+            restart: Whether the variables may have been set since the last step, equally on all
                 replicas, or whether steps may have been interrupted half done.
         """
-        copies = self._copies.get(optimizer) if optimizer is not None else None
-        if copies is None:
+        state = self._states.get(optimizer) if optimizer is not None else None
+        if state is None:
             return
-        if anew or not copies.apart:  # a callback may have set weights after a synchronization
-            self._run("begin", optimizer, copies, self._begin)
-        copies.apart = True
+        if restart or not state.diverged:  # a callback may have set weights after a synchronization
+            self._run("begin", optimizer, state, self._begin)
+        state.diverged = True
 
     # --- Within a step ----------------------------------------------------------------------------
-    def _own(self, optimizer, copies: _Copies, grads: list, variables: list, local: int) -> list:
+    def _local_gradients(
+        self, optimizer, state: _LocalState, grads: list, variables: list, local: int
+    ) -> list:
         """Return the gradients of this replica's mean loss.
 
         During warmup, return those of the global batch's mean loss.
@@ -193,124 +197,128 @@ class LocalSteps:
         if not self.policy.warmup:
             return gradient_sum.of_own_means(grads, self._placement.replicas)
         grads = gradient_sum.dense(grads, optimizer, variables)
-        places = [i for i, g in enumerate(grads) if g is not None]
-        if self._warm is None:
-            self._warm = Group.of(self._strategy, "warmup")
-        warm = self._warm
+        positions = [i for i, g in enumerate(grads) if g is not None]
+        if self._warmup_group is None:
+            self._warmup_group = Group.of(self._strategy, "warmup")
+        group = self._warmup_group
 
-        def shared() -> list:
+        def sum_over_replicas() -> list:
             with metered() as sent:
                 sums = all_reduce(
-                    warm, grads, "warmup", self.policy.bucket_bytes, self.policy.comm_dtype
+                    group, grads, "warmup", self.policy.bucket_bytes, self.policy.comm_dtype
                 )
-            copies.count(local, sent=sum(sent))
+            state.count(local, sent=sum(sent))
             return [g for g in sums if g is not None]
 
-        done = local_component(step_counter(optimizer), local)
+        steps = local_component(step_counter(optimizer), local)
         own = [
             g for g in gradient_sum.of_own_means(grads, self._placement.replicas) if g is not None
         ]
-        found = tf.cond(done < self.policy.warmup, shared, lambda: own)
-        for i, g in zip(places, found, strict=True):
+        chosen = tf.cond(steps < self.policy.warmup, sum_over_replicas, lambda: own)
+        for i, g in zip(positions, chosen, strict=True):
             grads[i] = g
         return grads
 
-    def _step(self, copies: _Copies, steps: tf.Variable, local: int) -> None:
+    def _step(self, state: _LocalState, steps: tf.Variable, local: int) -> None:
         """Count a step after its update, and synchronize the copies when it is time."""
-        copies.count(local, steps=1)
-        since = local_component(copies.since, local)
-        beyond = tf.cast(steps, tf.int64) - self.policy.warmup
+        state.count(local, steps=1)
+        steps_since_sync = local_component(state.steps_since_sync, local)
+        steps_after_warmup = tf.cast(steps, tf.int64) - self.policy.warmup
 
-        def warm():
-            self._remember(copies, local)
+        def warmup_step():
+            self._set_anchors(state, local)
 
-        def cold():
-            since.assign_add(1)
+        def local_step():
+            steps_since_sync.assign_add(1)
             if isinstance(self.policy.every, int):
                 tf.cond(
-                    tf.equal(beyond % self.policy.every, 0),
-                    lambda: self._sync_replicas(copies, local),
+                    tf.equal(steps_after_warmup % self.policy.every, 0),
+                    lambda: self._sync_replicas(state, local),
                     lambda: None,
                 )
 
         if self.policy.warmup:
-            tf.cond(beyond <= 0, warm, cold)
+            tf.cond(steps_after_warmup <= 0, warmup_step, local_step)
         else:
-            cold()
+            local_step()
 
-    def _remember(self, copies: _Copies, local: int) -> None:
+    def _set_anchors(self, state: _LocalState, local: int) -> None:
         """Record that the copies are equal now."""
-        for anchor, v in zip(copies.anchors, copies.variables, strict=bool(copies.anchors)):
+        for anchor, v in zip(state.anchors, state.variables, strict=bool(state.anchors)):
             local_component(anchor, local).assign(local_component(v, local))
-        local_component(copies.since, local).assign(0)
+        local_component(state.steps_since_sync, local).assign(0)
 
-    def _sync_replicas(self, copies: _Copies, local: int) -> None:
+    def _sync_replicas(self, state: _LocalState, local: int) -> None:
         """Run the outer step.
 
         See Douillard et al. 2023, arXiv:2311.08105, algorithm 1, lines 9 to 14.
         """
         if self._group is None:
             self._group = Group.of(self._strategy, "weights")
-        own = [local_component(v, local) for v in copies.variables]
-        anchors = [local_component(v, local) for v in copies.anchors]
-        velocity = [local_component(v, local) for v in copies.velocity]
-        given = (
+        own = [local_component(v, local) for v in state.variables]
+        anchors = [local_component(v, local) for v in state.anchors]
+        velocity = [local_component(v, local) for v in state.velocity]
+        values = (
             [a - v for a, v in zip(anchors, own, strict=True)]
             if anchors
             else [tf.convert_to_tensor(v) for v in own]
         )
         with metered() as sent:
             sums = all_reduce(
-                self._group, given, "weights", self.policy.bucket_bytes, self.policy.comm_dtype
+                self._group, values, "weights", self.policy.bucket_bytes, self.policy.comm_dtype
             )
-        copies.count(local, sent=sum(sent))
-        for place, (v, total) in enumerate(zip(own, sums, strict=True)):
+        state.count(local, sent=sum(sent))
+        for i, (v, total) in enumerate(zip(own, sums, strict=True)):
             step = total / self._placement.replicas
             if not anchors:
                 v.assign(step)
                 continue
             if velocity:
-                kept = velocity[place].assign(self.policy.outer_momentum * velocity[place] + step)
-                step += self.policy.outer_momentum * kept
-            v.assign(anchors[place].assign(anchors[place] - self.policy.outer_learning_rate * step))
-        local_component(copies.since, local).assign(0)
+                new_velocity = velocity[i].assign(self.policy.outer_momentum * velocity[i] + step)
+                step += self.policy.outer_momentum * new_velocity
+            v.assign(anchors[i].assign(anchors[i] - self.policy.outer_learning_rate * step))
+        local_component(state.steps_since_sync, local).assign(0)
 
     # --- Between steps ----------------------------------------------------------------------------
     def _run(
-        self, name: str, optimizer: Any, copies: _Copies, body: Callable[[list, _Copies, int], None]
+        self,
+        name: str,
+        optimizer: Any,
+        state: _LocalState,
+        body: Callable[[list, _LocalState, int], None],
     ) -> None:
         if self._placement.replicas == 1:
             return
-        if name not in copies.functions:
+        if name not in state.functions:
             slots = _slots(optimizer)
 
             # This function does not refer to the optimizer. Otherwise the optimizer, the key of
             # a weak dictionary, would live as long as its entry.
             def on_replica():
-                body(slots, copies, local_replica(self._placement))
+                body(slots, state, local_replica(self._placement))
 
-            copies.functions[name] = tf.function(
+            state.functions[name] = tf.function(
                 lambda: self._strategy.run(on_replica), autograph=False
             ).get_concrete_function()
-        copies.functions[name]()
+        state.functions[name]()
 
-    def _sync_all(self, slots: list, copies: _Copies, local: int) -> None:
-        self._average(slots, copies, local)
+    def _sync_all(self, slots: list, state: _LocalState, local: int) -> None:
+        self._average(slots, state, local)
         tf.cond(
-            local_component(copies.since, local) > 0,
-            lambda: self._sync_replicas(copies, local),
+            local_component(state.steps_since_sync, local) > 0,
+            lambda: self._sync_replicas(state, local),
             lambda: None,
         )
 
-    def _begin(self, slots: list, copies: _Copies, local: int) -> None:
+    def _begin(self, slots: list, state: _LocalState, local: int) -> None:
         tf.cond(
-            local_component(copies.since, local) > 0,
-            lambda: self._average(copies.variables, copies, local),
+            local_component(state.steps_since_sync, local) > 0,
+            lambda: self._average(state.variables, state, local),
             lambda: None,
         )
-        self._remember(copies, local)
+        self._set_anchors(state, local)
 
-    def _average(self, variables: list, copies: _Copies, local: int) -> None:
+    def _average(self, variables: list, state: _LocalState, local: int) -> None:
         """Set each variable to the mean of its copies."""
         group = Group.of(self._strategy, "state")
         own = [local_component(v, local) for v in variables]
@@ -318,7 +326,7 @@ class LocalSteps:
             sums = all_reduce(
                 group, [tf.convert_to_tensor(v) for v in own], "state", self.policy.bucket_bytes
             )
-        copies.count(local, sent=sum(sent))
+        state.count(local, sent=sum(sent))
         for v, total in zip(own, sums, strict=True):
             v.assign(total / self._placement.replicas)
 

@@ -33,10 +33,10 @@ from tfdist.train.synchronous.replica_step import local_replica, run_replica
 from tfdist.train.synchronous.step_monitoring import Stats, StepMonitoring
 from tfdist.train.timing.graph_timestamps import PER_REPLICA, GraphTimestamps, clock, measuring
 from tfdist.train.timing.graph_timestamps import end as end_of_step
-from tfdist.train.timing.step_breakdown import Recorder, times_of
+from tfdist.train.timing.step_breakdown import Recorder, compute_times
 
 # Duration of one call, in seconds. It bounds the delay of Ctrl-C, heartbeats and the progress bar.
-AHEAD_SECONDS = 0.2
+AHEAD_S = 0.2
 MAX_AHEAD = 256
 
 
@@ -73,25 +73,28 @@ class Runner:
         self.model = model
         self._step = step
         self._replica_state = sync
-        self._own_logs = False
-        self._single = False  # whether steps run one by one, because the model cannot use a loop
+        self._has_other_logs = False
+        # Whether steps run one by one, because the model cannot use a loop.
+        self._one_by_one = False
         self._graphs: dict = {}
-        self._pace = 1  # Keras' calls to run at once; equal on all workers, see _look
-        self._paced = False
+        # Keras' calls to run at once; equal on all workers, see _check_workers.
+        self._calls_ahead = 1
+        self._calls_ahead_settled = False
         # An iterator, whether its batches are even, the recorder, and the loop traced for them.
-        self._loop_for: tuple | None = None
+        self._traced_loop: tuple | None = None
         self._bound = strategy.tfdist_engine.watchdog.bound
         self._aggregation = strategy.tfdist_engine.aggregation
         self._remote = (
             tf.DeviceSpec.from_string(strategy.extended.worker_devices[0]).device_type != "CPU"
         )
-        self._readings = 1 + PER_REPLICA * placement.local_replicas
+        self._readings_per_step = 1 + PER_REPLICA * placement.local_replicas
         self.recorder: Recorder | None = None
         self._fetched: tuple | None = None  # an iterator and the next batch from it
-        self._fitting = 0  # calls that would fill AHEAD_SECONDS on this worker; 0 until known
+        self._affordable_calls = 0  # calls that would fill AHEAD_S on this worker; 0 until known
         self.stats = Stats()
         self.epoch = 0
-        self._base: int | None = None  # steps in the optimizer's state before the running call
+        # Steps in the optimizer's state before the running call.
+        self._base_steps: int | None = None
         self.begin(StepMonitoring())
 
     # --- Epochs -----------------------------------------------------------------------------------
@@ -100,7 +103,7 @@ class Runner:
         watch: StepMonitoring,
         verify: bool = True,
         recorder: Recorder | None = None,
-        anew: bool = True,
+        restart: bool = True,
     ) -> None:
         """Start a `fit` or `evaluate`.
 
@@ -108,15 +111,15 @@ class Runner:
             watch: Requirements of the callbacks.
             verify: Whether the workers compare data and weights after the first step.
             recorder: Recorder of the step breakdown; None to measure nothing.
-            anew: False to continue after the previous steps, with the same count of steps.
+            restart: False to continue after the previous steps, with the same count of steps.
         """
         self.watch = watch
         self.recorder = recorder
         self._verified = not verify
         self._weights = 0.0
         self.stopping = False  # whether some worker was asked to end
-        if anew:
-            self._base = None
+        if restart:
+            self._base_steps = None
         self._begin_epoch()
 
     def _begin_epoch(self) -> None:
@@ -125,7 +128,7 @@ class Runner:
         self._calls_served = 0
         self.steps_done = 0
         self._checksum = 0.0
-        self._next_look = self._next_ask = self._pace
+        self._next_check = self._next_stop_check = self._calls_ahead
         self._last: Any = None  # each replica's logs of the last step that ran outside of a loop
         # Steps of this epoch at which a call must end, by the name of the caller of pause_at.
         self.pauses: dict[str, int] = {}
@@ -137,7 +140,7 @@ class Runner:
         self._heartbeat.epoch = epoch
         self._heartbeat.step = step
         self._calls_done = -(-step // self.model.steps_per_execution)
-        self._next_look = self._next_ask = self._calls_done + self._pace
+        self._next_check = self._next_stop_check = self._calls_done + self._calls_ahead
 
     def end_epoch(self) -> dict[str, np.ndarray]:
         """Return the metrics of all replicas for the whole epoch.
@@ -146,12 +149,12 @@ class Runner:
         metrics, or the mean over the replicas of what the last step returned, if a step returns
         other values.
         """
-        news = self.recorder.end_steps(self.epoch) if self.recorder else None
+        step_times = self.recorder.end_steps(self.epoch) if self.recorder else None
         if self._trains:
             self._replica_state.sync_replicas()
         else:
             self._replica_state.sync_statistics()
-        results = self._look(news)
+        results = self._check_workers(step_times)
         self._begin_epoch()
         self.epoch += 1
         if self._trains:
@@ -160,7 +163,7 @@ class Runner:
         return results
 
     @property
-    def at_rest(self) -> bool:
+    def all_calls_reported(self) -> bool:
         """Return whether Keras has been told of all steps that have run."""
         return self._calls_served == self._calls_done
 
@@ -174,79 +177,79 @@ class Runner:
 
     def _run(self, iterator) -> None:
         per_call = self.model.steps_per_execution
-        calls = self._plan(per_call)
+        calls = self._calls_to_run(per_call)
         if not self.stats.steps:
             self._heartbeat.beat(Phase.TRACING)
-        if anew := self._base is None:
-            self._skips = self._leaves_out()
-        if self._base is None or self._skips:
-            self._base = self._counted()
+        if restart := self._base_steps is None:
+            self._skips_updates = self._may_skip_updates()
+        if self._base_steps is None or self._skips_updates:
+            self._base_steps = self._optimizer_steps()
         if self._trains:
             with self._bound():
-                self._aggregation.begin(self.model.optimizer, anew)
+                self._aggregation.begin(self.model.optimizer, restart)
             if self._aggregation.local and not self._verified:  # after steps the weights differ
                 self._weights = self._replica_state.fingerprint()
         before = dataclasses.replace(self.stats)
         if self.recorder:
-            self.recorder.begin(self._base)
+            self.recorder.begin(self._base_steps)
         start = time.perf_counter()
         try:
             steps = self._run_steps(iterator, calls * per_call)
         except (tf.errors.OpError, TimeoutError):
             if self._trains:  # the heartbeat tells the step that failed
-                self._heartbeat.step = self.steps_done + self._counted() - self._base
+                self._heartbeat.step = self.steps_done + self._optimizer_steps() - self._base_steps
             raise
-        self._base += steps
+        self._base_steps += steps
         seconds = time.perf_counter() - start
         if not steps:
-            self._recorded(before)
+            self._report_call(before)
             raise StopIteration
         self.stats.steps += steps
         self.stats.seconds += seconds
         self.steps_done += steps
         self._calls_done += -(-steps // per_call)
         if self.stats.steps > steps:  # the first call of all has compiled
-            self._fitting = max(1, int(steps * AHEAD_SECONDS / max(seconds, 1e-6) / per_call))
-        looking = self.watch.progress or not self._paced
+            self._affordable_calls = max(1, int(steps * AHEAD_S / max(seconds, 1e-6) / per_call))
+        should_check = self.watch.progress or not self._calls_ahead_settled
         if (
             self.watch.exact
             or not self._verified
-            or (looking and self._calls_done >= self._next_look)
+            or (should_check and self._calls_done >= self._next_check)
         ):
             if self.watch.exact:
                 self._replica_state.sync_statistics()
-            self._look()
-        elif self.watch.saves and self._calls_done >= self._next_ask:
-            self.stopping = self.stopping or self._anyone_asked()
-            self._next_ask = self._calls_done + self._pace
-        self._recorded(before)
+            self._check_workers()
+        elif self.watch.saves and self._calls_done >= self._next_stop_check:
+            self.stopping = self.stopping or self._any_worker_stops()
+            self._next_stop_check = self._calls_done + self._calls_ahead
+        self._report_call(before)
         if self._trains:
             self._heartbeat.at(self.epoch, self.steps_done)
         else:
             self._heartbeat.beat(Phase.RUNNING)
 
-    def _recorded(self, before: Stats) -> None:
+    def _report_call(self, before: Stats) -> None:
         """Report a call to the recorder."""
         if self.recorder:
-            now = self.stats
-            done = now.steps - before.steps
-            waited = now.input_seconds - before.input_seconds
-            self.recorder.called(self.epoch, done, now.examples - before.examples, waited)
+            stats = self.stats
+            steps = stats.steps - before.steps
+            waited = stats.input_seconds - before.input_seconds
+            self.recorder.end_call(self.epoch, steps, stats.examples - before.examples, waited)
 
-    def _record(self, steps: int, begun: Any, readings: Any) -> float:
+    def _record(self, steps: int, started: Any, readings: Any) -> float:
         """Report steps to the recorder, and return the seconds that they waited for batches."""
         assert self.recorder is not None
-        found = times_of(float(begun), readings.numpy()[:steps])
+        times = compute_times(float(started), readings.numpy()[:steps])
         self.recorder.bytes = self._last_timestamps.bytes
-        self.recorder.add(found)
-        return found.input
+        self.recorder.add(times)
+        return times.input
 
-    def _counted(self) -> int:
+    def _optimizer_steps(self) -> int:
         """Return the number of steps in the optimizer's state, accumulated ones included."""
         optimizer = getattr(self.model, "optimizer", None)
         return 0 if optimizer is None else self._aggregation.steps(optimizer)
 
-    def _leaves_out(self) -> bool:
+    def _may_skip_updates(self) -> bool:
         """Return whether updates that are not finite are skipped and do not count.
 
         Reading the count at each call costs a third of a millisecond, so it is done only where this
@@ -259,24 +262,24 @@ class Runner:
             self._trains and isinstance(self.model.optimizer, keras.optimizers.LossScaleOptimizer)
         )
 
-    def _anyone_asked(self) -> bool:
+    def _any_worker_stops(self) -> bool:
         if self._placement.workers == 1:
-            return preemption.asked()
+            return preemption.requested()
         return bool(
             all_gather(
-                self._strategy, self._placement, np.array([preemption.asked()], np.float64)
+                self._strategy, self._placement, np.array([preemption.requested()], np.float64)
             ).any()
         )
 
-    def _plan(self, per_call: int) -> int:
+    def _calls_to_run(self, per_call: int) -> int:
         """Return how many of Keras' calls to run at once.
 
         The number is the same on every worker. Otherwise the collectives of their loops would not
         match.
         """
-        if self.watch.exact or self._single or not self._verified or self.model.run_eagerly:
+        if self.watch.exact or self._one_by_one or not self._verified or self.model.run_eagerly:
             return 1
-        calls = self._pace
+        calls = self._calls_ahead
         if self.watch.steps:
             calls = min(calls, -(-self.watch.steps // per_call) - self._calls_done)
         for pause in (
@@ -287,15 +290,15 @@ class Runner:
                 calls = min(calls, -(-(pause - self.steps_done) // per_call))
         return max(1, calls)
 
-    def _look(self, news: np.ndarray | None = None) -> dict[str, np.ndarray]:
+    def _check_workers(self, timing_summary: np.ndarray | None = None) -> dict[str, np.ndarray]:
         """Sum the metrics over the replicas into `logs`, and agree on the pace.
 
         Values that must be equal on all workers are compared too. The chief's pace counts. It grows
         at most fourfold from one synchronization of the metrics to the next.
 
         Args:
-            news: Numbers that the recorder sends to the other workers' recorders, at the end of an
-                epoch.
+            timing_summary: Numbers that the recorder sends to the other workers' recorders, at
+                the end of an epoch.
         """
         first, self._verified = not self._verified, True
         weights = (
@@ -305,20 +308,26 @@ class Runner:
             if self._aggregation.local
             else self._replica_state.fingerprint()
         )
-        wish = min(MAX_AHEAD, 4 * self._pace, self._fitting) if self._fitting else 0
-        note = np.array([self.steps_done, self._checksum, weights, wish, preemption.asked()])
+        wanted_calls = (
+            min(MAX_AHEAD, 4 * self._calls_ahead, self._affordable_calls)
+            if self._affordable_calls
+            else 0
+        )
+        own_note = np.array(
+            [self.steps_done, self._checksum, weights, wanted_calls, preemption.requested()]
+        )
         results, notes = self._replica_state.metrics(
-            note if news is None else np.concatenate([note, news])
+            own_note if timing_summary is None else np.concatenate([own_note, timing_summary])
         )
         compare(notes, self._placement)
-        if news is not None and self.recorder:
-            self.recorder.learn(notes[:, len(note) :])
+        if timing_summary is not None and self.recorder:
+            self.recorder.receive(notes[:, len(own_note) :])
         self.stopping = self.stopping or (self.watch.saves and bool(notes[:, 4].any()))
         if agreed := int(notes[0, 3]):
-            self._paced = agreed < 4 * self._pace or agreed == MAX_AHEAD
-            self._pace = agreed
-        self._next_look = self._next_ask = self._calls_done + self._pace
-        self.logs.update(self._replica_state.mean(self._last) if self._own_logs else results)
+            self._calls_ahead_settled = agreed < 4 * self._calls_ahead or agreed == MAX_AHEAD
+            self._calls_ahead = agreed
+        self._next_check = self._next_stop_check = self._calls_done + self._calls_ahead
+        self.logs.update(self._replica_state.mean(self._last) if self._has_other_logs else results)
         return results
 
     # --- Graphs -----------------------------------------------------------------------------------
@@ -328,11 +337,11 @@ class Runner:
         if feed is None and not isinstance(iterator, tf.distribute.DistributedIterator):
             return self._run_arrays(iterator, steps)
         source = iterator.iterator if feed is not None else iterator
-        if feed is not None and not (self.model.run_eagerly or self._single):
+        if feed is not None and not (self.model.run_eagerly or self._one_by_one):
             try:
                 return self._run_graph(source, steps, even)
             except NotInLoop:
-                self._single = True
+                self._one_by_one = True
         done = 0
         for _ in range(steps):
             try:
@@ -355,21 +364,23 @@ class Runner:
             start = time.perf_counter()
             self._fetched = source, source.get_next_as_optional()
             self.stats.input_seconds += time.perf_counter() - start
-        given = (
+        arguments = (
             source,
             self._fetched[1],
             tf.constant(steps, tf.int64),
             tf.constant(self.steps_done, tf.int64),
         )
-        if self._loop_for is None or self._loop_for[:3] != (source, even, self.recorder):
-            self._loop_for = (
+        if self._traced_loop is None or self._traced_loop[:3] != (source, even, self.recorder):
+            self._traced_loop = (
                 source,
                 even,
                 self.recorder,
-                self._graph("loop", even).get_concrete_function(*given),
+                self._graph("loop", even).get_concrete_function(*arguments),
             )
-        with self._bound(self._sign):
-            done, examples, waited, checksum, following, *readings = self._loop_for[3](*given)
+        with self._bound(self._progress_values):
+            done, examples, waited, checksum, following, *readings = self._traced_loop[3](
+                *arguments
+            )
         self._fetched = source, following
         self.stats.examples += int(examples)
         self.stats.input_seconds += (
@@ -378,14 +389,14 @@ class Runner:
         self._checksum += float(checksum)
         return int(done)
 
-    def _sign(self) -> list:
+    def _progress_values(self) -> list:
         """Return values that change with each step.
 
         They are read from this process alone, and may be read in any thread.
         """
         with self._strategy.scope():  # otherwise metrics would be summed over the workers
             return [
-                self._counted(),
+                self._optimizer_steps(),
                 *(local_component(v, 0).numpy().tobytes() for v in self.model.metrics_variables),
             ]
 
@@ -416,13 +427,13 @@ class Runner:
             )
         else:
             function = self._graph("batch", even).get_concrete_function(any_rows(batch))
-        begun = time.time()
+        started = time.time()
         with self._bound():
             self._last = function(batch)
         if self.recorder:
             self._last, row = self._last
-            self._record(1, begun, row[None])
-        self._own_logs = set(self._last) != self._metric_names
+            self._record(1, started, row[None])
+        self._has_other_logs = set(self._last) != self._metric_names
 
     def _graph(self, kind: str, even: bool):
         key = kind, even, self.recorder is not None
@@ -432,7 +443,7 @@ class Runner:
 
             def traced(*args):
                 if self.recorder:
-                    self.recorder.compiles()
+                    self.recorder.mark_compiled()
                 return body(*args, even)
 
             self._graphs[key] = tf.function(traced, autograph=False, reduce_retracing=True)
@@ -496,7 +507,7 @@ class Runner:
         """
         records = self.recorder is not None
 
-        def body(done, examples, waited, checksum, following, *kept: Any):
+        def body(done, examples, waited, checksum, following, *written: Any):
             batch = following.get_value()
             measured = self._timestamps() if records else None
             with in_loop(), measuring(measured):
@@ -512,18 +523,18 @@ class Runner:
                 finished = [x for log in logs.values() for x in local(log)]
                 waited += tf.maximum(fetched - clock(finished), 0.0)
             else:
-                kept = (kept[0].write(tf.cast(done, tf.int32), measured.row(fetched)),)
+                written = (written[0].write(tf.cast(done, tf.int32), measured.row(fetched)),)
             rows = self._global_rows(batch)
-            return done + 1, examples + rows, waited, checksum, following, *kept
+            return done + 1, examples + rows, waited, checksum, following, *written
 
-        begun = clock([]) if records else None
+        started = clock([]) if records else None
         # Without this dependency, the clock may be read after the loop.
-        with tf.control_dependencies([begun] if records else None):
+        with tf.control_dependencies([started] if records else None):
             zero = tf.identity(tf.constant(0.0, tf.float64))
-            none = tf.identity(tf.constant(0, tf.int64))
-        values = [none, none, zero, zero, following]
+            no_steps = tf.identity(tf.constant(0, tf.int64))
+        values = [no_steps, no_steps, zero, zero, following]
         if records:
-            shape = [self._readings]
+            shape = [self._readings_per_step]
             values.append(tf.TensorArray(tf.float64, tf.cast(steps, tf.int32), element_shape=shape))
         run = tf.while_loop(
             lambda done, *rest: (done < steps) & rest[3].has_value(),
@@ -531,7 +542,7 @@ class Runner:
             values,
             parallel_iterations=1,
         )
-        return (*run[:5], begun, run[5].stack()) if records else tuple(run)
+        return (*run[:5], started, run[5].stack()) if records else tuple(run)
 
     def _measured(self, batch: Batch, even: bool):
         """Run one step by itself, and return its logs and clock readings.

@@ -49,19 +49,19 @@ class Predictor:
 
     def _replica(self, batch: Batch):
         context = tf.distribute.get_replica_context()
-        place = self._placement
+        placement = self._placement
         outputs = self.model.predict_step(
-            replica_rows(batch, local_replica(place), place, self._host)
+            replica_rows(batch, local_replica(placement), placement, self._host)
         )
-        if place.replicas == 1:
+        if placement.replicas == 1:
             return outputs
-        per = -(-batch.rows // place.replicas)
+        per = -(-batch.rows // placement.replicas)
 
         def gather(x):
             if isinstance(x, tf.RaggedTensor | tf.SparseTensor):
                 raise ValueError(
-                    f"predict: expected dense outputs under {place.replicas} replicas, received "
-                    f"{type(x).__name__}. Return `output.to_tensor()` (ragged) or "
+                    f"predict: expected dense outputs under {placement.replicas} replicas, "
+                    f"received {type(x).__name__}. Return `output.to_tensor()` (ragged) or "
                     "`tf.sparse.to_dense(output)` (sparse) from the model."
                 )
             # The replicas with fewer rows come last, so the padding ends up behind the rows.

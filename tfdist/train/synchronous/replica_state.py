@@ -48,12 +48,12 @@ class ReplicaState:
         Returns:
             Results by name, and the notes of all workers, `[workers, n]`.
         """
-        told = tf.constant(note, tf.float64)
-        function = self._function(
-            f"metrics {len(note)}", self._model.metrics_variables, self._metrics, told
+        note_tensor = tf.constant(note, tf.float64)
+        function = self._traced(
+            f"metrics {len(note)}", self._model.metrics_variables, self._metrics, note_tensor
         )
         with self._bound():
-            results, notes = function(told)
+            results, notes = function(note_tensor)
         return {name: value.numpy() for name, value in results.items()}, notes.numpy()
 
     def values(self, variables: Sequence[keras.Variable]) -> list[np.ndarray]:
@@ -61,9 +61,7 @@ class ReplicaState:
 
         One call for all variables takes a third of the time of one call per variable.
         """
-        read = self._function(
-            "values", variables, lambda: [tf.identity(v.value) for v in variables]
-        )
+        read = self._traced("values", variables, lambda: [tf.identity(v.value) for v in variables])
         return [value.numpy() for value in read()]
 
     def forget(self) -> None:
@@ -77,8 +75,8 @@ class ReplicaState:
         """
         if not variables:
             return []
-        function = self._function(
-            f"totals {variables[0].path}", variables, lambda: self._totals(variables)
+        function = self._traced(
+            f"totals {variables[0].path}", variables, lambda: self._totals(variables)[0]
         )
         with self._bound():
             return [value.numpy() for value in function()]
@@ -110,7 +108,7 @@ class ReplicaState:
             return tf.add_n(sums)
 
         return (
-            float(self._function("fingerprint", weights, total)())
+            float(self._traced("fingerprint", weights, total)())
             if weights and self._placement.workers > 1
             else 0.0
         )
@@ -156,12 +154,12 @@ class ReplicaState:
         """Set every replica's moving statistics to their mean over the replicas."""
         variables = moving_state(self._model) if self._placement.replicas > 1 else []
         if variables:
-            function = self._function("sync_statistics", variables, self._sync_statistics)
+            function = self._traced("sync_statistics", variables, self._sync_statistics)
             with self._bound():
                 function()
 
-    def _function(
-        self, kind: str, variables: Sequence[keras.Variable], body: Callable, *given: tf.Tensor
+    def _traced(
+        self, kind: str, variables: Sequence[keras.Variable], body: Callable, *arguments: tf.Tensor
     ) -> Callable:
         """Return a traced function of some variables; retrace it for other variables.
 
@@ -173,12 +171,14 @@ class ReplicaState:
             or len(known) != len(variables)
             or any(a is not b for a, b in zip(known, variables, strict=True))
         ):
-            function = tf.function(body, autograph=False).get_concrete_function(*given)
+            function = tf.function(body, autograph=False).get_concrete_function(*arguments)
             # The variables are kept alive, so that a new one cannot get the address of an old one.
             self._functions[kind] = (list(variables), function)
         return function
 
-    def _totals(self, variables: Sequence[keras.Variable]):
+    def _totals(self, variables: Sequence[keras.Variable], note: tf.Tensor | None = None):
+        """Return the variables' totals over all replicas, and the notes of all workers, flat."""
+
         def gather():
             replica = tf.distribute.get_replica_context().replica_id_in_sync_group
             local = local_replica(self._placement)
@@ -186,34 +186,18 @@ class ReplicaState:
                 _share_of(v, local_component(v, local), replica, self._placement.replicas)
                 for v in variables
             ]
+            if note is not None:
+                parts.append(_row(note, replica, self._placement))
             return _all_sum(tf.concat(parts, 0), self._placement.replicas)
 
         total = self._strategy.experimental_local_results(self._strategy.run(gather))[0]
-        sizes = [int(np.prod(v.shape)) for v in variables]
-        return [
-            tf.reshape(part, v.shape)
-            for part, v in zip(tf.split(total, sizes), variables, strict=True)
-        ]
+        *parts, notes = tf.split(total, [*(int(np.prod(v.shape)) for v in variables), -1])
+        return [tf.reshape(p, v.shape) for p, v in zip(parts, variables, strict=True)], notes
 
     def _metrics(self, note):
         variables = self._model.metrics_variables
-
-        def gather():
-            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-            local = local_replica(self._placement)
-            parts = [
-                _share_of(v, local_component(v, local), replica, self._placement.replicas)
-                for v in variables
-            ]
-            parts.append(_row(note, replica, self._placement))
-            return _all_sum(tf.concat(parts, 0), self._placement.replicas)
-
-        total = self._strategy.experimental_local_results(self._strategy.run(gather))[0]
-        sizes = [int(np.prod(v.shape)) for v in variables]
-        *flat, notes = tf.split(total, [*sizes, self._placement.workers * note.shape[0]])
-        values = [
-            tf.cast(tf.reshape(f, v.shape), v.dtype) for f, v in zip(flat, variables, strict=True)
-        ]
+        totals, notes = self._totals(variables, note)
+        values = [tf.cast(total, v.dtype) for total, v in zip(totals, variables, strict=True)]
         with keras.StatelessScope(state_mapping=list(zip(variables, values, strict=True))):
             results = self._model.get_metrics_result()
         return tf.nest.map_structure(tf.convert_to_tensor, results), tf.reshape(
@@ -249,23 +233,24 @@ def compare(notes: np.ndarray, placement: Placement) -> None:
         ),
         (
             "global batches",
-            "Every worker must build the same data in the same order, of which tfdist takes its "
-            "rows: pass a seed to shuffle() and to generators, do not shard() by worker, build "
-            "what ends in repeat() anew for each fit, or use tfdist.data.pipeline.",
+            "Every worker must build the same data in the same order; tfdist then takes each "
+            "worker's rows. Pass a seed to shuffle() and to generators, do not shard() by worker, "
+            "build a new data set that ends in repeat() for each fit, or use "
+            "tfdist.data.pipeline.",
         ),
         (
             "weights after the first step",
-            "Every worker must start from the same state: build the model in strategy.scope(), and "
-            "restore backups from a directory that all workers reach.",
+            "Every worker must start from the same state. Build the model in strategy.scope(), and "
+            "restore backups from a directory that all workers can read.",
         ),
     )
-    for column, (what, remedy) in enumerate(remedies):
+    for column, (name, remedy) in enumerate(remedies):
         for rank in range(1, placement.workers):
             own = notes[rank, column]
             chief = notes[0, column]
             if own != chief and not (np.isnan(own) and np.isnan(chief)):
                 raise ValueError(
-                    f"{placement.task(rank)} differs from {placement.task(0)} in {what}: "
+                    f"{placement.task(rank)} differs from {placement.task(0)} in {name}: "
                     f"{own:.12g} against {chief:.12g}. {remedy}"
                 )
 
@@ -299,12 +284,12 @@ def all_gather(
 ) -> np.ndarray:
     """Return the float64 numbers of all workers, `[workers, n]`, from each worker's `[n]`."""
     with strategy.tfdist_engine.watchdog.bound():
-        rows = _gathering(len(row))(strategy, placement, tf.constant(row, tf.float64))
+        rows = _gather_function(len(row))(strategy, placement, tf.constant(row, tf.float64))
     return strategy.experimental_local_results(rows)[0].numpy().reshape(placement.workers, -1)
 
 
 @functools.cache
-def _gathering(length: int):
+def _gather_function(length: int):
     """Return the function that gathers rows of this length.
 
     There is one function per length, because TensorFlow warns of a function that is traced for many
@@ -312,14 +297,14 @@ def _gathering(length: int):
     """
 
     @functools.partial(tf.function, autograph=False)
-    def gathered(strategy, placement, row):
+    def gather_rows(strategy, placement, row):
         def gather(row):
             replica = tf.distribute.get_replica_context().replica_id_in_sync_group
             return _all_sum(_row(row, replica, placement), placement.replicas)
 
         return strategy.run(gather, args=(row,))
 
-    return gathered
+    return gather_rows
 
 
 def _row(row, replica, placement: Placement):
@@ -327,9 +312,9 @@ def _row(row, replica, placement: Placement):
 
     Only the worker's first replica contributes them.
     """
-    place = tf.one_hot(placement.rank, placement.workers, dtype=tf.float64)
-    speaks = tf.cast(tf.equal(replica, placement.first_replica), tf.float64)
-    return tf.reshape(place[:, None] * row[None, :] * speaks, [-1])
+    one_hot = tf.one_hot(placement.rank, placement.workers, dtype=tf.float64)
+    is_first = tf.cast(tf.equal(replica, placement.first_replica), tf.float64)
+    return tf.reshape(one_hot[:, None] * row[None, :] * is_first, [-1])
 
 
 def _all_sum(x, replicas: int):

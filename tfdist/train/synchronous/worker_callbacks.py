@@ -28,17 +28,17 @@ _BATCH_METHODS = {
 }
 
 
-def watches(callbacks: Iterable[keras.callbacks.Callback], mode: str) -> bool:
+def needs_single_steps(callbacks: Iterable[keras.callbacks.Callback], mode: str) -> bool:
     """Return whether a callback must see the true state after every single batch.
 
     Args:
         callbacks: Callbacks as given to Keras.
         mode: `"train"` or `"test"`.
     """
-    return any(_watches(c, mode) for c in callbacks)
+    return any(_needs_single_steps(c, mode) for c in callbacks)
 
 
-def _watches(callback, mode: str) -> bool:
+def _needs_single_steps(callback, mode: str) -> bool:
     if is_progress_bar(callback):
         return False
     saves = keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore, BackupAndRestore
@@ -79,16 +79,16 @@ def backups_last(kwargs: dict) -> list[keras.callbacks.Callback]:
     Returns:
         The callbacks.
     """
-    given = kwargs.get("callbacks")
-    ordered = sorted(listed(given), key=_turn)
-    if isinstance(given, keras.callbacks.CallbackList):
-        given.callbacks[:] = ordered
+    callbacks = kwargs.get("callbacks")
+    ordered = sorted(listed(callbacks), key=_order)
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        callbacks.callbacks[:] = ordered
     elif ordered:
         kwargs["callbacks"] = ordered
     return list(ordered)
 
 
-def _turn(callback) -> int:
+def _order(callback) -> int:
     if isinstance(callback, keras.callbacks.History | keras.callbacks.ProgbarLogger):
         return 2
     return isinstance(callback, BackupAndRestore)
@@ -129,7 +129,7 @@ class _OnlyRestore(keras.callbacks.Callback):
         self._backup.on_train_begin(logs)
 
 
-def follow(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
+def worker_callback(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
     """Return a callback as a worker other than the chief runs it."""
     if isinstance(callback, TensorBoard):
         callback.follows = True

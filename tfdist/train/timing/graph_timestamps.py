@@ -21,7 +21,7 @@ from tfdist.parallel.placement import Placement
 PER_REPLICA = 3  # readings: gradients available, sums available, step done
 
 _scope = types.SimpleNamespace(timestamps=None)  # seen by the threads in which replicas are traced
-_WHOLE = frozenset(
+_FUNCTION_OPS = frozenset(
     {
         "If",
         "StatelessIf",
@@ -61,7 +61,7 @@ class GraphTimestamps:
         self.bytes = 0  # of gradients that a replica contributes to the sum, by static shapes
 
     @property
-    def here(self) -> bool:
+    def in_step_graph(self) -> bool:
         """Return whether the traced code belongs to the step itself.
 
         The tensors of a function within the step are not available outside of it.
@@ -89,12 +89,12 @@ class GraphTimestamps:
     @contextlib.contextmanager
     def update(self, local: int) -> Iterator[None]:
         """Record the operations of this context as updates of a replica's variables."""
-        known = 0 if tf.executing_eagerly() else len(self._graph.get_operations())
+        first_new = 0 if tf.executing_eagerly() else len(self._graph.get_operations())
         yield
         if not tf.executing_eagerly():
-            made = self._graph.get_operations()[known:]
+            new_ops = self._graph.get_operations()[first_new:]
             self._replicas[local].updates += [
-                op for op in made if not op.outputs or op.type in _WHOLE
+                op for op in new_ops if not op.outputs or op.type in _FUNCTION_OPS
             ]
 
     def end(self, local: int, logs: Any) -> None:
@@ -115,11 +115,13 @@ class GraphTimestamps:
         with tf.device(self._host):
             return tf.stack(readings)
 
-    def _read(self, after: list) -> tf.Tensor:
-        if not self._remote or not (tensors := [x for x in after if isinstance(x, tf.Tensor)]):
-            return clock(after)
+    def _read(self, dependencies: list) -> tf.Tensor:
+        if not self._remote or not (
+            tensors := [x for x in dependencies if isinstance(x, tf.Tensor)]
+        ):
+            return clock(dependencies)
         # A kernel counts as done when it is launched, but a copy to the host waits for the device.
-        with tf.control_dependencies(after):
+        with tf.control_dependencies(dependencies):
             element = tf.reshape(tensors[-1], [-1])[:1]
         with tf.device(self._host):
             return clock([tf.identity(element)])
@@ -165,12 +167,12 @@ def end(local: int, logs: Any) -> None:
         timestamps.end(local, logs)
 
 
-def clock(after: list) -> tf.Tensor:
+def clock(dependencies: list) -> tf.Tensor:
     """Return the time, in seconds since 1970, when these tensors and operations are done.
 
     Nothing waits for this reading.
     """
-    with tf.control_dependencies(after):
+    with tf.control_dependencies(dependencies):
         now = tf.timestamp()
     if not tf.executing_eagerly():
         unordered(now.op)
@@ -179,7 +181,7 @@ def clock(after: list) -> tf.Tensor:
 
 def _timestamps() -> GraphTimestamps | None:
     timestamps = _scope.timestamps
-    return timestamps if timestamps is not None and timestamps.here else None
+    return timestamps if timestamps is not None and timestamps.in_step_graph else None
 
 
 def _graph() -> Any:
@@ -200,7 +202,7 @@ def _as_one_update(replica: _Replica) -> tuple:
     gradients = replica.gradients[-1]
     sums = replica.sums[-1]
     earlier = zip(replica.gradients, replica.sums, replica.updated, strict=False)
-    for begun, summed, updated in earlier:
-        gradients = gradients - (updated - begun)
+    for available, summed, updated in earlier:
+        gradients = gradients - (updated - available)
         sums = sums - (updated - summed)
     return gradients, sums

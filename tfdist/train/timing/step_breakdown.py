@@ -28,7 +28,7 @@ from tfdist.train.timing.graph_timestamps import PER_REPLICA
 
 log = logging.getLogger("tfdist")
 
-WINDOW_SECONDS = 1.0
+WINDOW_S = 1.0
 # When workers exchange how long their all-reduces took. They count the same steps and calls, so
 # that they need not agree on it.
 EXCHANGE_STEPS = 1000
@@ -66,9 +66,9 @@ class StepBreakdown(keras.callbacks.Callback):
         """See `keras.callbacks.Callback`."""
         if self.recorder is None:
             log.warning(
-                "tfdist.StepBreakdown (telemetry.step_breakdown) measures nothing here: it is for "
-                "the synchronous strategies of tfdist. Under parameter servers each worker goes at "
-                "its own pace, and there is no sum to wait in."
+                "tfdist.StepBreakdown (telemetry.step_breakdown) measures nothing under this "
+                "strategy. It supports the synchronous strategies of tfdist. Under parameter "
+                "servers, workers do not wait for each other."
             )
 
     def on_epoch_begin(self, epoch, logs=None):
@@ -115,19 +115,19 @@ class Recorder:
         self._strategy = strategy
         self._placement = placement
         self._exact = exact
-        places = [layout.worker_directory(directory, placement.rank) for directory in directories]
-        self._boards = {place: TensorBoardWriter(place) for place in places}
+        paths = [layout.worker_directory(directory, placement.rank) for directory in directories]
+        self._tensorboards = {path: TensorBoardWriter(path) for path in paths}
         # Windows without the other workers' times, each with the shortest all-reduces of its steps.
         self._pending: list[tuple[Window, np.ndarray]] = []
         self._calls = 0  # since the last exchange
         self._steps: int | None = None  # since training began
         self._compiled = False
         self.bytes = 0
-        for place in places:
+        for path in paths:
             try:
-                place.mkdir(parents=True, exist_ok=True)
+                path.mkdir(parents=True, exist_ok=True)
             except OSError as error:  # the other workers wait for this one below
-                self._write_no_more(place, error)
+                self._stop_writing(path, error)
         if placement.workers > 1:
             all_gather(strategy, placement, np.zeros(_BLOCK))  # traces the collective
         self.begin_epoch()
@@ -144,18 +144,18 @@ class Recorder:
         """
         self._steps = steps if self._steps is None else self._steps
 
-    def compiles(self) -> None:
+    def mark_compiled(self) -> None:
         """Record that the current window includes tracing or compilation."""
         self._compiled = True
 
-    def add(self, found: Times) -> None:
+    def add(self, times: Times) -> None:
         """Add the times of steps that have run to the current window."""
-        self._parts["forward_backward"] += found.forward_backward
-        self._parts["gradient_sync"] += found.sums
-        self._parts["update"] += found.update
-        self._shortest.append(found.shortest)
+        self._parts["forward_backward"] += times.forward_backward
+        self._parts["gradient_sync"] += times.sums
+        self._parts["update"] += times.update
+        self._shortest.append(times.shortest)
 
-    def called(self, epoch: int, steps: int, examples: int, waited: float) -> None:
+    def end_call(self, epoch: int, steps: int, examples: int, waited: float) -> None:
         """Record the end of a call of the train function, also of one that found no more data.
 
         Args:
@@ -169,11 +169,11 @@ class Recorder:
         self._examples += examples
         self._steps = (self._steps or 0) + steps
         self._calls += bool(steps)
-        long = time.perf_counter() - self._begin >= WINDOW_SECONDS or self._done >= EXCHANGE_STEPS
+        long = time.perf_counter() - self._begin >= WINDOW_S or self._done >= EXCHANGE_STEPS
         if steps and (long or self._compiled):
             self._close(epoch)
         if steps and (
-            self._unsettled() >= EXCHANGE_STEPS
+            self._pending_steps() >= EXCHANGE_STEPS
             or (self._calls >= EXCHANGE_CALLS and not self._exact)
         ):
             self._close(epoch)
@@ -183,29 +183,29 @@ class Recorder:
         """Close the window at the end of an epoch's steps.
 
         Returns:
-            The numbers that the other workers must `learn`, `[_BLOCK]`; None if there are no other
-            workers.
+            The numbers that the other workers must `receive`, `[_BLOCK]`; None if there are no
+            other workers.
         """
         self._close(epoch)
         sums = self._sums()
         return np.pad(sums, (0, _BLOCK - len(sums))) if self._placement.workers > 1 else None
 
-    def learn(self, shortest: np.ndarray) -> None:
+    def receive(self, shortest: np.ndarray) -> None:
         """Use the numbers that `end_steps` returned on all workers.
 
         Args:
             shortest: One row per worker, `[workers, _BLOCK]`. All workers have run the same number
                 of steps.
         """
-        self._settle(shortest.min(0))
+        self._write_pending(shortest.min(0))
 
     def close(self) -> None:
         """Close the writers at the end of the fit."""
-        for place, board in list(self._boards.items()):
+        for path, board in list(self._tensorboards.items()):
             try:
                 board.close()
             except (OSError, tf.errors.OpError) as error:
-                self._write_no_more(place, error)
+                self._stop_writing(path, error)
 
     # --- Windows ----------------------------------------------------------------------------------
     def _open(self, now: float) -> None:
@@ -220,21 +220,21 @@ class Recorder:
         now = time.perf_counter()
         if not self._done:
             return
-        place = self._placement
+        placement = self._placement
         seconds = now - self._begin
         shortest = np.concatenate([np.zeros(0), *self._shortest])
-        parts = complete(self._parts, seconds)
+        parts = add_host_time(self._parts, seconds)
         window = Window(
-            worker=place.rank, time=time.time(), epoch=epoch, step=self._steps or 0,
+            worker=placement.rank, time=time.time(), epoch=epoch, step=self._steps or 0,
             steps=self._done, examples=self._examples, seconds=seconds, parts=parts,
-            bytes=self.bytes if place.replicas > 1 else 0, compiled=not self._compiled,
+            bytes=self.bytes if placement.replicas > 1 else 0, steady=not self._compiled,
         )  # fmt: skip
         self._pending.append((window, shortest))
-        if place.workers == 1:
+        if placement.workers == 1:
             self._exchange()
         self._open(now)
 
-    def _unsettled(self) -> int:
+    def _pending_steps(self) -> int:
         return self._done + sum(window.steps for window, _ in self._pending)
 
     def _exchange(self) -> None:
@@ -245,19 +245,19 @@ class Recorder:
             sums = np.concatenate(
                 [all_gather(self._strategy, self._placement, block).min(0) for block in blocks]
             )
-        self._settle(sums)
+        self._write_pending(sums)
 
     def _sums(self) -> np.ndarray:
         """Return the shortest all-reduce time of a local replica, for each step not yet settled."""
         return np.concatenate([np.zeros(0), *(steps for _, steps in self._pending)])
 
-    def _settle(self, shortest: np.ndarray) -> None:
+    def _write_pending(self, shortest: np.ndarray) -> None:
         """Write the pending windows, with the shortest all-reduce times of all workers."""
         self._calls = 0
         pending, self._pending = self._pending, []
         for window, steps in pending:
             needed, shortest = float(shortest[: len(steps)].sum()), shortest[len(steps) :]
-            self._write(settle(window, needed))
+            self._write(split_wait(window, needed))
 
     def _write(self, window: Window) -> None:
         values = {
@@ -265,37 +265,37 @@ class Recorder:
             for part, seconds in window.parts.items()
         }
         values["step_breakdown/examples_per_second"] = window.examples / window.seconds
-        for place, board in list(self._boards.items()):
+        for path, board in list(self._tensorboards.items()):
             try:
-                write(place, window)
-                if window.compiled:
+                write(path, window)
+                if window.steady:
                     # A TensorBoard callback's update_freq must not drop these scalars.
                     with tf.summary.record_if(True):
                         board.scalars(window.step, values)
             except (OSError, tf.errors.OpError) as error:  # a full disk must not end the training
-                self._write_no_more(place, error)
+                self._stop_writing(path, error)
 
-    def _write_no_more(self, place: Path, error: Exception) -> None:
+    def _stop_writing(self, path: Path, error: Exception) -> None:
         log.warning(
-            "tfdist.StepBreakdown writes nothing more there, as %s cannot be written: %s",
-            place,
+            "tfdist.StepBreakdown stops writing to %s, because a write failed: %s",
+            path,
             error,
         )
-        del self._boards[place]
+        del self._tensorboards[path]
 
 
-def times_of(begun: float, readings: np.ndarray) -> Times:
+def compute_times(started: float, readings: np.ndarray) -> Times:
     """Compute the times of steps from their clock readings.
 
     Args:
-        begun: Time when the first step had its batch.
+        started: Time when the first step had its batch.
         readings: Rows of `GraphTimestamps.row`, `[steps, 1 + 3 * replicas]`. The first reading of
             each step is the time when the next batch was available.
 
     Example:
         There is one replica and there are two steps. The batch of the second step is late.
 
-        >>> times_of(10.0, np.array([[15.0, 11.0, 12.0, 14.0], [15.0, 16.0, 19.0, 19.5]]))
+        >>> compute_times(10.0, np.array([[15.0, 11.0, 12.0, 14.0], [15.0, 16.0, 19.0, 19.5]]))
         Times(input=1.0, forward_backward=2.0, sums=4.0, update=2.5, shortest=array([1., 3.]))
     """
     gradients, sums, done = np.moveaxis(
@@ -303,7 +303,7 @@ def times_of(begun: float, readings: np.ndarray) -> Times:
     )
     finished = done.max(1, initial=0.0)
     ends = np.maximum(readings[:, 0], finished)
-    begins = np.concatenate([[begun], ends])[: len(ends)]
+    begins = np.concatenate([[started], ends])[: len(ends)]
     return Times(
         input=_total(ends - finished),
         forward_backward=_total(gradients.mean(1) - begins),
@@ -317,25 +317,25 @@ def _total(seconds: np.ndarray) -> float:
     return max(0.0, float(seconds.sum()))  # the clock may have been set
 
 
-def complete(measured: dict[str, float], seconds: float) -> dict[str, float]:
+def add_host_time(measured: dict[str, float], seconds: float) -> dict[str, float]:
     """Complete the parts of a window: time that was not measured counts as Python's (`host`).
 
     The sum of the parts is `seconds`, even if the clock was set meanwhile.
 
     Example:
-        >>> complete({"input": 1.0, "update": 2.0}, 4.0)
+        >>> add_host_time({"input": 1.0, "update": 2.0}, 4.0)
         {'input': 1.0, 'update': 2.0, 'wait': 0.0, 'host': 1.0}
     """
-    known = sum(measured.values())
-    scale = min(1.0, seconds / known) if known else 1.0
+    total = sum(measured.values())
+    scale = min(1.0, seconds / total) if total else 1.0
     return {
         **{part: value * scale for part, value in measured.items()},
         "wait": 0.0,
-        "host": max(0.0, seconds - known),
+        "host": max(0.0, seconds - total),
     }
 
 
-def settle(window: Window, sums: float) -> Window:
+def split_wait(window: Window, sums: float) -> Window:
     """Split the time that replicas spent in all-reduces into communication and waiting.
 
     Args:

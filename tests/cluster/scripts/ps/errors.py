@@ -53,7 +53,7 @@ def error_model_made_outside_of_the_scope(strategy):
     model = mlp()
     with strategy.scope():
         model.compile("adam", CROSSENTROPY)
-    raises(ValueError, "model was made outside.*strategy.scope", model.fit, *data(), verbose=0)
+    raises(ValueError, "expected a model.*strategy.scope", model.fit, *data(), verbose=0)
 
 
 @feature

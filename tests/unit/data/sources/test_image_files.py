@@ -67,7 +67,7 @@ def test_classes_are_directories_by_name(folder):
 def test_order_of_classes_can_be_given_and_others_are_skipped(folder):
     source = image_files.image_folder(folder, classes=["dogs", "ants"])
     assert (source.class_names, source.labels().tolist()) == (("dogs", "ants"), [0, 1])
-    with pytest.raises(ValueError, match=r"no directory 'cat', though a class. Did you mean cats"):
+    with pytest.raises(ValueError, match=r"no directory for the class 'cat'. Did you mean cats"):
         image_files.image_folder(folder, classes=["cat"])
 
 
@@ -126,7 +126,7 @@ def test_kinds_of_images(tmp_path, content):
 def test_what_is_missing_in_a_folder_is_named(tmp_path, folder):
     with pytest.raises(ValueError, match="nowhere: no such directory"):
         image_files.image_folder(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"extensions: expected several, such as \('.jpg',\)"):
+    with pytest.raises(ValueError, match=r"extensions: expected a tuple, such as \('.jpg',\)"):
         image_files.image_folder(folder, extensions=".jpg")
     with pytest.raises(ValueError, match="channels: expected 1, 3 or 4, received 2"):
         image_files.image_folder(folder, channels=2)
@@ -136,7 +136,7 @@ def test_what_is_missing_in_a_folder_is_named(tmp_path, folder):
     with pytest.raises(
         ValueError,
         match=(
-            r"none in its 1 class directories. Expected .*\.gif; passed over 3 others: 2 \.webp, "
+            r"none in its 1 class directories. Expected .*\.gif; ignored 3 others: 2 \.webp, "
             r"1 hidden"
         ),
     ):
@@ -144,7 +144,7 @@ def test_what_is_missing_in_a_folder_is_named(tmp_path, folder):
     with pytest.raises(ValueError, match="nor in the directories below"):
         image_files.image_folder(tmp_path, labels=False)
     write(tmp_path / "3.png")
-    with pytest.raises(ValueError, match=r"1 lie in .* itself: pass labels=False"):
+    with pytest.raises(ValueError, match=r"1 are in .* itself: pass labels=False"):
         image_files.image_folder(tmp_path)
     write(tmp_path / "b" / "3.png")
     with pytest.raises(ValueError, match="a: a class directory without images"):
@@ -210,7 +210,8 @@ def test_a_manifest_without_header_beside_its_files(folder, separator):
         (
             "path,kind\n\na.png,dog\na.png,cta\na.png,y\n",
             {"classes": ["cat", "dog"]},
-            r"line 4: the label 'cta' is none of the 2 classes, nor are 1 more. Did you mean cat",
+            r"line 4: expected one of the 2 classes, received the label 'cta' and 1 more such. "
+            r"Did you mean cat",
         ),
         ("path,kind\na.png,x\n", {"classes": ["x", "x"]}, "'x' twice"),
         (
@@ -223,7 +224,7 @@ def test_a_manifest_without_header_beside_its_files(folder, separator):
             {},
             r"no column 'kind' in its first line. It has path, kinds. Did you mean kinds",
         ),
-        ("path,kind,kind\na.png,x,y\n", {}, "2 columns are called 'kind'"),
+        ("path,kind,kind\na.png,x,y\n", {}, "2 columns have the name 'kind'"),
         (
             "path,kind\na.png,x\nb.png,x,1\n",
             {},
@@ -232,9 +233,9 @@ def test_a_manifest_without_header_beside_its_files(folder, separator):
         (
             "path,kind\na.png,x\nb.png,x\nc.png,x\n",
             {},
-            r"line 3: 'b.png' is not there, nor are the files of 1 more of 3 lines",
+            r"line 3: 'b.png' does not exist, nor do the files of 1 more of 3 lines",
         ),
-        ("path,kind\ndeep/b.png,x\n", {}, r"line 2: 'deep/b.png' is not there of 1 lines"),
+        ("path,kind\ndeep/b.png,x\n", {}, r"line 2: 'deep/b.png' does not exist of 1 lines"),
         ("path,kind\n", {}, "no rows beside the header"),
         ("", {}, "no rows. Expected one a line"),
         (b"path,kind\na.png,\xff\n", {}, "byte 16: expected text in UTF-8"),
@@ -243,7 +244,7 @@ def test_a_manifest_without_header_beside_its_files(folder, separator):
         (
             "path,kind\na.png,x\n",
             {"path_column": 0, "label_column": 1},
-            r"line 1: 'path' is not there.*Is that line a header",
+            r"line 1: 'path' does not exist.*Is that line a header",
         ),
         (
             "path,kind\na.png,x\n",
@@ -315,17 +316,26 @@ def test_what_is_wrong_with_imagenet_is_named(imagenet):
     with pytest.raises(
         ValueError,
         match=(
-            r"line 2: the label 'n04' is none of the 3 classes of .*LOC_synset_mapping.txt. "
-            r"Did you mean n03"
+            r"line 2: expected one of the 3 classes of .*LOC_synset_mapping.txt, received the "
+            r"label 'n04'. Did you mean n03"
         ),
     ):
         image_files.imagenet(imagenet, "val")
     (imagenet / "ILSVRC/Data/CLS-LOC/train/n01/n01_10.JPEG").unlink()
     with pytest.raises(
-        ValueError, match=r"LOC_train_solution.csv, line 3: 'n01/n01_10.JPEG' is not there"
+        ValueError, match=r"LOC_train_solution.csv, line 3: 'n01/n01_10.JPEG' does not exist"
     ):
         image_files.imagenet(imagenet, "train")
     assert image_files.imagenet(imagenet, "train", check=False).cardinality == 2
+    write(
+        imagenet / "LOC_sample_submission.csv",
+        "ImageId,PredictionString\nILSVRC2012_test_00000002,\nILSVRC2012_test_00000003,\n",
+    )
+    with pytest.raises(
+        ValueError, match=r"submission.csv, line 3: 'ILSVRC2012_test_00000003.JPEG' does not exist"
+    ):
+        image_files.imagenet(imagenet, "test")
+    assert image_files.imagenet(imagenet, "test", check=False).cardinality == 1
     write(imagenet / "LOC_synset_mapping.txt", "n01 a\nn01 b\n")
     with pytest.raises(ValueError, match="the class 'n01' appears twice"):
         image_files.imagenet(imagenet, "val")

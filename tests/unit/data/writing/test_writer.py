@@ -15,6 +15,7 @@ from tfdist.data import files_io
 from tfdist.data.sources import dataset_file
 from tfdist.data.sources.base import Source, of_arrays, of_generator
 from tfdist.data.sources.records import records
+from tfdist.data.writing import record_shards
 from tfdist.data.writing.writer import verify, write
 
 
@@ -269,6 +270,7 @@ KILLED = """
 import os, signal, sys
 import numpy as np, tensorflow as tf
 from tfdist.data.sources.base import of_arrays, of_generator
+from tfdist.data.writing import record_shards
 from tfdist.data.writing.writer import write
 x = np.arange(5000)
 source = of_arrays(x) if sys.argv[2] == "arrays" else of_generator(lambda: iter(x), tf.TensorSpec([], tf.int64))
@@ -289,9 +291,7 @@ def test_killed_call_resumes(tmp_path, run_python, kind):
         else of_generator(lambda: iter(x), tf.TensorSpec([], tf.int64))
     )
     assert run_python(KILLED, str(out), kind).returncode == -signal.SIGKILL
-    with pytest.raises(
-        ValueError, match=r"out holds a data set that is not written to its end. Write it again"
-    ):
+    with pytest.raises(ValueError, match=r"out holds an unfinished data set. Write it again"):
         records(out)
     whole = {
         path.stem: (out / ".writing" / f"{path.stem}.tfrecord").stat()
@@ -371,8 +371,8 @@ def test_two_writers_at_the_same_time(tmp_path):
 @pytest.mark.parametrize(
     ("other", "options", "message"),
     [
-        (np.arange(100) + 1, {}, "its first examples are others"),
-        (np.arange(99), {}, "its examples: 100 there, 99 here|its first examples are others"),
+        (np.arange(100) + 1, {}, "its first examples differ"),
+        (np.arange(99), {}, "its examples: 100 there, 99 here|its first examples differ"),
         (np.arange(100.0), {}, "its features: .*int64.* there, .*float64"),
         (np.arange(100), {"compression": "GZIP"}, "its compression: '' there, 'GZIP' here"),
         (np.arange(100), {"shard_bytes": 7}, "its shard_bytes: 100000000 there, 7 here"),
@@ -392,7 +392,7 @@ def test_another_data_set_is_never_overwritten(written, other, options, message)
 
 def test_records_of_others_are_never_overwritten(tmp_path):
     (tmp_path / "old.tfrecord").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"holds records already, such as old.tfrecord"):
+    with pytest.raises(ValueError, match=r"already holds records, such as old.tfrecord"):
         write(of_arrays(np.arange(3)), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["old.tfrecord"]
 
@@ -404,7 +404,7 @@ def test_a_directory_that_cannot_be_written(tmp_path):
 
 
 def test_another_process_that_hangs_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(importlib.import_module("tfdist.data.writing.writer"), "STALLED", 0.2)
+    monkeypatch.setattr(importlib.import_module("tfdist.data.writing.writer"), "STALLED_S", 0.2)
     with (
         files_io.locked(tmp_path / ".write.lock", 1.0, "a test"),
         pytest.raises(TimeoutError, match=f"Waited 0.2 s for process {os.getpid()}"),
@@ -427,8 +427,8 @@ def test_another_process_that_hangs_is_named(tmp_path, monkeypatch):
             "workers: expected a whole number, 1 or more; received 1.5",
         ),
         (np.zeros(3), {"compression": "zip"}, "compression: expected None"),
-        ("ragged", {}, "records hold dense tensors .*; received RaggedTensorSpec.* for y"),
-        ({"a": {"b": np.zeros(3)}, "a/b": np.zeros(3)}, {}, "names of their own"),
+        ("ragged", {}, "expected dense tensors .*; received RaggedTensorSpec.* for y"),
+        ({"a": {"b": np.zeros(3)}, "a/b": np.zeros(3)}, {}, "expected unique names"),
     ],
 )
 def test_what_cannot_be_written(tmp_path, source, options, message):
@@ -451,7 +451,7 @@ def test_an_example_that_cannot_be_read_is_named(tmp_path):
         ValueError, match=r"photos: example 72 \(.*/72.jpg\) cannot be read: .*No such file"
     ):
         write(source, tmp_path / "out", shard_bytes=5000, workers=2)
-    with pytest.raises(ValueError, match="not written to its end"):
+    with pytest.raises(ValueError, match="unfinished data set"):
         records(tmp_path / "out")
 
 
@@ -520,3 +520,11 @@ def test_no_flipped_bit_of_a_manifest_changes_the_data(tmp_path):
         except ValueError as error:
             unchanged = "dataset.json: " in str(error)
         assert unchanged, bit
+
+
+def test_data_that_end_early_are_named_by_the_first_missing_example():
+    source = of_arrays(np.arange(9))
+    elements = record_shards.name_unreadable(source, iter("ab"), range(5, 9))
+    assert [next(elements), next(elements)] == ["a", "b"]
+    with pytest.raises(ValueError, match="expected 9 examples; the data ended before example 7"):
+        next(elements)

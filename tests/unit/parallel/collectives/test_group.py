@@ -50,7 +50,7 @@ def test_supported_dtypes_are_exchanged(mirrored, method):
 def test_unsupported_dtypes_are_refused(mirrored, method, dtype):
     with pytest.raises(
         ValueError,
-        match=f"TensorFlow's collectives send float32, .*int64, received {dtype}; cast it before",
+        match=f"TensorFlow's collectives, float32, .*int64; received {dtype}. Cast the tensor",
     ):
         exchanged(mirrored, method, [dtype])
 

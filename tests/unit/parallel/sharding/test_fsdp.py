@@ -49,20 +49,20 @@ def model(two):
         ),
         (
             {"sync": Gradients(accumulate=2)},
-            "Give the optimizer gradient_accumulation_steps=2 instead",
+            "Pass the optimizer gradient_accumulation_steps=2 instead",
         ),
         (
             {"sync": Gradients(combine="replicas")},
             (
                 'expected tfdist.sync.Gradients with combine="mean", as gradients are summed '
-                "within backward"
+                "during the backward pass"
             ),
         ),
         (
             {"sync": "sum"},
             (
                 'expected tfdist.sync.Gradients with combine="mean", as gradients are summed '
-                "within backward"
+                "during the backward pass"
             ),
         ),
     ],
@@ -76,11 +76,13 @@ def test_wrong_arguments_are_named(model, wrong, words):
 def test_what_cannot_be_sharded_is_named(two, model):
     with pytest.raises(ValueError, match=r"expected a keras\.Model, received str"):
         fsdp("model")
-    with pytest.raises(ValueError, match="build it first"):
+    with pytest.raises(ValueError, match="Build it first"):
         fsdp(keras.Sequential([keras.layers.Dense(2)]))
     counting = keras.Sequential([keras.Input([3]), keras.layers.Dense(2)])
     counting.add_weight(shape=[2], dtype="int32", initializer="zeros", name="counts")
-    with pytest.raises(ValueError, match=r"counts has dtype int32.*Freeze it, or cast it"):
+    with pytest.raises(
+        ValueError, match=r"counts: .* received int32. Freeze the variable, or cast it"
+    ):
         fsdp(counting)
     model.compile("sgd", "mse")
     model.optimizer.build(model.trainable_weights)
@@ -98,14 +100,14 @@ def test_replicas_that_share_their_variables_are_refused(shard):
             model = keras.Sequential([keras.Input([3]), keras.layers.Dense(2)])
             with pytest.raises(
                 ValueError,
-                match=rf"received {type(strategy).__name__}, where all share one\. Use the "
+                match=rf"received {type(strategy).__name__}, whose replicas share one\. Use the "
                 r"strategy mirrored",
             ):
                 shard(model)
 
 
 def test_outside_of_a_scope_a_strategy_is_missing():
-    with pytest.raises(ValueError, match="in the scope of a strategy of tfdist, or with strategy="):
+    with pytest.raises(ValueError, match="expected a strategy of tfdist, received none"):
         fsdp(keras.Sequential([keras.Input([3]), keras.layers.Dense(2)]))
 
 

@@ -82,14 +82,14 @@ def test_hosts_that_fit_together():
     [
         (
             "worker: [a:1, b:99999]",
-            "worker:1: address 'b:99999' has the bad port 99999; use 1 to 65535",
+            "worker:1: address 'b:99999' has the invalid port 99999; use 1 to 65535",
         ),
         (
             "worker: [a:1, a:1]",
             "worker:1 has the duplicate address a:1 of worker:0; give each task its own port",
         ),
         ("wroker: [a:1]", "job 'wroker': unknown; jobs are chief, worker, ps, evaluator"),
-        ("ps: [a:1]", "nobody trains: no chief or worker among the jobs ['ps']; add a worker"),
+        ("ps: [a:1]", "expected a chief or worker among the jobs, received ['ps']; add a worker"),
         (
             "worker: [a:1]\nworker: [b:1]",
             "the key 'worker' appears twice; list all its addresses under one",
@@ -138,7 +138,7 @@ def test_an_address_of_another_machine():
 def test_loopback_beside_real_addresses():
     spec = ClusterSpec({"worker": ("127.0.0.1:2222", "203.0.113.2:2222")}, "worker", 0)
     found, _ = cluster.check_spec(spec, [spec.task])
-    same_words(one(found, "addresses", "is loopback, other tasks are not"), alone(spec))
+    same_words(one(found, "addresses", "is a loopback address"), alone(spec))
 
 
 def test_two_names_of_one_machine_and_port():
@@ -306,7 +306,7 @@ def test_different_clusters(spec, where):
         "spec",
         "worker:1 at 10.0.0.2:2222 has a different cluster spec",
         where,
-        "give all of them the same file",
+        "use the same file in all tasks",
     )
     same_words(
         dataclasses.replace(check, found=check.found.replace(f" ({where})", "")), theirs(spec)
@@ -346,7 +346,7 @@ def test_a_task_that_is_claimed_twice():
     checks = bad(cluster.check_peers(SPEC, who(SPEC), {"worker:0"}, found, {}, 5.0))
     assert (
         "worker:0 expected worker:1 at 10.0.0.2:2222 and found worker:0: "
-        "the address leads to another machine"
+        "the address belongs to another machine"
     ) in checks[0].found
     found["worker:0"] = Peer("worker:0", "10.0.0.1:2222", who(SPEC, "worker:0", nonce="other"))
     checks = bad(cluster.check_peers(SPEC, who(SPEC), {"worker:0"}, found, {}, 5.0))

@@ -138,7 +138,7 @@ def test_inputs_that_are_not_dense(words, tmp_path, kind):
         ("--config.train.epochs=0", "config", "train.epochs: expected at least 1, received 0"),
         ("--config.data.name=no_such_data", "data", "no such data set"),
         ("--config.data.eval_split=validation", "data", "no such split"),
-        ("--config.data.augment=true", "data", "data.augment: expected data.image_size with it"),
+        ("--config.data.augment=true", "data", "data.augment: expected data.image_size too"),
         ("--config.model.name=cnm", "model", "no such model. Did you mean cnn?"),
         ("--config.train.optimizer=adma", "model", "train.optimizer: received 'adma'"),
         ("--config.strategy.devices=gpu", "config", "TensorFlow sees no GPU"),

@@ -87,6 +87,6 @@ def test_calls_that_make_steps_are_not_ended(said):
 @pytest.mark.parametrize("sign", SIGNS)
 def test_a_call_without_a_step_is_ended(said, sign):
     output, errors = said[ENDLESS.format(sign)]
-    assert output.startswith(
-        "ended: worker:0 waited too long for worker:1, 1.6 s without a step: "
-    ), errors
+    assert output.startswith("ended: worker:0 waited too long for worker:1: no step for 1.6 s. "), (
+        errors
+    )

@@ -16,7 +16,7 @@ from tests.processes import environment
 from tfdist import data
 from tfdist.train.parameter_server import batch_stream
 from tfdist.train.parameter_server.batch_stream import Stream
-from tfdist.train.parameter_server.dispatch import Piece, RemoteRunner
+from tfdist.train.parameter_server.dispatch import RemoteRunner, WorkItem
 
 HOST = "/job:localhost/replica:0/task:0/device:CPU:0"
 
@@ -150,7 +150,7 @@ def test_ordered_data_keep_their_order(orders):
 
 def immovable():
     variable = tf.Variable(1, dtype=tf.int64)
-    big = tf.zeros([batch_stream.LARGEST_MOVED // 4, 2])
+    big = tf.zeros([batch_stream.MAX_MOVED_BYTES // 4, 2])
     return {
         "Python code": numbers().map(lambda x: tf.py_function(lambda v: v, [x], tf.int64)),
         "NumPy code": numbers().map(lambda x: tf.numpy_function(lambda v: v, [x], tf.int64)),
@@ -160,7 +160,7 @@ def immovable():
         "a variable": numbers().map(lambda x: x + variable),
         "much data in a map": numbers().map(lambda x: big[x]),
         "much data": tf.data.Dataset.from_tensor_slices(
-            np.zeros((batch_stream.LARGEST_MOVED // 2, 1), np.float32)
+            np.zeros((batch_stream.MAX_MOVED_BYTES // 2, 1), np.float32)
         ),
     }
 
@@ -219,6 +219,6 @@ def test_arguments_travel_with_the_call_to_a_worker(batches, stacks):
         return tf.zeros([6]) if function == "run" else "an iterator"
 
     with tf.device("/cpu:1"):
-        runner.execute(0, [Piece(3, batches or 2, rows, graph=graph)], call)
+        runner.execute(0, [WorkItem(3, batches or 2, rows, graph=graph)], call)
     assert devices == [HOST] * (3 * 3 if batches else 5)
     assert indices == ([3, 4, 5] if batches else [None, 3])

@@ -193,14 +193,14 @@ def test_who_watches_batches(tmp_path):
     rows = every_callback(tmp_path)
     for name, callback, train, test in rows:
         assert (
-            worker_callbacks.watches([callback], "train"),
-            worker_callbacks.watches([callback], "test"),
+            worker_callbacks.needs_single_steps([callback], "train"),
+            worker_callbacks.needs_single_steps([callback], "test"),
         ) == (
             train,
             test,
         ), (name, vars(callback))
-    assert not worker_callbacks.watches([], "train")
-    assert worker_callbacks.watches([c for _, c, *_ in rows], "train")
+    assert not worker_callbacks.needs_single_steps([], "train")
+    assert worker_callbacks.needs_single_steps([c for _, c, *_ in rows], "train")
     theirs = {name for name, value in vars(keras.callbacks).items() if isinstance(value, type)}
     rest = theirs - {name for name, *_ in rows}
     # A container, a base class, and one that takes a package of its own and is its own base's only
@@ -244,15 +244,17 @@ def test_other_workers_write_elsewhere_or_not_at_all(tmp_path):
     each = tfdist.TensorBoard(log, per_worker=True)
     chief = tfdist.TensorBoard(log)
     for callback in (each, chief, k.TensorBoard(log)):
-        assert not worker_callbacks.follow(callback).log_dir.startswith(str(tmp_path))
+        assert not worker_callbacks.worker_callback(callback).log_dir.startswith(str(tmp_path))
     assert (each.follows, each.root_dir) == (
         True,
         log,
     )  # what it sees goes to `worker-1` there, as tests/cluster/test_training.py finds
-    assert worker_callbacks.follow(k.CSVLogger(log)).filename != log
-    assert not isinstance(worker_callbacks.follow(k.BackupAndRestore(log)), k.BackupAndRestore)
+    assert worker_callbacks.worker_callback(k.CSVLogger(log)).filename != log
+    assert not isinstance(
+        worker_callbacks.worker_callback(k.BackupAndRestore(log)), k.BackupAndRestore
+    )
     stopping = k.EarlyStopping()
-    assert worker_callbacks.follow(stopping) is stopping
+    assert worker_callbacks.worker_callback(stopping) is stopping
 
 
 # --- Compilation ----------------------------------------------------------------------------------

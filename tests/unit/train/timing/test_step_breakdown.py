@@ -15,7 +15,7 @@ import tfdist
 from tests.parity.cases import CROSSENTROPY, mlp
 from tests.windows import typical
 from tfdist.telemetry.step_records import PARTS, per_step, read
-from tfdist.train.timing.step_breakdown import complete, times_of
+from tfdist.train.timing.step_breakdown import add_host_time, compute_times
 
 DELAY = 0.06  # planted, in each step
 
@@ -306,7 +306,7 @@ def test_curves_lie_beside_the_records(one_device, tmp_path):
 
 def test_the_first_call_counts_as_compiling(one_device, tmp_path):
     _, _, windows = trained(one_device, tmp_path)
-    assert [window.compiled for window in windows] == [False] + [True] * (len(windows) - 1)
+    assert [window.steady for window in windows] == [False] + [True] * (len(windows) - 1)
 
 
 @pytest.mark.parametrize("fault", ["full disk", "a file in the way"])
@@ -331,21 +331,21 @@ def test_where_nothing_can_be_written_training_goes_on(one_device, tmp_path, cap
 def test_strategy_without_an_engine_gives_a_warning(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "tfdist"):
         trained(tf.distribute.OneDeviceStrategy("/cpu:0"), tmp_path, steps=2)
-    assert "measures nothing here" in caplog.text
+    assert "measures nothing under this strategy" in caplog.text
 
 
 # --- Numbers --------------------------------------------------------------------------------------
 def test_readings_of_two_replicas():
     """Batch at 10; gradients at 11 and 13, sums at 14, done at 15 and 16; the next batch at 17."""
-    found = times_of(10.0, np.array([[17.0, 11, 14, 15, 13, 14, 16]]))
+    found = compute_times(10.0, np.array([[17.0, 11, 14, 15, 13, 14, 16]]))
     assert found[:4] == (1.0, 2.0, 2.0, 2.0)
     assert found.shortest.tolist() == [1.0]
 
 
 def test_a_clock_that_was_set_makes_no_part_negative():
-    found = times_of(10.0, np.array([[7.0, 5.0, 6.0, 7.0]]))
+    found = compute_times(10.0, np.array([[7.0, 5.0, 6.0, 7.0]]))
     assert min(found[:4]) == 0
-    assert complete({"input": 6.0, "update": 2.0}, 4.0) == {
+    assert add_host_time({"input": 6.0, "update": 2.0}, 4.0) == {
         "input": 3.0,
         "update": 1.0,
         "wait": 0.0,
