@@ -70,7 +70,8 @@ BARS = {"t/h": 0.97, "t/k": 1.5, "t/p": 1.5}
 SIZES = (10**5, 10**6, 10**7, 10**8, 10**9)
 BUFFER = 10**7
 ORDERS = {"tfdist": "tfdist, global shuffle", "tf_data": "Dataset.shuffle"}
-GROWTH, RESUME = 10e6, 1.0  # bytes, seconds
+GROWTH_BYTES = 10e6
+RESUME_S = 1.0
 
 
 class Group(Processes):
@@ -197,12 +198,23 @@ def judge(results: dict) -> list[dict]:
         growth = max(peaks.values()) - peaks[SIZES[0]]
         resumed = [r["all"] for r in results["order"]["resume"]]
         median = statistics.median(resumed)
-        passed = median < RESUME
+        passed = median < RESUME_S
         verdicts.append(
-            {"what": "growth", "bar": GROWTH, "median": growth, "passed": growth <= GROWTH}
+            {
+                "what": "growth",
+                "bar": GROWTH_BYTES,
+                "median": growth,
+                "passed": growth <= GROWTH_BYTES,
+            }
         )
         verdicts.append(
-            {"what": "resume", "bar": RESUME, "median": median, "rounds": resumed, "passed": passed}
+            {
+                "what": "resume",
+                "bar": RESUME_S,
+                "median": median,
+                "rounds": resumed,
+                "passed": passed,
+            }
         )
     return verdicts
 

@@ -36,7 +36,7 @@ from tfdist.parallel.pipeline_parallel.schedule import bubble, duration, tasks
 WORKER = pathlib.Path(__file__).parent / "common" / "pipeline_worker.py"
 STAGES = 4
 MICROBATCHES = (8, 16)
-FORWARD = 0.02  # seconds of sleep; backward is twice that
+FORWARD_S = 0.02  # seconds of sleep; backward is twice that
 SCHEDULES = ("gpipe", "1f1b")
 ROUNDS = 3
 STEPS = 5
@@ -72,12 +72,12 @@ def measure(timeout: float, **order: object) -> list[float]:
 
 def theory(schedule: str, microbatches: int) -> float:
     """Return the seconds of a step in which nothing but sleep takes time."""
-    return duration(tasks(STAGES, microbatches, schedule), FORWARD, 2 * FORWARD)
+    return duration(tasks(STAGES, microbatches, schedule), FORWARD_S, 2 * FORWARD_S)
 
 
 def waiting(microbatches: int, seconds: float) -> float:
     """Return the part of a step in which a stage did not sleep."""
-    return 1 - microbatches * 3 * FORWARD / seconds
+    return 1 - microbatches * 3 * FORWARD_S / seconds
 
 
 def most(microbatches: int) -> float:
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> dict[str, dict]:
                 "schedule": kind,
                 "stages": STAGES,
                 "microbatches": int(m),
-                "seconds": FORWARD,
+                "seconds": FORWARD_S,
                 "steps": args.steps,
             }
             seconds[key].append(statistics.median(measure(args.timeout, kind="sleep", **order)))
@@ -157,8 +157,8 @@ def report(results: dict[str, dict], verdicts: list[dict], facts: dict) -> str:
     lines = heading("Pipeline stages: bubble and memory", facts)
     lines += [
         (
-            f"{STAGES} stages, each a device of its own that sleeps {1e3 * FORWARD:g} ms in a "
-            f"forward and {2e3 * FORWARD:g} ms in a backward pass: they stand"
+            f"{STAGES} stages, each a device of its own that sleeps {1e3 * FORWARD_S:g} ms in a "
+            f"forward and {2e3 * FORWARD_S:g} ms in a backward pass: they stand"
         ),
         (
             "for equally fast devices, which this machine has too few cores for. In theory a step "

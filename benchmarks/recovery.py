@@ -45,8 +45,10 @@ ROUNDS = 3
 STEPS = 24  # of an epoch
 SAVE_FREQ, EPOCHS, SAVE_EPOCHS = 10, 5, 10  # steps; epochs of a launch, and of a timed fit
 FITS = 4  # of each kind in a round: short ones, so that both sides of a ratio meet the same machine
-HANG_TIMEOUT = 5
-HANG_BOUND = HANG_TIMEOUT + 2.0  # a look every 0.5 s, another to be sure, and 1 s for the stacks
+HANG_TIMEOUT_S = 5
+HANG_BOUND_S = (
+    HANG_TIMEOUT_S + 2.0
+)  # a look every 0.5 s, another to be sure, and 1 s for the stacks
 FAULTS = {
     "worker": "kill worker:1@step=20",  # with a save due just then: the most that can be lost
     "chief": "kill chief@step=37",
@@ -160,7 +162,7 @@ def launch(
         "--restarts",
         "9",
         "--hang-timeout",
-        str(HANG_TIMEOUT),
+        str(HANG_TIMEOUT_S),
         "--standby",
         str(standbys),
         "--log-dir",
@@ -333,7 +335,7 @@ def judge(recoveries: Recoveries, saved: Saves) -> list[dict]:
             "detection of a hung process, s",
             max((each.stages["detected"] for each in found.get("hung", [])), default=None),
             "<=",
-            HANG_BOUND,
+            HANG_BOUND_S,
         ),
         (
             "from kill to next step with standby processes, median, s",

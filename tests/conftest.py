@@ -13,7 +13,7 @@ from tests import forkserver
 
 # Seconds after a test's own bound, which neither ends a call that never returns to Python nor waits
 # in what clears up after it.
-LATE = 240
+LATE_S = 240
 
 _real_stderr = pytest.StashKey[int]()
 
@@ -56,7 +56,7 @@ def pytest_runtest_protocol(item):
         return (yield)
     seconds = own.args[0] if own else seconds
     faulthandler.dump_traceback_later(
-        seconds + LATE, exit=True, file=item.config.stash[_real_stderr]
+        seconds + LATE_S, exit=True, file=item.config.stash[_real_stderr]
     )
     try:
         return (yield)

@@ -41,8 +41,8 @@ LEAN = ROOT / "tests" / "lean"
 OFF = "TFDIST_TEST_FRESH"  # a variable of processes that are to be started by exec
 REGISTRY = pathlib.Path(tempfile.gettempdir()) / f"tfdist-forks-{os.getuid()}"
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-START_SECONDS = 120.0
-REPLY_SECONDS = 30.0
+START_S = 120.0
+REPLY_S = 30.0
 # TensorFlow reads these when it makes devices, and the paths are set again in each fork.
 READ_LATE = {
     "CUDA_VISIBLE_DEVICES",
@@ -125,7 +125,7 @@ class Server:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
-        ours.settimeout(START_SECONDS)
+        ours.settimeout(START_S)
         assert ours.recv(16) == b"ready", "the fork server did not start"
         _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         return cls(ours, environ, f"\0tfdist-forkserver-{process.pid}")
@@ -162,7 +162,7 @@ class Server:
         try:
             with self._lock:
                 socket.send_fds(self._connection, [json.dumps(job).encode()], [*files, *opened])
-                self._connection.settimeout(REPLY_SECONDS)
+                self._connection.settimeout(REPLY_S)
                 return int(self._connection.recv(16))
         finally:
             for descriptor in opened:
@@ -308,7 +308,7 @@ def _serve_command(listener: socket.socket) -> tuple[dict, list[int]] | None:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         return None
-    client.settimeout(REPLY_SECONDS)
+    client.settimeout(REPLY_S)
     text, files, _, _ = socket.recv_fds(client, 1 << 20, 8)
     job = json.loads(text)
     fits = Server(client, os.environ).fits(job["environ"])

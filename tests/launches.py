@@ -13,7 +13,7 @@ import uuid
 from tests.forkserver import OFF, Popen, environ_of
 from tests.processes import ROOT, lean
 
-BOUND = 120  # seconds for any launch here; each takes one to five where nothing else runs
+TIMEOUT_S = 120  # seconds for any launch here; each takes one to five where nothing else runs
 
 # What every script begins with. A victim fails as TensorFlow does when a peer is gone.
 PRELUDE = """\
@@ -33,7 +33,7 @@ USES_TENSORFLOW = r"import (tensorflow|keras|tfdist)\b|from (keras|tfdist) impor
 class Launch:
     """Run `tfdist launch` in a directory of its own; its processes' environments bear a mark."""
 
-    def __init__(self, directory, bound=BOUND):
+    def __init__(self, directory, bound=TIMEOUT_S):
         self.directory = directory
         self.bound = bound
         self._mark = f"LAUNCH_TEST_MARK={uuid.uuid4()}"

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import pytest
 
 PROGRAMS = ("unshare", "nsenter", "ip")
-BOUND = 20  # seconds for a command, which takes some milliseconds
+TIMEOUT_S = 20  # seconds for a command, which takes some milliseconds
 
 
 class Network:
@@ -80,10 +80,10 @@ class Network:
     def close(self) -> None:
         for holder in reversed(self._holders):
             try:
-                holder.communicate(timeout=BOUND)  # it ends with its input
+                holder.communicate(timeout=TIMEOUT_S)  # it ends with its input
             except subprocess.TimeoutExpired:
                 holder.kill()
-                holder.communicate(timeout=BOUND)
+                holder.communicate(timeout=TIMEOUT_S)
 
     def _enter(self, host: int) -> list[str]:
         return [
@@ -113,7 +113,7 @@ class Network:
 
     def _ip(self, *words: str, host: int = 0) -> None:
         done = subprocess.run(
-            [*self._enter(host), "ip", *words], capture_output=True, text=True, timeout=BOUND
+            [*self._enter(host), "ip", *words], capture_output=True, text=True, timeout=TIMEOUT_S
         )
         if done.returncode:
             raise OSError(f"ip {' '.join(words)}: {done.stderr.strip()}")

@@ -21,7 +21,7 @@ from typing import Any
 
 from tests.processes import PYTHON, group
 
-SECONDS = 90  # for the server to start, or one answer; two to ten on an idle machine
+TIMEOUT_S = 90  # for the server to start, or one answer; two to ten on an idle machine
 BROWSER = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 )
@@ -36,7 +36,7 @@ class Server:
     def get(self, path: str, **query: str) -> bytes:
         """Return the answer to `/data/PATH?QUERY`."""
         words = urllib.parse.urlencode(query)
-        with urllib.request.urlopen(f"{self.url}/data/{path}?{words}", timeout=SECONDS) as answer:
+        with urllib.request.urlopen(f"{self.url}/data/{path}?{words}", timeout=TIMEOUT_S) as answer:
             return answer.read()
 
     def json(self, path: str, **query: str) -> Any:
@@ -50,7 +50,7 @@ class Server:
             json.dumps(value).encode(),
             {"Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=SECONDS) as answer:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
             return json.loads(answer.read())
 
     def picture(self, tab: str, path: pathlib.Path, size: str = "1400,900") -> bytes:
@@ -69,7 +69,7 @@ class Server:
             subprocess.run(
                 [BROWSER, *flags, f"{self.url}/#{tab}"],
                 check=True,
-                timeout=SECONDS,
+                timeout=TIMEOUT_S,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
             )
@@ -93,11 +93,11 @@ def serving(logdir: pathlib.Path, scratch: pathlib.Path, runs: int = 1) -> Itera
             "1",
         ]
         members.start("tensorboard", [PYTHON, "-m", "tensorboard.main", *words])
-        members.says("tensorboard", r"at http://127\.0\.0\.1:\d+/", SECONDS)
+        members.says("tensorboard", r"at http://127\.0\.0\.1:\d+/", TIMEOUT_S)
         found = re.search(r"at (http://127\.0\.0\.1:\d+)/", members.log("tensorboard"))
         assert found
         server = Server(found[1])
-        end = time.monotonic() + SECONDS
+        end = time.monotonic() + TIMEOUT_S
         while len(server.json("runs")) < runs:
             assert time.monotonic() < end, f"{server.json('runs')}\n{members.logs()}"
             time.sleep(0.2)

@@ -19,7 +19,7 @@ pytest.importorskip("material", reason="pip install -e '.[docs]' installs MkDocs
 LOADED = {("script", "src"), ("link", "href"), ("img", "src"), ("iframe", "src"), ("source", "src")}
 # A function in a module of its name, whose anchor has the name twice; a module.
 HEADED = {"tfdist.data.pipeline", "tfdist.data.transforms"}
-SECONDS = 240  # some 10 on an idle machine
+TIMEOUT_S = 240  # some 10 on an idle machine
 
 
 class Page(html.parser.HTMLParser):
@@ -47,7 +47,7 @@ def site(tmp_path_factory):
     """The site as `make docs` builds it, elsewhere."""
     directory = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(directory)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     return directory
 

@@ -11,8 +11,8 @@ import absl.app
 from absl import flags as absl_flags
 
 from tfdist import flags
+from tfdist.runtime.configuration_errors import exit_on_configuration_error
 from tfdist.runtime.launch_protocol import CONFIGURATION_CODE
-from tfdist.runtime.plain_errors import plainly
 
 
 def run(main: Callable[[list[str]], Any], argv: Sequence[str] | None = None) -> None:
@@ -38,7 +38,9 @@ def run(main: Callable[[list[str]], Any], argv: Sequence[str] | None = None) -> 
     """
     flags.define()
     absl.app.run(
-        functools.partial(plainly, main), None if argv is None else list(argv), flags_parser=_parse
+        functools.partial(exit_on_configuration_error, main),
+        None if argv is None else list(argv),
+        flags_parser=_parse,
     )
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from tfdist import ClusterSpec
 from tfdist.runtime.launch_protocol import Launched, Phase, note, progress, read_journal
 
-WAIT_SECONDS = 120
+WAIT_S = 120
 LARGE_BATCH = 4
 CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "digits.py"
 
@@ -174,11 +174,9 @@ def _waiting(log_dir: str, standbys: int):
             if self.waited or not stepping():  # the first step is timed
                 return
             self.waited = True
-            end = time.monotonic() + WAIT_SECONDS
+            end = time.monotonic() + WAIT_S
             while ready() < standbys:
-                assert time.monotonic() < end, (
-                    f"no {standbys} standby processes after {WAIT_SECONDS} s"
-                )
+                assert time.monotonic() < end, f"no {standbys} standby processes after {WAIT_S} s"
                 progress().beat(Phase.RUNNING, 0, batch)  # not hung
                 time.sleep(0.1)
 

@@ -27,7 +27,7 @@ WIDTH = 16
 EXAMPLES = 2048
 BATCH = 32
 WIDE = 6250  # values of an example, of which 4,000 are 100 MB
-CLOCK_TICK = 1 / os.sysconf("SC_CLK_TCK")  # seconds, of /proc/PID/stat
+CLOCK_TICK_S = 1 / os.sysconf("SC_CLK_TCK")  # seconds, of /proc/PID/stat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -301,7 +301,7 @@ def _is_keras_2(keras) -> bool:
 def _cpu_seconds(pid: int) -> float:
     """Return a process's user and system time (proc(5): fields 14 and 15, behind the name)."""
     fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) * CLOCK_TICK
+    return (int(fields[11]) + int(fields[12])) * CLOCK_TICK_S
 
 
 def _loopback_bytes() -> int:

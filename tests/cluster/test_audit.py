@@ -12,7 +12,7 @@ from tests.cluster.scripts import audited
 from tests.processes import PYTHON, ROOT, group, is_gone
 from tfdist.tools.audit import steps
 
-SECONDS = 240  # for one audit: about 10 on an idle machine of 2 cores
+TIMEOUT_S = 240  # for one audit: about 10 on an idle machine of 2 cores
 SCRIPT = ROOT / "tests" / "cluster" / "scripts" / "audited.py"
 LENGTHS = [37, 5, 58, 50]
 
@@ -39,7 +39,7 @@ def start(members, directory, name, *flags):
 def audit(members, directory, *flags):
     """Run an audit; return its exit code and its output."""
     start(members, directory, "audit", *flags)
-    return members.wait(SECONDS)["audit"], members.log("audit")
+    return members.wait(TIMEOUT_S)["audit"], members.log("audit")
 
 
 def all_gone(log):
@@ -129,7 +129,7 @@ def test_killed_job_resumes_with_more_workers_and_uses_each_example_once(members
     before, after = (members.directory / name for name in ("before", "after"))
     flags = [f"--pipeline={SCRIPT}:slow_stream", "--stage-seconds=0"]
     start(members, directory, "before", *flags, "--workers=2", f"--keep={before}")
-    end = time.monotonic() + SECONDS
+    end = time.monotonic() + TIMEOUT_S
     while min(len(list(taken(before, rank))) for rank in range(2)) < 3:
         assert time.monotonic() < end, members.logs()
         time.sleep(0.05)
@@ -142,7 +142,7 @@ def test_killed_job_resumes_with_more_workers_and_uses_each_example_once(members
     resume = re.search(r"--first-epoch=0 --first-step=(\d+)", log)
     assert 3 <= int(resume[1]) < 13
     start(members, directory, "after", *flags, "--workers=3", f"--keep={after}", *resume[0].split())
-    assert members.wait(SECONDS)["after"] == 0, members.logs()
+    assert members.wait(TIMEOUT_S)["after"] == 0, members.logs()
     seen = [
         step.numbers
         for rank in range(2)
@@ -162,7 +162,7 @@ def taken(directory, rank):
 def test_workers_end_with_the_audit(members, directory, number):
     flags = ["--workers=1", f"--keep={members.directory / 'kept'}"]
     process = start(members, directory, "audit", f"--pipeline={SCRIPT}:slow_stream", *flags)
-    members.says("audit", r"process \d+\n", SECONDS)
+    members.says("audit", r"process \d+\n", TIMEOUT_S)
     process.send_signal(number)
     assert process.wait(20) == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[number]
     assert all_gone(members.log("audit"))

@@ -12,10 +12,10 @@ from tests.launches import Launch
 from tests.processes import PYTHON, ROOT, group
 from tfdist.cluster.addresses import free_ports
 
-SECONDS = 240  # for any launch here: some 20 on an idle machine of 2 cores
+TIMEOUT_S = 240  # for any launch here: some 20 on an idle machine of 2 cores
 SCRIPT = str(ROOT / "tests" / "cluster" / "scripts" / "served.py")
 LENGTHS = [23, 5, 29]
-pytestmark = pytest.mark.timeout(2 * SECONDS)
+pytestmark = pytest.mark.timeout(2 * TIMEOUT_S)
 
 
 @pytest.fixture(scope="module")
@@ -35,13 +35,13 @@ def data_workers(tmp_path_factory):
             for i, a in enumerate(addresses)
         }
         for i in range(len(addresses)):
-            members.says(f"data-{i}", "serves at", SECONDS)
+            members.says(f"data-{i}", "serves at", TIMEOUT_S)
         yield found
 
 
 @pytest.fixture
 def launch(tmp_path):
-    started = Launch(tmp_path, SECONDS)
+    started = Launch(tmp_path, TIMEOUT_S)
     yield started
     left = started.wait_for_nobody(20)
     for pid in left:
@@ -133,7 +133,7 @@ def test_passes_leave_no_threads(directory, data_workers):
     before = threads()
     for _ in range(8):
         next(iter(batches.repeat().prefetch(2)))
-    end = time.monotonic() + SECONDS
+    end = time.monotonic() + TIMEOUT_S
     while any(
         now > was + 8 for now, was in zip(threads(), before, strict=True)
     ):  # gRPC's come and go
@@ -146,10 +146,10 @@ def test_a_data_worker_that_is_ended_leaves_no_files(tmp_path):
     command = [PYTHON, "-m", "tfdist.data.service", f"127.0.0.1:{free_ports(1)[0]}"]
     with group(tmp_path) as members:
         process = members.start("data", command, TMPDIR=str(tmp_path / "temporary"))
-        members.says("data", "serves at", SECONDS)
+        members.says("data", "serves at", TIMEOUT_S)
         assert os.listdir(tmp_path / "temporary")
         process.terminate()
-        assert members.wait(SECONDS)["data"] == 143
+        assert members.wait(TIMEOUT_S)["data"] == 143
     assert not os.listdir(tmp_path / "temporary")
 
 
@@ -157,5 +157,5 @@ def test_a_port_that_is_taken_is_named(tmp_path, data_workers):
     taken = next(iter(data_workers))
     with group(tmp_path) as members:
         members.start("data", [PYTHON, "-m", "tfdist.data.service", taken])
-        assert members.wait(SECONDS)["data"] == 78
+        assert members.wait(TIMEOUT_S)["data"] == 78
         assert f"the port of {taken} is already in use" in members.log("data")

@@ -14,7 +14,7 @@ from tests.processes import PYTHON, ROOT, group
 
 SCRIPT = str(ROOT / "tests" / "cluster" / "scripts" / "disks.py")
 PRIVATE = ("unshare", "--user", "--map-root-user", "--mount")
-SECONDS = 200  # for all trainings: some six on an idle machine
+TIMEOUT_S = 200  # for all trainings: some six on an idle machine
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def disks(tmp_path_factory):
         members.start(
             "disks", [*PRIVATE, PYTHON, SCRIPT, str(place), str(out)], PYTHONPATH=str(ROOT)
         )
-        members.succeed(SECONDS)
+        members.succeed(TIMEOUT_S)
     return json.loads(out.read_text())
 
 

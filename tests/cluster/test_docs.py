@@ -22,7 +22,7 @@ from tfdist.cluster import addresses, resolvers
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w+) ?(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
-SECONDS = 180  # for one block; each takes some ten
+TIMEOUT_S = 180  # for one block; each takes some ten
 
 
 def blocks(page: pathlib.Path, language: str) -> list[tuple[str, str]]:
@@ -84,7 +84,7 @@ def test_a_command_of_the_docs(page, programs, text, project, environ, tmp_path)
         members.start(
             "block", ["bash", "-euo", "pipefail", "-c", f"cd '{project}'\n{text}"], **environ
         )
-        members.succeed(SECONDS)
+        members.succeed(TIMEOUT_S)
 
 
 def test_every_command_is_marked():

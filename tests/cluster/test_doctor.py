@@ -13,7 +13,7 @@ from tests.networks import listens, network
 from tests.processes import PYTHON, ROOT, group
 from tfdist import ClusterSpec
 
-SECONDS = 60  # for a command, which takes one or two
+TIMEOUT_S = 60  # for a command, which takes one or two
 PORT = 2222
 
 
@@ -48,11 +48,11 @@ def serve(members, file, task, *words, **options):
         task,
         "--serve",
         "--timeout",
-        str(SECONDS),
+        str(TIMEOUT_S),
         *words,
         **options,
     )
-    members.says(task, "serves worker", SECONDS)
+    members.says(task, "serves worker", TIMEOUT_S)
 
 
 def ask(members, file, task, *words, timeout=20, name="asker", **options):
@@ -73,7 +73,7 @@ def ask(members, file, task, *words, timeout=20, name="asker", **options):
         *words,
         **options,
     )
-    code = process.wait(SECONDS)
+    code = process.wait(TIMEOUT_S)
     said = json.loads(members.log(name)[members.log(name).index("{") :])
     assert code == (said["status"] == "fail")
     bad = [
@@ -95,7 +95,7 @@ def test_two_hosts_that_fit(members, tmp_path):
     )  # a server stays
     assert not os.path.exists(place)
     members.processes["worker:1"].terminate()
-    assert members.processes["worker:1"].wait(SECONDS) == 143
+    assert members.processes["worker:1"].wait(TIMEOUT_S) == 143
 
 
 def test_a_host_that_does_not_come(members, tmp_path):
@@ -146,12 +146,12 @@ def test_hosts_that_check_together_agree_on_the_verdict(members, tmp_path):
                 f"worker:{index}",
                 "--together",
                 "--timeout",
-                str(SECONDS),
+                str(TIMEOUT_S),
                 "--place",
                 place,
             ]
             doctor(members, f"{name} {index}", *words)
-        codes = members.wait(SECONDS)
+        codes = members.wait(TIMEOUT_S)
         assert [codes[f"{name} {index}"] for index in range(3)] == [int(name == "bad")] * 3, (
             members.logs()
         )
@@ -166,20 +166,20 @@ def test_a_task_that_is_started_twice(members, tmp_path):
     The first tells those who come later: none of the three starts.
     """
     file = write(tmp_path / "c.yaml", ClusterSpec.local(workers=2))
-    words = ["--cluster", file, "--together", "--timeout", str(SECONDS), "--place", "shared"]
+    words = ["--cluster", file, "--together", "--timeout", str(TIMEOUT_S), "--place", "shared"]
     doctor(members, "first", *words, "--task", "worker:0")
     port = int(
         json.loads((tmp_path / "c.yaml").read_text())["cluster"]["worker"][0].rpartition(":")[2]
     )
-    end = time.monotonic() + SECONDS
+    end = time.monotonic() + TIMEOUT_S
     while not listens(port):
         assert time.monotonic() < end, members.logs()
         time.sleep(0.05)
-    assert doctor(members, "second", *words, "--task", "worker:0").wait(SECONDS) == 1, (
+    assert doctor(members, "second", *words, "--task", "worker:0").wait(TIMEOUT_S) == 1, (
         members.logs()
     )
     doctor(members, "other", *words, "--task", "worker:1")
-    assert members.wait(SECONDS) == {"first": 1, "second": 1, "other": 1}, members.logs()
+    assert members.wait(TIMEOUT_S) == {"first": 1, "second": 1, "other": 1}, members.logs()
     assert "is already in use on this machine" in members.log("second")
     for name in ("first", "other"):
         assert "the doctor of worker:0 found: ports: " in members.log(name)
@@ -198,21 +198,21 @@ def test_hosts_of_a_network(members, tmp_path):
             file,
             "--serve",
             "--timeout",
-            str(SECONDS),
+            str(TIMEOUT_S),
             "--place",
             "here",
             prefix=hosts.prefix(2),
         )
-        members.says("server", "serves worker:1 at 10.77.0.2:2222", SECONDS)
+        members.says("server", "serves worker:1 at 10.77.0.2:2222", TIMEOUT_S)
         words = ["--json", "--cluster", file, "--timeout", "1", "--place", "here"]
-        assert doctor(members, "whole", *words, prefix=hosts.prefix(1)).wait(SECONDS) == 0, (
+        assert doctor(members, "whole", *words, prefix=hosts.prefix(1)).wait(TIMEOUT_S) == 0, (
             members.logs()
         )
         process = doctor(members, "mistaken", *words, "--task", "worker:1", prefix=hosts.prefix(1))
-        assert process.wait(SECONDS) == 1
+        assert process.wait(TIMEOUT_S) == 1
         assert "10.77.0.2:2222 is not an address of this machine" in members.log("mistaken")
         hosts.cut(2)
-        assert doctor(members, "cut", *words, prefix=hosts.prefix(1)).wait(SECONDS) == 1
+        assert doctor(members, "cut", *words, prefix=hosts.prefix(1)).wait(TIMEOUT_S) == 1
         assert "worker:1 at 10.77.0.2:2222 (" in members.log("cut")
 
 

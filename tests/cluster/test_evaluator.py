@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from tests.processes import PYTHON, ROOT, group
 
-SECONDS = 180  # for one job: about 25 on an idle machine of 2 cores
-pytestmark = pytest.mark.timeout(2 * SECONDS)
+TIMEOUT_S = 180  # for one job: about 25 on an idle machine of 2 cores
+pytestmark = pytest.mark.timeout(2 * TIMEOUT_S)
 
 
 def launch(directory, *command):
@@ -28,7 +28,7 @@ def launch(directory, *command):
             *command,
         ]
         members.start("launch", [PYTHON, "-m", "tfdist", "launch", *words], PYTHONPATH=str(ROOT))
-        members.succeed(SECONDS)
+        members.succeed(TIMEOUT_S)
         return members.log("launch")
 
 

@@ -9,7 +9,7 @@ from tests.processes import PYTHON, ROOT, group, workers
 from tests.reports import RUN_FILES, files_of_run
 from tfdist import ClusterSpec
 
-SECONDS = 240  # for one job: about 20 on an idle machine of 2 cores
+TIMEOUT_S = 240  # for one job: about 20 on an idle machine of 2 cores
 DIGITS = str(ROOT / "examples" / "digits.py")
 LOOP = str(ROOT / "examples" / "custom_loop.py")
 UNDER_SERVERS = ["tfdist", "train", f"--config={ROOT / 'configs' / 'digits_ps.py'}"]
@@ -29,7 +29,7 @@ def environ(digits_dir):
 def launch(members, environ, *command, tasks=("--workers", "2")):
     flags = [*tasks, "--log-dir", str(members.directory / "logs"), "--"]
     members.start("launch", [PYTHON, "-m", "tfdist", "launch", *flags, *command], **environ)
-    members.succeed(SECONDS)
+    members.succeed(TIMEOUT_S)
     return members.log("launch")
 
 
@@ -53,7 +53,7 @@ def test_a_script_by_hand_and_through_the_launcher_prints_the_same(members, envi
         ],
         **environ,
     )
-    members.succeed(SECONDS)
+    members.succeed(TIMEOUT_S)
     by_hand = losses(members.log("worker-0"))
     assert by_hand, members.logs()
     assert not losses(members.log("worker-1"))
@@ -72,7 +72,7 @@ def test_custom_loop_equals_fit_on_two_devices(members, environ):
     members.start(
         "loop", [PYTHON, LOOP, "--check", "--epochs", "1", "--devices", "cpu:0,cpu:1"], **environ
     )
-    members.succeed(SECONDS)
+    members.succeed(TIMEOUT_S)
     assert "fit agrees" in members.log("loop")
 
 
@@ -119,7 +119,7 @@ def test_all_tasks_of_a_parameter_server_job_by_hand_end_with_it(members, enviro
             TF_CONFIG=config,
             **environ,
         )
-    members.succeed(SECONDS)
+    members.succeed(TIMEOUT_S)
     assert "strategy parameter_server" in members.log("worker-1")
     assert not losses(members.log("worker-1"))
     assert losses(members.log("chief-0"))

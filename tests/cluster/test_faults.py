@@ -22,9 +22,9 @@ from tfdist.runtime.fault_plan import EVENT, parse
 from tfdist.runtime.launch_protocol import read_journal
 
 SCRIPT = str(ROOT / "tests" / "cluster" / "scripts" / "chaotic.py")
-SECONDS = 600
+TIMEOUT_S = 600
 SEEN = EXAMPLES * (EXAMPLES + 1) * (2 * EXAMPLES + 1) / 6  # each example once an epoch
-pytestmark = pytest.mark.timeout(SECONDS + 60)
+pytestmark = pytest.mark.timeout(TIMEOUT_S + 60)
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +37,7 @@ def undisturbed(tmp_path_factory):
             (("--workers", "2"), "auto") if setup == "workers" else (("--workers", "1"), "mirrored")
         )
         root = tmp_path_factory.mktemp("undisturbed")
-        disturb(Launch(root, SECONDS), flags, name, "none")
+        disturb(Launch(root, TIMEOUT_S), flags, name, "none")
         return (
             flags,
             name,
@@ -150,7 +150,7 @@ def plans():
 
 @pytest.mark.parametrize(("setup", "plan"), list(plans()))
 def test_results_equal_those_of_an_undisturbed_run(setup, plan, undisturbed, launch, capsys):
-    launch.bound = SECONDS
+    launch.bound = TIMEOUT_S
     setup = undisturbed(setup)
     flags, name, *_ = setup
     disturb(launch, flags, name, plan)
@@ -197,7 +197,7 @@ def check_report(lines, faults, told):
 
 
 def test_lost_servers_are_replaced_and_each_example_counts_once(launch):
-    launch.bound = SECONDS
+    launch.bound = TIMEOUT_S
     plan = "kill worker:1@step=5; kill ps:0@step=12; kill chief@step=22"
     err, _ = disturb(
         launch, ("--chief", "--workers", "2", "--ps", "1"), "auto", plan, "epoch", attempts=3

@@ -17,7 +17,7 @@ import pytest
 
 from tests.processes import PYTHON, ROOT, environment, group
 
-SECONDS = 120  # for a launch: TensorFlow's start takes most of its five
+TIMEOUT_S = 120  # for a launch: TensorFlow's start takes most of its five
 NOBODY = 65534
 
 # Worker 0 has a plain socket, worker 1 what TensorFlow makes of a cluster at 127.0.0.1. Each
@@ -111,7 +111,7 @@ def listeners(members, *flags):
     script.write_text(LISTENERS)
     process = launch(members, "--workers", "2", *flags, "--", str(script), str(members.directory))
     ready = [members.directory / f"{index}.ready" for index in range(2)]
-    end = time.monotonic() + SECONDS
+    end = time.monotonic() + TIMEOUT_S
     while not all(path.exists() and path.read_text() for path in ready):
         assert process.poll() is None, members.logs()
         assert time.monotonic() < end, members.logs()
@@ -122,7 +122,7 @@ def listeners(members, *flags):
 
 def finish(members):
     (members.directory / "done").touch()
-    members.succeed(SECONDS)
+    members.succeed(TIMEOUT_S)
 
 
 def test_tasks_cannot_be_reached_from_outside(members, private_network):
@@ -158,7 +158,7 @@ print("listens at", *(row[1] for row in listening))
 def test_single_task_is_isolated_as_it_may_run_a_server(members, private_network):
     (members.directory / "alone.py").write_text(ALONE)
     launch(members, "--", str(members.directory / "alone.py"))
-    members.succeed(SECONDS)
+    members.succeed(TIMEOUT_S)
     # /proc/net/tcp shows a whole namespace: nothing but this server listens in it.
     assert re.search(r"listens at (0{8}|0{32}):[0-9A-F]{4}\n", members.log("launch")), (
         members.logs()
@@ -174,7 +174,7 @@ def test_tasks_of_a_cluster_file_are_never_isolated(members):
     file = members.directory / "cluster.json"
     file.write_text(json.dumps(dict(ClusterSpec.local(workers=1).jobs)))
     launch(members, "--cluster", str(file), "--", PYTHON, "-c", NAMESPACE)
-    members.succeed(SECONDS)
+    members.succeed(TIMEOUT_S)
     assert f"[worker:0] {os.readlink('/proc/self/ns/net')}" in members.log("launch")
 
 
@@ -182,7 +182,7 @@ def test_task_without_network_is_told_why(members, private_network):
     # This address is reserved for documentation.
     download = "import urllib.request; urllib.request.urlopen('http://192.0.2.1/')"
     launch(members, "--workers", "2", "--", PYTHON, "-c", download)
-    assert members.wait(SECONDS) == {"launch": 1}
+    assert members.wait(TIMEOUT_S) == {"launch": 1}
     assert re.search(
         r"ROOT CAUSE.*\n  that is: these tasks have no access to the network.*--allow-remote",
         members.log("launch"),
@@ -193,7 +193,7 @@ def test_launch_warns_where_isolation_is_refused(members):
     if os.geteuid() != 0 or not shutil.which("setpriv"):
         pytest.skip("giving up the right to a private network needs root and setpriv")
     launch(members, "--", "echo", "hello", prefix=("setpriv", "--bounding-set", "-sys_admin"))
-    members.succeed(SECONDS)
+    members.succeed(TIMEOUT_S)
     assert "WARNING: other hosts may reach these tasks." in members.log("launch")
     assert "unshare(CLONE_NEWNET): Operation not permitted" in members.log("launch")
     assert "[worker:0] hello" in members.log("launch")
@@ -234,7 +234,7 @@ def test_ordinary_user_is_isolated_and_keeps_the_files(request, members, private
         NAMESPACE,
         prefix=prefix,
     )
-    members.succeed(SECONDS)
+    members.succeed(TIMEOUT_S)
     assert "cut off from the network" in members.log("launch")
     assert os.readlink("/proc/self/ns/net") not in members.log("launch")
     assert {path.stat().st_uid for path in home.iterdir()} == {NOBODY}

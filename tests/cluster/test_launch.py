@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.launches import BOUND
+from tests.launches import TIMEOUT_S
 from tfdist.cluster.spec import ClusterSpec
 
 
@@ -220,7 +220,7 @@ def test_sigusr1_writes_stacks_to_the_log(launch):
     process = launch.start(script=script)
     launch.wait_for("worker:0.ready")
     os.kill(int(launch.log("worker-0")), signal.SIGUSR1)
-    deadline = time.monotonic() + BOUND
+    deadline = time.monotonic() + TIMEOUT_S
     while "in stuck" not in launch.log("worker-0"):
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -22,7 +22,7 @@ from tests.networks import network
 from tfdist.runtime.launch_protocol import TRANSIENT_CODE, read_journal
 
 SCRIPT = str(ROOT / "tests" / "cluster" / "scripts" / "chaotic.py")
-SECONDS = 240  # for anything here to happen, on a busy machine
+TIMEOUT_S = 240  # for anything here to happen, on a busy machine
 PORT = 20001
 SILENCE = 3
 WINDOW = 2
@@ -31,7 +31,7 @@ HOST = (
     f"--host-timeout {SILENCE} --token-file ../token --grace 20"
 ).split()
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1", "CHAOTIC_PACE": "0.5"}
-pytestmark = pytest.mark.timeout(3 * SECONDS)
+pytestmark = pytest.mark.timeout(3 * TIMEOUT_S)
 
 
 class Hosts:
@@ -59,13 +59,13 @@ class Hosts:
 
     def launch(self, name, *words, **what):
         (self.root / name).mkdir()
-        launch = Launch(self.root / name, SECONDS)
+        launch = Launch(self.root / name, TIMEOUT_S)
         self.launches.append(launch)
         launch.process = launch.start(*words, environ=QUIET, **what)
         return launch
 
     def until(self, condition, what):
-        end = time.monotonic() + SECONDS
+        end = time.monotonic() + TIMEOUT_S
         while not (found := condition()):
             ended = [launch for launch in self.launches if launch.process.poll() is not None]
             assert time.monotonic() < end, (

@@ -14,7 +14,7 @@ from tests.processes import PYTHON, ROOT, group
 
 DIRECTORY = ROOT / "notebooks"
 NOTEBOOKS = sorted(DIRECTORY.glob("*.ipynb"))
-SECONDS = 540  # for one notebook: 20 to 60 on an idle machine of 2 cores
+TIMEOUT_S = 540  # for one notebook: 20 to 60 on an idle machine of 2 cores
 LARGEST = 300_000  # bytes: outputs must not make the repository grow
 # Paths and addresses of the machine that made the outputs; what a command was told, such as a
 # relative path, may be there.
@@ -87,7 +87,7 @@ def test_notebook_runs_and_leaves_no_process(path, tmp_path):
             [PYTHON, str(DIRECTORY / "execute.py"), str(path), "--to", str(tmp_path / "to")],
             **environ,
         )
-        members.succeed(SECONDS)
+        members.succeed(TIMEOUT_S)
     assert all(
         cell.outputs
         for cell in nbformat.read(tmp_path / "to" / path.name, 4).cells

@@ -12,8 +12,8 @@ from tests.processes import PYTHON, ROOT, group
 from tfdist.cluster.spec import ClusterSpec
 from tfdist.strategies.factory import make_strategy
 
-SECONDS = 600  # for one cluster: about 70 on an idle machine of 2 cores
-pytestmark = pytest.mark.timeout(SECONDS + 60)
+TIMEOUT_S = 600  # for one cluster: about 70 on an idle machine of 2 cores
+pytestmark = pytest.mark.timeout(TIMEOUT_S + 60)
 
 
 def results_of(directory, workers, ps, *features):
@@ -27,7 +27,7 @@ def results_of(directory, workers, ps, *features):
             members.start(
                 str(task).replace(":", "-"), command, TF_CONFIG=config, PYTHONPATH=str(ROOT)
             )
-        members.succeed(SECONDS)
+        members.succeed(TIMEOUT_S)
     return json.loads(out.read_text())
 
 
@@ -111,7 +111,7 @@ def test_a_sharded_table_is_never_pulled_and_saved_as_one(tmp_path):
             [*launch, "--", "-m", module, str(out), "sharded", "adam"],
             PYTHONPATH=str(ROOT),
         )
-        members.succeed(SECONDS)
+        members.succeed(TIMEOUT_S)
     report = json.loads(out.read_text())
     assert report["devices"] == ["ps:0", "ps:1"]
     assert report["shards"] == [[100_000, 16], [100_000, 16]]

@@ -11,8 +11,8 @@ import pytest
 from tests.processes import PYTHON, ROOT, group
 from tfdist.runtime.formatting import format_bytes
 
-SECONDS = 200
-pytestmark = pytest.mark.timeout(2 * SECONDS)
+TIMEOUT_S = 200
+pytestmark = pytest.mark.timeout(2 * TIMEOUT_S)
 # Of each way the stages, the devices, and what else is in its config.
 WAYS = {
     "one device": (0, "cpu:0", []),
@@ -75,7 +75,7 @@ def runs(tmp_path_factory, digits_dir):
                     *words(digits_dir, devices, *more),
                 ],
             )
-        members.succeed(SECONDS)
+        members.succeed(TIMEOUT_S)
         found = {
             way: dict(re.findall(r"^(resident|peak|sent) (\d+)$", members.log(way), re.MULTILINE))
             for way in WAYS
@@ -122,7 +122,7 @@ def test_the_docs_have_what_is_predicted(tmp_path, digits_dir):
             "muon",
             [*plan, "--config.train.precision=mixed_float16", "--config.train.optimizer=muon"],
         )
-        members.succeed(SECONDS)
+        members.succeed(TIMEOUT_S)
         plan, muon, half = (json.loads(members.log(name)) for name in ("plan", "muon", "half"))
     for way in plan["ways"]:
         (row,) = re.findall(rf"^\| {re.escape(way['name'])} \| ([^|]*) \|", text, re.MULTILINE)
@@ -141,6 +141,6 @@ def test_config_that_cannot_be_built_is_named(tmp_path, digits_dir):
             "plan",
             [PYTHON, "-m", "tfdist", "plan", *words(digits_dir, "cpu", "--config.model.name=mpl")],
         )
-        assert process.wait(SECONDS) == 78, members.logs()
+        assert process.wait(TIMEOUT_S) == 78, members.logs()
         assert "model 'mpl': no such model. Did you mean mlp?" in members.log("plan")
         assert "Traceback" not in members.log("plan")

@@ -16,7 +16,7 @@ from tests.processes import PYTHON, ROOT, group
 from tfdist import ClusterSpec
 
 SCRIPT = str(ROOT / "tests" / "cluster" / "scripts" / "ps_faults.py")
-SECONDS = 90  # for one event; a few on an idle machine
+TIMEOUT_S = 90  # for one event; a few on an idle machine
 STEPS = EXAMPLES // BATCH
 
 
@@ -45,7 +45,7 @@ class Job:
         os.kill(self.members.processes[name].pid, number)
 
     def says(self, pattern):
-        return self.members.says("chief-0", pattern, SECONDS)
+        return self.members.says("chief-0", pattern, TIMEOUT_S)
 
     def in_the_middle_of_an_epoch(self):
         """Wait for the next epoch to begin, and then for some of its steps."""
@@ -106,7 +106,7 @@ def test_workers_come_and_go_and_every_example_counts_once(job):
     done = epochs(job.log())
     assert done == [(epoch, EXAMPLES, (epoch + 1) * STEPS) for epoch in range(7)]
     assert re.search(rf"done, evaluation {EXAMPLES}\.0", job.log())
-    assert set(job.members.wait(SECONDS).values()) == {0}  # the servers end with the chief
+    assert set(job.members.wait(TIMEOUT_S).values()) == {0}  # the servers end with the chief
 
 
 @pytest.mark.timeout(600)
@@ -140,7 +140,7 @@ def test_a_lost_parameter_server_and_a_lost_chief_cost_one_epoch_at_most(job):
     assert all(
         once == EXAMPLES and iterations == (n + 1) * STEPS for n, once, iterations in numbers
     )
-    assert set(job.members.wait(SECONDS).values()) == {0}
+    assert set(job.members.wait(TIMEOUT_S).values()) == {0}
 
 
 @pytest.mark.timeout(300)
@@ -155,7 +155,7 @@ def test_when_no_worker_comes_back_they_are_named(job):
         r"TimeoutError: No worker is left: worker:0 at .*, worker:1 at .* did not come back "
         r"within 8 s"
     )
-    assert job.members.processes["chief-0"].wait(SECONDS) != 0
+    assert job.members.processes["chief-0"].wait(TIMEOUT_S) != 0
 
 
 @pytest.mark.timeout(120)

@@ -16,8 +16,8 @@ from tfdist.backup.store import Store
 from tfdist.runtime.launch_protocol import CHAOS, LOG_DIR
 
 SCRIPT = str(ROOT / "tests" / "cluster" / "scripts" / "resumed.py")
-SECONDS = 200  # for one attempt: some ten on an idle machine
-pytestmark = pytest.mark.timeout(6 * SECONDS)
+TIMEOUT_S = 200  # for one attempt: some ten on an idle machine
+pytestmark = pytest.mark.timeout(6 * TIMEOUT_S)
 
 
 def attempt(root, backup, count, *where, how="whole", **environ):
@@ -32,9 +32,9 @@ def attempt(root, backup, count, *where, how="whole", **environ):
             **environ,
         )
         if where:
-            assert -9 in members.wait(SECONDS).values()
+            assert -9 in members.wait(TIMEOUT_S).values()
         else:
-            members.succeed(SECONDS)
+            members.succeed(TIMEOUT_S)
     return [pickle.loads(file.read_bytes()) for file in sorted(out.glob("*.pickle"))]
 
 

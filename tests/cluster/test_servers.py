@@ -12,8 +12,8 @@ from tests.processes import PYTHON, ROOT, group
 from tfdist.cluster.addresses import answers
 from tfdist.cluster.spec import ClusterSpec
 
-SECONDS = 120  # for a process to come up or to end by itself; it takes five on an idle machine
-pytestmark = pytest.mark.timeout(4 * SECONDS)
+TIMEOUT_S = 120  # for a process to come up or to end by itself; it takes five on an idle machine
+pytestmark = pytest.mark.timeout(4 * TIMEOUT_S)
 
 SERVE = """
 import sys, tensorflow as tf
@@ -21,7 +21,7 @@ tf.distribute.Server({"worker": [sys.argv[1]]}, job_name="worker", task_index=0,
 """  # noqa: E501
 
 
-def until(condition, seconds=SECONDS):
+def until(condition, seconds=TIMEOUT_S):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"not within {seconds} s"
@@ -67,7 +67,7 @@ def test_another_kind_of_server_does_not_answer(greeting):
         with server.accept()[0] as connection:
             connection.sendall(greeting)
             connection.recv(1000)
-            closing.wait(SECONDS)
+            closing.wait(TIMEOUT_S)
 
     closing = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -126,9 +126,9 @@ def job(tmp_path):
 def test_servers_end_with_a_chief_that_finished(job):
     job.serve()
     job.start("chief:0")
-    job.members.processes["chief:0"].wait(SECONDS)
+    job.members.processes["chief:0"].wait(TIMEOUT_S)
     started = time.monotonic()
-    job.members.succeed(SECONDS)
+    job.members.succeed(TIMEOUT_S)
     assert (
         time.monotonic() - started < 15
     )  # less than a second on an idle machine; without the chief's word, 60
@@ -143,7 +143,7 @@ def test_servers_end_with_a_chief_that_finished(job):
 
 
 def test_servers_wait_within_a_bound_for_a_chief_that_was_killed_or_left(job):
-    job.serve(timeouts=(SECONDS, 20))
+    job.serve(timeouts=(TIMEOUT_S, 20))
     job.start("chief:0", how="stay", name="first")
     job.says("first", "counted 50")
     for task in ("worker:0", "worker:1", "ps:0"):  # each looks once a second
@@ -153,13 +153,13 @@ def test_servers_wait_within_a_bound_for_a_chief_that_was_killed_or_left(job):
     job.start("chief:0", how="leave", name="second")
     job.says("second", "counted 50")
     job.members.processes.pop("first").wait(10)
-    job.members.succeed(SECONDS)
+    job.members.succeed(TIMEOUT_S)
     assert "did not come back within 20 s" in job.members.log("ps:0")
 
 
 def test_a_chief_that_never_comes_is_named(job):
     job.start("worker:0", timeouts=(2, 2))
-    assert job.members.wait(SECONDS) == {"worker:0": 75}
+    assert job.members.wait(TIMEOUT_S) == {"worker:0": 75}
     log = job.members.log("worker:0")
     assert f"no chief answered at {job.spec.jobs['chief'][0]} within 2 s" in log
     assert "Traceback" not in log
@@ -176,7 +176,7 @@ def test_signals_end_a_server_at_once(job, number):
     for process in servers.values():
         process.send_signal(number)
     started = time.monotonic()
-    codes = {process.wait(SECONDS) for process in servers.values()}
+    codes = {process.wait(TIMEOUT_S) for process in servers.values()}
     assert time.monotonic() - started < 10  # a second on an idle machine
     assert codes == {130 if number == signal.SIGINT else -signal.SIGTERM}
     assert not any("Traceback" in job.members.log(name) for name in servers)
@@ -186,9 +186,9 @@ def test_port_in_use_and_missing_chief_are_named(job):
     host, port = job.spec.jobs["worker"][0].split(":")
     with socket.create_server((host, int(port))):
         job.start("worker:0")
-        assert job.members.wait(SECONDS) == {"worker:0": 1}
+        assert job.members.wait(TIMEOUT_S) == {"worker:0": 1}
     assert "already in use on this machine" in job.members.log("worker:0")
     job.spec = ClusterSpec.local(workers=1, ps=1)
     job.start("ps:0", name="ps:0")
-    assert job.members.wait(SECONDS)["ps:0"] == 1
+    assert job.members.wait(TIMEOUT_S)["ps:0"] == 1
     assert "parameter_server needs a chief" in job.members.log("ps:0")

@@ -13,9 +13,9 @@ import pytest
 from tests.launches import OFF
 from tfdist.runtime.launch_protocol import read_journal
 
-SECONDS = 240
+TIMEOUT_S = 240
 FRESH = {OFF: "1"}
-pytestmark = pytest.mark.timeout(SECONDS + 60)
+pytestmark = pytest.mark.timeout(TIMEOUT_S + 60)
 
 # Task that reports its steps, and waits until as many standby processes as TASKS are ready in each
 # attempt but the last.
@@ -61,7 +61,7 @@ def standby(launch, what):
 
 
 def test_a_restart_takes_over_standby_processes_that_scripts_cannot_tell(launch):
-    launch.bound = SECONDS
+    launch.bound = TIMEOUT_S
     flags = ("--workers", "2", "--restarts", "1", "--standby", "3", "--chaos", "kill standby")
     code, _, err = launch.run(
         *flags, script=SCRIPT.replace("LAST", "1").replace("TASKS", "3"), environ=FRESH
@@ -95,7 +95,7 @@ def test_no_standby_processes_without_restarts_unless_asked_for(launch):
 
 
 def test_standby_processes_end_when_the_launcher_is_killed(launch):
-    launch.bound = SECONDS
+    launch.bound = TIMEOUT_S
     process = launch.start(
         "--workers",
         "2",
@@ -106,7 +106,7 @@ def test_standby_processes_end_when_the_launcher_is_killed(launch):
         script=SCRIPT.replace("LAST", "9").replace("TASKS", "9"),
         environ=FRESH,
     )
-    end = time.monotonic() + SECONDS
+    end = time.monotonic() + TIMEOUT_S
     while not ((launch.directory / "runs").exists() and standby(launch, "ready")):
         assert time.monotonic() < end
         time.sleep(0.1)

@@ -9,7 +9,7 @@ from tests.windows import typical
 from tfdist.telemetry.step_records import PARTS, read
 
 SCRIPT = str(ROOT / "tests" / "cluster" / "scripts" / "measured.py")
-SECONDS = 200  # some ten on an idle machine
+TIMEOUT_S = 200  # some ten on an idle machine
 
 
 def run(directory, *words):
@@ -17,7 +17,7 @@ def run(directory, *words):
         workers(
             members, 2, [PYTHON, SCRIPT, "{index}", str(directory), *words], PYTHONPATH=str(ROOT)
         )
-        members.succeed(SECONDS)
+        members.succeed(TIMEOUT_S)
     return read(directory)
 
 

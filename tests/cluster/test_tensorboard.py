@@ -12,8 +12,8 @@ from tests.processes import PYTHON, ROOT, group
 from tests.tensorboards import BROWSER, serving
 from tests.unit.train.callbacks.test_tensorboard import traced
 
-SECONDS = 240  # for the run; 20 on an idle machine of 2 cores
-pytestmark = pytest.mark.timeout(3 * SECONDS)
+TIMEOUT_S = 240  # for the run; 20 on an idle machine of 2 cores
+pytestmark = pytest.mark.timeout(3 * TIMEOUT_S)
 RUNS = {"tiny", "tiny/train", "tiny/validation", "tiny/worker-0", "tiny/worker-1"}
 
 
@@ -25,7 +25,7 @@ def run(directory, words):
             '-- tfdist train "$@"'
         )
         members.start("run", ["bash", "-c", command, "bash", *words], PYTHONPATH=str(ROOT))
-        return members.wait(SECONDS)["run"], members.log("run")
+        return members.wait(TIMEOUT_S)["run"], members.log("run")
 
 
 @pytest.fixture(scope="module")

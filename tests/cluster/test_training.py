@@ -14,8 +14,8 @@ import pytest
 from tests.cluster.scripts.files import CRASH_EPOCH, EPOCHS, LONG_STEPS, SLOW_STEPS
 from tests.processes import PYTHON, ROOT, group, workers
 
-SECONDS = 240  # for one cluster: about 25 on an idle machine of 2 cores
-pytestmark = pytest.mark.timeout(3 * SECONDS)
+TIMEOUT_S = 240  # for one cluster: about 25 on an idle machine of 2 cores
+pytestmark = pytest.mark.timeout(3 * TIMEOUT_S)
 
 
 def script(name, *arguments):
@@ -34,9 +34,9 @@ class Job:
             with group(logs) as members:
                 workers(members, 2, script("files", directory, stage), PYTHONPATH=str(ROOT))
                 if stage == "crash":
-                    assert not any(c == 0 for c in members.wait(SECONDS).values()), members.logs()
+                    assert not any(c == 0 for c in members.wait(TIMEOUT_S).values()), members.logs()
                 else:
-                    members.succeed(SECONDS)
+                    members.succeed(TIMEOUT_S)
                 self.logs = [members.log(f"worker-{i}") for i in range(2)]
         self.results = [
             pickle.loads((directory / f"result-{i}.pickle").read_bytes()) for i in range(2)
@@ -182,7 +182,7 @@ def mistakes(tmp_path_factory):
             script("mistakes", directory / "{index}.json", *MISTAKES),
             PYTHONPATH=str(ROOT),
         )
-        codes = members.wait(SECONDS)
+        codes = members.wait(TIMEOUT_S)
         errors = [json.loads((directory / f"{i}.json").read_text()) for i in range(2)]
         for i in range(2):
             assert codes[f"worker-{i}"] != 0, members.logs()
@@ -206,7 +206,7 @@ def test_another_model_on_one_worker_ends_both(tmp_path):
             script("mistakes", tmp_path / "{index}.json", "other_model"),
             PYTHONPATH=str(ROOT),
         )
-        assert 0 not in members.wait(SECONDS).values(), members.logs()
+        assert 0 not in members.wait(TIMEOUT_S).values(), members.logs()
         logs = [members.log(worker) for worker in members.processes]
         assert all("Collective ops is aborted by" in log for log in logs), members.logs()
         assert any("Collective instance" in log for log in logs), (

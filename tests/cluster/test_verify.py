@@ -11,7 +11,7 @@ import pytest
 
 from tests.processes import PYTHON, ROOT, group
 
-SECONDS = 240  # for one comparison: 10 to 25 on an idle machine of 2 cores
+TIMEOUT_S = 240  # for one comparison: 10 to 25 on an idle machine of 2 cores
 SCRIPT = ROOT / "tests" / "cluster" / "scripts" / "verified.py"
 DEVICES = ("--strategy=mirrored", "--devices=2", "--quick")
 RUNS = {
@@ -24,7 +24,7 @@ RUNS = {
     "seed": ("--workers=2", "--quick"),
     "overlapping": ("--workers=2", "--quick"),
 }
-pytestmark = pytest.mark.timeout(len(RUNS) * SECONDS)
+pytestmark = pytest.mark.timeout(len(RUNS) * TIMEOUT_S)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def done(tmp_path_factory, digits_dir):
             ]
             environ = {"PYTHONPATH": str(ROOT), "TFDS_DATA_DIR": str(digits_dir)}
             members.start(name, command, stderr=subprocess.DEVNULL, **environ)
-            return members.wait(SECONDS)[name], members.log(name)
+            return members.wait(TIMEOUT_S)[name], members.log(name)
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         return dict(zip(RUNS, pool.map(verify, RUNS), strict=True))

@@ -32,7 +32,7 @@ REFUSED = {("central", "mixed_float16")}  # Keras applies a LossScaleOptimizer i
 # A GPU sums in another order, and convolves and multiplies in TensorFloat-32, whose rounding is
 # 2^-11.
 TOLERANCE = {"mixed_float16": 2e-2}
-SECONDS = 400
+TIMEOUT_S = 400
 
 # `processes.environment` hides GPUs from tests that need none; show again all that this process
 # sees.
@@ -40,7 +40,7 @@ VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(str(i) for i in ran
 gpus = len(tf.config.list_physical_devices("GPU"))
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(2 * SECONDS),
+    pytest.mark.timeout(2 * TIMEOUT_S),
     pytest.mark.skipif(gpus < 1, reason="needs a GPU that TensorFlow sees"),
 ]
 
@@ -61,7 +61,7 @@ def run(tmp_path_factory):
                     CUDA_VISIBLE_DEVICES=VISIBLE,
                     TF_FORCE_GPU_ALLOW_GROWTH="true",
                 )
-                members.succeed(SECONDS)
+                members.succeed(TIMEOUT_S)
             done[strategy, devices] = pickle.loads((directory / "out").read_bytes())
         return done[strategy, devices]
 
@@ -97,7 +97,7 @@ def test_batches_are_copied_ahead_of_time(tmp_path):
             CUDA_VISIBLE_DEVICES=VISIBLE,
             TF_FORCE_GPU_ALLOW_GROWTH="true",
         )
-        members.succeed(SECONDS)
+        members.succeed(TIMEOUT_S)
         assert members.log("process").count("device:GPU:0") == 2
 
 
@@ -111,7 +111,7 @@ def test_sharded_training_equals_plain_training(tmp_path):
         members.start(
             "process", command, CUDA_VISIBLE_DEVICES=VISIBLE, TF_FORCE_GPU_ALLOW_GROWTH="true"
         )
-        members.succeed(SECONDS)
+        members.succeed(TIMEOUT_S)
     results = pickle.loads((tmp_path / "out").read_bytes())
     for (case, way), numbers in results.items():
         assert not isinstance(numbers, str), numbers

@@ -49,7 +49,7 @@ SETUPS = {  # name: strategy, devices, processes, cases where not all
 PAIRS = (("one", "mirrored-2"), ("mirrored-3", "central-2"))
 # Keras applies a LossScaleOptimizer in a replica only; central storage refuses it.
 REFUSED = {("central-2", "loss_scaling"), ("central-2", "mixed_float16")}
-SECONDS = 500  # for one setup: about 60 on an idle machine of 2 cores
+TIMEOUT_S = 500  # for one setup: about 60 on an idle machine of 2 cores
 
 
 def cases(prefix=""):
@@ -65,10 +65,10 @@ def cases(prefix=""):
 @pytest.fixture(scope="session")
 def run(tmp_path_factory):
     """Return the results of a setup's processes: a list of {case: numbers}."""
-    return runs(tmp_path_factory, "runner.py", SETUPS, PAIRS, SECONDS)
+    return runs(tmp_path_factory, "runner.py", SETUPS, PAIRS, TIMEOUT_S)
 
 
-@pytest.mark.timeout(2 * SECONDS)
+@pytest.mark.timeout(2 * TIMEOUT_S)
 @pytest.mark.parametrize(("setup", "case"), cases())
 def test_equals_one_replica(run, setup, case):
     one = run("one")[0][case]

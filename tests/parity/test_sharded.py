@@ -25,16 +25,16 @@ SETUPS = {  # name: strategy, devices, processes, cases
 }
 PAIRS = (("mirrored-2", "features"),)  # two processes at a time, each on one core
 ROUNDING = 1e-8
-SECONDS = 400  # for one setup: about 60 on an idle machine of 2 cores
+TIMEOUT_S = 400  # for one setup: about 60 on an idle machine of 2 cores
 
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory):
     """Return the results of a setup's processes: a list of {(case, way): numbers}."""
-    return runs(tmp_path_factory, "sharded_cases.py", SETUPS, PAIRS, SECONDS)
+    return runs(tmp_path_factory, "sharded_cases.py", SETUPS, PAIRS, TIMEOUT_S)
 
 
-@pytest.mark.timeout(2 * SECONDS)
+@pytest.mark.timeout(2 * TIMEOUT_S)
 @pytest.mark.parametrize(
     ("setup", "case"),
     [
@@ -55,7 +55,7 @@ def test_equals_plain_training(run, setup, case):
             compare(plain, numbers, facts.tolerance, ROUNDING, f"{case}, {way}")
 
 
-@pytest.mark.timeout(2 * SECONDS)
+@pytest.mark.timeout(2 * TIMEOUT_S)
 @pytest.mark.parametrize(
     ("setup", "case", "replicas"), [("mirrored-2", "lstm adam", 2), ("workers-4", "cnn rmsprop", 4)]
 )
@@ -72,7 +72,7 @@ def test_each_replica_holds_its_part(run, setup, case, replicas):
             np.testing.assert_array_equal(numbers["held state"], -(-state // replicas), err_msg=way)
 
 
-@pytest.mark.timeout(2 * SECONDS)
+@pytest.mark.timeout(2 * TIMEOUT_S)
 def test_workers_without_a_scope_refuse_what_needs_one_and_name_a_missing_peer(run):
     chief, other = (process["left alone"] for process in run("workers-2"))
     assert (

@@ -54,12 +54,12 @@ def test_half_a_task_is_refused(given, missing):
 
 def test_our_errors_read_plainly_and_others_keep_their_traceback(capsys):
     with pytest.raises(SystemExit) as stop:
-        app.plainly(flags.parsed_options, parsed("--task_type=worker"))
+        app.exit_on_configuration_error(flags.parsed_options, parsed("--task_type=worker"))
     assert stop.value.code == CONFIGURATION_CODE
     assert isinstance(stop.value.__cause__, ValueError)
     assert capsys.readouterr().err.startswith("error: --task_index is missing")
     with pytest.raises(ValueError, match="invalid literal"):
-        app.plainly(int, "x")
+        app.exit_on_configuration_error(int, "x")
 
 
 SCRIPT = """

@@ -48,7 +48,9 @@ def installed_versions() -> str:
     return ", ".join(versions)
 
 
-def badge(spec: ClusterSpec, task: str, versions: str, attempt: str, nonce: str) -> dict[str, Any]:
+def hello_message(
+    spec: ClusterSpec, task: str, versions: str, attempt: str, nonce: str
+) -> dict[str, Any]:
     """Return the message with which a process identifies itself.
 
     Args:
@@ -86,13 +88,13 @@ def compare(theirs: Mapping[str, Any], peer: str, own: Mapping[str, Any], source
     """Raise ConfigurationError if another process has a different cluster or other versions.
 
     Args:
-        theirs: Badge of the other process.
+        theirs: Hello message of the other process.
         peer: Name of the other process in messages, such as "worker:1 at 10.0.0.2:2222".
-        own: Badge of this process.
+        own: Hello message of this process.
         source: Origin of this process's cluster, for messages.
 
     Raises:
-        ConfigurationError: If the badges differ.
+        ConfigurationError: If the hello messages differ.
     """
     if theirs.get("cluster") != own["cluster"]:
         raise ConfigurationError(

@@ -58,7 +58,7 @@ class Wait:
         spec: Cluster of the tasks.
         who: Name of the waiting side, for the lines.
         timeout: Seconds for all waits together.
-        say: Function that receives the lines.
+        show_line: Function that receives the lines.
         pauses: Seconds between the first two attempts, and the maximum between later ones.
         interval: Seconds between two lines.
     """
@@ -68,13 +68,13 @@ class Wait:
         spec: ClusterSpec,
         who: str,
         timeout: float,
-        say: Callable[[str], None],
+        show_line: Callable[[str], None],
         pauses: tuple[float, float],
         interval: float,
     ):
         self._spec = spec
         self._who = who
-        self._say = say
+        self._show_line = show_line
         self._pauses = pauses
         self._interval = interval
         self._next_line = time.monotonic() + interval
@@ -103,7 +103,7 @@ class Wait:
                 return missing
             if time.monotonic() >= self._next_line:
                 self._next_line += self._interval
-                self._say(
+                self._show_line(
                     f"after {elapsed:.0f} s {self._who} waits for {absent(missing, self._spec)}"
                 )
             time.sleep(min(pause, self.timeout - elapsed))

@@ -25,9 +25,9 @@ from tfdist.cluster.handshake import (
     PeersAbsent,
     absent_too_long,
     another_task,
-    badge,
     claimed_twice,
     compare,
+    hello_message,
     installed_versions,
     receive,
     send,
@@ -118,8 +118,8 @@ class _Barrier:
         self.peers = {str(task): task for task in spec.listening_tasks if task != me}
         self.leader = spec.listening_tasks[0]
         nonce = uuid.uuid4().hex
-        self.badge = badge(spec, str(me), versions, attempt, nonce)
-        self.nonces = {str(me): nonce}  # by task, of every process that sent a badge
+        self.hello = hello_message(spec, str(me), versions, attempt, nonce)
+        self.nonces = {str(me): nonce}  # by task, of every process that sent a hello message
         self.met: set[str] = set()  # tasks that replied at their address and are compatible
         self.ready: set[str] = set()  # on the leader: the tasks that have met all others
         self.notified: set[str] = set()  # on the leader: the tasks that have received the go
@@ -153,9 +153,9 @@ class _Barrier:
         )
 
     def answer(self, hello: Mapping[str, Any], host: str) -> dict[str, Any]:
-        """Return the reply to another process's badge."""
+        """Return the reply to another process's hello message."""
         if hello.get("attempt") != self.attempt:
-            return self.badge  # a process of another attempt is about to exit: not a fault
+            return self.hello  # a process of another attempt is about to exit: not a fault
         name = str(hello.get("task"))
         if self._is_compatible(hello, f"{name} at {host}") and hello.get("ready"):
             self.ready.add(name)
@@ -167,9 +167,9 @@ class _Barrier:
 
     def _message(self) -> dict[str, Any]:
         if not self.fault:
-            return self.badge
+            return self.hello
         permanent = isinstance(self.fault, ConfigurationError)
-        return {**self.badge, "fault": str(self.fault)[: LINE_BYTES // 8], "permanent": permanent}
+        return {**self.hello, "fault": str(self.fault)[: LINE_BYTES // 8], "permanent": permanent}
 
     def _names_missing(self) -> dict[str, str]:
         try:
@@ -197,7 +197,7 @@ class _Barrier:
         return {str(self.leader): reason} if reason else {}
 
     def _exchange(self, task: Task, ready: bool = False) -> tuple[dict[str, Any], str]:
-        """Send the badge to a task; return its reply and "", or {} and why there is none.
+        """Send the hello message to a task; return its reply and "", or {} and why there is none.
 
         A permanent error is recorded as the fault of this side.
         """
@@ -219,27 +219,27 @@ class _Barrier:
         return reply, ""
 
     def _is_compatible(
-        self, badge: Mapping[str, Any], peer: str, expected: str | None = None
+        self, hello: Mapping[str, Any], peer: str, expected: str | None = None
     ) -> bool:
         """Return whether another process is compatible; record the fault if it is not."""
         try:
-            self._compare(badge, peer)
-            if expected and badge["task"] != expected:
-                raise another_task(badge["task"], str(self.me), peer)
-            if "fault" in badge:
-                kind = ConfigurationError if badge.get("permanent") else PeersAbsent
-                raise kind(f"{badge['task']} gave up: {badge['fault']}")
+            self._compare(hello, peer)
+            if expected and hello["task"] != expected:
+                raise another_task(hello["task"], str(self.me), peer)
+            if "fault" in hello:
+                kind = ConfigurationError if hello.get("permanent") else PeersAbsent
+                raise kind(f"{hello['task']} gave up: {hello['fault']}")
         except (ConfigurationError, PeersAbsent) as error:
             self._fail(error)
             return False
         return True
 
-    def _compare(self, badge: Mapping[str, Any], peer: str) -> None:
-        compare(badge, peer, self.badge, self.spec.source)
+    def _compare(self, hello: Mapping[str, Any], peer: str) -> None:
+        compare(hello, peer, self.hello, self.spec.source)
         with self.lock:
-            first_nonce = self.nonces.setdefault(str(badge.get("task")), str(badge.get("nonce")))
-        if first_nonce != badge.get("nonce"):
-            raise claimed_twice(badge.get("task"), str(self.me), peer)
+            first_nonce = self.nonces.setdefault(str(hello.get("task")), str(hello.get("nonce")))
+        if first_nonce != hello.get("nonce"):
+            raise claimed_twice(hello.get("task"), str(self.me), peer)
 
     def _fail(self, error: Exception) -> None:
         with self.lock:

@@ -40,8 +40,8 @@ def step_range(name: str, text: str) -> tuple[int, int]:
         >>> step_range("--profile", "steps=10..15"), step_range("--profile", "steps=7")
         ((10, 15), (7, 7))
     """
-    found = re.fullmatch(r"steps=(\d+)(?:\.\.(\d+))?", text) if isinstance(text, str) else None
-    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    match = re.fullmatch(r"steps=(\d+)(?:\.\.(\d+))?", text) if isinstance(text, str) else None
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= first <= last:
         raise ValueError(
             f"{name}: expected steps from 1 on, the first and the last, such as steps=10..15; "

@@ -254,18 +254,18 @@ class Telemetry:
 
     def __post_init__(self) -> None:
         check(self, "telemetry")
-        self.places()
+        self.backend_names()
         if self.profile is not None:
             step_range("telemetry.profile", self.profile)
 
-    def places(self) -> tuple[str, ...]:
-        """Return the words of `backends`.
+    def backend_names(self) -> tuple[str, ...]:
+        """Return the names in `backends`.
 
         Raises:
             ValueError: A word is not a known backend.
 
         Example:
-            >>> Telemetry(backends="console, jsonl").places()
+            >>> Telemetry(backends="console, jsonl").backend_names()
             ('console', 'jsonl')
         """
         words = tuple(word.strip() for word in self.backends.split(",") if word.strip())

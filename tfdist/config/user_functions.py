@@ -71,23 +71,23 @@ def load(text: str, key: str) -> Callable[..., Any]:
     return function
 
 
-def _module(name: str, given: str) -> ModuleType:
+def _module(name: str, setting: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"{given}: no module {error.name} can be imported. Name a file, FILE.py:FUNCTION, or "
+            f"{setting}: no module {error.name} can be imported. Name a file, FILE.py:FUNCTION, or "
             "install it."
         ) from error
     except Exception as error:
-        raise failed(given, error) from error
+        raise failed(setting, error) from error
 
 
-def _file(path: str, given: str) -> ModuleType:
+def _file(path: str, setting: str) -> ModuleType:
     if path in _files:
         return _files[path]
     if not os.path.isfile(path):
-        raise ValueError(f"{given}: no such file as {path}.")
+        raise ValueError(f"{setting}: no such file as {path}.")
     directory, name = os.path.split(path)
     if directory not in sys.path:
         sys.path.insert(0, directory)  # as for a script, so that it can import modules beside it
@@ -102,23 +102,23 @@ def _file(path: str, given: str) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise failed(given, error) from error
+        raise failed(setting, error) from error
     _files[path] = module
     return module
 
 
-def failed(given: str, error: Exception) -> ValueError:
+def failed(setting: str, error: Exception) -> ValueError:
     """Return a ValueError for an error in a user's file, which names the line at fault.
 
     This is the line that was run, or that cannot be parsed.
 
     Args:
-        given: Setting that names the file, such as "--config=mine.py".
+        setting: Setting that names the file, such as "--config=mine.py".
         error: Error that the caller has caught.
     """
     if isinstance(error, SyntaxError) and error.filename:
         return ValueError(
-            f"{given}: {type(error).__name__} in line {error.lineno} of {error.filename}: "
+            f"{setting}: {type(error).__name__} in line {error.lineno} of {error.filename}: "
             f"{error.msg}"
         )
     files = (__file__, importlib.__file__, runpy.__file__)
@@ -130,4 +130,4 @@ def failed(given: str, error: Exception) -> ValueError:
     # The user's file is the first that runs.
     own = [frame for frame in frames if frame.filename == frames[0].filename]
     where = f" in line {own[-1].lineno} of {own[-1].filename}" if own else ""
-    return ValueError(f"{given}: {type(error).__name__}{where}: {error}")
+    return ValueError(f"{setting}: {type(error).__name__}{where}: {error}")

@@ -96,8 +96,8 @@ def own_host(rendezvous: str) -> str:
 
 
 @contextlib.contextmanager
-def meeting(
-    address: str, token: bytes, terms: Terms, policy: Policy, say: Callable[[str], None]
+def serve_rendezvous(
+    address: str, token: bytes, terms: Terms, policy: Policy, show_line: Callable[[str], None]
 ) -> Iterator[Rendezvous | None]:
     """Run the rendezvous server if this is the first host; yield it, or None on other hosts.
 
@@ -106,7 +106,7 @@ def meeting(
         token: Secret, as `read_token` returns it.
         terms: Number of workers and the timeouts.
         policy: Restart policy.
-        say: Function that shows a line to the user.
+        show_line: Function that shows a line to the user.
     """
 
     def decide(outcome: messages.Outcome) -> Decision:
@@ -120,7 +120,7 @@ def meeting(
         )
 
     try:
-        server = Rendezvous(address, token, terms, decide=decide, say=say)
+        server = Rendezvous(address, token, terms, decide=decide, show_line=show_line)
     except OSError as error:
         if error.errno not in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
             raise

@@ -132,7 +132,7 @@ def _launch(flags: argparse.Namespace, words: list[str]) -> int:
             grace=flags.grace,
             evaluator_wait=flags.evaluator_wait,
             policy=policy,
-            silence=silence_bounds(flags),
+            hang_timeouts=hang_timeouts(flags),
             isolated=isolated,
             colour=colour,
             chaos=None if faults is None else Chaos(faults, log_dir),
@@ -172,7 +172,7 @@ def _launch_hosts(
         flags.min_workers,
         flags.max_workers,
         window=flags.restart_window,
-        silence=flags.host_timeout,
+        host_timeout=flags.host_timeout,
         timeout=flags.join_timeout,
         grace=flags.grace + 20.0,  # includes time to report
     )
@@ -191,7 +191,7 @@ def _launch_hosts(
     )
     digest = agent.digest(words)
     with (
-        agent.meeting(flags.rendezvous, token, terms, policy, console.notice) as server,
+        agent.serve_rendezvous(flags.rendezvous, token, terms, policy, console.notice) as server,
         RendezvousClient(
             flags.rendezvous,
             token,
@@ -199,7 +199,7 @@ def _launch_hosts(
             slots,
             digest,
             join_timeout=flags.join_timeout,
-            say=console.notice,
+            show_line=console.notice,
         ) as member,
     ):
         return agent.run(supervisor, member, server, plan_start, console, log_dir)
@@ -229,7 +229,7 @@ def find_faults(plan: str | None, tasks: Sequence[str]) -> tuple[Fault, ...] | N
     return faults
 
 
-def silence_bounds(flags: argparse.Namespace) -> dict[str, float]:
+def hang_timeouts(flags: argparse.Namespace) -> dict[str, float]:
     """Return the watchdog timeout of each phase in seconds.
 
     Args:
@@ -313,9 +313,9 @@ def _local(flags: argparse.Namespace) -> ClusterSpec:
 
 def _data_addresses(count: int, cluster: ClusterSpec) -> list[str]:
     """Return free addresses on this machine that the cluster does not use."""
-    taken = {task.address for task in cluster.tasks}
-    free = [f"127.0.0.1:{port}" for port in free_ports(count + len(taken))] if count else []
-    return [address for address in free if address not in taken][:count]
+    used = {task.address for task in cluster.tasks}
+    free = [f"127.0.0.1:{port}" for port in free_ports(count + len(used))] if count else []
+    return [address for address in free if address not in used][:count]
 
 
 def _is_chief(spec: ClusterSpec, task: Task) -> bool:

@@ -67,7 +67,7 @@ class Membership:
     Args:
         terms: Number of workers and the timeouts.
         decide: Restart policy.
-        say: Function that shows a line to the user.
+        show_line: Function that shows a line to the user.
         now: Time in seconds on a monotonic clock, like every `now` of this class.
 
     Attributes:
@@ -75,10 +75,10 @@ class Membership:
         finish: Outcome of the launch, or None while it runs.
     """
 
-    def __init__(self, terms: Terms, decide: Decide, say: Callable[[str], None], now: float):
+    def __init__(self, terms: Terms, decide: Decide, show_line: Callable[[str], None], now: float):
         self.terms = terms
         self._decide = decide
-        self._say = say
+        self._show_line = show_line
         self.outbox: list[tuple[int, dict[str, Any] | None]] = []
         self.finish: Finish | None = None
         self._digest = terms.command_digest
@@ -126,13 +126,15 @@ class Membership:
             key,
             "welcome",
             launch=terms.launch_id,
-            silence=terms.silence,
+            silence=terms.host_timeout,
             window=terms.window,
-            beat=min(BEAT_S, terms.silence / 4),
+            beat=min(BEAT_S, terms.host_timeout / 4),
         )
-        self._say(f"tfdist: {host} joined with {counted(host.slots, 'slot')}; {self._summary()}")
+        self._show_line(
+            f"tfdist: {host} joined with {counted(host.slots, 'slot')}; {self._summary()}"
+        )
 
-    def heard(self, key: int, message: Mapping[str, Any], now: float) -> None:
+    def receive(self, key: int, message: Mapping[str, Any], now: float) -> None:
         """Process a message from a member, which is also a heartbeat.
 
         Messages about an earlier generation count as a heartbeat only.
@@ -186,7 +188,7 @@ class Membership:
         self._departed[host.id] = f"{host}, which had {counted(host.slots, 'slot')} ({reason})"
         self._changed = now
         generation = self._generation
-        self._say(f"tfdist: lost {host}: {reason}; {self._summary()}")
+        self._show_line(f"tfdist: lost {host}: {reason}; {self._summary()}")
         if generation is None or key not in generation.busy:
             return
         if not generation.started:
@@ -207,10 +209,10 @@ class Membership:
             return
         for key, host in list(self._hosts.items()):
             # This process was stopped or starved: do not count the stall as silence of the hosts.
-            if stalled > self.terms.silence / 4:
+            if stalled > self.terms.host_timeout / 4:
                 host.last_message = min(now, host.last_message + stalled)
-            if now - host.last_message >= self.terms.silence:
-                self._remove_hosts([key], f"it was silent for {self.terms.silence:g} s", now)
+            if now - host.last_message >= self.terms.host_timeout:
+                self._remove_hosts([key], f"it was silent for {self.terms.host_timeout:g} s", now)
         generation = self._generation
         if generation is None:
             self._try_to_form(now)
@@ -231,7 +233,7 @@ class Membership:
         """End the launch for all hosts; only the first end takes effect."""
         if self.finish is None:
             self.finish = Finish(code, text)
-            self._say(f"tfdist: {text}")
+            self._show_line(f"tfdist: {text}")
             for key in self._hosts:
                 self._send(key, "finish", code=code, text=text)
 
@@ -323,7 +325,7 @@ class Membership:
         generation.started = True
         generation.since = now
         first = 0
-        self._say(
+        self._show_line(
             f"tfdist: generation {generation.number}: {counted(len(addresses), 'worker')} on "
             + ", ".join(f"{self._hosts[key]} ({count})" for key, count in generation.counts.items())
         )
@@ -358,7 +360,7 @@ class Membership:
                 now,
             )
         elif report.what == "failed":
-            self._say(f"tfdist: while stopping, {report.host} failed: {report.text}")
+            self._show_line(f"tfdist: while stopping, {report.host} failed: {report.text}")
         elif generation.stop.gently:  # the others may block on it while they save
             self._stop(
                 f"{generation.stop.reason}; then {report.host} was lost: {report.text}", False, now
@@ -369,7 +371,7 @@ class Membership:
         assert generation
         generation.stop = Stop(generation.number, reason, gently)
         generation.stopped = now
-        self._say(f"tfdist: generation {generation.number} stops: {reason}")
+        self._show_line(f"tfdist: generation {generation.number} stops: {reason}")
         for key in generation.busy:
             self._send(key, "stop", **dataclasses.asdict(generation.stop))
 
@@ -386,7 +388,7 @@ class Membership:
                     code, decision.text or f"{outcome.cause.host}: {outcome.cause.text}"
                 )
             self._not_before = now + decision.delay
-            self._say(
+            self._show_line(
                 f"tfdist: {decision.text}"
                 + (f"; waiting {decision.delay:g} s" if decision.delay else "")
             )
@@ -399,7 +401,7 @@ class Membership:
             self.outbox.append((key, None))
 
     def _refuse(self, key: int, name: str, reason: str) -> None:
-        self._say(f"tfdist: refused {name}: {reason}")
+        self._show_line(f"tfdist: refused {name}: {reason}")
         self._send(key, "finish", code=CONFIGURATION_CODE, text=f"refused {name}: {reason}")
         self.outbox.append((key, None))
 

@@ -20,7 +20,7 @@ class Terms:
         max_workers: Maximum number of workers of a generation; further slots are spare.
         window: Seconds without a change of membership to wait for more hosts, if at least
             `min_workers` and fewer than `max_workers` can run, default 30.
-        silence: Seconds without a heartbeat after which a host counts as lost, default 5.
+        host_timeout: Seconds without a heartbeat after which a host counts as lost, default 5.
         timeout: Seconds for `min_workers` to join, default 300.
         grace: Seconds for a host to end its workers, after which it counts as lost, default 60.
         command_digest: Digest of the command that all hosts run; "" (default) for the digest of the
@@ -34,7 +34,7 @@ class Terms:
     min_workers: int
     max_workers: int
     window: float = 30.0
-    silence: float = 5.0
+    host_timeout: float = 5.0
     timeout: float = 300.0
     grace: float = 60.0
     command_digest: str = ""
@@ -46,7 +46,7 @@ class Terms:
                 f"workers: expected 1 <= MIN <= MAX, received MIN {self.min_workers}, MAX "
                 f"{self.max_workers}"
             )
-        for name in ("silence", "timeout", "grace"):
+        for name in ("host_timeout", "timeout", "grace"):
             if not getattr(self, name) > 0:
                 raise ValueError(
                     f"{name}: expected more than 0 seconds, received {getattr(self, name)}"

@@ -38,7 +38,7 @@ class Rendezvous:
         token: Secret of all launchers; see `json_channel.check_token`.
         terms: Number of workers and all timeouts.
         decide: Restart policy.
-        say: Function that shows a line to the user.
+        show_line: Function that shows a line to the user.
         clock: Monotonic clock in seconds, default `time.monotonic`.
 
     Attributes:
@@ -54,7 +54,7 @@ class Rendezvous:
         >>> terms = Terms(1, 4, timeout=0.2)
         >>> with Rendezvous(  # doctest: +NORMALIZE_WHITESPACE
         ...     "127.0.0.1:0", b"0123456789abcdef", terms,
-        ...     decide=lambda outcome: Decision(False), say=print,
+        ...     decide=lambda outcome: Decision(False), show_line=print,
         ... ) as rendezvous:
         ...     print(rendezvous.wait(10).code)
         tfdist: after 0.2 s, 0 of at least 1 workers can run. Present: no host.
@@ -70,12 +70,12 @@ class Rendezvous:
         terms: Terms,
         *,
         decide: Decide,
-        say: Callable[[str], None] = lambda text: None,
+        show_line: Callable[[str], None] = lambda text: None,
         clock: Callable[[], float] = time.monotonic,
     ):
         json_channel.check_token(token)
         self._token = token
-        self._say = say
+        self._show_line = show_line
         self._clock = clock
         self._socket = _listen(address)
         host = address.rpartition(":")[0].strip("[]")
@@ -83,11 +83,11 @@ class Rendezvous:
         self.address = join_address(host, port)
         ip = self._socket.getsockname()[0]
         if ipaddress.ip_address(ip).is_loopback and host not in (ip, "localhost"):
-            say(
+            show_line(
                 f"tfdist: {host} is {ip} on this machine, to which no other host can connect; "
                 "pass this host's IP address instead"
             )
-        self._membership = Membership(terms, decide, say, clock())
+        self._membership = Membership(terms, decide, show_line, clock())
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._channels: dict[int, json_channel.Channel] = {}
         self._lock = threading.Lock()  # guards the channels and the complaints
@@ -196,7 +196,7 @@ class Rendezvous:
 
     def _put_message(self, key: int, message: dict) -> None:
         now = self._clock()  # time of arrival, not of processing
-        self._events.put(lambda membership: membership.heard(key, message, now))
+        self._events.put(lambda membership: membership.receive(key, message, now))
 
     def _report_rejection(self, host: str, error: Exception) -> None:
         """Show a rejected connection, once per client and error.
@@ -210,7 +210,7 @@ class Rendezvous:
             if not reported:
                 self._rejections.add((host, type(error)))
         if not reported and not self._closing.is_set():
-            self._say(f"tfdist: the rendezvous rejected a connection: {error}")
+            self._show_line(f"tfdist: the rendezvous rejected a connection: {error}")
 
     def _decide_all(self) -> None:
         """Run the thread that owns the membership.

@@ -40,7 +40,7 @@ class RendezvousClient:
         name: Name of the host for the user, default the machine's name.
         join_timeout: Seconds for the rendezvous to appear, default 300.
         ports: Function that finds that many free ports, default `free_ports` on every interface.
-        say: Function that shows a line to the user.
+        show_line: Function that shows a line to the user.
         clock: Monotonic clock in seconds, default `time.monotonic`.
 
     Attributes:
@@ -61,7 +61,7 @@ class RendezvousClient:
         name: str | None = None,
         join_timeout: float = 300.0,
         ports: Callable[[int], list[int]] | None = None,
-        say: Callable[[str], None] = lambda text: None,
+        show_line: Callable[[str], None] = lambda text: None,
         clock: Callable[[], float] = time.monotonic,
     ):
         json_channel.check_token(token)
@@ -71,7 +71,7 @@ class RendezvousClient:
         self._address = address
         self._token = token
         self._join_timeout = join_timeout
-        self._say = say
+        self._show_line = show_line
         self._clock = clock
         self._ports = ports or (lambda count: free_ports(count, "::" if ":" in host else "0.0.0.0"))
         self._hello = {
@@ -221,7 +221,7 @@ class RendezvousClient:
             if welcome.get("do") == "finish":
                 self._end(int(welcome["code"]), str(welcome["text"]))
                 raise json_channel.Closed(str(welcome["text"]))
-            self._silence, self._window, self._beat = (
+            self._host_timeout, self._window, self._beat = (
                 float(welcome[name]) for name in ("silence", "window", "beat")
             )
         except json_channel.WrongToken as error:
@@ -248,8 +248,8 @@ class RendezvousClient:
                 now = self._clock()
                 # Count from the sending of a heartbeat: the rendezvous received it later, so it
                 # counts this host as lost later, too.
-                if now - self._last_answered >= CUT_FRACTION * self._silence:
-                    return f"it did not answer for {CUT_FRACTION * self._silence:g} s"
+                if now - self._last_answered >= CUT_FRACTION * self._host_timeout:
+                    return f"it did not answer for {CUT_FRACTION * self._host_timeout:g} s"
                 if now >= due:
                     number, due = number + 1, now + self._beat
                     self._beats[number] = now
@@ -284,14 +284,14 @@ class RendezvousClient:
         elif kind == "finish":
             self._end(int(message["code"]), str(message["text"]))
         elif kind == "note":
-            self._say(str(message["text"]))
+            self._show_line(str(message["text"]))
 
     def _cut(self, reason: str) -> None:
         with self._lock:
             self._channel = None
             self._generation = None
         self._replace(Cut(reason))
-        self._say(f"tfdist: {reason}")
+        self._show_line(f"tfdist: {reason}")
 
     def _end(self, code: int, text: str) -> None:
         if self._finish is None:

@@ -165,7 +165,7 @@ class Standbys:
         count: Number of processes to keep; None for one per Python task, as far as memory allows.
         guardian: Guardian that kills them if this process dies.
         log_dir: Log directory of the launch, for its journal.
-        say: Function that shows a line to the user.
+        show_line: Function that shows a line to the user.
         available: Function that returns the available bytes of memory, or None if unknown.
     """
 
@@ -174,13 +174,13 @@ class Standbys:
         count: int | None,
         guardian: Guardian,
         log_dir: str,
-        say: Callable[[str], None],
+        show_line: Callable[[str], None],
         available: Callable[[], int | None] = lambda: memory()[0],
     ):
         self._count = count
         self._guardian = guardian
         self._log_dir = log_dir
-        self._say = say
+        self._show_line = show_line
         self._available = available
         self._pool: list[Standby] = []
         self._imports: dict[str, Imports] = {}  # by task
@@ -275,7 +275,9 @@ class Standbys:
         if not self._disabled:
             self._disabled = True
             note(self._log_dir, EVENT, what="off", why=reason)
-            self._say(f"tfdist: no more standby processes ({reason}); restarts start new processes")
+            self._show_line(
+                f"tfdist: no more standby processes ({reason}); restarts start new processes"
+            )
 
     def _image(self, plans: Sequence[TaskPlan]) -> Image | None:
         """Return the common image of all tasks; None before they have imported TensorFlow."""
@@ -312,7 +314,9 @@ class Standbys:
             )
             note(self._log_dir, EVENT, what="no memory", why=reason)
             if self._count is not None:  # requested by the user
-                self._say(f"tfdist: --standby {self._count}: no standby process, because {reason}")
+                self._show_line(
+                    f"tfdist: --standby {self._count}: no standby process, because {reason}"
+                )
         return False
 
 

@@ -48,8 +48,8 @@ class Supervisor:
         grace: Seconds from the request to end until SIGKILL.
         evaluator_wait: Seconds for the evaluator to finish once training is done.
         policy: Restart policy, default no restarts.
-        silence: Watchdog timeout in seconds by `launch_protocol.Phase`, after which a silent task
-            counts as hung.
+        hang_timeouts: Watchdog timeout in seconds by `launch_protocol.Phase`, after which a silent
+            task counts as hung.
         isolated: Whether the tasks are cut off from the network, default False.
         colour: Whether the report may use colours, default False.
         chaos: Faults to inject, or None.
@@ -67,7 +67,7 @@ class Supervisor:
         grace: float,
         evaluator_wait: float,
         policy: Policy | None = None,
-        silence: Mapping[str, float] | None = None,
+        hang_timeouts: Mapping[str, float] | None = None,
         isolated: bool = False,
         colour: bool = False,
         chaos: Chaos | None = None,
@@ -80,7 +80,7 @@ class Supervisor:
         self._grace = grace
         self._evaluator_wait = evaluator_wait
         self._policy = policy or Policy(0)
-        self._hang_timeouts = silence or {}
+        self._hang_timeouts = hang_timeouts or {}
         self._isolated = isolated
         self._colour = colour
         self._chaos = chaos

@@ -56,7 +56,7 @@ def callbacks(
     facts = hyperparameters(settings, strategy)
     log = tfdist.Log(writers(settings, directory) if chief else [], settings=facts)
     result: list[keras.callbacks.Callback] = [log]
-    if "tensorboard" in telemetry.places():
+    if "tensorboard" in telemetry.backend_names():
         board = tfdist.TensorBoard(
             directory.parent,
             directory.name,
@@ -91,7 +91,7 @@ def check(settings: config.Run) -> None:
     Call it before anything else begins.
     """
     telemetry = settings.telemetry
-    backends = telemetry.places()
+    backends = telemetry.backend_names()
     for name in SERVICES:
         if name in backends and importlib.util.find_spec(name) is None:
             raise ValueError(
@@ -120,7 +120,7 @@ def writers(settings: config.Run, directory: Path) -> list[Writer]:
         "wandb": lambda: services.WandbWriter(directory, name=settings.name),
         "mlflow": lambda: services.MlflowWriter(directory, name=settings.name),
     }
-    return [makers[name]() for name in settings.telemetry.places() if name in makers]
+    return [makers[name]() for name in settings.telemetry.backend_names() if name in makers]
 
 
 def hyperparameters(settings: config.Run, strategy: tf.distribute.Strategy) -> dict[str, Any]:

@@ -157,7 +157,7 @@ def run(settings: config.Run) -> dict[str, Any]:
     if not settings.output.save_model:
         del paths["model"]
     for name, backend in (("logs", "tensorboard"), ("history", "jsonl")):
-        if backend not in settings.telemetry.places():
+        if backend not in settings.telemetry.backend_names():
             del paths[name]
     if chief:
         directory.mkdir(parents=True, exist_ok=True)
@@ -195,7 +195,7 @@ def run(settings: config.Run) -> dict[str, Any]:
         "metrics": metrics,
         "epochs": settings.train.epochs,
         "examples_per_second": log.rate(
-            input_pipeline.examples(train) or _taken(model, len(log.seconds))
+            input_pipeline.examples(train) or _examples_read(model, len(log.seconds))
         ),
         "seconds": time.monotonic() - started,
         "replicas": strategy.num_replicas_in_sync,
@@ -323,7 +323,7 @@ def _profile_spelt_out(argv: Sequence[str]) -> list[str]:
     return words
 
 
-def _taken(model: keras.Model, epochs: int) -> int | None:
+def _examples_read(model: keras.Model, epochs: int) -> int | None:
     """Return the number of examples of an epoch, as this process has counted them.
 
     This serves for data sets that do not know their number of examples.

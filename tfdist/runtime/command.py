@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from tfdist.runtime.cli_arguments import Parser, no_such_flag, split_config
-from tfdist.runtime.plain_errors import plainly
+from tfdist.runtime.configuration_errors import exit_on_configuration_error
 from tfdist.runtime.termination import ending
 
 USAGE_CODE = 2
@@ -107,10 +107,10 @@ class Command:
         except ValueError as error:
             return refuse(self.name, error)
         if self.handles_signals:
-            return plainly(self._run, flags, words)
+            return exit_on_configuration_error(self._run, flags, words)
         try:
             with ending():
-                return plainly(self._run, flags, words)
+                return exit_on_configuration_error(self._run, flags, words)
         except KeyboardInterrupt:
             print(f"{self.name}: interrupted", file=sys.stderr)
             return INTERRUPTED_CODE

@@ -108,9 +108,9 @@ def numbered(
         The examples in the order of `numbers`.
     """
     if source.read is not None or source.gather is not None:
-        found = tf.data.Dataset.from_tensor_slices(np.asarray(numbers, np.int64))
+        dataset = tf.data.Dataset.from_tensor_slices(np.asarray(numbers, np.int64))
         yield from _numbered(
-            found.map(lambda n: function(source.single(n)), num_parallel_calls=tf.data.AUTOTUNE),
+            dataset.map(lambda n: function(source.single(n)), num_parallel_calls=tf.data.AUTOTUNE),
             numbers,
         )
     elif source.scan is not None:
@@ -123,10 +123,10 @@ def numbered(
         yield from _scanned(source, runs, function)
     else:
         assert source.walk is not None
-        wanted = set(np.asarray(numbers).tolist())
-        last = max(wanted, default=-1) + 1
-        found = _numbered(source.walk().take(last).map(_whole(function)), range(last))
-        yield from (example for example in found if example.number in wanted)
+        requested = set(np.asarray(numbers).tolist())
+        last = max(requested, default=-1) + 1
+        dataset = _numbered(source.walk().take(last).map(_whole(function)), range(last))
+        yield from (example for example in dataset if example.number in requested)
 
 
 def _whole(function: Callable[[Any], Any]) -> Callable[..., Any]:
@@ -158,13 +158,13 @@ def _scanned(
             int(starts[file]) + first + i for file, first, count in runs for i in range(count)
         ]
         done = len(runs)
-        for place, example in enumerate(
+        for index, example in enumerate(
             _numbered(stored.map(lambda x: function(decode(x))), numbers)
         ):
             yield example
             # A DataLossError ends the data set: continue after the run that caused it.
             if isinstance(example.error, tf.errors.DataLossError):
-                done = runs_of[place] + 1
+                done = runs_of[index] + 1
                 break
         runs = runs[done:]
 

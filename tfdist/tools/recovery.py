@@ -111,19 +111,19 @@ class Attempt:
 
         Only the task of such a fault was restarted, not all tasks.
         """
-        found: dict[int, Line] = {}
-        for place, line in enumerate(self.lines):
+        first_failures: dict[int, Line] = {}
+        for index, line in enumerate(self.lines):
             if line["event"] != "replaced":
                 continue
-            for fault in reversed(self.lines[:place]):
+            for fault in reversed(self.lines[:index]):
                 if (
                     fault["event"] == fault_plan.EVENT
                     and fault.get("task") == line["task"]
-                    and fault["number"] not in found
+                    and fault["number"] not in first_failures
                 ):
-                    found[fault["number"]] = line
+                    first_failures[fault["number"]] = line
                     break
-        return found
+        return first_failures
 
 
 class Recovery:
@@ -155,12 +155,12 @@ class Recovery:
 
     def __init__(self, journal: Sequence[Line]):
         self._journal = tuple(journal)
-        begins = [place for place, line in enumerate(journal) if line["event"] == "attempt"]
-        numbers = [journal[place]["attempt"] for place in begins]
+        begins = [index for index, line in enumerate(journal) if line["event"] == "attempt"]
+        numbers = [journal[index]["attempt"] for index in begins]
         # Each of several hosts writes a line for the same attempt.
         begins = [
-            place
-            for place, number, before in zip(begins, numbers, [-1, *numbers], strict=False)
+            index
+            for index, number, before in zip(begins, numbers, [-1, *numbers], strict=False)
             if number != before
         ]
         self.attempts = tuple(
@@ -204,8 +204,8 @@ class Recovery:
     @functools.cached_property
     def strikes(self) -> list[Strike]:
         """Return the faults and failures in chronological order."""
-        found = []
-        for place, attempt in enumerate(self.attempts):
+        strikes = []
+        for index, attempt in enumerate(self.attempts):
             faults = [line for line in attempt.lines if line["event"] == fault_plan.EVENT]
             failed = attempt.first("detected")
             if failed is not None and not attempt.culprits:
@@ -213,19 +213,19 @@ class Recovery:
                     {**failed, "text": f"({failed['task'] or 'a task'} failed)", "number": None}
                 )
             for line in sorted(faults, key=lambda line: line["time"]):
-                found.append(self._strike(line, place))
-        return found
+                strikes.append(self._strike(line, index))
+        return strikes
 
-    def lost(self, place: int) -> int | None:
+    def lost(self, index: int) -> int | None:
         """Return the steps that an attempt lost; None if training did not continue after it.
 
         Args:
-            place: Index of the attempt, from 0.
+            index: Index of the attempt, from 0.
         """
         following = next(
-            (later.base for later in self.attempts[place + 1 :] if later.base is not None), None
+            (later.base for later in self.attempts[index + 1 :] if later.base is not None), None
         )
-        return None if following is None else max(0, self.attempts[place].reached - following)
+        return None if following is None else max(0, self.attempts[index].reached - following)
 
     @property
     def interval(self) -> int | None:
@@ -234,14 +234,14 @@ class Recovery:
         Returns:
             The number of steps. None: no attempt has two snapshots.
         """
-        found = []
+        intervals = []
         for attempt in self.attempts:
             totals = [line["total"] for line in attempt.lines if line["event"] == "saved"]
-            found += [b - a for a, b in itertools.pairwise(totals) if b > a]
-        return max(found, default=None)
+            intervals += [b - a for a, b in itertools.pairwise(totals) if b > a]
+        return max(intervals, default=None)
 
-    def _strike(self, line: Line, place: int) -> Strike:
-        attempt = self.attempts[place]
+    def _strike(self, line: Line, index: int) -> Strike:
+        attempt = self.attempts[index]
         when = line["time"] - self.begun
         begun = line["time"]
         again = attempt.alone.get(line["number"])
@@ -258,15 +258,17 @@ class Recovery:
             ended = line.get("seconds") is not None
             return Strike(line["text"], when, None, None, None, "all went on" if ended else "")
         detected = attempt.first("detected")
-        later = self.attempts[place + 1 :]
+        later = self.attempts[index + 1 :]
         assert detected is not None
-        recovered = next((found for other in later if (found := other.recovered)), None)
+        recovered = next(
+            (recovery_line for other in later if (recovery_line := other.recovered)), None
+        )
         return Strike(
             text=line["text"],
             when=when,
             detected=None if line["number"] is None else detected["time"] - begun,
             recovered=None if recovered is None else recovered["time"] - begun,
-            lost=self.lost(place),
+            lost=self.lost(index),
             origin=next((self._origin(other) for other in later if other.base is not None), ""),
         )
 

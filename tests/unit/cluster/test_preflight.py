@@ -160,8 +160,12 @@ def test_a_second_process_of_one_task_elsewhere():
         real = [pool.submit(preflight.check, spec, LONG, versions="same") for spec in specs[:2]]
         time.sleep(0.5)
         with socket.create_connection(split_address(specs[0].task.address)) as connection:
-            badge = {"cluster": handshake.fingerprint(specs[0]), "versions": "same", "attempt": "0"}
-            line = {"tfdist": 1, "task": "worker:1", "nonce": "another", **badge}
+            fields = {
+                "cluster": handshake.fingerprint(specs[0]),
+                "versions": "same",
+                "attempt": "0",
+            }
+            line = {"tfdist": 1, "task": "worker:1", "nonce": "another", **fields}
             connection.sendall(json.dumps(line).encode() + b"\n")
             assert (
                 "two processes claim to be worker:1" in json.loads(connection.recv(8192))["fault"]

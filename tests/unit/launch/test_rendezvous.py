@@ -65,7 +65,13 @@ class House:
     def serve(
         self, min_workers, max_workers, decide=None, address="127.0.0.1:0", restarts=0, **terms
     ):
-        terms = {"window": WINDOW, "silence": SILENCE, "timeout": NEVER, "grace": LONG, **terms}
+        terms = {
+            "window": WINDOW,
+            "host_timeout": SILENCE,
+            "timeout": NEVER,
+            "grace": LONG,
+            **terms,
+        }
         decide = decide or limited(restarts)
 
         def ask(outcome):
@@ -77,7 +83,7 @@ class House:
             TOKEN,
             Terms(min_workers, max_workers, **terms),
             decide=ask,
-            say=self.lines.append,
+            show_line=self.lines.append,
         )
         self.stack.callback(self.server.close)
         return self.server
@@ -641,7 +647,7 @@ class Table:
         self.now = 0.0
         self.lines = []
         self.outcomes = []
-        terms = {"window": 10.0, "silence": 5.0, "timeout": 60.0, **terms}
+        terms = {"window": 10.0, "host_timeout": 5.0, "timeout": 60.0, **terms}
 
         def decide(outcome):
             self.outcomes.append(outcome)
@@ -672,7 +678,7 @@ class Table:
         self.step()
 
     def say(self, key, word, **facts):
-        self.membership.heard(key, {"do": word, **facts}, self.now)
+        self.membership.receive(key, {"do": word, **facts}, self.now)
         self.step()
 
     def step(self, ports=True):
@@ -683,7 +689,7 @@ class Table:
             if word == "ports" and ports and key in self.alive:
                 chosen = range(self.port, self.port + message["count"])
                 self.port = chosen.stop
-                self.membership.heard(
+                self.membership.receive(
                     key,
                     {"do": "ports", "generation": message["generation"], "ports": [*chosen]},
                     self.now,
@@ -698,7 +704,7 @@ class Table:
         while self.now < end:
             self.now = min(end, self.now + 0.5)
             for key in self.alive:
-                self.membership.heard(key, {"do": "beat", "number": 0}, self.now)
+                self.membership.receive(key, {"do": "beat", "number": 0}, self.now)
             self.step()
 
     def take(self):
@@ -809,7 +815,7 @@ def test_two_launchers_of_a_host_that_chose_the_same_port_are_asked_again():
         generation = [m["generation"] for _, m in table.membership.outbox if m["do"] == "ports"][-1]
         asked.append(generation)
         for key, port in zip((1, 2), ports, strict=True):
-            table.membership.heard(
+            table.membership.receive(
                 key, {"do": "ports", "generation": generation, "ports": [port]}, 0.0
             )
     table.step()
@@ -828,7 +834,7 @@ def test_launchers_that_always_choose_the_same_port_end_it():
     for generation in range(100):
         table.membership.tick(0.0)
         for key in (1, 2):
-            table.membership.heard(
+            table.membership.receive(
                 key, {"do": "ports", "generation": generation, "ports": [7]}, 0.0
             )
     assert table.membership.finish.code == 75
@@ -887,7 +893,7 @@ class World:
         self.told = {}  # key -> the generation that it is to stop
         self.mute = set()
         self.last_counts = []
-        terms = Terms(self.low, self.high, window=3.0, silence=5.0, timeout=100.0, grace=8.0)
+        terms = Terms(self.low, self.high, window=3.0, host_timeout=5.0, timeout=100.0, grace=8.0)
         self.membership = Membership(
             terms,
             lambda outcome: Decision(True, self.random.choice((0, 1, 7))),
@@ -899,7 +905,7 @@ class World:
         self.now += 0.25
         for key in list(self.hosts):
             if key not in self.mute:
-                self.membership.heard(key, {"do": "beat", "number": 0}, self.now)
+                self.membership.receive(key, {"do": "beat", "number": 0}, self.now)
                 if key in self.told and (calm or self.random.random() < 0.2):
                     self.report(
                         key, self.told[key], self.random.choice(("stopped", "failed", "preempted"))
@@ -930,14 +936,14 @@ class World:
         elif what == "mute":
             self.mute.add(key)
         elif what == "old" and self.last > 0:
-            self.membership.heard(key, {"do": "failed", "generation": self.last - 1}, self.now)
+            self.membership.receive(key, {"do": "failed", "generation": self.last - 1}, self.now)
         elif key in self.running and what in ("fail", "preempt", "leave"):
             facts = {"leaving": True} if what == "leave" else {}
             self.report(
                 key, self.running[key], "failed" if what == "fail" else "preempted", **facts
             )
             if what == "leave":
-                self.membership.heard(key, {"do": "bye"}, self.now)
+                self.membership.receive(key, {"do": "bye"}, self.now)
                 self.lose(key)
 
     def join(self, id):
@@ -958,7 +964,7 @@ class World:
     def report(self, key, generation, word, **facts):
         self.running.pop(key, None)
         self.told.pop(key, None)
-        self.membership.heard(key, {"do": word, "generation": generation, **facts}, self.now)
+        self.membership.receive(key, {"do": word, "generation": generation, **facts}, self.now)
 
     def lose(self, key):
         for known in (self.hosts, self.running, self.told):
@@ -973,7 +979,7 @@ class World:
                 self.lose(key)
             elif message["do"] == "ports" and key in self.hosts and key not in self.mute:
                 ports = self.random.sample(range(1, 1000), message["count"])
-                self.membership.heard(
+                self.membership.receive(
                     key,
                     {"do": "ports", "generation": message["generation"], "ports": ports},
                     self.now,
@@ -1041,7 +1047,7 @@ def test_a_host_that_comes_back_before_its_old_connection_is_known_to_be_dead():
 def test_terms_are_checked():
     with pytest.raises(ValueError, match="expected 1 <= MIN <= MAX, received MIN 3, MAX 2"):
         Terms(3, 2)
-    with pytest.raises(ValueError, match="silence: expected more than 0"):
-        Terms(1, 2, silence=0)
+    with pytest.raises(ValueError, match="host_timeout: expected more than 0"):
+        Terms(1, 2, host_timeout=0)
     with pytest.raises(ValueError, match="slots: expected at least 1"):
         RendezvousClient("127.0.0.1:1", TOKEN, "h", 0, "")

@@ -19,7 +19,7 @@ from tfdist.launch.task_plan import SCRIPT_RUNNER, Role, TaskPlan
 from tfdist.runtime.guardian import Guardian
 from tfdist.runtime.launch_protocol import IMPORTS_FILE, read_journal
 
-BOUND = 60  # seconds for anything here; each takes tenths of one
+TIMEOUT_S = 60  # seconds for anything here; each takes tenths of one
 
 
 @pytest.fixture
@@ -74,9 +74,9 @@ def plan(tmp_path):
 
 
 def wait_until(condition, what):
-    end = time.monotonic() + BOUND
+    end = time.monotonic() + TIMEOUT_S
     while not condition():
-        assert time.monotonic() < end, f"waited {BOUND} s for {what}"
+        assert time.monotonic() < end, f"waited {TIMEOUT_S} s for {what}"
         time.sleep(0.02)
 
 
@@ -100,7 +100,7 @@ def events(tmp_path, what):
 
 def finish(popen):
     out = popen.stdout.read().decode()
-    return popen.wait(BOUND), out
+    return popen.wait(TIMEOUT_S), out
 
 
 def take(standbys, task):
@@ -178,7 +178,7 @@ def test_an_exception_leaves_the_same_traces(standbys, plan, tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=BOUND,
+        timeout=TIMEOUT_S,
     )
     assert (code, *handed) == (
         done.returncode,

@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> None:
         try:
             # A user's mistake is reported as one sentence. A later failure keeps its traceback,
             # in this worker's log.
-            worker = app.plainly(_make, settings, rank, report)
+            worker = app.exit_on_configuration_error(_make, settings, rank, report)
             for line in sys.stdin:
                 getattr(worker, line.strip())()
         except SystemExit as end:

@@ -86,21 +86,22 @@ def _follow(settings: Settings, workers: Workers) -> int:
     print(report.header(settings, ready[0]), flush=True)
     workers.tell("read")
     read = workers.wait("read", doing="while it read")
-    epochs = [workers.said(rank, "epoch") for rank in range(settings.workers)]
+    epochs = [workers.reported(rank, "epoch") for rank in range(settings.workers)]
     print(report.speeds(settings, epochs), flush=True)
     workers.tell("verify", [0])
     [verdict] = workers.wait(
         "verified", "offence", ranks=[0], doing="while it checked what was read"
     )
     if verdict["event"] == "offence":
-        print(report.offence(verdict), file=sys.stderr)
+        print(report.failure(verdict), file=sys.stderr)
         return 1
     print(report.proof(settings, ready[0], verdict, read), flush=True)
     if settings.stage_seconds:
         workers.tell("stages", [0])
         [end] = workers.wait("stages", ranks=[0], doing="while it measured stages")
         print(
-            report.stages(settings, ready[0], workers.said(0, "stage"), end["stored"]), flush=True
+            report.stages(settings, ready[0], workers.reported(0, "stage"), end["stored"]),
+            flush=True,
         )
     return 0
 

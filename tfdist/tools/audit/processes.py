@@ -14,7 +14,7 @@ from tfdist.tools.common import events
 from tfdist.tools.common.process_logs import end_of
 from tfdist.tools.common.subprocesses import Children, exit_reason
 
-_POLL = 0.05  # seconds
+_POLL_S = 0.05  # seconds
 
 
 class WorkerError(Exception):
@@ -102,7 +102,7 @@ class Workers(contextlib.AbstractContextManager):
                 if size != life[rank][1]:
                     life[rank] = time.monotonic(), size
                     for name in names:
-                        for event in self.said(rank, name)[-1:]:
+                        for event in self.reported(rank, name)[-1:]:
                             reported[rank] = event
                 if rank in reported:
                     continue
@@ -114,10 +114,10 @@ class Workers(contextlib.AbstractContextManager):
                         f"{doing}{self._after(rank)}. "
                         f"See where it waits, or pass a longer --timeout.{self._log(rank)}"
                     )
-            time.sleep(_POLL)
+            time.sleep(_POLL_S)
         return [reported[rank] for rank in waited]
 
-    def said(self, rank: int, name: str) -> list[dict[str, Any]]:
+    def reported(self, rank: int, name: str) -> list[dict[str, Any]]:
         """Return all events of this name that a worker has reported."""
         return events.named(self.settings.file(rank, "events"), name)
 
@@ -130,7 +130,7 @@ class Workers(contextlib.AbstractContextManager):
         return list(range(self.settings.workers) if ranks is None else ranks)
 
     def _failure(self, rank: int) -> WorkerError:
-        failed = events.last(self.said(rank, "failed"), "failed")
+        failed = events.last(self.reported(rank, "failed"), "failed")
         if failed and failed["code"] != 1:  # a mistake in the settings, in one sentence
             return WorkerError(failed["error"], failed["code"])
         if failed:
@@ -158,7 +158,7 @@ class Workers(contextlib.AbstractContextManager):
         if len(lasts) < self.settings.workers:
             return ""
         epoch, step = min(lasts)
-        order = self.said(0, "ready")[0]["order"]
+        order = self.reported(0, "ready")[0]["order"]
         following = (epoch + 1, 0) if order and step + 1 == order["steps"] else (epoch, step + 1)
         flags = "--first-epoch={} --first-step={}".format(*following)
         return (

@@ -44,7 +44,7 @@ def costs(stages: Sequence[tuple[str, float]]) -> list[Cost]:
         ... ]
         [('read', 0.1), ('decode', 0.9), ('batch', 0.0)]
     """
-    seconds = [1 / max(rate for _, rate in stages[place:]) for place in range(len(stages))]
+    seconds = [1 / max(rate for _, rate in stages[index:]) for index in range(len(stages))]
     return [
         Cost(name, rate, (until - before) / seconds[-1])
         for (name, rate), before, until in zip(stages, [0.0, *seconds], seconds, strict=False)
@@ -175,16 +175,16 @@ def proof(
             "  the source is read from beginning to end, alike by all workers; no rule "
             "says which order is right"
         )
-    places = {int(number): place for each in read for number, place in each["left_out"].items()}
+    reasons = {int(number): reason for each in read for number, reason in each["left_out"].items()}
     lines += [
-        f"  left out: example {number}: {places[number]}" for number in sorted(places)[:_SHOWN]
+        f"  left out: example {number}: {reasons[number]}" for number in sorted(reasons)[:_SHOWN]
     ]
-    if len(places) > _SHOWN:
-        lines.append(f"  left out: {counted(len(places) - _SHOWN, 'more example')}")
+    if len(reasons) > _SHOWN:
+        lines.append(f"  left out: {counted(len(reasons) - _SHOWN, 'more example')}")
     return "\n".join(lines)
 
 
-def offence(event: dict[str, Any]) -> str:
+def failure(event: dict[str, Any]) -> str:
     """Describe the first error that the audit found.
 
     Args:
@@ -192,23 +192,28 @@ def offence(event: dict[str, Any]) -> str:
     """
     lines = [f"audit failed: {event['text']}."]
     lines += [
-        f"  example {number} is {place}" for number, place in event["places"].items() if place
+        f"  example {number} is {location}"
+        for number, location in event["places"].items()
+        if location
     ]
     return "\n".join(lines)
 
 
 def stages(
-    settings: Settings, ready: dict[str, Any], said: Sequence[dict[str, Any]], stored: float | None
+    settings: Settings,
+    ready: dict[str, Any],
+    measured: Sequence[dict[str, Any]],
+    stored: float | None,
 ) -> str:
     """Tabulate the cost of each stage, and name the bottleneck of the data pipeline.
 
     Args:
         settings: Settings of the audit.
         ready: Event "ready" of a worker.
-        said: Events "stage", in the order of the stages.
+        measured: Events "stage", in the order of the stages.
         stored: Bytes of a stored example on average, or None if unknown.
     """
-    parts = costs([(event["name"], event["rate"]) for event in said])
+    parts = costs([(event["name"], event["rate"]) for event in measured])
     rows = [
         ("up to stage", "examples/s", "of the time"),
         *((cost.name, f"{cost.rate:,.0f}", f"{cost.part:.0%}") for cost in parts),

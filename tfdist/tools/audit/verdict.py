@@ -59,7 +59,7 @@ class Verdict:
     whole: int = 0
 
 
-class Offence(Exception):
+class AuditError(Exception):
     """The first error that the audit found.
 
     Attributes:
@@ -88,8 +88,10 @@ class Offence(Exception):
         self.expected = expected
         self.received = received
         names = {"epoch": epoch, "step": step, "row": row, "worker": worker}
-        place = ", ".join(f"{name} {value}" for name, value in names.items() if value is not None)
-        super().__init__(f"{place}: {text}")
+        position = ", ".join(
+            f"{name} {value}" for name, value in names.items() if value is not None
+        )
+        super().__init__(f"{position}: {text}")
 
 
 class Seen:
@@ -125,8 +127,8 @@ class Seen:
         again: np.ndarray = np.ones(len(numbers), bool)
         again[first] = False
         np.bitwise_or.at(self._bits, byte, bit)
-        places = np.flatnonzero(twice | again)
-        return int(places[0]) if len(places) else None
+        positions = np.flatnonzero(twice | again)
+        return int(positions[0]) if len(positions) else None
 
     def missing(self, count: int) -> np.ndarray:
         """Return the numbers below `count` that have not been seen, int64 `[...]`."""
@@ -158,7 +160,7 @@ def verify(
         The counts of what was verified.
 
     Raises:
-        Offence: On the first error.
+        AuditError: On the first error.
     """
     verdict = Verdict()
     queues = [_Queue(begin()) for begin in recorded]
@@ -176,11 +178,11 @@ class _Queue:
 
     def take(self, epoch: int, step: int) -> Step | None:
         """Take and return the next step if it is this one; otherwise return None."""
-        found = self._next
-        if found is None or (found.epoch, found.step) != (epoch, step):
+        following = self._next
+        if following is None or (following.epoch, following.step) != (epoch, step):
             return None
         self._next = next(self._steps, None)
-        return found
+        return following
 
 
 class _Epoch:
@@ -214,16 +216,15 @@ class _Epoch:
                 self._fail("the order itself has an example twice", step)
             alive()
         for step in itertools.count(first):
-            taken = [queue.take(self.epoch, step) for queue in queues]
-            present = [found for found in taken if found is not None]
+            batches = [queue.take(self.epoch, step) for queue in queues]
+            present = [batch for batch in batches if batch is not None]
             if not present:
                 break
-            if len(present) < len(taken):
-                text = (
-                    f"expected a batch, as worker {taken.index(present[0])} has one; received none"
-                )
+            if len(present) < len(batches):
+                reader = batches.index(present[0])
+                text = f"expected a batch, as worker {reader} has one; received none"
                 self._fail(
-                    f"{text}. Training would wait for it in vain", step, worker=taken.index(None)
+                    f"{text}. Training would wait for it in vain", step, worker=batches.index(None)
                 )
             self._check_step(step, present, verdict)
             verdict.steps += 1
@@ -236,10 +237,10 @@ class _Epoch:
             verdict.dropped += self._check_complete(step)
             verdict.whole += 1
 
-    def _check_step(self, step: int, taken: Sequence[Step], verdict: Verdict) -> None:
+    def _check_step(self, step: int, batches: Sequence[Step], verdict: Verdict) -> None:
         plan = self.plan
         devices = self.plan.devices
-        rows = taken[0].rows
+        rows = batches[0].rows
         expected = None
         if plan.order is not None:
             expected = self._expected(step)
@@ -248,40 +249,40 @@ class _Epoch:
                     expected, (0, plan.global_batch - len(expected)), constant_values=-1
                 )
             rows = len(expected)
-        for worker, found in enumerate(taken):
-            if found.rows != rows:
+        for worker, batch in enumerate(batches):
+            if batch.rows != rows:
                 self._fail(
-                    f"expected a global batch of {rows} rows; received one of {found.rows}",
+                    f"expected a global batch of {rows} rows; received one of {batch.rows}",
                     step,
                     worker=worker,
                 )
-            begin, end = rows_of_replicas(rows, worker * devices, devices, len(taken) * devices)
+            begin, end = rows_of_replicas(rows, worker * devices, devices, len(batches) * devices)
             if expected is not None:
                 verdict.left_out += self._compare(
-                    step, worker, begin, expected[begin:end], found.numbers
+                    step, worker, begin, expected[begin:end], batch.numbers
                 )
             else:
-                self._check_padding(step, worker, begin, found.numbers)
-                if len(found.numbers) != end - begin:
+                self._check_padding(step, worker, begin, batch.numbers)
+                if len(batch.numbers) != end - begin:
                     text = (
                         f"expected {end - begin} rows of the batch, {begin} to {end - 1}; "
-                        f"received {len(found.numbers)}"
+                        f"received {len(batch.numbers)}"
                     )
                     self._fail(text, step, worker=worker)
-            real = np.flatnonzero(found.numbers >= 0)
-            place = self.seen.add(found.numbers[real])
-            if place is not None:
-                row = begin + int(real[place])
-                number = int(found.numbers[real[place]])
+            real = np.flatnonzero(batch.numbers >= 0)
+            repeated = self.seen.add(batch.numbers[real])
+            if repeated is not None:
+                row = begin + int(real[repeated])
+                number = int(batch.numbers[real[repeated]])
                 self._fail(
                     f"received {self._name(number, step, row)}", step, row, worker, received=number
                 )
             verdict.examples += len(real)
-        for worker, found in enumerate(taken):
-            if found.fingerprint != taken[0].fingerprint:
+        for worker, batch in enumerate(batches):
+            if batch.fingerprint != batches[0].fingerprint:
                 text = (
-                    f"expected the fingerprint of worker 0's batch, {taken[0].fingerprint}; "
-                    f"received {found.fingerprint}"
+                    f"expected the fingerprint of worker 0's batch, {batches[0].fingerprint}; "
+                    f"received {batch.fingerprint}"
                 )
                 self._fail(text, step, worker=worker)
 
@@ -295,21 +296,21 @@ class _Epoch:
             wrong.append(count)
         left_out = 0
         for row in wrong:
-            wanted = int(expected[row]) if row < len(expected) else -1
+            due = int(expected[row]) if row < len(expected) else -1
             number = int(received[row]) if row < len(received) else -1
-            if number < 0 and row < len(received) and wanted in self.left_out[worker]:
+            if number < 0 and row < len(received) and due in self.left_out[worker]:
                 self.seen.add(expected[row : row + 1])
                 left_out += 1
                 continue
-            asked = "none" if wanted < 0 else f"example {wanted}"
-            came = "none" if number < 0 else self._name(number, step, begin + row)
+            expected_text = "none" if due < 0 else f"example {due}"
+            received_text = "none" if number < 0 else self._name(number, step, begin + row)
             if row >= count:
-                asked += f", as its rows are {begin} to {begin + len(expected) - 1}"
+                expected_text += f", as its rows are {begin} to {begin + len(expected) - 1}"
             at = (step, begin + row, worker)
             self._fail(
-                f"expected {asked}; received {came}",
+                f"expected {expected_text}; received {received_text}",
                 *at,
-                wanted if wanted >= 0 else None,
+                due if due >= 0 else None,
                 number if number >= 0 else None,
             )
         return left_out
@@ -350,21 +351,21 @@ class _Epoch:
         """Describe an example, and the worker that had it earlier in the same epoch."""
         devices = self.plan.devices
         for worker, begin in enumerate(self.recorded):
-            for taken in begin():
-                if taken.epoch != self.epoch or taken.step > step:
+            for recorded_step in begin():
+                if recorded_step.epoch != self.epoch or recorded_step.step > step:
                     continue
                 first, _ = rows_of_replicas(
-                    taken.rows, worker * devices, devices, len(self.recorded) * devices
+                    recorded_step.rows, worker * devices, devices, len(self.recorded) * devices
                 )
-                for place in np.flatnonzero(taken.numbers == number):
-                    if (taken.step, first + place) < (step, row):
+                for index in np.flatnonzero(recorded_step.numbers == number):
+                    if (recorded_step.step, first + index) < (step, row):
                         return (
                             f"example {number}, which worker {worker} had in step "
-                            f"{taken.step}, row {first + place}"
+                            f"{recorded_step.step}, row {first + index}"
                         )
         return f"example {number}"
 
     def _fail(
         self, text: str, step=None, row=None, worker=None, expected=None, received=None
     ) -> None:
-        raise Offence(text, self.epoch, step, row, worker, expected, received)
+        raise AuditError(text, self.epoch, step, row, worker, expected, received)

@@ -15,10 +15,10 @@ from tfdist.data.errors import location_of
 from tfdist.data.order import Order, StreamOrder
 from tfdist.tools.audit import stages, steps
 from tfdist.tools.audit.settings import Settings
-from tfdist.tools.audit.verdict import Offence, Plan, verify
+from tfdist.tools.audit.verdict import AuditError, Plan, verify
 from tfdist.tools.common import events, example_text
 
-_SIGN_OF_LIFE = 2.0  # seconds between two signs of life while steps are checked
+_REPORT_S = 2.0  # seconds between two signs of life while steps are checked
 
 
 class Worker:
@@ -104,14 +104,14 @@ class Worker:
                             f"expected {name} to be as on worker 0, {ready[0][name]}; "
                             f"received {value}"
                         )
-                        raise Offence(text, settings.first_epoch, worker=rank)
+                        raise AuditError(text, settings.first_epoch, worker=rank)
             verdict = verify(
-                recorded, plan, left_out, _every(_SIGN_OF_LIFE, lambda: self.report("verifying"))
+                recorded, plan, left_out, _every(_REPORT_S, lambda: self.report("verifying"))
             )
-        except Offence as offence:
-            numbers = [n for n in (offence.expected, offence.received) if n is not None]
-            places = {str(number): self._describe(number) for number in numbers}
-            self.report("offence", text=str(offence), places=places)
+        except AuditError as error:
+            numbers = [n for n in (error.expected, error.received) if n is not None]
+            locations = {str(number): self._describe(number) for number in numbers}
+            self.report("offence", text=str(error), places=locations)
         else:
             self.report("verified", **dataclasses.asdict(verdict))
 
@@ -130,7 +130,7 @@ class Worker:
         for share in shares:
             first = time.monotonic() - begin if first is None else first
             numbers = share.numbers.numpy()
-            held = sum(
+            share_bytes = sum(
                 example_text.held(part)
                 for part in tf.nest.flatten(share.data)
                 if tf.is_tensor(part)
@@ -138,12 +138,17 @@ class Worker:
             steps.append(
                 file,
                 steps.Step(
-                    epoch, step + count, int(share.rows), float(share.fingerprint), held, numbers
+                    epoch,
+                    step + count,
+                    int(share.rows),
+                    float(share.fingerprint),
+                    share_bytes,
+                    numbers,
                 ),
             )
             count += 1
             examples += int(np.count_nonzero(numbers >= 0))
-            size += held
+            size += share_bytes
         self.report(
             "epoch",
             epoch=epoch,

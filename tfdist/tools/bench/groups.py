@@ -13,12 +13,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tfdist.tools.bench.jobs import END, POLL, Job, order
+from tfdist.tools.bench.jobs import END, POLL_S, Job, order
 from tfdist.tools.common import events
 from tfdist.tools.common.process_logs import end_of
 from tfdist.tools.common.subprocesses import Children, exit_reason
 
-_GRACE = 5.0  # seconds that processes get to exit by themselves
+_GRACE_S = 5.0  # seconds that processes get to exit by themselves
 
 
 class GroupError(Exception):
@@ -49,7 +49,7 @@ class Group(contextlib.AbstractContextManager):
         self._process: subprocess.Popen | None = None
         self._log = Path(job.directory) / "log"
         # Tasks are in process groups of their own, so a launcher must have the time to stop them.
-        self._children = Children(grace=_GRACE if job.workers > 1 else 0.0)
+        self._children = Children(grace=_GRACE_S if job.workers > 1 else 0.0)
 
     def __enter__(self) -> Group:
         os.makedirs(self.job.directory)
@@ -86,7 +86,9 @@ class Group(contextlib.AbstractContextManager):
             if self._process.poll() is None:
                 self.end()
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(_GRACE)  # a process that hangs in a step does not exit here
+                    self._process.wait(
+                        _GRACE_S
+                    )  # a process that hangs in a step does not exit here
         finally:
             self._children.close()
 
@@ -156,7 +158,7 @@ class Group(contextlib.AbstractContextManager):
                     f"{who} did not {doing} within {self.timeout:g} s; pass a longer --timeout, "
                     f"or fewer --steps.{end_of(self._log)}"
                 )
-            time.sleep(POLL)
+            time.sleep(POLL_S)
 
     def _cause(self) -> tuple[str, int]:
         """Return why the processes exited, with an exit code.

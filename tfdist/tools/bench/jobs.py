@@ -11,7 +11,7 @@ from pathlib import Path
 
 ORDERS = "orders.jsonl"
 END = -1  # order to exit
-POLL = 0.02  # polling interval for orders and answers, in seconds
+POLL_S = 0.02  # polling interval for orders and answers, in seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,14 +103,14 @@ def order(job: Job, number: int) -> None:
         file.write(f"{number}\n")
 
 
-def wait_for_order(job: Job, taken: int) -> int:
+def wait_for_order(job: Job, received: int) -> int:
     """Wait for the next order and return the index of its case.
 
     The wait lasts as long as the benchmark lives, which ends its processes.
 
     Args:
         job: Job of the group.
-        taken: Number of orders that were taken before.
+        received: Number of orders that were taken before.
 
     Returns:
         The index of the case, or `END`.
@@ -119,6 +119,6 @@ def wait_for_order(job: Job, taken: int) -> int:
     while True:
         with contextlib.suppress(FileNotFoundError), open(path, encoding="utf-8") as file:
             lines = [line for line in file if line.endswith("\n")]
-            if len(lines) > taken:
-                return int(lines[taken])
-        time.sleep(POLL)
+            if len(lines) > received:
+                return int(lines[received])
+        time.sleep(POLL_S)

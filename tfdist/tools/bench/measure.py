@@ -24,12 +24,16 @@ def main(argv: Sequence[str]) -> None:
     rank = int(Launched.from_environ().task.rpartition(":")[2] or 0)
     with events.Writer(job.answers(rank)) as report:
         try:
-            meter = app.plainly(_make, job, rank)
+            meter = app.exit_on_configuration_error(_make, job, rank)
             report("ready", **meter.ready())
-            taken = 0
-            while (number := wait_for_order(job, taken)) != END:
-                taken += 1
-                report("measured", case=number, **app.plainly(meter.measure, number))
+            received = 0
+            while (number := wait_for_order(job, received)) != END:
+                received += 1
+                report(
+                    "measured",
+                    case=number,
+                    **app.exit_on_configuration_error(meter.measure, number),
+                )
         except SystemExit as end:
             report(
                 "failed",

@@ -63,13 +63,13 @@ class Training:
             for window in step_records.read(self._run(number)).get(self._rank, [])
             if window.epoch == self._epoch - 1
         ]
-        given = max((window.bytes for window in windows), default=0)
+        largest_bytes = max((window.bytes for window in windows), default=0)
         return {
             "steps": steps,
             "examples": clock.examples,
             "seconds": clock.seconds,
             "step_breakdown": step_records.per_step(windows),
-            "bytes": given,
+            "bytes": largest_bytes,
         }
 
     def _fit(self, number: int, steps: int, epochs: int) -> _Clock:
@@ -174,9 +174,9 @@ class AllReduce:
         """Compile the all-reduces, and check that their results are right."""
         replicas = self._strategy.num_replicas_in_sync
         for values in self._values:
-            found = float(self._function(values, tf.constant(2)))
-            assert found == 2 * replicas * (replicas + 1) / 2, (
-                f"the sum over {replicas} replicas is {found}"
+            total = float(self._function(values, tf.constant(2)))
+            assert total == 2 * replicas * (replicas + 1) / 2, (
+                f"the sum over {replicas} replicas is {total}"
             )
         return _facts(self._strategy, None)
 
@@ -228,8 +228,8 @@ def _strategy(job: Job, rank: int, settings: config.Run | None) -> tf.distribute
     gpus = tf.config.list_physical_devices("GPU")
     for gpu in gpus:  # several groups of processes share the GPUs
         tf.config.experimental.set_memory_growth(gpu, True)
-    asked = settings.strategy.devices if settings else None
-    cpu = not gpus or (asked or "").lstrip("/").startswith("cpu")
+    configured = settings.strategy.devices if settings else None
+    cpu = not gpus or (configured or "").lstrip("/").startswith("cpu")
     if not cpu and len(gpus) < job.replicas:
         raise ValueError(
             f"--workers: expected at most the {len(gpus)} GPUs of this machine, received "

@@ -118,17 +118,17 @@ class Setup:
             >>> Setup.from_json(json.loads(json.dumps(setup.to_json()))) == setup
             True
         """
-        kept = {
+        known = {
             field.name: values[field.name]
             for field in dataclasses.fields(cls)
             if field.name in values
         }
         for name in ("modes", "seconds", "rates"):
-            kept[name] = tuple(kept.get(name, ()))
-        kept["step_breakdown"] = {
-            int(rank): parts for rank, parts in kept.get("step_breakdown", {}).items()
+            known[name] = tuple(known.get(name, ()))
+        known["step_breakdown"] = {
+            int(rank): parts for rank, parts in known.get("step_breakdown", {}).items()
         }
-        return cls(**kept)
+        return cls(**known)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,14 +180,14 @@ class Bench:
             >>> Bench.from_json(json.loads(json.dumps(bench.to_json()))) == bench
             True
         """
-        kept = {
+        known = {
             field.name: values[field.name]
             for field in dataclasses.fields(cls)
             if field.name in values
         }
         return cls(
             **{
-                **kept,
+                **known,
                 "setups": tuple(map(Setup.from_json, values["setups"])),
                 "notes": tuple(values.get("notes", ())),
             }

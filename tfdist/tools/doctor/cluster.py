@@ -22,10 +22,13 @@ from tfdist.tools.doctor.checks import CLUSTER, FAIL, Check, graded, of_error
 from tfdist.tools.doctor.exchange import Link
 from tfdist.tools.doctor.peers import Peer, Sight
 
-SKEW, WRONG = 1.0, 60.0  # seconds between the clocks of two hosts: warns above, fails above
+# Seconds between the clocks of two hosts: warns above, fails above.
+SKEW_S = 1.0
+WRONG_S = 60.0
 SLOW = 50e6  # bytes per second; half of what Gigabit Ethernet carries
-FAR = 5e-3  # seconds of a round trip
-UNEVEN, DISTANT = 4.0, 10.0  # factors from the median: of the rates, of the round trips
+FAR_S = 5e-3  # seconds of a round trip
+UNEVEN = 4.0  # factor from the median rate
+DISTANT = 10.0  # factor from the median round trip
 
 
 def check_spec(spec: ClusterSpec, members: Sequence[Task]) -> tuple[list[Check], dict[str, str]]:
@@ -58,31 +61,33 @@ def check_spec(spec: ClusterSpec, members: Sequence[Task]) -> tuple[list[Check],
             f"{counted(hosts, 'name')} of hosts {'resolve' if hosts > 1 else 'resolves'}",
         )
     )
-    taken: dict[str, str] = {}
+    port_errors: dict[str, str] = {}
     for task in members:
         try:
             spec.for_task(task.type, task.index).check_host()
         except PortTaken as error:
-            taken[str(task)] = str(error)
+            port_errors[str(task)] = str(error)
         except ValueError as error:
             checks.append(of_error(CLUSTER, "addresses", error))
-    return checks, taken
+    return checks, port_errors
 
 
 def check_ports(
-    members: Sequence[Task], taken: Mapping[str, str], peers: Mapping[str, Peer]
+    members: Sequence[Task], port_errors: Mapping[str, str], peers: Mapping[str, Peer]
 ) -> list[Check]:
     """Check whether the tasks of this host can listen at their ports.
 
     Args:
         members: Tasks of this host.
-        taken: Error messages of the tasks whose port is taken, by task.
+        port_errors: Error messages of the tasks whose port is taken, by task.
         peers: Doctors that answer, by the task that they were asked for.
     """
-    checks = [of_error(CLUSTER, "ports", text) for name, text in taken.items() if name not in peers]
+    checks = [
+        of_error(CLUSTER, "ports", text) for name, text in port_errors.items() if name not in peers
+    ]
     listening = [task for task in members if task.type != "evaluator"]
     if listening and not checks:
-        served = [str(task) for task in listening if str(task) in taken]
+        served = [str(task) for task in listening if str(task) in port_errors]
         addresses = f"free on this host: {', '.join(task.address for task in listening[:8])}"
         checks.append(
             graded(
@@ -108,7 +113,7 @@ def cannot_listen(spec: ClusterSpec, failed: Mapping[str, OSError]) -> Check:
 
 def check_peers(
     spec: ClusterSpec,
-    badge: Mapping[str, Any],
+    hello: Mapping[str, Any],
     own: set[str],
     peers: Mapping[str, Peer],
     missing: Mapping[str, str],
@@ -118,7 +123,7 @@ def check_peers(
 
     Args:
         spec: Cluster spec.
-        badge: Badge of this process, with "tasks" and "gpus".
+        hello: Hello message of this process, with "tasks" and "gpus".
         own: Names of the tasks of this host.
         peers: Doctors of the tasks that answered, by task.
         missing: Reasons why the other tasks did not answer, by task.
@@ -138,35 +143,35 @@ def check_peers(
                 f"{'answer' if len(peers) > 1 else 'answers'}",
             )
         )
-    faults = list(_faults(spec, badge, own, peers))
+    faults = list(_faults(spec, hello, own, peers))
     checks += faults
     if peers and not faults:
-        checks.append(graded(CLUSTER, "versions", f"equal: {badge['versions']}"))
-        checks.append(graded(CLUSTER, "spec", f"equal: {badge['cluster']}"))
+        checks.append(graded(CLUSTER, "versions", f"equal: {hello['versions']}"))
+        checks.append(graded(CLUSTER, "spec", f"equal: {hello['cluster']}"))
     if not peers:
         alone = own >= {str(task) for task in spec.listening_tasks}
         return checks or ([graded(CLUSTER, "reach", "all tasks are on this host")] if alone else [])
-    return [*checks, _devices(spec, badge, own, peers), _clocks(peers)]
+    return [*checks, _devices(spec, hello, own, peers), _clocks(peers)]
 
 
 def _faults(
-    spec: ClusterSpec, badge: Mapping[str, Any], own: set[str], peers: Mapping[str, Peer]
+    spec: ClusterSpec, hello: Mapping[str, Any], own: set[str], peers: Mapping[str, Peer]
 ) -> Iterator[Check]:
     """Yield the first fault of each process, in the words of the preflight."""
-    me = str(badge["task"])
-    claimed = dict.fromkeys(own, str(badge["nonce"]))
+    me = str(hello["task"])
+    claimed = dict.fromkeys(own, str(hello["nonce"]))
     judged = set[str]()
     for name, peer in peers.items():
-        claim = str(peer.badge.get("task"))
+        claim = str(peer.hello.get("task"))
         if peer.process not in judged:
             try:
-                compare(peer.badge, peer.who, badge, spec.source)
+                compare(peer.hello, peer.who, hello, spec.source)
             except ConfigurationError as error:
                 judged.add(peer.process)
-                spec_differs = peer.badge.get("cluster") != badge["cluster"]
+                spec_differs = peer.hello.get("cluster") != hello["cluster"]
                 check = of_error(CLUSTER, "spec" if spec_differs else "versions", error)
                 where = (
-                    differences(badge.get("tasks"), peer.badge.get("tasks")) if spec_differs else ""
+                    differences(hello.get("tasks"), peer.hello.get("tasks")) if spec_differs else ""
                 )
                 yield Check(
                     CLUSTER,
@@ -225,7 +230,7 @@ def differences(ours: Any, theirs: Any) -> str:
 
 
 def _devices(
-    spec: ClusterSpec, badge: Mapping[str, Any], own: set[str], peers: Mapping[str, Peer]
+    spec: ClusterSpec, hello: Mapping[str, Any], own: set[str], peers: Mapping[str, Peer]
 ) -> Check:
     """Check that all workers have equally many devices.
 
@@ -239,7 +244,7 @@ def _devices(
         if task.type == "worker" or (task.type == "chief" and not serving)
     }
     reported = {
-        name: peers[name].badge.get("gpus") if name in peers else badge.get("gpus")
+        name: peers[name].hello.get("gpus") if name in peers else hello.get("gpus")
         for name in sorted(names)
         if name in peers or name in own
     }
@@ -268,7 +273,7 @@ def _devices(
 def _clocks(peers: Mapping[str, Peer]) -> Check:
     worst = max(peers.values(), key=lambda peer: abs(peer.offset) - peer.error)
     skew = max(abs(worst.offset) - worst.error, 0.0)
-    if skew <= SKEW:
+    if skew <= SKEW_S:
         return graded(
             CLUSTER,
             "clocks",
@@ -281,7 +286,7 @@ def _clocks(peers: Mapping[str, Peer]) -> Check:
         "clocks",
         f"that of {worst.who} is {duration(abs(worst.offset))} {way} this host's",
         "set the clocks: timedatectl set-ntp true",
-        fails=skew > WRONG,
+        fails=skew > WRONG_S,
         warns=True,
     )
 
@@ -290,16 +295,16 @@ def check_sights(sights: Sequence[Sight]) -> list[Check]:
     """Check whether all hosts see what one of them writes.
 
     Args:
-        sights: Results of `Meeting.share`.
+        sights: Results of `PeerExchange.share`.
     """
     checks = []
-    for place in dict.fromkeys(sight.place for sight in sights):
-        here = [sight for sight in sights if sight.place == place]
+    for directory in dict.fromkeys(sight.directory for sight in sights):
+        here = [sight for sight in sights if sight.directory == directory]
         blind = [sight for sight in here if not sight.seen and sight.other is not None]
         unknown = [sight for sight in here if sight.other is None]
         if blind:
             description = (
-                f"{place}: a file written here is not seen by "
+                f"{directory}: a file written here is not seen by "
                 f"{', '.join(f'{sight.peer} in {sight.other}' for sight in blind[:4])}"
             )
             remedy = (
@@ -316,7 +321,8 @@ def check_sights(sights: Sequence[Sight]) -> list[Check]:
                 graded(
                     CLUSTER,
                     "shared place",
-                    f"{place}: unknown of {', '.join(sight.peer for sight in unknown[:4])}: {why}",
+                    f"{directory}: unknown of {', '.join(sight.peer for sight in unknown[:4])}: "
+                    f"{why}",
                     "give all doctors the same --place or --config, in the same order",
                     warns=True,
                 )
@@ -324,7 +330,9 @@ def check_sights(sights: Sequence[Sight]) -> list[Check]:
         else:
             checks.append(
                 graded(
-                    CLUSTER, "shared place", f"{place}: seen by {counted(len(here), 'other host')}"
+                    CLUSTER,
+                    "shared place",
+                    f"{directory}: seen by {counted(len(here), 'other host')}",
                 )
             )
     return checks
@@ -334,7 +342,7 @@ def check_links(links: Sequence[Link]) -> list[Check]:
     """Check whether the network between the hosts works and is even.
 
     Args:
-        links: Results of `Meeting.links`.
+        links: Results of `PeerExchange.links`.
     """
     if not links:
         return []
@@ -400,7 +408,7 @@ def odd_links(links: Sequence[Link]) -> list[Link]:
     """Return the links that are too slow or whose round trip is too long.
 
     Args:
-        links: Results of `Meeting.links`; links that failed are ignored.
+        links: Results of `PeerExchange.links`; links that failed are ignored.
     """
     good = [link for link in links if not link.error]
     slow, far = _limits(good) if good else (0.0, 0.0)
@@ -410,7 +418,7 @@ def odd_links(links: Sequence[Link]) -> list[Link]:
 def _limits(good: Sequence[Link]) -> tuple[float, float]:
     """Return the lowest acceptable rate and the longest acceptable round trip."""
     slow = max(SLOW, statistics.median(link.rate for link in good) / UNEVEN)
-    return slow, max(FAR, DISTANT * statistics.median(link.latency for link in good))
+    return slow, max(FAR_S, DISTANT * statistics.median(link.latency for link in good))
 
 
 def check_ends(

@@ -1,7 +1,7 @@
 """Client of the doctor protocol: questions to other doctors, with time limits.
 
-Each exchange has its own connection. The asker sends its badge and a question as one JSON line, and
-the doctor answers with another line. For the question `stream`, bytes follow on the same
+Each exchange has its own connection. The asker sends its hello message and a question as one JSON
+line, and the doctor answers with another line. For the question `stream`, bytes follow on the same
 connection. The asker closes first, so that no port of a task is left in TIME_WAIT.
 """
 
@@ -65,13 +65,13 @@ class Link:
 
 
 def ask(
-    address: str, badge: Mapping[str, Any], question: str, timeout: float = EXCHANGE_S, **facts: Any
+    address: str, hello: Mapping[str, Any], question: str, timeout: float = EXCHANGE_S, **facts: Any
 ) -> dict[str, Any]:
     """Ask a doctor a question.
 
     Args:
         address: Address of a task that the doctor serves.
-        badge: Badge of this process.
+        hello: Hello message of this process.
         question: One of "hello", "token", "measure" and "done".
         timeout: Seconds for the whole exchange, default 5.
         **facts: Further fields of the question.
@@ -86,7 +86,7 @@ def ask(
     limit = time.monotonic() + timeout
     with connect(address, min(timeout, EXCHANGE_S)) as connection:
         sent = time.time()
-        send(connection, {**badge, "ask": question, **facts})
+        send(connection, {**hello, "ask": question, **facts})
         answer = receive(connection, limit, LINE_BYTES, "doctor")
     if answer.get("attempt") != ATTEMPT:
         raise ValueError(
@@ -97,14 +97,14 @@ def ask(
     return {**answer, "sent": sent, "came": time.time()}
 
 
-def measure(source: str, target: str, address: str, badge: Mapping[str, Any]) -> Link:
+def measure(source: str, target: str, address: str, hello: Mapping[str, Any]) -> Link:
     """Measure the round trip and the rate of the network to the host of a task.
 
     Args:
         source: Task of this host.
         target: Task of the other host.
         address: Address of the other task.
-        badge: Badge of this process.
+        hello: Hello message of this process.
 
     Returns:
         The measurement, with an `error` if it failed.
@@ -112,7 +112,7 @@ def measure(source: str, target: str, address: str, badge: Mapping[str, Any]) ->
     limit = time.monotonic() + EXCHANGE_S + STREAM_S
     try:
         with connect(address, EXCHANGE_S) as connection:
-            send(connection, {**badge, "ask": "stream"})
+            send(connection, {**hello, "ask": "stream"})
             answer = receive(connection, limit, LINE_BYTES, "doctor")
             if "refused" in answer:
                 raise Refused(str(answer["refused"])[:300])

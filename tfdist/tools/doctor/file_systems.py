@@ -21,16 +21,18 @@ from tfdist.tools.doctor.checks import HOST, Check, graded
 
 # Attempts to write: the doctor of another host may remove the directory that it has created there.
 TRIES = 5
-PLACE_S = 20.0  # seconds for the test of one directory; a network disk may hang forever
-LITTLE, NOTHING = 2 << 30, 100 << 20  # bytes free: warns below, fails below
+DIRECTORY_S = 20.0  # seconds for the test of one directory; a network disk may hang forever
+# Bytes free: warns below, fails below.
+LITTLE = 2 << 30
+NOTHING = 100 << 20
 # Seconds between this host's clock and the clock of the file server: warns above, fails above.
-SKEW = 5.0
-WRONG = 300.0
+SKEW_S = 5.0
+WRONG_S = 300.0
 _PREFIX = ".tfdist-doctor-"
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class WriteTest:
     """Result of a write test of a directory.
 
     Attributes:
@@ -75,7 +77,7 @@ def is_token(text: object) -> bool:
     return isinstance(text, str) and re.fullmatch(r"[0-9a-f]{32}", text) is not None
 
 
-def look(paths: Sequence[str], timeout: float = PLACE_S) -> list[Place]:
+def look(paths: Sequence[str], timeout: float = DIRECTORY_S) -> list[WriteTest]:
     """Test directories of this host's file systems, all at once.
 
     Args:
@@ -85,9 +87,9 @@ def look(paths: Sequence[str], timeout: float = PLACE_S) -> list[Place]:
     Returns:
         Results in the order of `paths`.
     """
-    places: dict[str, Place] = {}
+    results: dict[str, WriteTest] = {}
     threads = [
-        threading.Thread(target=lambda p=path: places.update({p: try_place(p)}), daemon=True)
+        threading.Thread(target=lambda p=path: results.update({p: try_directory(p)}), daemon=True)
         for path in paths
     ]  # type: ignore[misc]
     end = time.monotonic() + timeout
@@ -96,17 +98,17 @@ def look(paths: Sequence[str], timeout: float = PLACE_S) -> list[Place]:
     for thread in threads:
         thread.join(max(end - time.monotonic(), 0))
     late = f"no answer within {timeout:g} s: its file server may be gone"
-    return [places.get(path, Place(path, error=late)) for path in paths]
+    return [results.get(path, WriteTest(path, error=late)) for path in paths]
 
 
-def try_place(path: str) -> Place:
+def try_directory(path: str) -> WriteTest:
     """Test that a file in a directory can be written, flushed, replaced by renaming and read.
 
     The file is removed afterwards. A missing directory is created, and removed again.
 
     Example:
         >>> import tempfile
-        >>> try_place(tempfile.mkdtemp()).error
+        >>> try_directory(tempfile.mkdtemp()).error
         ''
     """
     made = missing(path)
@@ -132,15 +134,15 @@ def try_place(path: str) -> Place:
         _flush(path)
         step = "reading it back"
         if (text := Path(target).read_text(encoding="utf-8")) != "new":
-            return Place(
+            return WriteTest(
                 path,
                 error="renaming a file over another one: expected the new one there, "
                 f"read {text[:20]!r}",
             )
         usage = shutil.disk_usage(path)
-        return Place(path, free=usage.free, total=usage.total, skew=skew)
+        return WriteTest(path, free=usage.free, total=usage.total, skew=skew)
     except OSError as error:
-        return Place(path, error=f"{step}: {error.strerror}")
+        return WriteTest(path, error=f"{step}: {error.strerror}")
     finally:
         for name in (target, part):
             with contextlib.suppress(OSError):
@@ -150,34 +152,34 @@ def try_place(path: str) -> Place:
                 os.rmdir(directory)
 
 
-def check_place(place: Place) -> Check:
+def check_directory(result: WriteTest) -> Check:
     """Check whether training can write to a directory.
 
     Args:
-        place: Result of `try_place`.
+        result: Result of `try_directory`.
     """
     name = "place"
-    if place.error:
+    if result.error:
         return graded(
             HOST,
             name,
-            f"{place.path}: {place.error}",
-            f"{_remedy(place.error)}, or choose another place",
+            f"{result.path}: {result.error}",
+            f"{_remedy(result.error)}, or choose another place",
             fails=True,
         )
-    if place.free is None or place.total is None:
-        return graded(HOST, name, f"{place.path}: written, renamed and read through TensorFlow")
+    if result.free is None or result.total is None:
+        return graded(HOST, name, f"{result.path}: written, renamed and read through TensorFlow")
     description = (
-        f"{place.path}: {format_bytes(place.free)} free of {format_bytes(place.total)}; "
+        f"{result.path}: {format_bytes(result.free)} free of {format_bytes(result.total)}; "
         "files are renamed at once"
     )
-    skew = place.skew or 0.0
-    if abs(skew) > SKEW:
+    skew = result.skew or 0.0
+    if abs(skew) > SKEW_S:
         description += (
             f"; its clock is {duration(abs(skew))} "
             f"{'ahead of' if skew > 0 else 'behind'} this host's"
         )
-    few = place.free < LITTLE
+    few = result.free < LITTLE
     remedy = (
         "free some space there: each snapshot is written beside the one before it"
         if few
@@ -188,8 +190,8 @@ def check_place(place: Place) -> Check:
         name,
         description,
         remedy,
-        fails=place.free < NOTHING or abs(skew) > WRONG,
-        warns=few or abs(skew) > SKEW,
+        fails=result.free < NOTHING or abs(skew) > WRONG_S,
+        warns=few or abs(skew) > SKEW_S,
     )
 
 

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from tfdist.tools.common import subprocesses
-from tfdist.tools.doctor.file_systems import Place
+from tfdist.tools.doctor.file_systems import WriteTest
 from tfdist.tools.doctor.trial import Trial
 
 # Seconds for TensorFlow's import, which takes some 5 s, or a minute from a cold network disk.
@@ -51,12 +51,12 @@ class Findings:
 
     Attributes:
         frameworks: Report about TensorFlow and Keras.
-        places: Write tests of directories that only TensorFlow can write to.
+        directories: Write tests of directories that only TensorFlow can write to.
         trial: Result of the trial of a config; None if there was no config.
     """
 
     frameworks: Frameworks
-    places: tuple[Place, ...] = ()
+    directories: tuple[WriteTest, ...] = ()
     trial: Trial | None = None
 
 
@@ -89,11 +89,13 @@ def look(
         if facts
         else Frameworks(error=problem or "said nothing")
     )
-    places = {place["path"]: Place(**place) for place in answer.get("places", ())}
+    write_tests = {result["path"]: WriteTest(**result) for result in answer.get("places", ())}
     for path in remote:
-        places.setdefault(
+        write_tests.setdefault(
             path,
-            Place(path, error=f"TensorFlow, which is to write there, {problem or 'said nothing'}"),
+            WriteTest(
+                path, error=f"TensorFlow, which is to write there, {problem or 'said nothing'}"
+            ),
         )
     trial = None
     if words:
@@ -106,4 +108,4 @@ def look(
         )
         if problem and trial.stage != "done" and not trial.error:
             trial = dataclasses.replace(trial, error=f"its process {problem}")
-    return Findings(frameworks, tuple(places.values()), trial)
+    return Findings(frameworks, tuple(write_tests.values()), trial)

@@ -21,8 +21,8 @@ SHM = 64 << 20
 SHM_NCCL = 1 << 30
 FEWEST_FILES = 256
 FEW_FILES = 1024
-DAY = 86400.0
-LAST = 4102444800.0  # the year 2100
+DAY_S = 86400.0
+LAST_S = 4102444800.0  # the year 2100, as seconds since 1970
 
 
 def check_machine(machine: Machine, workers: int) -> list[Check]:
@@ -124,14 +124,14 @@ def _clock(machine: Machine) -> Check:
     date = datetime.datetime.fromtimestamp(machine.now, datetime.timezone.utc).strftime(
         "%Y-%m-%d %H:%M:%S UTC"
     )
-    early = machine.now < machine.installed - DAY
+    early = machine.now < machine.installed - DAY_S
     description = f"{date}, which is before tfdist was installed" if early else date
     return graded(
         HOST,
         "clock",
         description,
         "set it: timedatectl set-ntp true",
-        fails=early or machine.now > LAST,
+        fails=early or machine.now > LAST_S,
     )
 
 
@@ -277,7 +277,7 @@ def _cuda(frameworks: Frameworks) -> Check:
 
 
 def _gpus(machine: Machine, frameworks: Frameworks) -> Check:
-    seen = len(frameworks.gpus)
+    visible_gpus = len(frameworks.gpus)
     alone = "to train on the CPU, set CUDA_VISIBLE_DEVICES=-1"
     hidden = machine.visible is not None and not visible_any(machine.visible)
     if hidden:
@@ -286,8 +286,8 @@ def _gpus(machine: Machine, frameworks: Frameworks) -> Check:
             "GPUs",
             f"hidden by CUDA_VISIBLE_DEVICES={machine.visible!r}; TensorFlow uses the CPU",
         )
-    if seen < machine.gpus:
-        description = f"{machine.gpus} with a driver, but TensorFlow sees {seen}"
+    if visible_gpus < machine.gpus:
+        description = f"{machine.gpus} with a driver, but TensorFlow sees {visible_gpus}"
         if not frameworks.cuda:
             return graded(
                 HOST,
@@ -305,16 +305,16 @@ def _gpus(machine: Machine, frameworks: Frameworks) -> Check:
             f"warns of; {alone}",
             fails=True,
         )
-    if machine.visible is not None and seen < len(machine.visible.split(",")):
+    if machine.visible is not None and visible_gpus < len(machine.visible.split(",")):
         return graded(
             HOST,
             "GPUs",
             f"CUDA_VISIBLE_DEVICES={machine.visible!r} names "
-            f"{len(machine.visible.split(','))}, TensorFlow sees {seen}",
+            f"{len(machine.visible.split(','))}, TensorFlow sees {visible_gpus}",
             f"name GPUs of this host; {alone}",
             fails=True,
         )
-    if machine.cards and not machine.driven and not seen:
+    if machine.cards and not machine.driven and not visible_gpus:
         return graded(
             HOST,
             "GPUs",
@@ -323,14 +323,14 @@ def _gpus(machine: Machine, frameworks: Frameworks) -> Check:
             f"(docker run --gpus all); {alone}",
             fails=True,
         )
-    if not seen:
+    if not visible_gpus:
         return graded(HOST, "GPUs", "none; TensorFlow uses the CPU")
     cards = machine.shown
     if not cards:
         return graded(
             HOST,
             "GPUs",
-            f"{seen}: {', '.join(frameworks.gpus)}; "
+            f"{visible_gpus}: {', '.join(frameworks.gpus)}; "
             "free memory: unknown, nvidia-smi does not tell it",
             "see why `nvidia-smi` does not run here, or that no other program uses these GPUs",
             warns=True,
@@ -341,7 +341,11 @@ def _gpus(machine: Machine, frameworks: Frameworks) -> Check:
     )
     busy = [card for card in cards if card.free < card.total / 2]
     return graded(
-        HOST, "GPUs", f"{seen}: {sizes}", "see who uses the memory: nvidia-smi", warns=bool(busy)
+        HOST,
+        "GPUs",
+        f"{visible_gpus}: {sizes}",
+        "see who uses the memory: nvidia-smi",
+        warns=bool(busy),
     )
 
 

@@ -98,8 +98,8 @@ class Machine:
         if self.visible is None:
             return self.smi
         words = [word.strip() for word in self.visible.split(",")][: self.gpus]
-        found = [_named(word, self.smi) for word in words]
-        return tuple(card for card in found if card) if all(found) else ()
+        cards = [_named(word, self.smi) for word in words]
+        return tuple(card for card in cards if card) if all(cards) else ()
 
 
 def look(root: str | os.PathLike = "/") -> Machine:
@@ -111,23 +111,26 @@ def look(root: str | os.PathLike = "/") -> Machine:
     Returns:
         The facts.
     """
-    root, told = Path(root), inherited(*THREAD_VARIABLES, "CUDA_VISIBLE_DEVICES", "KERAS_BACKEND")
+    root, variables = (
+        Path(root),
+        inherited(*THREAD_VARIABLES, "CUDA_VISIBLE_DEVICES", "KERAS_BACKEND"),
+    )
     available, capacity = memory(root)
     driven = driven_cards(root)
     return Machine(
         python=sys.version_info[:3],
         versions={package: version(package) for package in PACKAGES},
-        backend=told.pop("KERAS_BACKEND", None),
+        backend=variables.pop("KERAS_BACKEND", None),
         cards=pci_cards(root),
         driven=driven,
-        visible=told.pop("CUDA_VISIBLE_DEVICES", None),
+        visible=variables.pop("CUDA_VISIBLE_DEVICES", None),
         smi=_smi() if driven else (),
         available=available,
         capacity=capacity,
         cores=len(cores()),
         machine_cores=os.cpu_count() or 1,
         quota=quota(root),
-        threads=told,
+        threads=variables,
         shm=_space(root / "dev" / "shm"),
         files=resource.getrlimit(resource.RLIMIT_NOFILE),
         now=time.time(),
@@ -184,12 +187,12 @@ def _named(word: str, cards: Sequence[Card]) -> Card | None:
 
 def pci_cards(root: Path) -> int:
     """Count NVIDIA's display and computing cards on the PCI bus, with or without a driver."""
-    found = 0
+    count = 0
     for device in (root / "sys/bus/pci/devices").glob("*"):
-        found += read_text(device / "vendor") == _NVIDIA and read_text(device / "class").startswith(
+        count += read_text(device / "vendor") == _NVIDIA and read_text(device / "class").startswith(
             _DISPLAY
         )
-    return found
+    return count
 
 
 def driven_cards(root: Path) -> int:
@@ -198,14 +201,14 @@ def driven_cards(root: Path) -> int:
     In a container, only the GPUs that the container was given are counted.
     """
     known = len(list((root / "proc/driver/nvidia/gpus").glob("*")))
-    given = len(
+    listed = len(
         [
             entry
             for entry in (root / "dev").glob("nvidia*")
             if re.fullmatch(r"nvidia\d+", entry.name)
         ]
     )
-    return min(known, given) if known and given else known
+    return min(known, listed) if known and listed else known
 
 
 def _space(path: Path) -> tuple[int, int] | None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import tfdist
 from tfdist.cluster.addresses import is_here, nobody_here
-from tfdist.cluster.handshake import badge, installed_versions
+from tfdist.cluster.handshake import hello_message, installed_versions
 from tfdist.cluster.spec import ClusterSpec, Task
 from tfdist.runtime.command import COMMON_EXIT_CODES, Command
 from tfdist.runtime.formatting import printable
@@ -33,8 +33,8 @@ from tfdist.tools.doctor.checks import (
 )
 from tfdist.tools.doctor.exchange import ATTEMPT
 from tfdist.tools.doctor.flags import DESCRIPTION, USAGE, add_flags, check
-from tfdist.tools.doctor.peers import Meeting, serving
-from tfdist.tools.doctor.server import Desk
+from tfdist.tools.doctor.peers import PeerExchange, serving
+from tfdist.tools.doctor.server import Responder
 
 DEFAULT_DIRECTORY = "runs"  # directory that `tfdist train` and `tfdist launch` write to
 TITLES = {HOST: "this host", CLUSTER: "the cluster", RUN: "the run"}
@@ -132,7 +132,7 @@ def _look(flags: argparse.Namespace, words: Sequence[str], here: int, trained: i
         )
         checks += host.check_frameworks(facts, findings.frameworks)
         tried = findings.trial
-        remote = {directory.path: directory for directory in findings.places}
+        remote = {directory.path: directory for directory in findings.directories}
         run_directory = tried.directory if tried else ""
     else:
         remote = {}
@@ -154,7 +154,7 @@ def _look(flags: argparse.Namespace, words: Sequence[str], here: int, trained: i
         )
     }
     checks += [
-        file_systems.check_place(directory)
+        file_systems.check_directory(directory)
         for path in paths
         if (directory := {**remote, **local}.get(path))
     ]
@@ -170,15 +170,15 @@ def _look(flags: argparse.Namespace, words: Sequence[str], here: int, trained: i
     return Diagnosis(checks, facts, shared)
 
 
-def _desk(
-    spec: ClusterSpec, members: Sequence[Task], begun: Diagnosis, heard=lambda line: None
-) -> Desk:
-    """Create the desk with the badge of this process and its answers."""
+def _make_responder(
+    spec: ClusterSpec, members: Sequence[Task], begun: Diagnosis, show_line=lambda line: None
+) -> Responder:
+    """Create the responder with the hello message of this process and its answers."""
     name = str(members[0]) if members else f"doctor on {socket.gethostname()}"
-    who = badge(spec, name, installed_versions(), ATTEMPT, uuid.uuid4().hex)
+    who = hello_message(spec, name, installed_versions(), ATTEMPT, uuid.uuid4().hex)
     tasks = [[str(task), task.address] for task in spec.listening_tasks[:LISTED]]
     facts = {"gpus": begun.machine.gpus, "tasks": tasks, "wrong": wrong_in(begun.checks)}
-    return Desk(spec, who, facts, begun.shared, heard)
+    return Responder(spec, who, facts, begun.shared, show_line)
 
 
 def wrong_in(checks: Sequence[Check]) -> str:
@@ -197,17 +197,17 @@ def _serve(
     flags: argparse.Namespace, spec: ClusterSpec, members: Sequence[Task], begun: Diagnosis
 ) -> int:
     """Answer other doctors until the time is over, or until Ctrl-C."""
-    spec_checks, taken = cluster.check_spec(spec, members)
-    checks = [*begun.checks, *spec_checks, *cluster.check_ports(members, taken, {})]
-    if exit_code(spec_checks) or taken:
+    spec_checks, port_errors = cluster.check_spec(spec, members)
+    checks = [*begun.checks, *spec_checks, *cluster.check_ports(members, port_errors, {})]
+    if exit_code(spec_checks) or port_errors:
         _show(flags, [check for check in checks if check.part == CLUSTER])
         return 1
 
-    def heard(line: str) -> None:
+    def show_line(line: str) -> None:
         print(f"doctor: {printable(line)}", flush=True)
 
     try:
-        with serving(_desk(spec, members, begun, heard), members) as failed:
+        with serving(_make_responder(spec, members, begun, show_line), members) as failed:
             if failed:
                 print(
                     "\n".join(table.lines([cluster.cannot_listen(spec, failed)], TITLES, _width())),
@@ -228,71 +228,81 @@ def _meet(
     flags: argparse.Namespace, spec: ClusterSpec, members: Sequence[Task], begun: Diagnosis
 ) -> list[Check]:
     """Ask the other hosts; with --together, wait until they have asked this host too."""
-    checks, taken = cluster.check_spec(spec, members)
+    checks, port_errors = cluster.check_spec(spec, members)
     if members and all(task.type == "evaluator" for task in members):
         return checks  # other tasks do not connect to an evaluator, which reads files
-    free = [task for task in members if str(task) not in taken and task.type != "evaluator"]
+    free = [task for task in members if str(task) not in port_errors and task.type != "evaluator"]
     timeout = (
         min(flags.timeout, STRAY_S)
-        if exit_code(checks) or (taken and flags.together)
+        if exit_code(checks) or (port_errors and flags.together)
         else flags.timeout
     )
-    desk = _desk(spec, members, begun)
-    with serving(desk, free) as failed:
+    responder = _make_responder(spec, members, begun)
+    with serving(responder, free) as failed:
         checks += [cluster.cannot_listen(spec, failed)] if failed else []
-        meeting = Meeting(
-            desk, free, timeout, lambda line: print(f"doctor: {line}", file=sys.stderr, flush=True)
+        peer_exchange = PeerExchange(
+            responder,
+            free,
+            timeout,
+            lambda line: print(f"doctor: {line}", file=sys.stderr, flush=True),
         )
-        meeting.ask_all()
-        checks += cluster.check_ports(members, taken, {} if flags.together else meeting.peers)
+        peer_exchange.ask_all()
+        checks += cluster.check_ports(
+            members, port_errors, {} if flags.together else peer_exchange.peers
+        )
         checks += cluster.check_peers(
             spec,
-            {**desk.badge, **desk.facts},
-            meeting.own,
-            meeting.peers,
-            meeting.missing,
-            meeting.elapsed,
+            {**responder.hello, **responder.facts},
+            peer_exchange.own,
+            peer_exchange.peers,
+            peer_exchange.missing,
+            peer_exchange.elapsed,
         )
-        if meeting.hosts(with_own=False):
-            checks += _shared(begun.shared, meeting)
+        if peer_exchange.hosts(with_own=False):
+            checks += _shared(begun.shared, peer_exchange)
         # Only one host measures. Otherwise hosts would measure each other's traffic.
-        if len(meeting.hosts()) > 1 and (
-            not flags.together or str(spec.listening_tasks[0]) in meeting.own
+        if len(peer_exchange.hosts()) > 1 and (
+            not flags.together or str(spec.listening_tasks[0]) in peer_exchange.own
         ):
-            checks += cluster.check_links(meeting.links(cluster.odd_links))
+            checks += cluster.check_links(peer_exchange.links(cluster.odd_links))
         # Another process that claims a task of this host has reported its fault only here, so this
         # host passes the fault on to hosts that come later.
         wrong = wrong_in([*begun.checks, *checks]) or next(
-            (report for name, report in desk.done.items() if report and name in meeting.own), ""
+            (
+                report
+                for name, report in responder.done.items()
+                if report and name in peer_exchange.own
+            ),
+            "",
         )
         # Remove directories that other hosts still used before. Once told that this host is done,
         # they may begin to train there.
-        meeting.tidy()
-        meeting.tell(wrong, [str(task) for task in members])
+        peer_exchange.tidy()
+        peer_exchange.tell(wrong, [str(task) for task in members])
         if flags.together:
-            late = meeting.wait_until_asked(wrong)
+            late = peer_exchange.wait_until_asked(wrong)
             # A report about a task of this host comes only from another process that claims it too.
             checks += cluster.check_ends(
                 {
                     name: report
-                    for name, report in desk.done.items()
-                    if report or name not in meeting.own
+                    for name, report in responder.done.items()
+                    if report or name not in peer_exchange.own
                 },
                 late,
                 spec,
-                meeting.elapsed,
+                peer_exchange.elapsed,
             )
         else:
             reports = {
-                name: str(peer.badge.get("wrong") or "")[:300]
-                for name, peer in meeting.peers.items()
+                name: str(peer.hello.get("wrong") or "")[:300]
+                for name, peer in peer_exchange.peers.items()
             }
-            reports |= {name: report for name, report in desk.done.items() if report}
-            checks += cluster.check_ends(reports, {}, spec, meeting.elapsed)
+            reports |= {name: report for name, report in responder.done.items() if report}
+            checks += cluster.check_ends(reports, {}, spec, peer_exchange.elapsed)
     return checks
 
 
-def _shared(shared: Sequence[str | None], meeting: Meeting) -> list[Check]:
+def _shared(shared: Sequence[str | None], peer_exchange: PeerExchange) -> list[Check]:
     if not shared:
         return [
             graded(
@@ -303,7 +313,7 @@ def _shared(shared: Sequence[str | None], meeting: Meeting) -> list[Check]:
                 warns=True,
             )
         ]
-    return cluster.check_sights(meeting.share(shared))
+    return cluster.check_sights(peer_exchange.share(shared))
 
 
 def _show(flags: argparse.Namespace, checks: Sequence[Check]) -> None:

@@ -21,10 +21,12 @@ from tfdist.cluster.spec import Task
 from tfdist.tools.doctor import exchange
 from tfdist.tools.doctor.exchange import Link, Refused
 from tfdist.tools.doctor.file_systems import TRIES, token_name
-from tfdist.tools.doctor.file_systems import missing as places_missing
-from tfdist.tools.doctor.server import Desk, Server
+from tfdist.tools.doctor.file_systems import missing as missing_directories
+from tfdist.tools.doctor.server import Responder, Server
 
-FIRST_S, RETRY_S = 0.05, 0.5  # seconds between two attempts to reach an absent task
+# Seconds between two attempts to reach an absent task: the first two, and later ones.
+FIRST_S = 0.05
+RETRY_S = 0.5
 PROGRESS_S = 10.0  # seconds between two lines that name the missing tasks
 ALL_PAIRS = 5  # hosts; with more hosts, each measures only the link to the next one
 LINKS_S = 60.0  # seconds for all links
@@ -40,14 +42,14 @@ class Peer:
     Attributes:
         task: Task that was asked for.
         address: Address of the task.
-        badge: Content of the answer: the badge of the process, its tasks and its GPUs.
+        hello: Content of the answer: the hello message of the process, its tasks and its GPUs.
         offset: Seconds by which the peer's clock is ahead of this host's.
         error: Maximum error of `offset` in seconds: half of the time that the answer took.
     """
 
     task: str
     address: str
-    badge: Mapping[str, Any]
+    hello: Mapping[str, Any]
     offset: float = 0.0
     error: float = 0.0
 
@@ -62,7 +64,7 @@ class Peer:
 
         Tasks with the same identifier are on one host.
         """
-        return str(self.badge.get("nonce"))
+        return str(self.hello.get("nonce"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,41 +72,43 @@ class Sight:
     """Result of looking on another host for a file that this host wrote.
 
     Attributes:
-        place: Directory on this host.
+        directory: Directory on this host.
         peer: Task of the other host.
         other: Directory with the same number on the other host; None if there is none.
         seen: Boolean, whether the file was there with the right content.
         error: Reason why the result is unknown; "" if it is known.
     """
 
-    place: str
+    directory: str
     peer: str
     other: str | None = None
     seen: bool = False
     error: str = ""
 
 
-class Meeting:
+class PeerExchange:
     """One doctor's part in the exchange with all others.
 
     Args:
-        desk: Badge and answers of this process.
+        responder: Hello message and answers of this process.
         members: Tasks of this host; empty if it is not a host of the cluster.
         timeout: Seconds to wait for all others to come.
-        say: Function that receives a line every 10 seconds that names the missing tasks.
+        show_line: Function that receives a line every 10 seconds that names the missing tasks.
     """
 
     def __init__(
         self,
-        desk: Desk,
+        responder: Responder,
         members: Sequence[Task],
         timeout: float,
-        say: Callable[[str], None] = lambda line: None,
+        show_line: Callable[[str], None] = lambda line: None,
     ):
-        self.desk = desk
-        self.wait = Wait(desk.spec, "this host", timeout, say, (FIRST_S, RETRY_S), PROGRESS_S)
+        self.responder = responder
+        self.wait = Wait(
+            responder.spec, "this host", timeout, show_line, (FIRST_S, RETRY_S), PROGRESS_S
+        )
         self.own = {str(task) for task in members}
-        self.tasks = {str(task): task.address for task in desk.spec.listening_tasks}
+        self.tasks = {str(task): task.address for task in responder.spec.listening_tasks}
         self.peers: dict[str, Peer] = {}
         self.missing: dict[str, str] = {}
         self._reasons: dict[str, str] = {}  # task -> reason of its last failure to answer
@@ -129,7 +133,7 @@ class Meeting:
             return {
                 name: reason
                 for name, reason in for_each(self._hello, names).items()
-                if reason and not self.desk.done.get(name)
+                if reason and not self.responder.done.get(name)
             }
 
         self.missing = self.wait.until_none(pending)
@@ -152,7 +156,7 @@ class Meeting:
             late = {
                 name: "it has not said that it is done"
                 for name in others
-                if name not in strangers and name not in self.desk.done
+                if name not in strangers and name not in self.responder.done
             }
             if not wrong:
                 late |= {
@@ -168,7 +172,7 @@ class Meeting:
         while (
             self.own
             and time.monotonic() < end
-            and not all(self.peers[name].process in self.desk.asked for name in strangers)
+            and not all(self.peers[name].process in self.responder.askers for name in strangers)
         ):
             time.sleep(FIRST_S)
         return late
@@ -198,36 +202,36 @@ class Meeting:
                 return
             time.sleep(FIRST_S)
 
-    def share(self, places: Sequence[str | None]) -> list[Sight]:
+    def share(self, directories: Sequence[str | None]) -> list[Sight]:
         """Write a file to each directory, and ask each other host whether it sees the file.
 
         The files are removed afterwards.
 
         Args:
-            places: Directories; None for one that cannot be used here.
+            directories: Directories; None for one that cannot be used here.
 
         Returns:
             Results of each host for each directory.
         """
         sights: list[Sight] = []
-        for number, place in enumerate(places):
-            if place is None:
+        for number, directory in enumerate(directories):
+            if directory is None:
                 continue
             token = secrets.token_hex(16)
             content = secrets.token_hex(16)
-            path = Path(place) / token_name(token)
+            path = Path(directory) / token_name(token)
             self._made += [
-                directory for directory in places_missing(place) if directory not in self._made
+                made for made in missing_directories(directory) if made not in self._made
             ]
             try:
                 _leave(path, content)
                 hosts = self.hosts(with_own=False)
                 with concurrent.futures.ThreadPoolExecutor(16) as pool:
-                    asked = pool.map(
-                        lambda name: self._see(name, place, number, token, content),  # noqa: B023
+                    answers = pool.map(
+                        lambda name: self._see(name, directory, number, token, content),  # noqa: B023
                         hosts,
                     )
-                    sights += asked
+                    sights += answers
             finally:
                 with contextlib.suppress(OSError):
                     path.unlink()
@@ -259,7 +263,7 @@ class Meeting:
             elif (
                 name in self.peers
                 and not self._strange(name)
-                and self.peers[name].process != self.desk.badge["nonce"]
+                and self.peers[name].process != self.responder.hello["nonce"]
             ):
                 first.setdefault(self.peers[name].process, name)
         return list(first.values())
@@ -295,10 +299,10 @@ class Meeting:
 
     def _measure(self, source: str, target: str) -> Link:
         if source in self.own:
-            return exchange.measure(source, target, self.tasks[target], self.desk.badge)
+            return exchange.measure(source, target, self.tasks[target], self.responder.hello)
         try:
             answer = exchange.ask(
-                self.tasks[source], self.desk.badge, "measure", exchange.MEASURE_S, peer=target
+                self.tasks[source], self.responder.hello, "measure", exchange.MEASURE_S, peer=target
             )
             return Link(
                 source,
@@ -310,21 +314,21 @@ class Meeting:
         except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
             return Link(source, target, error=str(error))
 
-    def _see(self, name: str, place: str, number: int, token: str, content: str) -> Sight:
+    def _see(self, name: str, directory: str, number: int, token: str, content: str) -> Sight:
         try:
             answer = exchange.ask(
                 self.tasks[name],
-                self.desk.badge,
+                self.responder.hello,
                 "token",
                 exchange.MEASURE_S,
                 place=number,
                 token=token,
             )
         except (OSError, ValueError) as error:
-            return Sight(place, name, error=str(error))
+            return Sight(directory, name, error=str(error))
         other = answer.get("place")
         return Sight(
-            place,
+            directory,
             name,
             None if other is None else str(other)[:300],
             answer.get("content") == content,
@@ -343,7 +347,7 @@ class Meeting:
 
     def _ask_hello(self, name: str, bound: float) -> str:
         try:
-            answer = exchange.ask(self.tasks[name], self.desk.badge, "hello", bound)
+            answer = exchange.ask(self.tasks[name], self.responder.hello, "hello", bound)
             received = float(answer.get("received", answer["sent"]))
             now = float(answer.get("now", answer["came"]))
         except (Refused, OSError, ValueError, TypeError, OverflowError) as error:
@@ -360,7 +364,7 @@ class Meeting:
 
     def _try(self, question: str, name: str, **facts: Any) -> str:
         try:
-            exchange.ask(self.tasks[name], self.desk.badge, question, **facts)
+            exchange.ask(self.tasks[name], self.responder.hello, question, **facts)
         except (OSError, ValueError) as error:
             return str(error)
         return ""
@@ -374,7 +378,7 @@ class Meeting:
         return (
             peer is None
             or self._strange(name)
-            or self.own <= self.desk.asked.get(peer.process, set())
+            or self.own <= self.responder.askers.get(peer.process, set())
         )
 
     def _strange(self, name: str) -> bool:
@@ -384,7 +388,7 @@ class Meeting:
         """
         return (
             name in self.peers
-            and self.peers[name].badge.get("cluster") != self.desk.badge["cluster"]
+            and self.peers[name].hello.get("cluster") != self.responder.hello["cluster"]
         )
 
 
@@ -413,11 +417,11 @@ def pairs(hosts: Sequence[str]) -> list[tuple[str, str]]:
 
 
 @contextlib.contextmanager
-def serving(desk: Desk, members: Sequence[Task]):
+def serving(responder: Responder, members: Sequence[Task]):
     """Answer at the addresses of this host's tasks while the block runs.
 
     Args:
-        desk: Source of the answers.
+        responder: Source of the answers.
         members: Tasks of this host; evaluators are left out, because they do not listen.
 
     Yields:
@@ -429,7 +433,7 @@ def serving(desk: Desk, members: Sequence[Task]):
             if task.type == "evaluator":
                 continue
             try:
-                stack.enter_context(Server(desk, task))
+                stack.enter_context(Server(responder, task))
             except OSError as error:
                 failed[str(task)] = error
         yield failed

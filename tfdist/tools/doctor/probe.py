@@ -15,7 +15,7 @@ from typing import Any
 
 from tfdist.tools.common import subprocesses
 from tfdist.tools.doctor import trial
-from tfdist.tools.doctor.file_systems import Place, is_remote, missing, token_name
+from tfdist.tools.doctor.file_systems import WriteTest, is_remote, missing, token_name
 
 LOCAL = "file://"
 
@@ -47,18 +47,18 @@ def main(argv: list[str]) -> None:
         }
     }
     subprocesses.answer(facts)
-    facts["places"] = [dataclasses.asdict(try_place(path)) for path in question["places"]]
+    facts["places"] = [dataclasses.asdict(try_directory(path)) for path in question["places"]]
     subprocesses.answer(facts)
     if question["words"]:
         for progress in trial.steps(question["words"], question["workers"]):
             if is_remote(progress.directory) and progress.directory not in [
-                place["path"] for place in facts["places"]
+                result["path"] for result in facts["places"]
             ]:
-                facts["places"].append(dataclasses.asdict(try_place(progress.directory)))
+                facts["places"].append(dataclasses.asdict(try_directory(progress.directory)))
             subprocesses.answer({**facts, "trial": dataclasses.asdict(progress)})
 
 
-def try_place(path: str) -> Place:
+def try_directory(path: str) -> WriteTest:
     """Test that TensorFlow can write, rename, read and remove a file in a directory.
 
     A directory that was created for the test stays, unless it is local. TensorFlow can remove
@@ -85,13 +85,13 @@ def try_place(path: str) -> Place:
         step = "reading it back"
         with files.GFile(target) as file:
             if (text := file.read()) != "new":
-                return Place(
+                return WriteTest(
                     path,
                     error=f"reading back: expected what was renamed there, received {text[:20]!r}",
                 )
-        return Place(path)
+        return WriteTest(path)
     except (tf.errors.OpError, OSError, ValueError) as error:
-        return Place(path, error=f"{step}: {getattr(error, 'message', str(error))[:200]}")
+        return WriteTest(path, error=f"{step}: {getattr(error, 'message', str(error))[:200]}")
     finally:
         for name in (target, part):
             with contextlib.suppress(tf.errors.OpError, OSError):  # it is not there

@@ -28,39 +28,39 @@ from tfdist.tools.doctor.file_systems import is_token, token_name
 AT_ONCE = 32  # maximum connections at a time
 # Seconds for a file of another host to appear, because network disks remember for a while that it
 # was missing.
-SEEN_S = 3.0
+APPEAR_S = 3.0
 
 
-class Desk:
+class Responder:
     """Answers of this process to the doctors of other hosts, for all tasks of this host.
 
     Args:
         spec: Cluster spec.
-        badge: Badge of this process.
+        hello: Hello message of this process.
         facts: Further facts about this host to tell.
-        places: Directories that should be the same on all hosts; None for one that cannot be used
-            here.
-        heard: Function that receives a line when another process asks for the first time, or says
-            that it is done.
+        directories: Directories that should be the same on all hosts; None for one that cannot be
+            used here.
+        show_line: Function that receives a line when another process asks for the first time, or
+            says that it is done.
     """
 
     def __init__(
         self,
         spec: ClusterSpec,
-        badge: Mapping[str, Any],
+        hello: Mapping[str, Any],
         facts: Mapping[str, Any],
-        places: Sequence[str | None] = (),
-        heard: Callable[[str], None] = lambda line: None,
+        directories: Sequence[str | None] = (),
+        show_line: Callable[[str], None] = lambda line: None,
     ):
         self.spec = spec
-        self.badge = dict(badge)
+        self.hello = dict(hello)
         self.facts = dict(facts)
-        self.places = tuple(places)
+        self.directories = tuple(directories)
         self.addresses = {str(task): task.address for task in spec.listening_tasks}
         self.done: dict[str, str] = {}  # task -> fault that its doctor found, "" for none
         # process -> tasks of this host that it asked who they are
-        self.asked: dict[str, set[str]] = {}
-        self._heard = heard
+        self.askers: dict[str, set[str]] = {}
+        self._show_line = show_line
         self._known = set[str]()
         self._measuring = threading.Lock()
         self._left = {
@@ -70,31 +70,31 @@ class Desk:
         }
         self._lock = threading.Lock()
 
-    def answer(self, asked: Mapping[str, Any], task: str, host: str) -> dict[str, Any]:
+    def answer(self, request: Mapping[str, Any], task: str, host: str) -> dict[str, Any]:
         """Answer a question.
 
         Args:
-            asked: Message that was received.
+            request: Message that was received.
             task: Task of this host that was asked.
             host: Name of the host that asked, for messages.
 
         Returns:
             Fields of the answer.
         """
-        question = short(asked.get("ask"))
-        came = time.time()
-        nonce = short(asked.get("nonce"))
-        self._notice(asked, host)
-        own = {**self.badge, "task": task}
+        question = short(request.get("ask"))
+        received_at = time.time()
+        nonce = short(request.get("nonce"))
+        self._notice(request, host)
+        own = {**self.hello, "task": task}
         if question == "hello":
             with self._lock:
-                if nonce in self.asked or len(self.asked) < 10000:
-                    self.asked.setdefault(nonce, set()).add(task)
-            return {**own, **self.facts, "received": came, "now": time.time()}
-        if asked.get("cluster") != self.badge["cluster"]:
+                if nonce in self.askers or len(self.askers) < 10000:
+                    self.askers.setdefault(nonce, set()).add(task)
+            return {**own, **self.facts, "received": received_at, "now": time.time()}
+        if request.get("cluster") != self.hello["cluster"]:
             return {**own, "refused": "the cluster specs differ"}
         if question == "done":
-            self._note_done(asked)
+            self._note_done(request)
             return own
         if question in self._left and not self._spend(question):
             return {
@@ -102,24 +102,24 @@ class Desk:
                 "refused": f"this doctor was asked to {question} too often; start it again",
             }
         if question == "token":
-            return {**own, **self._seen(asked)}
+            return {**own, **self._token_content(request)}
         if question == "measure":
-            return {**own, **self._measure(task, asked.get("peer"))}
+            return {**own, **self._measure(task, request.get("peer"))}
         if question == "stream":
             return own
         return {**own, "refused": f"no such question: {question!r}"}
 
-    def _notice(self, asked: Mapping[str, Any], host: str) -> None:
-        name = f"{short(asked.get('task'))} at {host}"
+    def _notice(self, request: Mapping[str, Any], host: str) -> None:
+        name = f"{short(request.get('task'))} at {host}"
         with self._lock:
             new = name not in self._known and len(self._known) < 10000
             self._known.add(name) if new else None
         if new:
-            self._heard(f"{name} asks")
+            self._show_line(f"{name} asks")
 
-    def _note_done(self, asked: Mapping[str, Any]) -> None:
-        names = asked.get("serves")
-        wrong = short(asked.get("wrong") or "")
+    def _note_done(self, request: Mapping[str, Any]) -> None:
+        names = request.get("serves")
+        wrong = short(request.get("wrong") or "")
         for name in names if isinstance(names, list) else []:
             if not isinstance(name, str) or name not in self.addresses:
                 continue
@@ -128,27 +128,29 @@ class Desk:
                 new = name not in self.done or bool(wrong and not self.done[name])
                 self.done[name] = wrong if new else self.done[name]
             if new:
-                self._heard(f"{name} is done" + (f": {self.done[name]}" if self.done[name] else ""))
+                self._show_line(
+                    f"{name} is done" + (f": {self.done[name]}" if self.done[name] else "")
+                )
 
     def _spend(self, question: str) -> bool:
         with self._lock:
             self._left[question] -= 1
             return self._left[question] >= 0
 
-    def _seen(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+    def _token_content(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Return the content of a token's file that another host has written.
 
         The file is looked for in the directory with the same number on this host.
         """
-        number = asked.get("place")
-        token = asked.get("token")
+        number = request.get("place")
+        token = request.get("token")
         if not isinstance(number, int) or isinstance(number, bool) or not is_token(token):
             return {"refused": "no token"}
-        place = self.places[number] if 0 <= number < len(self.places) else None
-        if place is None:
+        directory = self.directories[number] if 0 <= number < len(self.directories) else None
+        if directory is None:
             return {"place": None}
-        path = Path(place) / token_name(str(token))
-        end = time.monotonic() + SEEN_S
+        path = Path(directory) / token_name(str(token))
+        end = time.monotonic() + APPEAR_S
         while True:
             with contextlib.suppress(OSError):
                 os.listdir(path.parent)  # makes some network disks look again
@@ -158,18 +160,18 @@ class Desk:
             ):
                 text = file.read(33)
                 return {
-                    "place": place,
+                    "place": directory,
                     "content": text if re.fullmatch(r"[0-9a-f]{32}", text) else "",
                 }
             if time.monotonic() > end:
-                return {"place": place, "content": None}
+                return {"place": directory, "content": None}
             time.sleep(0.1)
 
     def _measure(self, task: str, peer: Any) -> dict[str, Any]:
         if not isinstance(peer, str) or peer not in self.addresses:
             return {"refused": "no task of this cluster"}
         with self._measuring:
-            link = measure(task, peer, self.addresses[peer], self.badge)
+            link = measure(task, peer, self.addresses[peer], self.hello)
         return {"latency": link.latency, "rate": link.rate, "error": link.error}
 
 
@@ -177,7 +179,7 @@ class Server(TaskServer):
     """Server at the address of one task, which answers from the `with` statement on.
 
     Args:
-        desk: Source of the answers.
+        responder: Source of the answers.
         task: Task at whose address it listens.
 
     Raises:
@@ -188,14 +190,14 @@ class Server(TaskServer):
     line_bytes = LINE_BYTES
     service = "doctor"
 
-    def __init__(self, desk: Desk, task: Task):
-        self.desk = desk
+    def __init__(self, responder: Responder, task: Task):
+        self.responder = responder
         self._free = threading.BoundedSemaphore(AT_ONCE)
         super().__init__(task)
 
     def reply(self, request: Mapping[str, Any], host: str) -> dict[str, Any]:
         """See `TaskServer`."""
-        return self.desk.answer(request, str(self.task), host)
+        return self.responder.answer(request, str(self.task), host)
 
     def go_on(self, request: Mapping[str, Any], reply: Mapping[str, Any], connection: Any) -> None:
         """See `TaskServer`."""

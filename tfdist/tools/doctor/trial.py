@@ -129,12 +129,14 @@ def _stages(words: Sequence[str], workers: int) -> Iterator[Trial]:
     ]
     name = train.batches.source.name if input_pipeline.is_pipeline(train) else settings.data.name
     shape, classes = input_pipeline.shapes(train)
-    found = (
+    description = (
         f"{name}: {counts[0]} examples to train and {counts[1]} to evaluate on; "
         f"inputs {_brackets(shape)}"
     )
     trial = dataclasses.replace(
-        trial, stage=STAGES[3], data=found + (f", {classes} classes" if classes is not None else "")
+        trial,
+        stage=STAGES[3],
+        data=description + (f", {classes} classes" if classes is not None else ""),
     )
     yield trial
     yield from _measured(trial, settings, train, batch, workers)

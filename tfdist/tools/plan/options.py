@@ -107,40 +107,40 @@ def ways(needs: Needs, devices: int, microbatches: int = 8) -> list[Way]:
     Returns:
         The ways, including those that are not possible.
     """
-    found = [_one(needs)]
+    options = [_one(needs)]
     if devices > 1:
-        found += [
+        options += [
             _mirrored(needs, devices),
             _mirrored(needs, devices, comm_dtype=True),
             _zero(needs, devices, 2),
             _zero(needs, devices, 2, comm_dtype=True),
         ]
-        found += [
+        options += [
             _zero(needs, devices, 1),
             _fsdp(needs, devices),
             _pipeline(needs, devices, microbatches),
         ]
-    return found
+    return options
 
 
-def choose(found: Sequence[Way], memory: int | None) -> tuple[Way | None, str]:
+def choose(options: Sequence[Way], memory: int | None) -> tuple[Way | None, str]:
     """Choose the first way that fits the memory of a device.
 
     The simplest ways come first. Each later way that saves memory costs more, or is harder to use.
 
     Args:
-        found: Ways that `ways` returned.
+        options: Ways that `ways` returned.
         memory: Memory of a device in bytes; None if it is unknown.
 
     Returns:
         The way, None if none fits; and the reason in words.
     """
-    several = [way for way in found if way.devices > 1 and not way.refused] or list(found)
+    several = [way for way in options if way.devices > 1 and not way.refused] or list(options)
     # Keep only ways that need less memory than every way before them.
     several = [
         way
-        for place, way in enumerate(several)
-        if all(way.peak < before.peak for before in several[:place])
+        for index, way in enumerate(several)
+        if all(way.peak < before.peak for before in several[:index])
     ]
     if memory is None:
         return (
@@ -268,8 +268,10 @@ def _pipeline(needs: Needs, devices: int, microbatches: int) -> Way:
         schedule.max_in_flight(own) for own in schedule.tasks(devices, microbatches, "1f1b")
     ]
     steps = [
-        math.ceil(needs.fixed * stage.share + needs.per_row * stage.share * rows * held)
-        for stage, held in zip(needs.stages, in_flight, strict=True)
+        math.ceil(
+            needs.fixed * stage.share + needs.per_row * stage.share * rows * stored_microbatches
+        )
+        for stage, stored_microbatches in zip(needs.stages, in_flight, strict=True)
     ]
     # A stage holds its summed gradients, and either the gradients of a micro-batch or what the
     # optimizer computes.

@@ -28,10 +28,10 @@ def main(argv: list[str]) -> None:
         argv: One JSON text: {"words": the config, as `tfdist train` takes it; "devices": number of
             devices; "microbatches": number of micro-batches of pipeline parallelism}.
     """
-    asked = json.loads(argv[0])
+    request = json.loads(argv[0])
     try:
         subprocesses.answer(
-            dataclasses.asdict(look(asked["words"], asked["devices"], asked["microbatches"]))
+            dataclasses.asdict(look(request["words"], request["devices"], request["microbatches"]))
         )
     except ValueError as error:
         subprocesses.answer({"error": str(error)})
@@ -75,7 +75,7 @@ def look(words: Sequence[str], devices: int, microbatches: int) -> Needs:
         optimizer.build(model.trainable_variables)
     less = min(max(1, rows // microbatches), _ROWS)
     more = min(2 * less, rows)
-    low, high = (_held(model, _first(batch, count)) for count in (less, more))
+    low, high = (_peak_growth_bytes(model, _first(batch, count)) for count in (less, more))
     per_row = max(0.0, (high - low) / (more - less)) if more > less else low / less
     stages, not_cut = _stages(model, devices)
     return Needs(
@@ -100,7 +100,7 @@ def look(words: Sequence[str], devices: int, microbatches: int) -> Needs:
     )
 
 
-def _held(model: Any, batch: Any) -> int:
+def _peak_growth_bytes(model: Any, batch: Any) -> int:
     """Return the maximum growth of tensor memory in a forward and a backward pass, in bytes.
 
     The forward pass keeps what the backward pass needs. Gradients of weights are not counted.

@@ -42,8 +42,8 @@ class Benchmark:
     @property
     def notes(self) -> list[str]:
         """Return the sentences that compare setups."""
-        found = self.facts.get("notes")
-        return [str(note) for note in found] if isinstance(found, list) else []
+        notes = self.facts.get("notes")
+        return [str(note) for note in notes] if isinstance(notes, list) else []
 
 
 def read_benchmark(directory: Path) -> Benchmark:
@@ -56,12 +56,12 @@ def read_benchmark(directory: Path) -> Benchmark:
         reader.problems.append(
             f"{directory / FILE}: expected a list of setups, received {listed!r}"
         )
-    for place, line in enumerate(listed if isinstance(listed, list) else []):
+    for index, line in enumerate(listed if isinstance(listed, list) else []):
         try:
             setups.append(_checked(Setup.from_json(line)))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             reader.problems.append(
-                f"{directory / FILE}: setups[{place}] is damaged ({error}); it is left out"
+                f"{directory / FILE}: setups[{index}] is damaged ({error}); it is left out"
             )
     kind = facts.get("kind")
     if facts and kind not in KINDS:

@@ -30,10 +30,10 @@ def of_runs(directory: Path, runs: Sequence[Run], others: Sequence[Path]) -> Cha
     figures = []
     for name in names[:_METRICS]:
         of = [(run, run.metrics.get(name, {})) for run in runs]
-        split = VALIDATION if all(VALIDATION in found for _, found in of if found) else TRAINING
+        split = VALIDATION if all(VALIDATION in metric for _, metric in of if metric) else TRAINING
         figures.append(
             curves.compared(
-                name, [(run.name, found[split]) for run, found in of if split in found], split
+                name, [(run.name, metric[split]) for run, metric in of if split in metric], split
             )
         )
     speeds = [(run.name, speed) for run in runs if (speed := rate(run)) is not None]
@@ -79,7 +79,9 @@ def of_benchmark(benchmark: Benchmark) -> Chapter:
             Section("Scaling", drawn(*modes, scaling.efficiency(setups)), [_setups(setups)])
         ]
     rows = [
-        (label(setup), found) for setup in setups if sum((found := bench.parts(setup)).values()) > 0
+        (label(setup), summed)
+        for setup in setups
+        if sum((summed := bench.parts(setup)).values()) > 0
     ]
     if rows:
         bars = steps.stacked("step_breakdown-by-setup", "A mean step of each setup", rows)
@@ -135,7 +137,7 @@ _KINDS = {SCALING: "scaling", PREDICT: "inference", ALLREDUCE: "all-reduce"}
 
 
 def _best(runs: Sequence[Run]) -> list[Tile]:
-    found = []
+    tiles = []
     scores = [
         (percent("accuracy", final(run)[0]["accuracy"]), final(run)[0]["accuracy"], run.name)
         for run in runs
@@ -143,11 +145,11 @@ def _best(runs: Sequence[Run]) -> list[Tile]:
     ]
     if scores:
         text, _, name = max(scores, key=lambda score: score[1])
-        found.append(Tile(text, f"best accuracy: {name}"))
+        tiles.append(Tile(text, f"best accuracy: {name}"))
     speeds = [(speed, run.name) for run in runs if (speed := rate(run)) is not None]
     if speeds:
-        found.append(Tile(f"{max(speeds)[0]:,.0f}", f"most examples/s: {max(speeds)[1]}"))
-    return found
+        tiles.append(Tile(f"{max(speeds)[0]:,.0f}", f"most examples/s: {max(speeds)[1]}"))
+    return tiles
 
 
 def _table(runs: Sequence[Run], names: Sequence[str]) -> Table:
@@ -176,11 +178,11 @@ def _table(runs: Sequence[Run], names: Sequence[str]) -> Table:
 def _tiles(benchmark: Benchmark) -> list[Tile]:
     setups = [setup for setup in benchmark.setups if not setup.error]
     machine = benchmark.section("machine")
-    found = []
+    tiles = []
     fastest = max((setup for setup in setups if setup.rates), key=bench.rate, default=None)
     if fastest:
         batch = f", batch {fastest.global_batch:,}" if fastest.global_batch else ""
-        found.append(Tile(f"{fastest.rate:,.0f}", f"examples/s at most: {label(fastest)}{batch}"))
+        tiles.append(Tile(f"{fastest.rate:,.0f}", f"examples/s at most: {label(fastest)}{batch}"))
     scaled = [
         setup
         for setup in setups
@@ -188,25 +190,25 @@ def _tiles(benchmark: Benchmark) -> list[Tile]:
     ]
     if scaled:
         most = max(scaled, key=lambda setup: setup.speedup or 0.0)
-        found.append(Tile(f"{most.speedup:.2f}{TIMES}", f"largest speed-up: {label(most)}"))
+        tiles.append(Tile(f"{most.speedup:.2f}{TIMES}", f"largest speed-up: {label(most)}"))
         best = max(scaled, key=lambda setup: setup.efficiency or 0.0)
-        found.append(
+        tiles.append(
             Tile(f"{100 * (best.efficiency or 0.0):.0f} %", f"best efficiency: {label(best)}")
         )
     summed = [setup for setup in setups if setup.seconds] if benchmark.kind == ALLREDUCE else []
     if summed:
         wide = max(summed, key=lambda setup: setup.bus_bandwidth)
-        found.append(
+        tiles.append(
             Tile(f"{wide.bus_bandwidth / 1e9:.2f} GB/s", f"bandwidth at most: {label(wide)}")
         )
         quick = min(summed, key=lambda setup: setup.step)
-        found.append(Tile(duration(quick.step), f"shortest sum: {label(quick)}"))
-    found.append(Tile.count(len(benchmark.setups), "setup"))
+        tiles.append(Tile(duration(quick.step), f"shortest sum: {label(quick)}"))
+    tiles.append(Tile.count(len(benchmark.setups), "setup"))
     if machine.get("cores"):
-        found.append(Tile(str(machine["cores"]), "cores"))
+        tiles.append(Tile(str(machine["cores"]), "cores"))
     if machine.get("gpus"):
-        found.append(Tile(str(len(machine["gpus"])), "GPUs"))
-    return found
+        tiles.append(Tile(str(len(machine["gpus"])), "GPUs"))
+    return tiles
 
 
 def _setups(setups: Sequence[Setup]) -> Table:

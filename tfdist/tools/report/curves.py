@@ -26,11 +26,11 @@ def metric(name: str, curves: Mapping[str, Curve]) -> Figure | None:
 
     Return None if it has no finite value.
     """
-    kept = {split: curve for split, curve in curves.items() if curve.y}
-    if not kept:
+    nonempty = {split: curve for split, curve in curves.items() if curve.y}
+    if not nonempty:
         return None
-    unit = next(iter(kept.values())).unit
-    lines = [(split, curve.x, curve.y, _COLOURS[split], "-") for split, curve in kept.items()]
+    unit = next(iter(nonempty.values())).unit
+    lines = [(split, curve.x, curve.y, _COLOURS[split], "-") for split, curve in nonempty.items()]
     return Figure(
         f"{slug(name)}",
         _title(name),
@@ -50,14 +50,14 @@ def metric_over_time(
         begun: Time when the run began, in seconds since 1970.
         begins: Times when the run was restarted, in seconds since 1970.
     """
-    kept = {split: curve for split, curve in curves.items() if curve.times}
-    if not kept:
+    timed = {split: curve for split, curve in curves.items() if curve.times}
+    if not timed:
         return None
-    longest = max(curve.times[-1] for curve in kept.values()) - begun
+    longest = max(curve.times[-1] for curve in timed.values()) - begun
     size, unit = units_of_time(longest)
     lines = [
         (split, [(t - begun) / size for t in curve.times], curve.y, _COLOURS[split], "-")
-        for split, curve in kept.items()
+        for split, curve in timed.items()
     ]
     timestamps = [(when - begun) / size for when in begins]
     draw = functools.partial(
@@ -73,12 +73,12 @@ def metric_over_time(
 
 def rates(curves: Mapping[str, Curve]) -> Figure | None:
     """Plot the examples per second of each epoch by worker; None without any values."""
-    kept = {who: curve for who, curve in curves.items() if curve.y}
-    if not kept:
+    nonempty = {who: curve for who, curve in curves.items() if curve.y}
+    if not nonempty:
         return None
     lines = [
         (who, curve.x, curve.y, colour, dash)
-        for (who, curve), (colour, dash) in zip(kept.items(), looks(), strict=False)
+        for (who, curve), (colour, dash) in zip(nonempty.items(), looks(), strict=False)
     ]
     title = "Throughput by epoch"
     caption = (
@@ -93,19 +93,19 @@ def throughput(step_breakdown: Mapping[int, Sequence[Window]]) -> Figure | None:
 
     Return None if no window is left after those that compiled are left out.
     """
-    kept = {
+    nonempty = {
         rank: [window for window in windows if window.steady]
         for rank, windows in step_breakdown.items()
     }
-    kept = {rank: windows for rank, windows in kept.items() if windows}
-    if not kept:
+    nonempty = {rank: windows for rank, windows in nonempty.items() if windows}
+    if not nonempty:
         return None
     begun = min(
         window.time - window.seconds for windows in step_breakdown.values() for window in windows
     )
-    size, unit = units_of_time(max(windows[-1].time for windows in kept.values()) - begun)
+    size, unit = units_of_time(max(windows[-1].time for windows in nonempty.values()) - begun)
     lines = []
-    for (rank, windows), (colour, dash) in zip(kept.items(), looks(), strict=False):
+    for (rank, windows), (colour, dash) in zip(nonempty.items(), looks(), strict=False):
         points = _points(windows, begun)
         lines.append(
             (
@@ -140,15 +140,15 @@ def compared(name: str, runs: Sequence[tuple[str, Curve]], split: str) -> Figure
         runs: Pairs of a run's name and its curve.
         split: Split that the curves belong to, "training" or "validation".
     """
-    kept = [(run, curve) for run, curve in runs if curve.y]
-    if len(kept) < 2:
+    nonempty = [(run, curve) for run, curve in runs if curve.y]
+    if len(nonempty) < 2:
         return None
     lines = [
         (run, curve.x, curve.y, colour, dash)
-        for (run, curve), (colour, dash) in zip(kept, looks(), strict=False)
+        for (run, curve), (colour, dash) in zip(nonempty, looks(), strict=False)
     ]
     draw = functools.partial(
-        _lines, title=f"{_title(name)}, {split}", lines=lines, x=kept[0][1].unit, y=name
+        _lines, title=f"{_title(name)}, {split}", lines=lines, x=nonempty[0][1].unit, y=name
     )
     return Figure(f"compared-{slug(name)}", f"{_title(name)} of the runs, {split}", "", draw)
 
@@ -222,23 +222,23 @@ def _points(windows: Sequence[Window], begun: float) -> list[tuple[float, float]
     Windows of few steps, as at the beginning of an epoch, are merged into the next window.
     """
     few = statistics.median(window.steps for window in windows) / 2
-    found: list[tuple[float, float]] = []
-    held: list[Window] = []
+    points: list[tuple[float, float]] = []
+    group: list[Window] = []
     before = None
     for window in sorted(windows, key=lambda window: window.time):
         if before is not None and window.step - window.steps != before.step:
-            found.append((window.time - begun, math.nan))
-            held = []
-        held, before = [*held, window], window
-        if sum(one.steps for one in held) >= few:
-            found.append(
+            points.append((window.time - begun, math.nan))
+            group = []
+        group, before = [*group, window], window
+        if sum(one.steps for one in group) >= few:
+            points.append(
                 (
                     window.time - begun,
-                    sum(one.examples for one in held) / sum(one.seconds for one in held),
+                    sum(one.examples for one in group) / sum(one.seconds for one in group),
                 )
             )
-            held = []
-    return found
+            group = []
+    return points
 
 
 def _lines(
@@ -289,10 +289,10 @@ def _lines(
 def _bars(drawing: Any, *, title: str, values: Sequence[tuple[str, float]], unit: str) -> None:
     axes = drawing.add_subplot()
     axes.set_title(shorten(title, 48))
-    places = range(len(values))
-    drawn = axes.barh(places, [value for _, value in values], color=style.BLUE, height=0.62)
+    positions = range(len(values))
+    drawn = axes.barh(positions, [value for _, value in values], color=style.BLUE, height=0.62)
     axes.bar_label(drawn, [scaled(value) for _, value in values], padding=4, color=style.INK)
-    axes.set_yticks(places, [shorten(name, 22) for name, _ in values])
+    axes.set_yticks(positions, [shorten(name, 22) for name, _ in values])
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     axes.set_xlim(0, 1.15 * max([value for _, value in values] + [1e-9]))

@@ -35,15 +35,17 @@ def scalars(directories: Iterable[Path], reader: Reader) -> dict[str, list[Scala
         directories: Directories to search; they need not exist.
         reader: Reader that records damaged files.
     """
-    found: dict[str, dict[int, Scalar]] = {}
+    by_tag: dict[str, dict[int, Scalar]] = {}
     for path in sorted(
         path for directory in directories for path in directory.glob(PATTERN) if path.is_file()
     ):
         for tag, scalar in _of_file(path, reader):
-            before = found.setdefault(tag, {}).get(scalar.step)
+            before = by_tag.setdefault(tag, {}).get(scalar.step)
             if before is None or before.time <= scalar.time:
-                found[tag][scalar.step] = scalar
-    return {tag: [points[step] for step in sorted(points)] for tag, points in sorted(found.items())}
+                by_tag[tag][scalar.step] = scalar
+    return {
+        tag: [points[step] for step in sorted(points)] for tag, points in sorted(by_tag.items())
+    }
 
 
 def _of_file(path: Path, reader: Reader) -> Iterator[tuple[str, Scalar]]:
@@ -51,17 +53,17 @@ def _of_file(path: Path, reader: Reader) -> Iterator[tuple[str, Scalar]]:
     from tensorboard.compat.proto.event_pb2 import Event
 
     content = reader.bytes(path) or b""
-    place = 0
-    while place < len(content):
-        size = int.from_bytes(content[place : place + 8], "little")
-        end = place + _HEAD + size + _FOOT
+    offset = 0
+    while offset < len(content):
+        size = int.from_bytes(content[offset : offset + 8], "little")
+        end = offset + _HEAD + size + _FOOT
         try:
             if end > len(content):
                 raise DecodeError
-            event = Event.FromString(content[place + _HEAD : end - _FOOT])
+            event = Event.FromString(content[offset + _HEAD : end - _FOOT])
         except DecodeError:
             reader.problems.append(
-                f"{path} is cut off or damaged after {place} of {len(content)} bytes; the "
+                f"{path} is cut off or damaged after {offset} of {len(content)} bytes; the "
                 "rest is left out"
             )
             return
@@ -69,7 +71,7 @@ def _of_file(path: Path, reader: Reader) -> Iterator[tuple[str, Scalar]]:
             number = _number(value)
             if number is not None:
                 yield value.tag, Scalar(event.step, event.wall_time, number)
-        place = end
+        offset = end
 
 
 def _number(value: Any) -> float | None:

@@ -119,8 +119,8 @@ def section(value: Any, name: str) -> dict[str, Any]:
         ... )
         ({'epochs': 3}, {}, {})
     """
-    found = value.get(name) if isinstance(value, dict) else None
-    return found if isinstance(found, dict) else {}
+    content = value.get(name) if isinstance(value, dict) else None
+    return content if isinstance(content, dict) else {}
 
 
 def _parse(content: bytes) -> dict[str, Any] | None:

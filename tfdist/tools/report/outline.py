@@ -57,28 +57,30 @@ def chapter(run: Run, name: str) -> Chapter:
 
 def tiles(run: Run) -> list[Tile]:
     """Return the key figures of a run, as far as its files have them."""
-    found = []
+    run_tiles = []
     scores, of = final(run)
     for name, value in sorted(scores.items(), key=lambda item: item[0] == "loss"):
-        found.append(Tile(percent(name, value), f"{name.replace('_', ' ')}, {of}"))
+        run_tiles.append(Tile(percent(name, value), f"{name.replace('_', ' ')}, {of}"))
     speed = rate(run)
     if speed is not None:
-        found.append(Tile(f"{speed:,.0f}", "examples/s"))
+        run_tiles.append(Tile(f"{speed:,.0f}", "examples/s"))
     epochs = done(run)
     if epochs is not None:
         planned = section(run.config, "train").get("epochs")
         if isinstance(planned, int) and planned != epochs:
-            found.append(Tile(f"{epochs:,}", f"of {planned:,} epochs"))
+            run_tiles.append(Tile(f"{epochs:,}", f"of {planned:,} epochs"))
         else:
-            found.append(Tile.count(epochs, "epoch"))
+            run_tiles.append(Tile.count(epochs, "epoch"))
     counts = {"replica": fact(run, "replicas"), "restart": run.restarts, "lost step": run.lost}
-    found += [
+    run_tiles += [
         Tile.count(number, noun) for noun, number in counts.items() if isinstance(number, int)
     ]
     seconds = (run.summary or {}).get("seconds")
     if isinstance(seconds, int | float):
-        found.append(Tile(duration(seconds), "in the last attempt" if run.restarts else "in all"))
-    return found
+        run_tiles.append(
+            Tile(duration(seconds), "in the last attempt" if run.restarts else "in all")
+        )
+    return run_tiles
 
 
 def final(run: Run) -> tuple[dict[str, float], str]:
@@ -132,13 +134,13 @@ def done(run: Run) -> int | None:
 
 def fact(run: Run, name: str) -> Any:
     """Return a value from the summary, else from the last session, else None."""
-    places: list[Mapping[str, Any]] = [run.summary or {}, *run.sessions[::-1][:1]]
-    return next((place[name] for place in places if place.get(name) is not None), None)
+    sources: list[Mapping[str, Any]] = [run.summary or {}, *run.sessions[::-1][:1]]
+    return next((source[name] for source in sources if source.get(name) is not None), None)
 
 
 def _all(run: Run) -> Iterator[Curve]:
-    for found in run.metrics.values():
-        yield from found.values()
+    for by_split in run.metrics.values():
+        yield from by_split.values()
 
 
 def _subtitle(run: Run) -> str:
@@ -177,11 +179,11 @@ def _badge(run: Run) -> tuple[str, bool] | None:
 def _metrics(run: Run) -> Section | None:
     begins = _begins(run)
     figures = []
-    for name, found in list(run.metrics.items())[:_METRICS]:
-        figures.append(curves.metric(name, found))
+    for name, by_split in list(run.metrics.items())[:_METRICS]:
+        figures.append(curves.metric(name, by_split))
         if run.begun is not None and name != "learning_rate":
-            figures.append(curves.metric_over_time(name, found, run.begun, begins))
-    kept = drawn(*figures)
+            figures.append(curves.metric_over_time(name, by_split, run.begun, begins))
+    curve_figures = drawn(*figures)
     names = list(
         dict.fromkeys(name for line in run.epochs for name in line if name not in ("step", "time"))
     )
@@ -199,7 +201,7 @@ def _metrics(run: Run) -> Section | None:
         caption="All epochs in numbers",
         folded=True,
     )
-    return Section("Curves", kept, [table]) if kept or rows else None
+    return Section("Curves", curve_figures, [table]) if curve_figures or rows else None
 
 
 def _begins(run: Run) -> list[float]:
@@ -216,14 +218,14 @@ def _begins(run: Run) -> list[float]:
 
 
 def _throughput(run: Run) -> Section | None:
-    kept = drawn(curves.throughput(run.step_breakdown), curves.rates(run.rates))
-    return Section("Throughput", kept) if kept else None
+    figures = drawn(curves.throughput(run.step_breakdown), curves.rates(run.rates))
+    return Section("Throughput", figures) if figures else None
 
 
 def _step_breakdown(run: Run) -> Section | None:
     if not run.step_breakdown:
         return None
-    kept = drawn(steps.by_worker(run.step_breakdown), steps.over_steps(run.step_breakdown))
+    figures = drawn(steps.by_worker(run.step_breakdown), steps.over_steps(run.step_breakdown))
     rows = []
     for rank, windows in run.step_breakdown.items():
         parts = per_step(windows)
@@ -239,16 +241,16 @@ def _step_breakdown(run: Run) -> Section | None:
         "All windows have calls that compiled, which tell nothing of a usual step: train for more "
         "steps."
     )
-    text = [] if kept else [compiled]
-    return Section("Where the time of a step goes", kept, [table], text)
+    text = [] if figures else [compiled]
+    return Section("Where the time of a step goes", figures, [table], text)
 
 
 def _history(run: Run) -> Section | None:
     figures = []
     tables = []
     text = []
-    for place, launch in enumerate(run.launches, 1):
-        own = "" if len(run.launches) == 1 else f"-{place}"
+    for number, launch in enumerate(run.launches, 1):
+        own = "" if len(run.launches) == 1 else f"-{number}"
         if any(lane.points for lane in timeline.lanes(launch)):
             figures.append(timeline.progress(launch, f"restarts{own}"))
         tables.append(_strikes(launch))
@@ -265,22 +267,22 @@ def _history(run: Run) -> Section | None:
 def _launched(launch: Launch) -> str:
     recovery = launch.recovery
     here = os.path.relpath(launch.path)
-    found = (
+    text = (
         f"Launch in {launch.path if here.startswith('..') else here}, "
         f"{moment(recovery.begun)}: {counted(len(recovery.attempts), 'attempt')} in "
         f"{duration(recovery.seconds)}, "
     )
-    found += f"{counted(launch.lost, 'step')} lost"
+    text += f"{counted(launch.lost, 'step')} lost"
     if recovery.interval is not None:
-        found += f", a snapshot every {counted(recovery.interval, 'step')}"
+        text += f", a snapshot every {counted(recovery.interval, 'step')}"
     if recovery.code is None:
-        return found + ". It has not ended: it runs, or its launcher was killed."
+        return text + ". It has not ended: it runs, or its launcher was killed."
     if recovery.code:
-        return found + (
+        return text + (
             ". It ended with code "
             f"{recovery.code}{f': {recovery.refusal}' if recovery.refusal else ''}."
         )
-    return found + "."
+    return text + "."
 
 
 def _strikes(launch: Launch) -> Table:
@@ -354,17 +356,19 @@ def _flat(
 def _two(title: str, rows: list[tuple[str, str, bool]]) -> Table:
     return Table(
         [row[:2] for row in rows],
-        marked=[place for place, row in enumerate(rows) if row[2]],
+        marked=[index for index, row in enumerate(rows) if row[2]],
         caption=title,
     )
 
 
 def _versions(run: Run) -> Table:
-    found: dict[str, dict[str, None]] = {}
+    by_name: dict[str, dict[str, None]] = {}
     for session in run.sessions:
         for name, version in (session.get("versions") or {}).items():
-            found.setdefault(str(name), {})[str(version)] = None
-    rows = [(name, ", then ".join(versions), len(versions) > 1) for name, versions in found.items()]
+            by_name.setdefault(str(name), {})[str(version)] = None
+    rows = [
+        (name, ", then ".join(versions), len(versions) > 1) for name, versions in by_name.items()
+    ]
     return _two("versions", rows)
 
 

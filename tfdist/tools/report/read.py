@@ -67,7 +67,7 @@ class Launch:
     @property
     def lost(self) -> int:
         """Return the number of steps that had to be repeated."""
-        return sum(self.recovery.lost(place) or 0 for place in range(len(self.recovery.attempts)))
+        return sum(self.recovery.lost(index) or 0 for index in range(len(self.recovery.attempts)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,9 +151,9 @@ def is_run(directory: Path) -> bool:
     ):
         return True
     return any(
-        next(place.glob(events.PATTERN), None)
-        for places in _event_places(directory).values()
-        for place in places
+        next(files.glob(events.PATTERN), None)
+        for directories in _event_places(directory).values()
+        for files in directories
     )
 
 
@@ -179,14 +179,15 @@ def read_run(directory: Path, launches: Sequence[Path] = ()) -> Run:
     }  # if an epoch was written twice, the later line counts
     history = [epochs[step] for step in sorted(epochs)]
     written = {
-        split: events.scalars(places, reader) for split, places in _event_places(directory).items()
+        split: events.scalars(directories, reader)
+        for split, directories in _event_places(directory).items()
     }
     metrics = _of_history(history) or _of_events(written)
     rates = _rates(directory, written, reader)
     step_breakdown = {
         rank: windows
-        for rank, place in layout.worker_directories(directory).items()
-        if (windows := reader.lines(place / layout.STEP_BREAKDOWN, _window))
+        for rank, worker_directory in layout.worker_directories(directory).items()
+        if (windows := reader.lines(worker_directory / layout.STEP_BREAKDOWN, _window))
     }
     if not metrics:
         absent.append(
@@ -203,7 +204,7 @@ def read_run(directory: Path, launches: Sequence[Path] = ()) -> Run:
             else "train with --config.telemetry.step_breakdown=true"
         )
         absent.append(f"no step breakdown: {why}")
-    found = _launches(directory, sessions, launches, reader, absent)
+    run_launches = _launches(directory, sessions, launches, reader, absent)
     if config is None:
         absent.append(f"no configuration: there is no {layout.CONFIG}, which `tfdist train` writes")
     summary = reader.object(directory / layout.SUMMARY)
@@ -225,7 +226,7 @@ def read_run(directory: Path, launches: Sequence[Path] = ()) -> Run:
         metrics=metrics,
         rates=rates,
         step_breakdown=step_breakdown,
-        launches=tuple(found),
+        launches=tuple(run_launches),
         problems=(*reader.problems, *bad),
         absent=tuple(absent),
         files=tuple(reader.found),
@@ -289,39 +290,39 @@ def _of_history(history: Sequence[dict[str, Any]]) -> dict[str, dict[str, Curve]
     names = list(
         dict.fromkeys(name for line in history for name in line if name not in _NO_METRICS)
     )
-    found: dict[str, dict[str, Curve]] = {}
+    metrics: dict[str, dict[str, Curve]] = {}
     for name in names:
-        kept = [line for line in history if math.isfinite(line.get(name, math.nan))]
-        timed = kept and all(line.get("time") for line in kept)
+        finite = [line for line in history if math.isfinite(line.get(name, math.nan))]
+        timed = finite and all(line.get("time") for line in finite)
         split = VALIDATION if name.startswith("val_") else TRAINING
         curve = Curve(
-            x=tuple(line["step"] + 1 for line in kept),
-            y=tuple(line[name] for line in kept),
-            times=tuple(line["time"] for line in kept) if timed else (),
+            x=tuple(line["step"] + 1 for line in finite),
+            y=tuple(line[name] for line in finite),
+            times=tuple(line["time"] for line in finite) if timed else (),
         )
-        found.setdefault(name.removeprefix("val_"), {})[split] = curve
-    return dict(sorted(found.items(), key=lambda item: _rank(item[0])))
+        metrics.setdefault(name.removeprefix("val_"), {})[split] = curve
+    return dict(sorted(metrics.items(), key=lambda item: _rank(item[0])))
 
 
 def _of_events(written: dict[str, dict[str, list[events.Scalar]]]) -> dict[str, dict[str, Curve]]:
     """Return the curves of event files: Keras' epoch curves and a script's own curves."""
-    found: dict[str, dict[str, Curve]] = {}
+    metrics: dict[str, dict[str, Curve]] = {}
     for split, curves in written.items():
         for tag, scalars in curves.items():
             if not tag.startswith(_SKIPPED):
                 name = tag.removeprefix("epoch_")
-                found.setdefault(name, {})[split] = _curve(
+                metrics.setdefault(name, {})[split] = _curve(
                     scalars, by_epoch=tag.startswith("epoch_")
                 )
-    return dict(sorted(found.items(), key=lambda item: _rank(item[0])))
+    return dict(sorted(metrics.items(), key=lambda item: _rank(item[0])))
 
 
 def _curve(scalars: Sequence[events.Scalar], by_epoch: bool) -> Curve:
-    kept = [scalar for scalar in scalars if math.isfinite(scalar.value)]
+    finite = [scalar for scalar in scalars if math.isfinite(scalar.value)]
     return Curve(
-        x=tuple(scalar.step + by_epoch for scalar in kept),
-        y=tuple(scalar.value for scalar in kept),
-        times=tuple(scalar.time for scalar in kept),
+        x=tuple(scalar.step + by_epoch for scalar in finite),
+        y=tuple(scalar.value for scalar in finite),
+        times=tuple(scalar.time for scalar in finite),
         unit="epoch" if by_epoch else "step",
     )
 
@@ -333,43 +334,45 @@ def _rates(
 
     Where the workers have no curves of their own, the result holds the chief's curve only.
     """
-    found = {}
+    rates = {}
     roots = (directory, directory / _OLD_LOGS)
-    for rank, place in [item for root in roots for item in layout.worker_directories(root).items()]:
-        curves = events.scalars((place, place / "train"), reader)
+    for rank, worker_directory in [
+        item for root in roots for item in layout.worker_directories(root).items()
+    ]:
+        curves = events.scalars((worker_directory, worker_directory / "train"), reader)
         if RATE in curves:
-            found[f"worker {rank}"] = _curve(curves[RATE], by_epoch=True)
-    if not found and RATE in written[TRAINING]:
-        found["chief"] = _curve(written[TRAINING][RATE], by_epoch=True)
-    return found
+            rates[f"worker {rank}"] = _curve(curves[RATE], by_epoch=True)
+    if not rates and RATE in written[TRAINING]:
+        rates["chief"] = _curve(written[TRAINING][RATE], by_epoch=True)
+    return rates
 
 
 def _launches(
     directory: Path,
     sessions: Sequence[dict[str, Any]],
-    given: Sequence[Path],
+    directories: Sequence[Path],
     reader: Reader,
     absent: list[str],
 ) -> list[Launch]:
     """Return the launches that have a journal, in chronological order."""
     named = dict.fromkeys(session["launch"] for session in sessions if session.get("launch"))
-    places = {place.resolve(): place for place in given}
+    by_path = {path.resolve(): path for path in directories}
     for name in named:
-        place = _find(directory, Path(name))
-        if place is None:
+        path = _find(directory, Path(name))
+        if path is None:
             absent.append(
                 f"no restarts of the launch in {name}: it is not there any more, or "
                 "elsewhere; name it with --launch DIR"
             )
         else:
-            places.setdefault(place.resolve(), place)
-    if not named and not given:
+            by_path.setdefault(path.resolve(), path)
+    if not named and not directories:
         absent.append(
             "no restarts on the time axis: not started by `tfdist launch`, as far as its "
             "files tell; else name its logs with --launch DIR"
         )
-    found = [launch for place in places.values() if (launch := _launch(place, reader))]
-    return sorted(found, key=lambda launch: launch.recovery.begun)
+    launches = [launch for path in by_path.values() if (launch := _launch(path, reader))]
+    return sorted(launches, key=lambda launch: launch.recovery.begun)
 
 
 def _find(directory: Path, launch: Path) -> Path | None:
@@ -379,26 +382,26 @@ def _find(directory: Path, launch: Path) -> Path | None:
     above the run. The last place is a directory of the same name beside the run.
     """
     above = directory.resolve()
-    places = [
+    candidates = [
         launch,
         *(parent / launch for parent in (above.parent.parent, above.parent)),
         above.parent / launch.name,
     ]
-    return next((place for place in places if (place / JOURNAL).is_file()), None)
+    return next((candidate for candidate in candidates if (candidate / JOURNAL).is_file()), None)
 
 
-def _launch(place: Path, reader: Reader) -> Launch | None:
-    journal = reader.lines(place / JOURNAL, _event)
+def _launch(directory: Path, reader: Reader) -> Launch | None:
+    journal = reader.lines(directory / JOURNAL, _event)
     recovery = Recovery(journal)
     if not recovery.attempts:
-        reader.problems.append(f"{place / JOURNAL} tells of no attempt; it is left out")
+        reader.problems.append(f"{directory / JOURNAL} tells of no attempt; it is left out")
         return None
     try:  # `Recovery` needs more keys of an event than `_event` can check line by line
-        launch = Launch(place, recovery)
+        launch = Launch(directory, recovery)
         _ = recovery.strikes, recovery.missed, recovery.interval, launch.lost
     except (KeyError, TypeError, ValueError, AttributeError, AssertionError) as error:
         reader.problems.append(
-            f"{place / JOURNAL} is damaged: an event lacks {error}; it is left out"
+            f"{directory / JOURNAL} is damaged: an event lacks {error}; it is left out"
         )
         return None
     return launch
@@ -431,15 +434,15 @@ def _infinite(history: Sequence[dict[str, Any]]) -> list[tuple[str, str, str, fl
 
     Each entry holds the metric, the split, the unit and the epoch.
     """
-    found: dict[str, tuple[str, str, str, float]] = {}
+    first_infinite: dict[str, tuple[str, str, str, float]] = {}
     for line in history:
         for name, value in line.items():
             if not math.isfinite(value):
                 split = VALIDATION if name.startswith("val_") else TRAINING
-                found.setdefault(
+                first_infinite.setdefault(
                     name, (name.removeprefix("val_"), split, "epoch", line["step"] + 1)
                 )
-    return list(found.values())
+    return list(first_infinite.values())
 
 
 def _rank(name: str) -> tuple[int, str]:

@@ -41,23 +41,23 @@ def scaling(setups: Sequence[Setup], mode: str) -> Figure | None:
         setups: Setups of the benchmark.
         mode: "strong" or "weak".
     """
-    kept = [setup for setup in setups if mode in setup.modes and setup.rates]
-    if not kept:
+    measured = [setup for setup in setups if mode in setup.modes and setup.rates]
+    if not measured:
         return None
     title, caption = _TITLES[mode]
     return Figure(
         f"scaling-{mode}",
         title,
         caption,
-        functools.partial(_scaling, title=title, setups=kept),
+        functools.partial(_scaling, title=title, setups=measured),
         (style.NARROW[0], 3.2),
     )
 
 
 def efficiency(setups: Sequence[Setup]) -> Figure | None:
     """Draw one bar per setup with several replicas, or return None if there is none."""
-    kept = [setup for setup in setups if setup.efficiency is not None and setup.replicas > 1]
-    if not kept:
+    measured = [setup for setup in setups if setup.efficiency is not None and setup.replicas > 1]
+    if not measured:
         return None
     title = "Efficiency"
     caption = "Speed-up over one replica, divided by the number of replicas: 100 % is ideal."
@@ -65,8 +65,8 @@ def efficiency(setups: Sequence[Setup]) -> Figure | None:
         "efficiency",
         title,
         caption,
-        functools.partial(_efficiency, title=title, setups=kept),
-        (style.WIDE[0], 1.3 + 0.28 * len(kept)),
+        functools.partial(_efficiency, title=title, setups=measured),
+        (style.WIDE[0], 1.3 + 0.28 * len(measured)),
     )
 
 
@@ -196,12 +196,12 @@ def _scaling(drawing: Any, *, title: str, setups: Sequence[Setup]) -> None:
             label="ideal",
         )
     names = list(dict.fromkeys(setup.strategy for setup in setups))
-    for place, (name, (colour, _)) in enumerate(zip(names, looks(), strict=False)):
+    for index, (name, (colour, _)) in enumerate(zip(names, looks(), strict=False)):
         own = sorted(
             (setup for setup in setups if setup.strategy == name), key=lambda setup: setup.replicas
         )
         # Shift the points of each strategy, so that their bars stand side by side.
-        aside = 0.012 * most * (place - (len(names) - 1) / 2)
+        aside = 0.012 * most * (index - (len(names) - 1) / 2)
         points = [(setup.replicas + aside, setup.rates) for setup in own]
         _points(axes, points, colour, "-", name)
         if one is not None and own[0].replicas > 1:
@@ -246,13 +246,13 @@ def _points(
 def _efficiency(drawing: Any, *, title: str, setups: Sequence[Setup]) -> None:
     axes = drawing.add_subplot()
     axes.set_title(title)
-    places = range(len(setups))
+    positions = range(len(setups))
     values = [100 * (setup.efficiency or 0.0) for setup in setups]
     colours = [style.ORANGE if setup.modes == ("weak",) else style.BLUE for setup in setups]
-    drawn = axes.barh(places, values, color=colours, height=0.62)
+    drawn = axes.barh(positions, values, color=colours, height=0.62)
     axes.bar_label(drawn, [f"{value:.0f} %" for value in values], padding=4, color=style.INK)
     axes.axvline(100, color=style.MUTED, linestyle="--", linewidth=1.1)
-    axes.set_yticks(places, [shorten(label(setup), 40) for setup in setups])
+    axes.set_yticks(positions, [shorten(label(setup), 40) for setup in setups])
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     axes.set_xlim(0, max(112.0, 1.1 * max(values)))
@@ -261,8 +261,8 @@ def _efficiency(drawing: Any, *, title: str, setups: Sequence[Setup]) -> None:
 
 def _baseline(setups: Sequence[Setup]) -> float | None:
     """Return the examples per second of one replica, or None if it was not measured."""
-    found = [rate(setup) / setup.speedup for setup in setups if setup.speedup]
-    return statistics.median(found) if found else None
+    rates = [rate(setup) / setup.speedup for setup in setups if setup.speedup]
+    return statistics.median(rates) if rates else None
 
 
 def _size(number: float) -> str:

@@ -62,7 +62,7 @@ def over_steps(step_breakdown: Mapping[int, Sequence[Window]]) -> Figure | None:
     Return None if there are fewer than two windows to draw.
     """
     windows = [
-        window for own in step_breakdown.values() for window in standing(own) if window.steady
+        window for own in step_breakdown.values() for window in final_windows(own) if window.steady
     ]
     ends = sorted({window.step for window in windows})
     if len(ends) < 2:
@@ -117,7 +117,7 @@ def usual(values: Sequence[float], weights: Sequence[float]) -> float:
     return 1.5 * most if max(values) > 2 * most else round(max(values) * 13 / 12, 9)
 
 
-def standing(windows: Sequence[Window]) -> list[Window]:
+def final_windows(windows: Sequence[Window]) -> list[Window]:
     """Return the windows whose steps were not repeated later, sorted by step.
 
     Steps are repeated after a restart, for example.
@@ -128,26 +128,26 @@ def standing(windows: Sequence[Window]) -> list[Window]:
         ...     Window(0, time, 0, step, 8, 512, 0.6, parts)
         ...     for time, step in ((1.0, 8), (2.0, 16), (9.0, 16))
         ... )
-        >>> [window.time for window in standing([first, lost, again])]
+        >>> [window.time for window in final_windows([first, lost, again])]
         [1.0, 9.0]
     """
-    kept: list[Window] = []
+    final: list[Window] = []
     for window in sorted(windows, key=lambda window: -window.time):
-        if not kept or window.step <= kept[-1].step - kept[-1].steps:
-            kept.append(window)
-    return kept[::-1]
+        if not final or window.step <= final[-1].step - final[-1].steps:
+            final.append(window)
+    return final[::-1]
 
 
 def _bars(drawing: Any, *, title: str, rows: Sequence[tuple[str, Mapping[str, float]]]) -> None:
     axes = drawing.add_subplot()
     axes.set_title(shorten(title, 80))
-    places = list(range(len(rows)))
+    positions = list(range(len(rows)))
     left = [0.0] * len(rows)
     widest = max(sum(parts.values()) for _, parts in rows)
     for part, (label, colour) in NAMES.items():
         widths = [1e3 * parts.get(part, 0.0) for _, parts in rows]
         axes.barh(
-            places,
+            positions,
             widths,
             left=left,
             color=colour,
@@ -156,14 +156,14 @@ def _bars(drawing: Any, *, title: str, rows: Sequence[tuple[str, Mapping[str, fl
             edgecolor=style.PAPER,
             linewidth=0.6,
         )
-        for place, begin, width in zip(places, left, widths, strict=True):
-            share = width / (1e3 * sum(rows[place][1].values()) or 1.0)
+        for position, begin, width in zip(positions, left, widths, strict=True):
+            share = width / (1e3 * sum(rows[position][1].values()) or 1.0)
             # `width` is in ms and `widest` in s: 4.5 % of the longest bar is enough for a label.
             if width > 45 * widest:
                 dark = colour in (style.ORANGE, style.SKY, style.GREY)
                 axes.text(
                     begin + width / 2,
-                    place,
+                    position,
                     f"{100 * share:.0f} %",
                     ha="center",
                     va="center",
@@ -171,10 +171,10 @@ def _bars(drawing: Any, *, title: str, rows: Sequence[tuple[str, Mapping[str, fl
                     color="#10151b" if dark else "#fdfdfd",
                 )
         left = [begin + width for begin, width in zip(left, widths, strict=True)]
-    for place, total in zip(places, left, strict=True):
-        axes.text(total + 12 * widest, place, f"{scaled(total)} ms", va="center", fontsize=7.5)
+    for position, total in zip(positions, left, strict=True):
+        axes.text(total + 12 * widest, position, f"{scaled(total)} ms", va="center", fontsize=7.5)
     axes.set_xlim(0, 1110 * widest)
-    axes.set_yticks(places, [shorten(name, 34) for name, _ in rows])
+    axes.set_yticks(positions, [shorten(name, 34) for name, _ in rows])
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     axes.xaxis.set_major_formatter(lambda value, _: scaled(value))

@@ -57,19 +57,25 @@ def progress(launch: Launch, name: str) -> Figure:
         launch: The launch.
         name: Name of the figure's file.
     """
-    found = lanes(launch)
+    attempts = lanes(launch)
     title = "Steps done, and what each attempt did"
     caption = (
         "Where the line goes back, steps were lost; they were done again from the snapshot "
         "that was restored."
     )
-    if len(found) > _LANES:
-        caption += f" The last {_LANES} of {len(found)} attempts are shown."
+    if len(attempts) > _LANES:
+        caption += f" The last {_LANES} of {len(attempts)} attempts are shown."
     strikes = [(number, strike.when) for number, strike in enumerate(launch.recovery.strikes, 1)]
     draw = functools.partial(
-        _draw, title=title, found=found[-_LANES:], strikes=strikes, end=launch.recovery.seconds
+        _draw,
+        title=title,
+        attempts=attempts[-_LANES:],
+        strikes=strikes,
+        end=launch.recovery.seconds,
     )
-    return Figure(name, title, caption, draw, (style.WIDE[0], 3.5 + 0.2 * min(len(found), _LANES)))
+    return Figure(
+        name, title, caption, draw, (style.WIDE[0], 3.5 + 0.2 * min(len(attempts), _LANES))
+    )
 
 
 def grouped(strikes: Sequence[tuple[int, float]], near: float) -> list[tuple[str, float]]:
@@ -86,18 +92,18 @@ def grouped(strikes: Sequence[tuple[int, float]], near: float) -> list[tuple[str
         >>> grouped([(1, 10.0), (2, 10.5), (3, 30.0)], near=1.0)
         [('1, 2', 10.0), ('3', 30.0)]
     """
-    found: list[tuple[list[int], float]] = []
+    groups: list[tuple[list[int], float]] = []
     for number, when in sorted(strikes, key=lambda strike: strike[1]):
-        if found and when - found[-1][1] < near * len(found[-1][0]):
-            found[-1][0].append(number)
+        if groups and when - groups[-1][1] < near * len(groups[-1][0]):
+            groups[-1][0].append(number)
         else:
-            found.append(([number], when))
+            groups.append(([number], when))
     return [
         (
             ", ".join(map(str, numbers)) if len(numbers) < 4 else f"{numbers[0]} to {numbers[-1]}",
             when,
         )
-        for numbers, when in found
+        for numbers, when in groups
     ]
 
 
@@ -131,14 +137,14 @@ def _draw(
     drawing: Any,
     *,
     title: str,
-    found: Sequence[Lane],
+    attempts: Sequence[Lane],
     strikes: Sequence[tuple[int, float]],
     end: float,
 ) -> None:
     size, unit = units_of_time(end)
-    above, below = drawing.subplots(2, sharex=True, height_ratios=(2.2, 0.45 + 0.2 * len(found)))
+    above, below = drawing.subplots(2, sharex=True, height_ratios=(2.2, 0.45 + 0.2 * len(attempts)))
     above.set_title(title, pad=17)  # leaves space for the numbers of faults
-    for lane, after in zip(found, [*found[1:], None], strict=True):
+    for lane, after in zip(attempts, [*attempts[1:], None], strict=True):
         if lane.points and after and after.points:
             (t, step), (later, again) = lane.points[-1], after.points[0]
             above.plot(
@@ -162,17 +168,17 @@ def _draw(
     above.yaxis.set_major_formatter(lambda value, _: scaled(value))
     above.tick_params(axis="x", length=0)
 
-    places = list(range(len(found)))
-    for label, colour, spans in _phases(found):
+    positions = list(range(len(attempts)))
+    for label, colour, spans in _phases(attempts):
         below.barh(
-            [place for place, _, _ in spans],
+            [position for position, _, _ in spans],
             [(b - a) / size for _, a, b in spans],
             left=[a / size for _, a, _ in spans],
             color=colour,
             height=0.6,
             label=label,
         )
-    saves = [(t / size, place) for place, lane in enumerate(found) for t in lane.saves]
+    saves = [(t / size, position) for position, lane in enumerate(attempts) for t in lane.saves]
     if 0 < len(saves) <= _SAVES:
         below.plot(
             *zip(*saves, strict=True),
@@ -183,15 +189,15 @@ def _draw(
             label="saved",
         )
     restored = [
-        (lane.restored / size, place)
-        for place, lane in enumerate(found)
+        (lane.restored / size, position)
+        for position, lane in enumerate(attempts)
         if lane.restored is not None
     ]
     if restored:
         below.plot(
             *zip(*restored, strict=True), "^", color=style.GREEN, markersize=5.5, label="restored"
         )
-    shown = [strike for strike in strikes if strike[1] >= found[0].begin]
+    shown = [strike for strike in strikes if strike[1] >= attempts[0].begin]
     for _, when in shown:
         for axes in (above, below):
             axes.axvline(
@@ -213,10 +219,10 @@ def _draw(
             fontweight="bold",
             transform=above.get_xaxis_transform(),
         )
-    below.set_yticks(places, [f"attempt {lane.number}" for lane in found])
-    below.set_ylim(len(found) - 0.4, -0.6)
+    below.set_yticks(positions, [f"attempt {lane.number}" for lane in attempts])
+    below.set_ylim(len(attempts) - 0.4, -0.6)
     below.grid(visible=False, axis="y")
-    first = found[0].begin / size
+    first = attempts[0].begin / size
     last = max(end, 1e-9) / size
     below.set_xlim(first, last + 0.01 * (last - first))
     below.set_xlabel(f"time since the launch began [{unit}]")
@@ -224,7 +230,7 @@ def _draw(
     drawing.legend(handles, labels, loc="outside lower center", ncols=6)
 
 
-def _phases(found: Sequence[Lane]) -> list[tuple[str, str, list[tuple[int, float, float]]]]:
+def _phases(attempts: Sequence[Lane]) -> list[tuple[str, str, list[tuple[int, float, float]]]]:
     """Return the phases of all attempts, without phases that no attempt had.
 
     Each phase has a name, a colour and its spans `(row, from, to)`.
@@ -232,19 +238,19 @@ def _phases(found: Sequence[Lane]) -> list[tuple[str, str, list[tuple[int, float
     starting = []
     training = []
     ending = []
-    for place, lane in enumerate(found):
+    for position, lane in enumerate(attempts):
         failed = lane.end if lane.detected is None else lane.detected
         first = failed if lane.first is None else min(lane.first, failed)
-        starting.append((place, lane.begin, first))
-        training.append((place, first, failed))
-        ending.append((place, failed, lane.end))
+        starting.append((position, lane.begin, first))
+        training.append((position, first, failed))
+        ending.append((position, failed, lane.end))
     phases = (
         ("starting", style.GREY, starting),
         ("training", style.SKY, training),
         ("ending", style.ORANGE, ending),
     )
     return [
-        (name, colour, kept)
+        (name, colour, nonempty)
         for name, colour, spans in phases
-        if (kept := [span for span in spans if span[2] > span[1]])
+        if (nonempty := [span for span in spans if span[2] > span[1]])
     ]

@@ -19,20 +19,20 @@ from tfdist.tools.verify.recording import (
 _CLOSE = 0.02  # relative tolerance for a factor that all gradients share
 
 
-def likely(found: Comparison, drawn: list[str]) -> str:
+def likely(comparison: Comparison, drawn: list[str]) -> str:
     """Return the likely cause of a difference between several replicas and one.
 
     Args:
-        found: Comparison whose `differs` is true.
+        comparison: Comparison whose `differs` is true.
         drawn: Paths of seeds that advanced in the reference, because random numbers could not be
             switched off.
 
     Returns:
         One or more sentences.
     """
-    first = found.first
-    if found.rows is not None and (first is None or first.step >= found.rows.step):
-        return _of_rows(found.rows)
+    first = comparison.first
+    if comparison.rows is not None and (first is None or first.step >= comparison.rows.step):
+        return _of_rows(comparison.rows)
     assert first is not None
     if first.kind == START:
         return (
@@ -45,8 +45,8 @@ def likely(found: Comparison, drawn: list[str]) -> str:
             "the data of the workers do not end with the same step as those of one replica. Let "
             "tfdist deal out the rows."
         )
-    factor = gradient_factor(found)
-    alone = _normalized_alone(found)
+    factor = gradient_factor(comparison)
+    alone = _normalized_alone(comparison)
     if alone and (first.kind == STATISTICS or (factor is None and first.kind in (LOGS, GRADIENTS))):
         others = f" (and {len(alone) - 1} more like it)" if len(alone) > 1 else ""
         name = _layer(first) if _layer(first) in alone else alone[0]
@@ -57,7 +57,7 @@ def likely(found: Comparison, drawn: list[str]) -> str:
             "batch's."
         )
     if factor is not None:
-        return _of_factor(factor, found.replicas)
+        return _of_factor(factor, comparison.replicas)
     if first.kind == COPIES:
         return (
             f"the replicas' own copies of {first.name} have come apart: something assigns to it "
@@ -70,14 +70,14 @@ def likely(found: Comparison, drawn: list[str]) -> str:
             f"{', '.join(drawn)} go on): each replica draws its own, by design. Compare without "
             "such layers."
         )
-    kinds = {difference.kind for difference in found.differences if difference.exceeds}
+    kinds = {difference.kind for difference in comparison.differences if difference.exceeds}
     if kinds == {LOGS}:
         return (
             f"gradients and weights agree, and only what is reported differs: {first.name} is no "
             "mean over rows that replicas could put together. Return the model's metrics from "
             "train_step, updated with update_state()."
         )
-    if not any(difference.kind == GRADIENTS for difference in found.differences):
+    if not any(difference.kind == GRADIENTS for difference in comparison.differences):
         return (
             "no known pattern without gradients, of which none were seen whole: with "
             "parallel.zero replicas share them, and a train_step of your own may update without "
@@ -95,18 +95,18 @@ def likely(found: Comparison, drawn: list[str]) -> str:
     )
 
 
-def gradient_factor(found: Comparison) -> float | None:
+def gradient_factor(comparison: Comparison) -> float | None:
     """Return the common factor of all gradients relative to those of one replica.
 
     It is taken from the first step in which gradients differ. It is None if no single factor
     explains the differences.
     """
-    steps = [d.step for d in found.differences if d.kind == GRADIENTS and d.exceeds]
+    steps = [d.step for d in comparison.differences if d.kind == GRADIENTS and d.exceeds]
     if not steps:
         return None
     ratios = [
         d.ratio
-        for d in found.differences
+        for d in comparison.differences
         if d.kind == GRADIENTS and d.step == min(steps) and d.ratio is not None
     ]
     factor = statistics.median(ratios) if ratios else 1.0
@@ -114,11 +114,11 @@ def gradient_factor(found: Comparison) -> float | None:
     return factor if alike and abs(factor - 1.0) > _CLOSE else None
 
 
-def _normalized_alone(found: Comparison) -> list[str]:
+def _normalized_alone(comparison: Comparison) -> list[str]:
     """Return the unsynchronized BatchNormalization layers in the order of the model."""
     of_layers = (
         d
-        for d in found.differences
+        for d in comparison.differences
         if d.kind == STATISTICS and "BatchNormalization" in d.layer and not d.synchronized
     )
     return list(dict.fromkeys(_layer(difference) for difference in of_layers))

@@ -144,7 +144,7 @@ class Comparison:
     @property
     def same(self) -> bool:
         """Return whether it is proved that nothing differs by more than rounding."""
-        return not self.differs and not self.infinite and not self.wanting
+        return not self.differs and not self.infinite and not self.inconclusive
 
     @property
     def differs(self) -> bool:
@@ -152,7 +152,7 @@ class Comparison:
         return self.rows is not None or self.first is not None
 
     @property
-    def wanting(self) -> list[Difference]:
+    def inconclusive(self) -> list[Difference]:
         """Return the differences that prove nothing because rounding alone is too large."""
         return [difference for difference in self.differences if difference.wanted]
 
@@ -211,7 +211,7 @@ def compare(
     chief = workers[0]
     steps = min(reference.steps, *(worker.steps for worker in workers))
     floors: dict[str, float] = {}
-    found: list[Difference] = []
+    differences: list[Difference] = []
     for step in range(steps + 1):
         for key, at, difference, floor in _of_step(reference, chief, step, tolerance):
             if rounding is not None and key in rounding.arrays:
@@ -220,13 +220,18 @@ def compare(
                 # A rounding error propagates to later steps.
                 floors[name] = max(own, floors.get(name, 0.0))
                 difference = _allowing(difference, ROUNDINGS * floors[name])
-            found.append(difference)
-        found += [*_copies(workers, step, tolerance), *_reports(workers, step, tolerance)]
-    found += _short(reference, workers, steps, tolerance)
-    found.sort(key=lambda difference: difference.turn)
+            differences.append(difference)
+        differences += [*_copies(workers, step, tolerance), *_reports(workers, step, tolerance)]
+    differences += _short(reference, workers, steps, tolerance)
+    differences.sort(key=lambda difference: difference.turn)
     rows = rows_of(reference, workers, max(reference.steps, *(worker.steps for worker in workers)))
     return Comparison(
-        tuple(found), rows, steps, chief.replicas, tolerance, tuple(_infinite(reference, steps))
+        tuple(differences),
+        rows,
+        steps,
+        chief.replicas,
+        tolerance,
+        tuple(_infinite(reference, steps)),
     )
 
 
@@ -241,8 +246,8 @@ def _allowing(difference: Difference, rounding: float) -> Difference:
         if difference.kind in _ENDS or not math.isfinite(rounding)
         else math.inf
     )
-    wanted = rounding if rounding > end and tolerance < difference.value <= rounding else 0.0
-    return dataclasses.replace(difference, allowed=min(rounding, end), wanted=wanted)
+    needed = rounding if rounding > end and tolerance < difference.value <= rounding else 0.0
+    return dataclasses.replace(difference, allowed=min(rounding, end), wanted=needed)
 
 
 def _of_step(
@@ -253,38 +258,38 @@ def _of_step(
     Each comes with its key in the recordings, its index in that array, and the smallest scale that
     it is relative to.
     """
-    kept = [
-        (place, v)
-        for place, v in enumerate(reference.variables)
-        if f"{step}/state/{place}" in reference.arrays
+    recorded = [
+        (index, v)
+        for index, v in enumerate(reference.variables)
+        if f"{step}/state/{index}" in reference.arrays
     ]
     tops: dict[str, float] = {}
-    for place, v in kept:
-        tops[v.kind] = max(tops.get(v.kind, 0.0), _top(reference.arrays[f"{step}/state/{place}"]))
-    for place, v in kept:
+    for index, v in recorded:
+        tops[v.kind] = max(tops.get(v.kind, 0.0), _top(reference.arrays[f"{step}/state/{index}"]))
+    for index, v in recorded:
         if v.kind == SEEDS:
             continue
-        key = f"{step}/state/{place}"
+        key = f"{step}/state/{index}"
         kind = v.kind if step else START
         floor = _SMALL * tops[v.kind] if v.kind in (WEIGHTS, STATISTICS) else _SMALLEST
         value = relative(reference.arrays[key], other.arrays.get(key, np.zeros(0)), floor)
         yield (
             key,
             ...,
-            Difference(step, kind, v.path, value, tolerance, place, v.layer, v.synchronized),
+            Difference(step, kind, v.path, value, tolerance, index, v.layer, v.synchronized),
             floor,
         )
     if not step:
         return
     norms = {
-        place: f"{step}/gradient/{v.gradient}"
-        for place, v in enumerate(reference.variables)
+        index: f"{step}/gradient/{v.gradient}"
+        for index, v in enumerate(reference.variables)
         if v.gradient is not None
     }
-    norms = {place: key for place, key in norms.items() if key in reference.arrays}
+    norms = {index: key for index, key in norms.items() if key in reference.arrays}
     floor = _SMALL * max((_top(reference.arrays[key]) for key in norms.values()), default=0.0)
-    for place, key in norms.items():
-        v = reference.variables[place]
+    for index, key in norms.items():
+        v = reference.variables[index]
         mine = reference.arrays[key]
         others = other.arrays.get(key, np.array(np.nan))
         ratio = float(others / mine) if mine > floor else None
@@ -298,7 +303,7 @@ def _of_step(
                 v.path,
                 value,
                 tolerance,
-                place,
+                index,
                 v.layer,
                 v.synchronized,
                 ratio=ratio,
@@ -306,21 +311,21 @@ def _of_step(
             floor,
         )
     logs = f"{step}/logs"
-    for place, name in enumerate(reference.logs):
+    for index, name in enumerate(reference.logs):
         if name not in other.logs:
             yield (
                 logs,
-                place,
-                Difference(step, LOGS, name, float("inf"), tolerance, place),
+                index,
+                Difference(step, LOGS, name, float("inf"), tolerance, index),
                 _SMALL_LOG,
             )
             continue
-        mine = reference.arrays[logs][place]
+        mine = reference.arrays[logs][index]
         others = other.arrays[logs][other.logs.index(name)]
         yield (
             logs,
-            place,
-            Difference(step, LOGS, name, relative(mine, others, _SMALL_LOG), tolerance, place),
+            index,
+            Difference(step, LOGS, name, relative(mine, others, _SMALL_LOG), tolerance, index),
             _SMALL_LOG,
         )
 
@@ -328,12 +333,12 @@ def _of_step(
 def _copies(workers: Sequence[Recording], step: int, tolerance: float) -> Iterator[Difference]:
     """Yield the differences between the replicas' copies of each variable."""
     chief = workers[0]
-    for place, v in enumerate(chief.variables):
-        key = f"{step}/state/{place}"
+    for index, v in enumerate(chief.variables):
+        key = f"{step}/state/{index}"
         if v.kind == SEEDS or key not in chief.arrays:
             continue
         for rank, worker in enumerate(workers):
-            within = float(worker.arrays[f"{step}/copies"][place])
+            within = float(worker.arrays[f"{step}/copies"][index])
             across = (
                 relative(chief.arrays[key], worker.arrays.get(key, np.zeros(0))) if rank else 0.0
             )
@@ -344,7 +349,7 @@ def _copies(workers: Sequence[Recording], step: int, tolerance: float) -> Iterat
                     v.path,
                     max(within, across),
                     tolerance,
-                    place,
+                    index,
                     v.layer,
                     v.synchronized,
                     rank,
@@ -355,20 +360,20 @@ def _reports(workers: Sequence[Recording], step: int, tolerance: float) -> Itera
     """Yield the differences of logs and summed gradients between other workers and the chief."""
     chief = workers[0]
     norms = {
-        place: f"{step}/gradient/{v.gradient}"
-        for place, v in enumerate(chief.variables)
+        index: f"{step}/gradient/{v.gradient}"
+        for index, v in enumerate(chief.variables)
         if v.gradient is not None
     }
-    norms = {place: key for place, key in norms.items() if key in chief.arrays}
+    norms = {index: key for index, key in norms.items() if key in chief.arrays}
     floor = _SMALL * max((_top(chief.arrays[key]) for key in norms.values()), default=0.0)
     for rank, worker in enumerate(workers[1:], start=1):
-        for place, key in norms.items():
-            v = chief.variables[place]
+        for index, key in norms.items():
+            v = chief.variables[index]
             value = relative(chief.arrays[key], worker.arrays.get(key, np.array(np.nan)), floor)
             yield Difference(
-                step, GRADIENTS, v.path, value, tolerance, place, v.layer, v.synchronized, rank
+                step, GRADIENTS, v.path, value, tolerance, index, v.layer, v.synchronized, rank
             )
-        for place, name in enumerate(chief.logs if step else ()):
+        for index, name in enumerate(chief.logs if step else ()):
             own = (
                 worker.arrays[f"{step}/logs"][worker.logs.index(name)]
                 if name in worker.logs
@@ -378,9 +383,9 @@ def _reports(workers: Sequence[Recording], step: int, tolerance: float) -> Itera
                 step,
                 LOGS,
                 name,
-                relative(chief.arrays[f"{step}/logs"][place], own, _SMALL_LOG),
+                relative(chief.arrays[f"{step}/logs"][index], own, _SMALL_LOG),
                 tolerance,
-                place,
+                index,
                 worker=rank,
             )
 
@@ -400,10 +405,10 @@ def _infinite(reference: Recording, steps: int) -> Iterator[tuple[int, str, str]
     known = set()
     for step in range(steps + 1):
         values = [
-            (LOGS, name, reference.arrays[f"{step}/logs"][place])
-            for place, name in enumerate(reference.logs if step else ())
+            (LOGS, name, reference.arrays[f"{step}/logs"][index])
+            for index, name in enumerate(reference.logs if step else ())
         ]
-        for place, v in enumerate(reference.variables):
+        for index, v in enumerate(reference.variables):
             values.append(
                 (
                     GRADIENTS,
@@ -415,7 +420,7 @@ def _infinite(reference: Recording, steps: int) -> Iterator[tuple[int, str, str]
                 (
                     v.kind,
                     v.path,
-                    reference.arrays.get(f"{step}/state/{place}", np.zeros(0))
+                    reference.arrays.get(f"{step}/state/{index}", np.zeros(0))
                     if v.kind == WEIGHTS
                     else np.zeros(0),
                 )

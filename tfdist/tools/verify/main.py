@@ -125,11 +125,11 @@ def _compare(flags: argparse.Namespace, words: list[str], settings: Any, directo
     from tfdist.tools.verify.recording import Recording, read
     from tfdist.tools.verify.settings import COMPILED, EAGER, ROUNDING, Settings, first_device
 
-    say: Callable[[str], None] = (
+    show_line: Callable[[str], None] = (
         (lambda text: None) if flags.json else (lambda text: print(text, flush=True))
     )
     replicas = _replicas(flags)
-    say(
+    show_line(
         f"{settings.name}: {replicas} ({flags.strategy}) against one replica, "
         f"{counted(flags.steps, 'step')}"
     )
@@ -144,13 +144,13 @@ def _compare(flags: argparse.Namespace, words: list[str], settings: Any, directo
     clustered = flags.strategy == "multi_worker_mirrored"
     together = more
     if settings.parallel.zero:
-        say(
+        show_line(
             f"parallel.zero={settings.parallel.zero}: gradients are not compared, because each of "
             "several replicas holds only a part of them; the updates that they cause are compared"
         )
         if more and not (clustered and flags.devices is None):
             together = ()
-            say(
+            show_line(
                 "not compiled: left out, because uncompiled replicas of one process run one after "
                 "another, and cannot exchange parts"
             )
@@ -206,7 +206,7 @@ def _compare(flags: argparse.Namespace, words: list[str], settings: Any, directo
             for line in rendering.preamble(
                 one[COMPILED][0], flags.steps, settings.train.steps_per_execution
             ):
-                say(line)
+                show_line(line)
         if failure:
             break
         recorded, missing = read(
@@ -229,12 +229,12 @@ def _compare(flags: argparse.Namespace, words: list[str], settings: Any, directo
         comparisons["one replica, not compiled"] = compare(
             reference, one[EAGER], rounding, flags.tolerance
         )
-    return _tell(flags, say, replicas, comparisons, failure, reference.draws())
+    return _tell(flags, show_line, replicas, comparisons, failure, reference.draws())
 
 
 def _tell(
     flags: argparse.Namespace,
-    say: Callable[[str], None],
+    show_line: Callable[[str], None],
     replicas: str,
     comparisons: dict,
     failure: str | None,
@@ -261,14 +261,14 @@ def _tell(
             if comparisons
             else []
         ):
-            say(line)
-        say("")
+            show_line(line)
+        show_line("")
         for line in (
             rendering.failed(replicas, failure)
             if failure
             else rendering.verdict(comparisons, drawn, replicas)
         ):
-            say(line)
+            show_line(line)
     return (
         0
         if comparisons

@@ -60,8 +60,8 @@ class Probe:
             variables: Variables of the gradients. None: norms are recorded by index.
         """
         known = [
-            (place if variables is None else id(variables[place]), g)
-            for place, g in enumerate(gradients)
+            (index if variables is None else id(variables[index]), g)
+            for index, g in enumerate(gradients)
             if g is not None
         ]
         names = [name for name, _ in known]
@@ -111,10 +111,10 @@ def fingerprints(data: Any) -> tf.Tensor:
         >>> bool(a == c), bool(a == b)
         (True, False)
     """
-    found = [
-        _of_rows(x, place) for place, x in enumerate(tf.nest.flatten(data), start=1) if _has_rows(x)
+    hashes = [
+        _of_rows(x, index) for index, x in enumerate(tf.nest.flatten(data), start=1) if _has_rows(x)
     ]
-    return tf.add_n(found) if found else tf.zeros([0], tf.int64)
+    return tf.add_n(hashes) if hashes else tf.zeros([0], tf.int64)
 
 
 def _has_rows(x: Any) -> bool:
@@ -123,28 +123,28 @@ def _has_rows(x: Any) -> bool:
     )
 
 
-def _of_rows(x: Any, place: int) -> tf.Tensor:
-    """Return a hash of each row of a tensor; `place` is the tensor's index in its batch."""
+def _of_rows(x: Any, index: int) -> tf.Tensor:
+    """Return a hash of each row of a tensor; `index` is the tensor's index in its batch."""
     if isinstance(x, tf.RaggedTensor):
         rows = x.value_rowids()
-        numbers = _of_rows(x.values, place)
+        numbers = _of_rows(x.values, index)
         columns = tf.range(tf.size(rows, rows.dtype), dtype=rows.dtype) - tf.gather(
             x.row_starts(), rows
         )
         return tf.math.unsorted_segment_sum(
-            _mixed(numbers + _mixed(tf.cast(columns, tf.int64) + place * 2**40)), rows, x.nrows()
+            _mixed(numbers + _mixed(tf.cast(columns, tf.int64) + index * 2**40)), rows, x.nrows()
         )
     if isinstance(x, tf.SparseTensor):
         rows = x.indices[:, 0]
         axes = tf.range(1, tf.shape(x.indices, tf.int64)[1], dtype=tf.int64)
         columns = tf.reduce_sum(_mixed(x.indices[:, 1:] + axes * 2**40), axis=1)
         return tf.math.unsorted_segment_sum(
-            _mixed(_integers(x.values) + _mixed(columns + place * 2**40)), rows, x.dense_shape[0]
+            _mixed(_integers(x.values) + _mixed(columns + index * 2**40)), rows, x.dense_shape[0]
         )
     shape = tf.shape(x)
     numbers = tf.reshape(_integers(x), [shape[0], tf.reduce_prod(shape[1:])])
     columns = tf.range(tf.shape(numbers, tf.int64)[1], dtype=tf.int64)
-    return tf.reduce_sum(_mixed(numbers + _mixed(columns + place * 2**40)), axis=1)
+    return tf.reduce_sum(_mixed(numbers + _mixed(columns + index * 2**40)), axis=1)
 
 
 def _integers(x: tf.Tensor) -> tf.Tensor:
@@ -195,14 +195,14 @@ def _reversed(x: Any) -> Any:
     return x[::-1] if _has_rows(x) else x
 
 
-def silence(model: keras.Model) -> list[str]:
+def disable_dropout_and_noise(model: keras.Model) -> list[str]:
     """Switch off dropout and noise in all layers of a model, including nested ones.
 
     Returns:
         The names of the layers that were changed. Layers whose dropout or noise was already 0 are
         not among them.
     """
-    found = []
+    changed = []
     for layer in layers_of(model):
         dropout = any(
             "Dropout" in kind.__name__ or "GaussianNoise" in kind.__name__
@@ -219,13 +219,13 @@ def silence(model: keras.Model) -> list[str]:
                 setattr(layer, name, 0.0)
             except AttributeError:  # a read-only property that mirrors an inner layer
                 continue
-            found.append(layer.name)
-    return list(dict.fromkeys(found))
+            changed.append(layer.name)
+    return list(dict.fromkeys(changed))
 
 
 def layers_of(layer: keras.Layer) -> list[keras.Layer]:
     """Return a layer and all layers within it at any depth, each once."""
-    found: list[keras.Layer] = []
+    layers: list[keras.Layer] = []
     left: list[Any] = [layer]
     known: set[int] = set()
     while left:
@@ -233,7 +233,7 @@ def layers_of(layer: keras.Layer) -> list[keras.Layer]:
         if id(each) in known:
             continue
         if isinstance(each, keras.Layer):
-            found.append(each)
+            layers.append(each)
             left.extend(vars(each).values())
         elif isinstance(each, list | tuple | set):
             left.extend(each)
@@ -242,4 +242,4 @@ def layers_of(layer: keras.Layer) -> list[keras.Layer]:
         else:
             continue
         known.add(id(each))  # the owner keeps the object alive, so its id is not reused
-    return found
+    return layers

@@ -10,7 +10,7 @@ from pathlib import Path
 from tfdist.tools.common.process_logs import end_of
 from tfdist.tools.common.subprocesses import Children, exit_reason
 
-_GRACE = 30.0  # seconds that a launcher gets to stop its tasks
+_GRACE_S = 30.0  # seconds that a launcher gets to stop its tasks
 
 _DIFFERS = r"\S+ differs from \S+ in"  # tfdist's error message when workers disagree
 
@@ -39,7 +39,7 @@ def run(words: Sequence[str], log: Path, timeout: float, who: str) -> None:
     Raises:
         Failed: The process did not exit with code 0 in time.
     """
-    with Children(_GRACE) as children:
+    with Children(_GRACE_S) as children:
         try:
             code = children.start(words, log).wait(timeout)
         except subprocess.TimeoutExpired:

@@ -19,7 +19,7 @@ from tfdist.backup.shards import is_sharded
 from tfdist.keras_compat import local_component
 from tfdist.run import build, input_pipeline, train_command
 from tfdist.tools.verify import recording
-from tfdist.tools.verify.probes import Probe, layers_of, reverse, silence
+from tfdist.tools.verify.probes import Probe, disable_dropout_and_noise, layers_of, reverse
 from tfdist.tools.verify.settings import EAGER, ROUNDING, Settings, first_device
 from tfdist.train.synchronous.replica_step import moving_state, seed_states
 
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
         0.
     """
     settings = Settings.of_json(argv[0])
-    app.plainly(record, settings)
+    app.exit_on_configuration_error(record, settings)
     return 0
 
 
@@ -134,12 +134,12 @@ class _Recorder(keras.callbacks.Callback):
         self._steps = steps
         self._placement = strategy.tfdist_engine.placement  # type: ignore[attr-defined]
         self._arrays: dict[str, np.ndarray] = {}
-        self._silenced: list[str] = []
+        self._changed_layers: list[str] = []
         self._logs: list[str] = []
         self._step = 0
 
     def on_train_begin(self, logs=None):
-        self._silenced = silence(self.model)
+        self._changed_layers = disable_dropout_and_noise(self.model)
         self._take_state()
 
     def on_epoch_begin(self, epoch, logs=None):
@@ -226,7 +226,7 @@ class _Recorder(keras.callbacks.Callback):
             self._step,
             self._placement.replicas,
             self._placement.local_replicas,
-            tuple(self._silenced),
+            tuple(self._changed_layers),
             self._arrays,
         )
 

@@ -102,10 +102,10 @@ class Recording:
 
     def draws(self) -> list[str]:
         """Return the paths of seeds that advanced, which shows that random numbers were drawn."""
-        places = [(place, v.path) for place, v in enumerate(self.variables) if v.kind == SEEDS]
+        seeds = [(index, v.path) for index, v in enumerate(self.variables) if v.kind == SEEDS]
         ends = [
             (self.arrays.get(f"0/state/{p}"), self.arrays.get(f"{self.steps}/state/{p}"), path)
-            for p, path in places
+            for p, path in seeds
         ]
         return [
             path
@@ -130,12 +130,12 @@ def read(files: Mapping[str, Sequence[Path]]) -> tuple[dict[str, list[Recording]
         for rank, file in enumerate(of_way)
         if not file.exists()
     ]
-    found = {
+    recordings = {
         way: [Recording.read(file) for file in of_way]
         for way, of_way in files.items()
         if all(file.exists() for file in of_way)
     }
-    return found, "; ".join(missing)
+    return recordings, "; ".join(missing)
 
 
 def relative(one: np.ndarray, other: np.ndarray, floor: float = 0.0) -> float:

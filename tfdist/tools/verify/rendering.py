@@ -95,17 +95,17 @@ def failed(replicas: str, reason: str) -> list[str]:
     return lines
 
 
-def table(found: Mapping[str, Comparison]) -> list[str]:
+def table(ways: Mapping[str, Comparison]) -> list[str]:
     """Return a table of the largest differences of each execution mode, by kind.
 
     A `!` marks a difference that rounding does not explain. A `?` marks one that cannot be judged,
     because rounding alone is too large.
 
     Args:
-        found: Comparisons by the name of the execution mode.
+        ways: Comparisons by the name of the execution mode.
     """
     rows = [("", *_COLUMNS.values(), "examples")]
-    for way, comparison in found.items():
+    for way, comparison in ways.items():
         cells = [_cell(comparison.largest(kind)) for kind in _COLUMNS]
         rows.append((way, *cells, "other !" if comparison.rows else "the same"))
     return aligned(rows)
@@ -130,7 +130,7 @@ def first(comparison: Comparison) -> list[str]:
     lines = []
     if comparison.rows:
         rows = comparison.rows
-        told = [
+        reasons = [
             f"{count} {what}"
             for count, what in (
                 (rows.shared, "taken by several workers"),
@@ -141,7 +141,7 @@ def first(comparison: Comparison) -> list[str]:
         ]
         lines.append(
             f"step {rows.step}: the workers took {rows.received} rows, one replica "
-            f"{rows.expected}; {', '.join(told) or 'some more often'}"
+            f"{rows.expected}; {', '.join(reasons) or 'some more often'}"
         )
     if difference := comparison.first:
         layer = (
@@ -210,7 +210,7 @@ def unproved(ways: Mapping[str, Comparison]) -> list[str]:
             f"step {step}: {_WHAT[kind].format(name)} of one replica is not finite"
             for step, kind, name in comparison.infinite
         ]
-        for difference in comparison.wanting:
+        for difference in comparison.inconclusive:
             what = f"{_when(difference)}: {_what(difference)} by {_number(difference.value)}"
             reasons.append(
                 f"{what}, and rounding alone explains {_number(difference.wanted)}: too much to "

@@ -29,7 +29,7 @@ from tfdist.train.hooks import Hooks
 
 _METRICS = "metrics/"
 _SYNC = "sync/"
-_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+_UNIT_S = {"s": 1.0, "m": 60.0, "h": 3600.0}
 # Directories of the fits that this process has completed, and whose last snapshot was kept.
 _completed: set[str] = set()
 
@@ -573,4 +573,4 @@ def _seconds_of(save_freq: Any) -> float | None:
             'save_freq: expected "epoch", a number of steps, or a time such as "30s", "5m" or '
             f'"1h"; received {save_freq!r}.'
         )
-    return float(match[1]) * _SECONDS[match[2]]
+    return float(match[1]) * _UNIT_S[match[2]]

@@ -17,7 +17,7 @@ from tfdist.tools.audit import stages
 from tfdist.tools.audit.processes import Workers
 from tfdist.tools.audit.settings import Settings
 from tfdist.tools.audit.steps import Step
-from tfdist.tools.audit.verdict import Offence, Plan, verify
+from tfdist.tools.audit.verdict import AuditError, Plan, verify
 from tfdist.tools.audit.worker import Worker
 from tfdist.tools.common import events
 from tfdist.tools.common.subprocesses import Children
@@ -79,12 +79,12 @@ def test_an_example_on_two_workers_is_named_with_both(order):
     expected = found[1][5].numbers[0]
     found[1][5].numbers[0] = stolen
     with pytest.raises(
-        Offence, match=rf"received example {stolen}, which worker 0 had in step 1, row 1$"
+        AuditError, match=rf"received example {stolen}, which worker 0 had in step 1, row 1$"
     ) as caught:
         check(what, found)
-    offence = caught.value
-    assert (offence.epoch, offence.step, offence.row, offence.worker) == (1, 2, 1, 1)
-    assert (offence.expected, offence.received) == (expected if order else None, stolen)
+    error = caught.value
+    assert (error.epoch, error.step, error.row, error.worker) == (1, 2, 1, 1)
+    assert (error.expected, error.received) == (expected if order else None, stolen)
 
 
 def test_an_example_that_nobody_read_is_named():
@@ -92,7 +92,7 @@ def test_an_example_that_nobody_read_is_named():
     found = taken(what)
     missing = int(found[1][2].numbers[0])
     found = [[step for step in of if step.step < 2] for of in found]
-    with pytest.raises(Offence, match="expected example") as caught:
+    with pytest.raises(AuditError, match="expected example") as caught:
         check(what, found)
     assert caught.value.expected <= missing
 
@@ -102,7 +102,7 @@ def test_an_example_that_does_not_exist_is_named():
     found = taken(what)
     found[0][0].numbers[0] = EXAMPLES
     with pytest.raises(
-        Offence, match=f"expected examples below {EXAMPLES}; received example {EXAMPLES}"
+        AuditError, match=f"expected examples below {EXAMPLES}; received example {EXAMPLES}"
     ):
         check(what, found)
 
@@ -140,7 +140,7 @@ def test_other_faults_are_named(spoil, message):
     what = plan()
     found = taken(what)
     spoil(found)
-    with pytest.raises(Offence, match=message):
+    with pytest.raises(AuditError, match=message):
         check(what, found)
 
 
@@ -150,7 +150,7 @@ def test_one_row_too_many_is_named():
     more = int(found[1][0].numbers[0])
     replace(found, 0, 0, numbers=np.append(found[0][0].numbers, more))
     with pytest.raises(
-        Offence,
+        AuditError,
         match=f"row 2, worker 0: expected none, as its rows are 0 to 1; received example {more}",
     ):
         check(what, found)
@@ -174,7 +174,7 @@ def test_an_example_left_out_must_be_reported_by_its_worker():
         gone = 1
     verdict = check(what, found, [{}, {number: "file a"}])
     assert (verdict.left_out, verdict.examples) == (gone, 20 - gone)
-    with pytest.raises(Offence, match=f"expected example {number}; received none"):
+    with pytest.raises(AuditError, match=f"expected example {number}; received none"):
         check(what, found, [{number: "file a"}, {}])
 
 

@@ -18,12 +18,12 @@ from tests.processes import ROOT
 from tfdist.cluster import handshake, preflight
 from tfdist.cluster import meeting as cluster_meeting
 from tfdist.cluster.addresses import split_address
-from tfdist.cluster.handshake import badge, fingerprint
+from tfdist.cluster.handshake import fingerprint, hello_message
 from tfdist.cluster.spec import ClusterSpec
 from tfdist.tools.doctor import cluster, exchange, main, server
 from tfdist.tools.doctor.exchange import Link
-from tfdist.tools.doctor.peers import Meeting, Peer, Sight, serving
-from tfdist.tools.doctor.server import Desk
+from tfdist.tools.doctor.peers import Peer, PeerExchange, Sight, serving
+from tfdist.tools.doctor.server import Responder
 
 SPEC = ClusterSpec(
     {"worker": ("10.0.0.1:2222", "10.0.0.2:2222", "10.0.0.3:2222")}, source="file c.yaml"
@@ -32,7 +32,7 @@ SPEC = ClusterSpec(
 
 def who(spec, task="worker:0", versions="keras 3.15", nonce="mine", gpus=0):
     tasks = [[str(task), task.address] for task in spec.listening_tasks]
-    return {**badge(spec, task, versions, "doctor", nonce), "tasks": tasks, "gpus": gpus}
+    return {**hello_message(spec, task, versions, "doctor", nonce), "tasks": tasks, "gpus": gpus}
 
 
 def peers(spec=SPEC, first=1, **changes):
@@ -166,9 +166,11 @@ def test_no_task_is_here(tmp_path, capsys):
 # What the others say.
 def test_a_task_that_does_not_come():
     spec = ClusterSpec.local(workers=2).for_task("worker", 0)
-    meeting = Meeting(Desk(spec, who(spec), {}), [spec.task], timeout=0.2)
-    meeting.ask_all()
-    found = cluster.check_peers(spec, who(spec), meeting.own, meeting.peers, meeting.missing, 0.2)
+    peer_exchange = PeerExchange(Responder(spec, who(spec), {}), [spec.task], timeout=0.2)
+    peer_exchange.ask_all()
+    found = cluster.check_peers(
+        spec, who(spec), peer_exchange.own, peer_exchange.peers, peer_exchange.missing, 0.2
+    )
     check = one(
         found, "reach", "1 of 2 tasks are absent: worker:1 at 127.0.0.1:", "Connection refused"
     )
@@ -183,43 +185,51 @@ def test_a_task_that_reaches_us_but_cannot_be_reached():
     The doctor of worker:1 asks worker:0, and says that it is done.
     """
     spec = ClusterSpec.local(workers=2)
-    desk = Desk(spec, who(spec), {})
-    with serving(desk, spec.tasks[:1]):
-        blocked = Meeting(
-            Desk(spec, who(spec, "worker:1", nonce="theirs"), {}), spec.tasks[1:], timeout=5
+    responder = Responder(spec, who(spec), {})
+    with serving(responder, spec.tasks[:1]):
+        blocked = PeerExchange(
+            Responder(spec, who(spec, "worker:1", nonce="theirs"), {}), spec.tasks[1:], timeout=5
         )
         blocked.ask_all()
         assert not blocked.missing
         blocked.tell("", ["worker:1"])
-        meeting = Meeting(desk, spec.tasks[:1], timeout=0.5)
-        meeting.ask_all()
-    assert desk.done == {"worker:1": ""}
+        peer_exchange = PeerExchange(responder, spec.tasks[:1], timeout=0.5)
+        peer_exchange.ask_all()
+    assert responder.done == {"worker:1": ""}
     found = cluster.check_peers(
-        spec, who(spec), meeting.own, meeting.peers, meeting.missing, meeting.elapsed
+        spec,
+        who(spec),
+        peer_exchange.own,
+        peer_exchange.peers,
+        peer_exchange.missing,
+        peer_exchange.elapsed,
     )
     one(found, "reach", "1 of 2 tasks are absent: worker:1 at 127.0.0.1:")
 
 
 def test_a_fault_of_a_task_that_is_gone_is_enough():
     spec = ClusterSpec.local(workers=2)
-    desk = Desk(spec, who(spec), {})
-    desk.done["worker:1"] = "place: full"
-    meeting = Meeting(desk, spec.tasks[:1], timeout=30)
-    meeting.ask_all()
-    assert not meeting.missing
-    assert meeting.elapsed < 20
+    responder = Responder(spec, who(spec), {})
+    responder.done["worker:1"] = "place: full"
+    peer_exchange = PeerExchange(responder, spec.tasks[:1], timeout=30)
+    peer_exchange.ask_all()
+    assert not peer_exchange.missing
+    assert peer_exchange.elapsed < 20
     assert not cluster.check_peers(
-        spec, who(spec), meeting.own, meeting.peers, meeting.missing, 0.0
+        spec, who(spec), peer_exchange.own, peer_exchange.peers, peer_exchange.missing, 0.0
     )  # not that all are here
 
 
 def test_a_doctor_that_is_done_serves_until_it_was_asked():
     spec = ClusterSpec.local(workers=2)
-    desks = [Desk(spec, who(spec, str(task), nonce=f"of {task}"), {}) for task in spec.tasks]
+    responders = [
+        Responder(spec, who(spec, str(task), nonce=f"of {task}"), {}) for task in spec.tasks
+    ]
     first, second = (
-        Meeting(desk, [task], timeout=0.5) for desk, task in zip(desks, spec.tasks, strict=True)
+        PeerExchange(responder, [task], timeout=0.5)
+        for responder, task in zip(responders, spec.tasks, strict=True)
     )
-    with serving(desks[0], spec.tasks[:1]), serving(desks[1], spec.tasks[1:]):
+    with serving(responders[0], spec.tasks[:1]), serving(responders[1], spec.tasks[1:]):
         second.ask_all()
         exchange.ask(
             spec.tasks[1].address,
@@ -241,20 +251,20 @@ def test_a_doctor_with_another_cluster_gets_the_time_to_ask():
     """
     spec = ClusterSpec.local(workers=2)
     theirs = ClusterSpec({"worker": spec.jobs["worker"][::-1]})
-    desk = Desk(spec, who(spec), {})
+    responder = Responder(spec, who(spec), {})
     with (
-        serving(desk, spec.tasks[:1]),
-        serving(Desk(theirs, who(theirs, nonce="theirs"), {}), theirs.tasks[:1]),
+        serving(responder, spec.tasks[:1]),
+        serving(Responder(theirs, who(theirs, nonce="theirs"), {}), theirs.tasks[:1]),
     ):
-        meeting = Meeting(desk, spec.tasks[:1], timeout=30)
-        meeting.ask_all()
+        peer_exchange = PeerExchange(responder, spec.tasks[:1], timeout=30)
+        peer_exchange.ask_all()
         late_asker = threading.Timer(
             0.3, exchange.ask, (spec.tasks[0].address, who(theirs, nonce="theirs"), "hello")
         )
         late_asker.start()
-        meeting.tell("spec: differs", ["worker:0"])
-        assert meeting.wait_until_asked("spec: differs") == {}
-        assert desk.asked == {"theirs": {"worker:0"}}
+        peer_exchange.tell("spec: differs", ["worker:0"])
+        assert peer_exchange.wait_until_asked("spec: differs") == {}
+        assert responder.askers == {"theirs": {"worker:0"}}
         late_asker.join()
 
 
@@ -268,11 +278,11 @@ def test_the_bound_holds_within_a_round_of_questions(monkeypatch):
     with contextlib.ExitStack() as stack:
         for task in spec.tasks[1:]:
             stack.enter_context(socket.create_server(split_address(task.address)))
-        meeting = Meeting(Desk(spec, who(spec), {}), spec.tasks[:1], timeout=1.0)
-        meeting.ask_all()
-    assert len(meeting.missing) == 20
-    assert meeting.elapsed < 50
-    assert "not asked: the others took all the time" in meeting.missing.values()
+        peer_exchange = PeerExchange(Responder(spec, who(spec), {}), spec.tasks[:1], timeout=1.0)
+        peer_exchange.ask_all()
+    assert len(peer_exchange.missing) == 20
+    assert peer_exchange.elapsed < 50
+    assert "not asked: the others took all the time" in peer_exchange.missing.values()
 
 
 def other(*addresses):
@@ -317,7 +327,7 @@ def theirs(spec, versions="keras 3.15"):
     """Return what the preflight says to worker:1 with another cluster or other versions."""
     with pytest.raises(preflight.ConfigurationError) as error:
         preflight.compare(
-            badge(spec, "worker:1", versions, "0", "x"),
+            hello_message(spec, "worker:1", versions, "0", "x"),
             "worker:1 at 10.0.0.2:2222",
             who(SPEC),
             SPEC.source,
@@ -338,10 +348,10 @@ def test_different_versions():
 def test_a_task_that_is_claimed_twice():
     found = peers()
     found["worker:2"] = dataclasses.replace(
-        found["worker:2"], badge=who(SPEC, "worker:2", nonce="another")
+        found["worker:2"], hello=who(SPEC, "worker:2", nonce="another")
     )
     found["worker:1"] = dataclasses.replace(
-        found["worker:1"], badge=who(SPEC, "worker:0", nonce="other")
+        found["worker:1"], hello=who(SPEC, "worker:0", nonce="other")
     )
     checks = bad(cluster.check_peers(SPEC, who(SPEC), {"worker:0"}, found, {}, 5.0))
     assert (
@@ -408,11 +418,11 @@ def test_a_place_that_is_not_shared():
 def test_a_place_that_cannot_be_used_keeps_its_number(tmp_path):
     spec = ClusterSpec.local(workers=2)
     (tmp_path / "b").mkdir()
-    desk = Desk(spec, who(spec, nonce="theirs"), {}, [None, str(tmp_path / "b")])
-    with serving(desk, spec.tasks[1:]):
-        meeting = Meeting(Desk(spec, who(spec), {}), spec.tasks[:1], timeout=5)
-        meeting.ask_all()
-        sights = meeting.share([str(tmp_path / "a"), str(tmp_path / "b"), None])
+    responder = Responder(spec, who(spec, nonce="theirs"), {}, [None, str(tmp_path / "b")])
+    with serving(responder, spec.tasks[1:]):
+        peer_exchange = PeerExchange(Responder(spec, who(spec), {}), spec.tasks[:1], timeout=5)
+        peer_exchange.ask_all()
+        sights = peer_exchange.share([str(tmp_path / "a"), str(tmp_path / "b"), None])
     assert [(sight.other, sight.seen) for sight in sights] == [
         (None, False),
         (str(tmp_path / "b"), True),
@@ -422,7 +432,7 @@ def test_a_place_that_cannot_be_used_keeps_its_number(tmp_path):
 
 def test_directories_that_were_made_are_removed(tmp_path):
     spec = ClusterSpec.local(workers=2)
-    Meeting(Desk(spec, who(spec), {}), spec.tasks[:1], timeout=5).share(
+    PeerExchange(Responder(spec, who(spec), {}), spec.tasks[:1], timeout=5).share(
         [str(tmp_path / "a" / "b" / "c")]
     )
     assert not list(tmp_path.iterdir())
@@ -463,16 +473,20 @@ def test_a_pause_is_not_a_slow_link(monkeypatch):
     """
     spec = ClusterSpec.local(workers=2)
     rates = {("worker:0", "worker:1"): [1e8, 1e9, 2e9], ("worker:1", "worker:0"): [1e9]}
-    monkeypatch.setattr(Meeting, "hosts", lambda self: ["worker:0", "worker:1"])
+    monkeypatch.setattr(PeerExchange, "hosts", lambda self: ["worker:0", "worker:1"])
     monkeypatch.setattr(
-        Meeting,
+        PeerExchange,
         "_measure",
         lambda self, source, target: Link(source, target, 1e-4, rates[source, target].pop(0)),
     )
-    found = Meeting(Desk(spec, who(spec), {}), spec.tasks[:1], timeout=5).links(cluster.odd_links)
+    found = PeerExchange(Responder(spec, who(spec), {}), spec.tasks[:1], timeout=5).links(
+        cluster.odd_links
+    )
     assert [link.rate for link in found] == [1e9, 1e9]
     rates.update({("worker:0", "worker:1"): [1e8, 2e8, 1e8], ("worker:1", "worker:0"): [1e9]})
-    found = Meeting(Desk(spec, who(spec), {}), spec.tasks[:1], timeout=5).links(cluster.odd_links)
+    found = PeerExchange(Responder(spec, who(spec), {}), spec.tasks[:1], timeout=5).links(
+        cluster.odd_links
+    )
     assert [link.rate for link in found] == [2e8, 1e9]
     one(
         cluster.check_links([*found, found[1]]),
@@ -498,7 +512,7 @@ def test_a_fault_that_another_host_found():
 
 def test_a_preflight_that_answers_in_place_of_a_doctor():
     spec = ClusterSpec.local(workers=2)
-    with serving(Desk(spec, who(spec), {}), spec.tasks[:1]):
+    with serving(Responder(spec, who(spec), {}), spec.tasks[:1]):
         with pytest.raises(preflight.PeersAbsent, match="still attempt doctor there"):
             preflight.check(spec.for_task("worker", 1), timeout=0.3, versions="keras 3.15")
 
@@ -531,10 +545,10 @@ def test_the_words_of_the_page_are_those_of_the_code():
 # The server, and strangers.
 @pytest.fixture
 def served(tmp_path):
-    """Return (address, badge, directory) of a doctor that serves worker:0 of two."""
+    """Return (address, hello, directory) of a doctor that serves worker:0 of two."""
     spec = ClusterSpec.local(workers=2)
     with serving(
-        Desk(spec, who(spec), {"tasks": [], "gpus": 0}, [str(tmp_path)]), spec.tasks[:1]
+        Responder(spec, who(spec), {"tasks": [], "gpus": 0}, [str(tmp_path)]), spec.tasks[:1]
     ) as failed:
         assert not failed
         yield spec.tasks[0].address, who(spec, "worker:1", nonce="theirs"), tmp_path
@@ -577,14 +591,14 @@ def test_who_has_another_cluster_is_only_told_who_is_there(served):
 
 def test_a_fault_counts_whoever_said_before_that_there_is_none():
     spec = ClusterSpec.local(workers=2)
-    desk = Desk(spec, who(spec), {})
+    responder = Responder(spec, who(spec), {})
     for wrong, told in (("", ""), ("place: full", "place: full"), ("", "place: full")):
-        desk.answer(
+        responder.answer(
             {**who(spec), "ask": "done", "serves": ["worker:1", "worker:9", 7], "wrong": wrong},
             "worker:0",
             "here",
         )
-        assert desk.done == {"worker:1": told}
+        assert responder.done == {"worker:1": told}
 
 
 def test_a_budget_of_questions(served):
@@ -655,7 +669,7 @@ def test_a_peer_that_sends_another_type(served, monkeypatch, received):
         monkeypatch.setattr(module, "send", send_received)
     address, mine, _ = served
     assert exchange.measure("worker:1", "worker:0", address, mine).error
-    meeting = Meeting(
-        Desk(ClusterSpec({"worker": (address, "127.0.0.1:1")}), mine, {}), [], timeout=0.2
+    peer_exchange = PeerExchange(
+        Responder(ClusterSpec({"worker": (address, "127.0.0.1:1")}), mine, {}), [], timeout=0.2
     )
-    assert meeting._hello("worker:0")
+    assert peer_exchange._hello("worker:0")

@@ -14,7 +14,7 @@ from tfdist.launch import doctor_check
 from tfdist.launch import main as launch
 from tfdist.runtime import resource_limits
 from tfdist.tools.doctor import checks, file_systems, frameworks, host, machine, main, table
-from tfdist.tools.doctor.file_systems import Place
+from tfdist.tools.doctor.file_systems import WriteTest
 from tfdist.tools.doctor.frameworks import Frameworks
 from tfdist.tools.doctor.machine import Card, Machine
 
@@ -214,7 +214,7 @@ def test_a_broken_tensorflow_is_a_failing_check(code, tmp_path, monkeypatch):
     assert BROKEN[code] in found.frameworks.error
     (check,) = host.check_frameworks(GOOD, found.frameworks)
     assert (check.name, check.status) == ("import", "fail")
-    assert "which is to write there" in found.places[0].error
+    assert "which is to write there" in found.directories[0].error
     assert found.trial.error
 
 
@@ -295,8 +295,8 @@ def test_this_machine_is_looked_at():
 def test_a_good_place_stays_as_it_was(tmp_path):
     (tmp_path / "there").write_text("mine")
     for path in (tmp_path, tmp_path / "a" / "b"):
-        found = file_systems.try_place(str(path))
-        assert file_systems.check_place(found).status == "pass"
+        found = file_systems.try_directory(str(path))
+        assert file_systems.check_directory(found).status == "pass"
         assert found.free > 0
     assert [entry.name for entry in tmp_path.iterdir()] == ["there"]
 
@@ -304,15 +304,15 @@ def test_a_good_place_stays_as_it_was(tmp_path):
 def test_a_file_in_the_place_of_a_directory(tmp_path):
     (tmp_path / "runs").write_text("mine")
     for path in (tmp_path / "runs", tmp_path / "runs" / "digits"):
-        check = file_systems.check_place(file_systems.try_place(str(path)))
+        check = file_systems.check_directory(file_systems.try_directory(str(path)))
         assert check.status == "fail"
         assert "a file is in its way" in check.remedy
     assert (tmp_path / "runs").read_text() == "mine"
 
 
 def test_a_place_that_cannot_be_written():
-    check = file_systems.check_place(
-        file_systems.try_place("/proc/self")
+    check = file_systems.check_directory(
+        file_systems.try_directory("/proc/self")
     )  # root may write anywhere else
     assert check.status == "fail"
     assert "/proc/self: writing a file: " in check.found
@@ -323,16 +323,16 @@ def test_a_file_system_that_cannot_replace(tmp_path, monkeypatch):
         raise OSError(18, "Invalid cross-device link")
 
     monkeypatch.setattr(os, "replace", refuse)
-    check = file_systems.check_place(file_systems.try_place(str(tmp_path)))
+    check = file_systems.check_directory(file_systems.try_directory(str(tmp_path)))
     assert "renaming a file over another one: Invalid cross-device link" in check.found
     assert "cannot replace a file" in check.remedy
     assert not list(tmp_path.iterdir())
 
 
 def test_a_file_system_that_hangs(monkeypatch):
-    monkeypatch.setattr(file_systems, "try_place", lambda path: time.sleep(2))
+    monkeypatch.setattr(file_systems, "try_directory", lambda path: time.sleep(2))
     (found,) = file_systems.look(["/mnt/gone"], timeout=0.1)
-    check = file_systems.check_place(found)
+    check = file_systems.check_directory(found)
     assert "no answer within 0.1 s" in check.found
     assert "its server runs" in check.remedy
 
@@ -340,27 +340,27 @@ def test_a_file_system_that_hangs(monkeypatch):
 @pytest.mark.parametrize(
     ("place", "status", "text"),
     [
-        (Place("runs", free=10 << 20, total=GB, skew=0.0), "fail", "10.5 MB free"),
-        (Place("runs", free=GB, total=2 * GB, skew=0.0), "warn", "1.07 GB free of 2.15 GB"),
+        (WriteTest("runs", free=10 << 20, total=GB, skew=0.0), "fail", "10.5 MB free"),
+        (WriteTest("runs", free=GB, total=2 * GB, skew=0.0), "warn", "1.07 GB free of 2.15 GB"),
         (
-            Place("runs", free=9 * GB, total=9 * GB, skew=-60.0),
+            WriteTest("runs", free=9 * GB, total=9 * GB, skew=-60.0),
             "warn",
             "its clock is 1 min 0 s behind this host's",
         ),
         (
-            Place("runs", free=9 * GB, total=9 * GB, skew=4000.0),
+            WriteTest("runs", free=9 * GB, total=9 * GB, skew=4000.0),
             "fail",
             "its clock is 1 h 6 min ahead of this host's",
         ),
         (
-            Place("gs://bucket/runs", error="writing a file: Permission denied"),
+            WriteTest("gs://bucket/runs", error="writing a file: Permission denied"),
             "fail",
             "gs://bucket/runs: writing a file",
         ),
     ],
 )
 def test_a_fault_of_a_place(place, status, text):
-    check = file_systems.check_place(place)
+    check = file_systems.check_directory(place)
     assert check.status == status
     assert text in check.found
 

@@ -270,7 +270,7 @@ def test_replicas_share_the_memory_of_their_process(replicas, status):
 def test_places_that_only_tensorflow_writes_to(tmp_path):
     (tmp_path / "file").write_text("mine")
     found = [
-        probe.try_place(path)
+        probe.try_directory(path)
         for path in (
             "ram://somewhere/runs",
             f"file://{tmp_path}/new",
@@ -278,7 +278,7 @@ def test_places_that_only_tensorflow_writes_to(tmp_path):
             "none://x",
         )
     ]
-    assert [file_systems.check_place(place).status for place in found] == [
+    assert [file_systems.check_directory(place).status for place in found] == [
         "pass",
         "pass",
         "fail",
@@ -299,5 +299,5 @@ def test_what_another_host_writes_to_a_new_place_stays(tmp_path, monkeypatch):
 
     monkeypatch.setattr(tf.io.gfile, "rename", rename_and_write)
     for path in (f"file://{tmp_path}/new", "ram://another/new"):
-        assert not probe.try_place(path).error
+        assert not probe.try_directory(path).error
         assert tf.io.gfile.listdir(path) == ["snapshot"]

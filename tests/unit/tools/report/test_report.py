@@ -17,7 +17,7 @@ from tfdist.telemetry import layout
 from tfdist.tools.report.main import read
 from tfdist.tools.report.page import Chapter, Section, Table, Tile, render
 from tfdist.tools.report.read import read_run
-from tfdist.tools.report.steps import standing
+from tfdist.tools.report.steps import final_windows
 
 NASTY = "<script>alert('x')</script> $x_1 & \"q\" </style></svg>"
 
@@ -54,13 +54,13 @@ def test_the_facts_of_a_run(run):
     assert curve.y == (1.5, 0.75, 0.5, 0.375)
     assert curve.times[0] == BEGUN + 20
     assert (found.restarts, found.lost) == (1, 13)
-    assert [window.step for window in standing(found.step_breakdown[1])] == [
+    assert [window.step for window in final_windows(found.step_breakdown[1])] == [
         8,
         16,
         24,
         *range(32, 97, 8),
     ]
-    assert [window.time for window in standing(found.step_breakdown[1])][3] == BEGUN + 15
+    assert [window.time for window in final_windows(found.step_breakdown[1])][3] == BEGUN + 15
 
 
 def test_page_shows_all_parts_of_a_run(run, tmp_path, capsys):

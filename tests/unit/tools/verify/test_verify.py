@@ -18,7 +18,7 @@ from tfdist.tools.verify import main as command
 from tfdist.tools.verify import rendering
 from tfdist.tools.verify.causes import likely
 from tfdist.tools.verify.compare import compare
-from tfdist.tools.verify.probes import fingerprints, layers_of, reverse, silence
+from tfdist.tools.verify.probes import disable_dropout_and_noise, fingerprints, layers_of, reverse
 from tfdist.tools.verify.processes import Failed, reason, run
 from tfdist.tools.verify.recording import (
     EXAMPLES,
@@ -355,9 +355,9 @@ def test_dropout_is_silenced_however_deep():
     model = keras.Model(inputs, Nested()(keras.layers.GaussianNoise(1.0)(y)))
     x = np.ones((2, 4, 3), np.float32)
     assert not np.allclose(model(x, training=True), model(x))
-    assert len(silence(model)) >= 4
+    assert len(disable_dropout_and_noise(model)) >= 4
     np.testing.assert_allclose(model(x, training=True), model(x))
-    assert silence(model) == []
+    assert disable_dropout_and_noise(model) == []
     assert (
         len([layer for layer in layers_of(model) if isinstance(layer, keras.layers.Dropout)]) == 2
     )

@@ -10,7 +10,7 @@ from typing import Any
 from tfdist.runtime.launch_protocol import CONFIGURATION_CODE, TRANSIENT_CODE
 
 
-def plainly(function: Callable[..., Any], *args: Any) -> Any:
+def exit_on_configuration_error(function: Callable[..., Any], *args: Any) -> Any:
     """Call a function; for errors that tfdist raised, print a sentence and end the process.
 
     Such errors are printed without a traceback.
@@ -36,7 +36,10 @@ def plainly(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _raised_by_tfdist(trace: TracebackType | None) -> bool:
-    name, trace = "", trace and trace.tb_next  # the frame of `plainly` itself does not count
+    name, trace = (
+        "",
+        trace and trace.tb_next,
+    )  # the frame of `exit_on_configuration_error` itself does not count
     while trace is not None:
         name = trace.tb_frame.f_globals.get("__name__", "")
         trace = trace.tb_next
