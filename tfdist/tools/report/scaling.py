@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tfdist.runtime.formatting import TIMES, scaled
+from tfdist.runtime.formatting import TIMES, format_bytes, scaled
 from tfdist.tools.bench.results import Setup
 from tfdist.tools.report import style
 from tfdist.tools.report.bench import label, rate
@@ -168,7 +168,9 @@ def _lines(
         _points(axes, [(at, values) for at, values in points], colour, dash, name)
     ticks = sorted({at for points in lines.values() for at, _ in points})
     axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [_size(tick) if "bytes" in x else scaled(tick) for tick in ticks])
+    axes.set_xticks(
+        ticks, [format_bytes(tick, binary=True) if "bytes" in x else scaled(tick) for tick in ticks]
+    )
     axes.set_xticks([], minor=True)
     if log:
         axes.set_yscale("log")
@@ -263,16 +265,3 @@ def _baseline(setups: Sequence[Setup]) -> float | None:
     """Return the examples per second of one replica, or None if it was not measured."""
     rates = [rate(setup) / setup.speedup for setup in setups if setup.speedup]
     return statistics.median(rates) if rates else None
-
-
-def _size(number: float) -> str:
-    """Format bytes in units of 1024.
-
-    Example:
-        >>> _size(4096), _size(16 * 2**20)
-        ('4 KiB', '16 MiB')
-    """
-    for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return f"{number:.3g} B"
