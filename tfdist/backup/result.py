@@ -146,10 +146,8 @@ def _other_model(own: Snapshot, other: Snapshot) -> Iterator[str]:
     own_arrays = _describe(own)
     other_arrays = _describe(other)
     for key in dict.fromkeys((*own_arrays, *other_arrays)):
-        (name, own_value), (other_name, other_value) = (
-            own_arrays.get(key, ("", "nothing")),
-            other_arrays.get(key, ("", "nothing")),
-        )
+        name, own_value = own_arrays.get(key, ("", "nothing"))
+        other_name, other_value = other_arrays.get(key, ("", "nothing"))
         # Only dtype and shape count: Keras numbers layer names through all models.
         if own_value != other_value:
             yield (

@@ -21,7 +21,8 @@ import tensorflow as tf
 
 MAGIC = b"tfdist snapshot\n"
 VERSION = 1
-_LENGTH, _CHECKSUM = 8, 4  # bytes
+_LENGTH = 8  # bytes
+_CHECKSUM = 4  # bytes
 _PIECE = 1 << 20  # bytes read at a time
 
 
@@ -136,9 +137,11 @@ def check(file: Any, name: str) -> None:
     checksum = 0
     size = 0
     while piece := file.read(_PIECE):
-        begin, size = begin or piece[: len(MAGIC)], size + len(piece)
+        begin = begin or piece[: len(MAGIC)]
+        size += len(piece)
         data = tail + piece
-        checksum, tail = zlib.crc32(memoryview(data)[:-_CHECKSUM], checksum), data[-_CHECKSUM:]
+        checksum = zlib.crc32(memoryview(data)[:-_CHECKSUM], checksum)
+        tail = data[-_CHECKSUM:]
     if begin != MAGIC[: len(begin)] or not begin:
         raise Damaged(f"{name}: expected a snapshot, received a file of another format.")
     if size < len(MAGIC) + _LENGTH + _CHECKSUM or checksum != int.from_bytes(tail, "little"):

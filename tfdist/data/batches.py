@@ -266,10 +266,8 @@ class Batches:
             rows = real_rows
             if self.tail == "pad":
                 rows = tf.constant(self.global_batch, tf.int64)
-                data, numbers = (
-                    fill(data, self.global_batch),
-                    fill(numbers + 1, self.global_batch) - 1,
-                )
+                data = fill(data, self.global_batch)
+                numbers = fill(numbers + 1, self.global_batch) - 1
                 data = self._add_weights(
                     data, tf.range(self.global_batch, dtype=tf.int64) < real_rows, real_rows
                 )
@@ -278,7 +276,8 @@ class Batches:
                 rows, window.first, window.count, window.replicas, tf.minimum
             )
             if window.replicas > 1:
-                data, numbers = cut(data, begin, end), numbers[begin:end]
+                data = cut(data, begin, end)
+                numbers = numbers[begin:end]
             return ReplicaRows(
                 data if self.labels else _without_label(data), rows, fingerprint, numbers
             )
@@ -343,7 +342,8 @@ class Batches:
                 rows_of_replicas(rows, window.first, window.count, window.replicas, tf.minimum)[1]
                 - begin
             )
-            data, numbers = cut(data, tf.constant(0, tf.int64), end), numbers[:end]
+            data = cut(data, tf.constant(0, tf.int64), end)
+            numbers = numbers[:end]
         # Covers everything that determines the batch's example numbers.
         fingerprint = tf.cast(epoch * 7919 + step, tf.float64) + zlib.crc32(repr(order).encode())
         total = tf.constant(self.global_batch, tf.int64) if self.tail == "pad" else rows

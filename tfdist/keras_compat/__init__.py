@@ -194,11 +194,13 @@ def holder_of(optimizer: Any, variables: Any) -> Any:
     `FSDP`. It has the methods `update(optimizer, keras_apply, grads, variables)`, `beside(model,
     function, trains)`, and `save_without_scope(model, keras_method, ...)`.
     """
-    current = innermost = optimizer
+    current = optimizer
+    innermost = optimizer
     while current is not None:
         if hasattr(current, "tfdist_kind"):
             return current
-        innermost, current = current, getattr(current, "inner_optimizer", None)
+        innermost = current
+        current = getattr(current, "inner_optimizer", None)
     candidates = (
         variables if variables is not None else getattr(innermost, "_trainable_variables", ())
     )
@@ -217,7 +219,8 @@ def _hook_symbolic_build() -> None:
         if iterator is not None and getattr(iterator._get_iterator(), "symbolic_first", False):
             # Keras would begin an epoch to learn shapes. A PyDataset's threads would prefetch
             # batches in it, and these would count twice.
-            iterator, data_batch = None, next(iter(iterator._get_iterator()))
+            data_batch = next(iter(iterator._get_iterator()))
+            iterator = None
         _state.building = True
         try:
             return keras_method(self, iterator, data_batch)

@@ -17,8 +17,10 @@ import sys
 from collections.abc import Callable, Iterator
 from os import _exit
 
-CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000  # linux/sched.h
-_SIOCGIFFLAGS, _SIOCSIFFLAGS = 0x8913, 0x8914  # linux/sockios.h
+CLONE_NEWUSER = 0x10000000  # linux/sched.h
+CLONE_NEWNET = 0x40000000  # linux/sched.h
+_SIOCGIFFLAGS = 0x8913  # linux/sockios.h
+_SIOCSIFFLAGS = 0x8914  # linux/sockios.h
 _IFF_UP = 1  # linux/if.h
 _IFREQ = "16sH22x"  # struct ifreq: interface name and flags
 

@@ -93,7 +93,8 @@ class Channel:
         self._own_label = own_label
         self._peer_label = peer_label
         self._lock = threading.Lock()
-        self._sent = self._received = 0
+        self._sent = 0
+        self._received = 0
 
     def send(self, message: Mapping[str, Any], timeout: float = SEND_S) -> None:
         """Send a message.

@@ -88,8 +88,10 @@ class Membership:
         self._departed: dict[str, str] = {}  # id -> host and reason
         self._generation: _Generation | None = None
         self._number = 0  # of the next generation
-        self._changed = self._ticked = now
-        self._waiting_since = self._not_before = now
+        self._changed = now
+        self._ticked = now
+        self._waiting_since = now
+        self._not_before = now
 
     def joined(self, key: int, hello: Mapping[str, Any], now: float) -> None:
         """Process a host's request to join; the key names its connection."""

@@ -110,7 +110,8 @@ class Policy:
         """Return the decision after an attempt that failed or was preempted."""
         self._restarts_without_step = 0 if cause.progressed else self._restarts_without_step + 1
         signature = cause.kind, cause.error, cause.where
-        repeated, self._last = signature == self._last, signature
+        repeated = signature == self._last
+        self._last = signature
         if cause.kind == Kind.CONFIGURATION.value:
             return Decision(False, 0.0, "no restart: it would not fix a configuration error")
         if not self._restarts:

@@ -226,7 +226,8 @@ class Rendezvous:
             except Exception as error:  # a bug here or in the policy must not block the members
                 membership.end(1, f"the rendezvous failed: {type(error).__name__}: {error}")
             while membership.outbox:
-                outbox, membership.outbox = membership.outbox, []
+                outbox = membership.outbox
+                membership.outbox = []
                 for key, message in outbox:
                     self._send(key, message)
             if membership.finish:

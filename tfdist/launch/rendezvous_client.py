@@ -251,7 +251,8 @@ class RendezvousClient:
                 if now - self._last_answered >= CUT_FRACTION * self._host_timeout:
                     return f"it did not answer for {CUT_FRACTION * self._host_timeout:g} s"
                 if now >= due:
-                    number, due = number + 1, now + self._beat
+                    number += 1
+                    due = now + self._beat
                     self._beats[number] = now
                     channel.send({"do": "beat", "number": number})
                 message = channel.receive(POLL_S)

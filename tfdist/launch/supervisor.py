@@ -86,7 +86,8 @@ class Supervisor:
         self._chaos = chaos
         self._standbys = standbys
         self._signals: list[int] = []
-        self._last_check = self._started = time.monotonic()
+        self._last_check = time.monotonic()
+        self._started = self._last_check
         self._errors: dict[int, float] = {}  # process id -> time at which its error was seen
 
     def interrupt(self, number: int, frame: object = None) -> None:

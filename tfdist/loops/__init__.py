@@ -33,7 +33,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(
             f"module 'tfdist.loops' has no attribute {name!r}; it has {', '.join(sorted(_MODULES))}"
         )
-    value = globals()[name] = getattr(importlib.import_module(module), name)
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
     return value
 
 

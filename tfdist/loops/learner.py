@@ -69,7 +69,8 @@ class Learner(keras.Model):
         names = ["loss", *_metric_names(state, loss, data, training)]
         with state.strategy.scope():
             self._task = _Task(state, loss, {name: keras.metrics.Mean(name=name) for name in names})
-        self.train_function = self.test_function = None
+        self.train_function = None
+        self.test_function = None
 
     def set_schedule(
         self, function: Any, schedule: keras.optimizers.schedules.LearningRateSchedule

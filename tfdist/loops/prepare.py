@@ -209,7 +209,8 @@ def _optimizer(
                 f"optimizer: {optimizer.name} was made outside of the strategy's scope and has "
                 "trained another model. Pass a new one, or its name."
             )
-        value, optimizer = optimizer, type(optimizer).from_config(optimizer.get_config())
+        value = optimizer
+        optimizer = type(optimizer).from_config(optimizer.get_config())
         copy_weight_decay_exclusions(
             getattr(value, "inner_optimizer", value),
             variables,

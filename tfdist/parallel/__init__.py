@@ -46,7 +46,8 @@ def __getattr__(name: str) -> Any:
             f"module 'tfdist.parallel' has no attribute {name!r}; it has "
             f"{', '.join(sorted(_MODULES))}"
         )
-    value = globals()[name] = getattr(importlib.import_module(module), name)
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
     return value
 
 

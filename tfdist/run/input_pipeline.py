@@ -121,7 +121,8 @@ def check_supervised(batches: tf.data.Dataset, options: Mapping[str, Any]) -> No
     Raises:
         ValueError: The data are not inputs of one shape with a class each.
     """
-    spec, (_, classes) = batches.element_spec, shapes(batches)
+    spec = batches.element_spec
+    _, classes = shapes(batches)
     single = isinstance(spec, tuple) and len(spec) > 1 and hasattr(spec[0], "shape")
     if single and (classes is not None or "classes" in options):
         return

@@ -220,7 +220,8 @@ class _NoteSession:
         if self._written:
             return
         self._written = True
-        launched, (resumed, step) = Launched.from_environ(), self._backup.resumed
+        launched = Launched.from_environ()
+        resumed, step = self._backup.resumed
         session = sessions.Session(
             time=time.time(),
             epoch=epoch,

@@ -36,9 +36,9 @@ def exit_on_configuration_error(function: Callable[..., Any], *args: Any) -> Any
 
 
 def _raised_by_tfdist(trace: TracebackType | None) -> bool:
-    name, trace = (
-        "",
-        trace and trace.tb_next,
+    name = ""
+    trace = (
+        trace and trace.tb_next
     )  # the frame of `exit_on_configuration_error` itself does not count
     while trace is not None:
         name = trace.tb_frame.f_globals.get("__name__", "")

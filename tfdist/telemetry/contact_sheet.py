@@ -12,7 +12,8 @@ _CELL = 96  # pixels, both ways
 _GAP = 8
 _LINE = 16
 _TITLES = 176
-_DARK, _PALE = "#202020", "#707070"
+_DARK = "#202020"
+_PALE = "#707070"
 
 
 _Font: TypeAlias = ImageFont.FreeTypeFont | ImageFont.ImageFont

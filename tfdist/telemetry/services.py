@@ -82,7 +82,8 @@ class WandbWriter:
     def close(self) -> None:
         """Finish the wandb run."""
         if self._run is not None:
-            run, self._run = self._run, None
+            run = self._run
+            self._run = None
             with self._outage.tolerate():
                 run.finish()
 
@@ -153,7 +154,8 @@ class MlflowWriter:
     def close(self) -> None:
         """Mark the MLflow run as finished."""
         if self._client is not None:
-            client, self._client = self._client, None
+            client = self._client
+            self._client = None
             with self._outage.tolerate():
                 client.set_terminated(self._run)
 

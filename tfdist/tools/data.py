@@ -188,7 +188,8 @@ class _Meter:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._live = stream.isatty()
-        self._begin = self._last = time.monotonic()
+        self._begin = time.monotonic()
+        self._last = self._begin
         self._lock = threading.Lock()
 
     def update(self, done: int, total: int | None) -> None:

@@ -334,7 +334,8 @@ def _saved(filepath: str, at_ends: bool) -> Source:
         expression += re.escape(text)
         if field is not None:
             pattern += "*"
-            first, has_epoch = field == "epoch" and not has_epoch, has_epoch or field == "epoch"
+            first = field == "epoch" and not has_epoch
+            has_epoch = has_epoch or field == "epoch"
             expression += r" *(?P<epoch>\d+)" if first else r"[^/]*"
 
     def find() -> list[Checkpoint]:

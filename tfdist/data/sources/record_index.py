@@ -263,7 +263,8 @@ class _Headers:
         self.file = file
         self.size = size
         self.chunk = chunk
-        self.buffer, self.base = b"", 0  # bytes of the file, from `base` on
+        self.buffer = b""  # bytes of the file, from `base` on
+        self.base = 0
 
     def at(self, offset: int) -> bytes:
         """Return the header at an offset; it is shorter or empty at the end of the file."""
@@ -275,7 +276,9 @@ class _Headers:
             if at > len(self.buffer):
                 size = HEADER if at - len(self.buffer) > self.chunk else size
                 self.file.seek(min(offset, _MAX_OFFSET))  # a decompressed file stops at its end
-            self.buffer, self.base, at = self.buffer[at:], offset, 0
+            self.buffer = self.buffer[at:]
+            self.base = offset
+            at = 0
             while len(self.buffer) < HEADER and (more := self.file.read(size)):
                 self.buffer += more
         return self.buffer[at : at + HEADER]

@@ -23,7 +23,8 @@ from tfdist.data.sources.record_index import SUFFIX, Index, open_indexes
 ACCESS = ("auto", "random", "stream")
 # Replaces an unreadable record of a stream, so that the records after it keep their numbers.
 _UNREADABLE = b"\0tfdist: this record cannot be read\0"
-_STREAM_BUFFER, _REMOTE_BUFFER = 1 << 18, 1 << 23  # bytes of one read
+_STREAM_BUFFER = 1 << 18  # bytes of one read
+_REMOTE_BUFFER = 1 << 23  # bytes of one read
 
 
 def records(

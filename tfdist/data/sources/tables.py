@@ -258,7 +258,8 @@ def classify(
         keys, names = read_classes(classes)
         origin = f"classes of {os.fspath(classes)}"
     else:
-        keys = names = tuple(classes)
+        keys = tuple(classes)
+        names = keys
         origin = "classes"
     numbers_by_key = {key: i for i, key in enumerate(keys)}
     if len(numbers_by_key) < len(keys):

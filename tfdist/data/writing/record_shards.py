@@ -39,7 +39,8 @@ class Progress:
     def __init__(self, report: Callable[[int, int | None], None] | None, total: int | None):
         self._report = report
         self._total = total
-        self._done = self._reported = 0
+        self._done = 0
+        self._reported = 0
         self._lock = threading.Lock()
 
     def add(self, examples: int) -> None:
@@ -212,7 +213,8 @@ class Shards:
                     raise _Stopped
                 with writable(self.directory):
                     writer.write(record)
-                count, size = count + 1, size + len(record) + FRAME
+                count += 1
+                size += len(record) + FRAME
                 self.progress.add(1)
                 if size >= limit:
                     break

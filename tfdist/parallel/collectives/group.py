@@ -233,7 +233,8 @@ class Group:
             )
 
     def _count(self, name: str, x: tf.Tensor, times: float) -> None:
-        self.bytes[name] = count = int(flat_shards.elements(x.shape) * x.dtype.size * times)
+        count = int(flat_shards.elements(x.shape) * x.dtype.size * times)
+        self.bytes[name] = count
         for sent in getattr(_meters, "open", ()):
             sent.append(count)
 

@@ -111,7 +111,8 @@ def max_in_flight(stage_tasks: Sequence[Task]) -> int:
     >>> [max_in_flight(stage) for stage in tasks(4, 16, "1f1b")]
     [4, 3, 2, 1]
     """
-    highest = current = 0
+    highest = 0
+    current = 0
     for task in stage_tasks:
         current += -1 if task.backward else 1
         highest = max(highest, current)
@@ -137,7 +138,8 @@ def duration(
     for stage, task in execution_order(schedule):
         needs = (stage + 1, task) if task.backward else (stage - 1, task)
         begin = max(free[stage], ends[needs]) if 0 <= needs[0] <= last else free[stage]
-        free[stage] = ends[stage, task] = begin + (backward if task.backward else forward)
+        free[stage] = begin + (backward if task.backward else forward)
+        ends[stage, task] = free[stage]
     return max(free)
 
 

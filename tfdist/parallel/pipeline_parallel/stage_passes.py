@@ -72,7 +72,8 @@ class StageInGroup:
         self._trainable = list(stage.model.trainable_variables)
         self._fixed = list(stage.model.non_trainable_variables)
         self._values = [self._read(v) for v in self._trainable]
-        self.state = self._before = [_for_group(v, self._read(v), group) for v in self._fixed]
+        self.state = [_for_group(v, self._read(v), group) for v in self._fixed]
+        self._before = self.state
         self.sums: list[tf.Tensor | None] = [None] * len(self._trainable)
         self._passes: dict[int, _Pass] = {}
         self.added: list[tf.Tensor] = []
@@ -104,9 +105,8 @@ class StageInGroup:
                 tape.watch([*(inputs[i] for i in self._differentiable(inputs)), *self._values])
             outputs_by_number, losses, self.state = self._run(microbatch, inputs, state, True)
             losses = self._with_loss(losses, loss, microbatch, inputs, outputs_by_number)
-        done = self._passes[microbatch] = _Pass(
-            inputs, state, tape, [], [] if tape is None else losses
-        )
+        done = _Pass(inputs, state, tape, [], [] if tape is None else losses)
+        self._passes[microbatch] = done
         done.targets = (
             [] if tape is None else [outputs_by_number[n] for n in self.stage.output_numbers]
         )

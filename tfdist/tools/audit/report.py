@@ -113,11 +113,9 @@ def speeds(settings: Settings, epochs: Sequence[Sequence[dict[str, Any]]]) -> st
                 f"{each[0]['first'] or 0:.2f} s",
             )
         )
-        longest, examples, size = (
-            max(longest, sums["seconds"]),
-            examples + sums["examples"],
-            size + sums["size"],
-        )
+        longest = max(longest, sums["seconds"])
+        examples += sums["examples"]
+        size += sums["size"]
     if settings.workers > 1:
         rows.append(("all", "", *_speed(examples, longest, size), ""))
     return "\n" + "\n".join(aligned(rows))

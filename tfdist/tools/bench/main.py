@@ -146,7 +146,8 @@ class Rounds(contextlib.AbstractContextManager):
         for job in self._jobs:
             begin = time.monotonic()
             with self._failing(job):
-                group = self._started[job] = self._stack.enter_context(Group(job, self._timeout))
+                group = self._stack.enter_context(Group(job, self._timeout))
+                self._started[job] = group
                 self._facts[job] = group.ready()[0]
                 self._groups[job] = group
                 _log(

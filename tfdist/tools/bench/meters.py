@@ -74,7 +74,8 @@ class Training:
 
     def _fit(self, number: int, steps: int, epochs: int) -> _Clock:
         clock = _Clock()
-        first, self._epoch = self._epoch, self._epoch + epochs
+        first = self._epoch
+        self._epoch += epochs
         watching = [clock, tfdist.StepBreakdown(self._run(number))]
         self._model.fit(
             self._batches[number],

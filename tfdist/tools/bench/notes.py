@@ -83,10 +83,8 @@ def _predicted(group: Sequence[Setup]) -> str:
 
 
 def _reduced(group: Sequence[Setup]) -> str:
-    least, best = (
-        min(group, key=lambda setup: setup.bytes),
-        max(group, key=lambda setup: setup.bus_bandwidth),
-    )
+    least = min(group, key=lambda setup: setup.bytes)
+    best = max(group, key=lambda setup: setup.bus_bandwidth)
     return (
         f"{least.strategy} with {counted(least.replicas, 'replica')}: latency "
         f"{milliseconds(least.step)} (the median of {format_bytes(least.bytes, binary=True)}), "

@@ -220,7 +220,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="allreduce",
         help="measure all-reduces instead of a run",
     )
-    positive, seconds = whole(1), real("seconds above 0", lambda value: 0 < value < float("inf"))
+    positive = whole(1)
+    seconds = real("seconds above 0", lambda value: 0 < value < float("inf"))
     add(
         "--workers",
         type=_listed(positive),

@@ -10,7 +10,10 @@ from typing import Any
 PASS = "pass"
 WARN = "warn"
 FAIL = "fail"
-HOST, CLUSTER, RUN = "host", "cluster", "run"  # parts of a diagnosis, in display order
+# Parts of a diagnosis, in display order.
+HOST = "host"
+CLUSTER = "cluster"
+RUN = "run"
 
 
 @dataclasses.dataclass(frozen=True)

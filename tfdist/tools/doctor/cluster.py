@@ -364,20 +364,16 @@ def check_links(links: Sequence[Link]) -> list[Check]:
             )
         )
     if good:
-        rates, ways, (slow, far) = (
-            [link.rate for link in good],
-            [link.latency for link in good],
-            _limits(good),
-        )
+        rates = [link.rate for link in good]
+        ways = [link.latency for link in good]
+        slow, far = _limits(good)
         description = (
             f"{counted(len(good), 'link')}: "
             f"{format_bytes(min(rates))}/s to {format_bytes(max(rates))}/s, "
             f"{duration(min(ways))} to {duration(max(ways))} there and back"
         )
-        slowest, farthest = (
-            min(good, key=lambda link: link.rate),
-            max(good, key=lambda link: link.latency),
-        )
+        slowest = min(good, key=lambda link: link.rate)
+        farthest = max(good, key=lambda link: link.latency)
         if slowest.rate < slow:
             checks.append(
                 graded(

@@ -22,7 +22,8 @@ from tfdist.runtime.resource_limits import cores, memory, quota, read_text
 
 # Seconds for nvidia-smi, which takes seconds itself if no process keeps the driver awake.
 SMI_S = 20.0
-_NVIDIA, _DISPLAY = "0x10de", "0x03"  # vendor of a PCI device, and the beginning of its class
+_NVIDIA = "0x10de"  # vendor of a PCI device
+_DISPLAY = "0x03"  # beginning of the class of a PCI device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,10 +112,8 @@ def look(root: str | os.PathLike = "/") -> Machine:
     Returns:
         The facts.
     """
-    root, variables = (
-        Path(root),
-        inherited(*THREAD_VARIABLES, "CUDA_VISIBLE_DEVICES", "KERAS_BACKEND"),
-    )
+    root = Path(root)
+    variables = inherited(*THREAD_VARIABLES, "CUDA_VISIBLE_DEVICES", "KERAS_BACKEND")
     available, capacity = memory(root)
     driven = driven_cards(root)
     return Machine(

@@ -340,9 +340,8 @@ class PeerExchange:
         # Return the reason of the last attempt, rather than wait beyond the time limit.
         if left <= 0 and self._reasons:
             return self._reasons.get(name, "not asked: the others took all the time")
-        self._reasons[name] = reason = self._ask_hello(
-            name, min(exchange.EXCHANGE_S, max(left, LEAST_S))
-        )
+        reason = self._ask_hello(name, min(exchange.EXCHANGE_S, max(left, LEAST_S)))
+        self._reasons[name] = reason
         return reason
 
     def _ask_hello(self, name: str, bound: float) -> str:

@@ -243,9 +243,11 @@ def _setups(setups: Sequence[Setup]) -> Table:
 def _sums(setups: Sequence[Setup]) -> Table:
     rows = []
     for setup in setups:
-        times = wide = NOTHING
+        times = NOTHING
+        wide = NOTHING
         if setup.seconds:
-            least, most = duration(min(setup.seconds)), duration(max(setup.seconds))
+            least = duration(min(setup.seconds))
+            most = duration(max(setup.seconds))
             times = f"{duration(setup.step)} ({least} to {most})"
             wide = f"{figure(setup.bus_bandwidth / 1e9)} GB/s"
         rows.append(

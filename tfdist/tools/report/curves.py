@@ -203,7 +203,8 @@ def legend(drawing: Any, axes: Any, columns: int = 4, least: int = 2) -> None:
     if len(labels) < least:
         return
     if len(labels) > _LEGEND:
-        handles, labels = handles[: _LEGEND - 1], [*labels[: _LEGEND - 1]]
+        handles = handles[: _LEGEND - 1]
+        labels = [*labels[: _LEGEND - 1]]
         handles.append(axes.plot([], [], " ")[0])
         labels.append(f"and {len(axes.get_legend_handles_labels()[1]) - _LEGEND + 1} more")
     longest = max(map(len, labels))
@@ -229,7 +230,8 @@ def _points(windows: Sequence[Window], begun: float) -> list[tuple[float, float]
         if before is not None and window.step - window.steps != before.step:
             points.append((window.time - begun, math.nan))
             group = []
-        group, before = [*group, window], window
+        group = [*group, window]
+        before = window
         if sum(one.steps for one in group) >= few:
             points.append(
                 (

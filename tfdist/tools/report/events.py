@@ -13,7 +13,8 @@ from tfdist.tools.report.files import Reader
 
 PATTERN = "*tfevents*"
 # A record starts with its length and a checksum of the length, and ends with one of its data.
-_HEAD, _FOOT = 12, 4  # bytes
+_HEAD = 12  # bytes
+_FOOT = 4  # bytes
 _FORMS = {1: "<f", 2: "<d", 3: "<i", 9: "<q"}  # `struct` formats by the tensor's DataType
 
 

@@ -31,7 +31,8 @@ CYCLE = (BLUE, ORANGE, GREEN, RED, PINK, SKY, GREY)
 DASHES = ("-", "--", ":", "-.")
 _NAMES = {light: name for name, (light, _) in COLOURS.items()}
 
-NARROW, WIDE = (4.4, 2.75), (9.2, 3.4)  # inches
+NARROW = (4.4, 2.75)  # inches
+WIDE = (9.2, 3.4)  # inches
 _DOTS = 180  # dots per inch of a PNG
 _SETTINGS = {
     "font.family": "sans-serif",

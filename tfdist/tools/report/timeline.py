@@ -146,7 +146,8 @@ def _draw(
     above.set_title(title, pad=17)  # leaves space for the numbers of faults
     for lane, after in zip(attempts, [*attempts[1:], None], strict=True):
         if lane.points and after and after.points:
-            (t, step), (later, again) = lane.points[-1], after.points[0]
+            t, step = lane.points[-1]
+            later, again = after.points[0]
             above.plot(
                 [t / size, later / size],
                 [step, again],

@@ -154,7 +154,8 @@ def relative(one: np.ndarray, other: np.ndarray, floor: float = 0.0) -> float:
         >>> relative(np.array([1.0, 2.0]), np.array([1.0, 2.5])), relative(np.zeros(2), np.ones(2))
         (0.25, inf)
     """
-    one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
+    one = np.asarray(one, np.float64)
+    other = np.asarray(other, np.float64)
     if one.shape != other.shape:
         return float("inf")
     same = (one == other) | (np.isnan(one) & np.isnan(other))

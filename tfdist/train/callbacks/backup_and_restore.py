@@ -222,7 +222,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         """See `keras.callbacks.Callback`."""
         self._epoch = epoch
         self._step = 0
-        snapshot, self._restored = self._restored, None
+        snapshot = self._restored
+        self._restored = None
         if snapshot is not None:
             self._set_history(snapshot.facts["history"])
             if self._replay_until:
@@ -236,7 +237,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         """See `keras.callbacks.Callback`."""
         # With steps_per_execution > 1, the last call may count beyond the end of the epoch.
         step = min(batch + 1, self.params.get("steps") or batch + 1)
-        before, self._step = self._step, step
+        before = self._step
+        self._step = step
         if before < self._replay_until:
             if step >= self._replay_until:
                 self._end_replay()
@@ -283,7 +285,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     def on_train_end(self, logs=None):
         """See `keras.callbacks.Callback`."""
         self._engine.moment("end")
-        snapshot, self._restored = self._restored, None
+        snapshot = self._restored
+        self._restored = None
         if snapshot is not None:  # no epoch ran: training was already complete
             self._set_history(snapshot.facts["history"])
         keeps = self._launched.restarts > 0 or not self.delete_checkpoint
@@ -428,7 +431,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def _finish(self) -> None:
         """Wait for the snapshot that is being written, and raise the error if it failed."""
-        writing, self._writing = self._writing, None
+        writing = self._writing
+        self._writing = None
         if writing is not None:
             writing.result()
 
@@ -507,10 +511,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
                 epoch,
             )
         if self._replay_until:  # Keras will call the callbacks for these steps again
-            self._suspended, self._replay_snapshot = (
-                log_files.SuspendedFrequencies(self._others()),
-                snapshot,
-            )
+            self._suspended = log_files.SuspendedFrequencies(self._others())
+            self._replay_snapshot = snapshot
         else:
             self._restore_callbacks(snapshot)
         assert self._newest is not None

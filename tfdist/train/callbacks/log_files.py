@@ -151,7 +151,8 @@ class SuspendedFrequencies:
 
     def end(self) -> None:
         """Restore the callbacks' frequencies. Further calls have no effect."""
-        before, self._before = self._before, []
+        before = self._before
+        self._before = []
         for callback, name, value in before:
             setattr(callback, name, value)
 

@@ -55,7 +55,8 @@ class Log(keras.callbacks.Callback):
         self.settings = settings
         self.seconds: list[float] = []  # of each epoch that ran in this process
         self._begin: float | None = None
-        self._writes = self._started = False
+        self._writes = False
+        self._started = False
 
     def rate(self, examples: int | None) -> float | None:
         """Return the examples per second of the median epoch, or None if it is unknown.
@@ -86,7 +87,8 @@ class Log(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         """See `keras.callbacks.Callback`."""
-        before, self._batches = self._batches, batch + 1
+        before = self._batches
+        self._batches = batch + 1
         if (
             self._writes
             and self.every

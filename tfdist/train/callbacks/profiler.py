@@ -35,9 +35,11 @@ class Profile:
         self.last = last
         self._model: keras.Model | None = None
         self._directory: str | None = None
-        self._running = self._done = False
+        self._running = False
+        self._done = False
         self._trace: tf.profiler.experimental.Trace | None = None
-        self._before = self._step = 0
+        self._before = 0
+        self._step = 0
         # Number of steps that were done when the first epoch of this fit began.
         self._first_done: int | None = None
 

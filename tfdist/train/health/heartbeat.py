@@ -31,7 +31,8 @@ class Heartbeat:
     """
 
     def __init__(self, is_chief: bool):
-        self._launched = launched = Launched.from_environ()
+        launched = Launched.from_environ()
+        self._launched = launched
         self._progress = progress()
         self._is_chief = is_chief
         plan = fault_plan.parse(launched.chaos) if launched.chaos else ()

@@ -93,7 +93,8 @@ class Watchdog:
             current = _call_with_timeout(call.progress, pause / 8) if call.progress else None
             # Checks are counted, because a clock goes on while this process is stopped.
             unchanged = unchanged + 1 if call is seen and current in (None, last) else 0
-            seen, last = call, last if current is None else current
+            seen = call
+            last = last if current is None else current
             if unchanged == CHECKS:
                 with self._lock:
                     if call in self._calls:

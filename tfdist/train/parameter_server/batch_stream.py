@@ -93,7 +93,8 @@ class Stream:
         """Return the serialized graph from which workers make their iterators for the next pass."""
         self._passes += 1
         if self._epochs is not None and (epoch := self._epochs.take()) != self._epoch:
-            self._epoch, self._graph = epoch, self._graph_of(epoch)
+            self._graph = self._graph_of(epoch)
+            self._epoch = epoch
         assert self._graph is not None
         return fix_order(self._graph, self._seed, self._passes)
 

@@ -143,7 +143,8 @@ class Coordinator(Hooks):
             return keras_method(model)
         results = runner.end_epoch()
         if runner is model.train_function:
-            self.heartbeat.epoch, self.heartbeat.step = self.heartbeat.epoch + 1, 0
+            self.heartbeat.epoch += 1
+            self.heartbeat.step = 0
         return results
 
     def save(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
@@ -201,7 +202,8 @@ class Coordinator(Hooks):
     # --- Helpers ----------------------------------------------------------------------------------
     def _runner(self, model, model_step) -> RemoteRunner:
         def results():
-            active, self._active = self._active, None
+            active = self._active
+            self._active = None
             try:
                 return model.get_metrics_result()
             finally:

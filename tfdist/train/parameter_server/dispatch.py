@@ -106,10 +106,12 @@ class RemoteRunner:
         self._pending = 0  # items that are not done
         self._calls = 0
         self._total: np.ndarray | None = None  # sum of the results since the last `_update_logs`
-        self._steps = self._updates = 0
+        self._steps = 0
+        self._updates = 0
         self._last: tuple[int, np.ndarray] | None = None
         self._batch_count: int | None = None  # number of all batches, once a worker has found it
-        self._logs_updated = self._started = time.monotonic()
+        self._logs_updated = time.monotonic()
+        self._started = self._logs_updated
 
     # --- In the main thread -----------------------------------------------------------------------
     def __call__(self, iterator) -> dict[str, Any]:
@@ -224,7 +226,8 @@ class RemoteRunner:
         """Add the received results to the metrics, and update `logs`."""
         self._logs_updated = time.monotonic()
         with self._pool.changed:
-            total, self._total = self._total, None
+            total = self._total
+            self._total = None
             last = self._last
         if total is not None:
             position = 0

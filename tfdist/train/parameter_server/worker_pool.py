@@ -150,7 +150,8 @@ class Pool:
             ):
                 self._probe_tasks(overdue)
         self._cancel_all()
-        error, self._error = self._error, None
+        error = self._error
+        self._error = None
         raise error
 
     def _cancel_all(self) -> None:
@@ -280,9 +281,8 @@ class Pool:
                             self.workers[worker],
                             self.workers[worker].address,
                         )
-                    running = self._running[worker] = Running(
-                        self._owner.take(self._queue, worker), time.monotonic()
-                    )
+                    running = Running(self._owner.take(self._queue, worker), time.monotonic())
+                    self._running[worker] = running
                     return self._owner, running
                 self.changed.wait(1.0)
         return None

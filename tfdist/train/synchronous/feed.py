@@ -101,7 +101,8 @@ class Feed:
 
     def next_pass(self) -> tf.data.Dataset:
         """Return the data set for a new pass."""
-        first, self._first = self._first, None
+        first = self._first
+        self._first = None
         return first or self.dataset
 
     def _of(self, dataset: tf.data.Dataset, skipped: int) -> tf.data.Dataset:

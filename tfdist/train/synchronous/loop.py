@@ -128,7 +128,8 @@ class Runner:
         self._calls_served = 0
         self.steps_done = 0
         self._checksum = 0.0
-        self._next_check = self._next_stop_check = self._calls_ahead
+        self._next_check = self._calls_ahead
+        self._next_stop_check = self._next_check
         self._last: Any = None  # each replica's logs of the last step that ran outside of a loop
         # Steps of this epoch at which a call must end, by the name of the caller of pause_at.
         self.pauses: dict[str, int] = {}
@@ -140,7 +141,8 @@ class Runner:
         self._heartbeat.epoch = epoch
         self._heartbeat.step = step
         self._calls_done = -(-step // self.model.steps_per_execution)
-        self._next_check = self._next_stop_check = self._calls_done + self._calls_ahead
+        self._next_check = self._calls_done + self._calls_ahead
+        self._next_stop_check = self._next_check
 
     def end_epoch(self) -> dict[str, np.ndarray]:
         """Return the metrics of all replicas for the whole epoch.
@@ -300,7 +302,8 @@ class Runner:
             timing_summary: Numbers that the recorder sends to the other workers' recorders, at
                 the end of an epoch.
         """
-        first, self._verified = not self._verified, True
+        first = not self._verified
+        self._verified = True
         weights = (
             0.0
             if not first
@@ -326,7 +329,8 @@ class Runner:
         if agreed := int(notes[0, 3]):
             self._calls_ahead_settled = agreed < 4 * self._calls_ahead or agreed == MAX_AHEAD
             self._calls_ahead = agreed
-        self._next_check = self._next_stop_check = self._calls_done + self._calls_ahead
+        self._next_check = self._calls_done + self._calls_ahead
+        self._next_stop_check = self._next_check
         self.logs.update(self._replica_state.mean(self._last) if self._has_other_logs else results)
         return results
 
@@ -404,7 +408,8 @@ class Runner:
         """Return the next batch, which the loop may have fetched already."""
         if self._fetched is None or self._fetched[0] is not source:
             return next(source)
-        following, self._fetched = self._fetched[1], None
+        following = self._fetched[1]
+        self._fetched = None
         if not following.has_value():
             raise StopIteration
         return following.get_value()

@@ -130,7 +130,8 @@ class GraphTimestamps:
 @contextlib.contextmanager
 def measuring(timestamps: GraphTimestamps | None) -> Iterator[None]:
     """Use these timestamps while a step is traced, or runs eagerly, in this context."""
-    outer, _scope.timestamps = _scope.timestamps, timestamps
+    outer = _scope.timestamps
+    _scope.timestamps = timestamps
     try:
         yield
     finally:

@@ -254,9 +254,11 @@ class Recorder:
     def _write_pending(self, shortest: np.ndarray) -> None:
         """Write the pending windows, with the shortest all-reduce times of all workers."""
         self._calls = 0
-        pending, self._pending = self._pending, []
+        pending = self._pending
+        self._pending = []
         for window, steps in pending:
-            needed, shortest = float(shortest[: len(steps)].sum()), shortest[len(steps) :]
+            needed = float(shortest[: len(steps)].sum())
+            shortest = shortest[len(steps) :]
             self._write(split_wait(window, needed))
 
     def _write(self, window: Window) -> None:
