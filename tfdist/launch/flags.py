@@ -69,10 +69,10 @@ def check(flags: argparse.Namespace, words: Sequence[str]) -> None:
         "--chief": flags.chief,
         "--evaluator": flags.evaluator,
     }
-    given = [flag for flag, value in counts.items() if value is not None]
-    if flags.cluster is not None and given:
+    set_flags = [flag for flag, value in counts.items() if value is not None]
+    if flags.cluster is not None and set_flags:
         raise ValueError(
-            f"{given[0]}: expected without --cluster, received both; the file {flags.cluster} "
+            f"{set_flags[0]}: expected without --cluster, received both; the file {flags.cluster} "
             "lists the tasks"
         )
     if flags.standby and not flags.restarts and flags.rendezvous is None:

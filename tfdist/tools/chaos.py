@@ -87,13 +87,13 @@ def _recovery(log_dir: str, flag: str) -> Recovery:
     return Recovery(journal)
 
 
-def _compare(log_dir: str, against: str) -> int:
+def _compare(log_dir: str, other_dir: str) -> int:
     from tfdist.backup import result  # imports TensorFlow, so only when it is needed
 
-    mine, other = (result.read(directory) for directory in (log_dir, against))
+    mine, other = (result.read(directory) for directory in (log_dir, other_dir))
     comparison = result.compare(mine, other)
     detail = comparison.detail and f": {comparison.detail}"
-    print(f"result: {comparison.text} {against}{detail}")
+    print(f"result: {comparison.text} {other_dir}{detail}")
     return 0 if comparison.same else 1
 
 

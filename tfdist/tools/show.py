@@ -164,7 +164,7 @@ def _sizes(source: Source, read: Callable[..., Any]) -> None:
         )
     else:
         drawn = [
-            sum(example_text.held(leaf) for _, leaf in example_text.parts(x.data))
+            sum(example_text.byte_size(leaf) for _, leaf in example_text.parts(x.data))
             for x in read(examples.draw(source, _SIZES // 4))
         ]
         if drawn:

@@ -154,10 +154,10 @@ class Workers(contextlib.AbstractContextManager):
 
     def _remedy(self) -> str:
         """Return words for the flags that would audit the rest, or an empty text."""
-        lasts = [last for rank in range(self.settings.workers) if (last := self._last(rank))]
-        if len(lasts) < self.settings.workers:
+        last_steps = [last for rank in range(self.settings.workers) if (last := self._last(rank))]
+        if len(last_steps) < self.settings.workers:
             return ""
-        epoch, step = min(lasts)
+        epoch, step = min(last_steps)
         order = self.reported(0, "ready")[0]["order"]
         following = (epoch + 1, 0) if order and step + 1 == order["steps"] else (epoch, step + 1)
         flags = "--first-epoch={} --first-step={}".format(*following)

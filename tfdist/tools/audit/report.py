@@ -142,7 +142,7 @@ def proof(
         )
     if verdict["dropped"]:
         exceptions.append(f'{counted(verdict["dropped"], "example")} of the tails (tail="drop")')
-    but = f", but for {' and '.join(exceptions)}" if exceptions else ""
+    exceptions_text = f", but for {' and '.join(exceptions)}" if exceptions else ""
     lines = [
         "",
         (
@@ -152,7 +152,7 @@ def proof(
         ),
     ]
     if verdict["whole"]:
-        lines.append(f"  every example exactly once per epoch{but}")
+        lines.append(f"  every example exactly once per epoch{exceptions_text}")
     if settings.first_step:
         before = f"steps 0 to {settings.first_step - 1} of epoch {settings.first_epoch}"
         lines.append(

@@ -84,15 +84,15 @@ class Settings:
             from tfdist.run import input_pipeline, train_command
 
             pipeline = input_pipeline.pipeline(train_command.parse(self.config), self.split)
-            given = "data.name"
+            setting = "data.name"
         else:
             check_function(self.pipeline)
-            given = f"--pipeline={self.pipeline}"
+            setting = f"--pipeline={self.pipeline}"
             pipeline = user_functions.load(self.pipeline, "--pipeline")()
         absent = next((part for part in PARTS if not hasattr(pipeline, part)), None)
         if absent:
             raise ValueError(
-                f"{given}: expected what tfdist.data.pipeline returns, received "
+                f"{setting}: expected what tfdist.data.pipeline returns, received "
                 f"{type(pipeline).__name__}, which has no {absent}."
             )
         return pipeline

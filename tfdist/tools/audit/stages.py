@@ -46,8 +46,8 @@ def measure(batches: Batches, window: Sequence[int], seconds: float) -> Iterator
     Yields:
         Each stage as soon as it is measured.
     """
-    whose = Window(*window)
-    width = whose.width(batches.global_batch)
+    replica_window = Window(*window)
+    width = replica_window.width(batches.global_batch)
     # Without an order, the source reads all rows of a batch to get the rows of this window.
     read = batches.global_batch if batches.order is None else width
     in_memory = batches.source.gather is not None and batches.transform is None
@@ -55,16 +55,16 @@ def measure(batches: Batches, window: Sequence[int], seconds: float) -> Iterator
         yield Stage(
             "order",
             _rate(
-                batches.examples(whose, _epochs()).with_options(batches.options),
+                batches.examples(replica_window, _epochs()).with_options(batches.options),
                 lambda _: width,
                 seconds,
             ),
         )
-    for name, dataset in () if in_memory else _of_examples(batches, whose):
+    for name, dataset in () if in_memory else _of_examples(batches, replica_window):
         # tf.data counts the examples by window: no Python or function call for each example.
         windows = dataset.window(read, drop_remainder=True).map(lambda *_: tf.constant(0))
         yield Stage(name, _rate(windows.with_options(batches.options), lambda _: width, seconds))
-    rows = batches.replica_rows(whose, _epochs())
+    rows = batches.replica_rows(replica_window, _epochs())
     yield Stage("batch", _rate(rows, lambda rows: int(tf.size(rows.numbers)), seconds))
 
 

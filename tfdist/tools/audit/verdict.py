@@ -94,17 +94,17 @@ class AuditError(Exception):
         super().__init__(f"{position}: {text}")
 
 
-class Seen:
+class NumberSet:
     """Bit set of the example numbers that have been seen.
 
     Args:
         count: Initial capacity; the set grows as needed.
 
     Example:
-        >>> seen = Seen(8)
-        >>> seen.add(np.array([3, 1])), seen.add(np.array([4, 3])), seen.add(np.array([5, 5]))
-        (None, 1, 1)
-        >>> seen.missing(5).tolist(), seen.missing(2).tolist()
+        >>> numbers = NumberSet(8)
+        >>> [numbers.add(np.array(some)) for some in ([3, 1], [4, 3], [5, 5])]
+        [None, 1, 1]
+        >>> numbers.missing(5).tolist(), numbers.missing(2).tolist()
         ([0, 2], [0])
     """
 
@@ -199,7 +199,7 @@ class _Epoch:
         self.epoch = epoch
         self.recorded = recorded
         self.left_out = left_out
-        self.seen = Seen(plan.examples or 0)
+        self.seen = NumberSet(plan.examples or 0)
         self.padded = False
         if plan.order is not None:
             self._batch = tf.function(

@@ -131,7 +131,7 @@ class Worker:
             first = time.monotonic() - begin if first is None else first
             numbers = share.numbers.numpy()
             share_bytes = sum(
-                example_text.held(part)
+                example_text.byte_size(part)
                 for part in tf.nest.flatten(share.data)
                 if tf.is_tensor(part)
             )

@@ -166,8 +166,8 @@ class Rounds(contextlib.AbstractContextManager):
             rounds: Number of rounds, for messages.
         """
         begin = time.monotonic()
-        turns = [(job, case) for job in self._jobs for case in range(len(job.cases))]
-        for job, case in turns if number % 2 == 0 else reversed(turns):
+        order = [(job, case) for job in self._jobs for case in range(len(job.cases))]
+        for job, case in order if number % 2 == 0 else reversed(order):
             if job not in self._groups:
                 continue
             with self._failing(job):
@@ -295,9 +295,9 @@ def _directory(requested: str | None, name: str) -> Path:
 
 def _write(path: Path, text: str) -> None:
     """Write a file atomically."""
-    beside = path.with_name(f".{path.name}.tmp")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
 
 
 def _log(text: str) -> None:

@@ -76,14 +76,14 @@ class Training:
         clock = _Clock()
         first = self._epoch
         self._epoch += epochs
-        watching = [clock, tfdist.StepBreakdown(self._run(number))]
+        callbacks = [clock, tfdist.StepBreakdown(self._run(number))]
         self._model.fit(
             self._batches[number],
             steps_per_epoch=steps,
             initial_epoch=first,
             epochs=self._epoch,
             verbose=0,
-            callbacks=watching,
+            callbacks=callbacks,
         )
         return clock
 
@@ -205,16 +205,18 @@ class AllReduce:
         )
 
     def _sums(self, values: Any, times: tf.Tensor) -> tf.Tensor:
-        def on_replica(mine):
+        def on_replica(replica_values):
             # A captured tensor has no device, but workers need one to place the sum. The identity
             # has a device, and copies nothing.
-            return tf.distribute.get_replica_context().all_reduce("SUM", tf.identity(mine))[0]
+            return tf.distribute.get_replica_context().all_reduce(
+                "SUM", tf.identity(replica_values)
+            )[0]
 
         def body(done, total):
-            firsts = self._strategy.experimental_local_results(
+            first_values = self._strategy.experimental_local_results(
                 self._strategy.run(on_replica, args=(values,))
             )
-            return done + 1, total + tf.add_n(list(firsts)) / len(firsts)
+            return done + 1, total + tf.add_n(list(first_values)) / len(first_values)
 
         # In sequence, as in training: the time that counts is how long the next step must wait.
         return tf.while_loop(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from tfdist.runtime.formatting import counted, format_bytes, milliseconds
 from tfdist.tools.bench.results import MODES, Setup
 
-PLACES = (
+STORAGE_NOTE = (
     "Central storage (data parallel) keeps one copy of the variables, copied out to the replicas "
     "in each step; mirrored (distributed data parallel) keeps a copy on each, and sums gradients."
 )
@@ -38,7 +38,7 @@ def notes(kind: str, setups: Sequence[Setup]) -> tuple[str, ...]:
             for mode in MODES
             for sentence in _central(mode, [setup for setup in done if mode in setup.modes])
         ]
-        return (*pairs, PLACES) if pairs else ()
+        return (*pairs, STORAGE_NOTE) if pairs else ()
     by_group: dict[tuple[str, int], list[Setup]] = {}
     for setup in done:
         by_group.setdefault((setup.strategy, setup.replicas), []).append(setup)

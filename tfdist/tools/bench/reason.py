@@ -186,33 +186,33 @@ def _share(setup: Setup, alone: Setup) -> Fraction:
 
 def _why(part: str, setup: Setup, alone: Setup, facts: Facts) -> str:
     """Return the numbers and the remedy that follow the share and the name of a part."""
-    mine = mean_parts(setup)[part]
-    before = mean_parts(alone)[part]
+    measured = mean_parts(setup)[part]
+    baseline = mean_parts(alone)[part]
     share = _share(setup, alone)
-    should = (
-        f"{milliseconds(mine)} where {'' if share == 1 else f'{share} of '}one replica's is "
-        f"{milliseconds(before * float(share))}"
+    times = (
+        f"{milliseconds(measured)} where {'' if share == 1 else f'{share} of '}one replica's is "
+        f"{milliseconds(baseline * float(share))}"
     )
     if part == "input":
-        return f": {should}; {_input_remedy(facts)} would help"
+        return f": {times}; {_input_remedy(facts)} would help"
     if part == "gradient_sync":
-        speed = setup.bytes / mine / 1e9
-        took = (
+        speed = setup.bytes / measured / 1e9
+        speed_text = (
             f"at {speed:.2f} GB/s"
             if speed >= 0.01
-            else f"in {milliseconds(mine)}, which is latency"
+            else f"in {milliseconds(measured)}, which is latency"
         )
-        return f": {format_bytes(setup.bytes)} a step {took}; {_sync_remedy(setup)}"
+        return f": {format_bytes(setup.bytes)} a step {speed_text}; {_sync_remedy(setup)}"
     if part == "update":
         return (
-            f", which each replica does in full: {should}; a larger batch would help, as it comes "
+            f", which each replica does in full: {times}; a larger batch would help, as it comes "
             "once a step"
         )
     if part == "host":
-        return f": {should}; {_host_remedy(facts)} would help"
+        return f": {times}; {_host_remedy(facts)} would help"
     if part == "wait":
         return _wait(setup)
-    return _compute(setup, facts, should, float(share))
+    return _compute(setup, facts, times, float(share))
 
 
 def _sync_remedy(setup: Setup) -> str:
@@ -261,7 +261,7 @@ def _wait(setup: Setup) -> str:
     )
 
 
-def _compute(setup: Setup, facts: Facts, should: str, share: float) -> str:
+def _compute(setup: Setup, facts: Facts, times: str, share: float) -> str:
     """Return why forward and backward are slower than with one replica."""
     if (
         facts.on_cpu
@@ -274,24 +274,24 @@ def _compute(setup: Setup, facts: Facts, should: str, share: float) -> str:
             else counted(setup.replicas, "replica")
         )
         return (
-            f": {should}, as {who} share {counted(facts.cores, 'core')} that one replica alone "
+            f": {times}, as {who} share {counted(facts.cores, 'core')} that one replica alone "
             "can use; more cores or hosts would help"
         )
     if setup.strategy == "central_storage":
         return (
-            f": {should}, as variables are copied out of one device in each step; mirrored would "
+            f": {times}, as variables are copied out of one device in each step; mirrored would "
             "help"
         )
     if setup.replicas == 1:
-        return f": {should}; the strategy costs that, or something else ran on the machine"
+        return f": {times}; the strategy costs that, or something else ran on the machine"
     rows = setup.global_batch // setup.replicas
     if share < 1:
         return (
-            f": {should}, as {rows} rows do not keep a replica as busy as {round(rows / share)} "
+            f": {times}, as {rows} rows do not keep a replica as busy as {round(rows / share)} "
             "do; a larger batch would help"
         )
     return (
-        f": {should}, as replicas on one machine share its memory and caches; one replica a host "
+        f": {times}, as replicas on one machine share its memory and caches; one replica a host "
         "would help"
     )
 

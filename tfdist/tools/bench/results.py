@@ -118,11 +118,7 @@ class Setup:
             >>> Setup.from_json(json.loads(json.dumps(setup.to_json()))) == setup
             True
         """
-        known = {
-            field.name: values[field.name]
-            for field in dataclasses.fields(cls)
-            if field.name in values
-        }
+        known = _known_fields(cls, values)
         for name in ("modes", "seconds", "rates"):
             known[name] = tuple(known.get(name, ()))
         known["step_breakdown"] = {
@@ -180,11 +176,7 @@ class Bench:
             >>> Bench.from_json(json.loads(json.dumps(bench.to_json()))) == bench
             True
         """
-        known = {
-            field.name: values[field.name]
-            for field in dataclasses.fields(cls)
-            if field.name in values
-        }
+        known = _known_fields(cls, values)
         return cls(
             **{
                 **known,
@@ -192,6 +184,13 @@ class Bench:
                 "notes": tuple(values.get("notes", ())),
             }
         )
+
+
+def _known_fields(cls: type, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values that are fields of a dataclass; a file of another version has others."""
+    return {
+        field.name: values[field.name] for field in dataclasses.fields(cls) if field.name in values
+    }
 
 
 def read(path: str | os.PathLike) -> Bench:
@@ -235,9 +234,9 @@ def compared(setups: Sequence[Setup]) -> tuple[Setup, ...]:
     """
     done = []
     for setup in setups:
-        against = baseline(setups, setup) if setup.rates else None
-        if against is not None:
-            speedup = setup.rate / against.rate
+        reference = baseline(setups, setup) if setup.rates else None
+        if reference is not None:
+            speedup = setup.rate / reference.rate
             setup = dataclasses.replace(setup, speedup=speedup, efficiency=speedup / setup.replicas)
         done.append(setup)
     return tuple(done)

@@ -111,7 +111,7 @@ def value(leaf: Any, names: tuple[str, ...] | None = None) -> str:
     )
 
 
-def held(leaf: Any) -> int:
+def byte_size(leaf: Any) -> int:
     """Return the size of a tensor's values in bytes."""
     flat = _flat(leaf)
     if flat.dtype == tf.string:

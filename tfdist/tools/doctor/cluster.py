@@ -160,14 +160,14 @@ def _faults(
     """Yield the first fault of each process, in the words of the preflight."""
     me = str(hello["task"])
     claimed = dict.fromkeys(own, str(hello["nonce"]))
-    judged = set[str]()
+    incompatible = set[str]()
     for name, peer in peers.items():
         claim = str(peer.hello.get("task"))
-        if peer.process not in judged:
+        if peer.process not in incompatible:
             try:
                 compare(peer.hello, peer.who, hello, spec.source)
             except ConfigurationError as error:
-                judged.add(peer.process)
+                incompatible.add(peer.process)
                 spec_differs = peer.hello.get("cluster") != hello["cluster"]
                 check = of_error(CLUSTER, "spec" if spec_differs else "versions", error)
                 where = (
@@ -181,7 +181,7 @@ def _faults(
                     check.remedy,
                 )
                 continue
-        if peer.process in judged:
+        if peer.process in incompatible:
             continue
         if claim != name:
             yield of_error(CLUSTER, "tasks", another_task(claim[:60], me, peer.who))
@@ -189,11 +189,11 @@ def _faults(
             yield of_error(CLUSTER, "tasks", claimed_twice(claim[:60], me, peer.who))
 
 
-def differences(ours: Any, theirs: Any) -> str:
+def differences(own: Any, theirs: Any) -> str:
     """Describe how two lists of tasks differ, in a few words.
 
     Args:
-        ours: Pairs of a task's name and address.
+        own: Pairs of a task's name and address.
         theirs: Pairs of the same kind, received from the network.
 
     Returns:
@@ -207,22 +207,22 @@ def differences(ours: Any, theirs: Any) -> str:
         'another order: worker:0 is a:1 here and b:1 there'
     """
     try:
-        mine, other = (
-            {str(name): str(address)[:100] for name, address in tasks} for tasks in (ours, theirs)
+        here, there = (
+            {str(name): str(address)[:100] for name, address in tasks} for tasks in (own, theirs)
         )
     except (TypeError, ValueError):
         return ""
     changed = [
-        f"{name} is {mine.get(name, 'missing')} here and {other.get(name, 'missing')} there"
-        for name in {**mine, **other}
-        if mine.get(name) != other.get(name)
+        f"{name} is {here.get(name, 'missing')} here and {there.get(name, 'missing')} there"
+        for name in {**here, **there}
+        if here.get(name) != there.get(name)
     ]
     if not changed:
         return ""
-    order = "another order: " if sorted(mine.values()) == sorted(other.values()) else ""
+    order = "another order: " if sorted(here.values()) == sorted(there.values()) else ""
     size = (
-        f"{counted(len(mine), 'task')} here, {len(other)} there: "
-        if len(mine) != len(other)
+        f"{counted(len(here), 'task')} here, {len(there)} there: "
+        if len(here) != len(there)
         else ""
     )
     more = f" and {len(changed) - 2} more" if len(changed) > 2 and not order else ""
@@ -300,12 +300,12 @@ def check_sights(sights: Sequence[Sight]) -> list[Check]:
     checks = []
     for directory in dict.fromkeys(sight.directory for sight in sights):
         here = [sight for sight in sights if sight.directory == directory]
-        blind = [sight for sight in here if not sight.seen and sight.other is not None]
+        not_seen = [sight for sight in here if not sight.seen and sight.other is not None]
         unknown = [sight for sight in here if sight.other is None]
-        if blind:
+        if not_seen:
             description = (
                 f"{directory}: a file written here is not seen by "
-                f"{', '.join(f'{sight.peer} in {sight.other}' for sight in blind[:4])}"
+                f"{', '.join(f'{sight.peer} in {sight.other}' for sight in not_seen[:4])}"
             )
             remedy = (
                 "mount the same file system on all hosts, or name the place that is shared: "

@@ -106,17 +106,17 @@ def _versions(machine: Machine) -> Iterator[Check]:
                 fails=True,
             )
             continue
-        have = tuple(int(number) for number in re.findall(r"\d+", text)[:2])
-        beyond = have > newest
+        installed_version = tuple(int(number) for number in re.findall(r"\d+", text)[:2])
+        too_new = installed_version > newest
         yield graded(
             HOST,
             title,
-            text if oldest <= have <= newest else f"{text}; supported: {span}",
+            text if oldest <= installed_version <= newest else f"{text}; supported: {span}",
             f"tested up to {_dots(newest)}: pip install '{package}=={_dots(newest)}.*'"
-            if beyond
+            if too_new
             else f"pip install '{package}>={_dots(oldest)}'",
-            fails=have < oldest,
-            warns=beyond,
+            fails=installed_version < oldest,
+            warns=too_new,
         )
 
 
@@ -144,22 +144,22 @@ def _memory(machine: Machine, workers: int) -> Check:
             "see that each worker has 1 GB",
             warns=True,
         )
-    need = workers * PROCESS
+    needed = workers * PROCESS
     description = f"{format_bytes(machine.available)} available"
     if machine.capacity is not None:
         description += f" of {format_bytes(machine.capacity)}"
-    short = machine.available < 2 * need
+    short = machine.available < 2 * needed
     if short:
         description += (
             f"; {counted(workers, 'worker')} of TensorFlow alone "
-            f"{'take' if workers > 1 else 'takes'} some {format_bytes(need)}"
+            f"{'take' if workers > 1 else 'takes'} some {format_bytes(needed)}"
         )
     return graded(
         HOST,
         "memory",
         description,
         "end other programs, run fewer workers here, or raise the container's limit",
-        fails=machine.available < need,
+        fails=machine.available < needed,
         warns=short,
     )
 
@@ -173,14 +173,15 @@ def _cores(machine: Machine, workers: int) -> Check:
     if machine.quota is not None and machine.quota < machine.cores:
         description += f", but time of {machine.quota:g} by the container's limit"
         limit = max(1, int(machine.quota))
-        tight = workers > limit
+        too_many = workers > limit
+        threads = f"tfdist launch --threads {max(1, limit // workers)}"
+        fewer = "fewer workers" if too_many else threads
         return graded(
             HOST,
             "cores",
-            description + (f" for {counted(workers, 'worker')}" if tight else ""),
-            "set "
-            f"{'fewer workers' if tight else f'tfdist launch --threads {max(1, limit // workers)}'}"
-            ", or raise the limit: TensorFlow starts a thread for each core that it sees",
+            description + (f" for {counted(workers, 'worker')}" if too_many else ""),
+            f"set {fewer}, or raise the limit: TensorFlow starts a thread for each core that it "
+            "sees",
             warns=True,
         )
     return graded(
@@ -229,14 +230,14 @@ def _shm(machine: Machine) -> Check:
     if machine.shm is None:
         return graded(HOST, "/dev/shm", "there is none", f"give it: {remedy}", warns=True)
     free, total = machine.shm
-    need = SHM_NCCL if machine.gpus > 1 else SHM
-    few = free < need
+    needed = SHM_NCCL if machine.gpus > 1 else SHM
+    few = free < needed
     return graded(
         HOST,
         "/dev/shm",
         f"{format_bytes(free)} free of {format_bytes(total)}"
         + (
-            f"; {'NCCL' if machine.gpus > 1 else 'TensorFlow'} may need {format_bytes(need)}"
+            f"; {'NCCL' if machine.gpus > 1 else 'TensorFlow'} may need {format_bytes(needed)}"
             if few
             else ""
         ),

@@ -81,14 +81,14 @@ def _diagnose(flags: argparse.Namespace, words: list[str]) -> int:
 
 
 def find_cluster(
-    path: str | None, task: str | None, must: bool
+    path: str | None, task: str | None, required: bool
 ) -> tuple[ClusterSpec | None, tuple[Task, ...], list[Check]]:
     """Read the cluster file, and find the tasks of this host.
 
     Args:
         path: Path of the cluster file; None if there is none.
         task: Name of this host's task; None for all tasks with an address of this host.
-        must: Boolean, whether this host must have a task.
+        required: Boolean, whether this host must have a task.
 
     Returns:
         The cluster spec, its tasks on this host, and the failed checks.
@@ -104,7 +104,7 @@ def find_cluster(
         if spec.task
         else tuple(task for task in spec.tasks if task.address and is_here(task.address))
     )
-    if must and not here:
+    if required and not here:
         return (
             spec,
             (),
@@ -125,15 +125,15 @@ def _look(flags: argparse.Namespace, words: Sequence[str], here: int, trained: i
     checks = host.check_machine(facts, here)
     named = list(dict.fromkeys(flags.place))
     run_directory = ""
-    tried = None
+    trial = None
     if words or not flags.quick:
         findings = frameworks.look(
             [path for path in named if file_systems.is_remote(path)], words, trained
         )
         checks += host.check_frameworks(facts, findings.frameworks)
-        tried = findings.trial
+        trial = findings.trial
         remote = {directory.path: directory for directory in findings.directories}
-        run_directory = tried.directory if tried else ""
+        run_directory = trial.directory if trial else ""
     else:
         remote = {}
         for path in filter(file_systems.is_remote, named):
@@ -158,8 +158,8 @@ def _look(flags: argparse.Namespace, words: Sequence[str], here: int, trained: i
         for path in paths
         if (directory := {**remote, **local}.get(path))
     ]
-    if tried is not None:
-        checks += runs.check_trial(tried, facts, trained, here)
+    if trial is not None:
+        checks += runs.check_trial(trial, facts, trained, here)
     # A directory that failed may hang, so None replaces it. The others keep their numbers, by which
     # hosts refer to them.
     shared = (

@@ -221,7 +221,9 @@ class PeerExchange:
             content = secrets.token_hex(16)
             path = Path(directory) / token_name(token)
             self._made += [
-                made for made in missing_directories(directory) if made not in self._made
+                directory_made
+                for directory_made in missing_directories(directory)
+                if directory_made not in self._made
             ]
             try:
                 _leave(path, content)

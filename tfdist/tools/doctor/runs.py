@@ -83,19 +83,19 @@ def _memory(trial: Trial, machine: Machine, here: int) -> Check:
         f"activations and all else {format_bytes(max(grown - known, 0))}"
     )
     smaller = "take a smaller data.global_batch, train.precision=mixed_bfloat16, or more replicas"
-    room = min((card.free for card in machine.shown), default=None)
-    unknown = trial.gpu_peak is not None and room is None
-    if trial.gpu_peak is not None and room is not None:
-        description += f"; of {format_bytes(room)} free on a GPU"
-        if trial.gpu_peak > FULL * room:
+    free = min((card.free for card in machine.shown), default=None)
+    unknown = trial.gpu_peak is not None and free is None
+    if trial.gpu_peak is not None and free is not None:
+        description += f"; of {format_bytes(free)} free on a GPU"
+        if trial.gpu_peak > FULL * free:
             return graded(
-                RUN, "memory", description, smaller, fails=trial.gpu_peak > room, warns=True
+                RUN, "memory", description, smaller, fails=trial.gpu_peak > free, warns=True
             )
     # Replicas on the CPU share the memory of their process, and each has its own variables and
     # activations. Only one replica was measured.
     more = trial.replicas - 1 if trial.gpu_peak is None else 0
     each = trial.peak + more * trial.grown
-    need = each * here
+    needed = each * here
     of = format_bytes(each) + (
         f" ({trial.replicas} replicas, of which one was measured)" if more else ""
     )
@@ -108,13 +108,13 @@ def _memory(trial: Trial, machine: Machine, here: int) -> Check:
         f"; {here} {'process' if here == 1 else 'processes'} of {of} on this host, "
         f"{format_bytes(machine.available)} available"
     )
-    if unknown and need <= FULL * machine.available:
+    if unknown and needed <= FULL * machine.available:
         return graded(RUN, "memory", description, see, warns=True)
     return graded(
         RUN,
         "memory",
         description,
         f"run fewer workers here, or {smaller}",
-        fails=need > machine.available,
-        warns=need > FULL * machine.available,
+        fails=needed > machine.available,
+        warns=needed > FULL * machine.available,
     )

@@ -89,11 +89,11 @@ def steps(words: Sequence[str], workers: int) -> Iterator[Trial]:
         import tensorflow as tf
 
         text = " ".join(str(getattr(error, "message", error)).split())
-        ours = isinstance(error, ValueError | TimeoutError) and not isinstance(
+        raised_by_tfdist = isinstance(error, ValueError | TimeoutError) and not isinstance(
             error, tf.errors.OpError
         )
         yield dataclasses.replace(
-            trial, error=(text if ours else f"{type(error).__name__}: {text}")[:1000]
+            trial, error=(text if raised_by_tfdist else f"{type(error).__name__}: {text}")[:1000]
         )
 
 

@@ -84,14 +84,14 @@ def table(
         f"activations {format_bytes(needs.fixed + needs.per_row * needs.rows)}",
         "",
     ]
-    room = f" of {format_bytes(memory)}" if memory else ""
-    rows = [("way", "devices", "resident", f"peak{room}", "sent a step", "", "how")]
+    memory_text = f" of {format_bytes(memory)}" if memory else ""
+    rows = [("way", "devices", "resident", f"peak{memory_text}", "sent a step", "", "how")]
     for way in all_ways:
         if way.refused:
             rows.append((way.name, str(way.devices), "-", "-", "-", "not possible", way.refused))
             continue
-        fits = "" if memory is None else "fits" if way.peak <= memory else "too large"
-        note = "; ".join(text for text in (way.why, fits) if text)
+        verdict = "" if memory is None else "fits" if way.peak <= memory else "too large"
+        note = "; ".join(text for text in (way.why, verdict) if text)
         sent = "not known" if way.sent is None else format_bytes(way.sent)
         rows.append(
             (

@@ -230,8 +230,8 @@ def _fsdp(needs: Needs, devices: int) -> Way:
     largest = max(needs.units, default=0)
     # The three layers are the weights of the layer in use and of the next, and a layer's gradients.
     peak = resident + part + 3 * largest + _step(needs, devices, devices)
-    stay = needs.units[len(needs.units) - schedule.layers_kept(needs.units, 1, part) :]
-    sent = 3 * _others(needs.trainable, devices) - _others(sum(stay), devices)
+    kept_layers = needs.units[len(needs.units) - schedule.layers_kept(needs.units, 1, part) :]
+    sent = 3 * _others(needs.trainable, devices) - _others(sum(kept_layers), devices)
     return Way(
         "FSDP (ZeRO-3)",
         "parallel.zero=3",

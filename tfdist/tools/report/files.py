@@ -15,12 +15,12 @@ class Reader:
     """Reads files, and records which files exist and which are damaged.
 
     Attributes:
-        found: Paths of the files that exist and could be read.
+        paths: Paths of the files that exist and could be read.
         problems: One sentence per file that is damaged or could not be read.
     """
 
     def __init__(self) -> None:
-        self.found: list[Path] = []
+        self.paths: list[Path] = []
         self.problems: list[str] = []
 
     def bytes(self, path: Path) -> bytes | None:
@@ -37,7 +37,7 @@ class Reader:
                 f"{path} cannot be read: {os.strerror(error.errno) if error.errno else error}"
             )
             return None
-        self.found.append(path)
+        self.paths.append(path)
         return content
 
     def object(self, path: Path) -> dict[str, Any] | None:

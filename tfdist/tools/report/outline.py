@@ -208,13 +208,13 @@ def _begins(run: Run) -> list[float]:
     """Return the times when training was restarted, in seconds since 1970."""
     if len(run.sessions) > 1:
         return [session["time"] for session in run.sessions[1:]]
-    firsts = [
+    first_steps = [
         lane.first + launch.recovery.begun
         for launch in run.launches
         for lane in timeline.lanes(launch)
         if lane.first is not None
     ]
-    return firsts[1:]
+    return first_steps[1:]
 
 
 def _throughput(run: Run) -> Section | None:
@@ -326,14 +326,14 @@ def _sessions(run: Run) -> Table:
 
 def _settings(run: Run) -> Section | None:
     tables = []
-    usual = config.Run().to_dict()
+    default = config.Run().to_dict()
     plain: list[tuple[str, str, bool]] = []
     for key, value in (run.config or {}).items():
         if isinstance(value, dict):
-            rows = list(_flat(value, usual.get(key)))
+            rows = list(_flat(value, default.get(key)))
             tables.append(_two(key, rows))
         else:
-            plain.append((key, words(value), value != usual.get(key, value)))
+            plain.append((key, words(value), value != default.get(key, value)))
     if plain:
         tables.insert(0, _two("run", plain))
     if run.sessions:
@@ -343,14 +343,14 @@ def _settings(run: Run) -> Section | None:
 
 
 def _flat(
-    section: Mapping[str, Any], usual: Any, prefix: str = ""
+    section: Mapping[str, Any], default: Any, prefix: str = ""
 ) -> Iterator[tuple[str, str, bool]]:
-    usual = usual if isinstance(usual, dict) else {}
+    default = default if isinstance(default, dict) else {}
     for key, value in section.items():
         if isinstance(value, dict) and value:
-            yield from _flat(value, usual.get(key), f"{prefix}{key}.")
+            yield from _flat(value, default.get(key), f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}", words(value), usual.get(key) != value
+            yield f"{prefix}{key}", words(value), default.get(key) != value
 
 
 def _two(title: str, rows: list[tuple[str, str, bool]]) -> Table:

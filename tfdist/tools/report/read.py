@@ -152,7 +152,7 @@ def is_run(directory: Path) -> bool:
         return True
     return any(
         next(files.glob(events.PATTERN), None)
-        for directories in _event_places(directory).values()
+        for directories in _event_directories(directory).values()
         for files in directories
     )
 
@@ -180,7 +180,7 @@ def read_run(directory: Path, launches: Sequence[Path] = ()) -> Run:
     history = [epochs[step] for step in sorted(epochs)]
     written = {
         split: events.scalars(directories, reader)
-        for split, directories in _event_places(directory).items()
+        for split, directories in _event_directories(directory).items()
     }
     metrics = _of_history(history) or _of_events(written)
     rates = _rates(directory, written, reader)
@@ -229,11 +229,11 @@ def read_run(directory: Path, launches: Sequence[Path] = ()) -> Run:
         launches=tuple(run_launches),
         problems=(*reader.problems, *bad),
         absent=tuple(absent),
-        files=tuple(reader.found),
+        files=tuple(reader.paths),
     )
 
 
-def _event_places(directory: Path) -> dict[str, list[Path]]:
+def _event_directories(directory: Path) -> dict[str, list[Path]]:
     """Return the directories that may hold event files of training and of validation."""
     roots = (directory, directory / _OLD_LOGS)
     return {

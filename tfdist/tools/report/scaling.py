@@ -203,8 +203,8 @@ def _scaling(drawing: Any, *, title: str, setups: Sequence[Setup]) -> None:
             (setup for setup in setups if setup.strategy == name), key=lambda setup: setup.replicas
         )
         # Shift the points of each strategy, so that their bars stand side by side.
-        aside = 0.012 * most * (index - (len(names) - 1) / 2)
-        points = [(setup.replicas + aside, setup.rates) for setup in own]
+        shift = 0.012 * most * (index - (len(names) - 1) / 2)
+        points = [(setup.replicas + shift, setup.rates) for setup in own]
         _points(axes, points, colour, "-", name)
         if one is not None and own[0].replicas > 1:
             axes.plot(

@@ -82,12 +82,12 @@ def over_steps(step_breakdown: Mapping[int, Sequence[Window]]) -> Figure | None:
         "Mean of all workers. Of steps that were done twice, the later time; windows that "
         "compiled are left out."
     )
-    wholes = [1e3 * sum(parts.values()) for parts in layers]
-    top = usual(wholes, [high - low for low, high in itertools.pairwise(edges)])
-    if top < max(wholes):
+    step_times = [1e3 * sum(parts.values()) for parts in layers]
+    top = usual(step_times, [high - low for low, high in itertools.pairwise(edges)])
+    if top < max(step_times):
         caption += (
             f" Steps above {scaled(top)} ms are cut off at the top; the longest took "
-            f"{scaled(max(wholes))} ms."
+            f"{scaled(max(step_times))} ms."
         )
     return Figure(
         "step_breakdown-over-steps",

@@ -52,7 +52,7 @@ class Difference:
         name: Path of the variable, or name of the metric.
         value: Relative difference.
         allowed: Largest relative difference that rounding may explain.
-        place: Index within its kind, in the order of layers. Default: 0.
+        index: Index within its kind, in the order of layers. Default: 0.
         layer: Class of the variable's layer; "" if there is none.
         synchronized: Whether the layer computes its statistics over all replicas.
         worker: Rank of the worker whose copy is compared. Default: 0.
@@ -66,7 +66,7 @@ class Difference:
     name: str
     value: float
     allowed: float
-    place: int = 0
+    index: int = 0
     layer: str = ""
     synchronized: bool = False
     worker: int = 0
@@ -94,7 +94,7 @@ class Difference:
     @property
     def turn(self) -> tuple[int, int, int]:
         """Return the sort key in training order: step, kind and layer."""
-        return self.step, KINDS.index(self.kind), self.place
+        return self.step, KINDS.index(self.kind), self.index
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,13 +281,7 @@ def _of_step(
         )
     if not step:
         return
-    norms = {
-        index: f"{step}/gradient/{v.gradient}"
-        for index, v in enumerate(reference.variables)
-        if v.gradient is not None
-    }
-    norms = {index: key for index, key in norms.items() if key in reference.arrays}
-    floor = _SMALL * max((_top(reference.arrays[key]) for key in norms.values()), default=0.0)
+    norms, floor = _gradient_norms(reference, step)
     for index, key in norms.items():
         v = reference.variables[index]
         mine = reference.arrays[key]
@@ -359,13 +353,7 @@ def _copies(workers: Sequence[Recording], step: int, tolerance: float) -> Iterat
 def _reports(workers: Sequence[Recording], step: int, tolerance: float) -> Iterator[Difference]:
     """Yield the differences of logs and summed gradients between other workers and the chief."""
     chief = workers[0]
-    norms = {
-        index: f"{step}/gradient/{v.gradient}"
-        for index, v in enumerate(chief.variables)
-        if v.gradient is not None
-    }
-    norms = {index: key for index, key in norms.items() if key in chief.arrays}
-    floor = _SMALL * max((_top(chief.arrays[key]) for key in norms.values()), default=0.0)
+    norms, floor = _gradient_norms(chief, step)
     for rank, worker in enumerate(workers[1:], start=1):
         for index, key in norms.items():
             v = chief.variables[index]
@@ -388,6 +376,21 @@ def _reports(workers: Sequence[Recording], step: int, tolerance: float) -> Itera
                 index,
                 worker=rank,
             )
+
+
+def _gradient_norms(recording: Recording, step: int) -> tuple[dict[int, str], float]:
+    """Return the key of each recorded gradient norm by its variable's index, and a scale.
+
+    The scale is the smallest value that differences of the norms are relative to.
+    """
+    keys = {
+        index: f"{step}/gradient/{v.gradient}"
+        for index, v in enumerate(recording.variables)
+        if v.gradient is not None
+    }
+    keys = {index: key for index, key in keys.items() if key in recording.arrays}
+    floor = _SMALL * max((_top(recording.arrays[key]) for key in keys.values()), default=0.0)
+    return keys, floor
 
 
 def _short(
@@ -443,7 +446,7 @@ def rows_of(reference: Recording, workers: Sequence[Recording], steps: int) -> R
         received = Counter(together(parts).tolist())
         if expected == received:
             continue
-        takers = Counter(row for part in parts for row in set(part.tolist()))
+        workers_by_row = Counter(row for part in parts for row in set(part.tolist()))
         return Rows(
             step,
             expected.total(),
@@ -453,7 +456,7 @@ def rows_of(reference: Recording, workers: Sequence[Recording], steps: int) -> R
             shared=sum(
                 1
                 for row, count in received.items()
-                if takers[row] > 1 and count > max(1, expected[row])
+                if workers_by_row[row] > 1 and count > max(1, expected[row])
             ),
             missing=(expected - received).total(),
         )

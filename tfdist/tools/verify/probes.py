@@ -88,10 +88,10 @@ class Probe:
         """
         with self._lock:
             rows = [self._rows[replica] for replica in sorted(self._rows)]
-            seen = np.concatenate(rows) if rows else np.zeros(0, np.int64), self._gradients
+            recorded = np.concatenate(rows) if rows else np.zeros(0, np.int64), self._gradients
             self._rows = {}
             self._gradients = {}
-        return seen
+        return recorded
 
 
 def fingerprints(data: Any) -> tf.Tensor:

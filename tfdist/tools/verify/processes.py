@@ -69,10 +69,10 @@ def reason(log: Path, code: int) -> str:
         lines = [line for line in root[1].rstrip().splitlines() if not line.startswith("  log: ")]
         # The last line of the traceback is complete, but the headline may be cut off.
         whole = lines[-1].strip()
-        ours = re.search(rf": (\w+: {_DIFFERS})", lines[0])
+        headline_error = re.search(rf": (\w+: {_DIFFERS})", lines[0])
         return (
-            f"{lines[0][: ours.start(1)]}{whole}"
-            if ours and whole.startswith(ours[1])
+            f"{lines[0][: headline_error.start(1)]}{whole}"
+            if headline_error and whole.startswith(headline_error[1])
             else "\n".join(lines)
         )
     if mistake := re.search(r"^error: (.*)\Z", text, re.MULTILINE | re.DOTALL):

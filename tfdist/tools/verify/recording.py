@@ -73,14 +73,14 @@ class Recording:
             if field.name != "arrays"
         }
         facts["variables"] = [dataclasses.asdict(variable) for variable in self.variables]
-        beside = path.with_suffix(".tmp")
-        with open(beside, "wb") as file:
+        temporary = path.with_suffix(".tmp")
+        with open(temporary, "wb") as file:
             np.savez(
                 file,
                 facts=np.array(json.dumps(facts)),
                 **self.arrays,  # type: ignore[arg-type]
             )
-        os.replace(beside, path)
+        os.replace(temporary, path)
 
     @classmethod
     def read(cls, path: Path) -> Recording:

@@ -263,7 +263,7 @@ def _plain(difference: Difference) -> dict[str, Any]:
     values = {
         name: value
         for name, value in dataclasses.asdict(difference).items()
-        if name not in ("place", "synchronized")
+        if name not in ("index", "synchronized")
     }
     return {
         name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
