@@ -144,7 +144,9 @@ class TaskServer(socketserver.ThreadingTCPServer):
         """Return the reply to a request from a host."""
         raise NotImplementedError
 
-    def go_on(self, request: Mapping[str, Any], reply: Mapping[str, Any], connection: Any) -> None:
+    def after_reply(
+        self, request: Mapping[str, Any], reply: Mapping[str, Any], connection: Any
+    ) -> None:
         """Go on with a connection after the reply was sent. By default, do nothing."""
 
     def was_received(self, request: Mapping[str, Any], reply: Mapping[str, Any]) -> None:
@@ -171,7 +173,7 @@ class _Handler(socketserver.BaseRequestHandler):
             request = receive(connection, limit, server.line_bytes, server.service)
             reply = server.reply(request, self.client_address[0])
             send(connection, reply)
-            server.go_on(request, reply, connection)
+            server.after_reply(request, reply, connection)
             connection.settimeout(server.exchange_s)
             # The client closes first, so TIME_WAIT stays with it and not on TensorFlow's port.
             connection.recv(1)

@@ -20,7 +20,7 @@ from tfdist.runtime.command import (
 )
 from tfdist.runtime.formatting import aligned, counted
 from tfdist.runtime.launch_protocol import JOURNAL, read_journal
-from tfdist.tools.recovery import Recovery, Strike
+from tfdist.tools.recovery import FaultReport, Recovery
 
 LATEST = os.path.join("runs", "latest")
 COMMANDS = {
@@ -57,7 +57,7 @@ def _print_report(flags: argparse.Namespace) -> int:
     recovery = _recovery(
         flags.log_dir or LATEST, "LOG_DIR" if flags.log_dir else "LOG_DIR (default)"
     )
-    print("\n".join([*table(recovery.strikes), *summary(recovery, time.time())]))
+    print("\n".join([*table(recovery.fault_reports), *summary(recovery, time.time())]))
     if not flags.against:
         return 0 if recovery.code == 0 else 1
     other = _recovery(flags.against, "--against")
@@ -97,27 +97,28 @@ def _compare(log_dir: str, other_dir: str) -> int:
     return 0 if comparison.same else 1
 
 
-def table(strikes: Sequence[Strike]) -> list[str]:
+def table(fault_reports: Sequence[FaultReport]) -> list[str]:
     r"""Return the lines of a table with one row for each fault.
 
     Example:
-        >>> print("\n".join(table([Strike("kill chief@saving", 2.0, 0.04, 9.5, 3, "snapshot-2")])))
+        >>> kill = FaultReport("kill chief@saving", 2.0, 0.04, 9.5, 3, "snapshot-2")
+        >>> print("\n".join(table([kill])))
         fault              struck at  detected  recovered  lost steps  went on from
         kill chief@saving      2.0 s    0.04 s      9.5 s           3  snapshot-2
     """
-    if not strikes:
+    if not fault_reports:
         return ["No fault has struck."]
     rows = [("fault", "struck at", "detected", "recovered", "lost steps", "went on from")]
-    for strike in strikes:
-        lost = "-" if strike.lost is None else str(strike.lost)
+    for fault_report in fault_reports:
+        lost = "-" if fault_report.lost is None else str(fault_report.lost)
         rows.append(
             (
-                strike.text,
-                _seconds(strike.when, 1),
-                _seconds(strike.detected, 2),
-                _seconds(strike.recovered, 1),
+                fault_report.text,
+                _seconds(fault_report.when, 1),
+                _seconds(fault_report.detected, 2),
+                _seconds(fault_report.recovered, 1),
                 lost,
-                strike.origin or "-",
+                fault_report.origin or "-",
             )
         )
     return aligned(rows, left=(0, 5))

@@ -75,11 +75,11 @@ def draw(
         yield from numbered(source, evenly(count, source.cardinality or 0), function)
 
 
-def how(source: Source, count: int) -> str:
+def sampling(source: Source, count: int) -> str:
     """Return in words how `draw` samples a source.
 
     Example:
-        >>> how(Source.of(np.arange(10)), 4)
+        >>> sampling(Source.of(np.arange(10)), 4)
         'evenly drawn'
     """
     if source.cardinality is not None and count >= source.cardinality:

@@ -19,7 +19,7 @@ Line = Mapping[str, Any]  # of the journal: "time" in seconds, "event", and the 
 
 
 @dataclasses.dataclass(frozen=True)
-class Strike:
+class FaultReport:
     """Fault of the chaos plan, or a failure outside of it, with its consequences.
 
     Attributes:
@@ -148,8 +148,8 @@ class Recovery:
         ...      "path": "backup/snapshot-2.tfdist"},
         ...     {"time": 9.5, "event": "stepping", "total": 7, "step": 7},
         ... ]
-        >>> Recovery(journal).strikes[0]  # doctest: +NORMALIZE_WHITESPACE
-        Strike(text='kill chief@step=9', when=2.0, detected=0.5, recovered=2.5, lost=3,
+        >>> Recovery(journal).fault_reports[0]  # doctest: +NORMALIZE_WHITESPACE
+        FaultReport(text='kill chief@step=9', when=2.0, detected=0.5, recovered=2.5, lost=3,
                origin='snapshot-2')
     """
 
@@ -202,9 +202,9 @@ class Recovery:
         )
 
     @functools.cached_property
-    def strikes(self) -> list[Strike]:
+    def fault_reports(self) -> list[FaultReport]:
         """Return the faults and failures in chronological order."""
-        strikes = []
+        fault_reports = []
         for index, attempt in enumerate(self.attempts):
             faults = [line for line in attempt.lines if line["event"] == fault_plan.EVENT]
             failed = attempt.first("detected")
@@ -213,8 +213,8 @@ class Recovery:
                     {**failed, "text": f"({failed['task'] or 'a task'} failed)", "number": None}
                 )
             for line in sorted(faults, key=lambda line: line["time"]):
-                strikes.append(self._strike(line, index))
-        return strikes
+                fault_reports.append(self._fault_report(line, index))
+        return fault_reports
 
     def lost(self, index: int) -> int | None:
         """Return the steps that an attempt lost; None if training did not continue after it.
@@ -240,13 +240,13 @@ class Recovery:
             intervals += [b - a for a, b in itertools.pairwise(totals) if b > a]
         return max(intervals, default=None)
 
-    def _strike(self, line: Line, index: int) -> Strike:
+    def _fault_report(self, line: Line, index: int) -> FaultReport:
         attempt = self.attempts[index]
         when = line["time"] - self.begun
         begun = line["time"]
         again = attempt.alone.get(line["number"])
         if again is not None:
-            return Strike(
+            return FaultReport(
                 line["text"],
                 when,
                 again["time"] - begun,
@@ -256,14 +256,14 @@ class Recovery:
             )
         if line["event"] == fault_plan.EVENT and line not in attempt.culprits:
             ended = line.get("seconds") is not None
-            return Strike(line["text"], when, None, None, None, "all went on" if ended else "")
+            return FaultReport(line["text"], when, None, None, None, "all went on" if ended else "")
         detected = attempt.first("detected")
         later = self.attempts[index + 1 :]
         assert detected is not None
         recovered = next(
             (recovery_line for other in later if (recovery_line := other.recovered)), None
         )
-        return Strike(
+        return FaultReport(
             text=line["text"],
             when=when,
             detected=None if line["number"] is None else detected["time"] - begun,

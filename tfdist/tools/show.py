@@ -194,7 +194,7 @@ def _labels(
         read(examples.draw(source, limit, lambda data: dict(example_text.parts(data))[label]))
     )
     of = "" if source.cardinality is None else f" of {source.cardinality:,}"
-    some = f"{len(drawn):,}{of} examples, {examples.how(source, limit)}"
+    some = f"{len(drawn):,}{of} examples, {examples.sampling(source, limit)}"
     if len(drawn) == source.cardinality:
         some = f"all {len(drawn):,} examples"
     _line("classes", f"counted in {some}")

@@ -80,8 +80,8 @@ class Journal:
         return str(directory)
 
     @property
-    def strikes(self):
-        return Recovery(self.lines).strikes
+    def fault_reports(self):
+        return Recovery(self.lines).fault_reports
 
     @property
     def text(self):
@@ -99,8 +99,14 @@ def test_a_fault_costs_an_attempt():
         .begin(6, 1, first=7)
         .over()
     )
-    (strike,) = journal.strikes
-    assert (strike.when, strike.detected, strike.recovered, strike.lost, strike.origin) == (
+    (fault_report,) = journal.fault_reports
+    assert (
+        fault_report.when,
+        fault_report.detected,
+        fault_report.recovered,
+        fault_report.lost,
+        fault_report.origin,
+    ) == (
         4.0,
         1.0,
         6.0,
@@ -125,7 +131,7 @@ def test_damaged_snapshot_is_skipped():
         .begin(3, 0, first=4)
         .over()
     )
-    kill, corrupt = journal.strikes
+    kill, corrupt = journal.fault_reports
     assert (kill.lost, kill.origin) == (4, "snapshot-0 (snapshot-1 damaged)")
     assert (corrupt.detected, corrupt.recovered, corrupt.lost, corrupt.origin) == (
         None,
@@ -148,7 +154,7 @@ def test_an_attempt_that_makes_no_step_loses_none_but_its_own_time():
         .begin(3, 0, 4)
         .over()
     )
-    first, second = journal.strikes
+    first, second = journal.fault_reports
     assert (first.lost, second.lost) == (2, 0)
     assert first.recovered > second.recovered == 6.0
     assert "2 steps lost" in journal.text
@@ -158,7 +164,7 @@ def test_no_snapshot():
     journal = (
         Journal().begin(first=1).fault("kill chief@saving", total=1).end().begin(first=1).over()
     )
-    assert (journal.strikes[0].lost, journal.strikes[0].origin) == (1, "the beginning")
+    assert (journal.fault_reports[0].lost, journal.fault_reports[0].origin) == (1, "the beginning")
 
 
 def test_task_killed_after_its_last_step():
@@ -172,7 +178,7 @@ def test_task_killed_after_its_last_step():
         .begin(40, 9)
         .over()
     )
-    assert (journal.strikes[0].lost, journal.strikes[0].recovered) == (0, 5.0)
+    assert (journal.fault_reports[0].lost, journal.fault_reports[0].recovered) == (0, 5.0)
 
 
 def test_two_faults_at_once_are_counted_once():
@@ -186,7 +192,7 @@ def test_two_faults_at_once_are_counted_once():
         .begin(3, 0, 4)
         .over()
     )
-    assert [strike.lost for strike in journal.strikes] == [2, 2]
+    assert [fault_report.lost for fault_report in journal.fault_reports] == [2, 2]
     assert "2 steps lost, 2 at most" in journal.text
 
 
@@ -195,7 +201,7 @@ def test_a_stop_that_ends_costs_nothing():
     journal.add("saved", total=6, number=1, path="backup/snapshot-1.tfdist").fault(
         "kill worker:1@step=8", 8
     ).end().begin(6, 1, 7).over()
-    stop, kill = journal.strikes
+    stop, kill = journal.fault_reports
     assert (stop.detected, stop.recovered, stop.lost, stop.origin) == (
         None,
         None,
@@ -213,8 +219,13 @@ def test_a_task_that_is_replaced():
         .add("replaced", task="worker:1", life=1)
         .over()
     )
-    (strike,) = journal.strikes
-    assert (strike.detected, strike.recovered, strike.lost, strike.origin) == (
+    (fault_report,) = journal.fault_reports
+    assert (
+        fault_report.detected,
+        fault_report.recovered,
+        fault_report.lost,
+        fault_report.origin,
+    ) == (
         1.0,
         None,
         None,
@@ -224,8 +235,12 @@ def test_a_task_that_is_replaced():
 
 def test_a_failure_that_no_plan_had():
     journal = Journal().begin(first=1).saved(3, 0).end(total=5).begin(3, 0, 4).over()
-    (strike,) = journal.strikes
-    assert (strike.text, strike.detected, strike.lost) == ("(worker:1 failed)", None, 2)
+    (fault_report,) = journal.fault_reports
+    assert (fault_report.text, fault_report.detected, fault_report.lost) == (
+        "(worker:1 failed)",
+        None,
+        2,
+    )
 
 
 def test_how_a_launch_ends():
@@ -242,7 +257,7 @@ def test_how_a_launch_ends():
     assert journal.text.endswith(
         "The launch did NOT END WELL: exit code 137: no restart is left (--restarts 0)."
     )
-    assert journal.strikes[0].recovered is None
+    assert journal.fault_reports[0].recovered is None
 
 
 # --- The command ----------------------------------------------------------------------------------

@@ -84,11 +84,11 @@ def _follow(settings: Settings, workers: Workers) -> int:
     print(report.beginning(settings, workers.pids), flush=True)
     ready = workers.wait("ready", doing="while it made its data pipeline")
     print(report.header(settings, ready[0]), flush=True)
-    workers.tell("read")
+    workers.send("read")
     read = workers.wait("read", doing="while it read")
     epochs = [workers.reported(rank, "epoch") for rank in range(settings.workers)]
     print(report.speeds(settings, epochs), flush=True)
-    workers.tell("verify", [0])
+    workers.send("verify", [0])
     [verdict] = workers.wait(
         "verified", "offence", ranks=[0], doing="while it checked what was read"
     )
@@ -97,7 +97,7 @@ def _follow(settings: Settings, workers: Workers) -> int:
         return 1
     print(report.proof(settings, ready[0], verdict, read), flush=True)
     if settings.stage_seconds:
-        workers.tell("stages", [0])
+        workers.send("stages", [0])
         [end] = workers.wait("stages", ranks=[0], doing="while it measured stages")
         print(
             report.stages(settings, ready[0], workers.reported(0, "stage"), end["stored"]),

@@ -64,7 +64,7 @@ class Workers(contextlib.AbstractContextManager):
         """Return the process id of each worker, by rank."""
         return [process.pid for process in self._processes]
 
-    def tell(self, command: str, ranks: Iterable[int] | None = None) -> None:
+    def send(self, command: str, ranks: Iterable[int] | None = None) -> None:
         """Send a command to the workers with these ranks; default: all."""
         for rank in self._ranks(ranks):
             with contextlib.suppress(BrokenPipeError):  # it has ended: `wait` reports that

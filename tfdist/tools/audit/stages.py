@@ -96,27 +96,27 @@ def stored_bytes(batches: Batches) -> float | None:
 def _of_examples(batches: Batches, window: Window) -> Iterator[tuple[str, tf.data.Dataset]]:
     """Yield the name and dataset of each stage that handles single examples."""
     source = batches.source
-    singles = batches.examples(window, _epochs())
+    single_examples = batches.examples(window, _epochs())
     if source.walk is None:
-        singles = singles.unbatch()
+        single_examples = single_examples.unbatch()
     if source.walk is not None or isinstance(batches.order, StreamOrder):
-        yield "read", singles
+        yield "read", single_examples
     else:
-        yield "order", singles
+        yield "order", single_examples
         if source.raw is not None:
             raw = source.raw
-            yield "read", _read(batches, singles, lambda example: raw(example.number))
+            yield "read", _read(batches, single_examples, lambda example: raw(example.number))
     if source.walk is None:
         name = "decode" if source.raw is not None or source.scan is not None else "read and decode"
-        yield name, _loaded(dataclasses.replace(batches, transform=None), singles)
+        yield name, _loaded(dataclasses.replace(batches, transform=None), single_examples)
     if batches.transform is not None:
-        yield "transform", _loaded(batches, singles)
+        yield "transform", _loaded(batches, single_examples)
 
 
-def _loaded(batches: Batches, singles: tf.data.Dataset) -> tf.data.Dataset:
+def _loaded(batches: Batches, single_examples: tf.data.Dataset) -> tf.data.Dataset:
     return _read(
         batches,
-        singles,
+        single_examples,
         lambda example: batches.load(example, batches.seeds(example.epoch, example.number)),
     )
 

@@ -20,7 +20,7 @@ from tfdist.cluster.spec import ClusterSpec, Task
 from tfdist.runtime.formatting import counted, duration, format_bytes
 from tfdist.tools.doctor.checks import CLUSTER, FAIL, Check, graded, of_error
 from tfdist.tools.doctor.exchange import Link
-from tfdist.tools.doctor.peers import Peer, Sight
+from tfdist.tools.doctor.peers import FileLookup, Peer
 
 # Seconds between the clocks of two hosts: warns above, fails above.
 SKEW_S = 1.0
@@ -291,21 +291,21 @@ def _clocks(peers: Mapping[str, Peer]) -> Check:
     )
 
 
-def check_sights(sights: Sequence[Sight]) -> list[Check]:
+def check_lookups(lookups: Sequence[FileLookup]) -> list[Check]:
     """Check whether all hosts see what one of them writes.
 
     Args:
-        sights: Results of `PeerExchange.share`.
+        lookups: Results of `PeerExchange.share`.
     """
     checks = []
-    for directory in dict.fromkeys(sight.directory for sight in sights):
-        here = [sight for sight in sights if sight.directory == directory]
-        not_seen = [sight for sight in here if not sight.seen and sight.other is not None]
-        unknown = [sight for sight in here if sight.other is None]
+    for directory in dict.fromkeys(lookup.directory for lookup in lookups):
+        here = [lookup for lookup in lookups if lookup.directory == directory]
+        not_seen = [lookup for lookup in here if not lookup.seen and lookup.other is not None]
+        unknown = [lookup for lookup in here if lookup.other is None]
         if not_seen:
             description = (
                 f"{directory}: a file written here is not seen by "
-                f"{', '.join(f'{sight.peer} in {sight.other}' for sight in not_seen[:4])}"
+                f"{', '.join(f'{lookup.peer} in {lookup.other}' for lookup in not_seen[:4])}"
             )
             remedy = (
                 "mount the same file system on all hosts, or name the place that is shared: "
@@ -321,7 +321,7 @@ def check_sights(sights: Sequence[Sight]) -> list[Check]:
                 graded(
                     CLUSTER,
                     "shared place",
-                    f"{directory}: unknown of {', '.join(sight.peer for sight in unknown[:4])}: "
+                    f"{directory}: unknown of {', '.join(lookup.peer for lookup in unknown[:4])}: "
                     f"{why}",
                     "give all doctors the same --place or --config, in the same order",
                     warns=True,

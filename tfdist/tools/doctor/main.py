@@ -72,7 +72,7 @@ def _diagnose(flags: argparse.Namespace, words: list[str]) -> int:
             else exit_code(checks)
         )
     if spec is not None and not wrong:
-        checks += _meet(flags, spec, members, begun)
+        checks += _check_peers(flags, spec, members, begun)
     order = [HOST, CLUSTER, RUN]
     # The sort is stable: the checks of a part keep their order.
     checks.sort(key=lambda check: order.index(check.part))
@@ -177,15 +177,15 @@ def _make_responder(
     name = str(members[0]) if members else f"doctor on {socket.gethostname()}"
     who = hello_message(spec, name, installed_versions(), ATTEMPT, uuid.uuid4().hex)
     tasks = [[str(task), task.address] for task in spec.listening_tasks[:LISTED]]
-    facts = {"gpus": begun.machine.gpus, "tasks": tasks, "wrong": wrong_in(begun.checks)}
+    facts = {"gpus": begun.machine.gpus, "tasks": tasks, "wrong": summarize_failures(begun.checks)}
     return Responder(spec, who, facts, begun.shared, show_line)
 
 
-def wrong_in(checks: Sequence[Check]) -> str:
+def summarize_failures(checks: Sequence[Check]) -> str:
     """Summarize the failed checks for other hosts; "" if none failed.
 
     Example:
-        >>> wrong_in([Check("host", "Python", "fail", "2.7", "take 3.11")])
+        >>> summarize_failures([Check("host", "Python", "fail", "2.7", "take 3.11")])
         'Python: 2.7'
     """
     return "; ".join(
@@ -224,7 +224,7 @@ def _serve(
     return exit_code(checks)
 
 
-def _meet(
+def _check_peers(
     flags: argparse.Namespace, spec: ClusterSpec, members: Sequence[Task], begun: Diagnosis
 ) -> list[Check]:
     """Ask the other hosts; with --together, wait until they have asked this host too."""
@@ -267,7 +267,7 @@ def _meet(
             checks += cluster.check_links(peer_exchange.links(cluster.odd_links))
         # Another process that claims a task of this host has reported its fault only here, so this
         # host passes the fault on to hosts that come later.
-        wrong = wrong_in([*begun.checks, *checks]) or next(
+        wrong = summarize_failures([*begun.checks, *checks]) or next(
             (
                 report
                 for name, report in responder.done.items()
@@ -277,8 +277,8 @@ def _meet(
         )
         # Remove directories that other hosts still used before. Once told that this host is done,
         # they may begin to train there.
-        peer_exchange.tidy()
-        peer_exchange.tell(wrong, [str(task) for task in members])
+        peer_exchange.remove_directories()
+        peer_exchange.report_done(wrong, [str(task) for task in members])
         if flags.together:
             late = peer_exchange.wait_until_asked(wrong)
             # A report about a task of this host comes only from another process that claims it too.
@@ -313,7 +313,7 @@ def _shared(shared: Sequence[str | None], peer_exchange: PeerExchange) -> list[C
                 warns=True,
             )
         ]
-    return cluster.check_sights(peer_exchange.share(shared))
+    return cluster.check_lookups(peer_exchange.share(shared))
 
 
 def _show(flags: argparse.Namespace, checks: Sequence[Check]) -> None:

@@ -32,7 +32,7 @@ ALL_PAIRS = 5  # hosts; with more hosts, each measures only the link to the next
 LINKS_S = 60.0  # seconds for all links
 AGAIN = 2  # repeated measurements of a link that is worse than it should be
 LEAST_S = 0.5  # seconds for an answer if the time is almost over
-STRANGE_S = 5.0  # seconds for a doctor with another cluster spec to ask this one
+OTHER_SPEC_S = 5.0  # seconds for a doctor with another cluster spec to ask this one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Peer:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sight:
+class FileLookup:
     """Result of looking on another host for a file that this host wrote.
 
     Attributes:
@@ -149,14 +149,14 @@ class PeerExchange:
             Reasons why tasks are late when the time is over, by task.
         """
         others = [name for name in self.tasks if name not in self.own and name not in self.missing]
-        strangers = [name for name in others if self._strange(name)]
-        end = min(time.monotonic() + STRANGE_S, self.wait.started + self.wait.timeout)
+        with_other_spec = [name for name in others if self._has_other_spec(name)]
+        end = min(time.monotonic() + OTHER_SPEC_S, self.wait.started + self.wait.timeout)
 
         def pending() -> dict[str, str]:
             late = {
                 name: "it has not said that it is done"
                 for name in others
-                if name not in strangers and name not in self.responder.done
+                if name not in with_other_spec and name not in self.responder.done
             }
             if not wrong:
                 late |= {
@@ -172,12 +172,14 @@ class PeerExchange:
         while (
             self.own
             and time.monotonic() < end
-            and not all(self.peers[name].process in self.responder.askers for name in strangers)
+            and not all(
+                self.peers[name].process in self.responder.askers for name in with_other_spec
+            )
         ):
             time.sleep(FIRST_S)
         return late
 
-    def tell(self, wrong: str, claims: Sequence[str]) -> None:
+    def report_done(self, wrong: str, claims: Sequence[str]) -> None:
         """Tell all other tasks that this host is done.
 
         Args:
@@ -188,7 +190,7 @@ class PeerExchange:
         names = [
             name
             for name in self.tasks
-            if name not in self.own and name not in self.missing and not self._strange(name)
+            if name not in self.own and name not in self.missing and not self._has_other_spec(name)
         ]
         for _ in range(TRIES):
             names = [
@@ -202,7 +204,7 @@ class PeerExchange:
                 return
             time.sleep(FIRST_S)
 
-    def share(self, directories: Sequence[str | None]) -> list[Sight]:
+    def share(self, directories: Sequence[str | None]) -> list[FileLookup]:
         """Write a file to each directory, and ask each other host whether it sees the file.
 
         The files are removed afterwards.
@@ -213,7 +215,7 @@ class PeerExchange:
         Returns:
             Results of each host for each directory.
         """
-        sights: list[Sight] = []
+        lookups: list[FileLookup] = []
         for number, directory in enumerate(directories):
             if directory is None:
                 continue
@@ -226,21 +228,21 @@ class PeerExchange:
                 if directory_made not in self._made
             ]
             try:
-                _leave(path, content)
+                _write_token(path, content)
                 hosts = self.hosts(with_own=False)
                 with concurrent.futures.ThreadPoolExecutor(16) as pool:
                     answers = pool.map(
-                        lambda name: self._see(name, directory, number, token, content),  # noqa: B023
+                        lambda name: self._look_up(name, directory, number, token, content),  # noqa: B023
                         hosts,
                     )
-                    sights += answers
+                    lookups += answers
             finally:
                 with contextlib.suppress(OSError):
                     path.unlink()
-                self.tidy()
-        return sights
+                self.remove_directories()
+        return lookups
 
-    def tidy(self) -> None:
+    def remove_directories(self) -> None:
         """Remove the directories that `share` created.
 
         A directory stays if another process has a file in it at this moment.
@@ -264,7 +266,7 @@ class PeerExchange:
                 first.setdefault("own", name)
             elif (
                 name in self.peers
-                and not self._strange(name)
+                and not self._has_other_spec(name)
                 and self.peers[name].process != self.responder.hello["nonce"]
             ):
                 first.setdefault(self.peers[name].process, name)
@@ -316,7 +318,9 @@ class PeerExchange:
         except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
             return Link(source, target, error=str(error))
 
-    def _see(self, name: str, directory: str, number: int, token: str, content: str) -> Sight:
+    def _look_up(
+        self, name: str, directory: str, number: int, token: str, content: str
+    ) -> FileLookup:
         try:
             answer = exchange.ask(
                 self.tasks[name],
@@ -327,9 +331,9 @@ class PeerExchange:
                 token=token,
             )
         except (OSError, ValueError) as error:
-            return Sight(directory, name, error=str(error))
+            return FileLookup(directory, name, error=str(error))
         other = answer.get("place")
-        return Sight(
+        return FileLookup(
             directory,
             name,
             None if other is None else str(other)[:300],
@@ -378,11 +382,11 @@ class PeerExchange:
         peer = self.peers.get(name)
         return (
             peer is None
-            or self._strange(name)
+            or self._has_other_spec(name)
             or self.own <= self.responder.askers.get(peer.process, set())
         )
 
-    def _strange(self, name: str) -> bool:
+    def _has_other_spec(self, name: str) -> bool:
         """Return whether a task answered with another cluster spec.
 
         Such a task answers no other questions.
@@ -393,7 +397,7 @@ class PeerExchange:
         )
 
 
-def _leave(path: Path, content: str) -> None:
+def _write_token(path: Path, content: str) -> None:
     """Write a file, and ignore errors.
 
     If the file cannot be written, the check of the directory has already reported the reason.

@@ -96,7 +96,7 @@ class Responder:
         if question == "done":
             self._note_done(request)
             return own
-        if question in self._left and not self._spend(question):
+        if question in self._left and not self._use_quota(question):
             return {
                 **own,
                 "refused": f"this doctor was asked to {question} too often; start it again",
@@ -132,7 +132,7 @@ class Responder:
                     f"{name} is done" + (f": {self.done[name]}" if self.done[name] else "")
                 )
 
-    def _spend(self, question: str) -> bool:
+    def _use_quota(self, question: str) -> bool:
         with self._lock:
             self._left[question] -= 1
             return self._left[question] >= 0
@@ -199,10 +199,12 @@ class Server(TaskServer):
         """See `TaskServer`."""
         return self.responder.answer(request, str(self.task), host)
 
-    def go_on(self, request: Mapping[str, Any], reply: Mapping[str, Any], connection: Any) -> None:
+    def after_reply(
+        self, request: Mapping[str, Any], reply: Mapping[str, Any], connection: Any
+    ) -> None:
         """See `TaskServer`."""
         if request.get("ask") == "stream" and "refused" not in reply:
-            _take(connection)
+            _receive_stream(connection)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
         """See `socketserver.BaseServer`."""
@@ -216,7 +218,7 @@ class Server(TaskServer):
             self._free.release()
 
 
-def _take(connection: socket.socket) -> None:
+def _receive_stream(connection: socket.socket) -> None:
     """Echo single bytes, then count the bytes of a stream until its end or a limit.
 
     The limits are a number of bytes and a time.

@@ -52,7 +52,7 @@ class Reader:
         if value is None:
             self.problems.append(
                 f"{path} is damaged: expected one JSON object, received "
-                f"{_glimpse(content)}; it is left out"
+                f"{_excerpt(content)}; it is left out"
             )
         return value
 
@@ -131,7 +131,7 @@ def _parse(content: bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _glimpse(content: bytes) -> str:
+def _excerpt(content: bytes) -> str:
     if not content:
         return "nothing"
     text = content[:24].decode(errors="replace")

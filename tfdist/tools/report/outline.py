@@ -10,14 +10,14 @@ from typing import Any
 from tfdist import config
 from tfdist.runtime.formatting import NOTHING, counted, duration, figure, moment
 from tfdist.telemetry.step_records import per_step
-from tfdist.tools.recovery import Strike
+from tfdist.tools.recovery import FaultReport
 from tfdist.tools.report import curves, steps, timeline
 from tfdist.tools.report.files import section
 from tfdist.tools.report.page import Chapter, Section, Table, Tile, drawn
 from tfdist.tools.report.read import TRAINING, VALIDATION, Curve, Launch, Run
 
 _METRICS = 12  # most metrics that are plotted
-_STRIKES = 60  # most rows in a table of faults
+_FAULTS = 60  # most rows in a table of faults
 _SESSIONS = 60  # most rows in the table of sessions
 
 
@@ -253,7 +253,7 @@ def _history(run: Run) -> Section | None:
         own = "" if len(run.launches) == 1 else f"-{number}"
         if any(lane.points for lane in timeline.lanes(launch)):
             figures.append(timeline.progress(launch, f"restarts{own}"))
-        tables.append(_strikes(launch))
+        tables.append(_fault_table(launch))
         text.append(_launched(launch))
     if run.sessions:
         tables.append(_sessions(run))
@@ -285,26 +285,26 @@ def _launched(launch: Launch) -> str:
     return text + "."
 
 
-def _strikes(launch: Launch) -> Table:
+def _fault_table(launch: Launch) -> Table:
     def seconds(value: float | None) -> str:
         return NOTHING if value is None else duration(value)
 
-    strikes: list[Strike] = launch.recovery.strikes
+    fault_reports: list[FaultReport] = launch.recovery.fault_reports
     rows = [
         {
             "": str(number),
-            "fault": strike.text,
-            "struck at": seconds(strike.when),
-            "detected after": seconds(strike.detected),
-            "recovered after": seconds(strike.recovered),
-            "lost steps": NOTHING if strike.lost is None else f"{strike.lost:,}",
-            "went on from": strike.origin or NOTHING,
+            "fault": fault_report.text,
+            "struck at": seconds(fault_report.when),
+            "detected after": seconds(fault_report.detected),
+            "recovered after": seconds(fault_report.recovered),
+            "lost steps": NOTHING if fault_report.lost is None else f"{fault_report.lost:,}",
+            "went on from": fault_report.origin or NOTHING,
         }
-        for number, strike in enumerate(strikes[:_STRIKES], 1)
+        for number, fault_report in enumerate(fault_reports[:_FAULTS], 1)
     ]
     caption = "What each fault has cost"
-    if len(strikes) > _STRIKES:
-        caption += f"; the first {_STRIKES} of {len(strikes)}, `tfdist chaos report` has all"
+    if len(fault_reports) > _FAULTS:
+        caption += f"; the first {_FAULTS} of {len(fault_reports)}, `tfdist chaos report` has all"
     return Table.of(rows, right=(2, 3, 4, 5), caption=caption)
 
 

@@ -398,7 +398,7 @@ def _launch(directory: Path, reader: Reader) -> Launch | None:
         return None
     try:  # `Recovery` needs more keys of an event than `_event` can check line by line
         launch = Launch(directory, recovery)
-        _ = recovery.strikes, recovery.missed, recovery.interval, launch.lost
+        _ = recovery.fault_reports, recovery.missed, recovery.interval, launch.lost
     except (KeyError, TypeError, ValueError, AttributeError, AssertionError) as error:
         reader.problems.append(
             f"{directory / JOURNAL} is damaged: an event lacks {error}; it is left out"

@@ -83,7 +83,7 @@ def over_steps(step_breakdown: Mapping[int, Sequence[Window]]) -> Figure | None:
         "compiled are left out."
     )
     step_times = [1e3 * sum(parts.values()) for parts in layers]
-    top = usual(step_times, [high - low for low, high in itertools.pairwise(edges)])
+    top = outlier_free_limit(step_times, [high - low for low, high in itertools.pairwise(edges)])
     if top < max(step_times):
         caption += (
             f" Steps above {scaled(top)} ms are cut off at the top; the longest took "
@@ -98,7 +98,7 @@ def over_steps(step_breakdown: Mapping[int, Sequence[Window]]) -> Figure | None:
     )
 
 
-def usual(values: Sequence[float], weights: Sequence[float]) -> float:
+def outlier_free_limit(values: Sequence[float], weights: Sequence[float]) -> float:
     """Return an axis limit that keeps a few outliers from shrinking the other values.
 
     Args:
@@ -106,8 +106,10 @@ def usual(values: Sequence[float], weights: Sequence[float]) -> float:
         weights: Weight of each value.
 
     Example:
-        >>> usual([10.0, 11.0, 12.0], [1, 1, 1]), usual([10.0] * 30 + [500.0], [1] * 31)
-        (13.0, 15.0)
+        >>> outlier_free_limit([10.0, 11.0, 12.0], [1, 1, 1])
+        13.0
+        >>> outlier_free_limit([10.0] * 30 + [500.0], [1] * 31)
+        15.0
     """
     ranked = sorted(zip(values, weights, strict=True))
     sums = itertools.accumulate(weight for _, weight in ranked)

@@ -65,12 +65,12 @@ def progress(launch: Launch, name: str) -> Figure:
     )
     if len(attempts) > _LANES:
         caption += f" The last {_LANES} of {len(attempts)} attempts are shown."
-    strikes = [(number, strike.when) for number, strike in enumerate(launch.recovery.strikes, 1)]
+    faults = [(number, fault.when) for number, fault in enumerate(launch.recovery.fault_reports, 1)]
     draw = functools.partial(
         _draw,
         title=title,
         attempts=attempts[-_LANES:],
-        strikes=strikes,
+        faults=faults,
         end=launch.recovery.seconds,
     )
     return Figure(
@@ -78,11 +78,11 @@ def progress(launch: Launch, name: str) -> Figure:
     )
 
 
-def grouped(strikes: Sequence[tuple[int, float]], near: float) -> list[tuple[str, float]]:
+def grouped(faults: Sequence[tuple[int, float]], near: float) -> list[tuple[str, float]]:
     """Group the numbers of faults that are too close to each other to be shown apart.
 
     Args:
-        strikes: Pairs of a fault's number and its time.
+        faults: Pairs of a fault's number and its time.
         near: Distance for one number below which faults share a label, in the unit of the times.
 
     Returns:
@@ -93,7 +93,7 @@ def grouped(strikes: Sequence[tuple[int, float]], near: float) -> list[tuple[str
         [('1, 2', 10.0), ('3', 30.0)]
     """
     groups: list[tuple[list[int], float]] = []
-    for number, when in sorted(strikes, key=lambda strike: strike[1]):
+    for number, when in sorted(faults, key=lambda fault: fault[1]):
         if groups and when - groups[-1][1] < near * len(groups[-1][0]):
             groups[-1][0].append(number)
         else:
@@ -138,7 +138,7 @@ def _draw(
     *,
     title: str,
     attempts: Sequence[Lane],
-    strikes: Sequence[tuple[int, float]],
+    faults: Sequence[tuple[int, float]],
     end: float,
 ) -> None:
     size, unit = units_of_time(end)
@@ -198,7 +198,7 @@ def _draw(
         below.plot(
             *zip(*restored, strict=True), "^", color=style.GREEN, markersize=5.5, label="restored"
         )
-    shown = [strike for strike in strikes if strike[1] >= attempts[0].begin]
+    shown = [fault for fault in faults if fault[1] >= attempts[0].begin]
     for _, when in shown:
         for axes in (above, below):
             axes.axvline(

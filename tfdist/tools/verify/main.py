@@ -121,7 +121,7 @@ def _verify(flags: argparse.Namespace, words: list[str]) -> int:
 def _compare(flags: argparse.Namespace, words: list[str], settings: Any, directory: Path) -> int:
     from tfdist.tools.verify import rendering
     from tfdist.tools.verify.compare import compare
-    from tfdist.tools.verify.processes import Failed
+    from tfdist.tools.verify.processes import RecordingFailed
     from tfdist.tools.verify.recording import Recording, read
     from tfdist.tools.verify.settings import COMPILED, EAGER, ROUNDING, Settings, first_device
 
@@ -189,7 +189,7 @@ def _compare(flags: argparse.Namespace, words: list[str], settings: Any, directo
     for prefix, process in runs:
         try:
             _start(process, flags)
-        except Failed as error:
+        except RecordingFailed as error:
             failure = f"{prefix}{error}"
             code = error.code
         if process.alone:
@@ -229,10 +229,10 @@ def _compare(flags: argparse.Namespace, words: list[str], settings: Any, directo
         comparisons["one replica, not compiled"] = compare(
             reference, one[EAGER], rounding, flags.tolerance
         )
-    return _tell(flags, show_line, replicas, comparisons, failure, reference.draws())
+    return _report(flags, show_line, replicas, comparisons, failure, reference.draws())
 
 
-def _tell(
+def _report(
     flags: argparse.Namespace,
     show_line: Callable[[str], None],
     replicas: str,

@@ -15,7 +15,7 @@ _GRACE_S = 30.0  # seconds that a launcher gets to stop its tasks
 _DIFFERS = r"\S+ differs from \S+ in"  # tfdist's error message when workers disagree
 
 
-class Failed(Exception):
+class RecordingFailed(Exception):
     """Failure or timeout of a process.
 
     Attributes:
@@ -37,19 +37,19 @@ def run(words: Sequence[str], log: Path, timeout: float, who: str) -> None:
         who: Name of the process, for messages.
 
     Raises:
-        Failed: The process did not exit with code 0 in time.
+        RecordingFailed: The process did not exit with code 0 in time.
     """
     with Children(_GRACE_S) as children:
         try:
             code = children.start(words, log).wait(timeout)
         except subprocess.TimeoutExpired:
-            raise Failed(
+            raise RecordingFailed(
                 f"{who} had not taken its steps after {timeout:g} s. See where it waits, or pass "
                 f"a longer --timeout.{end_of(log)}",
                 None,
             ) from None
     if code:
-        raise Failed(reason(log, code), code)
+        raise RecordingFailed(reason(log, code), code)
 
 
 def reason(log: Path, code: int) -> str:

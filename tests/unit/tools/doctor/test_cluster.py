@@ -22,7 +22,7 @@ from tfdist.cluster.handshake import fingerprint, hello_message
 from tfdist.cluster.spec import ClusterSpec
 from tfdist.tools.doctor import cluster, exchange, main, server
 from tfdist.tools.doctor.exchange import Link
-from tfdist.tools.doctor.peers import Peer, PeerExchange, Sight, serving
+from tfdist.tools.doctor.peers import FileLookup, Peer, PeerExchange, serving
 from tfdist.tools.doctor.server import Responder
 
 SPEC = ClusterSpec(
@@ -192,7 +192,7 @@ def test_a_task_that_reaches_us_but_cannot_be_reached():
         )
         blocked.ask_all()
         assert not blocked.missing
-        blocked.tell("", ["worker:1"])
+        blocked.report_done("", ["worker:1"])
         peer_exchange = PeerExchange(responder, spec.tasks[:1], timeout=0.5)
         peer_exchange.ask_all()
     assert responder.done == {"worker:1": ""}
@@ -262,7 +262,7 @@ def test_a_doctor_with_another_cluster_gets_the_time_to_ask():
             0.3, exchange.ask, (spec.tasks[0].address, who(theirs, nonce="theirs"), "hello")
         )
         late_asker.start()
-        peer_exchange.tell("spec: differs", ["worker:0"])
+        peer_exchange.report_done("spec: differs", ["worker:0"])
         assert peer_exchange.wait_until_asked("spec: differs") == {}
         assert responder.askers == {"theirs": {"worker:0"}}
         late_asker.join()
@@ -398,17 +398,17 @@ def test_clocks_that_differ(offset, status, text):
 
 def test_a_place_that_is_not_shared():
     blind = [
-        Sight("/runs", "worker:1", "/runs", seen=False),
-        Sight("/runs", "worker:2", "/runs", seen=True),
+        FileLookup("/runs", "worker:1", "/runs", seen=False),
+        FileLookup("/runs", "worker:2", "/runs", seen=True),
     ]
     one(
-        cluster.check_sights(blind),
+        cluster.check_lookups(blind),
         "shared place",
         "/runs: a file written here is not seen by worker:1 in /runs",
         "mount the same file system",
     )
     one(
-        cluster.check_sights([Sight("/runs", "worker:1")]),
+        cluster.check_lookups([FileLookup("/runs", "worker:1")]),
         "shared place",
         "unknown of worker:1",
         status="warn",
@@ -422,8 +422,8 @@ def test_a_place_that_cannot_be_used_keeps_its_number(tmp_path):
     with serving(responder, spec.tasks[1:]):
         peer_exchange = PeerExchange(Responder(spec, who(spec), {}), spec.tasks[:1], timeout=5)
         peer_exchange.ask_all()
-        sights = peer_exchange.share([str(tmp_path / "a"), str(tmp_path / "b"), None])
-    assert [(sight.other, sight.seen) for sight in sights] == [
+        lookups = peer_exchange.share([str(tmp_path / "a"), str(tmp_path / "b"), None])
+    assert [(lookup.other, lookup.seen) for lookup in lookups] == [
         (None, False),
         (str(tmp_path / "b"), True),
     ]

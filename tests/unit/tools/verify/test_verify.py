@@ -19,7 +19,7 @@ from tfdist.tools.verify import rendering
 from tfdist.tools.verify.causes import likely
 from tfdist.tools.verify.compare import compare
 from tfdist.tools.verify.probes import disable_dropout_and_noise, fingerprints, layers_of, reverse
-from tfdist.tools.verify.processes import Failed, reason, run
+from tfdist.tools.verify.processes import RecordingFailed, reason, run
 from tfdist.tools.verify.recording import (
     EXAMPLES,
     GRADIENTS,
@@ -367,7 +367,7 @@ def test_dropout_is_silenced_however_deep():
 def test_a_process_that_takes_too_long_is_ended_and_named(tmp_path):
     (tmp_path / "slow.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(60)\n")
     with pytest.raises(
-        Failed, match=r"two workers had not taken its steps after 2 s.*--timeout"
+        RecordingFailed, match=r"two workers had not taken its steps after 2 s.*--timeout"
     ) as info:
         run(
             ["timeit", "-n1", "-r1", f"exec(open({str(tmp_path / 'slow.py')!r}).read())"],
