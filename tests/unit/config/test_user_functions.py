@@ -157,7 +157,7 @@ def test_mistakes_name_their_key(file, tmp_path, data, model, message):
 def test_options_that_a_function_does_not_take_are_named(file, tmp_path):
     with pytest.raises(
         ValueError,
-        match=r"model.name=.*input_shape, classes, depth include model.options.*'depth'",
+        match=r"model.name=.*input_shape, classes, depth, which include model.options.*'depth'",
     ):
         run(settings(tmp_path, f"{file}:source", f"{file}:build", options={"depth": 2}))
 
