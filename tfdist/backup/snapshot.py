@@ -1,9 +1,10 @@
 """File format of a snapshot: named arrays and JSON facts, with a checksum.
 
-A file that is not exactly what was written is never accepted as a snapshot. The content is `MAGIC`,
-the header's length (8 bytes, little endian), the header in JSON, the arrays one after the other,
-and the CRC-32 of all that (4 bytes, little endian). The checksum detects any change of up to 32
-bits in a row, and all but one in 2^32 of other changes.
+This is the checkpoint format of `BackupAndRestore`. A file that is not exactly what was written is
+never accepted as a snapshot. The content is `MAGIC`, the header's length (8 bytes, little endian),
+the header in JSON, the arrays one after the other, and the CRC-32 of all that (4 bytes, little
+endian). The checksum detects any change of up to 32 bits in a row, and all but one in 2^32 of other
+changes.
 """
 
 from __future__ import annotations

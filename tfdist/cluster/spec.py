@@ -13,9 +13,8 @@ import socket
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
-import yaml
-
 from tfdist.cluster.addresses import Lookup, address_problem, check_addresses, free_ports
+from tfdist.runtime.yaml_files import parse_yaml
 
 JOBS = ("chief", "worker", "ps", "evaluator")
 # Variable with the addresses of data workers, which are not part of the cluster.
@@ -176,11 +175,12 @@ class ClusterSpec:
         source = f"file {path}"
         try:
             text = path.read_text(encoding="utf-8")
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise ValueError(
-                f"{source}: cannot be read ({error.strerror}); give the path of a cluster file"
+                f"{source}: cannot be read ({getattr(error, 'strerror', None) or error}); give the "
+                "path of a cluster file"
             ) from error
-        document = _parse(_parse_json if path.suffix == ".json" else _parse_yaml, text, source)
+        document = _parse(_parse_json if path.suffix == ".json" else parse_yaml, text, source)
         if "cluster" not in document:
             document = {"cluster": document}
         spec = cls._from_document(document, source)
@@ -356,7 +356,7 @@ def data_workers(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
 def _parse(parser: Callable[[str], Any], text: str, source: str) -> dict[str, Any]:
     try:
         document = parser(text)
-    except (ValueError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{source}: cannot be parsed: {error}") from error
     if not isinstance(document, dict):
         raise ValueError(
@@ -367,22 +367,6 @@ def _parse(parser: Callable[[str], Any], text: str, source: str) -> dict[str, An
 
 def _parse_json(text: str) -> Any:
     return json.loads(text, object_pairs_hook=_unique)
-
-
-def _parse_yaml(text: str) -> Any:
-    return yaml.load(text, _UniqueKeyLoader)
-
-
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """A YAML loader that raises an error for a repeated job instead of keeping the last one."""
-
-    def construct_mapping(self, node, deep=False):
-        return _unique(
-            [
-                (self.construct_object(key), self.construct_object(value, True))
-                for key, value in node.value
-            ]
-        )
 
 
 def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
@@ -431,6 +415,11 @@ def _check_jobs(jobs: Mapping[str, Any], source: str) -> dict[str, tuple[str, ..
         raise ValueError(
             f"{source}: expected a chief or worker among the jobs, received {list(jobs)}; add a "
             "worker"
+        )
+    if "ps" in jobs and "chief" not in jobs:
+        raise ValueError(
+            f"{source}: expected a chief, which coordinates the workers, beside the "
+            f"parameter servers (job 'ps'); received the jobs {list(jobs)}; add a chief"
         )
     return {job: tuple(jobs[job]) for job in JOBS if job in jobs}
 

@@ -334,10 +334,10 @@ def _fail_when_absent(data: tf.data.Dataset, spec: Any, state: tf.Tensor) -> tf.
     def empty(kind):
         return tf.constant(kind), optional.empty(spec)
 
-    # Dataset.map unpacks a tuple into arguments, and passes anything else as one argument.
-    single = isinstance(data.element_spec, tuple)
+    # Dataset.map unpacks a tuple (not a NamedTuple) into arguments.
+    whole = type(data.element_spec) is tuple
     steps = data.map(
-        plain(lambda *x: (tf.constant(_STEP), optional.from_value(x if single else x[0])))
+        plain(lambda *x: (tf.constant(_STEP), optional.from_value(x if whole else x[0])))
     )
     ended = steps.concatenate(tf.data.Dataset.from_tensors(0).map(plain(lambda _: empty(_END))))
     ticks = _status_ticks(state).map(plain(lambda _: empty(_TICK)))

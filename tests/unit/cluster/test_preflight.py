@@ -268,7 +268,7 @@ def test_own_mistakes_are_raised_at_once():
     assert "not an address of this machine" in message(
         *meet([elsewhere]), preflight.ConfigurationError
     )
-    assert "no task of the cluster" in message(
+    assert "not a task of the cluster" in message(
         *meet([ClusterSpec.local()]), preflight.ConfigurationError
     )
     assert time.monotonic() - started < LONG / 2

@@ -167,6 +167,7 @@ def test_wrong_tasks(task, words):
     ("text", "words"),
     [
         ("{", "cannot be parsed"),
+        ("[" * 100_000, "cannot be parsed"),
         ("[]", "expected a mapping"),
         ("{}", "expected 'cluster' with jobs"),
         (json.dumps({"cluster": PAIR}), "'task' with type and index"),
@@ -183,7 +184,13 @@ def test_wrong_tf_config(text, words):
     ("text", "words"),
     [
         (None, "cannot be read"),
+        (b"worker: ['\xff:1']", "cannot be read"),
         ("worker: [a:1", "cannot be parsed"),
+        ("[worker]: [a:1]", "cannot be parsed: .*unhashable key"),
+        ("{a: b}: [a:1]", "cannot be parsed: .*unhashable key"),
+        ("[" * 5000, "cannot be parsed: the document is nested too deeply"),
+        ("a: " + "[" * 5000 + "]" * 5000, "cannot be parsed: the document is nested too deeply"),
+        ("worker: [a:1]\nps: [b:1]", "expected a chief, which coordinates the workers"),
         ("", "expected a mapping"),
         ("worker: [a:1]\nworker: [b:1]", "'worker' appears twice"),
         ("workers: [a:1]", "'workers': unknown"),
@@ -192,7 +199,7 @@ def test_wrong_tf_config(text, words):
 def test_wrong_files(tmp_path, text, words):
     path = tmp_path / "cluster.yaml"
     if text is not None:
-        path.write_text(text)
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ValueError, match=rf"(?s)file .*cluster.yaml: .*{words}"):
         ClusterSpec.from_file(path)
 

@@ -204,7 +204,7 @@ def test_data_bound_to_this_process_are_refused_at_once(source, options, cause):
     nobody = [f"127.0.0.1:{free_ports(1)[0]}"]
     with pytest.raises(ValueError, match=cause) as raised:
         pipeline(source(), 2, service=nobody, **options())
-    assert "leave service=None" in str(raised.value)
+    assert "pass service=None" in str(raised.value)
 
 
 def test_caches_and_shuffles_do_not_bind_data_to_this_process():

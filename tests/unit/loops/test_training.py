@@ -542,5 +542,5 @@ def test_steps_are_called_in_replicas(prepared):
         state.step(lambda rows: None)(arrays())
     with pytest.raises(ValueError, match="expected 5 gradients"):
         state.step(lambda rows: loops.update(state, []))(next(iter(state.batches)))
-    with pytest.raises(ValueError, match="a scalar, or a nest of scalars"):
+    with pytest.raises(ValueError, match="return a scalar or a nest of scalars"):
         state.step(lambda rows: rows)(next(iter(state.batches)))

@@ -25,10 +25,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from tfdist import config
 from tfdist.data.sources import catalog_kinds
+from tfdist.runtime.yaml_files import parse_yaml
 
 if TYPE_CHECKING:
     from tfdist.data.sources.base import Source
@@ -231,14 +230,13 @@ class Catalog:
         """
         file = os.fspath(path)
         try:
-            document = yaml.load(Path(path).read_text(encoding="utf-8"), _UniqueKeyLoader)
+            document = parse_yaml(Path(path).read_text(encoding="utf-8"))
         except FileNotFoundError as error:
             raise ValueError(
                 f"{file}: no such catalog in {os.getcwd()}. Name a YAML file of data sets."
             ) from error
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            problem = " ".join(str(error).replace('"<unicode string>", ', "").split())
-            raise ValueError(f"{file}: cannot be read as YAML: {problem}") from error
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{file}: cannot be read as YAML: {error}") from error
         entries = _mapping({} if document is None else document, file, "names of data sets")
         return cls(file, {name: _entry(file, name, settings) for name, settings in entries.items()})
 
@@ -401,17 +399,3 @@ def _join(directory: str, location: str) -> str:
         return location
     joined = os.path.join(directory, location)
     return joined if "://" in joined else os.path.normpath(joined)
-
-
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML loader that rejects repeated keys, where YAML would keep the last one silently."""
-
-    def construct_mapping(self, node, deep=False):
-        seen = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                problem = f"the key {key.value!r} appears twice; give each its own name"
-                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-            if isinstance(key, yaml.ScalarNode):
-                seen.add(key.value)
-        return super().construct_mapping(node, deep)

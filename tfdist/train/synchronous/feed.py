@@ -276,11 +276,11 @@ def _shares(
 def _element_of(dataset: tf.data.Dataset) -> Callable[[tuple], Any]:
     """Return the function from the arguments of a function in `Dataset.map` to the element.
 
-    `Dataset.map` unpacks a tuple, also one of a single part, and passes anything else as it is.
+    `Dataset.map` unpacks a tuple, also one of a single part, and passes anything else as it is,
+    also a NamedTuple.
     """
-    return (
-        (lambda args: args) if isinstance(dataset.element_spec, tuple) else (lambda args: args[0])
-    )
+    whole = type(dataset.element_spec) is tuple
+    return lambda args: args if whole else args[0]
 
 
 def _worker_batch(data: Any, placement: Placement) -> Batch:

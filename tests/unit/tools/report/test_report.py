@@ -117,7 +117,9 @@ def test_a_page_needs_no_other_file(run):
 
 def test_text_of_files_stays_text(tmp_path):
     launch = write_launch(tmp_path / "launch", text=NASTY)
-    run = write_run(tmp_path / "run", name=NASTY, launch=launch, metrics=(NASTY, "accuracy"))
+    run = write_run(tmp_path / "run", name="plain", launch=launch, metrics=(NASTY, "accuracy"))
+    config = json.loads((run / layout.CONFIG).read_text())
+    (run / layout.CONFIG).write_text(json.dumps({**config, "name": NASTY}))
     (run / layout.SUMMARY).write_text(json.dumps({"name": NASTY, "<b>": NASTY, NASTY: 0.5}))
     page = report(run)
     assert page.outside() == []

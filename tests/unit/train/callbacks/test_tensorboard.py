@@ -289,7 +289,7 @@ def test_a_model_with_other_outputs_is_named_on_all_workers(one_device, tmp_path
     samples._writer = None  # as on a worker that does not write
     with pytest.raises(ValueError, match="the model's 4 outputs"):
         samples.on_epoch_end(0)
-    with pytest.raises(ValueError, match=r"of 2 classes or more; received \[4, 1\]"):
+    with pytest.raises(ValueError, match=r"of 2 classes or more; received shape \[4, 1\]"):
         fit(one_device, tfdist.ImageSamples(tmp_path, images(), 4), outputs=1, loss="mse")
 
 

@@ -1,5 +1,7 @@
 """Test that replicas get all rows of a batch, whatever its form, and sum gradients correctly."""
 
+from typing import Any, NamedTuple
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -86,6 +88,19 @@ def test_a_tuple_of_one_part_stays_one(replicas):
         tf.nest.assert_same_structure(batch.data, data.element_spec)
     slices = replica_slices(data, Placement(workers=1, local_replicas=replicas))
     tf.nest.assert_same_structure(slices.element_spec, data.element_spec)
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_named_tuple_stays_one(replicas):
+    """tf.data does not unpack it into arguments as it does a tuple."""
+    data = tf.data.Dataset.from_tensor_slices(Pair(np.arange(ROWS), np.ones(ROWS))).batch(BATCH)
+    for batch in fed(data, Placement(workers=1, local_replicas=replicas)):
+        assert isinstance(batch.data, Pair)
 
 
 @pytest.mark.parametrize("kind", ELEMENTS)
