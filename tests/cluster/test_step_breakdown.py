@@ -3,7 +3,7 @@
 import pytest
 import tensorflow as tf
 
-from tests.cluster.scripts.measured import BATCH, DELAY, EPOCHS, STEPS
+from tests.cluster.scripts.measured import BATCH, DELAY_S, EPOCHS, STEPS
 from tests.processes import PYTHON, ROOT, group, workers
 from tests.windows import typical
 from tfdist.telemetry.step_records import PARTS, read
@@ -28,7 +28,7 @@ def test_the_fast_worker_waits_for_the_slow_one(tmp_path):
     assert max(fast, key=fast.get) == "wait"
     assert max(slow, key=slow.get) == "forward_backward"
     for window in windows[1]:  # also those of a single step, whose clock is read first of all
-        assert window.parts["forward_backward"] > window.steps * DELAY / 2
+        assert window.parts["forward_backward"] > window.steps * DELAY_S / 2
     assert slow["wait"] < fast["wait"] / 2
     assert slow["gradient_sync"] == pytest.approx(fast["gradient_sync"], rel=0.5)  # the same sums
     for rank, found in windows.items():

@@ -16,7 +16,7 @@ import tfdist
 STEPS = 30
 EPOCHS = 2
 BATCH = 16
-DELAY = 0.05  # seconds of the second worker's forward pass
+DELAY_S = 0.05  # seconds of the second worker's forward pass
 
 
 class Slow(keras.layers.Layer):
@@ -39,7 +39,7 @@ class Slow(keras.layers.Layer):
         return shape
 
 
-def main(index, directory, delay=DELAY, measured="1"):
+def main(index, directory, delay=DELAY_S, measured="1"):
     strategy = tfdist.make_strategy()
     keras.utils.set_random_seed(1)
     with strategy.scope():

@@ -17,7 +17,7 @@ from tests.windows import typical
 from tfdist.telemetry.step_records import PARTS, per_step, read
 from tfdist.train.timing.step_breakdown import add_host_time, compute_times
 
-DELAY = 0.06  # planted, in each step
+DELAY_S = 0.06  # planted, in each step
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ class Sleep(keras.layers.Layer):
 
     def call(self, x):
         def wait(x):
-            time.sleep(DELAY)
+            time.sleep(DELAY_S)
             return x
 
         return x + 0 * tf.ensure_shape(
@@ -141,7 +141,7 @@ def test_the_same_model_goes_on_without_being_measured(mirrored, tmp_path):
 # --- Planted delays -------------------------------------------------------------------------------
 def slow_data(batches):
     def wait(x):
-        time.sleep(DELAY)
+        time.sleep(DELAY_S)
         return x
 
     return batches.map(
@@ -154,7 +154,7 @@ def slow_model():
 
 
 def slow_callback():
-    return keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: time.sleep(DELAY))
+    return keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: time.sleep(DELAY_S))
 
 
 @pytest.mark.parametrize(
@@ -169,14 +169,14 @@ def test_a_planted_delay_is_found_in_its_part(one_device, tmp_path, part, plante
     _, _, windows = trained(one_device, tmp_path, **planted)
     parts = typical(whole(windows, 24))
     assert max(parts, key=parts.get) == part
-    assert parts[part] > DELAY / 2
+    assert parts[part] > DELAY_S / 2
 
 
 @pytest.mark.parametrize("how", [{}, {"jit_compile": False, "run_eagerly": True}])
 def test_the_first_step_of_a_call_is_measured_from_its_beginning(one_device, tmp_path, how):
     """The clock is not read once the step has run."""
     _, _, windows = trained(one_device, tmp_path, slow_model, epochs=6, steps=1, **how)
-    assert all(window.parts["forward_backward"] > DELAY / 2 for window in windows)
+    assert all(window.parts["forward_backward"] > DELAY_S / 2 for window in windows)
 
 
 def test_replicas_of_one_process_wait_for_the_slowest(mirrored, tmp_path):
@@ -184,7 +184,7 @@ def test_replicas_of_one_process_wait_for_the_slowest(mirrored, tmp_path):
     _, _, windows = trained(mirrored, tmp_path, slow_model)
     parts = per_step(whole(windows, 24))
     assert (
-        parts["wait"] > DELAY / 4
+        parts["wait"] > DELAY_S / 4
     )  # half a delay: the mean of the one that waits a whole one and of the other
     assert windows[0].bytes == 4 * (6 * 3 + 3)
 
@@ -195,7 +195,7 @@ def test_the_input_wait_of_the_tensorboard_callback_is_the_same(one_device, tmp_
         sum(w.parts["input"] for w in windows), rel=1e-3
     )
     plain, _, _ = trained(one_device, None, data=slow_data)
-    assert plain.train_function.stats.input_seconds > 24 * DELAY / 2
+    assert plain.train_function.stats.input_seconds > 24 * DELAY_S / 2
 
 
 # --- Ways to run steps ----------------------------------------------------------------------------
