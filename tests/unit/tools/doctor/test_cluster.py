@@ -92,7 +92,7 @@ def test_hosts_that_fit_together():
         ("ps: [a:1]", "expected a chief or worker among the jobs, received ['ps']; add a worker"),
         (
             "worker: [a:1]\nworker: [b:1]",
-            "the key 'worker' appears twice; list all its addresses under one",
+            "the key 'worker' appears twice; give each its own name",
         ),
         ("worker: {0: a:1", "cannot be parsed"),
     ],
