@@ -185,7 +185,7 @@ def judge(results: dict) -> list[dict]:
 
 def report(results: dict, verdicts: list[dict], facts: dict) -> str:
     """Return the report as Markdown."""
-    lines = heading("What `fit` costs on two workers", facts)
+    lines = heading("Overhead of `fit` on two workers", facts)
     lines += [
         (
             f"Synthetic images of 28 x 28 in memory ({EXAMPLES}), Adam, steps_per_execution 1, "

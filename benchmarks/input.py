@@ -221,7 +221,7 @@ def judge(results: dict) -> list[dict]:
 
 def report(results: dict, verdicts: list[dict], facts: dict) -> str:
     """Return the report as Markdown."""
-    lines = heading("How fast examples arrive, and what their order costs", facts)
+    lines = heading("Input pipelines: throughput, and cost of the order", facts)
     lines += ["Medians over the rounds, min..max in brackets; ratios are of speeds within a round."]
     return (
         "\n".join([*lines, *_report_images(results, verdicts), *_report_order(results, verdicts)])

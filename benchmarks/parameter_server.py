@@ -305,7 +305,7 @@ def judge(results: dict) -> list[dict]:
 
 def report(results: dict, verdicts: list[dict], facts: dict) -> str:
     """Return the report as Markdown."""
-    lines = heading("What parameter servers cost, and what they do to accuracy", facts)
+    lines = heading("Parameter servers: throughput and accuracy", facts)
     lines += [
         (
             f"One chief, {WORKERS} workers and the parameter servers, all on this machine, one "

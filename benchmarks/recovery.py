@@ -381,7 +381,7 @@ def report(
     recoveries: Recoveries, large: Recoveries, saved: Saves, verdicts: list[dict], facts: dict
 ) -> str:
     """Return the report as Markdown."""
-    lines = heading("What a failure and what a save costs", facts)
+    lines = heading("Recovery time after a failure, and cost of snapshots", facts)
     lines += [
         (
             "The CNN of `configs/digits.py`: 24 steps of 64 images an epoch. Medians over the "

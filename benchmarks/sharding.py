@@ -158,7 +158,7 @@ def judge(results: dict) -> list[dict]:
 
 def report(results: dict, verdicts: list[dict], facts: dict) -> str:
     """Return the report as Markdown."""
-    lines = heading("What sharding saves, and what it costs", facts)
+    lines = heading("Sharding: memory and step time", facts)
     lines += [
         (
             "MiB of tensors per process, of the process with the most, as TensorFlow's allocator "

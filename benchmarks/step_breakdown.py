@@ -108,7 +108,7 @@ def judge(results: dict[str, list]) -> list[dict]:
 
 def report(results: dict, verdicts: list[dict], facts: dict) -> str:
     """Return the report as Markdown."""
-    lines = heading("What the step breakdown costs", facts)
+    lines = heading("Overhead of the step breakdown", facts)
     lines += [
         (
             f"Synthetic images of 28 x 28 in memory ({EXAMPLES}), Adam, 64 examples per worker "

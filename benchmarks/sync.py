@@ -197,7 +197,7 @@ def judge(results: dict) -> list[dict]:
 
 def report(results: dict, verdicts: list[dict], facts: dict) -> str:
     """Return the report as Markdown."""
-    lines = heading("What each way to exchange costs, and is worth", facts)
+    lines = heading("Synchronization policies: speed, traffic and accuracy", facts)
     lines += [
         (
             "Two workers on one machine, each on a core of its own with one thread, Adam, "

@@ -260,6 +260,14 @@ def test_help_ends_with_the_exit_codes(command, capsys):
     assert "\n  130   you pressed Ctrl-C" in codes
 
 
+@pytest.mark.parametrize("command", EVERY_COMMAND)
+def test_help_is_at_most_100_columns_wide(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    with contextlib.suppress(SystemExit):
+        cli.main([*command.split(), "--help"])
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 100
+
+
 @pytest.mark.parametrize("command", [name for name in EVERY_COMMAND if name != "train"])
 def test_flags_have_hyphens_and_an_underscore_gets_a_hint(command, capsys):
     with contextlib.suppress(SystemExit):

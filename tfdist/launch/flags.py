@@ -185,17 +185,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     hosts.add_argument(
         "--rendezvous",
         metavar="HOST:PORT",
-        help="where the launchers meet: the first host and a free port of it",
+        help="where the launchers meet: the first host, and a free port on it",
     )
     hosts.add_argument(
         "--token-file",
         metavar="FILE",
-        help="file with the secret that all hosts share (the environment variable TFDIST_TOKEN)",
+        help="file with the secret that all hosts share; without it, the environment variable "
+        "TFDIST_TOKEN holds the secret",
     )
     hosts.add_argument(
         "--host",
         metavar="ADDRESS",
-        help="address at which the others reach this host (the one that reaches the rendezvous)",
+        help="address at which other hosts reach this host (the local address of the "
+        "connection to the rendezvous)",
     )
     hosts.add_argument(
         "--max-workers",
@@ -213,7 +215,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--restart-window",
         type=seconds,
         metavar="S",
-        help="seconds that the other hosts wait for a lost host, or for one more (30)",
+        help="seconds to wait for a lost host to come back, or for another host to join (30)",
     )
     hosts.add_argument(
         "--host-timeout",
@@ -225,7 +227,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--join-timeout",
         type=seconds,
         metavar="S",
-        help="seconds until at least A workers must have joined (300)",
+        help="seconds within which at least A workers must join (300)",
     )
     tasks = parser.add_argument_group("tasks")
     tasks.add_argument(
@@ -239,7 +241,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=seconds,
         default=10.0,
         metavar="S",
-        help="seconds between the request to end and SIGKILL (10)",
+        help="seconds that tasks have after SIGTERM or SIGINT, before SIGKILL (10)",
     )
     tasks.add_argument(
         "--evaluator-wait",
@@ -251,8 +253,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     tasks.add_argument(
         "--check",
         action="store_true",
-        help="run `tfdist doctor` first, with --cluster on all hosts at once, and start only if no "
-        "check fails",
+        help="run `tfdist doctor` first, and start only if no check fails; with --cluster, on all "
+        "hosts at once",
     )
     faults = parser.add_argument_group("failures")
     faults.add_argument(
@@ -266,8 +268,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--standby",
         type=whole(0),
         metavar="N",
-        help="number of processes that wait with TensorFlow imported, 0.7 GB each, so that a "
-        "restart begins at once (with --restarts: one for each Python task here, if memory "
+        help="number of standby processes, which import TensorFlow beforehand so that a restart is "
+        "faster; they take 0.7 GB each (with --restarts: one for each Python task here, if memory "
         "allows; else 0)",
     )
     faults.add_argument(
@@ -282,13 +284,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=seconds,
         default=1800.0,
         metavar="S",
-        help="the same while TensorFlow compiles (1800; 0 means never)",
+        help="the same for the first call of a function, which TensorFlow compiles (1800; 0 means "
+        "never)",
     )
     faults.add_argument(
         "--chaos",
         metavar="PLAN",
-        help='faults to inject, such as "kill worker:1@step=37; corrupt newest"; "none" for the '
-        "undisturbed launch to compare with",
+        help='faults to inject, such as "kill worker:1@step=37; corrupt newest"; "none" for a '
+        "launch without faults to compare with",
     )
     output = parser.add_argument_group("output")
     output.add_argument(

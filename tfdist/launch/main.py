@@ -336,10 +336,11 @@ main = Command(
     exit_codes={
         **COMMON_EXIT_CODES,
         0: "all tasks succeeded",
-        1: "--check found a mistake; no task was started",
-        "else": "the exit code of the task that failed first; 128 + signal if a signal ended it",
-        PREEMPTED_CODE: "the tasks were asked to end and saved their state; the same command "
-        "resumes the training",
+        1: "--check found a fault; no task was started",
+        "else": "the exit code of the task that is the root cause; 128 + signal if a signal ended "
+        "it",
+        PREEMPTED_CODE: "SIGTERM ended the tasks after a snapshot; the same command resumes "
+        "training",
     },
     run=_run,
     add_flags=add_flags,

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from ml_collections import ConfigDict
 
 _DESCRIPTION = """\
-Trains what a config file describes. FILE.py defines get_config(), which returns a changed
-tfdist.config.default(); with FILE.py:TEXT, get_config receives TEXT. --profile is short for
---config.telemetry.profile.
+Trains what a config file describes. FILE.py defines get_config(), which returns
+tfdist.config.default() with changes; with FILE.py:TEXT, get_config receives TEXT. --profile is
+short for --config.telemetry.profile.
 
 Keys and their defaults:
 

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import functools
 import importlib
 import math
 import shutil
@@ -21,6 +22,7 @@ from tfdist.runtime.termination import ending
 
 USAGE_CODE = 2
 INTERRUPTED_CODE = 128 + signal.SIGINT
+MAX_WIDTH = 100  # columns of `--help`, also on a wider terminal
 
 ExitCodes = Mapping[int | str, str]  # code, or words about it: when a command ends with it
 COMMON_EXIT_CODES: ExitCodes = {
@@ -149,7 +151,9 @@ class Command:
             if isinstance(self.description, str)
             else self.description(),
             epilog=exit_code_lines(self.exit_codes),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=functools.partial(
+                argparse.RawDescriptionHelpFormatter, width=_help_width()
+            ),
             allow_abbrev=False,
         )
         if self.takes_config:
@@ -254,7 +258,7 @@ def exit_code_lines(exit_codes: ExitCodes) -> str:
           0     no check fails
           78    the config is wrong
     """
-    width = max(shutil.get_terminal_size().columns - 2, 40)
+    width = _help_width()
     # The last line is about all other codes, if a command has more.
     order = sorted(exit_codes, key=lambda code: code if isinstance(code, int) else math.inf)
     lines = [
@@ -264,3 +268,7 @@ def exit_code_lines(exit_codes: ExitCodes) -> str:
         for code in order
     ]
     return "\n".join(["exit codes:", *lines])
+
+
+def _help_width() -> int:
+    return min(max(shutil.get_terminal_size().columns - 2, 40), MAX_WIDTH)

@@ -26,7 +26,7 @@ LATEST = os.path.join("runs", "latest")
 COMMANDS = {
     "report": Subcommand(
         "tfdist.tools.chaos:report",
-        "recovery times, lost steps, and whether the result equals that of an undisturbed launch",
+        "recovery times, lost steps, and whether the result equals that of a launch without faults",
     ),
 }
 
@@ -39,7 +39,7 @@ Reports how a launch recovered from the faults of `tfdist launch --chaos`.
   tfdist chaos report runs/wild --against runs/calm
 
 Results can be compared if the training uses tfdist.BackupAndRestore. Give each launch its own
-directory for its backups.
+directory for its snapshots.
 """
 _EXIT_CODES: ExitCodes = {
     **COMMON_EXIT_CODES,
@@ -168,12 +168,12 @@ def _seconds(seconds: float | None, digits: int) -> str:
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "log_dir", nargs="?", metavar="LOG_DIR", help=f"directory of a launch's logs ({LATEST})"
+        "log_dir", nargs="?", metavar="LOG_DIR", help=f"log directory of a launch ({LATEST})"
     )
     parser.add_argument(
         "--against",
         metavar="LOG_DIR",
-        help="directory of the undisturbed launch's logs (--chaos none), to compare the results",
+        help="log directory of a launch without faults (--chaos none), to compare the results with",
     )
 
 

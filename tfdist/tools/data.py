@@ -31,7 +31,9 @@ COMMANDS = {
         "tfdist.tools.data:show_command",
         "show features, counts, class balance, and a contact sheet of images",
     ),
-    "head": Subcommand("tfdist.tools.data:head_command", "print some examples, and where they lie"),
+    "head": Subcommand(
+        "tfdist.tools.data:head_command", "print some examples, and where they are stored"
+    ),
     "write": Subcommand(
         "tfdist.tools.data:write_command",
         "write a copy as TFRecord files; if it is interrupted, the same command resumes",

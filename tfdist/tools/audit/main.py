@@ -153,7 +153,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         type=real("a number of at least 0", lambda value: value >= 0),
         default=2.0,
         metavar="S",
-        help="seconds to measure each stage (2; 0 means do not measure)",
+        help="seconds to measure each stage (2; 0 means no measurement)",
     )
     add(
         "--keep",

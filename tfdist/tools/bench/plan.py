@@ -233,21 +233,22 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--strategies",
         type=_listed(_strategy),
         metavar="NAME,...",
-        help=f"some of {', '.join(STRATEGIES)}",
+        help=f"strategies to measure, some of {', '.join(STRATEGIES)} (all but central_storage; "
+        "for allreduce without one_device; with --predict only mirrored)",
     )
     add(
         "--steps",
         type=positive,
         metavar="N",
-        help="number of steps to measure in each round (50; 20 batches of the largest size with "
-        "--predict)",
+        help="number of steps to measure in each round (50; with --predict: 20 batches of the "
+        "largest size)",
     )
     add(
         "--warmup",
         type=whole(0),
         metavar="N",
-        help="number of steps before those, which training rounds up to a multiple of --steps "
-        "(as many as --steps)",
+        help="number of steps to run before the measurement; training rounds it up to a multiple "
+        "of --steps (as many as --steps)",
     )
     add(
         "--rounds",
@@ -277,7 +278,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--bytes",
         type=_listed(parse_bytes),
         metavar="N,...",
-        help="bytes that each replica gives to an all-reduce (4k,256k,1M,4M,16M)",
+        help="bytes that each replica contributes to an all-reduce (4k,256k,1M,4M,16M)",
     )
     add(
         "--communication",

@@ -108,7 +108,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         action="extend",
         metavar="DIR",
-        help="directories that training writes to and all hosts share (those of the config)",
+        help="directories that training writes to and that all hosts share (those of the config)",
     )
     add(
         "--serve",

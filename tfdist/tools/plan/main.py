@@ -131,7 +131,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         type=whole(1),
         default=8,
         metavar="M",
-        help="number of microbatches of pipeline parallelism (8)",
+        help="number of micro-batches of pipeline parallelism (8)",
     )
     parser.add_argument(
         "--timeout",

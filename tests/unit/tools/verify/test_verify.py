@@ -267,6 +267,16 @@ def test_rows_of_another_order_are_told_from_shards_that_overlap():
     assert "other examples" in likely(comparison, [])
 
 
+def test_a_difference_of_uncompiled_steps_alone_has_its_cause():
+    ways = {
+        "compiled": found(halves(recording())),
+        "not compiled": found(halves(recording(gradient=lambda step, x: 2 * x))),
+    }
+    told = " ".join(" ".join(rendering.verdict(ways, [], "2 workers")).split())
+    assert "NOT THE SAME: not compiled." in told
+    assert "Likely cause: only steps that are not compiled differ" in told
+
+
 def test_a_table_marks_what_differs():
     comparison = found(halves(recording(gradient=lambda step, x: 2 * x)))
     lines = rendering.table({"compiled": comparison})
