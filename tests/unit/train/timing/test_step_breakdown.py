@@ -154,7 +154,9 @@ def slow_model():
 
 
 def slow_callback():
-    return keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: time.sleep(DELAY_S))
+    return keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: time.sleep(DELAY_S)
+    )
 
 
 @pytest.mark.parametrize(
