@@ -90,8 +90,8 @@ class ClusterSpec:
             The cluster, without a task: see `for_task`.
 
         Example:
-            >>> [str(task) for task in ClusterSpec.local(workers=2, ps=1).tasks]
-            ['worker:0', 'worker:1', 'ps:0']
+            >>> [str(task) for task in ClusterSpec.local(workers=1, ps=1, chief=True).tasks]
+            ['chief:0', 'worker:0', 'ps:0']
         """
         counts = {"chief": int(chief), "worker": workers, "ps": ps, "evaluator": int(evaluator)}
         name = f"[{host}]" if ":" in host else host
