@@ -217,7 +217,7 @@ def test_hosts_that_never_join_are_named(hosts):
         (
             ("--max-workers", "2", "--rendezvous", "nohost"),
             None,
-            "--rendezvous: 'nohost' is not host:port; write 10.0.0.1:2222",
+            "--rendezvous: 'nohost' is not host:port; write it as 10.0.0.1:2222",
         ),
         (("--max-workers", "2", "--min-workers", "3"), None, "--min-workers: expected at most"),
         (("--max-workers", "2", "--ps", "1"), None, "--ps: expected without --rendezvous"),

@@ -160,11 +160,19 @@ def test_background_processes_end_with_their_task(launch):
     assert (code, out) == (0, "[worker:0] done\n")
 
 
-def test_parameter_servers_end_with_the_workers(launch):
+def test_parameter_servers_end_with_chief_and_workers(launch):
     script = "if me.startswith('ps'): time.sleep(300)\ntime.sleep(0.3)"
-    code, _, err = launch.run("--workers", "2", "--ps", "1", script=script)
+    code, _, err = launch.run("--workers", "2", "--ps", "1", "--chief", script=script)
     assert code == 0
     assert "all tasks done" in err
+
+
+def test_a_cluster_file_with_parameter_servers_and_no_chief_is_refused(launch):
+    file = launch.directory / "cluster.yaml"
+    file.write_text("worker: ['127.0.0.1:4001']\nps: ['127.0.0.1:4002']\n")
+    code, _, err = launch.run("--cluster", str(file), script="pass")
+    assert code == 2
+    assert f"--cluster {file}: expected a chief, which coordinates the workers" in err
 
 
 def test_workers_serve_under_a_coordinator(launch):

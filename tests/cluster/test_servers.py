@@ -147,7 +147,7 @@ def test_servers_wait_within_a_bound_for_a_chief_that_was_killed_or_left(job):
     job.start("chief:0", how="stay", name="first")
     job.says("first", "counted 50")
     for task in ("worker:0", "worker:1", "ps:0"):  # each looks once a second
-        job.says(task, "is there")
+        job.says(task, "answers")
     job.members.processes["first"].kill()
     job.says("worker:0", "is gone; waiting 20 s")
     job.start("chief:0", how="leave", name="second")

@@ -147,7 +147,7 @@ def test_steps_start_no_threads_of_their_own(job):
 
 # --- Mistakes -------------------------------------------------------------------------------------
 BATCHES = (
-    r"worker:1 differs from worker:0 in global batches: .*pass a seed to shuffle\(\).*do not "
+    r"worker:1 differs from worker:0 in global batches: .*Pass a seed to shuffle\(\).*do not "
     r"shard\(\) by worker"
 )
 MISTAKES = {

@@ -141,6 +141,7 @@ def test_no_command_shows_the_help(capsys):
             "--task worker:1 -- train.py",
             "--task: expected together with --cluster FILE, received alone",
         ),
+        ("--workers 2 --ps 1 -- train.py", "--ps: expected together with --chief, received --ps 1"),
         ("--cluster c.yaml --ps 1 -- train.py", "--ps: expected without --cluster, received both"),
         ("--cluster none.yaml -- train.py", "none.yaml"),
         ("--log-dir train.py -- train.py", "--log-dir: expected a directory that can be written"),

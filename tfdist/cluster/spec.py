@@ -416,11 +416,6 @@ def _check_jobs(jobs: Mapping[str, Any], source: str) -> dict[str, tuple[str, ..
             f"{source}: expected a chief or worker among the jobs, received {list(jobs)}; add a "
             "worker"
         )
-    if "ps" in jobs and "chief" not in jobs:
-        raise ValueError(
-            f"{source}: expected a chief, which coordinates the workers, beside the "
-            f"parameter servers (job 'ps'); received the jobs {list(jobs)}; add a chief"
-        )
     return {job: tuple(jobs[job]) for job in JOBS if job in jobs}
 
 

@@ -81,6 +81,11 @@ def check(flags: argparse.Namespace, words: Sequence[str]) -> None:
             "alone; standby processes only serve restarts"
         )
     _check_hosts(flags)
+    if flags.ps and not flags.chief:
+        raise ValueError(
+            f"--ps: expected together with --chief, received --ps {flags.ps} alone; a chief "
+            "coordinates the workers of parameter servers"
+        )
     if flags.workers == 0 and not flags.chief:
         raise ValueError(
             "--workers: expected at least 1 without --chief, received 0; at least one task must "

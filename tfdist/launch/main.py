@@ -253,6 +253,12 @@ def find_tasks(flags: argparse.Namespace) -> tuple[ClusterSpec, tuple[Task, ...]
         spec = _local(flags)
         return spec, spec.tasks
     spec = ClusterSpec.from_file(flags.cluster, task=flags.task)
+    if "ps" in spec.jobs and "chief" not in spec.jobs:
+        raise ValueError(
+            f"--cluster {flags.cluster}: expected a chief, which coordinates the workers of "
+            f"parameter servers; received the jobs {', '.join(spec.jobs)}; add the job chief with "
+            "one address"
+        )
     if spec.task is not None:
         members: tuple[Task, ...] = (spec.task,)
     else:

@@ -190,7 +190,6 @@ def test_wrong_tf_config(text, words):
         ("{a: b}: [a:1]", "cannot be parsed: .*unhashable key"),
         ("[" * 5000, "cannot be parsed: the document is nested too deeply"),
         ("a: " + "[" * 5000 + "]" * 5000, "cannot be parsed: the document is nested too deeply"),
-        ("worker: [a:1]\nps: [b:1]", "expected a chief, which coordinates the workers"),
         ("", "expected a mapping"),
         ("worker: [a:1]\nworker: [b:1]", "'worker' appears twice"),
         ("workers: [a:1]", "'workers': unknown"),

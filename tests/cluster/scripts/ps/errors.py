@@ -80,12 +80,16 @@ def error_jit_compile(strategy):
 def error_data_without_end(strategy):
     model = counter(strategy)
     endless = batches().repeat()
-    raises(ValueError, "fit: .*no end.*steps_per_epoch", model.fit, endless)
+    raises(ValueError, "fit: .*infinite.*steps_per_epoch", model.fit, endless)
     raises(
-        ValueError, "fit: .*no end.*validation_steps", model.fit, batches(), validation_data=endless
+        ValueError,
+        "fit: .*infinite.*validation_steps",
+        model.fit,
+        batches(),
+        validation_data=endless,
     )
-    raises(ValueError, "evaluate: .*no end.*steps", model.evaluate, endless)
-    raises(ValueError, "predict: .*no end.*steps", model.predict, endless)
+    raises(ValueError, "evaluate: .*infinite.*steps", model.evaluate, endless)
+    raises(ValueError, "predict: .*infinite.*steps", model.predict, endless)
 
 
 def own_step(strategy, returned):
