@@ -10,7 +10,7 @@ import pytest
 
 from tests.cluster.scripts import audited
 from tests.processes import PYTHON, ROOT, group, is_gone
-from tfdist.tools.audit import steps
+from tfdist.tools.audit import row_records
 
 TIMEOUT_S = 240  # for one audit: about 10 on an idle machine of 2 cores
 SCRIPT = ROOT / "tests" / "cluster" / "scripts" / "audited.py"
@@ -155,7 +155,7 @@ def test_killed_job_resumes_with_more_workers_and_uses_each_example_once(members
 
 def taken(directory, rank):
     path = directory / f"worker-{rank}.steps"
-    return steps.read(path) if path.exists() else ()
+    return row_records.read(path) if path.exists() else ()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

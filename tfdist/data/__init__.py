@@ -5,11 +5,11 @@ Nothing in this package depends on a device, a strategy or the number of workers
 
 from tfdist.data import transforms
 from tfdist.data.pipeline import Epochs, pipeline
-from tfdist.data.sources.base import Source, of_arrays, of_generator
 from tfdist.data.sources.catalog import Catalog
 from tfdist.data.sources.convert import as_source
 from tfdist.data.sources.image_files import image_folder, imagenet, manifest
 from tfdist.data.sources.records import records
+from tfdist.data.sources.source import Source, of_arrays, of_generator
 from tfdist.data.sources.tables import table
 from tfdist.data.sources.tfds import load
 from tfdist.data.writing.writer import verify, write

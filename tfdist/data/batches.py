@@ -26,7 +26,7 @@ from tfdist.data.reading import (
     window_begin,
 )
 from tfdist.data.service import distribute
-from tfdist.data.sources.base import Source, call, takes
+from tfdist.data.sources.source import Source, call, takes
 
 
 class ReplicaRows(NamedTuple):

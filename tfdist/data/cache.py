@@ -12,7 +12,7 @@ import itertools
 import tensorflow as tf
 
 from tfdist.data.errors import location_of
-from tfdist.data.sources.base import Source, check_labels
+from tfdist.data.sources.source import Source, check_labels
 from tfdist.data.writing.record_shards import name_unreadable
 
 _BATCH = 1024  # examples in one read

@@ -16,7 +16,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfdist.data.batch_rows import plain
-from tfdist.data.sources.base import Source
+from tfdist.data.sources.source import Source
 
 # Parts that TensorFlow adds to its error messages: the names of graph nodes.
 _NOISE = (

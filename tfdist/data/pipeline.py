@@ -20,8 +20,8 @@ from tfdist.data.errors import Errors
 from tfdist.data.order import TAILS, Order, StreamOrder
 from tfdist.data.reading import Window
 from tfdist.data.service import addresses_of
-from tfdist.data.sources.base import Source
 from tfdist.data.sources.convert import as_source
+from tfdist.data.sources.source import Source
 
 # Size in examples of the shuffle buffer for sources that are read from beginning to end.
 SHUFFLE_BUFFER = 16_384

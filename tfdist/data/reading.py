@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tfdist.data.batch_rows import plain
 from tfdist.data.order import Order, StreamOrder, rows_of_replicas
-from tfdist.data.sources.base import Source
+from tfdist.data.sources.source import Source
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import config
-from tfdist.data.sources.base import call, takes
+from tfdist.data.sources.source import call, takes
 
 # Mean and standard deviation of ImageNet's pixels (0 to 255): `images(224, **IMAGENET)`.
 IMAGENET: Mapping[str, Any] = {"mean": (123.675, 116.28, 103.53), "std": (58.395, 57.12, 57.375)}

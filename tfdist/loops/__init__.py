@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tfdist.loops.prepare import prepare_training
-    from tfdist.loops.state import State
     from tfdist.loops.steps import train_step, update
     from tfdist.loops.training import evaluate, train
+    from tfdist.loops.training_state import State
 
 # Name -> module that defines it.
 _MODULES = {
-    "State": "tfdist.loops.state",
+    "State": "tfdist.loops.training_state",
     "evaluate": "tfdist.loops.training",
     "prepare_training": "tfdist.loops.prepare",
     "train": "tfdist.loops.training",

@@ -16,7 +16,7 @@ from tfdist.loops.steps import train_step, update
 from tfdist.train.synchronous.feed import symbolic, without_optionals
 
 if TYPE_CHECKING:
-    from tfdist.loops.state import State
+    from tfdist.loops.training_state import State
 
 
 @dataclasses.dataclass

@@ -12,7 +12,7 @@ from tfdist.data.pipeline import pipeline
 from tfdist.keras_compat import engine_of, strategy_of
 from tfdist.keras_compat.parallel import copy_weight_decay_exclusions
 from tfdist.loops.learner import Learner
-from tfdist.loops.state import State
+from tfdist.loops.training_state import State
 from tfdist.strategies.factory import make_strategy
 from tfdist.train.synchronous.engine import Engine
 

@@ -15,7 +15,7 @@ from tfdist.loops.losses import check_loss, value_of
 from tfdist.train.synchronous.replica_step import own_weight
 
 if TYPE_CHECKING:
-    from tfdist.loops.state import State
+    from tfdist.loops.training_state import State
 
 
 def train_step(loss: Callable, state: State, batch: Any) -> tuple[list, dict[str, tf.Tensor]]:

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfdist.loops.losses import check_loss
 from tfdist.loops.prepare import check_batches
-from tfdist.loops.state import State
+from tfdist.loops.training_state import State
 
 
 def train(

@@ -138,7 +138,7 @@ def _from_function(section: config.Data, split: str) -> Any:
     """Return the data that a user's function provides."""
     import tensorflow as tf
 
-    from tfdist.data.sources.base import Source
+    from tfdist.data.sources.source import Source
 
     result = user_functions.load(section.name, "data.name")(section, split)
     if not isinstance(result, Source | tf.data.Dataset):

@@ -17,8 +17,8 @@ from tfdist.runtime.formatting import aligned, format_bytes
 from tfdist.runtime.launch_protocol import CONFIGURATION_CODE
 
 if TYPE_CHECKING:
-    from tfdist.data.sources.base import Source
     from tfdist.data.sources.catalog import Catalog, Entry
+    from tfdist.data.sources.source import Source
 
 CATALOG = "configs/datasets.yaml"
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tfdist.data.sources.base import Source
+from tfdist.data.sources.source import Source
 
 _FILES = 64  # files that are opened at most for a sample
 

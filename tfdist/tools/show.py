@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.data import errors
-from tfdist.data.sources.base import Source
+from tfdist.data.sources.source import Source
 from tfdist.runtime.formatting import format_bytes
 from tfdist.telemetry import contact_sheet
 from tfdist.tools import examples

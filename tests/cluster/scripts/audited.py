@@ -9,9 +9,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.data import pipeline
-from tfdist.data.sources.base import Source
 from tfdist.data.sources.image_files import image_folder
 from tfdist.data.sources.records import records
+from tfdist.data.sources.source import Source
 
 DIRECTORY = pathlib.Path(os.environ.get("AUDITED", ""))  # the test itself only writes
 BROKEN = 13  # of the images

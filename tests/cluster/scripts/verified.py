@@ -6,7 +6,7 @@ import tensorflow as tf
 
 import tfdist
 from tfdist.cluster.spec import ClusterSpec
-from tfdist.data.sources.base import Source
+from tfdist.data.sources.source import Source
 
 CLASSES = 4
 

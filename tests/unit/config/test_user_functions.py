@@ -17,7 +17,7 @@ import keras
 import numpy as np
 import beside
 import tfdist
-from tfdist.data.sources.base import Source
+from tfdist.data.sources.source import Source
 
 RUNS = beside.note()
 

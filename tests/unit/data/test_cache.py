@@ -8,9 +8,9 @@ import tensorflow as tf
 
 from tfdist.data.cache import cached
 from tfdist.data.pipeline import pipeline
-from tfdist.data.sources.base import of_arrays
 from tfdist.data.sources.image_files import image_folder
 from tfdist.data.sources.records import records
+from tfdist.data.sources.source import of_arrays
 
 
 @pytest.fixture

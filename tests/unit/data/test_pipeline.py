@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdist.data.pipeline import Epochs, pipeline
 from tfdist.data.reading import Window
-from tfdist.data.sources.base import Source, of_arrays, of_generator
+from tfdist.data.sources.source import Source, of_arrays, of_generator
 
 LENGTHS = (5, 0, 7, 3)
 COUNT = sum(LENGTHS)

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfdist import data
 from tfdist.data import order, transforms
-from tfdist.data.sources.base import of_arrays
+from tfdist.data.sources.source import of_arrays
 
 AUGMENT = {"augment": True, "brightness": 0.3, "contrast": 0.3, "saturation": 0.3, "hue": 0.1}
 

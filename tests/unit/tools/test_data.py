@@ -8,8 +8,8 @@ import tensorflow as tf
 from PIL import Image
 
 from tfdist import cli
-from tfdist.data.sources import base
 from tfdist.data.sources.records import records
+from tfdist.data.sources.source import Source, of_arrays
 from tfdist.telemetry import contact_sheet
 from tfdist.tools import data, examples, show
 from tfdist.tools.common import example_text
@@ -286,10 +286,10 @@ def numbers(source, count):
 
 
 def test_examples_are_drawn_evenly_and_never_twice():
-    assert numbers(base.Source.of(np.arange(100)), 4) == [12, 37, 62, 87]
-    assert numbers(base.Source.of(np.arange(3)), 4) == [0, 1, 2]
-    assert numbers(base.Source.of(tf.data.Dataset.range(10)), 4) == [0, 1, 2, 3]
-    walked = examples.numbered(base.Source.of(tf.data.Dataset.range(10, 20)), np.array([2, 7]))
+    assert numbers(Source.of(np.arange(100)), 4) == [12, 37, 62, 87]
+    assert numbers(Source.of(np.arange(3)), 4) == [0, 1, 2]
+    assert numbers(Source.of(tf.data.Dataset.range(10)), 4) == [0, 1, 2, 3]
+    walked = examples.numbered(Source.of(tf.data.Dataset.range(10, 20)), np.array([2, 7]))
     assert [(x.number, int(x.data)) for x in walked] == [(2, 12), (7, 17)]
 
 
@@ -313,7 +313,7 @@ def test_ragged_and_nested_examples_have_words():
 
 def test_many_classes_are_shown_in_part(capsys, tmp_path):
     labels = np.repeat(np.arange(50), np.arange(1, 51))
-    source = base.of_arrays((np.zeros([len(labels), 4, 4, 1], np.float32), labels), classes=52)
+    source = of_arrays((np.zeros([len(labels), 4, 4, 1], np.float32), labels), classes=52)
     assert show.show(source, None, 10, str(tmp_path / "x.png")) == 0
     out = capsys.readouterr().out
     assert "... 30 more, of 40 to 11 examples" in out

@@ -30,7 +30,7 @@ from tfdist.data.sources import catalog_kinds
 from tfdist.runtime.yaml_files import parse_yaml
 
 if TYPE_CHECKING:
-    from tfdist.data.sources.base import Source
+    from tfdist.data.sources.source import Source
 
 
 @dataclasses.dataclass(frozen=True)

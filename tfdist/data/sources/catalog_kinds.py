@@ -14,8 +14,8 @@ import numpy as np
 from tfdist import config
 
 if TYPE_CHECKING:
-    from tfdist.data.sources.base import Source
     from tfdist.data.sources.catalog import Split
+    from tfdist.data.sources.source import Source
 
 
 # Errors of NumPy for a file that is not an array.
@@ -123,7 +123,7 @@ def _settings(split: Split, *keys: str) -> dict[str, Any]:
 
 
 def _arrays(split: Split, _: Any) -> Source:
-    from tfdist.data.sources import base
+    from tfdist.data.sources.source import of_arrays
 
     location = _location(split)
     label = split.options.get("label")
@@ -132,7 +132,7 @@ def _arrays(split: Split, _: Any) -> Source:
     one = features[0] if isinstance(features, list) and len(features) == 1 else features
     x = arrays.read(one) if isinstance(one, str) else {name: arrays.read(name) for name in one}
     classes, names = _classes(split)
-    source = base.of_arrays(x if label is None else (x, arrays.read(label)), location, classes)
+    source = of_arrays(x if label is None else (x, arrays.read(label)), location, classes)
     return dataclasses.replace(source, class_names=names)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tfdist.data.sources.base import Source
+from tfdist.data.sources.source import Source
 from tfdist.data.sources.tfds import load
 
 

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfdist import config
 from tfdist.data.files_io import absolute, is_remote
-from tfdist.data.sources.base import Source
+from tfdist.data.sources.source import Source
 from tfdist.data.sources.tables import Labels, classify, labels_of, read
 from tfdist.data.transforms import decode_image
 

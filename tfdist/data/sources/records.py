@@ -16,9 +16,9 @@ import tensorflow as tf
 from tfdist.data import files_io
 from tfdist.data.batch_rows import plain
 from tfdist.data.sources import dataset_file
-from tfdist.data.sources.base import Source
 from tfdist.data.sources.features import Features
 from tfdist.data.sources.record_index import SUFFIX, Index, open_indexes
+from tfdist.data.sources.source import Source
 
 ACCESS = ("auto", "random", "stream")
 # Replaces an unreadable record of a stream, so that the records after it keep their numbers.

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfdist import config
 from tfdist.data.files_io import absolute
-from tfdist.data.sources.base import Source, check_labels
+from tfdist.data.sources.source import Source, check_labels
 
 _TYPES = ("int64", "float32", "string")
 

@@ -20,9 +20,9 @@ from absl import logging
 
 from tfdist.data import files_io
 from tfdist.data.batch_rows import plain
-from tfdist.data.sources.base import Source, of_dataset
 from tfdist.data.sources.record_index import Index, open_indexes
 from tfdist.data.sources.records import of_indexes
+from tfdist.data.sources.source import Source, of_dataset
 
 if TYPE_CHECKING:  # it takes seconds to import
     import tensorflow_datasets as tfds

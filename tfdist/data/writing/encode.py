@@ -13,8 +13,8 @@ import numpy as np
 import tensorflow as tf
 from google.protobuf.message import DecodeError
 
-from tfdist.data.sources.base import Source
 from tfdist.data.sources.features import Feature, Features, listable, packable, shape_of
+from tfdist.data.sources.source import Source
 
 _TUPLE = ("x", "y", "sample_weight")  # the terms of Keras
 WHOLE = ""  # stands for the stored bytes themselves, rather than a feature in them

@@ -21,8 +21,8 @@ import tensorflow as tf
 from tfdist.data import files_io
 from tfdist.data.errors import cause, location_of
 from tfdist.data.sources import dataset_file
-from tfdist.data.sources.base import Source
 from tfdist.data.sources.record_index import FRAME
+from tfdist.data.sources.source import Source
 from tfdist.data.writing.encode import Encoder
 
 _REPORT_EVERY = 1000  # examples between two calls of `progress`

@@ -20,9 +20,9 @@ import tensorflow as tf
 
 from tfdist.data import files_io
 from tfdist.data.sources import dataset_file
-from tfdist.data.sources.base import Source
 from tfdist.data.sources.convert import as_source
 from tfdist.data.sources.record_index import FRAME, open_indexes
+from tfdist.data.sources.source import Source
 from tfdist.data.writing.encode import Encoder
 from tfdist.data.writing.record_shards import (
     Progress,

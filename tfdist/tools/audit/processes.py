@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from tfdist.tools.audit import steps
+from tfdist.tools.audit import row_records
 from tfdist.tools.audit.settings import Settings
 from tfdist.tools.common import events
 from tfdist.tools.common.process_logs import end_of
@@ -148,7 +148,7 @@ class Workers(contextlib.AbstractContextManager):
         """Return the epoch and step that a worker recorded last, or None."""
         last = None
         with contextlib.suppress(FileNotFoundError):
-            for step in steps.read(self.settings.file(rank, "steps")):
+            for step in row_records.read(self.settings.file(rank, "steps")):
                 last = step.epoch, step.step
         return last
 

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.data.order import Order, rows_of_replicas
-from tfdist.tools.audit.steps import Step
+from tfdist.tools.audit.row_records import Step
 
 Recorded = Callable[[], Iterator[Step]]  # starts to read a worker's steps
 

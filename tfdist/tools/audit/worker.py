@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfdist.data.errors import location_of
 from tfdist.data.order import Order, StreamOrder
-from tfdist.tools.audit import stages, steps
+from tfdist.tools.audit import row_records, stage_throughput
 from tfdist.tools.audit.settings import Settings
 from tfdist.tools.audit.verdict import AuditError, Plan, verify
 from tfdist.tools.common import events, example_text
@@ -93,7 +93,7 @@ class Worker:
         )
         left_out = [{int(number): where for number, where in of["left_out"].items()} for of in read]
         recorded = [
-            functools.partial(steps.read, settings.file(rank, "steps"))
+            functools.partial(row_records.read, settings.file(rank, "steps"))
             for rank in range(settings.workers)
         ]
         try:
@@ -117,9 +117,11 @@ class Worker:
 
     def stages(self) -> None:
         """Measure the throughput of each stage of the data pipeline."""
-        for stage in stages.measure(self.batches, self.window, self.settings.stage_seconds):
+        for stage in stage_throughput.measure(
+            self.batches, self.window, self.settings.stage_seconds
+        ):
             self.report("stage", name=stage.name, rate=stage.rate)
-        self.report("stages", stored=stages.stored_bytes(self.batches))
+        self.report("stages", stored=stage_throughput.stored_bytes(self.batches))
 
     def _epoch(self, file: Any, shares: tf.data.Dataset, epoch: int, step: int) -> None:
         begin = time.monotonic()
@@ -135,9 +137,9 @@ class Worker:
                 for part in tf.nest.flatten(share.data)
                 if tf.is_tensor(part)
             )
-            steps.append(
+            row_records.append(
                 file,
-                steps.Step(
+                row_records.Step(
                     epoch,
                     step + count,
                     int(share.rows),

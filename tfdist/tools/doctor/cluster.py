@@ -18,7 +18,7 @@ from tfdist.cluster.handshake import (
 )
 from tfdist.cluster.spec import ClusterSpec, Task
 from tfdist.runtime.formatting import counted, duration, format_bytes
-from tfdist.tools.doctor.checks import CLUSTER, FAIL, Check, graded, of_error
+from tfdist.tools.doctor.check_results import CLUSTER, FAIL, Check, graded, of_error
 from tfdist.tools.doctor.exchange import Link
 from tfdist.tools.doctor.peers import FileLookup, Peer
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tfdist.runtime.formatting import duration, format_bytes
-from tfdist.tools.doctor.checks import HOST, Check, graded
+from tfdist.tools.doctor.check_results import HOST, Check, graded
 
 # Attempts to write: the doctor of another host may remove the directory that it has created there.
 TRIES = 5

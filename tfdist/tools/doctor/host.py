@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from tfdist.runtime.formatting import counted, format_bytes
-from tfdist.tools.doctor.checks import HOST, Check, graded, of_error
+from tfdist.tools.doctor.check_results import HOST, Check, graded, of_error
 from tfdist.tools.doctor.frameworks import Frameworks
 from tfdist.tools.doctor.machine import Machine
 

@@ -20,7 +20,7 @@ from tfdist.runtime.command import COMMON_EXIT_CODES, Command
 from tfdist.runtime.formatting import printable
 from tfdist.runtime.launch_protocol import inherited
 from tfdist.tools.doctor import cluster, file_systems, frameworks, host, machine, runs, table
-from tfdist.tools.doctor.checks import (
+from tfdist.tools.doctor.check_results import (
     CLUSTER,
     FAIL,
     HOST,
@@ -31,10 +31,10 @@ from tfdist.tools.doctor.checks import (
     graded,
     of_error,
 )
+from tfdist.tools.doctor.check_server import Responder
 from tfdist.tools.doctor.exchange import ATTEMPT
 from tfdist.tools.doctor.flags import DESCRIPTION, USAGE, add_flags, check
 from tfdist.tools.doctor.peers import PeerExchange, serving
-from tfdist.tools.doctor.server import Responder
 
 DEFAULT_DIRECTORY = "runs"  # directory that `tfdist train` and `tfdist launch` write to
 TITLES = {HOST: "this host", CLUSTER: "the cluster", RUN: "the run"}

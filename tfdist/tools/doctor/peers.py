@@ -19,10 +19,10 @@ from typing import Any
 from tfdist.cluster.meeting import Wait, for_each
 from tfdist.cluster.spec import Task
 from tfdist.tools.doctor import exchange
+from tfdist.tools.doctor.check_server import Responder, Server
 from tfdist.tools.doctor.exchange import Link, Refused
 from tfdist.tools.doctor.file_systems import TRIES, token_name
 from tfdist.tools.doctor.file_systems import missing as missing_directories
-from tfdist.tools.doctor.server import Responder, Server
 
 # Seconds between two attempts to reach an absent task: the first two, and later ones.
 FIRST_S = 0.05

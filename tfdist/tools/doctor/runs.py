@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tfdist.runtime.formatting import counted, duration, format_bytes
-from tfdist.tools.doctor.checks import RUN, Check, graded, of_error
+from tfdist.tools.doctor.check_results import RUN, Check, graded, of_error
 from tfdist.tools.doctor.machine import Machine
 from tfdist.tools.doctor.trial import STAGES, Trial
 

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Sequence
 
 from tfdist.runtime.formatting import printable
-from tfdist.tools.doctor.checks import FAIL, PASS, WARN, Check, count
+from tfdist.tools.doctor.check_results import FAIL, PASS, WARN, Check, count
 
 _COLOURS = {PASS: "\x1b[32m", WARN: "\x1b[33m", FAIL: "\x1b[31m"}
 _END = "\x1b[0m"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tfdist.runtime.formatting import NOTHING, TIMES, counted, duration, figure, moment
 from tfdist.tools.bench.results import Setup
-from tfdist.tools.report import bench, curves, scaling, steps
+from tfdist.tools.report import bench, curves, scaling, step_figures
 from tfdist.tools.report.bench import ALLREDUCE, PREDICT, SCALING, Benchmark, label
 from tfdist.tools.report.outline import done, fact, final, percent, rate, words
 from tfdist.tools.report.page import Chapter, Section, Table, Tile, drawn
@@ -84,7 +84,7 @@ def of_benchmark(benchmark: Benchmark) -> Chapter:
         if sum((summed := bench.parts(setup)).values()) > 0
     ]
     if rows:
-        bars = steps.stacked("step_breakdown-by-setup", "A mean step of each setup", rows)
+        bars = step_figures.stacked("step_breakdown-by-setup", "A mean step of each setup", rows)
         sections.append(Section("Where the time of a step goes", [bars]))
     tables = []
     for title in ("options", "machine", "versions"):

@@ -11,7 +11,7 @@ from tfdist import config
 from tfdist.runtime.formatting import NOTHING, counted, duration, figure, moment
 from tfdist.telemetry.step_records import per_step
 from tfdist.tools.recovery import FaultReport
-from tfdist.tools.report import curves, steps, timeline
+from tfdist.tools.report import curves, step_figures, timeline
 from tfdist.tools.report.files import section
 from tfdist.tools.report.page import Chapter, Section, Table, Tile, drawn
 from tfdist.tools.report.read import TRAINING, VALIDATION, Curve, Launch, Run
@@ -225,7 +225,9 @@ def _throughput(run: Run) -> Section | None:
 def _step_breakdown(run: Run) -> Section | None:
     if not run.step_breakdown:
         return None
-    figures = drawn(steps.by_worker(run.step_breakdown), steps.over_steps(run.step_breakdown))
+    figures = drawn(
+        step_figures.by_worker(run.step_breakdown), step_figures.over_steps(run.step_breakdown)
+    )
     rows = []
     for rank, windows in run.step_breakdown.items():
         parts = per_step(windows)
@@ -233,7 +235,7 @@ def _step_breakdown(run: Run) -> Section | None:
             whole = sum(parts.values())
             shares = {
                 label: f"{1e3 * parts[part]:.3g} ms ({100 * parts[part] / whole:.0f} %)"
-                for part, (label, _) in steps.NAMES.items()
+                for part, (label, _) in step_figures.NAMES.items()
             }
             rows.append({"": f"worker {rank}", "step": f"{1e3 * whole:.3g} ms", **shares})
     table = Table.of(rows, right=range(1, 8), caption="In numbers", folded=True)

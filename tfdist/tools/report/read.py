@@ -14,7 +14,7 @@ from tfdist.telemetry import layout
 from tfdist.telemetry.step_records import Window
 from tfdist.tools.bench.results import FILE
 from tfdist.tools.recovery import Recovery
-from tfdist.tools.report import events
+from tfdist.tools.report import tensorboard_events
 from tfdist.tools.report.files import Reader, number, section
 
 TRAINING = "training"
@@ -151,7 +151,7 @@ def is_run(directory: Path) -> bool:
     ):
         return True
     return any(
-        next(files.glob(events.PATTERN), None)
+        next(files.glob(tensorboard_events.PATTERN), None)
         for directories in _event_directories(directory).values()
         for files in directories
     )
@@ -179,7 +179,7 @@ def read_run(directory: Path, launches: Sequence[Path] = ()) -> Run:
     }  # if an epoch was written twice, the later line counts
     history = [epochs[step] for step in sorted(epochs)]
     written = {
-        split: events.scalars(directories, reader)
+        split: tensorboard_events.scalars(directories, reader)
         for split, directories in _event_directories(directory).items()
     }
     metrics = _of_history(history) or _of_events(written)
@@ -304,7 +304,9 @@ def _of_history(history: Sequence[dict[str, Any]]) -> dict[str, dict[str, Curve]
     return dict(sorted(metrics.items(), key=lambda item: _rank(item[0])))
 
 
-def _of_events(written: dict[str, dict[str, list[events.Scalar]]]) -> dict[str, dict[str, Curve]]:
+def _of_events(
+    written: dict[str, dict[str, list[tensorboard_events.Scalar]]],
+) -> dict[str, dict[str, Curve]]:
     """Return the curves of event files: Keras' epoch curves and a script's own curves."""
     metrics: dict[str, dict[str, Curve]] = {}
     for split, curves in written.items():
@@ -317,7 +319,7 @@ def _of_events(written: dict[str, dict[str, list[events.Scalar]]]) -> dict[str, 
     return dict(sorted(metrics.items(), key=lambda item: _rank(item[0])))
 
 
-def _curve(scalars: Sequence[events.Scalar], by_epoch: bool) -> Curve:
+def _curve(scalars: Sequence[tensorboard_events.Scalar], by_epoch: bool) -> Curve:
     finite = [scalar for scalar in scalars if math.isfinite(scalar.value)]
     return Curve(
         x=tuple(scalar.step + by_epoch for scalar in finite),
@@ -328,7 +330,7 @@ def _curve(scalars: Sequence[events.Scalar], by_epoch: bool) -> Curve:
 
 
 def _rates(
-    directory: Path, written: dict[str, dict[str, list[events.Scalar]]], reader: Reader
+    directory: Path, written: dict[str, dict[str, list[tensorboard_events.Scalar]]], reader: Reader
 ) -> dict[str, Curve]:
     """Return the examples per second by worker.
 
@@ -339,7 +341,7 @@ def _rates(
     for rank, worker_directory in [
         item for root in roots for item in layout.worker_directories(root).items()
     ]:
-        curves = events.scalars((worker_directory, worker_directory / "train"), reader)
+        curves = tensorboard_events.scalars((worker_directory, worker_directory / "train"), reader)
         if RATE in curves:
             rates[f"worker {rank}"] = _curve(curves[RATE], by_epoch=True)
     if not rates and RATE in written[TRAINING]:

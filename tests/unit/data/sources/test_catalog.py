@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.data.sources import base, catalog
+from tfdist.data.sources import catalog, source
 from tfdist.data.sources.catalog import Catalog
 
 
@@ -340,7 +340,7 @@ def test_names_are_looked_up_in_the_catalog_then_in_tfds(write, points, digits_d
     assert catalog.resolve("tfdist_digits", "train", digits_dir, names).cardinality == 5
     assert catalog.resolve("tfdist_digits", "train", digits_dir).cardinality == 1500
     assert catalog.resolve("mine", "train[:10%]", digits_dir, names.file).cardinality == 150
-    assert isinstance(catalog.resolve("mine", "test", digits_dir, names), base.Source)
+    assert isinstance(catalog.resolve("mine", "test", digits_dir, names), source.Source)
     with pytest.raises(
         ValueError,
         match=r"datasets.yaml: no data set 'mnie'. Did you mean mine\? Nor has TFDS one: ",

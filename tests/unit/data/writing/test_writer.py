@@ -13,8 +13,8 @@ import tensorflow as tf
 
 from tfdist.data import files_io
 from tfdist.data.sources import dataset_file
-from tfdist.data.sources.base import Source, of_arrays, of_generator
 from tfdist.data.sources.records import records
+from tfdist.data.sources.source import Source, of_arrays, of_generator
 from tfdist.data.writing import record_shards
 from tfdist.data.writing.writer import verify, write
 
@@ -269,7 +269,7 @@ def test_a_part_of_the_files_can_be_read(written):
 KILLED = """
 import os, signal, sys
 import numpy as np, tensorflow as tf
-from tfdist.data.sources.base import of_arrays, of_generator
+from tfdist.data.sources.source import of_arrays, of_generator
 from tfdist.data.writing import record_shards
 from tfdist.data.writing.writer import write
 x = np.arange(5000)

@@ -13,10 +13,10 @@ import tensorflow as tf
 from tfdist.data.order import Order, rows_of_replicas
 from tfdist.data.pipeline import pipeline
 from tfdist.data.sources.records import records
-from tfdist.tools.audit import stages
+from tfdist.tools.audit import stage_throughput
 from tfdist.tools.audit.processes import Workers
+from tfdist.tools.audit.row_records import Step
 from tfdist.tools.audit.settings import Settings
-from tfdist.tools.audit.steps import Step
 from tfdist.tools.audit.verdict import AuditError, Plan, verify
 from tfdist.tools.audit.worker import Worker
 from tfdist.tools.common import events
@@ -225,6 +225,6 @@ def test_stages_leave_out_what_the_pipeline_does(tmp_path):
     batches = pipeline(
         dataclasses.replace(source, raw=records(str(path), access="random").raw), 2, ignore_errors=1
     ).batches
-    found = [stage.name for stage in stages.measure(batches, (0, 1, 1), 0.02)]
+    found = [stage.name for stage in stage_throughput.measure(batches, (0, 1, 1), 0.02)]
     assert found == ["order", "read", "decode", "batch"]
-    assert stages.stored_bytes(batches) == 1
+    assert stage_throughput.stored_bytes(batches) == 1

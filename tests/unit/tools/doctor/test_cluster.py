@@ -20,10 +20,10 @@ from tfdist.cluster import meeting as cluster_meeting
 from tfdist.cluster.addresses import split_address
 from tfdist.cluster.handshake import fingerprint, hello_message
 from tfdist.cluster.spec import ClusterSpec
-from tfdist.tools.doctor import cluster, exchange, main, server
+from tfdist.tools.doctor import check_server, cluster, exchange, main
+from tfdist.tools.doctor.check_server import Responder
 from tfdist.tools.doctor.exchange import Link
 from tfdist.tools.doctor.peers import FileLookup, Peer, PeerExchange, serving
-from tfdist.tools.doctor.server import Responder
 
 SPEC = ClusterSpec(
     {"worker": ("10.0.0.1:2222", "10.0.0.2:2222", "10.0.0.3:2222")}, source="file c.yaml"
@@ -637,7 +637,7 @@ def test_strangers_do_no_harm(served, sent, capsys):
 
 
 def test_many_silent_strangers_leave_others_their_turn(served, monkeypatch):
-    monkeypatch.setattr(server.Server, "exchange_s", 1.0)
+    monkeypatch.setattr(check_server.Server, "exchange_s", 1.0)
     address, mine, _ = served
     with contextlib.ExitStack() as stack:
         for _ in range(40):  # more than are served at once
@@ -665,7 +665,7 @@ def test_a_peer_that_sends_another_type(served, monkeypatch, received):
     def send_received(connection, message):
         send(connection, {**message, "received": received})
 
-    for module in (cluster_meeting, server):
+    for module in (cluster_meeting, check_server):
         monkeypatch.setattr(module, "send", send_received)
     address, mine, _ = served
     assert exchange.measure("worker:1", "worker:0", address, mine).error

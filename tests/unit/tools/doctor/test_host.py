@@ -13,7 +13,7 @@ from tfdist.cluster.spec import ClusterSpec
 from tfdist.launch import doctor_check
 from tfdist.launch import main as launch
 from tfdist.runtime import resource_limits
-from tfdist.tools.doctor import checks, file_systems, frameworks, host, machine, main, table
+from tfdist.tools.doctor import check_results, file_systems, frameworks, host, machine, main, table
 from tfdist.tools.doctor.file_systems import WriteTest
 from tfdist.tools.doctor.frameworks import Frameworks
 from tfdist.tools.doctor.machine import Card, Machine
@@ -367,9 +367,9 @@ def test_a_fault_of_a_place(place, status, text):
 
 # The table, the JSON, the flags.
 MIXED = [
-    checks.Check("host", "cores", "pass", "8 cores"),
-    checks.Check("host", "memory", "warn", "little " * 20, "free some " * 20),
-    checks.Check("run", "config", "fail", "broken", "mend it"),
+    check_results.Check("host", "cores", "pass", "8 cores"),
+    check_results.Check("host", "memory", "warn", "little " * 20, "free some " * 20),
+    check_results.Check("run", "config", "fail", "broken", "mend it"),
 ]
 
 
@@ -378,7 +378,7 @@ def test_the_table_fits_a_terminal():
     assert max(map(len, lines)) <= 80
     assert [line for line in lines if not line.startswith(" ")] == ["this host", "the run"]
     assert "  fail  config          broken" in lines
-    nasty = checks.Check("cluster", "spec", "fail", "a\x1b[2Jb", "c")
+    nasty = check_results.Check("cluster", "spec", "fail", "a\x1b[2Jb", "c")
     assert "\x1b" not in "".join(table.lines([nasty], {}, width=80))
     assert table.summary(MIXED) == "1 passed, 1 warning, 1 failure"
 
@@ -479,5 +479,5 @@ def test_what_a_launch_asks_doctor(words, expected):
 
 
 def test_no_remedy_is_lost():
-    check = checks.of_error("run", "model", "model 'x': no such model. Did you mean cnn?")
+    check = check_results.of_error("run", "model", "model 'x': no such model. Did you mean cnn?")
     assert (check.found, check.remedy) == ("model 'x': no such model", "Did you mean cnn?")

@@ -17,7 +17,7 @@ from tfdist.telemetry import layout
 from tfdist.tools.report.main import read
 from tfdist.tools.report.page import Chapter, Section, Table, Tile, render
 from tfdist.tools.report.read import read_run
-from tfdist.tools.report.steps import final_windows
+from tfdist.tools.report.step_figures import final_windows
 
 NASTY = "<script>alert('x')</script> $x_1 & \"q\" </style></svg>"
 
