@@ -2,10 +2,9 @@
 
 A strategy made by tfdist carries an *engine* in its attribute `tfdist_engine`. The hooks hand
 control to that engine: the methods of `keras.Model` in `MODEL_HOOKS`, `apply` of Keras' optimizers,
-and the loss functions in `LOSS_HOOKS`. Without an engine they call Keras, so models outside
-tfdist's strategies behave as usual. Everything here was tested on Keras 3.10 to 3.15.
-A test in
-`tests/unit/keras_compat` fails if an upgrade moves a name.
+the loss functions in `LOSS_HOOKS`, and `update_state` of Keras' running means. Without an engine
+they call Keras, so models outside tfdist's strategies behave as usual. Everything here was tested
+on Keras 3.10 to 3.15. A test in `tests/unit/keras_compat` fails if an upgrade moves a name.
 """
 
 from __future__ import annotations
@@ -85,6 +84,7 @@ def install() -> None:
         _hook_apply(optimizer)
     for name in LOSS_HOOKS:
         _hook_loss(name)
+    _hook_mean()
     importlib.import_module("tfdist.keras_compat.parallel").hook_optimizers()
 
 
@@ -272,6 +272,19 @@ def _hook_loss(name: str) -> None:
         return getattr(engine, name)(keras_function, *args, **kwargs)
 
     setattr(_loss, name, function)
+
+
+def _hook_mean() -> None:
+    keras_method = keras.metrics.Mean.update_state
+
+    @functools.wraps(keras_method)
+    def update_state(self, *args, **kwargs):
+        engine = engine_of(tf.distribute.get_strategy())
+        if engine is None or tf.distribute.in_cross_replica_context():
+            return keras_method(self, *args, **kwargs)
+        return engine.update_mean(keras_method, self, *args, **kwargs)
+
+    keras.metrics.Mean.update_state = update_state
 
 
 def scale_loss_for_distribution(value):

@@ -8,8 +8,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.train.synchronous.replica_step import own_means
-
 EXPECTED = (
     "a function loss(model, x, y) or loss(model, batch) that returns a scalar, or (a scalar, "
     "{name: scalar})"
@@ -64,10 +62,9 @@ def value_of(
     Raises:
         ValueError: If the loss function takes or returns something else.
     """
-    with own_means():
-        result = loss(
-            model, *_parts(loss, batch), **({"training": training} if _takes_training(loss) else {})
-        )
+    result = loss(
+        model, *_parts(loss, batch), **({"training": training} if _takes_training(loss) else {})
+    )
     value, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     if (
         not isinstance(metrics, dict)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from tfdist.loops.losses import check_loss, value_of
-from tfdist.train.synchronous.replica_step import own_weight
 
 if TYPE_CHECKING:
     from tfdist.loops.training_state import State
@@ -28,8 +27,8 @@ def train_step(loss: Callable, state: State, batch: Any) -> tuple[list, dict[str
 
     Returns:
         A list with a gradient, or None, for each variable of `state.variables`, and the loss and
-        the metrics over this replica's rows. Each gradient is this replica's part of the gradient
-        of the mean over the global batch: the sum over the replicas is that gradient.
+        the metrics over this replica's rows. The gradients are those of the mean over these rows;
+        `update` weighs them by the replica's part of the global batch.
 
     Raises:
         ValueError: If the loss is wrong, or this is not called in replica context.
@@ -39,8 +38,7 @@ def train_step(loss: Callable, state: State, batch: Any) -> tuple[list, dict[str
     variables = state.variables
     with tf.GradientTape() as tape:
         value, metrics = value_of(loss, state.model, batch, training=True)
-        part = value * tf.cast(own_weight(state.replicas), value.dtype)
-        scaled = state.optimizer.scale_loss(part)
+        scaled = state.optimizer.scale_loss(value)
     gradients = tape.gradient(scaled, variables)
     if all(g is None for g in gradients):
         raise ValueError(

@@ -13,10 +13,11 @@ import tensorflow as tf
 from tfdist.keras_compat import engine_of
 from tfdist.loops.learner import Learner
 from tfdist.parallel.placement import Placement
+from tfdist.parallel.replica_weight import gradient_factor, weighted
 from tfdist.train.synchronous.engine import Engine
 from tfdist.train.synchronous.feed import Batch, Feed, any_rows
 from tfdist.train.synchronous.replica_state import ReplicaState
-from tfdist.train.synchronous.replica_step import own_weight, run_replica
+from tfdist.train.synchronous.replica_step import run_replica
 
 RETURNS = "a scalar or a nest of scalars, each a mean over the function's rows, or None"
 
@@ -190,13 +191,8 @@ class _Steps:
         self._nest = None if results is None else tf.nest.map_structure(lambda _: 0, results)
         if not values:
             return tf.zeros([0])
-        # The mean of a replica without rows is NaN, which its weight 0 must cancel.
-        part = tf.math.multiply_no_nan(
-            tf.stack([tf.cast(x, tf.float32) for x in values]),
-            tf.cast(own_weight(self._state.replicas), tf.float32),
-        )
-        return (
-            part
-            if self._state.replicas == 1
-            else tf.distribute.get_replica_context().all_reduce("SUM", part)
-        )
+        stacked = tf.stack([tf.cast(x, tf.float32) for x in values])
+        if self._state.replicas == 1:
+            return stacked
+        parts = weighted([stacked], gradient_factor("mean", self._state.replicas))
+        return tf.distribute.get_replica_context().all_reduce("SUM", parts[0])

@@ -150,7 +150,7 @@ class Hooks:
         """
         return 0.0
 
-    # --- Hooks for losses -------------------------------------------------------------------------
+    # --- Hooks for losses and metrics -------------------------------------------------------------
     def scale_loss_for_distribution(self, keras_function: Callable, value):
         """Return a replica's share of a mean loss."""
         return keras_function(value)
@@ -162,6 +162,10 @@ class Hooks:
     def reduce_weighted_values(self, keras_function: Callable, *args, **kwargs):
         """Return the mean of loss values."""
         return keras_function(*args, **kwargs)
+
+    def update_mean(self, keras_method: Callable, metric: keras.metrics.Mean, *args, **kwargs):
+        """Update a `keras.metrics.Mean`."""
+        return keras_method(metric, *args, **kwargs)
 
 
 def bind(keras_method: Callable, model, args: tuple, kwargs: dict) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from tfdist.keras_compat.parallel import Sharded, freed_with_graph, own_copy
 from tfdist.parallel.collectives import flat_shards
 from tfdist.parallel.collectives.bucketing import all_gather, reduce_scatter
 from tfdist.parallel.collectives.group import Group
+from tfdist.parallel.replica_weight import Weight, weighted
 
 
 class Gathering:
@@ -23,7 +24,7 @@ class Gathering:
             weights and gradients do not wait for each other.
         gather_dtype: Dtype in which weights are sent. None: the dtype of the weights.
         grad_dtype: Dtype in which gradients are sent. None: the dtype of the weights.
-        scale: Function that returns the factor for gradients, applied before they are summed.
+        scale: Function that returns the factor of this replica's gradients.
         bucket_bytes: Largest size of a bucket in bytes. Smaller weights of one layer are sent
             together in buckets.
     """
@@ -34,7 +35,7 @@ class Gathering:
         backward_group: Group,
         gather_dtype: str | None,
         grad_dtype: str | None,
-        scale: Callable[[], float],
+        scale: Callable[[], Weight],
         bucket_bytes: int,
     ):
         self.forward_group = forward_group
@@ -92,6 +93,9 @@ class Gathering:
             name: Name of this call.
         """
         scale = self._scale()
+        # A factor that all replicas share is cheaper after the sum, on this replica's part.
+        varies = not isinstance(scale, float)
+        grads = weighted(grads, scale) if varies else grads
         rows: list[tf.Tensor | None] = [None] * len(variables)
         for i, (g, v, part) in enumerate(zip(grads, variables, parts, strict=True)):
             if g is not None:
@@ -102,11 +106,7 @@ class Gathering:
         sums = reduce_scatter(
             self.backward_group, rows, self._buckets(variables, parts), name, self.grad_dtype
         )
-        return (
-            sums
-            if scale == 1.0
-            else [None if x is None else x * tf.cast(scale, x.dtype) for x in sums]
-        )
+        return sums if varies else weighted(sums, scale)
 
     def gather_with_gradient(
         self,

@@ -16,6 +16,7 @@ import tensorflow as tf
 from tfdist.keras_compat import engine_of
 from tfdist.keras_compat.parallel import clip_elementwise
 from tfdist.parallel.collectives.group import FLOATS, Group
+from tfdist.parallel.replica_weight import Weight, gradient_factor
 from tfdist.sync import Gradients, policy
 
 # Optimizers whose update of an element depends only on the gradient and state of that element.
@@ -101,18 +102,19 @@ def agree_on_finite(
         del outer.check_finite
 
 
-def scale(policy: Gradients, size: int) -> float:
-    """Return the factor for a replica's gradient, applied before the sum.
+def scale(policy: Gradients, size: int) -> Weight:
+    """Return the factor of a replica's gradients, which their sum over the replicas needs.
 
-    With an engine, each replica's gradient is already its term of the sum. In a process without an
-    engine, it is the gradient of the mean over the process's own examples.
+    In a process without an engine, the gradient is that of the mean over the process's own
+    examples, and each process counts the same.
 
     Args:
         policy: Gradient policy whose `combine` is "mean" or "sum".
         size: Number of replicas.
     """
-    alone = engine_of(tf.distribute.get_strategy()) is None and policy.combine == "mean"
-    return 1.0 / size if alone else 1.0
+    if engine_of(tf.distribute.get_strategy()) is None:
+        return 1.0 / size if policy.combine == "mean" else 1.0
+    return gradient_factor(policy.combine, size)
 
 
 def synchronous_engine(strategy: tf.distribute.Strategy, caller: str) -> Any:

@@ -35,6 +35,7 @@ from tfdist.keras_compat.parallel import (
 from tfdist.parallel.collectives import flat_shards
 from tfdist.parallel.collectives.bucketing import all_gather, all_reduce, reduce_scatter
 from tfdist.parallel.collectives.group import OUTSIDE, Group
+from tfdist.parallel.replica_weight import weighted
 from tfdist.parallel.sharding import global_norm
 from tfdist.parallel.sharding.fsdp import check_deferred
 from tfdist.parallel.sharding.global_norm import check_elementwise
@@ -412,12 +413,7 @@ class Zero(keras.optimizers.Optimizer):
             None if g is None else tf.cast(tf.reshape(g, v.shape), v.dtype)
             for g, v in zip(grads, self._parts.full, strict=True)
         ]
-        scale = global_norm.scale(self.policy, self.group.size)
-        dense = (
-            dense
-            if scale == 1.0
-            else [None if g is None else g * tf.cast(scale, g.dtype) for g in dense]
-        )
+        dense = weighted(dense, global_norm.scale(self.policy, self.group.size))
         if self.stage == 1:
             sums = all_reduce(
                 self.group, dense, "sums", self.policy.bucket_bytes, self.policy.comm_dtype

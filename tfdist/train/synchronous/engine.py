@@ -290,6 +290,10 @@ class Engine(Hooks):
         """See `replica_step.reduce_weighted_values`."""
         return replica_step.reduce_weighted_values(keras_function, *args, **kwargs)
 
+    def update_mean(self, keras_method: Callable, metric, *args, **kwargs):
+        """See `replica_step.update_mean`."""
+        return replica_step.update_mean(keras_method, metric, *args, **kwargs)
+
     @property
     def is_chief(self) -> bool:  # type: ignore[override]
         """Return whether this process is the chief, which writes checkpoints and logs."""

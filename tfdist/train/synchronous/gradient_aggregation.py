@@ -20,6 +20,7 @@ from tfdist.keras_compat.parallel import known_variables
 from tfdist.parallel.collectives.bucketing import all_reduce
 from tfdist.parallel.collectives.group import Group, metered
 from tfdist.parallel.placement import Placement
+from tfdist.parallel.replica_weight import gradient_factor, weighted
 from tfdist.sync import Gradients, Policy
 from tfdist.train.synchronous import gradient_sum
 from tfdist.train.synchronous.replica_step import local_replica
@@ -129,6 +130,7 @@ class GradientAggregation:
         """
         local = local_replica(self._placement)
         update = _Update(optimizer, keras_apply, variables, local, self._central)
+        grads = weighted(grads, gradient_factor(self.policy.combine, self._placement.replicas))
         if self.policy.plain:
             peers = self._placement.replicas - 1
             self._bytes[optimizer] = (
@@ -137,7 +139,7 @@ class GradientAggregation:
                 else 0.0
             )
             return self._apply_plain(update, grads, watch)
-        grads = self._local_gradients(gradient_sum.dense(grads, optimizer, variables))
+        grads = gradient_sum.dense(grads, optimizer, variables)
         if self.policy.accumulate == 1:
             return self._apply(update, grads, watch)
         self.prepare(optimizer, variables or known_variables(optimizer))
@@ -193,20 +195,6 @@ class GradientAggregation:
             update(grads)
 
         return tf.cond(tf.reduce_all(finite), apply_update, lambda: None)
-
-    def _local_gradients(self, grads: list) -> list:
-        """Return this replica's contribution to a step's gradients.
-
-        Its weight depends on the replica's rows in that step.
-        """
-        if callable(self.policy.combine) or self.policy.combine == "mean":
-            return grads
-        grads = gradient_sum.of_own_means(grads, self._placement.replicas)
-        return (
-            grads
-            if self.policy.combine == "sum"
-            else [None if g is None else g / self._placement.replicas for g in grads]
-        )
 
     def _combine(self, optimizer: Any, grads: list) -> list:
         replicated = self._placement.replicas > 1

@@ -14,7 +14,6 @@ from tfdist.keras_compat import local_update
 from tfdist.keras_compat.parallel import known_variables
 from tfdist.parallel.sharding.fsdp import FSDP
 from tfdist.parallel.sharding.zero import Zero
-from tfdist.train.synchronous.replica_step import own_weight
 from tfdist.train.timing import graph_timestamps
 
 
@@ -76,28 +75,6 @@ def dense(grads: list, optimizer: Any, variables: list | None) -> list:
     ]
 
 
-def of_own_means(grads: list, replicas: int) -> list:
-    """Return the gradients of a replica's own mean loss; 0 where the replica has no rows.
-
-    They are computed from the gradients of the replica's part of the mean over the global batch.
-
-    Args:
-        grads: One gradient, dense or sparse, or None per variable.
-        replicas: Number of replicas in all processes.
-    """
-    return [None if g is None else _divide_by_weight(g, own_weight(replicas)) for g in grads]
-
-
-def _divide_by_weight(grad, weight):
-    values = grad.values if isinstance(grad, tf.IndexedSlices) else grad
-    values = values * tf.cast(tf.math.divide_no_nan(1.0, weight), values.dtype)
-    return (
-        tf.IndexedSlices(values, grad.indices, grad.dense_shape)
-        if isinstance(grad, tf.IndexedSlices)
-        else values
-    )
-
-
 def merge_duplicates(grad):
     """Sum the rows of a sparse gradient that belong to the same index.
 
@@ -156,8 +133,6 @@ def apply_to_parts(
         variables: The variables, or None where the optimizer is built.
         local: Index of this replica among those of this process.
     """
-    if holder.policy.combine == "sum":
-        grads = of_own_means(grads, holder.group.size)
     graph_timestamps.before_sum(local, grads, holder.group.size > 1)
     holder.reduced = lambda parts: graph_timestamps.after_sum(local, parts)
     try:

@@ -14,6 +14,7 @@ from tfdist.keras_compat import local_component, local_update, step_counter
 from tfdist.parallel.collectives.bucketing import all_reduce
 from tfdist.parallel.collectives.group import Group, metered
 from tfdist.parallel.placement import Placement
+from tfdist.parallel.replica_weight import gradient_factor, weighted
 from tfdist.sync import LocalSGD
 from tfdist.train.synchronous import gradient_sum
 from tfdist.train.synchronous.gradient_aggregation import GradientCallback
@@ -194,8 +195,9 @@ class LocalSteps:
 
         During warmup, return those of the global batch's mean loss.
         """
+        own_factor = gradient_factor("sum", self._placement.replicas)
         if not self.policy.warmup:
-            return gradient_sum.of_own_means(grads, self._placement.replicas)
+            return weighted(grads, own_factor)
         grads = gradient_sum.dense(grads, optimizer, variables)
         positions = [i for i, g in enumerate(grads) if g is not None]
         if self._warmup_group is None:
@@ -205,15 +207,17 @@ class LocalSteps:
         def sum_over_replicas() -> list:
             with metered() as sent:
                 sums = all_reduce(
-                    group, grads, "warmup", self.policy.bucket_bytes, self.policy.comm_dtype
+                    group,
+                    weighted(grads, gradient_factor("mean", self._placement.replicas)),
+                    "warmup",
+                    self.policy.bucket_bytes,
+                    self.policy.comm_dtype,
                 )
             state.count(local, sent=sum(sent))
             return [g for g in sums if g is not None]
 
         steps = local_component(step_counter(optimizer), local)
-        own = [
-            g for g in gradient_sum.of_own_means(grads, self._placement.replicas) if g is not None
-        ]
+        own = [g for g in weighted(grads, own_factor) if g is not None]
         chosen = tf.cond(steps < self.policy.warmup, sum_over_replicas, lambda: own)
         for i, g in zip(positions, chosen, strict=True):
             grads[i] = g

@@ -30,6 +30,7 @@ from tfdist.train.synchronous.feed import Batch, FeedIterator, any_rows, batch_o
 from tfdist.train.synchronous.gradient_sum import NotInLoop, in_loop
 from tfdist.train.synchronous.replica_state import ReplicaState, all_gather, compare
 from tfdist.train.synchronous.replica_step import local_replica, run_replica
+from tfdist.train.synchronous.step_logs import StepLogs
 from tfdist.train.synchronous.step_monitoring import Stats, StepMonitoring
 from tfdist.train.timing.graph_timestamps import PER_REPLICA, GraphTimestamps, clock, measuring
 from tfdist.train.timing.graph_timestamps import end as end_of_step
@@ -71,9 +72,8 @@ class Runner:
         self._placement = placement
         self._host = host
         self.model = model
-        self._step = step
+        self._step_logs = StepLogs(model, step)
         self._replica_state = sync
-        self._has_other_logs = False
         # Whether steps run one by one, because the model cannot use a loop.
         self._one_by_one = False
         self._graphs: dict = {}
@@ -130,7 +130,8 @@ class Runner:
         self._checksum = 0.0
         self._next_check = self._calls_ahead
         self._next_stop_check = self._next_check
-        self._last: Any = None  # each replica's logs of the last step that ran outside of a loop
+        # Each replica's other logs of the last step that ran outside of a loop, see StepLogs.
+        self._last: Any = None
         # Steps of this epoch at which a call must end, by the name of the caller of pause_at.
         self.pauses: dict[str, int] = {}
 
@@ -319,8 +320,9 @@ class Runner:
         own_note = np.array(
             [self.steps_done, self._checksum, weights, wanted_calls, preemption.requested()]
         )
-        results, notes = self._replica_state.metrics(
-            own_note if timing_summary is None else np.concatenate([own_note, timing_summary])
+        results, in_logs, notes = self._replica_state.metrics(
+            own_note if timing_summary is None else np.concatenate([own_note, timing_summary]),
+            self._step_logs.metrics,
         )
         compare(notes, self._placement)
         if timing_summary is not None and self.recorder:
@@ -331,7 +333,8 @@ class Runner:
             self._calls_ahead = agreed
         self._next_check = self._calls_done + self._calls_ahead
         self._next_stop_check = self._next_check
-        self.logs.update(self._replica_state.mean(self._last) if self._has_other_logs else results)
+        others = self._replica_state.sums(self._last) if self._step_logs.has_others else []
+        self.logs.update(self._step_logs.fill(in_logs, others))
         return results
 
     # --- Graphs -----------------------------------------------------------------------------------
@@ -434,11 +437,11 @@ class Runner:
             function = self._graph("batch", even).get_concrete_function(any_rows(batch))
         started = time.time()
         with self._bound():
-            self._last = function(batch)
+            result = function(batch)
         if self.recorder:
-            self._last, row = self._last
+            result, row = result
             self._record(1, started, row[None])
-        self._has_other_logs = set(self._last) != self._metric_names
+        self._last, _ = result
 
     def _graph(self, kind: str, even: bool):
         key = kind, even, self.recorder is not None
@@ -455,19 +458,16 @@ class Runner:
         return self._graphs[key]
 
     def _replicas(self, batch: Batch, even: bool):
-        """Run one step on all replicas, and return each replica's logs."""
+        """Run one step on all replicas, and return what `StepLogs` returns on each."""
         jit = bool(self.model.jit_compile) and not self.model.run_eagerly
 
         def on_replica(batch):
-            step = (
-                self._step
-                if not jit
-                else tf.function(self._step, jit_compile=True, autograph=False)
-            )
-            logs = run_replica(step, self.model, batch, self._placement, self._host, even)
+            step: Callable = self._step_logs
+            if jit:
+                step = tf.function(step, jit_compile=True, autograph=False)
+            others, logs = run_replica(step, self.model, batch, self._placement, self._host, even)
             end_of_step(local_replica(self._placement), logs)
-            self._metric_names = set(self.model.get_metrics_result())
-            return logs
+            return others, logs
 
         return self._strategy.run(on_replica, args=(batch,))
 
@@ -516,16 +516,16 @@ class Runner:
             batch = following.get_value()
             measured = self._timestamps() if records else None
             with in_loop(), measuring(measured):
-                logs = self._replicas(batch, even)
-                if set(logs) != self._metric_names:
-                    raise NotInLoop  # logs beside the metrics must be averaged after each step
+                _, logs = self._replicas(batch, even)
+                if self._step_logs.has_others:
+                    raise NotInLoop  # they must be averaged after each step
             if batch.checksum is not None:
                 checksum += batch.checksum * tf.cast(1 + (before + done) % 127, tf.float64)
             following = iterator.get_next_as_optional()
             fetched = clock([following.has_value()])
             if measured is None:
                 local = self._strategy.experimental_local_results
-                finished = [x for log in logs.values() for x in local(log)]
+                finished = [x for log in logs for x in local(log)]
                 waited += tf.maximum(fetched - clock(finished), 0.0)
             else:
                 written = (written[0].write(tf.cast(done, tf.int32), measured.row(fetched)),)

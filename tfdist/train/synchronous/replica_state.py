@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 import numpy as np
@@ -36,25 +37,36 @@ class ReplicaState:
         # A weak reference, because an Engine keeps this object as long as the model lives.
         self._model = weakref.proxy(model)
         self._functions: dict[str, tuple[list[keras.Variable], Callable]] = {}
-        self._means: dict[tuple[str, ...], Callable] = {}
+        self._sum_parts: Callable | None = None
         self._bound = strategy.tfdist_engine.watchdog.bound
 
-    def metrics(self, note: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    def metrics(
+        self, note: np.ndarray, wanted: Sequence[int] = ()
+    ) -> tuple[dict[str, Any], dict[int, Any], np.ndarray]:
         """Return the metric results over all replicas.
 
         Args:
             note: Float64 numbers of this worker, `[n]`, that travel along.
+            wanted: Indices of metrics in `model.metrics`.
 
         Returns:
-            Results by name, and the notes of all workers, `[workers, n]`.
+            The result of `model.get_metrics_result()`, the result of each wanted metric by its
+            index, and the notes of all workers, `[workers, n]`.
         """
         note_tensor = tf.constant(note, tf.float64)
         function = self._traced(
-            f"metrics {len(note)}", self._model.metrics_variables, self._metrics, note_tensor
+            f"metrics {len(note)} {wanted}",
+            self._model.metrics_variables,
+            lambda note: self._metrics(note, wanted),
+            note_tensor,
         )
         with self._bound():
-            results, notes = function(note_tensor)
-        return {name: value.numpy() for name, value in results.items()}, notes.numpy()
+            results, own_results, notes = function(note_tensor)
+        return (
+            tf.nest.map_structure(lambda x: x.numpy(), results),
+            tf.nest.map_structure(lambda x: x.numpy(), own_results),
+            notes.numpy(),
+        )
 
     def values(self, variables: Sequence[keras.Variable]) -> list[np.ndarray]:
         """Return the values of variables that all replicas share, copied to the host.
@@ -113,23 +125,26 @@ class ReplicaState:
             else 0.0
         )
 
-    def mean(self, logs) -> dict:
-        """Return the mean over the replicas of the logs that a step returned."""
+    def sums(self, parts: Sequence[Any]) -> list[np.ndarray]:
+        """Return the sums over the replicas of float64 values that a step returned on each.
 
-        def reduce(logs):
-            values = [tf.reduce_mean(tf.cast(x, tf.float64)) for x in logs.values()]
-            return _all_sum(tf.stack(values), self._placement.replicas) / self._placement.replicas
-
-        key = tuple(logs)
-        if key not in self._means:
-            self._means[key] = tf.function(
-                lambda logs: self._strategy.run(reduce, args=(logs,)), autograph=False
+        With one replica, these are the values themselves, of any dtype.
+        """
+        if self._placement.replicas == 1:
+            return [x.numpy() for x in parts]
+        if self._sum_parts is None:
+            self._sum_parts = tf.function(
+                lambda parts: self._strategy.run(self._sums, args=(parts,)), autograph=False
             )
         with self._bound():
-            means = self._means[key](logs)
-        return dict(
-            zip(logs, self._strategy.experimental_local_results(means)[0].numpy(), strict=True)
-        )
+            sums = self._sum_parts(list(parts))
+        return [self._strategy.experimental_local_results(x)[0].numpy() for x in sums]
+
+    def _sums(self, parts):
+        flat = tf.concat([tf.reshape(x, [-1]) for x in parts], 0)
+        sizes = [x.shape.num_elements() for x in parts]
+        sums = tf.split(_all_sum(flat, self._placement.replicas), sizes)
+        return [tf.reshape(total, x.shape) for total, x in zip(sums, parts, strict=True)]
 
     def sync_replicas(self) -> None:
         """Synchronize the state of all replicas, also under local SGD."""
@@ -194,14 +209,17 @@ class ReplicaState:
         *parts, notes = tf.split(total, [*(int(np.prod(v.shape)) for v in variables), -1])
         return [tf.reshape(p, v.shape) for p, v in zip(parts, variables, strict=True)], notes
 
-    def _metrics(self, note):
+    def _metrics(self, note, wanted):
         variables = self._model.metrics_variables
         totals, notes = self._totals(variables, note)
         values = [tf.cast(total, v.dtype) for total, v in zip(totals, variables, strict=True)]
         with keras.StatelessScope(state_mapping=list(zip(variables, values, strict=True))):
             results = self._model.get_metrics_result()
-        return tf.nest.map_structure(tf.convert_to_tensor, results), tf.reshape(
-            notes, [self._placement.workers, -1]
+            own_results = {i: self._model.metrics[i].result() for i in wanted}
+        return (
+            tf.nest.map_structure(tf.convert_to_tensor, results),
+            tf.nest.map_structure(tf.convert_to_tensor, own_results),
+            tf.reshape(notes, [self._placement.workers, -1]),
         )
 
     def _sync_statistics(self):

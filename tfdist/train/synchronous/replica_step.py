@@ -1,15 +1,15 @@
-"""Step of one replica: the model's `train_step`, weighted by its share of the batch.
+"""Step of one replica: the model's `train_step` on its rows of the batch.
 
-Keras gives each replica's mean loss the weight 1/replicas. That is right only where all replicas
-hold the same number of rows. Here a replica has the weight n/N, its rows over those of the global
-batch, so that the sum over the replicas is the mean over the batch. A replica without rows does not
-change metrics or moving statistics. This module creates no variables and reads no batches.
+Keras gives each replica's mean loss the weight 1/replicas. That is right only for Keras' own
+losses, and only where all replicas hold the same number of rows. Here a loss on a replica is the
+plain mean over its rows, and gradients, metrics and logs get the replica's weight, its rows over
+those of the global batch (see `replica_weight`). A replica without rows does not change metrics or
+moving statistics. This module creates no variables and reads no batches.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,9 +24,8 @@ from tfdist.keras_compat import (
     scale_loss_for_distribution,
 )
 from tfdist.parallel.placement import Placement
+from tfdist.parallel.replica_weight import step_weight, weighted_step
 from tfdist.train.synchronous.feed import Batch, replica_rows
-
-_scope = threading.local()
 
 # Distance between the seeds of adjacent replicas: any odd constant beyond the usual small seeds.
 _SEED_STRIDE = 104_729
@@ -55,14 +54,12 @@ def run_replica(
     local = local_replica(placement)
     data = replica_rows(batch, local, placement, host)
     if even:
-        with _weight(None), _own_seeds(model, replica, local):
+        with weighted_step(1.0 / placement.replicas), _own_seeds(model, replica, local):
             return step(data)
     rows = count_rows(data)
     total = context.all_reduce("SUM", rows) if batch.rows is None else batch.rows
-    with (
-        _weight((tf.cast(rows, tf.float32), tf.cast(total, tf.float32))),
-        _own_seeds(model, replica, local),
-    ):
+    weight = tf.math.divide_no_nan(tf.cast(rows, tf.float64), tf.cast(total, tf.float64))
+    with weighted_step(weight), _own_seeds(model, replica, local):
         with _unchanged_if(tf.equal(rows, 0), model, local):
             return step(data)
 
@@ -73,44 +70,14 @@ def local_replica(placement: Placement) -> int:
     return int(tf.get_static_value(replica)) % placement.local_replicas
 
 
-# --- Loss weights ---------------------------------------------------------------------------------
-@contextlib.contextmanager
-def _weight(value: tuple | None) -> Iterator[None]:
-    _scope.rows = value
-    try:
-        yield
-    finally:
-        _scope.rows = None
-
-
-@contextlib.contextmanager
-def own_means() -> Iterator[None]:
-    """Make Keras' losses in this context means over this replica's rows alone.
-
-    The caller weights them by `own_weight`.
-    """
-    _scope.own = True
-    try:
-        yield
-    finally:
-        _scope.own = False
-
-
+# --- Losses and means of one replica --------------------------------------------------------------
 def scale_loss(keras_function: Callable, value):
-    """Scale a mean loss by `rows / total` where rows are known, else as Keras does.
-
-    Keras scales it by `1 / replicas`.
-    """
-    if getattr(_scope, "own", False):
-        return value
-    rows = getattr(_scope, "rows", None)
-    if rows is None:
-        return keras_function(value)
-    return value * tf.cast(tf.math.divide_no_nan(*rows), value.dtype)
+    """Return the loss as it is in a step; elsewhere scale it by 1/replicas, as Keras does."""
+    return keras_function(value) if step_weight() is None else value
 
 
 def unscale_loss(keras_function: Callable, value):
-    """Invert `scale_loss`; 0 for a replica without rows."""
+    """Invert `scale_loss`."""
     replicas = tf.distribute.get_strategy().num_replicas_in_sync
     if replicas > 1 and value.shape.rank:
         raise ValueError(
@@ -118,12 +85,7 @@ def unscale_loss(keras_function: Callable, value):
             f"no mean that {replicas} replicas "
             'could share. Use the default reduction "sum_over_batch_size".'
         )
-    if getattr(_scope, "own", False):
-        return value
-    rows = getattr(_scope, "rows", None)
-    if rows is None:
-        return keras_function(value)
-    return value * tf.cast(tf.math.divide_no_nan(rows[1], rows[0]), value.dtype)
+    return scale_loss(keras_function, value)
 
 
 def reduce_weighted_values(
@@ -134,52 +96,58 @@ def reduce_weighted_values(
     reduction="sum_over_batch_size",
     dtype=None,
 ):
-    """Return this replica's share of the mean over all replicas' weights or unmasked values.
+    """Return a loss whose mean over the replicas by their rows is the loss of the global batch.
 
-    Keras' own mean is over one replica. A mean whose divisor depends on the data (a mask, or
-    "mean_with_sample_weight") needs the divisor of the whole batch: one scalar all-reduce, paid
-    only by such losses.
+    Keras' own mean over a replica's rows is such a loss. A mean whose divisor depends on the data
+    (a mask, or "mean_with_sample_weight") needs the divisor of the whole batch: one scalar
+    all-reduce, paid only by such losses. A sum is divided by the replica's weight.
     """
     loss = keras_function(values, sample_weight, mask, reduction, dtype)
     replicas = tf.distribute.get_strategy().num_replicas_in_sync
-    if (
-        replicas > 1
-        and tf.convert_to_tensor(values).shape.rank == 0
-        and reduction not in (None, "none", "sum")
-    ):
+    if replicas == 1 or reduction in (None, "none"):
+        return loss
+    if loss.shape == (0,):  # in a step that runs eagerly, Keras does not reduce the loss of no rows
+        loss = tf.reduce_sum(loss)
+    weight = step_weight()
+    if reduction == "sum":
+        return loss if weight is None else _divided(loss, weight)
+    if tf.convert_to_tensor(values).shape.rank == 0:
         # The user's own function reduced the loss. Keras scales only what it reduces itself.
         return scale_loss_for_distribution(loss)
     masked = mask is not None and reduction in ("sum_over_batch_size", "mean")
     weighted = reduction == "mean_with_sample_weight" and (
         mask is not None or sample_weight is not None
     )
-    if replicas == 1 or not (masked or weighted):
+    if not (masked or weighted):
         return loss
     weights = mask if masked else combined_weight(sample_weight, mask, loss.dtype, reduction)
     own = tf.reduce_sum(tf.cast(weights, loss.dtype))
     total = tf.distribute.get_replica_context().all_reduce("SUM", own)
-    # Keras divided by `own` and weighted by rows / total rows. The mean over all replicas divides
-    # by `total`.
-    return (
-        loss
-        * tf.math.divide_no_nan(own, total)
-        * tf.cast(tf.math.divide_no_nan(1.0, own_weight(replicas)), loss.dtype)
-    )
+    # Keras divided by `own`, and outside of a step by the number of replicas too. The mean over all
+    # replicas divides by `total`.
+    part = loss * tf.math.divide_no_nan(own, total)
+    return part * replicas if weight is None else _divided(part, weight)
 
 
-def own_weight(replicas: int):
-    """Return this replica's part of the global batch, the weight of its mean loss.
+def update_mean(keras_method: Callable, metric: keras.metrics.Mean, values, sample_weight=None):
+    """Update a running mean by this replica's values; a scalar counts as the mean of its rows.
 
-    Call this function within the replica's step.
-
-    Args:
-        replicas: Number of replicas in all processes.
-
-    Returns:
-        A number, or a scalar float32 tensor; 0 without rows.
+    On one replica a scalar without a weight counts once for each step. Here the weights of all
+    replicas' scalars add up to one.
     """
-    rows = getattr(_scope, "rows", None)
-    return 1.0 / replicas if rows is None else tf.math.divide_no_nan(*rows)
+    weight = step_weight()
+    if weight is not None and sample_weight is None and _is_scalar(values):
+        sample_weight = weight
+    return keras_method(metric, values, sample_weight=sample_weight)
+
+
+def _divided(value, weight):
+    """Return the value over the weight; 0 for the weight 0."""
+    return tf.math.divide_no_nan(value, tf.cast(weight, value.dtype))
+
+
+def _is_scalar(value: Any) -> bool:
+    return not tf.nest.is_nested(value) and tf.convert_to_tensor(value).shape.rank == 0
 
 
 # --- Random seeds and state of one replica --------------------------------------------------------

@@ -1,0 +1,308 @@
+"""Test that models with steps, losses and metrics of their own train to one replica's numbers.
+
+Two replicas train on batches that do not divide, and on one that leaves a replica without rows.
+"""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import ops
+
+ROWS = 33  # batches of 16, 16 and 1 rows
+mse = keras.losses.MeanSquaredError
+
+
+def data(outputs=1):
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(ROWS, 4)).astype("float32")
+    y = (x[:, :outputs] ** 2 + rng.normal(size=(ROWS, outputs)) * 0.3).astype("float32")
+    return x, y
+
+
+def mlp(cls=keras.Model, **kwargs):
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input([4])
+    hidden = keras.layers.Dense(5, activation="tanh", **kwargs)(inputs)
+    return cls(inputs, keras.layers.Dense(1)(hidden))
+
+
+class OwnStep(keras.Model):
+    """Return logs in the form of Keras' guide "Customizing fit()"."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(y, self(x, training=True))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+        return self.logs(loss, y, self(x))
+
+    def test_step(self, data):
+        x, y = data
+        prediction = self(x, training=False)
+        return self.logs(self.loss_of(y, prediction), y, prediction)
+
+    def loss_of(self, y, prediction):
+        return tf.reduce_mean(tf.square(y - prediction))
+
+    def logs(self, loss, y, prediction):
+        return {"loss": loss}
+
+
+class KerasLoss(OwnStep):
+    def loss_of(self, y, prediction):
+        return mse()(y, prediction)
+
+
+class Trackers(OwnStep):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.tracker = keras.metrics.Mean(name="total")
+        self.error = keras.metrics.MeanAbsoluteError(name="mae")
+
+    @property
+    def metrics(self):
+        return [self.tracker, self.error]
+
+    def logs(self, loss, y, prediction):
+        self.tracker.update_state(loss)
+        self.error.update_state(y, prediction)
+        return {"loss": self.tracker.result(), "mae": self.error.result(), "twice": 2 * loss}
+
+
+class Guide(OwnStep):
+    """Return nested logs: `compile_metrics` is a dict."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            prediction = self(x, training=True)
+            loss = self.compute_loss(y=y, y_pred=prediction)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(loss)
+            else:
+                metric.update_state(y, prediction)
+        return {metric.name: metric.result() for metric in self.metrics}
+
+    def test_step(self, data):
+        return keras.Model.test_step(self, data)
+
+
+class OwnLoss(keras.Model):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return ops.mean(ops.square(y - y_pred)) + ops.sum(self.losses)
+
+
+class AddedToLoss(keras.Model):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return super().compute_loss(x, y, y_pred, sample_weight) + ops.mean(ops.abs(y_pred))
+
+
+class Endpoint(keras.layers.Layer):
+    def call(self, targets, predictions):
+        self.add_loss(mse()(targets, predictions))
+        return predictions
+
+
+def endpoint():
+    keras.utils.set_random_seed(1)
+    inputs, targets = keras.Input([4]), keras.Input([1])
+    hidden = keras.layers.Dense(5, kernel_regularizer="l2", activity_regularizer="l1")(inputs)
+    outputs = Endpoint()(targets, keras.layers.Dense(1)(hidden))
+    return keras.Model([inputs, targets], outputs)
+
+
+class Gan(keras.Model):
+    """Two models, two optimizers, and no `call`."""
+
+    def __init__(self):
+        super().__init__()
+        keras.utils.set_random_seed(1)
+        dense = keras.layers.Dense
+        self.generator = keras.Sequential([keras.Input([2]), dense(4, "tanh"), dense(4)])
+        self.critic = keras.Sequential([keras.Input([4]), dense(5, "tanh"), dense(1)])
+        self.d_loss = keras.metrics.Mean(name="d_loss")
+        self.g_loss = keras.metrics.Mean(name="g_loss")
+        self.built = True
+
+    def compile(self, d_optimizer, g_optimizer):
+        super().compile()
+        self.d_optimizer = d_optimizer
+        self.g_optimizer = g_optimizer
+
+    @property
+    def metrics(self):
+        return [self.d_loss, self.g_loss]
+
+    def train_step(self, data):
+        x, _ = data
+        entropy = keras.losses.BinaryCrossentropy(from_logits=True)
+        with tf.GradientTape() as tape:
+            both = tf.concat([self.generator(x[:, :2]), x], 0)
+            labels = tf.concat([tf.ones([tf.shape(x)[0], 1]), tf.zeros([tf.shape(x)[0], 1])], 0)
+            d_loss = entropy(labels, self.critic(both))
+        weights = self.critic.trainable_weights
+        self.d_optimizer.apply_gradients(zip(tape.gradient(d_loss, weights), weights))
+        with tf.GradientTape() as tape:
+            fooled = self.critic(self.generator(x[:, :2]))
+            g_loss = entropy(tf.zeros([tf.shape(x)[0], 1]), fooled)
+        weights = self.generator.trainable_weights
+        self.g_optimizer.apply_gradients(zip(tape.gradient(g_loss, weights), weights))
+        self.d_loss.update_state(d_loss)
+        self.g_loss.update_state(g_loss)
+        return {"d_loss": self.d_loss.result(), "g_loss": self.g_loss.result()}
+
+
+def fitted(strategy, make, loss="mse", metrics=None, **kwargs):
+    """Return the history of fit and evaluate, and the weights."""
+    x, y = data()
+    with strategy.scope():
+        model = make()
+        model.compile(keras.optimizers.SGD(0.1), loss, metrics=metrics)
+    inputs = [x, y] if len(model.inputs) > 1 else x
+    history = model.fit(
+        inputs, y, batch_size=16, epochs=2, shuffle=False, verbose=0, **kwargs
+    ).history
+    results = model.evaluate(inputs, y, batch_size=16, verbose=0, return_dict=True)
+    return {**history, **{f"test {k}": v for k, v in results.items()}}, model.get_weights()
+
+
+def check_equal(ones, twos):
+    assert list(ones[0]) == list(twos[0])
+    for name in ones[0]:
+        np.testing.assert_allclose(ones[0][name], twos[0][name], rtol=2e-5, err_msg=name)
+    for one, two in zip(ones[1], twos[1], strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: mlp(OwnStep),
+        lambda: mlp(KerasLoss),
+        lambda: mlp(Trackers),
+        lambda: mlp(Guide),
+        lambda: mlp(OwnLoss, kernel_regularizer="l2"),
+        lambda: mlp(AddedToLoss),
+        endpoint,
+    ],
+    ids=["mean by hand", "Keras' loss", "trackers", "guide", "compute_loss", "added", "endpoint"],
+)
+def test_own_losses_are_those_of_one_replica(make, one_device, mirrored):
+    loss = None if make is endpoint else "mse"
+    metrics = None if make is endpoint else ["mae"]
+    ones = fitted(one_device, make, loss, metrics)
+    check_equal(ones, fitted(mirrored, make, loss, metrics))
+    assert ones[0]["loss"][1] < ones[0]["loss"][0]
+
+
+@pytest.mark.parametrize("sync", ["sum", "replicas", "bfloat16"])
+def test_a_mean_by_hand_obeys_the_policy(sync, one_device):
+    """A Keras loss in Keras' own step gets the same gradients."""
+    import tfdist
+
+    strategy = tfdist.make_strategy("mirrored", devices="cpu:0,cpu:1", sync=sync)
+    own = fitted(strategy, lambda: mlp(KerasLoss))[1]
+    for one, two in zip(own, fitted(strategy, mlp)[1], strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-7)
+
+
+def test_two_optimizers_in_one_step(one_device, mirrored):
+    def trained(strategy):
+        with strategy.scope():
+            model = Gan()
+            model.compile(keras.optimizers.SGD(0.1), keras.optimizers.SGD(0.2))
+        history = model.fit(*data(), batch_size=16, epochs=2, shuffle=False, verbose=0).history
+        return history, model.generator.get_weights() + model.critic.get_weights()
+
+    check_equal(trained(one_device), trained(mirrored))
+
+
+def test_losses_of_outputs_count_by_rows(one_device, mirrored):
+    def make():
+        keras.utils.set_random_seed(1)
+        inputs = keras.Input([4])
+        outputs = [keras.layers.Dense(1, name=name)(inputs) for name in "ab"]
+        return keras.Model(inputs, dict(zip("ab", outputs, strict=True)))
+
+    def trained(strategy):
+        x, y = data(2)
+        with strategy.scope():
+            model = make()
+            model.compile("sgd", {"a": "mse", "b": "mae"}, loss_weights={"a": 1.0, "b": 0.5})
+        y = {"a": y[:, :1], "b": y[:, 1:]}
+        keywords = {"batch_size": 16, "verbose": 0}
+        history = model.fit(
+            x, y, epochs=2, shuffle=False, validation_data=(x, y), **keywords
+        ).history
+        return history, model.get_weights()
+
+    ones = trained(one_device)
+    assert {"a_loss", "val_b_loss"} <= set(ones[0])
+    check_equal(ones, trained(mirrored))
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean_with_sample_weight"])
+def test_reductions_in_own_steps(reduction, one_device, mirrored):
+    class Reduced(OwnStep):
+        def loss_of(self, y, prediction):
+            weights = tf.abs(y[:, 0])
+            return 0.05 * mse(reduction=reduction)(y, prediction, sample_weight=weights)
+
+        def logs(self, loss, y, prediction):
+            return {"loss": loss}
+
+    check_equal(
+        fitted(one_device, lambda: mlp(Reduced)), fitted(mirrored, lambda: mlp(Reduced))
+    )
+
+
+class ByThreshold(keras.metrics.Metric):
+    """A metric with a dict as its result."""
+
+    def __init__(self):
+        super().__init__(name="by_threshold")
+        self.high = self.add_variable([], "zeros", name="high")
+        self.rows = self.add_variable([], "zeros", name="rows")
+
+    def update_state(self, y, prediction, sample_weight=None):
+        self.high.assign_add(ops.sum(ops.cast(prediction > 0.1, "float32")))
+        self.rows.assign_add(ops.cast(ops.shape(prediction)[0], "float32"))
+
+    def result(self):
+        return {"high": self.high, "share": self.high / self.rows}
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        lambda: keras.metrics.Precision(thresholds=[0.1, 0.5], name="precision"),
+        lambda: keras.metrics.F1Score(average=None, threshold=0.5, name="f1"),
+        ByThreshold,
+    ],
+    ids=["vector", "f1", "dict"],
+)
+@pytest.mark.parametrize("eager", [False, True])
+def test_results_that_are_no_scalars(metric, eager, one_device, mirrored, tmp_path):
+    def trained(strategy):
+        x, y = data()
+        with strategy.scope():
+            model = mlp()
+            model.compile("sgd", "mse", metrics=[metric()], run_eagerly=eager)
+        directory = tmp_path / type(strategy).__name__
+        callbacks = [keras.callbacks.CSVLogger(directory / "log.csv")]
+        directory.mkdir(exist_ok=True)
+        y = (y > 0.5).astype("float32")
+        history = model.fit(
+            x, y, batch_size=16, shuffle=False, verbose=2, callbacks=callbacks
+        ).history
+        values = model.evaluate(x, y, batch_size=16, verbose=0)
+        lines = (directory / "log.csv").read_text().splitlines()
+        return {**history, "test": np.hstack([np.ravel(v) for v in values])}, lines
+
+    ones, twos = trained(one_device), trained(mirrored)
+    check_equal((ones[0], []), (twos[0], []))
+    assert ones[1][0] == twos[1][0]
+    assert len(twos[1]) == 2

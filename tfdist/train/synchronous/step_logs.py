@@ -1,0 +1,136 @@
+"""Logs of a step: results of the model's metrics, and values that exist in that step only.
+
+A step computes both on one replica. Results of metrics are computed again over all replicas when
+they are read; every other value is then the mean over the replicas, weighted by their rows. A value
+counts as a metric's result if it is the very tensor that the metric's `result()` returned in the
+step, under any name and at any depth.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.parallel.replica_weight import step_weight, weighted
+
+_thread = threading.local()
+
+
+class StepLogs:
+    """A model's step that returns tensors, and the layout of the logs that it stands for.
+
+    Args:
+        model: The model.
+        step: `model.train_step` or `model.test_step`.
+    """
+
+    def __init__(self, model: keras.Model, step: Callable):
+        self._model = model
+        self._step = step
+        self._structure: Any = {}
+        # For each value of the logs: the index of a metric and the position in its result, or None.
+        self._sources: list[tuple[int, int] | None] = []
+
+    @property
+    def metrics(self) -> tuple[int, ...]:
+        """Return the indices in `model.metrics` of the metrics whose results are in the logs."""
+        return tuple(sorted({source[0] for source in self._sources if source is not None}))
+
+    @property
+    def has_others(self) -> bool:
+        """Return whether the logs have values that are not results of metrics."""
+        return None in self._sources
+
+    def __call__(self, data: Any) -> tuple[list, list]:
+        """Run the step on a replica's rows.
+
+        Returns:
+            This replica's parts of the values that are not results of metrics, and all values.
+
+        Raises:
+            ValueError: The step does not return a dict of numbers.
+        """
+        metrics = {id(metric): i for i, metric in enumerate(self._model.metrics)}
+        for metric in self._model.metrics:
+            _observe(metric)
+        # By the id of a tensor; the tensor is kept, so that no other one gets its id.
+        results: dict[int, tuple[tuple[int, int], Any]] = {}
+
+        def record(metric: keras.Metric, result: Any) -> None:
+            if id(metric) in metrics:
+                for position, x in enumerate(keras.tree.flatten(result)):
+                    if tf.is_tensor(x):
+                        results[id(x)] = (metrics[id(metric)], position), x
+
+        _thread.record = record
+        try:
+            logs = self._step(data)
+        finally:
+            _thread.record = None
+        if not isinstance(logs, dict):
+            raise ValueError(
+                f"{self._step.__name__}: expected a dict of logs, received {type(logs).__name__}. "
+                'Return for example {"loss": loss}.'
+            )
+        values = keras.tree.flatten(logs)
+        self._structure = keras.tree.map_structure(lambda x: None, logs)
+        self._sources = [results[id(x)][0] if id(x) in results else None for x in values]
+        others = [
+            self._part_of_mean(x)
+            for x, source in zip(values, self._sources, strict=True)
+            if source is None
+        ]
+        return others, [x for x in values if tf.is_tensor(x)]
+
+    def fill(self, results: Sequence[Any], others: Sequence[Any]) -> dict[str, Any]:
+        """Return the logs over all replicas.
+
+        Args:
+            results: Result of each metric of `model.metrics`; those of `metrics` are used.
+            others: Means of the values that are not results of metrics.
+        """
+        remaining = iter(others)
+        values = [
+            next(remaining) if source is None else keras.tree.flatten(results[source[0]])[source[1]]
+            for source in self._sources
+        ]
+        return keras.tree.pack_sequence_as(self._structure, values)
+
+    def _part_of_mean(self, value: Any) -> tf.Tensor:
+        """Return the replica's addend of the mean over the replicas; one replica's value itself."""
+        x = tf.convert_to_tensor(value)
+        weight = step_weight()
+        if weight is None:
+            return x
+        if not (x.dtype.is_floating or x.dtype.is_integer or x.dtype.is_bool):
+            raise ValueError(
+                f"{self._step.__name__}: expected logs that are numbers, received a value of dtype "
+                f"{x.dtype.name}, which has no mean over the replicas."
+            )
+        x = tf.cast(x, tf.float64)
+        if not x.shape.is_fully_defined():  # one value for each row
+            x = tf.reduce_mean(x)
+        return weighted([x], weight)[0]
+
+
+def _observe(metric: keras.Metric) -> None:
+    """Let the step that runs in a thread see what the metric's `result()` returns there."""
+    original = metric.result
+    if hasattr(original, "tfdist_observed"):
+        return
+
+    @functools.wraps(original)
+    def result(*args, **kwargs):
+        value = original(*args, **kwargs)
+        record = getattr(_thread, "record", None)
+        if record is not None:
+            record(metric, value)
+        return value
+
+    result.tfdist_observed = True  # type: ignore[attr-defined]
+    metric.result = result
