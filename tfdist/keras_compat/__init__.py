@@ -430,6 +430,12 @@ def local_component(variable: keras.Variable, local_replica: int) -> tf.Variable
     return copies[local_replica] if len(copies) > 1 else copies[0]
 
 
+def copies(variable: keras.Variable) -> tuple[tf.Variable, ...]:
+    """Return the copies of a variable in this process, one for each replica that has its own."""
+    value = variable._value
+    return tuple(getattr(value, "values", (value,)))
+
+
 def held_bytes(dataset: tf.data.Dataset) -> int:
     """Return the bytes of the tensors that a data set holds, as one made of arrays does."""
     total = 0

@@ -37,6 +37,12 @@ def in_loop() -> Iterator[None]:
         _loop.traced = False
 
 
+def leave_loop() -> None:
+    """Raise NotInLoop if the body of a loop is traced: the number of rows differs by step."""
+    if _loop.traced:
+        raise NotInLoop
+
+
 def sum_over_replicas(context: tf.distribute.ReplicaContext, grads: list) -> list:
     """Return the sum of each gradient over the replicas; None stays None.
 
@@ -44,10 +50,8 @@ def sum_over_replicas(context: tf.distribute.ReplicaContext, grads: list) -> lis
     """
     if context.num_replicas_in_sync == 1:
         return grads
-    if _loop.traced and any(
-        isinstance(g, tf.IndexedSlices) and g.indices.shape[0] is None for g in grads
-    ):
-        raise NotInLoop  # the number of rows differs from step to step
+    if any(isinstance(g, tf.IndexedSlices) and g.indices.shape[0] is None for g in grads):
+        leave_loop()
     summed = list(grads)
     for dtype in dict.fromkeys(g.dtype for g in grads if g is not None):
         positions = [i for i, g in enumerate(grads) if g is not None and g.dtype == dtype]

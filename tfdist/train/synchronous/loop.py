@@ -333,8 +333,11 @@ class Runner:
             self._calls_ahead = agreed
         self._next_check = self._calls_done + self._calls_ahead
         self._next_stop_check = self._next_check
-        others = self._replica_state.sums(self._last) if self._step_logs.has_others else []
-        self.logs.update(self._step_logs.fill(in_logs, others))
+        if self._step_logs.known:
+            others = self._replica_state.sums(self._last) if self._step_logs.has_others else []
+            self.logs.update(self._step_logs.fill(in_logs, others))
+        else:  # all steps of the epoch were done before a restart
+            self.logs.update(results)
         return results
 
     # --- Graphs -----------------------------------------------------------------------------------

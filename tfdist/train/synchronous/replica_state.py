@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from tfdist.keras_compat import local_component
 from tfdist.parallel.placement import Placement
+from tfdist.train.synchronous.metric_inputs import is_gathered
 from tfdist.train.synchronous.replica_step import local_replica, moving_state
 
 
@@ -216,11 +217,11 @@ class ReplicaState:
         with keras.StatelessScope(state_mapping=list(zip(variables, values, strict=True))):
             results = self._model.get_metrics_result()
             own_results = {i: self._model.metrics[i].result() for i in wanted}
-        return (
-            tf.nest.map_structure(tf.convert_to_tensor, results),
-            tf.nest.map_structure(tf.convert_to_tensor, own_results),
-            tf.reshape(notes, [self._placement.workers, -1]),
-        )
+            # A result may be a variable, which has these values only here.
+            results, own_results = tf.nest.map_structure(
+                tf.convert_to_tensor, (results, own_results)
+            )
+        return results, own_results, tf.reshape(notes, [self._placement.workers, -1])
 
     def _sync_statistics(self):
         def average():
@@ -342,6 +343,8 @@ def _all_sum(x, replicas: int):
 def _share_of(variable: keras.Variable, component, replica, replicas: int):
     """Return this replica's addend for the variable's total over all replicas."""
     value = tf.reshape(tf.cast(component, tf.float64), [-1])
+    if is_gathered(variable):
+        return tf.where(tf.equal(replica, 0), value, tf.zeros_like(value))
     if variable.aggregation == "sum" or replicas == 1:
         return value
     if variable.aggregation == "mean":

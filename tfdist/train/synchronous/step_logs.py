@@ -8,8 +8,6 @@ step, under any name and at any depth.
 
 from __future__ import annotations
 
-import functools
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,8 +15,8 @@ import keras
 import tensorflow as tf
 
 from tfdist.parallel.replica_weight import step_weight, weighted
-
-_thread = threading.local()
+from tfdist.train.metric_calls import observed
+from tfdist.train.synchronous import metric_inputs
 
 
 class StepLogs:
@@ -32,9 +30,14 @@ class StepLogs:
     def __init__(self, model: keras.Model, step: Callable):
         self._model = model
         self._step = step
-        self._structure: Any = {}
+        self._structure: Any = None
         # For each value of the logs: the index of a metric and the position in its result, or None.
         self._sources: list[tuple[int, int] | None] = []
+
+    @property
+    def known(self) -> bool:
+        """Return whether the step has run or was traced."""
+        return self._structure is not None
 
     @property
     def metrics(self) -> tuple[int, ...]:
@@ -56,8 +59,6 @@ class StepLogs:
             ValueError: The step does not return a dict of numbers.
         """
         metrics = {id(metric): i for i, metric in enumerate(self._model.metrics)}
-        for metric in self._model.metrics:
-            _observe(metric)
         # By the id of a tensor; the tensor is kept, so that no other one gets its id.
         results: dict[int, tuple[tuple[int, int], Any]] = {}
 
@@ -67,11 +68,8 @@ class StepLogs:
                     if tf.is_tensor(x):
                         results[id(x)] = (metrics[id(metric)], position), x
 
-        _thread.record = record
-        try:
+        with observed(self._model, metric_inputs.update, record):
             logs = self._step(data)
-        finally:
-            _thread.record = None
         if not isinstance(logs, dict):
             raise ValueError(
                 f"{self._step.__name__}: expected a dict of logs, received {type(logs).__name__}. "
@@ -85,7 +83,7 @@ class StepLogs:
             for x, source in zip(values, self._sources, strict=True)
             if source is None
         ]
-        return others, [x for x in values if tf.is_tensor(x)]
+        return others, [tf.convert_to_tensor(x) for x in values if tf.is_tensor(x)]
 
     def fill(self, results: Sequence[Any], others: Sequence[Any]) -> dict[str, Any]:
         """Return the logs over all replicas.
@@ -116,21 +114,3 @@ class StepLogs:
         if not x.shape.is_fully_defined():  # one value for each row
             x = tf.reduce_mean(x)
         return weighted([x], weight)[0]
-
-
-def _observe(metric: keras.Metric) -> None:
-    """Let the step that runs in a thread see what the metric's `result()` returns there."""
-    original = metric.result
-    if hasattr(original, "tfdist_observed"):
-        return
-
-    @functools.wraps(original)
-    def result(*args, **kwargs):
-        value = original(*args, **kwargs)
-        record = getattr(_thread, "record", None)
-        if record is not None:
-            record(metric, value)
-        return value
-
-    result.tfdist_observed = True  # type: ignore[attr-defined]
-    metric.result = result

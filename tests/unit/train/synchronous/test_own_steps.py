@@ -9,6 +9,8 @@ import pytest
 import tensorflow as tf
 from keras import ops
 
+from tfdist.train.synchronous.metric_inputs import is_gathered
+
 ROWS = 33  # batches of 16, 16 and 1 rows
 mse = keras.losses.MeanSquaredError
 
@@ -144,27 +146,25 @@ class Gan(keras.Model):
             labels = tf.concat([tf.ones([tf.shape(x)[0], 1]), tf.zeros([tf.shape(x)[0], 1])], 0)
             d_loss = entropy(labels, self.critic(both))
         weights = self.critic.trainable_weights
-        self.d_optimizer.apply_gradients(zip(tape.gradient(d_loss, weights), weights))
+        self.d_optimizer.apply_gradients(zip(tape.gradient(d_loss, weights), weights, strict=True))
         with tf.GradientTape() as tape:
             fooled = self.critic(self.generator(x[:, :2]))
             g_loss = entropy(tf.zeros([tf.shape(x)[0], 1]), fooled)
         weights = self.generator.trainable_weights
-        self.g_optimizer.apply_gradients(zip(tape.gradient(g_loss, weights), weights))
+        self.g_optimizer.apply_gradients(zip(tape.gradient(g_loss, weights), weights, strict=True))
         self.d_loss.update_state(d_loss)
         self.g_loss.update_state(g_loss)
         return {"d_loss": self.d_loss.result(), "g_loss": self.g_loss.result()}
 
 
-def fitted(strategy, make, loss="mse", metrics=None, **kwargs):
+def fitted(strategy, make, loss="mse", metric=None):
     """Return the history of fit and evaluate, and the weights."""
     x, y = data()
     with strategy.scope():
         model = make()
-        model.compile(keras.optimizers.SGD(0.1), loss, metrics=metrics)
+        model.compile(keras.optimizers.SGD(0.1), loss, metrics=metric and [metric()])
     inputs = [x, y] if len(model.inputs) > 1 else x
-    history = model.fit(
-        inputs, y, batch_size=16, epochs=2, shuffle=False, verbose=0, **kwargs
-    ).history
+    history = model.fit(inputs, y, batch_size=16, epochs=2, shuffle=False, verbose=0).history
     results = model.evaluate(inputs, y, batch_size=16, verbose=0, return_dict=True)
     return {**history, **{f"test {k}": v for k, v in results.items()}}, model.get_weights()
 
@@ -192,9 +192,9 @@ def check_equal(ones, twos):
 )
 def test_own_losses_are_those_of_one_replica(make, one_device, mirrored):
     loss = None if make is endpoint else "mse"
-    metrics = None if make is endpoint else ["mae"]
-    ones = fitted(one_device, make, loss, metrics)
-    check_equal(ones, fitted(mirrored, make, loss, metrics))
+    metric = None if make is endpoint else keras.metrics.MeanAbsoluteError
+    ones = fitted(one_device, make, loss, metric)
+    check_equal(ones, fitted(mirrored, make, loss, metric))
     assert ones[0]["loss"][1] < ones[0]["loss"][0]
 
 
@@ -254,9 +254,7 @@ def test_reductions_in_own_steps(reduction, one_device, mirrored):
         def logs(self, loss, y, prediction):
             return {"loss": loss}
 
-    check_equal(
-        fitted(one_device, lambda: mlp(Reduced)), fitted(mirrored, lambda: mlp(Reduced))
-    )
+    check_equal(fitted(one_device, lambda: mlp(Reduced)), fitted(mirrored, lambda: mlp(Reduced)))
 
 
 class ByThreshold(keras.metrics.Metric):
@@ -306,3 +304,121 @@ def test_results_that_are_no_scalars(metric, eager, one_device, mirrored, tmp_pa
     check_equal((ones[0], []), (twos[0], []))
     assert ones[1][0] == twos[1][0]
     assert len(twos[1]) == 2
+
+
+class Stateful(keras.metrics.Metric):
+    """A metric with one state, which `new` computes from the old one and the errors of a batch."""
+
+    start = 0.0
+
+    def __init__(self):
+        super().__init__(name=type(self).__name__)
+        self.state = self.add_variable([], "zeros", name="state")
+        self.reset_state()
+
+    def update_state(self, y, prediction, sample_weight=None):
+        self.state.assign(self.new(self.state, ops.abs(y - prediction)))
+
+    def reset_state(self):
+        self.state.assign(self.start)
+
+    def result(self):
+        return ops.convert_to_tensor(self.state)
+
+
+class Largest(Stateful):
+    def new(self, state, errors):
+        return ops.maximum(state, ops.max(errors))
+
+
+class Smallest(Largest):
+    start = float("inf")
+
+    def new(self, state, errors):
+        return ops.minimum(state, ops.min(errors))
+
+
+class Running(Stateful):
+    def new(self, state, errors):
+        return 0.9 * state + 0.1 * ops.mean(errors)
+
+
+class Last(Stateful):
+    def new(self, state, errors):
+        return ops.mean(errors)
+
+
+class SumOfBatchMeans(Stateful):
+    def new(self, state, errors):
+        return state + ops.mean(errors)
+
+
+class FromOne(Stateful):
+    start = 1.0
+
+    def new(self, state, errors):
+        return state + ops.sum(errors)
+
+
+class AboveThree(Largest):
+    start = 3.0
+
+
+class Plain(Stateful):
+    def new(self, state, errors):
+        return state + ops.sum(errors)
+
+
+SUMS = (Plain, FromOne)
+METRICS = (*SUMS, Largest, Smallest, AboveThree, Running, Last, SumOfBatchMeans)
+
+
+def test_states_that_are_no_sums(one_device, mirrored):
+    """The states of those that are none, and only of those, are made of all rows."""
+
+    def trained(strategy, made):
+        x, y = data()
+        with strategy.scope():
+            model = mlp()
+            made.extend(metric() for metric in METRICS)
+            model.compile(keras.optimizers.SGD(0.1), "mse", metrics=made)
+        keywords = {"batch_size": 16, "verbose": 0, "validation_data": (x, y)}
+        history = model.fit(x, y, epochs=2, shuffle=False, **keywords).history
+        return history, model.get_weights()
+
+    made: list = []
+    check_equal(trained(one_device, []), trained(mirrored, made))
+    assert tuple(type(m) for m in made if not is_gathered(m.state)) == SUMS
+
+
+def test_a_declared_aggregation_counts(one_device, mirrored):
+    class Rows(Stateful):
+        """Count the rows of the first replica."""
+
+        def __init__(self):
+            super().__init__()
+            self.state = self.add_variable([], "zeros", aggregation="only_first_replica")
+
+        def new(self, state, errors):
+            return state + ops.cast(ops.shape(errors)[0], "float32")
+
+    history, _ = fitted(mirrored, mlp, metric=Rows)
+    assert history["Rows"] == [17.0, 17.0]  # 8, 8 and 1
+
+
+def test_a_scalar_for_a_state_that_is_no_sum_is_a_mean_of_rows(one_device, mirrored):
+    class Peak(Largest):
+        def update_state(self, loss):
+            self.state.assign(ops.maximum(self.state, loss))
+
+    class Tracked(Trackers):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.error = Peak()
+
+        def logs(self, loss, y, prediction):
+            self.error.update_state(loss)
+            return {"peak": self.error.result()}
+
+    ones = fitted(one_device, lambda: mlp(Tracked))
+    check_equal(ones, fitted(mirrored, lambda: mlp(Tracked)))
