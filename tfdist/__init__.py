@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tfdist.train.callbacks.metrics_log import Log
     from tfdist.train.callbacks.tensorboard import TensorBoard
     from tfdist.train.parameter_server.worker_pool import ParameterServerLost
+    from tfdist.train.synchronous.gathered_rows import all_gather_rows
     from tfdist.train.timing.step_breakdown import StepBreakdown
 
 # Name -> module that defines it, or that it is.
@@ -34,6 +35,7 @@ _HOMES = {
     "Log": "tfdist.train.callbacks.metrics_log",
     "ParameterServerLost": "tfdist.train.parameter_server.worker_pool",
     "TensorBoard": "tfdist.train.callbacks.tensorboard",
+    "all_gather_rows": "tfdist.train.synchronous.gathered_rows",
     "app": "tfdist.app",
     "config": "tfdist.config",
     "data": "tfdist.data",
@@ -56,6 +58,7 @@ __all__ = [
     "StepBreakdown",
     "TensorBoard",
     "__version__",
+    "all_gather_rows",
     "app",
     "config",
     "data",

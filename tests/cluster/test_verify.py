@@ -20,7 +20,8 @@ RUNS = {
     "digits": DEVICES,  # of configs/: a CNN
     "transformer": ("--strategy=central_storage", "--quick"),
     "resnet": DEVICES,
-    "unscaled": DEVICES,
+    "summed": DEVICES,
+    "dice": DEVICES,
     "seed": ("--workers=2", "--quick"),
     "overlapping": ("--workers=2", "--quick"),
 }
@@ -100,14 +101,20 @@ def test_statistics_that_are_not_synchronized_are_named(done):
     assert "BatchNormalization(synchronized=True)" in out
 
 
-def test_a_loss_that_is_not_scaled_is_named(done):
-    code, out = done["unscaled"]
+def test_a_loss_that_is_a_sum_is_named(done):
+    code, out = done["summed"]
     assert code == 1, out
-    assert (
-        "step 1, layer hidden (Dense): the norm of the gradient of hidden/kernel differs by 1.0e+00"
-        in out
+    assert "all gradients are 2 times too small: the loss is a sum over rows" in " ".join(
+        out.split()
     )
-    assert "the loss is not scaled: all gradients are 2 times too large" in out
+
+
+def test_a_loss_whose_rows_depend_on_each_other_is_named(done):
+    code, out = done["dice"]
+    assert code == 1, out
+    assert "Gather the rows of all replicas there: tfdist.all_gather_rows(x)" in " ".join(
+        out.split()
+    )
 
 
 def test_a_worker_with_another_seed_is_named(done):

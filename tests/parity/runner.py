@@ -8,7 +8,7 @@ import pickle
 import sys
 import traceback
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
 
 def main(name: str, devices: str, out: str, *names: str) -> None:
@@ -16,7 +16,8 @@ def main(name: str, devices: str, out: str, *names: str) -> None:
 
     strategy = tfdist.make_strategy(name, devices=None if devices == "-" else devices)
     import keras
-    from cases import CASES
+
+    from tests.parity.guide_cases import CASES
 
     results = {}
     for case in names or CASES:

@@ -1,6 +1,6 @@
 """Test that N replicas on the same global batches give the numbers of one.
 
-Every case of `cases.py` runs under every strategy.
+Every case of `cases.py` and `guide_cases.py` runs under every strategy.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.parity.cases import CASES
+from tests.parity.guide_cases import CASES
 from tests.parity.setups import runs
 
 # Cases in which a third process matters: who gets which rows, ends that leave some without, what is

@@ -54,16 +54,16 @@ def _resnet(config):
     config.model.options.filters = (4, 8)
 
 
-def _unscaled(config):
-    config.model.name = f"{__file__}:averaging"
+def _summed(config):
+    config.model.name = f"{__file__}:summing"
 
 
-class Averaging(keras.Model):
+class Summing(keras.Model):
     def train_step(self, batch):
-        """Apply each replica's mean loss in full, without dividing by the number of replicas."""
+        """Apply the sum over each replica's rows, of which replicas take a weighted mean."""
         x, y = batch
         with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(
+            loss = tf.reduce_sum(
                 keras.losses.sparse_categorical_crossentropy(y, self(x, training=True))
             )
         self.optimizer.apply(
@@ -78,11 +78,26 @@ class Averaging(keras.Model):
         return self.get_metrics_result()
 
 
-def averaging(input_shape, classes):
+def summing(input_shape, classes, cls=Summing):
     inputs = keras.Input(input_shape)
     x = keras.layers.Rescaling(1 / 255)(inputs)
     x = keras.layers.Dense(8, "tanh", name="hidden")(keras.layers.Flatten()(x))
-    return Averaging(inputs, keras.layers.Dense(classes, "softmax")(x))
+    return cls(inputs, keras.layers.Dense(classes, "softmax")(x))
+
+
+def _dice(config):
+    """Use a loss that is a quotient of sums over the rows."""
+    config.model.name = f"{__file__}:dice"
+
+
+def dice(input_shape, classes):
+    model = summing(input_shape, classes, keras.Model)
+
+    def loss(y, prediction):
+        return keras.losses.dice(tf.one_hot(tf.cast(y, tf.int32), classes), prediction)
+
+    model.compile(keras.optimizers.SGD(0.01), loss)
+    return model
 
 
 def _seed(config):

@@ -89,6 +89,14 @@ def likely(comparison: Comparison, drawn: list[str]) -> str:
             f"the summed gradients agree, and what becomes of them does not: {first.name} is "
             "changed by something else than the optimizer, or the optimizer takes other steps."
         )
+    if first.kind in (LOGS, GRADIENTS):
+        return (
+            "loss and gradients differ by no common factor, as where the rows of a batch depend "
+            "on each other: in a contrastive or a Dice loss, or in a layer that computes a "
+            "statistic of the batch. A replica sees only its own rows. Gather the rows of all "
+            f"replicas there: tfdist.all_gather_rows(x). If there is no such place, look at "
+            f"{_layer(first)}, where the first difference is, and at what comes before it."
+        )
     return (
         f"no known pattern. Look at {_layer(first)}, where the first difference is, and at what "
         "comes before it in the model."
@@ -127,16 +135,17 @@ def _normalized_alone(comparison: Comparison) -> list[str]:
 def _of_factor(factor: float, replicas: int) -> str:
     if abs(factor / replicas - 1.0) < _CLOSE:
         return (
-            f"the loss is not scaled: all gradients are {replicas} times too large, once for each "
-            "replica. Each replica takes the mean over its own rows, and the gradients of all "
-            "are summed. In a train_step of your own, use self.compute_loss(); or divide the sum "
-            "over the replica's rows by the rows of the global batch."
+            f"all gradients are {replicas} times too large: the step sums them over the replicas "
+            "itself, or multiplies the loss by the number of replicas. Leave both to "
+            "optimizer.apply(), which weighs each replica's gradients by its rows and sums them."
         )
     if abs(factor * replicas - 1.0) < _CLOSE:
         return (
-            f"the loss is scaled twice: all gradients are {replicas} times too small. tfdist "
-            "scales what self.compute_loss() and Keras' losses return already; do not divide it "
-            "by the number of replicas again."
+            f"all gradients are {replicas} times too small: the loss is a sum over rows, or it is "
+            "divided by the number of replicas. In fit, a loss on a replica must be the mean over "
+            'its rows: tf.reduce_mean(...), or a Keras loss, which for sums has reduction="sum". '
+            "tf.nn.compute_average_loss and tf.nn.scale_regularization_loss divide by the number "
+            "of replicas; they are for loops of strategy.run()."
         )
     return (
         f"all gradients are {factor:.3g} times those of one replica: the loss, or its gradients, "

@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from tfdist.data.batch_rows import count_rows
 from tfdist.keras_compat import step_counter
+from tfdist.train.metric_calls import adds_up, observed
 from tfdist.train.parameter_server import metric_deltas
 from tfdist.train.parameter_server.batch_stream import Pass, dataset_variant
 from tfdist.train.parameter_server.worker_pool import Pool
@@ -453,7 +454,8 @@ class RemoteRunner:
         """
         data = without_optionals(data)
         with metric_deltas.collected(self.model, seeds, index) as added:
-            logs = self._strategy.run(self._step, args=(data,))
+            with observed(self.model, _update_sum):
+                logs = self._strategy.run(self._step, args=(data,))
         *sums, updates = added
         if not isinstance(logs, dict):
             raise TypeError(
@@ -531,3 +533,14 @@ def _group_by_shape(batches: list) -> list[list]:
             shapes = own
         runs[-1].append(batch)
     return runs
+
+
+def _update_sum(metric: keras.Metric, keras_method: Callable, args: tuple, kwargs: dict) -> None:
+    """Update a metric, whose state must be the sum of what steps on several workers add."""
+    if not adds_up(metric, args, kwargs, by_rows=False):
+        raise ValueError(
+            f"metric {metric.name}: its state is not a sum of what each update adds, and parameter "
+            "servers can only add up the workers' states. Keep sums (for a mean: a total and a "
+            "count), or use a synchronous strategy."
+        )
+    keras_method(*args, **kwargs)

@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.keras_compat import holder_of
+from tfdist.keras_compat import copies, holder_of
 from tfdist.parallel.placement import Placement
 from tfdist.parallel.sharding.fsdp import check_deferred
 from tfdist.parallel.sharding.whole_model_files import as_plain, check_export
@@ -433,7 +433,21 @@ class Engine(Hooks):
         return self.save(model, keras_method, *args, **kwargs)
 
     # --- Helpers ----------------------------------------------------------------------------------
+    def _check_copies(self, model: keras.Model) -> None:
+        """Raise ValueError if replicas of this process would share a variable, and race for it."""
+        if self.placement.local_replicas == 1:
+            return
+        variables = model.metrics_variables if self._central else model.variables
+        for v in {id(v): v for v in (*variables, *model.metrics_variables)}.values():
+            if len(copies(v)) != self.placement.local_replicas:
+                raise ValueError(
+                    f"The variable {v.path} was made outside of strategy.scope(), so that "
+                    f"{self.placement.local_replicas} replicas would share it. Make the model, "
+                    "its layers and its metrics inside `with strategy.scope():`."
+                )
+
     def _runner(self, model, model_step) -> Runner:
+        self._check_copies(model)
         trains = model_step == model.train_step
         return Runner(
             self._strategy,

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from tfdist.keras_compat import local_component
 from tfdist.parallel.placement import Placement
-from tfdist.train.synchronous.metric_inputs import is_gathered
+from tfdist.train.synchronous.gathered_rows import is_gathered
 from tfdist.train.synchronous.replica_step import local_replica, moving_state
 
 

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfdist.parallel.replica_weight import step_weight, weighted
 from tfdist.train.metric_calls import observed
-from tfdist.train.synchronous import metric_inputs
+from tfdist.train.synchronous import gathered_rows
 
 
 class StepLogs:
@@ -68,7 +68,7 @@ class StepLogs:
                     if tf.is_tensor(x):
                         results[id(x)] = (metrics[id(metric)], position), x
 
-        with observed(self._model, metric_inputs.update, record):
+        with observed(self._model, gathered_rows.update_metric, record):
             logs = self._step(data)
         if not isinstance(logs, dict):
             raise ValueError(

@@ -9,7 +9,8 @@ import pytest
 import tensorflow as tf
 from keras import ops
 
-from tfdist.train.synchronous.metric_inputs import is_gathered
+import tfdist
+from tfdist.train.synchronous.gathered_rows import is_gathered
 
 ROWS = 33  # batches of 16, 16 and 1 rows
 mse = keras.losses.MeanSquaredError
@@ -201,7 +202,6 @@ def test_own_losses_are_those_of_one_replica(make, one_device, mirrored):
 @pytest.mark.parametrize("sync", ["sum", "replicas", "bfloat16"])
 def test_a_mean_by_hand_obeys_the_policy(sync, one_device):
     """A Keras loss in Keras' own step gets the same gradients."""
-    import tfdist
 
     strategy = tfdist.make_strategy("mirrored", devices="cpu:0,cpu:1", sync=sync)
     own = fitted(strategy, lambda: mlp(KerasLoss))[1]
@@ -422,3 +422,28 @@ def test_a_scalar_for_a_state_that_is_no_sum_is_a_mean_of_rows(one_device, mirro
 
     ones = fitted(one_device, lambda: mlp(Tracked))
     check_equal(ones, fitted(mirrored, lambda: mlp(Tracked)))
+
+
+def test_rows_that_depend_on_each_other_are_gathered(one_device, mirrored):
+    """The loss is a quotient of sums over the rows, as Dice's, whose parts have other quotients."""
+
+    def quotient(y, prediction):
+        y, prediction = tfdist.all_gather_rows(y), tfdist.all_gather_rows(prediction)
+        return tf.reduce_sum(tf.square(y - prediction)) / tf.reduce_sum(1.0 + tf.square(prediction))
+
+    ones = fitted(one_device, mlp, quotient)
+    check_equal(ones, fitted(mirrored, mlp, quotient))
+    assert ones[0]["loss"][1] < ones[0]["loss"][0]
+
+
+@pytest.mark.parametrize("outside", ["metric", "layer"])
+def test_what_is_made_outside_of_the_scope_is_named(outside, mirrored):
+    keras.utils.set_random_seed(1)
+    layer, metric = keras.layers.Dense(1, name="head"), Largest()
+    layer.build([None, 4])
+    with mirrored.scope():
+        model = keras.Sequential([layer if outside == "layer" else keras.layers.Dense(1)])
+        model.compile("sgd", "mse", metrics=[metric] if outside == "metric" else None)
+    name = "Largest/state" if outside == "metric" else "head/kernel"
+    with pytest.raises(ValueError, match=rf"{name} was made outside of strategy.scope\(\)"):
+        model.fit(*data(), batch_size=16, verbose=0)

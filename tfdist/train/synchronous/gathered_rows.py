@@ -1,4 +1,4 @@
-"""Metric inputs: gathers the rows of all replicas for metrics whose states cannot be summed."""
+"""Gathered rows: the rows of all replicas, for losses and metrics that are no means over rows."""
 
 from __future__ import annotations
 
@@ -10,12 +10,54 @@ import tensorflow as tf
 
 from tfdist.keras_compat import copies
 from tfdist.keras_compat.parallel import mask_of, set_mask
-from tfdist.parallel.replica_weight import step_weight, weighted
+from tfdist.parallel.replica_weight import Weight, step_weight, weighted
 from tfdist.train.metric_calls import adds_up
 from tfdist.train.synchronous.gradient_sum import leave_loop
 
 
-def update(metric: keras.Metric, keras_method: Callable, args: tuple, kwargs: dict) -> None:
+def all_gather_rows(x: Any) -> Any:
+    """Return the rows of all replicas, in the order of the global batch, with their gradients.
+
+    A loss or a layer in which rows depend on each other (a contrastive loss, a Dice loss, a
+    statistic of the batch) gives other numbers on a replica's rows than on all rows. Let each
+    replica compute it from all rows instead:
+
+        loss = contrastive(tfdist.all_gather_rows(embeddings), tfdist.all_gather_rows(labels))
+
+    Args:
+        x: This replica's rows, `[replica_rows, ...]`.
+
+    Returns:
+        All rows, `[rows, ...]`; `x` itself with one replica, and while Keras builds a model.
+    """
+    context = tf.distribute.get_replica_context()
+    if context is None or context.num_replicas_in_sync == 1 or isinstance(x, keras.KerasTensor):
+        return x
+    x = tf.convert_to_tensor(x)
+    weight = step_weight()
+    if weight is not None:
+        # Each replica's loss is that of all rows, so that the gradients of a row add up to as many
+        # times the right one as there are replicas; then the row's replica weighs them.
+        x = _with_gradient_times(x, 1.0 / context.num_replicas_in_sync, weight)
+    if x.shape[0] is None:
+        leave_loop()
+    return context.all_gather(x, axis=0)
+
+
+def _with_gradient_times(x: tf.Tensor, factor: float, weight: Weight) -> tf.Tensor:
+    """Return a tensor whose gradient is multiplied by `factor / weight`; 0 for the weight 0."""
+
+    @tf.custom_gradient
+    def identity(x):
+        def grad(dy):
+            return tf.math.divide_no_nan(dy * tf.cast(factor, dy.dtype), tf.cast(weight, dy.dtype))
+
+        return tf.identity(x), grad
+
+    return identity(x)
+
+
+def update_metric(metric: keras.Metric, keras_method: Callable, args: tuple, kwargs: dict) -> None:
     """Update a metric in a step: by this replica's rows if states may be summed, else by all rows.
 
     In the second case all replicas make the same update, and the first one's state counts.
@@ -83,10 +125,8 @@ def _of_all_rows(x: Any) -> Any:
         assert weight is not None
         part = weighted([x], weight)[0] if x.dtype.is_floating else x
         return context.all_reduce("SUM", part)
-    if x.shape[0] is None:
-        leave_loop()
-    rows = context.all_gather(x, axis=0)
+    rows = all_gather_rows(x)
     mask = mask_of(x)
     if mask is not None:
-        set_mask(rows, context.all_gather(mask, axis=0))
+        set_mask(rows, all_gather_rows(mask))
     return rows
