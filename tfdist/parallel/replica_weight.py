@@ -11,13 +11,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
 _thread = threading.local()
 
-Weight = float | tf.Tensor
+Weight: TypeAlias = "float | tf.Tensor"
 
 
 @contextlib.contextmanager

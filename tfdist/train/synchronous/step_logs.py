@@ -8,7 +8,7 @@ step, under any name and at any depth.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -85,11 +85,11 @@ class StepLogs:
         ]
         return others, [tf.convert_to_tensor(x) for x in values if tf.is_tensor(x)]
 
-    def fill(self, results: Sequence[Any], others: Sequence[Any]) -> dict[str, Any]:
+    def fill(self, results: Mapping[int, Any], others: Sequence[Any]) -> dict[str, Any]:
         """Return the logs over all replicas.
 
         Args:
-            results: Result of each metric of `model.metrics`; those of `metrics` are used.
+            results: Result of each metric of `metrics`, by its index.
             others: Means of the values that are not results of metrics.
         """
         remaining = iter(others)
