@@ -459,3 +459,28 @@ def test_silence_outside_of_calls_is_no_hang(one_device, monkeypatch):
         call()
         assert phases[-1] == Phase.IDLE
         phases.clear()
+
+
+# --- Files ----------------------------------------------------------------------------------------
+def test_a_model_is_saved_outside_of_the_scope_that_it_is_saved_in(mirrored, tmp_path):
+    """On several workers, a variable that the chief makes in the scope waits for all of them."""
+    scopes = []
+
+    @keras.saving.register_keras_serializable("tests")
+    class Layer(keras.layers.Dense):
+        def save_own_variables(self, store):
+            scopes.append(tf.distribute.has_strategy())
+            super().save_own_variables(store)
+
+    with mirrored.scope():
+        model = compiled(
+            mirrored, lambda: keras.Sequential([keras.Input((6,)), Layer(3)]), metrics=["accuracy"]
+        )
+        model.fit(dataset(*data()), verbose=0)
+        model.save(tmp_path / "model.keras")
+        model.save_weights(tmp_path / "model.weights.h5")
+        assert tf.distribute.get_strategy() is mirrored
+    assert scopes == [False, False]
+    saved = keras.models.load_model(tmp_path / "model.keras")
+    for a, b in zip(saved.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
