@@ -25,7 +25,7 @@ from tfdist.train.callbacks.backup_and_restore import BackupAndRestore
 from tfdist.train.callbacks.saving import backing, same_on_workers
 from tfdist.train.health.heartbeat import Heartbeat, length, size
 from tfdist.train.health.watchdog import Watchdog
-from tfdist.train.hooks import Hooks, bind, check_optimizer, fewest
+from tfdist.train.hooks import Hooks, bind, build_in_scope, check_optimizer, fewest
 from tfdist.train.synchronous import gradient_sum, replica_step
 from tfdist.train.synchronous.feed import Feed
 from tfdist.train.synchronous.gradient_aggregation import GradientAggregation, check_totals
@@ -264,6 +264,9 @@ class Engine(Hooks):
 
     def apply(self, optimizer, keras_apply: Callable, grads, variables):
         """Aggregate the gradients and update the variables; called in replica context."""
+        if variables is not None:
+            variables = list(variables)
+            build_in_scope(optimizer, variables)
         holder = holder_of(optimizer, variables)
         if holder is not None:
             return gradient_sum.apply_to_parts(

@@ -484,3 +484,43 @@ def test_a_model_is_saved_outside_of_the_scope_that_it_is_saved_in(mirrored, tmp
     saved = keras.models.load_model(tmp_path / "model.keras")
     for a, b in zip(saved.get_weights(), model.get_weights(), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+# --- Loops with strategy.run ----------------------------------------------------------------------
+def train_in_loop(strategy, build, inside=lambda update: update()):
+    """Return the weights and slots after two steps of a loop, and the number of updates."""
+    model = compiled(strategy)
+    x, y = data(24)
+    with strategy.scope():
+        optimizer = keras.optimizers.Adam(0.1)
+        if build:
+            optimizer.build(model.trainable_variables)
+
+    def replica(x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(CROSSENTROPY(y, model(x, training=True))) / 2
+        grads = tape.gradient(loss, model.trainable_variables)
+        inside(
+            lambda: optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+        )
+
+    step = tf.function(lambda batch: strategy.run(replica, args=batch), autograph=False)
+    for batch in strategy.experimental_distribute_dataset(dataset(x, y)):
+        step(batch)
+    variables = [*model.trainable_variables, *optimizer.variables]
+    return [c for v in variables for c in copies(strategy, v)]
+
+
+def test_a_loop_builds_its_optimizer_in_the_first_step(mirrored):
+    built, lazily = train_in_loop(mirrored, build=True), train_in_loop(mirrored, build=False)
+    assert len(built) == 2 * (2 + 6)  # of each variable a copy per replica
+    for a, b in zip(built, lazily, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_an_optimizer_that_is_first_used_in_a_branch_is_refused(mirrored):
+    def branch(update):
+        tf.cond(tf.constant(True), lambda: update() or True, lambda: True)
+
+    with pytest.raises(ValueError, match=r"adam.* cannot be built.*optimizer\.build\("):
+        train_in_loop(mirrored, build=False, inside=branch)
