@@ -57,6 +57,7 @@ class Coordinator(Hooks):
     def fit(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
         """Run `keras.Model.fit` on the workers."""
         call = bind(keras_method, model, args, kwargs)
+        _undistribute("fit", call, "x", "validation_data")
         self._check(model)
         callbacks = backups_last(call["kwargs"])
         steps = fewest(call["steps_per_epoch"], keras.config.max_steps_per_epoch())
@@ -78,6 +79,7 @@ class Coordinator(Hooks):
     def evaluate(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
         """Run `keras.Model.evaluate` on the workers."""
         call = bind(keras_method, model, args, kwargs)
+        _undistribute("evaluate", call, "x")
         # Keras passes a CallbackList when this is the validation of a fit.
         if not isinstance(call["callbacks"], keras.callbacks.CallbackList):
             self._check(model)
@@ -93,6 +95,7 @@ class Coordinator(Hooks):
     def predict(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
         """Run `keras.Model.predict` on the workers."""
         call = bind(keras_method, model, args, kwargs)
+        _undistribute("predict", call, "x")
         self._check(model)
         _check_end("predict", call["x"], call["steps"], "steps")
         with self._during("predict", None):
@@ -254,6 +257,30 @@ class Coordinator(Hooks):
                 "whose variables are on other processes "
                 "(keras #18716). Pass jit_compile=False."
             )
+
+
+def _undistribute(method: str, call: dict, *names: str) -> None:
+    """Replace what `strategy.experimental_distribute_dataset` returned by the data set itself.
+
+    TensorFlow builds its result only in a worker, for `create_per_worker_dataset`. One replica
+    trains on the batch of a step, so that batch is the one that TensorFlow would give it.
+
+    Args:
+        method: Name of the Keras method.
+        call: Its arguments, as `bind` returns them.
+        *names: Names of the arguments that hold data.
+    """
+    for name in names:
+        if not isinstance(call[name], tf.distribute.DistributedDataset):
+            continue
+        dataset = getattr(call[name], "tfdist_dataset", None)
+        if dataset is None:
+            raise ValueError(
+                f"{method}: {name} is a result of strategy.distribute_datasets_from_function, "
+                "which has other data in each worker, expected a tf.data.Dataset. Pass the data "
+                "set itself: the workers share its batches."
+            )
+        call[name] = call["kwargs"][name] = dataset
 
 
 def _check_end(method: str, data, steps: int | None, argument: str) -> None:

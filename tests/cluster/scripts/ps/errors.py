@@ -92,6 +92,22 @@ def error_data_without_end(strategy):
     raises(ValueError, "predict: .*infinite.*steps", model.predict, endless)
 
 
+@feature
+def error_data_of_a_function(strategy):
+    model = counter(strategy)
+    distributed = strategy.distribute_datasets_from_function(lambda context: batches())
+    for method in (model.fit, model.evaluate, model.predict):
+        raises(
+            ValueError,
+            f"{method.__name__}: x is .*distribute_datasets_from_function.*Pass the data set",
+            method,
+            distributed,
+        )
+    raises(
+        ValueError, "fit: validation_data is ", model.fit, batches(), validation_data=distributed
+    )
+
+
 def own_step(strategy, returned):
     model = compiled(strategy, lambda: OwnStep(one_weight().layers), sgd(), mean_output, ())
     model.returned = returned
