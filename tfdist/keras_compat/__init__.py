@@ -554,3 +554,10 @@ def broadcast_initial_values(
         return received
 
     extended._get_variable_creator_initial_value = initial_value
+
+
+# --- Layers ---------------------------------------------------------------------------------------
+def stateful_layers(model: keras.Model) -> list[str]:
+    """Return the names of recurrent layers that keep their state from one batch to the next."""
+    layers = model._flatten_layers()
+    return [x.name for x in layers if isinstance(x, keras.layers.RNN) and x.stateful]

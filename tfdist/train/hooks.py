@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.backup import state
-from tfdist.keras_compat import strategy_of
+from tfdist.keras_compat import stateful_layers, strategy_of
 from tfdist.train.health import preemption
 from tfdist.train.health.heartbeat import Heartbeat
 from tfdist.train.health.watchdog import Watchdog
@@ -194,6 +194,23 @@ def check_optimizer(model: keras.Model, strategy) -> None:
                 "it, and call compile(), inside `with strategy.scope():`, where the model is made."
             )
         optimizer = getattr(optimizer, "inner_optimizer", None)
+
+
+def check_stateful(model: keras.Model, count: int, kind: str) -> None:
+    """Raise ValueError if recurrent layers keep a state that a batch's parts cannot share.
+
+    Args:
+        model: Any model.
+        count: Number of processes or devices that compute parts of the data.
+        kind: What they are: "replicas" or "workers".
+    """
+    if count > 1 and (names := stateful_layers(model)):
+        raise ValueError(
+            f"stateful=True in {', '.join(names)}, under {count} {kind}: the layer continues with "
+            "the state of the same rows in the batch before, expected one device that computes "
+            "all rows of all batches. Pass stateful=False, or train on one device, as with "
+            'make_strategy("one_device").'
+        )
 
 
 def build_in_scope(optimizer: keras.optimizers.Optimizer, variables: Sequence) -> None:

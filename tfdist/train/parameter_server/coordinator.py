@@ -15,7 +15,7 @@ from tfdist.keras_compat import global_seed
 from tfdist.runtime.launch_protocol import Phase
 from tfdist.train.callbacks.saving import backing
 from tfdist.train.health.heartbeat import Heartbeat, length
-from tfdist.train.hooks import Hooks, bind, check_optimizer, fewest
+from tfdist.train.hooks import Hooks, bind, check_optimizer, check_stateful, fewest
 from tfdist.train.parameter_server.batch_stream import Stream
 from tfdist.train.parameter_server.dispatch import RemoteRunner
 from tfdist.train.parameter_server.metric_deltas import count_updates, ticket
@@ -245,6 +245,7 @@ class Coordinator(Hooks):
 
     def _check(self, model: keras.Model) -> None:
         check_optimizer(model, self._strategy)
+        check_stateful(model, len(self._pool.workers), "workers")
         if model.run_eagerly:
             raise ValueError(
                 "run_eagerly=True under parameter_server: steps run as graphs in other processes. "

@@ -25,7 +25,7 @@ from tfdist.train.callbacks.backup_and_restore import BackupAndRestore
 from tfdist.train.callbacks.saving import backing, same_on_workers
 from tfdist.train.health.heartbeat import Heartbeat, length, size
 from tfdist.train.health.watchdog import Watchdog
-from tfdist.train.hooks import Hooks, bind, build_in_scope, check_optimizer, fewest
+from tfdist.train.hooks import Hooks, bind, build_in_scope, check_optimizer, check_stateful, fewest
 from tfdist.train.synchronous import gradient_sum, replica_step
 from tfdist.train.synchronous.feed import Feed
 from tfdist.train.synchronous.gradient_aggregation import GradientAggregation, check_totals
@@ -232,6 +232,7 @@ class Engine(Hooks):
     def make_predict_function(self, model: keras.Model, _, force: bool = False):
         """Create the model's `predict_function`, a `Predictor`."""
         check_deferred(model)  # predict_on_batch has not checked it
+        check_stateful(model, self.placement.replicas, "replicas")
         if force or not isinstance(model.predict_function, Predictor):
             model.predict_function = Predictor(
                 self._strategy, self.placement, self.host, model, self.watchdog
@@ -553,6 +554,7 @@ class Engine(Hooks):
     def _check(self, model: keras.Model) -> None:
         check_optimizer(model, self._strategy)
         check_deferred(model)
+        check_stateful(model, self.placement.replicas, "replicas")
         if self.placement.replicas > 1 and model.jit_compile:
             raise ValueError(
                 f"compile(jit_compile=True) under {self.placement.replicas} replicas: XLA cannot "

@@ -108,6 +108,18 @@ def error_data_of_a_function(strategy):
     )
 
 
+@feature
+def error_stateful_layer(strategy):
+    def build():
+        layer = keras.layers.SimpleRNN(2, stateful=True, name="memory")
+        return keras.Sequential([keras.Input(batch_shape=(4, 3, 1)), layer])
+
+    model = compiled(strategy, build, "sgd", "mse", ())
+    x = np.ones([4, 3, 1], "float32")
+    for method, arguments in ((model.fit, (x, x[:, 0])), (model.predict, (x,))):
+        raises(ValueError, "stateful=True in memory, under 2 workers", method, *arguments)
+
+
 def own_step(strategy, returned):
     model = compiled(strategy, lambda: OwnStep(one_weight().layers), sgd(), mean_output, ())
     model.returned = returned

@@ -461,6 +461,30 @@ def test_silence_outside_of_calls_is_no_hang(one_device, monkeypatch):
         phases.clear()
 
 
+# --- Models that replicas cannot share ------------------------------------------------------------
+@pytest.mark.parametrize("wrap", [lambda layer: layer, keras.layers.Bidirectional])
+def test_a_stateful_recurrent_layer_is_refused_under_several_replicas(mirrored, one_device, wrap):
+    def build():
+        layer = keras.layers.GRU(2, stateful=True, name="memory")
+        return keras.Sequential([keras.Input(batch_shape=(4, 3, 1)), wrap(layer)])
+
+    x = np.ones([4, 3, 1], "float32")
+    model = compiled(mirrored, build, loss="mse")
+    y = np.ones(model.output_shape, "float32")
+    for method, arguments in (
+        (model.fit, {"x": x, "y": y}),
+        (model.evaluate, {"x": x, "y": y}),
+        (model.predict, {"x": x}),
+        (model.train_on_batch, {"x": x, "y": y}),
+        (model.predict_on_batch, {"x": x}),
+    ):
+        with pytest.raises(ValueError, match=r"stateful=True in .*memory, under 2 replicas"):
+            method(**arguments)
+    model = compiled(one_device, build, loss="mse")
+    first, second = (model.predict(x, batch_size=4, verbose=0) for _ in range(2))
+    assert np.abs(first - second).max() > 1e-3  # it goes on with the state
+
+
 # --- Files ----------------------------------------------------------------------------------------
 def test_a_model_is_saved_outside_of_the_scope_that_it_is_saved_in(mirrored, tmp_path):
     """On several workers, a variable that the chief makes in the scope waits for all of them."""
