@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.cluster.scripts.files import CRASH_EPOCH, EPOCHS, LONG_STEPS, SLOW_STEPS
+from tests.parity.cases import data
 from tests.processes import PYTHON, ROOT, group, workers
 
 TIMEOUT_S = 240  # for one cluster: about 25 on an idle machine of 2 cores
@@ -97,6 +98,27 @@ def test_the_chiefs_files_are_whole(job):
             saved.load_weights(chief / name)
         for a, b in zip(saved.get_weights(), job.results[0]["weights"], strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+def test_models_are_saved_and_quantized_inside_the_scope(job):
+    """Only the chief saves there, so that nothing that it makes may be a collective."""
+    (weights, predictions, quantized, narrow), other = (result["scoped"] for result in job.results)
+    for a, b in zip(
+        weights + quantized + [predictions, narrow],
+        [*other[0], *other[2], other[1], other[3]],
+        strict=True,
+    ):
+        np.testing.assert_array_equal(a, b)
+    assert float(narrow[0]) == 200
+    assert "int8" in {w.dtype.name for w in quantized}
+    chief = job.directory / "rank-0"
+    for name in ("scoped.keras", "scoped-1.keras"):
+        for a, b in zip(keras.models.load_model(chief / name).get_weights(), weights, strict=True):
+            np.testing.assert_array_equal(a, b)
+    saved = keras.models.load_model(chief / "quantized.keras", compile=False)
+    np.testing.assert_allclose(saved.predict(data()[0], verbose=0), predictions, atol=1e-6)
+    saved = keras.models.load_model(chief / "scoped.keras")
+    saved.load_weights(chief / "scoped.weights.h5")
 
 
 @pytest.mark.parametrize(
@@ -208,10 +230,13 @@ def test_another_model_on_one_worker_ends_both(tmp_path):
         )
         assert 0 not in members.wait(TIMEOUT_S).values(), members.logs()
         logs = [members.log(worker) for worker in members.processes]
-        assert all("Collective ops is aborted by" in log for log in logs), members.logs()
-        assert any("Collective instance" in log for log in logs), (
-            members.logs()
-        )  # the other may see only that its peer is gone
+        explained = ["is out of step with worker:" in log for log in logs]
+        assert any(explained), members.logs()
+        assert all(
+            said or "Collective ops is aborted by" in log  # it may see only that its peer is gone
+            for said, log in zip(explained, logs, strict=True)
+        ), members.logs()
+        assert any("Collective instance" in log for log in logs), members.logs()
 
 
 def test_a_worker_that_never_comes_is_named_in_time(tmp_path):

@@ -496,3 +496,87 @@ def accumulating(
             yield
     finally:
         del optimizer._backend_increment_gradient_accumulators
+
+
+# --- Scopes of strategies -------------------------------------------------------------------------
+@contextlib.contextmanager
+def leave_scope() -> Iterator[None]:
+    """Leave the scope of the current strategy, if there is one, within the context.
+
+    In the scope of several workers, each variable that is made, and each metric that is read, is a
+    collective of all of them. Keras does both when it saves a model (it makes an optimizer to see
+    its attributes: `saving_lib.get_attr_skipset`), and only the chief saves. TensorFlow has no
+    public way out of a scope.
+    """
+    graph: Any = tf.compat.v1.get_default_graph()
+    modes = graph._distribution_strategy_stack
+    creators = graph._variable_creator_stack
+    graph._distribution_strategy_stack = []
+    graph._variable_creator_stack = []
+    try:
+        with tf.device(None):
+            yield
+    finally:
+        graph._distribution_strategy_stack = modes
+        graph._variable_creator_stack = creators
+
+
+# Types that TensorFlow cannot broadcast between workers, and a type that holds their values.
+_BROADCAST_AS = {
+    tf.bfloat16: tf.float32,
+    tf.int8: tf.int32,
+    tf.uint8: tf.int32,
+    tf.int16: tf.int32,
+    tf.uint16: tf.int32,
+    tf.uint32: tf.int64,
+    tf.uint64: tf.int64,
+}
+
+
+def broadcast_initial_values(
+    strategy: tf.distribute.MultiWorkerMirroredStrategy,
+    during: Callable[[], contextlib.AbstractContextManager[None]],
+) -> None:
+    """Let a strategy of several workers make variables of all types of numbers.
+
+    The chief broadcasts the initial value of each variable, but `CollectiveBcastSend` does not take
+    bfloat16 or small integers, such as the weights of `model.quantize("int8")`.
+
+    Args:
+        strategy: The strategy.
+        during: Function that makes the context of each broadcast.
+    """
+    extended = strategy.extended
+    original = extended._get_variable_creator_initial_value
+
+    def initial_value(replica_id, device, primary_var, **kwargs):
+        if replica_id != 0:
+            return original(replica_id, device, primary_var, **kwargs)
+        value = kwargs["initial_value"]
+        dtype = kwargs.get("dtype") or getattr(value, "dtype", None)
+        narrow = tf.as_dtype(dtype) if dtype is not None else None
+        wide = _BROADCAST_AS.get(narrow)
+        if wide is not None:
+
+            def widened():
+                return tf.cast(
+                    tf.convert_to_tensor(value() if callable(value) else value, narrow), wide
+                )
+
+            kwargs.update(initial_value=widened, dtype=wide)
+        broadcast = original(replica_id, device, primary_var, **kwargs)
+
+        def received():
+            with tf.device(device), during():
+                return broadcast() if wide is None else tf.cast(broadcast(), narrow)
+
+        return received
+
+    extended._get_variable_creator_initial_value = initial_value
+
+
+# --- Layers ---------------------------------------------------------------------------------------
+def stateful_layers(model: keras.Model) -> list[str]:
+    """Return the names of recurrent layers that keep their state from one batch to the next."""
+    layers = model._flatten_layers()
+    return [x.name for x in layers if isinstance(x, keras.layers.RNN) and x.stateful]

@@ -86,6 +86,7 @@ def multi_worker_mirrored(
         len(tasks), cluster.rank, strategy.num_replicas_in_sync // len(tasks), tasks
     )
     attach_engine(strategy, placement, timeout=timeout, sync=sync, communication=communication)
+    keras_compat.broadcast_initial_values(strategy, strategy.tfdist_engine.watchdog.explained)
     _share_seed(strategy, placement)
     return strategy
 

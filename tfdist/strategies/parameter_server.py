@@ -23,11 +23,14 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     def experimental_distribute_dataset(self, dataset, options=None):
         """See `tf.distribute.Strategy`; Keras' methods get tfdist's own batch stream.
 
-        These methods are `fit`, `evaluate` and `predict`.
+        These methods are `fit`, `evaluate` and `predict`. They take the result, too, and read
+        the data set itself.
         """
         if self.tfdist_engine.feeding:
             return self.tfdist_engine.feed(dataset)
-        return super().experimental_distribute_dataset(dataset, options)
+        distributed = super().experimental_distribute_dataset(dataset, options)
+        distributed.tfdist_dataset = dataset
+        return distributed
 
 
 def coordinate(

@@ -12,9 +12,10 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tfdist.backup import state
-from tfdist.keras_compat import strategy_of
+from tfdist.keras_compat import stateful_layers, strategy_of
 from tfdist.train.health import preemption
 from tfdist.train.health.heartbeat import Heartbeat
 from tfdist.train.health.watchdog import Watchdog
@@ -197,3 +198,54 @@ def check_optimizer(model: keras.Model, strategy) -> None:
                 "it, and call compile(), inside `with strategy.scope():`, where the model is made."
             )
         optimizer = getattr(optimizer, "inner_optimizer", None)
+
+
+def check_stateful(model: keras.Model, count: int, kind: str) -> None:
+    """Raise ValueError if recurrent layers keep a state that a batch's parts cannot share.
+
+    Args:
+        model: Any model.
+        count: Number of processes or devices that compute parts of the data.
+        kind: What they are: "replicas" or "workers".
+    """
+    if count > 1 and (names := stateful_layers(model)):
+        raise ValueError(
+            f"stateful=True in {', '.join(names)}, under {count} {kind}: the layer continues with "
+            "the state of the same rows in the batch before, expected one device that computes "
+            "all rows of all batches. Pass stateful=False, or train on one device, as with "
+            'make_strategy("one_device").'
+        )
+
+
+def build_in_scope(optimizer: keras.optimizers.Optimizer, variables: Sequence) -> None:
+    """Build an optimizer whose first use is in the step of a replica.
+
+    Keras would build it in each replica, in the middle of the step. With several replicas in a
+    process, TensorFlow then fails: "You must feed a value for placeholder tensor 'cond/else/...'".
+
+    Args:
+        optimizer: Any optimizer.
+        variables: Variables of all its updates.
+    """
+    if optimizer.built:
+        return
+
+    def build(strategy):
+        with (
+            tf.init_scope(),
+            strategy.scope(),
+            keras.name_scope(optimizer.name, caller=optimizer),
+        ):
+            optimizer.build(variables)
+
+    try:
+        tf.distribute.get_replica_context().merge_call(build)
+    except RuntimeError as error:
+        if "merge_call" not in str(error):
+            raise
+        raise ValueError(
+            f"The optimizer {optimizer.name} is first used inside a tf.cond or a loop of a "
+            "replica's step, where it cannot be built. Call "
+            "optimizer.build(model.trainable_variables) inside `with strategy.scope():`, before "
+            "strategy.run()."
+        ) from error

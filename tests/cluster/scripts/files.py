@@ -46,6 +46,25 @@ def slowly(x, y):
         return tf.identity(x), y
 
 
+def inside_scope(strategy, own: pathlib.Path) -> list:
+    """Save, quantize and load a model in the scope, where each new variable is a collective."""
+    with strategy.scope():
+        model = build(strategy)
+        model.fit(
+            dataset(*data()),
+            verbose=0,
+            callbacks=[keras.callbacks.ModelCheckpoint(own / "scoped-{epoch}.keras")],
+        )
+        weights = model.get_weights()
+        model.save(own / "scoped.keras")
+        model.save_weights(own / "scoped.weights.h5")
+        model.quantize("int8")
+        model.save(own / "quantized.keras")
+        predictions = model.predict(data()[0], verbose=0)
+        narrow = keras.Variable([200 if own.name == "rank-0" else 0], dtype="bfloat16")
+        return [weights, predictions, model.get_weights(), narrow.numpy()]
+
+
 def main(directory: str, stage: str) -> None:
     strategy = tfdist.make_strategy(timeout=LONG_TIMEOUT)
     rank = 0 if is_chief(strategy) else 1
@@ -87,7 +106,9 @@ def main(directory: str, stage: str) -> None:
     long = build(strategy)
     long.steps_per_execution = LONG_STEPS
     long.fit(steps.repeat().take(LONG_STEPS), verbose=0)
+    scoped = inside_scope(strategy, own) if stage == "finish" else None
     result = {
+        "scoped": scoped,
         "epochs": epochs,
         "history": history.history,
         "weights": model.get_weights(),

@@ -4,6 +4,7 @@ Each exists and does what tfdist expects. A failure after an upgrade says which 
 `keras_compat` to look after.
 """
 
+import contextlib
 import inspect
 import threading
 
@@ -522,3 +523,69 @@ def test_moving_averages_are_found():
     for _ in range(2):
         optimizer.apply([tf.ones([1])])
     np.testing.assert_allclose([v.numpy() for v in parallel.moving_averages(optimizer)], [[0.5]])
+
+
+# --- Scopes of strategies -------------------------------------------------------------------------
+def test_a_scope_can_be_left_and_is_entered_again(two):
+    with two.scope():
+        with keras_compat.leave_scope():
+            assert not tf.distribute.has_strategy()
+            outside = keras.Variable([1.0])
+            metric = keras.metrics.Mean()
+        with pytest.raises(ZeroDivisionError), keras_compat.leave_scope():
+            raise ZeroDivisionError
+        assert tf.distribute.get_strategy() is two
+        inside = keras.Variable([1.0])
+    assert not tf.distribute.has_strategy()
+    with keras_compat.leave_scope():
+        assert not tf.distribute.has_strategy()
+    counts = [len(two.experimental_local_results(v.value)) for v in (outside, metric.total, inside)]
+    assert counts == [1, 1, 2]
+
+
+def test_keras_makes_variables_when_it_saves_an_optimizer():
+    """Else the chief need not leave the scope to save."""
+    made = []
+
+    def creator(next_creator, **kwargs):
+        made.append(kwargs.get("name"))
+        return next_creator(**kwargs)
+
+    with tf.variable_creator_scope(creator):
+        keras.src.saving.saving_lib.get_attr_skipset("Optimizer")
+    assert made
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32", "bfloat16", "float32"])
+def test_initial_values_are_broadcast_in_a_type_that_collectives_take(dtype):
+    """The workers of tests/cluster/test_training.py broadcast some."""
+    sent = []
+    contexts = []
+
+    class Extended:
+        def _get_variable_creator_initial_value(self, replica_id, device, primary_var, **kwargs):
+            def initial_value():
+                value = kwargs["initial_value"]
+                sent.append(tf.convert_to_tensor(value() if callable(value) else value))
+                assert sent[-1].dtype == kwargs["dtype"]
+                return sent[-1]
+
+            return initial_value
+
+    class Strategy:
+        extended = Extended()
+
+    @contextlib.contextmanager
+    def during():
+        contexts.append(len(sent))
+        yield
+
+    keras_compat.broadcast_initial_values(Strategy, during)
+    value = tf.cast([3, 100], dtype)
+    received = Strategy.extended._get_variable_creator_initial_value(
+        replica_id=0, device="/cpu:0", primary_var=None, initial_value=lambda: value, dtype=dtype
+    )()
+    assert received.dtype == dtype
+    np.testing.assert_array_equal(received, value)
+    assert sent[0].dtype in (tf.int32, tf.int64, tf.float32)
+    assert contexts == [0]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +25,10 @@ from tfdist.keras_compat import abort_collectives
 from tfdist.parallel.placement import Placement
 
 CHECKS = 8  # checks of a call within the bound
+
+# TensorFlow's error where workers are in different collectives
+# (tensorflow/core/common_runtime/collective_param_resolver_local.cc).
+_MISMATCH = re.compile(r"Collective instance \d+ expected [^\n]*")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -62,7 +67,8 @@ class Watchdog:
                 workers in this process any more.
         """
         if self._seconds == math.inf:
-            yield
+            with self.explained():
+                yield
             return
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="tfdist-watchdog", daemon=True)
@@ -70,7 +76,8 @@ class Watchdog:
         call = _Call(progress)
         self._calls.append(call)
         try:
-            yield
+            with self.explained():
+                yield
         except tf.errors.OpError as error:
             if self._abort_message is None:
                 raise
@@ -78,6 +85,28 @@ class Watchdog:
         finally:
             with self._lock:  # the watchdog may be ending this call right now
                 self._calls.remove(call)
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Explain TensorFlow's error about workers that are in different collectives.
+
+        Raises:
+            RuntimeError: This worker and the others are out of step.
+        """
+        try:
+            yield
+        except tf.errors.OpError as error:
+            mismatch = _MISMATCH.search(error.message or "")
+            if mismatch is None or self._placement is None:
+                raise
+            raise RuntimeError(
+                f"{self._placement.task(self._placement.rank)} is out of step with "
+                f"{self._others()}: they waited for each other in different operations. Making a "
+                "variable in strategy.scope() is an operation of all workers, and so are fit, "
+                "evaluate, predict and the steps of an optimizer. Run the same script in every "
+                "task, and let no worker make a variable, or call one of these methods, alone "
+                f"(TensorFlow: {mismatch[0]})."
+            ) from error
 
     def _watch(self) -> None:
         pause = self._seconds / CHECKS
@@ -105,14 +134,18 @@ class Watchdog:
     def _message(self) -> str:
         placement = self._placement
         assert placement is not None
-        others = ", ".join(
-            placement.task(rank) for rank in range(placement.workers) if rank != placement.rank
-        )
         return (
-            f"{placement.task(placement.rank)} waited too long for {others}: no step for "
+            f"{placement.task(placement.rank)} waited too long for {self._others()}: no step for "
             f"{self._seconds:g} s. A worker hangs, is cut off, gets no data, or has fewer batches "
             "than the others. Look at the workers' logs, and give all workers data of the same "
             "length. If your steps take longer, pass a longer make_strategy(timeout=...)."
+        )
+
+    def _others(self) -> str:
+        placement = self._placement
+        assert placement is not None
+        return ", ".join(
+            placement.task(rank) for rank in range(placement.workers) if rank != placement.rank
         )
 
 

@@ -15,7 +15,7 @@ from tfdist.keras_compat import global_seed
 from tfdist.runtime.launch_protocol import Phase
 from tfdist.train.callbacks.saving import backing
 from tfdist.train.health.heartbeat import Heartbeat, length
-from tfdist.train.hooks import Hooks, bind, check_optimizer, fewest
+from tfdist.train.hooks import Hooks, bind, check_optimizer, check_stateful, fewest
 from tfdist.train.parameter_server.batch_stream import Stream
 from tfdist.train.parameter_server.dispatch import RemoteRunner
 from tfdist.train.parameter_server.metric_deltas import count_updates, ticket
@@ -57,6 +57,7 @@ class Coordinator(Hooks):
     def fit(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
         """Run `keras.Model.fit` on the workers."""
         call = bind(keras_method, model, args, kwargs)
+        _undistribute("fit", call, "x", "validation_data")
         self._check(model)
         callbacks = backups_last(call["kwargs"])
         steps = fewest(call["steps_per_epoch"], keras.config.max_steps_per_epoch())
@@ -78,6 +79,7 @@ class Coordinator(Hooks):
     def evaluate(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
         """Run `keras.Model.evaluate` on the workers."""
         call = bind(keras_method, model, args, kwargs)
+        _undistribute("evaluate", call, "x")
         # Keras passes a CallbackList when this is the validation of a fit.
         if not isinstance(call["callbacks"], keras.callbacks.CallbackList):
             self._check(model)
@@ -93,6 +95,7 @@ class Coordinator(Hooks):
     def predict(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
         """Run `keras.Model.predict` on the workers."""
         call = bind(keras_method, model, args, kwargs)
+        _undistribute("predict", call, "x")
         self._check(model)
         _check_end("predict", call["x"], call["steps"], "steps")
         with self._during("predict", None):
@@ -242,6 +245,7 @@ class Coordinator(Hooks):
 
     def _check(self, model: keras.Model) -> None:
         check_optimizer(model, self._strategy)
+        check_stateful(model, len(self._pool.workers), "workers")
         if model.run_eagerly:
             raise ValueError(
                 "run_eagerly=True under parameter_server: steps run as graphs in other processes. "
@@ -254,6 +258,30 @@ class Coordinator(Hooks):
                 "whose variables are on other processes "
                 "(keras #18716). Pass jit_compile=False."
             )
+
+
+def _undistribute(method: str, call: dict, *names: str) -> None:
+    """Replace what `strategy.experimental_distribute_dataset` returned by the data set itself.
+
+    TensorFlow builds its result only in a worker, for `create_per_worker_dataset`. One replica
+    trains on the batch of a step, so that batch is the one that TensorFlow would give it.
+
+    Args:
+        method: Name of the Keras method.
+        call: Its arguments, as `bind` returns them.
+        *names: Names of the arguments that hold data.
+    """
+    for name in names:
+        if not isinstance(call[name], tf.distribute.DistributedDataset):
+            continue
+        dataset = getattr(call[name], "tfdist_dataset", None)
+        if dataset is None:
+            raise ValueError(
+                f"{method}: {name} is a result of strategy.distribute_datasets_from_function, "
+                "which has other data in each worker, expected a tf.data.Dataset. Pass the data "
+                "set itself: the workers share its batches."
+            )
+        call[name] = call["kwargs"][name] = dataset
 
 
 def _check_end(method: str, data, steps: int | None, argument: str) -> None:

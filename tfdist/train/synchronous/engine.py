@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.keras_compat import copies, holder_of
+from tfdist.keras_compat import copies, holder_of, leave_scope
 from tfdist.parallel.placement import Placement
 from tfdist.parallel.sharding.fsdp import check_deferred
 from tfdist.parallel.sharding.whole_model_files import as_plain, check_export
@@ -25,7 +25,7 @@ from tfdist.train.callbacks.backup_and_restore import BackupAndRestore
 from tfdist.train.callbacks.saving import backing, same_on_workers
 from tfdist.train.health.heartbeat import Heartbeat, length, size
 from tfdist.train.health.watchdog import Watchdog
-from tfdist.train.hooks import Hooks, bind, check_optimizer, fewest
+from tfdist.train.hooks import Hooks, bind, build_in_scope, check_optimizer, check_stateful, fewest
 from tfdist.train.synchronous import gradient_sum, replica_step
 from tfdist.train.synchronous.feed import Feed
 from tfdist.train.synchronous.gradient_aggregation import GradientAggregation, check_totals
@@ -232,6 +232,7 @@ class Engine(Hooks):
     def make_predict_function(self, model: keras.Model, _, force: bool = False):
         """Create the model's `predict_function`, a `Predictor`."""
         check_deferred(model)  # predict_on_batch has not checked it
+        check_stateful(model, self.placement.replicas, "replicas")
         if force or not isinstance(model.predict_function, Predictor):
             model.predict_function = Predictor(
                 self._strategy, self.placement, self.host, model, self.watchdog
@@ -264,6 +265,9 @@ class Engine(Hooks):
 
     def apply(self, optimizer, keras_apply: Callable, grads, variables):
         """Aggregate the gradients and update the variables; called in replica context."""
+        if variables is not None:
+            variables = list(variables)
+            build_in_scope(optimizer, variables)
         holder = holder_of(optimizer, variables)
         if holder is not None:
             return gradient_sum.apply_to_parts(
@@ -417,7 +421,8 @@ class Engine(Hooks):
         self._replica_state(model).gather()
         with self.gathered(model):
             if self.placement.is_chief:
-                return keras_method(model, *args, **kwargs)
+                with leave_scope():  # nothing in it may wait for the other workers
+                    return keras_method(model, *args, **kwargs)
         log.debug(
             "%s does not write in model.%s; the chief does",
             self.placement.task(self.placement.rank),
@@ -567,6 +572,7 @@ class Engine(Hooks):
     def _check(self, model: keras.Model) -> None:
         check_optimizer(model, self._strategy)
         check_deferred(model)
+        check_stateful(model, self.placement.replicas, "replicas")
         if self.placement.replicas > 1 and model.jit_compile:
             raise ValueError(
                 f"compile(jit_compile=True) under {self.placement.replicas} replicas: XLA cannot "

@@ -34,6 +34,21 @@ def data_set(strategy):
 
 
 @feature
+def data_set_that_the_strategy_distributed(strategy):
+    """Train on what `experimental_distribute_dataset` returned, as under other strategies."""
+    model = counts(
+        strategy,
+        strategy.experimental_distribute_dataset(batches()),
+        validation_data=strategy.experimental_distribute_dataset(batches()),
+    )
+    for method in (model.evaluate, model.predict):
+        same(
+            method(strategy.experimental_distribute_dataset(batches()), verbose=0),
+            method(batches(), verbose=0),
+        )
+
+
+@feature
 def data_set_from_a_range(strategy):
     """Train on a data set that the workers read themselves."""
     counts(

@@ -92,6 +92,34 @@ def error_data_without_end(strategy):
     raises(ValueError, "predict: .*infinite.*steps", model.predict, endless)
 
 
+@feature
+def error_data_of_a_function(strategy):
+    model = counter(strategy)
+    distributed = strategy.distribute_datasets_from_function(lambda context: batches())
+    for method in (model.fit, model.evaluate, model.predict):
+        raises(
+            ValueError,
+            f"{method.__name__}: x is .*distribute_datasets_from_function.*Pass the data set",
+            method,
+            distributed,
+        )
+    raises(
+        ValueError, "fit: validation_data is ", model.fit, batches(), validation_data=distributed
+    )
+
+
+@feature
+def error_stateful_layer(strategy):
+    def build():
+        layer = keras.layers.SimpleRNN(2, stateful=True, name="memory")
+        return keras.Sequential([keras.Input(batch_shape=(4, 3, 1)), layer])
+
+    model = compiled(strategy, build, "sgd", "mse", ())
+    x = np.ones([4, 3, 1], "float32")
+    for method, arguments in ((model.fit, (x, x[:, 0])), (model.predict, (x,))):
+        raises(ValueError, "stateful=True in memory, under 2 workers", method, *arguments)
+
+
 def own_step(strategy, returned):
     model = compiled(strategy, lambda: OwnStep(one_weight().layers), sgd(), mean_output, ())
     model.returned = returned

@@ -459,3 +459,92 @@ def test_silence_outside_of_calls_is_no_hang(one_device, monkeypatch):
         call()
         assert phases[-1] == Phase.IDLE
         phases.clear()
+
+
+# --- Models that replicas cannot share ------------------------------------------------------------
+@pytest.mark.parametrize("wrap", [lambda layer: layer, keras.layers.Bidirectional])
+def test_a_stateful_recurrent_layer_is_refused_under_several_replicas(mirrored, one_device, wrap):
+    def build():
+        layer = keras.layers.GRU(2, stateful=True, name="memory")
+        return keras.Sequential([keras.Input(batch_shape=(4, 3, 1)), wrap(layer)])
+
+    x = np.ones([4, 3, 1], "float32")
+    model = compiled(mirrored, build, loss="mse")
+    y = np.ones(model.output_shape, "float32")
+    for method, arguments in (
+        (model.fit, {"x": x, "y": y}),
+        (model.evaluate, {"x": x, "y": y}),
+        (model.predict, {"x": x}),
+        (model.train_on_batch, {"x": x, "y": y}),
+        (model.predict_on_batch, {"x": x}),
+    ):
+        with pytest.raises(ValueError, match=r"stateful=True in .*memory, under 2 replicas"):
+            method(**arguments)
+    model = compiled(one_device, build, loss="mse")
+    first, second = (model.predict(x, batch_size=4, verbose=0) for _ in range(2))
+    assert np.abs(first - second).max() > 1e-3  # it goes on with the state
+
+
+# --- Files ----------------------------------------------------------------------------------------
+def test_a_model_is_saved_outside_of_the_scope_that_it_is_saved_in(mirrored, tmp_path):
+    """On several workers, a variable that the chief makes in the scope waits for all of them."""
+    scopes = []
+
+    @keras.saving.register_keras_serializable("tests")
+    class Layer(keras.layers.Dense):
+        def save_own_variables(self, store):
+            scopes.append(tf.distribute.has_strategy())
+            super().save_own_variables(store)
+
+    with mirrored.scope():
+        model = compiled(
+            mirrored, lambda: keras.Sequential([keras.Input((6,)), Layer(3)]), metrics=["accuracy"]
+        )
+        model.fit(dataset(*data()), verbose=0)
+        model.save(tmp_path / "model.keras")
+        model.save_weights(tmp_path / "model.weights.h5")
+        assert tf.distribute.get_strategy() is mirrored
+    assert scopes == [False, False]
+    saved = keras.models.load_model(tmp_path / "model.keras")
+    for a, b in zip(saved.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+# --- Loops with strategy.run ----------------------------------------------------------------------
+def train_in_loop(strategy, build, inside=lambda update: update()):
+    """Return the weights and slots after two steps of a loop, and the number of updates."""
+    model = compiled(strategy)
+    x, y = data(24)
+    with strategy.scope():
+        optimizer = keras.optimizers.Adam(0.1)
+        if build:
+            optimizer.build(model.trainable_variables)
+
+    def replica(x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(CROSSENTROPY(y, model(x, training=True))) / 2
+        grads = tape.gradient(loss, model.trainable_variables)
+        inside(
+            lambda: optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+        )
+
+    step = tf.function(lambda batch: strategy.run(replica, args=batch), autograph=False)
+    for batch in strategy.experimental_distribute_dataset(dataset(x, y)):
+        step(batch)
+    variables = [*model.trainable_variables, *optimizer.variables]
+    return [c for v in variables for c in copies(strategy, v)]
+
+
+def test_a_loop_builds_its_optimizer_in_the_first_step(mirrored):
+    built, lazily = train_in_loop(mirrored, build=True), train_in_loop(mirrored, build=False)
+    assert len(built) == 2 * (2 + 6)  # of each variable a copy per replica
+    for a, b in zip(built, lazily, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_an_optimizer_that_is_first_used_in_a_branch_is_refused(mirrored):
+    def branch(update):
+        tf.cond(tf.constant(True), lambda: update() or True, lambda: True)
+
+    with pytest.raises(ValueError, match=r"adam.* cannot be built.*optimizer\.build\("):
+        train_in_loop(mirrored, build=False, inside=branch)
