@@ -20,7 +20,7 @@ from tfdist.launch.output import Console
 from tfdist.launch.policy import Failed, Policy
 from tfdist.launch.standby import Standbys
 from tfdist.launch.task_plan import Role, TaskPlan
-from tfdist.launch.task_process import Process, position_of
+from tfdist.launch.task_process import Process, position_of, stopped_groups
 from tfdist.runtime.guardian import Guardian
 from tfdist.runtime.launch_protocol import PREEMPTED_CODE, Phase, note, read_journal
 
@@ -259,6 +259,9 @@ class Supervisor:
         if failed() and not ordered():
             first = next((process for process in group if process.failed or process.hang), None)
             note(self._log_dir, "detected", task=first and first.plan.name)
+            stopped = stopped_groups()
+            for process in group:
+                process.stopped = not process.ended and process.pid in stopped
             if any(process.hang for process in group):
                 self._stacks(group)
             else:
@@ -337,7 +340,8 @@ class Supervisor:
 
     def _blame(self, group: list[Process], silent: list[Process]) -> None:
         """Find the hung task among those that wait for each other."""
-        stopped = [process for process in silent if process.state == "T"]
+        groups = stopped_groups()
+        stopped = [process for process in silent if process.pid in groups]
         self._stacks([process for process in silent if process not in stopped])
         # In a collective the main thread is inside TensorFlow, but not in a task that hangs in user
         # code.
